@@ -1,0 +1,44 @@
+"""The `data` section of a run's configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataConfig:
+    """Which sequences to train on, and how they become batches."""
+
+    path: str = "data/tiny"
+    """Sequence folder written by 'nestpipe data'."""
+    split: Literal["last", "time"] = "last"
+    """Test target: each user's last event, or the first event at or after `split_time`."""
+    split_time: str | None = None
+    """With split 'time': ISO date or seconds since 1970."""
+    validation: bool = False
+    """Hold out one more event before the test target for validation; it is not trained on."""
+    max_len: int = 200
+    """Longest history a sample keeps; also the constant divisor of HSTU."""
+    truncate_block: int = 1
+    """Histories are cut at multiples of this many events; 1 follows the published protocols, serving likes 256."""
+    batch_size: int = 128
+    """Samples in a global batch, over all ranks; ignored with a token budget."""
+    batch_tokens: int = 0
+    """If not 0: fill each global batch up to this many events instead."""
+    drop_last: bool = False
+    """Leave out the last, smaller batch of an epoch."""
+    read_ahead: int = 4
+    """Batches prepared in the background."""
+
+    def problems(self) -> Iterator[str]:
+        for name in ("max_len", "truncate_block", "batch_size", "read_ahead"):
+            if getattr(self, name) < 1:
+                yield f"{name} is {getattr(self, name)}; it must be at least 1"
+        if self.batch_tokens < 0:
+            yield f"batch_tokens is {self.batch_tokens}; it must be 0 (off) or more"
+        if self.truncate_block > self.max_len:
+            yield f"truncate_block {self.truncate_block} is above max_len {self.max_len}: nothing would be left of a long history"
+        if (self.split == "time") != (self.split_time is not None):
+            yield f"split '{self.split}' with split_time {self.split_time!r}; a time split needs a time, nothing else takes one"

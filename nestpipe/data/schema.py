@@ -1,0 +1,111 @@
+"""Features are declared once, here, for ingest, lookups, serving and checkpoints.
+
+A `Schema` names the log's user, item and time columns and any number of features. A feature has a *kind* (what its
+values are) and a *scope* (whose values they are):
+
+    kind    id      one int64 (or string, hashed or numbered)      at most one per row; a missing one is an empty row
+            ids     several, with optional weights, pooled         "12|7|93" in text columns
+            number  one float; missing rule, then a transform whose statistics are fitted on the training part
+            vector  a fixed number of floats
+    scope   event   a column of the log                  item, user   a column of a side table, joined by id
+            request known only when a recommendation is asked for; never stored with the log
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from nestpipe.errors import ConfigError
+
+Kind = Literal["id", "ids", "number", "vector"]
+Scope = Literal["event", "item", "user", "request"]
+Encoding = Literal["int64", "hash", "dictionary"]
+Missing = Literal["mean", "zero", "refuse"]
+Transform = Literal["none", "log", "standardise", "log_standardise", "bucketise"]
+TimeUnit = Literal["s", "ms", "iso8601"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Feature:
+    """One feature; the fields below the first block matter only for the kinds they name."""
+
+    name: str
+    kind: Kind
+    scope: Scope = "event"
+    column: str | None = None  # its column in the log or side table; the name if not given
+
+    encoding: Encoding = "int64"  # id, ids: how a value becomes an int64
+    separator: str = "|"  # ids, vector: between values in a text column
+    weights: str | None = None  # ids: a column of weights, separated likewise
+    pool: Literal["sum", "mean"] = "mean"  # ids
+
+    missing: Missing = "zero"  # number: the value that stands for a missing one, or quarantine of the record
+    transform: Transform = "none"  # number
+    num_buckets: int = 16  # number, bucketise: quantile buckets, used as ids
+
+    dim: int = 0  # vector
+
+    @property
+    def source(self) -> str:
+        return self.column or self.name
+
+    def problems(self) -> Iterator[str]:
+        where = f"feature '{self.name}'"
+        if not self.name.isidentifier():
+            yield f"{where}: the name must be a Python identifier, it becomes a file and a keyword"
+        if self.name in {"user", "item", "time"}:
+            yield f"{where}: the names user, item and time are the schema's own columns"
+        if self.weights is not None and self.kind != "ids":
+            yield f"{where}: weights go with kind 'ids', not '{self.kind}'"
+        if (self.dim > 0) != (self.kind == "vector"):
+            yield f"{where}: kind '{self.kind}' with dim {self.dim}; a vector needs dim > 0, nothing else has one"
+        if self.transform != "none" and self.kind != "number":
+            yield f"{where}: transform '{self.transform}' goes with kind 'number', not '{self.kind}'"
+        if self.transform == "bucketise" and self.num_buckets < 2:
+            yield f"{where}: num_buckets is {self.num_buckets}; it takes at least 2"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schema:
+    """The columns of a log and its features."""
+
+    user: str = "user"
+    item: str = "item"
+    time: str | None = "time"  # None: an order-only log, records stand in time order
+    time_unit: TimeUnit = "s"
+    user_encoding: Encoding = "int64"
+    item_encoding: Encoding = "int64"
+    features: tuple[Feature, ...] = ()
+
+    def of_scope(self, *scopes: Scope) -> tuple[Feature, ...]:
+        return tuple(feature for feature in self.features if feature.scope in scopes)
+
+    def log_columns(self) -> tuple[str, ...]:
+        """The columns that ingest reads from the log, without repetition."""
+        names = [self.user, self.item, *([self.time] if self.time else [])]
+        for feature in self.of_scope("event"):
+            names += [feature.source, *([feature.weights] if feature.weights else [])]
+        return tuple(dict.fromkeys(names))
+
+    def problems(self) -> Iterator[str]:
+        for feature in self.features:
+            yield from feature.problems()
+        names = [feature.name for feature in self.features]
+        for name in sorted({name for name in names if names.count(name) > 1}):
+            yield f"feature '{name}' is declared {names.count(name)} times"
+
+    def check(self) -> None:
+        """Raises ConfigError with every problem at once."""
+        if found := list(self.problems()):
+            raise ConfigError("the schema has problems:\n" + "\n".join(f"  - {problem}" for problem in found))
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> Schema:
+        features = tuple(Feature(**feature) for feature in data["features"])
+        return Schema(**{**data, "features": features})

@@ -1,0 +1,24 @@
+"""The errors a user can cause and mend. The command line prints them as one message, without a traceback.
+
+A message says what was seen, where, why it matters and what to do, with the numbers.
+"""
+
+
+class NestPipeError(Exception):
+    """Base of all errors below; anything else that escapes is a defect of nestpipe."""
+
+
+class ConfigError(NestPipeError):
+    """A configuration value is unknown, of the wrong type, or contradicts another."""
+
+
+class DataError(NestPipeError):
+    """A log, sequence folder or batch breaks its contract."""
+
+
+class CheckpointError(NestPipeError):
+    """A checkpoint is incomplete, damaged, or belongs to another run."""
+
+
+class TrainError(NestPipeError):
+    """Training cannot go on, for example because the loss is not finite."""

@@ -1,0 +1,63 @@
+"""The contract between models and the engine.
+
+`lookups` says which rows a batch needs, `forward` computes with them. Nothing is traced or patched, so whatever a
+model does, its lookups can be sharded, prefetched and pipelined. The loss is a *sum* over the batch; the engine divides
+it by the global weight, so the result does not depend on how samples are spread over parts and ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from torch import Tensor
+
+from nestpipe.draw import Draw
+from nestpipe.embedding.spec import Lookup, Rows, TableSpec
+from nestpipe.jagged import Batch
+
+Coupling = Literal["none", "group"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Output:
+    """The loss summed over the batch, and sums of anything else worth logging (divided by the weight too)."""
+
+    loss_sum: Tensor
+    logs: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+class Model(Protocol):
+    """What the engine trains. Implementations are `torch.nn.Module`s whose parameters are the dense part."""
+
+    tables: tuple[TableSpec, ...]
+    coupling: Coupling  # may the loss mix samples, and only inside declared groups
+
+    def lookups(self, batch: Batch, draw: Draw) -> dict[str, Lookup]:
+        """The rows that `forward` will need, by name; negatives are drawn here."""
+        ...
+
+    def weight(self, batch: Batch) -> float:
+        """How much the batch counts in the global mean; known before `forward`."""
+        ...
+
+    def forward(self, rows: Mapping[str, Rows], batch: Batch, draw: Draw) -> Output:
+        """The loss of the batch."""
+        ...
+
+
+class Recommender(Model, Protocol):
+    """A model that can also rank the whole catalogue by a dot product."""
+
+    def encode_lookups(self, batch: Batch) -> dict[str, Lookup]:
+        """The rows that `encode` will need."""
+        ...
+
+    def encode(self, rows: Mapping[str, Rows], batch: Batch) -> Tensor:
+        """One query vector [B, D] per sample, for its query time."""
+        ...
+
+    def item_vectors(self, rows: Tensor) -> Tensor:
+        """Item vectors [n, D] from the item table's rows [n, D]; score = query · item."""
+        ...
