@@ -1,0 +1,150 @@
+"""Every command in README.md and docs/*.md is run, so that none can go stale.
+
+Blocks of one page run in order and in one working folder, like a reader would type them. A block whose first line is
+`# needs: something` cannot run here; it is listed instead.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+LANGUAGES = {"bash", "console", "python"}
+TIMEOUT_S = 240
+_FENCE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1``` *$", re.MULTILINE | re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A fenced block and the line where it starts."""
+
+    language: str
+    text: str
+    line: int
+
+    @property
+    def needs(self) -> str | None:
+        """What the block needs that a test has not, or None if it can run."""
+        first = self.text.lstrip().partition("\n")[0]
+        return first.removeprefix("# needs:").strip() if first.startswith("# needs:") else None
+
+    def commands(self) -> str:
+        """The text to run: in a console block the lines behind a prompt, the others are output."""
+        if self.language != "console":
+            return self.text
+        return "\n".join(line[2:] for line in self.text.splitlines() if line.startswith("$ ")) + "\n"
+
+
+def blocks_of(page: str) -> list[Block]:
+    """The blocks of a page that hold commands."""
+    found = []
+    for match in _FENCE.finditer(page):
+        indent, language, text = match.groups()
+        if language in LANGUAGES:
+            text = "\n".join(line.removeprefix(indent) for line in text.splitlines()) + "\n"
+            found.append(Block(language, text, page[: match.start()].count("\n") + 1))
+    return found
+
+
+def run(block: Block, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Runs a block in a folder with the environment's programs first on the path."""
+    python = block.language == "python"
+    command = [sys.executable, "-"] if python else ["bash", "-euo", "pipefail", "-s"]
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    return subprocess.run(
+        command,
+        input=block.commands(),
+        cwd=folder,
+        env={**os.environ, "PATH": path},
+        timeout=TIMEOUT_S,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def test_there_is_a_readme() -> None:
+    assert (ROOT / "README.md").is_file(), "README.md is missing"
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("page", [page for page in PAGES if page.exists()], ids=name_of)
+def test_commands_of_page(page: Path, tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
+    if (ROOT / "examples").is_dir():
+        (tmp_path / "examples").symlink_to(ROOT / "examples")
+    for block in blocks_of(page.read_text()):
+        where = f"{name_of(page)}:{block.line}"
+        if block.needs is not None:
+            record_property("not run", f"{where}: needs {block.needs}")
+            continue
+        done = run(block, tmp_path)
+        message = (
+            f"{where} ended with code {done.returncode}\n{block.text}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+        )
+        assert done.returncode == 0, message
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.exists()], ids=name_of)
+def test_blocks_that_call_make_need_a_clone(page: Path) -> None:
+    for block in blocks_of(page.read_text()):
+        if re.search(r"^make\b", block.commands(), re.MULTILINE):
+            where = f"{name_of(page)}:{block.line}"
+            assert block.needs is not None, f"{where} calls make; its first line must be '# needs: a clone'"
+
+
+PAGE = """
+Text with `code`.
+
+```bash
+# needs: a clone
+make test
+```
+
+1. In a list:
+
+   ```bash
+   echo one > made
+   ```
+
+```text
+not a command
+```
+
+```console
+$ cat made
+one
+$ test -f made
+```
+
+```python
+print(open("made").read())
+```
+
+```bash
+false | true
+```
+"""
+
+
+def test_blocks_are_found_and_run_in_one_folder(tmp_path: Path) -> None:
+    blocks = blocks_of(PAGE)
+    assert [block.language for block in blocks] == ["bash", "bash", "console", "python", "bash"]
+    assert [block.needs for block in blocks] == ["a clone", None, None, None, None]
+    assert blocks[1].text == "echo one > made\n"
+    assert PAGE.splitlines()[blocks[3].line - 1] == "```python"
+    results = [run(block, tmp_path) for block in blocks[1:]]
+    assert [done.returncode for done in results] == [0, 0, 0, 1]
+    assert results[1].stdout == "one\n"

@@ -1,0 +1,150 @@
+"""Rules of the whole package, checked on its source: who imports whom, what is forbidden, how fast it imports."""
+
+from __future__ import annotations
+
+import ast
+import re
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "nestpipe"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+# A module may import its own layer and those above it in this list; modules that are not listed are free.
+LAYERS: tuple[frozenset[str], ...] = (
+    frozenset({"errors", "hashing", "jagged", "draw"}),
+    frozenset({"comm", "ops", "embedding", "data", "model"}),
+    frozenset({"pipeline", "models"}),
+    frozenset({"instruct", "serve", "simulate", "report"}),
+    frozenset({"cli"}),
+)
+NEVER = {("embedding", "pipeline"), ("pipeline", "models"), ("instruct", "serve"), ("serve", "train")}
+# What puts the parts together is not known to the parts.
+NEVER |= {(part, whole) for layer in LAYERS[:3] for part in layer for whole in ("recipes", "train", "cli")}
+
+FORBIDDEN = {
+    r"\.cuda\(": "device code is device-agnostic: use torch.accelerator and .to(device)",
+    r"^\s*(import|from) c?[pP]ickle\b": "pickle runs code when it reads",
+    r"\btorch\.(load|save)\(": "weights are safetensors",
+    r"\bnn\.Dropout\b|\bF\.dropout\(": "use nestpipe.draw.dropout",
+    r"\btorch\.(manual_seed|rand|randn|randint|randperm|multinomial|bernoulli)\(": "use nestpipe.draw",
+    r"\bnp\.random\.(?!default_rng\b|Generator\b)\w+": "use np.random.default_rng(seed)",
+    r"^\s*(import random\b|from random import)": "use nestpipe.draw",
+    r"DistributedDataParallel": "dense gradients are summed by our own exchange",
+}
+CORE = ("jagged", "draw", "model", "data.schema", "data.synthetic", "embedding.table", "models.hstu", "models.sasrec")
+OPTIONAL = ("tensorboard", "faiss", "triton", "starlette", "uvicorn", "ray", "torchrec", "fbgemm_gpu", "hypothesis")
+_BLOCKER = """
+import sys
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {blocked}:
+            raise ModuleNotFoundError("blocked: " + name, name=name)
+sys.meta_path.insert(0, Blocker())
+import importlib
+for name in {modules}:
+    importlib.import_module("nestpipe" + ("." + name if name else ""))
+"""
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def imports_of(path: Path) -> set[str]:
+    """The absolute names of everything a file imports, anywhere in it."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name_of(path)}:{node.lineno} has a relative import; write the whole name"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def part_of(module: str) -> str:
+    """'nestpipe.data.schema.Schema' -> 'data'."""
+    return module.split(".")[1] if module.count(".") else ""
+
+
+def layer_of(part: str) -> int | None:
+    return next((index for index, layer in enumerate(LAYERS) if part in layer), None)
+
+
+def violations(path: Path, imported: set[str]) -> list[str]:
+    """The imports of a file that run against the direction of the layers."""
+    part = path.relative_to(PACKAGE).with_suffix("").parts[0]
+    own, found = layer_of(part), []
+    for module in sorted(name for name in imported if name.startswith("nestpipe.")):
+        other = layer_of(part_of(module))
+        if (part, part_of(module)) in NEVER or (own is not None and other is not None and other > own):
+            found.append(f"{name_of(path)} imports {module}")
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_imports_run_in_one_direction(path: Path) -> None:
+    assert not violations(path, imports_of(path))
+
+
+def test_the_direction_check_finds_violations() -> None:
+    upward = violations(PACKAGE / "embedding" / "table.py", {"nestpipe.models.hstu.HSTU", "nestpipe.draw.Draw"})
+    assert upward == ["nestpipe/embedding/table.py imports nestpipe.models.hstu.HSTU"]
+    assert violations(PACKAGE / "pipeline" / "nested.py", {"nestpipe.models.hstu"})
+    assert not violations(PACKAGE / "serve" / "engine.py", {"nestpipe.instruct.trie.Trie"})
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_only_comm_talks_to_torch_distributed(path: Path) -> None:
+    if path == PACKAGE / "comm.py":
+        return
+    assert not [name for name in imports_of(path) if name.startswith("torch.distributed")]
+    assert not re.search(r"\btorch\.distributed\b|\bdist\.(all_|broadcast|init_)", path.read_text())
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_forbidden_calls(path: Path) -> None:
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        for pattern, reason in FORBIDDEN.items():
+            assert not re.search(pattern, line), f"{name_of(path)}:{number}: {line.strip()!r}; {reason}"
+
+
+@pytest.mark.parametrize("path", [*FILES, *sorted((ROOT / "examples").rglob("*.py"))], ids=name_of)
+def test_no_path_of_a_workplace(path: Path) -> None:
+    """The clone stands alone: no absolute path of somebody's machine, and nothing outside the repository."""
+    found = re.search(r"""(?<![\w.])/(work|home|root|tmp|Users)/|\.\./shared\b""", path.read_text())
+    assert found is None, f"{name_of(path)} names {found.group() if found else ''}"
+
+
+def run_python(code: str, *flags: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *flags, "-c", code]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_core_imports_without_optional_packages() -> None:
+    present = ["", *(name for name in CORE if (PACKAGE / (name.replace(".", "/") + ".py")).exists())]
+    done = run_python(_BLOCKER.format(blocked=set(OPTIONAL), modules=present))
+    assert done.returncode == 0, done.stderr
+
+
+def cpu_seconds() -> float:
+    """What all finished child processes have used so far."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def test_core_imports_in_under_three_seconds() -> None:
+    """CPU time, because other tests run beside this one; an import uses one core, so on a quiet machine it is the time."""
+    times: list[float] = []
+    while len(times) < 5 and min(times, default=3.0) >= 3.0:
+        start = cpu_seconds()
+        done = run_python("import nestpipe")
+        times.append(cpu_seconds() - start)
+        assert done.returncode == 0, done.stderr
+    assert min(times) < 3.0, f"'import nestpipe' took {', '.join(f'{seconds:.2f}' for seconds in times)} s"
