@@ -1,0 +1,280 @@
+"""`nestpipe data ...`: logs into sequence folders, and a look into them.
+
+Each subcommand is a frozen dataclass: its fields are the flags, its docstring is the help, `run` does the work.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Protocol
+
+import tyro
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from nestpipe.data import amazon, kuairand, movielens
+from nestpipe.data.build import BuildOptions, SideTable, write_sequences
+from nestpipe.data.describe import describe
+from nestpipe.data.schema import Encoding, Feature, Schema, TimeUnit
+from nestpipe.data.sequences import Sequences
+from nestpipe.data.source import Format, LogSource
+from nestpipe.errors import ConfigError
+
+_FEATURE_FORM = "name:kind:scope[:option=value]..."
+
+
+class Command(Protocol):
+    """What every subcommand has."""
+
+    def run(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Writing:
+    """Flags of all commands that write a folder."""
+
+    out: Path
+    """The sequence folder to write."""
+    overwrite: bool = False
+    """Replace the folder if it exists."""
+    max_quarantine_share: float = 0.01
+    """Stop if more than this share of the records is bad."""
+    budget_rows: int = 10_000_000
+    """Events held in memory at a time; a larger log is sorted on disk."""
+
+    def build(self, work: Callable[[BuildOptions], Sequences], *, dedupe: bool = False) -> None:
+        """Runs the work under a progress line and describes the result."""
+        with _progress() as progress:
+            options = BuildOptions(
+                dedupe=dedupe,
+                max_quarantine_share=self.max_quarantine_share,
+                overwrite=self.overwrite,
+                budget_rows=self.budget_rows,
+                progress=progress,
+            )
+            sequences = work(options)
+        describe(sequences)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ingest(Writing):
+    """CSV, Parquet or JSONL through a column mapping; plain, .gz or .zst; quoted globs.
+
+    Example: nestpipe data ingest 'logs/*.csv.gz' --user user_id --item movie --time ts --time-unit s
+    --feature rating:number:event --feature genres:ids:item:encoding=dictionary --items-table movies.csv --out data/mine
+    """
+
+    paths: Annotated[tuple[str, ...], tyro.conf.Positional]
+    """Files or globs, in the order of time where the log has none."""
+    user: str = "user"
+    """Column of user ids."""
+    item: str = "item"
+    """Column of item ids."""
+    time: str = "time"
+    """Column of times; 'none' for an order-only log."""
+    time_unit: TimeUnit = "s"
+    """Unit of the times; ISO 8601 dates without offset are UTC."""
+    user_encoding: Encoding = "int64"
+    """How user ids become int64: as they are, by hash, or by a dictionary."""
+    item_encoding: Encoding = "int64"
+    """How item ids become int64."""
+    feature: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """name:kind:scope[:option=value]..., any number of times; the options are the fields of a Feature."""
+    items_table: str | None = None
+    """File of item attributes; its column of ids is named as in the log."""
+    users_table: str | None = None
+    """File of user attributes; its column of ids is named as in the log."""
+    format: Format = "auto"
+    """Format of the log; by its ending if not given."""
+    delimiter: str = ""
+    """CSV: between fields; tab for .tsv, comma otherwise."""
+    columns: str = ""
+    """CSV without header: the names of its columns, like user,item,time."""
+    encoding: str = "utf-8"
+    """Encoding of the text, for example latin-1."""
+    dedupe: bool = False
+    """Keep only the first of equal records."""
+
+    def run(self) -> None:
+        schema = Schema(
+            user=self.user,
+            item=self.item,
+            time=None if self.time == "none" else self.time,
+            time_unit=self.time_unit,
+            user_encoding=self.user_encoding,
+            item_encoding=self.item_encoding,
+            features=tuple(parse_feature_flag(text) for text in self.feature),
+        )
+        columns = tuple(self.columns.split(",")) if self.columns else ()
+        log = LogSource(
+            paths=self.paths, format=self.format, delimiter=self.delimiter, columns=columns, encoding=self.encoding
+        )
+        items = (
+            None if self.items_table is None else SideTable(source=LogSource(paths=(self.items_table,)), key=self.item)
+        )
+        users = (
+            None if self.users_table is None else SideTable(source=LogSource(paths=(self.users_table,)), key=self.user)
+        )
+
+        def work(options: BuildOptions) -> Sequences:
+            return write_sequences(self.out, schema=schema, log=log, items=items, users=users, options=options)
+
+        self.build(work, dedupe=self.dedupe)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MovieLens(Writing):
+    """MovieLens-1M: ratings.dat, movies.dat, users.dat. Example: nestpipe data movielens ml-1m --out data/ml1m"""
+
+    folder: Annotated[Path, tyro.conf.Positional]
+    """The unpacked folder."""
+
+    def run(self) -> None:
+        self.build(lambda options: movielens.ingest(self.folder, self.out, options=options))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KuaiRand(Writing):
+    """KuaiRand log_standard files. Example: nestpipe data kuairand 'data/log_standard_*.csv' --published-filter --out data/kuairand"""
+
+    paths: Annotated[tuple[str, ...], tyro.conf.Positional]
+    """Files or globs."""
+    published_filter: bool = False
+    """Drop disliked impressions and those without a positive signal, then take the core."""
+    core: int = 5
+    """Events that every user and item must keep under the filter."""
+
+    def run(self) -> None:
+        self.build(
+            lambda options: kuairand.ingest(
+                self.paths, self.out, published_filter=self.published_filter, core=self.core, options=options
+            )
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Amazon(Writing):
+    """Lines 'user item item ...', oldest first. Example: nestpipe data amazon sequences.txt.gz --texts items.parquet --out data/beauty"""
+
+    path: Annotated[Path, tyro.conf.Positional]
+    """The sequence file."""
+    texts: Path | None = None
+    """Parquet file with item_id and title, kept as text.parquet."""
+
+    def run(self) -> None:
+        self.build(lambda options: amazon.ingest(self.path, self.out, texts=self.texts, options=options))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inspect:
+    """Counts, lengths, time span, features and quarantine of a folder. Example: nestpipe data inspect data/ml1m"""
+
+    folder: Annotated[Path, tyro.conf.Positional]
+    """A sequence folder."""
+
+    def run(self) -> None:
+        describe(Sequences.open(self.folder), histogram=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verify:
+    """Reads every file of a folder and compares its digest. Example: nestpipe data verify data/ml1m"""
+
+    folder: Annotated[Path, tyro.conf.Positional]
+    """A sequence folder."""
+
+    def run(self) -> None:
+        sequences = Sequences.open(self.folder)
+        sequences.verify()
+        print(
+            f"{self.folder}: all {len(sequences.meta['files'])} files are as ingested, digest {sequences.digest[:16]}"
+        )
+
+
+def main(argv: list[str]) -> int:
+    """Parses the arguments and runs the subcommand; errors of the user propagate as NestPipeError."""
+    commands: dict[str, Callable[..., Any]] = {
+        "ingest": Ingest,
+        "movielens": MovieLens,
+        "kuairand": KuaiRand,
+        "amazon": Amazon,
+        "synthetic": _synthetic(),
+        "inspect": Inspect,
+        "verify": Verify,
+    }
+    command: Command = tyro.extras.subcommand_cli_from_dict(
+        commands, prog="nestpipe data", description="Turns logs into sequence folders, and looks into them.", args=argv
+    )
+    command.run()
+    return 0
+
+
+def _synthetic() -> type[Command]:
+    """Its flags are the fields of its config, which is imported only here: it draws in the generator's dependencies."""
+    from nestpipe.data.synthetic import SyntheticConfig, ingest_synthetic
+
+    @dataclass(frozen=True, slots=True, kw_only=True)
+    class Synthetic:
+        """A generated log with planted signal and a known best metric. Example: nestpipe data synthetic --out data/tiny"""
+
+        out: Path
+        """The sequence folder to write."""
+        overwrite: bool = False
+        """Replace the folder if it exists."""
+        config: Annotated[SyntheticConfig, tyro.conf.arg(name="")] = dataclasses.field(default_factory=SyntheticConfig)
+
+        def run(self) -> None:
+            describe(ingest_synthetic(self.out, self.config, overwrite=self.overwrite))
+
+    # tyro resolves the annotations of a class by name, and these names are local
+    Synthetic.__annotations__.update(config=Annotated[SyntheticConfig, tyro.conf.arg(name="")])
+    return Synthetic
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str, int], None]]:
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        TextColumn("{task.completed:,.0f} rows"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        tasks: dict[str, Any] = {}
+
+        def show(phase: str, num_rows: int) -> None:
+            if phase not in tasks:
+                tasks[phase] = bar.add_task(phase, total=None)
+            bar.update(tasks[phase], completed=num_rows)
+
+        yield show
+
+
+def parse_feature_flag(text: str) -> Feature:
+    """A feature from name:kind:scope[:option=value]...; raises ConfigError that names the bad part."""
+    name, *rest = text.split(":")
+    positional = dict(zip(("kind", "scope"), (part for part in rest if "=" not in part), strict=False))
+    options = dict(part.split("=", 1) for part in rest if "=" in part)
+    if len(rest) != len(positional) + len(options) or "kind" not in positional:
+        raise ConfigError(
+            f"--feature {text!r} is not of the form {_FEATURE_FORM}, for example genres:ids:item:encoding=dictionary."
+        )
+    kinds = typing.get_type_hints(Feature)
+    values: dict[str, Any] = {}
+    for option, value in {**positional, **options}.items():
+        if option not in kinds or option == "name":
+            raise ConfigError(
+                f"--feature {text!r}: unknown option '{option}'; there are: {', '.join(sorted(set(kinds) - {'name'}))}."
+            )
+        legal = typing.get_args(kinds[option])
+        if typing.get_origin(kinds[option]) is typing.Literal and value not in legal:
+            raise ConfigError(f"--feature {text!r}: {option} is '{value}', but it must be one of {', '.join(legal)}.")
+        if kinds[option] is int and not value.isdigit():
+            raise ConfigError(f"--feature {text!r}: {option} is '{value}', but it must be a whole number.")
+        values[option] = int(value) if kinds[option] is int else value
+    return Feature(name=name, **values)

@@ -1,0 +1,141 @@
+"""Folders that appear whole or not at all, and the array files in them.
+
+A folder is written beside its place under a temporary name and published by one rename. A process that dies leaves a
+hidden folder with its process number in the name; the next writer of the same place removes it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nestpipe.errors import DataError
+
+
+@contextmanager
+def publish_folder(out: Path, *, overwrite: bool) -> Iterator[Path]:
+    """A temporary folder that becomes `out` if the body succeeds, and vanishes if it fails."""
+    _remove_stale(out)
+    if out.exists() and not overwrite:
+        raise DataError(f"{out} exists already; nothing was written. Choose another folder or allow overwriting it.")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    draft = _sibling(out, "tmp")
+    if draft.exists():  # this process's own, left by an interrupt in the cleanup below
+        shutil.rmtree(draft)
+    draft.mkdir()
+    try:
+        yield draft
+        for path in [*draft.iterdir(), draft]:
+            _sync(path)
+        _swap(draft, out)
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
+
+
+def _sibling(out: Path, kind: str) -> Path:
+    return out.parent / f".{out.name}.{kind}-{os.getpid()}"
+
+
+def _swap(draft: Path, out: Path) -> None:
+    old = _sibling(out, "old")
+    if out.exists():
+        out.rename(old)
+    draft.rename(out)
+    _sync(out.parent)
+    if old.exists():
+        shutil.rmtree(old)
+
+
+def _remove_stale(out: Path) -> None:
+    """Clears up after dead processes; an old folder whose replacement never came goes back to its place."""
+    for path in sorted(out.parent.glob(f".{out.name}.*-*")):
+        kind, _, process = path.name.removeprefix(f".{out.name}.").partition("-")
+        if kind not in {"tmp", "old"} or not process.isdigit() or _is_alive(int(process)):
+            continue
+        if kind == "old" and not out.exists():
+            path.rename(out)
+        else:
+            shutil.rmtree(path)
+
+
+def _is_alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def file_entry(path: Path) -> dict[str, Any]:
+    """Size and SHA-256 of a file."""
+    with path.open("rb") as file:
+        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+class ArrayFile:
+    """A .npy file that grows along its first axis; numpy pads the header so that the final length fits in."""
+
+    def __init__(self, path: Path, *, dtype: Any, shape: tuple[int, ...] = ()) -> None:
+        self._file: IO[bytes] = path.open("wb")
+        self._dtype = np.dtype(dtype)
+        self._shape = shape
+        self.num_rows = 0
+        self._write_header()
+        self._start = self._file.tell()
+
+    def append(self, rows: NDArray[Any]) -> None:
+        """Adds rows [n, ...]."""
+        if rows.dtype != self._dtype or rows.shape[1:] != self._shape:
+            raise AssertionError(
+                f"{self._file.name}: {rows.dtype} {rows.shape} appended to {self._dtype} {self._shape}"
+            )
+        self._file.write(np.ascontiguousarray(rows).data)
+        self.num_rows += len(rows)
+
+    def close(self) -> None:
+        """Writes the final header."""
+        self._file.seek(0)
+        self._write_header()
+        if self._file.tell() != self._start:
+            raise AssertionError(f"{self._file.name}: the header outgrew its space")
+        self._file.close()
+
+    def _write_header(self) -> None:
+        description = {"descr": np.lib.format.dtype_to_descr(self._dtype), "fortran_order": False}
+        np.lib.format.write_array_header_1_0(self._file, {**description, "shape": (self.num_rows, *self._shape)})
+
+
+def save_array(path: Path, values: NDArray[Any]) -> None:
+    """Writes a whole array without pickle."""
+    np.save(path, values, allow_pickle=False)
+
+
+def load_array(path: Path) -> NDArray[Any]:
+    """Memory-maps an array, read-only; an empty one cannot be mapped and is loaded. Raises DataError if it is damaged."""
+    try:
+        with path.open("rb") as file:
+            np.lib.format.read_magic(file)
+            shape, _, _ = np.lib.format.read_array_header_1_0(file)
+        mapped: NDArray[Any] = np.load(path, mmap_mode="r" if 0 not in shape else None, allow_pickle=False)
+    except ValueError as error:
+        raise DataError(f"{path} is damaged ({error}). Ingest the log again.") from None
+    return mapped

@@ -1,0 +1,162 @@
+"""The sequence folder: every user's events in time order, memory-mapped, with digests.
+
+    users.npy      u0      u1   u2        ascending ids
+    offsets.npy    0       3    4    6    events of user i are rows offsets[i] .. offsets[i+1]
+    items.npy      a b c   d    e f       in time order; equal times keep the order of the log
+    times.npy      ...                    milliseconds since 1970; absent for an order-only log
+    catalogue.npy                         ascending ids of all items, of the log and of the item table
+    event.NAME.values.npy, .offsets.npy, .weights.npy     likewise item.NAME and user.NAME
+    meta.json      schema, counts, encodings, size and SHA-256 of every file
+
+`nestpipe.data.build` writes such folders; they never change.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from nestpipe.data.folder import file_entry, load_array
+from nestpipe.data.schema import Schema, Scope
+from nestpipe.errors import DataError
+
+FORMAT = "nestpipe-sequences"
+VERSION = 1
+META = "meta.json"
+TIE_RULE = "equal times keep the order of the log"
+
+IntOrArray = TypeVar("IntOrArray", int, NDArray[np.int64])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredFeature:
+    """Values of one feature. With offsets [rows + 1]: id and ids, row i is values[offsets[i]:offsets[i+1]].
+
+    Without: one entry per row, float32 [rows] for numbers and [rows, dim] for vectors, NaN where missing.
+    """
+
+    values: NDArray[Any]
+    offsets: NDArray[np.int64] | None = None
+    weights: NDArray[np.float32] | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sequences:
+    """An open sequence folder: users [U], offsets [U + 1], items and times [E], catalogue [I], features by name."""
+
+    path: Path
+    schema: Schema
+    meta: dict[str, Any]
+    users: NDArray[np.int64]
+    offsets: NDArray[np.int64]
+    items: NDArray[np.int64]
+    times: NDArray[np.int64] | None
+    catalogue: NDArray[np.int64]
+    event_features: dict[str, StoredFeature]
+    item_features: dict[str, StoredFeature]
+    user_features: dict[str, StoredFeature]
+    digest: str
+
+    @staticmethod
+    def open(path: str | Path) -> Sequences:
+        """Maps the folder into memory; raises DataError if it is missing, incomplete or of another version."""
+        folder = Path(path)
+        meta = _read_meta(folder)
+        _check_sizes(folder, meta)
+        schema = Schema.from_json(meta["schema"])
+        return Sequences(
+            path=folder,
+            schema=schema,
+            meta=meta,
+            users=load_array(folder / "users.npy"),
+            offsets=load_array(folder / "offsets.npy"),
+            items=load_array(folder / "items.npy"),
+            times=None if schema.time is None else load_array(folder / "times.npy"),
+            catalogue=load_array(folder / "catalogue.npy"),
+            event_features=_open_features(folder, schema, "event"),
+            item_features=_open_features(folder, schema, "item"),
+            user_features=_open_features(folder, schema, "user"),
+            digest=meta["digest"],
+        )
+
+    def verify(self) -> None:
+        """Reads every file again; raises DataError that names the damaged ones."""
+        files = self.meta["files"]
+        damaged = [name for name, entry in files.items() if file_entry(self.path / name) != entry]
+        if not damaged and folder_digest(self.meta) != self.digest:
+            damaged = [META]
+        if damaged:
+            raise DataError(
+                f"{self.path}: {', '.join(damaged)} changed since ingest (other SHA-256), so results would be wrong. Ingest the log again."
+            )
+
+    def texts(self, name: str) -> pl.DataFrame | None:
+        """The columns id and text of 'user', 'item' or a feature; None if its texts were not kept."""
+        path = self.path / f"texts.{name}.parquet"
+        return pl.read_parquet(path) if path.exists() else None
+
+
+def truncate(length: IntOrArray, max_len: int, block: int) -> IntOrArray:
+    """The index of the first event that a history keeps: a multiple of `block`, at most `max_len` events before the end."""
+    blocks = (length - max_len + block - 1) // block
+    return blocks * (blocks > 0) * block
+
+
+def folder_digest(meta: dict[str, Any]) -> str:
+    """One SHA-256 of everything that decides about the content."""
+    content = {name: meta[name] for name in ("format", "version", "schema", "encodings", "files")}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _read_meta(folder: Path) -> dict[str, Any]:
+    if not folder.is_dir():
+        raise DataError(
+            f"there is no sequence folder {folder}. Make one with 'nestpipe data ingest LOG --out {folder}'; 'nestpipe data --help' lists the other readers."
+        )
+    path = folder / META
+    if not path.is_file():
+        raise DataError(
+            f"{folder} has no {META}, so it is not a sequence folder written by 'nestpipe data'. Check the path."
+        )
+    try:
+        meta: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise DataError(f"{path} is damaged ({error}). Ingest the log again.") from None
+    found = (meta.get("format"), meta.get("version"))
+    if found != (FORMAT, VERSION):
+        raise DataError(
+            f"{path} says format {found[0]} version {found[1]}; this nestpipe reads {FORMAT} version {VERSION}. Ingest the log again."
+        )
+    return meta
+
+
+def _check_sizes(folder: Path, meta: dict[str, Any]) -> None:
+    for name, entry in meta["files"].items():
+        path = folder / name
+        size = path.stat().st_size if path.is_file() else None
+        if size != entry["bytes"]:
+            seen = "is missing" if size is None else f"has {size:,} bytes"
+            raise DataError(
+                f"{path} {seen}, but {META} records {entry['bytes']:,}: the folder was damaged or half copied. Copy it again or ingest the log again."
+            )
+
+
+def _open_features(folder: Path, schema: Schema, scope: Scope) -> dict[str, StoredFeature]:
+    def part(name: str, what: str) -> NDArray[Any]:
+        return load_array(folder / f"{scope}.{name}.{what}.npy")
+
+    return {
+        feature.name: StoredFeature(
+            part(feature.name, "values"),
+            part(feature.name, "offsets") if feature.kind in {"id", "ids"} else None,
+            part(feature.name, "weights") if feature.weights is not None else None,
+        )
+        for feature in schema.of_scope(scope)
+    }
