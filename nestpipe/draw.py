@@ -26,11 +26,11 @@ class Draw:
     seed: int
     step: int
 
-    def keys(self, site: str, sample: Tensor, position: Tensor | int = 0) -> Tensor:
-        """Keys [n] for the draws made at `site`, one for each (sample, position)."""
+    def keys(self, site: str, sample: Tensor, position: Tensor | None = None) -> Tensor:
+        """Keys [n] for the draws made at `site`, one for each (sample, position); position 0 if not given."""
         base = mix64(mix64(mix64(self.seed) ^ hash_text(site)) + self.step * GOLDEN)
         keys = mix64_(sample * signed(GOLDEN) + signed(base))
-        return mix64_(keys + position * signed(GOLDEN) + 1)
+        return mix64_(keys + 1 if position is None else keys + position * signed(GOLDEN) + 1)
 
 
 def bits(keys: Tensor, width: int) -> Tensor:
@@ -69,7 +69,7 @@ def bell(keys: Tensor, width: int) -> Tensor:
     total = lanes16(keys, width * _LANES).reshape(len(keys), width, _LANES).sum(2, dtype=torch.int64)
     # Each lane has mean -1/2 and variance (2**32 - 1) / 12, so 2 * total + 4 is centred with the deviation below.
     deviation = 2.0 * (4 * (2.0**32 - 1) / 12) ** 0.5
-    return (total * 2 + 4).to(torch.float64) / deviation
+    return (total * 2 + 4).to(torch.float64).div_(deviation)
 
 
 def permutation(size: int, *, seed: int, epoch: int) -> Tensor:

@@ -108,10 +108,10 @@ def ranges(starts: Tensor, lengths: Tensor) -> Tensor:
 
 
 class Cursor(NamedTuple):
-    """A position in the data: batch `index` of `epoch`. It rides on the batch, so reading ahead never moves it."""
+    """A position in the data: batch `number` of `epoch`. It rides on the batch, so reading ahead never moves it."""
 
     epoch: int
-    index: int
+    number: int
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)

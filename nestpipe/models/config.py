@@ -1,0 +1,90 @@
+"""The `model` and `loss` sections of a run's configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SASRecConfig:
+    """Self-attentive sequential recommendation: the baseline that every claim stands beside."""
+
+    dim: int = 50
+    """Width of item vectors and blocks."""
+    num_blocks: int = 2
+    """Blocks of attention and feed-forward."""
+    num_heads: int = 1
+    """Attention heads; must divide dim."""
+    hidden_dim: int = 0
+    """Width of the feed-forward layer; 0 means dim."""
+    dropout: float = 0.2
+    """Probability of dropping a value, at the input and in each block."""
+
+    def problems(self) -> Iterator[str]:
+        yield from _size_problems(self)
+        if self.num_heads > 0 and self.dim % self.num_heads:
+            yield f"num_heads {self.num_heads} does not divide dim {self.dim}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HSTUConfig:
+    """Hierarchical sequential transduction units."""
+
+    dim: int = 50
+    """Width of item vectors and blocks."""
+    num_blocks: int = 2
+    """Number of units."""
+    num_heads: int = 1
+    """Attention heads."""
+    qk_dim: int = 50
+    """Width of queries and keys in each head."""
+    v_dim: int = 50
+    """Width of values and gates in each head."""
+    dropout: float = 0.2
+    """Probability of dropping a value, at the input and in each block."""
+    num_time_buckets: int = 128
+    """Buckets of the time bias."""
+
+    def problems(self) -> Iterator[str]:
+        yield from _size_problems(self)
+        for name in ("qk_dim", "v_dim", "num_time_buckets"):
+            if getattr(self, name) < 1:
+                yield f"{name} is {getattr(self, name)}; it must be at least 1"
+
+
+ModelConfig = SASRecConfig | HSTUConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossConfig:
+    """How the next item is learned."""
+
+    kind: Literal["full", "sampled"] = "sampled"
+    """full: softmax over the whole catalogue. sampled: over the next item and random negatives."""
+    num_negatives: int = 128
+    """sampled: negatives per event, uniform over the catalogue."""
+    normalise: bool = True
+    """Compare unit vectors (cosine); the temperature then matters."""
+    temperature: float = 0.05
+    """Scores are divided by this."""
+    segment: int = 256
+    """Events scored at a time; bounds memory, does not change the result."""
+    max_full_catalogue: int = 200_000
+    """full: refuse catalogues above this size; each step scores every event against every item."""
+
+    def problems(self) -> Iterator[str]:
+        for name in ("num_negatives", "segment", "max_full_catalogue"):
+            if getattr(self, name) < 1:
+                yield f"{name} is {getattr(self, name)}; it must be at least 1"
+        if not self.temperature > 0:
+            yield f"temperature is {self.temperature}; it must be above 0"
+
+
+def _size_problems(config: ModelConfig) -> Iterator[str]:
+    for name in ("dim", "num_blocks", "num_heads"):
+        if getattr(config, name) < 1:
+            yield f"{name} is {getattr(config, name)}; it must be at least 1"
+    if not 0 <= config.dropout < 1:
+        yield f"dropout is {config.dropout}; it must be in [0, 1)"

@@ -1,0 +1,110 @@
+"""Next-item retrieval: a backbone over the history, a dot product with item vectors, a softmax loss."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from nestpipe.draw import Draw, integers
+from nestpipe.embedding.spec import Lookup, Rows, TableSpec
+from nestpipe.errors import ConfigError
+from nestpipe.hashing import hash_text, mix64
+from nestpipe.jagged import Batch
+from nestpipe.model import Coupling, Output
+from nestpipe.models.backbone import Backbone
+from nestpipe.models.config import HSTUConfig, LossConfig, ModelConfig, SASRecConfig
+from nestpipe.models.hstu import HSTU
+from nestpipe.models.losses import full_softmax, sampled_softmax
+from nestpipe.models.sasrec import SASRec
+
+
+class Retrieval(nn.Module):
+    """Trains every event of a history to predict the next one; recommends from its last event."""
+
+    coupling: Coupling = "none"
+    catalogue: Tensor
+
+    def __init__(self, backbone: Backbone, loss: LossConfig, catalogue: Tensor, *, dim: int):
+        super().__init__()
+        if loss.kind == "full" and len(catalogue) > loss.max_full_catalogue:
+            raise ConfigError(
+                f"loss.kind 'full' scores every event against all {len(catalogue):,} items, above "
+                f"loss.max_full_catalogue {loss.max_full_catalogue:,}; use --loss.kind sampled or raise the limit."
+            )
+        self.backbone = backbone
+        self.loss = loss
+        self.tables: tuple[TableSpec, ...] = (TableSpec(name="item", dim=dim),)
+        self.register_buffer("catalogue", catalogue, persistent=False)
+
+    def lookups(self, batch: Batch, draw: Draw) -> dict[str, Lookup]:
+        if batch.targets is None:
+            raise ValueError("a training batch needs targets")
+        found = self.encode_lookups(batch)
+        if self.loss.kind == "full":
+            # The target's place in the catalogue is found by its row, so both lookups share the table's rows.
+            found["catalogue"] = Lookup(table="item", ids=self.catalogue)
+        else:
+            keys = draw.keys("negatives", batch.sample_of_token(), batch.items.positions())
+            places = integers(keys, width=self.loss.num_negatives, high=len(self.catalogue))
+            found["negatives"] = Lookup(table="item", ids=self.catalogue.index_select(0, places.flatten()))
+        found["targets"] = Lookup(table="item", ids=batch.targets.values)
+        return found
+
+    def weight(self, batch: Batch) -> float:
+        return float(batch.num_tokens)
+
+    def forward(self, rows: Mapping[str, Rows], batch: Batch, draw: Draw) -> Output:
+        hidden = self.backbone(rows["history"].gather(), batch, draw)
+        queries = self._unit(hidden) / self.loss.temperature
+        items = self._unit(rows["targets"].unique)
+        positives = rows["targets"].index
+        if self.loss.kind == "full":
+            catalogue = F.embedding(rows["catalogue"].index, items)
+            place = torch.full((len(items),), -1).index_copy_(
+                0, rows["catalogue"].index, torch.arange(len(self.catalogue))
+            )
+            loss = full_softmax(queries, catalogue, place.index_select(0, positives), segment=self.loss.segment)
+        else:
+            negatives = rows["negatives"].index.reshape(len(positives), -1)
+            loss = sampled_softmax(queries, items, positives, negatives, segment=self.loss.segment)
+        return Output(loss)
+
+    def encode_lookups(self, batch: Batch) -> dict[str, Lookup]:
+        return {"history": Lookup(table="item", ids=batch.items.values)}
+
+    def encode(self, rows: Mapping[str, Rows], batch: Batch) -> Tensor:
+        hidden = self.backbone(rows["history"].gather(), batch, None)
+        has_history = batch.items.lengths() > 0
+        last = (batch.items.offsets[1:] - 1).clamp(min=0)
+        padded = torch.cat([hidden, hidden.new_zeros(1, hidden.shape[1])])
+        return self._unit(padded.index_select(0, torch.where(has_history, last, len(hidden))))
+
+    def item_vectors(self, rows: Tensor) -> Tensor:
+        return self._unit(rows)
+
+    def _unit(self, vectors: Tensor) -> Tensor:
+        return F.normalize(vectors, dim=1, eps=1e-6) if self.loss.normalise else vectors
+
+
+def build_retrieval(
+    config: ModelConfig,
+    loss: LossConfig,
+    *,
+    catalogue: Tensor,
+    max_len: int,
+    seed: int,
+    dtype: torch.dtype = torch.float32,
+) -> Retrieval:
+    """A model whose initial dense weights are a function of the seed."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(mix64(seed ^ hash_text("dense")) >> 1)
+        backbone: Backbone
+        match config:
+            case SASRecConfig():
+                backbone = SASRec(config, max_len=max_len)
+            case HSTUConfig():
+                backbone = HSTU(config, max_len=max_len)
+    return Retrieval(backbone, loss, catalogue, dim=config.dim).to(dtype)
