@@ -38,7 +38,9 @@ class Lookup:
         if self.ids.dtype != torch.int64:
             raise ValueError(f"lookup in table '{self.table}' has {self.ids.dtype} ids; ids are int64")
         if (self.pool == "none") != (self.offsets is None):
-            raise ValueError(f"lookup in table '{self.table}' needs offsets if and only if it is pooled (pool={self.pool!r})")
+            raise ValueError(
+                f"lookup in table '{self.table}' needs offsets if and only if it is pooled (pool={self.pool!r})"
+            )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
