@@ -1,0 +1,283 @@
+"""Full-ranking evaluation: one target per user, ranked against the whole catalogue in bounded memory.
+
+    samples -> encode -> rank_targets -> Report -> report.json + per_user.parquet
+    nestpipe.compare: Report + Report -> Comparison, user by user
+
+A report keeps the rank of every user, so two runs can be compared later without ranking again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import operator
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+import polars as pl
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch import Tensor
+
+from nestpipe.errors import DataError, TrainError
+from nestpipe.jagged import Batch, Jagged
+from nestpipe.metrics import replace_file
+from nestpipe.ranking_metrics import (
+    Array,
+    Counts,
+    Coverage,
+    Interval,
+    bootstrap_all,
+    rank_targets,
+    tertiles,
+    user_metrics,
+)
+
+_COLUMNS = ("user", "target", "rank", "length")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalConfig:
+    """How a model is evaluated."""
+
+    ks: tuple[int, ...] = (1, 10, 50, 200)
+    """List lengths of HR, NDCG and coverage, in increasing order."""
+    seen: Literal["all", "input", "none"] = "all"
+    """Items taken out of the ranking: all that the user had before, only those of the input history, or none."""
+    max_bytes: int = 256 * 2**20
+    """Memory for scores; a larger catalogue is scored in more blocks, with the same result."""
+    batch_size: int = 256
+    """Users encoded at once."""
+    num_bootstrap: int = 1000
+    """Resamplings of the users behind each interval."""
+    max_users: int = 0
+    """Evaluate only the first so many users; 0 means all."""
+
+    def problems(self) -> Iterator[str]:
+        if not self.ks or min(self.ks) < 1 or list(self.ks) != sorted(set(self.ks)):
+            yield f"ks is {self.ks}; it must be increasing list lengths, 1 or more each"
+        if self.max_bytes < 2**16:
+            yield f"max_bytes is {self.max_bytes:,}; it must be at least 65,536 for one useful block of scores"
+        if self.batch_size < 1:
+            yield f"batch_size is {self.batch_size}; it must be at least 1"
+        if self.num_bootstrap < 100:
+            yield f"num_bootstrap is {self.num_bootstrap}; a 95 % interval needs at least 100 resamplings"
+        if self.max_users < 0:
+            yield f"max_users is {self.max_users}; it must be 0 (all) or more"
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class EvalBatch:
+    """Users to evaluate: histories, the target [B] and the seen items of each as catalogue positions, user ids [B]."""
+
+    batch: Batch
+    target_positions: Tensor
+    seen: Jagged
+    users: Tensor
+
+    def first(self, num_users: int) -> EvalBatch:
+        """Only the first so many users."""
+        rows = torch.arange(min(num_users, len(self.users)), device=self.users.device)
+        return EvalBatch(
+            batch=self.batch.select(rows),
+            target_positions=self.target_positions[rows],
+            seen=self.seen.select(rows),
+            users=self.users[rows],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """The metrics of users with histories of low .. high events."""
+
+    name: str
+    low: int
+    high: int
+    num_users: int
+    metrics: dict[str, Interval]
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Report:
+    """Metrics of one evaluation, and the arrays [num_users] they were made of."""
+
+    num_users: int
+    num_items: int
+    ks: tuple[int, ...]
+    seen: str
+    targets_seen: int  # targets that the user had seen before and that were therefore removed: misses for any model
+    metrics: dict[str, Interval]
+    coverage: dict[str, float]
+    slices: tuple[Slice, ...]
+    user: Counts
+    target: Counts
+    rank: Counts
+    length: Counts
+
+    def scalars(self) -> dict[str, float]:
+        """Means and coverage by name, for a tracker."""
+        return {name: interval.mean for name, interval in self.metrics.items()} | self.coverage
+
+    def user_metrics(self, ks: tuple[int, ...]) -> dict[str, Array]:
+        """The metrics of each user, by name."""
+        return user_metrics(self.rank, ks, self.num_items)
+
+    def to_json(self) -> str:
+        """Everything but the per-user arrays."""
+        return json.dumps(self._fields(), indent=2, default=asdict)
+
+    def _fields(self) -> dict[str, Any]:
+        return {one.name: getattr(self, one.name) for one in fields(self) if one.name not in _COLUMNS}
+
+    def save(self, folder: Path) -> None:
+        """Writes report.json and per_user.parquet; a crash leaves the old report, or one that `load` refuses."""
+        folder.mkdir(parents=True, exist_ok=True)
+        buffer = io.BytesIO()
+        pl.DataFrame({name: getattr(self, name) for name in _COLUMNS}).write_parquet(buffer)
+        replace_file(folder / "per_user.parquet", buffer.getvalue())
+        content = self._fields() | {"per_user_digest": _digest(buffer.getvalue())}
+        replace_file(folder / "report.json", json.dumps(content, indent=2, default=asdict).encode())
+
+    @staticmethod
+    def load(folder: Path) -> Report:
+        """Reads what `save` wrote; raises DataError if it is missing or its two files do not belong together."""
+        try:
+            content = json.loads((folder / "report.json").read_bytes())
+            per_user = (folder / "per_user.parquet").read_bytes()
+        except FileNotFoundError as error:
+            raise DataError(
+                f"{folder} holds no evaluation: {error.filename} is missing. Run 'nestpipe eval'."
+            ) from error
+        if content.pop("per_user_digest") != _digest(per_user):
+            raise DataError(
+                f"{folder}: report.json was not written with this per_user.parquet. Run 'nestpipe eval' again."
+            )
+        content["ks"] = tuple(content["ks"])
+        content["metrics"] = _intervals(content["metrics"])
+        content["slices"] = tuple(Slice(**{**one, "metrics": _intervals(one["metrics"])}) for one in content["slices"])
+        table = pl.read_parquet(io.BytesIO(per_user))
+        content.update({name: table[name].to_numpy() for name in _COLUMNS})
+        return Report(**content)
+
+    def __rich__(self) -> Table:
+        """A table of all metrics, overall and by slice, for `rich.print`."""
+        title = f"{self.num_users:,} users, {self.num_items:,} items, seen items removed: {self.seen}"
+        caption = "slices: number of events in the history"
+        if self.targets_seen:
+            caption += f"\n{self.targets_seen:,} targets were seen before and count as misses"
+        table = Table(title=title, caption=caption)
+        for header in ("metric", "all users [95 %]"):
+            table.add_column(header, no_wrap=True)
+        for part in self.slices:
+            table.add_column(f"{part.name}\n{part.low:,}-{part.high:,}\n{part.num_users:,} users", justify="right")
+        for name, interval in self.metrics.items():
+            table.add_row(name, str(interval), *(f"{part.metrics[name].mean:.4f}" for part in self.slices))
+        for name, share in self.coverage.items():
+            table.add_row(name, f"{share:.4f}")
+        return table
+
+
+def evaluate(
+    encode: Callable[[Batch], Tensor],
+    item_vectors: Tensor,
+    samples: Iterable[EvalBatch],
+    config: EvalConfig,
+    seed: int,
+    *,
+    progress: bool = True,
+) -> Report:
+    """Ranks each user's target by query · item vector [I, D], where `encode` gives the queries [B, D] of a batch.
+
+    Shows a progress bar if stderr is a terminal, unless `progress` is off (one bar at a time: the trainer has its own).
+    Raises DataError if there are no samples, TrainError if a query or a score is not finite.
+    """
+    coverage = Coverage(len(item_vectors))
+    chunks = []
+    for sample in _with_progress(_limited(samples, config.max_users), operator.length_hint(samples), progress):
+        with torch.no_grad():
+            queries = encode(sample.batch)
+        _check_queries(queries, sample.users)
+        ranked = rank_targets(
+            queries,
+            item_vectors,
+            sample.target_positions,
+            None if config.seen == "none" else sample.seen,
+            top_k=max(config.ks),
+            max_bytes=config.max_bytes,
+        )
+        coverage.add(ranked.top)
+        columns = (sample.users, sample.target_positions, ranked.ranks, sample.batch.items.lengths())
+        chunks.append(torch.stack([column.cpu() for column in columns]))
+    if not sum(chunk.shape[1] for chunk in chunks):
+        raise DataError("there are no users to evaluate: no sequence is long enough to give a history and a target.")
+    return _report(torch.cat(chunks, 1).numpy(), coverage, len(item_vectors), config, seed)
+
+
+def popularity_report(counts: Tensor, samples: Iterable[EvalBatch], config: EvalConfig, seed: int) -> Report:
+    """The floor: every user gets the items with the highest train counts [I], ranked by the same code."""
+    item_vectors = counts.to(torch.float64).unsqueeze(1)  # exact up to 2**53, so equal counts stay ties
+    return evaluate(lambda batch: item_vectors.new_ones(batch.num_samples, 1), item_vectors, samples, config, seed)
+
+
+def _report(columns: Counts, coverage: Coverage, num_items: int, config: EvalConfig, seed: int) -> Report:
+    users, targets, ranks, lengths = columns
+    per_user = user_metrics(ranks, config.ks, num_items)
+    slices = []
+    for name, low, high, mask in tertiles(lengths):
+        part = {metric: values[mask] for metric, values in per_user.items()}
+        intervals = bootstrap_all(part, seed=seed, num=config.num_bootstrap)
+        slices.append(Slice(name, low, high, int(mask.sum()), intervals))
+    return Report(
+        num_users=len(users),
+        num_items=num_items,
+        ks=config.ks,
+        seen=config.seen,
+        targets_seen=int((ranks > num_items).sum()),
+        metrics=bootstrap_all(per_user, seed=seed, num=config.num_bootstrap),
+        coverage={f"coverage@{k}": coverage.at(k) for k in config.ks},
+        slices=tuple(slices),
+        user=users,
+        target=targets,
+        rank=ranks,
+        length=lengths,
+    )
+
+
+def _limited(samples: Iterable[EvalBatch], max_users: int) -> Iterator[EvalBatch]:
+    """The samples up to max_users users; all if it is 0."""
+    left = max_users or sys.maxsize
+    for sample in samples:
+        yield sample if len(sample.users) <= left else sample.first(left)
+        left -= len(sample.users)
+        if left <= 0:
+            return
+
+
+def _with_progress(samples: Iterator[EvalBatch], num_batches: int, progress: bool) -> Iterable[EvalBatch]:
+    if not (progress and sys.stderr.isatty()):
+        return samples
+    return track(samples, "evaluate", total=num_batches or None, console=Console(stderr=True), transient=True)
+
+
+def _check_queries(queries: Tensor, users: Tensor) -> None:
+    finite = queries.isfinite().all(1)
+    if not bool(finite.all()):
+        user = int(users[int(finite.logical_not().nonzero()[0])])
+        raise TrainError(
+            f"the query vector of user {user} is not finite; it cannot be ranked. The model has diverged: "
+            "go back to an earlier checkpoint, or lower the learning rate."
+        )
+
+
+def _intervals(metrics: dict[str, dict[str, float]]) -> dict[str, Interval]:
+    return {name: Interval(**values) for name, values in metrics.items()}
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
