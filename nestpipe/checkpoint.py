@@ -1,0 +1,161 @@
+"""Checkpoints: safetensors files and a manifest with their digests, published whole or not at all.
+
+    RUN/checkpoints/step-000500/
+        manifest.json            format, step, cursor, progress of the loop, digest of every file
+        dense.safetensors        weights and optimizer state of the dense part
+        table.item.safetensors   ids in ascending order, rows, optimizer state
+
+A save goes to a temporary folder beside its place, is flushed to the disk, and appears by one rename. A kill at any
+moment leaves the previous checkpoints, and at most a temporary folder that the next save removes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from nestpipe.errors import CheckpointError
+from nestpipe.jagged import Cursor
+
+FORMAT = 1
+_NAME = re.compile(r"step-(\d{6,})")
+Content = Mapping[str, Mapping[str, Tensor]]  # file name without suffix -> tensors
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a checkpoint says about itself."""
+
+    step: int
+    cursor: Cursor  # the next batch to train on
+    progress: dict[str, Any]  # what the training loop wants to remember
+    files: dict[str, dict[str, Any]]
+
+    @staticmethod
+    def read(folder: Path) -> Manifest:
+        """Raises CheckpointError if there is none, or one of another format."""
+        try:
+            content = json.loads((folder / "manifest.json").read_text())
+        except FileNotFoundError:
+            raise CheckpointError(
+                f"{folder} has no manifest.json: the save did not finish, or this is no checkpoint."
+            ) from None
+        except json.JSONDecodeError as error:
+            raise CheckpointError(
+                f"{folder / 'manifest.json'} is not JSON ({error}); the checkpoint is damaged."
+            ) from None
+        if content.get("format") != FORMAT:
+            raise CheckpointError(
+                f"{folder} has checkpoint format {content.get('format')!r}; this version reads format {FORMAT}."
+            )
+        return Manifest(content["step"], Cursor(*content["cursor"]), content["progress"], content["files"])
+
+
+def save(parent: Path, step: int, cursor: Cursor, progress: Mapping[str, Any], content: Content) -> Path:
+    """Writes a checkpoint of `step` and publishes it; an existing one of the same step is kept."""
+    final = parent / f"step-{step:06d}"
+    if (final / "manifest.json").exists():
+        return final
+    parent.mkdir(parents=True, exist_ok=True)
+    remove_unfinished(parent)
+    temporary = parent / f".tmp-step-{step:06d}-{os.getpid()}"
+    temporary.mkdir()
+    files = {}
+    for name, tensors in content.items():
+        path = temporary / f"{name}.safetensors"
+        save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, path)
+        _flush(path)
+        files[path.name] = {"sha256": _digest(path), "bytes": path.stat().st_size}
+    manifest = {"format": FORMAT, "step": step, "cursor": list(cursor), "progress": dict(progress), "files": files}
+    (temporary / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
+    _flush(temporary / "manifest.json")
+    _flush(temporary)
+    temporary.rename(final)
+    _flush(parent)
+    return final
+
+
+def load(folder: Path) -> tuple[Manifest, dict[str, dict[str, Tensor]]]:
+    """Reads a checkpoint after checking every file; raises CheckpointError that names the damaged one."""
+    manifest = Manifest.read(folder)
+    verify(folder, manifest)
+    content = {}
+    for name in manifest.files:
+        try:
+            content[name.removesuffix(".safetensors")] = load_file(folder / name)
+        except SafetensorError as error:
+            raise CheckpointError(f"{folder / name} cannot be read ({error}).") from error
+    return manifest, content
+
+
+def verify(folder: Path, manifest: Manifest) -> None:
+    """Raises CheckpointError if a file is missing or differs from its digest."""
+    for name, expected in manifest.files.items():
+        path = folder / name
+        if not path.exists():
+            raise CheckpointError(f"{folder} lacks {name}, which its manifest lists; use another checkpoint.")
+        if path.stat().st_size != expected["bytes"] or _digest(path) != expected["sha256"]:
+            raise CheckpointError(
+                f"{path} is not what was saved: its digest differs from the manifest's. Use another checkpoint."
+            )
+
+
+def complete_steps(parent: Path) -> list[int]:
+    """Steps of the complete checkpoints in a folder, ascending."""
+    if not parent.is_dir():
+        return []
+    matches = ((_NAME.fullmatch(path.name), path) for path in parent.iterdir())
+    return sorted(int(match[1]) for match, path in matches if match and (path / "manifest.json").exists())
+
+
+def folder_of(parent: Path, step: int | None = None) -> Path:
+    """The checkpoint of a step, by default of the latest; raises CheckpointError that names what there is."""
+    steps = complete_steps(parent)
+    if not steps:
+        raise CheckpointError(f"{parent} has no complete checkpoint; train first, or name another run.")
+    if step is None:
+        step = steps[-1]
+    if step not in steps:
+        raise CheckpointError(f"{parent} has no complete checkpoint of step {step}; it has {steps}.")
+    return parent / f"step-{step:06d}"
+
+
+def prune(parent: Path, *, keep_last: int, keep: int | None) -> None:
+    """Removes old checkpoints but the last ones and the step in `keep`."""
+    for step in complete_steps(parent)[:-keep_last]:
+        if step != keep:
+            # Renamed first, so that a kill in between leaves no checkpoint that looks complete but is not.
+            doomed = parent / f".tmp-old-{step:06d}-{os.getpid()}"
+            (parent / f"step-{step:06d}").rename(doomed)
+            shutil.rmtree(doomed)
+
+
+def remove_unfinished(parent: Path) -> None:
+    """Removes what killed saves left behind. One process writes to a run at a time."""
+    for path in parent.glob(".tmp-*"):
+        shutil.rmtree(path)
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _flush(path: Path) -> None:
+    """Forces a file or folder to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

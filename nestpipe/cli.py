@@ -1,0 +1,52 @@
+"""The command line: a list of the subcommands that the packages own. `nestpipe COMMAND --help` teaches each of them."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import sys
+
+from nestpipe.errors import NestPipeError
+
+COMMANDS = {
+    "demo": ("nestpipe.demo", "everything once, on generated data, each step checked"),
+    "data": (
+        "nestpipe.data.command",
+        "logs into sequence folders: ingest, movielens, kuairand, amazon, synthetic, inspect, verify",
+    ),
+    "train": ("nestpipe.train_command", "train a recipe: nestpipe train tiny --train.epochs 5"),
+    "eval": ("nestpipe.eval_command", "evaluate a run, or compare two: nestpipe eval runs/a --compare runs/b"),
+    "doctor": ("nestpipe.doctor", "what this machine can run, and what is missing"),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs one subcommand; a user's mistake is one message on stderr and exit code 2, never a traceback."""
+    arguments = sys.argv[1:] if argv is None else argv
+    if not arguments or arguments[0] in {"-h", "--help"}:
+        print(_usage())
+        return 0
+    name, *rest = arguments
+    if name not in COMMANDS:
+        nearest = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"; did you mean '{nearest[0]}'?" if nearest else f"; there are: {', '.join(COMMANDS)}"
+        print(f"nestpipe: unknown command '{name}'{hint}", file=sys.stderr)
+        return 2
+    try:
+        code: int = importlib.import_module(COMMANDS[name][0]).main(rest)
+        return code
+    except NestPipeError as error:
+        print(f"nestpipe {name}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"nestpipe {name}: interrupted", file=sys.stderr)
+        return 130
+
+
+def _usage() -> str:
+    rows = "\n".join(f"  {name:<8}{text}" for name, (_, text) in COMMANDS.items())
+    return f"usage: nestpipe COMMAND ...\n\nTurns interaction logs into recommendations, exactly and fast.\n\n{rows}\n\n'nestpipe COMMAND --help' says more."
+
+
+if __name__ == "__main__":
+    sys.exit(main())

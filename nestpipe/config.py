@@ -1,0 +1,138 @@
+"""The configuration of a run: sections that their packages own, listed here; JSON in, JSON out; all problems at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from nestpipe.data.config import DataConfig
+from nestpipe.embedding.config import DenseConfig, EmbeddingConfig
+from nestpipe.errors import ConfigError
+from nestpipe.evaluate import EvalConfig
+from nestpipe.models.config import HSTUConfig, LossConfig, ModelConfig, SASRecConfig
+from nestpipe.train_config import TrainConfig
+
+MODELS: dict[str, type[Any]] = {"sasrec": SASRecConfig, "hstu": HSTUConfig}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """A whole run."""
+
+    seed: int = 0
+    """Decides every random draw: order of samples, initial weights, dropout, negatives."""
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=HSTUConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    embedding: EmbeddingConfig = field(default_factory=EmbeddingConfig)
+    dense: DenseConfig = field(default_factory=DenseConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+
+    def problems(self) -> Iterator[str]:
+        """Everything wrong, section by section, then between sections."""
+        for name, section in _sections(self):
+            for problem in section.problems():
+                yield f"{name}.{problem}"
+        if not 0 <= self.seed < 2**63:
+            yield f"seed is {self.seed}; it must be in 0 .. 2**63 - 1"
+        if self.train.patience and not self.data.validation:
+            yield "train.patience watches a validation metric, but data.validation is off; add --data.validation"
+        if self.train.patience and int(self.train.metric.partition("@")[2] or 0) not in (0, *self.eval.ks):
+            yield f"train.metric is {self.train.metric}, but eval.ks is {self.eval.ks}; add its list length there"
+
+    def validate(self) -> None:
+        """Raises ConfigError with every problem at once."""
+        if found := list(self.problems()):
+            raise ConfigError("the configuration has problems:\n" + "\n".join(f"  - {problem}" for problem in found))
+
+    def to_json(self) -> str:
+        content = dataclasses.asdict(self)
+        kind = next(name for name, section in MODELS.items() if type(self.model) is section)
+        content["model"] = {"kind": kind, **content["model"]}
+        return json.dumps(content, indent=2) + "\n"
+
+    @staticmethod
+    def from_json(text: str) -> Config:
+        """Raises ConfigError for unknown keys and values of the wrong type."""
+        content = json.loads(text)
+        kind = content.get("model", {}).pop("kind", None)
+        if kind not in MODELS:
+            raise ConfigError(f"model.kind is {kind!r}; known kinds are {', '.join(MODELS)}.")
+        config: Config = _read(Config, content, "", {"model": MODELS[kind]})
+        config.validate()
+        return config
+
+    @staticmethod
+    def load(path: Path) -> Config:
+        try:
+            return Config.from_json(path.read_text())
+        except FileNotFoundError:
+            raise ConfigError(f"{path} does not exist: is {path.parent} a run folder?") from None
+        except (json.JSONDecodeError, ConfigError) as error:
+            raise ConfigError(f"{path}: {error}") from error
+
+
+def keys(config: Any, prefix: str = "") -> list[str]:
+    """The dotted names of all values of a configuration."""
+    found = []
+    for item in dataclasses.fields(config):
+        value = getattr(config, item.name)
+        found += keys(value, f"{prefix}{item.name}.") if dataclasses.is_dataclass(value) else [prefix + item.name]
+    return found
+
+
+def unknown_key(key: str, known: list[str]) -> ConfigError:
+    """The error for a key that does not exist, with the nearest that does."""
+    nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    hint = f"; did you mean '{nearest[0]}'?" if nearest else f"; there are: {', '.join(known)}"
+    return ConfigError(f"unknown config key '{key}'{hint}")
+
+
+def _sections(config: Config) -> Iterator[tuple[str, Any]]:
+    for item in dataclasses.fields(config):
+        value = getattr(config, item.name)
+        if dataclasses.is_dataclass(value):
+            yield item.name, value
+
+
+def _read(kind: type[Any], content: Any, prefix: str, chosen: dict[str, type[Any]] | None = None) -> Any:
+    """A dataclass from a JSON object; `chosen` names the type of fields that could have several."""
+    if not isinstance(content, dict):
+        raise ConfigError(f"'{prefix.rstrip('.') or 'the configuration'}' must be an object, got {content!r}")
+    hints = get_type_hints(kind)
+    for name in content:
+        if name not in hints:
+            raise unknown_key(prefix + name, [prefix + known for known in hints])
+    values = {}
+    for name, value in content.items():
+        hint = (chosen or {}).get(name, hints[name])
+        is_section = isinstance(hint, type) and dataclasses.is_dataclass(hint)
+        values[name] = (
+            _read(hint, value, f"{prefix}{name}.") if is_section else _value(hint, value, prefix + name)
+        )
+    return kind(**values)
+
+
+def _value(hint: Any, value: Any, key: str) -> Any:
+    """A JSON value checked against the type of its field."""
+    origin = get_origin(hint)
+    if origin is tuple and isinstance(value, list):
+        return tuple(_value(get_args(hint)[0], entry, key) for entry in value)
+    if origin is Literal and value in get_args(hint):
+        return value
+    if origin in (Union, types.UnionType):
+        allowed: tuple[Any, ...] = get_args(hint)
+    else:
+        allowed = (hint,)
+    if hint is float and type(value) is int:
+        return float(value)
+    if any(type(value) is one for one in allowed):
+        return value
+    raise ConfigError(f"config key '{key}' has the value {value!r}, which is no {getattr(hint, '__name__', hint)}")

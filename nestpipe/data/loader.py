@@ -1,0 +1,121 @@
+"""Sequences -> batches.
+
+The global batch of a cursor is a pure function of (seed, epoch, index): the epoch's samples in the order of their
+hashes, cut by count or by a token budget. Nothing is remembered between batches, so resuming is starting at a cursor,
+and reading ahead in a thread changes nothing but the waiting time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Generator, Iterator
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nestpipe.data.batches import BatchBuilder
+from nestpipe.data.config import DataConfig
+from nestpipe.data.sequences import Sequences, truncate
+from nestpipe.data.splits import Split
+from nestpipe.draw import permutation
+from nestpipe.errors import DataError
+from nestpipe.jagged import Batch, Cursor
+
+
+class Loader:
+    """The training batches of a split."""
+
+    def __init__(
+        self, sequences: Sequences, split: Split, config: DataConfig, *, seed: int, features: tuple[str, ...] = ()
+    ):
+        self._config, self._seed = config, seed
+        self._builder = BatchBuilder(sequences, split, features)
+        self._end = split.train_end
+        self._start = truncate(np.maximum(split.train_end - 1, 0), config.max_len, config.truncate_block)
+        self._samples = torch.from_numpy(np.flatnonzero(split.train_end >= 2))
+        if not len(self._samples):
+            raise DataError(f"{sequences.path} has no user with two training events, so there is nothing to predict.")
+        self._cuts = lru_cache(maxsize=2)(self._epoch)
+
+    @property
+    def num_samples(self) -> int:
+        return len(self._samples)
+
+    def num_batches(self, epoch: int) -> int:
+        return len(self._cuts(epoch)[1]) - 1
+
+    def batch(self, cursor: Cursor) -> Batch:
+        """The global batch at a cursor."""
+        order, cuts = self._cuts(cursor.epoch)
+        samples = order[cuts[cursor.number] : cuts[cursor.number + 1]]
+        rows = samples.numpy()
+        return self._builder.training(cursor, samples, self._start[rows], self._end[rows])
+
+    def iterate(self, start: Cursor) -> Generator[Batch]:
+        """Batches from a cursor on, epoch after epoch, for ever; prepared by a thread that ends with the iterator."""
+        ready: queue.Queue[Batch | BaseException] = queue.Queue(self._config.read_ahead)
+        stop = threading.Event()
+
+        def put(entry: Batch | BaseException) -> None:
+            while not stop.is_set():
+                with contextlib.suppress(queue.Full):
+                    ready.put(entry, timeout=0.1)
+                    return
+
+        def read() -> None:
+            try:
+                for cursor in self._cursors(start):
+                    if stop.is_set():
+                        return
+                    put(self.batch(cursor))
+            except BaseException as error:  # handed to the consumer, which raises it
+                put(error)
+
+        thread = threading.Thread(target=read, name="nestpipe-read", daemon=True)
+        thread.start()
+        try:
+            while True:
+                entry = ready.get()
+                if isinstance(entry, BaseException):
+                    raise entry
+                yield entry
+        finally:
+            stop.set()
+            thread.join()
+
+    def next_cursor(self, cursor: Cursor) -> Cursor:
+        if cursor.number + 1 < self.num_batches(cursor.epoch):
+            return Cursor(cursor.epoch, cursor.number + 1)
+        return Cursor(cursor.epoch + 1, 0)
+
+    def _cursors(self, cursor: Cursor) -> Iterator[Cursor]:
+        while True:
+            yield cursor
+            cursor = self.next_cursor(cursor)
+
+    def _epoch(self, epoch: int) -> tuple[Tensor, list[int]]:
+        """The samples of an epoch in order, and where its batches begin and end."""
+        order = self._samples.index_select(0, permutation(len(self._samples), seed=self._seed, epoch=epoch))
+        if self._config.batch_tokens:
+            cuts = self._token_cuts(order)
+        else:
+            cuts = [*range(0, len(order), self._config.batch_size), len(order)]
+        # A short last batch is dropped on request, unless the epoch would then be empty.
+        if self._config.drop_last and len(cuts) > 2:
+            cuts = cuts[:-1] if self._config.batch_tokens or len(order) % self._config.batch_size else cuts
+        return order, cuts
+
+    def _token_cuts(self, order: Tensor) -> list[int]:
+        """A batch takes samples while they fit the budget, and at least one."""
+        budget, cuts, filled = self._config.batch_tokens, [0], 0
+        rows = order.numpy()
+        for place, tokens in enumerate((self._end[rows] - 1 - self._start[rows]).tolist()):
+            if filled and filled + tokens > budget:
+                cuts.append(place)
+                filled = 0
+            filled += tokens
+        return [*cuts, len(order)]

@@ -1,0 +1,128 @@
+"""A run folder: what was asked for, what it was trained on, and the checkpoints.
+
+RUN/config.json   run.json (data digest, versions)   metrics.jsonl   checkpoints/   eval/   tensorboard/   profile/
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars
+import torch
+
+from nestpipe import checkpoint
+from nestpipe.config import Config
+from nestpipe.data.sequences import Sequences
+from nestpipe.data.splits import Split, make_split
+from nestpipe.embedding.optim import OPTIMIZERS
+from nestpipe.embedding.table import Table
+from nestpipe.errors import CheckpointError, ConfigError
+from nestpipe.metrics import replace_file
+from nestpipe.models.retrieval import build_retrieval
+from nestpipe.pipeline.dense import Dense
+from nestpipe.pipeline.sequential import TrainState
+from nestpipe.scoring import Scorer
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run folder and its configuration; data and model are opened when they are first needed."""
+
+    folder: Path
+    config: Config
+
+    @staticmethod
+    def create(config: Config, folder: str | Path) -> Run:
+        """Starts a run in a new folder; raises ConfigError if there is one already."""
+        config.validate()
+        run = Run(Path(folder), config)
+        if (run.folder / "config.json").exists():
+            raise ConfigError(
+                f"{run.folder} already holds a run; add --resume to go on with it, or name another folder with --run."
+            )
+        facts = {"data_digest": run.sequences.digest, "versions": versions()}  # fails before anything is written
+        run.folder.mkdir(parents=True, exist_ok=True)
+        replace_file(run.folder / "run.json", (json.dumps(facts, indent=2) + "\n").encode())
+        replace_file(run.folder / "config.json", config.to_json().encode())
+        return run
+
+    @staticmethod
+    def open(folder: str | Path) -> Run:
+        """An existing run; raises ConfigError if the folder is none, CheckpointError if its data has changed."""
+        run = Run(Path(folder), Config.load(Path(folder) / "config.json"))
+        facts = json.loads((run.folder / "run.json").read_text())
+        if run.sequences.digest != facts["data_digest"]:
+            raise CheckpointError(
+                f"{run.folder} was trained on other data: {run.config.data.path} now has digest "
+                f"{run.sequences.digest[:12]}, the run started with {facts['data_digest'][:12]}."
+            )
+        return run
+
+    @cached_property
+    def sequences(self) -> Sequences:
+        return Sequences.open(self.config.data.path)
+
+    @cached_property
+    def split(self) -> Split:
+        return make_split(self.sequences, self.config.data)
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "checkpoints"
+
+    def new_state(self) -> TrainState:
+        """The state before the first step."""
+        config = self.config
+        model = build_retrieval(
+            config.model,
+            config.loss,
+            catalogue=torch.from_numpy(np.array(self.sequences.catalogue)),
+            max_len=config.data.max_len,
+            seed=config.seed,
+        )
+        optimizer = OPTIMIZERS[config.embedding.optimizer](config.embedding)
+        tables = {spec.name: Table(spec, optimizer, seed=config.seed) for spec in model.tables}
+        return TrainState(model=model, tables=tables, dense=Dense(model, config.dense), seed=config.seed)
+
+    def load_state(self, step: int | None = None) -> tuple[TrainState, checkpoint.Manifest]:
+        """The state of a checkpoint, by default the latest."""
+        manifest, content = checkpoint.load(checkpoint.folder_of(self.checkpoints, step))
+        state = self.new_state()
+        state.dense.load(content["dense"])
+        for name, table in state.tables.items():
+            table.load(content[f"table.{name}"])
+        state.num_steps = manifest.step
+        return state, manifest
+
+    def scorer(self, step: int | None = None) -> Scorer:
+        """Scores with a checkpoint: by default the best one if the run validated, else the latest."""
+        if step is None:
+            latest = checkpoint.Manifest.read(checkpoint.folder_of(self.checkpoints))
+            step = (latest.progress.get("best") or {}).get("step", latest.step)
+        state, _ = self.load_state(step)
+        return Scorer(state, self.sequences, self.split, self.config)
+
+
+def contents_of(state: TrainState) -> dict[str, dict[str, Any]]:
+    """What a checkpoint keeps of a state, file by file."""
+    tables = {f"table.{name}": table.export() for name, table in state.tables.items()}
+    return {"dense": state.dense.export(), **tables}
+
+
+def versions() -> dict[str, str]:
+    """The versions that can change a run's bits."""
+    return {
+        "nestpipe": version("nestpipe"),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "polars": polars.__version__,
+        "machine": platform.machine(),
+    }

@@ -1,0 +1,68 @@
+"""`nestpipe train`: a recipe, its overrides, a run folder."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass
+from typing import Annotated
+
+import tyro
+
+from nestpipe.config import Config, keys, unknown_key
+from nestpipe.errors import ConfigError
+from nestpipe.recipes import RECIPES
+from nestpipe.train import train
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Arguments:
+    run: str | None = None
+    """Folder of the run [default: runs/RECIPE]."""
+    resume: bool = False
+    """Go on with the run in that folder, if there is one."""
+    profile: bool = False
+    """Profile a few steps: a table on the screen, a trace in RUN/profile."""
+    config: Annotated[Config, tyro.conf.arg(name=""), tyro.conf.AvoidSubcommands]
+
+
+def main(argv: list[str]) -> int:
+    if not argv or argv[0] in {"-h", "--help"}:
+        print(_usage())
+        return 0
+    name, *rest = argv
+    if name not in RECIPES:
+        nearest = difflib.get_close_matches(name, RECIPES, n=1)
+        raise ConfigError(
+            f"unknown recipe '{name}'" + (f"; did you mean '{nearest[0]}'?" if nearest else "") + f"\n\n{_usage()}"
+        )
+    defaults = _Arguments(config=RECIPES[name]())
+    check_keys(rest, ["run", "resume", "profile", *keys(defaults.config)])
+    arguments = tyro.cli(
+        _Arguments,
+        prog=f"nestpipe train {name}",
+        description=f"{RECIPES[name].__doc__}\n\nExample: nestpipe train {name} --train.minutes 15 --run runs/first",
+        args=rest,
+        default=defaults,
+    )
+    train(arguments.config, arguments.run or f"runs/{name}", resume=arguments.resume, profile=arguments.profile)
+    return 0
+
+
+def check_keys(argv: list[str], known: list[str]) -> None:
+    """Raises ConfigError for the first flag that does not exist, naming the nearest that does."""
+    for argument in argv:
+        if match := re.fullmatch(r"--([^=]+)(=.*)?", argument):
+            key = match[1].replace("-", "_")
+            if key != "help" and key not in known and re.sub(r"(^|\.)no_", r"\1", key) not in known:
+                raise unknown_key(key, known)
+
+
+def _usage() -> str:
+    rows = "\n".join(f"  {name:<18}{recipe.__doc__}" for name, recipe in RECIPES.items())
+    return (
+        "usage: nestpipe train RECIPE [--run DIR] [--resume] [--section.field VALUE ...]\n\n"
+        f"recipes:\n{rows}\n\n"
+        "example: nestpipe train tiny --train.epochs 5 --run runs/first\n"
+        "'nestpipe train RECIPE --help' lists every setting with its value in that recipe."
+    )

@@ -1,0 +1,49 @@
+"""The `train` section of a run's configuration."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig:
+    """How long to train, and what to keep. Training ends at the first limit that is reached; 0 switches a limit off."""
+
+    epochs: int = 10
+    """Passes over the training samples."""
+    steps: int = 0
+    """Number of batches."""
+    minutes: float = 0.0
+    """Training time, added up over interruptions."""
+    warmup_steps: int = 0
+    """Learning rates rise linearly over this many steps."""
+    eval_epochs: int = 1
+    """Validate after this many epochs (only with data.validation)."""
+    patience: int = 0
+    """Stop after this many validations without a better metric; the best checkpoint is kept."""
+    metric: str = "ndcg@10"
+    """The validation metric that patience watches."""
+    save_steps: int = 500
+    """Save a checkpoint after this many steps, and at the end."""
+    keep_last: int = 2
+    """Checkpoints to keep, the best one apart."""
+    log_steps: int = 20
+    """Write metrics after this many steps."""
+    num_threads: int = 0
+    """Threads inside an operation; 0 takes the number of cores. Part of what makes a run repeat bit for bit."""
+    tensorboard: bool = False
+    """Also write TensorBoard events (needs the extra nestpipe[tensorboard])."""
+
+    def problems(self) -> Iterator[str]:
+        if not (self.epochs > 0 or self.steps > 0 or self.minutes > 0):
+            yield "epochs, steps and minutes are all 0: nothing would end the run"
+        for name in ("epochs", "steps", "minutes", "warmup_steps", "patience", "num_threads"):
+            if getattr(self, name) < 0:
+                yield f"{name} is {getattr(self, name)}; it must not be negative"
+        for name in ("eval_epochs", "save_steps", "keep_last", "log_steps"):
+            if getattr(self, name) < 1:
+                yield f"{name} is {getattr(self, name)}; it must be at least 1"
+        if not re.fullmatch(r"(hr|ndcg)@[1-9]\d*|mrr", self.metric):
+            yield f"metric is {self.metric!r}; it must be hr@K, ndcg@K or mrr"
