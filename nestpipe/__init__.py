@@ -10,7 +10,7 @@ from nestpipe.errors import NestPipeError
 from nestpipe.jagged import Batch, Jagged
 from nestpipe.model import Model, Output
 from nestpipe.run import Run
-from nestpipe.train import train
+from nestpipe.trainer import train
 
 __all__ = [
     "Batch",

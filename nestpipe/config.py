@@ -114,9 +114,7 @@ def _read(kind: type[Any], content: Any, prefix: str, chosen: dict[str, type[Any
     for name, value in content.items():
         hint = (chosen or {}).get(name, hints[name])
         is_section = isinstance(hint, type) and dataclasses.is_dataclass(hint)
-        values[name] = (
-            _read(hint, value, f"{prefix}{name}.") if is_section else _value(hint, value, prefix + name)
-        )
+        values[name] = _read(hint, value, f"{prefix}{name}.") if is_section else _value(hint, value, prefix + name)
     return kind(**values)
 
 

@@ -117,7 +117,7 @@ def main(argv: list[str]) -> int:
 
 def ingest(demo: Demo) -> str:
     """A log with planted signal becomes a sequence folder."""
-    demo.command("data", "synthetic", "--out", str(demo.data))
+    demo.command("data", "synthetic", "--out", str(demo.data), *(["--num-users", "300"] if demo.quick else []))
     demo.command("data", "verify", str(demo.data))
     counts = Sequences.open(demo.data).meta["counts"]
     _check(counts["read"] == counts["kept"] + counts["quarantined"] > 0, f"records do not add up: {counts}")
@@ -126,9 +126,7 @@ def ingest(demo: Demo) -> str:
 
 def train_once(demo: Demo) -> str:
     """The tiny recipe, from start to end."""
-    demo.command(
-        "train", "tiny", "--run", str(demo.out / "run"), *_data(demo), *(["--train.epochs", "2"] if demo.quick else [])
-    )
+    demo.command("train", "tiny", "--run", str(demo.out / "run"), *_data(demo), *_few_epochs(demo))
     lines = [json.loads(line) for line in (demo.out / "run" / "metrics.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in lines if "loss" in line]
     _check(losses[-1] < losses[0], f"the loss did not fall: {losses[0]:.3f} -> {losses[-1]:.3f}")
@@ -207,6 +205,10 @@ def _check(held: bool, message: str) -> None:
 
 def _data(demo: Demo) -> list[str]:
     return ["--data.path", str(demo.data)]
+
+
+def _few_epochs(demo: Demo) -> list[str]:
+    return ["--train.epochs", "8", "--train.log-steps", "1"] if demo.quick else []
 
 
 def _nestpipe() -> list[str]:

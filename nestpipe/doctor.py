@@ -6,7 +6,6 @@ A `warn` says what will be slower or unavailable.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import importlib.util
 import json
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+import tyro
 from rich.console import Console
 from rich.table import Table
 from torch.nn import functional as F
@@ -207,13 +207,18 @@ def show(results: Sequence[Check], console: Console) -> None:
     console.print(table)
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Arguments:
+    json: bool = False
+    """Print JSON instead of a table."""
+
+
 def main(argv: Sequence[str]) -> int:
     """`nestpipe doctor [--json]`; returns 1 if any check failed."""
-    parser = argparse.ArgumentParser(prog="nestpipe doctor", description="Examine this machine.")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    as_json = parser.parse_args(argv).json
+    description = "What this machine can run, and what is missing.\n\nExample: nestpipe doctor --json"
+    arguments = tyro.cli(_Arguments, prog="nestpipe doctor", description=description, args=argv)
     results = examine()
-    if as_json:
+    if arguments.json:
         sys.stdout.write(json.dumps([dataclasses.asdict(check) for check in results], indent=2) + "\n")
     else:
         show(results, Console())

@@ -12,7 +12,7 @@ import tyro
 from nestpipe.config import Config, keys, unknown_key
 from nestpipe.errors import ConfigError
 from nestpipe.recipes import RECIPES
-from nestpipe.train import train
+from nestpipe.trainer import train
 
 
 @dataclass(frozen=True, kw_only=True)

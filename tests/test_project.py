@@ -23,9 +23,9 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"instruct", "serve", "simulate", "report"}),
     frozenset({"cli"}),
 )
-NEVER = {("embedding", "pipeline"), ("pipeline", "models"), ("instruct", "serve"), ("serve", "train")}
+NEVER = {("embedding", "pipeline"), ("pipeline", "models"), ("instruct", "serve"), ("serve", "trainer")}
 # What puts the parts together is not known to the parts.
-NEVER |= {(part, whole) for layer in LAYERS[:3] for part in layer for whole in ("recipes", "train", "cli")}
+NEVER |= {(part, whole) for layer in LAYERS[:3] for part in layer for whole in ("recipes", "trainer", "cli")}
 
 FORBIDDEN = {
     r"\.cuda\(": "device code is device-agnostic: use torch.accelerator and .to(device)",

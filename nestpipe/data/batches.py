@@ -90,6 +90,8 @@ class BatchBuilder:
             values = stored.values[rows]
             if feature.kind == "number":
                 values = apply_number(feature, self.statistics[feature.name], values)
+            else:
+                values = np.nan_to_num(values)  # a missing vector is zero
             return {feature.name: Jagged.singles(torch.from_numpy(np.ascontiguousarray(values)))}
         first = torch.from_numpy(stored.offsets[rows])
         lengths = torch.from_numpy(stored.offsets[rows + 1]) - first

@@ -93,6 +93,8 @@ def read_raw(source: LogSource | pl.DataFrame, columns: Sequence[str]) -> Iterat
 
 def expand(source: LogSource) -> list[Path]:
     """The files of a source; raises DataError if a path or glob matches none."""
+    if not source.paths:
+        raise DataError("no log was given; name at least one file or glob.")
     found: list[Path] = []
     for pattern in source.paths:
         path = Path(pattern)

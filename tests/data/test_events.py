@@ -230,6 +230,8 @@ def test_quarantine_keeps_the_raw_text(tmp_path: Path) -> None:
 def test_no_file_matches(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no file matches '.*none-\*\.csv'"):
         run(LogSource(paths=(str(tmp_path / "none-*.csv"),)), SCHEMA)
+    with pytest.raises(DataError, match="no log was given"):
+        run(LogSource(paths=()), SCHEMA)
 
 
 def test_too_many_bad_records_names_the_reasons(tmp_path: Path) -> None:
@@ -262,6 +264,16 @@ def test_formats_agree(tmp_path: Path) -> None:
         assert not bad, name
         assert kept.drop("_order").sort("user").equals(expected), name
     assert run(frame, schema)[0].drop("_order").sort("user").equals(expected)
+
+
+def test_json_lists_mix_with_scalars_and_keep_the_separator(tmp_path: Path) -> None:
+    rows = [{"tags": ["a|b", "c"]}, {"tags": "d"}, {"tags": None}, {}]
+    path = tmp_path / "log.jsonl"
+    path.write_text("".join(json.dumps({"user": 1, "item": 2, "time": 3, **row}) + "\n" for row in rows))
+    schema = Schema(features=(Feature(name="tags", kind="ids", encoding="hash"),))
+    kept, bad = run(LogSource(paths=(str(path),)), schema)
+    assert not bad
+    assert kept["tags"].to_list() == [[hash_text("a|b"), hash_text("c")], [hash_text("d")], [], []]
 
 
 def test_globs_are_read_in_name_order_and_columns_by_name(tmp_path: Path) -> None:

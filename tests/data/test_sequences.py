@@ -446,4 +446,5 @@ def test_number_buckets_are_quantiles() -> None:
     assert np.bincount(buckets).tolist() == [25, 25, 25, 25]
     assert apply_number(feature, stats, np.array([-1e9, 1e9, np.nan])).tolist() == [0, 3, 0]
     tied = fit_number(feature, np.zeros(10))
-    assert apply_number(feature, tied, np.array([-1.0, 0.0, 1.0])).tolist() == [0, 1, 1]  # a boundary belongs to the upper bucket
+    around = apply_number(feature, tied, np.array([-1.0, 0.0, 1.0]))
+    assert around.tolist() == [0, 1, 1], "a boundary belongs to the upper bucket"

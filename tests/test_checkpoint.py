@@ -1,0 +1,72 @@
+import json
+
+import pytest
+import torch
+
+from nestpipe import checkpoint
+from nestpipe.errors import CheckpointError
+from nestpipe.jagged import Cursor
+
+CONTENT = {"dense": {"w": torch.arange(6.0).reshape(2, 3).T}, "table.item": {"ids": torch.tensor([-(2**63), 5])}}
+
+
+def save(parent, step=5):
+    return checkpoint.save(parent, step, Cursor(1, 2), {"seconds": 1.5}, CONTENT)
+
+
+def test_what_is_saved_comes_back(tmp_path):
+    manifest, content = checkpoint.load(save(tmp_path))
+    assert (manifest.step, manifest.cursor, manifest.progress) == (5, Cursor(1, 2), {"seconds": 1.5})
+    assert torch.equal(content["dense"]["w"], CONTENT["dense"]["w"])
+    assert torch.equal(content["table.item"]["ids"], CONTENT["table.item"]["ids"])
+    assert not list(tmp_path.glob(".tmp*"))
+
+
+def test_every_flipped_byte_is_found(tmp_path):
+    folder = save(tmp_path)
+    path = folder / "dense.safetensors"
+    good = path.read_bytes()
+    for place in range(0, len(good), 7):
+        path.write_bytes(good[:place] + bytes([good[place] ^ 1]) + good[place + 1 :])
+        with pytest.raises(CheckpointError, match=r"dense\.safetensors is not what was saved"):
+            checkpoint.load(folder)
+    path.write_bytes(good)
+    checkpoint.load(folder)
+
+
+def test_other_damage_has_its_own_message(tmp_path):
+    folder = save(tmp_path)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps({**manifest, "format": 99}))
+    with pytest.raises(CheckpointError, match="format 99; this version reads format 1"):
+        checkpoint.load(folder)
+    (folder / "manifest.json").write_text("{")
+    with pytest.raises(CheckpointError, match="is not JSON"):
+        checkpoint.load(folder)
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    (folder / "table.item.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"lacks table\.item\.safetensors"):
+        checkpoint.load(folder)
+    (folder / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match="the save did not finish"):
+        checkpoint.load(folder)
+
+
+def test_steps_are_found_and_pruned(tmp_path):
+    for step in (5, 10, 15, 20, 1_000_000):
+        save(tmp_path, step)
+    (tmp_path / "step-000025").mkdir()
+    assert checkpoint.complete_steps(tmp_path) == [5, 10, 15, 20, 1_000_000]
+    checkpoint.prune(tmp_path, keep_last=2, keep=10)
+    assert checkpoint.complete_steps(tmp_path) == [10, 20, 1_000_000]
+    assert checkpoint.folder_of(tmp_path).name == "step-1000000"
+    with pytest.raises(CheckpointError, match=r"no complete checkpoint of step 5; it has \[10, 20, 1000000\]"):
+        checkpoint.folder_of(tmp_path, 5)
+    with pytest.raises(CheckpointError, match="has no complete checkpoint; train first"):
+        checkpoint.folder_of(tmp_path / "nowhere")
+
+
+def test_leftovers_of_a_killed_save_go_with_the_next_one(tmp_path):
+    (tmp_path / ".tmp-step-000003-1").mkdir(parents=True)
+    save(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000005"]

@@ -1,0 +1,128 @@
+"""The command line as a user meets it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nestpipe.cli import COMMANDS, main
+from nestpipe.recipes import RECIPES
+from tests.worlds import small_log
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with data and two short runs."""
+    folder = tmp_path_factory.mktemp("cli")
+    small_log(folder / "log")
+    common = ["--data.path", str(folder / "log"), "--train.num-threads", "1", "--data.batch-size", "16"]
+    for name, epochs in (("a", "1"), ("b", "3")):
+        assert main(["train", "tiny", "--run", str(folder / name), "--train.epochs", epochs, *common]) == 0
+    return folder
+
+
+def run(capsys, *arguments):
+    code = main(list(arguments))
+    out = capsys.readouterr()
+    return code, out.out, out.err
+
+
+def test_help_lists_every_command(capsys):
+    code, out, _ = run(capsys)
+    assert code == 0
+    assert all(name in out for name in COMMANDS)
+
+
+@pytest.mark.parametrize("command", [["data", "ingest"], ["train", "tiny"], ["eval"], ["doctor"], ["demo"]])
+def test_each_commands_help_has_an_example(capsys, command):
+    with pytest.raises(SystemExit) as done:
+        main([*command, "--help"])
+    assert done.value.code == 0
+    assert "xample: nestpipe" in " ".join(capsys.readouterr().out.split())
+
+
+def test_train_without_a_recipe_lists_them(capsys):
+    code, out, _ = run(capsys, "train")
+    assert code == 0
+    assert all(name in out for name in RECIPES)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["trian"], "unknown command 'trian'; did you mean 'train'?"),
+        (["train", "tinny"], "unknown recipe 'tinny'; did you mean 'tiny'?"),
+        (["train", "tiny", "--train.step", "5"], "unknown config key 'train.step'; did you mean 'train.steps'?"),
+        (
+            ["train", "tiny", "--data.max-length=5"],
+            "unknown config key 'data.max_length'; did you mean 'data.max_len'?",
+        ),
+        (["train", "tiny", "--data.path", "nowhere"], "there is no sequence folder nowhere"),
+        (["train", "tiny", "--train.epochs", "0"], "nothing would end the run"),
+        (["eval", "nowhere"], "is nowhere a run folder?"),
+    ],
+)
+def test_mistakes_get_one_message_and_code_2(capsys, tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    code, _, err = run(capsys, *arguments)
+    assert code == 2
+    assert message in err
+    assert "Traceback" not in err
+    assert not list(tmp_path.iterdir()), "a refused command must leave nothing behind"
+
+
+def test_overrides_reach_the_saved_configuration(folder):
+    saved = json.loads((folder / "a" / "config.json").read_text())
+    assert saved["train"]["epochs"] == 1
+    assert saved["data"]["batch_size"] == 16
+    assert saved["model"]["kind"] == "sasrec"
+
+
+def test_eval_prints_a_table_beside_the_floor_and_keeps_the_report(capsys, folder):
+    code, out, _ = run(capsys, "eval", str(folder / "a"))
+    assert code == 0
+    assert "hr@10" in out
+    assert "popularity floor" in out
+    assert (folder / "a" / "eval" / "test" / "report.json").exists()
+
+
+def test_eval_json_and_comparison(capsys, folder):
+    code, out, _ = run(capsys, "eval", str(folder / "a"), "--json")
+    assert code == 0
+    alone = json.loads(out)["metrics"]["ndcg@10"]["mean"]
+    code, out, _ = run(capsys, "eval", str(folder / "a"), "--compare", str(folder / "b"), "--json")
+    compared = json.loads(out)["metrics"]["ndcg@10"]
+    assert compared["a"] == alone
+    assert compared["interval"]["mean"] == pytest.approx(compared["b"] - compared["a"])
+    assert compared["verdict"] in {"better", "worse", "no difference shown"}
+
+
+def test_the_installed_program_runs():
+    done = subprocess.run(
+        [str(Path(sys.executable).with_name("nestpipe")), "--help"], capture_output=True, text=True, check=True
+    )
+    assert "usage: nestpipe COMMAND" in done.stdout
+
+
+def test_demo_holds_and_refuses_a_folder_that_is_not_its_own(capsys, tmp_path):
+    code, out, _ = run(capsys, "demo", "--quick", "--out", str(tmp_path / "demo"))
+    assert code == 0, out
+    assert "All 5 steps held" in out
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").touch()
+    code, _, err = run(capsys, "demo", "--quick", "--out", str(tmp_path / "mine"))
+    assert code == 2
+    assert "was not made by the demo" in err
+    assert (tmp_path / "mine" / "thesis.tex").exists()
+
+
+def test_demo_exits_with_1_when_a_step_does_not_hold(capsys, tmp_path, monkeypatch):
+    from nestpipe import demo
+
+    monkeypatch.setattr(demo, "STEPS", [("ingest", demo.ingest), ("lie", lambda _: demo._check(False, "it was a lie"))])
+    code, out, _ = run(capsys, "demo", "--quick", "--out", str(tmp_path / "demo"))
+    assert code == 1
+    assert "it was a lie" in out
+    assert "did not hold" in out

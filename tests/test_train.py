@@ -1,0 +1,244 @@
+"""The loop: what it computes, how it stops, and that being killed changes nothing."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from nestpipe import checkpoint, train
+from nestpipe.demo import differing_tensors
+from nestpipe.errors import CheckpointError, ConfigError, TrainError
+from nestpipe.metrics import read_jsonl
+from nestpipe.run import Run
+from nestpipe.trainer import _FREE_KEYS
+from tests.worlds import small_config, small_log
+
+# Trains in a process of its own and dies by SIGKILL at the n-th call of a function of the checkpoint or the step.
+KILLED = """
+import os, signal, sys
+from nestpipe import checkpoint, Config
+import nestpipe.trainer as loop
+target, count = sys.argv[3], int(sys.argv[4])
+module, name = (checkpoint, target) if hasattr(checkpoint, target) else (loop, target)
+original, calls = getattr(module, name), 0
+def dying(*arguments, **named):
+    global calls
+    calls += 1
+    if calls == count:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return original(*arguments, **named)
+setattr(module, name, dying)
+loop.train(Config.from_json(open(sys.argv[1]).read()), sys.argv[2], resume=True, quiet=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory):
+    return small_log(tmp_path_factory.mktemp("train") / "log").path
+
+
+@pytest.fixture(scope="module")
+def calm(log, tmp_path_factory):
+    """Undisturbed runs by (model, loss)."""
+    runs = {}
+
+    def run(model, loss):
+        if (model, loss) not in runs:
+            folder = tmp_path_factory.mktemp("calm") / "run"
+            runs[model, loss] = train(small_config(log, model, loss), folder, quiet=True).folder
+        return runs[model, loss]
+
+    return run
+
+
+@pytest.mark.parametrize(("model", "loss"), [("hstu", "sampled"), ("sasrec", "full")])
+def test_the_same_run_twice_and_in_three_pieces_has_the_same_bits(log, calm, tmp_path, model, loss):
+    config = small_config(log, model, loss)
+    again = train(config, tmp_path / "again", quiet=True)
+    assert not differing_tensors(calm(model, loss), again.folder)
+    for steps in (1, 6, 0):
+        train(replace(config, train=replace(config.train, steps=steps)), tmp_path / "pieces", resume=True, quiet=True)
+    assert not differing_tensors(calm(model, loss), tmp_path / "pieces")
+    losses = [
+        [r["loss"] for r in read_jsonl(f / "metrics.jsonl") if "loss" in r] for f in (again.folder, tmp_path / "pieces")
+    ]
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 12
+    assert losses[0][-1] < losses[0][0]
+
+
+def test_another_seed_gives_other_bits(log, calm, tmp_path):
+    other = train(replace(small_config(log), seed=1), tmp_path / "run", quiet=True)
+    assert differing_tensors(calm("hstu", "sampled"), other.folder)
+
+
+@pytest.mark.parametrize(
+    ("target", "count"), [("step", 4), ("step", 9), *[("_flush", n) for n in (1, 2, 3, 4, 5, 6, 8, 10)], ("prune", 2)]
+)
+def test_killed_anywhere_and_resumed_ends_with_the_same_bits(log, calm, tmp_path, target, count):
+    """_flush 1 to 5 is inside the first save (dense, table, manifest, folder, parent), 6 to 10 inside the second."""
+    folder, settings = tmp_path / "run", tmp_path / "config.json"
+    settings.write_text(small_config(log).to_json())
+    arguments = [sys.executable, "-c", KILLED, str(settings), str(folder), target, str(count)]
+    died = subprocess.run(arguments, capture_output=True, text=True, timeout=100, check=False)
+    assert died.returncode == -signal.SIGKILL, died.stderr
+    assert checkpoint.complete_steps(folder / "checkpoints") in ([], [5], [5, 10])
+    train(small_config(log), folder, resume=True, quiet=True)
+    assert not differing_tensors(calm("hstu", "sampled"), folder)
+    assert [r["step"] for r in read_jsonl(folder / "metrics.jsonl") if "step" in r] == list(range(1, 13))
+    assert not list((folder / "checkpoints").glob(".tmp*"))
+
+
+def test_a_non_finite_loss_updates_nothing(log, tmp_path, monkeypatch):
+    run = Run.create(small_config(log, loss="full"), tmp_path / "run")
+    state = run.new_state()
+    from nestpipe.data.loader import Loader
+    from nestpipe.jagged import Cursor
+    from nestpipe.pipeline.sequential import Rates, step
+
+    batch = Loader(run.sequences, run.split, run.config.data, seed=0).batch(Cursor(0, 0))
+    with torch.no_grad():
+        state.model.backbone.blocks[0].out.bias[0] = torch.nan
+    before = state.dense.export()
+    with pytest.raises(TrainError, match="loss is nan at step 0; no parameter was updated"):
+        step(state, batch, Rates(0.1, 0.1))
+    after = state.dense.export()
+    assert all(torch.equal(before[name], after[name]) or before[name].isnan().any() for name in before)
+    table = state.tables["item"].export()
+    assert torch.equal(table["rows"], state.tables["item"].initial(table["ids"]))
+
+
+def test_a_diverged_run_stops_and_keeps_its_last_good_checkpoint(log, tmp_path):
+    config = small_config(log, loss="full", save_steps=1)
+    config = replace(config, dense=replace(config.dense, optimizer="sgd", lr=1e30))
+    with pytest.raises(TrainError, match="no parameter was updated"):
+        train(config, tmp_path / "run", quiet=True)
+    _, content = checkpoint.load(checkpoint.folder_of(tmp_path / "run" / "checkpoints"))
+    assert all(
+        bool(torch.isfinite(t).all()) for part in content.values() for t in part.values() if t.is_floating_point()
+    )
+
+
+def test_ctrl_c_saves_and_the_run_goes_on(log, calm, tmp_path):
+    settings = tmp_path / "config.json"
+    settings.write_text(small_config(log, epochs=100_000).to_json())
+    code = (
+        "import sys; from nestpipe import train, Config; train(Config.from_json(open(sys.argv[1]).read()), sys.argv[2])"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(settings), str(tmp_path / "run")], stderr=subprocess.PIPE, text=True
+    )
+    marker = tmp_path / "run" / "checkpoints" / "step-000005"
+    deadline = time.monotonic() + 60
+    while not marker.exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert "interrupted" in err
+    last = read_jsonl(tmp_path / "run" / "metrics.jsonl")[-1]["summary"]
+    assert last["stopped"] == "interrupted"
+    assert checkpoint.complete_steps(tmp_path / "run" / "checkpoints")[-1] == last["steps"]
+
+
+def test_minutes_are_added_up_over_interruptions(log, tmp_path):
+    config = small_config(log, epochs=0, minutes=0.02)
+    train(config, tmp_path / "run", quiet=True)
+    _, manifest = Run.open(tmp_path / "run").load_state()
+    assert manifest.progress["seconds"] >= 1.2
+    train(config, tmp_path / "run", resume=True, quiet=True)
+    assert Run.open(tmp_path / "run").load_state()[1].step == manifest.step
+
+
+def test_patience_stops_and_the_best_checkpoint_is_used(log, tmp_path):
+    config = small_config(log, epochs=500, patience=2, keep_last=1, metric="hr@10")
+    with pytest.raises(ConfigError, match=r"add --data\.validation"):
+        train(config, tmp_path / "run", quiet=True)
+    config = replace(config, data=replace(config.data, validation=True))
+    run = train(config, tmp_path / "run", quiet=True)
+    values = {
+        r["step"]: r["validation/hr@10"] for r in read_jsonl(run.folder / "metrics.jsonl") if "validation/hr@10" in r
+    }
+    best = max(values, key=lambda step: (values[step], -step))
+    steps = sorted(values)
+    assert steps.index(best) == len(steps) - 3
+    assert checkpoint.complete_steps(run.checkpoints) == [best, steps[-1]]
+    report = run.scorer().evaluate("validation")
+    assert report.metrics["hr@10"].mean == values[best]
+    assert "did not rise" in read_jsonl(run.folder / "metrics.jsonl")[-1]["summary"]["stopped"]
+
+
+def test_a_run_refuses_another_configuration_and_other_data(log, calm, tmp_path):
+    folder = calm("hstu", "sampled")
+    config = small_config(log)
+    with pytest.raises(ConfigError, match="already holds a run; add --resume"):
+        train(config, folder, quiet=True)
+    with pytest.raises(ConfigError, match=r"embedding\.lr: 0\.004 -> 0\.5"):
+        train(replace(config, embedding=replace(config.embedding, lr=0.5)), folder, resume=True, quiet=True)
+    other = small_log(tmp_path / "log", num_users=20).path
+    (tmp_path / "run").mkdir()
+    for name in ("config.json", "run.json"):
+        (tmp_path / "run" / name).write_text((folder / name).read_text().replace(str(log), str(other)))
+    with pytest.raises(CheckpointError, match="was trained on other data"):
+        Run.open(tmp_path / "run")
+
+
+def test_free_keys_exist():
+    assert all(hasattr(small_config("x").train, name) for name in _FREE_KEYS)
+
+
+def test_warm_up_scales_the_first_steps(log, tmp_path, monkeypatch):
+    import nestpipe.trainer as loop
+
+    seen, original = [], loop.step
+    monkeypatch.setattr(
+        loop, "step", lambda state, batch, rates: (seen.append(rates.rows), original(state, batch, rates))[1]
+    )
+    train(small_config(log, warmup_steps=4, steps=6), tmp_path / "run", quiet=True)
+    assert seen == pytest.approx([0.001, 0.002, 0.003, 0.004, 0.004, 0.004])
+
+
+def test_profile_writes_a_table_and_a_trace(log, tmp_path, capsys):
+    train(small_config(log), tmp_path / "run", quiet=True, profile=True)
+    assert "aten::mm" in capsys.readouterr().out
+    assert json.loads((tmp_path / "run" / "profile" / "trace.json").read_text())["traceEvents"]
+
+
+def test_tensorboard_events_on_request(log, tmp_path):
+    train(small_config(log, tensorboard=True), tmp_path / "run", quiet=True)
+    assert list((tmp_path / "run" / "tensorboard").glob("events.out.*"))
+
+
+def test_recommendations_are_unseen_and_best_first(calm):
+    run = Run.open(calm("hstu", "sampled"))
+    best = run.scorer().recommend(5, 10)
+    had = set(run.sequences.items[run.sequences.offsets[5] : run.sequences.offsets[6]].tolist())
+    assert len(best.items) == 10
+    assert not had & set(best.items)
+    assert best.scores == sorted(best.scores, reverse=True)
+    assert len(run.scorer().recommend(5, 100).items) == 30 - len(had)
+
+
+def test_the_request_time_changes_what_hstu_recommends_and_not_the_weights(calm):
+    run = Run.open(calm("hstu", "sampled"))
+    scorer = run.scorer()
+    soon, late = scorer.recommend(5, 5), scorer.recommend(5, 5, asked_ms=10**12)
+    assert soon.scores != late.scores
+    assert scorer.recommend(5, 5) == soon
+
+
+def test_evaluation_asks_at_the_time_of_the_target(calm):
+    from nestpipe.scoring import EvalBatches
+
+    run = Run.open(calm("hstu", "sampled"))
+    for sample in EvalBatches(run.sequences, run.split, run.config, "test"):
+        last = sample.batch.items.offsets[1:] - 1
+        assert torch.equal(sample.batch.query_times.values[last], sample.batch.times.values[last] + 60)
+        assert sample.target_positions.tolist() == [
+            int(run.sequences.items[run.sequences.offsets[u + 1] - 1]) for u in sample.users.tolist()
+        ]
