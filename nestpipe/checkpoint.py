@@ -6,7 +6,7 @@
         table.item.safetensors   ids in ascending order, rows, optimizer state
 
 A save goes to a temporary folder beside its place, is flushed to the disk, and appears by one rename. A kill at any
-moment leaves the previous checkpoints, and at most a temporary folder that the next save removes.
+moment leaves the previous checkpoints, and at most a temporary folder that the next start of the run removes.
 """
 
 from __future__ import annotations
@@ -55,10 +55,14 @@ class Manifest:
             raise CheckpointError(
                 f"{folder / 'manifest.json'} is not JSON ({error}); the checkpoint is damaged."
             ) from None
-        if content.get("format") != FORMAT:
+        if not isinstance(content, dict) or content.get("format") != FORMAT:
+            content = content if isinstance(content, dict) else {}
             raise CheckpointError(
                 f"{folder} has checkpoint format {content.get('format')!r}; this version reads format {FORMAT}."
             )
+        digest = content.pop("digest", None)
+        if digest != _manifest_digest(content):
+            raise CheckpointError(f"{folder / 'manifest.json'} is not what was saved. {_advice(folder)}")
         return Manifest(content["step"], Cursor(*content["cursor"]), content["progress"], content["files"])
 
 
@@ -68,7 +72,6 @@ def save(parent: Path, step: int, cursor: Cursor, progress: Mapping[str, Any], c
     if (final / "manifest.json").exists():
         return final
     parent.mkdir(parents=True, exist_ok=True)
-    remove_unfinished(parent)
     temporary = parent / f".tmp-step-{step:06d}-{os.getpid()}"
     temporary.mkdir()
     files = {}
@@ -78,9 +81,12 @@ def save(parent: Path, step: int, cursor: Cursor, progress: Mapping[str, Any], c
         _flush(path)
         files[path.name] = {"sha256": _digest(path), "bytes": path.stat().st_size}
     manifest = {"format": FORMAT, "step": step, "cursor": list(cursor), "progress": dict(progress), "files": files}
+    manifest["digest"] = _manifest_digest(manifest)
     (temporary / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
     _flush(temporary / "manifest.json")
     _flush(temporary)
+    if final.exists():  # somebody took its manifest away; what is left may still be worth something
+        final.rename(parent / f"damaged-{final.name}-{os.getpid()}")
     temporary.rename(final)
     _flush(parent)
     return final
@@ -104,10 +110,10 @@ def verify(folder: Path, manifest: Manifest) -> None:
     for name, expected in manifest.files.items():
         path = folder / name
         if not path.exists():
-            raise CheckpointError(f"{folder} lacks {name}, which its manifest lists; use another checkpoint.")
+            raise CheckpointError(f"{folder} lacks {name}, which its manifest lists. {_advice(folder)}")
         if path.stat().st_size != expected["bytes"] or _digest(path) != expected["sha256"]:
             raise CheckpointError(
-                f"{path} is not what was saved: its digest differs from the manifest's. Use another checkpoint."
+                f"{path} is not what was saved: its digest differs from the manifest's. {_advice(folder)}"
             )
 
 
@@ -145,6 +151,14 @@ def remove_unfinished(parent: Path) -> None:
     """Removes what killed saves left behind. One process writes to a run at a time."""
     for path in parent.glob(".tmp-*"):
         shutil.rmtree(path)
+
+
+def _advice(folder: Path) -> str:
+    return f"Move {folder} away to go on from an earlier checkpoint."
+
+
+def _manifest_digest(manifest: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 def _digest(path: Path) -> str:

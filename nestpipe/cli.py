@@ -38,6 +38,9 @@ def main(argv: list[str] | None = None) -> int:
     except NestPipeError as error:
         print(f"nestpipe {name}: {error}", file=sys.stderr)
         return 2
+    except OSError as error:  # no such folder, no permission, disk full: the system's words and the path say it
+        print(f"nestpipe {name}: {error}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print(f"nestpipe {name}: interrupted", file=sys.stderr)
         return 130

@@ -8,6 +8,7 @@ import json
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import reduce
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -44,7 +45,7 @@ class Config:
             yield f"seed is {self.seed}; it must be in 0 .. 2**63 - 1"
         if self.train.patience and not self.data.validation:
             yield "train.patience watches a validation metric, but data.validation is off; add --data.validation"
-        if self.train.patience and int(self.train.metric.partition("@")[2] or 0) not in (0, *self.eval.ks):
+        if self.data.validation and int(self.train.metric.partition("@")[2] or 0) not in (0, *self.eval.ks):
             yield f"train.metric is {self.train.metric}, but eval.ks is {self.eval.ks}; add its list length there"
 
     def validate(self) -> None:
@@ -62,7 +63,8 @@ class Config:
     def from_json(text: str) -> Config:
         """Raises ConfigError for unknown keys and values of the wrong type."""
         content = json.loads(text)
-        kind = content.get("model", {}).pop("kind", None)
+        section = content.get("model") if isinstance(content, dict) else None
+        kind = section.pop("kind", None) if isinstance(section, dict) else None
         if kind not in MODELS:
             raise ConfigError(f"model.kind is {kind!r}; known kinds are {', '.join(MODELS)}.")
         config: Config = _read(Config, content, "", {"model": MODELS[kind]})
@@ -86,6 +88,11 @@ def keys(config: Any, prefix: str = "") -> list[str]:
         value = getattr(config, item.name)
         found += keys(value, f"{prefix}{item.name}.") if dataclasses.is_dataclass(value) else [prefix + item.name]
     return found
+
+
+def flat(config: Config) -> dict[str, Any]:
+    """All values by their dotted names."""
+    return {key: reduce(getattr, key.split("."), config) for key in keys(config)}
 
 
 def unknown_key(key: str, known: list[str]) -> ConfigError:

@@ -22,3 +22,11 @@ class CheckpointError(NestPipeError):
 
 class TrainError(NestPipeError):
     """Training cannot go on, for example because the loss is not finite."""
+
+
+class CommError(NestPipeError):
+    """The ranks do not meet: one is missing, dead, or runs something else. `ranks` are those to blame, if known."""
+
+    def __init__(self, message: str, *, ranks: tuple[int, ...] = ()):
+        super().__init__(message)
+        self.ranks = ranks

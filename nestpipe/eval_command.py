@@ -23,7 +23,7 @@ class _Arguments:
     compare: Path | None = None
     """Another run on the same data: each metric with the paired 95 % interval of its difference."""
     step: int | None = None
-    """Checkpoint to evaluate [default: the best one if the run validated, else the latest]."""
+    """Checkpoint of RUN to evaluate [default: the best one if the run validated, else the latest]."""
     target: Literal["test", "validation"] = "test"
     """Which held-out events to rank."""
     json: bool = False
@@ -58,5 +58,5 @@ def _print(result: Report | Comparison, as_json: bool, title: str) -> None:
     if as_json:
         print(json.dumps(json.loads(result.to_json())))
     else:
-        Console().print(title)
+        Console().print(title, markup=False)
         Console().print(result)

@@ -66,18 +66,6 @@ class Jagged:
         places = ranges(self.offsets.index_select(0, rows), lengths)
         return Jagged(self.values.index_select(0, places), offsets, self.max_len)
 
-    def padded(self, fill: float = 0) -> Tensor:
-        """Dense [B, max_len, ...], `fill` behind the end of each row."""
-        shape = (self.num_rows * self.max_len, *self.values.shape[1:])
-        dense = self.values.new_full(shape, fill)
-        if len(self.values):
-            dense = dense.index_copy(0, self.padded_places(), self.values)
-        return dense.reshape(self.num_rows, self.max_len, *self.values.shape[1:])
-
-    def padded_places(self) -> Tensor:
-        """Where each value stands in the flattened padded tensor, [T]."""
-        return self.row_of_value() * self.max_len + self.positions()
-
     def check(self, name: str) -> None:
         """Raises DataError if an invariant of the module's docstring does not hold."""
         lengths = self.lengths()

@@ -157,7 +157,7 @@ def _record(path: Path, number: int, line: bytes) -> dict[str, Any]:
         record = json.loads(line)
     except ValueError as error:
         raise DataError(f"{path}, line {number} is not JSON ({error}): {line[:80]!r}. Remove the line.") from error
-    if not isinstance(record, dict):
+    if not isinstance(record, dict) or not isinstance(record.get("step", 0), int):
         raise DataError(f"{path}, line {number} is not a JSON object: {line[:80]!r}. Remove the line.")
     return record
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import platform
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
@@ -19,6 +20,7 @@ import torch
 
 from nestpipe import checkpoint
 from nestpipe.config import Config
+from nestpipe.data.numbers import NumberStats
 from nestpipe.data.sequences import Sequences
 from nestpipe.data.splits import Split, make_split
 from nestpipe.embedding.optim import OPTIMIZERS
@@ -39,31 +41,46 @@ class Run:
     config: Config
 
     @staticmethod
+    def exists(folder: str | Path) -> bool:
+        """Whether the folder holds a run."""
+        return (Path(folder) / "config.json").exists()
+
+    @staticmethod
     def create(config: Config, folder: str | Path) -> Run:
-        """Starts a run in a new folder; raises ConfigError if there is one already."""
+        """A run in a new folder, which `write` will make; raises ConfigError if there is one already."""
         config.validate()
         run = Run(Path(folder), config)
-        if (run.folder / "config.json").exists():
+        if Run.exists(folder) or checkpoint.complete_steps(run.checkpoints):
             raise ConfigError(
                 f"{run.folder} already holds a run; add --resume to go on with it, or name another folder with --run."
             )
-        facts = {"data_digest": run.sequences.digest, "versions": versions()}  # fails before anything is written
-        run.folder.mkdir(parents=True, exist_ok=True)
-        replace_file(run.folder / "run.json", (json.dumps(facts, indent=2) + "\n").encode())
-        replace_file(run.folder / "config.json", config.to_json().encode())
         return run
 
     @staticmethod
-    def open(folder: str | Path) -> Run:
-        """An existing run; raises ConfigError if the folder is none, CheckpointError if its data has changed."""
-        run = Run(Path(folder), Config.load(Path(folder) / "config.json"))
-        facts = json.loads((run.folder / "run.json").read_text())
+    def open(folder: str | Path, *, data_path: str | None = None) -> Run:
+        """An existing run, by default with its data where it was; raises CheckpointError if the data is another."""
+        config = Config.load(Path(folder) / "config.json")
+        if data_path is not None:
+            config = replace(config, data=replace(config.data, path=data_path))
+        run, facts = Run(Path(folder), config), _read_facts(Path(folder) / "run.json")
         if run.sequences.digest != facts["data_digest"]:
             raise CheckpointError(
                 f"{run.folder} was trained on other data: {run.config.data.path} now has digest "
                 f"{run.sequences.digest[:12]}, the run started with {facts['data_digest'][:12]}."
             )
         return run
+
+    def write(self, *, statistics: Mapping[str, NumberStats]) -> None:
+        """Writes the configuration, and what else decides about the bits."""
+        for leftover in self.folder.glob(".*.tmp"):
+            leftover.unlink()
+        facts = {
+            "data_digest": self.sequences.digest,
+            "statistics": {name: stats.to_json() for name, stats in statistics.items()},
+            "versions": versions(),
+        }
+        replace_file(self.folder / "run.json", (json.dumps(facts, indent=2) + "\n").encode())
+        replace_file(self.folder / "config.json", self.config.to_json().encode())
 
     @cached_property
     def sequences(self) -> Sequences:
@@ -87,8 +104,10 @@ class Run:
             max_len=config.data.max_len,
             seed=config.seed,
         )
-        optimizer = OPTIMIZERS[config.embedding.optimizer](config.embedding)
-        tables = {spec.name: Table(spec, optimizer, seed=config.seed) for spec in model.tables}
+        tables = {}
+        for spec in model.tables:
+            settings = spec.optimizer or config.embedding
+            tables[spec.name] = Table(spec, OPTIMIZERS[settings.optimizer](settings), seed=config.seed)
         return TrainState(model=model, tables=tables, dense=Dense(model, config.dense), seed=config.seed)
 
     def load_state(self, step: int | None = None) -> tuple[TrainState, checkpoint.Manifest]:
@@ -108,6 +127,16 @@ class Run:
             step = (latest.progress.get("best") or {}).get("step", latest.step)
         state, _ = self.load_state(step)
         return Scorer(state, self.sequences, self.split, self.config)
+
+
+def _read_facts(path: Path) -> dict[str, Any]:
+    try:
+        facts = json.loads(path.read_text())
+        if isinstance(facts["data_digest"], str):
+            return dict(facts)
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    raise CheckpointError(f"{path} is missing or damaged, so nobody can tell which data the run was trained on.")
 
 
 def contents_of(state: TrainState) -> dict[str, dict[str, Any]]:

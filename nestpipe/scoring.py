@@ -14,7 +14,7 @@ from typing import Literal, cast
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from nestpipe.config import Config
 from nestpipe.data.batches import BatchBuilder
@@ -46,6 +46,9 @@ class EvalBatches:
         self._sequences, self._config = sequences, config
         self._targets: Ints = split.test if target == "test" else split.validation
         self._rows = np.flatnonzero(self._targets >= 1)
+        if not len(self._rows):
+            hint = "" if target == "test" or config.data.validation else " It was trained without --data.validation."
+            raise DataError(f"{sequences.path} has no {target} targets under this split.{hint}")
         self._builder = BatchBuilder(sequences, split)
 
     def __len__(self) -> int:
@@ -82,13 +85,8 @@ class Scorer:
         """Query vectors [B, D]."""
         plan = route(self._model.encode_lookups(batch))
         rows = plan.rows({name: self._tables[name].peek(ids) for name, ids in plan.unique.items()})
-        module = cast(nn.Module, self._model)
-        was_training = module.training
-        module.eval()
         with torch.no_grad():
-            queries = self._model.encode(rows, batch)
-        module.train(was_training)
-        return queries
+            return self._model.encode(rows, batch)
 
     @cached_property
     def item_vectors(self) -> Tensor:

@@ -12,7 +12,7 @@ import tyro
 from nestpipe.config import Config, keys, unknown_key
 from nestpipe.errors import ConfigError
 from nestpipe.recipes import RECIPES
-from nestpipe.trainer import train
+from nestpipe.trainer import INTERRUPTED, train_to_end
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +45,14 @@ def main(argv: list[str]) -> int:
         args=rest,
         default=defaults,
     )
-    train(arguments.config, arguments.run or f"runs/{name}", resume=arguments.resume, profile=arguments.profile)
-    return 0
+    outcome = train_to_end(
+        arguments.config,
+        arguments.run or f"runs/{name}",
+        resume=arguments.resume,
+        profile=arguments.profile,
+        quiet=False,
+    )
+    return 130 if outcome.stopped == INTERRUPTED else 0  # so that 'train && eval' does not go on after Ctrl-C
 
 
 def check_keys(argv: list[str], known: list[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -45,5 +46,7 @@ class TrainConfig:
         for name in ("eval_epochs", "save_steps", "keep_last", "log_steps"):
             if getattr(self, name) < 1:
                 yield f"{name} is {getattr(self, name)}; it must be at least 1"
+        if self.tensorboard and importlib.util.find_spec("tensorboard") is None:
+            yield "tensorboard is on, but the package is not installed: pip install 'nestpipe[tensorboard]'"
         if not re.fullmatch(r"(hr|ndcg)@[1-9]\d*|mrr", self.metric):
             yield f"metric is {self.metric!r}; it must be hr@K, ndcg@K or mrr"

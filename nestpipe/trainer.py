@@ -7,6 +7,8 @@ a run that was killed and resumed ends with the bits of one that was left alone.
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import os
 import signal
 import threading
 import time
@@ -19,18 +21,21 @@ from typing import Any
 import torch
 
 from nestpipe import checkpoint
-from nestpipe.config import Config
+from nestpipe.config import Config, flat
 from nestpipe.data.loader import Loader
-from nestpipe.errors import ConfigError
+from nestpipe.errors import ConfigError, TrainError
 from nestpipe.jagged import Batch, Cursor
 from nestpipe.metrics import JsonlTracker, TensorBoardTracker, Tracker, Trackers
+from nestpipe.models.config import HSTUConfig
 from nestpipe.pipeline.sequential import Rates, TrainState, step
+from nestpipe.profiling import profiled
 from nestpipe.progress import Progress
 from nestpipe.run import Run, contents_of
 from nestpipe.scoring import Scorer
 
-# Limits and reporting may differ when a run goes on; everything else decides its bits.
+# Limits and reporting may differ when a run goes on, and data is compared by digest; everything else decides the bits.
 _FREE_KEYS = ("epochs", "steps", "minutes", "save_steps", "keep_last", "log_steps", "tensorboard")
+INTERRUPTED = "interrupted"
 
 
 @dataclass(slots=True)
@@ -50,65 +55,86 @@ class Memory:
     num_stale: int = 0  # validations since the best one
 
 
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A run and why it stopped."""
+
+    run: Run
+    stopped: str
+
+
 def train(
     config: Config, folder: str | Path, *, resume: bool = False, profile: bool = False, quiet: bool = False
 ) -> Run:
     """Trains a run to its end and returns it; with `resume` goes on from the latest checkpoint, if there is one."""
-    config = replace(
-        config, train=replace(config.train, num_threads=config.train.num_threads or torch.get_num_threads())
-    )
-    if resume and (Path(folder) / "config.json").exists():
-        run = _reopen(config, Path(folder))
-    else:
-        run = Run.create(config, folder)
+    return train_to_end(config, folder, resume=resume, profile=profile, quiet=quiet).run
+
+
+def train_to_end(config: Config, folder: str | Path, *, resume: bool, profile: bool, quiet: bool) -> Outcome:
+    """`train`, with the reason why it stopped."""
+    config.validate()
+    config = replace(config, data=replace(config.data, path=str(Path(config.data.path).resolve())))
+    run = _reopen(config, Path(folder)) if resume and Run.exists(folder) else Run.create(_with_threads(config), folder)
     with _exact_arithmetic(run.config.train.num_threads), _Loop(run, quiet=quiet) as loop:
-        loop.run_to_end(profile=profile)
-    return run
+        return Outcome(run, loop.run_to_end(profile=profile))
 
 
 class _Loop:
     def __init__(self, run: Run, *, quiet: bool):
+        """Everything that can refuse the configuration or the data does so before the folder is written."""
         self._run, self._config = run, run.config
         self._loader = Loader(run.sequences, run.split, run.config.data, seed=run.config.seed)
         self._memory = Memory()
         self._cursor = Cursor(0, 0)
-        self._state = self._restore()
-        self._trackers = _trackers(run, self._state.num_steps)
-        self._progress = Progress(self._num_steps(), done=self._state.num_steps, quiet=quiet)
+        self._exit = contextlib.ExitStack()
+        with contextlib.ExitStack() as undo:
+            self._state = self._restore()
+            undo.enter_context(_only_process(run.folder))
+            checkpoint.remove_unfinished(run.checkpoints)
+            run.write(statistics=self._loader.statistics)
+            self._trackers = _trackers(run, self._state.num_steps)
+            undo.callback(self._trackers.close)
+            self._progress = Progress(
+                self._num_steps(), run.config.train.minutes * 60, done=self._state.num_steps, quiet=quiet
+            )
+            undo.callback(self._progress.close)
+            self._exit = undo.pop_all()
         self._since = time.monotonic()
+        if run.sequences.times is None and isinstance(run.config.model, HSTUConfig):
+            self._progress.say(f"{run.sequences.path} is an order-only log: the time biases are off.")
 
     def __enter__(self) -> _Loop:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._progress.close()
-        self._trackers.close()
+        self._exit.close()
 
-    def run_to_end(self, *, profile: bool) -> None:
-        """Steps until a limit is reached or a signal asks to stop; always leaves a checkpoint of the last step."""
+    def run_to_end(self, *, profile: bool) -> str:
+        """Steps until a limit is reached or a signal asks to stop, saves, and returns the reason."""
         reason = self._reason_to_stop()
-        with _stop_signals() as stop, contextlib.closing(self._loader.iterate(self._cursor)) as batches:
-            profiler = _Profiler(self._run.folder / "profile") if profile else None
+        with (
+            _stop_signals() as stop,
+            contextlib.closing(self._loader.iterate(self._cursor)) as batches,
+            profiled(self._run.folder / "profile", enabled=profile and reason is None) as profile_step,
+        ):
             while reason is None:
-                batch = next(batches)
-                self._step(batch)
-                if profiler:
-                    profiler.step()
-                reason = "interrupted" if stop.is_set() else self._reason_to_stop()
+                self._step(next(batches))
+                profile_step()
+                reason = INTERRUPTED if stop.is_set() else self._reason_to_stop()
                 if reason is None and self._state.num_steps % self._config.train.save_steps == 0:
                     self._save()
-            if profiler:
-                profiler.close()
-        self._save()
-        self._trackers.summary(
-            {"stopped": reason, "steps": self._state.num_steps, "epoch": self._cursor.epoch, **asdict(self._memory)}
-        )
+            self._save()
+            summary = {"steps": self._state.num_steps, "epoch": self._cursor.epoch, **asdict(self._memory)}
+            self._trackers.summary({"stopped": reason, **summary})
         self._progress.say(f"stopped at step {self._state.num_steps:,}: {reason}. Run: {self._run.folder}")
+        return reason
 
     def _step(self, batch: Batch) -> None:
         logs = step(self._state, batch, self._rates())
         self._cursor = self._loader.next_cursor(batch.cursor)
-        self._progress.advance(num_tokens=batch.num_tokens, epoch=batch.cursor.epoch, loss=logs.get("loss"))
+        self._progress.advance(
+            num_tokens=batch.num_tokens, epoch=batch.cursor.epoch, loss=logs.get("loss"), spent_s=self._seconds()
+        )
         if self._state.num_steps % self._config.train.log_steps == 0 and logs:
             rate = {"tokens_per_s": self._progress.tokens_per_s, "epoch": float(batch.cursor.epoch)}
             self._trackers.log(self._state.num_steps, {**logs, **rate})
@@ -117,7 +143,9 @@ class _Loop:
             self._validate()
 
     def _validate(self) -> None:
-        scorer = Scorer(self._state, self._run.sequences, self._run.split, self._config)
+        # Only the means are used here, so the intervals are not worth their usual price.
+        config = replace(self._config, eval=replace(self._config.eval, num_bootstrap=100))
+        scorer = Scorer(self._state, self._run.sequences, self._run.split, config)
         values = scorer.evaluate("validation", progress=False).scalars()
         self._trackers.log(self._state.num_steps, {f"validation/{name}": value for name, value in values.items()})
         value = values[self._config.train.metric]
@@ -134,22 +162,22 @@ class _Loop:
             return f"{limits.steps:,} steps done"
         if limits.epochs and self._cursor.epoch >= limits.epochs:
             return f"{limits.epochs:,} epochs done"
-        if limits.minutes and memory.seconds + time.monotonic() - self._since >= limits.minutes * 60:
+        if limits.minutes and self._seconds() >= limits.minutes * 60:
             return f"{limits.minutes:g} minutes done"
         if limits.patience and memory.best and memory.num_stale >= limits.patience:
-            return f"{limits.metric} did not rise above {memory.best.value:.4f} (step {memory.best.step:,}) in {limits.patience} validations"
+            best = f"{memory.best.value:.4f} (step {memory.best.step:,})"
+            return f"{limits.metric} did not rise above {best} in {limits.patience} validations"
         return None
 
+    def _seconds(self) -> float:
+        """Training time so far, over all interruptions."""
+        return self._memory.seconds + time.monotonic() - self._since
+
     def _num_steps(self) -> int | None:
-        """The number of steps if it is known: epochs with a token budget, minutes and patience leave it open."""
+        """The number of steps if it is known: with a token budget, epochs differ in length."""
         limits = self._config.train
-        by_epochs = (
-            limits.epochs * self._loader.num_batches(0)
-            if limits.epochs and not self._config.data.batch_tokens
-            else None
-        )
-        known = [steps for steps in (limits.steps or None, by_epochs) if steps]
-        return None if limits.minutes or not known else min(known)
+        by_epochs = 0 if self._config.data.batch_tokens else limits.epochs * self._loader.num_batches(0)
+        return min((steps for steps in (limits.steps, by_epochs) if steps), default=None)
 
     def _rates(self) -> Rates:
         warmup = self._config.train.warmup_steps
@@ -167,54 +195,28 @@ class _Loop:
         return state
 
     def _save(self) -> None:
-        now = time.monotonic()
-        self._memory.seconds += now - self._since
-        self._since = now
-        checkpoint.save(
-            self._run.checkpoints, self._state.num_steps, self._cursor, asdict(self._memory), contents_of(self._state)
-        )
+        self._memory.seconds, self._since = self._seconds(), time.monotonic()
+        content = contents_of(self._state)
+        _check_finite(content, self._state.num_steps)
+        checkpoint.save(self._run.checkpoints, self._state.num_steps, self._cursor, asdict(self._memory), content)
         best = self._memory.best.step if self._memory.best else None
         checkpoint.prune(self._run.checkpoints, keep_last=self._config.train.keep_last, keep=best)
 
 
-class _Profiler:
-    """Profiles steps 4 to 8 after the start, writes a trace and prints where the time went."""
-
-    def __init__(self, folder: Path):
-        self._folder = folder
-        self._profiler = torch.profiler.profile(
-            activities=[torch.profiler.ProfilerActivity.CPU],
-            schedule=torch.profiler.schedule(wait=1, warmup=2, active=5, repeat=1),
-        )
-        self._profiler.start()
-
-    def step(self) -> None:
-        self._profiler.step()
-
-    def close(self) -> None:
-        self._profiler.stop()
-        self._folder.mkdir(parents=True, exist_ok=True)
-        table = self._profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=25)
-        (self._folder / "table.txt").write_text(table)
-        print(table)
-        if self._profiler.events():
-            self._profiler.export_chrome_trace(str(self._folder / "trace.json"))
-            print(f"trace for Perfetto or chrome://tracing: {self._folder / 'trace.json'}")
-
-
 def _reopen(config: Config, folder: Path) -> Run:
     """The run in a folder, with the free settings of `config`; raises ConfigError if anything else differs."""
-    saved = Run.open(folder)
+    saved = Run.open(folder, data_path=config.data.path)
     free = {name: getattr(config.train, name) for name in _FREE_KEYS}
     wanted = replace(saved.config, train=replace(saved.config.train, **free))
+    threads = config.train.num_threads or wanted.train.num_threads
+    config = replace(config, train=replace(config.train, num_threads=threads))
     if wanted != config:
-        before, after = _flat(saved.config), _flat(config)
+        before, after = flat(wanted), flat(config)
         changed = [
             f"{key}: {before.get(key)!r} -> {after.get(key)!r}"
             for key in before | after
             if before.get(key) != after.get(key)
         ]
-        changed = [line for line in changed if line.split(":")[0] not in {f"train.{name}" for name in _FREE_KEYS}]
         raise ConfigError(
             f"{folder} was started with another configuration; going on would mix two runs:\n"
             + "\n".join(f"  - {line}" for line in changed)
@@ -223,12 +225,19 @@ def _reopen(config: Config, folder: Path) -> Run:
     return Run(folder, wanted)
 
 
-def _flat(config: Config) -> dict[str, Any]:
-    return {
-        f"{section}.{key}" if isinstance(values, dict) else section: value
-        for section, values in asdict(config).items()
-        for key, value in (values.items() if isinstance(values, dict) else [("", values)])
-    }
+def _with_threads(config: Config) -> Config:
+    return replace(config, train=replace(config.train, num_threads=config.train.num_threads or torch.get_num_threads()))
+
+
+def _check_finite(content: dict[str, dict[str, Any]], num_steps: int) -> None:
+    """Raises TrainError if a weight overflowed in its last update: such a state is not worth a checkpoint."""
+    for file, tensors in content.items():
+        for name, tensor in tensors.items():
+            if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+                raise TrainError(
+                    f"{file}/{name} is not finite after step {num_steps}; nothing was saved. "
+                    "Lower the learning rates and go on from the last checkpoint."
+                )
 
 
 def _trackers(run: Run, num_steps: int) -> Tracker:
@@ -237,6 +246,24 @@ def _trackers(run: Run, num_steps: int) -> Tracker:
     if run.config.train.tensorboard:
         trackers.append(TensorBoardTracker(run.folder / "tensorboard", resume_step=num_steps or None))
     return Trackers(trackers)
+
+
+@contextlib.contextmanager
+def _only_process(folder: Path) -> Iterator[None]:
+    """Holds the run's lock, which the system frees when the process ends; raises TrainError if another one holds it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise TrainError(
+                f"process {file.read().strip()} is training in {folder}; two would destroy each other's files."
+            ) from None
+        file.truncate(0)
+        file.write(f"{os.getpid()}\n")
+        file.flush()
+        yield
 
 
 @contextlib.contextmanager

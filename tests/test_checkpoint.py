@@ -34,6 +34,32 @@ def test_every_flipped_byte_is_found(tmp_path):
     checkpoint.load(folder)
 
 
+def test_an_edited_manifest_is_refused(tmp_path):
+    folder = save(tmp_path)
+    path = folder / "manifest.json"
+    good = path.read_text()
+    for edited in (
+        good.replace('"step": 5', '"step": 6'),
+        good.replace("1.5", "2.5"),
+        good.replace('"sha256": "', '"sha256": "0', 1),
+    ):
+        assert edited != good
+        path.write_text(edited)
+        with pytest.raises(CheckpointError, match=r"manifest\.json is not what was saved"):
+            checkpoint.load(folder)
+    path.write_text("[]")
+    with pytest.raises(CheckpointError, match="format None"):
+        checkpoint.load(folder)
+
+
+def test_a_folder_that_lost_its_manifest_is_set_aside_not_deleted(tmp_path):
+    folder = save(tmp_path)
+    (folder / "manifest.json").unlink()
+    checkpoint.load(save(tmp_path))
+    (aside,) = tmp_path.glob("damaged-step-000005-*")
+    assert (aside / "dense.safetensors").exists()
+
+
 def test_other_damage_has_its_own_message(tmp_path):
     folder = save(tmp_path)
     manifest = json.loads((folder / "manifest.json").read_text())
@@ -66,7 +92,8 @@ def test_steps_are_found_and_pruned(tmp_path):
         checkpoint.folder_of(tmp_path / "nowhere")
 
 
-def test_leftovers_of_a_killed_save_go_with_the_next_one(tmp_path):
+def test_leftovers_of_a_killed_save_are_removed(tmp_path):
     (tmp_path / ".tmp-step-000003-1").mkdir(parents=True)
     save(tmp_path)
+    checkpoint.remove_unfinished(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000005"]

@@ -59,9 +59,12 @@ def test_train_without_a_recipe_lists_them(capsys):
             ["train", "tiny", "--data.max-length=5"],
             "unknown config key 'data.max_length'; did you mean 'data.max_len'?",
         ),
-        (["train", "tiny", "--data.path", "nowhere"], "there is no sequence folder nowhere"),
+        (["train", "tiny", "--data.path", "nowhere"], "there is no sequence folder"),
         (["train", "tiny", "--train.epochs", "0"], "nothing would end the run"),
         (["eval", "nowhere"], "is nowhere a run folder?"),
+        (["train", "tiny", "--model.dropout", "0.999999"], "it must be in [0, 0.99]"),
+        (["train", "tiny", "--data.validation", "--eval.ks", "5", "20"], "add its list length there"),
+        (["train", "tiny", "--dense.lr", "inf"], "dense.lr is inf"),
     ],
 )
 def test_mistakes_get_one_message_and_code_2(capsys, tmp_path, monkeypatch, arguments, message):
@@ -97,6 +100,37 @@ def test_eval_json_and_comparison(capsys, folder):
     assert compared["a"] == alone
     assert compared["interval"]["mean"] == pytest.approx(compared["b"] - compared["a"])
     assert compared["verdict"] in {"better", "worse", "no difference shown"}
+
+
+def test_a_run_below_a_file_is_one_message(capsys, folder):
+    (folder / "file").touch()
+    code, _, err = run(capsys, "train", "tiny", "--data.path", str(folder / "log"), "--run", str(folder / "file" / "x"))
+    assert code == 2
+    assert "Not a directory" in err
+
+
+def test_brackets_in_a_path_are_printed_as_they_are(capsys, folder):
+    name = str(folder / "a[/x]")
+    code, _, err = run(capsys, "train", "tiny", "--data.path", str(folder / "log"), "--run", name, "--train.steps", "1")
+    assert code == 0
+    assert name in err
+    code, out, _ = run(capsys, "eval", name)
+    assert code == 0
+    assert name in out.replace("\n", "")
+
+
+def test_validation_targets_are_missed_with_their_reason(capsys, folder):
+    code, _, err = run(capsys, "eval", str(folder / "a"), "--target", "validation")
+    assert code == 2
+    assert "It was trained without --data.validation" in err
+
+
+def test_quickstart_runs_and_is_short(tmp_path):
+    example = Path(__file__).parent.parent / "examples" / "quickstart.py"
+    assert len(example.read_text().splitlines()) < 60
+    done = subprocess.run([sys.executable, str(example)], capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("user 0: item") == 10
 
 
 def test_the_installed_program_runs():

@@ -33,16 +33,6 @@ def test_select_takes_rows_in_any_order_and_repeatedly(rows, random):
     assert lists(picked) == [rows[i] for i in chosen]
 
 
-@given(ROWS)
-def test_padding_and_back(rows):
-    jagged = Jagged.from_rows(rows)
-    dense = jagged.padded(fill=-7)
-    assert dense.shape == (len(rows), jagged.max_len)
-    assert [dense[i, : len(row)].tolist() for i, row in enumerate(rows)] == rows
-    assert int((dense == -7).sum()) >= dense.numel() - len(jagged.values)
-    assert torch.equal(dense.flatten()[jagged.padded_places()], jagged.values)
-
-
 @pytest.mark.parametrize(
     ("offsets", "max_len", "message"),
     [

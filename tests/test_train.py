@@ -12,7 +12,7 @@ import torch
 
 from nestpipe import checkpoint, train
 from nestpipe.demo import differing_tensors
-from nestpipe.errors import CheckpointError, ConfigError, TrainError
+from nestpipe.errors import CheckpointError, ConfigError, NestPipeError, TrainError
 from nestpipe.metrics import read_jsonl
 from nestpipe.run import Run
 from nestpipe.trainer import _FREE_KEYS
@@ -77,6 +77,22 @@ def test_another_seed_gives_other_bits(log, calm, tmp_path):
     assert differing_tensors(calm("hstu", "sampled"), other.folder)
 
 
+def test_killed_with_validation_and_patience_remembers_both(log, tmp_path, scale):
+    """Two threads, a validation after each epoch, a best checkpoint that may not be pruned."""
+    config = small_config(log, epochs=9, patience=3, keep_last=1, metric="hr@10", num_threads=2)
+    config = replace(config, data=replace(config.data, validation=True))
+    calm = train(config, tmp_path / "calm", quiet=True)
+    (tmp_path / "config.json").write_text(config.to_json())
+    for count in range(2, scale(24, 60), scale(14, 1)):
+        folder = tmp_path / str(count)
+        arguments = [sys.executable, "-c", KILLED, str(tmp_path / "config.json"), str(folder), "_flush", str(count)]
+        subprocess.run(arguments, capture_output=True, timeout=100, check=False)
+        again = train(config, folder, resume=True, quiet=True)
+        assert not differing_tensors(calm.folder, folder)
+        assert again.load_state()[1].progress["best"] == calm.load_state()[1].progress["best"]
+        assert checkpoint.complete_steps(again.checkpoints) == checkpoint.complete_steps(calm.checkpoints)
+
+
 @pytest.mark.parametrize(
     ("target", "count"), [("step", 4), ("step", 9), *[("_flush", n) for n in (1, 2, 3, 4, 5, 6, 8, 10)], ("prune", 2)]
 )
@@ -105,7 +121,7 @@ def test_a_non_finite_loss_updates_nothing(log, tmp_path, monkeypatch):
     with torch.no_grad():
         state.model.backbone.blocks[0].out.bias[0] = torch.nan
     before = state.dense.export()
-    with pytest.raises(TrainError, match="loss is nan at step 0; no parameter was updated"):
+    with pytest.raises(TrainError, match="loss is nan at step 1; no parameter was updated"):
         step(state, batch, Rates(0.1, 0.1))
     after = state.dense.export()
     assert all(torch.equal(before[name], after[name]) or before[name].isnan().any() for name in before)
@@ -124,9 +140,9 @@ def test_a_diverged_run_stops_and_keeps_its_last_good_checkpoint(log, tmp_path):
     )
 
 
-def test_ctrl_c_saves_and_the_run_goes_on(log, calm, tmp_path):
-    settings = tmp_path / "config.json"
-    settings.write_text(small_config(log, epochs=100_000).to_json())
+def test_ctrl_c_saves_and_the_run_goes_on(log, tmp_path):
+    settings, config = tmp_path / "config.json", small_config(log, epochs=100_000)
+    settings.write_text(config.to_json())
     code = (
         "import sys; from nestpipe import train, Config; train(Config.from_json(open(sys.argv[1]).read()), sys.argv[2])"
     )
@@ -144,6 +160,101 @@ def test_ctrl_c_saves_and_the_run_goes_on(log, calm, tmp_path):
     last = read_jsonl(tmp_path / "run" / "metrics.jsonl")[-1]["summary"]
     assert last["stopped"] == "interrupted"
     assert checkpoint.complete_steps(tmp_path / "run" / "checkpoints")[-1] == last["steps"]
+    ends = {"epochs": 0, "steps": last["steps"] + 3}
+    for name in ("run", "undisturbed"):
+        train(replace(config, train=replace(config.train, **ends)), tmp_path / name, resume=True, quiet=True)
+    assert not differing_tensors(tmp_path / "run", tmp_path / "undisturbed")
+
+
+def test_ctrl_c_during_the_last_save_loses_nothing(log, tmp_path, monkeypatch):
+    original = checkpoint._flush
+
+    def interrupted(path):
+        if path.name == "dense.safetensors":
+            signal.raise_signal(signal.SIGINT)
+        original(path)
+
+    monkeypatch.setattr(checkpoint, "_flush", interrupted)
+    run = train(small_config(log, save_steps=1000), tmp_path / "run", quiet=True)
+    assert checkpoint.complete_steps(run.checkpoints) == [12]
+
+
+def test_a_weight_that_overflows_is_not_saved(log, tmp_path):
+    config = small_config(log, save_steps=1)
+    config = replace(config, embedding=replace(config.embedding, lr=3e38))
+    with pytest.raises(TrainError, match=r"is not finite after step 1; nothing was saved|no parameter was updated"):
+        train(config, tmp_path / "run", quiet=True)
+    assert not checkpoint.complete_steps(tmp_path / "run" / "checkpoints")
+
+
+def test_a_resumed_configuration_is_checked_and_saved(log, tmp_path):
+    config = small_config(log, steps=2)
+    train(config, tmp_path / "run", quiet=True)
+    for wrong in ({"save_steps": 0}, {"epochs": 0, "steps": 0}):
+        with pytest.raises(ConfigError):
+            train(replace(config, train=replace(config.train, **wrong)), tmp_path / "run", resume=True, quiet=True)
+    train(replace(config, train=replace(config.train, steps=3)), tmp_path / "run", resume=True, quiet=True)
+    assert Run.open(tmp_path / "run").config.train.steps == 3
+
+
+def test_checkpoints_of_an_unknown_run_are_not_taken_over(log, tmp_path):
+    train(small_config(log, steps=2), tmp_path / "run", quiet=True)
+    (tmp_path / "run" / "config.json").unlink()
+    with pytest.raises(ConfigError, match="already holds a run"):
+        train(replace(small_config(log), seed=7), tmp_path / "run", quiet=True)
+
+
+def test_a_refused_run_leaves_no_folder(log, tmp_path):
+    config = small_config(log, loss="full")
+    with pytest.raises(ConfigError, match="max_full_catalogue"):
+        train(replace(config, loss=replace(config.loss, max_full_catalogue=5)), tmp_path / "run", quiet=True)
+    assert not (tmp_path / "run").exists()
+
+
+def test_two_processes_do_not_train_in_one_folder(log, tmp_path):
+    from nestpipe.trainer import _only_process
+
+    with _only_process(tmp_path / "run"), pytest.raises(TrainError, match=r"process \d+ is training in"):
+        train(small_config(log), tmp_path / "run", quiet=True)
+    train(small_config(log, steps=1), tmp_path / "run", quiet=True)
+
+
+def test_moved_data_is_recognised_by_its_digest(log, tmp_path):
+    import shutil
+
+    shutil.copytree(log, tmp_path / "one")
+    config = small_config(tmp_path / "one", steps=2)
+    train(config, tmp_path / "run", quiet=True)
+    (tmp_path / "one").rename(tmp_path / "two")
+    moved = replace(small_config(tmp_path / "two", steps=3), data=replace(config.data, path=str(tmp_path / "two")))
+    assert train(moved, tmp_path / "run", resume=True, quiet=True).load_state()[1].step == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "content"), [("run.json", "{"), ("run.json", "[]"), ("run.json", None), ("config.json", "[]")]
+)
+def test_damaged_run_files_have_a_message(log, tmp_path, name, content):
+    run = train(small_config(log, steps=1), tmp_path / "run", quiet=True)
+    (run.folder / name).write_text(content) if content else (run.folder / name).unlink()
+    with pytest.raises(NestPipeError, match=name if name == "run.json" else "model.kind is None"):
+        Run.open(run.folder)
+
+
+def test_a_profiled_run_that_fails_leaves_no_profiler_running(log, tmp_path, monkeypatch):
+    import nestpipe.trainer as loop
+
+    calls = iter(range(100))
+    original = loop.step
+    monkeypatch.setattr(loop, "step", lambda *arguments: original(*arguments) if next(calls) < 4 else 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        train(small_config(log), tmp_path / "run", quiet=True, profile=True)
+    assert not torch.autograd._profiler_enabled()
+
+
+def test_time_biases_say_that_they_are_off_without_times(tmp_path, capfd):
+    log = small_log(tmp_path / "log", times=False).path
+    train(small_config(log, steps=1), tmp_path / "run")
+    assert "order-only log: the time biases are off" in capfd.readouterr().err
 
 
 def test_minutes_are_added_up_over_interruptions(log, tmp_path):

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from nestpipe.data.batches import BatchBuilder
 from nestpipe.data.config import DataConfig
+from nestpipe.data.numbers import NumberStats
 from nestpipe.data.sequences import Sequences, truncate
 from nestpipe.data.splits import Split
 from nestpipe.draw import permutation
@@ -40,6 +41,11 @@ class Loader:
         if not len(self._samples):
             raise DataError(f"{sequences.path} has no user with two training events, so there is nothing to predict.")
         self._cuts = lru_cache(maxsize=2)(self._epoch)
+
+    @property
+    def statistics(self) -> dict[str, NumberStats]:
+        """What number features are transformed with."""
+        return self._builder.statistics
 
     @property
     def num_samples(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -25,8 +26,8 @@ class OptimizerConfig:
     """Decoupled; on rows only when they are looked up."""
 
     def problems(self) -> Iterator[str]:
-        if not self.lr > 0:
-            yield f"lr is {self.lr}; it must be above 0"
+        if not 0 < self.lr < math.inf:
+            yield f"lr is {self.lr}; it must be above 0 and finite"
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 yield f"{name} is {getattr(self, name)}; it must be in [0, 1)"

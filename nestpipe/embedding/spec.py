@@ -8,6 +8,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from nestpipe.embedding.config import OptimizerConfig
+
 Pool = Literal["none", "sum", "mean"]
 
 
@@ -18,6 +20,7 @@ class TableSpec:
     name: str
     dim: int
     init_std: float = 0.02
+    optimizer: OptimizerConfig | None = None  # None: that of the run's `embedding` section
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)

@@ -13,6 +13,8 @@ from nestpipe.draw import Draw, bell
 from nestpipe.embedding.optim import RowOptimizer, State
 from nestpipe.embedding.spec import TableSpec
 
+_INIT_ROWS = 8192  # rows made at a time: the integers behind a row take eight times its size
+
 
 class Table:
     """Rows of one table. `take` and `update` want distinct ids in ascending order, as `route` makes them."""
@@ -33,7 +35,10 @@ class Table:
     def initial(self, ids: Tensor) -> Tensor:
         """The rows [n, D] that these ids start with."""
         keys = Draw(self._seed, 0).keys(f"init/{self.spec.name}", ids)
-        return (bell(keys, self.spec.dim) * self.spec.init_std).to(self._dtype)
+        rows = torch.empty(len(ids), self.spec.dim, dtype=self._dtype)
+        for part, own in zip(rows.split(_INIT_ROWS), keys.split(_INIT_ROWS), strict=True):
+            part.copy_(bell(own, self.spec.dim).mul_(self.spec.init_std))
+        return rows
 
     def fetch(self, ids: Tensor) -> Tensor:
         """A copy of the rows [n, D] of distinct ascending ids; unknown ids are admitted."""
@@ -46,9 +51,11 @@ class Table:
     def peek(self, ids: Tensor) -> Tensor:
         """A copy of the rows [n, D] of any ids; unknown ids show their initial value and are not admitted."""
         found, known = self._find(ids)
-        rows = self._rows.index_select(0, found[known])
-        result = self.initial(ids)
-        return result.index_copy_(0, known.nonzero().flatten(), rows)
+        rows = self._rows.index_select(0, torch.where(known, found, 0)) if len(self) else self.initial(ids)
+        if len(self) and not bool(known.all()):
+            unknown = (~known).nonzero().flatten()
+            rows.index_copy_(0, unknown, self.initial(ids.index_select(0, unknown)))
+        return rows
 
     def update(self, ids: Tensor, grads: Tensor, lr: float) -> None:
         """One optimizer step on the rows of distinct ascending ids that are all known."""

@@ -86,5 +86,5 @@ def _size_problems(config: ModelConfig) -> Iterator[str]:
     for name in ("dim", "num_blocks", "num_heads"):
         if getattr(config, name) < 1:
             yield f"{name} is {getattr(config, name)}; it must be at least 1"
-    if not 0 <= config.dropout < 1:
-        yield f"dropout is {config.dropout}; it must be in [0, 1)"
+    if not 0 <= config.dropout <= 0.99:
+        yield f"dropout is {config.dropout}; it must be in [0, 0.99]"

@@ -65,7 +65,7 @@ def _check_finite(state: TrainState, output: Output, grads: dict[str, Tensor]) -
     for name, values in {**named, **{f"gradient of table '{name}'": grad for name, grad in grads.items()}}.items():
         if not bool(torch.isfinite(values).all()):
             seen = values[~torch.isfinite(values)].flatten()[0].item()
-            raise TrainError(f"{name} is {seen} at step {state.num_steps}; no parameter was updated.")
+            raise TrainError(f"{name} is {seen} at step {state.num_steps + 1}; no parameter was updated.")
 
 
 def _means(output: Output, weight: float) -> dict[str, float]:

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nestpipe.embedding.config import EmbeddingConfig
@@ -42,7 +42,6 @@ def test_dedupe_of_dense_ids_takes_the_bitmap_and_agrees(ids):
     assert torch.equal(inverse, fast_inverse)
 
 
-@settings(max_examples=30)
 @given(st.sampled_from(KINDS), st.lists(st.sets(IDS, max_size=12), max_size=8))
 def test_a_table_is_a_dictionary_of_rows_each_updated_alone(kind, batches):
     """Every row, updated in company, has the bits of a row that lives in a table of its own."""
