@@ -26,6 +26,8 @@ from rich.console import Console
 from rich.table import Table
 from torch.nn import functional as F
 
+from nestpipe import native
+
 Status = Literal["ok", "warn", "fail"]
 
 _GB = 1e9
@@ -110,6 +112,14 @@ def check_compiler() -> Check:
     return Check("g++", "ok", f"{done.stdout.strip()} ({path})")
 
 
+def check_native() -> Check:
+    """Compiles the extension if it is not in the cache, which takes some seconds once."""
+    if isinstance(native.load(), native.Native):
+        return Check("native extension", "ok", native.status())
+    advice = "id lookups are tens of times slower in torch; the results are the same. Mend the compiler and try again"
+    return Check("native extension", "warn", native.status(), advice)
+
+
 def check_packages() -> Check:
     """Optional packages; a missing one is no fault, so this is always ok."""
     found = [name for name in _OPTIONAL if importlib.util.find_spec(name) is not None]
@@ -180,7 +190,7 @@ def check_network() -> Check:
 def checks() -> list[Callable[[], Check]]:
     """All checks, in the order in which they are shown."""
     hardware = [check_cpu, check_vector_units, check_memory, check_disk, check_accelerator]
-    software = [check_python, check_torch, check_compiler, check_packages]
+    software = [check_python, check_torch, check_compiler, check_native, check_packages]
     return [*software, *hardware, check_matmul, check_determinism, check_network]
 
 

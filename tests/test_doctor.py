@@ -9,7 +9,7 @@ import shutil
 import pytest
 import torch
 
-from nestpipe import doctor
+from nestpipe import doctor, native
 from nestpipe.doctor import Check
 
 
@@ -18,7 +18,7 @@ def test_json_has_every_check_and_none_fails(capsys: pytest.CaptureFixture[str])
     found = json.loads(capsys.readouterr().out)
     names = [check["name"] for check in found]
     assert len(set(names)) == len(names) == len(doctor.checks())
-    assert {"python", "torch", "g++", "memory", "disk", "matmul", "determinism"} <= set(names)
+    assert {"python", "torch", "g++", "native extension", "memory", "disk", "matmul", "determinism"} <= set(names)
     assert all(check["status"] in {"ok", "warn"} for check in found)
 
 
@@ -53,6 +53,14 @@ def test_a_machine_without_a_compiler_gets_advice(monkeypatch: pytest.MonkeyPatc
     check = doctor.check_compiler()
     assert check.status == "warn"
     assert "install g++" in check.advice
+
+
+def test_a_machine_without_the_extension_is_told_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "load", lambda: native.BuildError("no C++ compiler"))
+    monkeypatch.setattr(native, "status", lambda: "nestpipe runs without it: no C++ compiler")
+    check = doctor.check_native()
+    assert (check.status, check.detail) == ("warn", "nestpipe runs without it: no C++ compiler")
+    assert "compiler" in check.advice
 
 
 def test_an_old_torch_fails(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,289 @@
+// Id -> slot: a hash index for any int64 id, with batch operations.
+//
+// Entries of 16 bytes lie in one array (a power of two, at most 5/8 full) and are found by linear probing from a home
+// place. An empty entry is known by its slot, so no id is special. Removing shifts later entries back instead of
+// leaving tombstones: an index that lost ids is as fast as one that never had them.
+//
+// Finding is bound by memory latency, so every loop prefetches the home of the id that comes kWindow later.
+//
+// Invariant: live ids + free slots == num_slots. No function throws: one that can run out of memory returns kFailed.
+// Finds may run beside each other; a change must run alone.
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdlib>
+#include <exception>
+#include <memory>
+#include <new>
+#include <system_error>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
+
+namespace {
+
+constexpr int64_t kEmpty = -1;
+constexpr int64_t kFailed = -1;
+constexpr int64_t kWindow = 24;  // more than the cache misses a core keeps in flight
+constexpr int64_t kMinShare = 1 << 14;  // fewer ids (about 0.3 ms) are not worth a thread
+constexpr uint64_t kMinCapacity = 16;
+constexpr uint64_t kHugePage = 1 << 21;
+
+struct Entry {
+  int64_t id;
+  int64_t slot;
+};
+
+struct Release {
+  void operator()(Entry* entries) const { std::free(entries); }
+};
+using Entries = std::unique_ptr<Entry[], Release>;
+
+// Empty entries; large arrays lie in huge pages, else half of the time would go to address translation.
+Entries new_entries(uint64_t capacity) {
+  const uint64_t bytes = capacity * sizeof(Entry);
+  void* memory = std::aligned_alloc(std::min(bytes, kHugePage), bytes);
+  if (memory == nullptr) throw std::bad_alloc();
+#ifdef __linux__
+  if (bytes >= kHugePage) madvise(memory, bytes, MADV_HUGEPAGE);  // only advice: may be refused
+#endif
+  Entry* entries = static_cast<Entry*>(memory);
+  std::fill_n(entries, capacity, Entry{0, kEmpty});
+  return Entries(entries);
+}
+
+// The finaliser of splitmix64, as in hashing.py.
+uint64_t mix64(uint64_t value) {
+  value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9u;
+  value = (value ^ (value >> 27)) * 0x94D049BB133111EBu;
+  return value ^ (value >> 31);
+}
+
+constexpr uint64_t limit_of(uint64_t capacity) { return capacity / 8 * 5; }
+
+uint64_t capacity_for(uint64_t num_ids) {
+  if (num_ids >> 58) throw std::bad_alloc();  // the number of bytes would not fit
+  uint64_t capacity = kMinCapacity;
+  while (num_ids > limit_of(capacity)) capacity *= 2;
+  return capacity;
+}
+
+class Index {
+ public:
+  Index() : entries_(new_entries(kMinCapacity)), mask_(kMinCapacity - 1) {}
+
+  int64_t size() const { return size_; }
+  int64_t num_slots() const { return num_slots_; }
+
+  void find(const int64_t* ids, int64_t n, int64_t* slots) const {
+    for (int64_t i = 0; i < n; ++i) {
+      if (i + kWindow < n) __builtin_prefetch(&entries_[home(ids[i + kWindow])]);
+      slots[i] = entries_[probe(ids[i])].slot;
+    }
+  }
+
+  // Writes where new ids appear first to `added` and returns their number.
+  int64_t find_or_add(const int64_t* ids, int64_t n, int64_t* slots, int64_t* added) {
+    int64_t num_added = 0;
+    for (int64_t i = 0; i < n; ++i) {
+      if (i + kWindow < n) __builtin_prefetch(&entries_[home(ids[i + kWindow])], 1);
+      uint64_t place = probe(ids[i]);
+      if (entries_[place].slot == kEmpty) {
+        if (static_cast<uint64_t>(size_) == limit_of(mask_ + 1)) {
+          reserve(size_ + 1);
+          place = probe(ids[i]);
+        }
+        entries_[place] = {ids[i], take_slot()};
+        ++size_;
+        added[num_added++] = i;
+      }
+      slots[i] = entries_[place].slot;
+    }
+    return num_added;
+  }
+
+  // Returns n, or the place of the first id that is not there (any more); then nothing has changed.
+  int64_t remove(const int64_t* ids, int64_t n, int64_t* slots) {
+    if (free_.capacity() < free_.size() + n) free_.reserve(std::max(2 * free_.capacity(), free_.size() + n));
+    for (int64_t i = 0; i < n; ++i) {
+      if (i + kWindow < n) __builtin_prefetch(&entries_[home(ids[i + kWindow])], 1);
+      const uint64_t place = probe(ids[i]);
+      slots[i] = entries_[place].slot;
+      if (slots[i] == kEmpty) {
+        free_.resize(free_.size() - i);
+        for (int64_t k = 0; k < i; ++k) insert(ids[k], slots[k]);
+        return i;
+      }
+      erase(place);
+      free_.push_back(slots[i]);
+    }
+    return n;
+  }
+
+  void content(int64_t* ids, int64_t* slots) const {
+    int64_t k = 0;
+    for (uint64_t place = 0; place <= mask_; ++place) {
+      if (entries_[place].slot == kEmpty) continue;
+      ids[k] = entries_[place].id;
+      slots[k++] = entries_[place].slot;
+    }
+  }
+
+  // Distinct ids and slots; the free slots are taken from the end.
+  void load(const int64_t* ids, const int64_t* slots, int64_t n, const int64_t* free, int64_t num_free) {
+    Index fresh;
+    fresh.reserve(n);
+    fresh.free_.assign(free, free + num_free);
+    for (int64_t i = 0; i < n; ++i) {
+      if (i + kWindow < n) __builtin_prefetch(&fresh.entries_[fresh.home(ids[i + kWindow])], 1);
+      fresh.insert(ids[i], slots[i]);
+    }
+    fresh.num_slots_ = n + num_free;
+    *this = std::move(fresh);
+  }
+
+  // Makes room for `num_ids` ids in all.
+  void reserve(int64_t num_ids) {
+    const uint64_t capacity = capacity_for(num_ids);
+    if (capacity <= mask_ + 1) return;
+    Entries old = std::exchange(entries_, new_entries(capacity));
+    const uint64_t old_capacity = std::exchange(mask_, capacity - 1) + 1;
+    // The home is the low bits of the hash, so neighbours move to neighbours and this loop runs at memory speed.
+    for (uint64_t place = 0; place < old_capacity; ++place) {
+      if (old[place].slot != kEmpty) entries_[probe(old[place].id)] = old[place];
+    }
+  }
+
+ private:
+  // Salted, because the ids of one rank are those whose plain hash falls into its buckets.
+  uint64_t home(int64_t id) const { return mix64(static_cast<uint64_t>(id) ^ 0x6E65737470697065u) & mask_; }
+
+  // The place of the id, or the empty one where it belongs.
+  uint64_t probe(int64_t id) const {
+    uint64_t place = home(id);
+    while (entries_[place].id != id && entries_[place].slot != kEmpty) place = (place + 1) & mask_;
+    return place;
+  }
+
+  void insert(int64_t id, int64_t slot) {
+    entries_[probe(id)] = {id, slot};
+    ++size_;
+  }
+
+  void erase(uint64_t hole) {
+    for (uint64_t place = (hole + 1) & mask_; entries_[place].slot != kEmpty; place = (place + 1) & mask_) {
+      // Probing for this entry passes the hole if its home is at least as far back.
+      if (((place - home(entries_[place].id)) & mask_) < ((place - hole) & mask_)) continue;
+      entries_[hole] = entries_[place];
+      hole = place;
+    }
+    entries_[hole] = {0, kEmpty};
+    --size_;
+  }
+
+  int64_t take_slot() {
+    if (free_.empty()) return num_slots_++;
+    const int64_t slot = free_.back();
+    free_.pop_back();
+    return slot;
+  }
+
+  Entries entries_;
+  uint64_t mask_;
+  int64_t size_ = 0;
+  int64_t num_slots_ = 0;
+  std::vector<int64_t> free_;  // the most recently freed slot is the last
+};
+
+// Runs work(begin, end) over [0, n) on up to `num_threads` threads, this one included.
+template <typename Work>
+void share(int64_t n, int64_t num_threads, const Work& work) {
+  num_threads = std::max<int64_t>(1, std::min(num_threads, n / kMinShare));
+  std::vector<std::thread> threads;
+  int64_t begin = 0;
+  try {
+    for (int64_t k = 1; k < num_threads; ++k) {
+      const int64_t end = n / num_threads * k;
+      threads.emplace_back(work, begin, end);
+      begin = end;
+    }
+  } catch (const std::system_error&) {  // no more threads: this one does the rest
+  } catch (const std::bad_alloc&) {
+  }
+  work(begin, n);
+  for (std::thread& thread : threads) thread.join();
+}
+
+template <typename Work>
+int64_t guarded(const Work& work) {
+  try {
+    return work();
+  } catch (const std::exception&) {  // std::bad_alloc, or std::length_error for absurd sizes
+    return kFailed;
+  }
+}
+
+}  // namespace
+
+extern "C" {
+
+void* nestpipe_index_create() {
+  try {
+    return new Index();
+  } catch (const std::bad_alloc&) {
+    return nullptr;
+  }
+}
+
+void nestpipe_index_destroy(void* index) { delete static_cast<Index*>(index); }
+
+int64_t nestpipe_index_size(const void* index) { return static_cast<const Index*>(index)->size(); }
+
+int64_t nestpipe_index_num_slots(const void* index) { return static_cast<const Index*>(index)->num_slots(); }
+
+void nestpipe_index_find(const void* index, const int64_t* ids, int64_t n, int64_t* slots, int64_t num_threads) {
+  const Index& self = *static_cast<const Index*>(index);
+  share(n, num_threads, [&self, ids, slots](int64_t begin, int64_t end) {
+    self.find(ids + begin, end - begin, slots + begin);
+  });
+}
+
+int64_t nestpipe_index_find_or_add(void* index, const int64_t* ids, int64_t n, int64_t* slots, int64_t* added) {
+  return guarded([&] { return static_cast<Index*>(index)->find_or_add(ids, n, slots, added); });
+}
+
+int64_t nestpipe_index_remove(void* index, const int64_t* ids, int64_t n, int64_t* slots) {
+  return guarded([&] { return static_cast<Index*>(index)->remove(ids, n, slots); });
+}
+
+void nestpipe_index_export(const void* index, int64_t* ids, int64_t* slots) {
+  static_cast<const Index*>(index)->content(ids, slots);
+}
+
+int64_t nestpipe_index_load(void* index, const int64_t* ids, const int64_t* slots, int64_t n, const int64_t* free,
+                            int64_t num_free) {
+  return guarded([&] {
+    static_cast<Index*>(index)->load(ids, slots, n, free, num_free);
+    return n;
+  });
+}
+
+int64_t nestpipe_index_reserve(void* index, int64_t num_ids) {
+  return guarded([&] {
+    static_cast<Index*>(index)->reserve(num_ids);
+    return num_ids;
+  });
+}
+
+int64_t nestpipe_index_clear(void* index) {
+  return guarded([&] {
+    *static_cast<Index*>(index) = Index();
+    return int64_t{0};
+  });
+}
+
+}  // extern "C"
