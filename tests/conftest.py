@@ -6,13 +6,15 @@ A skipped test is a promise not kept, so every skip must stand in skips.toml wit
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 import hypothesis
 import pytest
 import torch
+
+from tests.ranks import close_ranks
 
 Report = pytest.TestReport | pytest.CollectReport
 
@@ -83,3 +85,10 @@ def scale(pytestconfig: pytest.Config) -> Callable[[int, int], int]:
     """`scale(small, large)`: the small count, or the large one with --soak."""
     soak = bool(pytestconfig.getoption("soak"))
     return lambda small, large: large if soak else small
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _end_ranks() -> Iterator[None]:
+    """Ends the rank processes that tests have started."""
+    yield
+    close_ranks()

@@ -1,0 +1,462 @@
+"""Ranks, lanes and exchanges: the only file that talks to torch.distributed.
+
+    world  = World.from_environment()                  # torchrun's variables; without them a world of one
+    lane   = world.lane("rows")                        # one process group, used by one thread
+    handle = lane.exchange("rows/item", send, receive, where="step 230, micro-batch 2")    # launched
+    ...                                                # compute meanwhile
+    handle.wait()                                      # all arrived, or CommError says which rank is missing
+
+Rules. Every rank makes the same lanes in the same order (making one is a meeting of all ranks) and launches the same
+exchanges on each, empty messages included. One thread launches on a lane; any thread may wait. Both ends know the
+size of a message beforehand. A world of one runs the same code, only without messages.
+
+What gloo (torch 2.13) does, and what follows from it:
+
+- Receives posted first, then sends, use both directions of the wire at once; all_to_all_single takes turns, twice the
+  time. A sender waits for word of the posted receive, so `post` well before `launch` saves one of the two trips.
+- A point-to-point operation cannot be polled: `is_completed` stays False and there is no future. Only `wait` tells,
+  once: a second wait on a finished operation hangs. So a handle waits for each operation once and remembers.
+- A wait that times out closes *all* connections of that group on this rank: the deadline ends the lane. What had
+  arrived before can still be waited for, and that is how the missing ranks are told from the others.
+- Peers then see a closed connection, as if this rank had died. It therefore leaves a note in the store saying whom it
+  was missing, and whoever sees a closed connection looks for that note before it calls the peer dead.
+- A message longer than its receive ends the receiving process in std::terminate; a shorter one is accepted and leaves
+  the rest of the buffer as it was. So the size is part of the tag, and a wrong size is a message that never arrives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
+
+from nestpipe.errors import CommError
+
+DEADLINE_S = 60.0
+MAX_TAG = 1 << 16
+_BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
+_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_NOTE_GRACE_S = 1.0  # the note is written a moment after the connection closes
+# A tag has 31 bits: one for its kind, 16 for its number, 14 for the size; this is the largest prime below 2**14.
+_SIZES_IN_TAG = 16381
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class World:
+    """All ranks of a run, seen from one of them. Make it with `single`, `from_environment` or `from_store`."""
+
+    rank: int
+    size: int
+    store: Store
+    device: torch.device
+    deadline_s: float
+    stacks: Path | None  # folder for the stacks of all threads when a deadline passes
+    _lanes: dict[str, Lane] = field(default_factory=dict)
+
+    @staticmethod
+    def single(*, device: str | torch.device = "cpu", deadline_s: float = DEADLINE_S) -> World:
+        """A world of one: no process group; an exchange with oneself is a copy."""
+        return World.from_store(HashStore(), 0, 1, device=device, deadline_s=deadline_s)
+
+    @staticmethod
+    def from_environment(
+        *, device: str | torch.device = "cpu", deadline_s: float = DEADLINE_S, stacks: Path | None = None
+    ) -> World:
+        """The world torchrun describes, or a world of one without its variables; raises CommError if some are missing."""
+        if not {"RANK", "WORLD_SIZE"} & set(os.environ):
+            return World.single(device=device, deadline_s=deadline_s)
+        if missing := [name for name in _VARIABLES if name not in os.environ]:
+            raise CommError(f"{', '.join(missing)} not set, but other variables of torchrun are. Start with torchrun.")
+        rank, size, host, port = (os.environ[name] for name in _VARIABLES)
+        # Under torchrun its agent hosts the store; otherwise rank 0 does.
+        host_it = rank == "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        timeout = timedelta(seconds=deadline_s)
+        try:
+            store = TCPStore(host, int(port), is_master=host_it, timeout=timeout, wait_for_workers=False)
+        except RuntimeError as error:
+            raise CommError(f"rank {rank} cannot open the store at {host}:{port}: {_first_line(error)}") from error
+        restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        return World.from_store(
+            store, int(rank), int(size), restart=restart, device=device, deadline_s=deadline_s, stacks=stacks
+        )
+
+    @staticmethod
+    def from_store(
+        store: Store,
+        rank: int,
+        size: int,
+        *,
+        restart: int = 0,
+        device: str | torch.device = "cpu",
+        deadline_s: float = DEADLINE_S,
+        stacks: Path | None = None,
+    ) -> World:
+        """A world whose ranks meet in `store`; after a restart the count keeps them from a dead group's addresses."""
+        if not 0 <= rank < size:
+            raise CommError(f"rank {rank} does not exist in a world of {size}.")
+        prefix = PrefixStore(f"nestpipe/restart-{restart}", store)
+        device = torch.device(device)
+        if device.type not in _BACKENDS:
+            raise CommError(f"no exchange for device '{device}'; there is one for {', '.join(_BACKENDS)}.")
+        return World(rank=rank, size=size, store=prefix, device=device, deadline_s=deadline_s, stacks=stacks)
+
+    def lane(self, name: str) -> Lane:
+        """A new lane; a meeting of all ranks, raises CommError naming those that did not come before the deadline."""
+        if name in self._lanes:
+            raise CommError(f"lane '{name}' exists already; a group belongs to one lane.")
+        self.store.set(f"lane/{name}/{self.rank}", "here")
+        start = time.monotonic()
+        try:
+            group = None if self.size == 1 else _new_group(self, name)
+        except RuntimeError as error:
+            absent = tuple(rank for rank in range(self.size) if not self.store.check([f"lane/{name}/{rank}"]))
+            blame = f"{_ranks(absent)} never made it" if absent else _first_line(error)
+            message = f"lane '{name}' not made after {_seconds(time.monotonic() - start)}; {blame}."
+            raise CommError(message + _dump_stacks(self), ranks=absent) from error
+        self._lanes[name] = Lane(self, name, group)
+        return self._lanes[name]
+
+    def close(self) -> None:
+        """Ends all lanes; peers that still wait on one see a closed connection."""
+        for lane in self._lanes.values():
+            lane.close()
+        self._lanes.clear()
+        if self.device.type != "cpu" and dist.is_initialized():
+            dist.destroy_process_group()
+
+    def leave_note(self, reason: str, ranks: tuple[int, ...]) -> None:
+        """Tells the others why this rank gives up, for their error messages."""
+        # A courtesy: without the store the others still see the closed connection.
+        with contextlib.suppress(RuntimeError):
+            self.store.set(f"gave-up/{self.rank}", f"{','.join(map(str, ranks))}|{reason}")
+
+    def find_note(self, rank: int) -> tuple[str, tuple[int, ...]] | None:
+        """Why `rank` gave up and whom it blamed, if it says so within a moment."""
+        end = time.monotonic() + _NOTE_GRACE_S
+        with contextlib.suppress(RuntimeError):  # likewise
+            while not self.store.check([f"gave-up/{rank}"]):
+                if time.monotonic() > end:
+                    return None
+                time.sleep(0.02)
+            ranks, _, reason = self.store.get(f"gave-up/{rank}").decode().partition("|")
+            return reason, tuple(map(int, filter(None, ranks.split(","))))
+        return None
+
+
+class Lane:
+    """One process group and its exchanges, in the same order on every rank, launched by one thread."""
+
+    def __init__(self, world: World, name: str, group: Any):
+        self.world, self.name = world, name
+        self._group = group
+        self._num_exchanges = 0
+        self._thread: int | None = None
+        self._broken: CommError | None = None
+        self._unfinished: set[Handle] = set()  # keeps buffers alive while gloo reads and writes them
+
+    def exchange(
+        self,
+        name: str,
+        send: Sequence[Tensor],
+        receive: Sequence[Tensor],
+        *,
+        tag: int | None = None,
+        wire: torch.dtype | None = None,
+        where: str = "",
+    ) -> Handle:
+        """Launches send[p] to every rank p and receive[p] from it; own part copied. See `post` for the rest."""
+        return self.post(name, receive, tag=tag, wire=wire, where=where).launch(send)
+
+    def post(
+        self,
+        name: str,
+        receive: Sequence[Tensor],
+        *,
+        tag: int | None = None,
+        wire: torch.dtype | None = None,
+        where: str = "",
+    ) -> Handle:
+        """Posts the receives of an exchange, to be launched later by `launch(send)`; contiguous, one per rank.
+
+        `tag` (below MAX_TAG) tells exchanges apart that ranks post in another order than they launch; without it they
+        are counted. `wire` is a 16-bit type for wider floats on their way, the own part included: not exact. `where`
+        stands in error messages. On nccl and hccl (written, not yet run) the work is one all_to_all_single at launch.
+        """
+        self._check_use()
+        if len(receive) != self.world.size:
+            raise ValueError(f"exchange '{name}' has {len(receive)} receives for {self.world.size} ranks.")
+        if tag is not None and not 0 <= tag < MAX_TAG:
+            raise ValueError(f"exchange '{name}' has tag {tag}, but tags end below {MAX_TAG:,}.")
+        number = self._num_exchanges % MAX_TAG if tag is None else MAX_TAG + tag
+        self._num_exchanges += tag is None
+        handle = Handle(self, name, receive, number=number, wire=wire, where=where)
+        self._unfinished.add(handle)
+        handle.post()
+        return handle
+
+    def exchange_sizes(self, sizes: Sequence[Sequence[int]], *, name: str = "sizes") -> list[list[int]]:
+        """Tells rank p the integers sizes[p] and returns what each rank told this one; all lists of equal length."""
+        send = torch.tensor(sizes, dtype=torch.int64, device=self.world.device).reshape(self.world.size, -1)
+        receive = torch.empty_like(send)
+        self.exchange(name, send.unbind(), receive.unbind()).wait()
+        return [[int(value) for value in row] for row in receive.tolist()]
+
+    def all_gather_ints(self, values: Sequence[int], *, name: str = "ints") -> list[list[int]]:
+        """The integers of every rank, equally many on each."""
+        return self.exchange_sizes([values] * self.world.size, name=name)
+
+    def all_gather_floats(self, values: Sequence[float], *, name: str = "floats") -> list[list[float]]:
+        """The numbers of every rank in fp64, equally many on each."""
+        own = torch.tensor(values, dtype=torch.float64, device=self.world.device)
+        receive = [torch.empty_like(own) for _ in range(self.world.size)]
+        self.exchange(name, [own] * self.world.size, receive).wait()
+        return [[float(value) for value in row.tolist()] for row in receive]
+
+    def all_gather_bytes(self, data: bytes, *, name: str = "bytes") -> list[bytes]:
+        """The bytes of every rank, of any length."""
+        lengths = [row[0] for row in self.all_gather_ints([len(data)], name=f"{name}/lengths")]
+        receive = [torch.empty(length, dtype=torch.uint8, device=self.world.device) for length in lengths]
+        own = torch.from_numpy(np.frombuffer(data, dtype=np.uint8).copy()).to(self.world.device)
+        self.exchange(name, [own] * self.world.size, receive).wait()
+        return [part.cpu().numpy().tobytes() for part in receive]
+
+    def broadcast_bytes(self, data: bytes, source: int, *, name: str = "broadcast") -> bytes:
+        """The source's bytes, on every rank; what the others pass is not looked at."""
+        return self.all_gather_bytes(data if self.world.rank == source else b"", name=name)[source]
+
+    def agree(self, name: str, digest: str) -> None:
+        """Raises CommError on every rank, with all values and who has them, unless `digest` is the same everywhere."""
+        values = [data.decode() for data in self.all_gather_bytes(digest.encode(), name=f"agree/{name}")]
+        if len(set(values)) == 1:
+            return
+        holders = {value: tuple(rank for rank, own in enumerate(values) if own == value) for value in values}
+        first, *others = (
+            f"{_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'} '{value}'" for value, ranks in holders.items()
+        )
+        blame = tuple(rank for rank, value in enumerate(values) if value != values[0])
+        raise CommError(f"{name} differs: {first}, but {', '.join(others)}. All ranks must run the same.", ranks=blame)
+
+    def barrier(self, *, name: str = "barrier") -> None:
+        """Returns when every rank has come."""
+        empty = torch.empty(0, dtype=torch.uint8, device=self.world.device)
+        self.exchange(name, [empty] * self.world.size, [empty] * self.world.size).wait()
+
+    def sum_in_rank_order(self, buffer: Tensor, *, name: str = "sum", where: str = "") -> None:
+        """Replaces a vector by the sum over ranks, ((x0 + x1) + x2) + ... elementwise: the same bits on every rank."""
+        parts = buffer.tensor_split(self.world.size)  # 1 rank r adds part r; sizes may differ by one, or be zero
+        received = [torch.empty_like(parts[self.world.rank]) for _ in parts]
+        self.exchange(f"{name}/scatter", parts, received, where=where).wait()
+        total = received[0]
+        for other in received[1:]:  # 2 in rank order, whoever came first
+            total.add_(other)
+        everywhere = [total] * self.world.size  # 3 everyone gets all parts
+        self.exchange(f"{name}/gather", everywhere, parts, where=where).wait()
+
+    def hand_over(self) -> None:
+        """Lets another thread launch from now on; the old one must have stopped."""
+        self._thread = None
+
+    def close(self) -> None:
+        """Ends the lane; exchanges that are not finished are lost."""
+        self._broken = self._broken or CommError(f"lane '{self.name}' is closed.")
+        self._group = None
+        self._unfinished.clear()
+
+    def _check_use(self) -> None:
+        if self._broken:
+            raise CommError(f"lane '{self.name}' cannot be used any more: {self._broken}", ranks=self._broken.ranks)
+        self._thread = self._thread or threading.get_ident()
+        if self._thread != threading.get_ident():
+            raise CommError(
+                f"lane '{self.name}' belongs to another thread; two threads on one group mix their messages. "
+                "Use a lane of its own, or hand_over() between them."
+            )
+
+
+class Handle:
+    """One exchange under way: posted, launched, waited for."""
+
+    def __init__(
+        self, lane: Lane, name: str, receive: Sequence[Tensor], *, number: int, wire: torch.dtype | None, where: str
+    ):
+        self._lane, self._world = lane, lane.world
+        self._title = f"exchange '{name}'" + (f" ({where})" if where else "")
+        self._number, self._wire = number, wire
+        self._receive = receive
+        self._arrivals = [_narrow_like(buffer, wire) for buffer in receive]  # mostly the buffers themselves
+        self._send: list[Tensor] | None = None
+        self._works: list[tuple[int, Any]] = []  # (peer, operation), receives first
+        self._finish: Callable[[], None] | None = None
+        self._done = False
+        self._error: CommError | None = None
+
+    def post(self) -> None:
+        if self._world.device.type == "cpu":
+            for peer in self._peers():
+                self._operate(self._lane._group.recv, self._arrivals[peer], peer)
+
+    def launch(self, send: Sequence[Tensor]) -> Handle:
+        """Sends; the tensors must not change before `wait` has returned."""
+        if len(send) != self._world.size:
+            raise ValueError(f"{self._title} has {len(send)} sends for {self._world.size} ranks.")
+        own, place = send[self._world.rank], self._receive[self._world.rank]
+        if own.shape != place.shape or own.dtype != place.dtype:
+            raise ValueError(
+                f"{self._title} sends itself {own.dtype} {list(own.shape)} for {place.dtype} {list(place.shape)}."
+            )
+        self._lane._check_use()
+        self._send = [_narrow(part, self._wire) for part in send]
+        if self._world.device.type == "cpu":
+            for peer in self._peers():
+                self._operate(self._lane._group.send, self._send[peer], peer)
+            self._arrivals[self._world.rank].copy_(self._send[self._world.rank])
+        else:
+            self._launch_all_to_all(self._send)
+        return self
+
+    def wait(self) -> None:
+        """Returns when everything has arrived and left; raises CommError naming the ranks at fault, the second time too."""
+        if self._error:
+            raise self._error
+        if self._done:
+            return
+        if self._send is None:
+            raise ValueError(f"{self._title} was posted but not launched; waiting for it would never end.")
+        start = time.monotonic()
+        for index, (peer, work) in enumerate(self._works):
+            left = self._world.deadline_s - (time.monotonic() - start)
+            try:
+                # gloo takes 0 for "no deadline". On a device wait only orders the stream; the group's own timeout watches.
+                work.wait(timedelta(seconds=max(left, 0.001))) if self._world.device.type == "cpu" else work.wait()
+            except RuntimeError as error:
+                self._fail(error, peer, self._works[index + 1 :], time.monotonic() - start)
+        if self._finish:
+            self._finish()
+        for arrival, buffer in zip(self._arrivals, self._receive, strict=True):
+            if arrival is not buffer:
+                buffer.copy_(arrival)
+        self._done = True
+        self._works.clear()
+        self._send = None
+        self._lane._unfinished.discard(self)
+
+    def _peers(self) -> Iterable[int]:
+        """The other ranks, each rank starting with its successor so that not all send to one."""
+        return ((self._world.rank + step) % self._world.size for step in range(1, self._world.size))
+
+    def _operate(self, operation: Any, buffer: Tensor, peer: int) -> None:
+        data = _as_bytes(buffer)
+        tag = self._number << 14 | data.numel() % _SIZES_IN_TAG
+        try:
+            self._works.append((peer, operation([data], peer, tag)))
+        except RuntimeError as error:  # the connection is closed already
+            self._fail(error, peer, [], 0.0)
+
+    def _launch_all_to_all(self, send: list[Tensor]) -> None:
+        """One collective on concatenated buffers, for nccl and hccl."""
+        source, sizes = torch.cat([_as_bytes(part) for part in send]), [part.nbytes for part in send]
+        target_sizes = [arrival.nbytes for arrival in self._arrivals]
+        target = source.new_empty(sum(target_sizes))
+        group = self._lane._group
+        if group is None:
+            target.copy_(source)
+        else:
+            work = dist.all_to_all_single(target, source, target_sizes, sizes, group=group, async_op=True)
+            self._works.append((self._world.rank, work))
+
+        def scatter() -> None:
+            for arrival, part in zip(self._arrivals, target.split(target_sizes), strict=True):
+                _as_bytes(arrival).copy_(part)
+
+        self._finish = scatter
+
+    def _fail(self, error: RuntimeError, peer: int, rest: list[tuple[int, Any]], elapsed_s: float) -> NoReturn:
+        """Finds out who is to blame, tells the others, and raises."""
+        if self._lane._broken:  # by another exchange of this lane, which has told the others
+            reason, ranks = f"its lane broke before: {self._lane._broken}".rstrip("."), self._lane._broken.ranks
+        elif elapsed_s >= self._world.deadline_s - 0.05:  # gloo counts in whole milliseconds
+            ranks = tuple(sorted({peer, *(other for other, work in rest if not _arrived(work))}))
+            reason = f"{_ranks(ranks)} never entered it"
+            self._world.leave_note(f"{self._title}: {reason}", ranks)
+        elif note := self._world.find_note(peer):
+            reason, ranks = f"rank {peer} gave up: {note[0]}", note[1]
+            self._world.leave_note(*note)
+        elif self._lane._broken:  # meanwhile, in another thread
+            self._fail(error, peer, rest, elapsed_s)
+        else:
+            reason, ranks = f"rank {peer} closed the connection: it has ended", (peer,)
+            self._world.leave_note(f"{self._title}: {reason}", ranks)
+        message = f"{self._title} not finished after {_seconds(elapsed_s)}; {reason}."
+        self._error = CommError(message + _dump_stacks(self._world), ranks=ranks)
+        self._lane._broken = self._lane._broken or self._error
+        raise self._error from error
+
+
+def _new_group(world: World, name: str) -> Any:
+    backend, timeout = _BACKENDS[world.device.type], timedelta(seconds=world.deadline_s)
+    if backend == "gloo":  # stands alone, so that many worlds can follow each other in one process
+        return dist.ProcessGroupGloo(PrefixStore(f"group/{name}", world.store), world.rank, world.size, timeout)
+    if not dist.is_initialized():
+        dist.init_process_group(backend, store=world.store, rank=world.rank, world_size=world.size, timeout=timeout)
+    return dist.new_group(backend=backend, timeout=timeout)
+
+
+def _arrived(work: Any) -> bool:
+    """Whether an operation had finished; only after a timeout, which has ended all that had not."""
+    try:
+        work.wait(timedelta(milliseconds=1))
+    except RuntimeError:
+        return False
+    return True
+
+
+def _dump_stacks(world: World) -> str:
+    """Writes the stacks of all threads if there is a folder for them; returns what to add to the message."""
+    if world.stacks is None:
+        return ""
+    world.stacks.mkdir(parents=True, exist_ok=True)
+    with (world.stacks / f"stacks-{world.rank}.txt").open("w") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+    return f" Stacks: {world.stacks}/stacks-*.txt"
+
+
+def _as_bytes(buffer: Tensor) -> Tensor:
+    """The memory of a contiguous tensor as uint8, which every backend can send."""
+    return buffer.detach().view(-1).view(torch.uint8)
+
+
+def _narrows(buffer: Tensor, wire: torch.dtype | None) -> bool:
+    return wire is not None and buffer.is_floating_point() and buffer.element_size() > wire.itemsize
+
+
+def _narrow(buffer: Tensor, wire: torch.dtype | None) -> Tensor:
+    return buffer.detach().to(wire) if _narrows(buffer, wire) else buffer
+
+
+def _narrow_like(buffer: Tensor, wire: torch.dtype | None) -> Tensor:
+    return torch.empty_like(buffer, dtype=wire) if _narrows(buffer, wire) else buffer
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds >= 9.5 else f"{seconds:.1f} s"
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
