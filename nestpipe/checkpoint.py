@@ -3,8 +3,9 @@
     RUN/checkpoints/step-000500/
         manifest.json            format, step, cursor, progress of the loop, digest of every file
         dense.safetensors        weights and optimizer state of the dense part
-        table.item.safetensors   ids in ascending order, rows, optimizer state
+        item.007.safetensors     bucket 7 of table 'item': ids in ascending order, rows, optimizer state
 
+Every rank writes the buckets it owns; any number of ranks can read them back.
 A save goes to a temporary folder beside its place, is flushed to the disk, and appears by one rename. A kill at any
 moment leaves the previous checkpoints, and at most a temporary folder that the next start of the run removes.
 """
@@ -16,7 +17,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,10 +26,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from nestpipe.comm import Lane, World
 from nestpipe.errors import CheckpointError
 from nestpipe.jagged import Cursor
 
-FORMAT = 1
+FORMAT = 2
 _NAME = re.compile(r"step-(\d{6,})")
 Content = Mapping[str, Mapping[str, Tensor]]  # file name without suffix -> tensors
 
@@ -66,55 +68,75 @@ class Manifest:
         return Manifest(content["step"], Cursor(*content["cursor"]), content["progress"], content["files"])
 
 
-def save(parent: Path, step: int, cursor: Cursor, progress: Mapping[str, Any], content: Content) -> Path:
-    """Writes a checkpoint of `step` and publishes it; an existing one of the same step is kept."""
-    final = parent / f"step-{step:06d}"
+def save(
+    parent: Path, step: int, cursor: Cursor, progress: Mapping[str, Any], content: Content, lane: Lane | None = None
+) -> Path:
+    """Writes a checkpoint of `step` and publishes it; an existing one of the same step is kept.
+
+    All ranks call it, each with files of its own in a folder that all see; rank 0 adds the manifest and publishes.
+    """
+    lane = lane or World.single().lane("checkpoint")
+    final, temporary = parent / f"step-{step:06d}", parent / f".tmp-step-{step:06d}"
     if (final / "manifest.json").exists():
         return final
-    parent.mkdir(parents=True, exist_ok=True)
-    temporary = parent / f".tmp-step-{step:06d}-{os.getpid()}"
-    temporary.mkdir()
-    files = {}
-    for name, tensors in content.items():
-        path = temporary / f"{name}.safetensors"
-        save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, path)
-        _flush(path)
-        files[path.name] = {"sha256": _digest(path), "bytes": path.stat().st_size}
-    manifest = {"format": FORMAT, "step": step, "cursor": list(cursor), "progress": dict(progress), "files": files}
+    if lane.world.rank == 0:
+        parent.mkdir(parents=True, exist_ok=True)
+        remove_unfinished(parent)
+        temporary.mkdir()
+    lane.barrier(name="checkpoint folder")
+    own = json.dumps(
+        {f"{name}.safetensors": _write(temporary / f"{name}.safetensors", part) for name, part in content.items()}
+    )
+    files = {name: entry for data in lane.all_gather_bytes(own.encode()) for name, entry in json.loads(data).items()}
+    if lane.world.rank == 0:
+        manifest = {"format": FORMAT, "step": step, "cursor": list(cursor), "progress": dict(progress), "files": files}
+        _publish(temporary, final, manifest)
+    lane.barrier(name="checkpoint published")
+    return final
+
+
+def _write(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, path)
+    _flush(path)
+    return {"sha256": _digest(path), "bytes": path.stat().st_size}
+
+
+def _publish(temporary: Path, final: Path, manifest: dict[str, Any]) -> None:
     manifest["digest"] = _manifest_digest(manifest)
     (temporary / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
     _flush(temporary / "manifest.json")
     _flush(temporary)
     if final.exists():  # somebody took its manifest away; what is left may still be worth something
-        final.rename(parent / f"damaged-{final.name}-{os.getpid()}")
+        final.rename(final.with_name(f"damaged-{final.name}-{os.getpid()}"))
     temporary.rename(final)
-    _flush(parent)
-    return final
+    _flush(final.parent)
 
 
-def load(folder: Path) -> tuple[Manifest, dict[str, dict[str, Tensor]]]:
-    """Reads a checkpoint after checking every file; raises CheckpointError that names the damaged one."""
+def load(
+    folder: Path, wanted: Callable[[str], bool] = lambda name: True
+) -> tuple[Manifest, dict[str, dict[str, Tensor]]]:
+    """Reads the wanted files of a checkpoint after checking each; raises CheckpointError that names the damaged one."""
     manifest = Manifest.read(folder)
-    verify(folder, manifest)
     content = {}
-    for name in manifest.files:
-        try:
-            content[name.removesuffix(".safetensors")] = load_file(folder / name)
-        except SafetensorError as error:
-            raise CheckpointError(f"{folder / name} cannot be read ({error}).") from error
+    for file, expected in manifest.files.items():
+        name = file.removesuffix(".safetensors")
+        if wanted(name):
+            verify_file(folder / file, expected)
+            try:
+                content[name] = load_file(folder / file)
+            except SafetensorError as error:
+                raise CheckpointError(f"{folder / file} cannot be read ({error}).") from error
     return manifest, content
 
 
-def verify(folder: Path, manifest: Manifest) -> None:
+def verify_file(path: Path, expected: Mapping[str, Any]) -> None:
     """Raises CheckpointError if a file is missing or differs from its digest."""
-    for name, expected in manifest.files.items():
-        path = folder / name
-        if not path.exists():
-            raise CheckpointError(f"{folder} lacks {name}, which its manifest lists. {_advice(folder)}")
-        if path.stat().st_size != expected["bytes"] or _digest(path) != expected["sha256"]:
-            raise CheckpointError(
-                f"{path} is not what was saved: its digest differs from the manifest's. {_advice(folder)}"
-            )
+    if not path.exists():
+        raise CheckpointError(f"{path.parent} lacks {path.name}, which its manifest lists. {_advice(path.parent)}")
+    if path.stat().st_size != expected["bytes"] or _digest(path) != expected["sha256"]:
+        raise CheckpointError(
+            f"{path} is not what was saved: its digest differs from the manifest's. {_advice(path.parent)}"
+        )
 
 
 def complete_steps(parent: Path) -> list[int]:

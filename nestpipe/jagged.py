@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -150,3 +151,8 @@ class Batch:
             event_features={name: jagged.select(events) for name, jagged in self.event_features.items()},
             sample_features={name: jagged.select(rows) for name, jagged in self.sample_features.items()},
         )
+
+    def split(self, num_parts: int) -> list[Batch]:
+        """Parts of nearly equal numbers of samples, in order; some are empty if there are too few samples."""
+        edges = [number * self.num_samples // num_parts for number in range(num_parts + 1)]
+        return [self.select(torch.arange(first, last)) for first, last in pairwise(edges)]

@@ -5,6 +5,7 @@ RUN/config.json   run.json (data digest, versions)   metrics.jsonl   checkpoints
 
 from __future__ import annotations
 
+import hashlib
 import json
 import platform
 from collections.abc import Mapping
@@ -17,13 +18,17 @@ from typing import Any
 import numpy as np
 import polars
 import torch
+from torch import Tensor
 
 from nestpipe import checkpoint
+from nestpipe.comm import Lane, World
 from nestpipe.config import Config
 from nestpipe.data.numbers import NumberStats
 from nestpipe.data.sequences import Sequences
 from nestpipe.data.splits import Split, make_split
 from nestpipe.embedding.optim import OPTIMIZERS
+from nestpipe.embedding.owner import Owners
+from nestpipe.embedding.sharded import Sharded
 from nestpipe.embedding.table import Table
 from nestpipe.errors import CheckpointError, ConfigError
 from nestpipe.metrics import replace_file
@@ -31,6 +36,20 @@ from nestpipe.models.retrieval import build_retrieval
 from nestpipe.pipeline.dense import Dense
 from nestpipe.pipeline.sequential import TrainState
 from nestpipe.scoring import Scorer
+
+
+@dataclass(frozen=True, slots=True)
+class Lanes:
+    """The lanes of a sequential run; one thread uses them all."""
+
+    control: Lane
+    rows: Lane
+    dense: Lane
+
+    @staticmethod
+    def of(world: World) -> Lanes:
+        """A meeting of all ranks."""
+        return Lanes(world.lane("control"), world.lane("rows"), world.lane("dense"))
 
 
 @dataclass(frozen=True)
@@ -91,12 +110,19 @@ class Run:
         return make_split(self.sequences, self.config.data)
 
     @property
+    def digest(self) -> str:
+        """What must be the same on every rank: versions, code, configuration (paths apart), data."""
+        config = replace(self.config, data=replace(self.config.data, path=""))
+        parts = [json.dumps(versions()), _code_digest(), config.to_json(), self.sequences.digest]
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+    @property
     def checkpoints(self) -> Path:
         return self.folder / "checkpoints"
 
-    def new_state(self) -> TrainState:
-        """The state before the first step."""
-        config = self.config
+    def new_state(self, lanes: Lanes | None = None) -> TrainState:
+        """The state before the first step, on one of the ranks."""
+        config, lanes = self.config, lanes or Lanes.of(World.single())
         model = build_retrieval(
             config.model,
             config.loss,
@@ -108,15 +134,30 @@ class Run:
         for spec in model.tables:
             settings = spec.optimizer or config.embedding
             tables[spec.name] = Table(spec, OPTIMIZERS[settings.optimizer](settings), seed=config.seed)
-        return TrainState(model=model, tables=tables, dense=Dense(model, config.dense), seed=config.seed)
+        owners = Owners(config.embedding.num_buckets, lanes.rows.world.size)
+        return TrainState(
+            model=model,
+            embedding=Sharded(tables, lanes.rows, owners),
+            dense=Dense(model, config.dense, lanes.dense),
+            control=lanes.control,
+            seed=config.seed,
+            num_parts=config.train.parts,
+        )
 
-    def load_state(self, step: int | None = None) -> tuple[TrainState, checkpoint.Manifest]:
-        """The state of a checkpoint, by default the latest."""
-        manifest, content = checkpoint.load(checkpoint.folder_of(self.checkpoints, step))
-        state = self.new_state()
+    def load_state(self, step: int | None = None, lanes: Lanes | None = None) -> tuple[TrainState, checkpoint.Manifest]:
+        """The state of a checkpoint, by default the latest, on one of the ranks; any number of ranks can load it."""
+        state = self.new_state(lanes)
+        embedding = state.embedding
+        own = {
+            bucket_name(name, b): name for name in embedding.tables for b in embedding.owners.buckets_of(embedding.rank)
+        }
+        manifest, content = checkpoint.load(
+            checkpoint.folder_of(self.checkpoints, step), lambda name: name == "dense" or name in own
+        )
         state.dense.load(content["dense"])
-        for name, table in state.tables.items():
-            table.load(content[f"table.{name}"])
+        for name, table in embedding.tables.items():
+            buckets = [content[file] for file, owner in own.items() if owner == name]
+            table.load({key: torch.cat([bucket[key] for bucket in buckets]) for key in buckets[0]})
         state.num_steps = manifest.step
         return state, manifest
 
@@ -139,10 +180,30 @@ def _read_facts(path: Path) -> dict[str, Any]:
     raise CheckpointError(f"{path} is missing or damaged, so nobody can tell which data the run was trained on.")
 
 
-def contents_of(state: TrainState) -> dict[str, dict[str, Any]]:
-    """What a checkpoint keeps of a state, file by file."""
-    tables = {f"table.{name}": table.export() for name, table in state.tables.items()}
-    return {"dense": state.dense.export(), **tables}
+def contents_of(state: TrainState) -> dict[str, dict[str, Tensor]]:
+    """What a rank contributes to a checkpoint, file by file: its buckets, and rank 0 the dense part, equal on all."""
+    embedding = state.embedding
+    content = {"dense": state.dense.export()} if embedding.rank == 0 else {}
+    for name, table in embedding.tables.items():
+        exported = table.export()
+        bucket = embedding.owners.bucket_of(exported["ids"])
+        for number in embedding.owners.buckets_of(embedding.rank):
+            rows = (bucket == number).nonzero().flatten()
+            content[bucket_name(name, number)] = {key: values.index_select(0, rows) for key, values in exported.items()}
+    return content
+
+
+def bucket_name(table: str, bucket: int) -> str:
+    return f"{table}.{bucket:03d}"
+
+
+def _code_digest() -> str:
+    """Of every Python file of the package."""
+    package = Path(__file__).parent
+    content = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        content.update(str(path.relative_to(package)).encode() + path.read_bytes())
+    return content.hexdigest()
 
 
 def versions() -> dict[str, str]:

@@ -1,6 +1,7 @@
 """A trained model in use: query vectors for histories, evaluation on held-out targets, recommendations.
 
-Reads rows without admitting any, so scoring never changes what is trained.
+Reads rows without admitting any, so scoring never changes what is trained. On several ranks each of them scores
+everything, so that all come to the same decision; they must ask in step.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from nestpipe.config import Config
 from nestpipe.data.batches import BatchBuilder
 from nestpipe.data.sequences import Sequences, truncate
 from nestpipe.data.splits import Ints, Split, train_mask
+from nestpipe.embedding.owner import Owners
 from nestpipe.embedding.route import route
 from nestpipe.errors import DataError
 from nestpipe.evaluate import EvalBatch, Report, evaluate, popularity_report
@@ -79,12 +81,13 @@ class Scorer:
 
     def __init__(self, state: TrainState, sequences: Sequences, split: Split, config: Config):
         self._model = cast(Recommender, state.model)
-        self._tables, self._sequences, self._split, self._config = state.tables, sequences, split, config
+        self._embedding, self._sequences, self._split, self._config = state.embedding, sequences, split, config
 
     def encode(self, batch: Batch) -> Tensor:
         """Query vectors [B, D]."""
-        plan = route(self._model.encode_lookups(batch))
-        rows = plan.rows({name: self._tables[name].peek(ids) for name, ids in plan.unique.items()})
+        embedding = self._embedding
+        plan = route([self._model.encode_lookups(batch)], list(embedding.tables), Owners(1, 1))
+        rows = plan.rows(0, {name: embedding.peek(name, table.ids) for name, table in plan.tables.items()})
         with torch.no_grad():
             return self._model.encode(rows, batch)
 
@@ -93,7 +96,7 @@ class Scorer:
         """Vectors [I, D] of the whole catalogue, as of the first use."""
         with torch.no_grad():
             return self._model.item_vectors(
-                self._tables["item"].peek(torch.from_numpy(np.array(self._sequences.catalogue)))
+                self._embedding.peek("item", torch.from_numpy(np.array(self._sequences.catalogue)))
             )
 
     def evaluate(self, target: Target = "test", *, progress: bool = True) -> Report:

@@ -6,6 +6,7 @@ import importlib.util
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +19,12 @@ class TrainConfig:
     """Number of batches."""
     minutes: float = 0.0
     """Training time, added up over interruptions."""
+    parts: int = 1
+    """Micro-batches per batch: rows stay as they are until all of them are done."""
+    clip_norm: float = 0.0
+    """Scale gradients down to this norm; 0 is never."""
+    clip: Literal["dense", "all"] = "dense"
+    """What the norm is taken of and applied to: the dense part, or dense part and rows."""
     warmup_steps: int = 0
     """Learning rates rise linearly over this many steps."""
     eval_epochs: int = 1
@@ -40,10 +47,10 @@ class TrainConfig:
     def problems(self) -> Iterator[str]:
         if not (self.epochs > 0 or self.steps > 0 or self.minutes > 0):
             yield "epochs, steps and minutes are all 0: nothing would end the run"
-        for name in ("epochs", "steps", "minutes", "warmup_steps", "patience", "num_threads"):
+        for name in ("epochs", "steps", "minutes", "warmup_steps", "patience", "num_threads", "clip_norm"):
             if getattr(self, name) < 0:
                 yield f"{name} is {getattr(self, name)}; it must not be negative"
-        for name in ("eval_epochs", "save_steps", "keep_last", "log_steps"):
+        for name in ("parts", "eval_epochs", "save_steps", "keep_last", "log_steps"):
             if getattr(self, name) < 1:
                 yield f"{name} is {getattr(self, name)}; it must be at least 1"
         if self.tensorboard and importlib.util.find_spec("tensorboard") is None:

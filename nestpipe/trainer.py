@@ -2,6 +2,9 @@
 
 A run is a function of its configuration and data. What the clock decides is only when to stop, never what is computed:
 a run that was killed and resumed ends with the bits of one that was left alone.
+
+On several ranks all of them run this loop in step. Rank 0 alone writes metrics, talks to the terminal and looks at the
+clock; whatever could make a rank stop is agreed on after every step.
 """
 
 from __future__ import annotations
@@ -19,18 +22,20 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from nestpipe import checkpoint
+from nestpipe.comm import Lane, World
 from nestpipe.config import Config, flat
 from nestpipe.data.loader import Loader
 from nestpipe.errors import ConfigError, TrainError
 from nestpipe.jagged import Batch, Cursor
 from nestpipe.metrics import JsonlTracker, TensorBoardTracker, Tracker, Trackers
 from nestpipe.models.config import HSTUConfig
-from nestpipe.pipeline.sequential import Rates, TrainState, step
+from nestpipe.pipeline.sequential import Clip, Rates, TrainState, step
 from nestpipe.profiling import profiled
 from nestpipe.progress import Progress
-from nestpipe.run import Run, contents_of
+from nestpipe.run import Lanes, Run, contents_of
 from nestpipe.scoring import Scorer
 
 # Limits and reporting may differ when a run goes on, and data is compared by digest; everything else decides the bits.
@@ -73,26 +78,40 @@ def train(
 def train_to_end(config: Config, folder: str | Path, *, resume: bool, profile: bool, quiet: bool) -> Outcome:
     """`train`, with the reason why it stopped."""
     config.validate()
+    world = World.from_environment()
     config = replace(config, data=replace(config.data, path=str(Path(config.data.path).resolve())))
     run = _reopen(config, Path(folder)) if resume and Run.exists(folder) else Run.create(_with_threads(config), folder)
-    with _exact_arithmetic(run.config.train.num_threads), _Loop(run, quiet=quiet) as loop:
-        return Outcome(run, loop.run_to_end(profile=profile))
+    with contextlib.closing(world), _exact_arithmetic(run.config.train.num_threads):
+        lanes = Lanes.of(world)
+        lanes.control.agree("version, code, configuration or data", run.digest)
+        with _Loop(run, lanes, quiet=quiet or world.rank > 0) as loop:
+            return Outcome(run, loop.run_to_end(profile=profile))
 
 
 class _Loop:
-    def __init__(self, run: Run, *, quiet: bool):
+    def __init__(self, run: Run, lanes: Lanes, *, quiet: bool):
         """Everything that can refuse the configuration or the data does so before the folder is written."""
-        self._run, self._config = run, run.config
-        self._loader = Loader(run.sequences, run.split, run.config.data, seed=run.config.seed)
+        self._run, self._config, self._lanes = run, run.config, lanes
+        self._leads = lanes.control.world.rank == 0
+        self._loader = Loader(
+            run.sequences,
+            run.split,
+            run.config.data,
+            seed=run.config.seed,
+            rank=lanes.control.world.rank,
+            world_size=lanes.control.world.size,
+        )
         self._memory = Memory()
         self._cursor = Cursor(0, 0)
         self._exit = contextlib.ExitStack()
         with contextlib.ExitStack() as undo:
             self._state = self._restore()
-            undo.enter_context(_only_process(run.folder))
-            checkpoint.remove_unfinished(run.checkpoints)
-            run.write(statistics=self._loader.statistics)
-            self._trackers = _trackers(run, self._state.num_steps)
+            lanes.control.barrier(name="run checked")
+            if self._leads:
+                undo.enter_context(_only_process(run.folder))
+                checkpoint.remove_unfinished(run.checkpoints)
+                run.write(statistics=self._loader.statistics)
+            self._trackers = _trackers(run, self._state.num_steps) if self._leads else Trackers([])
             undo.callback(self._trackers.close)
             self._progress = Progress(
                 self._num_steps(), run.config.train.minutes * 60, done=self._state.num_steps, quiet=quiet
@@ -111,7 +130,7 @@ class _Loop:
 
     def run_to_end(self, *, profile: bool) -> str:
         """Steps until a limit is reached or a signal asks to stop, saves, and returns the reason."""
-        reason = self._reason_to_stop()
+        reason = self._reason_to_stop(asked=False)
         with (
             _stop_signals() as stop,
             contextlib.closing(self._loader.iterate(self._cursor)) as batches,
@@ -120,7 +139,7 @@ class _Loop:
             while reason is None:
                 self._step(next(batches))
                 profile_step()
-                reason = INTERRUPTED if stop.is_set() else self._reason_to_stop()
+                reason = self._reason_to_stop(asked=stop.is_set())
                 if reason is None and self._state.num_steps % self._config.train.save_steps == 0:
                     self._save()
             self._save()
@@ -156,13 +175,18 @@ class _Loop:
         else:
             self._memory.num_stale += 1
 
-    def _reason_to_stop(self) -> str | None:
+    def _reason_to_stop(self, *, asked: bool) -> str | None:
+        """The same answer on every rank: a signal may have reached any of them, the clock is that of rank 0."""
         limits, memory = self._config.train, self._memory
+        late = bool(limits.minutes) and self._seconds() >= limits.minutes * 60
+        flags = self._lanes.control.all_gather_ints([asked, late], name="stop")
+        if any(signalled for signalled, _ in flags):
+            return INTERRUPTED
         if limits.steps and self._state.num_steps >= limits.steps:
             return f"{limits.steps:,} steps done"
         if limits.epochs and self._cursor.epoch >= limits.epochs:
             return f"{limits.epochs:,} epochs done"
-        if limits.minutes and self._seconds() >= limits.minutes * 60:
+        if flags[0][1]:
             return f"{limits.minutes:g} minutes done"
         if limits.patience and memory.best and memory.num_stale >= limits.patience:
             best = f"{memory.best.value:.4f} (step {memory.best.step:,})"
@@ -182,12 +206,13 @@ class _Loop:
     def _rates(self) -> Rates:
         warmup = self._config.train.warmup_steps
         factor = min(1.0, (self._state.num_steps + 1) / warmup) if warmup else 1.0
-        return Rates(dense=self._config.dense.lr * factor, rows=self._config.embedding.lr * factor)
+        clip = Clip(self._config.train.clip_norm, rows=self._config.train.clip == "all")
+        return Rates(dense=self._config.dense.lr * factor, rows=self._config.embedding.lr * factor, clip=clip)
 
     def _restore(self) -> TrainState:
         if not checkpoint.complete_steps(self._run.checkpoints):
-            return self._run.new_state()
-        state, manifest = self._run.load_state()
+            return self._run.new_state(self._lanes)
+        state, manifest = self._run.load_state(lanes=self._lanes)
         progress = manifest.progress
         best = Best(**progress["best"]) if progress["best"] else None
         self._memory = Memory(seconds=progress["seconds"], best=best, num_stale=progress["num_stale"])
@@ -197,10 +222,18 @@ class _Loop:
     def _save(self) -> None:
         self._memory.seconds, self._since = self._seconds(), time.monotonic()
         content = contents_of(self._state)
-        _check_finite(content, self._state.num_steps)
-        checkpoint.save(self._run.checkpoints, self._state.num_steps, self._cursor, asdict(self._memory), content)
-        best = self._memory.best.step if self._memory.best else None
-        checkpoint.prune(self._run.checkpoints, keep_last=self._config.train.keep_last, keep=best)
+        _check_finite(content, self._state.num_steps, self._lanes.control)
+        checkpoint.save(
+            self._run.checkpoints,
+            self._state.num_steps,
+            self._cursor,
+            asdict(self._memory),
+            content,
+            self._lanes.control,
+        )
+        if self._leads:
+            best = self._memory.best.step if self._memory.best else None
+            checkpoint.prune(self._run.checkpoints, keep_last=self._config.train.keep_last, keep=best)
 
 
 def _reopen(config: Config, folder: Path) -> Run:
@@ -229,15 +262,20 @@ def _with_threads(config: Config) -> Config:
     return replace(config, train=replace(config.train, num_threads=config.train.num_threads or torch.get_num_threads()))
 
 
-def _check_finite(content: dict[str, dict[str, Any]], num_steps: int) -> None:
-    """Raises TrainError if a weight overflowed in its last update: such a state is not worth a checkpoint."""
-    for file, tensors in content.items():
-        for name, tensor in tensors.items():
-            if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-                raise TrainError(
-                    f"{file}/{name} is not finite after step {num_steps}; nothing was saved. "
-                    "Lower the learning rates and go on from the last checkpoint."
-                )
+def _check_finite(content: dict[str, dict[str, Tensor]], num_steps: int, control: Lane) -> None:
+    """Raises TrainError on every rank if a weight overflowed in its last update: not worth a checkpoint."""
+    flawed = [
+        f"{file}/{name}"
+        for file, tensors in content.items()
+        for name, tensor in tensors.items()
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all())
+    ]
+    found = [data.decode() for data in control.all_gather_bytes("".join(flawed[:1]).encode(), name="finite")]
+    if seen := next(filter(None, found), None):
+        raise TrainError(
+            f"{seen} is not finite after step {num_steps}; nothing was saved. "
+            "Lower the learning rates and go on from the last checkpoint."
+        )
 
 
 def _trackers(run: Run, num_steps: int) -> Tracker:

@@ -64,7 +64,7 @@ def test_other_damage_has_its_own_message(tmp_path):
     folder = save(tmp_path)
     manifest = json.loads((folder / "manifest.json").read_text())
     (folder / "manifest.json").write_text(json.dumps({**manifest, "format": 99}))
-    with pytest.raises(CheckpointError, match="format 99; this version reads format 1"):
+    with pytest.raises(CheckpointError, match="format 99; this version reads format 2"):
         checkpoint.load(folder)
     (folder / "manifest.json").write_text("{")
     with pytest.raises(CheckpointError, match="is not JSON"):

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-
 from benchmarks import measure, netlab
 from benchmarks.measure import Spread
 

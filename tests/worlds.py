@@ -55,6 +55,7 @@ def small_config(path: Path, model: str = "hstu", loss: str = "sampled", **train
         data=replace(recipe.data, path=str(path), max_len=8, batch_size=11),
         model=replace(MODELS[model], dropout=0.2),
         loss=LOSSES[loss],
+        embedding=replace(recipe.embedding, num_buckets=4),
         train=replace(recipe.train, **settings),
         eval=replace(recipe.eval, ks=(1, 10), num_bootstrap=100),
     )

@@ -31,9 +31,18 @@ class Loader:
     """The training batches of a split."""
 
     def __init__(
-        self, sequences: Sequences, split: Split, config: DataConfig, *, seed: int, features: tuple[str, ...] = ()
+        self,
+        sequences: Sequences,
+        split: Split,
+        config: DataConfig,
+        *,
+        seed: int,
+        rank: int = 0,
+        world_size: int = 1,
+        features: tuple[str, ...] = (),
     ):
         self._config, self._seed = config, seed
+        self._rank, self._world_size = rank, world_size
         self._builder = BatchBuilder(sequences, split, features)
         self._end = split.train_end
         self._start = truncate(np.maximum(split.train_end - 1, 0), config.max_len, config.truncate_block)
@@ -55,9 +64,9 @@ class Loader:
         return len(self._cuts(epoch)[1]) - 1
 
     def batch(self, cursor: Cursor) -> Batch:
-        """The global batch at a cursor."""
+        """This rank's share of the global batch at a cursor."""
         order, cuts = self._cuts(cursor.epoch)
-        samples = order[cuts[cursor.number] : cuts[cursor.number + 1]]
+        samples = order[cuts[cursor.number] : cuts[cursor.number + 1]].tensor_split(self._world_size)[self._rank]
         rows = samples.numpy()
         return self._builder.training(cursor, samples, self._start[rows], self._end[rows])
 

@@ -38,7 +38,15 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddingConfig(OptimizerConfig):
-    """How embedding rows are optimised. A row is updated only in steps that look it up."""
+    """How embedding rows are kept and optimised. A row is updated only in steps that look it up."""
+
+    num_buckets: int = 64
+    """Fixed partition of all ids; ranks own ranges of buckets, so it is the largest number of ranks."""
+
+    def problems(self) -> Iterator[str]:
+        yield from OptimizerConfig.problems(self)
+        if not 1 <= self.num_buckets <= 65536:
+            yield f"num_buckets is {self.num_buckets}; it must be in 1 .. 65,536"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -63,7 +63,7 @@ class Rows:
         # F.embedding, not unique[index]: the backward of advanced indexing is not deterministic.
         vectors = torch.nn.functional.embedding(self.index.reshape(-1), self.unique)
         if self.lookup.offsets is None:
-            return vectors.reshape(*self.index.shape, -1)
+            return vectors.reshape(*self.index.shape, self.unique.shape[1])
         if self.lookup.weights is not None:
             vectors = vectors * self.lookup.weights.unsqueeze(1)
         return pool_bags(vectors, self.lookup.offsets, self.lookup.pool)

@@ -68,7 +68,7 @@ class Retrieval(nn.Module):
             )
             loss = full_softmax(queries, catalogue, place.index_select(0, positives), segment=self.loss.segment)
         else:
-            negatives = rows["negatives"].index.reshape(len(positives), -1)
+            negatives = rows["negatives"].index.reshape(len(positives), self.loss.num_negatives)
             loss = sampled_softmax(queries, items, positives, negatives, segment=self.loss.segment)
         return Output(loss)
 

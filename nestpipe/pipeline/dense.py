@@ -1,7 +1,8 @@
 """The dense part of a model as one flat buffer of fixed layout, with its optimizer.
 
 Parameters become views of `weights` and their gradients views of `grads`, in the order of `named_parameters`. One
-buffer makes one update, one norm, one finite check, and later one exchange.
+buffer makes one update, one norm, one finite check and one exchange: gradients are summed over ranks in rank order, so
+the sum is the same on every rank and in every run. (DDP regroups its buckets after the first step, which changes bits.)
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from nestpipe.comm import Lane
 from nestpipe.embedding.config import DenseConfig
 from nestpipe.embedding.optim import OPTIMIZERS
 
@@ -16,7 +18,8 @@ from nestpipe.embedding.optim import OPTIMIZERS
 class Dense:
     """Owns the memory of a module's parameters and gradients."""
 
-    def __init__(self, module: nn.Module, config: DenseConfig):
+    def __init__(self, module: nn.Module, config: DenseConfig, lane: Lane):
+        self._lane = lane
         self._named = dict(module.named_parameters())
         parameters = list(self._named.values())
         self.weights = torch.cat([parameter.detach().flatten() for parameter in parameters])
@@ -30,6 +33,10 @@ class Dense:
         for parameter, weight, grad in zip(parameters, self.weights.split(sizes), self.grads.split(sizes), strict=True):
             parameter.data = weight.view_as(parameter)
             parameter.grad = grad.view_as(parameter)
+
+    def sync(self) -> None:
+        """Replaces the gradients by their sum over all ranks."""
+        self._lane.sum_in_rank_order(self.grads)
 
     def update(self, lr: float) -> None:
         """One optimizer step with the gradients collected since `zero_grads`."""

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from typing import cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from nestpipe.comm import Lane
 from nestpipe.draw import Draw
 from nestpipe.embedding.route import route
-from nestpipe.embedding.table import Table
+from nestpipe.embedding.sharded import Sharded, Window
 from nestpipe.errors import TrainError
 from nestpipe.jagged import Batch
 from nestpipe.model import Model, Output
@@ -22,54 +23,96 @@ class TrainState:
     """All that a step reads and changes."""
 
     model: Model
-    tables: dict[str, Table]
+    embedding: Sharded
     dense: Dense
+    control: Lane  # for what all ranks must agree on
     seed: int
+    num_parts: int = 1
     num_steps: int = 0  # steps done
 
 
 @dataclass(frozen=True, slots=True)
-class Rates:
-    """The learning rates of one step."""
+class Clip:
+    """Gradients are scaled down to this norm, 0 for never: of the dense part alone, or of dense part and rows."""
 
-    dense: float
+    norm: float = 0.0
+    rows: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """The settings of one step, captured with its batch."""
+
+    dense: float  # learning rates
     rows: float
+    clip: Clip = Clip()
 
 
 def step(state: TrainState, batch: Batch, rates: Rates) -> dict[str, float]:
-    """Trains on one batch; returns the loss and the model's logs, averaged over the batch's weight."""
-    draw = Draw(state.seed, state.num_steps)
-    plan = route(state.model.lookups(batch, draw))  # 1 which rows
-    leaves = {name: state.tables[name].fetch(ids).requires_grad_() for name, ids in plan.unique.items()}  # 2 fetch them
-    weight = state.model.weight(batch)
-    if weight > 0:
-        state.dense.zero_grads()
-        output = cast(nn.Module, state.model)(plan.rows(leaves), batch, draw)  # 3 forward
-        (output.loss_sum / weight).backward()  # 4 backward: dense gradients and row gradients
-        grads = {name: _grad(leaf) for name, leaf in leaves.items()}
-        _check_finite(state, output, grads)  # 5 nothing is updated if anything is not finite
-        state.dense.update(rates.dense)  # 6 dense step
-        for name, ids in plan.unique.items():  # 7 one step per row
-            state.tables[name].update(ids, grads[name], rates.rows)
+    """Trains on one rank's share of a batch; returns the loss and the model's logs, averaged over all ranks' weight."""
+    model, draw = cast(nn.Module, state.model), Draw(state.seed, state.num_steps)
+    parts = batch.split(state.num_parts)
+    lookups = [state.model.lookups(part, draw) for part in parts]
+    plan = route(lookups, list(state.embedding.tables), state.embedding.owners)  # 1 which rows, who owns them
+    window = state.embedding.open(plan, state.model.weight(batch))  # 2 ids out, global weight agreed, rows retrieved
+    state.dense.zero_grads()
+    sums: dict[str, float] = {}
+    for number, part in enumerate(parts):
+        leaves = window.fetch(number)  # 3 rows of first use; leaf tensors
+        output = model(plan.rows(number, leaves), part, draw)  # 4 dense forward
+        (output.loss_sum / (window.weight or 1.0)).backward()  # 5 dense backward, row gradients
+        window.send_grads(number, leaves)  # 6 gradients of last use go home
+        _add(sums, output)
+    means = _agree(state, window, sums)  # 7 nothing is updated if any rank saw a non-finite value
+    if window.weight > 0:
+        state.dense.sync()  # 8 dense gradients agree on every rank
+        _clip(state, window, rates.clip)
+        state.dense.update(rates.dense)  # 9 one dense step, and one step per touched row
+        window.update(rates.rows)
     state.num_steps += 1
-    return _means(output, weight) if weight > 0 else {}
+    return means
 
 
-def _grad(leaf: Tensor) -> Tensor:
-    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+def _add(sums: dict[str, float], output: Output) -> None:
+    for name, value in {"loss": output.loss_sum, **output.logs}.items():
+        sums[name] = sums.get(name, 0.0) + value.item()
 
 
-def _check_finite(state: TrainState, output: Output, grads: dict[str, Tensor]) -> None:
-    """Raises TrainError if the loss or a gradient is not finite."""
-    named = {"loss": output.loss_sum, "dense gradient": state.dense.grads}
-    for name, values in {**named, **{f"gradient of table '{name}'": grad for name, grad in grads.items()}}.items():
-        if not bool(torch.isfinite(values).all()):
-            seen = values[~torch.isfinite(values)].flatten()[0].item()
-            raise TrainError(f"{name} is {seen} at step {state.num_steps + 1}; no parameter was updated.")
+def _agree(state: TrainState, window: Window, sums: dict[str, float]) -> dict[str, float]:
+    """Means of the logged sums over all ranks; raises TrainError on every rank if any saw a non-finite value."""
+    gathered = state.control.all_gather_floats(
+        [*_not_finite(state, window, sums["loss"]), *sums.values()], name="flags"
+    )
+    for rank, (code, seen, *_) in enumerate(gathered):
+        if code:
+            kinds = ["loss", "dense gradient", *(f"gradient of table '{table}'" for table in state.embedding.tables)]
+            where = f"at step {state.num_steps + 1} on rank {rank}"
+            raise TrainError(f"{kinds[int(code) - 1]} is {seen} {where}; no parameter was updated.")
+    totals = [sum(column) for column in zip(*(values[2:] for values in gathered), strict=True)]  # in rank order
+    return {name: total / window.weight for name, total in zip(sums, totals, strict=True)} if window.weight else {}
 
 
-def _means(output: Output, weight: float) -> dict[str, float]:
-    return {
-        "loss": output.loss_sum.item() / weight,
-        **{name: value.item() / weight for name, value in output.logs.items()},
-    }
+def _not_finite(state: TrainState, window: Window, loss: float) -> tuple[float, float]:
+    """Which of loss, dense gradients and row gradients as sent is too large to be summed over all ranks: a code, a value."""
+    limit = torch.finfo(state.dense.grads.dtype).max / state.control.world.size
+    for code, values in enumerate([torch.tensor([loss]), state.dense.grads, *window.sent_grads().values()], start=1):
+        largest = values.abs().max().item() if values.numel() else 0.0  # nan if there is one
+        if not largest <= limit:
+            return code, largest
+    return 0, 0.0
+
+
+def _clip(state: TrainState, window: Window, clip: Clip) -> None:
+    """Scales the gradients down to the norm: squares in fp64, rows by ascending id, owners in rank order."""
+    if not clip.norm:
+        return
+    grads = {**window.owned_grads()} if clip.rows else {}
+    own = 0.0
+    for rows in grads.values():
+        own += rows.double().square().sum(1).sum().item()
+    square = state.dense.grads.double().square().sum().item()
+    square += sum(value for (value,) in state.control.all_gather_floats([own], name="norm"))
+    norm = square**0.5
+    if norm > clip.norm:
+        for values in (state.dense.grads, *grads.values()):
+            values.mul_(clip.norm / norm)

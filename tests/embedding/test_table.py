@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from nestpipe.embedding.config import EmbeddingConfig
 from nestpipe.embedding.optim import OPTIMIZERS
+from nestpipe.embedding.owner import Owners
 from nestpipe.embedding.route import dedupe, route
 from nestpipe.embedding.spec import Lookup, TableSpec
 from nestpipe.embedding.table import Table
@@ -127,17 +128,25 @@ def test_export_and_load_keep_every_bit():
     assert all(torch.equal(a, b) for a, b in zip(one.export().values(), other.export().values(), strict=True))
 
 
+def rows_of(lookups, leaves):
+    plan = route([lookups], list(leaves), Owners(1, 1))
+    assert all(torch.equal(table.ids, table.ids.sort().values) for table in plan.tables.values())
+    return plan, plan.rows(0, leaves)
+
+
 def test_lookups_of_one_table_share_their_rows():
-    plan = route(
-        {
-            "a": Lookup(table="item", ids=torch.tensor([7, 3, 7])),
-            "b": Lookup(table="item", ids=torch.tensor([3, 9]), offsets=torch.tensor([0, 2, 2]), pool="mean"),
-            "c": Lookup(table="user", ids=torch.tensor([-5])),
-        }
-    )
-    assert {name: ids.tolist() for name, ids in plan.unique.items()} == {"item": [3, 7, 9], "user": [-5]}
     leaf = torch.arange(6.0).reshape(3, 2).requires_grad_()
-    rows = plan.rows({"item": leaf, "user": torch.zeros(1, 2)})
+    lookups = {
+        "a": Lookup(table="item", ids=torch.tensor([7, 3, 7])),
+        "b": Lookup(table="item", ids=torch.tensor([3, 9]), offsets=torch.tensor([0, 2, 2]), pool="mean"),
+        "c": Lookup(table="user", ids=torch.tensor([-5])),
+    }
+    plan, rows = rows_of(lookups, {"item": leaf, "user": torch.zeros(1, 2), "unused": torch.zeros(0, 2)})
+    assert {name: table.ids.tolist() for name, table in plan.tables.items()} == {
+        "item": [3, 7, 9],
+        "user": [-5],
+        "unused": [],
+    }
     assert rows["a"].gather().tolist() == [[2, 3], [0, 1], [2, 3]]
     assert rows["b"].gather().tolist() == [[2, 3], [0, 0]]
     (rows["a"].gather().sum() + rows["b"].gather().sum()).backward()
@@ -148,7 +157,7 @@ def test_pooling_with_weights():
     lookup = Lookup(
         table="t", ids=torch.tensor([1, 2]), offsets=torch.tensor([0, 2]), weights=torch.tensor([2.0, 3.0]), pool="sum"
     )
-    rows = route({"x": lookup}).rows({"t": torch.tensor([[1.0], [10.0]])})
+    _, rows = rows_of({"x": lookup}, {"t": torch.tensor([[1.0], [10.0]])})
     assert rows["x"].gather().tolist() == [[32.0]]
 
 

@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from nestpipe.draw import Draw
+from nestpipe.embedding.owner import Owners
 from nestpipe.embedding.route import route
 from nestpipe.errors import ConfigError
 from nestpipe.jagged import Batch, Cursor, Jagged
@@ -37,10 +38,10 @@ def batch_of(lengths, seed=0):
 
 
 def rows_for(lookups, dtype, dim=8):
-    plan = route(lookups)
+    plan = route([lookups], ["item"], Owners(1, 1))
     table = torch.randn(200, dim, generator=torch.Generator().manual_seed(5), dtype=torch.float64).to(dtype)
-    leaf = table.index_select(0, plan.unique["item"]).requires_grad_()
-    return plan.rows({"item": leaf}), leaf
+    leaf = table.index_select(0, plan.tables["item"].ids).requires_grad_()
+    return plan.rows(0, {"item": leaf}), leaf
 
 
 def encode(model, batch, dtype=torch.float64):

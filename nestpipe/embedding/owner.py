@@ -1,0 +1,41 @@
+"""Who holds an id: a fixed hash puts it into one of a fixed number of buckets, and ranks own ranges of buckets.
+
+The bucket of an id never changes; the owner of a bucket depends on the number of ranks alone. So a checkpoint written
+bucket by bucket loads on any number of ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from nestpipe.hashing import mix64_, shift_right
+
+
+@dataclass(frozen=True, slots=True)
+class Owners:
+    """The ranks that own the buckets."""
+
+    num_buckets: int
+    world_size: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.world_size <= self.num_buckets:
+            raise ValueError(
+                f"{self.world_size} ranks cannot share {self.num_buckets} buckets; there must be one for each"
+            )
+
+    def bucket_of(self, ids: Tensor) -> Tensor:
+        """The bucket [n] of each id."""
+        # The upper half of the hash: multiplying and shifting spreads it evenly over any number of buckets.
+        return shift_right(mix64_(ids.clone()), 32).mul_(self.num_buckets).bitwise_right_shift_(32)
+
+    def owner_of(self, ids: Tensor) -> Tensor:
+        """The rank [n] that holds each id."""
+        return self.bucket_of(ids).mul_(self.world_size).div_(self.num_buckets, rounding_mode="floor")
+
+    def buckets_of(self, rank: int) -> range:
+        """The buckets that a rank owns."""
+        first, last = (-(-edge * self.num_buckets // self.world_size) for edge in (rank, rank + 1))
+        return range(first, last)

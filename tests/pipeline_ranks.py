@@ -1,0 +1,87 @@
+"""What the ranks of the sharding tests run; functions here are called by name in other processes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from nestpipe.comm import World
+from nestpipe.data.loader import Loader
+from nestpipe.data.sequences import Sequences
+from nestpipe.data.splits import make_split
+from nestpipe.embedding.optim import OPTIMIZERS
+from nestpipe.embedding.owner import Owners
+from nestpipe.embedding.sharded import Sharded
+from nestpipe.embedding.table import Table
+from nestpipe.jagged import Cursor
+from nestpipe.models.retrieval import build_retrieval
+from nestpipe.pipeline.dense import Dense
+from nestpipe.pipeline.sequential import Clip, Rates, TrainState, step
+from nestpipe.run import Lanes
+from tests.worlds import small_config
+
+State = dict[str, torch.Tensor]
+
+
+def new_state(world: World, path: Path, settings: dict[str, Any]) -> tuple[TrainState, Loader]:
+    """A model on this rank: settings are model, loss, optimizer, parts, dtype, batch_size, native."""
+    config = small_config(path, settings.get("model", "hstu"), settings.get("loss", "sampled"))
+    data = replace(config.data, batch_size=settings.get("batch_size", 11))
+    optimizer = replace(config.embedding, optimizer=settings.get("optimizer", "adam"))
+    dense = replace(config.dense, optimizer=settings.get("optimizer", "adam"))
+    dtype = settings.get("dtype", torch.float64)
+    log, lanes = Sequences.open(path), Lanes.of(world)
+    loader = Loader(log, make_split(log, data), data, seed=0, rank=world.rank, world_size=world.size)
+    model = build_retrieval(
+        config.model, config.loss, catalogue=torch.from_numpy(np.array(log.catalogue)), max_len=8, seed=0, dtype=dtype
+    )
+    tables = {
+        spec.name: Table(
+            spec, OPTIMIZERS[optimizer.optimizer](optimizer), seed=0, dtype=dtype, native=settings.get("native")
+        )
+        for spec in model.tables
+    }
+    state = TrainState(
+        model=model,
+        embedding=Sharded(tables, lanes.rows, Owners(64, world.size)),
+        dense=Dense(model, dense, lanes.dense),
+        control=lanes.control,
+        seed=0,
+        num_parts=settings.get("parts", 1),
+    )
+    return state, loader
+
+
+def train_steps(world: World, path: Path, settings: dict[str, Any], num_steps: int) -> dict[str, State]:
+    """Trains from the first batch on; returns the losses, this rank's rows and the dense part."""
+    state, loader = new_state(world, path, settings)
+    rates = Rates(dense=0.002, rows=0.004, clip=settings.get("clip", Clip()))
+    cursor, losses = Cursor(0, 0), []
+    for _ in range(num_steps):
+        losses.append(step(state, loader.batch(cursor), rates)["loss"])
+        cursor = loader.next_cursor(cursor)
+    table = state.embedding.tables["item"]
+    owned = table.export()
+    assert bool((state.embedding.owners.owner_of(owned["ids"]) == world.rank).all())
+    return {
+        "table": owned,
+        "dense": state.dense.export(),
+        "losses": {"loss": torch.tensor(losses, dtype=torch.float64)},
+    }
+
+
+def merged(results: list[dict[str, State]]) -> State:
+    """All tensors of a run: rows of all ranks by id, and the dense part, which must be the same on every rank."""
+    for other in results[1:]:
+        for part in ("dense", "losses"):
+            assert all(torch.equal(a, b) for a, b in zip(results[0][part].values(), other[part].values(), strict=True))
+    tables = [result["table"] for result in results]
+    ids = torch.cat([table["ids"] for table in tables])
+    order = ids.argsort()
+    assert len(ids.unique()) == len(ids), "two ranks hold one id"
+    rows = {name: torch.cat([table[name] for table in tables]).index_select(0, order) for name in tables[0]}
+    return {**rows, **results[0]["dense"], **results[0]["losses"]}

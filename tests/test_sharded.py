@@ -1,0 +1,140 @@
+"""Rows on several ranks: the same training whatever the number of ranks and parts, and the same bits every time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nestpipe.embedding.owner import Owners
+from nestpipe.embedding.route import route
+from nestpipe.embedding.spec import Lookup
+from nestpipe.pipeline.sequential import Clip
+from tests.pipeline_ranks import merged, train_steps
+from tests.ranks import run_ranks
+from tests.worlds import small_log
+
+KINDS = [
+    ("hstu", "sampled", "adam"),
+    ("sasrec", "full", "adagrad"),
+    ("hstu", "full", "adagrad"),
+    ("sasrec", "sampled", "adam"),
+]
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory):
+    return small_log(tmp_path_factory.mktemp("sharded") / "log").path
+
+
+def run(world_size, log, num_steps, **settings):
+    return merged(run_ranks(world_size, train_steps, log, settings, num_steps))
+
+
+def worst(a, b):
+    """The largest difference, relative to the largest weight of the tensor's kind."""
+    assert a.keys() == b.keys()
+    assert torch.equal(a["ids"], b["ids"])
+    names = [name for name in a if a[name].is_floating_point()]
+    return max(
+        float((a[name] - b[name]).abs().max() / b[name].abs().max().clamp(min=1e-30))
+        for name in names
+        if a[name].numel()
+    )
+
+
+@pytest.mark.parametrize(("model", "loss", "optimizer"), KINDS)
+def test_every_world_size_trains_the_same_model(log, scale, model, loss, optimizer):
+    """fp64; sums in another order differ in the last bits, and fifty steps of Adam must not make more of it."""
+    settings = {"model": model, "loss": loss, "optimizer": optimizer}
+    one = run(1, log, 50, **settings)
+    assert one["loss"][-1] < one["loss"][0]
+    for world_size in (2, 3, 4):
+        assert worst(run(world_size, log, 50, **settings, parts=scale(world_size % 3 + 1, 3)), one) < 1e-12
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_the_same_world_twice_has_the_same_bits_with_either_index(log, world_size):
+    first, again, torch_index = (
+        run(world_size, log, 10, dtype=torch.float32, parts=2, native=native) for native in (None, None, False)
+    )
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert all(torch.equal(first[name], torch_index[name]) for name in first)
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_more_ranks_and_parts_than_samples(log, parts):
+    """Empty ranks and empty parts send their empty messages and change nothing."""
+    few = {"batch_size": 2, "parts": parts}
+    assert worst(run(4, log, 12, **few), run(1, log, 12, batch_size=2)) < 1e-12
+
+
+@pytest.mark.parametrize("rows", [False, True])
+def test_clipping_is_the_same_on_every_world_size(log, rows):
+    clip = Clip(0.05, rows=rows)
+    one, three = (run(size, log, 10, optimizer="sgd", clip=clip) for size in (1, 3))
+    assert worst(three, one) < 1e-12
+    assert worst(one, run(1, log, 10, optimizer="sgd")) > 1e-6, "the norm must be reached for this to mean anything"
+
+
+def poisoned(world, path):
+    from nestpipe.data.loader import Loader  # noqa: F401
+    from nestpipe.errors import TrainError
+    from nestpipe.jagged import Cursor
+    from nestpipe.pipeline.sequential import Rates, step
+    from tests.pipeline_ranks import new_state
+
+    state, loader = new_state(world, path, {})
+    before = state.dense.export()
+    if world.rank == 1:
+        with torch.no_grad():
+            state.model.backbone.blocks[0].out.bias[0] = torch.inf
+        before = state.dense.export()
+    try:
+        step(state, loader.batch(Cursor(0, 0)), Rates(0.1, 0.1))
+    except TrainError as error:
+        after = state.dense.export()
+        table = state.embedding.tables["item"].export()
+        same = all(torch.equal(a, b) for a, b in zip(before.values(), after.values(), strict=True))
+        return str(error), same, torch.equal(table["rows"], state.embedding.tables["item"].initial(table["ids"]))
+    return "no error", False, False
+
+
+def test_a_non_finite_value_on_one_rank_stops_all_before_any_update(log):
+    for message, dense_same, rows_same in run_ranks(3, poisoned, log):
+        assert "at step 1 on rank 1; no parameter was updated" in message
+        assert dense_same
+        assert rows_same
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7, 64])
+def test_buckets_cover_all_ranks_and_ids_do_not_move_between_buckets(world_size):
+    owners = Owners(64, world_size)
+    assert [b for rank in range(world_size) for b in owners.buckets_of(rank)] == list(range(64))
+    ids = torch.cat([torch.arange(-5000, 5000), torch.tensor([-(2**63), 2**63 - 1])])
+    bucket, owner = owners.bucket_of(ids), owners.owner_of(ids)
+    assert torch.equal(bucket, Owners(64, 1).bucket_of(ids))
+    assert all(int(b) in owners.buckets_of(int(o)) for b, o in zip(bucket, owner, strict=True))
+    counts = torch.bincount(bucket, minlength=64).double()
+    assert float((counts - counts.mean()).abs().max()) < 6 * float(counts.mean()) ** 0.5
+
+
+def test_more_ranks_than_buckets_are_refused():
+    with pytest.raises(ValueError, match="65 ranks cannot share 64 buckets"):
+        Owners(64, 65)
+
+
+def test_a_plan_sends_each_id_once_with_its_first_part_and_back_with_its_last():
+    parts = [
+        {"x": Lookup(table="t", ids=torch.tensor(ids, dtype=torch.int64))} for ids in ([5, 9, 5], [], [9, 2], [2, 7])
+    ]
+    owners = Owners(64, 3)
+    plan = route(parts, ["t"], owners).tables["t"]
+    first, last = {5: 0, 9: 0, 2: 2, 7: 3}, {5: 0, 9: 2, 2: 3, 7: 3}
+    ids = plan.ids.tolist()
+    assert sorted(ids) == [2, 5, 7, 9]
+    keys = [(int(owners.owner_of(torch.tensor([one]))), first[one], one) for one in ids]
+    assert keys == sorted(keys)
+    assert plan.last_part.tolist() == [last[one] for one in ids]
+    assert [[ids[place] for place in places.tolist()] for places in plan.places] == [[5, 9], [], [2, 9], [2, 7]]
+    for owner, counts in enumerate(plan.first_counts):
+        assert counts == [sum(key[:2] == (owner, part) for key in keys) for part in range(4)]
