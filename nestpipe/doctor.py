@@ -23,6 +23,7 @@ from typing import Literal
 import torch
 import tyro
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from torch.nn import functional as F
 
@@ -213,7 +214,8 @@ def show(results: Sequence[Check], console: Console) -> None:
     for column in ("check", "status", "found", "advice"):
         table.add_column(column, overflow="fold")
     for check in results:
-        table.add_row(check.name, f"[{colours[check.status]}]{check.status}[/]", check.detail, check.advice)
+        status = f"[{colours[check.status]}]{check.status}[/]"
+        table.add_row(escape(check.name), status, escape(check.detail), escape(check.advice))
     console.print(table)
 
 

@@ -18,7 +18,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-LANGUAGES = {"bash", "console", "python"}
+LANGUAGES = {"bash", "sh", "shell", "console", "python"}
 TIMEOUT_S = 240
 _FENCE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1``` *$", re.MULTILINE | re.DOTALL)
 
@@ -136,15 +136,27 @@ print(open("made").read())
 ```bash
 false | true
 ```
+
+```sh
+test -f made
+```
+
+```shell
+false
+```
+
+```
+output
+```
 """
 
 
 def test_blocks_are_found_and_run_in_one_folder(tmp_path: Path) -> None:
     blocks = blocks_of(PAGE)
-    assert [block.language for block in blocks] == ["bash", "bash", "console", "python", "bash"]
-    assert [block.needs for block in blocks] == ["a clone", None, None, None, None]
+    assert [block.language for block in blocks] == ["bash", "bash", "console", "python", "bash", "sh", "shell"]
+    assert [block.needs for block in blocks] == ["a clone", *[None] * 6]
     assert blocks[1].text == "echo one > made\n"
     assert PAGE.splitlines()[blocks[3].line - 1] == "```python"
     results = [run(block, tmp_path) for block in blocks[1:]]
-    assert [done.returncode for done in results] == [0, 0, 0, 1]
+    assert [done.returncode for done in results] == [0, 0, 0, 1, 0, 1]
     assert results[1].stdout == "one\n"

@@ -12,6 +12,7 @@ from pathlib import Path
 import polars as pl
 
 from nestpipe.data.build import BuildOptions, write_sequences
+from nestpipe.data.folder import check_place
 from nestpipe.data.schema import Schema
 from nestpipe.data.sequences import Sequences
 from nestpipe.data.source import LINE, RECORD, LogSource, columns_of, expand, require_columns
@@ -25,6 +26,7 @@ def ingest(
     """Every item of a line is an event of its user; a record of the counts is an event, not a line."""
     options = options or BuildOptions()
     if texts is not None:
+        check_place(Path(out), overwrite=options.overwrite, inputs=[Path(texts)])
         options = dataclasses.replace(options, attachments={**options.attachments, "text": _read_texts(texts)})
     return write_sequences(
         out, schema=SCHEMA, log=LogSource(paths=(str(path),), format="lines", transform=_events), options=options

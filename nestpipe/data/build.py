@@ -21,11 +21,11 @@ from numpy.typing import NDArray
 
 from nestpipe.data.columns import FeatureFiles
 from nestpipe.data.encode import make_encoders
-from nestpipe.data.events import ORDER, Quarantine, Reader
-from nestpipe.data.folder import ArrayFile, file_entry, publish_folder, save_array
+from nestpipe.data.events import KEY, ORDER, Quarantine, Reader
+from nestpipe.data.folder import FORMAT, META, ArrayFile, file_entry, publish_folder, save_array
 from nestpipe.data.schema import Schema, Scope
-from nestpipe.data.sequences import FORMAT, META, TIE_RULE, VERSION, Sequences, folder_digest
-from nestpipe.data.source import LogSource
+from nestpipe.data.sequences import QUARANTINE, TIE_RULE, VERSION, Sequences, folder_digest
+from nestpipe.data.source import LogSource, expand
 from nestpipe.data.spool import Bools, Spool
 from nestpipe.errors import ConfigError, DataError
 
@@ -44,7 +44,7 @@ class SideTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BuildOptions:
-    """How to build. `dedupe`, `row_filter`, `extra` and `attachments` decide what is stored, the others only how."""
+    """How to build. `dedupe`, `row_filter`, `extra`, `attachments` and `documents` decide what is stored, the others only how."""
 
     dedupe: bool = False
     """Keep the first of records that are equal in every column that is read."""
@@ -60,6 +60,8 @@ class BuildOptions:
     """Stored as meta['extra'], for example the origin of the data."""
     attachments: Mapping[str, pl.DataFrame] = field(default_factory=dict)
     """Frames stored beside the arrays as NAME.parquet."""
+    documents: Mapping[str, Any] = field(default_factory=dict)
+    """Stored beside the arrays as NAME.json."""
 
 
 def write_sequences(
@@ -74,7 +76,9 @@ def write_sequences(
     """Reads the log and the tables, writes the folder and opens it; raises DataError or ConfigError, leaving nothing."""
     options = options or BuildOptions()
     _check_job(schema, items=items, users=users, options=options)
-    with publish_folder(Path(out), overwrite=options.overwrite) as draft:
+    sources = [log, *(table.source for table in (items, users) if table is not None)]
+    inputs = [path for source in sources if isinstance(source, LogSource) for path in expand(source)]
+    with publish_folder(Path(out), overwrite=options.overwrite, inputs=inputs) as draft:
         _Build(draft, schema, options).run(log, items, users)
     return Sequences.open(out)
 
@@ -93,6 +97,8 @@ def _check_job(schema: Schema, *, items: SideTable | None, users: SideTable | No
         )
     if not 0 <= options.max_quarantine_share <= 1:
         raise ConfigError(f"max_quarantine_share is {options.max_quarantine_share}; it is a share between 0 and 1.")
+    if options.budget_rows < 1:
+        raise ConfigError(f"budget_rows is {options.budget_rows}; it takes at least 1 event in memory at a time.")
 
 
 @dataclass(slots=True)
@@ -116,7 +122,7 @@ class _Build:
 
     def run(self, log: Source, items: SideTable | None, users: SideTable | None) -> None:
         spool = Spool(self._draft / "spool", budget_rows=self._options.budget_rows)
-        with (self._draft / "quarantine.jsonl").open("w", encoding="utf-8") as bad:
+        with (self._draft / QUARANTINE).open("w", encoding="utf-8") as bad:
             sheet = Quarantine(bad, self._options.max_quarantine_share)
             for chunk in self._reader(sheet).log(log):
                 spool.add(chunk)
@@ -129,7 +135,7 @@ class _Build:
         catalogue = totals.logged_items
         if item_table is not None:
             catalogue = np.union1d(
-                catalogue, self._final(item_table.select(pl.col("key").alias("item")))["item"].to_numpy()
+                catalogue, self._final(item_table.select(pl.col(KEY).alias("item")))["item"].to_numpy()
             )
         save_array(self._draft / "catalogue.npy", catalogue)
         self._write_table(item_table, "item", catalogue, totals.logged_items)
@@ -190,12 +196,12 @@ class _Build:
             file.close()
         for feature in features:
             feature.close()
+        if not files["item"].num_rows:
+            raise DataError("the filter left no event; nothing was written. Loosen it.")
         save_array(self._draft / "users.npy", np.concatenate(users))
         save_array(
             self._draft / "offsets.npy", np.concatenate([[0], np.cumsum(np.concatenate(lengths))]).astype(np.int64)
         )
-        if not files["item"].num_rows:
-            raise DataError("the filter left no event; nothing was written. Loosen it.")
         time_span = [min(span), max(span)] if span else None
         return _Totals(np.concatenate(users), logged, files["item"].num_rows, num_duplicates, time_span)
 
@@ -205,7 +211,7 @@ class _Build:
         """The features of a side table, one row per id; counts ids without attributes and attributes without events."""
         if table is None:
             return
-        keyed = self._final(table.rename({"key": scope}))
+        keyed = self._final(table.rename({KEY: scope}))
         known = keyed[scope].to_numpy()
         self._tables[scope] |= {
             "without_attributes": int((~np.isin(ids, known)).sum()),
@@ -223,6 +229,8 @@ class _Build:
                 table.write_parquet(self._draft / f"texts.{name}.parquet")
         for name, frame in self._options.attachments.items():
             frame.write_parquet(self._draft / f"{name}.parquet")
+        for name, document in self._options.documents.items():
+            (self._draft / f"{name}.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 
     def _write_meta(self, sheet: Quarantine, totals: _Totals, filtered: dict[str, int], num_items: int) -> None:
         counts = {

@@ -86,13 +86,21 @@ class Ingest(Writing):
     feature: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """name:kind:scope[:option=value]..., any number of times; the options are the fields of a Feature."""
     items_table: str | None = None
-    """File of item attributes; its column of ids is named as in the log."""
+    """File of item attributes; read with the log's delimiter, encoding and format if it has the log's ending."""
+    items_key: str = ""
+    """Column of item ids in that file; named as in the log if not given."""
+    items_delimiter: str = ""
+    """CSV: between fields of that file."""
     users_table: str | None = None
-    """File of user attributes; its column of ids is named as in the log."""
+    """File of user attributes; likewise."""
+    users_key: str = ""
+    """Column of user ids in that file; named as in the log if not given."""
+    users_delimiter: str = ""
+    """CSV: between fields of that file."""
     format: Format = "auto"
     """Format of the log; by its ending if not given."""
     delimiter: str = ""
-    """CSV: between fields; tab for .tsv, comma otherwise."""
+    r"""CSV: between fields, \t for a tab; by default a tab for .tsv, a comma otherwise."""
     columns: str = ""
     """CSV without header: the names of its columns, like user,item,time."""
     encoding: str = "utf-8"
@@ -112,19 +120,43 @@ class Ingest(Writing):
         )
         columns = tuple(self.columns.split(",")) if self.columns else ()
         log = LogSource(
-            paths=self.paths, format=self.format, delimiter=self.delimiter, columns=columns, encoding=self.encoding
+            paths=self.paths,
+            format=self.format,
+            delimiter=_tabbed(self.delimiter),
+            columns=columns,
+            encoding=self.encoding,
         )
-        items = (
-            None if self.items_table is None else SideTable(source=LogSource(paths=(self.items_table,)), key=self.item)
-        )
-        users = (
-            None if self.users_table is None else SideTable(source=LogSource(paths=(self.users_table,)), key=self.user)
-        )
+        items = self._table(self.items_table, key=self.items_key or self.item, delimiter=self.items_delimiter)
+        users = self._table(self.users_table, key=self.users_key or self.user, delimiter=self.users_delimiter)
 
         def work(options: BuildOptions) -> Sequences:
             return write_sequences(self.out, schema=schema, log=log, items=items, users=users, options=options)
 
         self.build(work, dedupe=self.dedupe)
+
+    def _table(self, path: str | None, *, key: str, delimiter: str) -> SideTable | None:
+        if path is None:
+            return None
+        source = LogSource(paths=(path,), delimiter=_tabbed(delimiter))
+        if _ending(path) == _ending(self.paths[0]):
+            source = dataclasses.replace(
+                source,
+                format=self.format,
+                delimiter=source.delimiter or _tabbed(self.delimiter),
+                encoding=self.encoding,
+            )
+        return SideTable(source=source, key=key)
+
+
+def _tabbed(delimiter: str) -> str:
+    """A shell passes a backslash and a t where a tab is meant."""
+    return delimiter.replace("\\t", "\t")
+
+
+def _ending(path: str) -> str:
+    """The ending of a file's name that tells its format, in front of .gz or .zst."""
+    suffixes = [suffix for suffix in Path(path.lower()).suffixes if suffix not in {".gz", ".zst"}]
+    return suffixes[-1] if suffixes else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -274,7 +306,7 @@ def parse_feature_flag(text: str) -> Feature:
         legal = typing.get_args(kinds[option])
         if typing.get_origin(kinds[option]) is typing.Literal and value not in legal:
             raise ConfigError(f"--feature {text!r}: {option} is '{value}', but it must be one of {', '.join(legal)}.")
-        if kinds[option] is int and not value.isdigit():
+        if kinds[option] is int and not value.isdecimal():
             raise ConfigError(f"--feature {text!r}: {option} is '{value}', but it must be a whole number.")
         values[option] = int(value) if kinds[option] is int else value
     return Feature(name=name, **values)

@@ -6,10 +6,11 @@ from datetime import UTC, datetime
 
 import numpy as np
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from nestpipe.data.schema import Feature
-from nestpipe.data.sequences import Sequences, StoredFeature
+from nestpipe.data.sequences import QUARANTINE, Sequences, StoredFeature
 
 _BAR = 40
 
@@ -18,7 +19,7 @@ def describe(sequences: Sequences, *, histogram: bool = False) -> None:
     """Prints counts, time span, features and quarantine; on request how long the histories are."""
     console = Console()
     counts = sequences.meta["counts"]
-    console.print(f"[bold]{sequences.path}[/bold]  digest {sequences.digest[:16]}", highlight=False)
+    console.print(f"[bold]{escape(str(sequences.path))}[/bold]  digest {sequences.digest[:16]}", highlight=False)
     parts = [
         f"{counts[name]:,} {name}"
         for name in ("kept", "quarantined", "filtered", "duplicates")
@@ -32,9 +33,15 @@ def describe(sequences: Sequences, *, histogram: bool = False) -> None:
     )
     if (span := sequences.meta["time_span_ms"]) is not None:
         console.print(f"from {_date(span[0])} to {_date(span[1])} UTC; {sequences.meta['tie_rule']}", highlight=False)
+    for scope, table in sequences.meta["tables"].items():
+        console.print(
+            f"{scope} table: {table['kept']:,} of {table['read']:,} records kept, {table['not_in_log']:,} of them not in the log; "
+            f"{table['without_attributes']:,} {scope}s without attributes",
+            highlight=False,
+        )
     _print_reasons(sequences, console)
     for note in sequences.meta["notes"]:
-        console.print(f"note: {note}", highlight=False, style="yellow")
+        console.print(f"note: {note}", highlight=False, markup=False, style="yellow")
     if sequences.schema.features:
         console.print(_feature_table(sequences))
     if histogram:
@@ -53,11 +60,11 @@ def _print_reasons(sequences: Sequences, console: Console) -> None:
     }
     for where, reasons in sheets.items():
         for reason, count in reasons.items():
-            console.print(f"  quarantined from the {where}: {count:,} x {reason}", highlight=False)
+            console.print(f"  quarantined from the {where}: {count:,} x {reason}", highlight=False, markup=False)
     for reason, count in meta["filtered"].items():
-        console.print(f"  filtered: {count:,} x {reason}", highlight=False)
+        console.print(f"  filtered: {count:,} x {reason}", highlight=False, markup=False)
     if any(sheets.values()):
-        console.print(f"  the records are in {sequences.path / 'quarantine.jsonl'}", highlight=False)
+        console.print(f"  the records are in {sequences.path / QUARANTINE}", highlight=False, markup=False)
 
 
 def _feature_table(sequences: Sequences) -> Table:

@@ -1,30 +1,39 @@
 """Logs and side tables through a schema into clean typed chunks; bad records go to the quarantine.
 
-    files -> raw chunks -> typed chunks (user, item, time in ms, features, `_order`)      read = kept + quarantined
+    files -> raw chunks -> typed chunks (user, item, time in ms, features, `#order`)      read = kept + quarantined
                         -> quarantine.jsonl: file, record, reason, the raw values
 
-`_order` numbers the records of the whole log; it decides among equal times.
+`#order` numbers the records of the whole log; it decides among equal times. The names with # are ours: no feature,
+whose name is an identifier, can have one.
 """
 
 from __future__ import annotations
 
+import heapq
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 import polars as pl
+from numpy.typing import NDArray
 
 from nestpipe.data.encode import Encoder
 from nestpipe.data.parse import Typed, parse_feature, parse_key, parse_time
 from nestpipe.data.schema import Schema, Scope
-from nestpipe.data.source import RECORD, LogSource, RawChunk, read_raw
+from nestpipe.data.source import JSON_MARK, RECORD, LogSource, RawChunk, read_raw, shown
 from nestpipe.errors import DataError
 
-ORDER = "_order"
-_EARLY = 1_000_000  # records after which a log with too many bad ones is given up before its end
+ORDER = "#order"
+KEY = "#key"
+_FILE = "#file"
+# Only a log of which more than half of the first records is bad is given up before its end; otherwise the share in the
+# whole log decides, so that it does not matter where the log is cut into chunks.
+_EARLY = 100_000
+_HOPELESS = 0.5
+_JSON = json.JSONEncoder(ensure_ascii=False, default=str)  # once: json.dumps would make one for every record
 
 
 @dataclass(slots=True)
@@ -41,28 +50,43 @@ class Quarantine:
     def num_bad(self) -> int:
         return self.reasons.total()
 
-    def add(self, *, file: str, record: int, reason: str, values: Mapping[str, object] | str) -> None:
-        """One bad record."""
-        entry = {"file": file, "record": record, "reason": reason, "values": values}
-        self.file.write(json.dumps(entry, ensure_ascii=False, default=str) + "\n")
-        self.reasons[reason] += 1
-        if reason not in self.first:
-            shown = json.dumps(values, ensure_ascii=False, default=str)
-            self.first[reason] = f"record {record:,} of {file}: {shown[:200]}"
+    def count(self, num_read: int, reasons: Mapping[str, int]) -> None:
+        """Records that were read, and the bad ones among them."""
+        self.num_read += num_read
+        self.reasons.update(reasons)
 
-    def check_share(self, *, final: bool) -> None:
-        """Raises DataError if too many records are bad, with the most common reasons."""
-        if (final or self.num_read >= _EARLY) and self.num_bad > self.max_share * self.num_read:
-            lines = [
-                f"  - {count:,} x {reason}; first {self.first[reason]}" for reason, count in self.reasons.most_common(5)
-            ]
-            raise DataError(
-                f"{self.num_bad:,} of {self.num_read:,} records are bad ({self.num_bad / self.num_read:.1%}), more than the "
-                f"{self.max_share:.1%} that max_quarantine_share allows; nothing was written. Most common reasons:\n"
-                + "\n".join(lines)
-                + "\n"
-                "Mend the log or the column mapping, or raise max_quarantine_share."
-            )
+    def is_hopeless(self) -> bool:
+        """Whether so much is bad that the rest need not be read."""
+        return self.max_share < _HOPELESS and self.num_read >= _EARLY and self.num_bad > _HOPELESS * self.num_read
+
+    def write(self, file: str, entries: Iterable[tuple[int, str, object]]) -> None:
+        """The record number, reason and raw values of records that have been counted."""
+        for record, reason, values in entries:
+            entry = {"file": file, "record": record, "reason": reason, "values": values}
+            self.file.write(_JSON.encode(entry) + "\n")
+            if reason not in self.first:
+                self.first[reason] = f"record {record:,} of {file}: {_JSON.encode(values)[:200]}"
+
+    def check_share(self) -> None:
+        """Raises DataError if too many of all records are bad."""
+        if self.num_bad > self.max_share * self.num_read:
+            raise self.too_many("")
+
+    def too_many(self, when: str) -> DataError:
+        """The error for too many bad records, with the share and the most common reasons."""
+        share, allowed = self.num_bad / self.num_read, self.max_share
+        places = 1
+        while f"{share:.{places}%}" == f"{allowed:.{places}%}" and places < 9:
+            places += 1
+        lines = [
+            f"  - {count:,} x {reason}; first {self.first[reason]}" for reason, count in self.reasons.most_common(5)
+        ]
+        return DataError(
+            f"{self.num_bad:,} of {self.num_read:,} records{when} are bad ({share:.{places}%}), more than the "
+            f"{allowed:.{places}%} that max_quarantine_share allows; nothing was written. Most common reasons:\n"
+            + "\n".join(lines)
+            + "\nMend the log or the column mapping, or raise max_quarantine_share."
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,29 +108,35 @@ class Reader:
                 found.append(parse_time(frame[self.schema.time], self.schema.time_unit))
             return found + self._features(frame, "event")
 
-        for chunk in self._chunks(source, list(self.schema.log_columns()), typed, "reading the log"):
-            yield self._encoded(chunk.drop(RECORD))
+        keys = [self.schema.user, self.schema.item, *([self.schema.time] if self.schema.time else [])]
+        for chunk in self._chunks(source, list(self.schema.log_columns()), keys, typed, "reading the log"):
+            yield self._encoded(chunk.drop(RECORD, _FILE))
 
     def table(self, source: LogSource | pl.DataFrame, *, scope: Scope, key: str) -> pl.DataFrame:
-        """A whole side table, its key as column 'key'; later records of a key are quarantined."""
+        """A whole side table, its key as column `#key`; later records of a key are quarantined."""
         columns = [key]
         for feature in self.schema.of_scope(scope):
             columns += [feature.source, *([feature.weights] if feature.weights else [])]
 
         def typed(frame: pl.DataFrame) -> list[Typed]:
             ids = parse_key(frame[key], scope, self.encoders[scope].encoding)
-            return [Typed({"key": ids.columns[scope]}, ids.problems), *self._features(frame, scope)]
+            return [Typed({KEY: ids.columns[scope]}, ids.problems), *self._features(frame, scope)]
 
-        chunks = list(self._chunks(source, list(dict.fromkeys(columns)), typed, f"reading the {scope} table"))
-        table = self._first_of_each(pl.concat(chunks), scope).drop(RECORD, ORDER)
-        return self._encoded(table.rename({"key": scope})).rename({scope: "key"})
+        wanted = list(dict.fromkeys(columns))
+        chunks = list(self._chunks(source, wanted, [key], typed, f"reading the {scope} table"))
+        table = self._first_of_each(pl.concat(chunks), scope).drop(RECORD, ORDER, _FILE)
+        return self._encoded(table.rename({KEY: scope})).rename({scope: KEY})
 
     def _first_of_each(self, table: pl.DataFrame, scope: str) -> pl.DataFrame:
-        again = ~table["key"].is_first_distinct()
+        again = ~table[KEY].is_first_distinct()
         reason = f"{scope} appears again in the table"
-        for key, record in table.filter(again).select("key", RECORD).iter_rows():
-            self.quarantine.add(file=f"{scope} table", record=record, reason=reason, values={"key": key})
-        self.quarantine.check_share(final=True)
+        self.quarantine.count(0, {reason: int(again.sum())} if again.any() else {})
+        repeats = table.filter(again).drop(ORDER).rename({KEY: scope})
+        for (file,), part in repeats.group_by(_FILE, maintain_order=True):
+            rows = part.drop(_FILE, RECORD).iter_rows(named=True)
+            entries = zip(part[RECORD].to_list(), [reason] * part.height, rows, strict=True)
+            self.quarantine.write(str(file), entries)
+        self.quarantine.check_share()
         return table.filter(~again)
 
     def _encoded(self, frame: pl.DataFrame) -> pl.DataFrame:
@@ -125,20 +155,19 @@ class Reader:
         self,
         source: LogSource | pl.DataFrame,
         columns: list[str],
+        keys: list[str],
         typed: Callable[[pl.DataFrame], list[Typed]],
         phase: str,
     ) -> Iterator[pl.DataFrame]:
         num_kept, sheet = 0, self.quarantine
-        for raw in read_raw(source, columns):
+        for raw in read_raw(source, columns, keys=keys):
             chunk = self._clean(raw, typed(raw.frame))
-            sheet.num_read += raw.frame.height + len(raw.broken)
             num_kept += chunk.height
             if sheet.num_read != num_kept + sheet.num_bad:
                 raise AssertionError(f"{raw.file}: read {sheet.num_read}, kept {num_kept}, quarantined {sheet.num_bad}")
-            sheet.check_share(final=False)
             self.progress(phase, sheet.num_read)
             yield chunk
-        sheet.check_share(final=True)
+        sheet.check_share()
         if not num_kept:
             where = "the frame" if isinstance(source, pl.DataFrame) else ", ".join(source.paths)
             raise DataError(
@@ -151,21 +180,47 @@ class Reader:
         which = np.full(raw.frame.height, -1)
         for index in reversed(range(len(problems))):  # the first problem of a row is the one that is told
             which[problems[index][0].to_numpy()] = index
-        bad: list[tuple[int, str, Mapping[str, object] | str]] = list(raw.broken)
-        for place in np.flatnonzero(which >= 0).tolist():
-            values = raw.frame.row(place, named=True)
-            bad.append((values.pop(RECORD), problems[which[place]][1], values))
-        for record, reason, shown in sorted(bad, key=lambda entry: entry[0]):
-            self.quarantine.add(file=raw.file, record=record, reason=reason, values=shown)
-        order = pl.int_range(self.quarantine.num_read, self.quarantine.num_read + raw.frame.height, eager=True).alias(
-            ORDER
-        )
+        first_order = self.quarantine.num_read
+        reasons = Counter(broken.reason for broken in raw.broken)
+        for index, count in zip(*np.unique(which[which >= 0], return_counts=True), strict=True):
+            reasons[problems[index][1]] += int(count)
+        self.quarantine.count(raw.frame.height + len(raw.broken), reasons)
+        hopeless = self.quarantine.is_hopeless()
+        if reasons:
+            told = _first_of_reasons(which) if hopeless else which
+            self.quarantine.write(raw.file, _entries(raw, told, [reason for _, reason in problems]))
+        if hopeless:
+            raise self.quarantine.too_many(" so far")
+        own = [
+            pl.int_range(first_order, first_order + raw.frame.height, eager=True).alias(ORDER),
+            pl.repeat(raw.file, raw.frame.height, dtype=pl.Categorical, eager=True).alias(_FILE),
+            raw.frame[RECORD],
+        ]
         columns = [series.alias(name) for part in parts for name, series in part.columns.items()]
-        return pl.DataFrame([order, raw.frame[RECORD], *columns]).filter(pl.Series(which < 0))
+        return pl.DataFrame([*own, *columns]).filter(pl.Series(which < 0))
+
+
+def _first_of_reasons(which: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Keeps the first row of each reason only, enough for an error message."""
+    numbers, places = np.unique(which, return_index=True)
+    first = np.full_like(which, -1)
+    first[places] = numbers
+    return first
+
+
+def _entries(raw: RawChunk, which: NDArray[np.int64], reasons: list[str]) -> Iterator[tuple[int, str, object]]:
+    """The bad records of a chunk in the order of the file; `which` is the number of a row's reason, or -1."""
+    bad = np.flatnonzero(which >= 0)
+    frame = raw.frame[bad]
+    told = (reasons[index] for index in which[bad].tolist())
+    rows: Iterator[dict[str, Any]] = frame.drop(RECORD).iter_rows(named=True)
+    if any(frame[name].str.starts_with(JSON_MARK).any() for name, kind in frame.schema.items() if kind == pl.String):
+        rows = ({name: shown(value) for name, value in row.items()} for row in rows)
+    return heapq.merge(zip(frame[RECORD].to_list(), told, rows, strict=True), raw.broken, key=lambda entry: entry[0])
 
 
 def read_events(
     source: LogSource | pl.DataFrame, schema: Schema, *, encoders: Mapping[str, Encoder], quarantine: Quarantine
 ) -> Iterator[pl.DataFrame]:
-    """Typed chunks of a log: columns user, item, time, the features and `_order`; see `Reader` for tables."""
+    """Typed chunks of a log: columns user, item, time, the features and `#order`; see `Reader` for tables."""
     yield from Reader(schema, encoders, quarantine).log(source)

@@ -7,9 +7,10 @@ hidden folder with its process number in the name; the next writer of the same p
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -19,15 +20,18 @@ from numpy.typing import NDArray
 
 from nestpipe.errors import DataError
 
+FORMAT = "nestpipe-sequences"
+META = "meta.json"
+
 
 @contextmanager
-def publish_folder(out: Path, *, overwrite: bool) -> Iterator[Path]:
-    """A temporary folder that becomes `out` if the body succeeds, and vanishes if it fails."""
-    _remove_stale(out)
-    if out.exists() and not overwrite:
-        raise DataError(f"{out} exists already; nothing was written. Choose another folder or allow overwriting it.")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    draft = _sibling(out, "tmp")
+def publish_folder(out: Path, *, overwrite: bool, inputs: Sequence[Path] = ()) -> Iterator[Path]:
+    """A temporary folder that becomes `out` if the body succeeds, and vanishes if it fails; see `check_place`."""
+    target = out.resolve()
+    _remove_stale(target)
+    check_place(out, overwrite=overwrite, inputs=inputs)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    draft = _sibling(target, "tmp")
     if draft.exists():  # this process's own, left by an interrupt in the cleanup below
         shutil.rmtree(draft)
     draft.mkdir()
@@ -35,10 +39,42 @@ def publish_folder(out: Path, *, overwrite: bool) -> Iterator[Path]:
         yield draft
         for path in [*draft.iterdir(), draft]:
             _sync(path)
-        _swap(draft, out)
+        check_place(out, overwrite=overwrite)  # another process may have written there meanwhile
+        _swap(draft, target)
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
         raise
+
+
+def check_place(out: Path, *, overwrite: bool, inputs: Sequence[Path] = ()) -> None:
+    """Raises DataError unless a folder may be written at `out`: it never replaces anything but a sequence folder."""
+    target = out.resolve()
+    parent = next(folder for folder in target.parents if folder.exists())
+    if not parent.is_dir():
+        raise DataError(f"{out} cannot be written, because {parent} is a file. Choose another folder.")
+    if Path.cwd().is_relative_to(target):
+        raise DataError(f"{out} is the working folder or contains it; nothing was written. Name a new folder.")
+    for path in inputs:
+        if path.resolve().is_relative_to(target):
+            raise DataError(f"{out} holds the input {path}, which writing there would delete. Choose another folder.")
+    if not target.exists():
+        return
+    if not target.is_dir():
+        raise DataError(f"{out} is a file; nothing was written. Choose another folder.")
+    if not overwrite:
+        raise DataError(f"{out} exists already; nothing was written. Choose another folder or allow overwriting it.")
+    if any(target.iterdir()) and not _is_sequence_folder(target):
+        raise DataError(
+            f"{out} is not a sequence folder (it has no {META} that says so), so it is not overwritten. Choose another folder or remove it yourself."
+        )
+
+
+def _is_sequence_folder(folder: Path) -> bool:
+    try:
+        meta = json.loads((folder / META).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(meta, dict) and meta.get("format") == FORMAT
 
 
 def _sibling(out: Path, kind: str) -> Path:
@@ -125,7 +161,9 @@ class ArrayFile:
 
 
 def save_array(path: Path, values: NDArray[Any]) -> None:
-    """Writes a whole array without pickle."""
+    """Writes a whole array of int64 without pickle."""
+    if values.dtype != np.int64:
+        raise AssertionError(f"{path.name}: {values.dtype} instead of int64")
     np.save(path, values, allow_pickle=False)
 
 

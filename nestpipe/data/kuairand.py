@@ -65,8 +65,10 @@ def published(runs: Runs, *, core: int) -> tuple[list[Bools], dict[str, int]]:
             raise DataError(
                 f"the published filter needs at least one of the columns {', '.join(POSITIVE)}; switch it off."
             )
-        liked = ~(run[NEGATIVE] > 0).to_numpy()
-        positive = run.select(pl.any_horizontal(pl.col(name) > 0 for name in signals)).to_series().to_numpy()
+        # a missing signal counts as none; it is NaN, which Polars holds for larger than any number
+        given = run.select(pl.col(NEGATIVE, *signals).fill_nan(0))
+        liked = ~(given[NEGATIVE] > 0).to_numpy()
+        positive = given.select(pl.any_horizontal(pl.col(name) > 0 for name in signals)).to_series().to_numpy()
         num_disliked += int((~liked).sum())
         num_silent += int((liked & ~positive).sum())
         masks.append(liked & positive)

@@ -23,13 +23,12 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from nestpipe.data.folder import file_entry, load_array
+from nestpipe.data.folder import FORMAT, META, file_entry, load_array
 from nestpipe.data.schema import Schema, Scope
 from nestpipe.errors import DataError
 
-FORMAT = "nestpipe-sequences"
 VERSION = 1
-META = "meta.json"
+QUARANTINE = "quarantine.jsonl"
 TIE_RULE = "equal times keep the order of the log"
 
 IntOrArray = TypeVar("IntOrArray", int, NDArray[np.int64])
@@ -110,8 +109,9 @@ def truncate(length: IntOrArray, max_len: int, block: int) -> IntOrArray:
 
 
 def folder_digest(meta: dict[str, Any]) -> str:
-    """One SHA-256 of everything that decides about the content."""
-    content = {name: meta[name] for name in ("format", "version", "schema", "encodings", "files")}
+    """One SHA-256 of everything that decides about the content; the quarantine names the log's path, which does not."""
+    content = {name: meta[name] for name in ("format", "version", "schema", "encodings")}
+    content["files"] = {name: entry for name, entry in meta["files"].items() if name != QUARANTINE}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 

@@ -22,7 +22,10 @@ import polars as pl
 from nestpipe.data.lines import STRAY_QUOTE, UNIT, Records, read_blocks, split_records
 from nestpipe.errors import DataError
 
-RECORD = "_record"
+RECORD = "#record"
+JSON_MARK = (
+    "\uffff"  # in front of a JSON list, object or boolean in a text column; by definition no text has this character
+)
 LINE = "line"  # the one column of format 'lines'
 
 Format = Literal["auto", "csv", "jsonl", "parquet", "lines"]
@@ -53,8 +56,8 @@ class LogSource:
     """CSV: the names of the columns of a file without header."""
     encoding: str = "utf-8"
     transform: Callable[[pl.DataFrame], pl.DataFrame] | None = None
-    """Turns each raw frame into another that has the wanted columns and keeps the column `_record`."""
-    block_bytes: int = 32 << 20
+    """Turns each raw frame into another that has the wanted columns and keeps the column `#record`."""
+    block_bytes: int = 8 << 20
     chunk_rows: int = 500_000
 
 
@@ -68,21 +71,26 @@ class Broken(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RawChunk:
-    """Records of one file: a frame of columns and `_record`, and those that are broken."""
+    """Records of one file: a frame of columns and `#record`, and those that are broken."""
 
     file: str
     frame: pl.DataFrame
     broken: tuple[Broken, ...] = ()
 
 
-def read_raw(source: LogSource | pl.DataFrame, columns: Sequence[str]) -> Iterator[RawChunk]:
-    """The wanted columns of every record, in order; a frame counts as one file. Raises DataError for a bad file."""
+def read_raw(
+    source: LogSource | pl.DataFrame, columns: Sequence[str], *, keys: Sequence[str] = ()
+) -> Iterator[RawChunk]:
+    """The wanted columns of every record, in order; a frame counts as one file. Raises DataError for a bad file.
+
+    The `keys` are wanted columns that nearly every record has: a JSONL file without them is given up early.
+    """
     if isinstance(source, pl.DataFrame):
         require_columns("the frame", source.columns, columns)
-        yield RawChunk("frame", source.select(columns).with_row_index(RECORD, 1))
+        yield RawChunk("frame", _numbered(source.select(columns).lazy()).collect())
         return
     for path in expand(source):
-        for chunk in _read_file(path, source, columns):
+        for chunk in _read_file(path, source, columns, keys):
             if source.transform is None:
                 yield chunk
                 continue
@@ -91,11 +99,15 @@ def read_raw(source: LogSource | pl.DataFrame, columns: Sequence[str]) -> Iterat
             yield RawChunk(chunk.file, frame.select(RECORD, *columns), chunk.broken)
 
 
+def _numbered(frame: pl.LazyFrame) -> pl.LazyFrame:
+    return frame.with_row_index(RECORD, 1).with_columns(pl.col(RECORD).cast(pl.Int64))
+
+
 def expand(source: LogSource) -> list[Path]:
-    """The files of a source; raises DataError if a path or glob matches none."""
+    """The files of a source, each once; raises DataError if a path or glob matches none."""
     if not source.paths:
         raise DataError("no log was given; name at least one file or glob.")
-    found: list[Path] = []
+    found: dict[Path, Path] = {}
     for pattern in source.paths:
         path = Path(pattern)
         # pathlib's own glob takes no absolute patterns
@@ -105,8 +117,9 @@ def expand(source: LogSource) -> list[Path]:
             raise DataError(
                 f"no file matches {pattern!r} (looked from {Path.cwd()}). Check the path, and quote a glob so that the shell leaves it alone."
             )
-        found += files
-    return found
+        for file in files:
+            found.setdefault(file.resolve(), file)
+    return list(found.values())
 
 
 def columns_of(source: LogSource) -> list[str]:
@@ -114,11 +127,15 @@ def columns_of(source: LogSource) -> list[str]:
     path = expand(source)[0]
     if _format_of(path, source) == "parquet":
         return _parquet_columns(path)
-    return next(iter(_read_file(path, source, ()))).frame.columns[1:]
+    return next(iter(_read_file(path, source, (), ()))).frame.columns[1:]
 
 
 def require_columns(where: str, present: Sequence[str], wanted: Sequence[str]) -> None:
     """Raises DataError that names the missing columns, the nearest present ones, and all that are there."""
+    if RECORD in wanted:
+        raise DataError(
+            f"{where}: the column name '{RECORD}' is taken by nestpipe's own record numbers. Rename the column."
+        )
     hints = []
     for name in wanted:
         if name not in present:
@@ -130,7 +147,7 @@ def require_columns(where: str, present: Sequence[str], wanted: Sequence[str]) -
         raise DataError(f"{where} has {'; '.join(hints)}. Its columns are: {shown}. Map the columns in the schema.")
 
 
-def _read_file(path: Path, source: LogSource, columns: Sequence[str]) -> Iterator[RawChunk]:
+def _read_file(path: Path, source: LogSource, columns: Sequence[str], keys: Sequence[str]) -> Iterator[RawChunk]:
     file_format = _format_of(path, source)
     if not path.stat().st_size:
         raise DataError(
@@ -143,7 +160,9 @@ def _read_file(path: Path, source: LogSource, columns: Sequence[str]) -> Iterato
     if file_format == "csv":
         return _read_csv(path, blocks, source, wanted)
     lines = split_records(blocks, delimiter=UNIT, quoted=False)
-    return _read_jsonl(path, lines, wanted) if file_format == "jsonl" else _read_lines(path, lines)
+    return (
+        _read_jsonl(path, lines, wanted, keys if wanted else ()) if file_format == "jsonl" else _read_lines(path, lines)
+    )
 
 
 def _format_of(path: Path, source: LogSource) -> Format:
@@ -159,7 +178,7 @@ def _format_of(path: Path, source: LogSource) -> Format:
 
 
 def _read_csv(path: Path, blocks: Iterator[bytes], source: LogSource, wanted: Sequence[str]) -> Iterator[RawChunk]:
-    delimiter = source.delimiter or ("\t" if ".tsv" in path.suffixes else ",")
+    delimiter = source.delimiter or ("\t" if ".tsv" in path.name.lower() else ",")
     several = len(delimiter.encode()) > 1
     chunks = split_records(
         _unify(blocks, delimiter) if several else blocks, delimiter=UNIT if several else delimiter, quoted=not several
@@ -255,43 +274,86 @@ def _read_lines(path: Path, chunks: Iterator[Records]) -> Iterator[RawChunk]:
         number += len(texts)
 
 
-def _read_jsonl(path: Path, chunks: Iterator[Records], wanted: Sequence[str]) -> Iterator[RawChunk]:
+def _read_jsonl(
+    path: Path, chunks: Iterator[Records], wanted: Sequence[str], keys: Sequence[str]
+) -> Iterator[RawChunk]:
+    """A record may lack any key; a wanted one that no record of the file has is an error."""
     number, seen = 1, dict[str, None]()
-    for index, records in enumerate(chunks):
+    for records in chunks:
         rows, numbers, broken = [], [], []
         for place, text in enumerate(records.texts, number):
-            try:
-                row = json.loads(text, parse_float=str, parse_int=str, parse_constant=str)
-            except (ValueError, RecursionError):
-                row = None
+            row = _json_row(text)
             if isinstance(row, dict):
                 rows.append(row)
                 numbers.append(place)
             else:
-                broken.append(Broken(place, "not a JSON object", text.decode()))
-        if index == 0:
-            seen = dict.fromkeys(name for row in rows for name in row)
-            if rows:
-                require_columns(str(path), list(seen), wanted)
+                broken.append(Broken(place, row, text.decode()))
+        first, seen = not seen, seen | dict.fromkeys(name for row in rows for name in row)
+        if first and rows:
+            require_columns(str(path), list(seen), keys)
         columns = {name: _json_column(name, [row.get(name) for row in rows]) for name in wanted or seen}
         frame = pl.DataFrame([pl.Series(RECORD, numbers, dtype=pl.Int64), *columns.values()])
         yield RawChunk(str(path), frame, tuple(broken))
         number += len(records.texts)
+    if seen:
+        require_columns(str(path), list(seen), wanted)
+
+
+def _json_row(text: bytes) -> dict[str, Any] | str:
+    """The object of a line, its numbers as texts, or the reason why it has none."""
+    try:
+        row = _DECODER.decode(text.decode())
+        if not isinstance(row, dict):
+            return "not a JSON object"
+        # half of a surrogate pair can be escaped in JSON but is no character
+        if b"\\u" in text:
+            json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return "not valid text"
+    except (ValueError, RecursionError):
+        return "not a JSON object"
+    return row
+
+
+def _number_text(text: str) -> str:
+    """A JSON number that is whole loses its .0, so that it is the same id as one without."""
+    whole, _, fraction = text.partition(".")
+    return text if fraction.strip("0") else whole
+
+
+def _constant_text(name: str) -> str | None:
+    """NaN is a missing value; an infinity is neither an id nor a legal number."""
+    return None if name == "NaN" else JSON_MARK + name
+
+
+# once: json.loads would make one for every record
+_DECODER = json.JSONDecoder(parse_float=_number_text, parse_int=str, parse_constant=_constant_text)
 
 
 def _json_column(name: str, values: list[Any]) -> pl.Series:
-    """Texts, or lists of texts if any value is a list."""
-    if any(isinstance(value, list) for value in values):
-        lists = [value if isinstance(value, list) or value is None else [value] for value in values]
-        texts = [None if value is None else [_json_text(one) for one in value] for value in lists]
-        return pl.Series(name, texts, dtype=pl.List(pl.String))
     return pl.Series(name, [_json_text(value) for value in values], dtype=pl.String)
 
 
 def _json_text(value: Any) -> str | None:
-    if value is None or isinstance(value, str):
-        return value
-    return str(int(value)) if isinstance(value, bool) else json.dumps(value)
+    """Texts and numbers as they are; lists, objects and booleans as JSON behind a mark, the elements of a list likewise."""
+    if isinstance(value, list):
+        return JSON_MARK + json.dumps([_json_scalar(one) for one in value], ensure_ascii=False)
+    return _json_scalar(value)
+
+
+def _json_scalar(value: Any) -> str | None:
+    return value if value is None or isinstance(value, str) else JSON_MARK + json.dumps(value, ensure_ascii=False)
+
+
+def shown(value: Any) -> Any:
+    """A raw value as it stood in the file, for people."""
+    if isinstance(value, str) and value.startswith(JSON_MARK):
+        try:
+            value = json.loads(value.removeprefix(JSON_MARK))
+        except ValueError:  # the text had the mark itself
+            return value
+        return [shown(one) for one in value] if isinstance(value, list) else value
+    return value
 
 
 def _parquet_columns(path: Path) -> list[str]:
@@ -304,7 +366,7 @@ def _parquet_columns(path: Path) -> list[str]:
 def _read_parquet(path: Path, source: LogSource, wanted: Sequence[str]) -> Iterator[RawChunk]:
     present = _parquet_columns(path)
     require_columns(str(path), present, wanted)
-    scan = pl.scan_parquet(path, glob=False).select(wanted or present).with_row_index(RECORD, 1)
+    scan = _numbered(pl.scan_parquet(path, glob=False).select(wanted or present))
     try:
         for frame in scan.collect_batches(chunk_size=source.chunk_rows, maintain_order=True):
             yield RawChunk(str(path), frame)

@@ -33,6 +33,9 @@ class Spool:
 
     def add(self, chunk: pl.DataFrame) -> None:
         """Takes a typed chunk, in the order of the log."""
+        for key in ("user", "item"):
+            if chunk.schema[key] != pl.Int64 or chunk[key].null_count():
+                raise AssertionError(f"{key}: {chunk.schema[key]} with {chunk[key].null_count()} nulls instead of ids")
         self._buffer.append(chunk)
         self._num_buffered += chunk.height
         if self._num_buffered >= self._budget_rows:

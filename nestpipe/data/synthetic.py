@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shutil
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -23,11 +23,12 @@ import torch
 from numpy.typing import NDArray
 
 from nestpipe.data.build import BuildOptions, SideTable, write_sequences
+from nestpipe.data.folder import check_place
 from nestpipe.data.schema import Feature, Schema
 from nestpipe.data.sequences import Sequences
 from nestpipe.data.source import LogSource
 from nestpipe.draw import Draw, integers
-from nestpipe.errors import ConfigError, DataError
+from nestpipe.errors import ConfigError
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -236,21 +237,24 @@ def write_logs(folder: Path, config: SyntheticConfig) -> Truth:
 
 
 def ingest_synthetic(out: Path, config: SyntheticConfig, *, overwrite: bool = False) -> Sequences:
-    """Writes logs into the sibling folder NAME-raw and ingests them as any other log; truth.json stands in both."""
-    if out.exists() and not overwrite:  # before the logs of the existing folder are replaced
-        raise DataError(f"{out} exists already; nothing was written. Choose another folder or allow overwriting it.")
-    raw = out.with_name(f"{out.name}-raw")
-    write_logs(raw, config)
-    sequences = write_sequences(
-        out,
-        schema=SCHEMA,
-        log=LogSource(paths=(str(raw / "log.csv"),)),
-        items=SideTable(source=LogSource(paths=(str(raw / "items.csv"),)), key="item"),
-        users=SideTable(source=LogSource(paths=(str(raw / "users.csv"),)), key="user"),
-        options=BuildOptions(overwrite=overwrite, extra={"synthetic": dataclasses.asdict(config)}),
-    )
-    shutil.copyfile(raw / "truth.json", out / "truth.json")
-    return sequences
+    """Writes the logs to a temporary folder and ingests them as any other log; truth.json stands beside the arrays."""
+    config.check()
+    check_place(out, overwrite=overwrite)  # before the work
+    with tempfile.TemporaryDirectory(prefix="nestpipe-synthetic-") as folder:
+        raw = Path(folder)
+        truth = write_logs(raw, config)
+        return write_sequences(
+            out,
+            schema=SCHEMA,
+            log=LogSource(paths=(str(raw / "log.csv"),)),
+            items=SideTable(source=LogSource(paths=(str(raw / "items.csv"),)), key="item"),
+            users=SideTable(source=LogSource(paths=(str(raw / "users.csv"),)), key="user"),
+            options=BuildOptions(
+                overwrite=overwrite,
+                extra={"synthetic": dataclasses.asdict(config)},
+                documents={"truth": dataclasses.asdict(truth)},
+            ),
+        )
 
 
 def _log(config: SyntheticConfig, histories: Histories) -> pl.DataFrame:

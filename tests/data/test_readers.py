@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -79,6 +80,8 @@ def kuairand_log(path: Path) -> None:
             (1, 13, 1, 1),
             (2, 13, 0, 0),
             (2, 10, 0, 0),  # disliked, no signal, no signal
+            (1, 10, "", 0),  # a missing signal is none
+            (2, 11, 1, ""),  # nor is a missing dislike one
         ]
     ):
         rows.append(f"{user},{video},20220410,1700,{1649581149287 + place},{click},0,0,0,0,{hate},0,100,200,1")
@@ -89,7 +92,7 @@ def kuairand_log(path: Path) -> None:
 def test_kuairand_filter(tmp_path: Path, budget_rows: int) -> None:
     kuairand_log(tmp_path / "log.csv.gz")
     plain = kuairand.ingest(str(tmp_path / "log.csv.gz"), tmp_path / "plain")
-    assert plain.meta["counts"]["kept"] == plain.meta["counts"]["read"] == 9
+    assert plain.meta["counts"]["kept"] == plain.meta["counts"]["read"] == 11
     assert set(plain.event_features) >= {"is_click", "is_hate", "tab", "play_time_ms"}
     assert "profile_stay_time" not in plain.event_features
     assert plain.times is not None
@@ -98,13 +101,13 @@ def test_kuairand_filter(tmp_path: Path, budget_rows: int) -> None:
     filtered = kuairand.ingest(
         str(tmp_path / "log.csv.gz"), tmp_path / "filtered", published_filter=True, core=2, options=options
     )
-    assert filtered.meta["filtered"] == {"disliked": 1, "no positive signal": 2, "below 2-core": 2}
+    assert filtered.meta["filtered"] == {"disliked": 1, "no positive signal": 3, "below 2-core": 2}
     counts = filtered.meta["counts"]
-    assert counts["read"] == counts["kept"] + counts["quarantined"] + counts["filtered"] == 9
+    assert counts["read"] == counts["kept"] + counts["quarantined"] + counts["filtered"] == 11
     assert filtered.users.tolist() == [1, 2]
-    assert filtered.items.tolist() == [10, 11, 10, 11]
+    assert filtered.items.tolist() == [10, 11, 10, 11, 11]
     with pytest.raises(DataError, match="left no event"):
-        kuairand.ingest(str(tmp_path / "log.csv.gz"), tmp_path / "none", published_filter=True, core=5)
+        kuairand.ingest(str(tmp_path / "log.csv.gz"), tmp_path / "none", published_filter=True, core=5, options=options)
 
 
 def test_kuairand_needs_its_columns(tmp_path: Path) -> None:
@@ -132,6 +135,14 @@ def test_amazon(tmp_path: Path) -> None:
     ]
     assert pl.read_parquet(sequences.path / "text.parquet")["title"].to_list() == ["Soap", None]
     sequences.verify()
+    (tmp_path / "items.parquet").rename(tmp_path / "out" / "items.parquet")
+    with pytest.raises(DataError, match="holds the input"):
+        amazon.ingest(
+            tmp_path / "sequences.txt.gz",
+            tmp_path / "out",
+            texts=tmp_path / "out" / "items.parquet",
+            options=replace(options, overwrite=True),
+        )
 
 
 def test_command_ingest_inspect_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -179,12 +190,42 @@ def test_command_ingest_inspect_verify(tmp_path: Path, capsys: pytest.CaptureFix
         "2020-01-02",
         "stars",
         "lengths: median 1.5",
+        "item table: 2 of 2 records kept, 1 of them not in the log; 1 items without attributes",
     ):
         assert text in shown
     assert main(["verify", out]) == 0
     (Path(out) / "items.npy").write_bytes(b"x" * (Path(out) / "items.npy").stat().st_size)
     with pytest.raises(DataError, match=r"items.npy is damaged"):
         main(["verify", out])
+
+
+@pytest.mark.parametrize("extra", [[], ["--items-delimiter", ","]])
+def test_command_reads_side_tables_like_the_log(tmp_path: Path, extra: list[str]) -> None:
+    (tmp_path / "log.csv").write_bytes("user\titem\ttime\n1\té\t3\n".encode("latin-1"))
+    delimiter = "," if extra else "\t"
+    (tmp_path / "items.csv").write_bytes(f"id{delimiter}price\né{delimiter}5\n".encode("latin-1"))
+    (tmp_path / "users.jsonl").write_text('{"who": 1, "town": "Köln"}\n')
+    out = tmp_path / "out"
+    arguments = ["ingest", str(tmp_path / "log.csv"), "--delimiter", "\\t", "--encoding", "latin-1", "--out", str(out)]
+    arguments += ["--item-encoding", "dictionary", "--items-table", str(tmp_path / "items.csv"), "--items-key", "id"]
+    arguments += ["--users-table", str(tmp_path / "users.jsonl"), "--users-key", "who", *extra]
+    arguments += ["--feature", "price:number:item", "--feature", "town:id:user:encoding=dictionary"]
+    assert main(arguments) == 0
+    sequences = Sequences.open(out)
+    assert sequences.item_features["price"].values.tolist() == [5]
+    texts = sequences.texts("town")
+    assert texts is not None
+    assert texts["text"].to_list() == ["Köln"]
+
+
+def test_description_keeps_brackets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "log.txt").write_text("1|5\n1|x\n")
+    out = tmp_path / "[bold]"
+    columns = ["--columns", "user,item", "--time", "none", "--delimiter", "|", "--max-quarantine-share", "0.5"]
+    assert main(["ingest", str(tmp_path / "log.txt"), *columns, "--out", str(out)]) == 0
+    shown = capsys.readouterr().out.replace("\n", "")
+    assert f"{out}  digest" in shown
+    assert str(out / "quarantine.jsonl") in shown
 
 
 def test_command_without_header_and_time(tmp_path: Path) -> None:
@@ -218,7 +259,7 @@ def test_command_readers(tmp_path: Path, ml_folder: Path) -> None:
         )
         == 0
     )
-    assert Sequences.open(tmp_path / "b").meta["counts"]["kept"] == 4
+    assert Sequences.open(tmp_path / "b").meta["counts"]["kept"] == 5
     (tmp_path / "sequences.txt").write_text("1 2 3\n")
     assert main(["amazon", str(tmp_path / "sequences.txt"), "--out", str(tmp_path / "c")]) == 0
     with pytest.raises(DataError, match="exists already"):
@@ -240,6 +281,7 @@ def test_help_teaches_with_an_example(command: str, capsys: pytest.CaptureFixtur
         ("price:number:item:extra", "not of the form"),
         ("price:float:item", "kind is 'float', but it must be one of id, ids, number, vector"),
         ("price:number:item:colour=red", "unknown option 'colour'"),
+        ("place:vector:event:dim=²", "dim is '²', but it must be a whole number"),
         ("place:vector:event:dim=two", "dim is 'two', but it must be a whole number"),
     ],
 )

@@ -20,10 +20,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nestpipe.data.build import BuildOptions, SideTable, write_sequences
+from nestpipe.data.folder import save_array
 from nestpipe.data.numbers import NumberStats, apply_number, fit_number
 from nestpipe.data.schema import Feature, Schema
 from nestpipe.data.sequences import Sequences, StoredFeature, truncate
 from nestpipe.data.source import LogSource
+from nestpipe.data.spool import Spool
 from nestpipe.errors import ConfigError, DataError
 from nestpipe.hashing import hash_text
 
@@ -77,7 +79,7 @@ def rows_of(stored: StoredFeature) -> list[list[int]]:
 
 def write(out: Path, log: pl.DataFrame | LogSource, schema: Schema | None = None, **options: Any) -> Sequences:
     return write_sequences(
-        out, schema=schema or Schema(), log=log, options=BuildOptions(max_quarantine_share=0.5, **options)
+        out, schema=schema or Schema(), log=log, options=BuildOptions(**{"max_quarantine_share": 0.5, **options})
     )
 
 
@@ -166,7 +168,7 @@ EVENTS = st.lists(
 )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=settings.default.max_examples // 4)
 @given(rows=EVENTS, budget_rows=st.integers(1, 40))
 def test_counts_add_up_and_order_holds(
     rows: list[tuple[str, str, str]], budget_rows: int, tmp_path_factory: pytest.TempPathFactory
@@ -345,6 +347,115 @@ def test_existing_folder_is_refused_unless_overwritten(tmp_path: Path) -> None:
     second = write(tmp_path / "out", frame([(4, 5, 6)]), overwrite=True)
     assert second.users.tolist() == [4]
     assert second.digest != first.digest
+
+
+def test_only_sequence_folders_are_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = frame([(1, 2, 3)])
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "log.csv").write_text("user,item,time\n1,2,3\n")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "meta.json").write_text('{"format": "another"}')
+    (tmp_path / "file").write_text("text")
+    (tmp_path / "empty").mkdir()
+    for name in ("mine", "run"):
+        with pytest.raises(DataError, match="is not a sequence folder"):
+            write(tmp_path / name, log, overwrite=True)
+    with pytest.raises(DataError, match="is a file"):
+        write(tmp_path / "file", log, overwrite=True)
+    with pytest.raises(DataError, match=r"x cannot be written, because .*file is a file"):
+        write(tmp_path / "file" / "x", log)
+    monkeypatch.chdir(tmp_path / "empty")
+    for out in (Path(), Path("..")):
+        with pytest.raises(DataError, match="is the working folder or contains it"):
+            write(out, log, overwrite=True)
+    monkeypatch.chdir(tmp_path)
+    assert write(tmp_path / "empty", log, overwrite=True).users.tolist() == [1]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "file", "mine", "run"]
+    assert (tmp_path / "mine" / "log.csv").exists()
+
+
+def test_the_folder_that_is_read_is_not_overwritten(tmp_path: Path) -> None:
+    write(tmp_path / "out", frame([(1, 2, 3)]))
+    (tmp_path / "out" / "log.csv").write_text("user,item,time\n1,2,3\n")
+    (tmp_path / "link").symlink_to(tmp_path / "out")
+    inside = LogSource(paths=(str(tmp_path / "link" / "log.csv"),))
+    schema = Schema(features=(Feature(name="price", kind="number", scope="item", column="time"),))
+    for log, items in ((inside, None), (frame([(1, 2, 3)]), SideTable(source=inside, key="item"))):
+        for out in ("out", "link"):
+            with pytest.raises(DataError, match=r"holds the input .*log\.csv, which writing there would delete"):
+                write_sequences(
+                    tmp_path / out,
+                    schema=schema if items else Schema(),
+                    log=log,
+                    items=items,
+                    options=BuildOptions(overwrite=True),
+                )
+    assert (tmp_path / "out" / "log.csv").exists()
+
+
+def test_a_link_is_written_through(tmp_path: Path) -> None:
+    write(tmp_path / "out", frame([(1, 2, 3)]))
+    (tmp_path / "link").symlink_to(tmp_path / "out")
+    write(tmp_path / "link", frame([(4, 5, 6)]), overwrite=True)
+    assert Sequences.open(tmp_path / "out").users.tolist() == [4]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "out"]
+
+
+def test_missing_ids_of_typed_columns_are_quarantined(tmp_path: Path) -> None:
+    users = pl.Series("user", ["a", None, "b", ""], dtype=pl.Categorical)
+    log = pl.DataFrame({"item": [1.0, 2.0, float("nan"), 4.0], "time": [1, 2, 3, 4]}).with_columns(users)
+    sequences = write(
+        tmp_path / "out", log, Schema(user_encoding="dictionary", item_encoding="hash"), max_quarantine_share=1.0
+    )
+    assert sequences.users.dtype == np.int64
+    assert sequences.items.tolist() == [hash_text("1")]
+    assert sequences.meta["quarantine"] == {"user is missing": 2, "item is missing": 1}
+
+
+def test_nulls_and_floats_never_reach_the_arrays(tmp_path: Path) -> None:
+    spool = Spool(tmp_path / "spool", budget_rows=10)
+    with pytest.raises(AssertionError, match="user: Int64 with 1 nulls instead of ids"):
+        spool.add(pl.DataFrame({"user": [1, None], "item": [1, 2]}))
+    with pytest.raises(AssertionError, match=r"users\.npy: float64 instead of int64"):
+        save_array(tmp_path / "users.npy", np.array([1.0]))
+
+
+def test_budget_must_be_positive(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="budget_rows is 0"):
+        write(tmp_path / "out", frame([(1, 2, 3)]), budget_rows=0)
+
+
+def test_digest_does_not_depend_on_the_place_of_the_log(tmp_path: Path) -> None:
+    digests = []
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "log.csv").write_text("user,item,time\n1,2,3\nx,2,3\n")
+        sequences = write(tmp_path / name / "out", LogSource(paths=(str(tmp_path / name / "log.csv"),)))
+        sequences.verify()
+        digests.append(sequences.digest)
+    assert digests[0] == digests[1]
+    (tmp_path / "here" / "out" / "quarantine.jsonl").write_bytes(
+        (tmp_path / "here" / "out" / "quarantine.jsonl").read_bytes().replace(b"x", b"y")
+    )
+    with pytest.raises(DataError, match=r"quarantine\.jsonl changed"):
+        Sequences.open(tmp_path / "here" / "out").verify()
+
+
+def test_repeated_keys_are_told_with_file_and_record(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("item,key\n1,5\n2,6\n")
+    pl.DataFrame({"item": [3, 1], "key": [7, 8]}).write_parquet(tmp_path / "b.parquet")
+    schema = Schema(features=(Feature(name="key", kind="id", scope="item"),))
+    items = SideTable(source=LogSource(paths=(str(tmp_path / "[ab].*"),)), key="item")
+    options = BuildOptions(max_quarantine_share=0.5)
+    sequences = write_sequences(tmp_path / "out", schema=schema, log=frame([(1, 1, 1)]), items=items, options=options)
+    assert rows_of(sequences.item_features["key"]) == [[5], [6], [7]]
+    [entry] = map(json.loads, (tmp_path / "out" / "quarantine.jsonl").read_text().splitlines())
+    assert entry == {
+        "file": str(tmp_path / "b.parquet"),
+        "record": 2,
+        "reason": "item appears again in the table",
+        "values": {"item": 1, "key": 8},
+    }
 
 
 def test_damage_is_found(tmp_path: Path) -> None:

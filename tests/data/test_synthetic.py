@@ -147,14 +147,24 @@ def test_ingest_keeps_every_event_in_order(tmp_path: Path) -> None:
     assert Truth.read(tmp_path / "tiny") == known_best(SMALL, drawn)
 
 
-def test_an_existing_folder_and_its_logs_stay(tmp_path: Path) -> None:
-    ingest_synthetic(tmp_path / "tiny", SMALL)
-    before = digests(tmp_path / "tiny-raw")
+def test_nothing_but_the_folder_is_touched(tmp_path: Path) -> None:
+    (tmp_path / "tiny-raw").mkdir()
+    (tmp_path / "tiny-raw" / "log.csv").write_text("mine")
+    first = ingest_synthetic(tmp_path / "tiny", SMALL)
+    assert "truth.json" in first.meta["files"], "a changed truth is found"
     with pytest.raises(DataError, match="exists already"):
         ingest_synthetic(tmp_path / "tiny", replace(SMALL, seed=1))
-    assert digests(tmp_path / "tiny-raw") == before
-    ingest_synthetic(tmp_path / "tiny", replace(SMALL, seed=1), overwrite=True)
-    assert digests(tmp_path / "tiny-raw") != before
+    assert digests(tmp_path / "tiny") == {
+        "meta.json": digests(tmp_path / "tiny")["meta.json"],
+        **{name: entry["sha256"] for name, entry in first.meta["files"].items()},
+    }
+    second = ingest_synthetic(tmp_path / "tiny", replace(SMALL, seed=1), overwrite=True)
+    assert second.digest != first.digest
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["tiny", "tiny-raw"]
+    assert (tmp_path / "tiny-raw" / "log.csv").read_text() == "mine"
+    (tmp_path / "tiny" / "truth.json").write_text((tmp_path / "tiny" / "truth.json").read_text().replace("0", "1"))
+    with pytest.raises(DataError, match=r"truth\.json changed"):
+        second.verify()
 
 
 def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
