@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+
 from benchmarks import measure, netlab
 from benchmarks.measure import Spread
 
