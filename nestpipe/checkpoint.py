@@ -20,19 +20,21 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nestpipe.comm import Lane, World
-from nestpipe.errors import CheckpointError
+from nestpipe.errors import CheckpointError, ConfigError, DataError, NestPipeError, TrainError
 from nestpipe.jagged import Cursor
 
 FORMAT = 2
 _NAME = re.compile(r"step-(\d{6,})")
+_ERRORS: dict[str, type[NestPipeError]] = {kind.__name__: kind for kind in (CheckpointError, ConfigError, DataError)}
 Content = Mapping[str, Mapping[str, Tensor]]  # file name without suffix -> tensors
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,23 +78,49 @@ def save(
     All ranks call it, each with files of its own in a folder that all see; rank 0 adds the manifest and publishes.
     """
     lane = lane or World.single().lane("checkpoint")
+    leads = lane.world.rank == 0
     final, temporary = parent / f"step-{step:06d}", parent / f".tmp-step-{step:06d}"
-    if (final / "manifest.json").exists():
+    # Rank 0 looks: on a network file system another machine may see what it saw a moment ago.
+    if lane.all_gather_ints([(final / "manifest.json").exists()], name="checkpoint exists")[0][0]:
         return final
-    if lane.world.rank == 0:
-        parent.mkdir(parents=True, exist_ok=True)
-        remove_unfinished(parent)
-        temporary.mkdir()
-    lane.barrier(name="checkpoint folder")
-    own = json.dumps(
-        {f"{name}.safetensors": _write(temporary / f"{name}.safetensors", part) for name, part in content.items()}
-    )
-    files = {name: entry for data in lane.all_gather_bytes(own.encode()) for name, entry in json.loads(data).items()}
-    if lane.world.rank == 0:
-        manifest = {"format": FORMAT, "step": step, "cursor": list(cursor), "progress": dict(progress), "files": files}
-        _publish(temporary, final, manifest)
-    lane.barrier(name="checkpoint published")
+    together(lane, "checkpoint folder", lambda: _make_room(parent, temporary) if leads else None)
+    own = together(lane, "checkpoint files", lambda: _write_all(temporary, content))
+    said = lane.all_gather_bytes(json.dumps(own).encode(), name="checkpoint digests")
+    files = {name: entry for data in said for name, entry in json.loads(data).items()}
+    manifest = {"format": FORMAT, "step": step, "cursor": list(cursor), "progress": dict(progress), "files": files}
+    together(lane, "checkpoint published", lambda: _publish(temporary, final, manifest) if leads else None)
     return final
+
+
+def together(lane: Lane, name: str, act: Callable[[], Result]) -> Result:
+    """What `act` returns, on every rank or on none: where one is refused, all raise, and the others say which rank it was.
+
+    Without this the others would only see that a rank has gone. `act` must not talk to other ranks.
+    """
+    failure: Exception | None = None
+    result: Result | None = None
+    try:
+        result = act()
+    except (NestPipeError, OSError) as error:
+        failure = error
+    own = json.dumps([type(failure).__name__, str(failure)] if failure else None)
+    said = [json.loads(data) for data in lane.all_gather_bytes(own.encode(), name=name)]
+    if failure:
+        raise failure
+    for rank, problem in enumerate(said):
+        if problem:
+            raise _ERRORS.get(problem[0], TrainError)(f"rank {rank} stopped: {problem[1]}")
+    return cast(Result, result)
+
+
+def _make_room(parent: Path, temporary: Path) -> None:
+    parent.mkdir(parents=True, exist_ok=True)
+    remove_unfinished(parent)
+    temporary.mkdir()
+
+
+def _write_all(folder: Path, content: Content) -> dict[str, dict[str, Any]]:
+    return {f"{name}.safetensors": _write(folder / f"{name}.safetensors", part) for name, part in content.items()}
 
 
 def _write(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -117,7 +145,7 @@ def load(
 ) -> tuple[Manifest, dict[str, dict[str, Tensor]]]:
     """Reads the wanted files of a checkpoint after checking each; raises CheckpointError that names the damaged one."""
     manifest = Manifest.read(folder)
-    content = {}
+    content: dict[str, dict[str, Tensor]] = {}
     for file, expected in manifest.files.items():
         name = file.removesuffix(".safetensors")
         if wanted(name):

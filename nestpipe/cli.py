@@ -16,6 +16,10 @@ COMMANDS = {
     ),
     "train": ("nestpipe.train_command", "train a recipe: nestpipe train tiny --train.epochs 5"),
     "eval": ("nestpipe.eval_command", "evaluate a run, or compare two: nestpipe eval runs/a --compare runs/b"),
+    "checkpoint": (
+        "nestpipe.checkpoint_command",
+        "look into a run's checkpoints, or check every byte: inspect, verify",
+    ),
     "doctor": ("nestpipe.doctor", "what this machine can run, and what is missing"),
 }
 
@@ -47,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _usage() -> str:
-    rows = "\n".join(f"  {name:<8}{text}" for name, (_, text) in COMMANDS.items())
+    rows = "\n".join(f"  {name:<12}{text}" for name, (_, text) in COMMANDS.items())
     return f"usage: nestpipe COMMAND ...\n\nTurns interaction logs into recommendations, exactly and fast.\n\n{rows}\n\n'nestpipe COMMAND --help' says more."
 
 

@@ -31,6 +31,7 @@ import faulthandler
 import os
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -88,9 +89,10 @@ class World:
             store = TCPStore(host, int(port), is_master=host_it, timeout=timeout, wait_for_workers=False)
         except RuntimeError as error:
             raise CommError(f"rank {rank} cannot open the store at {host}:{port}: {_first_line(error)}") from error
-        restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        # Not TORCHELASTIC_RESTART_COUNT: every machine's agent counts its own failures, so after one they differ.
+        life = _meet(PrefixStore("nestpipe/meeting", store), int(rank), int(size), deadline_s)
         return World.from_store(
-            store, int(rank), int(size), restart=restart, device=device, deadline_s=deadline_s, stacks=stacks
+            store, int(rank), int(size), restart=life, device=device, deadline_s=deadline_s, stacks=stacks
         )
 
     @staticmethod
@@ -99,12 +101,12 @@ class World:
         rank: int,
         size: int,
         *,
-        restart: int = 0,
+        restart: int | str = 0,
         device: str | torch.device = "cpu",
         deadline_s: float = DEADLINE_S,
         stacks: Path | None = None,
     ) -> World:
-        """A world whose ranks meet in `store`; after a restart the count keeps them from a dead group's addresses."""
+        """A world whose ranks meet in `store`; after a restart another `restart` keeps them from a dead group's addresses."""
         if not 0 <= rank < size:
             raise CommError(f"rank {rank} does not exist in a world of {size}.")
         prefix = PrefixStore(f"nestpipe/restart-{restart}", store)
@@ -403,6 +405,38 @@ class Handle:
         self._error = CommError(message + _dump_stacks(self._world), ranks=ranks)
         self._lane._broken = self._lane._broken or self._error
         raise self._error from error
+
+
+def _meet(store: Store, rank: int, size: int, deadline_s: float) -> str:
+    """A name for this life of the group, chosen by rank 0, in a store that still holds what dead groups wrote.
+
+    Each rank greets with a word of its own, and only the answer to that very word counts: what a dead rank greeted is
+    overwritten, and what a dead rank 0 answered was another word. Raises CommError naming the ranks that did not come.
+    """
+    own, end = uuid.uuid4().hex, time.monotonic() + deadline_s
+    if rank:
+        store.set(f"greeting/{rank}", own)
+        while not store.check([f"answer/{rank}/{own}"]):
+            if time.monotonic() > end:
+                raise CommError(
+                    f"rank {rank} was not answered in {_seconds(deadline_s)}; rank 0 never came.", ranks=(0,)
+                )
+            time.sleep(0.01)
+        life = store.get(f"answer/{rank}/{own}").decode()
+        store.set(f"taken/{life}/{rank}", "")
+        return life
+    missing = set(range(1, size))
+    while missing:
+        for other in tuple(missing):
+            if store.check([f"taken/{own}/{other}"]):
+                missing.discard(other)
+            elif store.check([f"greeting/{other}"]):
+                store.set(f"answer/{other}/{store.get(f'greeting/{other}').decode()}", own)
+        if missing and time.monotonic() > end:
+            absent = tuple(sorted(missing))
+            raise CommError(f"{_ranks(absent)} did not come in {_seconds(deadline_s)}.", ranks=absent)
+        time.sleep(0.01)
+    return own
 
 
 def _new_group(world: World, name: str) -> Any:

@@ -22,20 +22,23 @@ from torch import Tensor
 
 from nestpipe import checkpoint
 from nestpipe.comm import Lane, World
-from nestpipe.config import Config
+from nestpipe.config import Config, flat
 from nestpipe.data.numbers import NumberStats
 from nestpipe.data.sequences import Sequences
 from nestpipe.data.splits import Split, make_split
 from nestpipe.embedding.optim import OPTIMIZERS
 from nestpipe.embedding.owner import Owners
 from nestpipe.embedding.sharded import Sharded
-from nestpipe.embedding.table import Table
+from nestpipe.embedding.table import Table, split_buckets
 from nestpipe.errors import CheckpointError, ConfigError
 from nestpipe.metrics import replace_file
 from nestpipe.models.retrieval import build_retrieval
 from nestpipe.pipeline.dense import Dense
 from nestpipe.pipeline.sequential import TrainState
 from nestpipe.scoring import Scorer
+
+# Limits and reporting may differ when a run goes on, and data is compared by digest; everything else decides the bits.
+FREE_KEYS = ("epochs", "steps", "minutes", "save_steps", "keep_last", "log_steps", "tensorboard")
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,12 +112,18 @@ class Run:
     def split(self) -> Split:
         return make_split(self.sequences, self.config.data)
 
+    def identity(self) -> dict[str, str]:
+        """What must be the same on every rank, by name: versions, code, data, configuration (its path apart)."""
+        settings = {key: repr(value) for key, value in flat(self.config).items() if key != "data.path"}
+        facts = {"code of nestpipe": _code_digest()[:12], "data": self.sequences.digest[:12]}
+        return {**{f"version of {name}": one for name, one in versions().items()}, **facts, **settings, **self.settings}
+
     @property
-    def digest(self) -> str:
-        """What must be the same on every rank: versions, code, configuration (paths apart), data."""
-        config = replace(self.config, data=replace(self.config.data, path=""))
-        parts = [json.dumps(versions()), _code_digest(), config.to_json(), self.sequences.digest]
-        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+    def settings(self) -> dict[str, str]:
+        """All settings that decide the bits; they stand in every checkpoint."""
+        free = {"data.path", *(f"train.{name}" for name in FREE_KEYS)}
+        kind = type(self.config.model).__name__
+        return {"model": kind, **{key: repr(one) for key, one in flat(self.config).items() if key not in free}}
 
     @property
     def checkpoints(self) -> Path:
@@ -123,6 +132,11 @@ class Run:
     def new_state(self, lanes: Lanes | None = None) -> TrainState:
         """The state before the first step, on one of the ranks."""
         config, lanes = self.config, lanes or Lanes.of(World.single())
+        if lanes.rows.world.size > config.embedding.num_buckets:
+            raise ConfigError(
+                f"{lanes.rows.world.size} ranks cannot share embedding.num_buckets = {config.embedding.num_buckets}: "
+                "each rank needs a bucket of its own. Start a run with more buckets, or use fewer ranks."
+            )
         model = build_retrieval(
             config.model,
             config.loss,
@@ -133,7 +147,8 @@ class Run:
         tables = {}
         for spec in model.tables:
             settings = spec.optimizer or config.embedding
-            tables[spec.name] = Table(spec, OPTIMIZERS[settings.optimizer](settings), seed=config.seed)
+            optimizer = OPTIMIZERS[settings.optimizer](settings)
+            tables[spec.name] = Table(spec, optimizer, seed=config.seed, config=config.embedding)
         owners = Owners(config.embedding.num_buckets, lanes.rows.world.size)
         return TrainState(
             model=model,
@@ -151,15 +166,26 @@ class Run:
         own = {
             bucket_name(name, b): name for name in embedding.tables for b in embedding.owners.buckets_of(embedding.rank)
         }
-        manifest, content = checkpoint.load(
-            checkpoint.folder_of(self.checkpoints, step), lambda name: name == "dense" or name in own
-        )
+        folder = checkpoint.folder_of(self.checkpoints, step)
+        manifest, content = checkpoint.load(folder, lambda name: name == "dense" or name in own)
+        self._check_origin(folder, manifest)
+        if lacking := sorted({"dense", *own} - content.keys()):
+            raise CheckpointError(f"{folder} holds no {lacking[0]}, which this model needs.")
         state.dense.load(content["dense"])
         for name, table in embedding.tables.items():
             buckets = [content[file] for file, owner in own.items() if owner == name]
             table.load({key: torch.cat([bucket[key] for bucket in buckets]) for key in buckets[0]})
-        state.num_steps = manifest.step
+        state.num_steps = embedding.num_opened = manifest.step
         return state, manifest
+
+    def _check_origin(self, folder: Path, manifest: checkpoint.Manifest) -> None:
+        before, now = manifest.progress.get("settings", {}), self.settings
+        changed = [f"{key}: {before[key]} -> {now[key]}" for key in before if before[key] != now.get(key, before[key])]
+        if changed:
+            raise CheckpointError(
+                f"{folder} was saved under another configuration than that of {self.folder}; it belongs to another run:\n"
+                + "\n".join(f"  - {line}" for line in changed)
+            )
 
     def scorer(self, step: int | None = None) -> Scorer:
         """Scores with a checkpoint: by default the best one if the run validated, else the latest."""
@@ -185,11 +211,9 @@ def contents_of(state: TrainState) -> dict[str, dict[str, Tensor]]:
     embedding = state.embedding
     content = {"dense": state.dense.export()} if embedding.rank == 0 else {}
     for name, table in embedding.tables.items():
-        exported = table.export()
-        bucket = embedding.owners.bucket_of(exported["ids"])
-        for number in embedding.owners.buckets_of(embedding.rank):
-            rows = (bucket == number).nonzero().flatten()
-            content[bucket_name(name, number)] = {key: values.index_select(0, rows) for key, values in exported.items()}
+        buckets = embedding.owners.buckets_of(embedding.rank)
+        for number, part in split_buckets(table.export(), embedding.owners, buckets):
+            content[bucket_name(name, number)] = part
     return content
 
 

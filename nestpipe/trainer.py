@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -25,22 +27,23 @@ import torch
 from torch import Tensor
 
 from nestpipe import checkpoint
+from nestpipe.checkpoint import together
 from nestpipe.comm import Lane, World
 from nestpipe.config import Config, flat
 from nestpipe.data.loader import Loader
-from nestpipe.errors import ConfigError, TrainError
+from nestpipe.errors import CommError, ConfigError, TrainError
 from nestpipe.jagged import Batch, Cursor
 from nestpipe.metrics import JsonlTracker, TensorBoardTracker, Tracker, Trackers
 from nestpipe.models.config import HSTUConfig
 from nestpipe.pipeline.sequential import Clip, Rates, TrainState, step
 from nestpipe.profiling import profiled
 from nestpipe.progress import Progress
+from nestpipe.run import FREE_KEYS as _FREE_KEYS
 from nestpipe.run import Lanes, Run, contents_of
 from nestpipe.scoring import Scorer
 
-# Limits and reporting may differ when a run goes on, and data is compared by digest; everything else decides the bits.
-_FREE_KEYS = ("epochs", "steps", "minutes", "save_steps", "keep_last", "log_steps", "tensorboard")
 INTERRUPTED = "interrupted"
+_SHARED_S = 5.0  # a network file system may show a new file this late
 
 
 @dataclass(slots=True)
@@ -75,16 +78,26 @@ def train(
     return train_to_end(config, folder, resume=resume, profile=profile, quiet=quiet).run
 
 
-def train_to_end(config: Config, folder: str | Path, *, resume: bool, profile: bool, quiet: bool) -> Outcome:
-    """`train`, with the reason why it stopped."""
+def train_to_end(
+    config: Config,
+    folder: str | Path,
+    *,
+    resume: bool = False,
+    profile: bool = False,
+    quiet: bool = False,
+    world: World | None = None,
+) -> Outcome:
+    """`train` on one of the ranks of a world, by default torchrun's, with the reason why it stopped."""
     config.validate()
-    world = World.from_environment()
     config = replace(config, data=replace(config.data, path=str(Path(config.data.path).resolve())))
-    run = _reopen(config, Path(folder)) if resume and Run.exists(folder) else Run.create(_with_threads(config), folder)
-    with contextlib.closing(world), _exact_arithmetic(run.config.train.num_threads):
-        lanes = Lanes.of(world)
-        lanes.control.agree("version, code, configuration or data", run.digest)
-        with _Loop(run, lanes, quiet=quiet or world.rank > 0) as loop:
+    with contextlib.closing(world or World.from_environment()) as open_world:
+        lanes = Lanes.of(open_world)
+        run = _open(config, Path(folder), resume, lanes.control)
+        _agree(run, lanes.control)
+        with (
+            _exact_arithmetic(run.config.train.num_threads),
+            _Loop(run, lanes, quiet=quiet or open_world.rank > 0) as loop,
+        ):
             return Outcome(run, loop.run_to_end(profile=profile))
 
 
@@ -106,11 +119,8 @@ class _Loop:
         self._exit = contextlib.ExitStack()
         with contextlib.ExitStack() as undo:
             self._state = self._restore()
-            lanes.control.barrier(name="run checked")
-            if self._leads:
-                undo.enter_context(_only_process(run.folder))
-                checkpoint.remove_unfinished(run.checkpoints)
-                run.write(statistics=self._loader.statistics)
+            together(lanes.control, "folder taken", lambda: self._take_folder(undo) if self._leads else None)
+            _check_shared(run.folder, lanes.control)
             self._trackers = _trackers(run, self._state.num_steps) if self._leads else Trackers([])
             undo.callback(self._trackers.close)
             self._progress = Progress(
@@ -128,13 +138,18 @@ class _Loop:
     def __exit__(self, *_: object) -> None:
         self._exit.close()
 
+    def _take_folder(self, undo: contextlib.ExitStack) -> None:
+        undo.enter_context(_only_process(self._run.folder))
+        checkpoint.remove_unfinished(self._run.checkpoints)
+        self._run.write(statistics=self._loader.statistics)
+
     def run_to_end(self, *, profile: bool) -> str:
         """Steps until a limit is reached or a signal asks to stop, saves, and returns the reason."""
         reason = self._reason_to_stop(asked=False)
         with (
             _stop_signals() as stop,
             contextlib.closing(self._loader.iterate(self._cursor)) as batches,
-            profiled(self._run.folder / "profile", enabled=profile and reason is None) as profile_step,
+            profiled(self._run.folder / "profile", enabled=profile and self._leads and reason is None) as profile_step,
         ):
             while reason is None:
                 self._step(next(batches))
@@ -210,9 +225,12 @@ class _Loop:
         return Rates(dense=self._config.dense.lr * factor, rows=self._config.embedding.lr * factor, clip=clip)
 
     def _restore(self) -> TrainState:
-        if not checkpoint.complete_steps(self._run.checkpoints):
-            return self._run.new_state(self._lanes)
-        state, manifest = self._run.load_state(lanes=self._lanes)
+        control, steps = self._lanes.control, checkpoint.complete_steps(self._run.checkpoints)
+        seen = control.all_gather_ints([steps[-1] if steps else -1], name="latest checkpoint")
+        latest = seen[0][0]  # as rank 0 sees it: on a network file system others may see less
+        if latest < 0:
+            return together(control, "new state", lambda: self._run.new_state(self._lanes))
+        state, manifest = together(control, "restored", lambda: self._run.load_state(latest, self._lanes))
         progress = manifest.progress
         best = Best(**progress["best"]) if progress["best"] else None
         self._memory = Memory(seconds=progress["seconds"], best=best, num_stale=progress["num_stale"])
@@ -227,13 +245,67 @@ class _Loop:
             self._run.checkpoints,
             self._state.num_steps,
             self._cursor,
-            asdict(self._memory),
+            {**asdict(self._memory), "settings": self._run.settings},
             content,
             self._lanes.control,
         )
         if self._leads:
             best = self._memory.best.step if self._memory.best else None
             checkpoint.prune(self._run.checkpoints, keep_last=self._config.train.keep_last, keep=best)
+
+
+def _open(config: Config, folder: Path, resume: bool, control: Lane) -> Run:
+    """The run of all ranks; whether there is one already and how many threads to use by default is seen by rank 0."""
+    seen = [int(resume and Run.exists(folder)), torch.get_num_threads()]
+    exists, num_threads = control.all_gather_ints(seen, name="run exists")[0]
+    if exists:
+        return together(control, "run opened", lambda: _reopen(config, folder))
+    config = replace(config, train=replace(config.train, num_threads=config.train.num_threads or num_threads))
+    return together(control, "run created", lambda: _create(config, folder))
+
+
+def _create(config: Config, folder: Path) -> Run:
+    run = Run.create(config, folder)
+    _ = run.sequences  # opened now, so that a rank without the data is found
+    return run
+
+
+def _agree(run: Run, control: Lane) -> None:
+    """Raises CommError on every rank, naming what differs and where, unless all run the same on the same data."""
+    everyone = control.all_gather_bytes(json.dumps(run.identity()).encode(), name="identity")
+    found: list[dict[str, str]] = [json.loads(data) for data in everyone]
+    lines, blamed = [], set()
+    for key in {key: None for one in found for key in one}:
+        values = [one.get(key, "missing") for one in found]
+        if len(set(values)) > 1:
+            holders = {value: [rank for rank, own in enumerate(values) if own == value] for value in values}
+            lines.append(f"{key}: " + "; ".join(f"{value} on {_ranks(ranks)}" for value, ranks in holders.items()))
+            blamed |= {rank for rank, value in enumerate(values) if value != values[0]}
+    if lines:
+        text = "\n".join(f"  - {line}" for line in lines)
+        raise CommError(f"the ranks do not run the same training:\n{text}", ranks=tuple(sorted(blamed)))
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _check_shared(folder: Path, control: Lane) -> None:
+    """Raises on every rank if one does not see the files that rank 0 has just written."""
+    lock = folder / "lock"
+    mark = control.broadcast_bytes(lock.read_bytes() if control.world.rank == 0 else b"", 0, name="mark")
+
+    def look() -> None:
+        end = time.monotonic() + _SHARED_S
+        while not lock.exists() or lock.read_bytes() != mark:
+            if time.monotonic() > end:
+                raise ConfigError(
+                    f"{folder.resolve()} on {socket.gethostname()} is not the folder that rank 0 writes to. "
+                    "All ranks must see one run folder: give --run a path on a shared file system."
+                )
+            time.sleep(0.1)
+
+    together(control, "folder shared", look)
 
 
 def _reopen(config: Config, folder: Path) -> Run:
@@ -256,10 +328,6 @@ def _reopen(config: Config, folder: Path) -> Run:
             + f"\nOnly these may change: {', '.join('train.' + name for name in _FREE_KEYS)}."
         )
     return Run(folder, wanted)
-
-
-def _with_threads(config: Config) -> Config:
-    return replace(config, train=replace(config.train, num_threads=config.train.num_threads or torch.get_num_threads()))
 
 
 def _check_finite(content: dict[str, dict[str, Tensor]], num_steps: int, control: Lane) -> None:
@@ -296,11 +364,13 @@ def _only_process(folder: Path) -> Iterator[None]:
         except BlockingIOError:
             file.seek(0)
             raise TrainError(
-                f"process {file.read().strip()} is training in {folder}; two would destroy each other's files."
+                f"process {file.readline().strip()} is training in {folder} ({file.readline().strip()}); "
+                "two would destroy each other's files."
             ) from None
         file.truncate(0)
-        file.write(f"{os.getpid()}\n")
+        file.write(f"{os.getpid()}\n{socket.gethostname()}, since {time.time_ns()}\n")
         file.flush()
+        os.fsync(file.fileno())  # for the other machines
         yield
 
 

@@ -16,7 +16,7 @@ from nestpipe.data.splits import make_split
 from nestpipe.embedding.optim import OPTIMIZERS
 from nestpipe.embedding.owner import Owners
 from nestpipe.embedding.sharded import Sharded
-from nestpipe.embedding.table import Table
+from nestpipe.embedding.table import Table, split_buckets
 from nestpipe.jagged import Cursor
 from nestpipe.models.retrieval import build_retrieval
 from nestpipe.pipeline.dense import Dense
@@ -27,27 +27,35 @@ from tests.worlds import small_config
 State = dict[str, torch.Tensor]
 
 
-def new_state(world: World, path: Path, settings: dict[str, Any]) -> tuple[TrainState, Loader]:
-    """A model on this rank: settings are model, loss, optimizer, parts, dtype, batch_size, native."""
+def new_state(
+    world: World, path: Path, settings: dict[str, Any], lanes: Lanes | None = None
+) -> tuple[TrainState, Loader]:
+    """A model on this rank: settings are model, loss, optimizer, parts, dtype, batch_size, native, limits."""
     config = small_config(path, settings.get("model", "hstu"), settings.get("loss", "sampled"))
     data = replace(config.data, batch_size=settings.get("batch_size", 11))
     optimizer = replace(config.embedding, optimizer=settings.get("optimizer", "adam"))
+    limits = replace(optimizer, **{"num_buckets": 64, **settings.get("limits", {})})
     dense = replace(config.dense, optimizer=settings.get("optimizer", "adam"))
     dtype = settings.get("dtype", torch.float64)
-    log, lanes = Sequences.open(path), Lanes.of(world)
+    log, lanes = Sequences.open(path), lanes or Lanes.of(world)
     loader = Loader(log, make_split(log, data), data, seed=0, rank=world.rank, world_size=world.size)
     model = build_retrieval(
         config.model, config.loss, catalogue=torch.from_numpy(np.array(log.catalogue)), max_len=8, seed=0, dtype=dtype
     )
     tables = {
         spec.name: Table(
-            spec, OPTIMIZERS[optimizer.optimizer](optimizer), seed=0, dtype=dtype, native=settings.get("native")
+            spec,
+            OPTIMIZERS[optimizer.optimizer](optimizer),
+            seed=0,
+            config=limits,
+            dtype=dtype,
+            native=settings.get("native"),
         )
         for spec in model.tables
     }
     state = TrainState(
         model=model,
-        embedding=Sharded(tables, lanes.rows, Owners(64, world.size)),
+        embedding=Sharded(tables, lanes.rows, Owners(limits.num_buckets, world.size)),
         dense=Dense(model, dense, lanes.dense),
         control=lanes.control,
         seed=0,
@@ -56,12 +64,26 @@ def new_state(world: World, path: Path, settings: dict[str, Any]) -> tuple[Train
     return state, loader
 
 
+def resumed(old: TrainState, new: TrainState) -> TrainState:
+    """A new state that goes on where another was, over bucket files as a checkpoint has them."""
+    new.dense.load(old.dense.export())
+    owners = old.embedding.owners
+    for name, table in old.embedding.tables.items():
+        buckets = [part for _, part in split_buckets(table.export(), owners, owners.buckets_of(old.embedding.rank))]
+        new.embedding.tables[name].load({key: torch.cat([part[key] for part in buckets]) for key in buckets[0]})
+    new.num_steps = new.embedding.num_opened = old.num_steps
+    return new
+
+
 def train_steps(world: World, path: Path, settings: dict[str, Any], num_steps: int) -> dict[str, State]:
     """Trains from the first batch on; returns the losses, this rank's rows and the dense part."""
-    state, loader = new_state(world, path, settings)
+    lanes = Lanes.of(world)
+    state, loader = new_state(world, path, settings, lanes)
     rates = Rates(dense=0.002, rows=0.004, clip=settings.get("clip", Clip()))
     cursor, losses = Cursor(0, 0), []
-    for _ in range(num_steps):
+    for number in range(num_steps):
+        if number == settings.get("resume_at"):
+            state = resumed(state, new_state(world, path, settings, lanes)[0])
         losses.append(step(state, loader.batch(cursor), rates)["loss"])
         cursor = loader.next_cursor(cursor)
     table = state.embedding.tables["item"]
@@ -83,5 +105,9 @@ def merged(results: list[dict[str, State]]) -> State:
     ids = torch.cat([table["ids"] for table in tables])
     order = ids.argsort()
     assert len(ids.unique()) == len(ids), "two ranks hold one id"
-    rows = {name: torch.cat([table[name] for table in tables]).index_select(0, order) for name in tables[0]}
+    waiting = torch.cat([table.get("pending.ids", ids[:0]) for table in tables]).argsort()
+    rows = {
+        name: torch.cat([table[name] for table in tables]).index_select(0, waiting if "pending." in name else order)
+        for name in tables[0]
+    }
     return {**rows, **results[0]["dense"], **results[0]["losses"]}

@@ -11,7 +11,7 @@ from nestpipe.embedding.spec import Lookup
 from nestpipe.pipeline.sequential import Clip
 from tests.pipeline_ranks import merged, train_steps
 from tests.ranks import run_ranks
-from tests.worlds import small_log
+from tests.worlds import small_log, write_log
 
 KINDS = [
     ("hstu", "sampled", "adam"),
@@ -74,6 +74,53 @@ def test_clipping_is_the_same_on_every_world_size(log, rows):
     one, three = (run(size, log, 10, optimizer="sgd", clip=clip) for size in (1, 3))
     assert worst(three, one) < 1e-12
     assert worst(one, run(1, log, 10, optimizer="sgd")) > 1e-6, "the norm must be reached for this to mean anything"
+
+
+LIMITS = {
+    "few rows": {"max_rows_per_bucket": 36, "evict": "lru"},
+    "second sight": {"admit_after": 2, "max_rows_per_bucket": 36, "evict": "lfu", "protect_steps": 3},
+    "admission alone": {"admit_after": 6},
+}
+
+
+@pytest.fixture(scope="module")
+def wide_log(tmp_path_factory):
+    """Enough items that a batch sees a small part of them."""
+    histories = {user: [(31 * user + 7 * k) % 600 for k in range(3 + user % 13)] for user in range(80)}
+    return write_log(tmp_path_factory.mktemp("sharded") / "wide", histories).path
+
+
+@pytest.mark.parametrize("limits", LIMITS.values(), ids=LIMITS.keys())
+def test_every_world_size_admits_and_evicts_the_same_ids(wide_log, limits):
+    settings = {"limits": {"num_buckets": 8, **limits}, "batch_size": 3, "loss": "sampled"}
+    one = run(1, wide_log, 25, **settings)
+    free = run(1, wide_log, 25, batch_size=3)
+    gone = set(free["ids"].tolist()) - set(one["ids"].tolist())
+    assert len(gone) > 10, "ids must have been refused or evicted for this to mean anything"
+    for world_size in (2, 3, 4):
+        other = run(world_size, wide_log, 25, **settings, parts=world_size % 3 + 1)
+        assert worst(other, one) < 1e-12
+        assert all(torch.equal(other[name], one[name]) for name in one if "index." in name or "pending." in name)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_resumed_run_admits_and_evicts_the_same_ids(wide_log, world_size):
+    limits = {"num_buckets": 8, **LIMITS["second sight"]}
+    settings = {"limits": limits, "batch_size": 3, "dtype": torch.float32}
+    whole, resumed, torch_index = (
+        run(world_size, wide_log, 30, **settings, **more) for more in ({}, {"resume_at": 13}, {"native": False})
+    )
+    assert whole.keys() == resumed.keys()
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+    assert all(torch.equal(whole[name], torch_index[name]) for name in whole)
+
+
+def test_gradients_of_ids_without_a_row_do_not_count_in_the_norm(wide_log):
+    settings = {"limits": {"num_buckets": 8, "admit_after": 99}, "batch_size": 3, "optimizer": "sgd"}
+    clipped = [run(size, wide_log, 6, **settings, clip=Clip(0.05, rows=rows)) for size in (1, 3) for rows in (0, 1)]
+    assert not len(clipped[0]["ids"])
+    assert all(torch.equal(clipped[0][name], clipped[1][name]) for name in clipped[0])
+    assert worst(clipped[3], clipped[0]) < 1e-12
 
 
 def poisoned(world, path):

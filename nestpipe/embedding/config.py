@@ -42,9 +42,36 @@ class EmbeddingConfig(OptimizerConfig):
 
     num_buckets: int = 64
     """Fixed partition of all ids; ranks own ranges of buckets, so it is the largest number of ranks."""
+    admit_after: int = 1
+    """An id gets a row in the batch in which it is seen for the so-manieth time; before, it reads its initial value."""
+    max_rows_per_bucket: int = 0
+    """A bucket that is full evicts rows for new ids; 0 for no limit."""
+    evict: Literal["lru", "lfu"] = "lru"
+    """Rows to evict first: those not used for the longest time, or those used in the fewest batches. Ties by id."""
+    protect_steps: int = 2
+    """Rows used in so many batches before this one, or in this one, are not evicted; at least pipeline depth + 1."""
+
+    tier: Literal["memory", "mmap"] = "memory"
+    """Where rows are: in memory, or in files of which the rows in use are mapped into memory. The bits are the same."""
+    mmap_folder: str = ""
+    """mmap: a folder on a fast local disk. The files have no names and vanish with the process."""
+    memory_bytes: int = 1 << 30
+    """mmap: how much of a table's files a rank keeps mapped into its memory."""
+
+    @property
+    def has_limits(self) -> bool:
+        """Whether an id can be without a row after a lookup."""
+        return self.admit_after > 1 or self.max_rows_per_bucket > 0
 
     def problems(self) -> Iterator[str]:
         yield from OptimizerConfig.problems(self)
+        for name, least in (("admit_after", 1), ("max_rows_per_bucket", 0), ("protect_steps", 2)):
+            if getattr(self, name) < least:
+                yield f"{name} is {getattr(self, name)}; it must be at least {least}"
+        if self.tier == "mmap" and not self.mmap_folder:
+            yield "tier is 'mmap' but mmap_folder is empty; name a folder on a fast local disk"
+        if self.memory_bytes < 1 << 20:
+            yield f"memory_bytes is {self.memory_bytes:,}; it must be at least 1 MiB"
         if not 1 <= self.num_buckets <= 65536:
             yield f"num_buckets is {self.num_buckets}; it must be in 1 .. 65,536"
 

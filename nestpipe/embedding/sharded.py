@@ -49,13 +49,25 @@ class Sharded:
 
     def __init__(self, tables: Mapping[str, Table], lane: Lane, owners: Owners):
         self.tables, self.lane, self.owners = dict(tables), lane, owners
+        self.num_opened = 0  # windows so far
+        for name, table in self.tables.items():
+            if table.config.has_limits and table.config.num_buckets != owners.num_buckets:
+                raise ValueError(
+                    f"table '{name}' limits {table.config.num_buckets} buckets but there are {owners.num_buckets}; "
+                    "with another number every rank would decide on its own"
+                )
 
     @property
     def rank(self) -> int:
         return self.lane.world.rank
 
-    def open(self, plan: Plan, weight: float) -> Window:
-        """Tells the owners what the window needs and lets them fetch it; agrees on the global weight."""
+    def open(self, plan: Plan, weight: float, *, step: int | None = None) -> Window:
+        """Tells the owners what the window needs and lets them fetch it; agrees on the global weight.
+
+        `step` is the batch's number, by which rows have ages; by default the number of windows opened before.
+        """
+        step = self.num_opened if step is None else step
+        self.num_opened = step + 1
         size, parts = self.lane.world.size, plan.num_parts
         wanted = [[n for name in self.tables for n in plan.tables[name].first_counts[rank]] for rank in range(size)]
         counts = self.lane.exchange_sizes(wanted, name="counts")
@@ -63,7 +75,7 @@ class Sharded:
         for number, (name, table) in enumerate(self.tables.items()):
             one = plan.tables[name]
             owned[name] = self._exchange_ids(
-                name, table, one, [row[number * parts : (number + 1) * parts] for row in counts]
+                name, table, one, [row[number * parts : (number + 1) * parts] for row in counts], step
             )
             rows = table.empty_rows(len(one.ids))
             asked[name] = _Asked(one, rows, torch.zeros_like(rows))
@@ -83,7 +95,9 @@ class Sharded:
         self.lane.exchange(f"peeked/{name}", [table.peek(part) for part in asked], rows.split(counts)).wait()
         return torch.empty_like(rows).index_copy_(0, order, rows)
 
-    def _exchange_ids(self, name: str, table: Table, plan: TablePlan, first_counts: list[list[int]]) -> _Owned:
+    def _exchange_ids(
+        self, name: str, table: Table, plan: TablePlan, first_counts: list[list[int]], step: int
+    ) -> _Owned:
         sizes = [sum(counts) for counts in first_counts]
         ids = [torch.empty(size, dtype=torch.int64) for size in sizes]
         last_part = [torch.empty(size, dtype=torch.uint8) for size in sizes]
@@ -94,6 +108,7 @@ class Sharded:
         for handle in handles:
             handle.wait()
         union, places = dedupe(torch.cat(ids))
+        table.advance(union, step)  # who has a row is decided before anything is read
         rows = table.fetch(union)
         return _Owned(union, rows, torch.zeros_like(rows), list(places.split(sizes)), first_counts, last_part)
 
@@ -145,6 +160,8 @@ class Window:
 
     def owned_grads(self) -> dict[str, Tensor]:
         """The full gradient sums [K, D] of the rows that this rank owns, by ascending id, once all parts are back."""
+        for name, owned in self._owned.items():
+            self._home.tables[name].drop_rowless(owned.ids, owned.grads)
         return {name: owned.grads for name, owned in self._owned.items()}
 
     def update(self, lr: float) -> None:

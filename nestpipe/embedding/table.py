@@ -1,26 +1,34 @@
 """The rows of one embedding table that live on one rank: ids -> slots -> rows with their optimizer state.
 
 A slot is where a row happens to live; nothing outside this file sees one. Rows appear when they are first looked up,
-with values that are a function of (seed, table, id), so the order of arrival leaves no trace.
+or later and not for ever if the configuration sets limits (admission.py), with values that are a function of
+(seed, table, id), so the order of arrival leaves no trace.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from nestpipe.draw import Draw, bell
+from nestpipe.embedding.admission import PENDING, Admission
+from nestpipe.embedding.config import EmbeddingConfig
 from nestpipe.embedding.index import make_index
 from nestpipe.embedding.optim import RowOptimizer, State
+from nestpipe.embedding.owner import Owners
 from nestpipe.embedding.spec import TableSpec
+from nestpipe.embedding.store import Files, Store
 
 _INIT_ROWS = 8192  # rows made at a time: the integers behind a row take eight times its size
+_STATE = "state."
+_NO_LIMITS = EmbeddingConfig()
 
 
 class Table:
-    """Rows of one table. `fetch` and `update` want distinct ids in ascending order, as an owner's union has them."""
+    """Rows of one table. `advance`, `fetch` and `update` want distinct ids in ascending order, as an owner's union has them."""
 
     def __init__(
         self,
@@ -28,16 +36,18 @@ class Table:
         optimizer: RowOptimizer,
         *,
         seed: int,
+        config: EmbeddingConfig = _NO_LIMITS,
         dtype: torch.dtype = torch.float32,
         native: bool | None = None,
     ):
-        self.spec = spec
+        self.spec, self.config = spec, config
         self._optimizer = optimizer
         self._seed = seed
         self._dtype = dtype
-        self._index = make_index(native=native)
-        self._rows = torch.empty(0, spec.dim, dtype=dtype)
-        self._state = self._new_state(0)
+        self._admission = Admission(config, native=native) if config.has_limits else None
+        self._index = self._admission.rows.index if self._admission else make_index(native=native)
+        files = Files(Path(config.mmap_folder), config.memory_bytes) if config.tier == "mmap" else None
+        self._rows = Store({"rows": self.empty_rows(0), **self._new_state(0)}, files)
 
     def __len__(self) -> int:
         return len(self._index)
@@ -54,57 +64,103 @@ class Table:
         """Room for rows [n, D] of this table."""
         return torch.empty(num_rows, self.spec.dim, dtype=self._dtype)
 
+    def advance(self, ids: Tensor, step: int) -> None:
+        """The ids of batch `step` are counted, and it is decided which get a row and which lose theirs.
+
+        Called once per batch, in order, before `fetch`; a batch that is skipped later is not taken back. Without limits
+        there is nothing to count.
+        """
+        if self._admission:
+            self._start(*self._admission.advance(ids, step))
+
     def fetch(self, ids: Tensor) -> Tensor:
-        """A copy of the rows [n, D] of distinct ids; unknown ids are admitted."""
+        """A copy of the rows [n, D] of distinct ids; without limits unknown ids get a row now, else they have none."""
+        if self._admission:
+            return self.peek(ids)
         slots, added = self._index.find_or_add(ids)
         if len(added):
-            self._grow(self._index.num_slots)
-            fresh = slots.index_select(0, added)
-            self._rows.index_copy_(0, fresh, self.initial(ids.index_select(0, added)))
-        return self._rows.index_select(0, slots)
+            self._start(ids.index_select(0, added), slots.index_select(0, added))
+        return self._rows.gather("rows", slots)
 
     def peek(self, ids: Tensor) -> Tensor:
-        """A copy of the rows [n, D] of any ids; unknown ids show their initial value and are not admitted."""
+        """A copy of the rows [n, D] of any ids; those without a row show their initial value and get none."""
         slots = self._index.find(ids)
         unknown = (slots < 0).nonzero().flatten()
         if len(unknown) == len(ids):
             return self.initial(ids)
-        rows = self._rows.index_select(0, slots.clamp(min=0))
-        return rows.index_copy_(0, unknown, self.initial(ids.index_select(0, unknown)))
+        rows = self._rows.gather("rows", slots.clamp_(min=0))
+        if len(unknown):
+            rows.index_copy_(0, unknown, self.initial(ids.index_select(0, unknown)))
+        return rows
 
     def update(self, ids: Tensor, grads: Tensor, lr: float) -> None:
-        """One optimizer step on the rows of distinct ids that are all known."""
+        """One optimizer step on the rows of distinct ids; the gradient of an id without a row is dropped."""
         slots = self._index.find(ids)
-        rows = self._rows.index_select(0, slots)
-        state = {name: values.index_select(0, slots) for name, values in self._state.items()}
-        self._optimizer.update(rows, state, grads, lr)
-        self._rows.index_copy_(0, slots, rows)
-        for name, values in state.items():
-            self._state[name].index_copy_(0, slots, values)
+        if self._admission:
+            known = (slots >= 0).nonzero().flatten()
+            slots, grads = slots.index_select(0, known), grads.index_select(0, known)
+        rows = {name: self._rows.gather(name, slots) for name in self._rows}
+        state = {name.removeprefix(_STATE): values for name, values in rows.items() if name.startswith(_STATE)}
+        self._optimizer.update(rows["rows"], state, grads, lr)
+        self._write(slots, rows)
+
+    def drop_rowless(self, ids: Tensor, grads: Tensor) -> None:
+        """Zeroes the gradients of ids without a row, which count nowhere."""
+        if self._admission:
+            grads.index_fill_(0, (self._index.find(ids) < 0).nonzero().flatten(), 0.0)
 
     def export(self) -> dict[str, Tensor]:
-        """Everything there is to know, in ascending order of ids."""
+        """Everything there is to know, in ascending order of ids; `pending.*`, if any, has ids of its own."""
         ids, slots = self._index.export()
-        state = {f"state.{name}": values.index_select(0, slots) for name, values in self._state.items()}
-        return {"ids": ids, "rows": self._rows.index_select(0, slots), **state}
+        rows = {name: self._rows.gather(name, slots) for name in self._rows}
+        return {"ids": ids, **rows, **(self._admission.export() if self._admission else {})}
 
     def load(self, content: Mapping[str, Tensor]) -> None:
         """Replaces the content by an exported one, its ids in any order."""
-        self._index.load(content["ids"], torch.arange(len(content["ids"])))
-        self._rows = content["rows"].to(self._dtype)
-        self._state = {name: content[f"state.{name}"] for name in self._state}
+        ids = content["ids"]
+        slots = torch.arange(len(ids))
+        if self._admission:
+            self._admission.load(content)
+        else:
+            self._index.load(ids, slots)
+        self._rows.grow(self._index.num_slots)
+        self._write(slots, {name: content[name] for name in self._rows})
 
     def _new_state(self, num_rows: int) -> State:
+        """State of new rows, under the names of an export."""
         state = self._optimizer.new_state(num_rows, self.spec.dim)
         return {
-            name: values.to(self._dtype) if values.is_floating_point() else values for name, values in state.items()
+            _STATE + name: values.to(self._dtype) if values.is_floating_point() else values
+            for name, values in state.items()
         }
 
-    def _grow(self, num_rows: int) -> None:
-        """Room for at least so many rows; doubled, so that growing costs little per row."""
-        if num_rows <= len(self._rows):
-            return
-        missing = max(num_rows, 2 * len(self._rows), 1024) - len(self._rows)
-        self._rows = torch.cat([self._rows, self._rows.new_zeros(missing, self.spec.dim)])
-        fresh = self._new_state(missing)
-        self._state = {name: torch.cat([values, fresh[name]]) for name, values in self._state.items()}
+    def _start(self, ids: Tensor, slots: Tensor) -> None:
+        """Gives ids that are new their first values; what an evicted row left in a slot is gone."""
+        self._rows.grow(self._index.num_slots)
+        self._write(slots, {"rows": self.initial(ids), **self._new_state(len(ids))})
+
+    def _write(self, slots: Tensor, rows: Mapping[str, Tensor]) -> None:
+        for name, values in rows.items():
+            self._rows.scatter(name, slots, values.to(self._rows[name].dtype))
+
+
+def split_buckets(
+    content: Mapping[str, Tensor], owners: Owners, buckets: range
+) -> Iterator[tuple[int, dict[str, Tensor]]]:
+    """An exported table, bucket by bucket, each like an exported table; `pending.*` goes by `pending.ids`."""
+    names = {"ids": [name for name in content if not name.startswith(PENDING)]}
+    if waiting := [name for name in content if name.startswith(PENDING)]:
+        names[f"{PENDING}ids"] = waiting
+    places = {key: _by_bucket(content[key], owners) for key in names}
+    for number in buckets:
+        yield (
+            number,
+            {name: content[name].index_select(0, places[key][number]) for key in names for name in names[key]},
+        )
+
+
+def _by_bucket(ids: Tensor, owners: Owners) -> list[Tensor]:
+    """For each bucket the places of its ids, ascending."""
+    bucket = owners.bucket_of(ids)
+    sizes = torch.bincount(bucket, minlength=owners.num_buckets).tolist()
+    return list(bucket.argsort(stable=True).split(sizes))
