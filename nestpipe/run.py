@@ -37,8 +37,20 @@ from nestpipe.pipeline.dense import Dense
 from nestpipe.pipeline.sequential import TrainState
 from nestpipe.scoring import Scorer
 
-# Limits and reporting may differ when a run goes on, and data is compared by digest; everything else decides the bits.
-FREE_KEYS = ("epochs", "steps", "minutes", "save_steps", "keep_last", "log_steps", "tensorboard")
+# Limits, reporting and where things lie may differ when a run goes on; everything else decides the bits.
+FREE_KEYS = (
+    "data.path",
+    "train.epochs",
+    "train.steps",
+    "train.minutes",
+    "train.save_steps",
+    "train.keep_last",
+    "train.log_steps",
+    "train.tensorboard",
+    "embedding.tier",
+    "embedding.mmap_folder",
+    "embedding.memory_bytes",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +133,8 @@ class Run:
     @property
     def settings(self) -> dict[str, str]:
         """All settings that decide the bits; they stand in every checkpoint."""
-        free = {"data.path", *(f"train.{name}" for name in FREE_KEYS)}
         kind = type(self.config.model).__name__
-        return {"model": kind, **{key: repr(one) for key, one in flat(self.config).items() if key not in free}}
+        return {"model": kind, **{key: repr(one) for key, one in flat(self.config).items() if key not in FREE_KEYS}}
 
     @property
     def checkpoints(self) -> Path:

@@ -10,18 +10,11 @@ clock; whatever could make a rank stop is agreed on after every step.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
-import os
-import signal
 import socket
-import threading
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,17 +22,17 @@ from torch import Tensor
 from nestpipe import checkpoint
 from nestpipe.checkpoint import together
 from nestpipe.comm import Lane, World
-from nestpipe.config import Config, flat
+from nestpipe.config import Config
 from nestpipe.data.loader import Loader
 from nestpipe.errors import CommError, ConfigError, TrainError
 from nestpipe.jagged import Batch, Cursor
 from nestpipe.metrics import JsonlTracker, TensorBoardTracker, Tracker, Trackers
 from nestpipe.models.config import HSTUConfig
 from nestpipe.pipeline.sequential import Clip, Rates, TrainState, step
+from nestpipe.process import exact_arithmetic, only_process, stop_signals
 from nestpipe.profiling import profiled
 from nestpipe.progress import Progress
-from nestpipe.run import FREE_KEYS as _FREE_KEYS
-from nestpipe.run import Lanes, Run, contents_of
+from nestpipe.run import FREE_KEYS, Lanes, Run, contents_of
 from nestpipe.scoring import Scorer
 
 INTERRUPTED = "interrupted"
@@ -95,7 +88,7 @@ def train_to_end(
         run = _open(config, Path(folder), resume, lanes.control)
         _agree(run, lanes.control)
         with (
-            _exact_arithmetic(run.config.train.num_threads),
+            exact_arithmetic(run.config.train.num_threads),
             _Loop(run, lanes, quiet=quiet or open_world.rank > 0) as loop,
         ):
             return Outcome(run, loop.run_to_end(profile=profile))
@@ -139,7 +132,7 @@ class _Loop:
         self._exit.close()
 
     def _take_folder(self, undo: contextlib.ExitStack) -> None:
-        undo.enter_context(_only_process(self._run.folder))
+        undo.enter_context(only_process(self._run.folder))
         checkpoint.remove_unfinished(self._run.checkpoints)
         self._run.write(statistics=self._loader.statistics)
 
@@ -147,7 +140,7 @@ class _Loop:
         """Steps until a limit is reached or a signal asks to stop, saves, and returns the reason."""
         reason = self._reason_to_stop(asked=False)
         with (
-            _stop_signals() as stop,
+            stop_signals() as stop,
             contextlib.closing(self._loader.iterate(self._cursor)) as batches,
             profiled(self._run.folder / "profile", enabled=profile and self._leads and reason is None) as profile_step,
         ):
@@ -309,25 +302,18 @@ def _check_shared(folder: Path, control: Lane) -> None:
 
 
 def _reopen(config: Config, folder: Path) -> Run:
-    """The run in a folder, with the free settings of `config`; raises ConfigError if anything else differs."""
+    """The run in a folder with its new limits; raises ConfigError if a setting differs that decides the bits."""
     saved = Run.open(folder, data_path=config.data.path)
-    free = {name: getattr(config.train, name) for name in _FREE_KEYS}
-    wanted = replace(saved.config, train=replace(saved.config.train, **free))
-    threads = config.train.num_threads or wanted.train.num_threads
-    config = replace(config, train=replace(config.train, num_threads=threads))
-    if wanted != config:
-        before, after = flat(wanted), flat(config)
-        changed = [
-            f"{key}: {before.get(key)!r} -> {after.get(key)!r}"
-            for key in before | after
-            if before.get(key) != after.get(key)
-        ]
+    threads = config.train.num_threads or saved.config.train.num_threads
+    run = Run(folder, replace(config, train=replace(config.train, num_threads=threads)))
+    before, after = saved.settings, run.settings
+    if changed := [key for key in before | after if before.get(key) != after.get(key)]:
         raise ConfigError(
             f"{folder} was started with another configuration; going on would mix two runs:\n"
-            + "\n".join(f"  - {line}" for line in changed)
-            + f"\nOnly these may change: {', '.join('train.' + name for name in _FREE_KEYS)}."
+            + "\n".join(f"  - {key}: {before.get(key)} -> {after.get(key)}" for key in changed)
+            + f"\nOnly these may change: {', '.join(FREE_KEYS)}."
         )
-    return Run(folder, wanted)
+    return run
 
 
 def _check_finite(content: dict[str, dict[str, Tensor]], num_steps: int, control: Lane) -> None:
@@ -352,61 +338,3 @@ def _trackers(run: Run, num_steps: int) -> Tracker:
     if run.config.train.tensorboard:
         trackers.append(TensorBoardTracker(run.folder / "tensorboard", resume_step=num_steps or None))
     return Trackers(trackers)
-
-
-@contextlib.contextmanager
-def _only_process(folder: Path) -> Iterator[None]:
-    """Holds the run's lock, which the system frees when the process ends; raises TrainError if another one holds it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            raise TrainError(
-                f"process {file.readline().strip()} is training in {folder} ({file.readline().strip()}); "
-                "two would destroy each other's files."
-            ) from None
-        file.truncate(0)
-        file.write(f"{os.getpid()}\n{socket.gethostname()}, since {time.time_ns()}\n")
-        file.flush()
-        os.fsync(file.fileno())  # for the other machines
-        yield
-
-
-@contextlib.contextmanager
-def _exact_arithmetic(num_threads: int) -> Iterator[None]:
-    """Deterministic algorithms and a fixed number of threads, as they were before afterwards."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
-    debugging: Any = torch.utils.deterministic
-    fill = debugging.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True)
-    debugging.fill_uninitialized_memory = False  # costs a pass over every new tensor
-    torch.set_num_threads(num_threads)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before[0])
-        debugging.fill_uninitialized_memory = fill
-        torch.set_num_threads(before[1])
-
-
-@contextlib.contextmanager
-def _stop_signals() -> Iterator[threading.Event]:
-    """An event set by the first Ctrl-C or SIGTERM; a second Ctrl-C interrupts at once."""
-    stop = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield stop  # signals only reach the main thread
-        return
-
-    def ask_to_stop(number: int, frame: FrameType | None) -> None:
-        if stop.is_set():
-            raise KeyboardInterrupt
-        stop.set()
-
-    previous = {number: signal.signal(number, ask_to_stop) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield stop
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
