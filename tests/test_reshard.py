@@ -184,9 +184,9 @@ def test_ranks_that_do_not_share_the_run_folder_say_so_at_the_start(log, tmp_pat
 
 
 def test_a_folder_in_use_is_refused_by_every_rank(log, tmp_path):
-    from nestpipe.trainer import _only_process
+    from nestpipe.process import only_process
 
-    with _only_process(tmp_path / "run"):
+    with only_process(tmp_path / "run"):
         for kind, message in refusals(2, small_config(log), tmp_path / "run"):
             assert kind == "TrainError"
             assert "is training in" in message

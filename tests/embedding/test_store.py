@@ -131,7 +131,8 @@ def test_a_table_four_times_its_budget_trains_within_it(tmp_path, scale, record_
     record_property("memory", memory)
     record_property("mmap", files)
     assert memory["digest"] == files["digest"]
-    assert memory["private_bytes"] > 4 * budget
+    # The table alone is 4 budgets; a few per cent of its pages were free in the process before it grew.
+    assert memory["private_bytes"] > 3.8 * budget
     assert files["private_bytes"] < budget
 
 
