@@ -108,6 +108,9 @@ def test_the_mmap_tier_needs_a_folder():
     ]
 
 
+FIRST_ROWS = 20_000
+
+
 def trained(tier, folder, num_rows, budget, num_steps):
     command = [sys.executable, "-m", "tests.embedding.test_store", tier, str(folder)]
     done = subprocess.run(
@@ -131,8 +134,8 @@ def test_a_table_four_times_its_budget_trains_within_it(tmp_path, scale, record_
     record_property("memory", memory)
     record_property("mmap", files)
     assert memory["digest"] == files["digest"]
-    # The table alone is 4 budgets; a few per cent of its pages were free in the process before it grew.
-    assert memory["private_bytes"] > 3.8 * budget
+    uncounted = FIRST_ROWS * 64 * 8  # they are in memory before the first look
+    assert memory["private_bytes"] + uncounted > 4 * budget
     assert files["private_bytes"] < budget
 
 
@@ -149,7 +152,7 @@ def main(tier, folder, num_rows, budget, num_steps):
     torch.set_num_threads(1)
     config = EmbeddingConfig(optimizer="adagrad", tier=tier, mmap_folder=folder, memory_bytes=int(budget))
     one = table(config, dim=64)
-    one.fetch(torch.arange(20_000))  # what libraries take when first called does not count
+    one.fetch(torch.arange(FIRST_ROWS))  # what libraries take when first called does not count
     start = _resident("RssAnon")
     most = {"RssAnon": 0, "RssFile": 0}
 
