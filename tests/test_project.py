@@ -149,3 +149,12 @@ def test_core_imports_in_under_three_seconds() -> None:
         times.append(cpu_seconds() - start)
         assert done.returncode == 0, done.stderr
     assert min(times) < 3.0, f"'import nestpipe' took {', '.join(f'{seconds:.2f}' for seconds in times)} s"
+
+
+def test_every_public_name_is_there_when_it_is_used() -> None:
+    import nestpipe
+
+    assert all(getattr(nestpipe, name) is not None for name in nestpipe.__all__)
+    assert set(nestpipe._HOMES) | {"recipes"} == set(nestpipe.__all__)
+    with pytest.raises(AttributeError, match="has no attribute 'trian'"):
+        nestpipe.trian  # noqa: B018
