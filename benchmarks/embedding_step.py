@@ -56,24 +56,32 @@ def our_step() -> Callable[[torch.Tensor], None]:
     from nestpipe.embedding.optim import AdaGrad
     from nestpipe.embedding.owner import Owners
     from nestpipe.embedding.route import route
-    from nestpipe.embedding.sharded import Sharded
+    from nestpipe.embedding.sharded import Sharded, Window
     from nestpipe.embedding.spec import Lookup, TableSpec
     from nestpipe.embedding.table import Table
 
     config = EmbeddingConfig(optimizer="adagrad", lr=LR, eps=1e-8)
     table = Table(TableSpec(name="item", dim=DIM), AdaGrad(config), seed=SEED)
-    table.fetch(torch.arange(NUM_ROWS))
-    embedding = Sharded({"item": table}, World.single().lane("rows"), Owners(64, 1))
+    table.advance(torch.arange(NUM_ROWS), -1)
+    world = World.single()
+    embedding = Sharded({"item": table}, world.lane("keys"), world.lane("rows"), Owners(64, 1))
     grads = gradient()
     count = iter(range(1 << 40))
 
     def step(ids: torch.Tensor) -> None:
         plan = route([{"x": Lookup(table="item", ids=ids)}], ["item"], embedding.owners)
-        window = embedding.open(plan, 1.0, step=next(count))
-        leaves = window.fetch(0)
+        window = Window(embedding, plan, next(count), 1.0)
+        window.ask()
+        window.retrieve()
+        window.post()
+        window.launch_rows(0)
+        leaves = window.leaves(0)
         plan.rows(0, leaves)["x"].gather().backward(grads)
-        window.send_grads(0, leaves)
+        window.add_grads(0, leaves)
+        window.launch_grads(0)
+        window.collect(0)
         window.update(LR)
+        window.release()
 
     return step
 

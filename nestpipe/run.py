@@ -34,7 +34,7 @@ from nestpipe.errors import CheckpointError, ConfigError
 from nestpipe.metrics import replace_file
 from nestpipe.models.retrieval import build_retrieval
 from nestpipe.pipeline.dense import Dense
-from nestpipe.pipeline.sequential import TrainState
+from nestpipe.pipeline.stages import TrainState
 from nestpipe.scoring import Scorer
 
 # Limits, reporting and where things lie may differ when a run goes on; everything else decides the bits.
@@ -58,13 +58,14 @@ class Lanes:
     """The lanes of a sequential run; one thread uses them all."""
 
     control: Lane
+    keys: Lane
     rows: Lane
     dense: Lane
 
     @staticmethod
     def of(world: World) -> Lanes:
         """A meeting of all ranks."""
-        return Lanes(world.lane("control"), world.lane("rows"), world.lane("dense"))
+        return Lanes(*(world.lane(name) for name in ("control", "keys", "rows", "dense")))
 
 
 @dataclass(frozen=True)
@@ -163,7 +164,7 @@ class Run:
         owners = Owners(config.embedding.num_buckets, lanes.rows.world.size)
         return TrainState(
             model=model,
-            embedding=Sharded(tables, lanes.rows, owners),
+            embedding=Sharded(tables, lanes.keys, lanes.rows, owners),
             dense=Dense(model, config.dense, lanes.dense),
             control=lanes.control,
             seed=config.seed,
@@ -186,7 +187,7 @@ class Run:
         for name, table in embedding.tables.items():
             buckets = [content[file] for file, owner in own.items() if owner == name]
             table.load({key: torch.cat([bucket[key] for bucket in buckets]) for key in buckets[0]})
-        state.num_steps = embedding.num_opened = manifest.step
+        state.num_steps = manifest.step
         return state, manifest
 
     def _check_origin(self, folder: Path, manifest: checkpoint.Manifest) -> None:

@@ -27,7 +27,7 @@ from nestpipe.errors import DataError
 from nestpipe.evaluate import EvalBatch, Report, evaluate, popularity_report
 from nestpipe.jagged import Batch, Jagged, offsets_of, ranges
 from nestpipe.model import Recommender
-from nestpipe.pipeline.sequential import TrainState
+from nestpipe.pipeline.stages import TrainState
 from nestpipe.ranking_metrics import top_items
 
 Target = Literal["test", "validation"]

@@ -28,7 +28,8 @@ from nestpipe.errors import CommError, ConfigError, TrainError
 from nestpipe.jagged import Batch, Cursor
 from nestpipe.metrics import JsonlTracker, TensorBoardTracker, Tracker, Trackers
 from nestpipe.models.config import HSTUConfig
-from nestpipe.pipeline.sequential import Clip, Rates, TrainState, step
+from nestpipe.pipeline.sequential import step
+from nestpipe.pipeline.stages import Clip, Rates, TrainState
 from nestpipe.process import exact_arithmetic, only_process, stop_signals
 from nestpipe.profiling import profiled
 from nestpipe.progress import Progress

@@ -20,7 +20,8 @@ from nestpipe.embedding.table import Table, split_buckets
 from nestpipe.jagged import Cursor
 from nestpipe.models.retrieval import build_retrieval
 from nestpipe.pipeline.dense import Dense
-from nestpipe.pipeline.sequential import Clip, Rates, TrainState, step
+from nestpipe.pipeline.sequential import step
+from nestpipe.pipeline.stages import Clip, Rates, TrainState
 from nestpipe.run import Lanes
 from tests.worlds import small_config
 
@@ -55,7 +56,7 @@ def new_state(
     }
     state = TrainState(
         model=model,
-        embedding=Sharded(tables, lanes.rows, Owners(limits.num_buckets, world.size)),
+        embedding=Sharded(tables, lanes.keys, lanes.rows, Owners(limits.num_buckets, world.size)),
         dense=Dense(model, dense, lanes.dense),
         control=lanes.control,
         seed=0,
@@ -71,7 +72,7 @@ def resumed(old: TrainState, new: TrainState) -> TrainState:
     for name, table in old.embedding.tables.items():
         buckets = [part for _, part in split_buckets(table.export(), owners, owners.buckets_of(old.embedding.rank))]
         new.embedding.tables[name].load({key: torch.cat([part[key] for part in buckets]) for key in buckets[0]})
-    new.num_steps = new.embedding.num_opened = old.num_steps
+    new.num_steps = old.num_steps
     return new
 
 

@@ -8,7 +8,7 @@ import torch
 from nestpipe.embedding.owner import Owners
 from nestpipe.embedding.route import route
 from nestpipe.embedding.spec import Lookup
-from nestpipe.pipeline.sequential import Clip
+from nestpipe.pipeline.stages import Clip
 from tests.pipeline_ranks import merged, train_steps
 from tests.ranks import run_ranks
 from tests.worlds import small_log, write_log
@@ -127,7 +127,8 @@ def poisoned(world, path):
     from nestpipe.data.loader import Loader  # noqa: F401
     from nestpipe.errors import TrainError
     from nestpipe.jagged import Cursor
-    from nestpipe.pipeline.sequential import Rates, step
+    from nestpipe.pipeline.sequential import step
+    from nestpipe.pipeline.stages import Rates
     from tests.pipeline_ranks import new_state
 
     state, loader = new_state(world, path, {})

@@ -115,7 +115,8 @@ def test_a_non_finite_loss_updates_nothing(log, tmp_path, monkeypatch):
     state = run.new_state()
     from nestpipe.data.loader import Loader
     from nestpipe.jagged import Cursor
-    from nestpipe.pipeline.sequential import Rates, step
+    from nestpipe.pipeline.sequential import step
+    from nestpipe.pipeline.stages import Rates
 
     batch = Loader(run.sequences, run.split, run.config.data, seed=0).batch(Cursor(0, 0))
     with torch.no_grad():

@@ -29,6 +29,8 @@ class TablePlan:
     ids: Tensor  # [U] by (owner, first part, id)
     first_counts: list[list[int]]  # [owner][part]: ids that travel with the part
     last_part: Tensor  # [U] uint8: the part whose gradients take the id's sum home
+    leaving: Tensor  # [U] places in `ids` by (owner, last part, place): the order in which sums go home
+    last_counts: list[list[int]]  # [owner][part]: ids whose sum goes home with the part
     places: tuple[Tensor, ...]  # for each part: where its distinct ids, ascending, stand in `ids`
 
     @property
@@ -83,16 +85,24 @@ def _plan_table(unique: Sequence[Tensor], owners: Owners) -> TablePlan:
     for number in range(num_parts):
         last[in_part[number]] = number
         first[in_part[num_parts - 1 - number]] = num_parts - 1 - number
-    lane = owners.owner_of(ids) * num_parts + first
-    order = lane.argsort(stable=True)
+    owner = owners.owner_of(ids) * num_parts
+    order, first_counts = sort_by(owner + first, owners.world_size * num_parts)
     position = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order)))
-    counts = torch.bincount(lane, minlength=owners.world_size * num_parts).reshape(owners.world_size, num_parts)
+    last = last.index_select(0, order)
+    leaving, last_counts = sort_by(owner.index_select(0, order) + last, owners.world_size * num_parts)
     return TablePlan(
         ids=ids.index_select(0, order),
-        first_counts=counts.tolist(),
-        last_part=last.index_select(0, order).to(torch.uint8),
+        first_counts=first_counts.reshape(-1, num_parts).tolist(),
+        last_part=last.to(torch.uint8),
+        leaving=leaving,
+        last_counts=last_counts.reshape(-1, num_parts).tolist(),
         places=tuple(position.index_select(0, part) for part in in_part),
     )
+
+
+def sort_by(keys: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
+    """The stable order [n] of small keys 0 .. num_keys - 1, and how many there are of each."""
+    return keys.argsort(stable=True), torch.bincount(keys, minlength=num_keys)
 
 
 def dedupe(ids: Tensor) -> tuple[Tensor, Tensor]:

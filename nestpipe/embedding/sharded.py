@@ -1,55 +1,42 @@
 """Rows on many ranks: what a window asks of the owners, and what it sends back.
 
-    asker                                   owner
-    plan ── counts, weight, ids ──────────▶ union of all askers' ids, rows fetched once
-    rows of a part's first uses ◀────────── index_select of the union
-    gradient sums of last uses ───────────▶ added in (part, rank) order; one optimizer step per row
+    asker                                        owner
+    plan ── counts, weight, flags, ids ────────▶ union of all askers' ids; rows taken        ask, retrieve
+    rows of a part's first uses ◀─────────────── gathered from where they are held          launch_rows, leaves
+    gradient sums of last uses ────────────────▶ added in (part, rank) order                add_grads, launch_grads, collect
+                                                 one optimizer step per row                 update, release
 
 One sum tree, whatever the number of parts and ranks that run it: occurrences of an id inside a part (backward), parts in
 part order (asker), arrivals in (part of last use, asking rank) order (owner). No atomics, no order of arrival.
+
+Each method of a `Window` is a stage: called once (or once per part), by any thread, after those it depends on. Rows and
+gradients are *launched* by one thread and waited for by whoever needs them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import math
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from nestpipe.comm import Lane
+from nestpipe.comm import Handle, Lane
+from nestpipe.embedding.held import Held, Holder, InPlace
 from nestpipe.embedding.owner import Owners
-from nestpipe.embedding.route import Plan, TablePlan, dedupe
+from nestpipe.embedding.route import Plan, TablePlan, dedupe, sort_by
 from nestpipe.embedding.table import Table
-
-
-@dataclass(slots=True, eq=False)
-class _Owned:
-    """An owner's side of one table in a window."""
-
-    ids: Tensor  # [K] union over the askers, ascending
-    rows: Tensor  # [K, D] frozen until the window is done
-    grads: Tensor  # [K, D]
-    places: list[Tensor]  # for each asker: where its ids, in its order, stand in the union
-    first_counts: list[list[int]]  # [asker][part]
-    last_part: list[Tensor]  # for each asker: the part that brings the gradient of each of its ids
-
-
-@dataclass(slots=True, eq=False)
-class _Asked:
-    """An asker's side of one table in a window."""
-
-    plan: TablePlan
-    rows: Tensor  # [U, D] in the plan's order
-    grads: Tensor  # [U, D]
+from nestpipe.errors import CommError
 
 
 class Sharded:
     """All tables of a model, each rank holding the rows of its buckets."""
 
-    def __init__(self, tables: Mapping[str, Table], lane: Lane, owners: Owners):
-        self.tables, self.lane, self.owners = dict(tables), lane, owners
-        self.num_opened = 0  # windows so far
+    def __init__(self, tables: Mapping[str, Table], keys: Lane, rows: Lane, owners: Owners):
+        self.tables, self.keys, self.rows, self.owners = dict(tables), keys, rows, owners
+        self.holders: dict[str, Holder] = {name: InPlace(table) for name, table in self.tables.items()}
         for name, table in self.tables.items():
             if table.config.has_limits and table.config.num_buckets != owners.num_buckets:
                 raise ValueError(
@@ -59,123 +46,226 @@ class Sharded:
 
     @property
     def rank(self) -> int:
-        return self.lane.world.rank
+        return self.rows.world.rank
 
-    def open(self, plan: Plan, weight: float, *, step: int | None = None) -> Window:
-        """Tells the owners what the window needs and lets them fetch it; agrees on the global weight.
-
-        `step` is the batch's number, by which rows have ages; by default the number of windows opened before.
-        """
-        step = self.num_opened if step is None else step
-        self.num_opened = step + 1
-        size, parts = self.lane.world.size, plan.num_parts
-        wanted = [[n for name in self.tables for n in plan.tables[name].first_counts[rank]] for rank in range(size)]
-        counts = self.lane.exchange_sizes(wanted, name="counts")
-        asked, owned = {}, {}
-        for number, (name, table) in enumerate(self.tables.items()):
-            one = plan.tables[name]
-            owned[name] = self._exchange_ids(
-                name, table, one, [row[number * parts : (number + 1) * parts] for row in counts], step
-            )
-            rows = table.empty_rows(len(one.ids))
-            asked[name] = _Asked(one, rows, torch.zeros_like(rows))
-        weights = self.lane.all_gather_floats([weight], name="weight")
-        return Window(self, plan, asked, owned, sum(value for (value,) in weights))  # in rank order
+    @property
+    def world_size(self) -> int:
+        return self.rows.world.size
 
     def peek(self, name: str, ids: Tensor) -> Tensor:
         """A copy of the rows [n, D] of any ids; admits nothing. Every rank must call it, each with ids of its own."""
         owner = self.owners.owner_of(ids)
         order = owner.argsort(stable=True)
-        counts = torch.bincount(owner, minlength=self.lane.world.size).tolist()
-        wanted = [row[self.lane.world.rank] for row in self.lane.all_gather_ints(counts)]
+        counts = torch.bincount(owner, minlength=self.world_size).tolist()
+        wanted = [row[self.rank] for row in self.rows.all_gather_ints(counts)]
         asked = [torch.empty(count, dtype=torch.int64) for count in wanted]
-        self.lane.exchange(f"peek/{name}", ids.index_select(0, order).split(counts), asked).wait()
+        self.rows.exchange(f"peek/{name}", ids.index_select(0, order).split(counts), asked).wait()
         table = self.tables[name]
         rows = table.empty_rows(len(ids))
-        self.lane.exchange(f"peeked/{name}", [table.peek(part) for part in asked], rows.split(counts)).wait()
+        self.rows.exchange(f"peeked/{name}", [table.peek(part) for part in asked], rows.split(counts)).wait()
         return torch.empty_like(rows).index_copy_(0, order, rows)
 
-    def _exchange_ids(
-        self, name: str, table: Table, plan: TablePlan, first_counts: list[list[int]], step: int
-    ) -> _Owned:
-        sizes = [sum(counts) for counts in first_counts]
-        ids = [torch.empty(size, dtype=torch.int64) for size in sizes]
-        last_part = [torch.empty(size, dtype=torch.uint8) for size in sizes]
-        handles = [
-            self.lane.exchange(f"ids/{name}", plan.ids.split(plan.counts), ids),
-            self.lane.exchange(f"last parts/{name}", plan.last_part.split(plan.counts), last_part),
+
+@dataclass(slots=True, eq=False)
+class _Asked:
+    """An asker's side of one table in a window."""
+
+    plan: TablePlan
+    rows: Tensor  # [U, D] in the plan's order
+    grads: Tensor  # [U, D]
+    leaving: list[list[Tensor]]  # [owner][part]: places of the sums that go home with the part
+
+
+@dataclass(slots=True, eq=False)
+class _Owned:
+    """An owner's side of one table in a window. Requests are what was asked for, rank by rank in the askers' order."""
+
+    ids: Tensor  # [K] union over the askers, ascending
+    wanted: list[list[Tensor]]  # [asker][part]: places in the union of the rows that travel with the part
+    arriving: list[list[Tensor]]  # [asker][part]: places in the union of the sums that arrive with the part
+    grads: Tensor  # [K, D]
+    arrivals: list[list[Tensor]]  # [asker][part]: room for those sums
+    held: Held | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Window:
+    """The rows of one batch, frozen until every part has contributed."""
+
+    home: Sharded
+    plan: Plan
+    number: int  # of the batch, from the start of training
+    weight: float  # this rank's; global once the ids have been asked for
+    asks_to_stop: bool = False  # of this rank; of any rank once the ids have been asked for
+    largest: dict[str, float] = field(default_factory=dict)  # the largest |gradient| sent, table by table
+    num_rows_sent: int = 0  # row messages to other askers, and sums to other owners
+    _asked: dict[str, _Asked] = field(default_factory=dict)
+    _owned: dict[str, _Owned] = field(default_factory=dict)
+    _rows: list[list[Handle]] = field(default_factory=list)  # [part]: launched row exchanges, table by table
+    _grads: list[list[Handle]] = field(default_factory=list)
+
+    def ask(self, *, where: str = "") -> None:
+        """Tells the owners which ids the window needs; agrees on the global weight and on whether to stop."""
+        lane, parts = self.home.keys, self.plan.num_parts
+        flags = [*struct.unpack("<q", struct.pack("<d", self.weight)), int(self.asks_to_stop)]
+        wanted = [
+            [n for plan in self.plan.tables.values() for n in plan.first_counts[rank]] + flags
+            for rank in range(self.home.world_size)
         ]
+        counts = lane.exchange_sizes(wanted, name="counts")
+        self.weight = sum(struct.unpack("<d", struct.pack("<q", row[-2]))[0] for row in counts)  # in rank order
+        self.asks_to_stop = any(row[-1] for row in counts)
+        handles, found = [], {}
+        for number, (name, plan) in enumerate(self.plan.tables.items()):
+            first_counts = [row[number * parts : (number + 1) * parts] for row in counts]
+            sizes = [sum(row) for row in first_counts]
+            ids, last_part = torch.empty(sum(sizes), dtype=torch.int64), torch.empty(sum(sizes), dtype=torch.uint8)
+            found[name] = (ids, last_part, first_counts)
+            handles += [
+                lane.exchange(f"ids/{name}", plan.ids.split(plan.counts), ids.split(sizes), where=where),
+                lane.exchange(
+                    f"last parts/{name}", plan.last_part.split(plan.counts), last_part.split(sizes), where=where
+                ),
+            ]
         for handle in handles:
             handle.wait()
-        union, places = dedupe(torch.cat(ids))
-        table.advance(union, step)  # who has a row is decided before anything is read
-        rows = table.fetch(union)
-        return _Owned(union, rows, torch.zeros_like(rows), list(places.split(sizes)), first_counts, last_part)
+        for name, (ids, last_part, first_counts) in found.items():
+            self._owned[name] = _own(self.home.tables[name], ids, last_part, first_counts)
+            self._asked[name] = _ask(self.home.tables[name], self.plan.tables[name])
 
+    def retrieve(self) -> None:
+        """Decides which ids have a row, and takes the rows; once per batch, in order."""
+        for name, owned in self._owned.items():
+            owned.held = self.home.holders[name].take(owned.ids, self.number)
 
-class Window:
-    """The rows of one batch, frozen until every part has contributed. Parts are fetched and returned in order."""
+    def post(self, *, where: str = "") -> None:
+        """Opens the receives of all row and gradient messages of the window, so that none of them waits for its peer."""
+        lane = self.home.rows
+        for part in range(self.plan.num_parts):
+            self._rows.append(
+                [
+                    lane.post(f"rows/{name}", _row_room(asked, part), where=f"{where}, part {part}")
+                    for name, asked in self._asked.items()
+                ]
+            )
+            self._grads.append(
+                [
+                    lane.post(
+                        f"gradients/{name}", [parts[part] for parts in owned.arrivals], where=f"{where}, part {part}"
+                    )
+                    for name, owned in self._owned.items()
+                ]
+            )
 
-    def __init__(self, home: Sharded, plan: Plan, asked: dict[str, _Asked], owned: dict[str, _Owned], weight: float):
-        self._home, self._plan, self._asked, self._owned = home, plan, asked, owned
-        self.weight = weight  # global: over all ranks
+    def launch_rows(self, part: int) -> None:
+        """Sends the rows that askers use in this part for the first time."""
+        for handle, (name, owned) in zip(self._rows[part], self._owned.items(), strict=True):
+            places = [parts[part] for parts in owned.wanted]
+            rows = self.home.holders[name].gather(_held(owned), torch.cat(places))
+            handle.launch(rows.split([len(one) for one in places]))
+            self.num_rows_sent += len(rows)
 
-    def fetch(self, part: int) -> dict[str, Tensor]:
-        """Leaf rows [u, D] of the part's distinct ids, table by table; those of first use come from their owners now."""
-        for name, asked in self._asked.items():
-            owned = self._owned[name]
-            send = [
-                owned.rows.index_select(0, places[slice(*_range(counts, part))])
-                for places, counts in zip(owned.places, owned.first_counts, strict=True)
-            ]
-            receive = [
-                rows[slice(*_range(counts, part))]
-                for rows, counts in zip(asked.rows.split(asked.plan.counts), asked.plan.first_counts, strict=True)
-            ]
-            self._home.lane.exchange(f"rows/{name}", send, receive).wait()
+    def leaves(self, part: int) -> dict[str, Tensor]:
+        """Leaf rows [u, D] of the part's distinct ids, table by table, once those of all parts so far have arrived."""
+        for handle in self._rows[part]:
+            handle.wait()
         return {
             name: asked.rows.index_select(0, asked.plan.places[part]).requires_grad_()
             for name, asked in self._asked.items()
         }
 
-    def send_grads(self, part: int, leaves: Mapping[str, Tensor]) -> None:
-        """Adds the part's gradients to the window's; sums of ids whose last use this was go home."""
+    def add_grads(self, part: int, leaves: Mapping[str, Tensor]) -> None:
+        """Adds the part's gradients to the window's."""
         for name, asked in self._asked.items():
             grad = leaves[name].grad
             if grad is not None:
                 asked.grads.index_add_(0, asked.plan.places[part], grad)
-            owned = self._owned[name]
-            done = _split_done(asked.plan.last_part, asked.plan.counts, part)
-            grads = asked.grads.split(asked.plan.counts)
-            send = [sums.index_select(0, places) for sums, places in zip(grads, done, strict=True)]
-            arriving = [(last == part).nonzero().flatten() for last in owned.last_part]
-            receive = [owned.grads.new_empty(len(places), owned.grads.shape[1]) for places in arriving]
-            self._home.lane.exchange(f"gradients/{name}", send, receive).wait()
-            for places, arrived, sums in zip(owned.places, arriving, receive, strict=True):  # in rank order
-                owned.grads.index_add_(0, places.index_select(0, arrived), sums)
 
-    def sent_grads(self) -> dict[str, Tensor]:
-        """The gradient sums [U, D] that this rank sends, table by table."""
-        return {name: asked.grads for name, asked in self._asked.items()}
+    def launch_grads(self, part: int) -> None:
+        """Sends the sums of ids whose last use this part was."""
+        for handle, (name, asked) in zip(self._grads[part], self._asked.items(), strict=True):
+            places = [parts[part] for parts in asked.leaving]
+            sums = asked.grads.index_select(0, torch.cat(places))
+            handle.launch(sums.split([len(one) for one in places]))
+            self.largest[name] = larger(self.largest.get(name, 0.0), sums)
+
+    def collect(self, part: int) -> None:
+        """Adds the sums that arrived with a part, in rank order; parts are collected in order."""
+        for handle, owned in zip(self._grads[part], self._owned.values(), strict=True):
+            handle.wait()
+            for places, sums in zip(owned.arriving, owned.arrivals, strict=True):
+                owned.grads.index_add_(0, places[part], sums[part])
 
     def owned_grads(self) -> dict[str, Tensor]:
-        """The full gradient sums [K, D] of the rows that this rank owns, by ascending id, once all parts are back."""
-        for name, owned in self._owned.items():
-            self._home.tables[name].drop_rowless(owned.ids, owned.grads)
+        """The full gradient sums [K, D] of the rows that this rank owns, by ascending id, once all are collected."""
+        for owned in self._owned.values():
+            owned.grads.index_fill_(0, _held(owned).rowless, 0.0)  # they are dropped and count nowhere
         return {name: owned.grads for name, owned in self._owned.items()}
 
     def update(self, lr: float) -> None:
         """One optimizer step for each row of the window that this rank owns."""
         for name, owned in self._owned.items():
-            self._home.tables[name].update(owned.ids, owned.grads, lr)
+            self.home.holders[name].update(_held(owned), owned.grads, lr)
+
+    def release(self) -> None:
+        """The window is done with its rows."""
+        for name, owned in self._owned.items():
+            self.home.holders[name].release(_held(owned))
+
+    def peek_owned(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """The ids [K] that this rank owns and their weights [K, D] as they are held now."""
+        found = {}
+        for name, owned in self._owned.items():
+            places = torch.arange(len(owned.ids))
+            found[name] = (owned.ids, self.home.holders[name].gather(_held(owned), places))
+        return found
 
 
-def _range(counts: Sequence[int], part: int) -> tuple[int, int]:
-    """Where the ids of a part's first uses begin and end among an owner's ids."""
-    first = sum(counts[:part])
-    return first, first + counts[part]
+def _ask(table: Table, plan: TablePlan) -> _Asked:
+    rows = table.empty_rows(len(plan.ids))
+    return _Asked(plan, rows, torch.zeros_like(rows), _cut(plan.leaving, plan.last_counts))
 
 
-def _split_done(last_part: Tensor, counts: list[int], part: int) -> list[Tensor]:
-    """For each owner: places among its ids whose last use is this part."""
-    return [(last == part).nonzero().flatten() for last in last_part.split(counts)]
+def _own(table: Table, ids: Tensor, last_part: Tensor, first_counts: list[list[int]]) -> _Owned:
+    """What an owner knows after the ids of all askers came, back to back."""
+    size, parts = len(first_counts), len(first_counts[0])
+    union, places = dedupe(ids)
+    asker = torch.arange(size).repeat_interleave(torch.tensor([sum(counts) for counts in first_counts]))
+    order, counts = sort_by(asker * parts + last_part, size * parts)
+    last_counts: list[list[int]] = counts.reshape(size, parts).tolist()
+    arriving = places.index_select(0, order)
+    grads = table.empty_rows(len(union)).zero_()
+    return _Owned(
+        ids=union,
+        wanted=_cut(places, first_counts),
+        arriving=_cut(arriving, last_counts),
+        grads=grads,
+        arrivals=_cut(table.empty_rows(len(ids)), last_counts),
+    )
+
+
+def _row_room(asked: _Asked, part: int) -> list[Tensor]:
+    """Where the rows that each owner sends for a part belong."""
+    room = []
+    for rows, counts in zip(asked.rows.split(asked.plan.counts), asked.plan.first_counts, strict=True):
+        first = sum(counts[:part])
+        room.append(rows[first : first + counts[part]])
+    return room
+
+
+def _cut(values: Tensor, counts: list[list[int]]) -> list[list[Tensor]]:
+    """Consecutive pieces [rank][part] of these sizes."""
+    pieces = iter(values.split([count for row in counts for count in row]))
+    return [[next(pieces) for _ in row] for row in counts]
+
+
+def _held(owned: _Owned) -> Held:
+    if owned.held is None:
+        raise CommError("rows were asked for before they were retrieved: a dependency is missing in the schedule.")
+    return owned.held
+
+
+def larger(largest: float, values: Tensor) -> float:
+    """The larger of a number and the largest |value|; nan if there is one."""
+    own = values.abs().max().item() if values.numel() else 0.0
+    return largest if own <= largest or math.isnan(largest) else own

@@ -1,6 +1,6 @@
 """The rows of one embedding table that live on one rank: ids -> slots -> rows with their optimizer state.
 
-A slot is where a row happens to live; nothing outside this file sees one. Rows appear when they are first looked up,
+A slot is where a row happens to live; files, sums and choices go by id, never by slot. Rows appear when they are first looked up,
 or later and not for ever if the configuration sets limits (admission.py), with values that are a function of
 (seed, table, id), so the order of arrival leaves no trace.
 """
@@ -23,12 +23,13 @@ from nestpipe.embedding.spec import TableSpec
 from nestpipe.embedding.store import Files, Store
 
 _INIT_ROWS = 8192  # rows made at a time: the integers behind a row take eight times its size
+WEIGHTS = "rows"  # the column of weights; the others are optimizer state
 _STATE = "state."
 _NO_LIMITS = EmbeddingConfig()
 
 
 class Table:
-    """Rows of one table. `advance`, `fetch` and `update` want distinct ids in ascending order, as an owner's union has them."""
+    """Rows of one table. `advance` wants distinct ids in ascending order, as an owner's union has them."""
 
     def __init__(
         self,
@@ -47,7 +48,7 @@ class Table:
         self._admission = Admission(config, native=native) if config.has_limits else None
         self._index = self._admission.rows.index if self._admission else make_index(native=native)
         files = Files(Path(config.mmap_folder), config.memory_bytes) if config.tier == "mmap" else None
-        self._rows = Store({"rows": self.empty_rows(0), **self._new_state(0)}, files)
+        self._rows = Store({WEIGHTS: self.empty_rows(0), **self._new_state(0)}, files)
 
     def __len__(self) -> int:
         return len(self._index)
@@ -60,27 +61,41 @@ class Table:
             part.copy_(bell(own, self.spec.dim).mul_(self.spec.init_std))
         return rows
 
+    def new_rows(self, ids: Tensor) -> dict[str, Tensor]:
+        """Whole rows as these ids start with them."""
+        return {WEIGHTS: self.initial(ids), **self._new_state(len(ids))}
+
     def empty_rows(self, num_rows: int) -> Tensor:
         """Room for rows [n, D] of this table."""
         return torch.empty(num_rows, self.spec.dim, dtype=self._dtype)
 
-    def advance(self, ids: Tensor, step: int) -> None:
-        """The ids of batch `step` are counted, and it is decided which get a row and which lose theirs.
+    def advance(self, ids: Tensor, step: int) -> Tensor:
+        """The ids of batch `step` are counted and it is decided which get a row and which lose theirs; their slots [n].
 
-        Called once per batch, in order, before `fetch`; a batch that is skipped later is not taken back. Without limits
-        there is nothing to count.
+        Called once per batch, in order, before anything of the batch is read; a batch that is skipped later is not taken
+        back. The slot of an id without a row is -1, which happens only with limits. A slot stays what it is until its id
+        is evicted, and that is not before `protect_steps` more batches.
         """
         if self._admission:
             self._start(*self._admission.advance(ids, step))
-
-    def fetch(self, ids: Tensor) -> Tensor:
-        """A copy of the rows [n, D] of distinct ids; without limits unknown ids get a row now, else they have none."""
-        if self._admission:
-            return self.peek(ids)
+            return self._index.find(ids)
         slots, added = self._index.find_or_add(ids)
         if len(added):
             self._start(ids.index_select(0, added), slots.index_select(0, added))
-        return self._rows.gather("rows", slots)
+        return slots
+
+    def gather(self, slots: Tensor) -> Tensor:
+        """A copy of the weights [n, D] in slots."""
+        return self._rows.gather(WEIGHTS, slots)
+
+    def read(self, slots: Tensor) -> dict[str, Tensor]:
+        """A copy of whole rows, weights and optimizer state, column by column."""
+        return {name: self._rows.gather(name, slots) for name in self._rows}
+
+    def write(self, slots: Tensor, rows: Mapping[str, Tensor]) -> None:
+        """Overwrites whole rows."""
+        for name, values in rows.items():
+            self._rows.scatter(name, slots, values.to(self._rows[name].dtype))
 
     def peek(self, ids: Tensor) -> Tensor:
         """A copy of the rows [n, D] of any ids; those without a row show their initial value and get none."""
@@ -88,32 +103,26 @@ class Table:
         unknown = (slots < 0).nonzero().flatten()
         if len(unknown) == len(ids):
             return self.initial(ids)
-        rows = self._rows.gather("rows", slots.clamp_(min=0))
+        rows = self.gather(slots.clamp_(min=0))
         if len(unknown):
             rows.index_copy_(0, unknown, self.initial(ids.index_select(0, unknown)))
         return rows
 
-    def update(self, ids: Tensor, grads: Tensor, lr: float) -> None:
-        """One optimizer step on the rows of distinct ids; the gradient of an id without a row is dropped."""
-        slots = self._index.find(ids)
-        if self._admission:
-            known = (slots >= 0).nonzero().flatten()
-            slots, grads = slots.index_select(0, known), grads.index_select(0, known)
-        rows = {name: self._rows.gather(name, slots) for name in self._rows}
-        state = {name.removeprefix(_STATE): values for name, values in rows.items() if name.startswith(_STATE)}
-        self._optimizer.update(rows["rows"], state, grads, lr)
-        self._write(slots, rows)
+    def update(self, slots: Tensor, grads: Tensor, lr: float) -> None:
+        """One optimizer step on the rows in distinct slots."""
+        rows = self.read(slots)
+        self.step(rows, grads, lr)
+        self.write(slots, rows)
 
-    def drop_rowless(self, ids: Tensor, grads: Tensor) -> None:
-        """Zeroes the gradients of ids without a row, which count nowhere."""
-        if self._admission:
-            grads.index_fill_(0, (self._index.find(ids) < 0).nonzero().flatten(), 0.0)
+    def step(self, rows: Mapping[str, Tensor], grads: Tensor, lr: float) -> None:
+        """One optimizer step on whole rows, in place."""
+        state = {name.removeprefix(_STATE): values for name, values in rows.items() if name.startswith(_STATE)}
+        self._optimizer.update(rows[WEIGHTS], state, grads, lr)
 
     def export(self) -> dict[str, Tensor]:
         """Everything there is to know, in ascending order of ids; `pending.*`, if any, has ids of its own."""
         ids, slots = self._index.export()
-        rows = {name: self._rows.gather(name, slots) for name in self._rows}
-        return {"ids": ids, **rows, **(self._admission.export() if self._admission else {})}
+        return {"ids": ids, **self.read(slots), **(self._admission.export() if self._admission else {})}
 
     def load(self, content: Mapping[str, Tensor]) -> None:
         """Replaces the content by an exported one, its ids in any order."""
@@ -124,7 +133,7 @@ class Table:
         else:
             self._index.load(ids, slots)
         self._rows.grow(self._index.num_slots)
-        self._write(slots, {name: content[name] for name in self._rows})
+        self.write(slots, {name: content[name] for name in self._rows})
 
     def _new_state(self, num_rows: int) -> State:
         """State of new rows, under the names of an export."""
@@ -137,11 +146,7 @@ class Table:
     def _start(self, ids: Tensor, slots: Tensor) -> None:
         """Gives ids that are new their first values; what an evicted row left in a slot is gone."""
         self._rows.grow(self._index.num_slots)
-        self._write(slots, {"rows": self.initial(ids), **self._new_state(len(ids))})
-
-    def _write(self, slots: Tensor, rows: Mapping[str, Tensor]) -> None:
-        for name, values in rows.items():
-            self._rows.scatter(name, slots, values.to(self._rows[name].dtype))
+        self.write(slots, self.new_rows(ids))
 
 
 def split_buckets(

@@ -19,7 +19,7 @@ class Dense:
     """Owns the memory of a module's parameters and gradients."""
 
     def __init__(self, module: nn.Module, config: DenseConfig, lane: Lane):
-        self._lane = lane
+        self.lane = lane
         self._named = dict(module.named_parameters())
         parameters = list(self._named.values())
         self.weights = torch.cat([parameter.detach().flatten() for parameter in parameters])
@@ -36,7 +36,7 @@ class Dense:
 
     def sync(self) -> None:
         """Replaces the gradients by their sum over all ranks."""
-        self._lane.sum_in_rank_order(self.grads)
+        self.lane.sum_in_rank_order(self.grads)
 
     def update(self, lr: float) -> None:
         """One optimizer step with the gradients collected since `zero_grads`."""

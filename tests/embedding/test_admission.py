@@ -15,6 +15,7 @@ from nestpipe.embedding.optim import OPTIMIZERS
 from nestpipe.embedding.owner import Owners
 from nestpipe.embedding.spec import TableSpec
 from nestpipe.embedding.table import Table, split_buckets
+from tests.embedding.plain import Plain
 
 DIM = 3
 IDS = st.one_of(st.integers(-6, 12), st.integers(-6, 12), st.sampled_from([-(2**63), 2**63 - 1]))
@@ -30,9 +31,9 @@ CONFIGS = st.builds(
 )
 
 
-def table(config, **settings):
+def table(config, pool=False, **settings):
     optimizer = OPTIMIZERS[config.optimizer](config)
-    return Table(TableSpec(name="item", dim=DIM), optimizer, seed=0, config=config, **settings)
+    return Plain(Table(TableSpec(name="item", dim=DIM), optimizer, seed=0, config=config, **settings), pool=pool)
 
 
 def tensor(ids):
@@ -141,13 +142,13 @@ def same_content(one, other):
 @given(CONFIGS, BATCHES)
 def test_a_table_follows_the_rules_with_either_index_and_when_resumed(config, batches):
     """The second of each pair says whether the resumed table is reloaded after the batch, and an update skipped."""
-    native, plain, resumed = table(config), table(config, native=False), table(config)
+    native, plain, resumed, pooled = table(config), table(config, native=False), table(config), table(config, pool=True)
     oracle = Oracle(config)
     for step, (batch, marked) in enumerate(batches):
         ids = tensor(batch)
         oracle.advance(batch, step)
         grads = grads_of(ids, step)
-        for one in (native, plain, resumed):
+        for one in (native, plain, resumed, pooled):
             one.advance(ids, step)
             rows = one.fetch(ids)
             assert all(torch.equal(rows[place], oracle.peek(id_)) for place, id_ in enumerate(ids.tolist()))
@@ -158,8 +159,9 @@ def test_a_table_follows_the_rules_with_either_index_and_when_resumed(config, ba
         check_same(native, oracle)
         if marked:
             resumed = reloaded(resumed, config)
-        same_content(plain, native)
-        same_content(resumed, native)
+        pooled.release()
+        for one in (plain, resumed, pooled):
+            same_content(one, native)
 
 
 def test_every_row_of_a_large_table_is_the_oracles(scale):

@@ -20,6 +20,7 @@ from nestpipe.embedding.optim import OPTIMIZERS
 from nestpipe.embedding.spec import TableSpec
 from nestpipe.embedding.store import Files, Store
 from nestpipe.embedding.table import Table
+from tests.embedding.plain import Plain
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -28,8 +29,10 @@ def columns():
     return {"rows": torch.empty(0, 3), "step": torch.empty(0, 1, dtype=torch.int32), "id": torch.empty(0).long()}
 
 
-def table(config, dim=6):
-    return Table(TableSpec(name="item", dim=dim), OPTIMIZERS[config.optimizer](config), seed=0, config=config)
+def table(config, dim=6, pool=False):
+    return Plain(
+        Table(TableSpec(name="item", dim=dim), OPTIMIZERS[config.optimizer](config), seed=0, config=config), pool=pool
+    )
 
 
 @pytest.mark.parametrize("tier", ["memory", "mmap"])
@@ -75,14 +78,15 @@ def test_a_full_disk_is_an_error_that_says_what_to_do(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("limits", [{}, {"admit_after": 2, "max_rows_per_bucket": 40}], ids=["free", "limits"])
-def test_a_table_in_files_has_the_bits_of_one_in_memory(tmp_path, limits, monkeypatch):
+@pytest.mark.parametrize("pool", [False, True], ids=["in place", "pool"])
+def test_a_table_in_files_has_the_bits_of_one_in_memory(tmp_path, limits, pool, monkeypatch):
     unmapped = []
     monkeypatch.setattr(
         store._Region, "unmap", lambda self, really=store._Region.unmap: (unmapped.append(1), really(self))
     )
     config = {"optimizer": "adam", "num_buckets": 4, **limits}
     memory, files = (
-        table(EmbeddingConfig(**config, **more))
+        table(EmbeddingConfig(**config, **more), pool=pool and bool(more))
         for more in ({}, {"tier": "mmap", "mmap_folder": str(tmp_path), "memory_bytes": 1 << 20})
     )
     generator = torch.Generator().manual_seed(0)

@@ -9,16 +9,16 @@ from nestpipe.embedding.owner import Owners
 from nestpipe.embedding.route import dedupe, route
 from nestpipe.embedding.spec import Lookup, TableSpec
 from nestpipe.embedding.table import Table
+from tests.embedding.plain import Plain
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
 IDS = st.one_of(st.integers(-20, 20), INT64, st.sampled_from([-(2**63), 2**63 - 1, 0, -1]))
 KINDS = sorted(OPTIMIZERS)
 
 
-def table(kind="adam", seed=0, dim=6, **settings):
-    return Table(
-        TableSpec(name="item", dim=dim), OPTIMIZERS[kind](EmbeddingConfig(optimizer=kind, **settings)), seed=seed
-    )
+def table(kind="adam", seed=0, dim=6, pool=False, **settings):
+    config = EmbeddingConfig(optimizer=kind, **settings)
+    return Plain(Table(TableSpec(name="item", dim=dim), OPTIMIZERS[kind](config), seed=seed), pool=pool)
 
 
 def grads_of(ids, dim, step):

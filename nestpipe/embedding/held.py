@@ -1,0 +1,152 @@
+"""Where the rows of batches in flight are: in their table, or in a pool of slots in front of it.
+
+A batch *holds* the rows of its ids from `take` to `release`. Two ways, one contract, the same bits:
+
+`InPlace`  rows stay in the table and are read and updated there. For rows in memory that the batch may touch directly.
+`Pool`     rows are copied into slots of their own when the first batch takes them and go home when the last one has
+           released them; a row that neighbouring batches share stays where it is. For tables behind a slower memory: only
+           `take` and `release` touch the table, so one thread can hide its latency.
+
+`take` and `release` are called by one thread, `take` in the order of batches. A row is weights and all optimizer state.
+Whether an id has a row is decided by `take` and remembered by the batch: a later batch may admit an id whose earlier
+gradient still has to be dropped.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from nestpipe.embedding.index import make_index
+from nestpipe.embedding.store import Store
+from nestpipe.embedding.table import Table
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Held:
+    """The rows of one batch: distinct ids, ascending, and where each is."""
+
+    ids: Tensor  # [K]
+    homes: Tensor  # [K] slot in the table, -1 for an id without a row
+    slots: Tensor  # [K] where the row is held; the same as homes if that is in place
+    rowless: Tensor  # [k] places among the ids of those without a row
+    initial: Tensor  # [k, D] in place: what those read
+
+    def grads_of_rows(self, grads: Tensor) -> tuple[Tensor, Tensor]:
+        """The slots of ids that have a row, and their gradients."""
+        if not len(self.rowless):
+            return self.slots, grads
+        known = (self.homes >= 0).nonzero().flatten()
+        return self.slots.index_select(0, known), grads.index_select(0, known)
+
+
+class Holder(Protocol):
+    """Holds rows of one table for batches in flight."""
+
+    table: Table
+
+    def take(self, ids: Tensor, step: int) -> Held:
+        """Decides which of a batch's distinct ascending ids have a row, and holds them."""
+        ...
+
+    def gather(self, held: Held, places: Tensor) -> Tensor:
+        """A copy of the weights [n, D] of the ids at these places."""
+        ...
+
+    def update(self, held: Held, grads: Tensor, lr: float) -> None:
+        """One optimizer step on each row of the batch; the gradient of an id without a row is dropped."""
+        ...
+
+    def release(self, held: Held) -> None:
+        """The batch is done with its rows."""
+        ...
+
+
+class InPlace:
+    """Rows are used where they live."""
+
+    def __init__(self, table: Table):
+        self.table = table
+
+    def take(self, ids: Tensor, step: int) -> Held:
+        homes = self.table.advance(ids, step)
+        rowless = (homes < 0).nonzero().flatten()
+        return Held(ids, homes, homes, rowless, self.table.initial(ids.index_select(0, rowless)))
+
+    def gather(self, held: Held, places: Tensor) -> Tensor:
+        slots = held.slots.index_select(0, places)
+        if not len(held.rowless):
+            return self.table.gather(slots)
+        rows = self.table.empty_rows(len(places))
+        known, unknown = ((slots >= 0).nonzero().flatten(), (slots < 0).nonzero().flatten())
+        rows.index_copy_(0, known, self.table.gather(slots.index_select(0, known)))
+        spare = torch.searchsorted(held.rowless, places.index_select(0, unknown))
+        return rows.index_copy_(0, unknown, held.initial.index_select(0, spare))
+
+    def update(self, held: Held, grads: Tensor, lr: float) -> None:
+        self.table.update(*held.grads_of_rows(grads), lr)
+
+    def release(self, held: Held) -> None:
+        pass
+
+
+class Pool:
+    """Rows are copied into slots, each counted by the batches that hold it."""
+
+    def __init__(self, table: Table, *, native: bool | None = None):
+        self.table = table
+        self._index = make_index(native=native)
+        self._columns = Store(table.read(torch.empty(0, dtype=torch.int64)))
+        self._holders = Store({"holders": torch.empty(0, dtype=torch.int64)})
+
+    def __len__(self) -> int:
+        """How many rows are held."""
+        return len(self._index)
+
+    def take(self, ids: Tensor, step: int) -> Held:
+        homes = self.table.advance(ids, step)
+        slots, fresh = self._index.find_or_add(ids)
+        self._columns.grow(self._index.num_slots)
+        self._holders.grow(self._index.num_slots)
+        self._count(slots, 1)
+        self._load(ids.index_select(0, fresh), homes.index_select(0, fresh), slots.index_select(0, fresh))
+        rowless = (homes < 0).nonzero().flatten()
+        return Held(ids, homes, slots, rowless, self.table.empty_rows(0))
+
+    def gather(self, held: Held, places: Tensor) -> Tensor:
+        return self._columns["rows"].index_select(0, held.slots.index_select(0, places))
+
+    def update(self, held: Held, grads: Tensor, lr: float) -> None:
+        slots, grads = held.grads_of_rows(grads)
+        rows = self._read(slots)
+        self.table.step(rows, grads, lr)
+        self._write(slots, rows)
+
+    def release(self, held: Held) -> None:
+        holders = self._count(held.slots, -1)
+        gone = (holders == 0).nonzero().flatten()
+        home = (holders == 0).logical_and_(held.homes >= 0).nonzero().flatten()
+        self.table.write(held.homes.index_select(0, home), self._read(held.slots.index_select(0, home)))
+        self._index.remove(held.ids.index_select(0, gone))
+
+    def _load(self, ids: Tensor, homes: Tensor, slots: Tensor) -> None:
+        known, unknown = ((homes >= 0).nonzero().flatten(), (homes < 0).nonzero().flatten())
+        self._write(slots.index_select(0, known), self.table.read(homes.index_select(0, known)))
+        self._write(slots.index_select(0, unknown), self.table.new_rows(ids.index_select(0, unknown)))
+
+    def _count(self, slots: Tensor, change: int) -> Tensor:
+        """Changes the number of batches that hold each slot; returns it [n]."""
+        holders = self._holders["holders"]
+        counts = holders.index_select(0, slots).add_(change)
+        holders.index_copy_(0, slots, counts)
+        return counts
+
+    def _read(self, slots: Tensor) -> dict[str, Tensor]:
+        return {name: self._columns.gather(name, slots) for name in self._columns}
+
+    def _write(self, slots: Tensor, rows: dict[str, Tensor]) -> None:
+        for name, values in rows.items():
+            self._columns.scatter(name, slots, values)

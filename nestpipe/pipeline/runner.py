@@ -1,0 +1,189 @@
+"""Where stages run: one runner for every schedule, one thread for every lane of it.
+
+The main lane is the calling thread; autograd, the dense part and whatever the caller does between steps happen there. A lane
+takes its events in the order of its program, waits for what each needs, runs the stage and says so. Waiting for other
+ranks happens inside stages, on messages that carry their own deadlines.
+
+A run ends at a *barrier*: after a batch that was fixed beforehand, or after the batch in whose key exchange a rank asked to
+stop. Then every row of every batch is back in its table and no lane is running, so that the state can be saved, evaluated or
+left. Batches that had been read beyond it are dropped; the cursor rides on the batch.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from nestpipe.jagged import Batch
+from nestpipe.pipeline import stages
+from nestpipe.pipeline.schedule import MAIN, Event, Schedule
+from nestpipe.pipeline.stages import BatchStage, PartStage, Rates, TrainState, Work
+
+_JOIN_S = 2.0  # after a failure a lane may sit in a message until its deadline; nobody waits for that
+_MEMORY = (
+    16  # batches whose events are remembered beyond the oldest that is not written: more than any schedule looks back
+)
+
+
+class _Abandoned(Exception):  # noqa: N818 - not an error: how a lane leaves when another has failed
+    pass
+
+
+class Board:
+    """Which events are done, how many batches there will be, and whether a lane has failed."""
+
+    def __init__(self, lanes: tuple[str, ...], num_batches: int | None = None):
+        self.num_batches = num_batches
+        self.failure: BaseException | None = None
+        self._lock = threading.Lock()
+        self._done: dict[int, set[Event]] = {}
+        self._forgotten = 0  # batches before this one are done with
+        self._gates = {lane: threading.Semaphore(0) for lane in lanes}
+        self._waiting: dict[str, Event] = {}
+
+    def wait(self, lane: str, event: Event, needs: list[Event]) -> bool:
+        """Returns when all needs are done; False if the event turns out to be beyond the last batch."""
+        for need in needs:
+            while True:
+                with self._lock:
+                    if self.failure is not None:
+                        raise _Abandoned
+                    if self.num_batches is not None and event.batch >= self.num_batches:
+                        return False
+                    if need.batch < self._forgotten or need in self._done.get(need.batch, ()):
+                        break
+                    self._waiting[lane] = need
+                self._gates[lane].acquire()
+        return True
+
+    def done(self, event: Event) -> int:
+        """Wakes who waits for the event; returns how many of its batch are done."""
+        with self._lock:
+            done = self._done.setdefault(event.batch, set())
+            done.add(event)
+            if event.kind == "write":
+                self._done.pop(self._forgotten - 1, None)
+                self._forgotten = max(self._forgotten, event.batch - _MEMORY)
+            self._wake([lane for lane, need in self._waiting.items() if need == event])
+            return len(done)
+
+    def end_after(self, batch: int) -> None:
+        """No batch comes after this one."""
+        with self._lock:
+            self.num_batches = batch + 1
+            self._wake(list(self._waiting))
+
+    def fail(self, failure: BaseException) -> None:
+        """Only the first failure counts; the others follow from it."""
+        with self._lock:
+            self.failure = self.failure or failure
+            self._wake(list(self._waiting))
+
+    def _wake(self, lanes: list[str]) -> None:
+        for lane in lanes:
+            del self._waiting[lane]
+            self._gates[lane].release()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Feed:
+    """What a run takes in, and whom it tells."""
+
+    batches: Iterator[Batch]
+    rates: Callable[[int], Rates]  # of a batch, by its number from the start of training
+    num_batches: int | None = None  # the barrier, if it is known beforehand
+    asks_to_stop: Callable[[], bool] = lambda: False  # any rank's wish ends the run after the batch that carries it
+    on_step: Callable[[Work], None] = lambda work: None  # called in the main thread after each dense step
+
+
+@dataclass(slots=True, eq=False)
+class Runner:
+    """Runs a schedule on a state. `batch_stages` and `part_stages` may be wrapped; `before` is called before each event."""
+
+    state: TrainState
+    schedule: Schedule
+    batch_stages: Mapping[str, BatchStage] = field(default_factory=lambda: stages.BATCH_STAGES)
+    part_stages: Mapping[str, PartStage] = field(default_factory=lambda: stages.PART_STAGES)
+    before: Callable[[str, Event], None] = lambda lane, event: None
+    observe: Callable[[str, Event, int, int, int], None] | None = None  # lane, event, ready, begin and end in ns
+
+    def run(self, feed: Feed) -> int:
+        """Trains until the barrier; returns the number of batches. Raises what a lane raised, with no lane running."""
+        board = Board(self.schedule.lanes, feed.num_batches)
+        works: dict[int, Work] = {}
+        first, num_threads = self.state.num_steps, torch.get_num_threads()
+        self._hand_over()
+
+        def lane_of_its_own(lane: str) -> None:
+            torch.set_num_threads(num_threads)
+            with torch.no_grad():
+                self._take(lane, board, feed, works, first)
+
+        threads = [
+            threading.Thread(target=lane_of_its_own, args=(lane,), name=f"nestpipe-{lane}", daemon=True)
+            for lane in self.schedule.lanes
+            if lane != MAIN
+        ]
+        for thread in threads:
+            thread.start()
+        self._take(MAIN, board, feed, works, first)
+        for thread in threads:
+            thread.join(None if board.failure is None else _JOIN_S)
+        self._hand_over()
+        if board.failure is not None:
+            raise board.failure
+        return board.num_batches or 0
+
+    def _take(self, lane: str, board: Board, feed: Feed, works: dict[int, Work], first: int) -> None:
+        """Takes the events of a lane until there are no more."""
+        try:
+            for event in self.schedule.program(lane, lambda: board.num_batches):
+                ready = time.monotonic_ns()
+                if board.wait(lane, event, self.schedule.needs(event)):
+                    self.before(lane, event)
+                    begin = time.monotonic_ns()
+                    self._execute(event, board, feed, works, first)
+                    if self.observe:
+                        self.observe(lane, event, ready, begin, time.monotonic_ns())
+                    if board.done(event) == self.schedule.num_events:
+                        del works[event.batch]
+        except _Abandoned:
+            pass
+        except BaseException as failure:  # handed to the main thread, which raises it
+            board.fail(failure)
+
+    def _execute(self, event: Event, board: Board, feed: Feed, works: dict[int, Work], first: int) -> None:
+        kind, batch, part = event
+        if kind == "read":
+            number = first + batch
+            works[batch] = stages.read(
+                self.state, next(feed.batches), feed.rates(number), number, asks_to_stop=feed.asks_to_stop()
+            )
+            return
+        work = works[batch]
+        if kind in self.part_stages:
+            self.part_stages[kind](self.state, work, part)
+        else:
+            self.batch_stages[kind](self.state, work)
+        if kind == "keys" and work.window.asks_to_stop and board.num_batches is None:
+            board.end_after(batch)
+        elif kind == "dense step":
+            feed.on_step(work)
+
+    def _hand_over(self) -> None:
+        """Message lanes belong to the threads of this run, and afterwards to the caller's again."""
+        for lane in (self.state.embedding.keys, self.state.embedding.rows, self.state.dense.lane):
+            lane.hand_over()
+
+
+def run_in_order(state: TrainState, order: list[Event], feed: Feed) -> None:
+    """Runs events one after the other in the given order, whatever they need: how tests force an order on a schedule."""
+    runner = Runner(state, Schedule.of("serial", state.num_parts))
+    board, works, first = Board(()), dict[int, Work](), state.num_steps
+    for event in order:
+        runner._execute(event, board, feed, works, first)
+        board.done(event)

@@ -1,0 +1,196 @@
+"""When stages run: pure data, to be printed, checked and drawn without running anything.
+
+An `Event` is one stage of one batch (and part) on one rank. Two things decide when it runs:
+
+`needs(event)`   what must be done before, here and, for messages, on every rank. These are the true dependencies: any order
+                 that respects them has the bits of the sequential step (docs/consistency.md).
+`program(lane)`  the order in which a lane, one thread, takes its events. It loses freedom, never correctness.
+
+A mode is a placement of stages on lanes, a depth (how many batches ahead rows are retrieved) and an inner order:
+
+    mode           depth   lanes beside compute             what is hidden behind compute
+    serial         0       -                                nothing: the plain order on one lane
+    dual-buffer    d       read, keys, fetch                reading, key routing and retrieval of the next d batches
+    frozen-window  0       read, rows, table                row and gradient messages of the parts of one batch
+    nested         d       read, keys, fetch, rows, table, dense      both
+
+Programs depend on mode, number of parts and depth, never on sizes, so every rank runs the same; a batch without samples and
+a part without ids are events like all others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from itertools import count
+from typing import Literal, NamedTuple
+
+Kind = Literal[
+    "read", "keys", "retrieve", "post", "rows", "compute", "grads", "collect",
+    "flag", "dense sum", "norm", "dense step", "update", "write",
+]  # fmt: skip
+Mode = Literal["serial", "dual-buffer", "frozen-window", "nested"]
+MODES: tuple[Mode, ...] = ("serial", "dual-buffer", "frozen-window", "nested")
+
+# Stages that exchange messages: done means that every rank's share has been launched.
+MESSAGES: frozenset[Kind] = frozenset(("keys", "rows", "grads", "dense sum", "norm"))
+PART_KINDS: frozenset[Kind] = frozenset(("rows", "compute", "grads", "collect"))
+MAIN = "compute"  # the lane of the calling thread
+
+_ALONE: dict[Kind, str] = {
+    "read": "read", "keys": "keys", "retrieve": "fetch", "write": "fetch", "post": "rows", "rows": "rows", "grads": "rows",
+    "collect": "table", "flag": "table", "update": "table", "dense sum": "dense", "norm": "dense",
+}  # fmt: skip
+_OUTER = ("read", "keys", "fetch")
+_LANES: dict[Mode, tuple[str, ...]] = {  # lanes of their own; everything else is on the main lane
+    "serial": (),
+    "dual-buffer": _OUTER,
+    "frozen-window": ("read", "rows", "table"),
+    "nested": (*_OUTER, "rows", "table", "dense"),
+}
+_READ_AHEAD = 2  # batches read beyond those whose ids are out
+
+
+class Event(NamedTuple):
+    """One stage of one batch, and of one part where it has parts."""
+
+    kind: Kind
+    batch: int
+    part: int = 0
+
+    def __str__(self) -> str:
+        part = f".{self.part}" if self.kind in PART_KINDS else ""
+        return f"{self.kind}({self.batch}{part})"
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """The events of a run in one mode."""
+
+    mode: Mode
+    num_parts: int
+    depth: int = 1  # batches whose rows are retrieved ahead; 0 in modes that do not look ahead
+    clip_rows: bool = False  # the norm of row gradients is needed before any update
+
+    def __post_init__(self) -> None:
+        if self.looks_ahead != (self.depth > 0):
+            raise ValueError(f"mode '{self.mode}' {'needs' if self.looks_ahead else 'has no'} depth, got {self.depth}")
+        if not 1 <= self.num_parts <= 256:
+            raise ValueError(f"{self.num_parts} parts; there must be 1 to 256")
+
+    @staticmethod
+    def of(mode: Mode, num_parts: int, *, depth: int = 1, clip_rows: bool = False) -> Schedule:
+        """A schedule; the depth counts only where the mode looks ahead."""
+        return Schedule(mode, num_parts, depth if "keys" in _LANES[mode] else 0, clip_rows)
+
+    @property
+    def looks_ahead(self) -> bool:
+        return "keys" in _LANES[self.mode]
+
+    @property
+    def num_events(self) -> int:
+        """Events of one batch."""
+        return sum(map(len, _needs(self.num_parts, self.depth, self.clip_rows).values())) - (not self.clip_rows)
+
+    @property
+    def lanes(self) -> tuple[str, ...]:
+        """The main lane and those that are threads of their own."""
+        return (MAIN, *_LANES[self.mode])
+
+    def lane_of(self, kind: Kind) -> str:
+        lane = _ALONE.get(kind, MAIN)
+        return lane if lane in _LANES[self.mode] else MAIN
+
+    def needs(self, event: Event) -> list[Event]:
+        """What must be done before; of message stages, on every rank."""
+        relative = _needs(self.num_parts, self.depth, self.clip_rows)[event.kind][event.part]
+        return [Event(kind, event.batch + back, part) for kind, back, part in relative if event.batch + back >= 0]
+
+    def program(self, lane: str, num_batches: Callable[[], int | None]) -> Iterator[Event]:
+        """The events of a lane in the order in which it takes them, without end until the number of batches is known."""
+        for t in count(-(self.depth + 1 + _READ_AHEAD)):
+            for event in self._window(t):
+                total = num_batches()
+                if event.batch >= 0 and self.lane_of(event.kind) == lane and (total is None or event.batch < total):
+                    yield event
+            total = num_batches()
+            if total is not None and t >= total:  # the last window holds what is written after the last batch
+                return
+
+    def events(self, num_batches: int) -> dict[str, list[Event]]:
+        """The programs of all lanes for a known number of batches."""
+        return {lane: list(self.program(lane, lambda: num_batches)) for lane in self.lanes}
+
+    def _window(self, t: int) -> Iterator[Event]:
+        """All events while batch t computes, in an order of which each lane takes its own."""
+        if not self.looks_ahead:
+            reads = t + _READ_AHEAD if "read" in self.lanes else t
+            yield from (Event("read", reads), Event("keys", t), Event("retrieve", t))
+            yield from self._inner(t, post=t)
+            yield Event("write", t)
+            return
+        yield from (Event("read", t + self.depth + 1 + _READ_AHEAD), Event("keys", t + self.depth + 1))
+        yield from (Event("write", t - 1), Event("retrieve", t + self.depth))
+        yield from self._inner(t, post=t + 1)
+
+    def _inner(self, t: int, *, post: int) -> Iterator[Event]:
+        """Batch t from its first rows to its update. Receives are opened before the first rows (of this batch or the next)."""
+        last = self.num_parts - 1
+        if self.lane_of("rows") == MAIN:  # plain: one part after the other
+            yield Event("post", t)
+            for i in range(self.num_parts):
+                yield from (Event("rows", t, i), Event("compute", t, i), Event("grads", t, i), Event("collect", t, i))
+            yield Event("flag", t)
+        else:  # rows of the next part and gradients of the last one travel while a part computes
+            if t in (post, -1):
+                yield Event("post", post)
+            yield Event("rows", t, 0)
+            for i in range(self.num_parts):
+                if i < last:
+                    yield Event("rows", t, i + 1)
+                if i > 0:
+                    yield from (Event("grads", t, i - 1), Event("collect", t, i - 1))
+                if i == last and post > t >= 0:
+                    yield Event("post", post)
+                yield Event("compute", t, i)
+            yield from (Event("grads", t, last), Event("flag", t), Event("collect", t, last))
+        yield Event("dense sum", t)
+        if self.clip_rows:
+            yield Event("norm", t)
+        yield from (Event("dense step", t), Event("update", t))
+
+
+@cache
+def _needs(num_parts: int, depth: int, clip_rows: bool) -> dict[Kind, list[list[Event]]]:
+    """For each stage and part: what it needs, with batches relative to its own."""
+    last, parts = num_parts - 1, range(num_parts)
+    all_rows = [Event("rows", 0, i) for i in parts]
+    after_norm = [Event("norm", 0)] if clip_rows else []
+    once: dict[Kind, list[Event]] = {
+        # Two bounds on what is ahead, and the order of the data.
+        "read": [Event("dense step", -depth - 1 - _READ_AHEAD)],
+        "keys": [Event("read", 0), Event("dense step", -depth - 2)],
+        # R: rows that nobody holds come from tables to which all batches before those in flight have written theirs.
+        "retrieve": [Event("keys", 0), Event("write", -depth - 1), Event("retrieve", -1)],
+        "post": [Event("keys", 0)],
+        "flag": [Event("grads", 0, last)],
+        "dense sum": [Event("compute", 0, last)],
+        "norm": [Event("dense sum", 0), Event("collect", 0, last), Event("flag", 0)],
+        "dense step": [Event("dense sum", 0), Event("flag", 0), *after_norm],
+        # U: all gradients are in, all ranks' flags are known, and the rows as they were have left.
+        "update": [Event("collect", 0, last), Event("flag", 0), *all_rows, *after_norm],
+        # W
+        "write": [Event("update", 0), Event("write", -1)],
+    }
+    each: dict[Kind, list[list[Event]]] = {
+        # F: a row leaves when it was retrieved and the batch before has updated it.
+        "rows": [[Event("retrieve", 0), Event("post", 0), Event("update", -1)] for _ in parts],
+        # C: with all rows that have been sent so far, after the part before or with the dense weights of the batch before.
+        "compute": [[Event("compute", 0, i - 1) if i else Event("dense step", -1), *all_rows[: i + 1]] for i in parts],
+        # B
+        "grads": [[Event("compute", 0, i), Event("post", 0)] for i in parts],
+        # The sums at the owner, in part order.
+        "collect": [[Event("grads", 0, i), *([Event("collect", 0, i - 1)] if i else [])] for i in parts],
+    }
+    return {**{kind: [needs] for kind, needs in once.items()}, **each}

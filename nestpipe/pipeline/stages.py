@@ -1,0 +1,258 @@
+"""What happens to a batch, stage by stage: plain functions of (state, work) or (state, work, part).
+
+`sequential.py` calls them one after the other. A schedule (schedule.py) says which must wait for which, a runner
+(runner.py) runs them on lanes. None of them knows where it runs or what runs beside it.
+
+    read ─ keys ─ retrieve ─ post ─┬─ rows ─ compute ─ grads ─ collect ─┬─ flag ─┬─ dense sum ─ dense step
+                                   └────────── for each part ───────────┘        └─ update ─ write
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from nestpipe.comm import Handle, Lane
+from nestpipe.draw import Draw
+from nestpipe.embedding.route import Plan, route
+from nestpipe.embedding.sharded import Sharded, Window, larger
+from nestpipe.errors import TrainError
+from nestpipe.jagged import Batch
+from nestpipe.model import Model, Output
+from nestpipe.pipeline.dense import Dense
+
+_MAX_LOGS = 30  # the message that carries a batch's flags and logs has room for so many
+_FLAGS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Clip:
+    """Gradients are scaled down to this norm, 0 for never: of the dense part alone, or of dense part and rows."""
+
+    norm: float = 0.0
+    rows: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """The settings of one step, captured with its batch."""
+
+    dense: float  # learning rates
+    rows: float
+    clip: Clip = Clip()
+
+
+@dataclass(slots=True, eq=False)
+class TrainState:
+    """All that a step reads and changes."""
+
+    model: Model
+    embedding: Sharded
+    dense: Dense
+    control: Lane  # for what all ranks must agree on
+    seed: int
+    num_parts: int = 1
+    skip_nonfinite: bool = False  # a batch with a non-finite value is skipped; otherwise it ends the training
+    num_steps: int = 0  # steps done
+
+
+@dataclass(slots=True, eq=False)
+class Work:
+    """One batch on its way through the stages."""
+
+    number: int  # of the batch, from the start of training
+    batch: Batch
+    rates: Rates
+    draw: Draw
+    parts: list[Batch]
+    plan: Plan
+    window: Window
+    sums: dict[str, float] = field(default_factory=dict)  # this rank's loss and logs
+    means: dict[str, float] = field(default_factory=dict)  # of all ranks, once the flags are in; empty for no weight
+    largest_dense: float = 0.0
+    skipped: bool = False  # nothing is updated
+    row_factor: float = 1.0  # by which row gradients are scaled
+    _flags: Handle | None = None
+    _flag_room: list[Tensor] = field(default_factory=list)
+
+    @property
+    def where(self) -> str:
+        return f"step {self.number + 1}"
+
+
+def read(state: TrainState, batch: Batch, rates: Rates, number: int, *, asks_to_stop: bool = False) -> Work:
+    """Cuts the batch into parts and finds out which rows each needs and who owns them."""
+    draw = Draw(state.seed, number)
+    parts = batch.split(state.num_parts)
+    plan = route(
+        [state.model.lookups(part, draw) for part in parts], list(state.embedding.tables), state.embedding.owners
+    )
+    window = Window(state.embedding, plan, number, state.model.weight(batch), asks_to_stop)
+    return Work(number, batch, rates, draw, parts, plan, window)
+
+
+def keys(state: TrainState, work: Work) -> None:
+    """Ids go to their owners; the global weight and a wish to stop are agreed on."""
+    work.window.ask(where=work.where)
+
+
+def retrieve(state: TrainState, work: Work) -> None:
+    """Owners decide which ids have rows, and take the rows."""
+    work.window.retrieve()
+
+
+def post(state: TrainState, work: Work) -> None:
+    """Opens the receives of all messages of the window."""
+    work.window.post(where=work.where)
+    room = torch.zeros(state.embedding.world_size, _FLAGS + _MAX_LOGS, dtype=torch.float64)
+    work._flag_room = list(room.unbind())
+    work._flags = state.embedding.rows.post("flags", work._flag_room, where=work.where)
+
+
+def rows(state: TrainState, work: Work, part: int) -> None:
+    """Rows of first use travel to their askers."""
+    work.window.launch_rows(part)
+
+
+def compute(state: TrainState, work: Work, part: int) -> None:
+    """Dense forward and backward of one part; its row gradients join those of the parts before."""
+    if part == 0:
+        state.dense.zero_grads()
+    leaves = work.window.leaves(part)
+    output = cast(nn.Module, state.model)(work.plan.rows(part, leaves), work.parts[part], work.draw)
+    (output.loss_sum / (work.window.weight or 1.0)).backward()
+    work.window.add_grads(part, leaves)
+    _add(work.sums, output)
+    if part == work.plan.num_parts - 1:
+        work.largest_dense = larger(0.0, state.dense.grads)
+
+
+def grads(state: TrainState, work: Work, part: int) -> None:
+    """Gradients of last use go home; flags and logs travel with those of the last part."""
+    work.window.launch_grads(part)
+    if part == work.plan.num_parts - 1:
+        if len(work.sums) > _MAX_LOGS:
+            raise TrainError(f"the model logs {len(work.sums) - 1} values; there is room for {_MAX_LOGS - 1}.")
+        values = [*_not_finite(state, work), *work.sums.values()]
+        flags = torch.tensor(values + [0.0] * (_FLAGS + _MAX_LOGS - len(values)), dtype=torch.float64)
+        _posted(work).launch([flags] * state.embedding.world_size)
+
+
+def collect(state: TrainState, work: Work, part: int) -> None:
+    """Owners add the gradients that came with a part."""
+    work.window.collect(part)
+
+
+def flag(state: TrainState, work: Work) -> None:
+    """All ranks learn whether one saw a non-finite value; raises TrainError on every rank if that ends the training."""
+    _posted(work).wait()
+    gathered = [values.tolist() for values in work._flag_room]
+    work.skipped = not work.window.weight
+    for rank, (code, seen, *_) in enumerate(gathered):
+        if code:
+            kinds = ["loss", "dense gradient", *(f"gradient of table '{table}'" for table in state.embedding.tables)]
+            work.skipped = True
+            if not state.skip_nonfinite:
+                what = f"{kinds[int(code) - 1]} is {seen} at {work.where} on rank {rank}"
+                raise TrainError(f"{what}; no parameter was updated.")
+    if work.window.weight:
+        totals = [
+            sum(column) for column in zip(*(values[_FLAGS:] for values in gathered), strict=True)
+        ]  # in rank order
+        work.means = {name: total / work.window.weight for name, total in zip(work.sums, totals, strict=False)}
+    if work.skipped and work.window.weight:
+        work.means["skipped"] = 1.0
+
+
+def dense_sum(state: TrainState, work: Work) -> None:
+    """Dense gradients are summed over all ranks."""
+    state.dense.sync()
+
+
+def norm(state: TrainState, work: Work) -> None:
+    """With a norm over dense part and rows: rows by ascending id, squares in fp64, owners in rank order."""
+    clip = work.rates.clip
+    if not (clip.norm and clip.rows):
+        return
+    own = 0.0
+    for sums in work.window.owned_grads().values():
+        own += sums.double().square().sum(1).sum().item()
+    square = state.dense.grads.double().square().sum().item()
+    square += sum(value for (value,) in state.dense.lane.all_gather_floats([own], name="norm"))
+    work.row_factor = min(1.0, clip.norm / max(square**0.5, 1e-300))
+
+
+def dense_step(state: TrainState, work: Work) -> None:
+    """The dense optimizer's step; ends the batch for the compute lane."""
+    if not work.skipped:
+        _clip_dense(state, work)
+        state.dense.update(work.rates.dense)
+    state.num_steps = work.number + 1
+
+
+def update(state: TrainState, work: Work) -> None:
+    """One optimizer step for each row of the batch."""
+    if not work.skipped:
+        if work.row_factor < 1.0:
+            for sums in work.window.owned_grads().values():
+                sums.mul_(work.row_factor)
+        work.window.update(work.rates.rows)
+
+
+def write(state: TrainState, work: Work) -> None:
+    """Rows that no later batch in flight holds go back to where they came from."""
+    work.window.release()
+
+
+def _add(sums: dict[str, float], output: Output) -> None:
+    for name, value in {"loss": output.loss_sum, **output.logs}.items():
+        sums[name] = sums.get(name, 0.0) + value.item()
+
+
+def _posted(work: Work) -> Handle:
+    if work._flags is None:
+        raise TrainError(f"flags of {work.where} before their receives were opened: the schedule lacks a dependency.")
+    return work._flags
+
+
+def _not_finite(state: TrainState, work: Work) -> tuple[float, float]:
+    """Which of loss, dense gradients and row gradients as sent is too large to be summed over all ranks: a code, a value."""
+    limit = torch.finfo(state.dense.grads.dtype).max / state.embedding.world_size
+    found = [
+        abs(work.sums["loss"]),
+        work.largest_dense,
+        *(work.window.largest[name] for name in state.embedding.tables),
+    ]
+    for code, largest in enumerate(found, start=1):
+        if not largest <= limit:  # nan is not
+            return code, largest
+    return 0, 0.0
+
+
+def _clip_dense(state: TrainState, work: Work) -> None:
+    clip, factor = work.rates.clip, work.row_factor
+    if clip.norm and not clip.rows:
+        total = state.dense.grads.double().square().sum().item() ** 0.5
+        factor = clip.norm / total if total > clip.norm else 1.0
+    if factor < 1.0:
+        state.dense.grads.mul_(factor)
+
+
+PartStage = Callable[[TrainState, Work, int], None]
+BatchStage = Callable[[TrainState, Work], None]
+PART_STAGES: dict[str, PartStage] = {"rows": rows, "compute": compute, "grads": grads, "collect": collect}
+BATCH_STAGES: dict[str, BatchStage] = {
+    "keys": keys,
+    "retrieve": retrieve,
+    "post": post,
+    "flag": flag,
+    "dense sum": dense_sum,
+    "norm": norm,
+    "dense step": dense_step,
+    "update": update,
+    "write": write,
+}

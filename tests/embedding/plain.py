@@ -1,0 +1,51 @@
+"""A table used by one batch at a time, through either holder: what the tests of tables and optimizers compare."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nestpipe.embedding.held import Held, Holder, InPlace, Pool
+from nestpipe.embedding.table import Table
+
+
+class Plain:
+    """Everything of a table, and rows by id."""
+
+    def __init__(self, table: Table, *, pool: bool = False):
+        self.table = table
+        self._holder: Holder = Pool(table) if pool else InPlace(table)
+        self._held: Held | None = None
+        self._step = 0
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.table, name)
+
+    def advance(self, ids: Tensor, step: int) -> None:
+        self.release()
+        self._held = self._holder.take(ids, step)
+
+    def fetch(self, ids: Tensor) -> Tensor:
+        if self._held is None or not torch.equal(self._held.ids, ids):
+            if self.table.config.has_limits:
+                return self.table.peek(ids)
+            self.advance(ids, self._step)
+            self._step += 1
+        assert self._held is not None
+        return self._holder.gather(self._held, torch.arange(len(ids)))
+
+    def update(self, ids: Tensor, grads: Tensor, lr: float) -> None:
+        self.fetch(ids)
+        assert self._held is not None
+        self._holder.update(self._held, grads, lr)
+        self.release()
+
+    def release(self) -> None:
+        if self._held is not None:
+            self._holder.release(self._held)
+            self._held = None

@@ -1,0 +1,132 @@
+"""Training in every mode on real ranks, with a tap in each update: what ranks of the pipeline's tests run."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from itertools import count, islice
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nestpipe.comm import World
+from nestpipe.data.loader import Loader
+from nestpipe.embedding.held import Pool
+from nestpipe.jagged import Batch, Cursor
+from nestpipe.pipeline import sequential as sequential_module
+from nestpipe.pipeline import stages
+from nestpipe.pipeline.runner import Feed, Runner
+from nestpipe.pipeline.schedule import Event, Schedule
+from nestpipe.pipeline.stages import Clip, Rates, TrainState, Work
+from nestpipe.run import Lanes
+from tests.pipeline_ranks import new_state
+
+Log = list[tuple[int, str, bytes, bytes]]  # (batch, table, ids, bits of the new rows)
+
+
+def batches_of(loader: Loader, start: int = 0) -> Iterator[Batch]:
+    """Batches from a step on."""
+    cursor = Cursor(0, 0)
+    for number in count():
+        if number >= start:
+            yield loader.batch(cursor)
+        cursor = loader.next_cursor(cursor)
+
+
+def rates_of(settings: dict[str, Any]) -> Callable[[int], Rates]:
+    """Rates that change from batch to batch, so that a late update with the wrong one shows."""
+    return lambda number: Rates(
+        dense=0.002 / (number + 1), rows=0.004 / (number + 1), clip=settings.get("clip", Clip())
+    )
+
+
+def tapped(log: Log) -> Callable[[TrainState, Work], None]:
+    def update(state: TrainState, work: Work) -> None:
+        stages.update(state, work)
+        for name, (ids, rows) in work.window.peek_owned().items():
+            log.append((work.number, name, ids.numpy().tobytes(), rows.numpy().tobytes()))
+
+    return update
+
+
+def delays(seed: int, longest_s: float) -> Callable[[str, Event], None]:
+    """Random waits before events, most of them none."""
+    sources: dict[str, random.Random] = {}
+
+    def before(lane: str, event: Event) -> None:
+        source = sources.setdefault(lane, random.Random(f"{seed}/{lane}"))
+        if source.random() < 0.3:
+            time.sleep(source.random() * longest_s)
+
+    return before
+
+
+def content(state: TrainState) -> dict[str, bytes]:
+    """All that training leaves behind on this rank."""
+    found = {f"dense/{name}": value.numpy().tobytes() for name, value in state.dense.export().items()}
+    for table_name, table in state.embedding.tables.items():
+        found |= {f"{table_name}/{name}": value.numpy().tobytes() for name, value in table.export().items()}
+    return found
+
+
+def prepared(world: World, path: Path, settings: dict[str, Any], lanes: Lanes) -> tuple[TrainState, Loader]:
+    state, loader = new_state(world, path, {"dtype": torch.float32, **settings}, lanes)
+    if settings.get("pool"):
+        state.embedding.holders = {name: Pool(table) for name, table in state.embedding.tables.items()}
+    return state, loader
+
+
+def sequential(
+    world: World, path: Path, settings: dict[str, Any], num_steps: int, lanes: Lanes
+) -> tuple[Log, dict[str, bytes]]:
+    """The plain loop, with the tap where the update is; rows are used in place."""
+    state, loader = prepared(world, path, {**settings, "pool": False}, lanes)
+    log: Log = []
+    plain, sequential_module.update = sequential_module.update, tapped(log)
+    try:
+        for number, batch in enumerate(islice(batches_of(loader), num_steps)):
+            sequential_module.step(state, batch, rates_of(settings)(number))
+    finally:
+        sequential_module.update = plain
+    return log, content(state)
+
+
+def pipelined(
+    world: World, path: Path, settings: dict[str, Any], num_steps: int, lanes: Lanes
+) -> tuple[Log, dict[str, bytes]]:
+    """The runner, with random delays if there is a seed; stops at barriers and goes on."""
+    state, loader = prepared(world, path, settings, lanes)
+    clip_rows = settings.get("clip", Clip()).rows
+    schedule = Schedule.of(settings["mode"], state.num_parts, depth=settings.get("depth", 1), clip_rows=clip_rows)
+    log: Log = []
+    runner = Runner(state, schedule, batch_stages={**stages.BATCH_STAGES, "update": tapped(log)})
+    if "seed" in settings:
+        runner.before = delays(settings["seed"] * 97 + world.rank, settings.get("longest_s", 0.002))
+    for end in (*settings.get("barriers", ()), num_steps):
+        feed = Feed(
+            batches=batches_of(loader, state.num_steps), rates=rates_of(settings), num_batches=end - state.num_steps
+        )
+        runner.run(feed)
+        assert state.num_steps == end
+        for holder in state.embedding.holders.values():
+            assert not isinstance(holder, Pool) or not len(holder), "a row did not come home"
+    return log, content(state)
+
+
+def differences(
+    world: World, path: Path, settings: dict[str, Any], num_steps: int, arms: list[dict[str, Any]]
+) -> list[str]:
+    """Runs sequential once and every arm beside it; says what differs in which arm."""
+    lanes = Lanes.of(world)
+    log, end = sequential(world, path, settings, num_steps, lanes)
+    assert len(log) == num_steps
+    found = []
+    for arm in arms:
+        other_log, other_end = pipelined(world, path, {**settings, **arm}, num_steps, lanes)
+        if other_log != log:
+            first = next((a for a, b in zip(log, other_log, strict=False) if a != b), log[-1])
+            found.append(f"rank {world.rank}, {arm}: batch {first[0]} updated other rows or bits")
+        found += [f"rank {world.rank}, {arm}: {name}" for name in end if end[name] != other_end.get(name)]
+    return found

@@ -1,0 +1,67 @@
+"""Every mode has the bits of the sequential step: each row of each update, and all that is left in the end."""
+
+from __future__ import annotations
+
+import pytest
+
+from nestpipe.pipeline.stages import Clip
+from tests.pipeline.runs import differences
+from tests.ranks import run_ranks
+from tests.worlds import write_log
+
+MODES = ("serial", "dual-buffer", "frozen-window", "nested")
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory):
+    """Batches of which neighbours share some items, second neighbours others, and that hold some alone."""
+    histories = {user: [(31 * user + 7 * k) % 97 for k in range(3 + user % 9)] for user in range(60)}
+    return write_log(tmp_path_factory.mktemp("equality") / "log", histories).path
+
+
+def check(world_size, log, settings, arms, num_steps=8):
+    found = run_ranks(world_size, differences, log, settings, num_steps, arms)
+    assert [line for lines in found for line in lines] == []
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_random_delays_change_no_bit(log, scale, world_size):
+    arms = [
+        {"mode": MODES[1 + seed % 3], "pool": seed % 2 == 0, "depth": 1 + seed % 3, "seed": seed}
+        for seed in range(scale(50, 500))
+    ]
+    check(world_size, log, {"optimizer": "adagrad", "batch_size": 7, "parts": 3}, arms)
+
+
+CROSS = {
+    "adam": {"optimizer": "adam"},
+    "clip dense": {"clip": Clip(0.05)},
+    "clip all": {"clip": Clip(0.05, rows=True)},
+    "admission and eviction": {
+        "limits": {"num_buckets": 8, "admit_after": 2, "max_rows_per_bucket": 6, "evict": "lfu", "protect_steps": 4}
+    },
+    "one part": {"parts": 1},
+    "more parts than samples": {"parts": 6, "batch_size": 2},
+    "all items": {"loss": "full"},
+}
+
+
+@pytest.mark.parametrize("world_size", [1, 4])
+@pytest.mark.parametrize("more", CROSS.values(), ids=CROSS.keys())
+def test_every_mode_and_setting(log, world_size, more):
+    arms = [
+        {"mode": mode, "pool": pool, "depth": 2, "seed": 1}
+        for mode, pool in [
+            ("serial", True),
+            ("dual-buffer", True),
+            ("frozen-window", False),
+            ("nested", True),
+            ("nested", False),
+        ]
+    ]
+    check(world_size, log, {"batch_size": 7, "parts": 3, **more}, arms, num_steps=6)
+
+
+def test_barriers_leave_no_trace(log):
+    arms = [{"mode": mode, "pool": True, "barriers": (1, 4), "depth": 2} for mode in MODES]
+    check(2, log, {"batch_size": 7, "parts": 2}, arms, num_steps=7)
