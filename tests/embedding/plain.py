@@ -31,19 +31,23 @@ class Plain:
         self._held = self._holder.take(ids, step)
 
     def fetch(self, ids: Tensor) -> Tensor:
-        if self._held is None or not torch.equal(self._held.ids, ids):
-            if self.table.config.has_limits:
-                return self.table.peek(ids)
+        if self.table.config.has_limits and not self._holds(ids):
+            return self.table.peek(ids)
+        return self._holder.gather(self._hold(ids), torch.arange(len(ids)))
+
+    def update(self, ids: Tensor, grads: Tensor, lr: float) -> None:
+        self._holder.update(self._hold(ids), grads, lr)
+        self.release()
+
+    def _holds(self, ids: Tensor) -> bool:
+        return self._held is not None and torch.equal(self._held.ids, ids)
+
+    def _hold(self, ids: Tensor) -> Held:
+        if not self._holds(ids):
             self.advance(ids, self._step)
             self._step += 1
         assert self._held is not None
-        return self._holder.gather(self._held, torch.arange(len(ids)))
-
-    def update(self, ids: Tensor, grads: Tensor, lr: float) -> None:
-        self.fetch(ids)
-        assert self._held is not None
-        self._holder.update(self._held, grads, lr)
-        self.release()
+        return self._held
 
     def release(self) -> None:
         if self._held is not None:
