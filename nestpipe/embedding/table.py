@@ -22,7 +22,7 @@ from nestpipe.embedding.owner import Owners
 from nestpipe.embedding.spec import TableSpec
 from nestpipe.embedding.store import Files, Store
 
-_INIT_ROWS = 8192  # rows made at a time: the integers behind a row take eight times its size
+_INIT_ROWS = 1024  # rows made at a time: the integers behind a row take eight times its size
 WEIGHTS = "rows"  # the column of weights; the others are optimizer state
 _STATE = "state."
 _NO_LIMITS = EmbeddingConfig()
