@@ -16,12 +16,9 @@
 namespace {
 
 constexpr int64_t kFailed = -1;
-constexpr int64_t kWindow = 16;  // ids ahead for which memory is prefetched
-constexpr uint64_t kIdsPerBit = 256;  // a bitmap of so many bits per id is still cheaper than hashing
-constexpr uint64_t kSign = uint64_t{1} << 63;
-constexpr int kDigitBits = 11;
-constexpr int kNumDigits = 6;  // 6 x 11 >= 64
-constexpr uint64_t kDigits = uint64_t{1} << kDigitBits;
+constexpr uint64_t kBitsPerId = 256;  // a bitmap of so many bits per id is still cheaper than sorting
+constexpr int kSpareBits = 3;  // so many more than are needed to number the ids tell most of them apart
+constexpr int kDigitBits = 9;  // at most; the pages that a pass writes to must stay in the address cache
 
 // Ids that lie close together: a bitmap, and how many ids there are before each of its words.
 int64_t dedupe_close(const int64_t* ids, int64_t n, int64_t low, uint64_t range, int64_t* unique, int64_t* inverse) {
@@ -46,57 +43,48 @@ int64_t dedupe_close(const int64_t* ids, int64_t n, int64_t low, uint64_t range,
   return num_unique;
 }
 
-struct Numbered {
+struct Keyed {
   uint64_t key;  // ascends as the ids do
-  int64_t number;
+  int64_t place;
 };
 
-// Sorts by key, digit by digit from the lowest; digits in which all keys agree cost nothing.
-void sort_numbered(std::vector<Numbered>& rows) {
-  const auto digit = [](uint64_t key, int d) { return (key >> (d * kDigitBits)) & (kDigits - 1); };
-  std::vector<std::array<int64_t, kDigits>> starts(kNumDigits);  // zero
-  for (const Numbered& row : rows) {
-    for (int d = 0; d < kNumDigits; ++d) ++starts[d][digit(row.key, d)];
+int width_of(uint64_t value) { return value == 0 ? 0 : 64 - __builtin_clzll(value); }
+
+// Sorts n rows by the `num_bits` bits of their keys above `shift`, digit by digit from the lowest.
+void sort_by_bits(std::unique_ptr<Keyed[]>& rows, int64_t n, int shift, int num_bits) {
+  const int num_digits = (num_bits + kDigitBits - 1) / kDigitBits;
+  const int digit_bits = (num_bits + num_digits - 1) / num_digits;
+  const uint64_t mask = (uint64_t{1} << digit_bits) - 1;
+  const auto digit = [=](uint64_t key, int d) { return (key >> (shift + d * digit_bits)) & mask; };
+  std::vector<std::array<int64_t, 1 << kDigitBits>> starts(num_digits);  // zero
+  for (int64_t i = 0; i < n; ++i) {
+    for (int d = 0; d < num_digits; ++d) ++starts[d][digit(rows[i].key, d)];
   }
-  std::vector<Numbered> sorted(rows.size());
-  for (int d = 0; d < kNumDigits; ++d) {
-    if (starts[d][digit(rows[0].key, d)] == static_cast<int64_t>(rows.size())) continue;
+  std::unique_ptr<Keyed[]> sorted(new Keyed[n]);
+  for (int d = 0; d < num_digits; ++d) {
     std::exclusive_scan(starts[d].begin(), starts[d].end(), starts[d].begin(), int64_t{0});
-    for (const Numbered& row : rows) sorted[starts[d][digit(row.key, d)]++] = row;
+    for (int64_t i = 0; i < n; ++i) sorted[starts[d][digit(rows[i].key, d)]++] = rows[i];
     rows.swap(sorted);
   }
 }
 
-// Ids anywhere: a hash table numbers them as they appear, and only the distinct ones are sorted.
-int64_t dedupe_spread(const int64_t* ids, int64_t n, int64_t* unique, int64_t* inverse) {
-  uint64_t capacity = 64;
-  while (capacity < 2 * static_cast<uint64_t>(n)) capacity *= 2;
-  const uint64_t mask = capacity - 1;
-  struct Entry {
-    int64_t id;
-    int64_t number;
-  };
-  std::vector<Entry> entries(capacity, Entry{0, -1});
-  const auto home = [mask](int64_t id) { return nestpipe::mix64(static_cast<uint64_t>(id)) & mask; };
-  std::vector<Numbered> rows;
+// Ids anywhere: sorted by as many of their upper bits as tell most of n apart, then the few that agree in all of them.
+int64_t dedupe_spread(const int64_t* ids, int64_t n, int64_t low, uint64_t range, int64_t* unique, int64_t* inverse) {
+  std::unique_ptr<Keyed[]> rows(new Keyed[n]);
+  for (int64_t i = 0; i < n; ++i) rows[i] = {static_cast<uint64_t>(ids[i]) - static_cast<uint64_t>(low), i};
+  const int width = width_of(range), upper = std::min(width, width_of(n) + kSpareBits), shift = width - upper;
+  sort_by_bits(rows, n, shift, upper);
+  const auto before = [](const Keyed& one, const Keyed& other) { return one.key < other.key; };
+  for (int64_t begin = 0, end; shift > 0 && begin < n; begin = end) {
+    for (end = begin + 1; end < n && rows[end].key >> shift == rows[begin].key >> shift;) ++end;
+    if (!std::is_sorted(&rows[begin], &rows[end], before)) std::sort(&rows[begin], &rows[end], before);
+  }
+  int64_t last = -1;
   for (int64_t i = 0; i < n; ++i) {
-    if (i + kWindow < n) __builtin_prefetch(&entries[home(ids[i + kWindow])], 1);
-    uint64_t place = home(ids[i]);
-    while (entries[place].number >= 0 && entries[place].id != ids[i]) place = (place + 1) & mask;
-    if (entries[place].number < 0) {
-      entries[place] = {ids[i], static_cast<int64_t>(rows.size())};
-      rows.push_back({static_cast<uint64_t>(ids[i]) ^ kSign, entries[place].number});
-    }
-    inverse[i] = entries[place].number;
+    if (i == 0 || rows[i].key != rows[i - 1].key) unique[++last] = ids[rows[i].place];
+    inverse[rows[i].place] = last;
   }
-  sort_numbered(rows);
-  std::vector<int64_t> rank(rows.size());
-  for (uint64_t k = 0; k < rows.size(); ++k) {
-    unique[k] = static_cast<int64_t>(rows[k].key ^ kSign);
-    rank[rows[k].number] = static_cast<int64_t>(k);
-  }
-  for (int64_t i = 0; i < n; ++i) inverse[i] = rank[inverse[i]];
-  return static_cast<int64_t>(rows.size());
+  return last + 1;
 }
 
 }  // namespace
@@ -110,8 +98,8 @@ int64_t nestpipe_ids_dedupe(const int64_t* ids, int64_t n, int64_t* unique, int6
   const int64_t low = *std::min_element(ids, ids + n), high = *std::max_element(ids, ids + n);
   const uint64_t range = static_cast<uint64_t>(high) - static_cast<uint64_t>(low);
   try {
-    if (range / kIdsPerBit < static_cast<uint64_t>(n)) return dedupe_close(ids, n, low, range, unique, inverse);
-    return dedupe_spread(ids, n, unique, inverse);
+    if (range / kBitsPerId < static_cast<uint64_t>(n)) return dedupe_close(ids, n, low, range, unique, inverse);
+    return dedupe_spread(ids, n, low, range, unique, inverse);
   } catch (const std::exception&) {  // std::bad_alloc
     return kFailed;
   }
