@@ -1,7 +1,8 @@
 // Which part each unit (a sample, or a group of samples that stay together) goes to: see pipeline/cluster.py.
 //
 // Greedy: a part takes, again and again, the unit that brings the least weight of keys it does not have yet, ties by
-// number. What a unit would bring is kept up to date: when a part gets a key, all units with that key become cheaper.
+// number. What a unit would bring is kept up to date: when a part gets a key, all units with that key become cheaper. A key
+// that only one unit has makes none cheaper, so it counts in the unit's cost and is then forgotten.
 
 #include <algorithm>
 #include <cstdint>
@@ -9,44 +10,87 @@
 #include <numeric>
 #include <vector>
 
+extern "C" {
+
+// Samples have the keys numbers[offsets[s]] ..., numbers of ids in `ids`, which ascend as those in `previous` do. Unit u is
+// the samples samples[unit_offsets[u]] ...
+struct nestpipe_samples {
+  const int64_t* offsets;
+  const int64_t* numbers;
+  const int64_t* ids;
+  int64_t num_ids;
+  const int64_t* previous;
+  int64_t num_previous;
+  const int64_t* samples;
+  const int64_t* unit_offsets;
+  int64_t num_units;
+};
+
+}  // extern "C"
+
 namespace {
 
 constexpr int64_t kFailed = -1;
 
 // Lists of numbers, back to back: list i is values[offsets[i]] ... values[offsets[i + 1] - 1].
 struct Lists {
-  const int64_t* offsets;
-  const int64_t* values;
+  std::vector<int64_t> offsets{0};
+  std::vector<int32_t> values;
 
-  const int64_t* begin(int64_t i) const { return values + offsets[i]; }
-  const int64_t* end(int64_t i) const { return values + offsets[i + 1]; }
+  const int32_t* begin(int64_t i) const { return values.data() + offsets[i]; }
+  const int32_t* end(int64_t i) const { return values.data() + offsets[i + 1]; }
   int64_t size(int64_t i) const { return offsets[i + 1] - offsets[i]; }
 };
 
-struct Greedy {
-  Lists keys_of;  // unit -> its distinct keys
-  Lists units_of;  // key -> the units that have it
-  const int64_t* weights;  // of the keys
-  const int64_t* unit_sizes;
-  int64_t budget;
-  std::vector<int64_t> left;  // units that have no part yet, ascending
-  std::vector<int64_t> costs;  // of the units
-  std::vector<int64_t> seen_in;  // keys: the last part that got it
-  int64_t spent = 0;
+// How much each id counts: double if it is in the previous batch.
+std::vector<uint8_t> weights_of(const nestpipe_samples& input) {
+  std::vector<uint8_t> weights(input.num_ids, 1);
+  int64_t other = 0;
+  for (int64_t number = 0; number < input.num_ids; ++number) {
+    while (other < input.num_previous && input.previous[other] < input.ids[number]) ++other;
+    if (other < input.num_previous && input.previous[other] == input.ids[number]) weights[number] = 2;
+  }
+  return weights;
+}
 
-  // Returns the number of samples that the part got.
-  int64_t fill(int64_t part, int64_t target, int64_t* part_of) {
-    for (int64_t unit : left) {
-      costs[unit] = 0;
-      for (const int64_t* key = keys_of.begin(unit); key != keys_of.end(unit); ++key) costs[unit] += weights[*key];
-      spent += keys_of.size(unit);
+class Greedy {
+ public:
+  Greedy(const nestpipe_samples& input, int64_t budget)
+      : weights_(weights_of(input)),
+        unit_offsets_(input.unit_offsets),
+        budget_(budget),
+        left_(input.num_units),
+        full_costs_(input.num_units, 0),
+        seen_in_(input.num_ids, -1) {
+    std::iota(left_.begin(), left_.end(), 0);
+    const Lists all = distinct_keys(input);
+    units_of_.offsets.assign(input.num_ids + 1, 0);
+    for (int32_t key : all.values) ++units_of_.offsets[key + 1];
+    std::vector<bool> shared(input.num_ids);
+    for (int64_t key = 0; key < input.num_ids; ++key) shared[key] = units_of_.offsets[key + 1] > 1;
+    std::partial_sum(units_of_.offsets.begin(), units_of_.offsets.end(), units_of_.offsets.begin());
+    units_of_.values.resize(all.values.size());
+    std::vector<int64_t> next(units_of_.offsets);
+    for (int32_t unit : left_) {
+      for (const int32_t* key = all.begin(unit); key != all.end(unit); ++key) {
+        full_costs_[unit] += weights_[*key];
+        units_of_.values[next[*key]++] = unit;
+        if (shared[*key]) keys_of_.values.push_back(*key);
+      }
+      keys_of_.offsets.push_back(static_cast<int64_t>(keys_of_.values.size()));
     }
+  }
+
+  // Gives the part about `target` samples; returns how many it got.
+  int64_t fill(int64_t part, int64_t target, int64_t* part_of) {
+    costs_ = full_costs_;
     int64_t size = 0;
-    while (!left.empty()) {
+    while (!left_.empty()) {
       const int64_t place = cheapest();
-      const int64_t unit = left[place], more = unit_sizes[unit];
+      const int32_t unit = left_[place];
+      const int64_t more = unit_offsets_[unit + 1] - unit_offsets_[unit];
       if (size + more - target >= target - size) break;
-      left.erase(left.begin() + place);
+      left_.erase(left_.begin() + place);
       part_of[unit] = part;
       size += more;
       take_keys(part, unit);
@@ -54,65 +98,81 @@ struct Greedy {
     return size;
   }
 
-  int64_t cheapest() {
-    if (spent >= budget) return 0;
-    spent += static_cast<int64_t>(left.size());
-    const auto cheaper = [this](int64_t one, int64_t other) { return costs[one] < costs[other]; };
-    return std::min_element(left.begin(), left.end(), cheaper) - left.begin();  // the first of equal ones
+  void give_rest(int64_t part, int64_t* part_of) {
+    for (int32_t unit : left_) part_of[unit] = part;
+    left_.clear();
   }
 
-  void take_keys(int64_t part, int64_t unit) {
-    if (spent >= budget) return;
-    for (const int64_t* key = keys_of.begin(unit); key != keys_of.end(unit); ++key) {
-      if (seen_in[*key] == part) continue;
-      seen_in[*key] = part;
-      spent += units_of.size(*key);
-      for (const int64_t* other = units_of.begin(*key); other != units_of.end(*key); ++other) {
-        costs[*other] -= weights[*key];
+ private:
+  static Lists distinct_keys(const nestpipe_samples& input) {
+    Lists all;
+    std::vector<int64_t> last_unit(input.num_ids, -1);
+    for (int64_t unit = 0; unit < input.num_units; ++unit) {
+      for (int64_t place = input.unit_offsets[unit]; place < input.unit_offsets[unit + 1]; ++place) {
+        const int64_t sample = input.samples[place];
+        for (int64_t k = input.offsets[sample]; k < input.offsets[sample + 1]; ++k) {
+          const int64_t key = input.numbers[k];
+          if (last_unit[key] != unit) all.values.push_back(static_cast<int32_t>(key));
+          last_unit[key] = unit;
+        }
+      }
+      all.offsets.push_back(static_cast<int64_t>(all.values.size()));
+    }
+    return all;
+  }
+
+  int64_t cheapest() {
+    if (spent_ >= budget_) return 0;
+    spent_ += static_cast<int64_t>(left_.size());
+    const auto cheaper = [this](int32_t one, int32_t other) { return costs_[one] < costs_[other]; };
+    return std::min_element(left_.begin(), left_.end(), cheaper) - left_.begin();  // the first of equal ones
+  }
+
+  void take_keys(int64_t part, int32_t unit) {
+    if (spent_ >= budget_) return;
+    for (const int32_t* key = keys_of_.begin(unit); key != keys_of_.end(unit); ++key) {
+      if (seen_in_[*key] == part) continue;
+      seen_in_[*key] = part;
+      spent_ += units_of_.size(*key);
+      for (const int32_t* other = units_of_.begin(*key); other != units_of_.end(*key); ++other) {
+        costs_[*other] -= weights_[*key];
       }
     }
   }
-};
 
-void cluster(Greedy& greedy, const int64_t* sizes, int64_t num_parts, int64_t* part_of) {
-  std::vector<int64_t> order{0};
-  if (num_parts > 1) order.push_back(num_parts - 1);
-  for (int64_t part = 1; part < num_parts - 1; ++part) order.push_back(part);
-  int64_t missing = 0;  // in the middle so far
-  for (uint64_t k = 0; k + 1 < order.size(); ++k) {
-    const int64_t part = order[k];
-    const bool is_middle = part > 0 && part < num_parts - 1;
-    const int64_t target = sizes[part] + (is_middle ? missing : 0);
-    const int64_t size = target > 0 ? greedy.fill(part, target, part_of) : 0;
-    if (is_middle) missing = target - size;
-  }
-  for (int64_t unit : greedy.left) part_of[unit] = order.back();
-}
+  std::vector<uint8_t> weights_;
+  const int64_t* unit_offsets_;
+  int64_t budget_;
+  int64_t spent_ = 0;
+  std::vector<int32_t> left_;  // units that have no part yet, ascending
+  std::vector<int32_t> full_costs_;  // of a unit, for a part without keys
+  std::vector<int32_t> costs_;  // for the part that is being filled
+  std::vector<int64_t> seen_in_;  // the last part that got the key
+  Lists keys_of_;  // unit -> its distinct keys that others have too
+  Lists units_of_;  // key -> the units that have it
+};
 
 }  // namespace
 
 extern "C" {
 
-// Units 0 .. num_units - 1 have the keys keys[offsets[u]] ..., all distinct and below num_keys. Writes the part of each
-// unit and returns 0, or kFailed without memory.
-int64_t nestpipe_cluster(const int64_t* offsets, const int64_t* keys, int64_t num_units, const int64_t* unit_sizes,
-                         const int64_t* weights, int64_t num_keys, const int64_t* sizes, int64_t num_parts,
-                         int64_t budget, int64_t* part_of) {
+// Writes the part of each unit and returns 0, or kFailed without memory.
+int64_t nestpipe_cluster(const nestpipe_samples* input, const int64_t* sizes, int64_t num_parts, int64_t budget,
+                         int64_t* part_of) {
   try {
-    const int64_t num_pairs = offsets[num_units];
-    std::vector<int64_t> starts(num_keys + 1, 0), units(num_pairs);
-    for (int64_t pair = 0; pair < num_pairs; ++pair) ++starts[keys[pair] + 1];
-    std::partial_sum(starts.begin(), starts.end(), starts.begin());
-    std::vector<int64_t> next(starts.begin(), starts.end() - 1);
-    for (int64_t unit = 0; unit < num_units; ++unit) {
-      for (int64_t pair = offsets[unit]; pair < offsets[unit + 1]; ++pair) units[next[keys[pair]]++] = unit;
+    Greedy greedy(*input, budget);
+    std::vector<int64_t> order{0};
+    if (num_parts > 1) order.push_back(num_parts - 1);
+    for (int64_t part = 1; part < num_parts - 1; ++part) order.push_back(part);
+    int64_t missing = 0;  // in the middle so far
+    for (uint64_t k = 0; k + 1 < order.size(); ++k) {
+      const int64_t part = order[k];
+      const bool is_middle = part > 0 && part < num_parts - 1;
+      const int64_t target = sizes[part] + (is_middle ? missing : 0);
+      const int64_t size = target > 0 ? greedy.fill(part, target, part_of) : 0;
+      if (is_middle) missing = target - size;
     }
-    Greedy greedy{{offsets, keys}, {starts.data(), units.data()}, weights, unit_sizes, budget, {}, {}, {}};
-    greedy.left.resize(num_units);
-    std::iota(greedy.left.begin(), greedy.left.end(), 0);
-    greedy.costs.resize(num_units);
-    greedy.seen_in.assign(num_keys, -1);
-    cluster(greedy, sizes, num_parts, part_of);
+    greedy.give_rest(order.back(), part_of);
     return 0;
   } catch (const std::exception&) {
     return kFailed;

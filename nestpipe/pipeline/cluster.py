@@ -13,11 +13,10 @@ the samples that are left are taken in the order of their places. Groups of samp
 from __future__ import annotations
 
 from collections.abc import Sequence
-from ctypes import c_int64, c_void_p
+from ctypes import POINTER, Structure, byref, c_int64, c_void_p
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from nestpipe.embedding.ids import dedupe, group
 from nestpipe.jagged import Jagged, offsets_of
 from nestpipe.native import library
 
-_BUDGET = 1 << 24  # operations; 512 samples with 200 keys in 8 parts need a fifteenth of it
+_BUDGET = 1 << 24  # operations; 512 samples with 200 keys in 8 parts need a thirtieth of it
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,9 +79,10 @@ def cluster(
     """
     if sum(sizes) != keys.num_rows or not sizes or min(sizes) < 0:
         raise ValueError(f"parts of {list(sizes)} samples do not add up to the {keys.num_rows} samples of the batch")
-    units = _Units.of(keys, groups, previous)
+    unit_of_sample = torch.arange(keys.num_rows) if groups is None else _by_appearance(groups)
+    units = _Units.of(keys, unit_of_sample, previous)
     part_of_unit = _assign(units, sizes, budget, native)
-    order, counts = group(part_of_unit.index_select(0, units.unit_of_sample), len(sizes))
+    order, counts = group(part_of_unit.index_select(0, unit_of_sample), len(sizes))
     return Parts(order, counts.tolist())
 
 
@@ -95,33 +95,20 @@ def rows_ratio(keys: Jagged, parts: Parts) -> float:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Units:
-    """What moves as one: samples or groups, numbered by their first sample, and keys, numbered in ascending order."""
+    """What moves as one: a sample or a group of them."""
 
-    unit_of_sample: Tensor  # [B]
-    sizes: Tensor  # samples of each
-    offsets: Tensor  # of the keys of each unit
-    keys: Tensor  # distinct in each unit
-    weights: Tensor  # of the keys
+    keys: Jagged  # of the samples, as places in `ids`
+    ids: Tensor  # [K] ascending
+    previous: Tensor  # ids of the batch before, ascending
+    samples: Jagged  # of each unit
 
     @staticmethod
-    def of(keys: Jagged, groups: Tensor | None, previous: Tensor | None) -> _Units:
-        unit_of_sample = torch.arange(keys.num_rows) if groups is None else _by_appearance(groups)
-        num_units = int(unit_of_sample.max()) + 1 if keys.num_rows else 0
-        distinct, number = dedupe(keys.values)
-        unit_of_value = unit_of_sample.index_select(0, keys.row_of_value())
-        pairs, _ = dedupe(unit_of_value * len(distinct) + number)  # by (unit, key), each once
-        unit_of_pair = pairs.div(max(len(distinct), 1), rounding_mode="floor")
-        weights = torch.ones_like(distinct)
-        if previous is not None and len(previous):
-            place = torch.searchsorted(previous, distinct).clamp_(max=len(previous) - 1)
-            weights += previous.index_select(0, place) == distinct
-        return _Units(
-            unit_of_sample,
-            torch.bincount(unit_of_sample, minlength=num_units),
-            offsets_of(torch.bincount(unit_of_pair, minlength=num_units)),
-            pairs - unit_of_pair * len(distinct),
-            weights,
-        )
+    def of(keys: Jagged, unit_of_sample: Tensor, previous: Tensor | None) -> _Units:
+        num_units = int(unit_of_sample.max()) + 1 if len(unit_of_sample) else 0
+        ids, numbers = dedupe(keys.values)
+        samples, counts = group(unit_of_sample, num_units)
+        before = ids.new_empty(0) if previous is None else previous.contiguous()
+        return _Units(keys.with_values(numbers), ids, before, Jagged(samples, offsets_of(counts), keys.num_rows))
 
 
 def _by_appearance(groups: Tensor) -> Tensor:
@@ -131,12 +118,27 @@ def _by_appearance(groups: Tensor) -> Tensor:
     return torch.empty_like(first).index_copy_(0, first.argsort(), torch.arange(len(first))).index_select(0, number)
 
 
+class _Samples(Structure):
+    """nestpipe_samples of cluster.cpp."""
+
+    _fields_ = (
+        ("offsets", c_void_p),
+        ("numbers", c_void_p),
+        ("ids", c_void_p),
+        ("num_ids", c_int64),
+        ("previous", c_void_p),
+        ("num_previous", c_int64),
+        ("samples", c_void_p),
+        ("unit_offsets", c_void_p),
+        ("num_units", c_int64),
+    )
+
+
 @cache
 def _function() -> Any:
     found = library()
-    lists, number = c_void_p, c_int64
-    arguments = lists, lists, number, lists, lists, number, lists, number, number, lists
-    return found.function("nestpipe_cluster", number, *arguments) if found else None
+    arguments = POINTER(_Samples), c_void_p, c_int64, c_int64, c_void_p
+    return found.function("nestpipe_cluster", c_int64, *arguments) if found else None
 
 
 def _assign(units: _Units, sizes: Sequence[int], budget: int, native: bool | None) -> Tensor:
@@ -144,21 +146,21 @@ def _assign(units: _Units, sizes: Sequence[int], budget: int, native: bool | Non
     function = _function() if native is None or native else None
     if function is None:
         return torch.tensor(_Greedy(units, budget).assign(sizes), dtype=torch.int64)
-    wanted, part_of = torch.tensor(sizes, dtype=torch.int64), torch.empty_like(units.sizes)
-    done = function(
-        units.offsets.data_ptr(),
-        units.keys.data_ptr(),
-        len(units.sizes),
-        units.sizes.data_ptr(),
-        units.weights.data_ptr(),
-        len(units.weights),
-        wanted.data_ptr(),
-        len(sizes),
-        budget,
-        part_of.data_ptr(),
+    offsets, wanted = units.keys.offsets.contiguous(), torch.tensor(sizes, dtype=torch.int64)
+    part_of = torch.empty(units.samples.num_rows, dtype=torch.int64)
+    samples = _Samples(
+        offsets=offsets.data_ptr(),
+        numbers=units.keys.values.data_ptr(),
+        ids=units.ids.data_ptr(),
+        num_ids=len(units.ids),
+        previous=units.previous.data_ptr(),
+        num_previous=len(units.previous),
+        samples=units.samples.values.data_ptr(),
+        unit_offsets=units.samples.offsets.data_ptr(),
+        num_units=units.samples.num_rows,
     )
-    if done < 0:
-        raise MemoryError(f"no memory to cluster {len(units.sizes):,} units with {len(units.keys):,} keys")
+    if function(byref(samples), wanted.data_ptr(), len(sizes), budget, part_of.data_ptr()) < 0:
+        raise MemoryError(f"no memory to cluster {units.keys.num_rows:,} samples with {len(units.ids):,} keys")
     return part_of
 
 
@@ -166,15 +168,17 @@ class _Greedy:
     """What cluster.cpp does, where there is no compiler."""
 
     def __init__(self, units: _Units, budget: int):
-        edges, keys = units.offsets.tolist(), units.keys.tolist()
-        self._keys_of = [keys[first:last] for first, last in pairwise(edges)]
-        self._units_of: list[list[int]] = [[] for _ in range(len(units.weights))]
-        for unit, own in enumerate(self._keys_of):
-            for key in own:
+        of_sample = [set(row.tolist()) for row in units.keys.values.split(units.keys.lengths().tolist())]
+        members = [row.tolist() for row in units.samples.values.split(units.samples.lengths().tolist())]
+        self._sizes = [len(samples) for samples in members]
+        self._keys_of = [set[int]().union(*(of_sample[sample] for sample in samples)) for samples in members]
+        self._units_of: list[list[int]] = [[] for _ in units.ids]
+        for unit, keys in enumerate(self._keys_of):
+            for key in keys:
                 self._units_of[key].append(unit)
-        self._weights, self._sizes = units.weights.tolist(), units.sizes.tolist()
-        self._left = list(range(len(self._sizes)))
-        self._costs = [0] * len(self._sizes)
+        self._weights = [1 + known for known in torch.isin(units.ids, units.previous).tolist()]
+        self._left = list(range(len(members)))
+        self._costs: list[int] = []
         self._budget, self._spent = budget, 0
 
     def assign(self, sizes: Sequence[int]) -> list[int]:
@@ -197,9 +201,7 @@ class _Greedy:
         taken: list[int] = []
         seen: set[int] = set()
         size = 0
-        for unit in self._left:
-            self._costs[unit] = sum(self._weights[key] for key in self._keys_of[unit])
-            self._spent += len(self._keys_of[unit])
+        self._costs = [sum(self._weights[key] for key in keys) for keys in self._keys_of]
         while self._left:
             unit = self._cheapest()
             more = self._sizes[unit]
@@ -221,7 +223,7 @@ class _Greedy:
         if self._spent >= self._budget:
             return
         for key in self._keys_of[unit]:
-            if key in seen:
+            if key in seen or len(self._units_of[key]) == 1:
                 continue
             seen.add(key)
             self._spent += len(self._units_of[key])
