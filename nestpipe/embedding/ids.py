@@ -1,4 +1,4 @@
-"""Ids of a batch: the distinct ones and where they are used. Native where that can be built, with the same answers in torch."""
+"""Ids of a batch: the distinct ones, where they are used and who owns them. Native where that can be built, with the same answers in torch."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from nestpipe.hashing import mix64_, shift_right
 from nestpipe.native import Native, library
 
 _MAX_RANGE = 1 << 24  # a bitmap of this many ids is 16 MiB; beyond that sorting is cheaper
@@ -42,6 +43,19 @@ def group(groups: Tensor, num_groups: int, *, native: bool | None = None) -> tup
     return order, counts
 
 
+def owner_of(ids: Tensor, num_buckets: int, world_size: int, *, native: bool | None = None) -> Tensor:
+    """The rank [n] that owns the bucket of each id; with as many ranks as buckets, the bucket itself."""
+    functions = _functions() if native is None or native else None
+    if functions is None:
+        # The upper half of the hash: multiplying and shifting spreads it evenly over any number of buckets.
+        bucket = shift_right(mix64_(ids.clone()), 32).mul_(num_buckets).bitwise_right_shift_(32)
+        return bucket.mul_(world_size).div_(num_buckets, rounding_mode="floor")
+    ids = ids.contiguous()
+    owner = torch.empty_like(ids)
+    functions.owner(ids.data_ptr(), ids.numel(), num_buckets, world_size, owner.data_ptr())
+    return owner
+
+
 class _Functions:
     """What ids.cpp offers."""
 
@@ -49,6 +63,7 @@ class _Functions:
         ids = c_void_p
         self.dedupe = native.function("nestpipe_ids_dedupe", c_int64, ids, c_int64, ids, ids)
         self.group = native.function("nestpipe_ids_group", c_int64, ids, c_int64, c_int64, ids, ids)
+        self.owner = native.function("nestpipe_ids_owner", None, ids, c_int64, c_int64, c_int64, ids)
 
 
 @cache

@@ -5,7 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nestpipe.embedding.ids import dedupe, group
+from nestpipe.embedding.ids import dedupe, group, owner_of
+from nestpipe.hashing import mix64
 from nestpipe.native import build
 
 LOW, HIGH = -(2**63), 2**63 - 1
@@ -72,3 +73,13 @@ def test_groups_stand_together_in_order(native, groups, num_more):
 def test_a_group_that_is_none_is_named(wrong):
     with pytest.raises(IndexError, match=rf"group {wrong} \(place 1 of 3\) is not among 3 groups"):
         group(tensor([0, wrong, 1]), 3)
+
+
+@both
+@given(ids=st.lists(IDS), num_buckets=st.integers(1, 65_536), share=st.integers(0, 99))
+def test_owners_are_those_of_the_rule(native, ids, num_buckets, share):
+    world_size = 1 + (num_buckets - 1) * share // 99
+    buckets = [((mix64(one) >> 32) * num_buckets) >> 32 for one in ids]
+    assert owner_of(tensor(ids), num_buckets, num_buckets, native=native).tolist() == buckets
+    expected = [bucket * world_size // num_buckets for bucket in buckets]
+    assert owner_of(tensor(ids), num_buckets, world_size, native=native).tolist() == expected
