@@ -1,7 +1,10 @@
 """Row optimizers: a row's new bits are a function of its old bits, its gradient and the step's learning rate.
 
 Whatever other rows share the call makes no difference, so a row may be updated on any rank, in any order and in any
-company. Therefore only elementwise operations that are exactly rounded (no pow, no exp) and per-row sums.
+company. Therefore only elementwise operations that are exactly rounded, one after the other, and per-row sums in one
+order: other code that does the same operations (slots.py) has the same bits. That rules out pow and exp, the fused
+operations (addcmul, addcdiv, add with alpha: torch contracts a product and a sum where the processor can) and torch's
+own square root of 32-bit numbers, which is one unit off in one of six cases.
 """
 
 from __future__ import annotations
@@ -19,6 +22,8 @@ State = dict[str, Tensor]
 
 class RowOptimizer(Protocol):
     """Updates gathered rows [n, D] and their state [n, ...] in place."""
+
+    config: OptimizerConfig
 
     def new_state(self, num_rows: int, dim: int) -> State:
         """The state of rows that were never updated."""
@@ -38,7 +43,7 @@ class Sgd:
 
     def update(self, rows: Tensor, state: State, grads: Tensor, lr: float) -> None:
         _decay(rows, self.config, lr)
-        rows.sub_(grads, alpha=lr)
+        rows.sub_(grads * lr)
 
 
 class AdaGrad:
@@ -52,8 +57,8 @@ class AdaGrad:
 
     def update(self, rows: Tensor, state: State, grads: Tensor, lr: float) -> None:
         _decay(rows, self.config, lr)
-        state["sum"].addcmul_(grads, grads)
-        rows.addcdiv_(grads, state["sum"].sqrt().add_(self.config.eps), value=-lr)
+        state["sum"].add_(grads * grads)
+        rows.sub_((grads * lr).div_(exact_sqrt(state["sum"]).add_(self.config.eps)))
 
 
 class RowwiseAdaGrad:
@@ -67,8 +72,8 @@ class RowwiseAdaGrad:
 
     def update(self, rows: Tensor, state: State, grads: Tensor, lr: float) -> None:
         _decay(rows, self.config, lr)
-        state["sum"].add_(grads.square().mean(1, keepdim=True))
-        rows.addcdiv_(grads, state["sum"].sqrt().add_(self.config.eps), value=-lr)
+        state["sum"].add_(fold(grads * grads).div_(grads.shape[1]))
+        rows.sub_((grads * lr).div_(exact_sqrt(state["sum"]).add_(self.config.eps)))
 
 
 class Adam:
@@ -76,7 +81,7 @@ class Adam:
 
     def __init__(self, config: OptimizerConfig):
         self.config = config
-        self._corrections = torch.ones(1, 2, dtype=torch.float64)
+        self._corrections: dict[torch.dtype, Tensor] = {}
 
     def new_state(self, num_rows: int, dim: int) -> State:
         zeros = torch.zeros(num_rows, dim)
@@ -86,20 +91,35 @@ class Adam:
         config = self.config
         _decay(rows, config, lr)
         state["step"].add_(1)
-        state["mean"].mul_(config.beta1).add_(grads, alpha=1 - config.beta1)
-        state["square"].mul_(config.beta2).addcmul_(grads, grads, value=1 - config.beta2)
-        correction = self._correction(state["step"].flatten()).to(rows.dtype)
-        denominator = (state["square"] / correction[:, 1:]).sqrt_().add_(config.eps)
-        rows.addcdiv_(state["mean"] / correction[:, :1], denominator, value=-lr)
+        step = state["step"].flatten()
+        corrections = self.corrections(int(step.max()) + 1 if len(step) else 1, rows.dtype).index_select(0, step)
+        state["mean"].mul_(config.beta1).add_(grads * (1 - config.beta1))
+        state["square"].mul_(config.beta2).add_((grads * grads).mul_(1 - config.beta2))
+        denominator = exact_sqrt(state["square"] / corrections[:, 1:]).add_(config.eps)
+        rows.sub_((state["mean"] / corrections[:, :1]).mul_(lr).div_(denominator))
 
-    def _correction(self, step: Tensor) -> Tensor:
-        """1 - beta ** step [n, 2] from a table: the last lanes of a vectorised pow have other bits."""
-        needed = int(step.max()) + 1 if len(step) else 0
-        if needed > len(self._corrections):
+    def corrections(self, num_steps: int, dtype: torch.dtype) -> Tensor:
+        """1 - beta ** step [>= num_steps, 2] as a table: the last lanes of a vectorised pow have other bits."""
+        found = self._corrections.get(dtype)
+        if found is None or len(found) < num_steps:
             betas = (self.config.beta1, self.config.beta2)
-            table = [[1 - beta**k for beta in betas] for k in range(2 * needed)]
-            self._corrections = torch.tensor(table, dtype=torch.float64)
-        return self._corrections.index_select(0, step)
+            found = torch.tensor([[1 - beta**k for beta in betas] for k in range(2 * num_steps)], dtype=torch.float64)
+            found = self._corrections[dtype] = found.to(dtype)
+        return found
+
+
+def exact_sqrt(values: Tensor) -> Tensor:
+    """The square root, exactly rounded for 32-bit numbers: that of a 64-bit number is near enough to round correctly."""
+    return values.double().sqrt_().to(values.dtype)
+
+
+def fold(values: Tensor) -> Tensor:
+    """Sums [n, 1] of rows [n, D], which are overwritten: the upper half is added to the lower one until one is left."""
+    while values.shape[1] > 1:
+        half = -(-values.shape[1] // 2)
+        values[:, : values.shape[1] - half].add_(values[:, half:])
+        values = values[:, :half]
+    return values
 
 
 def _decay(rows: Tensor, config: OptimizerConfig, lr: float) -> None:

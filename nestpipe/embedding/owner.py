@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from nestpipe.hashing import mix64_, shift_right
+from nestpipe.embedding.ids import owner_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +28,11 @@ class Owners:
 
     def bucket_of(self, ids: Tensor) -> Tensor:
         """The bucket [n] of each id."""
-        # The upper half of the hash: multiplying and shifting spreads it evenly over any number of buckets.
-        return shift_right(mix64_(ids.clone()), 32).mul_(self.num_buckets).bitwise_right_shift_(32)
+        return owner_of(ids, self.num_buckets, self.num_buckets)
 
     def owner_of(self, ids: Tensor) -> Tensor:
         """The rank [n] that holds each id."""
-        return self.bucket_of(ids).mul_(self.world_size).div_(self.num_buckets, rounding_mode="floor")
+        return owner_of(ids, self.num_buckets, self.world_size)
 
     def buckets_of(self, rank: int) -> range:
         """The buckets that a rank owns."""

@@ -15,14 +15,15 @@
 #include <exception>
 #include <memory>
 #include <new>
-#include <system_error>
-#include <thread>
 #include <utility>
 #include <vector>
 
 #ifdef __linux__
 #include <sys/mman.h>
 #endif
+
+#include "hash.h"
+#include "share.h"
 
 namespace {
 
@@ -54,13 +55,6 @@ Entries new_entries(uint64_t capacity) {
   Entry* entries = static_cast<Entry*>(memory);
   std::fill_n(entries, capacity, Entry{0, kEmpty});
   return Entries(entries);
-}
-
-// The finaliser of splitmix64, as in hashing.py.
-uint64_t mix64(uint64_t value) {
-  value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9u;
-  value = (value ^ (value >> 27)) * 0x94D049BB133111EBu;
-  return value ^ (value >> 31);
 }
 
 constexpr uint64_t limit_of(uint64_t capacity) { return capacity / 8 * 5; }
@@ -160,7 +154,7 @@ class Index {
 
  private:
   // Salted, because the ids of one rank are those whose plain hash falls into its buckets.
-  uint64_t home(int64_t id) const { return mix64(static_cast<uint64_t>(id) ^ 0x6E65737470697065u) & mask_; }
+  uint64_t home(int64_t id) const { return nestpipe::mix64(static_cast<uint64_t>(id) ^ 0x6E65737470697065u) & mask_; }
 
   // The place of the id, or the empty one where it belongs.
   uint64_t probe(int64_t id) const {
@@ -199,25 +193,6 @@ class Index {
   std::vector<int64_t> free_;  // the most recently freed slot is the last
 };
 
-// Runs work(begin, end) over [0, n) on up to `num_threads` threads, this one included.
-template <typename Work>
-void share(int64_t n, int64_t num_threads, const Work& work) {
-  num_threads = std::max<int64_t>(1, std::min(num_threads, n / kMinShare));
-  std::vector<std::thread> threads;
-  int64_t begin = 0;
-  try {
-    for (int64_t k = 1; k < num_threads; ++k) {
-      const int64_t end = n / num_threads * k;
-      threads.emplace_back(work, begin, end);
-      begin = end;
-    }
-  } catch (const std::system_error&) {  // no more threads: this one does the rest
-  } catch (const std::bad_alloc&) {
-  }
-  work(begin, n);
-  for (std::thread& thread : threads) thread.join();
-}
-
 template <typename Work>
 int64_t guarded(const Work& work) {
   try {
@@ -247,7 +222,7 @@ int64_t nestpipe_index_num_slots(const void* index) { return static_cast<const I
 
 void nestpipe_index_find(const void* index, const int64_t* ids, int64_t n, int64_t* slots, int64_t num_threads) {
   const Index& self = *static_cast<const Index*>(index);
-  share(n, num_threads, [&self, ids, slots](int64_t begin, int64_t end) {
+  nestpipe::share(n, num_threads, kMinShare, [&self, ids, slots](int64_t begin, int64_t end) {
     self.find(ids + begin, end - begin, slots + begin);
   });
 }

@@ -1,0 +1,91 @@
+"""Ids of a batch: the distinct ones, where they are used and who owns them. Native where that can be built, with the same answers in torch."""
+
+from __future__ import annotations
+
+from ctypes import c_int64, c_void_p
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from nestpipe.hashing import mix64_, shift_right
+from nestpipe.native import Native, library
+
+_MAX_RANGE = 1 << 24  # a bitmap of this many ids is 16 MiB; beyond that sorting is cheaper
+
+
+def dedupe(ids: Tensor, *, native: bool | None = None) -> tuple[Tensor, Tensor]:
+    """Distinct ids of int64 [n] in ascending order, and for each id its place among them."""
+    functions = _functions() if native is None or native else None
+    if functions is None:
+        return _dedupe_in_torch(ids)
+    ids = ids.contiguous()
+    unique, inverse = torch.empty_like(ids), torch.empty_like(ids)
+    num_unique = functions.dedupe(ids.data_ptr(), len(ids), unique.data_ptr(), inverse.data_ptr())
+    _check_memory(num_unique, len(ids))
+    # A copy, so that the room of the repeated ids is not kept for as long as the distinct ones.
+    return unique[:num_unique].clone(), inverse
+
+
+def group(groups: Tensor, num_groups: int, *, native: bool | None = None) -> tuple[Tensor, Tensor]:
+    """Places [n] of group 0, then of group 1, …, ascending in each, and how many [num_groups] there are."""
+    functions = _functions() if native is None or native else None
+    if functions is None:
+        return groups.argsort(stable=True), torch.bincount(groups, minlength=num_groups)
+    groups = groups.contiguous()
+    order, counts = torch.empty_like(groups), groups.new_empty(num_groups)
+    done = functions.group(groups.data_ptr(), len(groups), num_groups, order.data_ptr(), counts.data_ptr())
+    _check_memory(done, len(groups))
+    if done < len(groups):
+        raise IndexError(
+            f"group {int(groups[done])} (place {done} of {len(groups):,}) is not among {num_groups:,} groups"
+        )
+    return order, counts
+
+
+def owner_of(ids: Tensor, num_buckets: int, world_size: int, *, native: bool | None = None) -> Tensor:
+    """The rank [n] that owns the bucket of each id; with as many ranks as buckets, the bucket itself."""
+    functions = _functions() if native is None or native else None
+    if functions is None:
+        # The upper half of the hash: multiplying and shifting spreads it evenly over any number of buckets.
+        bucket = shift_right(mix64_(ids.clone()), 32).mul_(num_buckets).bitwise_right_shift_(32)
+        return bucket.mul_(world_size).div_(num_buckets, rounding_mode="floor")
+    ids = ids.contiguous()
+    owner = torch.empty_like(ids)
+    functions.owner(ids.data_ptr(), ids.numel(), num_buckets, world_size, owner.data_ptr())
+    return owner
+
+
+class _Functions:
+    """What ids.cpp offers."""
+
+    def __init__(self, native: Native):
+        ids = c_void_p
+        self.dedupe = native.function("nestpipe_ids_dedupe", c_int64, ids, c_int64, ids, ids)
+        self.group = native.function("nestpipe_ids_group", c_int64, ids, c_int64, c_int64, ids, ids)
+        self.owner = native.function("nestpipe_ids_owner", None, ids, c_int64, c_int64, c_int64, ids)
+
+
+@cache
+def _functions() -> _Functions | None:
+    found = library()
+    return _Functions(found) if found else None
+
+
+def _check_memory(result: int, num_ids: int) -> None:
+    if result < 0:
+        raise MemoryError(f"no memory to sort {num_ids:,} ids")
+
+
+def _dedupe_in_torch(ids: Tensor) -> tuple[Tensor, Tensor]:
+    if not len(ids):
+        return ids, ids
+    low, high = int(ids.min()), int(ids.max())
+    if high - low >= min(_MAX_RANGE, 16 * len(ids)):
+        unique, inverse = torch.unique(ids, return_inverse=True)
+        return unique, inverse
+    # Ids of a dictionary are dense: marking them is ten times faster than sorting.
+    shifted = ids - low
+    present = torch.zeros(high - low + 1, dtype=torch.bool).index_fill_(0, shifted, True)
+    place = present.cumsum(0).sub_(1)
+    return present.nonzero().flatten().add_(low), place.index_select(0, shifted)

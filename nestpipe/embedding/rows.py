@@ -1,0 +1,136 @@
+"""Rows by slot: copies and sums, native where that can be built, with the same bits in torch.
+
+A column [S, ...] holds one row per slot. Sums go in the order of the places, one after the other, in every version. The
+native versions release the GIL and are for dense columns on the CPU; sums are native for 32-bit numbers alone.
+"""
+
+from __future__ import annotations
+
+import math
+from ctypes import c_int64, c_void_p
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nestpipe.native import Native, library
+
+
+def gather_rows(
+    column: Tensor, slots: Tensor, out: Tensor | None = None, *, native: bool | None = None, num_threads: int = 1
+) -> Tensor:
+    """A copy [n, ...] of the rows at the slots, which may repeat; into `out` if given."""
+    out = column.new_empty(len(slots), *column.shape[1:]) if out is None else out
+    if out.shape != (len(slots), *column.shape[1:]):
+        raise ValueError(
+            f"{len(slots):,} rows of a column {list(column.shape)} do not fit into room of {list(out.shape)}"
+        )
+    functions = _functions_for(native, column, out)
+    if functions is None:
+        torch.index_select(column, 0, slots, out=out)
+        return out
+    slots = slots.contiguous()
+    size = len(column), row_bytes(column)
+    check_slots(
+        functions.gather(column.data_ptr(), *size, slots.data_ptr(), len(slots), out.data_ptr(), num_threads),
+        slots,
+        len(column),
+    )
+    return out
+
+
+def scatter_rows(column: Tensor, slots: Tensor, rows: Tensor, *, native: bool | None = None) -> None:
+    """Overwrites the rows at distinct slots with rows [n, ...] of the column's type."""
+    _check_shape(column, slots, rows)
+    functions = _functions_for(native, column) if rows.dtype == column.dtype else None
+    if functions is None:
+        column.index_copy_(0, slots, rows)
+        return
+    slots, rows = slots.contiguous(), rows.contiguous()
+    size = len(column), row_bytes(column)
+    check_slots(
+        functions.scatter(column.data_ptr(), *size, slots.data_ptr(), len(slots), rows.data_ptr()), slots, len(column)
+    )
+
+
+def add_rows(target: Tensor, places: Tensor, rows: Tensor, *, native: bool | None = None) -> None:
+    """target[places[i]] += rows[i] for one i after the other; places may repeat."""
+    _check_shape(target, places, rows)
+    functions = _functions_for(native, target) if target.dtype == rows.dtype == torch.float32 else None
+    if functions is None:
+        target.index_add_(0, places, rows)
+        return
+    places, rows = places.contiguous(), rows.contiguous()
+    size = len(target), row_bytes(target) // rows.itemsize
+    check_slots(
+        functions.add(target.data_ptr(), *size, places.data_ptr(), len(places), rows.data_ptr()), places, len(target)
+    )
+
+
+def gather_each(unique: Tensor, index: Tensor, *, native: bool | None = None) -> Tensor:
+    """unique[index] [*index.shape, D] with a gradient: the sum over the occurrences of a row, in their order."""
+    if _functions_for(native, unique) is None or unique.dtype != torch.float32:
+        # Not unique[index]: the backward of advanced indexing is not deterministic.
+        return torch.nn.functional.embedding(index, unique)
+    rows: Tensor = _Gather.apply(unique, index.reshape(-1))  # type: ignore[no-untyped-call]
+    return rows.reshape(*index.shape, unique.shape[1])
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, unique: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.num_rows = len(unique)
+        return gather_rows(unique, index)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grads: Tensor) -> tuple[Tensor, None]:
+        (index,) = ctx.saved_tensors
+        sums = grads.new_zeros(ctx.num_rows, grads.shape[1])
+        add_rows(sums, index, grads)
+        return sums, None
+
+
+def row_bytes(column: Tensor) -> int:
+    return math.prod(column.shape[1:]) * column.itemsize
+
+
+class _Functions:
+    """What rows.cpp offers for copies and sums."""
+
+    def __init__(self, native: Native):
+        rows = slots = c_void_p
+        number = c_int64
+        sized = rows, number, number, slots, number, rows
+        self.gather = native.function("nestpipe_rows_gather", number, *sized, number)
+        self.scatter = native.function("nestpipe_rows_scatter", number, *sized)
+        self.add = native.function("nestpipe_rows_add", number, *sized)
+
+
+@cache
+def _functions() -> _Functions | None:
+    found = library()
+    return _Functions(found) if found else None
+
+
+def _functions_for(native: bool | None, *columns: Tensor) -> _Functions | None:
+    """The native versions if they are wanted, built, and made for such columns."""
+    fits = all(column.is_contiguous() and column.device.type == "cpu" for column in columns)
+    return _functions() if fits and (native is None or native) else None
+
+
+def _check_shape(column: Tensor, slots: Tensor, rows: Tensor) -> None:
+    if rows.shape != (len(slots), *column.shape[1:]):
+        raise ValueError(
+            f"rows {list(rows.shape)} for {len(slots):,} slots do not fit a column {list(column.shape)}; one is needed per slot"
+        )
+
+
+def check_slots(done: int, slots: Tensor, num_slots: int) -> None:
+    """Raises IndexError if a native function stopped at a slot that does not exist."""
+    if done < len(slots):
+        raise IndexError(
+            f"slot {int(slots[done])} (place {done} of {len(slots):,}) is not among {num_slots:,} slots; nothing was changed"
+        )

@@ -1,0 +1,248 @@
+// Rows by slot: copies, sums and optimizer updates in place.
+//
+// Columns are [num_slots, D] and dense. Every element is computed by exactly rounded operations in one fixed order (no
+// fused multiply-add: see the flags in build.py), so its bits depend neither on its neighbours nor on where vectors end,
+// and equal those of the same operations in torch (optim.py). Threads share the places of a call; its slots are distinct
+// wherever rows are written by more than one.
+//
+// Random rows are bound by memory latency, so every loop prefetches the row that comes kAhead later. A function that takes
+// slots returns n, or the place of the first slot that does not exist; then nothing has changed.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <initializer_list>
+#include <vector>
+
+#include "share.h"
+
+namespace {
+
+constexpr int64_t kAhead = 8;
+constexpr int64_t kLine = 64;
+constexpr int64_t kMaxLines = 16;  // of a row that is prefetched; the processor follows the rest by itself
+constexpr int64_t kMinShare = 1 << 10;  // fewer rows are not worth a thread
+constexpr int64_t kBlock = 32;  // bytes copied at a time
+
+int64_t first_wrong(const int64_t* slots, int64_t n, int64_t num_slots) {
+  uint64_t largest = 0;  // a negative slot is a huge number
+  for (int64_t i = 0; i < n; ++i) largest = std::max(largest, static_cast<uint64_t>(slots[i]));
+  if (n == 0 || largest < static_cast<uint64_t>(num_slots)) return n;
+  return std::find_if(slots, slots + n, [=](int64_t slot) { return slot < 0 || slot >= num_slots; }) - slots;
+}
+
+template <int kWrite>
+void prefetch(const void* row, int64_t num_bytes) {
+  const char* bytes = static_cast<const char*>(row);
+  const int64_t num_lines = std::min((num_bytes + kLine - 1) / kLine, kMaxLines);
+  for (int64_t line = 0; line < num_lines; ++line) __builtin_prefetch(bytes + line * kLine, kWrite);
+}
+
+void copy_row(char* __restrict into, const char* __restrict from, int64_t num_bytes) {
+  int64_t done = 0;
+  for (; done + kBlock <= num_bytes; done += kBlock) __builtin_memcpy(into + done, from + done, kBlock);
+  if (done < num_bytes) std::memcpy(into + done, from + done, num_bytes - done);
+}
+
+void add_row(float* __restrict into, const float* __restrict row, int64_t dim) {
+  for (int64_t k = 0; k < dim; ++k) into[k] += row[k];
+}
+
+// The sum of dim >= 1 numbers, which are overwritten: the upper half is added to the lower one until one is left.
+float fold(float* values, int64_t dim) {
+  for (int64_t width = dim; width > 1;) {
+    const int64_t half = (width + 1) / 2;
+    add_row(values, values + half, width - half);
+    width = half;
+  }
+  return values[0];
+}
+
+}  // namespace
+
+extern "C" {
+
+// What every update is told about its rows.
+struct nestpipe_rows {
+  float* weights;  // [num_slots, dim]
+  int64_t num_slots;
+  int64_t dim;
+  const int64_t* slots;  // [n], distinct
+  int64_t n;
+  const float* grads;  // [n, dim]
+  const uint8_t* skip;  // [n], not 0 where the row is left alone; or null
+  float lr;
+  float keep;  // what weight decay leaves of a weight: 1 without
+  int64_t num_threads;
+};
+
+}  // extern "C"
+
+namespace {
+
+// Calls row(slot, i) for every place that is not skipped, with the rows to come prefetched: those of the weights and of
+// the columns in `others` (with the bytes of a row).
+struct Column {
+  const void* start;
+  int64_t row_bytes;
+};
+
+// What is skipped needs no slot.
+int64_t first_wrong(const nestpipe_rows& call) {
+  int64_t i = first_wrong(call.slots, call.n, call.num_slots);
+  if (call.skip == nullptr) return i;
+  while (i < call.n && (call.skip[i] || (call.slots[i] >= 0 && call.slots[i] < call.num_slots))) ++i;
+  return i;
+}
+
+template <typename Row>
+int64_t update(const nestpipe_rows& call, std::initializer_list<Column> others, const Row& row) {
+  const int64_t wrong = first_wrong(call);
+  if (wrong < call.n) return wrong;
+  const int64_t row_bytes = call.dim * static_cast<int64_t>(sizeof(float));
+  nestpipe::share(call.n, call.num_threads, kMinShare, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      if (i + kAhead < end) {
+        const int64_t next = call.slots[i + kAhead];
+        prefetch<1>(call.weights + next * call.dim, row_bytes);
+        for (const Column& other : others) {
+          prefetch<1>(static_cast<const char*>(other.start) + next * other.row_bytes, other.row_bytes);
+        }
+      }
+      if (call.skip != nullptr && call.skip[i]) continue;
+      row(call.slots[i], i);
+    }
+  });
+  return call.n;
+}
+
+}  // namespace
+
+extern "C" {
+
+// out[i] = column[slots[i]], whatever a row of row_bytes holds.
+int64_t nestpipe_rows_gather(const char* column, int64_t num_slots, int64_t row_bytes, const int64_t* slots, int64_t n,
+                             char* out, int64_t num_threads) {
+  const int64_t wrong = first_wrong(slots, n, num_slots);
+  if (wrong < n) return wrong;
+  nestpipe::share(n, num_threads, kMinShare, [=](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      if (i + kAhead < end) prefetch<0>(column + slots[i + kAhead] * row_bytes, row_bytes);
+      copy_row(out + i * row_bytes, column + slots[i] * row_bytes, row_bytes);
+    }
+  });
+  return n;
+}
+
+// column[slots[i]] = rows[i]; of equal slots the last one counts.
+int64_t nestpipe_rows_scatter(char* column, int64_t num_slots, int64_t row_bytes, const int64_t* slots, int64_t n,
+                              const char* rows) {
+  const int64_t wrong = first_wrong(slots, n, num_slots);
+  if (wrong < n) return wrong;
+  for (int64_t i = 0; i < n; ++i) {
+    if (i + kAhead < n) prefetch<1>(column + slots[i + kAhead] * row_bytes, row_bytes);
+    copy_row(column + slots[i] * row_bytes, rows + i * row_bytes, row_bytes);
+  }
+  return n;
+}
+
+// target[places[i]] += rows[i], one after the other.
+int64_t nestpipe_rows_add(float* target, int64_t num_rows, int64_t dim, const int64_t* places, int64_t n,
+                          const float* rows) {
+  const int64_t wrong = first_wrong(places, n, num_rows);
+  if (wrong < n) return wrong;
+  const int64_t row_bytes = dim * static_cast<int64_t>(sizeof(float));
+  for (int64_t i = 0; i < n; ++i) {
+    if (i + kAhead < n) prefetch<1>(target + places[i + kAhead] * dim, row_bytes);
+    add_row(target + places[i] * dim, rows + i * dim, dim);
+  }
+  return n;
+}
+
+int64_t nestpipe_rows_sgd(const nestpipe_rows* call) {
+  const int64_t dim = call->dim;
+  const float lr = call->lr, keep = call->keep;
+  return update(*call, {}, [=](int64_t slot, int64_t i) {
+    float* __restrict weights = call->weights + slot * dim;
+    const float* __restrict grads = call->grads + i * dim;
+    for (int64_t k = 0; k < dim; ++k) weights[k] = weights[k] * keep - grads[k] * lr;
+  });
+}
+
+// sums [num_slots, dim].
+int64_t nestpipe_rows_adagrad(const nestpipe_rows* call, float* sums, float eps) {
+  const int64_t dim = call->dim;
+  const float lr = call->lr, keep = call->keep;
+  return update(*call, {{sums, dim * static_cast<int64_t>(sizeof(float))}}, [=](int64_t slot, int64_t i) {
+    float* __restrict weights = call->weights + slot * dim;
+    float* __restrict sum = sums + slot * dim;
+    const float* __restrict grads = call->grads + i * dim;
+    for (int64_t k = 0; k < dim; ++k) {
+      const float grad = grads[k];
+      sum[k] += grad * grad;
+      weights[k] = weights[k] * keep - grad * lr / (std::sqrt(sum[k]) + eps);
+    }
+  });
+}
+
+// sums [num_slots, 1].
+int64_t nestpipe_rows_rowwise_adagrad(const nestpipe_rows* call, float* sums, float eps) {
+  const int64_t dim = call->dim;
+  const float lr = call->lr, keep = call->keep;
+  return update(*call, {{sums, sizeof(float)}}, [=](int64_t slot, int64_t i) {
+    float* __restrict weights = call->weights + slot * dim;
+    const float* __restrict grads = call->grads + i * dim;
+    thread_local std::vector<float> squares;
+    squares.resize(dim);
+    for (int64_t k = 0; k < dim; ++k) squares[k] = grads[k] * grads[k];
+    sums[slot] += fold(squares.data(), dim) / static_cast<float>(dim);
+    const float denominator = std::sqrt(sums[slot]) + eps;
+    for (int64_t k = 0; k < dim; ++k) weights[k] = weights[k] * keep - grads[k] * lr / denominator;
+  });
+}
+
+// What Adam has beside the weights, and its constants.
+struct nestpipe_adam {
+  float* mean;  // [num_slots, dim]
+  float* square;  // [num_slots, dim]
+  int32_t* step;  // [num_slots, 1]
+  const float* corrections;  // [num_corrections, 2]: 1 - beta ** step for both betas
+  int64_t num_corrections;
+  float beta1, rest1;  // rest is 1 - beta
+  float beta2, rest2;
+  float eps;
+};
+
+// Returns -(the corrections needed) if there are too few of them; then nothing has changed.
+int64_t nestpipe_rows_adam(const nestpipe_rows* call, const nestpipe_adam* adam) {
+  const int64_t dim = call->dim, row_bytes = dim * static_cast<int64_t>(sizeof(float));
+  const nestpipe_adam state = *adam;
+  const int64_t wrong = first_wrong(*call);
+  if (wrong < call->n) return wrong;
+  int64_t needed = 0;
+  for (int64_t i = 0; i < call->n; ++i) {
+    if (call->skip != nullptr && call->skip[i]) continue;
+    needed = std::max<int64_t>(needed, int64_t{state.step[call->slots[i]]} + 2);
+  }
+  if (needed > state.num_corrections) return -needed;
+  const float lr = call->lr, keep = call->keep;
+  return update(
+      *call, {{state.mean, row_bytes}, {state.square, row_bytes}}, [=](int64_t slot, int64_t i) {
+        float* __restrict weights = call->weights + slot * dim;
+        float* __restrict mean = state.mean + slot * dim;
+        float* __restrict square = state.square + slot * dim;
+        const float* __restrict grads = call->grads + i * dim;
+        const float* corrections = state.corrections + 2 * static_cast<int64_t>(++state.step[slot]);
+        const float first = corrections[0], second = corrections[1];
+        for (int64_t k = 0; k < dim; ++k) {
+          const float grad = grads[k];
+          mean[k] = mean[k] * state.beta1 + grad * state.rest1;
+          square[k] = square[k] * state.beta2 + grad * grad * state.rest2;
+          const float denominator = std::sqrt(square[k] / second) + state.eps;
+          weights[k] = weights[k] * keep - mean[k] / first * lr / denominator;
+        }
+      });
+}
+
+}  // extern "C"

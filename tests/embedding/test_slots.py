@@ -1,0 +1,152 @@
+"""Row optimizers in place: native and torch bit for bit, and each row in company as alone."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nestpipe.embedding.config import OptimizerConfig
+from nestpipe.embedding.optim import OPTIMIZERS, exact_sqrt, fold
+from nestpipe.embedding.slots import update_slots
+from tests.embedding.test_ids import both, needs_compiler
+from tests.embedding.test_rows import DIMS, numbers, same_bits
+
+KINDS = list(OPTIMIZERS)
+NUM_SLOTS = 60
+
+
+def columns(optimizer, dim, dtype=torch.float32):
+    state = {
+        name: values.to(dtype) if values.is_floating_point() else values
+        for name, values in optimizer.new_state(NUM_SLOTS, dim).items()
+    }
+    return {"rows": numbers(dim, NUM_SLOTS, dim).to(dtype), **state}
+
+
+def run(optimizer, content, slots, grads, lr=0.0123, **settings):
+    state = {name: column for name, column in content.items() if name != "rows"}
+    update_slots(optimizer, content["rows"], state, slots, grads, lr, **settings)
+
+
+def steps(kind, dim, *, num_steps=6, weight_decay=0.0, **settings):
+    """The columns after some updates of random rows, of which a third is skipped."""
+    optimizer = OPTIMIZERS[kind](OptimizerConfig(optimizer=kind, weight_decay=weight_decay, eps=1e-7))
+    content = columns(optimizer, dim)
+    for step in range(num_steps):
+        generator = torch.Generator().manual_seed(step)
+        slots = torch.randperm(NUM_SLOTS, generator=generator)[: 7 * step]
+        skip = None if step % 2 else (torch.rand(len(slots), generator=generator) < 0.3).to(torch.uint8)
+        run(optimizer, content, slots, numbers(step, len(slots), dim), skip=skip, **settings)
+    return content
+
+
+def same(one, other):
+    assert one.keys() == other.keys()
+    assert all(same_bits(one[name], other[name]) for name in one)
+
+
+@needs_compiler
+@pytest.mark.parametrize("weight_decay", [0.0, 0.03])
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_native_updates_have_the_bits_of_torch(kind, dim, weight_decay):
+    same(
+        steps(kind, dim, weight_decay=weight_decay, native=True),
+        steps(kind, dim, weight_decay=weight_decay, native=False),
+    )
+
+
+@needs_compiler
+@given(
+    kind=st.sampled_from(KINDS),
+    dim=st.integers(1, 40),
+    picked=st.lists(st.integers(0, NUM_SLOTS - 1), unique=True),
+    lr=st.floats(1e-8, 10),
+    seed=st.integers(0, 99),
+)
+def test_any_shape_has_the_bits_of_torch(kind, dim, picked, lr, seed):
+    optimizer = OPTIMIZERS[kind](OptimizerConfig(optimizer=kind))
+    contents = [columns(optimizer, dim) for _ in range(2)]
+    slots, grads = torch.tensor(picked, dtype=torch.int64), numbers(seed, len(picked), dim)
+    for content, native in zip(contents, (True, False), strict=True):
+        run(optimizer, content, slots, grads, lr, native=native)
+    same(*contents)
+
+
+@both
+@pytest.mark.parametrize("dim", [1, 7, 50])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_alone_has_the_bits_of_a_row_in_company(kind, dim, native):
+    optimizer = OPTIMIZERS[kind](OptimizerConfig(optimizer=kind))
+    together, alone = columns(optimizer, dim), columns(optimizer, dim)
+    slots = torch.randperm(NUM_SLOTS, generator=torch.Generator().manual_seed(0))[:41]
+    for step in range(3):
+        grads = numbers(step, len(slots), dim)
+        run(optimizer, together, slots, grads, native=native)
+        for place in range(len(slots)):
+            run(optimizer, alone, slots[place : place + 1], grads[place : place + 1], native=native)
+    same(together, alone)
+
+
+@needs_compiler
+@pytest.mark.parametrize("kind", KINDS)
+def test_threads_change_no_bits(kind):
+    optimizer = OPTIMIZERS[kind](OptimizerConfig(optimizer=kind))
+    found = []
+    for num_threads in (1, 3):
+        rows = numbers(0, 5000, 7)
+        state = optimizer.new_state(5000, 7)
+        slots = torch.randperm(5000, generator=torch.Generator().manual_seed(0))[:4100]
+        update_slots(optimizer, rows, state, slots, numbers(1, 4100, 7), 0.1, num_threads=num_threads)
+        found.append({"rows": rows, **state})
+    same(*found)
+
+
+@both
+@pytest.mark.parametrize("kind", KINDS)
+def test_skipped_places_are_left_alone_and_need_no_slot(kind, native):
+    optimizer = OPTIMIZERS[kind](OptimizerConfig(optimizer=kind, weight_decay=0.1))
+    content, expected = columns(optimizer, 5), columns(optimizer, 5)
+    grads = numbers(1, 4, 5)
+    skip = torch.tensor([0, 1, 1, 0], dtype=torch.uint8)
+    run(optimizer, content, torch.tensor([3, -1, 9, 5]), grads, native=native, skip=skip)
+    run(optimizer, expected, torch.tensor([3, 5]), grads[[0, 3]], native=False)
+    same(content, expected)
+
+
+@needs_compiler
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_slot_that_does_not_exist_is_named_and_nothing_changes(kind):
+    optimizer = OPTIMIZERS[kind](OptimizerConfig(optimizer=kind))
+    content = columns(optimizer, 5)
+    before = {name: column.clone() for name, column in content.items()}
+    with pytest.raises(IndexError, match=r"slot 60 \(place 1 of 3\)"):
+        run(optimizer, content, torch.tensor([0, NUM_SLOTS, 1]), torch.ones(3, 5), skip=torch.tensor([0, 0, 1]))
+    same(content, before)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_64_bit_rows_are_updated_in_64_bits(kind):
+    optimizer = OPTIMIZERS[kind](OptimizerConfig(optimizer=kind))
+    ours, plain = (columns(optimizer, 5, torch.float64) for _ in range(2))
+    for step in range(3):
+        grads = numbers(step, NUM_SLOTS, 5).double()
+        run(optimizer, ours, torch.arange(NUM_SLOTS), grads)
+        state = {name: column for name, column in plain.items() if name != "rows"}
+        optimizer.update(plain["rows"], state, grads, 0.0123)
+    same(ours, plain)
+    assert not torch.equal(ours["rows"].float().double(), ours["rows"])
+
+
+def test_the_square_root_is_exactly_rounded():
+    """Beside integers: r is the root if and only if its square lies within half a unit on both sides of it."""
+    values = numbers(0, 500).abs().clamp_(min=1e-30)
+    for value, root in zip(values.tolist(), exact_sqrt(values).tolist(), strict=True):
+        low, high = (torch.tensor(root).nextafter(torch.tensor(end)).item() for end in (0.0, float("inf")))
+        # Exact: sums and squares of such numbers have at most 50 bits.
+        assert ((root + low) / 2) ** 2 <= value <= ((root + high) / 2) ** 2
+
+
+def test_sums_of_rows_fold():
+    # [1e8, 1, 3 | -1e8, 1] -> [0, 2 | 3] -> [3 | 2] -> 5; from left to right it would be 1.
+    assert fold(torch.tensor([[1e8, 1.0, 3.0, -1e8, 1.0]])).tolist() == [[5.0]]
