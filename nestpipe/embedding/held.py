@@ -22,7 +22,7 @@ from torch import Tensor
 
 from nestpipe.embedding.index import make_index
 from nestpipe.embedding.store import Store
-from nestpipe.embedding.table import Table
+from nestpipe.embedding.table import WEIGHTS, Table
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,12 +35,10 @@ class Held:
     rowless: Tensor  # [k] places among the ids of those without a row
     initial: Tensor  # [k, D] in place: what those read
 
-    def grads_of_rows(self, grads: Tensor) -> tuple[Tensor, Tensor]:
-        """The slots of ids that have a row, and their gradients."""
-        if not len(self.rowless):
-            return self.slots, grads
-        known = (self.homes >= 0).nonzero().flatten()
-        return self.slots.index_select(0, known), grads.index_select(0, known)
+    @property
+    def row_slots(self) -> Tensor:
+        """Where each row is held [K], -1 for an id without one."""
+        return self.slots.index_fill(0, self.rowless, -1) if len(self.rowless) else self.slots
 
 
 class Holder(Protocol):
@@ -87,7 +85,7 @@ class InPlace:
         return rows.index_copy_(0, unknown, held.initial.index_select(0, spare))
 
     def update(self, held: Held, grads: Tensor, lr: float) -> None:
-        self.table.update(*held.grads_of_rows(grads), lr)
+        self.table.update(held.row_slots, grads, lr)
 
     def release(self, held: Held) -> None:
         pass
@@ -117,13 +115,10 @@ class Pool:
         return Held(ids, homes, slots, rowless, self.table.empty_rows(0))
 
     def gather(self, held: Held, places: Tensor) -> Tensor:
-        return self._columns["rows"].index_select(0, held.slots.index_select(0, places))
+        return self._columns.gather(WEIGHTS, held.slots.index_select(0, places))
 
     def update(self, held: Held, grads: Tensor, lr: float) -> None:
-        slots, grads = held.grads_of_rows(grads)
-        rows = self._read(slots)
-        self.table.step(rows, grads, lr)
-        self._write(slots, rows)
+        self.table.step(self._columns, held.row_slots, grads, lr)
 
     def release(self, held: Held) -> None:
         holders = self._count(held.slots, -1)

@@ -16,10 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nestpipe.embedding.ids import dedupe, group
 from nestpipe.embedding.owner import Owners
 from nestpipe.embedding.spec import Lookup, Rows
-
-_MAX_RANGE = 1 << 24  # a bitmap of this many ids is 16 MiB; beyond that sorting is cheaper
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -86,10 +85,10 @@ def _plan_table(unique: Sequence[Tensor], owners: Owners) -> TablePlan:
         last[in_part[number]] = number
         first[in_part[num_parts - 1 - number]] = num_parts - 1 - number
     owner = owners.owner_of(ids) * num_parts
-    order, first_counts = sort_by(owner + first, owners.world_size * num_parts)
+    order, first_counts = group(owner + first, owners.world_size * num_parts)
     position = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order)))
     last = last.index_select(0, order)
-    leaving, last_counts = sort_by(owner.index_select(0, order) + last, owners.world_size * num_parts)
+    leaving, last_counts = group(owner.index_select(0, order) + last, owners.world_size * num_parts)
     return TablePlan(
         ids=ids.index_select(0, order),
         first_counts=first_counts.reshape(-1, num_parts).tolist(),
@@ -98,23 +97,3 @@ def _plan_table(unique: Sequence[Tensor], owners: Owners) -> TablePlan:
         last_counts=last_counts.reshape(-1, num_parts).tolist(),
         places=tuple(position.index_select(0, part) for part in in_part),
     )
-
-
-def sort_by(keys: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
-    """The stable order [n] of small keys 0 .. num_keys - 1, and how many there are of each."""
-    return keys.argsort(stable=True), torch.bincount(keys, minlength=num_keys)
-
-
-def dedupe(ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Distinct ids in ascending order, and for each id its place among them."""
-    if not len(ids):
-        return ids, ids
-    low, high = int(ids.min()), int(ids.max())
-    if high - low >= min(_MAX_RANGE, 16 * len(ids)):
-        unique, inverse = torch.unique(ids, return_inverse=True)
-        return unique, inverse
-    # Ids of a dictionary are dense: marking them is ten times faster than sorting.
-    shifted = ids - low
-    present = torch.zeros(high - low + 1, dtype=torch.bool).index_fill_(0, shifted, True)
-    place = present.cumsum(0).sub_(1)
-    return present.nonzero().flatten().add_(low), place.index_select(0, shifted)

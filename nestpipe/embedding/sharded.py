@@ -25,8 +25,10 @@ from torch import Tensor
 
 from nestpipe.comm import Handle, Lane
 from nestpipe.embedding.held import Held, Holder, InPlace
+from nestpipe.embedding.ids import dedupe, group
 from nestpipe.embedding.owner import Owners
-from nestpipe.embedding.route import Plan, TablePlan, dedupe, sort_by
+from nestpipe.embedding.route import Plan, TablePlan
+from nestpipe.embedding.rows import add_rows, gather_rows
 from nestpipe.embedding.table import Table
 from nestpipe.errors import CommError
 
@@ -170,7 +172,7 @@ class Window:
         for handle in self._rows[part]:
             handle.wait()
         return {
-            name: asked.rows.index_select(0, asked.plan.places[part]).requires_grad_()
+            name: gather_rows(asked.rows, asked.plan.places[part]).requires_grad_()
             for name, asked in self._asked.items()
         }
 
@@ -179,13 +181,13 @@ class Window:
         for name, asked in self._asked.items():
             grad = leaves[name].grad
             if grad is not None:
-                asked.grads.index_add_(0, asked.plan.places[part], grad)
+                add_rows(asked.grads, asked.plan.places[part], grad)
 
     def launch_grads(self, part: int) -> None:
         """Sends the sums of ids whose last use this part was."""
         for handle, (name, asked) in zip(self._grads[part], self._asked.items(), strict=True):
             places = [parts[part] for parts in asked.leaving]
-            sums = asked.grads.index_select(0, torch.cat(places))
+            sums = gather_rows(asked.grads, torch.cat(places))
             handle.launch(sums.split([len(one) for one in places]))
             self.largest[name] = larger(self.largest.get(name, 0.0), sums)
 
@@ -194,7 +196,7 @@ class Window:
         for handle, owned in zip(self._grads[part], self._owned.values(), strict=True):
             handle.wait()
             for places, sums in zip(owned.arriving, owned.arrivals, strict=True):
-                owned.grads.index_add_(0, places[part], sums[part])
+                add_rows(owned.grads, places[part], sums[part])
 
     def owned_grads(self) -> dict[str, Tensor]:
         """The full gradient sums [K, D] of the rows that this rank owns, by ascending id, once all are collected."""
@@ -231,7 +233,7 @@ def _own(table: Table, ids: Tensor, last_part: Tensor, first_counts: list[list[i
     size, parts = len(first_counts), len(first_counts[0])
     union, places = dedupe(ids)
     asker = torch.arange(size).repeat_interleave(torch.tensor([sum(counts) for counts in first_counts]))
-    order, counts = sort_by(asker * parts + last_part, size * parts)
+    order, counts = group(asker * parts + last_part, size * parts)
     last_counts: list[list[int]] = counts.reshape(size, parts).tolist()
     arriving = places.index_select(0, order)
     grads = table.empty_rows(len(union)).zero_()

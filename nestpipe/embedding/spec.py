@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from nestpipe.embedding.config import OptimizerConfig
+from nestpipe.embedding.rows import gather_each
 
 Pool = Literal["none", "sum", "mean"]
 
@@ -60,8 +61,7 @@ class Rows:
 
     def gather(self) -> Tensor:
         """One vector per id [n, D], or one per bag."""
-        # F.embedding, not unique[index]: the backward of advanced indexing is not deterministic.
-        vectors = torch.nn.functional.embedding(self.index.reshape(-1), self.unique)
+        vectors = gather_each(self.unique, self.index.reshape(-1))
         if self.lookup.offsets is None:
             return vectors.reshape(*self.index.shape, self.unique.shape[1])
         if self.lookup.weights is not None:

@@ -23,6 +23,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from nestpipe.embedding.rows import gather_rows, scatter_rows
+
 # MAP_NORESERVE, for which Python 3.11 has no name: only what is written takes memory.
 _NORESERVE = 0x4000 if sys.platform == "linux" else 0
 _MOST_BYTES = 256 << 30  # reserved for a column at first, so that hundreds of columns fit into 47 bits
@@ -55,11 +57,16 @@ class Store:
     def __iter__(self) -> Iterator[str]:
         return iter(self._columns)
 
+    @property
+    def in_memory(self) -> bool:
+        """Whether rows may be used where they are; in files only `gather` and `scatter` keep the budget."""
+        return self._files is None
+
     def gather(self, name: str, slots: Tensor) -> Tensor:
         """A copy of the rows [n, ...] of a column."""
         column = self._columns[name]
         if self._files is None:
-            return column.index_select(0, slots)
+            return gather_rows(column, slots)
         rows = column.new_empty(len(slots), *column.shape[1:])
         for into, part in zip(rows.split(self._piece), slots.split(self._piece), strict=True):
             torch.index_select(column, 0, part, out=into)
@@ -70,7 +77,7 @@ class Store:
         """Overwrites rows of a column."""
         column = self._columns[name]
         if self._files is None:
-            column.index_copy_(0, slots, rows)
+            scatter_rows(column, slots, rows)
             return
         for part, values in zip(slots.split(self._piece), rows.split(self._piece), strict=True):
             column.index_copy_(0, part, values)

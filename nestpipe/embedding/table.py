@@ -19,6 +19,7 @@ from nestpipe.embedding.config import EmbeddingConfig
 from nestpipe.embedding.index import make_index
 from nestpipe.embedding.optim import RowOptimizer, State
 from nestpipe.embedding.owner import Owners
+from nestpipe.embedding.slots import update_slots
 from nestpipe.embedding.spec import TableSpec
 from nestpipe.embedding.store import Files, Store
 
@@ -109,15 +110,20 @@ class Table:
         return rows
 
     def update(self, slots: Tensor, grads: Tensor, lr: float) -> None:
-        """One optimizer step on the rows in distinct slots."""
+        """One optimizer step on the rows in distinct slots; a slot of -1 and its gradient are left out."""
+        if self._rows.in_memory:
+            self.step(self._rows, slots, grads, lr)
+            return
+        known = (slots >= 0).nonzero().flatten()
+        slots, grads = slots.index_select(0, known), grads.index_select(0, known)
         rows = self.read(slots)
-        self.step(rows, grads, lr)
+        self._optimizer.update(rows[WEIGHTS], _state_of(rows), grads, lr)
         self.write(slots, rows)
 
-    def step(self, rows: Mapping[str, Tensor], grads: Tensor, lr: float) -> None:
-        """One optimizer step on whole rows, in place."""
-        state = {name.removeprefix(_STATE): values for name, values in rows.items() if name.startswith(_STATE)}
-        self._optimizer.update(rows[WEIGHTS], state, grads, lr)
+    def step(self, columns: Store, slots: Tensor, grads: Tensor, lr: float) -> None:
+        """One optimizer step on whole rows in distinct slots of columns in memory, where they are."""
+        own = {name: columns[name] for name in columns}
+        update_slots(self._optimizer, own[WEIGHTS], _state_of(own), slots, grads, lr, skip=slots < 0)
 
     def export(self) -> dict[str, Tensor]:
         """Everything there is to know, in ascending order of ids; `pending.*`, if any, has ids of its own."""
@@ -147,6 +153,11 @@ class Table:
         """Gives ids that are new their first values; what an evicted row left in a slot is gone."""
         self._rows.grow(self._index.num_slots)
         self.write(slots, self.new_rows(ids))
+
+
+def _state_of(rows: Mapping[str, Tensor]) -> State:
+    """The optimizer state among the columns of rows."""
+    return {name.removeprefix(_STATE): values for name, values in rows.items() if name.startswith(_STATE)}
 
 
 def split_buckets(

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from nestpipe.comm import Lane
 from nestpipe.embedding.config import DenseConfig
 from nestpipe.embedding.optim import OPTIMIZERS
+from nestpipe.embedding.slots import update_slots
 
 
 class Dense:
@@ -40,7 +41,8 @@ class Dense:
 
     def update(self, lr: float) -> None:
         """One optimizer step with the gradients collected since `zero_grads`."""
-        self._optimizer.update(self.weights.unsqueeze(0), self._state, self.grads.unsqueeze(0), lr)
+        row = torch.zeros(1, dtype=torch.int64)
+        update_slots(self._optimizer, self.weights.unsqueeze(0), self._state, row, self.grads.unsqueeze(0), lr)
 
     def zero_grads(self) -> None:
         self.grads.zero_()

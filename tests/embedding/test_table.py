@@ -4,9 +4,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nestpipe.embedding.config import EmbeddingConfig
+from nestpipe.embedding.ids import dedupe
 from nestpipe.embedding.optim import OPTIMIZERS
 from nestpipe.embedding.owner import Owners
-from nestpipe.embedding.route import dedupe, route
+from nestpipe.embedding.route import route
 from nestpipe.embedding.spec import Lookup, TableSpec
 from nestpipe.embedding.table import Table
 from tests.embedding.plain import Plain
