@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -110,7 +109,8 @@ class Batch:
     `items`, `times`, `query_times` and `targets` have one row per sample and one value per event, in time order.
     `event_features` have one row per event, `sample_features` one row per sample; a missing id is an empty row.
     Times are in seconds. `query_times` is the time for which an event's row answers: that of the next event, or of
-    the request for the last one. Order-only logs have no times; batches for inference have no targets.
+    the request for the last one. Order-only logs have no times; batches for inference have no targets. `groups` numbers the
+    samples that a loss may mix with each other; a group is never divided over ranks or parts.
     """
 
     cursor: Cursor
@@ -121,6 +121,7 @@ class Batch:
     targets: Jagged | None = None
     event_features: Mapping[str, Jagged] = field(default_factory=dict)
     sample_features: Mapping[str, Jagged] = field(default_factory=dict)
+    groups: Tensor | None = None
 
     @property
     def num_samples(self) -> int:
@@ -150,9 +151,5 @@ class Batch:
             targets=pick(self.targets),
             event_features={name: jagged.select(events) for name, jagged in self.event_features.items()},
             sample_features={name: jagged.select(rows) for name, jagged in self.sample_features.items()},
+            groups=None if self.groups is None else self.groups.index_select(0, rows),
         )
-
-    def split(self, num_parts: int) -> list[Batch]:
-        """Parts of nearly equal numbers of samples, in order; some are empty if there are too few samples."""
-        edges = [number * self.num_samples // num_parts for number in range(num_parts + 1)]
-        return [self.select(torch.arange(first, last)) for first, last in pairwise(edges)]

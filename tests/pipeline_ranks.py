@@ -20,6 +20,7 @@ from nestpipe.embedding.table import Table, split_buckets
 from nestpipe.jagged import Cursor
 from nestpipe.models.retrieval import build_retrieval
 from nestpipe.pipeline.dense import Dense
+from nestpipe.pipeline.parts import PartsConfig
 from nestpipe.pipeline.sequential import step
 from nestpipe.pipeline.stages import Clip, Rates, TrainState
 from nestpipe.run import Lanes
@@ -60,7 +61,7 @@ def new_state(
         dense=Dense(model, dense, lanes.dense),
         control=lanes.control,
         seed=0,
-        num_parts=settings.get("parts", 1),
+        cut=PartsConfig(parts=settings.get("parts", 1), cluster=settings.get("cluster", False)),
     )
     return state, loader
 

@@ -54,11 +54,16 @@ class Board:
                         raise _Abandoned
                     if self.num_batches is not None and event.batch >= self.num_batches:
                         return False
-                    if need.batch < self._forgotten or need in self._done.get(need.batch, ()):
+                    if self._is_done(need):
                         break
                     self._waiting[lane] = need
                 self._gates[lane].acquire()
         return True
+
+    def _is_done(self, event: Event) -> bool:
+        """Also true of what will never be."""
+        beyond = self.num_batches is not None and event.batch >= self.num_batches
+        return beyond or event.batch < self._forgotten or event in self._done.get(event.batch, ())
 
     def done(self, event: Event) -> int:
         """Wakes who waits for the event; returns how many of its batch are done."""
@@ -182,7 +187,7 @@ class Runner:
 
 def run_in_order(state: TrainState, order: list[Event], feed: Feed) -> None:
     """Runs events one after the other in the given order, whatever they need: how tests force an order on a schedule."""
-    runner = Runner(state, Schedule.of("serial", state.num_parts))
+    runner = Runner(state, Schedule.of("serial", state.cut.parts))
     board, works, first = Board(()), dict[int, Work](), state.num_steps
     for event in order:
         runner._execute(event, board, feed, works, first)

@@ -72,17 +72,22 @@ class Schedule:
     num_parts: int
     depth: int = 1  # batches whose rows are retrieved ahead; 0 in modes that do not look ahead
     clip_rows: bool = False  # the norm of row gradients is needed before any update
+    stale: bool = (
+        False  # rows of a batch leave before the update of the batch before, always: not exact, not sequential's bits
+    )
 
     def __post_init__(self) -> None:
+        if self.stale and not self.looks_ahead:
+            raise ValueError(f"mode '{self.mode}' does not look ahead, so it has no stale rows")
         if self.looks_ahead != (self.depth > 0):
             raise ValueError(f"mode '{self.mode}' {'needs' if self.looks_ahead else 'has no'} depth, got {self.depth}")
         if not 1 <= self.num_parts <= 256:
             raise ValueError(f"{self.num_parts} parts; there must be 1 to 256")
 
     @staticmethod
-    def of(mode: Mode, num_parts: int, *, depth: int = 1, clip_rows: bool = False) -> Schedule:
+    def of(mode: Mode, num_parts: int, *, depth: int = 1, clip_rows: bool = False, stale: bool = False) -> Schedule:
         """A schedule; the depth counts only where the mode looks ahead."""
-        return Schedule(mode, num_parts, depth if "keys" in _LANES[mode] else 0, clip_rows)
+        return Schedule(mode, num_parts, depth if "keys" in _LANES[mode] else 0, clip_rows, stale)
 
     @property
     def looks_ahead(self) -> bool:
@@ -91,7 +96,9 @@ class Schedule:
     @property
     def num_events(self) -> int:
         """Events of one batch."""
-        return sum(map(len, _needs(self.num_parts, self.depth, self.clip_rows).values())) - (not self.clip_rows)
+        return sum(map(len, _needs(self.num_parts, self.depth, self.clip_rows, self.stale).values())) - (
+            not self.clip_rows
+        )
 
     @property
     def lanes(self) -> tuple[str, ...]:
@@ -104,7 +111,7 @@ class Schedule:
 
     def needs(self, event: Event) -> list[Event]:
         """What must be done before; of message stages, on every rank."""
-        relative = _needs(self.num_parts, self.depth, self.clip_rows)[event.kind][event.part]
+        relative = _needs(self.num_parts, self.depth, self.clip_rows, self.stale)[event.kind][event.part]
         return [Event(kind, event.batch + back, part) for kind, back, part in relative if event.batch + back >= 0]
 
     def program(self, lane: str, num_batches: Callable[[], int | None]) -> Iterator[Event]:
@@ -162,10 +169,11 @@ class Schedule:
 
 
 @cache
-def _needs(num_parts: int, depth: int, clip_rows: bool) -> dict[Kind, list[list[Event]]]:
+def _needs(num_parts: int, depth: int, clip_rows: bool, stale: bool) -> dict[Kind, list[list[Event]]]:
     """For each stage and part: what it needs, with batches relative to its own."""
     last, parts = num_parts - 1, range(num_parts)
     all_rows = [Event("rows", 0, i) for i in parts]
+    missing = [Event("rows", 1, i) for i in parts] if stale else []
     after_norm = [Event("norm", 0)] if clip_rows else []
     once: dict[Kind, list[Event]] = {
         # Two bounds on what is ahead, and the order of the data.
@@ -179,13 +187,13 @@ def _needs(num_parts: int, depth: int, clip_rows: bool) -> dict[Kind, list[list[
         "norm": [Event("dense sum", 0), Event("collect", 0, last), Event("flag", 0)],
         "dense step": [Event("dense sum", 0), Event("flag", 0), *after_norm],
         # U: all gradients are in, all ranks' flags are known, and the rows as they were have left.
-        "update": [Event("collect", 0, last), Event("flag", 0), *all_rows, *after_norm],
+        "update": [Event("collect", 0, last), Event("flag", 0), *all_rows, *after_norm, *missing],
         # W
         "write": [Event("update", 0), Event("write", -1)],
     }
     each: dict[Kind, list[list[Event]]] = {
         # F: a row leaves when it was retrieved and the batch before has updated it.
-        "rows": [[Event("retrieve", 0), Event("post", 0), Event("update", -1)] for _ in parts],
+        "rows": [[Event("retrieve", 0), Event("post", 0), Event("update", -2 if stale else -1)] for _ in parts],
         # C: with all rows that have been sent so far, after the part before or with the dense weights of the batch before.
         "compute": [[Event("compute", 0, i - 1) if i else Event("dense step", -1), *all_rows[: i + 1]] for i in parts],
         # B

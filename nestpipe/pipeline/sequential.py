@@ -29,7 +29,7 @@ def step(state: TrainState, batch: Batch, rates: Rates) -> dict[str, float]:
     keys(state, work)  # 2 ids out, global weight agreed
     retrieve(state, work)  # 3 who has a row is decided, rows are taken
     post(state, work)
-    for part in range(state.num_parts):
+    for part in range(state.cut.parts):
         rows(state, work, part)  # 4 rows of first use travel
         compute(state, work, part)  # 5 dense forward and backward, row gradients
         grads(state, work, part)  # 6 gradients of last use go home

@@ -24,6 +24,7 @@ from nestpipe.errors import TrainError
 from nestpipe.jagged import Batch
 from nestpipe.model import Model, Output
 from nestpipe.pipeline.dense import Dense
+from nestpipe.pipeline.parts import PartsConfig
 
 _MAX_LOGS = 30  # the message that carries a batch's flags and logs has room for so many
 _FLAGS = 2
@@ -55,7 +56,7 @@ class TrainState:
     dense: Dense
     control: Lane  # for what all ranks must agree on
     seed: int
-    num_parts: int = 1
+    cut: PartsConfig = field(default_factory=PartsConfig)
     skip_nonfinite: bool = False  # a batch with a non-finite value is skipped; otherwise it ends the training
     num_steps: int = 0  # steps done
 
@@ -87,7 +88,7 @@ class Work:
 def read(state: TrainState, batch: Batch, rates: Rates, number: int, *, asks_to_stop: bool = False) -> Work:
     """Cuts the batch into parts and finds out which rows each needs and who owns them."""
     draw = Draw(state.seed, number)
-    parts = batch.split(state.num_parts)
+    parts = state.cut.cut(batch)
     plan = route(
         [state.model.lookups(part, draw) for part in parts], list(state.embedding.tables), state.embedding.owners
     )

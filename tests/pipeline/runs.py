@@ -99,7 +99,7 @@ def pipelined(
     """The runner, with random delays if there is a seed; stops at barriers and goes on."""
     state, loader = prepared(world, path, settings, lanes)
     clip_rows = settings.get("clip", Clip()).rows
-    schedule = Schedule.of(settings["mode"], state.num_parts, depth=settings.get("depth", 1), clip_rows=clip_rows)
+    schedule = Schedule.of(settings["mode"], state.cut.parts, depth=settings.get("depth", 1), clip_rows=clip_rows)
     log: Log = []
     runner = Runner(state, schedule, batch_stages={**stages.BATCH_STAGES, "update": tapped(log)})
     if "seed" in settings:

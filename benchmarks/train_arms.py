@@ -1,0 +1,275 @@
+"""What each rank of train_step.py runs: arms that train the same model on the same batches, block by block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count, islice
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from nestpipe.draw import Draw
+from nestpipe.embedding.config import DenseConfig, EmbeddingConfig
+from nestpipe.embedding.optim import AdaGrad
+from nestpipe.embedding.owner import Owners
+from nestpipe.embedding.sharded import Sharded
+from nestpipe.embedding.spec import Lookup, Rows, TableSpec
+from nestpipe.embedding.table import Table
+from nestpipe.jagged import Batch, Cursor, Jagged
+from nestpipe.model import Coupling, Output
+from nestpipe.models.config import HSTUConfig
+from nestpipe.models.hstu import HSTU
+from nestpipe.pipeline.dense import Dense
+from nestpipe.pipeline.parts import PartsConfig
+from nestpipe.pipeline.runner import Feed, Runner
+from nestpipe.pipeline.schedule import Schedule
+from nestpipe.pipeline.sequential import step
+from nestpipe.pipeline.stages import Rates, TrainState
+from nestpipe.run import Lanes
+from nestpipe.trace import Recorder
+
+NUM_ROWS, DIM, LENGTH, ZIPF, SEED, LR = 1_000_000, 64, 50, 1.05, 0, 0.01
+NUM_BATCHES = 24  # distinct ones, which then come again
+RATES = Rates(dense=1e-3, rows=LR)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What is measured."""
+
+    samples: int = 512  # per rank
+    dense: str = "mlp"  # mlp, hstu
+    parts: int = 4
+    depth: int = 1
+    ramp: float = 1.0
+    cluster: bool = False
+    arms: Sequence[str] = ()
+    num_blocks: int = 9
+    num_steps: int = 10  # of a block
+
+
+def batches(settings: Settings, rank: int) -> list[Batch]:
+    """Zipf ids spread over the table, so that frequent ids are not neighbours; the label is the sample's parity."""
+    rng = np.random.default_rng([SEED, rank])
+    weights = 1.0 / np.arange(1, NUM_ROWS + 1) ** ZIPF
+    edges = np.cumsum(weights / weights.sum())
+    place = np.random.default_rng(SEED).permutation(NUM_ROWS)
+    offsets = torch.arange(settings.samples + 1) * LENGTH
+    found = []
+    for number in range(NUM_BATCHES):
+        ids = torch.from_numpy(place[np.searchsorted(edges, rng.random(settings.samples * LENGTH))])
+        sample_ids = torch.arange(settings.samples) + (number * 64 + rank) * settings.samples
+        found.append(Batch(cursor=Cursor(0, number), sample_ids=sample_ids, items=Jagged(ids, offsets, LENGTH)))
+    return found
+
+
+class Pooled(nn.Module):
+    """The small dense part: mean of a sample's vectors, two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(DIM, 256), nn.ReLU(), nn.Linear(256, 1))
+
+    def forward(self, vectors: Tensor, batch: Batch) -> Tensor:
+        logits: Tensor = self.layers(vectors.view(batch.num_samples, LENGTH, DIM).mean(1)).squeeze(1)
+        return logits
+
+
+class Attended(nn.Module):
+    """The large one: two HSTU units over the sequence, then its last state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        config = HSTUConfig(dim=DIM, num_blocks=2, num_heads=2, qk_dim=32, v_dim=32, dropout=0.0)
+        self.backbone, self.out = HSTU(config, max_len=LENGTH), nn.Linear(DIM, 1)
+
+    def forward(self, vectors: Tensor, batch: Batch) -> Tensor:
+        hidden = self.backbone(vectors, batch, None)
+        logits: Tensor = self.out(hidden.index_select(0, batch.items.offsets[1:] - 1)).squeeze(1)
+        return logits
+
+
+def new_dense(settings: Settings) -> nn.Module:
+    torch.manual_seed(SEED)
+    return {"mlp": Pooled, "hstu": Attended}[settings.dense]()
+
+
+def loss_sum(dense: nn.Module, vectors: Tensor, batch: Batch) -> Tensor:
+    return F.binary_cross_entropy_with_logits(dense(vectors, batch), (batch.sample_ids % 2).float(), reduction="sum")
+
+
+class Clicks(nn.Module):
+    """The dense part behind our contract."""
+
+    coupling: Coupling = "none"
+
+    def __init__(self, dense: nn.Module):
+        super().__init__()
+        self.dense = dense
+        self.tables = (TableSpec(name="item", dim=DIM),)
+
+    def lookups(self, batch: Batch, draw: Draw) -> dict[str, Lookup]:
+        return {"items": Lookup(table="item", ids=batch.items.values)}
+
+    def weight(self, batch: Batch) -> float:
+        return float(batch.num_samples)
+
+    def forward(self, rows: dict[str, Rows], batch: Batch, draw: Draw) -> Output:
+        return Output(loss_sum(self.dense, rows["items"].gather(), batch))
+
+
+@dataclass(slots=True, eq=False)
+class OurArm:
+    """One way to run our step, with a state of its own."""
+
+    name: str
+    settings: Settings
+    state: TrainState
+    data: list[Batch]
+    recorder: Recorder
+
+    def run(self, num_steps: int) -> None:
+        stream = islice(self._endless(), self.state.num_steps, None)
+        if self.name == "sequential":
+            for batch in islice(stream, num_steps):
+                step(self.state, batch, RATES)
+            return
+        stale = self.name == "stale"
+        schedule = Schedule.of(
+            "nested" if stale else self.name, self.settings.parts, depth=self.settings.depth + stale, stale=stale
+        )
+        Runner(self.state, schedule, recorder=self.recorder).run(
+            Feed(batches=stream, rates=lambda number: RATES, num_batches=num_steps)
+        )
+
+    def _endless(self) -> Iterator[Batch]:
+        return (self.data[number % NUM_BATCHES] for number in count())
+
+
+def our_state(settings: Settings, lanes: Lanes) -> TrainState:
+    model = Clicks(new_dense(settings))
+    config = EmbeddingConfig(optimizer="adagrad", lr=LR, eps=1e-8)
+    table = Table(model.tables[0], AdaGrad(config), seed=SEED, config=config)
+    owners = Owners(64, lanes.rows.world.size)
+    return TrainState(
+        model=model,
+        embedding=Sharded({"item": table}, lanes.keys, lanes.rows, owners),
+        dense=Dense(model, DenseConfig(optimizer="adam"), lanes.dense),
+        control=lanes.control,
+        seed=SEED,
+        cut=PartsConfig(parts=settings.parts, ramp=settings.ramp, cluster=settings.cluster),
+    )
+
+
+def dense_only(state: TrainState, data: list[Batch]) -> Callable[[int], None]:
+    """The same parts on rows that are already there, with dense sum and dense step: what no overlap can hide."""
+    works = [stages.read(state, batch, RATES, number) for number, batch in enumerate(data)]
+    rows = {len(places): torch.randn(len(places), DIM) for work in works for places in work.plan.tables["item"].places}
+    numbers = count()
+
+    def run(num_steps: int) -> None:
+        for number in islice(numbers, num_steps):
+            work = works[number % NUM_BATCHES]
+            state.dense.zero_grads()
+            for part in range(state.cut.parts):
+                leaf = rows[len(work.plan.tables["item"].places[part])].requires_grad_()
+                output = state.model.forward(work.plan.rows(part, {"item": leaf}), work.parts[part], work.draw)
+                (output.loss_sum / work.batch.num_samples).backward()
+                leaf.grad = None
+            stages.dense_sum(state, work)
+            state.dense.update(RATES.dense)
+
+    return run
+
+
+def digest(state: TrainState) -> str:
+    """Of all that training left behind on this rank."""
+    found = hashlib.sha256()
+    for content in (state.dense.export(), state.embedding.tables["item"].export()):
+        for name in sorted(content):
+            found.update(name.encode() + content[name].numpy().tobytes())
+    return found.hexdigest()
+
+
+def rank_program(settings: Settings) -> None:
+    """Run by each rank: prints seconds per step by arm and block (the slowest rank counts), and what the traces say."""
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    world = World.from_environment()
+    lanes, data = Lanes.of(world), batches(settings, world.rank)
+    ours: dict[str, OurArm] = {}
+    runs: dict[str, Callable[[int], None]] = {}
+    for name in settings.arms:
+        if name.startswith("torchrec"):
+            runs[name] = _peer(settings, data, world, pipelined=name == "torchrec")
+        elif name == "dense-only":
+            runs[name] = dense_only(our_state(settings, lanes), data)
+        else:
+            recorder = Recorder(world.rank, world.size, capacity=1 << 15, on=name == "nested")
+            ours[name] = OurArm(name, settings, our_state(settings, lanes), data, recorder)
+            runs[name] = ours[name].run
+
+    def timed(run: Callable[[int], None]) -> Callable[[], float]:
+        def block() -> float:
+            lanes.control.barrier()
+            start = time.perf_counter()
+            run(settings.num_steps)
+            own = round((time.perf_counter() - start) * 1e9)
+            return max(row[0] for row in lanes.control.all_gather_ints([own])) / 1e9 / settings.num_steps
+
+        return block
+
+    times = measure.alternate({name: timed(run) for name, run in runs.items()}, num_blocks=settings.num_blocks)
+    exact = {digest(arm.state) for name, arm in ours.items() if name != "stale"}
+    equal = all(row[0] for row in lanes.control.all_gather_ints([len(exact) <= 1]))
+    result = {"times": times, "bitwise_equal": equal, "trace": _trace(ours["nested"]) if "nested" in ours else {}}
+    gathered = lanes.control.all_gather_bytes(json.dumps(result["trace"]).encode())
+    result["trace"] = [json.loads(one) for one in gathered]
+    lanes.control.barrier()
+    print(json.dumps(result))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    world.close()
+
+
+def _peer(settings: Settings, data: list[Batch], world: World, *, pipelined: bool) -> Callable[[int], None]:
+    from torchrec_arm import peer_steps
+
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=world.store, rank=world.rank, world_size=world.size)
+    return peer_steps(
+        new_dense(settings),
+        loss_sum,
+        lambda: (data[number % NUM_BATCHES] for number in count()),
+        num_rows=NUM_ROWS,
+        dim=DIM,
+        lr=LR,
+        pipelined=pipelined,
+    )
+
+
+def _trace(arm: OurArm) -> dict[str, object]:
+    """Sums over the recorded steps of the nested arm."""
+    found = steps_of(arm.recorder.snapshot())
+    time_ns = {cause: sum(step.time_ns(cause) for step in found) for cause in CAUSES}
+    seen_ns = {cause: sum(step.seen_ns.get(cause, 0) for step in found) for cause in CAUSES}
+    plans = [stages.read(arm.state, batch, RATES, 0).plan.tables["item"] for batch in arm.data[:8]]
+    edge_rows = [
+        sum(counts[0] for owner, counts in enumerate(plan.first_counts) if owner != arm.state.embedding.rank)
+        + sum(counts[-1] for owner, counts in enumerate(plan.last_counts) if owner != arm.state.embedding.rank)
+        for plan in plans
+    ]
+    kinds = ("rows", "grads", "keys")
+    return {
+        "num_steps": len(found),
+        "total_ns": sum(step.total_ns for step in found),
+        "time_ns": time_ns,
+        "seen_ns": seen_ns,
+        "edge_bytes": sum(edge_rows) / len(edge_rows) * DIM * 4,
+        "num_rows": {kind: sum(step.num_rows.get(kind, 0) for step in found) for kind in kinds},
+        "num_bytes": sum(sum(step.num_bytes.values()) for step in found),
+    }
