@@ -106,8 +106,10 @@ def choose(traces: Sequence[RankTrace], first: int | None = None, last: int | No
     whole = sorted(set.intersection(*(set(steps) for steps in found)))
     chosen = [batch for batch in whole if (first is None or batch >= first) and (last is None or batch < last)]
     if not chosen:
+        asked = ":".join("" if bound is None else str(bound) for bound in (first, last))
         raise DataError(
-            f"no step of batches {first} to {last} was recorded whole by all ranks; there are {_ranges(whole)}."
+            f"no step of batches {asked} was recorded whole by all ranks; there are {len(whole)}, "
+            f"from {whole[0]} to {whole[-1]}."
             if whole
             else "no step was recorded whole by all ranks: that takes two batches, the first of which tells where the second "
             "begins, and room for their spans. Record more steps with --pipeline.trace-steps N."
@@ -165,7 +167,3 @@ def _bytes(steps: Sequence[Sequence[Step]]) -> dict[str, Spread]:
     ]
     columns = zip(*per_step, strict=True)
     return {kind: Spread.of(numbers) for kind, numbers in zip(KINDS, columns, strict=True) if any(numbers)}
-
-
-def _ranges(batches: Sequence[int]) -> str:
-    return f"{len(batches)}, from {batches[0]} to {batches[-1]}"

@@ -34,9 +34,9 @@ _PALE = {"lookup": "#e9a94c", "communication": "#5c9fe0", "bubble": "#999999"}  
 _STYLE = """
 text{font:11px ui-sans-serif,system-ui,"DejaVu Sans",sans-serif;fill:#1c1e21}
 .head{font-weight:600;font-size:12px}.on{fill:#14161a;pointer-events:none}.soft{fill:#5b616a}
-.back{fill:#fff}.row{fill:#f3f4f6}.grid{stroke:#c3c8cf;stroke-width:1}.step{stroke:#4b5158;stroke-width:1;stroke-dasharray:4 3}
+.edge{stroke:#fff;stroke-width:.8}.back{fill:#fff}.row{fill:#f3f4f6}.grid{stroke:#c3c8cf;stroke-width:1}.step{stroke:#4b5158;stroke-width:1;stroke-dasharray:4 3}
 @media(prefers-color-scheme:dark){text{fill:#e4e6ea}.on{fill:#14161a}.soft{fill:#a2a9b3}
-.back{fill:#15181c}.row{fill:#1f2329}.grid{stroke:#3a4048}.step{stroke:#aab1ba}}
+.edge{stroke:#15181c}.back{fill:#15181c}.row{fill:#1f2329}.grid{stroke:#3a4048}.step{stroke:#aab1ba}}
 """
 
 
@@ -58,7 +58,8 @@ def draw(traces: Sequence[RankTrace], steps: Sequence[Sequence[Step]]) -> str:
         top += _RANK_GAP - 20 + 8
     batches = f"batches {steps[0][0].batch} to {steps[0][-1].batch}"
     axis = [_text(8, 18, f"{batches}, time in ms", "head"), *_axis(scale, top - 8)]
-    legend, height = _legend(top + 4)
+    seen = {span.kind for trace in traces for lane in lanes for span in _visible(trace, lane, scale)}
+    legend, height = _legend(top + 4, seen)
     shown = "\n".join([*_frame(height), *axis, *body, *legend])
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" height="{height}" '
@@ -100,7 +101,8 @@ def _bar(span: Span, scale: _Scale, top: int, num_parts: int) -> Iterator[str]:
     left, right = scale.x(span.begin_ns), scale.x(span.end_ns)
     duration = f"{(span.end_ns - span.begin_ns) / 1e6:.3f} ms"
     tip = escape(f"{title(span, num_parts)}: {duration}")
-    yield _rect(left, right, top, f'fill="{_COLOURS[span.kind]}"', tip)
+    edge = ' class="edge"' if right - left > 5 else ""  # narrower bars would vanish in it
+    yield _rect(left, right, top, f'fill="{_COLOURS[span.kind]}"{edge}', tip)
     widest = (left, left)  # the widest stretch without a wait holds the name
     reached = left
     for wait in span.waits:
@@ -112,9 +114,12 @@ def _bar(span: Span, scale: _Scale, top: int, num_parts: int) -> Iterator[str]:
         widest = max(widest, (reached, first), key=lambda pair: pair[1] - pair[0])
         reached = last
     widest = max(widest, (reached, right), key=lambda pair: pair[1] - pair[0])
-    name = LETTERS[span.kind] + ("" if span.part == WHOLE else str(span.part + 1))
-    if len(name) * _LETTER + 4 <= widest[1] - widest[0]:
-        yield _text((widest[0] + widest[1]) / 2, top + 14, name, "on", anchor="middle")
+    letter = LETTERS[span.kind]
+    names = (f"{letter} t={span.batch}", letter) if span.part == WHOLE else (f"{letter}{span.part + 1}",)
+    for name in names:
+        if len(name) * _LETTER + 4 <= widest[1] - widest[0]:
+            yield _text((widest[0] + widest[1]) / 2, top + 14, name, "on", anchor="middle")
+            break
 
 
 def _idle(piece: Piece, scale: _Scale, top: int) -> str:
@@ -160,10 +165,10 @@ def _frame(height: int) -> Iterator[str]:
     yield f'<rect class="back" width="{_WIDTH}" height="{height}"/>'
 
 
-def _legend(top: int) -> tuple[list[str], int]:
+def _legend(top: int, seen: set[str]) -> tuple[list[str], int]:
     """What the colours mean; and the height of the whole drawing."""
-    events = [(f"{LETTERS[kind]}: {kind}" if LETTERS[kind] != kind else kind) for kind in KINDS]
-    fills = [(text, f'fill="{_COLOURS[kind]}"') for text, kind in zip(events, KINDS, strict=True)]
+    names = {kind: kind if LETTERS[kind] == kind else f"{LETTERS[kind]}: {kind}" for kind in KINDS if kind in seen}
+    fills = [(name, f'fill="{_COLOURS[kind]}"') for kind, name in names.items()]
     idle = [(f"idle: {cause}", f'fill="{colour}" fill-opacity=".35"') for cause, colour in _PALE.items()]
     waits = [(f"waits inside for {cause}", f'fill="url(#{cause})"') for cause in ("lookup", "communication")]
     found, x, y = list[str](), float(_LEFT), top

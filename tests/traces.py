@@ -85,3 +85,13 @@ def ranks(world_size, **settings):
     """The traces of several ranks."""
     made = [nested(rank=rank, **settings) for rank in range(world_size)]
     return [RankTrace(one.run, one.rank, world_size, one.spans, {}) for one in made]
+
+
+def trace_of(*spans, num_dropped=()):
+    """These spans as the trace of one rank."""
+    return RankTrace("made-up", 0, 1, spans, dict(num_dropped))
+
+
+def compute(batch, begin, end, *, kind="compute", part=0, ready=None, waits=()):
+    """A span on the compute lane."""
+    return Span("compute", kind, batch, part, begin if ready is None else ready, begin, end, waits=waits)
