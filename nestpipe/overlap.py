@@ -12,10 +12,10 @@ A wait that was marked inside an event has the cause of its messages. When the l
 batch t is what it waits for, and only spans of the same rank, of batches up to t, that ended before the event began can
 be the reason. An instant belongs to the first of these that is true:
 
-    1  lookup          read, keys or retrieve of batch t runs
+    1  lookup          read, keys or retrieve runs
     2  communication   rows, grads, flag or dense sum runs, or a lane waits for such messages
     3  bubble          table work runs: sum, update, write
-    4  lookup          read, keys or retrieve of batch t is not finished
+    4  lookup          read, keys or retrieve is not finished
     5  communication   rows, grads, flag or dense sum is not finished
     6  bubble
 """
@@ -172,22 +172,18 @@ class _Others:
             bounds |= {wait.end_ns for wait in span.waits}
         inside = sorted(bound for bound in bounds if begin_ns <= bound <= end_ns)
         for first, last in pairwise(inside):
-            yield Piece(first, last, _reason(first, spans, awaited.batch))
+            yield Piece(first, last, _reason(first, spans))
 
 
-def _reason(instant: int, spans: Sequence[Span], batch: int) -> Cause:
+def _reason(instant: int, spans: Sequence[Span]) -> Cause:
     """The rules of the module's docstring, in their order."""
     unfinished = [span for span in spans if span.end_ns > instant]
     for candidates in ([span for span in unfinished if span.begin_ns <= instant], unfinished):
-        causes = {_cause_at(instant, span) for span in candidates if _counts(span, batch)}
+        causes = {_cause_at(instant, span) for span in candidates}
         for cause in ("lookup", "communication", "bubble"):
             if cause in causes:
                 return cause
     return "bubble"
-
-
-def _counts(span: Span, batch: int) -> bool:
-    return span.batch == batch or CAUSE_OF_KIND[span.kind] != "lookup"
 
 
 def _cause_at(instant: int, span: Span) -> Cause:

@@ -45,6 +45,7 @@ now = time.monotonic_ns
 _FORMAT, _VERSION = "nestpipe trace", 1
 _KIND_SET = frozenset(KINDS)
 _Marks = tuple[str, int, int]  # a wait's name, begin and end
+_NOTHING = (0, 0)  # bytes and rows
 _NO_WAIT: AbstractContextManager[None] = nullcontext()
 
 
@@ -156,24 +157,25 @@ class Recorder:
             return
         if kind not in _KIND_SET:
             raise ValueError(f"there is no kind of event '{kind}'; there are: {', '.join(KINDS)}")
-        event, track = self._event, self._tracks[lane]
+        track, (marks, sent) = self._tracks[lane], self._event.own
         waits: tuple[_Marks, ...] = ()
-        if event.waits:
-            waits = tuple(wait for wait in event.waits if wait[1] >= ready_ns)
-            event.waits.clear()
+        if marks:
+            waits = tuple(mark for mark in marks if mark[1] >= ready_ns)
+            marks.clear()
         track.num_added += 1
-        track.spans.append((kind, batch, part, ready_ns, begin_ns, end_ns, event.num_bytes, event.num_rows, waits))
-        event.num_bytes = event.num_rows = 0
+        track.spans.append((kind, batch, part, ready_ns, begin_ns, end_ns, *sent, waits))
+        sent[:] = _NOTHING
 
     def wait(self, name: str) -> AbstractContextManager[None]:
         """Marks the time in which this thread waits for messages, inside an event."""
-        return _Waiting(self._event.waits, name) if self.on else _NO_WAIT
+        return _Waiting(self._event.own[0], name) if self.on else _NO_WAIT
 
     def count(self, num_bytes: int, num_rows: int = 0) -> None:
         """Adds what this thread's event sends: bytes to other ranks, rows to all ranks or unique keys asked for."""
         if self.on:
-            self._event.num_bytes += num_bytes
-            self._event.num_rows += num_rows
+            sent = self._event.own[1]
+            sent[0] += num_bytes
+            sent[1] += num_rows
 
     def snapshot(self) -> RankTrace:
         """What was recorded so far; no lane may be adding."""
@@ -208,11 +210,10 @@ class _Event(threading.local):
     """What a thread's present event has waited for and sent."""
 
     def __init__(self) -> None:
-        self.waits: list[_Marks] = []
-        self.num_bytes = self.num_rows = 0
+        self.own: tuple[list[_Marks], list[int]] = ([], [0, 0])  # one attribute: each look at a thread's own takes time
 
 
-class _Waiting(AbstractContextManager[None]):
+class _Waiting:
     __slots__ = ("_begin_ns", "_name", "_waits")
 
     def __init__(self, waits: list[_Marks], name: str):

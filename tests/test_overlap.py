@@ -59,6 +59,7 @@ def test_a_step_divides_by_what_was_unfinished():
         ([event("read", "read", 1, 100, 200)], "lookup"),
         ([event("keys", "keys", 1, 100, 200, Wait("keys", 110, 190))], "lookup"),
         ([event("fetch", "retrieve", 2, 100, 200)], "bubble"),  # of the batch after: nobody waits for it yet
+        ([event("rows", "rows", 2, 100, 200)], "bubble"),
         ([event("fetch", "retrieve", 1, 100, 201)], "bubble"),  # ended after the event began: not waited for
         ([event("rows", "grads", 0, 100, 200)], "communication"),
         ([event("table", "sum", 0, 100, 200)], "bubble"),
@@ -119,8 +120,8 @@ def made_up(draw):
     spans, place, batch = [], 0, 0
     for _ in range(draw(st.integers(2, 12))):
         batch += draw(st.integers(0, 2))
-        begin, *bounds, end = sorted(draw(st.lists(st.integers(place + 5, place + 60), min_size=2, max_size=6)))
-        ready = draw(st.integers(place, begin))
+        ready, *bounds, end = sorted(draw(st.lists(st.integers(place, place + 60), min_size=2, max_size=6)))
+        begin = draw(st.integers(ready, end))
         spans.append(Span("compute", draw(st.sampled_from(KINDS)), batch, 0, ready, begin, end, waits=waits(bounds)))
         place = end
     for _ in range(draw(st.integers(0, 20))):
@@ -140,7 +141,8 @@ def check_division(trace):
         assert sum(step.time_ns(cause) for cause in CAUSES) == own[-1].end_ns - before[-1].end_ns
         assert all(one.begin_ns < one.end_ns == other.begin_ns for one, other in pairwise(step.pieces))
         work = [span for span in own if span.kind in {"compute", "dense step"}]
-        waited = sum(wait.end_ns - wait.begin_ns for span in work for wait in span.waits)
+        waits = [(span.begin_ns, wait) for span in work for wait in span.waits]
+        waited = sum(max(wait.end_ns - max(wait.begin_ns, begin), 0) for begin, wait in waits)
         assert step.time_ns("busy") == sum(span.end_ns - span.begin_ns for span in work) - waited
         for cause in ("lookup", "communication"):
             assert step.time_ns(cause) <= step.seen_ns[cause]
