@@ -103,12 +103,18 @@ def steps_of(trace: RankTrace) -> list[Step]:
 
 
 def _first_whole(trace: RankTrace) -> int:
-    """The first batch of which nothing can have been dropped: lanes run each kind of event in batch order."""
+    """The first batch of which nothing is missing, because each lane runs each kind of event in batch order.
+
+    Where spans were dropped, the batch of the first one left may have lost others. Recording may have begun when the
+    lookup of a batch was already done.
+    """
     firsts: dict[tuple[str, str], int] = {}
     for span in trace.spans:
         if span.lane in trace.num_dropped:
+            firsts.setdefault((span.lane, span.kind), span.batch + 1)
+        elif CAUSE_OF_KIND[span.kind] == "lookup":
             firsts.setdefault((span.lane, span.kind), span.batch)
-    return max(firsts.values(), default=-2) + 1
+    return max(firsts.values(), default=0)
 
 
 def _step(rank: int, batch: int, pieces: tuple[Piece, ...], spans: list[Span]) -> Step:

@@ -160,7 +160,7 @@ class Recorder:
         track, (marks, sent) = self._tracks[lane], self._event.own
         waits: tuple[_Marks, ...] = ()
         if marks:
-            waits = tuple(mark for mark in marks if mark[1] >= ready_ns)
+            waits = tuple(marks if marks[0][1] >= ready_ns else [mark for mark in marks if mark[1] >= ready_ns])
             marks.clear()
         track.num_added += 1
         track.spans.append((kind, batch, part, ready_ns, begin_ns, end_ns, *sent, waits))

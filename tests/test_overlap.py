@@ -72,7 +72,8 @@ def test_a_step_divides_by_what_was_unfinished():
     ],
 )
 def test_the_reason_of_an_idle_lane(others, expected):
-    (step,) = steps_of(trace_of(compute(0, 0, 100), *others, compute(1, 200, 300)))
+    ahead = [event("read", "read", 0, 0, 1), event("keys", "keys", 0, 1, 2), event("fetch", "retrieve", 0, 2, 3)]
+    (step,) = steps_of(trace_of(*ahead, compute(0, 0, 100), *others, compute(1, 200, 300)))
     assert causes(step)[0][2] == expected
     assert step.time_ns("busy") == 100
     assert step.time_ns(expected) == 100
@@ -172,7 +173,18 @@ def test_steps_that_lost_spans_are_left_out():
     lost = trace_of(*kept, num_dropped={"fetch": len(gone)})
     # W(2) is the first span left; R(4) comes right after it, and R(3) is gone. Nothing of 5 can be missing.
     assert [step.batch for step in steps_of(lost)] == [5, 6, 7]
-    assert [step.batch for step in steps_of(replace(lost, num_dropped={}))] == [1, 2, 3, 4, 5, 6, 7]
+    assert [step.batch for step in steps_of(replace(lost, num_dropped={}))] == [4, 5, 6, 7]
+    assert [step.batch for step in steps_of(whole)] == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_steps_whose_lookup_ran_before_the_recording_are_left_out():
+    whole = nested(num_steps=12)
+    begin = next(span.begin_ns for span in whole.spans if span.kind == "compute" and span.batch == 3)
+    late = trace_of(*(span for span in whole.spans if span.ready_ns >= begin))
+    firsts = {kind: min(span.batch for span in late.spans if span.kind == kind) for kind in ("read", "keys", "compute")}
+    assert firsts == {"read": 7, "keys": 6, "compute": 3}
+    assert [step.batch for step in steps_of(late)] == [7, 8, 9, 10, 11]
+    assert steps_of(trace_of()) == []
 
 
 def test_a_report_of_two_ranks():

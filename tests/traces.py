@@ -53,8 +53,17 @@ def nested(
         add("rows", kind, t, part, after=after, ms=0.2, num_bytes=shares[part] * 128, num_rows=shares[part])
 
     for t in range(num_steps):
-        add("read", "read", t, WHOLE, after=[machine.start_ns], ms=3)
-        add("keys", "keys", t, WHOLE, after=[end("read", t)], ms=1.5, num_bytes=8_000, num_rows=1_000)
+        add("read", "read", t, WHOLE, after=[end("dense step", t - 4)], ms=3)
+        add(
+            "keys",
+            "keys",
+            t,
+            WHOLE,
+            after=[end("read", t), end("dense step", t - 3)],
+            ms=1.5,
+            num_bytes=8_000,
+            num_rows=1_000,
+        )
         if t > 1:
             add("fetch", "write", t - 2, WHOLE, after=[end("update", t - 2)], ms=1)
         add("fetch", "retrieve", t, WHOLE, after=[end("keys", t)], ms=retrieve_ms)
