@@ -13,10 +13,10 @@ batch t is what it waits for, and only spans of the same rank, of batches up to 
 be the reason. An instant belongs to the first of these that is true:
 
     1  lookup          read, keys or retrieve runs
-    2  communication   rows, grads, flag or dense sum runs, or a lane waits for such messages
-    3  bubble          table work runs: sum, update, write
+    2  communication   post, rows, grads, flag, dense sum or norm runs, or a lane waits for such messages
+    3  bubble          table work runs: collect, update, write
     4  lookup          read, keys or retrieve is not finished
-    5  communication   rows, grads, flag or dense sum is not finished
+    5  communication   post, rows, grads, flag, dense sum or norm is not finished
     6  bubble
 """
 
@@ -36,12 +36,12 @@ CAUSES: tuple[Cause, ...] = ("busy", "lookup", "communication", "bubble")
 CAUSE_OF_KIND: dict[str, Cause] = {
     **dict.fromkeys(("compute", "dense step"), "busy"),
     **dict.fromkeys(("read", "keys", "retrieve"), "lookup"),
-    **dict.fromkeys(("rows", "grads", "flag", "dense sum"), "communication"),
-    **dict.fromkeys(("sum", "update", "write"), "bubble"),
+    **dict.fromkeys(("post", "rows", "grads", "flag", "dense sum", "norm"), "communication"),
+    **dict.fromkeys(("collect", "update", "write"), "bubble"),
 }
 CAUSE_OF_WAIT: dict[str, Cause] = {
     "keys": "lookup",
-    **dict.fromkeys(("rows", "grads", "dense"), "communication"),
+    **dict.fromkeys(("rows", "grads", "flag", "dense"), "communication"),
 }
 
 

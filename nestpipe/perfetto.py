@@ -7,29 +7,36 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from nestpipe.overlap import CAUSES, Step
-from nestpipe.trace import LANES, WHOLE, RankTrace, Span
+from nestpipe.trace import LANES, PART_KINDS, RankTrace, Span
 
 LETTERS = {
     "read": "read",
     "keys": "K",
     "retrieve": "R",
+    "post": "post",
     "rows": "F",
     "compute": "C",
     "grads": "B",
-    "sum": "S",
+    "collect": "S",
     "flag": "flag",
     "dense sum": "D",
+    "norm": "norm",
     "dense step": "step",
     "update": "U",
     "write": "W",
 }
-_SENDERS = {"keys": "keys", "rows": "rows", "grads": "grads", "dense": "dense sum"}  # wait -> kind of event that sends
+_SENDERS = {
+    "keys": "keys",
+    "rows": "rows",
+    "grads": "grads",
+    "dense": "dense sum",
+}  # wait -> kind of event that sends it
 _STEPS = len(LANES)  # the thread below the lanes
 
 
 def title(span: Span, num_parts: int) -> str:
     """Like 'C 2/8 (t=14)': the event, its part of so many, its batch."""
-    part = "" if span.part == WHOLE else f" {span.part + 1}/{num_parts}"
+    part = f" {span.part + 1}/{num_parts}" if span.kind in PART_KINDS else ""
     return f"{LETTERS[span.kind]}{part} (t={span.batch})"
 
 
@@ -87,7 +94,7 @@ def _arrows(traces: Sequence[RankTrace], start: int) -> Iterator[dict[str, Any]]
     for trace in traces:
         for span in trace.spans:
             for wait in span.waits:
-                senders = sent.get((_SENDERS[wait.name], span.batch, span.part), ())
+                senders = sent.get((_SENDERS.get(wait.name, ""), span.batch, span.part), ())
                 before = [(rank, one) for rank, one in senders if one is not span and one.begin_ns <= wait.end_ns]
                 if before:
                     rank, last = max(before, key=lambda pair: pair[1].begin_ns)

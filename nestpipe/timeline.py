@@ -11,7 +11,7 @@ from html import escape
 
 from nestpipe.overlap import CAUSE_OF_WAIT, CAUSES, Piece, Step
 from nestpipe.perfetto import LETTERS, num_parts_of, title
-from nestpipe.trace import KINDS, LANES, WHOLE, RankTrace, Span
+from nestpipe.trace import KINDS, LANES, PART_KINDS, RankTrace, Span
 
 _WIDTH, _LEFT, _RIGHT = 1200, 76, 12
 _LANE, _GAP, _RANK_GAP, _HEAD = 20, 4, 30, 52  # heights
@@ -20,12 +20,14 @@ _COLOURS = {  # kind -> fill; the text on all of them is dark
     "read": "#c9b79c",
     "keys": "#e0c341",
     "retrieve": "#e99a3c",
+    "post": "#a9b8c9",
     "rows": "#6fb1e8",
     "compute": "#6cc28a",
     "grads": "#a99ae6",
-    "sum": "#d3c8f2",
+    "collect": "#d3c8f2",
     "flag": "#e58fb5",
     "dense sum": "#7fd0cf",
+    "norm": "#9fdcc8",
     "dense step": "#3f9e63",
     "update": "#d98880",
     "write": "#b9a7a0",
@@ -115,7 +117,7 @@ def _bar(span: Span, scale: _Scale, top: int, num_parts: int) -> Iterator[str]:
         reached = last
     widest = max(widest, (reached, right), key=lambda pair: pair[1] - pair[0])
     letter = LETTERS[span.kind]
-    names = (f"{letter} t={span.batch}", letter) if span.part == WHOLE else (f"{letter}{span.part + 1}",)
+    names = (f"{letter}{span.part + 1}",) if span.kind in PART_KINDS else (f"{letter} t={span.batch}", letter)
     for name in names:
         if len(name) * _LETTER + 4 <= widest[1] - widest[0]:
             yield _text((widest[0] + widest[1]) / 2, top + 14, name, "on", anchor="middle")

@@ -23,7 +23,7 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,11 +34,11 @@ from nestpipe.metrics import replace_file
 
 LANES = ("read", "keys", "fetch", "rows", "compute", "table", "dense")
 KINDS = (
-    *("read", "keys", "retrieve", "rows", "compute", "grads"),
-    *("sum", "flag", "dense sum", "dense step", "update", "write"),
+    *("read", "keys", "retrieve", "post", "rows", "compute", "grads", "collect"),
+    *("flag", "dense sum", "norm", "dense step", "update", "write"),
 )
-WAITS = ("keys", "rows", "grads", "dense")  # the messages that somebody may wait for inside an event
-WHOLE = -1  # the part of an event that belongs to a whole batch
+PART_KINDS = frozenset(("rows", "compute", "grads", "collect"))  # one for each part; the others are of a whole batch
+WAITS = ("keys", "rows", "grads", "flag", "dense")  # the messages that somebody may wait for inside an event
 
 now = time.monotonic_ns
 
@@ -60,7 +60,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One event on a lane: of which batch and part (from 0), when, and what it sent."""
+    """One event on a lane: of which batch and part (from 0, and 0 where a kind has no parts), when, and what it sent."""
 
     lane: str
     kind: str
@@ -165,6 +165,17 @@ class Recorder:
         track.num_added += 1
         track.spans.append((kind, batch, part, ready_ns, begin_ns, end_ns, *sent, waits))
         sent[:] = _NOTHING
+
+    def observer(self, first: int) -> Callable[[str, tuple[str, int, int], int, int, int], None] | None:
+        """What a runner calls with lane, event and times; its batches are counted from `first`. None if this is off."""
+        if not self.on:
+            return None
+
+        def observe(lane: str, event: tuple[str, int, int], ready_ns: int, begin_ns: int, end_ns: int) -> None:
+            kind, batch, part = event
+            self.add(lane, kind, first + batch, part, ready_ns, begin_ns, end_ns)
+
+        return observe
 
     def wait(self, name: str) -> AbstractContextManager[None]:
         """Marks the time in which this thread waits for messages, inside an event."""

@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 from nestpipe.errors import DataError
 from nestpipe.overlap import CAUSES, steps_of
 from nestpipe.overlap_report import choose, report
-from nestpipe.trace import KINDS, LANES, WAITS, WHOLE, Span, Wait
-from tests.traces import compute, nested, ranks, trace_of
+from nestpipe.pipeline.schedule import MODES
+from nestpipe.trace import KINDS, LANES, WAITS, Span, Wait
+from tests.traces import compute, made_up, ranks, trace_of
 
 
 def event(lane, kind, batch, begin, end, *waits):
-    return Span(lane, kind, batch, WHOLE, begin, begin, end, waits=waits)
+    return Span(lane, kind, batch, 0, begin, begin, end, waits=waits)
 
 
 def causes(step):
@@ -35,7 +36,7 @@ def test_a_step_divides_by_what_was_unfinished():
             event("table", "update", 0, 145, 165),  # 45-65: table work is no communication
             compute(1, 180, 300, ready=110, waits=(Wait("rows", 200, 240),)),
             event("dense", "dense sum", 1, 300, 330),
-            compute(1, 350, 370, kind="dense step", part=WHOLE),
+            compute(1, 350, 370, kind="dense step"),
         )
     )[0]
     assert causes(step) == [
@@ -62,8 +63,8 @@ def test_a_step_divides_by_what_was_unfinished():
         ([event("rows", "rows", 2, 100, 200)], "bubble"),
         ([event("fetch", "retrieve", 1, 100, 201)], "bubble"),  # ended after the event began: not waited for
         ([event("rows", "grads", 0, 100, 200)], "communication"),
-        ([event("table", "sum", 0, 100, 200)], "bubble"),
-        ([event("table", "sum", 0, 100, 200, Wait("grads", 100, 200))], "communication"),
+        ([event("table", "collect", 0, 100, 200)], "bubble"),
+        ([event("table", "collect", 0, 100, 200, Wait("grads", 100, 200))], "communication"),
         ([event("dense", "flag", 0, 100, 200), event("fetch", "retrieve", 1, 100, 200)], "lookup"),
         ([event("table", "update", 0, 100, 200), event("rows", "rows", 1, 100, 200)], "communication"),
         ([event("table", "update", 0, 100, 200), event("fetch", "retrieve", 1, 200, 200)], "bubble"),
@@ -92,7 +93,7 @@ def test_other_events_on_the_compute_lane_are_not_busy():
 
 
 def test_the_nested_pipeline_hides_what_its_edges_allow():
-    usual, late = (steps_of(nested(num_steps=8, retrieve_ms=ms))[2:] for ms in (4.0, 25.0))
+    usual, late = (steps_of(made_up(num_steps=8, retrieve_ms=ms))[2:] for ms in (4.0, 25.0))
     assert all(step.time_ns("lookup") == 0 for step in usual)
     assert all(step.time_ns("lookup") > step.time_ns("communication") for step in late)
     for step in usual:
@@ -102,16 +103,31 @@ def test_the_nested_pipeline_hides_what_its_edges_allow():
         assert step.seen_ns["communication"] > step.time_ns("communication")
 
 
+def test_each_mode_hides_what_it_can():
+    """Lookup takes 8.5 ms, messages 2 ms each way."""
+    middle = {mode: steps_of(made_up(mode, num_steps=8))[3] for mode in MODES}
+    lookup = {mode: step.time_ns("lookup") / 1e6 for mode, step in middle.items()}
+    communication = {mode: step.time_ns("communication") for mode, step in middle.items()}
+    assert 7.6 < lookup["serial"] < 9.4
+    assert 5 < lookup["frozen-window"] < 6.1  # all but reading
+    assert lookup["dual-buffer"] == lookup["nested"] == 0
+    assert communication["nested"] < communication["frozen-window"] + 100_000 < communication["dual-buffer"]
+    assert middle["serial"].total_ns > middle["dual-buffer"].total_ns > middle["nested"].total_ns
+    for step in middle.values():
+        assert step.seen_ns["lookup"] >= 7_600_000
+        assert 9_000_000 < step.time_ns("busy") < 12_000_000  # 10 ms of compute, 0.7 of dense step
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_steps_follow_each_other(rank):
-    steps = steps_of(nested(num_steps=7, rank=rank))
+    steps = steps_of(made_up(num_steps=7, rank=rank))
     assert [step.batch for step in steps] == [1, 2, 3, 4, 5, 6]
     for before, step in pairwise(steps):
         assert before.end_ns == step.begin_ns
 
 
 @st.composite
-def made_up(draw):
+def any_trace(draw):
     """Any spans that lanes could have executed: one after the other on the compute lane, anything elsewhere."""
 
     def waits(bounds):
@@ -128,7 +144,7 @@ def made_up(draw):
     for _ in range(draw(st.integers(0, 20))):
         begin, *bounds, end = sorted(draw(st.lists(st.integers(0, place), min_size=2, max_size=4)))
         lane, kind = draw(st.sampled_from(LANES[:4] + LANES[5:])), draw(st.sampled_from(KINDS))
-        spans.append(Span(lane, kind, draw(st.integers(0, batch)), WHOLE, begin, begin, end, waits=waits(bounds)))
+        spans.append(Span(lane, kind, draw(st.integers(0, batch)), 0, begin, begin, end, waits=waits(bounds)))
     return trace_of(*spans)
 
 
@@ -150,14 +166,15 @@ def check_division(trace):
     return steps
 
 
-@given(made_up())
+@given(any_trace())
 def test_any_step_divides_exactly(trace):
     check_division(trace)
 
 
-def test_a_realistic_step_divides_exactly(scale):
-    for seed in range(scale(5, 500)):
-        assert len(check_division(nested(seed=seed, num_steps=5, num_parts=1 + seed % 4))) == 4
+@pytest.mark.parametrize("mode", MODES)
+def test_steps_of_every_schedule_divide_exactly(scale, mode):
+    for seed in range(scale(4, 400)):
+        assert len(check_division(made_up(mode, seed=seed, num_steps=5, num_parts=1 + seed % 4))) == 4
 
 
 def test_batches_out_of_order_are_refused():
@@ -166,7 +183,7 @@ def test_batches_out_of_order_are_refused():
 
 
 def test_steps_that_lost_spans_are_left_out():
-    whole = nested(num_steps=8)
+    whole = made_up(num_steps=8)
     fetch = [span for span in whole.spans if span.lane == "fetch"]
     gone = set(map(id, fetch[: fetch.index(next(span for span in fetch if span.batch == 2 and span.kind == "write"))]))
     kept = [span for span in whole.spans if id(span) not in gone]
@@ -178,7 +195,7 @@ def test_steps_that_lost_spans_are_left_out():
 
 
 def test_steps_whose_lookup_ran_before_the_recording_are_left_out():
-    whole = nested(num_steps=12)
+    whole = made_up(num_steps=12)
     begin = next(span.begin_ns for span in whole.spans if span.kind == "compute" and span.batch == 3)
     late = trace_of(*(span for span in whole.spans if span.ready_ns >= begin))
     firsts = {kind: min(span.batch for span in late.spans if span.kind == kind) for kind in ("read", "keys", "compute")}
@@ -188,7 +205,7 @@ def test_steps_whose_lookup_ran_before_the_recording_are_left_out():
 
 
 def test_a_report_of_two_ranks():
-    first, second = ranks(2, num_steps=9, num_parts=4)
+    first, second = ranks(2, num_steps=9, num_parts=4, seed=1)
     steps = choose([first, second])
     result = report([first, second], steps)
     assert (result.first_batch, result.last_batch, result.num_steps, result.num_dropped) == (1, 8, 8, 0)
@@ -204,14 +221,13 @@ def test_a_report_of_two_ranks():
         "keys": 16_000,
         "rows": 2 * 1000 * 128,
         "grads": 2 * 1000 * 128,
-        "flag": 32,
         "dense sum": 100_000,
     }
     assert json.loads(result.to_json())["slowest"]["share"]["busy"] == result.busy_share
 
 
 def test_rows_that_travel_twice_show_in_the_ratio():
-    trace = nested(num_steps=4)
+    trace = made_up(num_steps=4)
     twice = [replace(span, num_rows=2 * span.num_rows) if span.kind == "grads" else span for span in trace.spans]
     doubled = replace(trace, spans=tuple(twice))
     assert report([doubled], choose([doubled])).rows_sent_ratio == {"rows": 1.0, "grads": 2.0}
@@ -244,4 +260,4 @@ def test_only_steps_that_all_ranks_have_are_chosen():
     ):
         choose([first], 9)
     with pytest.raises(DataError, match="that takes two batches"):
-        choose([nested(num_steps=1)])
+        choose([made_up(num_steps=1)])

@@ -6,13 +6,15 @@ import json
 import threading
 import time
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 
 from nestpipe.errors import DataError
 from nestpipe.overlap_report import choose, report
-from nestpipe.trace import WHOLE, Recorder, Span, Wait, load, now
-from tests.traces import compute, nested, ranks, trace_of
+from nestpipe.pipeline import schedule
+from nestpipe.trace import KINDS, LANES, PART_KINDS, Recorder, Span, Wait, load, now
+from tests.traces import compute, made_up, ranks, trace_of
 
 
 def test_a_span_takes_along_what_its_thread_waited_for_and_sent():
@@ -67,13 +69,28 @@ def test_a_full_lane_drops_its_oldest_spans_and_counts_them(tmp_path):
     for batch in range(12):
         recorder.add("compute", "compute", batch, 0, 10 * batch, 10 * batch + 1, 10 * batch + 9)
     for batch in range(3):
-        recorder.add("fetch", "retrieve", batch, WHOLE, 10 * batch, 10 * batch + 1, 10 * batch + 9)
+        recorder.add("fetch", "retrieve", batch, 0, 10 * batch, 10 * batch + 1, 10 * batch + 9)
     recorder.save(tmp_path)
     (trace,) = load(tmp_path)
     assert trace.num_dropped == {"compute": 7}
     assert [span.batch for span in trace.lane("compute")] == [7, 8, 9, 10, 11]
     assert [span.batch for span in trace.lane("fetch")] == [0, 1, 2]
     assert report([trace], choose([trace])).num_dropped == 7
+
+
+def test_kinds_and_lanes_are_those_of_the_schedules():
+    assert set(KINDS) == set(get_args(schedule.Kind))
+    assert PART_KINDS == schedule.PART_KINDS
+    assert {lane for mode in schedule.MODES for lane in schedule.Schedule.of(mode, 2).lanes} == set(LANES)
+
+
+def test_a_runners_batches_are_counted_from_the_first():
+    recorder = Recorder(capacity=4)
+    observe = recorder.observer(100)
+    assert observe is not None
+    observe("fetch", schedule.Event("retrieve", 3), 5, 6, 7)
+    assert recorder.snapshot().spans == (Span("fetch", "retrieve", 103, 0, 5, 6, 7),)
+    assert Recorder.off().observer(0) is None
 
 
 def test_mistakes_of_a_caller():
@@ -94,9 +111,9 @@ def test_what_is_saved_is_loaded(tmp_path):
 
 
 def test_the_offset_of_a_clock_is_added(tmp_path):
-    replace(nested(), clock_offset_ns=-1_000).save(tmp_path)
+    replace(made_up(), clock_offset_ns=-1_000).save(tmp_path)
     (loaded,) = load(tmp_path)
-    first, shifted = nested().lane("compute")[0], loaded.lane("compute")[0]
+    first, shifted = made_up().lane("compute")[0], loaded.lane("compute")[0]
     for name in ("ready_ns", "begin_ns", "end_ns"):
         assert getattr(shifted, name) == getattr(first, name) - 1_000
     assert shifted.waits == tuple(Wait(one.name, one.begin_ns - 1_000, one.end_ns - 1_000) for one in first.waits)
@@ -114,7 +131,7 @@ def test_fewer_ranks_leave_no_file_of_the_others(tmp_path):
 
 
 def test_a_changed_byte_is_found(tmp_path):
-    path = nested(num_steps=2).save(tmp_path)
+    path = made_up(num_steps=2).save(tmp_path)
     data = path.read_bytes()
     for place in (len(data) // 2, len(data) - 2):
         path.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
@@ -131,7 +148,7 @@ def test_a_changed_byte_is_found(tmp_path):
     [(b"", "line 1 is not JSON"), (b"\x00\xff", "line 1 is not JSON"), (b"[1]", "no header"), (b"{}", "no header")],
 )
 def test_a_file_that_is_no_trace(tmp_path, first, message):
-    path = nested(num_steps=2).save(tmp_path)
+    path = made_up(num_steps=2).save(tmp_path)
     path.write_bytes(first + b"\n" + path.read_bytes())
     with pytest.raises(DataError, match=message):
         load(tmp_path)
@@ -147,7 +164,7 @@ def test_a_file_that_is_no_trace(tmp_path, first, message):
     ],
 )
 def test_a_header_that_says_something_else(tmp_path, change, message):
-    path = nested(num_steps=2).save(tmp_path)
+    path = made_up(num_steps=2).save(tmp_path)
     first, _, rest = path.read_bytes().partition(b"\n")
     path.write_bytes(json.dumps(json.loads(first) | change).encode() + b"\n" + rest)
     with pytest.raises(DataError, match=message):

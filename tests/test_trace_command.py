@@ -13,7 +13,7 @@ import pytest
 from nestpipe.cli import main
 from nestpipe.perfetto import to_perfetto
 from nestpipe.trace import LANES, load
-from tests.traces import nested, ranks
+from tests.traces import made_up, ranks
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -63,7 +63,7 @@ def test_the_table_says_where_the_time_went(capsys, monkeypatch, run):
         assert len(shares) == 4
         assert sum(shares) == pytest.approx(100, abs=0.2)  # four numbers rounded to a tenth
     assert "rows sent / unique keys: rows 1.000, grads 1.000" in out
-    assert "keys 16,000, rows 256,000, grads 256,000, flag 32, dense sum 100,000" in out
+    assert "keys 16,000, rows 256,000, grads 256,000, dense sum 100,000" in out
     assert "upper bounds" in out
     assert "dropped" not in out
 
@@ -166,7 +166,7 @@ def test_an_arrow_comes_from_the_rank_that_sent_last():
 
 
 def test_dropped_spans_are_said(capsys, tmp_path):
-    replace(nested(num_steps=6), num_dropped={"compute": 1234}).save(tmp_path)
+    replace(made_up(num_steps=6), num_dropped={"compute": 1234}).save(tmp_path)
     code, out, _ = call(capsys, tmp_path)
     assert code == 0
     assert "1,234 older spans had no room" in out
@@ -189,7 +189,7 @@ def test_mistakes_get_one_message(capsys, run, tmp_path):
         assert (code, out) == (2, "")
         assert message in err
     assert not (run / "trace" / "timeline.svg").exists(), "a refused command must leave nothing behind"
-    replace(nested(run="other", rank=1), world_size=2).save(run)
+    replace(made_up(run="other", rank=1), world_size=2).save(run)
     assert "mixes two runs" in call(capsys, run)[2]
     path = run / "trace" / "rank-000.jsonl"
     path.write_bytes(path.read_bytes()[:-1])
