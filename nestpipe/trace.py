@@ -45,6 +45,11 @@ now = time.monotonic_ns
 _FORMAT, _VERSION = "nestpipe trace", 1
 _KIND_SET = frozenset(KINDS)
 _Marks = tuple[str, int, int]  # a wait's name, begin and end
+_EXCHANGES_OF_ROWS = frozenset(("ids", "rows", "gradients"))
+_WAIT_OF_EXCHANGE = {
+    **dict.fromkeys(("counts", "ids", "last parts"), "keys"),
+    **{"rows": "rows", "gradients": "grads", "flags": "flag", "sum": "dense", "norm": "dense"},
+}
 _NOTHING = (0, 0)  # bytes and rows
 _NO_WAIT: AbstractContextManager[None] = nullcontext()
 
@@ -187,6 +192,15 @@ class Recorder:
             sent = self._event.own[1]
             sent[0] += num_bytes
             sent[1] += num_rows
+
+    def launched(self, name: str, num_bytes: int, num_rows: int) -> None:
+        """Counts an exchange; as the `watch` of a message lane."""
+        self.count(num_bytes, num_rows if name.partition("/")[0] in _EXCHANGES_OF_ROWS else 0)
+
+    def waiting(self, name: str) -> AbstractContextManager[None]:
+        """Marks a wait for an exchange; as the `watch` of a message lane."""
+        awaited = _WAIT_OF_EXCHANGE.get(name.partition("/")[0])
+        return self.wait(awaited) if awaited else _NO_WAIT
 
     def snapshot(self) -> RankTrace:
         """What was recorded so far; no lane may be adding."""
