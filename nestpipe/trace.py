@@ -124,13 +124,13 @@ class RankTrace:
 
 
 class Recorder:
-    """Takes the spans of one rank. Stamp times with `now`; look at `on` first, when off nothing needs a clock.
+    """Takes the spans of one rank.
 
-    In a lane's thread, for each event:
+        runner.observe = recorder.observer(first)      # every event, with its times
+        lane.watch = recorder                          # what each message lane sends, and waits for it
 
-        ready_ns = now()                        # then wait for the predecessors
-        begin_ns = now()                        # then work, with `wait` and `count` inside
-        recorder.add(lane, kind, batch, part, ready_ns, begin_ns, now())
+    Without a runner: take `ready_ns`, `begin_ns` and `end_ns` with `now`, and call `add` in the thread that ran the event,
+    after `wait` and `count` inside it. Look at `on` first; what is off needs no clock.
     """
 
     def __init__(

@@ -72,7 +72,7 @@ def test_every_event_is_recorded_once(log, tmp_path, mode):
     assert 0 < result.busy_share < 1
 
 
-def test_waits_stand_where_they_happen(log, tmp_path):
+def test_waits_stand_where_they_happen_and_the_command_reads_them(capsys, log, tmp_path):
     run_ranks(2, record, log, tmp_path, {"mode": "nested", "parts": 3})
     for trace in load(tmp_path):
         waits = {(span.kind, wait.name) for span in trace.spans for wait in span.waits}
@@ -80,10 +80,6 @@ def test_waits_stand_where_they_happen(log, tmp_path):
             *(("keys", "keys"), ("compute", "rows"), ("collect", "grads")),
             *(("flag", "flag"), ("dense sum", "dense")),
         }
-
-
-def test_the_command_reads_a_real_trace(capsys, log, tmp_path):
-    run_ranks(2, record, log, tmp_path, {"mode": "nested", "parts": 3})
     assert main(["trace", str(tmp_path)]) == 0
     assert "6 steps, batches 1 to 6" in capsys.readouterr().out
     assert (tmp_path / "trace" / "timeline.svg").stat().st_size > 5_000
