@@ -14,7 +14,7 @@ from nestpipe.errors import DataError
 from nestpipe.overlap import CAUSES, Cause, Step, steps_of
 from nestpipe.trace import KINDS, RankTrace
 
-_HEADS: dict[Cause, str] = {
+_NAMES: dict[Cause, str] = {
     "busy": "busy",
     "lookup": "exposed lookup",
     "communication": "exposed communication",
@@ -35,8 +35,8 @@ class Spread:
         median, low, high = np.percentile(list(values), [50, 10, 90]).tolist()
         return Spread(median, low, high)
 
-    def __str__(self) -> str:
-        return f"{self.median:.2f} [{self.low:.2f}-{self.high:.2f}]"
+    def cells(self) -> tuple[str, str]:
+        return f"{self.median:.2f}", f"{self.low:.2f} - {self.high:.2f}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,18 +78,25 @@ class Report:
         return json.dumps(asdict(self), indent=2)
 
     def __rich__(self) -> Group:
-        """Tables for `rich.print`."""
-        shown = Table(title=f"{self.num_steps} steps, batches {self.first_batch} to {self.last_batch}", pad_edge=False)
-        for head in ("rank", "step ms", *_HEADS.values()):
-            shown.add_column(head)
-        for name, one in [*((str(rank), one) for rank, one in self.ranks.items()), ("slowest", self.slowest)]:
-            cells = [f"{one.share[cause]:6.1%}  {one.ms[cause]}" for cause in _HEADS]
-            shown.add_row(name, str(one.step_ms), *cells, end_section=name == str(max(self.ranks)))
-        shown.caption = (
-            "share of all time; then ms per step, median [10-90 %]; slowest: of each step the rank that took longest"
+        """Tables for `rich.print`, of less than 80 columns."""
+        slowest = Table(
+            title=f"{self.num_steps} steps, batches {self.first_batch} to {self.last_batch}", pad_edge=False
         )
+        ranks = Table(pad_edge=False)
+        for table, heads in (
+            (slowest, ("slowest rank of each step", "median ms", "10-90 %", "of the time")),
+            (ranks, ("rank", "median ms", *CAUSES)),
+        ):
+            for number, head in enumerate(heads):
+                table.add_column(head, justify="right" if number else "left", no_wrap=True)
+        slowest.add_row("step", *self.slowest.step_ms.cells(), "100.0 %", end_section=True)
+        for cause, name in _NAMES.items():
+            slowest.add_row(name, *self.slowest.ms[cause].cells(), f"{100 * self.slowest.share[cause]:.1f} %")
+        for rank, one in self.ranks.items():
+            shares = (f"{100 * one.share[cause]:.1f} %" for cause in CAUSES)
+            ranks.add_row(str(rank), f"{one.step_ms.median:.2f}", *shares)
         lines = [
-            f"exposed: lookup {self.exposed_lookup:.1%}, communication {self.exposed_communication:.1%} of their time",
+            f"exposed: lookup {100 * self.exposed_lookup:.1f} %, communication {100 * self.exposed_communication:.1f} % of their time",
             "rows sent / unique keys: "
             + (", ".join(f"{kind} {ratio:.3f}" for kind, ratio in self.rows_sent_ratio.items()) or "not counted"),
             "bytes per step, all ranks: "
@@ -97,7 +104,7 @@ class Report:
         ]
         if self.num_dropped:
             lines.append(f"{self.num_dropped:,} older spans had no room and were dropped; their steps are left out")
-        return Group(shown, *lines)
+        return Group(slowest, ranks, *lines)
 
 
 def choose(traces: Sequence[RankTrace], first: int | None = None, last: int | None = None) -> list[list[Step]]:
