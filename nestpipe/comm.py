@@ -33,10 +33,11 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 import torch
@@ -158,6 +159,18 @@ class World:
         return None
 
 
+class Watch(Protocol):
+    """Who wants to know what a lane sends, and when somebody waits for it; called in the thread that does."""
+
+    def launched(self, name: str, num_bytes: int, num_rows: int) -> None:
+        """An exchange was launched: bytes to other ranks, first dimensions of what goes to all ranks."""
+        ...
+
+    def waiting(self, name: str) -> AbstractContextManager[None]:
+        """Surrounds a wait for an exchange."""
+        ...
+
+
 class Lane:
     """One process group and its exchanges, in the same order on every rank, launched by one thread."""
 
@@ -168,6 +181,7 @@ class Lane:
         self._thread: int | None = None
         self._broken: CommError | None = None
         self._unfinished: set[Handle] = set()  # keeps buffers alive while gloo reads and writes them
+        self.watch: Watch | None = None
 
     def exchange(
         self,
@@ -295,6 +309,7 @@ class Handle:
         self, lane: Lane, name: str, receive: Sequence[Tensor], *, number: int, wire: torch.dtype | None, where: str
     ):
         self._lane, self._world = lane, lane.world
+        self._name = name
         self._title = f"exchange '{name}'" + (f" ({where})" if where else "")
         self._number, self._wire = number, wire
         self._receive = receive
@@ -327,6 +342,9 @@ class Handle:
             self._arrivals[self._world.rank].copy_(self._send[self._world.rank])
         else:
             self._launch_all_to_all(self._send)
+        if watch := self._lane.watch:
+            num_bytes = sum(self._send[peer].nbytes for peer in self._peers())
+            watch.launched(self._name, num_bytes, sum(map(len, send)))
         return self
 
     def wait(self) -> None:
@@ -337,14 +355,8 @@ class Handle:
             return
         if self._send is None:
             raise ValueError(f"{self._title} was posted but not launched; waiting for it would never end.")
-        start = time.monotonic()
-        for index, (peer, work) in enumerate(self._works):
-            left = self._world.deadline_s - (time.monotonic() - start)
-            try:
-                # gloo takes 0 for "no deadline". On a device wait only orders the stream; the group's own timeout watches.
-                work.wait(timedelta(seconds=max(left, 0.001))) if self._world.device.type == "cpu" else work.wait()
-            except RuntimeError as error:
-                self._fail(error, peer, self._works[index + 1 :], time.monotonic() - start)
+        with self._lane.watch.waiting(self._name) if self._lane.watch else nullcontext():
+            self._wait_for_works()
         if self._finish:
             self._finish()
         for arrival, buffer in zip(self._arrivals, self._receive, strict=True):
@@ -354,6 +366,16 @@ class Handle:
         self._works.clear()
         self._send = None
         self._lane._unfinished.discard(self)
+
+    def _wait_for_works(self) -> None:
+        start = time.monotonic()
+        for index, (peer, work) in enumerate(self._works):
+            left = self._world.deadline_s - (time.monotonic() - start)
+            try:
+                # gloo takes 0 for "no deadline". On a device wait only orders the stream; the group's own timeout watches.
+                work.wait(timedelta(seconds=max(left, 0.001))) if self._world.device.type == "cpu" else work.wait()
+            except RuntimeError as error:
+                self._fail(error, peer, self._works[index + 1 :], time.monotonic() - start)
 
     def _peers(self) -> Iterable[int]:
         """The other ranks, each rank starting with its successor so that not all send to one."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -68,6 +69,42 @@ def assert_received(world: World, seed: int, receive: list[Tensor], dtype: torch
     for peer, (got, want) in enumerate(zip(receive, expected(world, seed, dtype), strict=True)):
         assert got.shape == want.shape, f"from rank {peer}"
         assert bits(got) == bits(want), f"from rank {peer}"
+
+
+class Notes:
+    """A watch that writes down what it is told."""
+
+    def __init__(self) -> None:
+        self.lines: list[tuple[object, ...]] = []
+
+    def launched(self, name: str, num_bytes: int, num_rows: int) -> None:
+        self.lines.append(("launched", name, num_bytes, num_rows))
+
+    @contextlib.contextmanager
+    def waiting(self, name: str) -> Iterator[None]:
+        self.lines.append(("waiting", name))
+        yield
+        self.lines.append(("waited", name))
+
+
+def watched_exchange(world: World) -> None:
+    lane, send, receive = world.lane("rows"), sends(world, 3), [torch.empty_like(one) for one in expected(world, 3)]
+    lane.watch = notes = Notes()
+    handle = lane.exchange("rows/item", send, receive)
+    num_bytes = sum(one.nbytes for peer, one in enumerate(send) if peer != world.rank)
+    assert notes.lines == [("launched", "rows/item", num_bytes, sum(map(len, send)))]
+    handle.wait()
+    handle.wait()
+    assert notes.lines[1:] == [("waiting", "rows/item"), ("waited", "rows/item")]
+    assert_received(world, 3, receive)
+    lane.watch = None
+    lane.barrier()
+    assert len(notes.lines) == 3
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_watch_is_told_what_is_sent_and_waited_for(size: int) -> None:
+    run_ranks(size, watched_exchange)
 
 
 def exchange_dtypes(world: World) -> None:

@@ -1,0 +1,112 @@
+"""A trace for ui.perfetto.dev or chrome://tracing: a rank is a process, a lane a thread, an arrow a message waited for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from nestpipe.overlap import CAUSES, Step
+from nestpipe.trace import LANES, PART_KINDS, RankTrace, Span
+
+LETTERS = {
+    "read": "read",
+    "keys": "K",
+    "retrieve": "R",
+    "post": "post",
+    "rows": "F",
+    "compute": "C",
+    "grads": "B",
+    "collect": "S",
+    "flag": "flag",
+    "dense sum": "D",
+    "norm": "norm",
+    "dense step": "step",
+    "update": "U",
+    "write": "W",
+}
+_SENDERS = {
+    "keys": "keys",
+    "rows": "rows",
+    "grads": "grads",
+    "dense": "dense sum",
+}  # wait -> kind of event that sends it
+_STEPS = len(LANES)  # the thread below the lanes
+
+
+def title(span: Span, num_parts: int) -> str:
+    """Like 'C 2/8 (t=14)': the event, its part of so many, its batch."""
+    part = f" {span.part + 1}/{num_parts}" if span.kind in PART_KINDS else ""
+    return f"{LETTERS[span.kind]}{part} (t={span.batch})"
+
+
+def num_parts_of(traces: Sequence[RankTrace]) -> int:
+    """Parts per batch: how many the compute lanes have seen."""
+    return 1 + max((span.part for trace in traces for span in trace.spans if span.kind == "compute"), default=0)
+
+
+def to_perfetto(traces: Sequence[RankTrace], steps: Sequence[Sequence[Step]]) -> str:
+    """The spans of all ranks, and the division of the chosen steps, as JSON in Chrome's trace event format."""
+    start = min((span.ready_ns for trace in traces for span in trace.spans), default=0)
+    num_parts = num_parts_of(traces)
+    events: list[dict[str, Any]] = []
+    for trace in traces:
+        events += _names(trace.rank)
+        for span in trace.spans:
+            events += _slices(trace.rank, span, title(span, num_parts), start)
+    for own in steps:
+        for step in own:
+            arguments = {f"{cause}_ms": step.time_ns(cause) / 1e6 for cause in CAUSES}
+            place = {"pid": step.rank, "tid": _STEPS, **_time(step.begin_ns, step.end_ns, start)}
+            events.append({"ph": "X", "name": f"step {step.batch}", "cat": "step", **place, "args": arguments})
+    events += _arrows(traces, start)
+    return json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, separators=(",", ":"))
+
+
+def _names(rank: int) -> Iterator[dict[str, Any]]:
+    yield {"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}"}}
+    yield {"ph": "M", "name": "process_sort_index", "pid": rank, "tid": 0, "args": {"sort_index": rank}}
+    for number, lane in enumerate((*LANES, "steps")):
+        yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": number, "args": {"name": lane}}
+        yield {"ph": "M", "name": "thread_sort_index", "pid": rank, "tid": number, "args": {"sort_index": number}}
+
+
+def _slices(rank: int, span: Span, name: str, start: int) -> Iterator[dict[str, Any]]:
+    place = {"pid": rank, "tid": LANES.index(span.lane)}
+    counts = {"batch": span.batch, "part": span.part, "bytes": span.num_bytes, "rows": span.num_rows}
+    if span.begin_ns > span.ready_ns:
+        idle = _time(span.ready_ns, span.begin_ns, start)
+        yield {"ph": "X", "name": f"before {name}", "cat": "idle", **place, **idle, "args": {}}
+    busy = _time(span.begin_ns, span.end_ns, start)
+    yield {"ph": "X", "name": name, "cat": span.kind, **place, **busy, "args": counts}
+    for wait in span.waits:
+        time = _time(wait.begin_ns, wait.end_ns, start)
+        yield {"ph": "X", "name": f"wait for {wait.name}", "cat": "wait", **place, **time, "args": {}}
+
+
+def _arrows(traces: Sequence[RankTrace], start: int) -> Iterator[dict[str, Any]]:
+    """From the last rank to send what a wait was for, to the wait."""
+    sent: dict[tuple[str, int, int], list[tuple[int, Span]]] = {}
+    for trace in traces:
+        for span in trace.spans:
+            sent.setdefault((span.kind, span.batch, span.part), []).append((trace.rank, span))
+    number = 0
+    for trace in traces:
+        for span in trace.spans:
+            for wait in span.waits:
+                senders = sent.get((_SENDERS.get(wait.name, ""), span.batch, span.part), ())
+                before = [(rank, one) for rank, one in senders if one is not span and one.begin_ns <= wait.end_ns]
+                if before:
+                    rank, last = max(before, key=lambda pair: pair[1].begin_ns)
+                    number += 1
+                    common = {"name": wait.name, "cat": "message", "id": number}
+                    yield {"ph": "s", **common, "pid": rank, **_point(last.lane, last.begin_ns, start)}
+                    yield {"ph": "f", "bp": "e", **common, "pid": trace.rank, **_point(span.lane, wait.begin_ns, start)}
+
+
+def _time(begin_ns: int, end_ns: int, start: int) -> dict[str, float]:
+    return {"ts": (begin_ns - start) / 1e3, "dur": (end_ns - begin_ns) / 1e3}  # microseconds
+
+
+def _point(lane: str, at_ns: int, start: int) -> dict[str, float]:
+    return {"tid": LANES.index(lane), "ts": (at_ns - start) / 1e3}

@@ -1,0 +1,85 @@
+"""Traces of real runs: the runner of every schedule on real ranks, recorded, kept and divided."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nestpipe.cli import main
+from nestpipe.comm import World
+from nestpipe.overlap import CAUSES, steps_of
+from nestpipe.overlap_report import choose, report
+from nestpipe.pipeline.runner import Feed, Runner
+from nestpipe.pipeline.schedule import MODES, Schedule
+from nestpipe.run import Lanes
+from nestpipe.trace import Recorder, load
+from tests.pipeline.runs import batches_of, prepared, rates_of
+from tests.ranks import run_ranks
+from tests.worlds import small_log
+
+BARRIERS = (3, 7)  # the run stops and goes on after 3 batches
+
+
+def record(world: World, path: Path, folder: Path, settings: dict[str, Any]) -> list[int]:
+    """Trains and saves the trace; returns the rows that the windows themselves counted as sent, batch by batch."""
+    lanes = Lanes.of(world)
+    state, loader = prepared(world, path, settings, lanes)
+    recorder = Recorder(world.rank, world.size, capacity=1000, run="recorded")
+    for lane in (lanes.keys, lanes.rows, lanes.dense):
+        lane.watch = recorder
+    runner, sent = Runner(state, Schedule.of(settings["mode"], state.num_parts)), list[int]()
+    for end in BARRIERS:
+        first = state.num_steps
+        runner.observe = recorder.observer(first)
+        feed = Feed(
+            batches=batches_of(loader, first),
+            rates=rates_of(settings),
+            num_batches=end - first,
+            on_step=lambda work: sent.append(work.window.num_rows_sent),
+        )
+        runner.run(feed)
+    recorder.save(folder)
+    return sent
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory):
+    return small_log(tmp_path_factory.mktemp("recorded") / "log").path
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_event_is_recorded_once(log, tmp_path, mode):
+    sent = run_ranks(2, record, log, tmp_path, {"mode": mode, "parts": 3})
+    traces = load(tmp_path)
+    schedule = Schedule.of(mode, 3)
+    expected: Counter[tuple[str, str, int, int]] = Counter()
+    for first, end in zip((0, *BARRIERS), BARRIERS, strict=False):
+        for lane, events in schedule.events(end - first).items():
+            expected.update((lane, event.kind, first + event.batch, event.part) for event in events)
+    for trace in traces:
+        assert Counter((span.lane, span.kind, span.batch, span.part) for span in trace.spans) == expected
+        steps = steps_of(trace)
+        assert [step.batch for step in steps] == [1, 2, 3, 4, 5, 6]
+        for step in steps:
+            assert sum(step.time_ns(cause) for cause in CAUSES) == step.total_ns
+            assert step.num_rows["rows"] == sent[trace.rank][step.batch]
+    result = report(traces, choose(traces))
+    assert result.rows_sent_ratio == {"rows": 1.0, "grads": 1.0}
+    assert set(result.num_bytes) == {"keys", "rows", "grads", "dense sum"}
+    assert 0 < result.busy_share < 1
+
+
+def test_waits_stand_where_they_happen_and_the_command_reads_them(capsys, log, tmp_path):
+    run_ranks(2, record, log, tmp_path, {"mode": "nested", "parts": 3})
+    for trace in load(tmp_path):
+        waits = {(span.kind, wait.name) for span in trace.spans for wait in span.waits}
+        assert waits == {
+            *(("keys", "keys"), ("compute", "rows"), ("collect", "grads")),
+            *(("flag", "flag"), ("dense sum", "dense")),
+        }
+    assert main(["trace", str(tmp_path)]) == 0
+    assert "6 steps, batches 1 to 6" in capsys.readouterr().out
+    assert (tmp_path / "trace" / "timeline.svg").stat().st_size > 5_000
