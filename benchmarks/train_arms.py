@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
 
+import measure
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from nestpipe.comm import World
 from nestpipe.draw import Draw
 from nestpipe.embedding.config import DenseConfig, EmbeddingConfig
 from nestpipe.embedding.optim import AdaGrad
@@ -23,6 +28,8 @@ from nestpipe.jagged import Batch, Cursor, Jagged
 from nestpipe.model import Coupling, Output
 from nestpipe.models.config import HSTUConfig
 from nestpipe.models.hstu import HSTU
+from nestpipe.overlap import CAUSES, steps_of
+from nestpipe.pipeline import stages
 from nestpipe.pipeline.dense import Dense
 from nestpipe.pipeline.parts import PartsConfig
 from nestpipe.pipeline.runner import Feed, Runner
@@ -35,6 +42,7 @@ from nestpipe.trace import Recorder
 NUM_ROWS, DIM, LENGTH, ZIPF, SEED, LR = 1_000_000, 64, 50, 1.05, 0, 0.01
 NUM_BATCHES = 24  # distinct ones, which then come again
 RATES = Rates(dense=1e-3, rows=LR)
+_FILLING = 2  # steps of a block that do not count in the trace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,9 +150,13 @@ class OurArm:
         schedule = Schedule.of(
             "nested" if stale else self.name, self.settings.parts, depth=self.settings.depth + stale, stale=stale
         )
-        Runner(self.state, schedule, recorder=self.recorder).run(
-            Feed(batches=stream, rates=lambda number: RATES, num_batches=num_steps)
-        )
+        runner = Runner(self.state, schedule, observe=self.recorder.observer(self.state.num_steps))
+        messages = (self.state.embedding.keys, self.state.embedding.rows, self.state.dense.lane)
+        for lane in messages:
+            lane.watch = self.recorder if self.recorder.on else None
+        runner.run(Feed(batches=stream, rates=lambda number: RATES, num_batches=num_steps))
+        for lane in messages:
+            lane.watch = None
 
     def _endless(self) -> Iterator[Batch]:
         return (self.data[number % NUM_BATCHES] for number in count())
@@ -254,7 +266,8 @@ def _peer(settings: Settings, data: list[Batch], world: World, *, pipelined: boo
 
 def _trace(arm: OurArm) -> dict[str, object]:
     """Sums over the recorded steps of the nested arm."""
-    found = steps_of(arm.recorder.snapshot())
+    # A block begins with an empty pipeline, and before its first step other arms ran.
+    found = [one for one in steps_of(arm.recorder.snapshot()) if one.batch % arm.settings.num_steps >= _FILLING]
     time_ns = {cause: sum(step.time_ns(cause) for step in found) for cause in CAUSES}
     seen_ns = {cause: sum(step.seen_ns.get(cause, 0) for step in found) for cause in CAUSES}
     plans = [stages.read(arm.state, batch, RATES, 0).plan.tables["item"] for batch in arm.data[:8]]

@@ -1,0 +1,171 @@
+"""How fast is a training step with embeddings on two ranks? Our exact modes beside TorchRec, a stale pipeline and the dense part alone.
+
+Workloads zipf-512 and zipf-2048: a table of 1M x 64, 512 or 2,048 samples x 50 Zipf(1.05) ids per rank, exact AdaGrad on rows,
+Adam on the dense part (a small MLP on pooled vectors, or two HSTU units). Networks: loopback, 1 Gbit/s, 1 Gbit/s + 2 ms. All
+arms train in the same processes on the same batches, one thread per operation, block by block in turn; the slowest rank
+counts. That nested, frozen-window and dual-buffer end with the bits of sequential is checked in the run.
+
+    stale          the nested schedule with rows one step old: what exactness is measured against (its bits are others)
+    dense-only     the same parts on rows that are already there, with dense sum and dense step
+
+TorchRec runs in .venv-peers ('make peers'); shaped networks need root.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping
+from contextlib import nullcontext
+from pathlib import Path
+
+import measure
+import netlab
+
+ROOT = Path(__file__).resolve().parent.parent
+PEER_PYTHON = ROOT / ".venv-peers" / "bin" / "python"
+SIZE = 2
+NETWORKS = {"loopback": (None, 0.0), "1gbit": ("1gbit", 0.0), "1gbit+2ms": ("1gbit", 2.0)}
+EXACT = ("sequential", "dual-buffer", "frozen-window", "nested")
+ARMS = ("torchrec-plain", "torchrec", *EXACT, "stale", "dense-only")
+TITLES = {
+    "torchrec-plain": "TorchRec, no pipeline",
+    "torchrec": "TorchRec SparseDist",
+    "sequential": "ours, sequential",
+    "dual-buffer": "ours, dual-buffer",
+    "frozen-window": "ours, frozen-window",
+    "nested": "ours, nested",
+    "stale": "stale by one step",
+    "dense-only": "dense part only",
+}
+
+
+def measured_on(name: str, options: argparse.Namespace) -> dict[str, object]:
+    rate, delay_ms = NETWORKS[name]
+    settings = {key: getattr(options, key) for key in ("samples", "dense", "parts", "depth", "ramp", "cluster", "arms")}
+    settings |= {"num_blocks": options.blocks, "num_steps": options.steps}
+    command = [options.python, str(Path(__file__)), "--as-rank", json.dumps(settings)]
+    network = netlab.Lab(SIZE, rate=rate, delay_ms=delay_ms) if rate else nullcontext(netlab.Loopback(SIZE))
+    with network as lab:
+        found: dict[str, object] = json.loads(lab.run(command, timeout_s=3600)[0].splitlines()[-1])
+    return found
+
+
+def figures_of(name: str, found: Mapping[str, object]) -> dict[str, object]:
+    """The keys that benchmarks.md names, each ratio with its range; a speedup is a peer's time over ours."""
+    times: Mapping[str, list[float]] = found["times"]  # type: ignore[assignment]
+    figures: dict[str, object] = {"bitwise_equal": found["bitwise_equal"]}
+    bases = {"vs_torchrec": "torchrec", "vs_torchrec_plain": "torchrec-plain", "vs_sequential": "sequential"}
+    for key, base in {**bases, "vs_stale": "stale"}.items():
+        if {base, "nested"} <= times.keys():
+            figures |= _spread(key, measure.ratio(times[base], times["nested"]))
+    if {"sequential", "torchrec-plain"} <= times.keys():
+        figures |= _spread("sequential_vs_torchrec_plain", measure.ratio(times["torchrec-plain"], times["sequential"]))
+    if {"dense-only", "nested"} <= times.keys():
+        figures |= _spread("over_dense_only", measure.ratio(times["nested"], times["dense-only"]))
+    if "nested" in times:
+        figures |= _overlap(name, found["trace"])  # type: ignore[arg-type]
+    return figures
+
+
+def _spread(key: str, spread: measure.Spread) -> dict[str, object]:
+    return {key: round(spread.median, 4), f"{key}_range": spread.range}
+
+
+def _overlap(name: str, ranks: list[dict[str, object]]) -> dict[str, object]:
+    """What the traces of the nested arm say; exposed = time that compute waits / time that it takes."""
+
+    def total(key: str, cause: str) -> int:
+        return sum(rank[key][cause] for rank in ranks)  # type: ignore[index]
+
+    rate, delay_ms = NETWORKS[name]
+    steps = sum(rank["num_steps"] for rank in ranks)  # type: ignore[misc]
+    all_ns: int = sum(rank["total_ns"] for rank in ranks)  # type: ignore[misc]
+    rows = {kind: total("num_rows", kind) for kind in ("rows", "grads", "keys")}
+    figures: dict[str, object] = {
+        "busy_share": round(total("time_ns", "busy") / all_ns, 4),
+        "exposed_lookup": round(total("time_ns", "lookup") / max(total("seen_ns", "lookup"), 1), 4),
+        "exposed_comm": round(total("time_ns", "communication") / max(total("seen_ns", "communication"), 1), 4),
+        "exposed_lookup_ms": round(total("time_ns", "lookup") / steps / 1e6, 2),
+        "exposed_comm_ms": round(total("time_ns", "communication") / steps / 1e6, 2),
+        "bubble_ms": round(total("time_ns", "bubble") / steps / 1e6, 2),
+        "rows_sent_ratio": round((rows["rows"] + rows["grads"]) / 2 / max(rows["keys"], 1), 4),
+    }
+    if rate:
+        edge_s = max(rank["edge_bytes"] for rank in ranks) * 8 / netlab.bits_per_s(rate) + 2e-3 * delay_ms  # type: ignore[type-var,operator]
+        seen_s = total("seen_ns", "communication") / steps / 1e9
+        figures |= {"exposed_comm_floor": round(edge_s / seen_s, 4), "exposed_comm_floor_ms": round(1e3 * edge_s, 2)}
+    return figures
+
+
+def report(name: str, found: Mapping[str, object], figures: Mapping[str, object], options: argparse.Namespace) -> None:
+    times: Mapping[str, list[float]] = found["times"]  # type: ignore[assignment]
+    base = "nested" if "nested" in times else "sequential"
+    rows = [
+        [
+            TITLES[arm],
+            f"{1 / measure.Spread.of(seconds).median:.1f}",
+            f"{1e3 * measure.Spread.of(seconds).median:.1f} ms",
+            str(measure.ratio(seconds, times[base])),
+        ]
+        for arm, seconds in times.items()
+    ]
+    print(f"\n{name}: zipf-{options.samples}, dense part {options.dense}, {options.parts} parts, depth {options.depth}")
+    print(measure.table(["", "steps/s", "per step", f"over {base} (10-90 %)"], rows))
+    shown = {key: value for key, value in figures.items() if not key.endswith("_range")}
+    print("  ".join(f"{key} {value}" for key, value in shown.items()), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="one network, fewer arms and steps; under 50 seconds")
+    parser.add_argument("--mode", choices=[*EXACT, "all"], default="all", help="one of our modes beside TorchRec")
+    parser.add_argument("--networks", nargs="+", choices=list(NETWORKS), default=None)
+    parser.add_argument("--samples", type=int, default=512, help="per rank: 512 and 2048 are the fixed workloads")
+    parser.add_argument("--dense", choices=["mlp", "hstu"], default="mlp")
+    parser.add_argument("--parts", type=int, default=4)
+    parser.add_argument("--depth", type=int, default=1)
+    parser.add_argument("--ramp", type=float, default=1.0)
+    parser.add_argument("--cluster", action="store_true")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=None)
+    parser.add_argument("--blocks", type=int)
+    parser.add_argument("--steps", type=int, help="steps of a block")
+    parser.add_argument("--no-record", action="store_true", help="do not append to results/train_step.jsonl")
+    parser.add_argument("--as-rank", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.as_rank:
+        import train_arms
+
+        train_arms.rank_program(train_arms.Settings(**json.loads(options.as_rank)))
+        return
+    quick = ("torchrec", "sequential", "nested", "stale")
+    chosen = ("torchrec-plain", "torchrec", options.mode) if options.mode != "all" else quick if options.quick else ARMS
+    options.arms = options.arms or list(dict.fromkeys(chosen))
+    options.blocks = options.blocks or measure.MIN_BLOCKS
+    options.steps = options.steps or (6 if options.quick else 16)
+    networks = options.networks or (["1gbit"] if options.quick else list(NETWORKS))
+    needs_peer = any(arm.startswith("torchrec") for arm in options.arms)
+    if needs_peer and not PEER_PYTHON.exists():
+        raise SystemExit("TorchRec is not installed: run 'make peers' first, or name --arms without it.")
+    options.python = str(PEER_PYTHON) if needs_peer else sys.executable
+    netlab.end_on_sigterm()
+    everything: dict[str, object] = {}
+    for name in networks:
+        found = measured_on(name, options)
+        everything[name] = figures_of(name, found)
+        report(name, found, everything[name], options)  # type: ignore[arg-type]
+        if not found["bitwise_equal"]:
+            raise SystemExit("the exact modes did not end with the same bits; no figure of this run counts.")
+    if not options.no_record:
+        keys = ("samples", "dense", "parts", "depth", "ramp", "cluster", "blocks", "steps")
+        settings = {key: getattr(options, key) for key in keys}
+        measure.append("train_step", measure.record(seed=0, figures=everything, settings=settings))
+    print(json.dumps(everything))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except netlab.LabError as problem:
+        sys.exit(str(problem))
