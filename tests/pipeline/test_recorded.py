@@ -30,7 +30,7 @@ def record(world: World, path: Path, folder: Path, settings: dict[str, Any]) -> 
     recorder = Recorder(world.rank, world.size, capacity=1000, run="recorded")
     for lane in (lanes.keys, lanes.rows, lanes.dense):
         lane.watch = recorder
-    runner, sent = Runner(state, Schedule.of(settings["mode"], state.num_parts)), list[int]()
+    runner, sent = Runner(state, Schedule.of(settings["mode"], settings["parts"])), list[int]()
     for end in BARRIERS:
         first = state.num_steps
         runner.observe = recorder.observer(first)
