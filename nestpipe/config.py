@@ -17,6 +17,7 @@ from nestpipe.embedding.config import DenseConfig, EmbeddingConfig
 from nestpipe.errors import ConfigError
 from nestpipe.evaluate import EvalConfig
 from nestpipe.models.config import HSTUConfig, LossConfig, ModelConfig, SASRecConfig
+from nestpipe.pipeline.config import PipelineConfig
 from nestpipe.train_config import TrainConfig
 
 MODELS: dict[str, type[Any]] = {"sasrec": SASRecConfig, "hstu": HSTUConfig}
@@ -33,6 +34,7 @@ class Config:
     loss: LossConfig = field(default_factory=LossConfig)
     embedding: EmbeddingConfig = field(default_factory=EmbeddingConfig)
     dense: DenseConfig = field(default_factory=DenseConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
 
@@ -43,6 +45,15 @@ class Config:
                 yield f"{name}.{problem}"
         if not 0 <= self.seed < 2**63:
             yield f"seed is {self.seed}; it must be in 0 .. 2**63 - 1"
+        if (
+            self.embedding.has_limits
+            and self.pipeline.looks_ahead
+            and self.embedding.protect_steps <= self.pipeline.depth
+        ):
+            yield (
+                f"embedding.protect_steps is {self.embedding.protect_steps}, but with pipeline.depth {self.pipeline.depth} rows "
+                f"are in use for longer; set --embedding.protect-steps {self.pipeline.depth + 1}"
+            )
         if self.train.patience and not self.data.validation:
             yield "train.patience watches a validation metric, but data.validation is off; add --data.validation"
         if self.data.validation and int(self.train.metric.partition("@")[2] or 0) not in (0, *self.eval.ks):

@@ -34,7 +34,6 @@ from nestpipe.errors import CheckpointError, ConfigError
 from nestpipe.metrics import replace_file
 from nestpipe.models.retrieval import build_retrieval
 from nestpipe.pipeline.dense import Dense
-from nestpipe.pipeline.parts import PartsConfig
 from nestpipe.pipeline.stages import TrainState
 from nestpipe.scoring import Scorer
 
@@ -169,7 +168,7 @@ class Run:
             dense=Dense(model, config.dense, lanes.dense),
             control=lanes.control,
             seed=config.seed,
-            cut=PartsConfig(parts=config.train.parts),
+            cut=config.pipeline,
         )
 
     def load_state(self, step: int | None = None, lanes: Lanes | None = None) -> tuple[TrainState, checkpoint.Manifest]:

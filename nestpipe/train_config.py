@@ -19,8 +19,6 @@ class TrainConfig:
     """Number of batches."""
     minutes: float = 0.0
     """Training time, added up over interruptions."""
-    parts: int = 1
-    """Micro-batches per batch: rows stay as they are until all of them are done."""
     clip_norm: float = 0.0
     """Scale gradients down to this norm; 0 is never."""
     clip: Literal["dense", "all"] = "dense"
@@ -50,7 +48,7 @@ class TrainConfig:
         for name in ("epochs", "steps", "minutes", "warmup_steps", "patience", "num_threads", "clip_norm"):
             if getattr(self, name) < 0:
                 yield f"{name} is {getattr(self, name)}; it must not be negative"
-        for name in ("parts", "eval_epochs", "save_steps", "keep_last", "log_steps"):
+        for name in ("eval_epochs", "save_steps", "keep_last", "log_steps"):
             if getattr(self, name) < 1:
                 yield f"{name} is {getattr(self, name)}; it must be at least 1"
         if self.tensorboard and importlib.util.find_spec("tensorboard") is None:

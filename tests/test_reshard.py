@@ -62,7 +62,7 @@ KINDS = {
 @pytest.fixture(scope="module", params=KINDS)
 def saved(request, log, tmp_path_factory):
     """A run of four ranks with checkpoints of steps 5 and 9."""
-    config = small_config(log, steps=9, parts=2)
+    config = small_config(log, steps=9, pipeline={"parts": 2})
     config = replace(config, embedding=replace(config.embedding, num_buckets=7, **KINDS[request.param]))
     folder = tmp_path_factory.mktemp("reshard") / "run"
     run_ranks(4, train, config, folder)

@@ -39,7 +39,14 @@ def small_log(out: Path, *, num_users: int = 40, num_items: int = 30, times: boo
     )
 
 
-def small_config(path: Path, model: str = "hstu", loss: str = "sampled", **train: object) -> Config:
+def small_config(
+    path: Path,
+    model: str = "hstu",
+    loss: str = "sampled",
+    *,
+    pipeline: dict[str, object] | None = None,
+    **train: object,
+) -> Config:
     """A run of three epochs of four batches on one thread."""
     recipe = recipes.tiny()
     settings: dict[str, object] = {
@@ -56,6 +63,7 @@ def small_config(path: Path, model: str = "hstu", loss: str = "sampled", **train
         model=replace(MODELS[model], dropout=0.2),
         loss=LOSSES[loss],
         embedding=replace(recipe.embedding, num_buckets=4),
+        pipeline=replace(recipe.pipeline, **(pipeline or {})),
         train=replace(recipe.train, **settings),
         eval=replace(recipe.eval, ks=(1, 10), num_bootstrap=100),
     )
