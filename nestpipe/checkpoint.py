@@ -45,6 +45,7 @@ class Manifest:
     cursor: Cursor  # the next batch to train on
     progress: dict[str, Any]  # what the training loop wants to remember
     files: dict[str, dict[str, Any]]
+    digest: str  # of all this
 
     @staticmethod
     def read(folder: Path) -> Manifest:
@@ -67,7 +68,7 @@ class Manifest:
         digest = content.pop("digest", None)
         if digest != _manifest_digest(content):
             raise CheckpointError(f"{folder / 'manifest.json'} is not what was saved. {_advice(folder)}")
-        return Manifest(content["step"], Cursor(*content["cursor"]), content["progress"], content["files"])
+        return Manifest(content["step"], Cursor(*content["cursor"]), content["progress"], content["files"], digest)
 
 
 def save(
@@ -185,6 +186,12 @@ def folder_of(parent: Path, step: int | None = None) -> Path:
     if step not in steps:
         raise CheckpointError(f"{parent} has no complete checkpoint of step {step}; it has {steps}.")
     return parent / f"step-{step:06d}"
+
+
+def best_folder(parent: Path) -> Path:
+    """The best checkpoint if the run validated, else the latest."""
+    latest = Manifest.read(folder_of(parent))
+    return folder_of(parent, (latest.progress.get("best") or {}).get("step", latest.step))
 
 
 def prune(parent: Path, *, keep_last: int, keep: int | None) -> None:

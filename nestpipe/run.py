@@ -9,7 +9,7 @@ import hashlib
 import json
 import platform
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
@@ -20,7 +20,7 @@ import polars
 import torch
 from torch import Tensor
 
-from nestpipe import checkpoint
+from nestpipe import checkpoint, warm_start
 from nestpipe.comm import Lane, World
 from nestpipe.config import Config, flat
 from nestpipe.data.numbers import NumberStats
@@ -37,6 +37,7 @@ from nestpipe.pipeline.dense import Dense
 from nestpipe.pipeline.parts import PartsConfig
 from nestpipe.pipeline.stages import TrainState
 from nestpipe.scoring import Scorer
+from nestpipe.warm_start import Origin
 
 # Limits, reporting and where things lie may differ when a run goes on; everything else decides the bits.
 FREE_KEYS = (
@@ -75,6 +76,7 @@ class Run:
 
     folder: Path
     config: Config
+    origin: Origin | None = None  # the checkpoint it was initialised from
 
     @staticmethod
     def exists(folder: str | Path) -> bool:
@@ -82,10 +84,10 @@ class Run:
         return (Path(folder) / "config.json").exists()
 
     @staticmethod
-    def create(config: Config, folder: str | Path) -> Run:
+    def create(config: Config, folder: str | Path, *, origin: Origin | None = None) -> Run:
         """A run in a new folder, which `write` will make; raises ConfigError if there is one already."""
         config.validate()
-        run = Run(Path(folder), config)
+        run = Run(Path(folder), config, origin)
         if Run.exists(folder) or checkpoint.complete_steps(run.checkpoints):
             raise ConfigError(
                 f"{run.folder} already holds a run; add --resume to go on with it, or name another folder with --run."
@@ -98,7 +100,9 @@ class Run:
         config = Config.load(Path(folder) / "config.json")
         if data_path is not None:
             config = replace(config, data=replace(config.data, path=data_path))
-        run, facts = Run(Path(folder), config), _read_facts(Path(folder) / "run.json")
+        facts = _read_facts(Path(folder) / "run.json")
+        origin = facts.get("init_from")
+        run = Run(Path(folder), config, Origin.from_json(origin) if origin else None)
         if run.sequences.digest != facts["data_digest"]:
             raise CheckpointError(
                 f"{run.folder} was trained on other data: {run.config.data.path} now has digest "
@@ -114,6 +118,7 @@ class Run:
             "data_digest": self.sequences.digest,
             "statistics": {name: stats.to_json() for name, stats in statistics.items()},
             "versions": versions(),
+            "init_from": asdict(self.origin) if self.origin else None,
         }
         replace_file(self.folder / "run.json", (json.dumps(facts, indent=2) + "\n").encode())
         replace_file(self.folder / "config.json", self.config.to_json().encode())
@@ -130,6 +135,8 @@ class Run:
         """What must be the same on every rank, by name: versions, code, data, configuration (its path apart)."""
         settings = {key: repr(value) for key, value in flat(self.config).items() if key != "data.path"}
         facts = {"code of nestpipe": _code_digest()[:12], "data": self.sequences.digest[:12]}
+        if self.origin:
+            facts["init_from"] = self.origin.digest[:12]
         return {**{f"version of {name}": one for name, one in versions().items()}, **facts, **settings, **self.settings}
 
     @property
@@ -191,6 +198,17 @@ class Run:
         state.num_steps = manifest.step
         return state, manifest
 
+    def warm_state(self, lanes: Lanes | None = None) -> tuple[TrainState, warm_start.Report]:
+        """The state before the first step with what fits of the origin's weights, on one of the ranks."""
+        if self.origin is None:
+            raise ValueError(f"{self.folder} has no origin")
+        manifest, folder = self.origin.read(), Path(self.origin.checkpoint)
+        state = self.new_state(lanes)
+        lines = warm_start.compare(state, folder, manifest, settings=self.settings, data_digest=self.sequences.digest)
+        warm_start.check(lines, self.origin, self.folder)
+        warm_start.load_into(state, folder, manifest, lines)
+        return state, warm_start.Report(self.origin, tuple(lines))
+
     def _check_origin(self, folder: Path, manifest: checkpoint.Manifest) -> None:
         before, now = manifest.progress.get("settings", {}), self.settings
         changed = [f"{key}: {before[key]} -> {now[key]}" for key in before if before[key] != now.get(key, before[key])]
@@ -203,8 +221,7 @@ class Run:
     def scorer(self, step: int | None = None) -> Scorer:
         """Scores with a checkpoint: by default the best one if the run validated, else the latest."""
         if step is None:
-            latest = checkpoint.Manifest.read(checkpoint.folder_of(self.checkpoints))
-            step = (latest.progress.get("best") or {}).get("step", latest.step)
+            step = checkpoint.Manifest.read(checkpoint.best_folder(self.checkpoints)).step
         state, _ = self.load_state(step)
         return Scorer(state, self.sequences, self.split, self.config)
 

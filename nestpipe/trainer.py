@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
+from rich.console import Console
 from torch import Tensor
 
 from nestpipe import checkpoint
@@ -35,6 +36,7 @@ from nestpipe.profiling import profiled
 from nestpipe.progress import Progress
 from nestpipe.run import FREE_KEYS, Lanes, Run, contents_of
 from nestpipe.scoring import Scorer
+from nestpipe.warm_start import InitFrom, Origin, Report
 
 INTERRUPTED = "interrupted"
 _SHARED_S = 5.0  # a network file system may show a new file this late
@@ -66,10 +68,19 @@ class Outcome:
 
 
 def train(
-    config: Config, folder: str | Path, *, resume: bool = False, profile: bool = False, quiet: bool = False
+    config: Config,
+    folder: str | Path,
+    *,
+    resume: bool = False,
+    init_from: InitFrom | None = None,
+    profile: bool = False,
+    quiet: bool = False,
 ) -> Run:
-    """Trains a run to its end and returns it; with `resume` goes on from the latest checkpoint, if there is one."""
-    return train_to_end(config, folder, resume=resume, profile=profile, quiet=quiet).run
+    """Trains a run to its end and returns it; with `resume` goes on from the latest checkpoint, if there is one.
+
+    A new run starts from the weights of another with `init_from` (see warm_start.py).
+    """
+    return train_to_end(config, folder, resume=resume, init_from=init_from, profile=profile, quiet=quiet).run
 
 
 def train_to_end(
@@ -77,6 +88,7 @@ def train_to_end(
     folder: str | Path,
     *,
     resume: bool = False,
+    init_from: InitFrom | None = None,
     profile: bool = False,
     quiet: bool = False,
     world: World | None = None,
@@ -86,7 +98,7 @@ def train_to_end(
     config = replace(config, data=replace(config.data, path=str(Path(config.data.path).resolve())))
     with contextlib.closing(world or World.from_environment()) as open_world:
         lanes = Lanes.of(open_world)
-        run = _open(config, Path(folder), resume, lanes.control)
+        run = _open(config, Path(folder), resume, init_from, lanes.control)
         _agree(run, lanes.control)
         with (
             exact_arithmetic(run.config.train.num_threads),
@@ -110,11 +122,14 @@ class _Loop:
         )
         self._memory = Memory()
         self._cursor = Cursor(0, 0)
+        self._warm: Report | None = None
         self._exit = contextlib.ExitStack()
         with contextlib.ExitStack() as undo:
             self._state = self._restore()
             together(lanes.control, "folder taken", lambda: self._take_folder(undo) if self._leads else None)
             _check_shared(run.folder, lanes.control)
+            if self._warm and not quiet:
+                Console(stderr=True, highlight=False, markup=False).print(self._warm)
             self._trackers = _trackers(run, self._state.num_steps) if self._leads else Trackers([])
             undo.callback(self._trackers.close)
             self._progress = Progress(
@@ -145,6 +160,8 @@ class _Loop:
             contextlib.closing(self._loader.iterate(self._cursor)) as batches,
             profiled(self._run.folder / "profile", enabled=profile and self._leads and reason is None) as profile_step,
         ):
+            if self._warm:
+                self._save()  # from here on the run does not need its origin any more
             while reason is None:
                 self._step(next(batches))
                 profile_step()
@@ -222,6 +239,9 @@ class _Loop:
         control, steps = self._lanes.control, checkpoint.complete_steps(self._run.checkpoints)
         seen = control.all_gather_ints([steps[-1] if steps else -1], name="latest checkpoint")
         latest = seen[0][0]  # as rank 0 sees it: on a network file system others may see less
+        if latest < 0 and self._run.origin:
+            state, self._warm = together(control, "warm state", lambda: self._run.warm_state(self._lanes))
+            return state
         if latest < 0:
             return together(control, "new state", lambda: self._run.new_state(self._lanes))
         state, manifest = together(control, "restored", lambda: self._run.load_state(latest, self._lanes))
@@ -239,7 +259,7 @@ class _Loop:
             self._run.checkpoints,
             self._state.num_steps,
             self._cursor,
-            {**asdict(self._memory), "settings": self._run.settings},
+            {**asdict(self._memory), "settings": self._run.settings, "data": self._run.sequences.digest},
             content,
             self._lanes.control,
         )
@@ -248,18 +268,21 @@ class _Loop:
             checkpoint.prune(self._run.checkpoints, keep_last=self._config.train.keep_last, keep=best)
 
 
-def _open(config: Config, folder: Path, resume: bool, control: Lane) -> Run:
-    """The run of all ranks; whether there is one already and how many threads to use by default is seen by rank 0."""
+def _open(config: Config, folder: Path, resume: bool, init_from: InitFrom | None, control: Lane) -> Run:
+    """The run of all ranks; rank 0 sees whether there is one already, what it starts from, how many threads to use."""
     seen = [int(resume and Run.exists(folder)), torch.get_num_threads()]
     exists, num_threads = control.all_gather_ints(seen, name="run exists")[0]
     if exists:
-        return together(control, "run opened", lambda: _reopen(config, folder))
+        return together(control, "run opened", lambda: _reopen(config, folder, init_from))
     config = replace(config, train=replace(config.train, num_threads=config.train.num_threads or num_threads))
-    return together(control, "run created", lambda: _create(config, folder))
+    leads = control.world.rank == 0
+    found = together(control, "origin found", lambda: init_from.resolve() if init_from and leads else None)
+    said = json.loads(control.broadcast_bytes(json.dumps(asdict(found) if found else None).encode(), 0, name="origin"))
+    return together(control, "run created", lambda: _create(config, folder, Origin.from_json(said) if said else None))
 
 
-def _create(config: Config, folder: Path) -> Run:
-    run = Run.create(config, folder)
+def _create(config: Config, folder: Path, origin: Origin | None) -> Run:
+    run = Run.create(config, folder, origin=origin)
     _ = run.sequences  # opened now, so that a rank without the data is found
     return run
 
@@ -302,11 +325,14 @@ def _check_shared(folder: Path, control: Lane) -> None:
     together(control, "folder shared", look)
 
 
-def _reopen(config: Config, folder: Path) -> Run:
+def _reopen(config: Config, folder: Path, init_from: InitFrom | None) -> Run:
     """The run in a folder with its new limits; raises ConfigError if a setting differs that decides the bits."""
     saved = Run.open(folder, data_path=config.data.path)
+    if init_from and (saved.origin is None or saved.origin.source != str(init_from.absolute())):
+        history = f"was initialised from {saved.origin.source}" if saved.origin else "started without --init-from"
+        raise ConfigError(f"{folder} {history}, not from {init_from.source}; go on without it, or name another --run.")
     threads = config.train.num_threads or saved.config.train.num_threads
-    run = Run(folder, replace(config, train=replace(config.train, num_threads=threads)))
+    run = Run(folder, replace(config, train=replace(config.train, num_threads=threads)), saved.origin)
     before, after = saved.settings, run.settings
     if changed := [key for key in before | after if before.get(key) != after.get(key)]:
         raise ConfigError(
