@@ -17,7 +17,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -33,7 +33,7 @@ from nestpipe.jagged import Cursor
 FORMAT = 2
 _NAME = re.compile(r"step-(\d{6,})")
 _ERRORS: dict[str, type[NestPipeError]] = {kind.__name__: kind for kind in (CheckpointError, ConfigError, DataError)}
-Content = Mapping[str, Mapping[str, Tensor]]  # file name without suffix -> tensors
+Files = Iterable[tuple[str, Mapping[str, Tensor]]]  # names without suffix, and tensors
 Result = TypeVar("Result")
 
 
@@ -72,11 +72,11 @@ class Manifest:
 
 
 def save(
-    parent: Path, step: int, cursor: Cursor, progress: Mapping[str, Any], content: Content, lane: Lane | None = None
+    parent: Path, step: int, cursor: Cursor, progress: Mapping[str, Any], content: Files, lane: Lane | None = None
 ) -> Path:
     """Writes a checkpoint of `step` and publishes it; an existing one of the same step is kept.
 
-    All ranks call it, each with files of its own in a folder that all see; rank 0 adds the manifest and publishes.
+    Files are asked for one after the other, so that they need not be in memory together. All ranks call it, each with files of its own in a folder that all see; rank 0 adds the manifest and publishes.
     """
     lane = lane or World.single().lane("checkpoint")
     leads = lane.world.rank == 0
@@ -120,8 +120,8 @@ def _make_room(parent: Path, temporary: Path) -> None:
     temporary.mkdir()
 
 
-def _write_all(folder: Path, content: Content) -> dict[str, dict[str, Any]]:
-    return {f"{name}.safetensors": _write(folder / f"{name}.safetensors", part) for name, part in content.items()}
+def _write_all(folder: Path, content: Files) -> dict[str, dict[str, Any]]:
+    return {f"{name}.safetensors": _write(folder / f"{name}.safetensors", part) for name, part in content}
 
 
 def _write(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:

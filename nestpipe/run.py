@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from importlib.metadata import version
@@ -49,6 +49,7 @@ FREE_KEYS = (
     "train.keep_last",
     "train.log_steps",
     "train.tensorboard",
+    "train.async_save",
     "embedding.tier",
     "embedding.mmap_folder",
     "embedding.memory_bytes",
@@ -57,17 +58,18 @@ FREE_KEYS = (
 
 @dataclass(frozen=True, slots=True)
 class Lanes:
-    """The lanes of a sequential run; one thread uses them all."""
+    """The lanes of a sequential run; one thread uses them all, but for that of the saves."""
 
     control: Lane
     keys: Lane
     rows: Lane
     dense: Lane
+    saves: Lane
 
     @staticmethod
     def of(world: World) -> Lanes:
         """A meeting of all ranks."""
-        return Lanes(*(world.lane(name) for name in ("control", "keys", "rows", "dense")))
+        return Lanes(*(world.lane(name) for name in ("control", "keys", "rows", "dense", "saves")))
 
 
 @dataclass(frozen=True)
@@ -236,15 +238,15 @@ def _read_facts(path: Path) -> dict[str, Any]:
     raise CheckpointError(f"{path} is missing or damaged, so nobody can tell which data the run was trained on.")
 
 
-def contents_of(state: TrainState) -> dict[str, dict[str, Tensor]]:
-    """What a rank contributes to a checkpoint, file by file: its buckets, and rank 0 the dense part, equal on all."""
+def files_of(state: TrainState) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """What a rank contributes to a checkpoint, as copies: its buckets, and rank 0 the dense part, equal on all."""
     embedding = state.embedding
-    content = {"dense": state.dense.export()} if embedding.rank == 0 else {}
+    if embedding.rank == 0:
+        yield "dense", state.dense.export()
     for name, table in embedding.tables.items():
         buckets = embedding.owners.buckets_of(embedding.rank)
         for number, part in split_buckets(table.export(), embedding.owners, buckets):
-            content[bucket_name(name, number)] = part
-    return content
+            yield bucket_name(name, number), part
 
 
 def bucket_name(table: str, bucket: int) -> str:

@@ -37,6 +37,8 @@ class TrainConfig:
     """Save a checkpoint after this many steps, and at the end."""
     keep_last: int = 2
     """Checkpoints to keep, the best one apart."""
+    async_save: bool = True
+    """Write checkpoints beside the training, from a copy in memory (not in the mmap tier, which is never copied)."""
     log_steps: int = 20
     """Write metrics after this many steps."""
     num_threads: int = 0

@@ -4,7 +4,7 @@ A run is a function of its configuration and data. What the clock decides is onl
 a run that was killed and resumed ends with the bits of one that was left alone.
 
 On several ranks all of them run this loop in step. Rank 0 alone writes metrics, talks to the terminal and looks at the
-clock; whatever could make a rank stop is agreed on after every step.
+clock; whatever could make a rank stop is agreed on after every step. Checkpoints are written beside it (saver.py).
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from torch import Tensor
 
 from nestpipe import checkpoint
 from nestpipe.checkpoint import together
 from nestpipe.comm import Lane, World
 from nestpipe.config import Config
 from nestpipe.data.loader import Loader
-from nestpipe.errors import CommError, ConfigError, TrainError
+from nestpipe.errors import CommError, ConfigError
 from nestpipe.jagged import Batch, Cursor
 from nestpipe.metrics import JsonlTracker, TensorBoardTracker, Tracker, Trackers
 from nestpipe.models.config import HSTUConfig
@@ -34,7 +33,8 @@ from nestpipe.pipeline.stages import Clip, Rates, TrainState
 from nestpipe.process import exact_arithmetic, only_process, stop_signals
 from nestpipe.profiling import profiled
 from nestpipe.progress import Progress
-from nestpipe.run import FREE_KEYS, Lanes, Run, contents_of
+from nestpipe.run import FREE_KEYS, Lanes, Run, files_of
+from nestpipe.saver import Saver
 from nestpipe.scoring import Scorer
 from nestpipe.warm_start import InitFrom, Origin, Report
 
@@ -136,6 +136,13 @@ class _Loop:
                 self._num_steps(), run.config.train.minutes * 60, done=self._state.num_steps, quiet=quiet
             )
             undo.callback(self._progress.close)
+            self._saver = Saver(
+                run.checkpoints,
+                lanes.saves,
+                keep_last=run.config.train.keep_last,
+                background=run.config.train.async_save and run.config.embedding.tier == "memory",
+            )
+            undo.callback(self._close_saver)
             self._exit = undo.pop_all()
         self._since = time.monotonic()
         if run.sequences.times is None and isinstance(run.config.model, HSTUConfig):
@@ -146,6 +153,10 @@ class _Loop:
 
     def __exit__(self, *_: object) -> None:
         self._exit.close()
+
+    def _close_saver(self) -> None:
+        if error := self._saver.close():  # the run has failed otherwise, and that is what ends it
+            self._progress.say(f"the checkpoint under way was not saved: {error}")
 
     def _take_folder(self, undo: contextlib.ExitStack) -> None:
         undo.enter_context(only_process(self._run.folder))
@@ -169,6 +180,7 @@ class _Loop:
                 if reason is None and self._state.num_steps % self._config.train.save_steps == 0:
                     self._save()
             self._save()
+            self._saver.wait()
             summary = {"steps": self._state.num_steps, "epoch": self._cursor.epoch, **asdict(self._memory)}
             self._trackers.summary({"stopped": reason, **summary})
         self._progress.say(f"stopped at step {self._state.num_steps:,}: {reason}. Run: {self._run.folder}")
@@ -205,8 +217,10 @@ class _Loop:
         """The same answer on every rank: a signal may have reached any of them, the clock is that of rank 0."""
         limits, memory = self._config.train, self._memory
         late = bool(limits.minutes) and self._seconds() >= limits.minutes * 60
-        flags = self._lanes.control.all_gather_ints([asked, late], name="stop")
-        if any(signalled for signalled, _ in flags):
+        flags = self._lanes.control.all_gather_ints([asked, late, self._saver.failed], name="stop")
+        if any(failed for *_, failed in flags):
+            self._saver.wait()  # raises, on every rank
+        if any(signalled for signalled, *_ in flags):
             return INTERRUPTED
         if limits.steps and self._state.num_steps >= limits.steps:
             return f"{limits.steps:,} steps done"
@@ -253,19 +267,13 @@ class _Loop:
 
     def _save(self) -> None:
         self._memory.seconds, self._since = self._seconds(), time.monotonic()
-        content = contents_of(self._state)
-        _check_finite(content, self._state.num_steps, self._lanes.control)
-        checkpoint.save(
-            self._run.checkpoints,
+        self._saver.save(
             self._state.num_steps,
             self._cursor,
             {**asdict(self._memory), "settings": self._run.settings, "data": self._run.sequences.digest},
-            content,
-            self._lanes.control,
+            files_of(self._state),
+            keep=self._memory.best.step if self._memory.best else None,
         )
-        if self._leads:
-            best = self._memory.best.step if self._memory.best else None
-            checkpoint.prune(self._run.checkpoints, keep_last=self._config.train.keep_last, keep=best)
 
 
 def _open(config: Config, folder: Path, resume: bool, init_from: InitFrom | None, control: Lane) -> Run:
@@ -341,22 +349,6 @@ def _reopen(config: Config, folder: Path, init_from: InitFrom | None) -> Run:
             + f"\nOnly these may change: {', '.join(FREE_KEYS)}."
         )
     return run
-
-
-def _check_finite(content: dict[str, dict[str, Tensor]], num_steps: int, control: Lane) -> None:
-    """Raises TrainError on every rank if a weight overflowed in its last update: not worth a checkpoint."""
-    flawed = [
-        f"{file}/{name}"
-        for file, tensors in content.items()
-        for name, tensor in tensors.items()
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all())
-    ]
-    found = [data.decode() for data in control.all_gather_bytes("".join(flawed[:1]).encode(), name="finite")]
-    if seen := next(filter(None, found), None):
-        raise TrainError(
-            f"{seen} is not finite after step {num_steps}; nothing was saved. "
-            "Lower the learning rates and go on from the last checkpoint."
-        )
 
 
 def _trackers(run: Run, num_steps: int) -> Tracker:

@@ -33,7 +33,7 @@ from nestpipe.checkpoint_facts import bucket_files, is_checkpoint, table_facts, 
 from nestpipe.embedding.optim import OPTIMIZERS
 from nestpipe.embedding.table import Table
 from nestpipe.errors import CheckpointError, ConfigError
-from nestpipe.pipeline.sequential import TrainState
+from nestpipe.pipeline.stages import TrainState
 
 Word = Literal["added", "dropped", "reshaped", "optimizer", "model", "data"]
 _WEIGHTS, _STATE = "weights.", "state."

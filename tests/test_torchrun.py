@@ -53,7 +53,7 @@ def deaths(num_deaths, seed):
         rank = random_.randrange(WORLD_SIZE)
         at_step = ("step", random_.randint(2, MAX_STEPS_PER_LIFE))
         in_save = ("_flush", random_.randint(1, 5 if rank == 0 else 1))
-        others = [("_check_finite", 1), ("prune", 1), ("_publish", 1)] if rank == 0 else [("_check_finite", 1)]
+        others = [("check_finite", 1), ("prune", 1), ("_publish", 1)] if rank == 0 else [("check_finite", 1)]
         plan.append((rank, *(at_step, in_save, random_.choice(others))[number % 3]))
     return plan
 

@@ -37,6 +37,33 @@ loop.train(Config.from_json(open(sys.argv[1]).read()), sys.argv[2], resume=True,
 """
 
 
+# Likewise, but the writer of the first checkpoint stops at the n-th flush, and the loop dies two steps further.
+KILLED_BESIDE = """
+import os, signal, sys, threading
+from nestpipe import checkpoint, Config
+import nestpipe.trainer as loop
+last_call, calls, writing, steps = int(sys.argv[3]), 0, threading.Event(), 0
+flush, step = checkpoint._flush, loop.step
+def stuck(path):
+    global calls
+    calls += 1
+    if calls == last_call:
+        writing.set()
+        threading.Event().wait()
+    flush(path)
+def dying(*arguments):
+    global steps
+    steps += 1
+    if steps > 5:
+        writing.wait()
+    if steps == 8:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return step(*arguments)
+checkpoint._flush, loop.step = stuck, dying
+loop.train(Config.from_json(open(sys.argv[1]).read()), sys.argv[2], quiet=True)
+"""
+
+
 @pytest.fixture(scope="module")
 def log(tmp_path_factory):
     return small_log(tmp_path_factory.mktemp("train") / "log").path
@@ -107,6 +134,22 @@ def test_killed_anywhere_and_resumed_ends_with_the_same_bits(log, calm, tmp_path
     train(small_config(log), folder, resume=True, quiet=True)
     assert not differing_tensors(calm("hstu", "sampled"), folder)
     assert [r["step"] for r in read_jsonl(folder / "metrics.jsonl") if "step" in r] == list(range(1, 13))
+    assert not list((folder / "checkpoints").glob(".tmp*"))
+
+
+@pytest.mark.parametrize("count", [3, 8])
+def test_killed_while_a_checkpoint_is_written_beside_the_training(log, calm, tmp_path, count):
+    """Inside the folder, and after the rename: only the disk may not know of it yet."""
+    folder, settings = tmp_path / "run", tmp_path / "config.json"
+    settings.write_text(small_config(log).to_json())
+    arguments = [sys.executable, "-c", KILLED_BESIDE, str(settings), str(folder), str(count)]
+    died = subprocess.run(arguments, capture_output=True, text=True, timeout=100, check=False)
+    assert died.returncode == -signal.SIGKILL, died.stderr
+    assert checkpoint.complete_steps(folder / "checkpoints") == ([] if count < 8 else [5])
+    assert len(list((folder / "checkpoints").glob(".tmp*"))) == (count < 8)
+    assert [r["step"] for r in read_jsonl(folder / "metrics.jsonl")] == list(range(1, 8))
+    train(small_config(log), folder, resume=True, quiet=True)
+    assert not differing_tensors(calm("hstu", "sampled"), folder)
     assert not list((folder / "checkpoints").glob(".tmp*"))
 
 

@@ -145,7 +145,7 @@ def test_tables_are_added_and_dropped(log, old, tmp_path):
     """The old model had a table of its own and lacked ours."""
     manifest, content = checkpoint.load(checkpoint.folder_of(old / "checkpoints"))
     renamed = {name.replace("item", "user"): part for name, part in content.items()}
-    checkpoint.save(tmp_path / "old" / "checkpoints", 6, manifest.cursor, manifest.progress, renamed)
+    checkpoint.save(tmp_path / "old" / "checkpoints", 6, manifest.cursor, manifest.progress, renamed.items())
     config = small_config(log, **NONE)
     with pytest.raises(ConfigError) as refused:
         warm(config, tmp_path / "run", tmp_path / "old")
