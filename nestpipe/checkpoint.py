@@ -134,6 +134,11 @@ def _publish(temporary: Path, final: Path, manifest: dict[str, Any]) -> None:
     manifest["digest"] = _manifest_digest(manifest)
     (temporary / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
     _flush(temporary / "manifest.json")
+    publish(temporary, final)
+
+
+def publish(temporary: Path, final: Path) -> None:
+    """A whole checkpoint appears in its place by one rename."""
     _flush(temporary)
     if final.exists():  # somebody took its manifest away; what is left may still be worth something
         final.rename(final.with_name(f"damaged-{final.name}-{os.getpid()}"))

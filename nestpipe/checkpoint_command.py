@@ -15,12 +15,13 @@ from nestpipe import checkpoint
 from nestpipe.checkpoint import Manifest
 from nestpipe.checkpoint_facts import checkpoints_at, table_facts, tensor_shapes
 from nestpipe.errors import CheckpointError
+from nestpipe.mirror import local_copy
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Arguments:
-    path: tyro.conf.Positional[Path]
-    """Folder of a run or of one of its checkpoints."""
+    path: tyro.conf.Positional[str]
+    """Folder of a run or of one of its checkpoints, or the URL of either."""
     step: int | None = None
     """Checkpoint of the run [default: inspect shows the latest, verify checks all]."""
 
@@ -39,8 +40,13 @@ def main(argv: list[str]) -> int:
     if name not in _TASKS:
         raise CheckpointError(f"unknown task '{name}'; there are: {', '.join(_TASKS)}\n\n{_usage()}")
     arguments = tyro.cli(_Arguments, prog=f"nestpipe checkpoint {name}", description=_TASKS[name], args=rest)
-    folders = checkpoints_at(arguments.path, arguments.step)
-    return _inspect(folders[-1]) if name == "inspect" else _verify(folders)
+    with local_copy(arguments.path, step=arguments.step, every=name == "verify") as path:
+        folders = checkpoints_at(path, arguments.step)
+        if name == "inspect":
+            return _inspect(folders[-1], title=str(folders[-1]).replace(str(path), arguments.path))
+        lines, code = _verify(folders)
+        print("\n".join(lines).replace(str(path), arguments.path))
+        return code
 
 
 def _usage() -> str:
@@ -52,10 +58,10 @@ def _usage() -> str:
     )
 
 
-def _inspect(folder: Path) -> int:
+def _inspect(folder: Path, *, title: str) -> int:
     manifest, console = Manifest.read(folder), Console(highlight=False, markup=False)
     console.print(
-        f"{folder}: step {manifest.step:,}, next batch {manifest.cursor.number:,} of epoch {manifest.cursor.epoch:,}"
+        f"{title}: step {manifest.step:,}, next batch {manifest.cursor.number:,} of epoch {manifest.cursor.epoch:,}"
     )
     progress = {key: value for key, value in manifest.progress.items() if key != "settings"}
     console.print("progress: " + ", ".join(f"{key} {_show(value)}" for key, value in progress.items()))
@@ -85,16 +91,14 @@ def _inspect(folder: Path) -> int:
     return 0
 
 
-def _verify(folders: list[Path]) -> int:
-    num_damaged = 0
+def _verify(folders: list[Path]) -> tuple[list[str], int]:
+    """What to say about each checkpoint, and the exit code."""
+    lines, code = [], 0
     for folder in folders:
         problems, num_files, num_bytes = damages(folder)
-        num_damaged += len(problems)
-        for problem in problems:
-            print(problem)
-        if not problems:
-            print(f"{folder}: {num_files} files, {num_bytes:,} bytes, all as saved")
-    return 1 if num_damaged else 0
+        lines += problems or [f"{folder}: {num_files} files, {num_bytes:,} bytes, all as saved"]
+        code = 1 if problems else code
+    return lines, code
 
 
 def damages(folder: Path) -> tuple[list[str], int, int]:

@@ -116,8 +116,11 @@ class World:
             raise CommError(f"no exchange for device '{device}'; there is one for {', '.join(_BACKENDS)}.")
         return World(rank=rank, size=size, store=prefix, device=device, deadline_s=deadline_s, stacks=stacks)
 
-    def lane(self, name: str) -> Lane:
-        """A new lane; a meeting of all ranks, raises CommError naming those that did not come before the deadline."""
+    def lane(self, name: str, *, deadline_s: float | None = None) -> Lane:
+        """A new lane; a meeting of all ranks, raises CommError naming those that did not come before the deadline.
+
+        `deadline_s` is for its exchanges, by default that of the world.
+        """
         if name in self._lanes:
             raise CommError(f"lane '{name}' exists already; a group belongs to one lane.")
         self.store.set(f"lane/{name}/{self.rank}", "here")
@@ -129,7 +132,7 @@ class World:
             blame = f"{_ranks(absent)} never made it" if absent else _first_line(error)
             message = f"lane '{name}' not made after {_seconds(time.monotonic() - start)}; {blame}."
             raise CommError(message + _dump_stacks(self), ranks=absent) from error
-        self._lanes[name] = Lane(self, name, group)
+        self._lanes[name] = Lane(self, name, group, deadline_s=deadline_s or self.deadline_s)
         return self._lanes[name]
 
     def close(self) -> None:
@@ -174,8 +177,8 @@ class Watch(Protocol):
 class Lane:
     """One process group and its exchanges, in the same order on every rank, launched by one thread."""
 
-    def __init__(self, world: World, name: str, group: Any):
-        self.world, self.name = world, name
+    def __init__(self, world: World, name: str, group: Any, *, deadline_s: float):
+        self.world, self.name, self.deadline_s = world, name, deadline_s
         self._group = group
         self._num_exchanges = 0
         self._thread: int | None = None
@@ -370,7 +373,7 @@ class Handle:
     def _wait_for_works(self) -> None:
         start = time.monotonic()
         for index, (peer, work) in enumerate(self._works):
-            left = self._world.deadline_s - (time.monotonic() - start)
+            left = self._lane.deadline_s - (time.monotonic() - start)
             try:
                 # gloo takes 0 for "no deadline". On a device wait only orders the stream; the group's own timeout watches.
                 work.wait(timedelta(seconds=max(left, 0.001))) if self._world.device.type == "cpu" else work.wait()
@@ -411,7 +414,7 @@ class Handle:
         """Finds out who is to blame, tells the others, and raises."""
         if self._lane._broken:  # by another exchange of this lane, which has told the others
             reason, ranks = f"its lane broke before: {self._lane._broken}".rstrip("."), self._lane._broken.ranks
-        elif elapsed_s >= self._world.deadline_s - 0.05:  # gloo counts in whole milliseconds
+        elif elapsed_s >= self._lane.deadline_s - 0.05:  # gloo counts in whole milliseconds
             ranks = tuple(sorted({peer, *(other for other, work in rest if not _arrived(work))}))
             reason = f"{_ranks(ranks)} never entered it"
             self._world.leave_note(f"{self._title}: {reason}", ranks)

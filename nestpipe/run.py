@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from nestpipe import checkpoint, warm_start
+from nestpipe.checkpoint import Manifest
 from nestpipe.comm import Lane, World
 from nestpipe.config import Config, flat
 from nestpipe.data.numbers import NumberStats
@@ -32,6 +33,7 @@ from nestpipe.embedding.sharded import Sharded
 from nestpipe.embedding.table import Table, split_buckets
 from nestpipe.errors import CheckpointError, ConfigError
 from nestpipe.metrics import replace_file
+from nestpipe.mirror import local_copy
 from nestpipe.models.retrieval import build_retrieval
 from nestpipe.pipeline.dense import Dense
 from nestpipe.pipeline.parts import PartsConfig
@@ -50,15 +52,17 @@ FREE_KEYS = (
     "train.log_steps",
     "train.tensorboard",
     "train.async_save",
+    "train.mirror",
     "embedding.tier",
     "embedding.mmap_folder",
     "embedding.memory_bytes",
 )
+_SAVE_S = 3600.0  # one rank may have so much more to write or to copy than another
 
 
 @dataclass(frozen=True, slots=True)
 class Lanes:
-    """The lanes of a sequential run; one thread uses them all, but for that of the saves."""
+    """The lanes of a sequential run; one thread uses them all, but for that of the saves once training has begun."""
 
     control: Lane
     keys: Lane
@@ -69,7 +73,8 @@ class Lanes:
     @staticmethod
     def of(world: World) -> Lanes:
         """A meeting of all ranks."""
-        return Lanes(*(world.lane(name) for name in ("control", "keys", "rows", "dense", "saves")))
+        plain = (world.lane(name) for name in ("control", "keys", "rows", "dense"))
+        return Lanes(*plain, world.lane("saves", deadline_s=max(_SAVE_S, world.deadline_s)))
 
 
 @dataclass(frozen=True)
@@ -181,7 +186,7 @@ class Run:
             cut=PartsConfig(parts=config.train.parts),
         )
 
-    def load_state(self, step: int | None = None, lanes: Lanes | None = None) -> tuple[TrainState, checkpoint.Manifest]:
+    def load_state(self, step: int | None = None, lanes: Lanes | None = None) -> tuple[TrainState, Manifest]:
         """The state of a checkpoint, by default the latest, on one of the ranks; any number of ranks can load it."""
         state = self.new_state(lanes)
         embedding = state.embedding
@@ -204,14 +209,17 @@ class Run:
         """The state before the first step with what fits of the origin's weights, on one of the ranks."""
         if self.origin is None:
             raise ValueError(f"{self.folder} has no origin")
-        manifest, folder = self.origin.read(), Path(self.origin.checkpoint)
         state = self.new_state(lanes)
-        lines = warm_start.compare(state, folder, manifest, settings=self.settings, data_digest=self.sequences.digest)
-        warm_start.check(lines, self.origin, self.folder)
-        warm_start.load_into(state, folder, manifest, lines)
+        with local_copy(self.origin.checkpoint) as folder:
+            manifest = self.origin.check(Manifest.read(folder))
+            lines = warm_start.compare(
+                state, folder, manifest, settings=self.settings, data_digest=self.sequences.digest
+            )
+            warm_start.check(lines, self.origin, self.folder)
+            warm_start.load_into(state, folder, manifest, lines)
         return state, warm_start.Report(self.origin, tuple(lines))
 
-    def _check_origin(self, folder: Path, manifest: checkpoint.Manifest) -> None:
+    def _check_origin(self, folder: Path, manifest: Manifest) -> None:
         before, now = manifest.progress.get("settings", {}), self.settings
         changed = [f"{key}: {before[key]} -> {now[key]}" for key in before if before[key] != now.get(key, before[key])]
         if changed:
@@ -223,7 +231,7 @@ class Run:
     def scorer(self, step: int | None = None) -> Scorer:
         """Scores with a checkpoint: by default the best one if the run validated, else the latest."""
         if step is None:
-            step = checkpoint.Manifest.read(checkpoint.best_folder(self.checkpoints)).step
+            step = Manifest.read(checkpoint.best_folder(self.checkpoints)).step
         state, _ = self.load_state(step)
         return Scorer(state, self.sequences, self.split, self.config)
 

@@ -1,7 +1,7 @@
 """Checkpoints written beside the training: the loop takes a copy, a thread of its own writes it.
 
     loop     step step │ copy │ step step step step step │ wait, copy │ step ...
-    thread             └──────▶ write, flush, publish, prune          └────────▶ ...
+    thread             └──────▶ write, publish, mirror, prune         └────────▶ ...
 
 One checkpoint is under way at a time: the next save, the end of the run and a failure wait for it. An error of the
 thread reaches the loop at the next agreement of all ranks, and all of them: what can go wrong on one rank is told to the
@@ -26,14 +26,16 @@ from nestpipe.checkpoint import Files, together
 from nestpipe.comm import Lane
 from nestpipe.errors import TrainError
 from nestpipe.jagged import Cursor
+from nestpipe.mirror import Mirror
 
 
 class Saver:
     """Saves checkpoints of a run and prunes old ones, on every rank in step."""
 
-    def __init__(self, parent: Path, lane: Lane, *, keep_last: int, background: bool):
-        """The lane must not be used by anybody else."""
-        self._parent, self._lane, self._keep_last = parent, lane, keep_last
+    def __init__(self, parent: Path, lane: Lane, *, keep_last: int, background: bool, mirror: Mirror | None = None):
+        """The lane must not be used by anybody else from now on. Rank 0 copies every checkpoint to the mirror."""
+        lane.hand_over()
+        self._parent, self._lane, self._keep_last, self._mirror = parent, lane, keep_last, mirror
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="saver") if background else None
         self._under_way: Future[None] | None = None
 
@@ -65,11 +67,14 @@ class Saver:
         return self._under_way.exception() if self._under_way else None
 
     def _write(self, step: int, cursor: Cursor, progress: Mapping[str, Any], files: Files, keep: int | None) -> None:
-        checkpoint.save(self._parent, step, cursor, progress, _finite(files, step), self._lane)
+        folder = checkpoint.save(self._parent, step, cursor, progress, _finite(files, step), self._lane)
         leads = self._lane.world.rank == 0
-        together(self._lane, "pruned", lambda: self._prune(keep) if leads else None)
+        together(self._lane, "mirrored, pruned", lambda: self._follow_up(folder, keep) if leads else None)
 
-    def _prune(self, keep: int | None) -> None:
+    def _follow_up(self, folder: Path, keep: int | None) -> None:
+        if self._mirror:
+            self._mirror.push(folder)
+            self._mirror.prune(keep_last=self._keep_last, keep=keep)
         checkpoint.prune(self._parent, keep_last=self._keep_last, keep=keep)
 
 

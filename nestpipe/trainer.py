@@ -27,6 +27,7 @@ from nestpipe.data.loader import Loader
 from nestpipe.errors import CommError, ConfigError
 from nestpipe.jagged import Batch, Cursor
 from nestpipe.metrics import JsonlTracker, TensorBoardTracker, Tracker, Trackers
+from nestpipe.mirror import Mirror
 from nestpipe.models.config import HSTUConfig
 from nestpipe.pipeline.sequential import step
 from nestpipe.pipeline.stages import Clip, Rates, TrainState
@@ -98,7 +99,7 @@ def train_to_end(
     config = replace(config, data=replace(config.data, path=str(Path(config.data.path).resolve())))
     with contextlib.closing(world or World.from_environment()) as open_world:
         lanes = Lanes.of(open_world)
-        run = _open(config, Path(folder), resume, init_from, lanes.control)
+        run = _open(config, Path(folder), resume, init_from, lanes)
         _agree(run, lanes.control)
         with (
             exact_arithmetic(run.config.train.num_threads),
@@ -136,11 +137,13 @@ class _Loop:
                 self._num_steps(), run.config.train.minutes * 60, done=self._state.num_steps, quiet=quiet
             )
             undo.callback(self._progress.close)
+            limits = run.config.train
             self._saver = Saver(
                 run.checkpoints,
                 lanes.saves,
-                keep_last=run.config.train.keep_last,
-                background=run.config.train.async_save and run.config.embedding.tier == "memory",
+                keep_last=limits.keep_last,
+                background=limits.async_save and run.config.embedding.tier == "memory",
+                mirror=Mirror(limits.mirror) if limits.mirror else None,
             )
             undo.callback(self._close_saver)
             self._exit = undo.pop_all()
@@ -162,6 +165,8 @@ class _Loop:
         undo.enter_context(only_process(self._run.folder))
         checkpoint.remove_unfinished(self._run.checkpoints)
         self._run.write(statistics=self._loader.statistics)
+        if self._config.train.mirror:
+            Mirror(self._config.train.mirror).push_run(self._run.folder)
 
     def run_to_end(self, *, profile: bool) -> str:
         """Steps until a limit is reached or a signal asks to stop, saves, and returns the reason."""
@@ -254,11 +259,11 @@ class _Loop:
         seen = control.all_gather_ints([steps[-1] if steps else -1], name="latest checkpoint")
         latest = seen[0][0]  # as rank 0 sees it: on a network file system others may see less
         if latest < 0 and self._run.origin:
-            state, self._warm = together(control, "warm state", lambda: self._run.warm_state(self._lanes))
+            state, self._warm = together(self._lanes.saves, "warm state", lambda: self._run.warm_state(self._lanes))
             return state
         if latest < 0:
             return together(control, "new state", lambda: self._run.new_state(self._lanes))
-        state, manifest = together(control, "restored", lambda: self._run.load_state(latest, self._lanes))
+        state, manifest = together(self._lanes.saves, "restored", lambda: self._run.load_state(latest, self._lanes))
         progress = manifest.progress
         best = Best(**progress["best"]) if progress["best"] else None
         self._memory = Memory(seconds=progress["seconds"], best=best, num_stale=progress["num_stale"])
@@ -276,17 +281,33 @@ class _Loop:
         )
 
 
-def _open(config: Config, folder: Path, resume: bool, init_from: InitFrom | None, control: Lane) -> Run:
+def _open(config: Config, folder: Path, resume: bool, init_from: InitFrom | None, lanes: Lanes) -> Run:
     """The run of all ranks; rank 0 sees whether there is one already, what it starts from, how many threads to use."""
+    control, leads = lanes.control, lanes.control.world.rank == 0
+    together(lanes.saves, "mirror", lambda: _look_at_mirror(config, folder, resume) if leads else None)
     seen = [int(resume and Run.exists(folder)), torch.get_num_threads()]
     exists, num_threads = control.all_gather_ints(seen, name="run exists")[0]
     if exists:
         return together(control, "run opened", lambda: _reopen(config, folder, init_from))
     config = replace(config, train=replace(config.train, num_threads=config.train.num_threads or num_threads))
-    leads = control.world.rank == 0
-    found = together(control, "origin found", lambda: init_from.resolve() if init_from and leads else None)
+    found = together(lanes.saves, "origin found", lambda: init_from.resolve() if init_from and leads else None)
     said = json.loads(control.broadcast_bytes(json.dumps(asdict(found) if found else None).encode(), 0, name="origin"))
     return together(control, "run created", lambda: _create(config, folder, Origin.from_json(said) if said else None))
+
+
+def _look_at_mirror(config: Config, folder: Path, resume: bool) -> None:
+    """A folder that was lost comes back from the mirror; raises ConfigError if a new run would overwrite another there."""
+    if not config.train.mirror:
+        return
+    mirror = Mirror(config.train.mirror)
+    if Run.exists(folder):
+        return
+    if resume:
+        mirror.restore(folder)
+    elif mirror.holds_run():
+        raise ConfigError(
+            f"{mirror.url} already holds a run; add --resume to go on with it, or name another --train.mirror."
+        )
 
 
 def _create(config: Config, folder: Path, origin: Origin | None) -> Run:

@@ -33,6 +33,7 @@ from nestpipe.checkpoint_facts import bucket_files, is_checkpoint, table_facts, 
 from nestpipe.embedding.optim import OPTIMIZERS
 from nestpipe.embedding.table import Table
 from nestpipe.errors import CheckpointError, ConfigError
+from nestpipe.mirror import is_url, local_copy
 from nestpipe.pipeline.stages import TrainState
 
 Word = Literal["added", "dropped", "reshaped", "optimizer", "model", "data"]
@@ -42,7 +43,10 @@ _HARMLESS = ("model.dropout",)  # has no part in what weights mean
 
 @dataclass(frozen=True, slots=True)
 class InitFrom:
-    """A run, whose best checkpoint is meant, or its latest if it did not validate; or a checkpoint. And what may differ."""
+    """A run, whose best checkpoint is meant, or its latest if it did not validate; or a checkpoint. And what may differ.
+
+    It may lie behind a URL: every rank then copies the checkpoint to a temporary folder first.
+    """
 
     source: str | Path
     allow: tuple[Word, ...] = ()
@@ -51,13 +55,16 @@ class InitFrom:
         """Raises CheckpointError if there is no complete checkpoint, ConfigError for an unknown word."""
         if unknown := [word for word in self.allow if word not in get_args(Word)]:
             raise ConfigError(f"--allow {unknown[0]} is not known; there are: {', '.join(get_args(Word))}.")
-        path = self.absolute()
-        folder = path if is_checkpoint(path) else checkpoint.best_folder(path / "checkpoints")
-        manifest = Manifest.read(folder)
-        return Origin(str(path), str(folder), manifest.step, manifest.digest, self.allow)
+        place = self.absolute()
+        with local_copy(place, whole=False) as path:
+            folder = path if is_checkpoint(path) else checkpoint.best_folder(path / "checkpoints")
+            manifest = Manifest.read(folder)
+            found = str(folder).replace(str(path), place)
+        return Origin(place, found, manifest.step, manifest.digest, self.allow)
 
-    def absolute(self) -> Path:
-        return Path(self.source).resolve()
+    def absolute(self) -> str:
+        """The source, wherever it is looked at from."""
+        return str(self.source).rstrip("/") if is_url(self.source) else str(Path(self.source).resolve())
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +81,8 @@ class Origin:
     def from_json(content: Mapping[str, Any]) -> Origin:
         return Origin(**{**content, "allow": tuple(content["allow"])})
 
-    def read(self) -> Manifest:
-        """Raises CheckpointError if the checkpoint is gone or another."""
-        manifest = Manifest.read(Path(self.checkpoint))
+    def check(self, manifest: Manifest) -> Manifest:
+        """The manifest that was found there; raises CheckpointError if it is another by now."""
         if manifest.digest != self.digest:
             raise CheckpointError(
                 f"{self.checkpoint} is no longer the checkpoint that the run was to start from (step {self.step})."
