@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from nestpipe.comm import Lane, World
@@ -151,16 +151,29 @@ def load(
 ) -> tuple[Manifest, dict[str, dict[str, Tensor]]]:
     """Reads the wanted files of a checkpoint after checking each; raises CheckpointError that names the damaged one."""
     manifest = Manifest.read(folder)
-    content: dict[str, dict[str, Tensor]] = {}
-    for file, expected in manifest.files.items():
-        name = file.removesuffix(".safetensors")
-        if wanted(name):
-            verify_file(folder / file, expected)
-            try:
-                content[name] = load_file(folder / file)
-            except SafetensorError as error:
-                raise CheckpointError(f"{folder / file} cannot be read ({error}).") from error
-    return manifest, content
+    names = (file.removesuffix(".safetensors") for file in manifest.files)
+    return manifest, {name: read(folder, manifest, name) for name in names if wanted(name)}
+
+
+def read(
+    folder: Path,
+    manifest: Manifest,
+    name: str,
+    wanted: Callable[[str], bool] = lambda key: True,
+    *,
+    verify: bool = True,
+) -> dict[str, Tensor]:
+    """The wanted tensors of one file; raises CheckpointError if it is missing, or damaged as far as `verify` can tell."""
+    file = f"{name}.safetensors"
+    if file not in manifest.files:
+        raise CheckpointError(f"{folder} holds no {name}, which this model needs.")
+    if verify:
+        verify_file(folder / file, manifest.files[file])
+    try:
+        with safe_open(folder / file, "pt") as opened:
+            return {key: opened.get_tensor(key) for key in opened.keys() if wanted(key)}  # noqa: SIM118
+    except SafetensorError as error:
+        raise CheckpointError(f"{folder / file} cannot be read ({error}).") from error
 
 
 def verify_file(path: Path, expected: Mapping[str, Any]) -> None:

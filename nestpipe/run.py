@@ -30,7 +30,7 @@ from nestpipe.data.splits import Split, make_split
 from nestpipe.embedding.optim import OPTIMIZERS
 from nestpipe.embedding.owner import Owners
 from nestpipe.embedding.sharded import Sharded
-from nestpipe.embedding.table import Table, split_buckets
+from nestpipe.embedding.table import Table
 from nestpipe.errors import CheckpointError, ConfigError
 from nestpipe.metrics import replace_file
 from nestpipe.mirror import local_copy
@@ -190,18 +190,17 @@ class Run:
         """The state of a checkpoint, by default the latest, on one of the ranks; any number of ranks can load it."""
         state = self.new_state(lanes)
         embedding = state.embedding
-        own = {
-            bucket_name(name, b): name for name in embedding.tables for b in embedding.owners.buckets_of(embedding.rank)
-        }
         folder = checkpoint.folder_of(self.checkpoints, step)
-        manifest, content = checkpoint.load(folder, lambda name: name == "dense" or name in own)
+        manifest = Manifest.read(folder)
         self._check_origin(folder, manifest)
-        if lacking := sorted({"dense", *own} - content.keys()):
-            raise CheckpointError(f"{folder} holds no {lacking[0]}, which this model needs.")
-        state.dense.load(content["dense"])
+        state.dense.load(checkpoint.read(folder, manifest, "dense"))
         for name, table in embedding.tables.items():
-            buckets = [content[file] for file, owner in own.items() if owner == name]
-            table.load({key: torch.cat([bucket[key] for bucket in buckets]) for key in buckets[0]})
+            files = [bucket_name(name, number) for number in embedding.owners.buckets_of(embedding.rank)]
+            # The index first, then one bucket of rows after the other: a table may be larger than the memory.
+            light = [checkpoint.read(folder, manifest, file, lambda key: not _is_of_rows(key)) for file in files]
+            table.load_index({key: torch.cat([part[key] for part in light]) for key in light[0]})
+            for file in files:
+                table.load_rows(checkpoint.read(folder, manifest, file, _is_row_or_id, verify=False))
         state.num_steps = manifest.step
         return state, manifest
 
@@ -253,8 +252,17 @@ def files_of(state: TrainState) -> Iterator[tuple[str, dict[str, Tensor]]]:
         yield "dense", state.dense.export()
     for name, table in embedding.tables.items():
         buckets = embedding.owners.buckets_of(embedding.rank)
-        for number, part in split_buckets(table.export(), embedding.owners, buckets):
+        for number, part in table.export_buckets(embedding.owners, buckets):
             yield bucket_name(name, number), part
+
+
+def _is_of_rows(key: str) -> bool:
+    """Whether a tensor of a bucket file has weights or optimizer state, which are as large as the table."""
+    return key == "rows" or key.startswith("state.")
+
+
+def _is_row_or_id(key: str) -> bool:
+    return key == "ids" or _is_of_rows(key)
 
 
 def bucket_name(table: str, bucket: int) -> str:

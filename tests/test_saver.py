@@ -9,8 +9,10 @@ import torch
 
 from nestpipe import checkpoint, train
 from nestpipe.comm import World
+from nestpipe.embedding.store import Store
 from nestpipe.errors import NestPipeError, TrainError
 from nestpipe.jagged import Cursor
+from nestpipe.run import Run, files_of
 from nestpipe.saver import Saver
 from nestpipe.trainer import train_to_end
 from tests.ranks import run_ranks
@@ -171,3 +173,41 @@ def test_a_failed_run_waits_for_the_checkpoint_under_way(log, tmp_path, monkeypa
     with pytest.raises(TrainError, match="broken on purpose"):
         train(small_config(log), tmp_path / "run", quiet=True)
     assert checkpoint.complete_steps(tmp_path / "run" / "checkpoints") == [5]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_table_of_the_mmap_tier_is_saved_and_loaded_bucket_by_bucket(log, tmp_path, monkeypatch, kind):
+    """Never the rows of two buckets at once, with the files of the memory tier."""
+    config = small_config(log, steps=6)
+    config = replace(config, embedding=replace(config.embedding, **KINDS[kind]))
+    files = replace(config.embedding, tier="mmap", mmap_folder=str(tmp_path), memory_bytes=1 << 20)
+    threads, write = set(), checkpoint._write
+    monkeypatch.setattr(
+        checkpoint, "_write", lambda *a: (threads.add(threading.current_thread().name[:5]), write(*a))[1]
+    )
+    calm = train(config, tmp_path / "memory", quiet=True)
+    assert threads == {"saver"}
+    threads.clear()
+    run = train(replace(config, embedding=files), tmp_path / "mmap", quiet=True)
+    assert threads == {"MainT"}
+    ours, theirs = (checkpoint.Manifest.read(checkpoint.folder_of(one.checkpoints)) for one in (run, calm))
+    assert ours.files == theirs.files
+    moved = {"gather": [], "scatter": []}
+    for name, sizes in moved.items():
+        original = getattr(Store, name)
+
+        def counted(self, column, slots, *rows, original=original, sizes=sizes):
+            sizes.append(len(slots))
+            return original(self, column, slots, *rows)
+
+        monkeypatch.setattr(Store, name, counted)
+    state, _ = Run.open(run.folder).load_state()
+    again = {file: {key: tensor.clone() for key, tensor in tensors.items()} for file, tensors in files_of(state)}
+    _, saved = checkpoint.load(checkpoint.folder_of(run.checkpoints))
+    buckets = [len(saved[f"item.{number:03d}"]["ids"]) for number in range(4)]
+    num_columns = 4  # rows, mean, square, step
+    for sizes in moved.values():
+        assert sizes == [size for size in buckets for _ in range(num_columns)]
+    assert sum(buckets) > max(buckets)
+    assert again.keys() == saved.keys()
+    assert all(torch.equal(again[file][key], saved[file][key]) for file in saved for key in saved[file])
