@@ -27,6 +27,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from nestpipe.comm import Lane, World
+from nestpipe.disk import flush
 from nestpipe.errors import CheckpointError, ConfigError, DataError, NestPipeError, TrainError
 from nestpipe.jagged import Cursor
 
@@ -126,24 +127,24 @@ def _write_all(folder: Path, content: Files) -> dict[str, dict[str, Any]]:
 
 def _write(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, path)
-    _flush(path)
+    flush(path)
     return {"sha256": _digest(path), "bytes": path.stat().st_size}
 
 
 def _publish(temporary: Path, final: Path, manifest: dict[str, Any]) -> None:
     manifest["digest"] = _manifest_digest(manifest)
     (temporary / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
-    _flush(temporary / "manifest.json")
+    flush(temporary / "manifest.json")
     publish(temporary, final)
 
 
 def publish(temporary: Path, final: Path) -> None:
     """A whole checkpoint appears in its place by one rename."""
-    _flush(temporary)
+    flush(temporary)
     if final.exists():  # somebody took its manifest away; what is left may still be worth something
         final.rename(final.with_name(f"damaged-{final.name}-{os.getpid()}"))
     temporary.rename(final)
-    _flush(final.parent)
+    flush(final.parent)
 
 
 def load(
@@ -239,12 +240,3 @@ def _manifest_digest(manifest: Mapping[str, Any]) -> str:
 def _digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _flush(path: Path) -> None:
-    """Forces a file or folder to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

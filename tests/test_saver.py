@@ -121,7 +121,7 @@ def full_disk(world, config, folder, culprit):
     """Trains with a disk that is full for one rank; what ended the run there, and how many steps it did."""
     import nestpipe.trainer as loop
 
-    flush, step, num_steps = checkpoint._flush, loop.step, [0]
+    flush, step, num_steps = checkpoint.flush, loop.step, [0]
 
     def failing(path):
         if world.rank == culprit:
@@ -133,13 +133,13 @@ def full_disk(world, config, folder, culprit):
         time.sleep(0.05)
         return step(*arguments)
 
-    checkpoint._flush, loop.step = failing, counted
+    checkpoint.flush, loop.step = failing, counted
     try:
         return train_to_end(config, folder, quiet=True, world=world).stopped, num_steps[0]
     except (NestPipeError, OSError) as error:
         return str(error), num_steps[0]
     finally:
-        checkpoint._flush, loop.step = flush, step
+        checkpoint.flush, loop.step = flush, step
 
 
 @pytest.mark.parametrize("culprit", [0, 1])

@@ -43,7 +43,7 @@ import os, signal, sys, threading
 from nestpipe import checkpoint, Config
 import nestpipe.trainer as loop
 last_call, calls, writing, steps = int(sys.argv[3]), 0, threading.Event(), 0
-flush, step = checkpoint._flush, loop.step
+flush, step = checkpoint.flush, loop.step
 def stuck(path):
     global calls
     calls += 1
@@ -59,7 +59,7 @@ def dying(*arguments):
     if steps == 8:
         os.kill(os.getpid(), signal.SIGKILL)
     return step(*arguments)
-checkpoint._flush, loop.step = stuck, dying
+checkpoint.flush, loop.step = stuck, dying
 loop.train(Config.from_json(open(sys.argv[1]).read()), sys.argv[2], quiet=True)
 """
 
@@ -112,7 +112,7 @@ def test_killed_with_validation_and_patience_remembers_both(log, tmp_path, scale
     (tmp_path / "config.json").write_text(config.to_json())
     for count in range(2, scale(24, 60), scale(14, 1)):
         folder = tmp_path / str(count)
-        arguments = [sys.executable, "-c", KILLED, str(tmp_path / "config.json"), str(folder), "_flush", str(count)]
+        arguments = [sys.executable, "-c", KILLED, str(tmp_path / "config.json"), str(folder), "flush", str(count)]
         subprocess.run(arguments, capture_output=True, timeout=100, check=False)
         again = train(config, folder, resume=True, quiet=True)
         assert not differing_tensors(calm.folder, folder)
@@ -121,10 +121,10 @@ def test_killed_with_validation_and_patience_remembers_both(log, tmp_path, scale
 
 
 @pytest.mark.parametrize(
-    ("target", "count"), [("step", 4), ("step", 9), *[("_flush", n) for n in (1, 2, 5, 6, 7, 8, 9, 14)], ("prune", 2)]
+    ("target", "count"), [("step", 4), ("step", 9), *[("flush", n) for n in (1, 2, 5, 6, 7, 8, 9, 14)], ("prune", 2)]
 )
 def test_killed_anywhere_and_resumed_ends_with_the_same_bits(log, calm, tmp_path, target, count):
-    """_flush 1 to 8 is inside the first save (dense, 4 buckets, manifest, folder, parent), 9 to 16 inside the second."""
+    """flush 1 to 8 is inside the first save (dense, 4 buckets, manifest, folder, parent), 9 to 16 inside the second."""
     folder, settings = tmp_path / "run", tmp_path / "config.json"
     settings.write_text(small_config(log).to_json())
     arguments = [sys.executable, "-c", KILLED, str(settings), str(folder), target, str(count)]
@@ -211,14 +211,14 @@ def test_ctrl_c_saves_and_the_run_goes_on(log, tmp_path):
 
 
 def test_ctrl_c_during_the_last_save_loses_nothing(log, tmp_path, monkeypatch):
-    original = checkpoint._flush
+    original = checkpoint.flush
 
     def interrupted(path):
         if path.name == "dense.safetensors":
             signal.raise_signal(signal.SIGINT)
         original(path)
 
-    monkeypatch.setattr(checkpoint, "_flush", interrupted)
+    monkeypatch.setattr(checkpoint, "flush", interrupted)
     run = train(small_config(log, save_steps=1000), tmp_path / "run", quiet=True)
     assert checkpoint.complete_steps(run.checkpoints) == [12]
 
