@@ -34,6 +34,8 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from nestpipe.errors import CommError
 from nestpipe.handle import Handle, dump_stacks, in_seconds, named_ranks
 
+__all__ = ["DEADLINE_S", "MAX_TAG", "Handle", "Lane", "Watch", "World"]
+
 DEADLINE_S = 60.0
 MAX_TAG = 1 << 16
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}

@@ -73,8 +73,8 @@ class Lanes:
     @staticmethod
     def of(world: World) -> Lanes:
         """A meeting of all ranks."""
-        plain = (world.lane(name) for name in ("control", "keys", "rows", "dense"))
-        return Lanes(*plain, world.lane("saves", deadline_s=max(_SAVE_S, world.deadline_s)))
+        lanes = {name: world.lane(name) for name in ("control", "keys", "rows", "dense")}
+        return Lanes(**lanes, saves=world.lane("saves", deadline_s=max(_SAVE_S, world.deadline_s)))
 
 
 @dataclass(frozen=True)
