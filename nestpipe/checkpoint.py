@@ -17,23 +17,24 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from nestpipe.comm import Lane, World
+from nestpipe.disk import flush
 from nestpipe.errors import CheckpointError, ConfigError, DataError, NestPipeError, TrainError
 from nestpipe.jagged import Cursor
 
 FORMAT = 2
 _NAME = re.compile(r"step-(\d{6,})")
 _ERRORS: dict[str, type[NestPipeError]] = {kind.__name__: kind for kind in (CheckpointError, ConfigError, DataError)}
-Content = Mapping[str, Mapping[str, Tensor]]  # file name without suffix -> tensors
+Files = Iterable[tuple[str, Mapping[str, Tensor]]]  # names without suffix, and tensors
 Result = TypeVar("Result")
 
 
@@ -45,6 +46,7 @@ class Manifest:
     cursor: Cursor  # the next batch to train on
     progress: dict[str, Any]  # what the training loop wants to remember
     files: dict[str, dict[str, Any]]
+    digest: str  # of all this
 
     @staticmethod
     def read(folder: Path) -> Manifest:
@@ -67,15 +69,15 @@ class Manifest:
         digest = content.pop("digest", None)
         if digest != _manifest_digest(content):
             raise CheckpointError(f"{folder / 'manifest.json'} is not what was saved. {_advice(folder)}")
-        return Manifest(content["step"], Cursor(*content["cursor"]), content["progress"], content["files"])
+        return Manifest(content["step"], Cursor(*content["cursor"]), content["progress"], content["files"], digest)
 
 
 def save(
-    parent: Path, step: int, cursor: Cursor, progress: Mapping[str, Any], content: Content, lane: Lane | None = None
+    parent: Path, step: int, cursor: Cursor, progress: Mapping[str, Any], content: Files, lane: Lane | None = None
 ) -> Path:
     """Writes a checkpoint of `step` and publishes it; an existing one of the same step is kept.
 
-    All ranks call it, each with files of its own in a folder that all see; rank 0 adds the manifest and publishes.
+    Files are asked for one after the other, so that they need not be in memory together. All ranks call it, each with files of its own in a folder that all see; rank 0 adds the manifest and publishes.
     """
     lane = lane or World.single().lane("checkpoint")
     leads = lane.world.rank == 0
@@ -119,25 +121,30 @@ def _make_room(parent: Path, temporary: Path) -> None:
     temporary.mkdir()
 
 
-def _write_all(folder: Path, content: Content) -> dict[str, dict[str, Any]]:
-    return {f"{name}.safetensors": _write(folder / f"{name}.safetensors", part) for name, part in content.items()}
+def _write_all(folder: Path, content: Files) -> dict[str, dict[str, Any]]:
+    return {f"{name}.safetensors": _write(folder / f"{name}.safetensors", part) for name, part in content}
 
 
 def _write(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, path)
-    _flush(path)
+    flush(path)
     return {"sha256": _digest(path), "bytes": path.stat().st_size}
 
 
 def _publish(temporary: Path, final: Path, manifest: dict[str, Any]) -> None:
     manifest["digest"] = _manifest_digest(manifest)
     (temporary / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
-    _flush(temporary / "manifest.json")
-    _flush(temporary)
+    flush(temporary / "manifest.json")
+    publish(temporary, final)
+
+
+def publish(temporary: Path, final: Path) -> None:
+    """A whole checkpoint appears in its place by one rename."""
+    flush(temporary)
     if final.exists():  # somebody took its manifest away; what is left may still be worth something
         final.rename(final.with_name(f"damaged-{final.name}-{os.getpid()}"))
     temporary.rename(final)
-    _flush(final.parent)
+    flush(final.parent)
 
 
 def load(
@@ -145,16 +152,29 @@ def load(
 ) -> tuple[Manifest, dict[str, dict[str, Tensor]]]:
     """Reads the wanted files of a checkpoint after checking each; raises CheckpointError that names the damaged one."""
     manifest = Manifest.read(folder)
-    content: dict[str, dict[str, Tensor]] = {}
-    for file, expected in manifest.files.items():
-        name = file.removesuffix(".safetensors")
-        if wanted(name):
-            verify_file(folder / file, expected)
-            try:
-                content[name] = load_file(folder / file)
-            except SafetensorError as error:
-                raise CheckpointError(f"{folder / file} cannot be read ({error}).") from error
-    return manifest, content
+    names = (file.removesuffix(".safetensors") for file in manifest.files)
+    return manifest, {name: read(folder, manifest, name) for name in names if wanted(name)}
+
+
+def read(
+    folder: Path,
+    manifest: Manifest,
+    name: str,
+    wanted: Callable[[str], bool] = lambda key: True,
+    *,
+    verify: bool = True,
+) -> dict[str, Tensor]:
+    """The wanted tensors of one file; raises CheckpointError if it is missing, or damaged as far as `verify` can tell."""
+    file = f"{name}.safetensors"
+    if file not in manifest.files:
+        raise CheckpointError(f"{folder} holds no {name}, which this model needs.")
+    if verify:
+        verify_file(folder / file, manifest.files[file])
+    try:
+        with safe_open(folder / file, "pt") as opened:
+            return {key: opened.get_tensor(key) for key in opened.keys() if wanted(key)}  # noqa: SIM118
+    except SafetensorError as error:
+        raise CheckpointError(f"{folder / file} cannot be read ({error}).") from error
 
 
 def verify_file(path: Path, expected: Mapping[str, Any]) -> None:
@@ -187,6 +207,12 @@ def folder_of(parent: Path, step: int | None = None) -> Path:
     return parent / f"step-{step:06d}"
 
 
+def best_folder(parent: Path) -> Path:
+    """The best checkpoint if the run validated, else the latest."""
+    latest = Manifest.read(folder_of(parent))
+    return folder_of(parent, (latest.progress.get("best") or {}).get("step", latest.step))
+
+
 def prune(parent: Path, *, keep_last: int, keep: int | None) -> None:
     """Removes old checkpoints but the last ones and the step in `keep`."""
     for step in complete_steps(parent)[:-keep_last]:
@@ -214,12 +240,3 @@ def _manifest_digest(manifest: Mapping[str, Any]) -> str:
 def _digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _flush(path: Path) -> None:
-    """Forces a file or folder to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

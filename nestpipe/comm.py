@@ -9,35 +9,21 @@
 Rules. Every rank makes the same lanes in the same order (making one is a meeting of all ranks) and launches the same
 exchanges on each, empty messages included. One thread launches on a lane; any thread may wait. Both ends know the
 size of a message beforehand. A world of one runs the same code, only without messages.
-
-What gloo (torch 2.13) does, and what follows from it:
-
-- Receives posted first, then sends, use both directions of the wire at once; all_to_all_single takes turns, twice the
-  time. A sender waits for word of the posted receive, so `post` well before `launch` saves one of the two trips.
-- A point-to-point operation cannot be polled: `is_completed` stays False and there is no future. Only `wait` tells,
-  once: a second wait on a finished operation hangs. So a handle waits for each operation once and remembers.
-- A wait that times out closes *all* connections of that group on this rank: the deadline ends the lane. What had
-  arrived before can still be waited for, and that is how the missing ranks are told from the others.
-- Peers then see a closed connection, as if this rank had died. It therefore leaves a note in the store saying whom it
-  was missing, and whoever sees a closed connection looks for that note before it calls the peer dead.
-- A message longer than its receive ends the receiving process in std::terminate; a shorter one is accepted and leaves
-  the rest of the buffer as it was. So the size is part of the tag, and a wrong size is a message that never arrives.
 """
 
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import os
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -46,14 +32,15 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from nestpipe.errors import CommError
+from nestpipe.handle import Handle, dump_stacks, in_seconds, named_ranks
+
+__all__ = ["DEADLINE_S", "MAX_TAG", "Handle", "Lane", "Watch", "World"]
 
 DEADLINE_S = 60.0
 MAX_TAG = 1 << 16
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _NOTE_GRACE_S = 1.0  # the note is written a moment after the connection closes
-# A tag has 31 bits: one for its kind, 16 for its number, 14 for the size; this is the largest prime below 2**14.
-_SIZES_IN_TAG = 16381
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -116,8 +103,11 @@ class World:
             raise CommError(f"no exchange for device '{device}'; there is one for {', '.join(_BACKENDS)}.")
         return World(rank=rank, size=size, store=prefix, device=device, deadline_s=deadline_s, stacks=stacks)
 
-    def lane(self, name: str) -> Lane:
-        """A new lane; a meeting of all ranks, raises CommError naming those that did not come before the deadline."""
+    def lane(self, name: str, *, deadline_s: float | None = None) -> Lane:
+        """A new lane; a meeting of all ranks, raises CommError naming those that did not come before the deadline.
+
+        `deadline_s` is for its exchanges, by default that of the world.
+        """
         if name in self._lanes:
             raise CommError(f"lane '{name}' exists already; a group belongs to one lane.")
         self.store.set(f"lane/{name}/{self.rank}", "here")
@@ -126,10 +116,10 @@ class World:
             group = None if self.size == 1 else _new_group(self, name)
         except RuntimeError as error:
             absent = tuple(rank for rank in range(self.size) if not self.store.check([f"lane/{name}/{rank}"]))
-            blame = f"{_ranks(absent)} never made it" if absent else _first_line(error)
-            message = f"lane '{name}' not made after {_seconds(time.monotonic() - start)}; {blame}."
-            raise CommError(message + _dump_stacks(self), ranks=absent) from error
-        self._lanes[name] = Lane(self, name, group)
+            blame = f"{named_ranks(absent)} never made it" if absent else _first_line(error)
+            message = f"lane '{name}' not made after {in_seconds(time.monotonic() - start)}; {blame}."
+            raise CommError(message + dump_stacks(self), ranks=absent) from error
+        self._lanes[name] = Lane(self, name, group, deadline_s=deadline_s or self.deadline_s)
         return self._lanes[name]
 
     def close(self) -> None:
@@ -174,13 +164,13 @@ class Watch(Protocol):
 class Lane:
     """One process group and its exchanges, in the same order on every rank, launched by one thread."""
 
-    def __init__(self, world: World, name: str, group: Any):
-        self.world, self.name = world, name
-        self._group = group
+    def __init__(self, world: World, name: str, group: Any, *, deadline_s: float):
+        self.world, self.name, self.deadline_s = world, name, deadline_s
+        self.group = group
         self._num_exchanges = 0
         self._thread: int | None = None
-        self._broken: CommError | None = None
-        self._unfinished: set[Handle] = set()  # keeps buffers alive while gloo reads and writes them
+        self.broken: CommError | None = None
+        self.unfinished: set[Handle] = set()  # keeps buffers alive while gloo reads and writes them
         self.watch: Watch | None = None
 
     def exchange(
@@ -211,7 +201,7 @@ class Lane:
         are counted. `wire` is a 16-bit type for wider floats on their way, the own part included: not exact. `where`
         stands in error messages. On nccl and hccl (written, not yet run) the work is one all_to_all_single at launch.
         """
-        self._check_use()
+        self.check_use()
         if len(receive) != self.world.size:
             raise ValueError(f"exchange '{name}' has {len(receive)} receives for {self.world.size} ranks.")
         if tag is not None and not 0 <= tag < MAX_TAG:
@@ -219,7 +209,7 @@ class Lane:
         number = self._num_exchanges % MAX_TAG if tag is None else MAX_TAG + tag
         self._num_exchanges += tag is None
         handle = Handle(self, name, receive, number=number, wire=wire, where=where)
-        self._unfinished.add(handle)
+        self.unfinished.add(handle)
         handle.post()
         return handle
 
@@ -260,7 +250,7 @@ class Lane:
             return
         holders = {value: tuple(rank for rank, own in enumerate(values) if own == value) for value in values}
         first, *others = (
-            f"{_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'} '{value}'" for value, ranks in holders.items()
+            f"{named_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'} '{value}'" for value, ranks in holders.items()
         )
         blame = tuple(rank for rank, value in enumerate(values) if value != values[0])
         raise CommError(f"{name} differs: {first}, but {', '.join(others)}. All ranks must run the same.", ranks=blame)
@@ -281,152 +271,29 @@ class Lane:
         everywhere = [total] * self.world.size  # 3 everyone gets all parts
         self.exchange(f"{name}/gather", everywhere, parts, where=where).wait()
 
+    def all_to_all(self, target: Tensor, source: Tensor, target_sizes: list[int], sizes: list[int]) -> Any:
+        """The one collective of nccl and hccl, launched."""
+        return dist.all_to_all_single(target, source, target_sizes, sizes, group=self.group, async_op=True)
+
     def hand_over(self) -> None:
         """Lets another thread launch from now on; the old one must have stopped."""
         self._thread = None
 
     def close(self) -> None:
         """Ends the lane; exchanges that are not finished are lost."""
-        self._broken = self._broken or CommError(f"lane '{self.name}' is closed.")
-        self._group = None
-        self._unfinished.clear()
+        self.broken = self.broken or CommError(f"lane '{self.name}' is closed.")
+        self.group = None
+        self.unfinished.clear()
 
-    def _check_use(self) -> None:
-        if self._broken:
-            raise CommError(f"lane '{self.name}' cannot be used any more: {self._broken}", ranks=self._broken.ranks)
+    def check_use(self) -> None:
+        if self.broken:
+            raise CommError(f"lane '{self.name}' cannot be used any more: {self.broken}", ranks=self.broken.ranks)
         self._thread = self._thread or threading.get_ident()
         if self._thread != threading.get_ident():
             raise CommError(
                 f"lane '{self.name}' belongs to another thread; two threads on one group mix their messages. "
                 "Use a lane of its own, or hand_over() between them."
             )
-
-
-class Handle:
-    """One exchange under way: posted, launched, waited for."""
-
-    def __init__(
-        self, lane: Lane, name: str, receive: Sequence[Tensor], *, number: int, wire: torch.dtype | None, where: str
-    ):
-        self._lane, self._world = lane, lane.world
-        self._name = name
-        self._title = f"exchange '{name}'" + (f" ({where})" if where else "")
-        self._number, self._wire = number, wire
-        self._receive = receive
-        self._arrivals = [_narrow_like(buffer, wire) for buffer in receive]  # mostly the buffers themselves
-        self._send: list[Tensor] | None = None
-        self._works: list[tuple[int, Any]] = []  # (peer, operation), receives first
-        self._finish: Callable[[], None] | None = None
-        self._done = False
-        self._error: CommError | None = None
-
-    def post(self) -> None:
-        if self._world.device.type == "cpu":
-            for peer in self._peers():
-                self._operate(self._lane._group.recv, self._arrivals[peer], peer)
-
-    def launch(self, send: Sequence[Tensor]) -> Handle:
-        """Sends; the tensors must not change before `wait` has returned."""
-        if len(send) != self._world.size:
-            raise ValueError(f"{self._title} has {len(send)} sends for {self._world.size} ranks.")
-        own, place = send[self._world.rank], self._receive[self._world.rank]
-        if own.shape != place.shape or own.dtype != place.dtype:
-            raise ValueError(
-                f"{self._title} sends itself {own.dtype} {list(own.shape)} for {place.dtype} {list(place.shape)}."
-            )
-        self._lane._check_use()
-        self._send = [_narrow(part, self._wire) for part in send]
-        if self._world.device.type == "cpu":
-            for peer in self._peers():
-                self._operate(self._lane._group.send, self._send[peer], peer)
-            self._arrivals[self._world.rank].copy_(self._send[self._world.rank])
-        else:
-            self._launch_all_to_all(self._send)
-        if watch := self._lane.watch:
-            num_bytes = sum(self._send[peer].nbytes for peer in self._peers())
-            watch.launched(self._name, num_bytes, sum(map(len, send)))
-        return self
-
-    def wait(self) -> None:
-        """Returns when everything has arrived and left; raises CommError naming the ranks at fault, the second time too."""
-        if self._error:
-            raise self._error
-        if self._done:
-            return
-        if self._send is None:
-            raise ValueError(f"{self._title} was posted but not launched; waiting for it would never end.")
-        with self._lane.watch.waiting(self._name) if self._lane.watch else nullcontext():
-            self._wait_for_works()
-        if self._finish:
-            self._finish()
-        for arrival, buffer in zip(self._arrivals, self._receive, strict=True):
-            if arrival is not buffer:
-                buffer.copy_(arrival)
-        self._done = True
-        self._works.clear()
-        self._send = None
-        self._lane._unfinished.discard(self)
-
-    def _wait_for_works(self) -> None:
-        start = time.monotonic()
-        for index, (peer, work) in enumerate(self._works):
-            left = self._world.deadline_s - (time.monotonic() - start)
-            try:
-                # gloo takes 0 for "no deadline". On a device wait only orders the stream; the group's own timeout watches.
-                work.wait(timedelta(seconds=max(left, 0.001))) if self._world.device.type == "cpu" else work.wait()
-            except RuntimeError as error:
-                self._fail(error, peer, self._works[index + 1 :], time.monotonic() - start)
-
-    def _peers(self) -> Iterable[int]:
-        """The other ranks, each rank starting with its successor so that not all send to one."""
-        return ((self._world.rank + step) % self._world.size for step in range(1, self._world.size))
-
-    def _operate(self, operation: Any, buffer: Tensor, peer: int) -> None:
-        data = _as_bytes(buffer)
-        tag = self._number << 14 | data.numel() % _SIZES_IN_TAG
-        try:
-            self._works.append((peer, operation([data], peer, tag)))
-        except RuntimeError as error:  # the connection is closed already
-            self._fail(error, peer, [], 0.0)
-
-    def _launch_all_to_all(self, send: list[Tensor]) -> None:
-        """One collective on concatenated buffers, for nccl and hccl."""
-        source, sizes = torch.cat([_as_bytes(part) for part in send]), [part.nbytes for part in send]
-        target_sizes = [arrival.nbytes for arrival in self._arrivals]
-        target = source.new_empty(sum(target_sizes))
-        group = self._lane._group
-        if group is None:
-            target.copy_(source)
-        else:
-            work = dist.all_to_all_single(target, source, target_sizes, sizes, group=group, async_op=True)
-            self._works.append((self._world.rank, work))
-
-        def scatter() -> None:
-            for arrival, part in zip(self._arrivals, target.split(target_sizes), strict=True):
-                _as_bytes(arrival).copy_(part)
-
-        self._finish = scatter
-
-    def _fail(self, error: RuntimeError, peer: int, rest: list[tuple[int, Any]], elapsed_s: float) -> NoReturn:
-        """Finds out who is to blame, tells the others, and raises."""
-        if self._lane._broken:  # by another exchange of this lane, which has told the others
-            reason, ranks = f"its lane broke before: {self._lane._broken}".rstrip("."), self._lane._broken.ranks
-        elif elapsed_s >= self._world.deadline_s - 0.05:  # gloo counts in whole milliseconds
-            ranks = tuple(sorted({peer, *(other for other, work in rest if not _arrived(work))}))
-            reason = f"{_ranks(ranks)} never entered it"
-            self._world.leave_note(f"{self._title}: {reason}", ranks)
-        elif note := self._world.find_note(peer):
-            reason, ranks = f"rank {peer} gave up: {note[0]}", note[1]
-            self._world.leave_note(*note)
-        elif self._lane._broken:  # meanwhile, in another thread
-            self._fail(error, peer, rest, elapsed_s)
-        else:
-            reason, ranks = f"rank {peer} closed the connection: it has ended", (peer,)
-            self._world.leave_note(f"{self._title}: {reason}", ranks)
-        message = f"{self._title} not finished after {_seconds(elapsed_s)}; {reason}."
-        self._error = CommError(message + _dump_stacks(self._world), ranks=ranks)
-        self._lane._broken = self._lane._broken or self._error
-        raise self._error from error
 
 
 def _meet(store: Store, rank: int, size: int, deadline_s: float) -> str:
@@ -441,7 +308,7 @@ def _meet(store: Store, rank: int, size: int, deadline_s: float) -> str:
         while not store.check([f"answer/{rank}/{own}"]):
             if time.monotonic() > end:
                 raise CommError(
-                    f"rank {rank} was not answered in {_seconds(deadline_s)}; rank 0 never came.", ranks=(0,)
+                    f"rank {rank} was not answered in {in_seconds(deadline_s)}; rank 0 never came.", ranks=(0,)
                 )
             time.sleep(0.01)
         life = store.get(f"answer/{rank}/{own}").decode()
@@ -456,7 +323,7 @@ def _meet(store: Store, rank: int, size: int, deadline_s: float) -> str:
                 store.set(f"answer/{other}/{store.get(f'greeting/{other}').decode()}", own)
         if missing and time.monotonic() > end:
             absent = tuple(sorted(missing))
-            raise CommError(f"{_ranks(absent)} did not come in {_seconds(deadline_s)}.", ranks=absent)
+            raise CommError(f"{named_ranks(absent)} did not come in {in_seconds(deadline_s)}.", ranks=absent)
         time.sleep(0.01)
     return own
 
@@ -468,50 +335,6 @@ def _new_group(world: World, name: str) -> Any:
     if not dist.is_initialized():
         dist.init_process_group(backend, store=world.store, rank=world.rank, world_size=world.size, timeout=timeout)
     return dist.new_group(backend=backend, timeout=timeout)
-
-
-def _arrived(work: Any) -> bool:
-    """Whether an operation had finished; only after a timeout, which has ended all that had not."""
-    try:
-        work.wait(timedelta(milliseconds=1))
-    except RuntimeError:
-        return False
-    return True
-
-
-def _dump_stacks(world: World) -> str:
-    """Writes the stacks of all threads if there is a folder for them; returns what to add to the message."""
-    if world.stacks is None:
-        return ""
-    world.stacks.mkdir(parents=True, exist_ok=True)
-    with (world.stacks / f"stacks-{world.rank}.txt").open("w") as file:
-        faulthandler.dump_traceback(file, all_threads=True)
-    return f" Stacks: {world.stacks}/stacks-*.txt"
-
-
-def _as_bytes(buffer: Tensor) -> Tensor:
-    """The memory of a contiguous tensor as uint8, which every backend can send."""
-    return buffer.detach().view(-1).view(torch.uint8)
-
-
-def _narrows(buffer: Tensor, wire: torch.dtype | None) -> bool:
-    return wire is not None and buffer.is_floating_point() and buffer.element_size() > wire.itemsize
-
-
-def _narrow(buffer: Tensor, wire: torch.dtype | None) -> Tensor:
-    return buffer.detach().to(wire) if _narrows(buffer, wire) else buffer
-
-
-def _narrow_like(buffer: Tensor, wire: torch.dtype | None) -> Tensor:
-    return torch.empty_like(buffer, dtype=wire) if _narrows(buffer, wire) else buffer
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds >= 9.5 else f"{seconds:.1f} s"
 
 
 def _first_line(error: Exception) -> str:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
@@ -20,7 +20,8 @@ import polars
 import torch
 from torch import Tensor
 
-from nestpipe import checkpoint
+from nestpipe import checkpoint, warm_start
+from nestpipe.checkpoint import Manifest
 from nestpipe.comm import Lane, World
 from nestpipe.config import Config, flat
 from nestpipe.data.numbers import NumberStats
@@ -29,13 +30,15 @@ from nestpipe.data.splits import Split, make_split
 from nestpipe.embedding.optim import OPTIMIZERS
 from nestpipe.embedding.owner import Owners
 from nestpipe.embedding.sharded import Sharded
-from nestpipe.embedding.table import Table, split_buckets
+from nestpipe.embedding.table import Table
 from nestpipe.errors import CheckpointError, ConfigError
 from nestpipe.metrics import replace_file
+from nestpipe.mirror import local_copy
 from nestpipe.models.retrieval import build_retrieval
 from nestpipe.pipeline.dense import Dense
 from nestpipe.pipeline.stages import TrainState
 from nestpipe.scoring import Scorer
+from nestpipe.warm_start import Origin
 
 # Limits, reporting and where things lie may differ when a run goes on; everything else decides the bits.
 FREE_KEYS = (
@@ -47,25 +50,30 @@ FREE_KEYS = (
     "train.keep_last",
     "train.log_steps",
     "train.tensorboard",
+    "train.async_save",
+    "train.mirror",
     "embedding.tier",
     "embedding.mmap_folder",
     "embedding.memory_bytes",
 )
+_SAVE_S = 3600.0  # one rank may have so much more to write or to copy than another
 
 
 @dataclass(frozen=True, slots=True)
 class Lanes:
-    """The lanes of a sequential run; one thread uses them all."""
+    """The lanes of a sequential run; one thread uses them all, but for that of the saves once training has begun."""
 
     control: Lane
     keys: Lane
     rows: Lane
     dense: Lane
+    saves: Lane
 
     @staticmethod
     def of(world: World) -> Lanes:
         """A meeting of all ranks."""
-        return Lanes(*(world.lane(name) for name in ("control", "keys", "rows", "dense")))
+        lanes = {name: world.lane(name) for name in ("control", "keys", "rows", "dense")}
+        return Lanes(**lanes, saves=world.lane("saves", deadline_s=max(_SAVE_S, world.deadline_s)))
 
 
 @dataclass(frozen=True)
@@ -74,6 +82,7 @@ class Run:
 
     folder: Path
     config: Config
+    origin: Origin | None = None  # the checkpoint it was initialised from
 
     @staticmethod
     def exists(folder: str | Path) -> bool:
@@ -81,10 +90,10 @@ class Run:
         return (Path(folder) / "config.json").exists()
 
     @staticmethod
-    def create(config: Config, folder: str | Path) -> Run:
+    def create(config: Config, folder: str | Path, *, origin: Origin | None = None) -> Run:
         """A run in a new folder, which `write` will make; raises ConfigError if there is one already."""
         config.validate()
-        run = Run(Path(folder), config)
+        run = Run(Path(folder), config, origin)
         if Run.exists(folder) or checkpoint.complete_steps(run.checkpoints):
             raise ConfigError(
                 f"{run.folder} already holds a run; add --resume to go on with it, or name another folder with --run."
@@ -97,7 +106,9 @@ class Run:
         config = Config.load(Path(folder) / "config.json")
         if data_path is not None:
             config = replace(config, data=replace(config.data, path=data_path))
-        run, facts = Run(Path(folder), config), _read_facts(Path(folder) / "run.json")
+        facts = _read_facts(Path(folder) / "run.json")
+        origin = facts.get("init_from")
+        run = Run(Path(folder), config, Origin.from_json(origin) if origin else None)
         if run.sequences.digest != facts["data_digest"]:
             raise CheckpointError(
                 f"{run.folder} was trained on other data: {run.config.data.path} now has digest "
@@ -113,6 +124,7 @@ class Run:
             "data_digest": self.sequences.digest,
             "statistics": {name: stats.to_json() for name, stats in statistics.items()},
             "versions": versions(),
+            "init_from": asdict(self.origin) if self.origin else None,
         }
         replace_file(self.folder / "run.json", (json.dumps(facts, indent=2) + "\n").encode())
         replace_file(self.folder / "config.json", self.config.to_json().encode())
@@ -129,6 +141,8 @@ class Run:
         """What must be the same on every rank, by name: versions, code, data, configuration (its path apart)."""
         settings = {key: repr(value) for key, value in flat(self.config).items() if key != "data.path"}
         facts = {"code of nestpipe": _code_digest()[:12], "data": self.sequences.digest[:12]}
+        if self.origin:
+            facts["init_from"] = self.origin.digest[:12]
         return {**{f"version of {name}": one for name, one in versions().items()}, **facts, **settings, **self.settings}
 
     @property
@@ -171,26 +185,39 @@ class Run:
             cut=config.pipeline,
         )
 
-    def load_state(self, step: int | None = None, lanes: Lanes | None = None) -> tuple[TrainState, checkpoint.Manifest]:
+    def load_state(self, step: int | None = None, lanes: Lanes | None = None) -> tuple[TrainState, Manifest]:
         """The state of a checkpoint, by default the latest, on one of the ranks; any number of ranks can load it."""
         state = self.new_state(lanes)
         embedding = state.embedding
-        own = {
-            bucket_name(name, b): name for name in embedding.tables for b in embedding.owners.buckets_of(embedding.rank)
-        }
         folder = checkpoint.folder_of(self.checkpoints, step)
-        manifest, content = checkpoint.load(folder, lambda name: name == "dense" or name in own)
+        manifest = Manifest.read(folder)
         self._check_origin(folder, manifest)
-        if lacking := sorted({"dense", *own} - content.keys()):
-            raise CheckpointError(f"{folder} holds no {lacking[0]}, which this model needs.")
-        state.dense.load(content["dense"])
+        state.dense.load(checkpoint.read(folder, manifest, "dense"))
         for name, table in embedding.tables.items():
-            buckets = [content[file] for file, owner in own.items() if owner == name]
-            table.load({key: torch.cat([bucket[key] for bucket in buckets]) for key in buckets[0]})
+            files = [bucket_name(name, number) for number in embedding.owners.buckets_of(embedding.rank)]
+            # The index first, then one bucket of rows after the other: a table may be larger than the memory.
+            light = [checkpoint.read(folder, manifest, file, lambda key: not _is_of_rows(key)) for file in files]
+            table.load_index({key: torch.cat([part[key] for part in light]) for key in light[0]})
+            for file in files:
+                table.load_rows(checkpoint.read(folder, manifest, file, _is_row_or_id, verify=False))
         state.num_steps = manifest.step
         return state, manifest
 
-    def _check_origin(self, folder: Path, manifest: checkpoint.Manifest) -> None:
+    def warm_state(self, lanes: Lanes | None = None) -> tuple[TrainState, warm_start.Report]:
+        """The state before the first step with what fits of the origin's weights, on one of the ranks."""
+        if self.origin is None:
+            raise ValueError(f"{self.folder} has no origin")
+        state = self.new_state(lanes)
+        with local_copy(self.origin.checkpoint) as folder:
+            manifest = self.origin.check(Manifest.read(folder))
+            lines = warm_start.compare(
+                state, folder, manifest, settings=self.settings, data_digest=self.sequences.digest
+            )
+            warm_start.check(lines, self.origin, self.folder)
+            warm_start.load_into(state, folder, manifest, lines)
+        return state, warm_start.Report(self.origin, tuple(lines))
+
+    def _check_origin(self, folder: Path, manifest: Manifest) -> None:
         before, now = manifest.progress.get("settings", {}), self.settings
         changed = [f"{key}: {before[key]} -> {now[key]}" for key in before if before[key] != now.get(key, before[key])]
         if changed:
@@ -202,8 +229,7 @@ class Run:
     def scorer(self, step: int | None = None) -> Scorer:
         """Scores with a checkpoint: by default the best one if the run validated, else the latest."""
         if step is None:
-            latest = checkpoint.Manifest.read(checkpoint.folder_of(self.checkpoints))
-            step = (latest.progress.get("best") or {}).get("step", latest.step)
+            step = Manifest.read(checkpoint.best_folder(self.checkpoints)).step
         state, _ = self.load_state(step)
         return Scorer(state, self.sequences, self.split, self.config)
 
@@ -218,15 +244,24 @@ def _read_facts(path: Path) -> dict[str, Any]:
     raise CheckpointError(f"{path} is missing or damaged, so nobody can tell which data the run was trained on.")
 
 
-def contents_of(state: TrainState) -> dict[str, dict[str, Tensor]]:
-    """What a rank contributes to a checkpoint, file by file: its buckets, and rank 0 the dense part, equal on all."""
+def files_of(state: TrainState) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """What a rank contributes to a checkpoint, as copies: its buckets, and rank 0 the dense part, equal on all."""
     embedding = state.embedding
-    content = {"dense": state.dense.export()} if embedding.rank == 0 else {}
+    if embedding.rank == 0:
+        yield "dense", state.dense.export()
     for name, table in embedding.tables.items():
         buckets = embedding.owners.buckets_of(embedding.rank)
-        for number, part in split_buckets(table.export(), embedding.owners, buckets):
-            content[bucket_name(name, number)] = part
-    return content
+        for number, part in table.export_buckets(embedding.owners, buckets):
+            yield bucket_name(name, number), part
+
+
+def _is_of_rows(key: str) -> bool:
+    """Whether a tensor of a bucket file has weights or optimizer state, which are as large as the table."""
+    return key == "rows" or key.startswith("state.")
+
+
+def _is_row_or_id(key: str) -> bool:
+    return key == "ids" or _is_of_rows(key)
 
 
 def bucket_name(table: str, bucket: int) -> str:

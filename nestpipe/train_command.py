@@ -13,6 +13,7 @@ from nestpipe.config import Config, keys, unknown_key
 from nestpipe.errors import ConfigError
 from nestpipe.recipes import RECIPES
 from nestpipe.trainer import INTERRUPTED, train_to_end
+from nestpipe.warm_start import InitFrom, Word
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +22,10 @@ class _Arguments:
     """Folder of the run [default: runs/RECIPE]."""
     resume: bool = False
     """Go on with the run in that folder, if there is one."""
+    init_from: str | None = None
+    """Start a new run from the weights of another: a run (its best checkpoint, else the latest) or a checkpoint."""
+    allow: tuple[Word, ...] = ()
+    """With --init-from: what may differ from the other run; without the word for it, it is refused."""
     profile: bool = False
     """Profile a few steps: a table on the screen, a trace in RUN/profile."""
     config: Annotated[Config, tyro.conf.arg(name=""), tyro.conf.AvoidSubcommands]
@@ -37,7 +42,7 @@ def main(argv: list[str]) -> int:
             f"unknown recipe '{name}'" + (f"; did you mean '{nearest[0]}'?" if nearest else "") + f"\n\n{_usage()}"
         )
     defaults = _Arguments(config=RECIPES[name]())
-    check_keys(rest, ["run", "resume", "profile", *keys(defaults.config)])
+    check_keys(rest, ["run", "resume", "init_from", "allow", "profile", *keys(defaults.config)])
     arguments = tyro.cli(
         _Arguments,
         prog=f"nestpipe train {name}",
@@ -45,10 +50,13 @@ def main(argv: list[str]) -> int:
         args=rest,
         default=defaults,
     )
+    if arguments.allow and arguments.init_from is None:
+        raise ConfigError("--allow says what may differ from another run; name that run with --init-from.")
     outcome = train_to_end(
         arguments.config,
         arguments.run or f"runs/{name}",
         resume=arguments.resume,
+        init_from=InitFrom(arguments.init_from, arguments.allow) if arguments.init_from is not None else None,
         profile=arguments.profile,
         quiet=False,
     )
@@ -67,7 +75,7 @@ def check_keys(argv: list[str], known: list[str]) -> None:
 def _usage() -> str:
     rows = "\n".join(f"  {name:<18}{recipe.__doc__}" for name, recipe in RECIPES.items())
     return (
-        "usage: nestpipe train RECIPE [--run DIR] [--resume] [--section.field VALUE ...]\n\n"
+        "usage: nestpipe train RECIPE [--run DIR] [--resume] [--init-from RUN [--allow WORD ...]] [--section.field VALUE ...]\n\n"
         f"recipes:\n{rows}\n\n"
         "example: nestpipe train tiny --train.epochs 5 --run runs/first\n"
         "'nestpipe train RECIPE --help' lists every setting with its value in that recipe."

@@ -35,6 +35,10 @@ class TrainConfig:
     """Save a checkpoint after this many steps, and at the end."""
     keep_last: int = 2
     """Checkpoints to keep, the best one apart."""
+    async_save: bool = True
+    """Write checkpoints beside the training, from a copy in memory (not in the mmap tier, which is never copied)."""
+    mirror: str = ""
+    """A URL where every checkpoint is copied to, such as s3://bucket/run (needs the extra nestpipe[remote])."""
     log_steps: int = 20
     """Write metrics after this many steps."""
     num_threads: int = 0
@@ -53,5 +57,7 @@ class TrainConfig:
                 yield f"{name} is {getattr(self, name)}; it must be at least 1"
         if self.tensorboard and importlib.util.find_spec("tensorboard") is None:
             yield "tensorboard is on, but the package is not installed: pip install 'nestpipe[tensorboard]'"
+        if self.mirror and "://" not in self.mirror:
+            yield f"mirror is {self.mirror!r}; it must be a URL, such as s3://bucket/run or file:///folder"
         if not re.fullmatch(r"(hr|ndcg)@[1-9]\d*|mrr", self.metric):
             yield f"metric is {self.metric!r}; it must be hr@K, ndcg@K or mrr"

@@ -4,7 +4,7 @@ A run is a function of its configuration and data. What the clock decides is onl
 a run that was killed and resumed ends with the bits of one that was left alone.
 
 On several ranks all of them run this loop in step. Rank 0 alone writes metrics, talks to the terminal and looks at the
-clock; whatever could make a rank stop is agreed on after every step.
+clock; whatever could make a rank stop is agreed on after every step. Checkpoints are written beside it (saver.py).
 """
 
 from __future__ import annotations
@@ -17,24 +17,27 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from rich.console import Console
 
 from nestpipe import checkpoint
 from nestpipe.checkpoint import together
 from nestpipe.comm import Lane, World
 from nestpipe.config import Config
 from nestpipe.data.loader import Loader
-from nestpipe.errors import CommError, ConfigError, TrainError
+from nestpipe.errors import CommError, ConfigError
 from nestpipe.jagged import Batch, Cursor
 from nestpipe.metrics import JsonlTracker, TensorBoardTracker, Tracker, Trackers
+from nestpipe.mirror import Mirror
 from nestpipe.models.config import HSTUConfig
 from nestpipe.pipeline.sequential import step
 from nestpipe.pipeline.stages import Clip, Rates, TrainState
 from nestpipe.process import exact_arithmetic, only_process, stop_signals
 from nestpipe.profiling import profiled
 from nestpipe.progress import Progress
-from nestpipe.run import FREE_KEYS, Lanes, Run, contents_of
+from nestpipe.run import FREE_KEYS, Lanes, Run, files_of
+from nestpipe.saver import Saver
 from nestpipe.scoring import Scorer
+from nestpipe.warm_start import InitFrom, Origin, Report
 
 INTERRUPTED = "interrupted"
 _SHARED_S = 5.0  # a network file system may show a new file this late
@@ -66,10 +69,19 @@ class Outcome:
 
 
 def train(
-    config: Config, folder: str | Path, *, resume: bool = False, profile: bool = False, quiet: bool = False
+    config: Config,
+    folder: str | Path,
+    *,
+    resume: bool = False,
+    init_from: InitFrom | None = None,
+    profile: bool = False,
+    quiet: bool = False,
 ) -> Run:
-    """Trains a run to its end and returns it; with `resume` goes on from the latest checkpoint, if there is one."""
-    return train_to_end(config, folder, resume=resume, profile=profile, quiet=quiet).run
+    """Trains a run to its end and returns it; with `resume` goes on from the latest checkpoint, if there is one.
+
+    A new run starts from the weights of another with `init_from` (see warm_start.py).
+    """
+    return train_to_end(config, folder, resume=resume, init_from=init_from, profile=profile, quiet=quiet).run
 
 
 def train_to_end(
@@ -77,6 +89,7 @@ def train_to_end(
     folder: str | Path,
     *,
     resume: bool = False,
+    init_from: InitFrom | None = None,
     profile: bool = False,
     quiet: bool = False,
     world: World | None = None,
@@ -86,7 +99,7 @@ def train_to_end(
     config = replace(config, data=replace(config.data, path=str(Path(config.data.path).resolve())))
     with contextlib.closing(world or World.from_environment()) as open_world:
         lanes = Lanes.of(open_world)
-        run = _open(config, Path(folder), resume, lanes.control)
+        run = _open(config, Path(folder), resume, init_from, lanes)
         _agree(run, lanes.control)
         with (
             exact_arithmetic(run.config.train.num_threads),
@@ -110,17 +123,29 @@ class _Loop:
         )
         self._memory = Memory()
         self._cursor = Cursor(0, 0)
+        self._warm: Report | None = None
         self._exit = contextlib.ExitStack()
         with contextlib.ExitStack() as undo:
             self._state = self._restore()
             together(lanes.control, "folder taken", lambda: self._take_folder(undo) if self._leads else None)
             _check_shared(run.folder, lanes.control)
+            if self._warm and not quiet:
+                Console(stderr=True, highlight=False, markup=False).print(self._warm)
             self._trackers = _trackers(run, self._state.num_steps) if self._leads else Trackers([])
             undo.callback(self._trackers.close)
             self._progress = Progress(
                 self._num_steps(), run.config.train.minutes * 60, done=self._state.num_steps, quiet=quiet
             )
             undo.callback(self._progress.close)
+            limits = run.config.train
+            self._saver = Saver(
+                run.checkpoints,
+                lanes.saves,
+                keep_last=limits.keep_last,
+                background=limits.async_save and run.config.embedding.tier == "memory",
+                mirror=Mirror(limits.mirror) if limits.mirror else None,
+            )
+            undo.callback(self._close_saver)
             self._exit = undo.pop_all()
         self._since = time.monotonic()
         if run.sequences.times is None and isinstance(run.config.model, HSTUConfig):
@@ -132,10 +157,16 @@ class _Loop:
     def __exit__(self, *_: object) -> None:
         self._exit.close()
 
+    def _close_saver(self) -> None:
+        if error := self._saver.close():  # the run has failed otherwise, and that is what ends it
+            self._progress.say(f"the checkpoint under way was not saved: {error}")
+
     def _take_folder(self, undo: contextlib.ExitStack) -> None:
         undo.enter_context(only_process(self._run.folder))
         checkpoint.remove_unfinished(self._run.checkpoints)
         self._run.write(statistics=self._loader.statistics)
+        if self._config.train.mirror:
+            Mirror(self._config.train.mirror).push_run(self._run.folder)
 
     def run_to_end(self, *, profile: bool) -> str:
         """Steps until a limit is reached or a signal asks to stop, saves, and returns the reason."""
@@ -145,6 +176,8 @@ class _Loop:
             contextlib.closing(self._loader.iterate(self._cursor)) as batches,
             profiled(self._run.folder / "profile", enabled=profile and self._leads and reason is None) as profile_step,
         ):
+            if self._warm:
+                self._save()  # from here on the run does not need its origin any more
             while reason is None:
                 self._step(next(batches))
                 profile_step()
@@ -152,6 +185,7 @@ class _Loop:
                 if reason is None and self._state.num_steps % self._config.train.save_steps == 0:
                     self._save()
             self._save()
+            self._saver.wait()
             summary = {"steps": self._state.num_steps, "epoch": self._cursor.epoch, **asdict(self._memory)}
             self._trackers.summary({"stopped": reason, **summary})
         self._progress.say(f"stopped at step {self._state.num_steps:,}: {reason}. Run: {self._run.folder}")
@@ -188,8 +222,10 @@ class _Loop:
         """The same answer on every rank: a signal may have reached any of them, the clock is that of rank 0."""
         limits, memory = self._config.train, self._memory
         late = bool(limits.minutes) and self._seconds() >= limits.minutes * 60
-        flags = self._lanes.control.all_gather_ints([asked, late], name="stop")
-        if any(signalled for signalled, _ in flags):
+        flags = self._lanes.control.all_gather_ints([asked, late, self._saver.failed], name="stop")
+        if any(failed for *_, failed in flags):
+            self._saver.wait()  # raises, on every rank
+        if any(signalled for signalled, *_ in flags):
             return INTERRUPTED
         if limits.steps and self._state.num_steps >= limits.steps:
             return f"{limits.steps:,} steps done"
@@ -222,9 +258,12 @@ class _Loop:
         control, steps = self._lanes.control, checkpoint.complete_steps(self._run.checkpoints)
         seen = control.all_gather_ints([steps[-1] if steps else -1], name="latest checkpoint")
         latest = seen[0][0]  # as rank 0 sees it: on a network file system others may see less
+        if latest < 0 and self._run.origin:
+            state, self._warm = together(self._lanes.saves, "warm state", lambda: self._run.warm_state(self._lanes))
+            return state
         if latest < 0:
             return together(control, "new state", lambda: self._run.new_state(self._lanes))
-        state, manifest = together(control, "restored", lambda: self._run.load_state(latest, self._lanes))
+        state, manifest = together(self._lanes.saves, "restored", lambda: self._run.load_state(latest, self._lanes))
         progress = manifest.progress
         best = Best(**progress["best"]) if progress["best"] else None
         self._memory = Memory(seconds=progress["seconds"], best=best, num_stale=progress["num_stale"])
@@ -233,33 +272,46 @@ class _Loop:
 
     def _save(self) -> None:
         self._memory.seconds, self._since = self._seconds(), time.monotonic()
-        content = contents_of(self._state)
-        _check_finite(content, self._state.num_steps, self._lanes.control)
-        checkpoint.save(
-            self._run.checkpoints,
+        self._saver.save(
             self._state.num_steps,
             self._cursor,
-            {**asdict(self._memory), "settings": self._run.settings},
-            content,
-            self._lanes.control,
+            {**asdict(self._memory), "settings": self._run.settings, "data": self._run.sequences.digest},
+            files_of(self._state),
+            keep=self._memory.best.step if self._memory.best else None,
         )
-        if self._leads:
-            best = self._memory.best.step if self._memory.best else None
-            checkpoint.prune(self._run.checkpoints, keep_last=self._config.train.keep_last, keep=best)
 
 
-def _open(config: Config, folder: Path, resume: bool, control: Lane) -> Run:
-    """The run of all ranks; whether there is one already and how many threads to use by default is seen by rank 0."""
+def _open(config: Config, folder: Path, resume: bool, init_from: InitFrom | None, lanes: Lanes) -> Run:
+    """The run of all ranks; rank 0 sees whether there is one already, what it starts from, how many threads to use."""
+    control, leads = lanes.control, lanes.control.world.rank == 0
+    together(lanes.saves, "mirror", lambda: _look_at_mirror(config, folder, resume) if leads else None)
     seen = [int(resume and Run.exists(folder)), torch.get_num_threads()]
     exists, num_threads = control.all_gather_ints(seen, name="run exists")[0]
     if exists:
-        return together(control, "run opened", lambda: _reopen(config, folder))
+        return together(control, "run opened", lambda: _reopen(config, folder, init_from))
     config = replace(config, train=replace(config.train, num_threads=config.train.num_threads or num_threads))
-    return together(control, "run created", lambda: _create(config, folder))
+    found = together(lanes.saves, "origin found", lambda: init_from.resolve() if init_from and leads else None)
+    said = json.loads(control.broadcast_bytes(json.dumps(asdict(found) if found else None).encode(), 0, name="origin"))
+    return together(control, "run created", lambda: _create(config, folder, Origin.from_json(said) if said else None))
 
 
-def _create(config: Config, folder: Path) -> Run:
-    run = Run.create(config, folder)
+def _look_at_mirror(config: Config, folder: Path, resume: bool) -> None:
+    """A folder that was lost comes back from the mirror; raises ConfigError if a new run would overwrite another there."""
+    if not config.train.mirror:
+        return
+    mirror = Mirror(config.train.mirror)
+    if Run.exists(folder):
+        return
+    if resume:
+        mirror.restore(folder)
+    elif mirror.holds_run():
+        raise ConfigError(
+            f"{mirror.url} already holds a run; add --resume to go on with it, or name another --train.mirror."
+        )
+
+
+def _create(config: Config, folder: Path, origin: Origin | None) -> Run:
+    run = Run.create(config, folder, origin=origin)
     _ = run.sequences  # opened now, so that a rank without the data is found
     return run
 
@@ -302,11 +354,14 @@ def _check_shared(folder: Path, control: Lane) -> None:
     together(control, "folder shared", look)
 
 
-def _reopen(config: Config, folder: Path) -> Run:
+def _reopen(config: Config, folder: Path, init_from: InitFrom | None) -> Run:
     """The run in a folder with its new limits; raises ConfigError if a setting differs that decides the bits."""
     saved = Run.open(folder, data_path=config.data.path)
+    if init_from and (saved.origin is None or saved.origin.source != str(init_from.absolute())):
+        history = f"was initialised from {saved.origin.source}" if saved.origin else "started without --init-from"
+        raise ConfigError(f"{folder} {history}, not from {init_from.source}; go on without it, or name another --run.")
     threads = config.train.num_threads or saved.config.train.num_threads
-    run = Run(folder, replace(config, train=replace(config.train, num_threads=threads)))
+    run = Run(folder, replace(config, train=replace(config.train, num_threads=threads)), saved.origin)
     before, after = saved.settings, run.settings
     if changed := [key for key in before | after if before.get(key) != after.get(key)]:
         raise ConfigError(
@@ -315,22 +370,6 @@ def _reopen(config: Config, folder: Path) -> Run:
             + f"\nOnly these may change: {', '.join(FREE_KEYS)}."
         )
     return run
-
-
-def _check_finite(content: dict[str, dict[str, Tensor]], num_steps: int, control: Lane) -> None:
-    """Raises TrainError on every rank if a weight overflowed in its last update: not worth a checkpoint."""
-    flawed = [
-        f"{file}/{name}"
-        for file, tensors in content.items()
-        for name, tensor in tensors.items()
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all())
-    ]
-    found = [data.decode() for data in control.all_gather_bytes("".join(flawed[:1]).encode(), name="finite")]
-    if seen := next(filter(None, found), None):
-        raise TrainError(
-            f"{seen} is not finite after step {num_steps}; nothing was saved. "
-            "Lower the learning rates and go on from the last checkpoint."
-        )
 
 
 def _trackers(run: Run, num_steps: int) -> Tracker:

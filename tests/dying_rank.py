@@ -1,7 +1,7 @@
 """`python -m tests.dying_rank PLAN ARGUMENTS...`: the command line of nestpipe on a rank that may kill itself.
 
 PLAN is JSON, [[rank, function, call], ...]: in the group's n-th life, that rank dies by SIGKILL at the n-th call of a
-function of the checkpoint or the training loop. Lives beyond the plan are left alone.
+function of the checkpoint, the saver or the training loop. Lives beyond the plan are left alone.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import sys
 from typing import Any
 
 import nestpipe.trainer as loop
-from nestpipe import checkpoint
+from nestpipe import checkpoint, saver
 from nestpipe.cli import main
 
 
 def arm(name: str, call: int) -> None:
     """Makes this process die at a call of a function."""
-    module: Any = checkpoint if hasattr(checkpoint, name) else loop
+    module: Any = next(module for module in (checkpoint, saver, loop) if hasattr(module, name))
     original, calls = getattr(module, name), 0
 
     def dying(*arguments: Any, **named: Any) -> Any:

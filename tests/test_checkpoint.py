@@ -11,7 +11,7 @@ CONTENT = {"dense": {"w": torch.arange(6.0).reshape(2, 3).T}, "table.item": {"id
 
 
 def save(parent, step=5):
-    return checkpoint.save(parent, step, Cursor(1, 2), {"seconds": 1.5}, CONTENT)
+    return checkpoint.save(parent, step, Cursor(1, 2), {"seconds": 1.5}, CONTENT.items())
 
 
 def test_what_is_saved_comes_back(tmp_path):

@@ -97,7 +97,7 @@ def test_a_table_with_an_empty_bucket_is_shown(capsys, tmp_path):
     bucket = {"ids": torch.arange(3), "rows": torch.zeros(3, 2), "state.sum": torch.zeros(3, 1)}
     none = {name: values[:0] for name, values in bucket.items()}
     content = {"dense": {"weights.w": torch.zeros(2, 3)}, "user.home.000": bucket, "user.home.001": none}
-    checkpoint.save(tmp_path / "checkpoints", 1, checkpoint.Cursor(0, 1), {}, content)
+    checkpoint.save(tmp_path / "checkpoints", 1, checkpoint.Cursor(0, 1), {}, content.items())
     code, out, _ = call(capsys, "inspect", tmp_path)
     assert code == 0
     assert "6 parameters in 1 tensors" in out

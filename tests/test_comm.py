@@ -152,7 +152,7 @@ def drop_the_handles(world: World) -> None:
         lane.exchange("rows", [torch.full((50_000,), float(value)) for _ in range(world.size)], receive)
         received.append(receive)
     lane.barrier()
-    handles = list(lane._unfinished)
+    handles = list(lane.unfinished)
     assert len(handles) == 20
     for handle in handles:
         handle.wait()

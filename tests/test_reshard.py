@@ -11,7 +11,7 @@ import torch
 from nestpipe import checkpoint
 from nestpipe.demo import differing_tensors
 from nestpipe.errors import NestPipeError
-from nestpipe.run import Lanes, Run, contents_of
+from nestpipe.run import Lanes, Run, files_of
 from nestpipe.trainer import train_to_end
 from tests.ranks import run_ranks
 from tests.worlds import small_config, small_log
@@ -25,7 +25,7 @@ def reshard(world, folder, out):
     """Loads the latest checkpoint on these ranks and saves it again; returns this rank's ids and rows."""
     lanes = Lanes.of(world)
     state, manifest = Run.open(folder).load_state(lanes=lanes)
-    checkpoint.save(out, manifest.step, manifest.cursor, manifest.progress, contents_of(state), lanes.control)
+    checkpoint.save(out, manifest.step, manifest.cursor, manifest.progress, files_of(state), lanes.control)
     return state.embedding.tables["item"].export()
 
 

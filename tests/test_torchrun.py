@@ -52,8 +52,8 @@ def deaths(num_deaths, seed):
     for number in range(num_deaths):
         rank = random_.randrange(WORLD_SIZE)
         at_step = ("step", random_.randint(2, MAX_STEPS_PER_LIFE))
-        in_save = ("_flush", random_.randint(1, 5 if rank == 0 else 1))
-        others = [("_check_finite", 1), ("prune", 1), ("_publish", 1)] if rank == 0 else [("_check_finite", 1)]
+        in_save = ("flush", random_.randint(1, 5 if rank == 0 else 1))
+        others = [("check_finite", 1), ("prune", 1), ("_publish", 1)] if rank == 0 else [("check_finite", 1)]
         plan.append((rank, *(at_step, in_save, random_.choice(others))[number % 3]))
     return plan
 
@@ -72,7 +72,7 @@ def test_ranks_killed_in_steps_and_saves_leave_the_bits_of_an_undisturbed_run(tm
             tiny.train, epochs=0, steps=steps, save_steps=SAVE_STEPS, log_steps=1, keep_last=2, num_threads=1
         ),
     )
-    run_ranks(WORLD_SIZE, calm_run, config, tmp_path / "calm")
+    run_ranks(WORLD_SIZE, calm_run, config, tmp_path / "calm", deadline_s=scale(60, 600))
     settings = f"--train.epochs 0 --train.steps {steps} --train.save-steps {SAVE_STEPS} --train.log-steps 1"
     sizes = "--data.path log --data.batch-size 16 --embedding.num-buckets 4 --train.num-threads 1"
     said = torchrun(

@@ -37,6 +37,33 @@ loop.train(Config.from_json(open(sys.argv[1]).read()), sys.argv[2], resume=True,
 """
 
 
+# Likewise, but the writer of the first checkpoint stops at the n-th flush, and the loop dies two steps further.
+KILLED_BESIDE = """
+import os, signal, sys, threading
+from nestpipe import checkpoint, Config
+import nestpipe.trainer as loop
+last_call, calls, writing, steps = int(sys.argv[3]), 0, threading.Event(), 0
+flush, step = checkpoint.flush, loop.step
+def stuck(path):
+    global calls
+    calls += 1
+    if calls == last_call:
+        writing.set()
+        threading.Event().wait()
+    flush(path)
+def dying(*arguments):
+    global steps
+    steps += 1
+    if steps > 5:
+        writing.wait()
+    if steps == 8:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return step(*arguments)
+checkpoint.flush, loop.step = stuck, dying
+loop.train(Config.from_json(open(sys.argv[1]).read()), sys.argv[2], quiet=True)
+"""
+
+
 @pytest.fixture(scope="module")
 def log(tmp_path_factory):
     return small_log(tmp_path_factory.mktemp("train") / "log").path
@@ -85,7 +112,7 @@ def test_killed_with_validation_and_patience_remembers_both(log, tmp_path, scale
     (tmp_path / "config.json").write_text(config.to_json())
     for count in range(2, scale(24, 60), scale(14, 1)):
         folder = tmp_path / str(count)
-        arguments = [sys.executable, "-c", KILLED, str(tmp_path / "config.json"), str(folder), "_flush", str(count)]
+        arguments = [sys.executable, "-c", KILLED, str(tmp_path / "config.json"), str(folder), "flush", str(count)]
         subprocess.run(arguments, capture_output=True, timeout=100, check=False)
         again = train(config, folder, resume=True, quiet=True)
         assert not differing_tensors(calm.folder, folder)
@@ -94,10 +121,10 @@ def test_killed_with_validation_and_patience_remembers_both(log, tmp_path, scale
 
 
 @pytest.mark.parametrize(
-    ("target", "count"), [("step", 4), ("step", 9), *[("_flush", n) for n in (1, 2, 5, 6, 7, 8, 9, 14)], ("prune", 2)]
+    ("target", "count"), [("step", 4), ("step", 9), *[("flush", n) for n in (1, 2, 5, 6, 7, 8, 9, 14)], ("prune", 2)]
 )
 def test_killed_anywhere_and_resumed_ends_with_the_same_bits(log, calm, tmp_path, target, count):
-    """_flush 1 to 8 is inside the first save (dense, 4 buckets, manifest, folder, parent), 9 to 16 inside the second."""
+    """flush 1 to 8 is inside the first save (dense, 4 buckets, manifest, folder, parent), 9 to 16 inside the second."""
     folder, settings = tmp_path / "run", tmp_path / "config.json"
     settings.write_text(small_config(log).to_json())
     arguments = [sys.executable, "-c", KILLED, str(settings), str(folder), target, str(count)]
@@ -107,6 +134,22 @@ def test_killed_anywhere_and_resumed_ends_with_the_same_bits(log, calm, tmp_path
     train(small_config(log), folder, resume=True, quiet=True)
     assert not differing_tensors(calm("hstu", "sampled"), folder)
     assert [r["step"] for r in read_jsonl(folder / "metrics.jsonl") if "step" in r] == list(range(1, 13))
+    assert not list((folder / "checkpoints").glob(".tmp*"))
+
+
+@pytest.mark.parametrize("count", [3, 8])
+def test_killed_while_a_checkpoint_is_written_beside_the_training(log, calm, tmp_path, count):
+    """Inside the folder, and after the rename: only the disk may not know of it yet."""
+    folder, settings = tmp_path / "run", tmp_path / "config.json"
+    settings.write_text(small_config(log).to_json())
+    arguments = [sys.executable, "-c", KILLED_BESIDE, str(settings), str(folder), str(count)]
+    died = subprocess.run(arguments, capture_output=True, text=True, timeout=100, check=False)
+    assert died.returncode == -signal.SIGKILL, died.stderr
+    assert checkpoint.complete_steps(folder / "checkpoints") == ([] if count < 8 else [5])
+    assert len(list((folder / "checkpoints").glob(".tmp*"))) == (count < 8)
+    assert [r["step"] for r in read_jsonl(folder / "metrics.jsonl")] == list(range(1, 8))
+    train(small_config(log), folder, resume=True, quiet=True)
+    assert not differing_tensors(calm("hstu", "sampled"), folder)
     assert not list((folder / "checkpoints").glob(".tmp*"))
 
 
@@ -168,14 +211,14 @@ def test_ctrl_c_saves_and_the_run_goes_on(log, tmp_path):
 
 
 def test_ctrl_c_during_the_last_save_loses_nothing(log, tmp_path, monkeypatch):
-    original = checkpoint._flush
+    original = checkpoint.flush
 
     def interrupted(path):
         if path.name == "dense.safetensors":
             signal.raise_signal(signal.SIGINT)
         original(path)
 
-    monkeypatch.setattr(checkpoint, "_flush", interrupted)
+    monkeypatch.setattr(checkpoint, "flush", interrupted)
     run = train(small_config(log, save_steps=1000), tmp_path / "run", quiet=True)
     assert checkpoint.complete_steps(run.checkpoints) == [12]
 

@@ -18,6 +18,7 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from nestpipe.disk import flush
 from nestpipe.errors import DataError
 
 FORMAT = "nestpipe-sequences"
@@ -38,7 +39,7 @@ def publish_folder(out: Path, *, overwrite: bool, inputs: Sequence[Path] = ()) -
     try:
         yield draft
         for path in [*draft.iterdir(), draft]:
-            _sync(path)
+            flush(path)
         check_place(out, overwrite=overwrite)  # another process may have written there meanwhile
         _swap(draft, target)
     except BaseException:
@@ -86,7 +87,7 @@ def _swap(draft: Path, out: Path) -> None:
     if out.exists():
         out.rename(old)
     draft.rename(out)
-    _sync(out.parent)
+    flush(out.parent)
     if old.exists():
         shutil.rmtree(old)
 
@@ -111,14 +112,6 @@ def _is_alive(process: int) -> bool:
     except PermissionError:
         return True
     return True
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def file_entry(path: Path) -> dict[str, Any]:

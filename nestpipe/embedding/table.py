@@ -130,16 +130,30 @@ class Table:
         ids, slots = self._index.export()
         return {"ids": ids, **self.read(slots), **(self._admission.export() if self._admission else {})}
 
+    def export_buckets(self, owners: Owners, buckets: range) -> Iterator[tuple[int, dict[str, Tensor]]]:
+        """`export`, bucket by bucket, with the rows of one bucket in memory at a time; meanwhile nothing may change."""
+        ids, slots = self._index.export()
+        beside = self._admission.export() if self._admission else {}
+        for number, part in split_buckets({"ids": ids, "slots": slots, **beside}, owners, buckets):
+            own = self.read(part.pop("slots"))
+            yield number, {**part, **own}
+
     def load(self, content: Mapping[str, Tensor]) -> None:
         """Replaces the content by an exported one, its ids in any order."""
-        ids = content["ids"]
-        slots = torch.arange(len(ids))
+        self.load_index(content)
+        self.load_rows(content)
+
+    def load_index(self, content: Mapping[str, Tensor]) -> None:
+        """The first part of `load`, which looks at no rows; they follow by `load_rows`, all of them, in any pieces."""
         if self._admission:
             self._admission.load(content)
         else:
-            self._index.load(ids, slots)
+            self._index.load(content["ids"], torch.arange(len(content["ids"])))
         self._rows.grow(self._index.num_slots)
-        self.write(slots, {name: content[name] for name in self._rows})
+
+    def load_rows(self, content: Mapping[str, Tensor]) -> None:
+        """Overwrites the rows of known ids and their optimizer state."""
+        self.write(self._index.find(content["ids"]), {name: content[name] for name in self._rows})
 
     def _new_state(self, num_rows: int) -> State:
         """State of new rows, under the names of an export."""

@@ -1,0 +1,94 @@
+"""Checkpoints written beside the training: the loop takes a copy, a thread of its own writes it.
+
+    loop     step step │ copy │ step step step step step │ wait, copy │ step ...
+    thread             └──────▶ write, publish, mirror, prune         └────────▶ ...
+
+One checkpoint is under way at a time: the next save, the end of the run and a failure wait for it. An error of the
+thread reaches the loop at the next agreement of all ranks, and all of them: what can go wrong on one rank is told to the
+others on a lane that belongs to this thread alone. A kill leaves the checkpoints that were published before, and a
+temporary folder.
+
+Not in the background, tables are never copied: bucket by bucket they go to their files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nestpipe import checkpoint
+from nestpipe.checkpoint import Files, together
+from nestpipe.comm import Lane
+from nestpipe.errors import TrainError
+from nestpipe.jagged import Cursor
+from nestpipe.mirror import Mirror
+
+
+class Saver:
+    """Saves checkpoints of a run and prunes old ones, on every rank in step."""
+
+    def __init__(self, parent: Path, lane: Lane, *, keep_last: int, background: bool, mirror: Mirror | None = None):
+        """The lane must not be used by anybody else from now on. Rank 0 copies every checkpoint to the mirror."""
+        lane.hand_over()
+        self._parent, self._lane, self._keep_last, self._mirror = parent, lane, keep_last, mirror
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="saver") if background else None
+        self._under_way: Future[None] | None = None
+
+    @property
+    def failed(self) -> bool:
+        """Whether `wait` would raise, as far as is known now."""
+        return self._under_way is not None and self._under_way.done() and self._under_way.exception() is not None
+
+    def save(
+        self, step: int, cursor: Cursor, progress: Mapping[str, Any], files: Files, *, keep: int | None = None
+    ) -> None:
+        """Saves files of copied tensors, after the save before; `keep` is a step that is not pruned."""
+        self.wait()
+        if self._pool is None:
+            self._write(step, cursor, progress, files, keep)
+        else:
+            self._under_way = self._pool.submit(self._write, step, cursor, progress, list(files), keep)
+
+    def wait(self) -> None:
+        """Returns when nothing is under way; raises what ended the last save."""
+        if self._under_way is not None:
+            done, self._under_way = self._under_way, None
+            done.result()
+
+    def close(self) -> BaseException | None:
+        """Waits, and returns what ended the last save, if it was not raised before."""
+        if self._pool is not None:
+            self._pool.shutdown()
+        return self._under_way.exception() if self._under_way else None
+
+    def _write(self, step: int, cursor: Cursor, progress: Mapping[str, Any], files: Files, keep: int | None) -> None:
+        folder = checkpoint.save(self._parent, step, cursor, progress, _finite(files, step), self._lane)
+        leads = self._lane.world.rank == 0
+        together(self._lane, "mirrored, pruned", lambda: self._follow_up(folder, keep) if leads else None)
+
+    def _follow_up(self, folder: Path, keep: int | None) -> None:
+        if self._mirror:
+            self._mirror.push(folder)
+            self._mirror.prune(keep_last=self._keep_last, keep=keep)
+        checkpoint.prune(self._parent, keep_last=self._keep_last, keep=keep)
+
+
+def _finite(files: Files, step: int) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
+    """The same files; raises TrainError at a weight that overflowed in its last update: not worth a checkpoint."""
+    for file, tensors in files:
+        check_finite(file, tensors, step)
+        yield file, tensors
+
+
+def check_finite(file: str, tensors: Mapping[str, Tensor], step: int) -> None:
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            raise TrainError(
+                f"{file}/{name} is not finite after step {step}; nothing was saved. "
+                "Lower the learning rates and go on from the last checkpoint."
+            )
