@@ -54,6 +54,8 @@ class Config:
                 f"embedding.protect_steps is {self.embedding.protect_steps}, but with pipeline.depth {self.pipeline.depth} rows "
                 f"are in use for longer; set --embedding.protect-steps {self.pipeline.depth + 1}"
             )
+        if self.pipeline.rows == "table" and self.embedding.tier == "mmap" and self.pipeline.looks_ahead:
+            yield "pipeline.rows is 'table', but rows in files (embedding.tier mmap) need a pool when batches overlap"
         if self.train.patience and not self.data.validation:
             yield "train.patience watches a validation metric, but data.validation is off; add --data.validation"
         if self.data.validation and int(self.train.metric.partition("@")[2] or 0) not in (0, *self.eval.ks):

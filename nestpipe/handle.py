@@ -49,8 +49,10 @@ class Handle:
         self._arrivals = [_narrow_like(buffer, wire) for buffer in receive]  # mostly the buffers themselves
         self._send: list[Tensor] | None = None
         self._works: list[tuple[int, Any]] = []  # (peer, operation), receives first
+        self._num_waited = 0  # of them, for which somebody has waited
         self._finish: Callable[[], None] | None = None
-        self._done = False
+        self._num_sends = 0
+        self._arrived = self._done = False
         self._error: CommError | None = None
 
     def post(self) -> None:
@@ -72,6 +74,7 @@ class Handle:
         if self._world.device.type == "cpu":
             for peer in self._peers():
                 self._operate(self._lane.group.send, self._send[peer], peer)
+                self._num_sends += 1
             self._arrivals[self._world.rank].copy_(self._send[self._world.rank])
         else:
             self._launch_all_to_all(self._send)
@@ -80,29 +83,41 @@ class Handle:
             watch.launched(self._name, num_bytes, sum(map(len, send)))
         return self
 
-    def wait(self) -> None:
-        """Returns when everything has arrived and left; raises CommError naming the ranks at fault, the second time too."""
+    def wait_arrived(self) -> None:
+        """Returns when everything has arrived, whether or not all has left; `wait` must follow. Raises like it."""
         if self._error:
             raise self._error
-        if self._done:
+        if self._arrived:
             return
         if self._send is None:
             raise ValueError(f"{self._title} was posted but not launched; waiting for it would never end.")
         with self._lane.watch.waiting(self._name) if self._lane.watch else nullcontext():
-            self._wait_for_works()
+            self._wait_for_works(len(self._works) - self._num_sends)
         if self._finish:
             self._finish()
         for arrival, buffer in zip(self._arrivals, self._receive, strict=True):
             if arrival is not buffer:
                 buffer.copy_(arrival)
+        self._arrived = True
+
+    def wait(self) -> None:
+        """Returns when everything has arrived and left; raises CommError naming the ranks at fault, the second time too."""
+        self.wait_arrived()
+        if self._done:
+            return
+        self._wait_for_works(len(self._works))
         self._done = True
         self._works.clear()
         self._send = None
         self._lane.unfinished.discard(self)
 
-    def _wait_for_works(self) -> None:
+    def _wait_for_works(self, end: int) -> None:
+        """Waits for the operations up to a number, each once."""
         start = time.monotonic()
-        for index, (peer, work) in enumerate(self._works):
+        while self._num_waited < end:
+            index = self._num_waited
+            peer, work = self._works[index]
+            self._num_waited += 1
             left = self._lane.deadline_s - (time.monotonic() - start)
             try:
                 # gloo takes 0 for "no deadline". On a device wait only orders the stream; the group's own timeout watches.

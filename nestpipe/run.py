@@ -27,6 +27,7 @@ from nestpipe.config import Config, flat
 from nestpipe.data.numbers import NumberStats
 from nestpipe.data.sequences import Sequences
 from nestpipe.data.splits import Split, make_split
+from nestpipe.embedding.held import Holder, InPlace, Pool
 from nestpipe.embedding.optim import OPTIMIZERS
 from nestpipe.embedding.owner import Owners
 from nestpipe.embedding.sharded import Sharded
@@ -52,6 +53,10 @@ FREE_KEYS = (
     "train.tensorboard",
     "train.async_save",
     "train.mirror",
+    "pipeline.mode",
+    "pipeline.depth",
+    "pipeline.rows",
+    "pipeline.trace_steps",
     "embedding.tier",
     "embedding.mmap_folder",
     "embedding.memory_bytes",
@@ -175,10 +180,11 @@ class Run:
             settings = spec.optimizer or config.embedding
             optimizer = OPTIMIZERS[settings.optimizer](settings)
             tables[spec.name] = Table(spec, optimizer, seed=config.seed, config=config.embedding)
-        owners = Owners(config.embedding.num_buckets, lanes.rows.world.size)
+        embedding = Sharded(tables, lanes.keys, lanes.rows, Owners(config.embedding.num_buckets, lanes.rows.world.size))
+        embedding.holders = {name: _holder(table, config) for name, table in tables.items()}
         return TrainState(
             model=model,
-            embedding=Sharded(tables, lanes.keys, lanes.rows, owners),
+            embedding=embedding,
             dense=Dense(model, config.dense, lanes.dense),
             control=lanes.control,
             seed=config.seed,
@@ -232,6 +238,14 @@ class Run:
             step = Manifest.read(checkpoint.best_folder(self.checkpoints)).step
         state, _ = self.load_state(step)
         return Scorer(state, self.sequences, self.split, self.config)
+
+
+def _holder(table: Table, config: Config) -> Holder:
+    """Rows in files are copied to a pool when several batches are in flight, so that one lane alone touches the files."""
+    rows = config.pipeline.rows
+    if rows == "pool" or (rows == "auto" and config.embedding.tier == "mmap" and config.pipeline.looks_ahead):
+        return Pool(table)
+    return InPlace(table)
 
 
 def _read_facts(path: Path) -> dict[str, Any]:

@@ -4,43 +4,45 @@ A run is a function of its configuration and data. What the clock decides is onl
 a run that was killed and resumed ends with the bits of one that was left alone.
 
 On several ranks all of them run this loop in step. Rank 0 alone writes metrics, talks to the terminal and looks at the
-clock; whatever could make a rank stop is agreed on after every step. Checkpoints are written beside it (saver.py).
+clock; whatever could make a rank stop is agreed on after every step, or with the ids of a batch where batches overlap.
+Checkpoints are written beside it (saver.py).
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
-import socket
 import time
+import uuid
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-import torch
 from rich.console import Console
 
 from nestpipe import checkpoint
 from nestpipe.checkpoint import together
-from nestpipe.comm import Lane, World
+from nestpipe.comm import World
 from nestpipe.config import Config
 from nestpipe.data.loader import Loader
-from nestpipe.errors import CommError, ConfigError
 from nestpipe.jagged import Batch, Cursor
+from nestpipe.joint_run import agree, check_shared, open_run
 from nestpipe.metrics import JsonlTracker, TensorBoardTracker, Tracker, Trackers
 from nestpipe.mirror import Mirror
 from nestpipe.models.config import HSTUConfig
+from nestpipe.pipeline.runner import Feed, Runner
+from nestpipe.pipeline.schedule import Mode, Schedule
 from nestpipe.pipeline.sequential import step
-from nestpipe.pipeline.stages import Clip, Rates, TrainState
+from nestpipe.pipeline.stages import Clip, Rates, TrainState, Work
 from nestpipe.process import exact_arithmetic, only_process, stop_signals
 from nestpipe.profiling import profiled
 from nestpipe.progress import Progress
-from nestpipe.run import FREE_KEYS, Lanes, Run, files_of
+from nestpipe.run import Lanes, Run, files_of
 from nestpipe.saver import Saver
 from nestpipe.scoring import Scorer
-from nestpipe.warm_start import InitFrom, Origin, Report
+from nestpipe.trace import Recorder
+from nestpipe.warm_start import InitFrom, Report
 
 INTERRUPTED = "interrupted"
-_SHARED_S = 5.0  # a network file system may show a new file this late
 
 
 @dataclass(slots=True)
@@ -99,8 +101,8 @@ def train_to_end(
     config = replace(config, data=replace(config.data, path=str(Path(config.data.path).resolve())))
     with contextlib.closing(world or World.from_environment()) as open_world:
         lanes = Lanes.of(open_world)
-        run = _open(config, Path(folder), resume, init_from, lanes)
-        _agree(run, lanes.control)
+        run = open_run(config, Path(folder), resume, init_from, lanes)
+        agree(run, lanes.control)
         with (
             exact_arithmetic(run.config.train.num_threads),
             _Loop(run, lanes, quiet=quiet or open_world.rank > 0) as loop,
@@ -128,7 +130,7 @@ class _Loop:
         with contextlib.ExitStack() as undo:
             self._state = self._restore()
             together(lanes.control, "folder taken", lambda: self._take_folder(undo) if self._leads else None)
-            _check_shared(run.folder, lanes.control)
+            check_shared(run.folder, lanes.control)
             if self._warm and not quiet:
                 Console(stderr=True, highlight=False, markup=False).print(self._warm)
             self._trackers = _trackers(run, self._state.num_steps) if self._leads else Trackers([])
@@ -147,6 +149,7 @@ class _Loop:
             )
             undo.callback(self._close_saver)
             self._exit = undo.pop_all()
+        self._recorder, self._runner = _runner(run, self._state)
         self._since = time.monotonic()
         if run.sequences.times is None and isinstance(run.config.model, HSTUConfig):
             self._progress.say(f"{run.sequences.path} is an order-only log: the time biases are off.")
@@ -179,20 +182,67 @@ class _Loop:
             if self._warm:
                 self._save()  # from here on the run does not need its origin any more
             while reason is None:
-                self._step(next(batches))
-                profile_step()
+                self._run_to_barrier(batches, stop.is_set, profile_step)
                 reason = self._reason_to_stop(asked=stop.is_set())
                 if reason is None and self._state.num_steps % self._config.train.save_steps == 0:
                     self._save()
             self._save()
+            self._save_trace()
             self._saver.wait()
             summary = {"steps": self._state.num_steps, "epoch": self._cursor.epoch, **asdict(self._memory)}
             self._trackers.summary({"stopped": reason, **summary})
         self._progress.say(f"stopped at step {self._state.num_steps:,}: {reason}. Run: {self._run.folder}")
         return reason
 
-    def _step(self, batch: Batch) -> None:
-        logs = step(self._state, batch, self._rates())
+    def _run_to_barrier(
+        self, batches: Iterator[Batch], asked: Callable[[], bool], profile_step: Callable[[], None]
+    ) -> None:
+        """Trains to the next batch after which the state may be needed: every batch, or the next save, validation or end."""
+        start = self._cursor
+        if self._runner is None:
+            batch = next(batches)
+            self._after_step(batch, step(self._state, batch, self._rates(self._state.num_steps)))
+            profile_step()
+        else:
+
+            def on_step(work: Work) -> None:
+                self._after_step(work.batch, work.means)
+                profile_step()
+
+            if self._recorder.on:
+                self._runner.observe = self._recorder.observer(self._state.num_steps)
+            self._runner.run(
+                Feed(
+                    batches=batches,
+                    rates=self._rates,
+                    num_batches=self._steps_to_barrier(),
+                    asks_to_stop=lambda: asked() or self._late() or self._saver.failed,
+                    on_step=on_step,
+                )
+            )
+        if self._cursor.epoch > start.epoch and self._validates_after(self._cursor.epoch - 1):
+            self._validate()
+
+    def _steps_to_barrier(self) -> int:
+        """How many batches from now on can overlap: up to a save, a validation or a limit, none of which comes earlier."""
+        limits, done = self._config.train, self._state.num_steps
+        most = limits.save_steps - done % limits.save_steps
+        if limits.steps:
+            most = min(most, limits.steps - done)
+        epoch, to_end = self._cursor.epoch, self._loader.num_batches(self._cursor.epoch) - self._cursor.number
+        while to_end < most and not (self._validates_after(epoch) or epoch + 1 == limits.epochs):
+            epoch += 1
+            to_end += self._loader.num_batches(epoch)
+        return min(most, to_end)
+
+    def _validates_after(self, epoch: int) -> bool:
+        return self._config.data.validation and (epoch + 1) % self._config.train.eval_epochs == 0
+
+    def _save_trace(self) -> None:
+        if self._recorder.on:
+            self._recorder.save(self._run.folder)
+
+    def _after_step(self, batch: Batch, logs: dict[str, float]) -> None:
         self._cursor = self._loader.next_cursor(batch.cursor)
         self._progress.advance(
             num_tokens=batch.num_tokens, epoch=batch.cursor.epoch, loss=logs.get("loss"), spent_s=self._seconds()
@@ -200,9 +250,6 @@ class _Loop:
         if self._state.num_steps % self._config.train.log_steps == 0 and logs:
             rate = {"tokens_per_s": self._progress.tokens_per_s, "epoch": float(batch.cursor.epoch)}
             self._trackers.log(self._state.num_steps, {**logs, **rate})
-        ended_epoch = self._cursor.epoch > batch.cursor.epoch
-        if ended_epoch and self._config.data.validation and self._cursor.epoch % self._config.train.eval_epochs == 0:
-            self._validate()
 
     def _validate(self) -> None:
         # Only the means are used here, so the intervals are not worth their usual price.
@@ -221,8 +268,7 @@ class _Loop:
     def _reason_to_stop(self, *, asked: bool) -> str | None:
         """The same answer on every rank: a signal may have reached any of them, the clock is that of rank 0."""
         limits, memory = self._config.train, self._memory
-        late = bool(limits.minutes) and self._seconds() >= limits.minutes * 60
-        flags = self._lanes.control.all_gather_ints([asked, late, self._saver.failed], name="stop")
+        flags = self._lanes.control.all_gather_ints([asked, self._late(), self._saver.failed], name="stop")
         if any(failed for *_, failed in flags):
             self._saver.wait()  # raises, on every rank
         if any(signalled for signalled, *_ in flags):
@@ -238,6 +284,11 @@ class _Loop:
             return f"{limits.metric} did not rise above {best} in {limits.patience} validations"
         return None
 
+    def _late(self) -> bool:
+        """By the clock of this rank; that of rank 0 decides."""
+        minutes = self._config.train.minutes
+        return self._leads and bool(minutes) and self._seconds() >= minutes * 60
+
     def _seconds(self) -> float:
         """Training time so far, over all interruptions."""
         return self._memory.seconds + time.monotonic() - self._since
@@ -248,9 +299,10 @@ class _Loop:
         by_epochs = 0 if self._config.data.batch_tokens else limits.epochs * self._loader.num_batches(0)
         return min((steps for steps in (limits.steps, by_epochs) if steps), default=None)
 
-    def _rates(self) -> Rates:
+    def _rates(self, number: int) -> Rates:
+        """Of a batch, by its number from the start of training."""
         warmup = self._config.train.warmup_steps
-        factor = min(1.0, (self._state.num_steps + 1) / warmup) if warmup else 1.0
+        factor = min(1.0, (number + 1) / warmup) if warmup else 1.0
         clip = Clip(self._config.train.clip_norm, rows=self._config.train.clip == "all")
         return Rates(dense=self._config.dense.lr * factor, rows=self._config.embedding.lr * factor, clip=clip)
 
@@ -281,95 +333,21 @@ class _Loop:
         )
 
 
-def _open(config: Config, folder: Path, resume: bool, init_from: InitFrom | None, lanes: Lanes) -> Run:
-    """The run of all ranks; rank 0 sees whether there is one already, what it starts from, how many threads to use."""
-    control, leads = lanes.control, lanes.control.world.rank == 0
-    together(lanes.saves, "mirror", lambda: _look_at_mirror(config, folder, resume) if leads else None)
-    seen = [int(resume and Run.exists(folder)), torch.get_num_threads()]
-    exists, num_threads = control.all_gather_ints(seen, name="run exists")[0]
-    if exists:
-        return together(control, "run opened", lambda: _reopen(config, folder, init_from))
-    config = replace(config, train=replace(config.train, num_threads=config.train.num_threads or num_threads))
-    found = together(lanes.saves, "origin found", lambda: init_from.resolve() if init_from and leads else None)
-    said = json.loads(control.broadcast_bytes(json.dumps(asdict(found) if found else None).encode(), 0, name="origin"))
-    return together(control, "run created", lambda: _create(config, folder, Origin.from_json(said) if said else None))
-
-
-def _look_at_mirror(config: Config, folder: Path, resume: bool) -> None:
-    """A folder that was lost comes back from the mirror; raises ConfigError if a new run would overwrite another there."""
-    if not config.train.mirror:
-        return
-    mirror = Mirror(config.train.mirror)
-    if Run.exists(folder):
-        return
-    if resume:
-        mirror.restore(folder)
-    elif mirror.holds_run():
-        raise ConfigError(
-            f"{mirror.url} already holds a run; add --resume to go on with it, or name another --train.mirror."
-        )
-
-
-def _create(config: Config, folder: Path, origin: Origin | None) -> Run:
-    run = Run.create(config, folder, origin=origin)
-    _ = run.sequences  # opened now, so that a rank without the data is found
-    return run
-
-
-def _agree(run: Run, control: Lane) -> None:
-    """Raises CommError on every rank, naming what differs and where, unless all run the same on the same data."""
-    everyone = control.all_gather_bytes(json.dumps(run.identity()).encode(), name="identity")
-    found: list[dict[str, str]] = [json.loads(data) for data in everyone]
-    lines, blamed = [], set()
-    for key in {key: None for one in found for key in one}:
-        values = [one.get(key, "missing") for one in found]
-        if len(set(values)) > 1:
-            holders = {value: [rank for rank, own in enumerate(values) if own == value] for value in values}
-            lines.append(f"{key}: " + "; ".join(f"{value} on {_ranks(ranks)}" for value, ranks in holders.items()))
-            blamed |= {rank for rank, value in enumerate(values) if value != values[0]}
-    if lines:
-        text = "\n".join(f"  - {line}" for line in lines)
-        raise CommError(f"the ranks do not run the same training:\n{text}", ranks=tuple(sorted(blamed)))
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-
-
-def _check_shared(folder: Path, control: Lane) -> None:
-    """Raises on every rank if one does not see the files that rank 0 has just written."""
-    lock = folder / "lock"
-    mark = control.broadcast_bytes(lock.read_bytes() if control.world.rank == 0 else b"", 0, name="mark")
-
-    def look() -> None:
-        end = time.monotonic() + _SHARED_S
-        while not lock.exists() or lock.read_bytes() != mark:
-            if time.monotonic() > end:
-                raise ConfigError(
-                    f"{folder.resolve()} on {socket.gethostname()} is not the folder that rank 0 writes to. "
-                    "All ranks must see one run folder: give --run a path on a shared file system."
-                )
-            time.sleep(0.1)
-
-    together(control, "folder shared", look)
-
-
-def _reopen(config: Config, folder: Path, init_from: InitFrom | None) -> Run:
-    """The run in a folder with its new limits; raises ConfigError if a setting differs that decides the bits."""
-    saved = Run.open(folder, data_path=config.data.path)
-    if init_from and (saved.origin is None or saved.origin.source != str(init_from.absolute())):
-        history = f"was initialised from {saved.origin.source}" if saved.origin else "started without --init-from"
-        raise ConfigError(f"{folder} {history}, not from {init_from.source}; go on without it, or name another --run.")
-    threads = config.train.num_threads or saved.config.train.num_threads
-    run = Run(folder, replace(config, train=replace(config.train, num_threads=threads)), saved.origin)
-    before, after = saved.settings, run.settings
-    if changed := [key for key in before | after if before.get(key) != after.get(key)]:
-        raise ConfigError(
-            f"{folder} was started with another configuration; going on would mix two runs:\n"
-            + "\n".join(f"  - {key}: {before.get(key)} -> {after.get(key)}" for key in changed)
-            + f"\nOnly these may change: {', '.join(FREE_KEYS)}."
-        )
-    return run
+def _runner(run: Run, state: TrainState) -> tuple[Recorder, Runner | None]:
+    """What runs the stages beside each other, and what records it; no runner for the plain loop of sequential.py."""
+    settings, world = run.config.pipeline, state.control.world
+    if settings.mode == "sequential" and not settings.trace_steps:
+        return Recorder.off(), None
+    mode: Mode = "serial" if settings.mode == "sequential" else settings.mode
+    clip = run.config.train.clip == "all" and run.config.train.clip_norm > 0
+    schedule = Schedule.of(mode, settings.parts, depth=settings.depth, clip_rows=clip)
+    if not settings.trace_steps:
+        return Recorder.off(), Runner(state, schedule)
+    name = state.control.broadcast_bytes(uuid.uuid4().hex.encode(), 0, name="trace").decode()
+    recorder = Recorder(world.rank, world.size, capacity=settings.trace_steps * schedule.most_events, run=name)
+    for lane in (state.embedding.keys, state.embedding.rows, state.dense.lane):
+        lane.watch = recorder
+    return recorder, Runner(state, schedule)
 
 
 def _trackers(run: Run, num_steps: int) -> Tracker:

@@ -170,7 +170,7 @@ class Window:
     def leaves(self, part: int) -> dict[str, Tensor]:
         """Leaf rows [u, D] of the part's distinct ids, table by table, once those of all parts so far have arrived."""
         for handle in self._rows[part]:
-            handle.wait()
+            handle.wait_arrived()
         return {
             name: gather_rows(asked.rows, asked.plan.places[part]).requires_grad_()
             for name, asked in self._asked.items()
@@ -194,7 +194,7 @@ class Window:
     def collect(self, part: int) -> None:
         """Adds the sums that arrived with a part, in rank order; parts are collected in order."""
         for handle, owned in zip(self._grads[part], self._owned.values(), strict=True):
-            handle.wait()
+            handle.wait_arrived()
             for places, sums in zip(owned.arriving, owned.arrivals, strict=True):
                 add_rows(owned.grads, places[part], sums[part])
 
@@ -210,7 +210,10 @@ class Window:
             self.home.holders[name].update(_held(owned), owned.grads, lr)
 
     def release(self) -> None:
-        """The window is done with its rows."""
+        """The window is done with its rows, and all it sent has left."""
+        for handles in (*self._rows, *self._grads):
+            for handle in handles:
+                handle.wait()
         for name, owned in self._owned.items():
             self.home.holders[name].release(_held(owned))
 

@@ -79,7 +79,7 @@ class Board:
     def end_after(self, batch: int) -> None:
         """No batch comes after this one."""
         with self._lock:
-            self.num_batches = batch + 1
+            self.num_batches = min(batch + 1, batch + 1 if self.num_batches is None else self.num_batches)
             self._wake(list(self._waiting))
 
     def fail(self, failure: BaseException) -> None:
@@ -174,7 +174,7 @@ class Runner:
             self.part_stages[kind](self.state, work, part)
         else:
             self.batch_stages[kind](self.state, work)
-        if kind == "keys" and work.window.asks_to_stop and board.num_batches is None:
+        if kind == "keys" and work.window.asks_to_stop:
             board.end_after(batch)
         elif kind == "dense step":
             feed.on_step(work)

@@ -101,6 +101,15 @@ class Schedule:
         )
 
     @property
+    def most_events(self) -> int:
+        """Events of one batch on the lane that has most."""
+        kinds = {
+            kind: len(parts) for kind, parts in _needs(self.num_parts, self.depth, self.clip_rows, self.stale).items()
+        }
+        on_lane = [sum(n for kind, n in kinds.items() if self.lane_of(kind) == lane) for lane in self.lanes]
+        return max(on_lane)
+
+    @property
     def lanes(self) -> tuple[str, ...]:
         """The main lane and those that are threads of their own."""
         return (MAIN, *_LANES[self.mode])

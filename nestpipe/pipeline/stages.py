@@ -150,7 +150,7 @@ def collect(state: TrainState, work: Work, part: int) -> None:
 
 def flag(state: TrainState, work: Work) -> None:
     """All ranks learn whether one saw a non-finite value; raises TrainError on every rank if that ends the training."""
-    _posted(work).wait()
+    _posted(work).wait_arrived()
     gathered = [values.tolist() for values in work._flag_room]
     work.skipped = not work.window.weight
     for rank, (code, seen, *_) in enumerate(gathered):
@@ -206,6 +206,7 @@ def update(state: TrainState, work: Work) -> None:
 
 def write(state: TrainState, work: Work) -> None:
     """Rows that no later batch in flight holds go back to where they came from."""
+    _posted(work).wait()
     work.window.release()
 
 
