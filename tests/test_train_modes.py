@@ -1,0 +1,110 @@
+"""`nestpipe train` in every mode: the checkpoints, losses and validations of the sequential run, wherever it was cut."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+from dataclasses import replace
+
+import pytest
+
+from nestpipe import checkpoint
+from nestpipe.demo import differing_tensors
+from nestpipe.errors import ConfigError
+from nestpipe.overlap import steps_of
+from nestpipe.trace import load
+from nestpipe.trainer import INTERRUPTED, train_to_end
+from tests.ranks import run_ranks
+from tests.worlds import small_config, small_log
+
+MODES = ("dual-buffer", "frozen-window", "nested")
+
+
+def train(world, config, folder):
+    return train_to_end(config, folder, resume=True, quiet=True, world=world).stopped
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory):
+    return small_log(tmp_path_factory.mktemp("modes") / "log").path
+
+
+def config_of(log, mode, *, validation=False, **settings):
+    """Three epochs of four batches, saved in the middle of epochs; with validation after every epoch."""
+    config = small_config(log, pipeline={"mode": mode, "parts": 3, "cluster": True, "depth": 2}, **settings)
+    return replace(config, data=replace(config.data, validation=validation))
+
+
+def metrics(folder):
+    """All that was logged, times apart."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines[-1]["summary"].pop("seconds")
+    return [{key: value for key, value in line.items() if key not in ("time", "tokens_per_s")} for line in lines]
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["plain", "validated"])
+def calm(request, log, tmp_path_factory):
+    """A sequential run on two ranks."""
+    folder = tmp_path_factory.mktemp("modes") / "calm"
+    run_ranks(2, train, config_of(log, "sequential", validation=request.param), folder)
+    return request.param, folder
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_checkpoint_and_every_logged_value_is_that_of_the_sequential_run(calm, log, tmp_path, mode):
+    validation, folder = calm
+    stopped = run_ranks(2, train, config_of(log, mode, validation=validation), tmp_path / "run")
+    assert stopped == ["3 epochs done"] * 2
+    steps = checkpoint.complete_steps(tmp_path / "run" / "checkpoints")
+    assert steps == checkpoint.complete_steps(folder / "checkpoints")
+    assert len(steps) >= 3
+    for step in steps:
+        ours, theirs = (
+            checkpoint.load(checkpoint.folder_of(run / "checkpoints", step)) for run in (tmp_path / "run", folder)
+        )
+        assert ours[0].files == theirs[0].files
+        assert ours[0].cursor == theirs[0].cursor
+    assert metrics(tmp_path / "run") == metrics(folder)
+
+
+def test_a_run_may_change_its_mode_when_it_goes_on(calm, log, tmp_path):
+    validation, folder = calm
+    for steps, mode in ((4, "nested"), (7, "sequential"), (9, "dual-buffer"), (0, "nested")):
+        run_ranks(2, train, config_of(log, mode, validation=validation, steps=steps), tmp_path / "run")
+    assert not differing_tensors(folder, tmp_path / "run")
+
+
+def interrupted(world, config, folder):
+    """Rank 1 gets a signal after a while."""
+    if world.rank == 1:
+        timer = threading.Timer(1.0, signal.raise_signal, [signal.SIGINT])
+        timer.start()
+    return train(world, config, folder)
+
+
+def test_a_signal_on_one_rank_stops_all_after_the_same_batch_and_the_run_goes_on(log, tmp_path):
+    many = config_of(log, "nested", epochs=0, steps=1000, save_steps=10_000)
+    assert run_ranks(2, interrupted, many, tmp_path / "run") == [INTERRUPTED] * 2
+    (step,) = checkpoint.complete_steps(tmp_path / "run" / "checkpoints")
+    assert 0 < step < 1000
+    run_ranks(2, train, replace(many, train=replace(many.train, steps=step + 5)), tmp_path / "run")
+    run_ranks(2, train, config_of(log, "sequential", epochs=0, steps=step + 5, save_steps=10_000), tmp_path / "calm")
+    assert not differing_tensors(tmp_path / "calm", tmp_path / "run")
+
+
+def test_a_traced_run_keeps_its_last_steps(log, tmp_path):
+    config = config_of(log, "nested")
+    run_ranks(2, train, replace(config, pipeline=replace(config.pipeline, trace_steps=4)), tmp_path / "run")
+    for trace in load(tmp_path / "run"):
+        assert [step.batch for step in steps_of(trace)][-3:] == [9, 10, 11]
+
+
+def test_what_cannot_overlap_is_refused(log):
+    config = config_of(log, "nested")
+    limited = replace(config, embedding=replace(config.embedding, admit_after=2, protect_steps=2))
+    with pytest.raises(ConfigError, match=r"set --embedding\.protect-steps 3"):
+        limited.validate()
+    files = replace(config.embedding, tier="mmap", mmap_folder="x")
+    with pytest.raises(ConfigError, match="need a pool"):
+        replace(config, embedding=files, pipeline=replace(config.pipeline, rows="table")).validate()
