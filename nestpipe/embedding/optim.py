@@ -18,6 +18,7 @@ from torch import Tensor
 from nestpipe.embedding.config import OptimizerConfig
 
 State = dict[str, Tensor]
+_PIECE = 1 << 15
 
 
 class RowOptimizer(Protocol):
@@ -110,7 +111,11 @@ class Adam:
 
 def exact_sqrt(values: Tensor) -> Tensor:
     """The square root, exactly rounded for 32-bit numbers: that of a 64-bit number is near enough to round correctly."""
-    return values.double().sqrt_().to(values.dtype)
+    roots = torch.empty_like(values, memory_format=torch.contiguous_format)
+    # In pieces that stay in the cache, and with little memory beside the rows.
+    for into, piece in zip(roots.view(-1).split(_PIECE), values.reshape(-1).split(_PIECE), strict=True):
+        into.copy_(piece.double().sqrt_())
+    return roots
 
 
 def fold(values: Tensor) -> Tensor:

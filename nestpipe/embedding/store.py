@@ -17,6 +17,7 @@ import sys
 import tempfile
 import weakref
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +30,9 @@ from nestpipe.embedding.rows import gather_rows, scatter_rows
 _NORESERVE = 0x4000 if sys.platform == "linux" else 0
 _MOST_BYTES = 256 << 30  # reserved for a column at first, so that hundreds of columns fit into 47 bits
 _CLAIM_BYTES = 64 << 20  # disk space is claimed in such pieces
+_HUGE_BYTES = (
+    64 << 20
+)  # a column of this size lies in huge pages: else finding the page takes as long as reading the row
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +124,7 @@ class _Region:
         self._file = _nameless_file(files.folder) if files else None
         self._folder = files.folder if files else None
         self._claimed_bytes = 0
+        self._has_huge_pages = False
         num_bytes = max(_available_bytes(files) // self._row_bytes, num_rows) * self._row_bytes
         if self._file is not None:
             weakref.finalize(self, os.close, self._file)
@@ -137,7 +142,10 @@ class _Region:
 
     def claim(self, num_rows: int) -> None:
         """Makes sure that so many rows can be written; raises OSError if the disk is full."""
-        if self._file is None or num_rows * self._row_bytes <= self._claimed_bytes:
+        if self._file is None:
+            self._advise(num_rows)
+            return
+        if num_rows * self._row_bytes <= self._claimed_bytes:
             return
         end = min(-(-num_rows * self._row_bytes // _CLAIM_BYTES) * _CLAIM_BYTES, self.rows.nbytes)
         try:
@@ -147,6 +155,15 @@ class _Region:
             advice = "make room there, or set embedding.mmap_folder to another disk"
             raise OSError(error.errno, f"{self._folder} has no room for {more} ({error.strerror}); {advice}") from error
         self._claimed_bytes = end
+
+    def _advise(self, num_rows: int) -> None:
+        """Asks for huge pages for what is written from now on, once the column is large."""
+        if self._has_huge_pages or self._space is None or num_rows * self._row_bytes < _HUGE_BYTES:
+            return
+        self._has_huge_pages = True
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with suppress(OSError):  # only advice: may be refused
+                self._space.madvise(mmap.MADV_HUGEPAGE)
 
     def unmap(self) -> None:
         """Gives mapped pages back; what was written stays in the file."""

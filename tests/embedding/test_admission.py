@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nestpipe.embedding import admission
+from nestpipe.embedding import admission, ledger
 from nestpipe.embedding.config import EmbeddingConfig
 from nestpipe.embedding.ledger import Ledger
 from nestpipe.embedding.optim import OPTIMIZERS
@@ -201,6 +201,59 @@ def test_the_first_of_many_are_those_of_a_sort(order, spread, most):
         own = [one for bucket, _, one, last in rows if bucket == number and last < 0.9 * spread and one not in gone]
         expected += own[: max(0, count)]
     assert ledger.choose(counts, order, before=math.ceil(0.9 * spread)).tolist() == expected
+
+
+def first_of(ledger, ids, keys, counts):
+    """The first counts[b] ids of each bucket b by (key, id), bucket after bucket."""
+    rows = sorted(zip(ledger.bucket_of(ids).tolist(), keys.tolist(), ids.tolist(), strict=True))
+    by_bucket = {number: [one for bucket, _, one in rows if bucket == number] for number in range(len(counts))}
+    return [one for number, count in enumerate(counts) for one in by_bucket[number][:count]]
+
+
+@pytest.fixture
+def looked_at(monkeypatch):
+    """How many rows each choice looked at in the end."""
+    numbers = []
+
+    def near(*arguments, really=ledger._near):
+        places = really(*arguments)
+        numbers.append(len(places))
+        return places
+
+    monkeypatch.setattr(ledger, "_near", near)
+    return numbers
+
+
+@pytest.mark.parametrize("counts", [[3, 3, 3], [900, 2, 1], [3, 3, 0]])
+def test_a_bucket_whose_rows_are_all_young_is_looked_for_until_it_has_enough(counts, looked_at):
+    """The first look finds rows in plenty, but none of the bucket that is young all through."""
+    ours, ids = Ledger(3), torch.arange(60_000)
+    bucket = ours.bucket_of(ids)
+    last_step = ids % 1000 + 1000 * (bucket == 2)
+    ours.add(ids, last_step=last_step, frequency=torch.ones_like(ids))
+    chosen = ours.choose(torch.tensor(counts), "lru", before=5000)
+    assert chosen.tolist() == first_of(ours, ids, last_step, counts)
+    assert looked_at[0] > 30_000 if counts[2] else looked_at[0] < 10_000
+
+
+@pytest.mark.parametrize("order", ["lru", "lfu"])
+def test_of_equal_rows_those_with_low_ids_are_looked_at(order, looked_at):
+    """All tie, so without the ids there would be nothing to look at, or everything."""
+    ours, ids = Ledger(2), torch.arange(60_000).flip(0) - 30_000
+    ones = torch.ones_like(ids)
+    ours.add(ids, last_step=ones, frequency=ones)
+    assert ours.choose(torch.tensor([4, 2]), order, before=2).tolist() == first_of(ours, ids, ones, [4, 2])
+    assert looked_at[0] < 10_000
+
+
+@pytest.mark.parametrize("num_ties", [1, 7, 20_000])
+def test_old_rows_with_high_ids_go_before_young_rows_with_low_ids(num_ties, looked_at):
+    ours, ids = Ledger(2), torch.arange(60_000)
+    last_step = (59_999 - ids) // num_ties  # the highest ids are the oldest
+    ours.add(ids, last_step=last_step, frequency=torch.ones_like(ids))
+    chosen = ours.choose(torch.tensor([5, 9]), "lru", before=60_000)
+    assert chosen.tolist() == first_of(ours, ids, last_step, [5, 9])
+    assert looked_at[0] < 10_000
 
 
 def advance(ours, *batches):

@@ -7,6 +7,7 @@ import hashlib
 import json
 import mmap
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -178,6 +179,28 @@ def main(tier, folder, num_rows, dim, budget, num_steps):
         look()
     result = {"digest": digest.hexdigest(), "private_bytes": most["RssAnon"] - start, "file_bytes": most["RssFile"]}
     print(json.dumps(result))
+
+
+def advised(column):
+    """Whether huge pages were asked for where the column lies."""
+    mappings = re.split(r"(?m)^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text())[1:]
+    for mapping in mappings:
+        first, last = (int(edge, 16) for edge in mapping.partition(" ")[0].split("-"))
+        if first <= column.data_ptr() < last:
+            return "hg" in mapping.partition("VmFlags:")[2].split()
+    raise AssertionError("the column lies nowhere")
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="no /proc")
+def test_a_large_column_lies_in_huge_pages(monkeypatch):
+    monkeypatch.setattr(store, "_HUGE_BYTES", 1 << 20)
+    one = Store({"rows": torch.empty(0, 64)})
+    one.grow(100)
+    one["rows"].fill_(1)
+    assert not advised(one["rows"])
+    one.grow(5000)
+    assert advised(one["rows"])
+    assert one["rows"][:100].eq(1).all()
 
 
 if __name__ == "__main__":
