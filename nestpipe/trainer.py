@@ -344,7 +344,9 @@ def _runner(run: Run, state: TrainState) -> tuple[Recorder, Runner | None]:
     if not settings.trace_steps:
         return Recorder.off(), Runner(state, schedule)
     name = state.control.broadcast_bytes(uuid.uuid4().hex.encode(), 0, name="trace").decode()
-    recorder = Recorder(world.rank, world.size, capacity=settings.trace_steps * schedule.most_events, run=name)
+    recorder = Recorder(
+        world.rank, world.size, capacity=(settings.trace_steps + settings.depth + 3) * schedule.most_events, run=name
+    )
     for lane in (state.embedding.keys, state.embedding.rows, state.dense.lane):
         lane.watch = recorder
     return recorder, Runner(state, schedule)
