@@ -17,7 +17,7 @@ from nestpipe.draw import Draw
 from nestpipe.embedding.spec import Lookup, Rows, TableSpec
 from nestpipe.jagged import Batch
 
-Coupling = Literal["none", "group"]
+Coupling = Literal["none", "group", "batch"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,7 +32,7 @@ class Model(Protocol):
     """What the engine trains. Implementations are `torch.nn.Module`s whose parameters are the dense part."""
 
     tables: tuple[TableSpec, ...]
-    coupling: Coupling  # may the loss mix samples, and only inside declared groups
+    coupling: Coupling  # which samples the loss may mix: none, those of a group (Batch.groups), all of a batch
 
     def lookups(self, batch: Batch, draw: Draw) -> dict[str, Lookup]:
         """The rows that `forward` will need, by name; negatives are drawn here."""

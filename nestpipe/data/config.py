@@ -27,13 +27,17 @@ class DataConfig:
     """Samples in a global batch, over all ranks; ignored with a token budget."""
     batch_tokens: int = 0
     """If not 0: fill each global batch up to this many events instead."""
+    group_size: int = 1
+    """Samples in so many places of an epoch's order form a group: a loss may mix them, and no rank or part divides them."""
     drop_last: bool = False
     """Leave out the last, smaller batch of an epoch."""
     read_ahead: int = 4
     """Batches prepared in the background."""
 
     def problems(self) -> Iterator[str]:
-        for name in ("max_len", "truncate_block", "batch_size", "read_ahead"):
+        if self.group_size > 1 and (self.batch_tokens or self.batch_size % self.group_size):
+            yield f"group_size is {self.group_size}; a batch must be whole groups: a batch_size that it divides, no batch_tokens"
+        for name in ("max_len", "truncate_block", "batch_size", "group_size", "read_ahead"):
             if getattr(self, name) < 1:
                 yield f"{name} is {getattr(self, name)}; it must be at least 1"
         if self.batch_tokens < 0:

@@ -8,6 +8,7 @@ and reading ahead in a thread changes nothing but the waiting time.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import queue
 import threading
 from collections.abc import Generator, Iterator
@@ -66,9 +67,20 @@ class Loader:
     def batch(self, cursor: Cursor) -> Batch:
         """This rank's share of the global batch at a cursor."""
         order, cuts = self._cuts(cursor.epoch)
-        samples = order[cuts[cursor.number] : cuts[cursor.number + 1]].tensor_split(self._world_size)[self._rank]
+        places, groups = self._share(cuts[cursor.number], cuts[cursor.number + 1])
+        samples = order.index_select(0, places)
         rows = samples.numpy()
-        return self._builder.training(cursor, samples, self._start[rows], self._end[rows])
+        batch = self._builder.training(cursor, samples, self._start[rows], self._end[rows])
+        return dataclasses.replace(batch, groups=groups)
+
+    def _share(self, first: int, last: int) -> tuple[Tensor, Tensor | None]:
+        """Where this rank's samples of a global batch stand in the epoch, and their groups, which are never divided."""
+        size, places = self._config.group_size, torch.arange(first, last)
+        if size == 1:
+            return places.tensor_split(self._world_size)[self._rank], None
+        own = torch.arange(first // size, -(-last // size)).tensor_split(self._world_size)[self._rank]
+        places = places[torch.isin(places // size, own)]
+        return places, places // size
 
     def iterate(self, start: Cursor) -> Generator[Batch]:
         """Batches from a cursor on, epoch after epoch, for ever; prepared by a thread that ends with the iterator."""

@@ -20,7 +20,7 @@ from nestpipe.comm import Handle, Lane
 from nestpipe.draw import Draw
 from nestpipe.embedding.route import Plan, route
 from nestpipe.embedding.sharded import Sharded, Window, larger
-from nestpipe.errors import TrainError
+from nestpipe.errors import ConfigError, TrainError
 from nestpipe.jagged import Batch
 from nestpipe.model import Model, Output
 from nestpipe.pipeline.dense import Dense
@@ -87,6 +87,7 @@ class Work:
 
 def read(state: TrainState, batch: Batch, rates: Rates, number: int, *, asks_to_stop: bool = False) -> Work:
     """Cuts the batch into parts and finds out which rows each needs and who owns them."""
+    check_coupling(state, batch)
     draw = Draw(state.seed, number)
     parts = state.cut.cut(batch)
     plan = route(
@@ -94,6 +95,21 @@ def read(state: TrainState, batch: Batch, rates: Rates, number: int, *, asks_to_
     )
     window = Window(state.embedding, plan, number, state.model.weight(batch), asks_to_stop)
     return Work(number, batch, rates, draw, parts, plan, window)
+
+
+def check_coupling(state: TrainState, batch: Batch) -> None:
+    """Raises ConfigError if the loss mixes samples that parts or ranks would keep apart."""
+    coupling, name = state.model.coupling, type(state.model).__name__
+    if coupling == "batch" and (state.cut.parts > 1 or state.embedding.world_size > 1):
+        raise ConfigError(
+            f"the loss of {name} mixes all samples of a batch (coupling 'batch'), but {state.cut.parts} parts on "
+            f"{state.embedding.world_size} ranks would keep them apart. Use --pipeline.parts 1 on one rank, or define the loss "
+            "inside groups (coupling 'group', --data.group-size)."
+        )
+    if coupling == "group" and batch.groups is None:
+        raise ConfigError(
+            f"the loss of {name} mixes the samples of a group, but samples have none; set --data.group-size."
+        )
 
 
 def keys(state: TrainState, work: Work) -> None:
