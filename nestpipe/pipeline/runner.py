@@ -20,6 +20,7 @@ import torch
 
 from nestpipe.jagged import Batch
 from nestpipe.pipeline import stages
+from nestpipe.pipeline.lanes import Host, Place, place_of
 from nestpipe.pipeline.schedule import MAIN, Event, Schedule
 from nestpipe.pipeline.stages import BatchStage, PartStage, Rates, TrainState, Work
 
@@ -105,6 +106,17 @@ class Feed:
     on_step: Callable[[Work], None] = lambda work: None  # called in the main thread after each dense step
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Segment:
+    """One run to a barrier."""
+
+    feed: Feed
+    board: Board
+    place: Place
+    first: int  # number of its first batch, from the start of training
+    works: dict[int, Work] = field(default_factory=dict)  # batches in flight, counted from the first
+
+
 @dataclass(slots=True, eq=False)
 class Runner:
     """Runs a schedule on a state. `batch_stages` and `part_stages` may be wrapped; `before` is called before each event."""
@@ -119,14 +131,14 @@ class Runner:
     def run(self, feed: Feed) -> int:
         """Trains until the barrier; returns the number of batches. Raises what a lane raised, with no lane running."""
         board = Board(self.schedule.lanes, feed.num_batches)
-        works: dict[int, Work] = {}
-        first, num_threads = self.state.num_steps, torch.get_num_threads()
+        place = place_of(self.state.embedding.rows.world.device, self.schedule.lanes)
+        segment, num_threads = _Segment(feed, board, place, self.state.num_steps), torch.get_num_threads()
         self._hand_over()
 
         def lane_of_its_own(lane: str) -> None:
             torch.set_num_threads(num_threads)
             with torch.no_grad():
-                self._take(lane, board, feed, works, first)
+                self._take(lane, segment)
 
         threads = [
             threading.Thread(target=lane_of_its_own, args=(lane,), name=f"nestpipe-{lane}", daemon=True)
@@ -135,7 +147,7 @@ class Runner:
         ]
         for thread in threads:
             thread.start()
-        self._take(MAIN, board, feed, works, first)
+        self._take(MAIN, segment)
         for thread in threads:
             thread.join(None if board.failure is None else _JOIN_S)
         self._hand_over()
@@ -143,39 +155,44 @@ class Runner:
             raise board.failure
         return board.num_batches or 0
 
-    def _take(self, lane: str, board: Board, feed: Feed, works: dict[int, Work], first: int) -> None:
+    def _take(self, lane: str, segment: _Segment) -> None:
         """Takes the events of a lane until there are no more."""
+        board, place = segment.board, segment.place
         try:
-            for event in self.schedule.program(lane, lambda: board.num_batches):
-                ready = time.monotonic_ns()
-                if board.wait(lane, event, self.schedule.needs(event)):
+            with place.lane(lane):
+                for event in self.schedule.program(lane, lambda: board.num_batches):
+                    ready, needs = time.monotonic_ns(), self.schedule.needs(event)
+                    if not board.wait(lane, event, needs):
+                        continue
                     self.before(lane, event)
                     begin = time.monotonic_ns()
-                    self._execute(event, board, feed, works, first)
+                    place.begin(lane, needs)
+                    self._execute(event, segment)
+                    place.end(lane, event)
                     if self.observe:
                         self.observe(lane, event, ready, begin, time.monotonic_ns())
                     if board.done(event) == self.schedule.num_events:
-                        del works[event.batch]
+                        del segment.works[event.batch]
         except _Abandoned:
             pass
         except BaseException as failure:  # handed to the main thread, which raises it
             board.fail(failure)
 
-    def _execute(self, event: Event, board: Board, feed: Feed, works: dict[int, Work], first: int) -> None:
+    def _execute(self, event: Event, segment: _Segment) -> None:
         kind, batch, part = event
+        feed, number = segment.feed, segment.first + batch
         if kind == "read":
-            number = first + batch
-            works[batch] = stages.read(
+            segment.works[batch] = stages.read(
                 self.state, next(feed.batches), feed.rates(number), number, asks_to_stop=feed.asks_to_stop()
             )
             return
-        work = works[batch]
+        work = segment.works[batch]
         if kind in self.part_stages:
             self.part_stages[kind](self.state, work, part)
         else:
             self.batch_stages[kind](self.state, work)
         if kind == "keys" and work.window.asks_to_stop:
-            board.end_after(batch)
+            segment.board.end_after(batch)
         elif kind == "dense step":
             feed.on_step(work)
 
@@ -188,7 +205,6 @@ class Runner:
 def run_in_order(state: TrainState, order: list[Event], feed: Feed) -> None:
     """Runs events one after the other in the given order, whatever they need: how tests force an order on a schedule."""
     runner = Runner(state, Schedule.of("serial", state.cut.parts))
-    board, works, first = Board(()), dict[int, Work](), state.num_steps
+    segment = _Segment(feed, Board(()), Host(), state.num_steps)
     for event in order:
-        runner._execute(event, board, feed, works, first)
-        board.done(event)
+        runner._execute(event, segment)
