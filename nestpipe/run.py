@@ -61,7 +61,7 @@ FREE_KEYS = (
     "embedding.mmap_folder",
     "embedding.memory_bytes",
 )
-_SAVE_S = 3600.0  # one rank may have so much more to write or to copy than another
+_SAVE_S = 1800.0  # one rank may have so much more to write or to copy than another
 
 
 @dataclass(frozen=True, slots=True)

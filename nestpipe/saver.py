@@ -3,7 +3,7 @@
     loop     step step │ copy │ step step step step step │ wait, copy │ step ...
     thread             └──────▶ write, publish, mirror, prune         └────────▶ ...
 
-One checkpoint is under way at a time: the next save, the end of the run and a failure wait for it. An error of the
+One checkpoint is under way at a time: the next save and the end of the run wait for it, a failure for a while. An error of the
 thread reaches the loop at the next agreement of all ranks, and all of them: what can go wrong on one rank is told to the
 others on a lane that belongs to this thread alone. A kill leaves the checkpoints that were published before, and a
 temporary folder.
@@ -13,8 +13,9 @@ Not in the background, tables are never copied: bucket by bucket they go to thei
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +35,8 @@ class Saver:
 
     def __init__(self, parent: Path, lane: Lane, *, keep_last: int, background: bool, mirror: Mirror | None = None):
         """The lane must not be used by anybody else from now on. Rank 0 copies every checkpoint to the mirror."""
-        lane.hand_over()
         self._parent, self._lane, self._keep_last, self._mirror = parent, lane, keep_last, mirror
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="saver") if background else None
+        self._background = background
         self._under_way: Future[None] | None = None
 
     @property
@@ -49,10 +49,23 @@ class Saver:
     ) -> None:
         """Saves files of copied tensors, after the save before; `keep` is a step that is not pruned."""
         self.wait()
-        if self._pool is None:
+        if not self._background:
             self._write(step, cursor, progress, files, keep)
-        else:
-            self._under_way = self._pool.submit(self._write, step, cursor, progress, list(files), keep)
+            return
+        copies, done = list(files), Future[None]()
+
+        def write() -> None:
+            try:
+                self._write(step, cursor, progress, copies, keep)
+            except BaseException as error:  # it is raised where somebody waits
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+
+        self._lane.hand_over()
+        self._under_way = done
+        # A daemon: a rank that must end does not stay for a peer that hangs.
+        threading.Thread(target=write, name="saver", daemon=True).start()
 
     def wait(self) -> None:
         """Returns when nothing is under way; raises what ended the last save."""
@@ -60,11 +73,15 @@ class Saver:
             done, self._under_way = self._under_way, None
             done.result()
 
-    def close(self) -> BaseException | None:
-        """Waits, and returns what ended the last save, if it was not raised before."""
-        if self._pool is not None:
-            self._pool.shutdown()
-        return self._under_way.exception() if self._under_way else None
+    def give_up(self, patience_s: float) -> str:
+        """For a run that has failed: waits no longer than this; says what became of the save under way if it is lost."""
+        if self._under_way is None:
+            return ""
+        try:
+            error = self._under_way.exception(patience_s)
+        except TimeoutError:
+            return f"it was not finished after {patience_s:g} s"
+        return str(error) if error else ""
 
     def _write(self, step: int, cursor: Cursor, progress: Mapping[str, Any], files: Files, keep: int | None) -> None:
         folder = checkpoint.save(self._parent, step, cursor, progress, _finite(files, step), self._lane)

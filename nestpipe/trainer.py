@@ -161,8 +161,9 @@ class _Loop:
         self._exit.close()
 
     def _close_saver(self) -> None:
-        if error := self._saver.close():  # the run has failed otherwise, and that is what ends it
-            self._progress.say(f"the checkpoint under way was not saved: {error}")
+        # Only a run that has failed finds something here, and that failure is what ends it.
+        if lost := self._saver.give_up(self._lanes.control.deadline_s):
+            self._progress.say(f"the checkpoint under way was not saved: {lost}")
 
     def _take_folder(self, undo: contextlib.ExitStack) -> None:
         undo.enter_context(only_process(self._run.folder))

@@ -85,7 +85,7 @@ def test_one_save_is_under_way_at_a_time_and_old_ones_are_pruned(tmp_path, monke
     ours = saver(tmp_path)
     for step in range(1, 6):
         ours.save(step, Cursor(0, step), {}, content(), keep=1)
-    assert ours.close() is None
+    assert not ours.give_up(20)
     assert most == [1]
     assert checkpoint.complete_steps(tmp_path) == [1, 4, 5]
 
@@ -114,7 +114,7 @@ def test_a_failure_is_known_without_waiting_and_returned_at_the_end(tmp_path):
     while not ours.failed and time.monotonic() < end:
         time.sleep(0.001)
     assert ours.failed
-    assert "not finite" in str(ours.close())
+    assert "not finite" in ours.give_up(20)
 
 
 def full_disk(world, config, folder, culprit):
@@ -173,6 +173,24 @@ def test_a_failed_run_waits_for_the_checkpoint_under_way(log, tmp_path, monkeypa
     with pytest.raises(TrainError, match="broken on purpose"):
         train(small_config(log), tmp_path / "run", quiet=True)
     assert checkpoint.complete_steps(tmp_path / "run" / "checkpoints") == [5]
+
+
+def test_a_failed_run_does_not_stay_for_a_save_that_hangs(log, tmp_path, monkeypatch, capfd):
+    import nestpipe.trainer as loop
+
+    step, release = loop.step, threading.Event()
+
+    def breaking(state, *arguments):
+        if state.num_steps == 6:
+            raise TrainError("broken on purpose")
+        return step(state, *arguments)
+
+    monkeypatch.setattr(loop, "step", breaking)
+    monkeypatch.setattr(checkpoint, "_publish", lambda *_: release.wait(60))
+    with pytest.raises(TrainError, match="broken on purpose"):
+        train_to_end(small_config(log), tmp_path / "run", world=World.single(deadline_s=0.2))
+    release.set()
+    assert "the checkpoint under way was not saved: it was not finished after 0.2 s" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("kind", KINDS)
