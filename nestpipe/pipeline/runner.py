@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from nestpipe.errors import ConfigError
 from nestpipe.jagged import Batch
 from nestpipe.pipeline import stages
 from nestpipe.pipeline.schedule import MAIN, Event, Schedule
@@ -118,6 +119,7 @@ class Runner:
 
     def run(self, feed: Feed) -> int:
         """Trains until the barrier; returns the number of batches. Raises what a lane raised, with no lane running."""
+        self._check_protection()
         board = Board(self.schedule.lanes, feed.num_batches)
         works: dict[int, Work] = {}
         first, num_threads = self.state.num_steps, torch.get_num_threads()
@@ -178,6 +180,16 @@ class Runner:
             board.end_after(batch)
         elif kind == "dense step":
             feed.on_step(work)
+
+    def _check_protection(self) -> None:
+        """Raises ConfigError if a row could be evicted while a batch in flight holds it."""
+        for name, table in self.state.embedding.tables.items():
+            least = self.schedule.depth + 1
+            if table.config.max_rows_per_bucket and table.config.protect_steps < least:
+                raise ConfigError(
+                    f"table '{name}' protects rows of {table.config.protect_steps} batches from eviction, but rows are "
+                    f"retrieved {self.schedule.depth} batches ahead: set embedding.protect_steps to at least {least}."
+                )
 
     def _hand_over(self) -> None:
         """Message lanes belong to the threads of this run, and afterwards to the caller's again."""

@@ -199,7 +199,7 @@ def _needs(num_parts: int, depth: int, clip_rows: bool, stale: bool) -> dict[Kin
         "post": [Event("keys", 0)],
         "flag": [Event("grads", 0, last)],
         "dense sum": [Event("compute", 0, last)],
-        "norm": [Event("dense sum", 0), Event("collect", 0, last), Event("flag", 0)],
+        "norm": [Event("dense sum", 0), Event("collect", 0, last)],
         "dense step": [Event("dense sum", 0), Event("flag", 0), *after_norm],
         # U: all gradients are in, all ranks' flags are known, and the rows as they were have left.
         "update": [Event("collect", 0, last), Event("flag", 0), *all_rows, *after_norm, *missing],
