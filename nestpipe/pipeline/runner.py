@@ -18,13 +18,14 @@ from dataclasses import dataclass, field
 
 import torch
 
-from nestpipe.errors import ConfigError
+from nestpipe.comm import Lane
+from nestpipe.errors import CommError, ConfigError, NestPipeError
 from nestpipe.jagged import Batch
 from nestpipe.pipeline import stages
 from nestpipe.pipeline.schedule import MAIN, Event, Schedule
 from nestpipe.pipeline.stages import BatchStage, PartStage, Rates, TrainState, Work
 
-_JOIN_S = 2.0  # after a failure a lane may sit in a message until its deadline; nobody waits for that
+_GRACE_S = 2.0  # after a failure: for messages that other ranks still need, say that a value is not finite
 _MEMORY = (
     16  # batches whose events are remembered beyond the oldest that is not written: more than any schedule looks back
 )
@@ -139,7 +140,10 @@ class Runner:
             thread.start()
         self._take(MAIN, board, feed, works, first)
         for thread in threads:
-            thread.join(None if board.failure is None else _JOIN_S)
+            if board.failure is None:
+                thread.join()
+        if board.failure is not None:
+            self._give_up(threads, board.failure)
         self._hand_over()
         if board.failure is not None:
             raise board.failure
@@ -191,10 +195,25 @@ class Runner:
                     f"retrieved {self.schedule.depth} batches ahead: set embedding.protect_steps to at least {least}."
                 )
 
+    def _give_up(self, threads: list[threading.Thread], failure: BaseException) -> None:
+        """Ends threads that wait for messages, and tells the other ranks that this one will not go on."""
+        end = time.monotonic() + _GRACE_S
+        for thread in threads:
+            thread.join(max(end - time.monotonic(), 0.0))
+        missing = failure.ranks if isinstance(failure, CommError) else ()
+        reason = str(failure) if isinstance(failure, NestPipeError) else f"{type(failure).__name__}: {failure}"
+        for lane in self._message_lanes():
+            lane.give_up(reason.rstrip("."), ranks=missing)
+        for thread in threads:
+            thread.join(_GRACE_S)
+
     def _hand_over(self) -> None:
         """Message lanes belong to the threads of this run, and afterwards to the caller's again."""
-        for lane in (self.state.embedding.keys, self.state.embedding.rows, self.state.dense.lane):
+        for lane in self._message_lanes():
             lane.hand_over()
+
+    def _message_lanes(self) -> tuple[Lane, Lane, Lane]:
+        return self.state.embedding.keys, self.state.embedding.rows, self.state.dense.lane
 
 
 def run_in_order(state: TrainState, order: list[Event], feed: Feed) -> None:

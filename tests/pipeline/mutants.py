@@ -105,12 +105,13 @@ def forced_orders(schedule: Schedule, edge: Edge) -> Iterator[tuple[str, list[Ev
 
 
 def random_orders(world: World, case: Case, edge_names: list[str], count: int) -> list[tuple[str, int, int]]:
-    """For each edge: how many of so many random orders that break it are caught."""
+    """For each edge: how many of so many random orders that break it, by one event if that is enough, are caught."""
     arena, found = Arena(world), []
     schedule, expected = schedule_of(case), plain(case, arena.lanes)
     for edge in orders.edges_of(schedule):
         if str(edge) in edge_names:
-            needs = orders.needs_without(schedule, NUM_BATCHES, edge)
+            inherit = (edge.before, edge.after) != ("write", "retrieve")
+            needs = orders.needs_without(schedule, NUM_BATCHES, edge, inherit=inherit)
             drawn = (orders.random_order(needs, f"{edge}/{seed}") for seed in range(100 * count))
             broken = list(islice((order for order in drawn if orders.breaks(order, edge)), count))
             said = [arena.verdict(expected, case, order) for order in broken]
