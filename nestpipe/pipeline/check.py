@@ -39,7 +39,7 @@ def check_programs(schedule: Schedule, ranks: Sequence[Programs], num_batches: i
                 raise ScheduleError(f"lane '{lane}' runs another program on rank {rank} than on rank 0")
     befores: dict[Node, dict[Node, str]] = {}  # node -> those it waits for, and why
     for rank, programs in enumerate(ranks):
-        for before, after, why in _waits(schedule, programs, rank):
+        for before, after, why in _waits(schedule, programs, num_batches, rank):
             befores.setdefault(before, {})
             befores.setdefault(after, {}).setdefault(before, why)
     if cycle := find_cycle(befores):
@@ -108,7 +108,7 @@ def _check_complete(schedule: Schedule, programs: Programs, num_batches: int, ra
             raise ScheduleError(f"lane '{lane}' of rank {rank} runs {strange[0]}, which belongs to another lane")
 
 
-def _waits(schedule: Schedule, programs: Programs, rank: int) -> Iterator[tuple[Node, Node, str]]:
+def _waits(schedule: Schedule, programs: Programs, num_batches: int, rank: int) -> Iterator[tuple[Node, Node, str]]:
     """Who waits for whom on a rank: (before, after, why)."""
     for lane, program in programs.items():
         for before, after in pairwise(program):
@@ -116,7 +116,8 @@ def _waits(schedule: Schedule, programs: Programs, rank: int) -> Iterator[tuple[
                 yield _node(before, rank), _node(after, rank), f"comes later on lane '{lane}'"
         for event in program:
             for need in schedule.needs(event):
-                yield _node(need, rank), _node(event, rank), "needs it"
+                if need.batch < num_batches:  # what will never be is not waited for
+                    yield _node(need, rank), _node(event, rank), "needs it"
 
 
 def _node(event: Event, rank: int) -> Node:

@@ -30,7 +30,7 @@ MODES = ("serial", "dual-buffer", "frozen-window", "nested")
 
 
 def runner_of(state, mode="nested", **wrapped):
-    schedule = Schedule.of(mode, state.num_parts, depth=1)
+    schedule = Schedule.of(mode, state.cut.parts, depth=1)
     parts = {**stages.PART_STAGES, **{kind: stage for kind, stage in wrapped.items() if kind in stages.PART_STAGES}}
     return Runner(state, schedule, part_stages=parts)
 

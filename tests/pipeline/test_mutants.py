@@ -109,7 +109,7 @@ def test_sgd_would_hide_state_that_stays_behind():
 def test_rows_in_flight_must_be_protected():
     assert run_ranks(2, unprotected) == ["differs"] * 2
     state = new_toy(Case(pool=True, depth=2, protect_steps=2), Lanes.of(World.single()))
-    runner = Runner(state, Schedule.of("nested", state.num_parts, depth=2))
+    runner = Runner(state, Schedule.of("nested", state.cut.parts, depth=2))
     feed = Feed(batches=toy_batches(0), rates=Case(pool=True).rates, num_batches=1)
     with pytest.raises(
         ConfigError, match=r"table 'item' .* 2 batches ahead: set embedding.protect_steps to at least 3"

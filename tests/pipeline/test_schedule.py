@@ -26,6 +26,7 @@ def test_no_schedule_can_get_stuck(scale):
         for num_batches, world_size in ((1, 2), (5, 3)):
             check(schedule, num_batches, world_size)
     check(Schedule.of("nested", 32, depth=4, clip_rows=True), 6, 2)
+    check(Schedule.of("nested", 2, depth=2, stale=True), 6, 2)
     for schedule in schedules((*range(1, 9), 32), range(1, 5)) if scale(0, 1) else ():
         for num_batches, world_size in product(range(1, 7), range(1, 5)):
             check(schedule, num_batches, world_size)

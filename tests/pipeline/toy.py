@@ -25,6 +25,7 @@ from nestpipe.embedding.table import Table
 from nestpipe.jagged import Batch, Cursor, Jagged
 from nestpipe.model import Output
 from nestpipe.pipeline.dense import Dense
+from nestpipe.pipeline.parts import PartsConfig
 from nestpipe.pipeline.stages import Clip, Rates, TrainState
 from nestpipe.run import Lanes
 
@@ -95,7 +96,7 @@ def new_toy(case: Case, lanes: Lanes) -> TrainState:
         dense=dense,
         control=lanes.control,
         seed=0,
-        num_parts=case.num_parts,
+        cut=PartsConfig(parts=case.num_parts),
         skip_nonfinite=case.skip_nonfinite,
     )
 

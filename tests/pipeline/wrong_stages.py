@@ -16,6 +16,7 @@ import torch
 from nestpipe.comm import World
 from nestpipe.embedding.held import InPlace, Pool
 from nestpipe.embedding.ledger import Ledger
+from nestpipe.embedding.rows import add_rows
 from nestpipe.embedding.sharded import Window
 from nestpipe.embedding.table import WEIGHTS, Table
 from nestpipe.pipeline import sequential, stages
@@ -58,9 +59,9 @@ def ranks_backwards(case: Case) -> AbstractContextManager[object]:
 
     def collect(window, part):
         for handle, owned in zip(window._grads[part], window._owned.values(), strict=True):
-            handle.wait()
+            handle.wait_arrived()
             for places, sums in reversed(list(zip(owned.arriving, owned.arrivals, strict=True))):
-                owned.grads.index_add_(0, places[part], sums[part])
+                add_rows(owned.grads, places[part], sums[part])
 
     return patch.object(Window, "collect", collect)
 
@@ -70,12 +71,12 @@ def rank_by_rank(case: Case) -> AbstractContextManager[object]:
 
     def collect(window, part):
         for handle in window._grads[part]:
-            handle.wait()
+            handle.wait_arrived()
         if part == window.plan.num_parts - 1:
             for owned in window._owned.values():
                 for places, sums in zip(owned.arriving, owned.arrivals, strict=True):
                     for number in range(part + 1):
-                        owned.grads.index_add_(0, places[number], sums[number])
+                        add_rows(owned.grads, places[number], sums[number])
 
     return patch.object(Window, "collect", collect)
 
@@ -90,7 +91,7 @@ def parts_backwards(case: Case) -> AbstractContextManager[object]:
             asked.grads.zero_()
             for number, (_, parts) in reversed(list(enumerate(seen[id(window)]))):
                 if parts[name].grad is not None:
-                    asked.grads.index_add_(0, asked.plan.places[number], parts[name].grad)
+                    add_rows(asked.grads, asked.plan.places[number], parts[name].grad)
 
     return patch.object(Window, "add_grads", add_grads)
 
