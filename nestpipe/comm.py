@@ -41,6 +41,7 @@ MAX_TAG = 1 << 16
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _NOTE_GRACE_S = 1.0  # the note is written a moment after the connection closes
+_NEVER_SENT = (1 << 31) - 1  # a tag that no message has: the sizes in tags (handle.py) end below its last 14 bits
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -278,6 +279,20 @@ class Lane:
     def hand_over(self) -> None:
         """Lets another thread launch from now on; the old one must have stopped."""
         self._thread = None
+
+    def give_up(self, reason: str, *, ranks: tuple[int, ...] = ()) -> None:
+        """Ends the lane at once because this rank cannot go on: its own threads that wait and all peers learn why.
+
+        `ranks` are those to blame, by default this one.
+        """
+        if self.broken is None:
+            self.broken = CommError(f"it was given up: {reason}.", ranks=ranks or (self.world.rank,))
+            self.world.leave_note(reason, self.broken.ranks)
+        if self.group is not None and self.world.device.type == "cpu":
+            # What ends a wait in another thread is closed connections, and what closes them is a wait that times out.
+            peer, nothing = (self.world.rank + 1) % self.world.size, torch.empty(1, dtype=torch.uint8)
+            with contextlib.suppress(RuntimeError):
+                self.group.recv([nothing], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
 
     def close(self) -> None:
         """Ends the lane; exchanges that are not finished are lost."""

@@ -356,6 +356,36 @@ def test_a_killed_rank_ends_in_a_named_error_on_all_others(own_pool: RankPool, s
         assert ranks == (victim,)
 
 
+def give_up_one(world: World) -> tuple[str, tuple[int, ...]]:
+    """One rank gives a lane up while another thread of it waits, and so does its peer."""
+    lane = world.lane("rows")
+    said: list[CommError] = []
+
+    def wait() -> None:
+        empty = [torch.empty(0)] * world.size
+        try:
+            lane.exchange("rows/item", empty, empty, tag=world.rank).wait()  # neither gets what it waits for
+        except CommError as error:
+            said.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    if world.rank == 1:
+        time.sleep(0.2)
+        lane.give_up("the disk is full")
+    thread.join()
+    with pytest.raises(CommError, match="lane 'rows' cannot be used any more"):
+        lane.barrier()
+    return str(said[0]), said[0].ranks
+
+
+def test_a_lane_that_is_given_up_ends_all_who_wait_on_it() -> None:
+    peer, own = run_ranks(2, give_up_one)
+    assert peer[1] == own[1] == (1,)
+    assert peer[0].endswith("rank 1 gave up: the disk is full.")
+    assert "its lane broke before: it was given up: the disk is full." in own[0]
+
+
 def narrow(world: World) -> None:
     lane = world.lane("rows")
     for wire in (torch.float16, torch.bfloat16):

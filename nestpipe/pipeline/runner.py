@@ -18,13 +18,15 @@ from dataclasses import dataclass, field
 
 import torch
 
+from nestpipe.comm import Lane
+from nestpipe.errors import CommError, ConfigError, NestPipeError
 from nestpipe.jagged import Batch
 from nestpipe.pipeline import stages
 from nestpipe.pipeline.lanes import Host, Place, place_of
 from nestpipe.pipeline.schedule import MAIN, Event, Schedule
 from nestpipe.pipeline.stages import BatchStage, PartStage, Rates, TrainState, Work
 
-_JOIN_S = 2.0  # after a failure a lane may sit in a message until its deadline; nobody waits for that
+_GRACE_S = 2.0  # after a failure: for messages that other ranks still need, say that a value is not finite
 _MEMORY = (
     16  # batches whose events are remembered beyond the oldest that is not written: more than any schedule looks back
 )
@@ -130,6 +132,7 @@ class Runner:
 
     def run(self, feed: Feed) -> int:
         """Trains until the barrier; returns the number of batches. Raises what a lane raised, with no lane running."""
+        self._check_protection()
         board = Board(self.schedule.lanes, feed.num_batches)
         place = place_of(self.state.embedding.rows.world.device, self.schedule.lanes)
         segment, num_threads = _Segment(feed, board, place, self.state.num_steps), torch.get_num_threads()
@@ -149,7 +152,10 @@ class Runner:
             thread.start()
         self._take(MAIN, segment)
         for thread in threads:
-            thread.join(None if board.failure is None else _JOIN_S)
+            if board.failure is None:
+                thread.join()
+        if board.failure is not None:
+            self._give_up(threads, board.failure)
         self._hand_over()
         if board.failure is not None:
             raise board.failure
@@ -196,10 +202,35 @@ class Runner:
         elif kind == "dense step":
             feed.on_step(work)
 
+    def _check_protection(self) -> None:
+        """Raises ConfigError if a row could be evicted while a batch in flight holds it."""
+        for name, table in self.state.embedding.tables.items():
+            least = self.schedule.depth + 1
+            if table.config.max_rows_per_bucket and table.config.protect_steps < least:
+                raise ConfigError(
+                    f"table '{name}' protects rows of {table.config.protect_steps} batches from eviction, but rows are "
+                    f"retrieved {self.schedule.depth} batches ahead: set embedding.protect_steps to at least {least}."
+                )
+
+    def _give_up(self, threads: list[threading.Thread], failure: BaseException) -> None:
+        """Ends threads that wait for messages, and tells the other ranks that this one will not go on."""
+        end = time.monotonic() + _GRACE_S
+        for thread in threads:
+            thread.join(max(end - time.monotonic(), 0.0))
+        missing = failure.ranks if isinstance(failure, CommError) else ()
+        reason = str(failure) if isinstance(failure, NestPipeError) else f"{type(failure).__name__}: {failure}"
+        for lane in self._message_lanes():
+            lane.give_up(reason.rstrip("."), ranks=missing)
+        for thread in threads:
+            thread.join(_GRACE_S)
+
     def _hand_over(self) -> None:
         """Message lanes belong to the threads of this run, and afterwards to the caller's again."""
-        for lane in (self.state.embedding.keys, self.state.embedding.rows, self.state.dense.lane):
+        for lane in self._message_lanes():
             lane.hand_over()
+
+    def _message_lanes(self) -> tuple[Lane, Lane, Lane]:
+        return self.state.embedding.keys, self.state.embedding.rows, self.state.dense.lane
 
 
 def run_in_order(state: TrainState, order: list[Event], feed: Feed) -> None:

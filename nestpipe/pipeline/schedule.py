@@ -138,6 +138,12 @@ class Schedule:
         """The programs of all lanes for a known number of batches."""
         return {lane: list(self.program(lane, lambda: num_batches)) for lane in self.lanes}
 
+    def describe(self, num_batches: int) -> str:
+        """The programs of all lanes, one line for each."""
+        programs = self.events(num_batches)
+        width = max(map(len, programs))
+        return "\n".join(f"{lane:<{width}}  {' · '.join(map(str, program))}" for lane, program in programs.items())
+
     def _window(self, t: int) -> Iterator[Event]:
         """All events while batch t computes, in an order of which each lane takes its own."""
         if not self.looks_ahead:
@@ -186,14 +192,14 @@ def _needs(num_parts: int, depth: int, clip_rows: bool, stale: bool) -> dict[Kin
     after_norm = [Event("norm", 0)] if clip_rows else []
     once: dict[Kind, list[Event]] = {
         # Two bounds on what is ahead, and the order of the data.
-        "read": [Event("dense step", -depth - 1 - _READ_AHEAD)],
+        "read": [Event("read", -1), Event("dense step", -depth - 1 - _READ_AHEAD)],
         "keys": [Event("read", 0), Event("dense step", -depth - 2)],
         # R: rows that nobody holds come from tables to which all batches before those in flight have written theirs.
         "retrieve": [Event("keys", 0), Event("write", -depth - 1), Event("retrieve", -1)],
         "post": [Event("keys", 0)],
         "flag": [Event("grads", 0, last)],
         "dense sum": [Event("compute", 0, last)],
-        "norm": [Event("dense sum", 0), Event("collect", 0, last), Event("flag", 0)],
+        "norm": [Event("dense sum", 0), Event("collect", 0, last)],
         "dense step": [Event("dense sum", 0), Event("flag", 0), *after_norm],
         # U: all gradients are in, all ranks' flags are known, and the rows as they were have left.
         "update": [Event("collect", 0, last), Event("flag", 0), *all_rows, *after_norm, *missing],

@@ -19,7 +19,7 @@ from nestpipe.pipeline import sequential as sequential_module
 from nestpipe.pipeline import stages
 from nestpipe.pipeline.runner import Feed, Runner
 from nestpipe.pipeline.schedule import Event, Schedule
-from nestpipe.pipeline.stages import Clip, Rates, TrainState, Work
+from nestpipe.pipeline.stages import BatchStage, Clip, Rates, TrainState, Work
 from nestpipe.run import Lanes
 from tests.pipeline_ranks import new_state
 
@@ -42,9 +42,11 @@ def rates_of(settings: dict[str, Any]) -> Callable[[int], Rates]:
     )
 
 
-def tapped(log: Log) -> Callable[[TrainState, Work], None]:
+def tapped(log: Log, plain: BatchStage = stages.update) -> Callable[[TrainState, Work], None]:
+    """An update that notes the bits of the rows it leaves."""
+
     def update(state: TrainState, work: Work) -> None:
-        stages.update(state, work)
+        plain(state, work)
         for name, (ids, rows) in work.window.peek_owned().items():
             log.append((work.number, name, ids.numpy().tobytes(), rows.numpy().tobytes()))
 

@@ -1,0 +1,134 @@
+"""What ranks run to show that the tests of the pipeline can fail: orders that break an edge, and stages that are wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from itertools import islice
+from unittest.mock import patch
+
+from nestpipe.comm import World
+from nestpipe.pipeline import sequential, stages
+from nestpipe.pipeline.runner import Feed, run_in_order
+from nestpipe.pipeline.schedule import Event, Schedule
+from nestpipe.run import Lanes
+from tests.pipeline import orders
+from tests.pipeline.orders import Edge
+from tests.pipeline.runs import Log, content, tapped
+from tests.pipeline.toy import Case, new_toy, toy_batches
+
+NUM_BATCHES = 9
+_DEADLINE_S = 3.0  # of messages that a mutant may never send
+Result = tuple[Log, dict[str, bytes]]
+Mutation = Callable[[], AbstractContextManager[object]]
+
+
+class Arena:
+    """The lanes of one rank; all ranks make new ones when one of them has failed."""
+
+    def __init__(self, world: World):
+        self._verdicts = world.lane("verdicts")
+        self._hasty = replace(world, deadline_s=_DEADLINE_S)
+        self._num_failures = 0
+        self.lanes = self._new_lanes()
+
+    def _new_lanes(self) -> Lanes:
+        names = ("control", "keys", "rows", "dense")
+        return Lanes(*(self._hasty.lane(f"{name} after {self._num_failures} failures") for name in names))
+
+    def verdict(self, expected: Result, case: Case, order: list[Event]) -> str:
+        """What all ranks together say about a training in an order: 'equal', 'differs' or the name of an error."""
+        try:
+            own = "equal" if ordered(case, self.lanes, order) == expected else "differs"
+        except Exception as error:  # caught is caught: most broken orders meet an error of comm or of the index
+            own = type(error).__name__
+        found = {said.decode() for said in self._verdicts.all_gather_bytes(own.encode())}
+        errors = sorted(found - {"equal", "differs"})
+        if errors:
+            self._num_failures += 1
+            self.lanes = self._new_lanes()
+        return errors[0] if errors else "differs" if "differs" in found else "equal"
+
+
+def plain(case: Case, lanes: Lanes) -> Result:
+    """The sequential step, rows in place."""
+    log: Log = []
+    state = new_toy(replace(case, pool=False), lanes)
+    with patch.object(sequential, "update", tapped(log)):
+        for number, batch in enumerate(islice(toy_batches(state.embedding.rank), NUM_BATCHES)):
+            sequential.step(state, batch, case.rates(number))
+    return log, content(state)
+
+
+def ordered(case: Case, lanes: Lanes, order: list[Event]) -> Result:
+    """The same stages in a given order."""
+    log: Log = []
+    state = new_toy(case, lanes)
+    feed = Feed(batches=toy_batches(state.embedding.rank), rates=case.rates)
+    for lane in (lanes.keys, lanes.rows, lanes.dense):
+        lane.hand_over()
+    with patch.dict(stages.BATCH_STAGES, {"update": tapped(log, stages.BATCH_STAGES["update"])}):
+        run_in_order(state, order, feed)
+    return log, content(state)
+
+
+def schedule_of(case: Case) -> Schedule:
+    return Schedule.of("nested", case.num_parts, depth=case.depth, clip_rows=case.clip.rows)
+
+
+def broken_edges(world: World, cases: list[Case]) -> list[tuple[Case, str, dict[str, str]]]:
+    """Every kind of edge that is not implied, broken in forced orders until one of them is caught: verdict by order."""
+    arena, found = Arena(world), []
+    for case in cases:
+        schedule, expected = schedule_of(case), plain(case, arena.lanes)
+        for edge in orders.edges_of(schedule):
+            tried: dict[str, str] = {}
+            for name, order in () if orders.is_implied(schedule, edge) else forced_orders(schedule, edge):
+                tried[name] = arena.verdict(expected, case, order)
+                if tried[name] != "equal":
+                    break
+            found += [(case, str(edge), tried)] if tried else []
+    return found
+
+
+def forced_orders(schedule: Schedule, edge: Edge) -> Iterator[tuple[str, list[Event]]]:
+    """Orders that keep all needs but this kind of edge; those that come too early by one event alone stand first."""
+    for much, inherit in (("by one event", True), ("at will", False)):
+        needs = orders.needs_without(schedule, NUM_BATCHES, edge, inherit=inherit)
+        for order in (
+            orders.late(needs, edge.before, edge.before_part),
+            orders.early(needs, edge.after, edge.after_part),
+        ):
+            if orders.breaks(order, edge):
+                yield much, order
+
+
+def random_orders(world: World, case: Case, edge_names: list[str], count: int) -> list[tuple[str, int, int]]:
+    """For each edge: how many of so many random orders that break it, by one event if that is enough, are caught."""
+    arena, found = Arena(world), []
+    schedule, expected = schedule_of(case), plain(case, arena.lanes)
+    for edge in orders.edges_of(schedule):
+        if str(edge) in edge_names:
+            inherit = (edge.before, edge.after) != ("write", "retrieve")
+            needs = orders.needs_without(schedule, NUM_BATCHES, edge, inherit=inherit)
+            drawn = (orders.random_order(needs, f"{edge}/{seed}") for seed in range(100 * count))
+            broken = list(islice((order for order in drawn if orders.breaks(order, edge)), count))
+            said = [arena.verdict(expected, case, order) for order in broken]
+            found.append((str(edge), sum(one != "equal" for one in said), len(said)))
+    return found
+
+
+def legal_orders(world: World, cases: list[Case], num_random: int) -> list[str]:
+    """Orders that keep every edge: what differs from sequential, which must be nothing."""
+    arena, found = Arena(world), []
+    for case in cases:
+        schedule, expected = schedule_of(case), plain(case, arena.lanes)
+        needs = orders.needs_without(schedule, NUM_BATCHES)
+        tried = {f"random {seed}": orders.random_order(needs, seed) for seed in range(num_random)}
+        tried |= {f"late {kind}": orders.late(needs, kind, 0) for kind in ("update", "write", "dense step")}
+        tried |= {f"early {kind}": orders.early(needs, kind, 0) for kind in ("retrieve", "post")}
+        for name, order in tried.items():
+            said = arena.verdict(expected, case, order)
+            found += [f"{case}, {name}: {said}"] if said != "equal" else []
+    return found

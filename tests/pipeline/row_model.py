@@ -1,0 +1,173 @@
+"""What a schedule does to rows, without numbers: a value is the history that made it, so two values are equal only if the
+same things happened to them in the same order.
+
+Kept are the stages that touch rows or dense weights; `projected` gives the order that a schedule's needs leave between
+them once all other stages are forgotten. Eviction is part of the model: a table with fewer homes than keys gives the home
+of one row to another, which is what a late write or update must not meet.
+
+    retrieve  who has a home is decided, rows come from their homes     rows      values leave for the askers
+    compute   a gradient from the values and the dense weights          update    values change
+    dense step  the dense weights change                                write     values go home
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations_with_replacement, product
+from typing import Any, NamedTuple
+
+from nestpipe.pipeline.schedule import Event, Kind, Schedule
+from tests.pipeline.orders import Edge, ancestors, needs_without
+
+KINDS: tuple[Kind, ...] = ("retrieve", "rows", "compute", "dense step", "update", "write")
+Pattern = tuple[tuple[int, ...], ...]  # the keys of each batch
+
+
+class State(NamedTuple):
+    """All there is at a moment; tuples, so that states can be compared and remembered."""
+
+    homes: tuple[tuple[int, int], ...]  # (key, value) of each home; key -1 for an empty one
+    used: tuple[int, ...]  # the batch that used each key last
+    pool: tuple[tuple[int, int], ...]  # (value, number of batches that hold it) of each key; no batch: not there
+    held: tuple[tuple[int, ...] | None, ...]  # of each batch: where its keys are at home, -1 for nowhere
+    reads: tuple[tuple[int, ...] | None, ...]  # of each batch: the values that left
+    grads: tuple[int, ...]  # of each batch; 0 for none yet
+    dense: int
+    dense_grad: int
+
+
+FAILED = State((), (), (), (), (), (), -1, -1)  # a stage found nothing to work on
+
+
+@dataclass(slots=True, eq=False)
+class RowModel:
+    """Batches with these keys, on a table with so many homes, through a pool or in place."""
+
+    pattern: Pattern
+    num_keys: int
+    num_homes: int
+    protect_steps: int
+    pool: bool
+    _names: dict[Any, int] = field(default_factory=dict)  # history -> value
+
+    @property
+    def start(self) -> State:
+        size = len(self.pattern)
+        none: tuple[None, ...] = (None,) * size
+        return State(
+            ((-1, 0),) * self.num_homes, (-1,) * self.num_keys, ((0, 0),) * self.num_keys, none, none, (0,) * size, 0, 0
+        )
+
+    def sequential(self) -> State:
+        """The state after all batches, one after the other."""
+        state = self.start
+        for t in range(len(self.pattern)):
+            for kind in KINDS:
+                state = self.apply(state, Event(kind, t))
+        return state
+
+    def apply(self, state: State, event: Event) -> State:
+        """The state after an event, or FAILED."""
+        if state is FAILED or (event.kind in ("rows", "update", "write") and state.held[event.batch] is None):
+            return FAILED
+        handler = getattr(self, "_" + event.kind.replace(" ", "_"))
+        after: State = handler(state, event.batch)
+        return after
+
+    def _retrieve(self, state: State, t: int) -> State:
+        homes, used, pool, held = list(state.homes), list(state.used), list(state.pool), []
+        if any(batch is not None for batch in state.held[t + 1 :]):
+            return FAILED  # batches are counted in order
+        for key in self.pattern[t]:
+            used[key] = t
+        for key in self.pattern[t]:
+            place = next((home for home, (owner, _) in enumerate(homes) if owner == key), -1)
+            if place < 0 and (place := self._room(homes, used, t)) >= 0:
+                homes[place] = (key, self._value("new", key))
+            held.append(place)
+            value, holders = pool[key]
+            if not holders:
+                value = homes[place][1] if place >= 0 else self._value("new", key)
+            pool[key] = (value, holders + 1)
+        return state._replace(
+            homes=tuple(homes), used=tuple(used), pool=tuple(pool), held=_with(state.held, t, tuple(held))
+        )
+
+    def _room(self, homes: list[tuple[int, int]], used: list[int], t: int) -> int:
+        """An empty home, or that of the row which was not used for the longest time, unless it is protected."""
+        ages = [(used[key] if key >= 0 else -2, key, place) for place, (key, _) in enumerate(homes)]
+        age, key, place = min(ages)
+        return place if key < 0 or age < t - self.protect_steps else -1
+
+    def _rows(self, state: State, t: int) -> State:
+        values = tuple(self._now(state, key, home) for key, home in zip(self.pattern[t], _held(state, t), strict=True))
+        return state._replace(reads=_with(state.reads, t, values))
+
+    def _now(self, state: State, key: int, home: int) -> int:
+        if self.pool:
+            return state.pool[key][0]
+        return state.homes[home][1] if home >= 0 else self._value("new", key)
+
+    def _compute(self, state: State, t: int) -> State:
+        if state.reads[t] is None:
+            return FAILED
+        grad = self._value("gradient", t, state.reads[t], state.dense)
+        return state._replace(grads=_with(state.grads, t, grad), dense_grad=grad)
+
+    def _dense_step(self, state: State, t: int) -> State:
+        return state._replace(dense=self._value("dense", state.dense, state.dense_grad))
+
+    def _update(self, state: State, t: int) -> State:
+        homes, pool = list(state.homes), list(state.pool)
+        for key, home in zip(self.pattern[t], _held(state, t), strict=True):
+            if home >= 0:
+                new = self._value("updated", self._now(state, key, home), state.grads[t], key)
+                if self.pool:
+                    pool[key] = (new, pool[key][1])
+                else:
+                    homes[home] = (homes[home][0], new)
+        return state._replace(homes=tuple(homes), pool=tuple(pool))
+
+    def _write(self, state: State, t: int) -> State:
+        homes, pool = list(state.homes), list(state.pool)
+        for key, home in zip(self.pattern[t], _held(state, t), strict=True):
+            value, holders = pool[key]
+            pool[key] = (value, holders - 1) if holders > 1 else (0, 0)
+            if holders == 1 and home >= 0 and self.pool:
+                homes[home] = (homes[home][0], value)
+        return state._replace(homes=tuple(homes), pool=tuple(pool))
+
+    def _value(self, *history: Any) -> int:
+        return self._names.setdefault(history, len(self._names) + 1)
+
+
+def _held(state: State, t: int) -> tuple[int, ...]:
+    found = state.held[t]
+    assert found is not None
+    return found
+
+
+def _with(values: tuple[Any, ...], place: int, value: Any) -> tuple[Any, ...]:
+    return (*values[:place], value, *values[place + 1 :])
+
+
+def projected(schedule: Schedule, num_batches: int, dropped: Edge | None = None) -> list[tuple[Event, Event]]:
+    """The order that the needs leave between the events of the model, without one kind of edge."""
+    before = ancestors(needs_without(schedule, num_batches, dropped))
+    return [(one, event) for event in events_of(num_batches) for one in before[event] if one.kind in KINDS]
+
+
+def events_of(num_batches: int) -> list[Event]:
+    return [Event(kind, t) for t in range(num_batches) for kind in KINDS]
+
+
+def patterns(num_batches: int, num_keys: int) -> Iterator[Pattern]:
+    """Every way in which batches can hold keys, up to the names of the keys."""
+    columns = list(product((False, True), repeat=num_batches))  # of one key: in which batches it is
+    for chosen in combinations_with_replacement(columns, num_keys):
+        yield pattern_of(chosen)
+
+
+def pattern_of(chosen: Sequence[Iterable[bool]]) -> Pattern:
+    return tuple(tuple(key for key, there in enumerate(row) if there) for row in zip(*chosen, strict=True))

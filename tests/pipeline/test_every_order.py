@@ -1,0 +1,107 @@
+"""All orders that a schedule allows, for every pattern of which batch holds which key: each ends like sequential.
+
+And with any one edge dropped some order does not, so that the edges are the right ones: enough, and none too many.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+
+from nestpipe.pipeline.schedule import Schedule
+from tests.pipeline.order_model import explore
+from tests.pipeline.orders import breaks, edges_of, is_implied
+from tests.pipeline.row_model import KINDS, RowModel, events_of, patterns, projected
+
+NUM_BATCHES, NUM_KEYS = 4, 3
+# Both ends lie between two stages of the model that other needs order too; real ranks show what they are for.
+BETWEEN = {
+    ("read", "read"),
+    ("read", "keys"),
+    ("dense step", "read"),
+    ("dense step", "keys"),
+    ("keys", "retrieve"),
+    ("keys", "post"),
+    ("post", "rows"),
+    ("grads", "collect"),
+    ("grads", "flag"),
+    ("compute", "dense sum"),
+    ("dense sum", "dense step"),
+    ("flag", "dense step"),
+    ("collect", "update"),
+    ("flag", "update"),
+}
+
+
+def nested(depth):
+    return Schedule.of("nested", 1, depth=depth)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_every_order_of_every_pattern_ends_like_sequential(depth, scale):
+    events, order = events_of(NUM_BATCHES), projected(nested(depth), NUM_BATCHES)
+    every = [(pool, num_homes) for pool in (True, False) for num_homes in (1, 2, 3)]
+    total: Counter[str] = Counter()
+    for number, pattern in enumerate(patterns(NUM_BATCHES, NUM_KEYS)):
+        for pool, num_homes in scale([every[number % 6]], every):
+            model = RowModel(pattern, NUM_KEYS, num_homes, depth + 1, pool)
+            found = explore(events, order, model.apply, model.start)
+            differing = found.differing(model.sequential())
+            assert differing is None, f"{pattern}, pool {pool}, {num_homes} homes: {' '.join(map(str, differing))}"
+            total += Counter(trainings=1, orders=sum(found.finals.values()), states=found.num_states)
+    assert total["trainings"] == scale(816, 6 * 816)
+    print(f"depth {depth}: {', '.join(f'{value:,} {name}' for name, value in total.items())}, none differs")
+
+
+def candidates(depth):
+    """Patterns that may show a missing edge, with the number of homes: first those of four batches, then longer ones."""
+    source = random.Random(depth)
+    short = list(patterns(NUM_BATCHES, NUM_KEYS))
+    yield from ((source.choice(short), 1 + number % 3) for number in range(60))
+    # A key that gets the only home, which is protected no longer, at its second try.
+    again = {0: (0,), depth + 1: (1,), depth + 2: (1,)}
+    # A row that loses its home to another and comes back, while a batch that held it may still be under way.
+    away = {0: (0,), depth + 2: (1,), depth + 3: (0,)}
+    for rare in (again, away):
+        yield tuple(rare.get(t, ()) for t in range(depth + 4)), 1
+
+
+def counterexample(depth, edge, pool):
+    """A training and an order of it that keeps all edges but this kind and ends elsewhere; None if there is none."""
+    for pattern, num_homes in candidates(depth):
+        events, order = events_of(len(pattern)), projected(nested(depth), len(pattern), edge)
+        model = RowModel(pattern, NUM_KEYS, num_homes, depth + 1, pool)
+        found = explore(events, order, model.apply, model.start)
+        if differing := found.differing(model.sequential()):
+            return model, order, differing
+    return None
+
+
+@pytest.mark.parametrize("pool", [True, False], ids=["pool", "in place"])
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_without_an_edge_some_order_differs(depth, pool):
+    schedule, length = nested(depth), depth + 4
+    between, free = set(), set()
+    for edge in edges_of(schedule):
+        if is_implied(schedule, edge):
+            continue
+        if set(projected(schedule, length, edge)) == set(projected(schedule, length)):
+            between.add((edge.before, edge.after))
+            continue
+        if (found := counterexample(depth, edge, pool)) is None:
+            free.add((edge.before, edge.after))
+            continue
+        model, order, differing = found
+        place = {event: number for number, event in enumerate(differing)}
+        assert all(place[first] < place[second] for first, second in order), "the order breaks more than the edge"
+        if edge.before in KINDS and edge.after in KINDS:
+            assert breaks(differing, edge), f"{edge} is kept by {differing}"
+        state = model.start
+        for event in differing:
+            state = model.apply(state, event)
+        assert state != model.sequential()
+        print(f"depth {depth}, {'pool' if pool else 'in place'}, without {edge}: {' '.join(map(str, differing))}")
+    assert between == BETWEEN
+    assert free == (set() if pool else {("write", "write")}), "these edges could go"

@@ -1,0 +1,270 @@
+"""Pipelines that are wrong inside a stage rather than in the order of stages: each is a patch, put on for one run.
+
+`WRONG` says for each what it is, the training that shows it, and an order that keeps every edge and in which it shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+from unittest.mock import patch
+
+import torch
+
+from nestpipe.comm import World
+from nestpipe.embedding.held import InPlace, Pool
+from nestpipe.embedding.ledger import Ledger
+from nestpipe.embedding.rows import add_rows
+from nestpipe.embedding.sharded import Window
+from nestpipe.embedding.table import WEIGHTS, Table
+from nestpipe.pipeline import sequential, stages
+from nestpipe.pipeline.schedule import Kind
+from tests.pipeline import orders
+from tests.pipeline.mutants import NUM_BATCHES, Arena, plain, schedule_of
+from tests.pipeline.toy import Case
+
+Patch = Callable[[Case], AbstractContextManager[object]]
+
+
+def state_not_taken(case: Case) -> AbstractContextManager[object]:
+    """Only weights come from the table; optimizer state starts anew in the pool."""
+
+    def load(pool, ids, homes, slots):
+        pool._write(slots, pool.table.new_rows(ids))
+        known = (homes >= 0).nonzero().flatten()
+        weights = pool.table.gather(homes.index_select(0, known))
+        pool._columns.scatter(WEIGHTS, slots.index_select(0, known), weights)
+
+    return patch.object(Pool, "_load", load)
+
+
+def state_not_brought_home(case: Case) -> AbstractContextManager[object]:
+    """Only weights are written back to the table."""
+    write, release = Table.write, Pool.release
+
+    def only_weights(table, slots, rows):
+        write(table, slots, {WEIGHTS: rows[WEIGHTS]})
+
+    def releasing(pool, held):
+        with patch.object(Table, "write", only_weights):
+            release(pool, held)
+
+    return patch.object(Pool, "release", releasing)
+
+
+def ranks_backwards(case: Case) -> AbstractContextManager[object]:
+    """Arrivals of a part are added from the last rank to the first."""
+
+    def collect(window, part):
+        for handle, owned in zip(window._grads[part], window._owned.values(), strict=True):
+            handle.wait_arrived()
+            for places, sums in reversed(list(zip(owned.arriving, owned.arrivals, strict=True))):
+                add_rows(owned.grads, places[part], sums[part])
+
+    return patch.object(Window, "collect", collect)
+
+
+def rank_by_rank(case: Case) -> AbstractContextManager[object]:
+    """Arrivals are added by (rank, part) instead of (part, rank)."""
+
+    def collect(window, part):
+        for handle in window._grads[part]:
+            handle.wait_arrived()
+        if part == window.plan.num_parts - 1:
+            for owned in window._owned.values():
+                for places, sums in zip(owned.arriving, owned.arrivals, strict=True):
+                    for number in range(part + 1):
+                        add_rows(owned.grads, places[number], sums[number])
+
+    return patch.object(Window, "collect", collect)
+
+
+def parts_backwards(case: Case) -> AbstractContextManager[object]:
+    """The asker adds the gradients of its parts from the last to the first."""
+    seen: dict[int, list[Any]] = {}
+
+    def add_grads(window, part, leaves):
+        seen.setdefault(id(window), []).append((window, leaves))  # kept, so that no other window gets its id
+        for name, asked in window._asked.items():
+            asked.grads.zero_()
+            for number, (_, parts) in reversed(list(enumerate(seen[id(window)]))):
+                if parts[name].grad is not None:
+                    add_rows(asked.grads, asked.plan.places[number], parts[name].grad)
+
+    return patch.object(Window, "add_grads", add_grads)
+
+
+def fused_optimizer(case: Case) -> AbstractContextManager[object]:
+    """Rows are updated by the gradients of each part as they come, instead of once by their sum."""
+
+    def collect(state, work, part):
+        stages.collect(state, work, part)
+        work.window.update(work.rates.rows)
+        for owned in work.window._owned.values():
+            owned.grads.zero_()
+
+    return patch.dict(stages.PART_STAGES, {"collect": collect})
+
+
+def flag_ignored_by_rows(case: Case) -> AbstractContextManager[object]:
+    """Rows are updated whatever the flags say."""
+
+    def update(state, work):
+        work.skipped = False
+        stages.update(state, work)
+
+    return patch.dict(stages.BATCH_STAGES, {"update": update})
+
+
+def flag_of_own_rank(case: Case) -> AbstractContextManager[object]:
+    """A rank skips a batch only if it saw the value itself."""
+
+    def flag(state, work):
+        stages.flag(state, work)
+        work.skipped = bool(stages._not_finite(state, work)[0])
+
+    return patch.dict(stages.BATCH_STAGES, {"flag": flag})
+
+
+@contextmanager
+def rate_not_captured(case: Case) -> Iterator[None]:
+    """An update uses the learning rate of the step at which the loop is, not that of its batch."""
+
+    def update(state, work):
+        work.rates = case.rates(max(state.num_steps - 1, 0))
+        stages.update(state, work)
+
+    with patch.dict(stages.BATCH_STAGES, {"update": update}), patch.object(sequential, "update", update):
+        yield
+
+
+@contextmanager
+def victims_pinned_by_flight(case: Case) -> Iterator[None]:
+    """A row may be evicted unless it is in this batch or in the pool at this moment."""
+    take, choose = Pool.take, Ledger.choose
+    held: list[torch.Tensor] = []
+
+    def taking(pool, ids, step):
+        held[:] = [pool._index.export()[0]]
+        return take(pool, ids, step)
+
+    def choosing(ledger, counts, order, *, before):
+        now = before + (case.depth + 1 if case.protect_steps is None else case.protect_steps)
+        slots = ledger.index.find(torch.cat([torch.empty(0, dtype=torch.int64), *held]))
+        slots = slots[slots >= 0]
+        steps = ledger._columns["last_step"]
+        kept = steps.index_select(0, slots)
+        steps.index_fill_(0, slots, now)
+        victims = choose(ledger, counts, order, before=now)
+        steps.index_copy_(0, slots, kept)
+        return victims
+
+    with patch.object(Pool, "take", taking), patch.object(Ledger, "choose", choosing):
+        yield
+
+
+def mean_of_means(case: Case) -> AbstractContextManager[object]:
+    """Each rank divides by its own weight, and ranks count alike."""
+
+    def keys(state, work):
+        own = work.window.weight
+        stages.keys(state, work)
+        work.window.weight = own * state.embedding.world_size or 1.0
+
+    return patch.dict(stages.BATCH_STAGES, {"keys": keys})
+
+
+@contextmanager
+def admission_at_update(case: Case) -> Iterator[None]:
+    """Whether an id has a row is looked up when its gradient is applied, not remembered from the batch's turn."""
+
+    def late(update):
+        def updating(holder, held, grads, lr):
+            homes = holder.table._index.find(held.ids)
+            slots = homes if isinstance(holder, InPlace) else held.slots
+            rowless = (homes < 0).nonzero().flatten()
+            update(holder, replace(held, homes=homes, slots=slots, rowless=rowless), grads, lr)
+
+        return updating
+
+    with patch.object(Pool, "update", late(Pool.update)), patch.object(InPlace, "update", late(InPlace.update)):
+        yield
+
+
+@contextmanager
+def values_drawn_in_turn(case: Case) -> Iterator[None]:
+    """Initial values come from a generator with a state, in the order in which ids ask for them."""
+    generators: dict[int, tuple[Table, torch.Generator]] = {}
+
+    def initial(table, ids):
+        _, generator = generators.setdefault(id(table), (table, torch.Generator().manual_seed(0)))
+        return torch.randn(len(ids), table.spec.dim, generator=generator)
+
+    with patch.object(Table, "initial", initial):
+        yield
+
+
+@dataclass(frozen=True, slots=True)
+class Wrong:
+    """A wrong pipeline, and the training and the order that show it."""
+
+    patch: Patch
+    case: Case
+    order: tuple[Literal["late", "early"], Kind] = ("early", "retrieve")
+    everywhere: bool = False  # patches sequential too, which stands up to it: what differs is due to the overlap alone
+    min_ranks: int = 2  # the sum of two numbers is the same in either order
+
+
+POOL, IN_PLACE = Case(pool=True), Case(pool=False)
+WRONG = [
+    Wrong(state_not_taken, POOL),
+    Wrong(state_not_taken, replace(POOL, optimizer="adam")),
+    Wrong(state_not_brought_home, POOL),
+    Wrong(state_not_brought_home, replace(POOL, optimizer="adam")),
+    Wrong(ranks_backwards, IN_PLACE, min_ranks=3),
+    Wrong(rank_by_rank, replace(IN_PLACE, num_parts=3, admit_after=1), min_ranks=3),
+    Wrong(parts_backwards, replace(IN_PLACE, num_parts=3, admit_after=1)),
+    Wrong(fused_optimizer, IN_PLACE),
+    Wrong(flag_ignored_by_rows, IN_PLACE),
+    Wrong(flag_of_own_rank, POOL),
+    Wrong(rate_not_captured, IN_PLACE, ("late", "dense step"), everywhere=True),
+    Wrong(victims_pinned_by_flight, POOL, everywhere=True),
+    Wrong(mean_of_means, IN_PLACE),
+    Wrong(admission_at_update, IN_PLACE, everywhere=True),
+    Wrong(admission_at_update, POOL, everywhere=True),
+    Wrong(values_drawn_in_turn, POOL, everywhere=True),
+]
+
+
+def wrong_stages(world: World) -> list[tuple[str, Case, str]]:
+    """Runs every wrong pipeline that this many ranks can tell from a right one; (what, training, verdict)."""
+    arena, found = Arena(world), []
+    for wrong in (one for one in WRONG if one.min_ranks <= world.size):
+        needs = orders.needs_without(schedule_of(wrong.case), NUM_BATCHES)
+        order = getattr(orders, wrong.order[0])(needs, wrong.order[1], 0)
+        expected = plain(wrong.case, arena.lanes)
+        right = arena.verdict(expected, wrong.case, order)
+        assert right == "equal", f"{wrong} shows nothing: its order differs anyhow"
+        with wrong.patch(wrong.case):
+            if wrong.everywhere:
+                expected = plain(wrong.case, arena.lanes)
+            said = arena.verdict(expected, wrong.case, order)
+        found.append((wrong.patch.__name__, wrong.case, said))
+    return found
+
+
+def unprotected(world: World) -> str:
+    """Eviction of rows that a batch in flight holds: `protect_steps` far below the depth."""
+    arena, case = Arena(world), Case(pool=False, depth=2, protect_steps=1)
+    order = orders.early(orders.needs_without(schedule_of(case), NUM_BATCHES), "retrieve", 0)
+    return arena.verdict(plain(case, arena.lanes), case, order)
+
+
+def weights_only_with_sgd(world: World) -> str:
+    """A weights-only pool, where rows have no state: the mistake that SGD hides."""
+    arena, case = Arena(world), Case(pool=True, optimizer="sgd")
+    order = orders.early(orders.needs_without(schedule_of(case), NUM_BATCHES), "retrieve", 0)
+    with state_not_brought_home(case), state_not_taken(case):
+        return arena.verdict(plain(case, arena.lanes), case, order)
