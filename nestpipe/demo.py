@@ -5,13 +5,15 @@ A step is a function that returns what it saw or raises `StepError`; the list `S
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,9 +27,13 @@ from nestpipe import checkpoint
 from nestpipe.data.sequences import Sequences
 from nestpipe.errors import NestPipeError
 from nestpipe.evaluate import Report
+from nestpipe.overlap import CAUSES, steps_of
 from nestpipe.run import Run
+from nestpipe.trace import load as load_trace
 
 _MARKER = "made-by-nestpipe-demo"
+_PARTS = ("--pipeline.parts", "3", "--train.num-threads", "1")
+_NESTED = (*_PARTS, "--pipeline.mode", "nested")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,35 +58,37 @@ class Demo:
     def data(self) -> Path:
         return self.out / "data"
 
-    def command(self, *arguments: str) -> str:
+    def command(self, *arguments: str, ranks: int = 1) -> str:
         """Runs `nestpipe ARGUMENTS`, returns what it printed; raises StepError if it fails."""
-        self._console.print(f"[bold]$ nestpipe {escape(' '.join(arguments))}[/bold]", soft_wrap=True)
-        done = subprocess.run([*_nestpipe(), *arguments], capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise StepError(
-                f"'nestpipe {' '.join(arguments)}' exited with {done.returncode}:\n{done.stderr or done.stdout}"
-            )
+        command = _nestpipe(ranks)
+        self._show(ranks, arguments)
+        done = subprocess.run([*command, *arguments], capture_output=True, text=True, check=False)
+        _check_exit(done.returncode, done.stderr or done.stdout, arguments)
         return done.stdout
 
-    def kill_after(self, marker: Path, *arguments: str) -> None:
-        """Starts `nestpipe ARGUMENTS` and kills it without warning once a file exists."""
-        self._console.print(
-            f"[bold]$ nestpipe {escape(' '.join(arguments))}   (killed in the middle)[/bold]", soft_wrap=True
-        )
+    def kill_a_rank(self, marker: Path, *arguments: str, ranks: int) -> None:
+        """Runs `nestpipe ARGUMENTS` on several ranks and kills one without warning once a file exists; waits for the end."""
+        self._show(ranks, arguments, "one rank is killed in the middle; torchrun starts all again")
         process = subprocess.Popen(
-            [*_nestpipe(), *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+            [*_nestpipe(ranks), *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
         )
         try:
             deadline = time.monotonic() + 120
             while not marker.exists():
                 if process.poll() is not None or time.monotonic() > deadline:
-                    raise StepError(
-                        f"the run ended or stalled before it wrote {marker}: {process.communicate(timeout=5)[1]}"
-                    )
+                    raise StepError(f"the run ended or stalled before it wrote {marker}.")
                 time.sleep(0.01)
+            os.kill(_children(process.pid)[-1], signal.SIGKILL)
+            said = process.communicate(timeout=240)[1]
+            _check_exit(process.returncode, said, arguments)
         finally:
-            process.send_signal(signal.SIGKILL)
-            process.communicate()
+            process.terminate()  # torchrun then ends its ranks
+            process.wait(timeout=60)
+
+    def _show(self, ranks: int, arguments: Sequence[str], note: str = "") -> None:
+        start = f"torchrun --standalone --nproc-per-node {ranks} -m -- nestpipe.cli" if ranks > 1 else "nestpipe"
+        line = f"$ {start} {' '.join(arguments)}" + (f"   ({note})" if note else "")
+        self._console.print(f"[bold]{escape(line)}[/bold]", soft_wrap=True)
 
 
 def main(argv: list[str]) -> int:
@@ -124,29 +132,40 @@ def ingest(demo: Demo) -> str:
     return f"{counts['read']:,} records read = {counts['kept']:,} kept + {counts['quarantined']:,} quarantined"
 
 
-def train_once(demo: Demo) -> str:
-    """The tiny recipe, from start to end."""
-    demo.command("train", "tiny", "--run", str(demo.out / "run"), *_data(demo), *_few_epochs(demo))
+def train_nested(demo: Demo) -> str:
+    """The tiny recipe from start to end on two ranks, lookup and communication hidden behind compute."""
+    traced = ["--pipeline.trace-steps", "20"]
+    demo.command(
+        "train", "tiny", "--run", str(demo.out / "run"), *_NESTED, *traced, *_data(demo), *_few_epochs(demo), ranks=2
+    )
     lines = [json.loads(line) for line in (demo.out / "run" / "metrics.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in lines if "loss" in line]
     _check(losses[-1] < losses[0], f"the loss did not fall: {losses[0]:.3f} -> {losses[-1]:.3f}")
     return f"loss {losses[0]:.3f} -> {losses[-1]:.3f} in {lines[-1]['summary']['steps']:,} steps"
 
 
+def show_overlap(demo: Demo) -> str:
+    """Where the time of a step went: the four parts add up to it exactly."""
+    print(demo.command("trace", str(demo.out / "run")))
+    steps = [step for trace in load_trace(demo.out / "run") for step in steps_of(trace)]
+    total = sum(step.total_ns for step in steps)
+    shares = {cause: sum(step.time_ns(cause) for step in steps) for cause in CAUSES}
+    _check(bool(steps) and sum(shares.values()) == total, f"{shares} do not add up to {total}")
+    return ", ".join(f"{cause} {share / total:.0%}" for cause, share in shares.items()) + f" of {len(steps)} steps"
+
+
 def survive_a_kill(demo: Demo) -> str:
-    """A run killed without warning and resumed ends with the bits of one that was left alone."""
-    limits = [*_data(demo), "--train.steps", "40", "--train.save-steps", "10", "--train.keep-last", "9"]
+    """A nested run of which a rank is killed without warning ends with the bits of a sequential one that was left alone."""
+    limits = [*_data(demo), "--train.steps", "40", "--train.save-steps", "10", "--train.keep-last", "9", *_PARTS]
     calm, killed = demo.out / "calm", demo.out / "killed"
-    demo.command("train", "tiny", "--run", str(calm), *limits)
-    demo.kill_after(
-        killed / "checkpoints" / "step-000020" / "manifest.json", "train", "tiny", "--run", str(killed), *limits
+    demo.command("train", "tiny", "--run", str(calm), *limits, ranks=2)
+    marker = killed / "checkpoints" / "step-000020" / "manifest.json"
+    demo.kill_a_rank(
+        marker, "train", "tiny", "--run", str(killed), "--resume", *limits, "--pipeline.mode", "nested", ranks=2
     )
-    before = checkpoint.complete_steps(killed / "checkpoints")
-    _check(bool(before) and before[-1] < 40, f"the kill came too late to mean anything: checkpoints {before}")
-    demo.command("train", "tiny", "--run", str(killed), "--resume", *limits)
     differing = differing_tensors(calm, killed)
     _check(not differing, f"these tensors differ: {differing}")
-    return f"killed after step {before[-1]}, resumed to step 40: every tensor equal bit for bit"
+    return "nested, a rank killed after step 20: every tensor has the bits of the sequential run"
 
 
 def evaluate(demo: Demo) -> str:
@@ -173,8 +192,9 @@ def recommend(demo: Demo) -> str:
 
 STEPS: list[tuple[str, Callable[[Demo], str]]] = [
     ("ingest", ingest),
-    ("train", train_once),
-    ("kill and resume", survive_a_kill),
+    ("train", train_nested),
+    ("overlap", show_overlap),
+    ("kill, resume, compare", survive_a_kill),
     ("evaluate", evaluate),
     ("recommend", recommend),
 ]
@@ -211,8 +231,26 @@ def _few_epochs(demo: Demo) -> list[str]:
     return ["--train.epochs", "8", "--train.log-steps", "1"] if demo.quick else []
 
 
-def _nestpipe() -> list[str]:
-    return [sys.executable, "-m", "nestpipe.cli"]
+def _nestpipe(ranks: int) -> list[str]:
+    if ranks == 1:
+        return [sys.executable, "-m", "nestpipe.cli"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return [*torchrun, "--max-restarts", "1", "-m", "--", "nestpipe.cli"]
+
+
+def _children(pid: int) -> list[int]:
+    """The processes that a process started."""
+    found = []
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it may end meanwhile
+            if int(status.read_text().rpartition(")")[2].split()[1]) == pid:
+                found.append(int(status.parent.name))
+    return sorted(found)
+
+
+def _check_exit(code: int, said: str, arguments: Sequence[str]) -> None:
+    if code:
+        raise StepError(f"'nestpipe {' '.join(arguments)}' exited with {code}:\n{said}")
 
 
 def _empty_folder(folder: Path) -> None:
