@@ -189,6 +189,7 @@ class Run:
             control=lanes.control,
             seed=config.seed,
             cut=config.pipeline,
+            skip_nonfinite=config.train.skip_nonfinite,
         )
 
     def load_state(self, step: int | None = None, lanes: Lanes | None = None) -> tuple[TrainState, Manifest]:

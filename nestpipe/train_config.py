@@ -23,6 +23,8 @@ class TrainConfig:
     """Scale gradients down to this norm; 0 is never."""
     clip: Literal["dense", "all"] = "dense"
     """What the norm is taken of and applied to: the dense part, or dense part and rows."""
+    skip_nonfinite: bool = False
+    """Skip a batch in which any rank sees a value that is not finite, instead of ending the training."""
     warmup_steps: int = 0
     """Learning rates rise linearly over this many steps."""
     eval_epochs: int = 1
