@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import islice
 from unittest.mock import patch
+
+import torch.distributed as dist
 
 from nestpipe.comm import World
 from nestpipe.pipeline import sequential, stages
@@ -28,14 +31,15 @@ class Arena:
     """The lanes of one rank; all ranks make new ones when one of them has failed."""
 
     def __init__(self, world: World):
-        self._verdicts = world.lane("verdicts")
-        self._hasty = replace(world, deadline_s=_DEADLINE_S)
+        self._world, self._verdicts = world, world.lane("verdicts")
         self._num_failures = 0
-        self.lanes = self._new_lanes()
+        self._hasty, self.lanes = self._anew()
 
-    def _new_lanes(self) -> Lanes:
-        names = ("control", "keys", "rows", "dense")
-        return Lanes(*(self._hasty.lane(f"{name} after {self._num_failures} failures") for name in names))
+    def _anew(self) -> tuple[World, Lanes]:
+        """A world of the same ranks that knows nothing of those before it."""
+        store = dist.PrefixStore(f"after {self._num_failures} failures", self._world.store)
+        hasty = replace(self._world, deadline_s=_DEADLINE_S, store=store, _lanes={})
+        return hasty, Lanes.of(hasty)
 
     def verdict(self, expected: Result, case: Case, order: list[Event]) -> str:
         """What all ranks together say about a training in an order: 'equal', 'differs' or the name of an error."""
@@ -47,7 +51,9 @@ class Arena:
         errors = sorted(found - {"equal", "differs"})
         if errors:
             self._num_failures += 1
-            self.lanes = self._new_lanes()
+            self._hasty.close()
+            gc.collect()  # groups have threads of their own, which end when nothing refers to them any more
+            self._hasty, self.lanes = self._anew()
         return errors[0] if errors else "differs" if "differs" in found else "equal"
 
 
