@@ -39,7 +39,8 @@ class Arena:
         """A world of the same ranks that knows nothing of those before it."""
         store = dist.PrefixStore(f"after {self._num_failures} failures", self._world.store)
         hasty = replace(self._world, deadline_s=_DEADLINE_S, store=store, _lanes={})
-        return hasty, Lanes.of(hasty)
+        keys, rows, dense = (hasty.lane(name) for name in ("keys", "rows", "dense"))
+        return hasty, Lanes(control=self._verdicts, saves=self._verdicts, keys=keys, rows=rows, dense=dense)
 
     def verdict(self, expected: Result, case: Case, order: list[Event]) -> str:
         """What all ranks together say about a training in an order: 'equal', 'differs' or the name of an error."""
