@@ -12,7 +12,7 @@ from nestpipe.embedding.route import route
 from nestpipe.errors import ConfigError
 from nestpipe.jagged import Batch, Cursor, Jagged
 from nestpipe.models.retrieval import build_retrieval
-from nestpipe.ops.attention import _bucket_boundaries
+from nestpipe.ops.inputs import bucket_boundaries
 from tests.worlds import LOSSES, MODELS
 
 CATALOGUE = torch.arange(100, 140)
@@ -166,7 +166,7 @@ def test_empty_histories_and_logs_without_times(model):
 
 
 def test_buckets_cover_a_hundred_years():
-    assert int(torch.bucketize(torch.tensor(100 * 31_557_600), _bucket_boundaries(128), right=True)) == 72
+    assert int(torch.bucketize(torch.tensor(100 * 31_557_600), bucket_boundaries(128), right=True)) == 72
 
 
 def test_full_softmax_refuses_a_large_catalogue():

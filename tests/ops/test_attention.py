@@ -1,4 +1,4 @@
-"""The grouped attention against one dense matrix per sequence: the definition."""
+"""The attention op against one dense matrix per sequence, written out; its layout, its errors and its bits."""
 
 import math
 
@@ -7,8 +7,9 @@ import torch
 from torch.nn import functional as F
 
 from nestpipe.jagged import Jagged, offsets_of
-from nestpipe.ops import attention
+from nestpipe.ops import blocks
 from nestpipe.ops.attention import Bias, attention_layout, jagged_attention
+from nestpipe.ops.inputs import bucket_boundaries
 
 LENGTHS = {
     "mixed": [3, 0, 17, 1, 1, 40, 0, 9],
@@ -85,15 +86,15 @@ def test_small_score_limit_changes_nothing(monkeypatch):
     q, k, v, sequences, _, bias = inputs(LENGTHS["mixed"])
     bias = Bias(position=bias.position)
     whole = jagged_attention(q, k, v, attention_layout(sequences), kind="silu", bias=bias)
-    monkeypatch.setattr(attention, "_MAX_SCORES", 1)
-    monkeypatch.setattr(attention, "_QUERY_BLOCK", 4)
+    monkeypatch.setattr(blocks, "_MAX_SCORES", 1)
+    monkeypatch.setattr(blocks, "_QUERY_BLOCK", 4)
     layout = attention_layout(sequences)
-    assert len(layout.blocks) > 10
+    assert len(layout.plan("blocks")) > 100
     assert torch.allclose(whole, jagged_attention(q, k, v, layout, kind="silu", bias=bias), rtol=1e-12, atol=1e-12)
 
 
 def test_bucket_boundaries_follow_the_logarithm():
-    boundaries = attention._bucket_boundaries(128)
+    boundaries = bucket_boundaries(128)
     for seconds in [0, 1, 2, 3, 59, 60, 3600, 86_400, 10**7, 10**9]:
         assert int(torch.bucketize(torch.tensor(seconds), boundaries, right=True)) == bucket(seconds, 0, 128)
 
