@@ -22,7 +22,7 @@ from nestpipe.ops.inputs import Gradients, Inputs
 
 log = logging.getLogger("nestpipe")
 
-BACKENDS = ("reference", "blocks")
+BACKENDS = ("reference", "blocks", "native")
 
 
 class Backend(Protocol):
