@@ -59,15 +59,19 @@ struct Attention {
 
 namespace {
 
-// Floats on the boundary of a vector, zero at first.
+// Floats on the boundary of a vector.
 class Room {
  public:
-  void resize(int64_t size) {
+  // Room for this many, with any content.
+  void reserve(int64_t size) {
     if (size > capacity_) {
       capacity_ = round_up(size, kWidth) + kWidth;
       data_.reset(static_cast<float*>(std::aligned_alloc(64, round_up(capacity_ * 4, 64))));
       if (!data_) throw std::bad_alloc();
     }
+  }
+  void zeros(int64_t size) {
+    reserve(size);
     std::fill_n(data_.get(), size, 0.0f);
   }
   float* at(int64_t place) { return data_.get() + place; }
@@ -143,7 +147,7 @@ struct Tables {
     for (int64_t s = 0; s < a.num_sequences; ++s)
       longest = std::max(longest, a.key_offsets[s + 1] - a.key_offsets[s]);
     if (a.position == nullptr) return;
-    position.resize(size());
+    position.zeros(size());
     for (int64_t distance = 0; distance <= longest; ++distance)
       *position.at(longest - distance) = a.position[std::min(distance, a.num_position - 1)];
   }
@@ -175,13 +179,13 @@ struct Worker {
   void pack(const Sequence& s, const Task& task, bool backward) {
     const int64_t n = s.num_history, heads = task.last_head - task.first_head;
     stride = round_up(n, 2 * kWidth);
-    packed_k.resize(heads * D * stride);
-    flat_v.resize(heads * n * Vp);
+    packed_k.reserve(heads * D * stride);
+    flat_v.reserve(heads * n * Vp);
     if (backward) {
-      packed_v.resize(heads * V * stride);
-      flat_k.resize(heads * n * Dp);
-      sum_k.resize(heads * n * Dp);
-      sum_v.resize(heads * n * Vp);
+      packed_v.reserve(heads * V * stride);
+      flat_k.reserve(heads * n * Dp);
+      sum_k.zeros(heads * n * Dp);
+      sum_v.zeros(heads * n * Vp);
     }
     for (int64_t h = 0; h < heads; ++h) {
       const float* k = a.k + s.first_key * a.k_row + (task.first_head + h) * D;
@@ -195,13 +199,17 @@ struct Worker {
   }
 
   void transpose(const float* from, int64_t row, int64_t n, int64_t width, float* to) const {
-    for (int64_t first = 0; first < n; first += 16)
+    for (int64_t first = 0; first < stride; first += 16)
       for (int64_t column = 0; column < width; ++column)
-        for (int64_t i = first; i < std::min(first + 16, n); ++i) to[column * stride + i] = from[i * row + column];
+        for (int64_t i = first; i < first + 16; ++i)
+          to[column * stride + i] = i < n ? from[i * row + column] : 0.0f;
   }
 
   static void copy(const float* from, int64_t row, int64_t n, int64_t width, float* to, int64_t padded) {
-    for (int64_t i = 0; i < n; ++i) std::copy_n(from + i * row, width, to + i * padded);
+    for (int64_t i = 0; i < n; ++i) {
+      std::copy_n(from + i * row, width, to + i * padded);
+      std::fill(to + i * padded + width, to + (i + 1) * padded, 0.0f);
+    }
   }
 
   // ---- tiles ----
@@ -301,14 +309,16 @@ struct Worker {
   void forward(const Sequence& s, const Task& task) {
     const int64_t heads = task.last_head - task.first_head;
     pack(s, task, false);
-    scores.resize(kQueries * kKeys);
-    bias.resize(kQueries * kKeys);
-    bias_time.resize(kQueries * kKeys);
+    for (Room* room : {&scores, &bias, &bias_time}) room->reserve(kQueries * kKeys);
+    outs.reserve(heads * C * kQueries * Vp);
+    rest.reserve(heads * 2 * kQueries);  // softmax: the largest score so far, and the sum
     for (int64_t query = 0; query < s.num_queries; query += kQueries) {
       const int64_t rows = std::min(kQueries, s.num_queries - query);
-      outs.resize(heads * C * kQueries * Vp);
-      rest.resize(heads * 2 * kQueries);  // softmax: the largest score so far, and the sum
-      for (int64_t h = 0; h < heads; ++h) std::fill_n(largest(h), kQueries, -std::numeric_limits<float>::infinity());
+      for (int64_t h = 0; h < heads; ++h) {
+        for (int64_t channel = 0; channel < C; ++channel) std::fill_n(out(h, channel), rows * Vp, 0.0f);
+        std::fill_n(largest(h), rows, -std::numeric_limits<float>::infinity());
+        std::fill_n(total(h), rows, 0.0f);
+      }
       tiles(s, query, [&](const Tile& t) {
         for (int64_t h = 0; h < heads; ++h) forward_tile(s, t, task.first_head + h, h);
       });
@@ -428,16 +438,16 @@ struct Worker {
   void backward(const Sequence& s, const Task& task) {
     const int64_t heads = task.last_head - task.first_head;
     pack(s, task, true);
-    for (Room* room : {&scores, &weights, &bias, &bias_time}) room->resize(kQueries * kKeys);
+    for (Room* room : {&scores, &weights, &bias, &bias_time}) room->reserve(kQueries * kKeys);
+    flat_q.reserve(heads * kQueries * Dp);
+    d_queries.reserve(heads * kQueries * Dp);
+    flat_grad.reserve(heads * C * kQueries * Vp);
     for (int64_t query = 0; query < s.num_queries; query += kQueries) {
       const int64_t rows = std::min(kQueries, s.num_queries - query);
-      flat_q.resize(heads * kQueries * Dp);
-      d_queries.resize(heads * kQueries * Dp);
-      flat_grad.resize(heads * C * kQueries * Vp);
       for (int64_t h = 0; h < heads; ++h) read_rows(s, query, rows, task.first_head + h, h);
       tiles(s, query, [&](const Tile& t) {
-        if (add ? by_position || by_time : by_position) d_bias.resize(kQueries * kKeys);
-        if (!add && by_time) d_bias_time.resize(kQueries * kKeys);
+        if (by_position || (add && by_time)) d_bias.zeros(t.rows * kKeys);
+        if (!add && by_time) d_bias_time.zeros(t.rows * kKeys);
         for (int64_t h = 0; h < heads; ++h) backward_tile(s, t, task.first_head + h, h);
         sum_biases(s, t);
       });
@@ -460,6 +470,7 @@ struct Worker {
 
   void read_rows(const Sequence& s, int64_t query, int64_t rows, int64_t head, int64_t h) {
     const int64_t place = s.first_query + query;
+    std::fill_n(d_queries.at(h * kQueries * Dp), rows * Dp, 0.0f);
     copy(query_row(place, head), a.q_row, rows, D, flat_q.at(h * kQueries * Dp), Dp);
     for (int64_t channel = 0; channel < C; ++channel)
       copy(a.grad + ((place * C + channel) * H + head) * V, C * H * V, rows, V, grads(h, channel), Vp);
@@ -712,8 +723,8 @@ int64_t nestpipe_attention_backward(const Attention* a) {
     Tables tables(*a);
     std::vector<BiasSums> sums(tasks.size());
     const bool done = run_tasks(*a, tables, tasks, [&](Worker& worker, size_t i) {
-      if (a->position != nullptr) sums[i].position.resize(tables.size());
-      if (a->time != nullptr) sums[i].time.resize(a->num_time * kWidth);
+      if (a->position != nullptr) sums[i].position.zeros(tables.size());
+      if (a->time != nullptr) sums[i].time.zeros(a->num_time * kWidth);
       worker.sums = &sums[i];
       for (int64_t place = tasks[i].first; place < tasks[i].last; ++place)
         worker.backward(Sequence(*a, order[place]), tasks[i]);

@@ -40,6 +40,7 @@ from torch import Tensor
 
 from nestpipe.jagged import Jagged
 from nestpipe.ops import backends, reference
+from nestpipe.ops.backends import Wish
 from nestpipe.ops.inputs import MAX_BUCKETS, Inputs, Kind, Mode
 
 _SCHEMA = (
@@ -153,7 +154,7 @@ def jagged_attention(
     if bias.decay is not None and layout.times is not None and not layout.decay:
         raise ValueError("a decay bias needs a layout made with decay=True.")
     if backend is None:
-        backend = backends.choose(q, kind=kind, mode=bias.mode, bias=(bias.position, bias.time, bias.decay))
+        backend = backends.choose(Wish(q.device.type, q.dtype, kind, bias.mode, bias.decay is not None))
     tensors = (q, k, v, layout.query_offsets, layout.key_offsets, layout.num_targets, *(layout.times or (None, None)))
     tensors += (bias.position, bias.time, bias.decay)
     numbers = (kind, bias.mode, float(scale), float(norm))

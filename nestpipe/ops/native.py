@@ -49,14 +49,23 @@ def plan(
     offsets = [one.contiguous() for one in (query_offsets, key_offsets, num_targets)]
     query_times, key_times = (one.contiguous() for one in times)
     starts = torch.empty(len(query_times) + 1, dtype=torch.int64)
-    arguments = _Attention(num_sequences=len(num_targets), **_pointers(("query_offsets", "key_offsets", "num_targets"), offsets))
+    arguments = _Attention(
+        num_sequences=len(num_targets), **_pointers(("query_offsets", "key_offsets", "num_targets"), offsets)
+    )
     _call("nestpipe_attention_starts", None, arguments, starts)
     arguments.starts = starts.data_ptr()
     num_pairs = int(starts[-1])
     boundaries = bucket_boundaries(num_buckets)
     buckets = torch.zeros(num_pairs if num_buckets else 0, dtype=torch.uint8)
     log_gaps = torch.ones(num_pairs if decay else 0, dtype=torch.float32)
-    numbers = (query_times, key_times, boundaries, num_buckets, buckets if num_buckets else None, log_gaps if decay else None)
+    numbers = (
+        query_times,
+        key_times,
+        boundaries,
+        num_buckets,
+        buckets if num_buckets else None,
+        log_gaps if decay else None,
+    )
     _call("nestpipe_attention_pairs", None, arguments, *numbers)
     return [starts, buckets, log_gaps]
 
@@ -71,9 +80,9 @@ def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
 
 
 def backward(inputs: Inputs, grad: Tensor, out: Tensor, kept: Tensor) -> Gradients:
+    q, k, v = (one.new_zeros(one.shape) for one in (inputs.q, inputs.k, inputs.v))
     biases = (inputs.position, inputs.time, inputs.decay)
-    given = (inputs.q, inputs.k, inputs.v, *biases)
-    found = Gradients(*(None if one is None else torch.zeros_like(one, memory_format=torch.contiguous_format) for one in given))  # type: ignore[arg-type]
+    found = Gradients(q, k, v, *(None if one is None else one.new_zeros(one.shape) for one in biases))
     call = _Call(inputs)
     room = {f"d_{name}": one for name, one in found._asdict().items() if one is not None}
     _checked("nestpipe_attention_backward", call.arguments(out=out, kept=kept, grad=grad, **room))
@@ -86,14 +95,18 @@ class _Call:
     def __init__(self, inputs: Inputs):
         self._inputs = inputs
         # Heads must follow each other; rows may lie apart, as slices of one product do.
-        rows = [one if one.stride()[1:] == (one.shape[2], 1) else one.contiguous() for one in (inputs.q, inputs.k, inputs.v)]
+        rows = [
+            one if one.stride()[1:] == (one.shape[2], 1) else one.contiguous() for one in (inputs.q, inputs.k, inputs.v)
+        ]
         offsets = [inputs.query_offsets, inputs.key_offsets, inputs.num_targets]
         biases = [None if one is None else one.contiguous() for one in (inputs.position, inputs.time, inputs.decay)]
         names = ("q", "k", "v", "query_offsets", "key_offsets", "num_targets", "position", "time", "decay")
         self._tensors = dict(zip(names, [*rows, *(one.contiguous() for one in offsets), *biases], strict=True))
         if inputs.uses_time:
             self._tensors |= dict(zip(("starts", "buckets", "log_gaps"), inputs.plan, strict=True))
-        self._rows = {f"{name}_row": one.stride(0) if len(one) > 1 else 0 for name, one in zip("qkv", rows, strict=True)}
+        self._rows = {
+            f"{name}_row": one.stride(0) if len(one) > 1 else 0 for name, one in zip("qkv", rows, strict=True)
+        }
 
     def arguments(self, **more: Tensor) -> _Attention:
         inputs = self._inputs
