@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import resource
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -23,7 +25,7 @@ from nestpipe.embedding.optim import OPTIMIZERS
 from nestpipe.embedding.owner import Owners
 from nestpipe.embedding.sharded import Sharded
 from nestpipe.embedding.table import Table
-from nestpipe.flops import work_of
+from nestpipe.flops import measure_peak, mfu_effective, work_of
 from nestpipe.jagged import Batch, Cursor, Jagged, offsets_of
 from nestpipe.models.retrieval import build_retrieval
 from nestpipe.pipeline.dense import Dense
@@ -122,11 +124,36 @@ def measure_recipe(name: str, num_sequences: int) -> dict[str, object]:
     }
 
 
+def run_once(name: str, num_sequences: int) -> dict[str, object]:
+    """A single step: its time, the processor time of all threads, and the high-water mark of memory."""
+    config = RECIPES[name]()
+    state, batch = state_of(config), batch_of(config, num_sequences)
+    peak, start, used = measure_peak(), time.perf_counter(), time.process_time()
+    logs = step(state, batch, Rates(dense=config.dense.lr, rows=config.embedding.lr))
+    seconds, used = time.perf_counter() - start, time.process_time() - used
+    return {
+        "recipe": name,
+        "dense_parameters": sum(one.numel() for one in state.model.parameters()),  # type: ignore[attr-defined]
+        "tokens": batch.num_tokens,
+        "loss": round(logs["loss"], 3),
+        "seconds": round(seconds, 1),
+        "cpu_seconds": round(used, 1),
+        "mfu_effective": round(mfu_effective(config.model, batch.items.lengths(), seconds, peak=peak), 3),
+        "peak_gib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 2),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="the smaller models, fewer sequences; under 50 seconds")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--once", metavar="RECIPE", help="one training step of a recipe, with its memory; no table")
+    parser.add_argument("--sequences", type=int, default=2, help="with --once: sequences of the step")
     options = parser.parse_args()
+    if options.once:
+        with exact_arithmetic(options.threads):
+            print(json.dumps(run_once(options.once, options.sequences)))
+        return
     figures: dict[str, dict[str, object]] = {}
     with exact_arithmetic(options.threads):
         for name in QUICK if options.quick else SHAPES:
