@@ -10,6 +10,7 @@ from nestpipe.jagged import Jagged, offsets_of
 from nestpipe.ops import blocks
 from nestpipe.ops.attention import Bias, attention_layout, jagged_attention
 from nestpipe.ops.inputs import bucket_boundaries
+from tests.ops.cases import NUM_BUCKETS, Shape, make
 
 LENGTHS = {
     "mixed": [3, 0, 17, 1, 1, 40, 0, 9],
@@ -117,3 +118,88 @@ def test_gradient_bits_repeat_at_two_threads():
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(a, b) for other in grads[1:] for a, b in zip(grads[0], other, strict=True))
+
+
+def one_sequence(case, queries, keys, num_targets, backend, kind):
+    """Some rows of one sequence over some of its keys, in fp64."""
+    rows = lambda places: Jagged(places, torch.tensor([0, len(places)]), 0)  # noqa: E731
+    query_times, times = case.layout.times
+    layout = attention_layout(
+        rows(queries),
+        keys=rows(keys),
+        times=rows(times[keys]),
+        query_times=rows(query_times[queries]),
+        num_targets=torch.tensor([num_targets]),
+        num_buckets=NUM_BUCKETS,
+        decay=True,
+    )
+    q, k, v = case.q[queries].detach(), case.k[keys].detach(), case.v[keys].detach()
+    return jagged_attention(q, k, v, layout, kind=kind, norm=5.0, bias=case.bias, backend=backend).detach()
+
+
+@pytest.mark.parametrize("mode", ["add", "channel"])
+@pytest.mark.parametrize("kind", ["silu", "softmax"])
+@pytest.mark.parametrize("backend", ["reference", "blocks"])
+def test_a_target_is_the_next_event_of_its_history(backend, kind, mode):
+    """By plain causal attention: the history with this one target behind it, whoever else is a candidate."""
+    case = make(Shape((30,)), "position+time+decay", mode)
+    history, targets = torch.arange(22), torch.arange(22, 30)
+    together = one_sequence(case, torch.arange(30), torch.arange(30), 8, backend, kind)
+    plain = one_sequence(case, history, history, 0, backend, kind)
+    assert torch.allclose(together[:22], plain, rtol=0, atol=1e-12)
+    for target in targets:
+        behind = torch.cat([history, target[None]])
+        alone = one_sequence(case, behind, behind, 0, backend, kind)
+        assert torch.allclose(together[target], alone[-1], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["silu", "softmax"])
+@pytest.mark.parametrize("backend", ["reference", "blocks"])
+def test_a_prefix_leaves_the_other_rows_as_they_were(backend, kind):
+    case = make(Shape((150,)), "position+time+decay")
+    everything = torch.arange(150)
+    whole = one_sequence(case, everything, everything, 6, backend, kind)
+    for first in (1, 130, 147):
+        part = one_sequence(case, everything[first:], everything, 6, backend, kind)
+        assert torch.allclose(part, whole[first:], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_targets": torch.tensor([4])}, "row 0 has 3 queries and 4 targets among 3 keys"),
+        ({"keys": Jagged.from_rows([[1, 2]])}, "row 0 has 3 queries and 0 targets among 2 keys"),
+        ({"keys": Jagged.from_rows([[1], [2]])}, "1 rows of queries, 2 of keys, 1 numbers of targets"),
+        ({"times": Jagged.from_rows([[1, 2, 3]])}, "3 and None times for 3 keys and 3 queries"),
+        ({"num_buckets": 256}, "256 time buckets; there may be 0 to 255"),
+    ],
+)
+def test_a_layout_that_does_not_fit_says_what_was_seen(changes, message):
+    with pytest.raises(ValueError, match=message):
+        attention_layout(Jagged.from_rows([[1, 2, 3]]), **changes)
+
+
+def test_biases_must_fit_the_layout():
+    rows = Jagged.from_rows([[1, 2, 3]])
+    layout = attention_layout(rows, times=rows, query_times=rows)
+    q = torch.ones(3, 1, 2)
+    with pytest.raises(ValueError, match="the time bias has 5 values, but the layout has 128 buckets"):
+        jagged_attention(q, q, q, layout, kind="silu", bias=Bias(time=torch.zeros(5)))
+    with pytest.raises(ValueError, match="a decay bias needs a layout made with decay=True"):
+        jagged_attention(q, q, q, layout, kind="silu", bias=Bias(decay=torch.zeros(3)))
+    with pytest.raises(ValueError, match="unknown attention backend 'cudnn'"):
+        jagged_attention(q, q, q, layout, kind="silu", backend="cudnn")
+
+
+@pytest.mark.parametrize("backend", ["blocks", None])
+def test_scores_are_not_kept_for_backward(backend):
+    """What autograd holds between forward and backward grows with the tokens, not with the pairs."""
+    rows = Jagged(torch.arange(1000), torch.tensor([0, 1000]), 1000)
+    layout = attention_layout(rows)
+    q, k, v = (torch.ones(1000, 1, 8, requires_grad=True) for _ in range(3))
+    plan = {one.data_ptr() for one in layout.plan("blocks")}
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one) or one, lambda one: one):
+        jagged_attention(q, k, v, layout, kind="silu", backend=backend)
+    assert kept
+    assert sum(one.numel() for one in kept if one.data_ptr() not in plan) < 10 * q.numel()
