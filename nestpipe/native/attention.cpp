@@ -7,8 +7,8 @@
 
 namespace nestpipe {
 
-constexpr int64_t kTasks = 64;       // short sequences share a task, so that there are about this many
-constexpr int64_t kGroupWidth = 64;  // heads share a tile's biases up to this width in all: beyond, caches count for more
+constexpr int64_t kTasks = 64;        // short sequences share a task, so that there are about this many
+constexpr int64_t kGroupWidth = 128;  // heads share a tile's biases up to this width in all: beyond, caches count for more
 
 std::vector<Task> make_tasks(const Attention& a, std::vector<int64_t>& order) {
   order.resize(a.num_sequences);
