@@ -16,11 +16,11 @@ from nestpipe.data.config import DataConfig
 from nestpipe.embedding.config import DenseConfig, EmbeddingConfig
 from nestpipe.errors import ConfigError
 from nestpipe.evaluate import EvalConfig
-from nestpipe.models.config import HSTUConfig, LossConfig, ModelConfig, SASRecConfig
+from nestpipe.models.config import FuXiConfig, HSTUConfig, LossConfig, ModelConfig, SASRecConfig
 from nestpipe.pipeline.config import PipelineConfig
 from nestpipe.train_config import TrainConfig
 
-MODELS: dict[str, type[Any]] = {"sasrec": SASRecConfig, "hstu": HSTUConfig}
+MODELS: dict[str, type[Any]] = {"sasrec": SASRecConfig, "hstu": HSTUConfig, "fuxi": FuXiConfig}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

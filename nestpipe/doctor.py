@@ -28,6 +28,9 @@ from rich.table import Table
 from torch.nn import functional as F
 
 from nestpipe import native
+from nestpipe.jagged import Jagged
+from nestpipe.ops.attention import attention_layout, jagged_attention
+from nestpipe.ops.backends import Wish, decide
 
 Status = Literal["ok", "warn", "fail"]
 
@@ -121,6 +124,22 @@ def check_native() -> Check:
     return Check("native extension", "warn", native.status(), advice)
 
 
+def check_attention() -> Check:
+    """Which attention kernel training uses, and whether it agrees with the definition."""
+    backend, reason = decide(Wish("cpu", torch.float32, "silu", "add", decay=False))
+    rows = Jagged(torch.arange(70), torch.tensor([0, 3, 3, 70]), 67)
+    q, k, v = torch.sin(torch.arange(3 * 70 * 16, dtype=torch.float32)).reshape(3, 70, 2, 8)
+    layout = attention_layout(rows)
+    found, expected = (jagged_attention(q, k, v, layout, kind="silu", backend=one) for one in (backend, "reference"))
+    error = float((found - expected).abs().max() / expected.abs().max())
+    detail = f"{backend} ({reason}); {error:.0e} from the reference"
+    if not error < 1e-5:  # 100 roundings of float32; nan fails too
+        return Check("attention", "fail", detail, "its results are wrong; please report this machine")
+    if backend != "native":
+        return Check("attention", "warn", detail, "training is slower; mend the native extension")
+    return Check("attention", "ok", detail)
+
+
 def check_packages() -> Check:
     """Optional packages; a missing one is no fault, so this is always ok."""
     found = [name for name in _OPTIONAL if importlib.util.find_spec(name) is not None]
@@ -191,7 +210,7 @@ def check_network() -> Check:
 def checks() -> list[Callable[[], Check]]:
     """All checks, in the order in which they are shown."""
     hardware = [check_cpu, check_vector_units, check_memory, check_disk, check_accelerator]
-    software = [check_python, check_torch, check_compiler, check_native, check_packages]
+    software = [check_python, check_torch, check_compiler, check_native, check_attention, check_packages]
     return [*software, *hardware, check_matmul, check_determinism, check_network]
 
 

@@ -6,12 +6,13 @@ nestpipe train ml1m_hstu --train.minutes 15 --model.num-blocks 4
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from nestpipe.config import Config
 from nestpipe.data.config import DataConfig
 from nestpipe.embedding.config import DenseConfig, EmbeddingConfig
 from nestpipe.evaluate import EvalConfig
-from nestpipe.models.config import HSTUConfig, LossConfig, SASRecConfig
+from nestpipe.models.config import FuXiConfig, HSTUConfig, LossConfig, SASRecConfig
 from nestpipe.train_config import TrainConfig
 
 
@@ -70,10 +71,123 @@ def beauty_sasrec() -> Config:
     )
 
 
+def ml1m_fuxi() -> Config:
+    """FuXi-alpha on MovieLens-1M in the setting of `ml1m_hstu`: 2 blocks, 1 head, 128 negatives per event."""
+    return replace(ml1m_hstu(), model=FuXiConfig())
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """A step of the ladder of models: widths, blocks, heads and the longest history."""
+
+    dim: int
+    num_blocks: int
+    num_heads: int
+    max_len: int
+    batch_size: int
+
+
+SIZES = {
+    "tiny": Size(dim=64, num_blocks=2, num_heads=2, max_len=200, batch_size=128),
+    "small": Size(dim=128, num_blocks=4, num_heads=4, max_len=512, batch_size=64),
+    "medium": Size(dim=256, num_blocks=8, num_heads=4, max_len=1024, batch_size=32),
+    "large": Size(dim=512, num_blocks=12, num_heads=8, max_len=2048, batch_size=16),
+    "long": Size(dim=1024, num_blocks=16, num_heads=8, max_len=2048, batch_size=8),
+}
+
+
+def hstu_tiny() -> Config:
+    """HSTU on KuaiRand, size tiny: 55k dense parameters."""
+    return _hstu(SIZES["tiny"])
+
+
+def fuxi_tiny() -> Config:
+    """FuXi-alpha with the time channel of FuXi-gamma on KuaiRand, size tiny: 112k dense parameters."""
+    return _fuxi(SIZES["tiny"])
+
+
+def hstu_small() -> Config:
+    """HSTU on KuaiRand, size small: 0.4M dense parameters."""
+    return _hstu(SIZES["small"])
+
+
+def fuxi_small() -> Config:
+    """FuXi-alpha with the time channel of FuXi-gamma on KuaiRand, size small: 0.9M dense parameters."""
+    return _fuxi(SIZES["small"])
+
+
+def hstu_medium() -> Config:
+    """HSTU on KuaiRand, size medium: 2.9M dense parameters."""
+    return _hstu(SIZES["medium"])
+
+
+def fuxi_medium() -> Config:
+    """FuXi-alpha with the time channel of FuXi-gamma on KuaiRand, size medium: 6.6M dense parameters."""
+    return _fuxi(SIZES["medium"])
+
+
+def hstu_large() -> Config:
+    """HSTU on KuaiRand, size large: 17M dense parameters."""
+    return _hstu(SIZES["large"])
+
+
+def fuxi_large() -> Config:
+    """FuXi-alpha with the time channel of FuXi-gamma on KuaiRand, size large: 39M dense parameters."""
+    return _fuxi(SIZES["large"])
+
+
+def hstu_long() -> Config:
+    """HSTU on KuaiRand, size long: 86M dense parameters."""
+    return _hstu(SIZES["long"])
+
+
+def fuxi_long() -> Config:
+    """FuXi-alpha with the time channel of FuXi-gamma on KuaiRand, size long: 0.2B dense parameters."""
+    return _fuxi(SIZES["long"])
+
+
+def _hstu(size: Size) -> Config:
+    width = size.dim // size.num_heads
+    model = HSTUConfig(dim=size.dim, num_blocks=size.num_blocks, num_heads=size.num_heads, qk_dim=width, v_dim=width)
+    return _kuairand(model, size)
+
+
+def _fuxi(size: Size) -> Config:
+    width = size.dim // size.num_heads
+    model = FuXiConfig(dim=size.dim, num_blocks=size.num_blocks, num_heads=size.num_heads, qk_dim=width, v_dim=width)
+    return _kuairand(model, size)
+
+
+def _kuairand(model: HSTUConfig | FuXiConfig, size: Size) -> Config:
+    return Config(
+        data=DataConfig(path="data/kuairand", max_len=size.max_len, batch_size=size.batch_size),
+        model=model,
+        train=TrainConfig(epochs=10),
+    )
+
+
 def _ml1m() -> DataConfig:
     return DataConfig(path="data/ml1m", max_len=200, batch_size=128)
 
 
 RECIPES: dict[str, Callable[[], Config]] = {
-    recipe.__name__: recipe for recipe in (tiny, ml1m_sasrec, ml1m_hstu, ml1m_hstu_large, beauty_sasrec)
+    recipe.__name__: recipe
+    for recipe in (
+        tiny,
+        ml1m_sasrec,
+        ml1m_hstu,
+        ml1m_hstu_large,
+        ml1m_fuxi,
+        beauty_sasrec,
+        hstu_tiny,
+        hstu_small,
+        hstu_medium,
+        hstu_large,
+        hstu_long,
+        fuxi_tiny,
+        fuxi_small,
+        fuxi_medium,
+        fuxi_large,
+        fuxi_long,
+    )
 }

@@ -63,6 +63,16 @@ def test_a_machine_without_the_extension_is_told_why(monkeypatch: pytest.MonkeyP
     assert "compiler" in check.advice
 
 
+def test_attention_is_compared_with_its_definition(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "decide", lambda wish: ("blocks", "no C++ compiler"))
+    slow = doctor.check_attention()
+    assert slow.status == "warn"
+    assert slow.detail.startswith("blocks (no C++ compiler)")
+    answers = iter([torch.ones(1), torch.full((1,), 1.1)])
+    monkeypatch.setattr(doctor, "jagged_attention", lambda *args, **kwargs: next(answers))
+    assert doctor.check_attention().status == "fail"
+
+
 def test_an_old_torch_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", "2.4.1+cu121")
     check = doctor.check_torch()

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from nestpipe.ops.inputs import MAX_BUCKETS
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SASRecConfig:
@@ -49,12 +51,38 @@ class HSTUConfig:
 
     def problems(self) -> Iterator[str]:
         yield from _size_problems(self)
-        for name in ("qk_dim", "v_dim", "num_time_buckets"):
-            if getattr(self, name) < 1:
-                yield f"{name} is {getattr(self, name)}; it must be at least 1"
+        yield from _head_problems(self)
 
 
-ModelConfig = SASRecConfig | HSTUConfig
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FuXiConfig:
+    """FuXi-alpha: a channel of attention each for content, position and time, and a SwiGLU block."""
+
+    dim: int = 50
+    """Width of item vectors and blocks."""
+    num_blocks: int = 2
+    """Number of units."""
+    num_heads: int = 1
+    """Attention heads."""
+    qk_dim: int = 50
+    """Width of queries and keys in each head."""
+    v_dim: int = 50
+    """Width of values in each head; gates have three times as much."""
+    hidden_dim: int = 0
+    """Width of the SwiGLU block; 0 means dim."""
+    dropout: float = 0.2
+    """Probability of dropping a value, at the input and twice in each block."""
+    time: Literal["buckets", "decay"] = "decay"
+    """The time channel. buckets: a table, as in FuXi-alpha. decay: alpha · gamma^(T^beta), as in FuXi-gamma."""
+    num_time_buckets: int = 128
+    """buckets: how many."""
+
+    def problems(self) -> Iterator[str]:
+        yield from _size_problems(self)
+        yield from _head_problems(self)
+
+
+ModelConfig = SASRecConfig | HSTUConfig | FuXiConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +108,14 @@ class LossConfig:
                 yield f"{name} is {getattr(self, name)}; it must be at least 1"
         if not self.temperature > 0:
             yield f"temperature is {self.temperature}; it must be above 0"
+
+
+def _head_problems(config: HSTUConfig | FuXiConfig) -> Iterator[str]:
+    for name in ("qk_dim", "v_dim"):
+        if getattr(config, name) < 1:
+            yield f"{name} is {getattr(config, name)}; it must be at least 1"
+    if not 1 <= config.num_time_buckets <= MAX_BUCKETS:
+        yield f"num_time_buckets is {config.num_time_buckets}; it must be in 1 .. {MAX_BUCKETS}"
 
 
 def _size_problems(config: ModelConfig) -> Iterator[str]:

@@ -15,7 +15,8 @@ from nestpipe.hashing import hash_text, mix64
 from nestpipe.jagged import Batch
 from nestpipe.model import Coupling, Output
 from nestpipe.models.backbone import Backbone
-from nestpipe.models.config import HSTUConfig, LossConfig, ModelConfig, SASRecConfig
+from nestpipe.models.config import FuXiConfig, HSTUConfig, LossConfig, ModelConfig, SASRecConfig
+from nestpipe.models.fuxi import FuXi
 from nestpipe.models.hstu import HSTU
 from nestpipe.models.losses import full_softmax, sampled_softmax
 from nestpipe.models.sasrec import SASRec
@@ -107,4 +108,6 @@ def build_retrieval(
                 backbone = SASRec(config, max_len=max_len)
             case HSTUConfig():
                 backbone = HSTU(config, max_len=max_len)
+            case FuXiConfig():
+                backbone = FuXi(config, max_len=max_len)
     return Retrieval(backbone, loss, catalogue, dim=config.dim).to(dtype)

@@ -1,77 +1,138 @@
-"""Causal attention over jagged sequences, with biases given as rules instead of matrices.
+"""Attention over jagged sequences: one op, several backends, biases given as rules instead of matrices.
 
-Sequences are grouped by length, so that little is padded, and queries are taken in blocks, so that a block sees only
-the keys before its end. A `Layout` holds everything that depends on lengths and times alone; it is made once per batch
-and shared by all blocks and heads of a model.
+    layout = attention_layout(items, times=times, query_times=query_times)               # once per batch
+    out    = jagged_attention(q, k, v, layout, kind="silu", norm=max_len, bias=Bias(position=p, time=t))
+
+q [Q, H, D], k [K, H, D], v [K, H, V] are jagged rows back to back; the result is [Q, H, V], in channel mode
+[Q, channels, H, V]. Nothing is padded and no matrix of scores is kept: backward computes them again.
+
+Who sees whom. A sequence has places 0 … n-1, one per key. Its queries stand at the *last* places: with as many queries as
+keys this is plain causal attention; with fewer, the keys before the first query are a prefix (a cache), of which only k
+and v are given. The last `num_targets` places are targets (candidates): a target sees history and itself, never another
+target, and stands where the next event would, so its result does not depend on how many targets there are or on their order.
+
+What a score is, for query i and visible key j at the distance d = place(i) - place(j):
+
+    s = scale · q_i·k_j              b_pos = position[min(d, N - 1)]
+    T = max(|query_time_i - key_time_j|, 1) seconds
+    b_time = time[bucket(T)] + alpha · exp(-rate · T^beta)       bucket(T) = min(floor(ln T / 0.301), num_buckets)
+
+    mode "add"      one matrix           A(s + b_pos + b_time)
+    mode "channel"  up to three          A(s), b_pos, b_time, each times v; biases are not divided by norm
+    kind "silu"     A(x) = silu(x) / norm, norm a constant of the model      kind "softmax"  A = softmax over visible keys
+
+Biases are shared by heads. In a log without times b_time is not read: nothing is added, and its channel is zero.
+
+Serving: `attention_layout(suffix, keys=prefix_and_suffix, ..., num_targets=candidates)` with q for the suffix only. The
+native backend gives the same bits for a row whatever is before it in the cache, beside it in the batch, or behind it.
+
+Backends: see `backends.py`. A user of the op never names one; tests and benchmarks do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from nestpipe.jagged import Jagged
+from nestpipe.ops import backends, reference
+from nestpipe.ops.backends import Wish
+from nestpipe.ops.inputs import MAX_BUCKETS, Inputs, Kind, Mode
 
-Kind = Literal["silu", "softmax"]
-_QUERY_BLOCK = 128
-_MAX_SCORES = 1 << 21  # per group and head: 8 MiB of fp32 scores stay near the cache
-_BUCKET_WIDTH = 0.301
+_SCHEMA = (
+    "(Tensor q, Tensor k, Tensor v, Tensor query_offsets, Tensor key_offsets, Tensor num_targets, Tensor? query_times, "
+    "Tensor? key_times, Tensor? position, Tensor? time, Tensor? decay, Tensor[] plan, str kind, str mode, float scale, "
+    "float norm, str backend)"
+)
+_FIELDS = [
+    "q",
+    "k",
+    "v",
+    "query_offsets",
+    "key_offsets",
+    "num_targets",
+    "query_times",
+    "key_times",
+    "position",
+    "time",
+    "decay",
+    "plan",
+    "kind",
+    "mode",
+    "scale",
+    "norm",
+]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bias:
-    """Learned biases: `position` [N] by distance, `time` [buckets + 1] by the bucket of the time between."""
+    """Learned biases: `position` [N] by distance, `time` [buckets + 1] by bucket, `decay` [3] = alpha, rate, beta."""
 
     position: Tensor | None = None
     time: Tensor | None = None
+    decay: Tensor | None = None
+    mode: Mode = "add"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Block:
-    """Queries first..last of a group of sequences, padded to [b, last - first] with keys [b, last]."""
-
-    query_places: Tensor  # [b, q] into the jagged values, T for padding
-    key_places: Tensor  # [b, k]
-    distance: Tensor  # [q, k], 0 where the key is later
-    hidden: Tensor  # [q, k], True where the key is later than the query
-    buckets: Tensor | None  # [b, q, k]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Layout:
-    """How to cut a batch of jagged sequences into dense blocks."""
+    """Lengths and times of a batch, and what backends derive from them, made once and shared by blocks and heads."""
 
-    blocks: tuple[_Block, ...]
-    order: Tensor  # [T]: where each token stands in the results of all blocks, back to back
+    query_offsets: Tensor
+    key_offsets: Tensor
+    num_targets: Tensor
+    times: tuple[Tensor, Tensor] | None
+    num_buckets: int
+    decay: bool
+    _plans: dict[str, list[Tensor]] = field(default_factory=dict)
+
+    def plan(self, backend: str) -> list[Tensor]:
+        if backend not in self._plans:
+            self._plans[backend] = backends.module(backend).plan(
+                self.query_offsets,
+                self.key_offsets,
+                self.num_targets,
+                self.times,
+                num_buckets=self.num_buckets,
+                decay=self.decay,
+            )
+        return self._plans[backend]
 
 
 def attention_layout(
-    sequences: Jagged, *, times: Jagged | None = None, query_times: Jagged | None = None, num_buckets: int = 128
+    queries: Jagged,
+    *,
+    keys: Jagged | None = None,
+    times: Jagged | None = None,
+    query_times: Jagged | None = None,
+    num_targets: Tensor | None = None,
+    num_buckets: int = 128,
+    decay: bool = False,
 ) -> Layout:
-    """The layout of a batch. Times are in seconds; `query_times` is the time that each row answers for."""
-    blocks = []
-    boundaries = _bucket_boundaries(num_buckets)
-    for places in _groups(sequences):
-        buckets_of = None
-        if times is not None and query_times is not None:
-            buckets_of = (_pad(times.values, places), _pad(query_times.values, places))
-        length = places.shape[1]
-        for first in range(0, length, _QUERY_BLOCK):
-            last = min(first + _QUERY_BLOCK, length)
-            distance = torch.arange(first, last).unsqueeze(1) - torch.arange(last)
-            buckets = None
-            if buckets_of is not None:
-                key, query = buckets_of
-                gap = (query[:, first:last, None] - key[:, None, :last]).abs_()
-                buckets = torch.bucketize(gap, boundaries, right=True, out_int32=True)
-            hidden = distance < 0
-            blocks.append(_Block(places[:, first:last], places[:, :last], distance.clamp(min=0), hidden, buckets))
-    return Layout(tuple(blocks), _order(blocks, len(sequences.values)))
+    """The layout of a batch.
+
+    `keys` has the rows of all keys, `queries` those of the queries (default: the same). `times` [K] and `query_times` [Q]
+    are seconds: of the events, and that which each row answers for. `num_targets` [B] is 0 by default. `num_buckets` 0 and
+    `decay` False say that no bias of that kind will be asked for. Raises ValueError if the parts do not fit.
+    """
+    keys = queries if keys is None else keys
+    if num_targets is None:
+        num_targets = torch.zeros(queries.num_rows, dtype=torch.int64, device=queries.offsets.device)
+    if problem := _problem(queries, keys, times, query_times, num_targets, num_buckets):
+        raise ValueError(f"attention layout: {problem}.")
+    both = None if times is None or query_times is None else (query_times.values, times.values)
+    return Layout(
+        query_offsets=queries.offsets,
+        key_offsets=keys.offsets,
+        num_targets=num_targets,
+        times=both,
+        num_buckets=num_buckets,
+        decay=decay,
+    )
 
 
 def jagged_attention(
@@ -84,96 +145,102 @@ def jagged_attention(
     scale: float = 1.0,
     norm: float = 1.0,
     bias: Bias | None = None,
+    backend: str | None = None,
 ) -> Tensor:
-    """Attention [T, H, dv] of q, k [T, H, dqk] and v [T, H, dv]; a row sees its own sequence up to itself.
-
-    silu:    silu(scale · q·k + bias) / norm, then zero for later keys; norm is a constant of the model.
-    softmax: softmax(scale · q·k + bias) over the visible keys.
-    """
-    num_heads = q.shape[1]
-    packed = torch.cat([q, k, v], dim=2)
-    packed = torch.cat([packed, packed.new_zeros(1, *packed.shape[1:])])  # the row that padding reads
-    results = [v.new_zeros(0, num_heads, v.shape[2])]
-    for block in layout.blocks:
-        rows = packed.index_select(0, block.key_places.flatten()).reshape(*block.key_places.shape, num_heads, -1)
-        q_b, k_b, v_b = rows.transpose(1, 2).split([q.shape[2], k.shape[2], v.shape[2]], dim=3)
-        scores = (q_b[:, :, -block.query_places.shape[1] :] * scale) @ k_b.transpose(2, 3)
-        weights = _weights(_add_bias(scores, block, bias), block.hidden, kind, norm)
-        results.append((weights @ v_b).transpose(1, 2).flatten(0, 1))
-    return torch.cat(results).index_select(0, layout.order)
-
-
-def _weights(scores: Tensor, hidden: Tensor, kind: Kind, norm: float) -> Tensor:
-    if kind == "silu":
-        return (F.silu(scores) / norm).masked_fill(hidden, 0.0)
-    return torch.softmax(scores.masked_fill(hidden, -torch.inf), dim=-1)
+    """Attention as in the module's docstring: [Q, H, V] in add mode, [Q, channels, H, V] in channel mode."""
+    bias = bias or Bias()
+    if bias.time is not None and layout.times is not None and len(bias.time) != layout.num_buckets + 1:
+        raise ValueError(f"the time bias has {len(bias.time)} values, but the layout has {layout.num_buckets} buckets.")
+    if bias.decay is not None and layout.times is not None and not layout.decay:
+        raise ValueError("a decay bias needs a layout made with decay=True.")
+    if backend is None:
+        backend = backends.choose(Wish(q.device.type, q.dtype, kind, bias.mode, bias.decay is not None))
+    tensors = (q, k, v, layout.query_offsets, layout.key_offsets, layout.num_targets, *(layout.times or (None, None)))
+    tensors += (bias.position, bias.time, bias.decay)
+    numbers = (kind, bias.mode, float(scale), float(norm))
+    if backend == "reference":
+        out = reference.attend(_inputs((*tensors, [], *numbers)))
+    else:
+        out, _ = _forward(*tensors, layout.plan(backend), *numbers, backend)
+    result: Tensor = out.squeeze(1) if bias.mode == "add" else out
+    return result
 
 
-def _add_bias(scores: Tensor, block: _Block, bias: Bias | None) -> Tensor:
-    if bias is None:
-        return scores
-    if bias.position is not None:
-        scores = scores + _at(bias.position, block.distance)
-    if bias.time is not None and block.buckets is not None:
-        scores = scores + _at(bias.time, block.buckets).unsqueeze(1)
-    return scores
+@torch.library.custom_op("nestpipe::jagged_attention", mutates_args=(), schema=f"{_SCHEMA} -> (Tensor, Tensor)")
+def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+    *rest, backend = arguments
+    return backends.module(backend).forward(_inputs(rest))
 
 
-def _at(table: Tensor, index: Tensor) -> Tensor:
-    values: Tensor = _SmallTable.apply(table, index)  # type: ignore[no-untyped-call]
-    return values
+@torch.library.custom_op(
+    "nestpipe::jagged_attention_backward",
+    mutates_args=(),
+    schema=f"(Tensor grad, Tensor out, Tensor kept, {_SCHEMA[1:]} -> Tensor[]",
+)
+def _backward(*arguments: Any) -> list[Tensor]:
+    grad, out, kept, *rest, backend = arguments
+    found = backends.module(backend).backward(_inputs(rest), grad.contiguous(), out, kept)
+    return [one for one in found if one is not None]
 
 
-class _SmallTable(torch.autograd.Function):
-    """table[index] for a short vector; its gradient is one serial histogram, so its bits never vary."""
-
-    @staticmethod
-    def forward(ctx: Any, table: Tensor, index: Tensor) -> Tensor:
-        ctx.save_for_backward(index)
-        ctx.size = len(table)
-        return table.index_select(0, index.flatten()).reshape(index.shape)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        (index,) = ctx.saved_tensors
-        return grad.new_zeros(ctx.size).index_add_(0, index.flatten(), grad.flatten()), None
+def _inputs(arguments: Sequence[Any]) -> Inputs:
+    return Inputs(**dict(zip(_FIELDS, arguments, strict=True)))
 
 
-def _groups(sequences: Jagged) -> Iterator[Tensor]:
-    """Padded places [b, L] of sequences of similar length; padding points behind the last value."""
-    lengths, order = sequences.lengths().sort(stable=True)
-    num_tokens = len(sequences.values)
-    sizes = lengths.tolist()
-    first = next((i for i, size in enumerate(sizes) if size), len(sizes))
-    while first < len(sizes):
-        last = first + 1
-        # A group ends where padding its first member would waste more than a quarter, or where scores get too large.
-        while (
-            last < len(sizes)
-            and sizes[last] <= sizes[first] * 1.25 + 8
-            and (last - first) * sizes[last] ** 2 < _MAX_SCORES
-        ):
-            last += 1
-        length = sizes[last - 1]
-        places = sequences.offsets.index_select(0, order[first:last]).unsqueeze(1) + torch.arange(length)
-        yield places.masked_fill(torch.arange(length) >= lengths[first:last].unsqueeze(1), num_tokens)
-        first = last
+@_forward.register_fake
+def _(*arguments: Any) -> tuple[Tensor, Tensor]:
+    inputs = _inputs(arguments[:-1])
+    kept = inputs.q.new_empty(inputs.q.shape[:2] if inputs.kind == "softmax" else 0)
+    return torch.empty_like(inputs.new_output()), kept
 
 
-def _order(blocks: list[_Block], num_tokens: int) -> Tensor:
-    places = torch.cat([torch.empty(0, dtype=torch.int64), *(block.query_places.flatten() for block in blocks)])
-    return torch.empty(num_tokens + 1, dtype=torch.int64).index_copy_(0, places, torch.arange(len(places)))[:num_tokens]
+@_backward.register_fake
+def _(*arguments: Any) -> list[Tensor]:
+    inputs = _inputs(arguments[3:-1])
+    given = (inputs.q, inputs.k, inputs.v, inputs.position, inputs.time, inputs.decay)
+    return [torch.empty_like(one) for one in given if one is not None]
 
 
-def _pad(values: Tensor, places: Tensor) -> Tensor:
-    padded = torch.cat([values, values.new_zeros(1)])
-    return padded.index_select(0, places.flatten()).reshape(places.shape)
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, plan, kind, mode, scale, norm, backend = inputs
+    out, kept = output
+    # silu needs neither; the output is there anyway, because the next layer keeps it.
+    ctx.save_for_backward(*(output if kind == "softmax" else (out.new_empty(0), kept)), *tensors, *plan)
+    ctx.numbers = (kind, mode, scale, norm, backend)
 
 
-def _bucket_boundaries(num_buckets: int) -> Tensor:
-    """Seconds at which buckets 1 … num_buckets begin: bucket = floor(ln(seconds) / 0.301), in integers.
+def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
+    out, kept, *saved = ctx.saved_tensors
+    tensors, plan = saved[:11], saved[11:]
+    found = iter(_backward(grad, out, kept, *tensors, plan, *ctx.numbers))
+    wanted = {0, 1, 2, 8, 9, 10}  # q, k, v and the three biases
+    grads = [next(found) if place in wanted and one is not None else None for place, one in enumerate(tensors)]
+    return *grads, [None] * len(plan), *[None] * len(ctx.numbers)
 
-    A boundary search has no rounding, unlike a vectorised logarithm whose last lanes may land in another bucket.
-    """
-    starts = torch.arange(1, num_buckets + 1, dtype=torch.float64).mul_(_BUCKET_WIDTH).exp_().ceil_()
-    return starts.clamp_(max=2.0**62).to(torch.int64)
+
+_forward.register_autograd(_differentiate, setup_context=_keep)
+
+
+def _problem(
+    queries: Jagged,
+    keys: Jagged,
+    times: Jagged | None,
+    query_times: Jagged | None,
+    num_targets: Tensor,
+    num_buckets: int,
+) -> str | None:
+    """What does not fit, or None."""
+    if keys.num_rows != queries.num_rows or len(num_targets) != queries.num_rows:
+        return f"{queries.num_rows} rows of queries, {keys.num_rows} of keys, {len(num_targets)} numbers of targets"
+    if not 0 <= num_buckets <= MAX_BUCKETS:
+        return f"{num_buckets} time buckets; there may be 0 to {MAX_BUCKETS}"
+    seen = [None if one is None else len(one.values) for one in (times, query_times)]
+    if seen not in ([None, None], [len(keys.values), len(queries.values)]):
+        return f"{seen[0]} and {seen[1]} times for {len(keys.values)} keys and {len(queries.values)} queries"
+    num_keys, num_queries = keys.lengths(), queries.lengths()
+    bad = (num_keys < num_queries) | (num_targets > num_keys) | (num_targets < 0)
+    if bool(bad.any()):
+        row = int(bad.nonzero()[0])
+        counts = f"{int(num_queries[row])} queries and {int(num_targets[row])} targets among {int(num_keys[row])} keys"
+        return f"row {row} has {counts}"
+    return None

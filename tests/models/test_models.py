@@ -1,4 +1,4 @@
-"""HSTU and SASRec against direct formulas; batch mates, later events and segments change nothing."""
+"""HSTU, FuXi and SASRec against direct formulas; batch mates, later events and segments change nothing."""
 
 from dataclasses import replace
 
@@ -6,14 +6,24 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from nestpipe import recipes
+from nestpipe.config import Config
 from nestpipe.draw import Draw
 from nestpipe.embedding.owner import Owners
 from nestpipe.embedding.route import route
 from nestpipe.errors import ConfigError
 from nestpipe.jagged import Batch, Cursor, Jagged
+from nestpipe.models.config import FuXiConfig
+from nestpipe.models.fuxi import FuXi
 from nestpipe.models.retrieval import build_retrieval
-from nestpipe.ops.attention import _bucket_boundaries
-from tests.worlds import LOSSES, MODELS
+from nestpipe.ops.inputs import bucket_boundaries
+from tests.worlds import LOSSES
+from tests.worlds import MODELS as TRAINED
+
+MODELS = TRAINED | {
+    "fuxi": FuXiConfig(dim=8, num_heads=2, qk_dim=3, v_dim=5, hidden_dim=6),
+    "fuxi-buckets": FuXiConfig(dim=8, num_heads=2, qk_dim=3, v_dim=5, time="buckets"),
+}
 
 CATALOGUE = torch.arange(100, 140)
 MAX_LEN = 12
@@ -118,6 +128,52 @@ def test_hstu_equals_its_formula():
     assert torch.allclose(encode(built, batch)[0], F.normalize(x, dim=1)[-1], rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("model", ["fuxi", "fuxi-buckets"])
+def test_fuxi_equals_its_formula(model):
+    """One sequence, written out as in the docstring of the model."""
+    built, batch = build(model, "sampled").eval(), batch_of([7])
+    rows, _ = rows_for(built.encode_lookups(batch), torch.float64)
+    vectors = rows["history"].gather()
+    x = vectors * 8**0.5 + built.backbone.input.position[:7]
+    gap = (batch.query_times.values[:, None] - batch.times.values).abs().clamp(min=1).double()
+    distance = (torch.arange(7)[:, None] - torch.arange(7)).clamp(min=0)
+    norm = lambda values: values / (values.square().mean(1, keepdim=True) + 1e-6).sqrt()  # noqa: E731
+    for unit in built.backbone.blocks:
+        if model == "fuxi":
+            alpha, gamma, beta = unit.time[0], torch.exp(-F.softplus(unit.time[1])), torch.sigmoid(unit.time[2])
+            by_time = alpha * gamma ** (gap**beta)
+        else:
+            by_time = unit.time[(gap.log() / 0.301).floor().long().clamp(0, 128)]
+        u, v, q, k = F.silu(norm(x) @ unit.uvqk).split([30, 10, 6, 6], dim=1)
+        content = [
+            F.silu(q[:, 3 * h : 3 * h + 3] @ k[:, 3 * h : 3 * h + 3].T).tril() / MAX_LEN @ v[:, 5 * h : 5 * h + 5]
+            for h in range(2)
+        ]
+        channels = torch.cat([*content, unit.position[distance].tril() @ v, by_time.tril() @ v], dim=1)
+        x = x + F.linear(u * norm(channels), unit.out.weight, unit.out.bias)
+        x = x + (F.silu(norm(x) @ unit.gate.weight.T) * (norm(x) @ unit.up.weight.T)) @ unit.down.weight.T
+    found = built.backbone(vectors, batch, None)
+    # The logarithm of the time between is kept in fp32: 1e-7 of an exponent of order ten.
+    assert torch.allclose(found, x, rtol=1e-12, atol=1e-6 if model == "fuxi" else 1e-12)
+
+
+def test_fuxi_long_has_a_fifth_of_a_billion_dense_parameters():
+    config = recipes.fuxi_long()
+    with torch.device("meta"):
+        backbone = FuXi(config.model, max_len=config.data.max_len)
+    assert sum(parameter.numel() for parameter in backbone.parameters()) == 203_472_944
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in recipes.RECIPES if name.split("_")[1:] and name.split("_")[1] in recipes.SIZES]
+)
+def test_sizes_are_legal_configurations_and_grow(name):
+    config = recipes.RECIPES[name]()
+    config.validate()
+    assert config.data.max_len == recipes.SIZES[name.split("_")[1]].max_len
+    assert Config.from_json(config.to_json()) == config
+
+
 def test_sasrec_equals_torchs_transformer_parts():
     built, batch = build("sasrec", "full").eval(), batch_of([7])
     rows, _ = rows_for(built.encode_lookups(batch), torch.float64)
@@ -166,7 +222,7 @@ def test_empty_histories_and_logs_without_times(model):
 
 
 def test_buckets_cover_a_hundred_years():
-    assert int(torch.bucketize(torch.tensor(100 * 31_557_600), _bucket_boundaries(128), right=True)) == 72
+    assert int(torch.bucketize(torch.tensor(100 * 31_557_600), bucket_boundaries(128), right=True)) == 72
 
 
 def test_full_softmax_refuses_a_large_catalogue():

@@ -1,0 +1,99 @@
+"""FuXi-alpha: attention with a channel each for content, position and time, and a SwiGLU block.
+
+    [U V Q K] = silu(RMSNorm(X) W)                     U has the width of three channels
+    O = [ silu(Q K') / N · V,  b_pos[i-j] · V,  b_time(i, j) · V ]         causal; biases are attention matrices
+    X1 = W_0 dropout(U · RMSNorm(O)) + b + X
+    Y  = X1 + W_3 dropout(silu(RMSNorm(X1) W_1) · (RMSNorm(X1) W_2))
+
+b_time is a table by time bucket, or FuXi-gamma's alpha · gamma^(T^beta) with T the seconds between, which reads no table.
+N is the configured maximum length, a constant, so that a user's result does not depend on the batch.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from nestpipe.draw import Draw
+from nestpipe.jagged import Batch
+from nestpipe.models.backbone import InputLayer, TokenDropout
+from nestpipe.models.config import FuXiConfig
+from nestpipe.ops.attention import Bias, Layout, attention_layout, jagged_attention
+
+NUM_CHANNELS = 3
+_NORM_EPS = 1e-6
+# Raw values of alpha, rate and beta: an event of a day ago weighs about half of a fresh one, one of a year ago a thirtieth.
+_DECAY_START = (0.02, -3.9, -0.85)
+
+
+class FuXi(nn.Module):
+    """The FuXi backbone. Without times in the log the time channel is zero."""
+
+    def __init__(self, config: FuXiConfig, *, max_len: int):
+        super().__init__()
+        self.config = config
+        self.input = InputLayer(config.dim, max_len)
+        self.blocks = nn.ModuleList(_Unit(config, max_len) for _ in range(config.num_blocks))
+
+    def forward(self, vectors: Tensor, batch: Batch, draw: Draw | None) -> Tensor:
+        decay = self.config.time == "decay"
+        layout = attention_layout(
+            batch.items,
+            times=batch.times,
+            query_times=batch.query_times,
+            num_buckets=0 if decay else self.config.num_time_buckets,
+            decay=decay,
+        )
+        drop = TokenDropout(self.config.dropout, batch, draw)
+        x = drop(self.input(vectors, batch), "input")
+        for number, block in enumerate(self.blocks):
+            x = block(x, layout, drop, f"block{number}")
+        return x
+
+
+class _Unit(nn.Module):
+    def __init__(self, config: FuXiConfig, max_len: int):
+        super().__init__()
+        self.num_heads, self.max_len = config.num_heads, max_len
+        values, keys = config.v_dim * config.num_heads, config.qk_dim * config.num_heads
+        self.widths = [NUM_CHANNELS * values, values, keys, keys]
+        hidden = config.hidden_dim or config.dim
+        self.uvqk = nn.Parameter(torch.empty(config.dim, sum(self.widths)))
+        self.position = nn.Parameter(torch.empty(max_len))
+        for parameter in (self.uvqk, self.position):
+            nn.init.normal_(parameter, std=0.02)
+        self.time = _time_parameter(config)
+        self.by_decay = config.time == "decay"
+        self.out = nn.Linear(self.widths[0], config.dim)
+        self.gate, self.up = (nn.Linear(config.dim, hidden, bias=False) for _ in range(2))
+        self.down = nn.Linear(hidden, config.dim, bias=False)
+        for layer in (self.out, self.gate, self.up, self.down):
+            nn.init.xavier_uniform_(layer.weight)
+
+    def forward(self, x: Tensor, layout: Layout, drop: TokenDropout, site: str) -> Tensor:
+        mixed = F.silu(_normed(x) @ self.uvqk)
+        gate, v, q, k = mixed.split(self.widths, dim=1)
+        v, q, k = (part.unflatten(1, (self.num_heads, -1)) for part in (v, q, k))
+        attended = jagged_attention(q, k, v, layout, kind="silu", norm=self.max_len, bias=self._bias()).flatten(1)
+        x = torch.add(x, self.out(drop(gate * _normed(attended), f"{site}/attention")))
+        normed = _normed(x)
+        return torch.add(x, self.down(drop(F.silu(self.gate(normed)) * self.up(normed), f"{site}/feed")))
+
+    def _bias(self) -> Bias:
+        if not self.by_decay:
+            return Bias(position=self.position, time=self.time, mode="channel")
+        alpha, rate, beta = self.time.unbind()
+        # gamma = exp(-rate) stays in (0, 1) and beta too, whatever is learned.
+        decay = torch.stack([alpha, F.softplus(rate), torch.sigmoid(beta)])
+        return Bias(position=self.position, decay=decay, mode="channel")
+
+
+def _time_parameter(config: FuXiConfig) -> nn.Parameter:
+    if config.time == "decay":
+        return nn.Parameter(torch.tensor(_DECAY_START))
+    return nn.Parameter(nn.init.normal_(torch.empty(config.num_time_buckets + 1), std=0.02))
+
+
+def _normed(x: Tensor) -> Tensor:
+    return F.rms_norm(x, x.shape[1:], eps=_NORM_EPS)

@@ -1,0 +1,102 @@
+// Attention over jagged sequences, as defined in ops/attention.py: its tasks, and what depends on lengths and times alone.
+// The rest is in attention_tiles.h, attention_forward.cpp and attention_backward.cpp.
+
+#include "attention.h"
+
+#include <numeric>
+
+namespace nestpipe {
+
+constexpr int64_t kTasks = 64;        // short sequences share a task, so that there are about this many
+constexpr int64_t kGroupWidth = 128;  // heads share a tile's biases up to this width in all: beyond, caches count for more
+
+std::vector<Task> make_tasks(const Attention& a, std::vector<int64_t>& order) {
+  order.resize(a.num_sequences);
+  std::iota(order.begin(), order.end(), 0);
+  auto cost = [&](int64_t number) {
+    const Sequence s(a, number);
+    return static_cast<double>(s.num_queries) * static_cast<double>(s.num_keys + 16);
+  };
+  std::stable_sort(order.begin(), order.end(), [&](int64_t x, int64_t y) { return cost(x) > cost(y); });
+  double total = 0;
+  for (int64_t number : order) total += cost(number);
+  const int64_t width = std::max(a.qk_width, a.v_width);
+  const int64_t group = std::max<int64_t>(1, std::min(a.num_heads, kGroupWidth / width));
+  std::vector<Task> tasks;
+  for (int64_t first = 0, last; first < a.num_sequences && cost(order[first]) > 0; first = last) {
+    double sum = 0;
+    for (last = first; last < a.num_sequences && cost(order[last]) > 0 && (last == first || sum < total / kTasks); ++last)
+      sum += cost(order[last]);
+    for (int64_t head = 0; head < a.num_heads; head += group)
+      tasks.push_back({first, last, head, std::min(head + group, a.num_heads), sum});
+  }
+  return tasks;
+}
+
+}  // namespace nestpipe
+
+namespace {
+
+using namespace nestpipe;
+
+// The bucket of a gap: the number of boundaries at or below it. Gaps of neighbours are alike, so the last answer is tried.
+class Buckets {
+ public:
+  Buckets(const int64_t* boundaries, int64_t count) : boundaries_(boundaries), count_(count) {}
+  uint8_t of(int64_t gap) {
+    if (gap < low_ || gap >= high_) {
+      last_ = std::upper_bound(boundaries_, boundaries_ + count_, gap) - boundaries_;
+      low_ = last_ ? boundaries_[last_ - 1] : 0;
+      high_ = last_ < count_ ? boundaries_[last_] : std::numeric_limits<int64_t>::max();
+    }
+    return static_cast<uint8_t>(last_);
+  }
+
+ private:
+  const int64_t* boundaries_;
+  int64_t count_, last_ = 0, low_ = 1, high_ = 0;
+};
+
+// Seconds between, at least 1, without overflow.
+int64_t gap_of(int64_t x, int64_t y) {
+  const uint64_t gap = x > y ? static_cast<uint64_t>(x) - static_cast<uint64_t>(y) : static_cast<uint64_t>(y) - static_cast<uint64_t>(x);
+  return static_cast<int64_t>(std::clamp<uint64_t>(gap, 1, std::numeric_limits<int64_t>::max()));
+}
+
+}  // namespace
+
+extern "C" {
+
+// Where the pairs of each query begin [queries + 1]: a row has the keys it sees, then room up to a whole vector.
+void nestpipe_attention_starts(const Attention* a, int64_t* starts) {
+  int64_t next = 0;
+  for (int64_t number = 0; number < a->num_sequences; ++number) {
+    const Sequence s(*a, number);
+    for (int64_t query = 0; query < s.num_queries; ++query) {
+      starts[s.first_query + query] = next;
+      next += round_up(s.seen(query) + 1, 16);
+    }
+  }
+  starts[a->query_offsets[a->num_sequences]] = next + 16;
+}
+
+// The bucket and the logarithm of the time between, for every pair; null for what is not wanted.
+void nestpipe_attention_pairs(const Attention* a, const int64_t* query_times, const int64_t* key_times,
+                              const int64_t* boundaries, int64_t num_boundaries, uint8_t* buckets, float* log_gaps) {
+  Buckets search(boundaries, num_boundaries);
+  for (int64_t number = 0; number < a->num_sequences; ++number) {
+    const Sequence s(*a, number);
+    for (int64_t query = 0; query < s.num_queries; ++query) {
+      const int64_t asked = query_times[s.first_query + query], start = a->starts[s.first_query + query];
+      const int64_t seen = s.seen(query), count = seen + s.is_target(query);
+      for (int64_t i = 0; i < count; ++i) {
+        const int64_t gap = gap_of(asked, key_times[s.first_key + (i < seen ? i : s.place(query))]);
+        if (buckets != nullptr) buckets[start + i] = search.of(gap);
+        if (log_gaps != nullptr) log_gaps[start + i] = static_cast<float>(gap);
+      }
+      for (int64_t i = 0; log_gaps != nullptr && i < count; i += kWidth)
+        store(log_gaps + start + i, log(load(log_gaps + start + i)));
+    }
+  }
+}
+}

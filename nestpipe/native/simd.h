@@ -1,0 +1,181 @@
+// Vectors of floats, and the few functions on them that kernels need: fused multiply-add, exp, log, and a small sgemm.
+//
+// Bits never depend on tails: there is no scalar remainder anywhere, and an element of a product is one chain of fused
+// multiply-adds in the order of k, whatever the sizes of the blocks around it.
+
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX2__) || defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+namespace nestpipe {
+
+#ifdef __AVX512F__
+constexpr int kWidth = 16;
+#else
+constexpr int kWidth = 8;
+#endif
+
+typedef float Floats __attribute__((vector_size(kWidth * 4)));
+typedef int32_t Ints __attribute__((vector_size(kWidth * 4)));
+
+constexpr int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
+
+inline Floats load(const float* from) {
+  Floats value;
+  std::memcpy(&value, from, sizeof value);
+  return value;
+}
+
+inline void store(float* to, Floats value) { std::memcpy(to, &value, sizeof value); }
+
+inline Floats splat(float value) { return value - Floats{}; }
+
+// The compiler may not fuse by itself (see the flags), so that the same source gives the same bits everywhere.
+inline Floats fma(Floats a, Floats b, Floats c) {
+#if defined(__AVX512F__)
+  return _mm512_fmadd_ps(a, b, c);
+#elif defined(__AVX2__) && defined(__FMA__)
+  return _mm256_fmadd_ps(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+
+inline Floats min(Floats a, Floats b) { return a < b ? a : b; }
+inline Floats max(Floats a, Floats b) { return a > b ? a : b; }
+
+// table[index] for kWidth bytes.
+inline Floats gather(const float* table, const uint8_t* index) {
+#if defined(__AVX512F__)
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(index));
+  return _mm512_i32gather_ps(_mm512_cvtepu8_epi32(bytes), table, 4);
+#elif defined(__AVX2__)
+  const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(index));
+  return _mm256_i32gather_ps(table, _mm256_cvtepu8_epi32(bytes), 4);
+#else
+  Floats found;
+  for (int lane = 0; lane < kWidth; ++lane) found[lane] = table[index[lane]];
+  return found;
+#endif
+}
+
+// The lanes below `count`; others are zero.
+inline Ints lanes_below(int64_t count) {
+  Ints lane;
+  for (int i = 0; i < kWidth; ++i) lane[i] = i;
+  const int32_t limit = static_cast<int32_t>(count < kWidth ? count : kWidth);
+  return lane < (Ints{} + limit);
+}
+
+inline Floats keep(Floats value, Ints mask) { return (Floats)((Ints)value & mask); }
+
+// e^x with a relative error of about 2e-7; beyond +-87 it stays at the value there.
+inline Floats exp(Floats x) {
+  x = max(min(x, splat(87.0f)), splat(-87.0f));
+  const Floats magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer, which stands in the low bits
+  const Floats shifted = fma(x, splat(1.44269504088896341f), magic);
+  const Floats n = shifted - magic;
+  Floats r = fma(n, splat(-0.693359375f), x);
+  r = fma(n, splat(2.12194440e-4f), r);
+  Floats p = splat(1.9875691500e-4f);
+  p = fma(p, r, splat(1.3981999507e-3f));
+  p = fma(p, r, splat(8.3334519073e-3f));
+  p = fma(p, r, splat(4.1665795894e-2f));
+  p = fma(p, r, splat(1.6666665459e-1f));
+  p = fma(p, r, splat(5.0000001201e-1f));
+  p = fma(p * r, r, r) + 1.0f;
+  return (Floats)((Ints)p + ((Ints)shifted << 23));
+}
+
+// ln x for normal x > 0, with an absolute error of about 1e-7 times the result.
+inline Floats log(Floats x) {
+  Ints bits = (Ints)x;
+  const Ints offset = (bits - 0x3f3504f3) >> 23;  // mantissa in [sqrt(1/2), sqrt(2))
+  bits -= offset << 23;
+  const Floats e = __builtin_convertvector(offset, Floats);
+  const Floats r = (Floats)bits - 1.0f;
+  const Floats square = r * r;
+  Floats p = splat(7.0376836292e-2f);
+  p = fma(p, r, splat(-1.1514610310e-1f));
+  p = fma(p, r, splat(1.1676998740e-1f));
+  p = fma(p, r, splat(-1.2420140846e-1f));
+  p = fma(p, r, splat(1.4249322787e-1f));
+  p = fma(p, r, splat(-1.6668057665e-1f));
+  p = fma(p, r, splat(2.0000714765e-1f));
+  p = fma(p, r, splat(-2.4999993993e-1f));
+  p = fma(p, r, splat(3.3333331174e-1f));
+  p = p * r * square;
+  p = fma(e, splat(-2.12194440e-4f), p);
+  p = fma(square, splat(-0.5f), p);
+  return fma(e, splat(0.693359375f), r + p);
+}
+
+// The lanes added in a fixed order.
+inline float sum(Floats value) {
+  float total = 0;
+  for (int lane = 0; lane < kWidth; ++lane) total += value[lane];
+  return total;
+}
+
+// One operand of a product: element (m, k) is at data[m * row + k * step].
+struct Left {
+  const float* data;
+  int64_t row;
+  int64_t step;
+};
+
+// C[R rows, V vectors] (+)= A · B; B and C are rows of kWidth * V floats, ldb and ldc apart.
+template <int R, int V>
+inline void product_tile(int64_t depth, Left a, const float* b, int64_t ldb, float* c, int64_t ldc, bool add) {
+  Floats sums[R][V];
+#pragma GCC unroll 6
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+    for (int v = 0; v < V; ++v) sums[r][v] = add ? load(c + r * ldc + v * kWidth) : Floats{};
+  for (int64_t k = 0; k < depth; ++k) {
+    Floats right[V];
+#pragma GCC unroll 2
+    for (int v = 0; v < V; ++v) right[v] = load(b + k * ldb + v * kWidth);
+#pragma GCC unroll 6
+    for (int r = 0; r < R; ++r) {
+      const Floats left = splat(a.data[r * a.row + k * a.step]);
+#pragma GCC unroll 2
+      for (int v = 0; v < V; ++v) sums[r][v] = fma(left, right[v], sums[r][v]);
+    }
+  }
+#pragma GCC unroll 6
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+    for (int v = 0; v < V; ++v) store(c + r * ldc + v * kWidth, sums[r][v]);
+}
+
+template <int R>
+inline void product_rows(int64_t width, int64_t depth, Left a, const float* b, int64_t ldb, float* c, int64_t ldc,
+                         bool add) {
+  int64_t column = 0;
+  for (; column + 2 * kWidth <= width; column += 2 * kWidth)
+    product_tile<R, 2>(depth, a, b + column, ldb, c + column, ldc, add);
+  if (column < width) product_tile<R, 1>(depth, a, b + column, ldb, c + column, ldc, add);
+}
+
+constexpr int64_t kRows = 6;  // 6 x 2 vectors of sums, 2 of B and 1 of A fit into 16 registers
+
+// C[rows <= kRows, width] (+)= A[rows, depth] · B[depth, width]; the width is a multiple of kWidth.
+inline void product(int64_t rows, int64_t width, int64_t depth, Left a, const float* b, int64_t ldb, float* c,
+                    int64_t ldc, bool add) {
+  switch (rows) {
+    case 1: return product_rows<1>(width, depth, a, b, ldb, c, ldc, add);
+    case 2: return product_rows<2>(width, depth, a, b, ldb, c, ldc, add);
+    case 3: return product_rows<3>(width, depth, a, b, ldb, c, ldc, add);
+    case 4: return product_rows<4>(width, depth, a, b, ldb, c, ldc, add);
+    case 5: return product_rows<5>(width, depth, a, b, ldb, c, ldc, add);
+    default: return product_rows<6>(width, depth, a, b, ldb, c, ldc, add);
+  }
+}
+
+}  // namespace nestpipe
