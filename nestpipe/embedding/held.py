@@ -98,6 +98,7 @@ class Pool:
         self.table = table
         self._index = make_index(native=native)
         self._columns = Store(table.read(torch.empty(0, dtype=torch.int64)))
+        self._columns.pinned = True
         self._holders = Store({"holders": torch.empty(0, dtype=torch.int64)})
 
     def __len__(self) -> int:

@@ -30,9 +30,7 @@ from nestpipe.embedding.rows import gather_rows, scatter_rows
 _NORESERVE = 0x4000 if sys.platform == "linux" else 0
 _MOST_BYTES = 256 << 30  # reserved for a column at first, so that hundreds of columns fit into 47 bits
 _CLAIM_BYTES = 64 << 20  # disk space is claimed in such pieces
-_HUGE_BYTES = (
-    64 << 20
-)  # a column of this size lies in huge pages: else finding the page takes as long as reading the row
+_HUGE_BYTES = 64 << 20  # columns of this size lie in huge pages, or finding a page takes as long as reading a row
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +51,7 @@ class Store:
         self._regions: dict[str, _Region] = {}
         self._num_rows = 0
         self._touched_bytes = 0
+        self.pinned = False  # others use the columns meanwhile, so growing must not move them
 
     def __getitem__(self, name: str) -> Tensor:
         """A column [num_rows, ...], to be read and written in place."""
@@ -94,6 +93,11 @@ class Store:
         for name, column in self._columns.items():
             region = self._regions.get(name)
             if region is None or num_rows > len(region.rows):
+                if self.pinned and self._num_rows:
+                    raise MemoryError(
+                        f"{num_rows:,} rows do not fit where {self._num_rows:,} are, and they cannot move while other lanes use "
+                        "them: address space is limited here (ulimit -v). Raise the limit or use --pipeline.mode sequential."
+                    )
                 region = self._regions[name] = _Region(column, 2 * num_rows, self._files)
                 region.rows[: self._num_rows] = column
             region.claim(num_rows)

@@ -98,6 +98,10 @@ class Table:
         for name, values in rows.items():
             self._rows.scatter(name, slots, values.to(self._rows[name].dtype))
 
+    def pin(self) -> None:
+        """From now on several threads use the rows, so growing must not move them."""
+        self._rows.pinned = True
+
     def peek(self, ids: Tensor) -> Tensor:
         """A copy of the rows [n, D] of any ids; those without a row show their initial value and get none."""
         slots = self._index.find(ids)

@@ -132,7 +132,7 @@ class Runner:
 
     def run(self, feed: Feed) -> int:
         """Trains until the barrier; returns the number of batches. Raises what a lane raised, with no lane running."""
-        self._check_protection()
+        self._protect_rows()
         board = Board(self.schedule.lanes, feed.num_batches)
         place = place_of(self.state.embedding.rows.world.device, self.schedule.lanes)
         segment, num_threads = _Segment(feed, board, place, self.state.num_steps), torch.get_num_threads()
@@ -202,9 +202,11 @@ class Runner:
         elif kind == "dense step":
             feed.on_step(work)
 
-    def _check_protection(self) -> None:
-        """Raises ConfigError if a row could be evicted while a batch in flight holds it."""
+    def _protect_rows(self) -> None:
+        """Rows in flight do not move; raises ConfigError if one could be evicted while a batch holds it."""
         for name, table in self.state.embedding.tables.items():
+            if len(self.schedule.lanes) > 1:
+                table.pin()
             least = self.schedule.depth + 1
             if table.config.max_rows_per_bucket and table.config.protect_steps < least:
                 raise ConfigError(

@@ -67,6 +67,9 @@ def test_rows_move_where_the_system_reserves_nothing(monkeypatch):
         one.grow(num_rows)
         one.scatter("id", torch.tensor([num_rows - 1]), torch.tensor([num_rows]))
     assert [(place, int(value)) for place, value in enumerate(one["id"]) if value] == [(1, 2), (2, 3), (4, 5), (39, 40)]
+    one.pinned = True  # now somebody uses them
+    with pytest.raises(MemoryError, match=r"200 rows do not fit where 40 are.*ulimit -v"):
+        one.grow(200)
 
 
 def test_a_full_disk_is_an_error_that_says_what_to_do(tmp_path, monkeypatch):
