@@ -234,7 +234,7 @@ def _few_epochs(demo: Demo) -> list[str]:
 def _nestpipe(ranks: int) -> list[str]:
     if ranks == 1:
         return [sys.executable, "-m", "nestpipe.cli"]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    torchrun = [str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc-per-node", str(ranks)]
     return [*torchrun, "--max-restarts", "1", "-m", "--", "nestpipe.cli"]
 
 
