@@ -125,6 +125,14 @@ class Scorer:
         return Recommendation(items.tolist(), top.scores[0][kept].tolist())
 
 
+AnyScorer = Scorer
+
+
+def make_scorer(state: TrainState, sequences: Sequences, split: Split, config: Config) -> AnyScorer:
+    """What evaluates the kind of model that was trained."""
+    return Scorer(state, sequences, split, config)
+
+
 def popularity(sequences: Sequences, split: Split, config: Config, target: Target = "test") -> Report:
     """The floor that every model must beat: the items with most training events."""
     positions = catalogue_positions(sequences, sequences.items[train_mask(sequences, split)])

@@ -28,6 +28,7 @@ from nestpipe.jagged import Batch, Cursor
 from nestpipe.joint_run import agree, check_shared, open_run
 from nestpipe.metrics import JsonlTracker, TensorBoardTracker, Tracker, Trackers
 from nestpipe.mirror import Mirror
+from nestpipe.models.build import inputs_of
 from nestpipe.models.config import HSTUConfig
 from nestpipe.pipeline.runner import Feed, Runner
 from nestpipe.pipeline.schedule import Mode, Schedule
@@ -38,7 +39,7 @@ from nestpipe.profiling import profiled
 from nestpipe.progress import Progress
 from nestpipe.run import Lanes, Run, files_of
 from nestpipe.saver import Saver
-from nestpipe.scoring import Scorer
+from nestpipe.scoring import make_scorer
 from nestpipe.trace import Recorder
 from nestpipe.warm_start import InitFrom, Report
 
@@ -122,6 +123,7 @@ class _Loop:
             seed=run.config.seed,
             rank=lanes.control.world.rank,
             world_size=lanes.control.world.size,
+            inputs=inputs_of(run.config, run.sequences),
         )
         self._memory = Memory()
         self._cursor = Cursor(0, 0)
@@ -255,7 +257,7 @@ class _Loop:
     def _validate(self) -> None:
         # Only the means are used here, so the intervals are not worth their usual price.
         config = replace(self._config, eval=replace(self._config.eval, num_bootstrap=100))
-        scorer = Scorer(self._state, self._run.sequences, self._run.split, config)
+        scorer = make_scorer(self._state, self._run.sequences, self._run.split, config)
         values = scorer.evaluate("validation", progress=False).scalars()
         self._trackers.log(self._state.num_steps, {f"validation/{name}": value for name, value in values.items()})
         value = values[self._config.train.metric]
