@@ -13,6 +13,7 @@ from nestpipe.data.config import DataConfig
 from nestpipe.embedding.config import DenseConfig, EmbeddingConfig
 from nestpipe.evaluate import EvalConfig
 from nestpipe.models.config import FuXiConfig, HSTUConfig, LossConfig, SASRecConfig
+from nestpipe.models.ranking_config import RankingConfig
 from nestpipe.train_config import TrainConfig
 
 
@@ -166,6 +167,23 @@ def _kuairand(model: HSTUConfig | FuXiConfig, size: Size) -> Config:
     )
 
 
+def ml1m_ranking() -> Config:
+    """Ranking on MovieLens-1M with a time split: rating >= 4, rating = 5, stars; every training event is a target."""
+    return Config(
+        data=DataConfig(
+            path="data/ml1m",
+            split="time",
+            split_time="2000-12-01",
+            max_len=256,
+            truncate_block=128,
+            windows="all",
+            batch_size=64,
+        ),
+        model=RankingConfig(features=("genres", "year", "gender", "age", "occupation")),
+        train=TrainConfig(epochs=6, save_steps=1000),
+    )
+
+
 def _ml1m() -> DataConfig:
     return DataConfig(path="data/ml1m", max_len=200, batch_size=128)
 
@@ -178,6 +196,7 @@ RECIPES: dict[str, Callable[[], Config]] = {
         ml1m_hstu,
         ml1m_hstu_large,
         ml1m_fuxi,
+        ml1m_ranking,
         beauty_sasrec,
         hstu_tiny,
         hstu_small,
