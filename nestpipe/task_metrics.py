@@ -102,16 +102,20 @@ def _rank_sums(scores: Array, positive: NDArray[np.bool_], groups: Counts, num_g
     mean_rank = np.repeat(first + (sizes + 1) / 2, sizes)  # over all groups; the group's own first rank goes off below
     size = np.bincount(groups, minlength=num_groups).astype(np.float64)
     before = np.cumsum(size) - size
-    num_positive: Array = np.bincount(groups, weights=positive.astype(np.float64), minlength=num_groups)
-    ranks: Array = np.bincount(groups, weights=(mean_rank - before[groups]) * positive, minlength=num_groups)
+    num_positive = _sums(groups, positive.astype(np.float64), num_groups)
+    ranks = _sums(groups, (mean_rank - before[groups]) * positive, num_groups)
     return ranks - num_positive * (num_positive + 1) / 2, num_positive * (size - num_positive)
+
+
+def _sums(groups: Counts, values: Array, num_groups: int) -> Array:
+    return np.asarray(np.bincount(groups, weights=values, minlength=num_groups), dtype=np.float64)
 
 
 def ratios(found: Predicted) -> dict[str, Ratio]:
     """The metrics of one label that are ratios of sums over users; `found` holds observed events only."""
 
     def per_user(values: Array) -> Array:
-        return np.bincount(found.users, weights=values, minlength=found.num_users)
+        return _sums(found.users, values, found.num_users)
 
     count = per_user(np.ones(len(found.users)))
     metrics: dict[str, Ratio] = {}
