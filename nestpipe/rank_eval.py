@@ -20,7 +20,7 @@ from nestpipe.data.labels import label_values
 from nestpipe.data.schema import Label
 from nestpipe.data.sequences import Sequences
 from nestpipe.data.splits import Split, train_mask
-from nestpipe.data.windows import Windows, cover
+from nestpipe.data.windows import Windows, alone, cover
 from nestpipe.errors import DataError, TrainError
 from nestpipe.jagged import Cursor, ranges
 from nestpipe.models.build import inputs_of
@@ -133,10 +133,12 @@ def held_out(sequences: Sequences, split: Split, config: Config, target: Target,
     first, end = (split.test_start, lengths) if target == "test" else (split.validation, split.test_start)
     if target == "validation":
         first = np.where(first < 0, end, first)
+    data = config.data
     if is_next:
         first, end = np.maximum(first - 1, 0), end - 1
-    data = config.data
-    windows = cover(first, end, max_len=data.max_len, block=data.truncate_block if is_next else data.max_len)
+        windows = cover(first, end, max_len=data.max_len, block=data.truncate_block)
+    else:
+        windows = alone(first, end, max_len=data.max_len)
     if config.eval.max_users:
         users = np.unique(windows.user)[: config.eval.max_users]
         windows = windows.pick(np.flatnonzero(np.isin(windows.user, users)))

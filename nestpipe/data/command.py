@@ -236,6 +236,7 @@ def main(argv: list[str]) -> int:
         "kuairand": KuaiRand,
         "amazon": Amazon,
         "synthetic": _synthetic(),
+        "clicks": _clicks(),
         "inspect": Inspect,
         "verify": Verify,
     }
@@ -266,6 +267,27 @@ def _synthetic() -> type[Command]:
     # tyro resolves the annotations of a class by name, and these names are local
     Synthetic.__annotations__.update(config=Annotated[SyntheticConfig, tyro.conf.arg(name="")])
     return Synthetic
+
+
+def _clicks() -> type[Command]:
+    """Likewise."""
+    from nestpipe.data.clicks import ClicksConfig, ingest_clicks
+
+    @dataclass(frozen=True, slots=True, kw_only=True)
+    class Clicks:
+        """A generated click log with planted interactions and a known best AUC. Example: nestpipe data clicks --out data/clicks"""
+
+        out: Path
+        """The sequence folder to write."""
+        overwrite: bool = False
+        """Replace the folder if it exists."""
+        config: Annotated[ClicksConfig, tyro.conf.arg(name="")] = dataclasses.field(default_factory=ClicksConfig)
+
+        def run(self) -> None:
+            describe(ingest_clicks(self.out, self.config, overwrite=self.overwrite))
+
+    Clicks.__annotations__.update(config=Annotated[ClicksConfig, tyro.conf.arg(name="")])
+    return Clicks
 
 
 @contextmanager

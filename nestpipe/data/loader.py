@@ -23,7 +23,7 @@ from nestpipe.data.config import DataConfig
 from nestpipe.data.numbers import NumberStats
 from nestpipe.data.sequences import Sequences, truncate
 from nestpipe.data.splits import Split
-from nestpipe.data.windows import Windows, cover
+from nestpipe.data.windows import Windows, alone, cover
 from nestpipe.draw import permutation
 from nestpipe.errors import DataError
 from nestpipe.jagged import Batch, Cursor
@@ -49,9 +49,11 @@ class Loader:
         self._builder = BatchBuilder(sequences, split, inputs)
         num_rows = split.train_end - (inputs.layout == "next")
         if config.windows == "all":
-            # Events that stand alone need no events before them, so their windows do not overlap.
-            block = config.truncate_block if inputs.layout == "next" else config.max_len
-            self._windows = cover(np.zeros_like(num_rows), num_rows, max_len=config.max_len, block=block)
+            first, max_len = np.zeros_like(num_rows), config.max_len
+            if inputs.layout == "next":
+                self._windows = cover(first, num_rows, max_len=max_len, block=config.truncate_block)
+            else:
+                self._windows = alone(first, num_rows, max_len=max_len)
             self._samples = torch.arange(len(self._windows))
         else:
             start = truncate(np.maximum(num_rows, 0), config.max_len, config.truncate_block)

@@ -46,3 +46,10 @@ def cover(first: Ints, end: Ints, *, max_len: int, block: int) -> Windows:
     starts = np.repeat(start, num) + number * block
     counted = np.where(number == 0, first[user], starts + max_len - block)
     return Windows(user, starts, counted, np.minimum(starts + max_len, end[user]))
+
+
+def alone(first: Ints, end: Ints, *, max_len: int) -> Windows:
+    """Windows for events that need none before them: rows first[u] .. end[u] - 1 of each user, without overlap."""
+    found = cover(np.zeros_like(first), end - first, max_len=max_len, block=max_len)
+    shift = first[found.user]
+    return Windows(found.user, found.start + shift, found.counted + shift, found.end + shift)
