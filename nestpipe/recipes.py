@@ -175,13 +175,15 @@ def ml1m_ranking() -> Config:
             path="data/ml1m",
             split="time",
             split_time="2000-12-01",
-            max_len=256,
-            truncate_block=128,
+            max_len=128,
+            truncate_block=64,
             windows="all",
             batch_size=64,
         ),
-        model=RankingConfig(features=("genres", "year", "gender", "age", "occupation")),
-        train=TrainConfig(epochs=6, save_steps=1000),
+        model=RankingConfig(qk_dim=16, features=("genres", "year", "gender", "age", "occupation")),
+        embedding=EmbeddingConfig(lr=4e-3),
+        dense=DenseConfig(lr=2e-3),
+        train=TrainConfig(epochs=5, save_steps=1000),
     )
 
 
