@@ -178,12 +178,12 @@ def ml1m_ranking() -> Config:
             max_len=128,
             truncate_block=64,
             windows="all",
-            batch_size=64,
+            batch_size=32,
         ),
-        model=RankingConfig(qk_dim=16, features=("genres", "year", "gender", "age", "occupation")),
+        model=RankingConfig(num_blocks=1, qk_dim=16, features=("genres", "year", "gender", "age", "occupation")),
         embedding=EmbeddingConfig(lr=4e-3),
         dense=DenseConfig(lr=2e-3),
-        train=TrainConfig(epochs=5, save_steps=1000),
+        train=TrainConfig(epochs=3, save_steps=1000),
     )
 
 

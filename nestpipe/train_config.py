@@ -61,5 +61,5 @@ class TrainConfig:
             yield "tensorboard is on, but the package is not installed: pip install 'nestpipe[tensorboard]'"
         if self.mirror and "://" not in self.mirror:
             yield f"mirror is {self.mirror!r}; it must be a URL, such as s3://bucket/run or file:///folder"
-        if not re.fullmatch(r"(hr|ndcg)@[1-9]\d*|mrr", self.metric):
-            yield f"metric is {self.metric!r}; it must be hr@K, ndcg@K or mrr"
+        if not re.fullmatch(r"(hr|ndcg)@[1-9]\d*|mrr|g?auc/\w+", self.metric):
+            yield f"metric is {self.metric!r}; it must be hr@K, ndcg@K, mrr, or auc/LABEL or gauc/LABEL for ranking"
