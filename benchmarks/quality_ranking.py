@@ -34,10 +34,11 @@ from nestpipe.models.ranking_config import RankingConfig
 from nestpipe.rank_eval import Predictions, RankingScorer, baselines
 from nestpipe.run import Run
 from nestpipe.task_metrics import Ratio, gauc, ratio_difference
+from nestpipe.trainer import INTERRUPTED, train_to_end
 
 NAME = "quality_ranking"
 STUDENT_T = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # 97.5 %, by the number of seeds
-NUM_BY_SECOND = 150  # users
+NUM_BY_SECOND = 60  # users
 
 
 def ml1m_config(path: Path, backbone: str, seed: int, minutes: float) -> Config:
@@ -61,7 +62,10 @@ def run_ml1m(path: Path, backbone: str, seed: int, *, minutes: float, folder: Pa
     """Trains (or goes on with) one run and measures it."""
     start = time.monotonic()
     config = ml1m_config(path, backbone, seed, minutes)
-    run = train(config, folder / f"{backbone}-{seed}", resume=True, quiet=False)
+    outcome = train_to_end(config, folder / f"{backbone}-{seed}", resume=True)
+    if outcome.stopped == INTERRUPTED:
+        raise SystemExit("interrupted; the same command goes on from here")
+    run = outcome.run
     scorer = run.scorer()
     assert isinstance(scorer, RankingScorer)
     found = scorer.predict()

@@ -180,7 +180,9 @@ def ml1m_ranking() -> Config:
             windows="all",
             batch_size=32,
         ),
-        model=RankingConfig(num_blocks=1, qk_dim=16, features=("genres", "year", "gender", "age", "occupation")),
+        model=RankingConfig(
+            dim=32, num_blocks=1, num_heads=1, features=("genres", "year", "gender", "age", "occupation")
+        ),
         embedding=EmbeddingConfig(lr=4e-3),
         dense=DenseConfig(lr=2e-3),
         train=TrainConfig(epochs=3, save_steps=1000),

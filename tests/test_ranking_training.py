@@ -186,9 +186,10 @@ def test_dcn_learns_products_that_no_feature_shows_alone(tmp_path):
     config = ranking_config(log.path, "dcn")
     config = replace(
         config,
-        data=replace(config.data, max_len=100, truncate_block=100, batch_size=20),
+        data=replace(config.data, max_len=100, truncate_block=100, batch_size=8),
         model=replace(config.model, dim=8, hidden=(32,), features=config.model.features[1:]),
-        embedding=replace(config.embedding, lr=5e-3),
+        embedding=replace(config.embedding, lr=0.01),
+        dense=replace(config.dense, lr=0.003),
         train=replace(config.train, epochs=6, log_steps=100),
     )
     found = train(config, tmp_path / "run", quiet=True).scorer().evaluate().scalars()["auc/clicked"]
