@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from nestpipe.data.batches import Inputs
 from nestpipe.data.build import write_sequences
+from nestpipe.data.command import parse_label_flag
 from nestpipe.data.config import DataConfig
 from nestpipe.data.loader import Loader
 from nestpipe.data.schema import Feature, Label, Schema
@@ -167,3 +168,36 @@ def test_the_first_event_since_a_time_starts_the_test(tmp_path):
     later = make_split(log, DataConfig(path="", split="time", split_time="1002", validation=True))
     assert later.test_start.tolist() == [2, 2]
     assert later.validation.tolist() == later.train_end.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("liked", "is not of the form name:kind:feature=NUMBER"),
+        ("liked:binary", "is not of the form"),
+        ("liked:binary:feature=x:treshold=4", "unknown option 'treshold'"),
+        ("liked:binary:feature=x:threshold=high", "threshold is 'high', but it must be a number"),
+        ("liked:binary:feature=x:log=1", "log is '1', but it must be true or false"),
+        ("liked:binary:feature=x:lowest=1.5", "lowest is '1.5', but it must be a whole number"),
+        ("liked:maybe:feature=x", "kind is 'maybe', but it must be one of binary, regression, ordinal"),
+    ],
+)
+def test_label_flags_that_are_wrong_say_where(text, message):
+    with pytest.raises(ConfigError, match=message):
+        parse_label_flag(text)
+
+
+def test_a_label_flag_has_every_field():
+    text = "stars:ordinal:feature=rating:lowest=-1:num_levels=5:weight=0.5:weights=w:observed=seen"
+    expected = Label(
+        name="stars",
+        kind="ordinal",
+        feature="rating",
+        lowest=-1,
+        num_levels=5,
+        weight=0.5,
+        weights="w",
+        observed="seen",
+    )
+    assert parse_label_flag(text) == expected
+    assert parse_label_flag("t:regression:feature=x:log=true").log
