@@ -30,6 +30,7 @@ from nestpipe.metrics import JsonlTracker, TensorBoardTracker, Tracker, Trackers
 from nestpipe.mirror import Mirror
 from nestpipe.models.build import inputs_of
 from nestpipe.models.config import HSTUConfig
+from nestpipe.models.ranking_config import RankingConfig
 from nestpipe.pipeline.runner import Feed, Runner
 from nestpipe.pipeline.schedule import Mode, Schedule
 from nestpipe.pipeline.sequential import step
@@ -153,7 +154,7 @@ class _Loop:
             self._exit = undo.pop_all()
         self._recorder, self._runner = _runner(run, self._state)
         self._since = time.monotonic()
-        if run.sequences.times is None and isinstance(run.config.model, HSTUConfig):
+        if run.sequences.times is None and isinstance(run.config.model, HSTUConfig | RankingConfig):
             self._progress.say(f"{run.sequences.path} is an order-only log: the time biases are off.")
 
     def __enter__(self) -> _Loop:

@@ -23,8 +23,11 @@ from nestpipe.jagged import Cursor
 from nestpipe.models.build import build_model, inputs_of
 from nestpipe.models.ranking_config import DCNConfig, RankingConfig
 from nestpipe.pipeline.dense import Dense
-from nestpipe.pipeline.sequential import Rates, TrainState, step
+from nestpipe.pipeline.parts import PartsConfig
+from nestpipe.pipeline.sequential import step
+from nestpipe.pipeline.stages import Rates, TrainState
 from nestpipe.run import Lanes
+from nestpipe.trainer import train_to_end
 
 State = dict[str, torch.Tensor]
 MODELS = {
@@ -59,7 +62,14 @@ def ranking_config(path: Path, model: str) -> Config:
     )
 
 
-def train_ranking(world: World, path: Path, model: str, mode: str, num_steps: int, num_parts: int) -> dict[str, State]:
+def train_run(world: World, path: Path, model: str, mode: str, folder: Path) -> str:
+    """A whole run in one of the pipeline's modes; returns why it stopped."""
+    config = ranking_config(path, model)
+    config = replace(config, pipeline=replace(config.pipeline, mode=mode, parts=3, depth=2, cluster=True))
+    return train_to_end(config, folder, quiet=True, world=world).stopped
+
+
+def train_ranking(world: World, path: Path, model: str, num_steps: int, num_parts: int) -> dict[str, State]:
     """Trains from the first batch on in fp64; returns the losses, this rank's rows and the dense part."""
     config, log, lanes = ranking_config(path, model), Sequences.open(path), Lanes.of(world)
     loader = Loader(
@@ -78,16 +88,15 @@ def train_ranking(world: World, path: Path, model: str, mode: str, num_steps: in
     }
     state = TrainState(
         model=built,
-        embedding=Sharded(tables, lanes.rows, Owners(8, world.size)),
+        embedding=Sharded(tables, lanes.keys, lanes.rows, Owners(8, world.size)),
         dense=Dense(built, config.dense, lanes.dense),
         control=lanes.control,
         seed=0,
-        num_parts=num_parts,
+        cut=PartsConfig(parts=num_parts),
     )
-    run_step = {"sequential": step}[mode]
     cursor, losses = Cursor(0, 0), []
     for _ in range(num_steps):
-        losses.append(run_step(state, loader.batch(cursor), Rates(dense=0.002, rows=0.004))["loss"])
+        losses.append(step(state, loader.batch(cursor), Rates(dense=0.002, rows=0.004))["loss"])
         cursor = loader.next_cursor(cursor)
     found = {name: table.export() for name, table in state.embedding.tables.items()}
     return {**found, "dense": state.dense.export(), "losses": {"loss": torch.tensor(losses, dtype=torch.float64)}}

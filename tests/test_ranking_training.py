@@ -20,10 +20,10 @@ from nestpipe.models.build import inputs_of
 from nestpipe.models.ranker import Candidates
 from nestpipe.rank_eval import RankingScorer
 from nestpipe.task_metrics import auc
-from tests.ranking_ranks import MODELS, ranking_config, train_ranking
+from tests.ranking_ranks import MODELS, ranking_config, train_ranking, train_run
 from tests.ranks import run_ranks
 
-MODES = ["sequential"]
+MODES = ("dual-buffer", "frozen-window", "nested")
 
 
 @pytest.fixture(scope="module")
@@ -57,15 +57,35 @@ def worst(results, expected):
     return found
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("model", MODELS)
-def test_three_ranks_train_the_model_of_one(log, model, mode):
+def test_three_ranks_train_the_model_of_one(log, model):
     """fp64: sums over ranks and parts in another order, and nothing else."""
-    (one,) = run_ranks(1, train_ranking, log.path, model, mode, 12, 1)
+    (one,) = run_ranks(1, train_ranking, log.path, model, 12, 1)
     assert one["losses"]["loss"][-1] < one["losses"]["loss"][0]
-    three = run_ranks(3, train_ranking, log.path, model, mode, 12, 2)
+    three = run_ranks(3, train_ranking, log.path, model, 12, 2)
     assert len([part for part in three if len(part["item"]["ids"])]) == 3, "every rank holds rows"
     assert worst(three, one) < 1e-12
+
+
+@pytest.fixture(scope="module")
+def sequential(log, tmp_path_factory):
+    """Sequential runs on three ranks, by model."""
+    folders = {}
+
+    def folder_of(model):
+        if model not in folders:
+            folders[model] = tmp_path_factory.mktemp("ranking") / "sequential"
+            run_ranks(3, train_run, log.path, model, "sequential", folders[model])
+        return folders[model]
+
+    return folder_of
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("model", ["hstu", "dcn"])
+def test_every_mode_trains_the_same_bits_on_three_ranks(log, sequential, tmp_path, model, mode):
+    assert run_ranks(3, train_run, log.path, model, mode, tmp_path / "run") == ["2 epochs done"] * 3
+    assert not differing_tensors(sequential(model), tmp_path / "run")
 
 
 @pytest.mark.parametrize("model", ["hstu", "dcn"])

@@ -22,6 +22,7 @@ from nestpipe.data.splits import make_split
 from nestpipe.data.windows import alone, cover
 from nestpipe.errors import ConfigError, DataError
 from nestpipe.jagged import Cursor
+from nestpipe.pipeline.parts import PartsConfig
 
 NUMBERS = tuple(Feature(name=name, kind="number") for name in ("watch", "hate", "stars", "shown"))
 LABELS = (
@@ -117,7 +118,7 @@ def test_windows_have_every_training_target_once(tmp_path):
     seen = batch.target_features["level"].values.isnan().logical_not()
     assert sorted(batch.targets.values[seen].tolist()) == sorted([*range(1, 19), 1])
     assert len(batch.sample_ids.unique()) == 6, "draws belong to a window, not to a user"
-    parts = batch.split(3)
+    parts = PartsConfig(parts=3).cut(batch)
     assert torch.equal(
         torch.cat([part.target_features["level"].values for part in parts]).nan_to_num(-1),
         batch.target_features["level"].values.nan_to_num(-1),
