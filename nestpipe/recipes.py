@@ -185,7 +185,7 @@ def ml1m_ranking() -> Config:
         ),
         embedding=EmbeddingConfig(lr=4e-3),
         dense=DenseConfig(lr=2e-3),
-        train=TrainConfig(epochs=3, save_steps=1000),
+        train=TrainConfig(epochs=3, decay_steps=1104, save_steps=1000),
     )
 
 

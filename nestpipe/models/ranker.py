@@ -82,10 +82,15 @@ class _Order:
             queries.index_select(0, self._back[num_events:]),
         )
 
-    def jagged(self, values: Tensor, *, kept: bool) -> Jagged:
-        """Queries, or keys with the kept ones, as rows per user."""
-        lengths = self.num_events + self.num_candidates + (self.num_kept if kept else 0)
-        return Jagged(values, offsets_of(lengths), int(lengths.max()) if len(lengths) else 0)
+    def query_rows(self, values: Tensor | None = None) -> Jagged:
+        """Values of queries, or just their numbers, as rows per user."""
+        lengths = self.num_events + self.num_candidates
+        return _rows_of(self._queries if values is None else values, lengths)
+
+    def key_rows(self, values: Tensor | None = None) -> Jagged:
+        """The same for keys."""
+        lengths = self.num_kept + self.num_events + self.num_candidates
+        return _rows_of(self._keys if values is None else values, lengths)
 
 
 class Ranker:
@@ -187,12 +192,11 @@ class Ranker:
         if batch.times is not None and batch.query_times is not None:
             now = _asked_times(batch).index_select(0, asked.items.row_of_value())
             kept = torch.cat([now[:0], *(one.times for one in before if one.times is not None)])
-            times = order.jagged(order.keys(kept, batch.times.values, now), kept=True)
-            query_times = order.jagged(order.queries(batch.query_times.values, now), kept=False)
-        places = torch.arange(len(order._queries))
+            times = order.key_rows(order.keys(kept, batch.times.values, now))
+            query_times = order.query_rows(order.queries(batch.query_times.values, now))
         return attention_layout(
-            order.jagged(places, kept=False),
-            keys=order.jagged(torch.arange(len(order._keys)), kept=True),
+            order.query_rows(),
+            keys=order.key_rows(),
             times=times,
             query_times=query_times,
             num_targets=order.num_candidates,
@@ -201,24 +205,22 @@ class Ranker:
 
     def _kept(self, ran: _Ran, batch: Batch, before: Sequence[Prefix]) -> list[Prefix]:
         """One prefix per user: what was kept before, and the rows of the batch."""
-        found = []
-        cuts = batch.items.offsets.tolist()
+        found, cuts = [], batch.items.offsets.tolist()
         for row in range(batch.num_samples):
             own, old = slice(cuts[row], cuts[row + 1]), before[row] if before else None
             digest = (old.digest if old else InputDigest()).then(batch, row)
-            times = None if batch.times is None else batch.times.values[own].clone()
-            if old is not None and old.times is not None and times is not None:
-                times = torch.cat([old.times, times])
-            has_rows = batch.query_times is not None and own.stop > own.start
+            times, next_time = None, old.next_time if old else None
+            if batch.times is not None and batch.query_times is not None:
+                (times,) = _longer(() if old is None or old.times is None else [old.times], [batch.times.values[own]])
+                if own.stop > own.start:
+                    next_time = int(batch.query_times.values[own.stop - 1])
             found.append(
                 Prefix(
                     key=self._key(batch, row, digest, old),
                     keys=_longer(old.keys if old else (), [one[own] for one in ran.keys]),
                     values=_longer(old.values if old else (), [one[own] for one in ran.values]),
                     times=times,
-                    next_time=int(batch.query_times.values[own.stop - 1])
-                    if has_rows and batch.query_times is not None
-                    else (old.next_time if old else None),
+                    next_time=next_time,
                     digest=digest,
                 )
             )
@@ -277,6 +279,10 @@ def _asked_times(batch: Batch) -> Tensor:
     values = torch.cat([batch.query_times.values, torch.zeros(1, dtype=torch.int64)])
     last = torch.where(batch.items.lengths() > 0, batch.items.offsets[1:] - 1, len(values) - 1)
     return values.index_select(0, last)
+
+
+def _rows_of(values: Tensor, lengths: Tensor) -> Jagged:
+    return Jagged(values, offsets_of(lengths), int(lengths.max()) if len(lengths) else 0)
 
 
 def _interleave(lengths: Sequence[Tensor]) -> Tensor:
