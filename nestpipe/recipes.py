@@ -183,9 +183,9 @@ def ml1m_ranking() -> Config:
         model=RankingConfig(
             dim=32, num_blocks=1, num_heads=1, features=("genres", "year", "gender", "age", "occupation")
         ),
-        embedding=EmbeddingConfig(lr=4e-3),
-        dense=DenseConfig(lr=2e-3),
-        train=TrainConfig(epochs=3, decay_steps=1104, save_steps=1000),
+        embedding=EmbeddingConfig(lr=1e-2),
+        dense=DenseConfig(lr=3e-3),
+        train=TrainConfig(epochs=4, decay_steps=1472, save_steps=1000),
     )
 
 
