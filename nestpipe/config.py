@@ -17,10 +17,17 @@ from nestpipe.embedding.config import DenseConfig, EmbeddingConfig
 from nestpipe.errors import ConfigError
 from nestpipe.evaluate import EvalConfig
 from nestpipe.models.config import FuXiConfig, HSTUConfig, LossConfig, ModelConfig, SASRecConfig
+from nestpipe.models.ranking_config import DCNConfig, RankingConfig
 from nestpipe.pipeline.config import PipelineConfig
 from nestpipe.train_config import TrainConfig
 
-MODELS: dict[str, type[Any]] = {"sasrec": SASRecConfig, "hstu": HSTUConfig, "fuxi": FuXiConfig}
+MODELS: dict[str, type[Any]] = {
+    "sasrec": SASRecConfig,
+    "hstu": HSTUConfig,
+    "fuxi": FuXiConfig,
+    "ranking": RankingConfig,
+    "dcn": DCNConfig,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,6 +29,7 @@ from nestpipe.errors import NestPipeError
 from nestpipe.evaluate import Report
 from nestpipe.overlap import CAUSES, steps_of
 from nestpipe.run import Run
+from nestpipe.scoring import Scorer
 from nestpipe.trace import load as load_trace
 
 _MARKER = "made-by-nestpipe-demo"
@@ -182,7 +183,9 @@ def recommend(demo: Demo) -> str:
     """Ten items for one user, none of which it has had."""
     run = Run.open(demo.out / "run")
     user = int(run.sequences.users[0])
-    items = run.scorer().recommend(user, 10).items
+    scorer = run.scorer()
+    assert isinstance(scorer, Scorer)
+    items = scorer.recommend(user, 10).items
     had = set(run.sequences.items[: run.sequences.offsets[1]].tolist())
     _check(
         len(set(items)) == 10 and not had & set(items), f"bad recommendation {items} for a user who had {sorted(had)}"

@@ -24,6 +24,10 @@ class TrainError(NestPipeError):
     """Training cannot go on, for example because the loss is not finite."""
 
 
+class PrefixError(NestPipeError):
+    """Kept keys and values do not belong to a request: it must be scored in full, or the prefix filled again."""
+
+
 class CommError(NestPipeError):
     """The ranks do not meet: one is missing, dead, or runs something else. `ranks` are those to blame, if known."""
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nestpipe.models.config import FuXiConfig, HSTUConfig, ModelConfig, SASRecConfig
+from nestpipe.models.config import FuXiConfig, HSTUConfig, RetrievalConfig, SASRecConfig
 
 # Products per score and per value of a training step: forward, again in backward, and the gradients.
 _SCORE_PASSES, _VALUE_PASSES, _LINEAR_PASSES = 4, 3, 3
@@ -43,7 +43,7 @@ class Work:
         return 3 * (self.per_token * num_sequences * max_len + (self.per_score + self.per_value) * pairs)
 
 
-def work_of(config: ModelConfig) -> Work:
+def work_of(config: RetrievalConfig) -> Work:
     """The arithmetic of a backbone."""
     match config:
         case SASRecConfig():
@@ -63,7 +63,7 @@ def work_of(config: ModelConfig) -> Work:
             )
 
 
-def mfu_effective(config: ModelConfig, lengths: Tensor, seconds: float, *, peak: float) -> float:
+def mfu_effective(config: RetrievalConfig, lengths: Tensor, seconds: float, *, peak: float) -> float:
     """The share of the peak [FLOP/s] that a step of this duration has used."""
     return work_of(config).effective(lengths) / seconds / peak
 

@@ -108,6 +108,7 @@ class Batch:
 
     `items`, `times`, `query_times` and `targets` have one row per sample and one value per event, in time order.
     `event_features` have one row per event, `sample_features` one row per sample; a missing id is an empty row.
+    `target_features` have one row per target. Labels stand among the features by their name: NaN where unobserved.
     Times are in seconds. `query_times` is the time for which an event's row answers: that of the next event, or of
     the request for the last one. Order-only logs have no times; batches for inference have no targets. `groups` numbers the
     samples that a loss may mix with each other; a group is never divided over ranks or parts.
@@ -121,6 +122,7 @@ class Batch:
     targets: Jagged | None = None
     event_features: Mapping[str, Jagged] = field(default_factory=dict)
     sample_features: Mapping[str, Jagged] = field(default_factory=dict)
+    target_features: Mapping[str, Jagged] = field(default_factory=dict)
     groups: Tensor | None = None
 
     @property
@@ -151,5 +153,6 @@ class Batch:
             targets=pick(self.targets),
             event_features={name: jagged.select(events) for name, jagged in self.event_features.items()},
             sample_features={name: jagged.select(rows) for name, jagged in self.sample_features.items()},
+            target_features={name: jagged.select(events) for name, jagged in self.target_features.items()},
             groups=None if self.groups is None else self.groups.index_select(0, rows),
         )

@@ -35,10 +35,10 @@ from nestpipe.embedding.table import Table
 from nestpipe.errors import CheckpointError, ConfigError
 from nestpipe.metrics import replace_file
 from nestpipe.mirror import local_copy
-from nestpipe.models.retrieval import build_retrieval
+from nestpipe.models.build import build_model
 from nestpipe.pipeline.dense import Dense
 from nestpipe.pipeline.stages import TrainState
-from nestpipe.scoring import Scorer
+from nestpipe.scoring import AnyScorer, make_scorer
 from nestpipe.warm_start import Origin
 
 # Limits, reporting and where things lie may differ when a run goes on; everything else decides the bits.
@@ -168,13 +168,7 @@ class Run:
                 f"{lanes.rows.world.size} ranks cannot share embedding.num_buckets = {config.embedding.num_buckets}: "
                 "each rank needs a bucket of its own. Start a run with more buckets, or use fewer ranks."
             )
-        model = build_retrieval(
-            config.model,
-            config.loss,
-            catalogue=torch.from_numpy(np.array(self.sequences.catalogue)),
-            max_len=config.data.max_len,
-            seed=config.seed,
-        )
+        model = build_model(config, self.sequences)
         tables = {}
         for spec in model.tables:
             settings = spec.optimizer or config.embedding
@@ -233,12 +227,12 @@ class Run:
                 + "\n".join(f"  - {line}" for line in changed)
             )
 
-    def scorer(self, step: int | None = None) -> Scorer:
+    def scorer(self, step: int | None = None) -> AnyScorer:
         """Scores with a checkpoint: by default the best one if the run validated, else the latest."""
         if step is None:
             step = Manifest.read(checkpoint.best_folder(self.checkpoints)).step
         state, _ = self.load_state(step)
-        return Scorer(state, self.sequences, self.split, self.config)
+        return make_scorer(state, self.sequences, self.split, self.config)
 
 
 def _holder(table: Table, config: Config) -> Holder:

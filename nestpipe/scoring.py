@@ -21,13 +21,14 @@ from nestpipe.config import Config
 from nestpipe.data.batches import BatchBuilder
 from nestpipe.data.sequences import Sequences, truncate
 from nestpipe.data.splits import Ints, Split, train_mask
-from nestpipe.embedding.owner import Owners
-from nestpipe.embedding.route import route
 from nestpipe.errors import DataError
 from nestpipe.evaluate import EvalBatch, Report, evaluate, popularity_report
 from nestpipe.jagged import Batch, Jagged, offsets_of, ranges
 from nestpipe.model import Recommender
+from nestpipe.models.ranking_config import DCNConfig, RankingConfig
+from nestpipe.peeking import peek_rows
 from nestpipe.pipeline.stages import TrainState
+from nestpipe.rank_eval import RankingScorer
 from nestpipe.ranking_metrics import top_items
 
 Target = Literal["test", "validation"]
@@ -85,9 +86,7 @@ class Scorer:
 
     def encode(self, batch: Batch) -> Tensor:
         """Query vectors [B, D]."""
-        embedding = self._embedding
-        plan = route([self._model.encode_lookups(batch)], list(embedding.tables), Owners(1, 1))
-        rows = plan.rows(0, {name: embedding.peek(name, table.ids) for name, table in plan.tables.items()})
+        rows = peek_rows(self._embedding, self._model.encode_lookups(batch))
         with torch.no_grad():
             return self._model.encode(rows, batch)
 
@@ -123,6 +122,16 @@ class Scorer:
         kept = top.positions[0] >= 0
         items = self._sequences.catalogue[top.positions[0][kept].numpy()]
         return Recommendation(items.tolist(), top.scores[0][kept].tolist())
+
+
+AnyScorer = Scorer | RankingScorer
+
+
+def make_scorer(state: TrainState, sequences: Sequences, split: Split, config: Config) -> AnyScorer:
+    """What evaluates the kind of model that was trained."""
+    if isinstance(config.model, RankingConfig | DCNConfig):
+        return RankingScorer(state, sequences, split, config)
+    return Scorer(state, sequences, split, config)
 
 
 def popularity(sequences: Sequences, split: Split, config: Config, target: Target = "test") -> Report:

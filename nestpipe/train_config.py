@@ -27,6 +27,8 @@ class TrainConfig:
     """Skip a batch in which any rank sees a value that is not finite, instead of ending the training."""
     warmup_steps: int = 0
     """Learning rates rise linearly over this many steps."""
+    decay_steps: int = 0
+    """Learning rates fall linearly, to a hundredth at this step; 0 is never. Less noise in what is learned last."""
     eval_epochs: int = 1
     """Validate after this many epochs (only with data.validation)."""
     patience: int = 0
@@ -51,7 +53,16 @@ class TrainConfig:
     def problems(self) -> Iterator[str]:
         if not (self.epochs > 0 or self.steps > 0 or self.minutes > 0):
             yield "epochs, steps and minutes are all 0: nothing would end the run"
-        for name in ("epochs", "steps", "minutes", "warmup_steps", "patience", "num_threads", "clip_norm"):
+        for name in (
+            "epochs",
+            "steps",
+            "minutes",
+            "warmup_steps",
+            "decay_steps",
+            "patience",
+            "num_threads",
+            "clip_norm",
+        ):
             if getattr(self, name) < 0:
                 yield f"{name} is {getattr(self, name)}; it must not be negative"
         for name in ("eval_epochs", "save_steps", "keep_last", "log_steps"):
@@ -61,5 +72,5 @@ class TrainConfig:
             yield "tensorboard is on, but the package is not installed: pip install 'nestpipe[tensorboard]'"
         if self.mirror and "://" not in self.mirror:
             yield f"mirror is {self.mirror!r}; it must be a URL, such as s3://bucket/run or file:///folder"
-        if not re.fullmatch(r"(hr|ndcg)@[1-9]\d*|mrr", self.metric):
-            yield f"metric is {self.metric!r}; it must be hr@K, ndcg@K or mrr"
+        if not re.fullmatch(r"(hr|ndcg)@[1-9]\d*|mrr|g?auc/\w+", self.metric):
+            yield f"metric is {self.metric!r}; it must be hr@K, ndcg@K, mrr, or auc/LABEL or gauc/LABEL for ranking"

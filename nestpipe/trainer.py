@@ -28,7 +28,9 @@ from nestpipe.jagged import Batch, Cursor
 from nestpipe.joint_run import agree, check_shared, open_run
 from nestpipe.metrics import JsonlTracker, TensorBoardTracker, Tracker, Trackers
 from nestpipe.mirror import Mirror
+from nestpipe.models.build import inputs_of
 from nestpipe.models.config import HSTUConfig
+from nestpipe.models.ranking_config import RankingConfig
 from nestpipe.pipeline.runner import Feed, Runner
 from nestpipe.pipeline.schedule import Mode, Schedule
 from nestpipe.pipeline.sequential import step
@@ -38,7 +40,7 @@ from nestpipe.profiling import profiled
 from nestpipe.progress import Progress
 from nestpipe.run import Lanes, Run, files_of
 from nestpipe.saver import Saver
-from nestpipe.scoring import Scorer
+from nestpipe.scoring import make_scorer
 from nestpipe.trace import Recorder
 from nestpipe.warm_start import InitFrom, Report
 
@@ -122,6 +124,7 @@ class _Loop:
             seed=run.config.seed,
             rank=lanes.control.world.rank,
             world_size=lanes.control.world.size,
+            inputs=inputs_of(run.config, run.sequences),
         )
         self._memory = Memory()
         self._cursor = Cursor(0, 0)
@@ -151,7 +154,7 @@ class _Loop:
             self._exit = undo.pop_all()
         self._recorder, self._runner = _runner(run, self._state)
         self._since = time.monotonic()
-        if run.sequences.times is None and isinstance(run.config.model, HSTUConfig):
+        if run.sequences.times is None and isinstance(run.config.model, HSTUConfig | RankingConfig):
             self._progress.say(f"{run.sequences.path} is an order-only log: the time biases are off.")
 
     def __enter__(self) -> _Loop:
@@ -255,7 +258,7 @@ class _Loop:
     def _validate(self) -> None:
         # Only the means are used here, so the intervals are not worth their usual price.
         config = replace(self._config, eval=replace(self._config.eval, num_bootstrap=100))
-        scorer = Scorer(self._state, self._run.sequences, self._run.split, config)
+        scorer = make_scorer(self._state, self._run.sequences, self._run.split, config)
         values = scorer.evaluate("validation", progress=False).scalars()
         self._trackers.log(self._state.num_steps, {f"validation/{name}": value for name, value in values.items()})
         value = values[self._config.train.metric]
@@ -304,6 +307,8 @@ class _Loop:
         """Of a batch, by its number from the start of training."""
         warmup = self._config.train.warmup_steps
         factor = min(1.0, (number + 1) / warmup) if warmup else 1.0
+        if decay := self._config.train.decay_steps:
+            factor *= max(0.01, 1.0 - (number + 1) / decay)
         clip = Clip(self._config.train.clip_norm, rows=self._config.train.clip == "all")
         return Rates(dense=self._config.dense.lr * factor, rows=self._config.embedding.lr * factor, clip=clip)
 

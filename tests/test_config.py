@@ -79,7 +79,14 @@ def test_every_setting_is_explained():
     import nestpipe
 
     package = Path(nestpipe.__file__).parent
-    for file in ("data/config.py", "embedding/config.py", "models/config.py", "train_config.py", "evaluate.py"):
+    for file in (
+        "data/config.py",
+        "embedding/config.py",
+        "models/config.py",
+        "models/ranking_config.py",
+        "train_config.py",
+        "evaluate.py",
+    ):
         for node in ast.walk(ast.parse((package / file).read_text())):
             if isinstance(node, ast.ClassDef) and node.name.endswith("Config"):
                 for field, after in zip(node.body, [*node.body[1:], None], strict=True):

@@ -347,7 +347,7 @@ def test_free_keys_exist():
     assert set(FREE_KEYS) <= set(keys(small_config("x")))
 
 
-def test_warm_up_scales_the_first_steps(log, tmp_path, monkeypatch):
+def test_warm_up_and_decay_scale_the_rates(log, tmp_path, monkeypatch):
     import nestpipe.trainer as loop
 
     seen, original = [], loop.step
@@ -356,6 +356,9 @@ def test_warm_up_scales_the_first_steps(log, tmp_path, monkeypatch):
     )
     train(small_config(log, warmup_steps=4, steps=6), tmp_path / "run", quiet=True)
     assert seen == pytest.approx([0.001, 0.002, 0.003, 0.004, 0.004, 0.004])
+    seen.clear()
+    train(small_config(log, warmup_steps=2, decay_steps=5, steps=6), tmp_path / "falling", quiet=True)
+    assert seen == pytest.approx([0.0016, 0.0024, 0.0016, 0.0008, 0.00004, 0.00004])
 
 
 def test_profile_writes_a_table_and_a_trace(log, tmp_path, capsys):

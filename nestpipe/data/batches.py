@@ -3,39 +3,67 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from nestpipe.data.labels import label_values, label_weights
 from nestpipe.data.numbers import NumberStats, apply_number, fit_number
 from nestpipe.data.schema import Feature
 from nestpipe.data.sequences import Sequences, StoredFeature
 from nestpipe.data.splits import Ints, Split, train_mask
-from nestpipe.errors import ConfigError
+from nestpipe.data.windows import Windows
+from nestpipe.errors import ConfigError, DataError
 from nestpipe.jagged import Batch, Cursor, Jagged, offsets_of, ranges
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """What a model reads beside items and times. The features 'user' and 'item' are the ids themselves."""
+
+    features: tuple[str, ...] = ()
+    labels: tuple[str, ...] = ()
+    layout: Literal["next", "events"] = "next"  # each event with the next one as its target, or the events alone
 
 
 class BatchBuilder:
     """Reads sequences; numbers are transformed by statistics fitted on the events that the split trains on."""
 
-    def __init__(self, sequences: Sequences, split: Split, features: tuple[str, ...] = ()):
-        self._sequences = sequences
+    def __init__(self, sequences: Sequences, split: Split, inputs: Inputs | None = None):
+        inputs = inputs or Inputs()
+        self._sequences, self._layout = sequences, inputs.layout
         known = {feature.name: feature for feature in sequences.schema.features if feature.scope != "request"}
-        if missing := [name for name in features if name not in known]:
+        own = tuple(name for name in inputs.features if name not in {"user", "item"})
+        if missing := [name for name in own if name not in known]:
             raise ConfigError(f"{sequences.path} has no feature {missing}; it has {sorted(known)}.")
-        self._features = tuple(known[name] for name in features)
+        self._features = tuple(known[name] for name in own)
+        self._with_user = "user" in inputs.features
+        self._labels = sequences.schema.labels_named(inputs.labels) if inputs.labels else ()
         self.statistics = self._fit(split)
 
-    def training(self, cursor: Cursor, samples: Tensor, start: Ints, end: Ints) -> Batch:
-        """Events start .. end - 2 of each sample, each with the next one as its target."""
-        return self._build(cursor, samples, start, end - 1, with_targets=True)
+    def training(self, cursor: Cursor, samples: Tensor, windows: Windows) -> Batch:
+        """The rows of some windows, each event with the next one as its target, or alone; see `Inputs.layout`."""
+        batch = self._build(
+            cursor, samples, windows.user, windows.start, windows.end, with_targets=self._layout == "next"
+        )
+        uncounted = batch.items.positions() < torch.from_numpy(windows.counted - windows.start).index_select(
+            0, batch.items.row_of_value()
+        )
+        if not self._labels or not bool(uncounted.any()):
+            return batch
+        masked = {
+            label.name: Jagged.singles(batch.target_features[label.name].values.masked_fill(uncounted, torch.nan))
+            for label in self._labels
+        }
+        return dataclasses.replace(batch, target_features={**batch.target_features, **masked})
 
     def history(self, samples: Tensor, start: Ints, end: Ints, *, asked_ms: Ints | None) -> Batch:
         """Events start .. end - 1 of each sample, asked for a recommendation at a time (if the log has times)."""
-        batch = self._build(Cursor(0, 0), samples, start, end, with_targets=False)
+        batch = self._build(Cursor(0, 0), samples, samples.numpy(), start, end, with_targets=False)
         if batch.query_times is None or asked_ms is None:
             return batch
         last = batch.items.offsets[1:] - 1
@@ -44,8 +72,14 @@ class BatchBuilder:
         values = batch.query_times.values.index_copy(0, last[has_events], asked[has_events])
         return dataclasses.replace(batch, query_times=batch.query_times.with_values(values))
 
-    def _build(self, cursor: Cursor, samples: Tensor, start: Ints, end: Ints, *, with_targets: bool) -> Batch:
-        first = torch.from_numpy(self._sequences.offsets[samples.numpy()] + start)
+    def item_features(self, items: NDArray[np.int64]) -> dict[str, Jagged]:
+        """The item features of candidates [n]; raises DataError for an item that is not in the catalogue."""
+        return self._features_of_items(items)
+
+    def _build(
+        self, cursor: Cursor, samples: Tensor, users: Ints, start: Ints, end: Ints, *, with_targets: bool
+    ) -> Batch:
+        first = torch.from_numpy(self._sequences.offsets[users] + start)
         lengths = torch.from_numpy(end - start)
         offsets, events = offsets_of(lengths), ranges(first, lengths).numpy()
         following = np.minimum(events + 1, len(self._sequences.items) - 1)
@@ -58,7 +92,6 @@ class BatchBuilder:
             times = self._sequences.times
             return None if times is None else Jagged(torch.from_numpy(times[places] // 1000), offsets, max_len)
 
-        event_features, sample_features = self._feature_rows(events, samples.numpy())
         return Batch(
             cursor=cursor,
             sample_ids=samples,
@@ -66,23 +99,56 @@ class BatchBuilder:
             times=seconds(events),
             query_times=seconds(following),
             targets=rows(self._sequences.items, following) if with_targets else None,
-            event_features=event_features,
-            sample_features=sample_features,
+            event_features=self._features_of_events(events),
+            sample_features=self._features_of_users(users),
+            target_features=self._features_of_targets(following) if with_targets and self._labels else {},
         )
 
-    def _feature_rows(self, events: NDArray[Any], users: NDArray[Any]) -> tuple[dict[str, Jagged], dict[str, Jagged]]:
-        per_event: dict[str, Jagged] = {}
-        per_sample: dict[str, Jagged] = {}
+    def _features_of_events(self, events: NDArray[Any]) -> dict[str, Jagged]:
+        """What is known of events that have happened: their own features, those of their items, and their labels."""
+        found = self._features_of_items(self._sequences.items[events])
         for feature in self._features:
-            stored = self._stored(feature)
+            if feature.scope == "event":
+                found |= self._pick(feature, self._stored(feature), events)
+        return found | self._label_rows(events)
+
+    def _features_of_targets(self, events: NDArray[Any]) -> dict[str, Jagged]:
+        """What is known of candidates, the features of their items; and what is to be predicted."""
+        return self._features_of_items(self._sequences.items[events]) | self._label_rows(events)
+
+    def _features_of_items(self, items: NDArray[np.int64]) -> dict[str, Jagged]:
+        found: dict[str, Jagged] = {}
+        features = [feature for feature in self._features if feature.scope == "item"]
+        if features:
+            catalogue = self._sequences.catalogue
+            places = np.minimum(np.searchsorted(catalogue, items), len(catalogue) - 1)
+            if len(unknown := np.flatnonzero(catalogue[places] != items)):
+                raise DataError(
+                    f"item {items[unknown[0]]} (place {unknown[0]}) is not in the catalogue of {self._sequences.path}, so "
+                    f"its features are unknown. The catalogue has {len(catalogue):,} items."
+                )
+            for feature in features:
+                found |= self._pick(feature, self._stored(feature), places)
+        return found
+
+    def _features_of_users(self, users: NDArray[Any]) -> dict[str, Jagged]:
+        found: dict[str, Jagged] = {}
+        if self._with_user:
+            found["user"] = Jagged.singles(torch.from_numpy(self._sequences.users[users]))
+        for feature in self._features:
             if feature.scope == "user":
-                per_sample |= self._pick(feature, stored, users)
-            elif feature.scope == "event":
-                per_event |= self._pick(feature, stored, events)
-            else:
-                places = np.searchsorted(self._sequences.catalogue, self._sequences.items[events])
-                per_event |= self._pick(feature, stored, places)
-        return per_event, per_sample
+                found |= self._pick(feature, self._stored(feature), users)
+        return found
+
+    def _label_rows(self, events: NDArray[Any]) -> dict[str, Jagged]:
+        """Labels by name, and 'name.weights' if events have weights of their own."""
+        found = {}
+        for label in self._labels:
+            stored = self._sequences.event_features
+            found[label.name] = Jagged.singles(torch.from_numpy(label_values(label, stored, events)))
+            if (weights := label_weights(label, stored, events)) is not None:
+                found[f"{label.name}.weights"] = Jagged.singles(torch.from_numpy(weights))
+        return found
 
     def _pick(self, feature: Feature, stored: StoredFeature, rows: NDArray[Any]) -> dict[str, Jagged]:
         """The feature's values at some rows, and its weights as 'name.weights' if it has any."""

@@ -20,12 +20,13 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from nestpipe.data import amazon, kuairand, movielens
 from nestpipe.data.build import BuildOptions, SideTable, write_sequences
 from nestpipe.data.describe import describe
-from nestpipe.data.schema import Encoding, Feature, Schema, TimeUnit
+from nestpipe.data.schema import Encoding, Feature, Label, Schema, TimeUnit
 from nestpipe.data.sequences import Sequences
 from nestpipe.data.source import Format, LogSource
 from nestpipe.errors import ConfigError
 
 _FEATURE_FORM = "name:kind:scope[:option=value]..."
+_LABEL_FORM = "name:kind:feature=NUMBER[:option=value]..."
 
 
 class Command(Protocol):
@@ -85,6 +86,8 @@ class Ingest(Writing):
     """How item ids become int64."""
     feature: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """name:kind:scope[:option=value]..., any number of times; the options are the fields of a Feature."""
+    label: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """name:kind:feature=NUMBER[:option=value]..., what a ranking model predicts; the options are the fields of a Label."""
     items_table: str | None = None
     """File of item attributes; read with the log's delimiter, encoding and format if it has the log's ending."""
     items_key: str = ""
@@ -117,6 +120,7 @@ class Ingest(Writing):
             user_encoding=self.user_encoding,
             item_encoding=self.item_encoding,
             features=tuple(parse_feature_flag(text) for text in self.feature),
+            labels=tuple(parse_label_flag(text) for text in self.label),
         )
         columns = tuple(self.columns.split(",")) if self.columns else ()
         log = LogSource(
@@ -236,6 +240,7 @@ def main(argv: list[str]) -> int:
         "kuairand": KuaiRand,
         "amazon": Amazon,
         "synthetic": _synthetic(),
+        "clicks": _clicks(),
         "inspect": Inspect,
         "verify": Verify,
     }
@@ -268,6 +273,27 @@ def _synthetic() -> type[Command]:
     return Synthetic
 
 
+def _clicks() -> type[Command]:
+    """Likewise."""
+    from nestpipe.data.clicks import ClicksConfig, ingest_clicks
+
+    @dataclass(frozen=True, slots=True, kw_only=True)
+    class Clicks:
+        """A generated click log with planted interactions and a known best AUC. Example: nestpipe data clicks --out data/clicks"""
+
+        out: Path
+        """The sequence folder to write."""
+        overwrite: bool = False
+        """Replace the folder if it exists."""
+        config: Annotated[ClicksConfig, tyro.conf.arg(name="")] = dataclasses.field(default_factory=ClicksConfig)
+
+        def run(self) -> None:
+            describe(ingest_clicks(self.out, self.config, overwrite=self.overwrite))
+
+    Clicks.__annotations__.update(config=Annotated[ClicksConfig, tyro.conf.arg(name="")])
+    return Clicks
+
+
 @contextmanager
 def _progress() -> Iterator[Callable[[str, int], None]]:
     columns = (
@@ -289,24 +315,55 @@ def _progress() -> Iterator[Callable[[str, int], None]]:
 
 def parse_feature_flag(text: str) -> Feature:
     """A feature from name:kind:scope[:option=value]...; raises ConfigError that names the bad part."""
+    example = "genres:ids:item:encoding=dictionary"
+    name, values = _parse_flag("--feature", text, Feature, ("kind", "scope"), f"{_FEATURE_FORM}, for example {example}")
+    return Feature(name=name, **values)
+
+
+def parse_label_flag(text: str) -> Label:
+    """A label from name:kind:feature=NUMBER[:option=value]...; raises ConfigError that names the bad part."""
+    form = f"{_LABEL_FORM}, for example liked:binary:feature=rating:threshold=4"
+    name, values = _parse_flag("--label", text, Label, ("kind",), form)
+    if "feature" not in values:
+        raise ConfigError(f"--label {text!r} is not of the form {form}.")
+    return Label(name=name, **values)
+
+
+def _parse_flag(
+    flag: str, text: str, declared: type[Any], places: tuple[str, ...], form: str
+) -> tuple[str, dict[str, Any]]:
+    """The name and the fields of a declaration; the first parts have places, the others names."""
     name, *rest = text.split(":")
-    positional = dict(zip(("kind", "scope"), (part for part in rest if "=" not in part), strict=False))
+    positional = dict(zip(places, (part for part in rest if "=" not in part), strict=False))
     options = dict(part.split("=", 1) for part in rest if "=" in part)
     if len(rest) != len(positional) + len(options) or "kind" not in positional:
-        raise ConfigError(
-            f"--feature {text!r} is not of the form {_FEATURE_FORM}, for example genres:ids:item:encoding=dictionary."
-        )
-    kinds = typing.get_type_hints(Feature)
+        raise ConfigError(f"{flag} {text!r} is not of the form {form}.")
+    kinds = typing.get_type_hints(declared)
     values: dict[str, Any] = {}
     for option, value in {**positional, **options}.items():
         if option not in kinds or option == "name":
             raise ConfigError(
-                f"--feature {text!r}: unknown option '{option}'; there are: {', '.join(sorted(set(kinds) - {'name'}))}."
+                f"{flag} {text!r}: unknown option '{option}'; there are: {', '.join(sorted(set(kinds) - {'name'}))}."
             )
-        legal = typing.get_args(kinds[option])
-        if typing.get_origin(kinds[option]) is typing.Literal and value not in legal:
-            raise ConfigError(f"--feature {text!r}: {option} is '{value}', but it must be one of {', '.join(legal)}.")
-        if kinds[option] is int and not value.isdecimal():
-            raise ConfigError(f"--feature {text!r}: {option} is '{value}', but it must be a whole number.")
-        values[option] = int(value) if kinds[option] is int else value
-    return Feature(name=name, **values)
+        values[option] = _parse_value(f"{flag} {text!r}: {option} is '{value}'", value, kinds[option])
+    return name, values
+
+
+def _parse_value(where: str, value: str, kind: Any) -> Any:
+    legal = typing.get_args(kind)
+    if typing.get_origin(kind) is typing.Literal and value not in legal:
+        raise ConfigError(f"{where}, but it must be one of {', '.join(legal)}.")
+    if kind is bool:
+        if value not in {"true", "false"}:
+            raise ConfigError(f"{where}, but it must be true or false.")
+        return value == "true"
+    if kind is int:
+        if not value.removeprefix("-").isdecimal():
+            raise ConfigError(f"{where}, but it must be a whole number.")
+        return int(value)
+    if kind is float:
+        try:
+            return float(value)
+        except ValueError:
+            raise ConfigError(f"{where}, but it must be a number.") from None
+    return value

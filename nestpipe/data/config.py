@@ -23,6 +23,8 @@ class DataConfig:
     """Longest history a sample keeps; also the constant divisor of HSTU."""
     truncate_block: int = 1
     """Histories are cut at multiples of this many events; 1 follows the published protocols, serving likes 256."""
+    windows: Literal["last", "all"] = "last"
+    """Ranking: train on the last window of each user, or on windows that together have every event as a target once."""
     batch_size: int = 128
     """Samples in a global batch, over all ranks; ignored with a token budget."""
     batch_tokens: int = 0
@@ -44,5 +46,7 @@ class DataConfig:
             yield f"batch_tokens is {self.batch_tokens}; it must be 0 (off) or more"
         if self.truncate_block > self.max_len:
             yield f"truncate_block {self.truncate_block} is above max_len {self.max_len}: nothing would be left of a long history"
+        if self.windows == "all" and self.truncate_block == 1 < self.max_len:
+            yield f"windows 'all' with truncate_block 1 would be a window per event; use for example {(self.max_len + 1) // 2}"
         if (self.split == "time") != (self.split_time is not None):
             yield f"split '{self.split}' with split_time {self.split_time!r}; a time split needs a time, nothing else takes one"

@@ -18,11 +18,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nestpipe.data.batches import BatchBuilder
+from nestpipe.data.batches import BatchBuilder, Inputs
 from nestpipe.data.config import DataConfig
 from nestpipe.data.numbers import NumberStats
 from nestpipe.data.sequences import Sequences, truncate
 from nestpipe.data.splits import Split
+from nestpipe.data.windows import Windows, alone, cover
 from nestpipe.draw import permutation
 from nestpipe.errors import DataError
 from nestpipe.jagged import Batch, Cursor
@@ -40,14 +41,24 @@ class Loader:
         seed: int,
         rank: int = 0,
         world_size: int = 1,
-        features: tuple[str, ...] = (),
+        inputs: Inputs | None = None,
     ):
         self._config, self._seed = config, seed
         self._rank, self._world_size = rank, world_size
-        self._builder = BatchBuilder(sequences, split, features)
-        self._end = split.train_end
-        self._start = truncate(np.maximum(split.train_end - 1, 0), config.max_len, config.truncate_block)
-        self._samples = torch.from_numpy(np.flatnonzero(split.train_end >= 2))
+        inputs = inputs or Inputs()
+        self._builder = BatchBuilder(sequences, split, inputs)
+        num_rows = split.train_end - (inputs.layout == "next")
+        if config.windows == "all":
+            first, max_len = np.zeros_like(num_rows), config.max_len
+            if inputs.layout == "next":
+                self._windows = cover(first, num_rows, max_len=max_len, block=config.truncate_block)
+            else:
+                self._windows = alone(first, num_rows, max_len=max_len)
+            self._samples = torch.arange(len(self._windows))
+        else:
+            start = truncate(np.maximum(num_rows, 0), config.max_len, config.truncate_block)
+            self._windows = Windows(np.arange(len(num_rows)), start, start, num_rows)
+            self._samples = torch.from_numpy(np.flatnonzero(num_rows >= 1))
         if not len(self._samples):
             raise DataError(f"{sequences.path} has no user with two training events, so there is nothing to predict.")
         self._cuts = lru_cache(maxsize=2)(self._epoch)
@@ -69,8 +80,7 @@ class Loader:
         order, cuts = self._cuts(cursor.epoch)
         places, groups = self._share(cuts[cursor.number], cuts[cursor.number + 1])
         samples = order.index_select(0, places)
-        rows = samples.numpy()
-        batch = self._builder.training(cursor, samples, self._start[rows], self._end[rows])
+        batch = self._builder.training(cursor, samples, self._windows.pick(samples.numpy()))
         return dataclasses.replace(batch, groups=groups)
 
     def _share(self, first: int, last: int) -> tuple[Tensor, Tensor | None]:
@@ -139,8 +149,8 @@ class Loader:
     def _token_cuts(self, order: Tensor) -> list[int]:
         """A batch takes samples while they fit the budget, and at least one."""
         budget, cuts, filled = self._config.batch_tokens, [0], 0
-        rows = order.numpy()
-        for place, tokens in enumerate((self._end[rows] - 1 - self._start[rows]).tolist()):
+        windows = self._windows.pick(order.numpy())
+        for place, tokens in enumerate((windows.end - windows.start).tolist()):
             if filled and filled + tokens > budget:
                 cuts.append(place)
                 filled = 0

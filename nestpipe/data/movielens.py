@@ -7,7 +7,7 @@ from pathlib import Path
 import polars as pl
 
 from nestpipe.data.build import BuildOptions, SideTable, write_sequences
-from nestpipe.data.schema import Feature, Schema
+from nestpipe.data.schema import Feature, Label, Schema
 from nestpipe.data.sequences import Sequences
 from nestpipe.data.source import LogSource
 from nestpipe.errors import DataError
@@ -21,7 +21,12 @@ SCHEMA = Schema(
         Feature(name="age", kind="id", scope="user"),
         Feature(name="occupation", kind="id", scope="user"),
         Feature(name="zip", kind="id", scope="user", encoding="dictionary"),
-    )
+    ),
+    labels=(
+        Label(name="liked", kind="binary", feature="rating", threshold=4),
+        Label(name="loved", kind="binary", feature="rating", threshold=5),
+        Label(name="stars", kind="ordinal", feature="rating", lowest=1, num_levels=5),
+    ),
 )
 
 

@@ -9,6 +9,13 @@ values are) and a *scope* (whose values they are):
             vector  a fixed number of floats
     scope   event   a column of the log                  item, user   a column of a side table, joined by id
             request known only when a recommendation is asked for; never stored with the log
+
+A `Label` is what a ranking model learns about an event. It is made of a number feature of the event, so that one
+declaration gives both: the action of an event in the history, and the answer for a candidate.
+
+    kind    binary      1 from `threshold` on: a click, a like, but also a dislike, a skip, a short view
+            ordinal     num_levels levels from `lowest` on, in steps of one: stars
+            regression  the number itself, or its logarithm: seconds watched
 """
 
 from __future__ import annotations
@@ -26,6 +33,7 @@ Encoding = Literal["int64", "hash", "dictionary"]
 Missing = Literal["mean", "zero", "refuse"]
 Transform = Literal["none", "log", "standardise", "log_standardise", "bucketise"]
 TimeUnit = Literal["s", "ms", "iso8601"]
+LabelKind = Literal["binary", "regression", "ordinal"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,8 +77,40 @@ class Feature:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Label:
+    """One label; unobserved where its number is missing, or where `observed` says so."""
+
+    name: str
+    kind: LabelKind
+    feature: str  # the number feature of the event that it is made of
+    weight: float = 1.0  # of its loss beside those of other labels
+    weights: str | None = None  # a number feature with the weight of each event; a missing one is 0
+    observed: str | None = None  # a number feature: the label counts only where it is above 0
+
+    threshold: float = 0.5  # binary
+    lowest: int = 0  # ordinal
+    num_levels: int = 0  # ordinal
+    log: bool = False  # regression: sign(x) * log(1 + |x|)
+
+    def sources(self) -> tuple[str, ...]:
+        """The features that it is made of: they give the answer away, so no candidate may have them."""
+        return tuple(name for name in (self.feature, self.weights, self.observed) if name is not None)
+
+    def problems(self) -> Iterator[str]:
+        where = f"label '{self.name}'"
+        if not self.name.isidentifier():
+            yield f"{where}: the name must be a Python identifier, it becomes a keyword"
+        if (self.num_levels >= 2) != (self.kind == "ordinal"):
+            yield f"{where}: kind '{self.kind}' with num_levels {self.num_levels}; ordinal takes 2 or more, nothing else has them"
+        if not 0 < self.weight < float("inf"):
+            yield f"{where}: weight is {self.weight}; it must be above 0 and finite"
+        if self.log and self.kind != "regression":
+            yield f"{where}: log goes with kind 'regression', not '{self.kind}'"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Schema:
-    """The columns of a log and its features."""
+    """The columns of a log, its features and its labels."""
 
     user: str = "user"
     item: str = "item"
@@ -79,6 +119,7 @@ class Schema:
     user_encoding: Encoding = "int64"
     item_encoding: Encoding = "int64"
     features: tuple[Feature, ...] = ()
+    labels: tuple[Label, ...] = ()
 
     def of_scope(self, *scopes: Scope) -> tuple[Feature, ...]:
         return tuple(feature for feature in self.features if feature.scope in scopes)
@@ -96,6 +137,21 @@ class Schema:
         names = [feature.name for feature in self.features]
         for name in sorted({name for name in names if names.count(name) > 1}):
             yield f"feature '{name}' is declared {names.count(name)} times"
+        numbers = {feature.name for feature in self.of_scope("event") if feature.kind == "number"}
+        for label in self.labels:
+            yield from label.problems()
+            if lacking := [name for name in label.sources() if name not in numbers]:
+                yield f"label '{label.name}': {lacking} are no number features of scope 'event'; there are {sorted(numbers)}"
+        taken = [*names, "user", "item", "time", *(label.name for label in self.labels)]
+        for name in sorted({label.name for label in self.labels if taken.count(label.name) > 1}):
+            yield f"label '{name}': the name is taken; features and labels share the keys of a batch"
+
+    def labels_named(self, names: tuple[str, ...]) -> tuple[Label, ...]:
+        """The labels of these names in this order, or all of them if none is named; raises ConfigError."""
+        known = {label.name: label for label in self.labels}
+        if missing := [name for name in names if name not in known]:
+            raise ConfigError(f"the log has no label {missing}; it has {sorted(known) or 'none'}.")
+        return tuple(known[name] for name in names or known)
 
     def check(self) -> None:
         """Raises ConfigError with every problem at once."""
@@ -108,4 +164,5 @@ class Schema:
     @staticmethod
     def from_json(data: dict[str, Any]) -> Schema:
         features = tuple(Feature(**feature) for feature in data["features"])
-        return Schema(**{**data, "features": features})
+        labels = tuple(Label(**label) for label in data.get("labels", ()))
+        return Schema(**{**data, "features": features, "labels": labels})

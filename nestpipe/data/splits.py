@@ -18,11 +18,15 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Split:
-    """Per user, counted from its first event: events before `train_end` are trained on; targets are -1 if there is none."""
+    """Per user, counted from its first event: events before `train_end` are trained on; targets are -1 if there is none.
+
+    Retrieval has one target per user; ranking is tested on every event from `test_start` on.
+    """
 
     train_end: Ints
     validation: Ints
     test: Ints
+    test_start: Ints
 
 
 def make_split(sequences: Sequences, config: DataConfig) -> Split:
@@ -31,12 +35,13 @@ def make_split(sequences: Sequences, config: DataConfig) -> Split:
     test = lengths - 1 if config.split == "last" else _first_since(sequences, config.split_time or "")
     # Users without events after the split time are trained on in full.
     end = np.where(test < 0, lengths, test)
+    test_start = end
     test = np.where((test >= 1) & (test < lengths), test, -1)
     validation = np.full_like(end, -1)
     if config.validation:
         validation = np.where(end >= 2, end - 1, -1)
         end = np.where(validation >= 0, validation, end)
-    return Split(end, validation, test)
+    return Split(end, validation, test, test_start)
 
 
 def _first_since(sequences: Sequences, text: str) -> Ints:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from nestpipe.models.ranking_config import DCNConfig, RankingConfig
 from nestpipe.ops.inputs import MAX_BUCKETS
 
 
@@ -82,7 +83,8 @@ class FuXiConfig:
         yield from _head_problems(self)
 
 
-ModelConfig = SASRecConfig | HSTUConfig | FuXiConfig
+RetrievalConfig = SASRecConfig | HSTUConfig | FuXiConfig
+ModelConfig = RetrievalConfig | RankingConfig | DCNConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +120,7 @@ def _head_problems(config: HSTUConfig | FuXiConfig) -> Iterator[str]:
         yield f"num_time_buckets is {config.num_time_buckets}; it must be in 1 .. {MAX_BUCKETS}"
 
 
-def _size_problems(config: ModelConfig) -> Iterator[str]:
+def _size_problems(config: RetrievalConfig) -> Iterator[str]:
     for name in ("dim", "num_blocks", "num_heads"):
         if getattr(config, name) < 1:
             yield f"{name} is {getattr(config, name)}; it must be at least 1"

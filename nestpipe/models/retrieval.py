@@ -15,7 +15,7 @@ from nestpipe.hashing import hash_text, mix64
 from nestpipe.jagged import Batch
 from nestpipe.model import Coupling, Output
 from nestpipe.models.backbone import Backbone
-from nestpipe.models.config import FuXiConfig, HSTUConfig, LossConfig, ModelConfig, SASRecConfig
+from nestpipe.models.config import FuXiConfig, HSTUConfig, LossConfig, RetrievalConfig, SASRecConfig
 from nestpipe.models.fuxi import FuXi
 from nestpipe.models.hstu import HSTU
 from nestpipe.models.losses import full_softmax, sampled_softmax
@@ -91,7 +91,7 @@ class Retrieval(nn.Module):
 
 
 def build_retrieval(
-    config: ModelConfig,
+    config: RetrievalConfig,
     loss: LossConfig,
     *,
     catalogue: Tensor,

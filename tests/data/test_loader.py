@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 
+from nestpipe.data.batches import Inputs
 from nestpipe.data.config import DataConfig
 from nestpipe.data.loader import Loader
 from nestpipe.data.splits import make_split, parse_time_ms, train_mask
@@ -152,7 +153,7 @@ def test_features_follow_their_events(tmp_path):
     log = ingest_synthetic(tmp_path / "log", SyntheticConfig(num_users=30, num_items=60, max_len=30))
     config = DataConfig(path="", max_len=6, batch_size=9)
     split = make_split(log, config)
-    source = Loader(log, split, config, seed=0, features=("watch", "action", "tags", "price", "age"))
+    source = Loader(log, split, config, seed=0, inputs=Inputs(features=("watch", "action", "tags", "price", "age")))
     batch = source.batch(Cursor(0, 0))
     actions, tags = log.event_features["action"], log.item_features["tags"]
     place = 0
@@ -174,7 +175,7 @@ def test_features_follow_their_events(tmp_path):
     assert place == batch.num_tokens == len(batch.event_features["watch"].values)
     assert batch.sample_features["age"].num_rows == batch.num_samples
     with pytest.raises(ConfigError, match="has no feature"):
-        Loader(log, split, config, seed=0, features=("wtach",))
+        Loader(log, split, config, seed=0, inputs=Inputs(features=("wtach",)))
 
 
 def test_number_statistics_see_only_training_events(tmp_path):
@@ -192,7 +193,7 @@ def test_number_statistics_see_only_training_events(tmp_path):
     for name, frame in (("clean", log), ("poisoned", poisoned)):
         sequences = write_sequences(tmp_path / name, schema=schema, log=frame)
         config = DataConfig(path="")
-        source = Loader(sequences, make_split(sequences, config), config, seed=0, features=("x",))
+        source = Loader(sequences, make_split(sequences, config), config, seed=0, inputs=Inputs(features=("x",)))
         means.append(source._builder.statistics["x"])
     assert means[0] == means[1]
     assert means[0].mean == pytest.approx(np.mean([0, 1, 2, 3, 4, 6, 7, 8, 9, 10]))

@@ -1,0 +1,254 @@
+"""How good are the ranking models? Beside the mean of the item and biases of user and item; DCN beside its known optimum.
+
+MovieLens-1M with a time split: every event since 2000-12-01 is predicted (rating >= 4, rating = 5, stars) from the events
+before it in the log's order; equal times keep the order of the file. GAUC is AUC among the events of one user, averaged by
+their number. Three seeds; the interval is that of Student's t over seeds, and beside it that of the difference to the better
+baseline over users. `by_second` predicts the events of one second from those strictly before it: nothing of the same page
+of ratings is in the history then. The click log of `nestpipe data clicks` knows the best AUC.
+
+Each (model, seed) is appended to results/quality_ranking.jsonl when it is done; what is there already is not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import measure
+import numpy as np
+import torch
+
+from nestpipe import recipes, train
+from nestpipe.config import Config
+from nestpipe.data.clicks import ClicksConfig, ClickTruth, ingest_clicks
+from nestpipe.data.sequences import truncate
+from nestpipe.jagged import Jagged, offsets_of
+from nestpipe.models.ranker import Candidates
+from nestpipe.models.ranking_config import RankingConfig
+from nestpipe.rank_eval import Predictions, RankingScorer, baselines
+from nestpipe.run import Run
+from nestpipe.task_metrics import Ratio, gauc, ratio_difference
+from nestpipe.trainer import INTERRUPTED, train_to_end
+
+NAME = "quality_ranking"
+STUDENT_T = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # 97.5 %, by the number of seeds
+NUM_BY_SECOND = 60  # users
+
+
+def ml1m_config(path: Path, backbone: str, seed: int, minutes: float) -> Config:
+    config = recipes.ml1m_ranking()
+    assert isinstance(config.model, RankingConfig)
+    return replace(
+        config,
+        seed=seed,
+        data=replace(config.data, path=str(path)),
+        model=replace(config.model, backbone=backbone),
+        train=replace(config.train, minutes=minutes, num_threads=1, save_steps=200),
+    )
+
+
+def ratio_of(found: Predictions, label: int, num_users: int) -> Ratio:
+    one = found.of(label, num_users).observed()
+    return gauc(one.scores, one.answers, one.users, num_users)
+
+
+def run_ml1m(path: Path, backbone: str, seed: int, *, minutes: float, folder: Path) -> dict[str, object]:
+    """Trains (or goes on with) one run and measures it."""
+    start = time.monotonic()
+    config = ml1m_config(path, backbone, seed, minutes)
+    outcome = train_to_end(config, folder / f"{backbone}-{seed}", resume=True)
+    if outcome.stopped == INTERRUPTED:
+        raise SystemExit("interrupted; the same command goes on from here")
+    run = outcome.run
+    scorer = run.scorer()
+    assert isinstance(scorer, RankingScorer)
+    found = scorer.predict()
+    floors = baselines(found, run.sequences, run.split)
+    num_users = len(run.sequences.users)
+    figures: dict[str, object] = {"num_events": len(found.event), "num_users": len(np.unique(found.user))}
+    for label, declared in enumerate(found.labels):
+        own = ratio_of(found, label, num_users)
+        beside = {name: ratio_of(floor, label, num_users) for name, floor in floors.items()}
+        best = max(beside.values(), key=lambda one: one.value)
+        better = ratio_difference(best, own, seed=seed)
+        figures[declared.name] = {
+            "gauc": round(own.value, 5),
+            **{f"gauc, {name}": round(one.value, 5) for name, one in beside.items()},
+            "over the better": round(better.mean, 5),
+            "over the better, 95 % over users": [round(better.low, 5), round(better.high, 5)],
+        }
+    figures["by_second"] = by_second(scorer, run, floors["user and item bias"], found)
+    figures["steps"] = run.load_state()[1].step
+    figures["minutes"] = round((time.monotonic() - start) / 60, 1)
+    return figures
+
+
+def by_second(scorer: RankingScorer, run: Run, floor: Predictions, found: Predictions) -> dict[str, object]:
+    """GAUC of some users when the events of a second are candidates of one request, ranked with `full`."""
+    sequences, data = run.sequences, run.config.data
+    ranker = scorer.ranker("of the run")
+    users = np.unique(found.user)
+    users = users[:: max(1, len(users) // NUM_BY_SECOND)]
+    kept = np.flatnonzero(np.isin(found.user, users))
+    assert sequences.times is not None
+    scores = np.full((len(kept), len(found.labels)), np.nan)
+    second = sequences.times[found.event[kept]] // 1000
+    order = np.lexsort((second, found.user[kept]))
+    is_new = np.diff(found.user[kept][order], prepend=-1) != 0
+    is_new |= np.diff(second[order], prepend=-1) != 0
+    groups = np.split(order, np.flatnonzero(is_new)[1:])
+    for first in range(0, len(groups), 256):
+        part = groups[first : first + 256]
+        asked_by = np.array([found.user[kept[rows[0]]] for rows in part])
+        asked = np.array([sequences.times[found.event[kept[rows[0]]]] for rows in part])
+        begin, stop = sequences.offsets[asked_by], sequences.offsets[asked_by + 1]
+        end = np.array(
+            [
+                np.searchsorted(sequences.times[b:s] // 1000, a // 1000)
+                for b, s, a in zip(begin, stop, asked, strict=True)
+            ]
+        )
+        history = scorer.builder.history(
+            torch.from_numpy(asked_by), truncate(end, data.max_len, data.truncate_block), end, asked_ms=asked
+        )
+        items = sequences.items[found.event[kept[np.concatenate(part)]]]
+        lengths = torch.tensor([len(rows) for rows in part])
+        wanted = Candidates(
+            Jagged(torch.from_numpy(items), offsets_of(lengths), int(lengths.max())),
+            scorer.builder.item_features(items),
+        )
+        predicted = ranker.model.tasks.predict(ranker.full(history, wanted)).detach()
+        scores[np.concatenate(part)] = predicted.numpy()
+    strict = replace(
+        found, **{n: getattr(found, n)[kept] for n in ("event", "user", "num_before", "answers")}, scores=scores
+    )
+    beside = replace(strict, scores=floor.scores[kept])
+    num_users = len(sequences.users)
+    return {
+        "num_users": len(users),
+        "num_requests": len(groups),
+        **{
+            label.name: {
+                "gauc": round(ratio_of(strict, place, num_users).value, 5),
+                "gauc, user and item bias": round(ratio_of(beside, place, num_users).value, 5),
+            }
+            for place, label in enumerate(found.labels)
+        },
+    }
+
+
+def run_dcn(seed: int, *, quick: bool) -> dict[str, object]:
+    """A click log of its own for each seed, and the share of its best AUC that DCN reaches."""
+    with tempfile.TemporaryDirectory() as text:
+        folder = Path(text)
+        size = ClicksConfig(seed=seed, num_events=60_000, num_items=100) if quick else ClicksConfig(seed=seed)
+        ingest_clicks(folder / "clicks", size)
+        config = recipes.dcn()
+        config = replace(
+            config,
+            seed=seed,
+            data=replace(config.data, path=str(folder / "clicks")),
+            train=replace(config.train, num_threads=1),
+        )
+        report = train(config, folder / "run", quiet=not quick).scorer().evaluate()
+        truth = ClickTruth.read(folder / "clicks")
+        found = report.scalars()["auc/clicked"]
+        return {"auc": round(found, 5), "best_auc": round(truth.auc, 5), "of_best": round(found / truth.auc, 5)}
+
+
+def done(settings: Mapping[str, object]) -> list[dict[str, object]]:
+    """The records of the result file with these settings."""
+    path = measure.RESULTS / f"{NAME}.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [one for one in map(json.loads, lines) if one["settings"] == dict(settings)]
+
+
+def settings_of(config: Config, model: str) -> dict[str, object]:
+    """What makes two runs comparable: everything but seed and place."""
+    content = json.loads(config.to_json())
+    content.pop("seed")
+    content["data"].pop("path")
+    return {"model": model, "config": content}
+
+
+def collect(model: str, seeds: list[int], settings: Mapping[str, object], run: object) -> list[dict[str, object]]:
+    """One record per seed: from the file, or new and then in the file."""
+    found = {one["seed"]: one for one in done(settings)}
+    for seed in seeds:
+        if seed not in found and callable(run):
+            line = measure.record(seed=seed, figures=run(seed), settings=settings)
+            measure.append(NAME, line)
+            found[seed] = line
+            print(f"{model}, seed {seed}: {json.dumps(line['figures'])}", flush=True)
+    return [found[seed] for seed in seeds if seed in found]
+
+
+def spread(values: list[float]) -> tuple[float, float]:
+    """The mean over seeds and half the width of its 95 % interval."""
+    if len(values) < 2:
+        return values[0], float("nan")
+    return statistics.mean(values), STUDENT_T[len(values)] * statistics.stdev(values) / len(values) ** 0.5
+
+
+def report(model: str, records: list[dict[str, object]], keys: dict[str, object]) -> list[list[str]]:
+    rows = []
+    figures = [one["figures"] for one in records]
+    for label in ("liked", "loved", "stars"):
+        own = [one[label] for one in figures]  # type: ignore[index]
+        mean, half = spread([one["gauc"] for one in own])
+        gain, wide = spread([one["over the better"] for one in own])
+        low = min(one["over the better, 95 % over users"][0] for one in own)
+        floors = [f"{own[0][f'gauc, {name}']:.4f}" for name in ("item mean", "user and item bias")]
+        rows.append(
+            [f"{model}, {label}", f"{mean:.4f} ± {half:.4f}", *floors, f"{gain:+.4f} ± {wide:.4f}", f"{low:+.4f}"]
+        )
+        keys[f"gauc_{label}"] = round(mean, 5)
+        keys[f"gauc_{label}_over_baselines"] = round(gain, 5)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="a small click log only; under 50 seconds")
+    parser.add_argument("--data", type=Path, help="MovieLens-1M as written by 'nestpipe data movielens'")
+    parser.add_argument("--runs", type=Path, default=Path("runs/quality_ranking"), help="where runs lie, to go on with")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--backbones", nargs="+", default=["hstu"], choices=["hstu", "fuxi"])
+    parser.add_argument(
+        "--minutes", type=float, default=0.0, help="end training after so many minutes; 0 for all epochs"
+    )
+    options = parser.parse_args()
+    seeds = options.seeds[:1] if options.quick else options.seeds
+    keys: dict[str, object] = {}
+    rows: list[list[str]] = []
+    for backbone in options.backbones if options.data and not options.quick else []:
+        settings = settings_of(ml1m_config(options.data, backbone, 0, options.minutes), backbone)
+        records = collect(
+            backbone,
+            seeds,
+            settings,
+            lambda seed, backbone=backbone: run_ml1m(
+                options.data, backbone, seed, minutes=options.minutes, folder=options.runs
+            ),
+        )
+        own: dict[str, object] = {}
+        rows += report(backbone, records, own)
+        keys[backbone] = own
+    settings = {**settings_of(recipes.dcn(), "dcn"), "quick": options.quick}
+    clicks = collect("dcn", seeds, settings, lambda seed: run_dcn(seed, quick=options.quick))
+    mean, half = spread([one["figures"]["of_best"] for one in clicks])  # type: ignore[index]
+    keys["dcn_of_best_auc"] = round(mean, 5)
+    if rows:
+        print(measure.table(["gauc", "mean of seeds", "item mean", "user + item", "over the better", "lowest"], rows))
+    print(f"dcn: {mean:.4f} ± {half:.4f} of the best AUC ({len(clicks)} seeds)")
+    print(json.dumps(keys))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""From a run's configuration to its model, and to what the loader must put into its batches."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from nestpipe.config import Config
+from nestpipe.data.batches import Inputs
+from nestpipe.data.sequences import Sequences
+from nestpipe.errors import ConfigError
+from nestpipe.models.dcn import DCN, build_dcn
+from nestpipe.models.ranking import Ranking, build_ranking, named_labels
+from nestpipe.models.ranking_config import DCNConfig, RankingConfig
+from nestpipe.models.retrieval import Retrieval, build_retrieval
+
+
+def build_model(
+    config: Config, sequences: Sequences, *, dtype: torch.dtype = torch.float32
+) -> Retrieval | Ranking | DCN:
+    """The model of a run; its initial dense weights are a function of the seed. Raises ConfigError."""
+    schema, max_len = sequences.schema, config.data.max_len
+    match config.model:
+        case RankingConfig():
+            return build_ranking(config.model, schema, max_len=max_len, seed=config.seed, dtype=dtype)
+        case DCNConfig():
+            return build_dcn(config.model, schema, seed=config.seed, dtype=dtype)
+        case _:
+            return build_retrieval(
+                config.model,
+                config.loss,
+                catalogue=torch.from_numpy(np.array(sequences.catalogue)),
+                max_len=max_len,
+                seed=config.seed,
+                dtype=dtype,
+            )
+
+
+def inputs_of(config: Config, sequences: Sequences) -> Inputs:
+    """What the model reads beside items and times; raises ConfigError if a candidate would know its own answer."""
+    model, schema = config.model, sequences.schema
+    if not isinstance(model, RankingConfig | DCNConfig):
+        if config.data.windows == "all":
+            raise ConfigError("data.windows 'all' is for models that rank; next-item models train on the last window.")
+        return Inputs()
+    labels = named_labels(schema, model.labels)
+    names = tuple(label.name for label in labels)
+    if isinstance(model, RankingConfig):
+        return Inputs(features=model.features, labels=names)
+    sources = {source: label.name for label in schema.labels for source in label.sources()}
+    if leaking := [name for name in model.features if name in sources]:
+        raise ConfigError(
+            f"feature '{leaking[0]}' gives the answer away: label '{sources[leaking[0]]}' is made of it, and it is known only "
+            "afterwards. Take it out of model.features."
+        )
+    return Inputs(features=model.features, labels=names, layout="events")

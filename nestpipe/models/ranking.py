@@ -1,0 +1,209 @@
+"""Ranking: the labels of candidates, from a history whose events carry what the user did with them.
+
+    events       item + features + action + place      see the events before them and themselves
+    candidates   item + features + user + place        see the events of the history and themselves, never each other
+    scores       one per label, from a candidate's state
+
+An event is one token; its action is the sum of the vectors of its labels, so dislikes, skips and short views are told apart
+from likes. A candidate has no action: that is the question. All candidates of a request stand at one place, behind the last
+event. The divisor of attention is a constant and places count forward, so a row depends on nothing behind it but the time
+of its next event. `Ranker` builds on that to keep keys and values of all events but the last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from nestpipe.data.schema import Label, Schema
+from nestpipe.draw import Draw
+from nestpipe.embedding.spec import Lookup, Rows, TableSpec
+from nestpipe.errors import ConfigError
+from nestpipe.hashing import hash_text, mix64
+from nestpipe.jagged import Batch, Jagged
+from nestpipe.model import Coupling, Output
+from nestpipe.models.backbone import TokenDropout
+from nestpipe.models.features import Features, feature_tables
+from nestpipe.models.ranking_config import RankingConfig
+from nestpipe.models.ranking_units import UNITS, HSTUUnit
+from nestpipe.models.tasks import Tasks
+from nestpipe.ops.attention import attention_layout
+
+
+class Ranking(nn.Module):
+    """Trains every event but the first of a window as a candidate for the history before it."""
+
+    coupling: Coupling = "none"
+    anchored = False  # a model whose prefix rows depend on the request sets this: see `Ranker`
+
+    def __init__(self, config: RankingConfig, schema: Schema, *, max_len: int):
+        super().__init__()
+        self.config, self.max_len = config, max_len
+        labels = named_labels(schema, config.labels)
+        known = {feature.name: feature for feature in schema.features}
+        chosen = tuple(known[name] for name in config.features if name in known)
+        self.declared = (*chosen, *labels)
+        self.history = Features("history", (f for f in chosen if f.scope in {"event", "item"}), dim=config.dim)
+        self.candidate = Features("candidate", (f for f in chosen if f.scope == "item"), dim=config.dim)
+        self.user = Features("user", (f for f in chosen if f.scope == "user"), dim=config.dim)
+        self.actions = Actions(labels, dim=config.dim)
+        # As many places as there are events, and one behind them for candidates.
+        self.place = nn.Parameter(torch.empty(max_len + 1, config.dim))
+        nn.init.trunc_normal_(self.place, std=config.dim**-0.5)
+        self.units = nn.ModuleList(UNITS[config.backbone](config, max_len) for _ in range(config.num_blocks))
+        self.tasks = Tasks(labels, dim=config.dim, hidden=config.head_dim)
+        self.tables: tuple[TableSpec, ...] = (
+            TableSpec(name="item", dim=config.dim),
+            TableSpec(name="action", dim=config.dim),
+            *feature_tables(chosen, config.dim),
+        )
+
+    # What the engine trains.
+
+    def lookups(self, batch: Batch, draw: Draw) -> dict[str, Lookup]:
+        return self.target_lookups(batch)
+
+    def target_lookups(self, batch: Batch) -> dict[str, Lookup]:
+        """The rows that `target_scores` needs."""
+        if batch.targets is None:
+            raise ValueError("a training batch needs targets")
+        return self.event_lookups(batch) | self.candidate_lookups(
+            batch.targets, batch.target_features, batch.sample_features
+        )
+
+    def weight(self, batch: Batch) -> float:
+        return self.tasks.weight(batch.target_features)
+
+    def forward(self, rows: Mapping[str, Rows], batch: Batch, draw: Draw) -> Output:
+        loss, logs = self.tasks.loss(self.target_scores(rows, batch, draw), batch.target_features)
+        return Output(loss, logs)
+
+    def target_scores(self, rows: Mapping[str, Rows], batch: Batch, draw: Draw | None) -> Tensor:
+        """Scores [T, labels] of the target of each event, as a candidate that sees the events up to that one."""
+        layout = attention_layout(
+            batch.items, times=batch.times, query_times=batch.query_times, num_buckets=self.config.num_time_buckets
+        )
+        drop = TokenDropout(self.config.dropout, batch, draw)
+        place, user = batch.items.positions(), batch.items.row_of_value()
+        events = drop(self.events(rows, batch, place), "input")
+        candidates = drop(self.candidates(rows, batch.target_features, batch.sample_features, place + 1, user), "asked")
+        for number, unit in enumerate(self.blocks()):
+            own, asked = unit.project(events), unit.project(candidates)
+            seen = unit.attend_next(asked, own.k, own.v, layout)
+            candidates = unit.finish(candidates, asked.gate, seen, drop, f"block{number}/asked")
+            if number + 1 < len(self.units):  # of the last block only keys and values are read
+                seen = unit.attend(own.q, own.k, own.v, layout)
+                events = unit.finish(events, own.gate, seen, drop, f"block{number}")
+        return self.score(candidates)
+
+    # What training and serving share.
+
+    def blocks(self) -> list[HSTUUnit]:
+        return [unit for unit in self.units if isinstance(unit, HSTUUnit)]
+
+    def event_lookups(self, batch: Batch) -> dict[str, Lookup]:
+        return {
+            "history/item": Lookup(table="item", ids=batch.items.values),
+            **self.history.lookups(batch.event_features),
+            **self.actions.lookups(batch.event_features),
+        }
+
+    def candidate_lookups(
+        self, items: Jagged, features: Mapping[str, Jagged], user_features: Mapping[str, Jagged]
+    ) -> dict[str, Lookup]:
+        return {
+            "candidate/item": Lookup(table="item", ids=items.values),
+            **self.candidate.lookups(features),
+            **self.user.lookups(user_features),
+        }
+
+    def events(self, rows: Mapping[str, Rows], batch: Batch, place: Tensor) -> Tensor:
+        """Input vectors [T, D] of events at their places."""
+        parts = self.history.parts(rows, batch.event_features)
+        return self._input(
+            [rows["history/item"].gather(), *parts, *self.actions.parts(rows, batch.event_features)], place
+        )
+
+    def candidates(
+        self,
+        rows: Mapping[str, Rows],
+        features: Mapping[str, Jagged],
+        user_features: Mapping[str, Jagged],
+        place: Tensor,
+        user: Tensor,
+    ) -> Tensor:
+        """Input vectors [C, D] of candidates at their places, each for one of the users."""
+        parts = [rows["candidate/item"].gather(), *self.candidate.parts(rows, features)]
+        parts += [F.embedding(user, part) for part in self.user.parts(rows, user_features)]
+        return self._input(parts, place)
+
+    def score(self, candidates: Tensor) -> Tensor:
+        """Scores [C, labels] from the last states."""
+        scores: Tensor = self.tasks(F.layer_norm(candidates, candidates.shape[1:], eps=1e-6))
+        return scores
+
+    def place_of(self, event: Tensor, num_events: Tensor) -> Tensor:
+        """The place of an event, or of a candidate (event = num_events), in a request with so many events."""
+        return event
+
+    def anchor(self, num_events: int) -> str:
+        """What a prefix row knows of the request, for models that are anchored."""
+        return ""
+
+    def _input(self, parts: list[Tensor], place: Tensor) -> Tensor:
+        total = parts[0]
+        for part in parts[1:]:
+            total = total + part
+        return torch.add(total * self.config.dim**0.5, F.embedding(place, self.place))
+
+
+class Actions(nn.Module):
+    """What the user did with an event: the sum of the vectors of its labels' levels; a number takes part by its value."""
+
+    def __init__(self, labels: tuple[Label, ...], *, dim: int):
+        super().__init__()
+        self._labels = labels
+        sizes = [2 + max(label.num_levels, label.kind == "binary") for label in labels]  # unobserved, then the levels
+        self._first = [sum(sizes[:place]) for place in range(len(sizes))]
+        self._numbers = [label for label in labels if label.kind == "regression"]
+        self.numbers = nn.Linear(len(self._numbers), dim, bias=False) if self._numbers else None
+
+    def lookups(self, given: Mapping[str, Jagged]) -> dict[str, Lookup]:
+        columns = []
+        for first, label in zip(self._first, self._labels, strict=True):
+            values = given[label.name].values
+            levels = torch.zeros_like(values) if label.kind == "regression" else torch.nan_to_num(values)
+            columns.append(torch.where(values.isnan(), first, first + 1 + levels.to(torch.int64)))
+        ids = torch.stack(columns, dim=1)
+        offsets = torch.arange(len(ids) + 1) * len(columns)
+        return {"history/action": Lookup(table="action", ids=ids.flatten(), offsets=offsets, pool="sum")}
+
+    def parts(self, rows: Mapping[str, Rows], given: Mapping[str, Jagged]) -> list[Tensor]:
+        found = [rows["history/action"].gather()]
+        if self.numbers is not None:
+            values = torch.stack([torch.nan_to_num(given[label.name].values) for label in self._numbers], dim=1)
+            found.append(self.numbers(values.to(self.numbers.weight.dtype)))
+        return found
+
+
+def named_labels(schema: Schema, names: tuple[str, ...]) -> tuple[Label, ...]:
+    """The labels of a model; raises ConfigError if there are none."""
+    labels = schema.labels_named(names)
+    if not labels:
+        raise ConfigError(
+            "the log declares no label, so there is nothing to rank by. Ingest it with --label, for example "
+            "--label liked:binary:feature=rating:threshold=4."
+        )
+    return labels
+
+
+def build_ranking(
+    config: RankingConfig, schema: Schema, *, max_len: int, seed: int, dtype: torch.dtype = torch.float32
+) -> Ranking:
+    """A model whose initial dense weights are a function of the seed."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(mix64(seed ^ hash_text("dense")) >> 1)
+        return Ranking(config, schema, max_len=max_len).to(dtype)
