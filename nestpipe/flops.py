@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nestpipe.models.config import FuXiConfig, HSTUConfig, RetrievalConfig, SASRecConfig
+from nestpipe.models.config import FuXiConfig, HSTUConfig, ModelConfig, RetrievalConfig, SASRecConfig
 
 # Products per score and per value of a training step: forward, again in backward, and the gradients.
 _SCORE_PASSES, _VALUE_PASSES, _LINEAR_PASSES = 4, 3, 3
@@ -66,6 +66,30 @@ def work_of(config: RetrievalConfig) -> Work:
 def mfu_effective(config: RetrievalConfig, lengths: Tensor, seconds: float, *, peak: float) -> float:
     """The share of the peak [FLOP/s] that a step of this duration has used."""
     return work_of(config).effective(lengths) / seconds / peak
+
+
+class Utilisation:
+    """How much of what a rank's processor can do its training has used, between two looks."""
+
+    def __init__(self, config: ModelConfig):
+        """The peak is measured at the first look: other work on the machine lowers both."""
+        self._work = work_of(config) if isinstance(config, RetrievalConfig) else None
+        self._peak, self._flops, self._since = 0.0, 0.0, time.perf_counter()
+
+    def add(self, lengths: Tensor) -> None:
+        """A step on sequences of these lengths is done."""
+        if self._work:
+            self._flops += self._work.effective(lengths)
+
+    def take(self) -> dict[str, float]:
+        """`mfu_effective` of the steps since the last look; nothing for models whose arithmetic is not counted."""
+        if not self._work:
+            return {}
+        spent = time.perf_counter() - self._since
+        self._peak = self._peak or measure_peak()
+        share = self._flops / spent / self._peak
+        self._flops, self._since = 0.0, time.perf_counter()
+        return {"mfu_effective": share}
 
 
 def measure_peak(*, seconds: float = 0.2) -> float:

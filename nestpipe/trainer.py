@@ -24,12 +24,13 @@ from nestpipe.checkpoint import together
 from nestpipe.comm import World
 from nestpipe.config import Config
 from nestpipe.data.loader import Loader
+from nestpipe.flops import Utilisation
 from nestpipe.jagged import Batch, Cursor
 from nestpipe.joint_run import agree, check_shared, open_run
 from nestpipe.metrics import JsonlTracker, TensorBoardTracker, Tracker, Trackers
 from nestpipe.mirror import Mirror
 from nestpipe.models.build import inputs_of
-from nestpipe.models.config import HSTUConfig
+from nestpipe.models.config import FuXiConfig, HSTUConfig
 from nestpipe.models.ranking_config import RankingConfig
 from nestpipe.pipeline.runner import Feed, Runner
 from nestpipe.pipeline.schedule import Mode, Schedule
@@ -153,8 +154,9 @@ class _Loop:
             undo.callback(self._close_saver)
             self._exit = undo.pop_all()
         self._recorder, self._runner = _runner(run, self._state)
+        self._utilisation = Utilisation(run.config.model)
         self._since = time.monotonic()
-        if run.sequences.times is None and isinstance(run.config.model, HSTUConfig | RankingConfig):
+        if run.sequences.times is None and isinstance(run.config.model, HSTUConfig | FuXiConfig | RankingConfig):
             self._progress.say(f"{run.sequences.path} is an order-only log: the time biases are off.")
 
     def __enter__(self) -> _Loop:
@@ -251,9 +253,12 @@ class _Loop:
         self._progress.advance(
             num_tokens=batch.num_tokens, epoch=batch.cursor.epoch, loss=logs.get("loss"), spent_s=self._seconds()
         )
+        if not self._leads:
+            return
+        self._utilisation.add(batch.items.lengths())
         if self._state.num_steps % self._config.train.log_steps == 0 and logs:
             rate = {"tokens_per_s": self._progress.tokens_per_s, "epoch": float(batch.cursor.epoch)}
-            self._trackers.log(self._state.num_steps, {**logs, **rate})
+            self._trackers.log(self._state.num_steps, {**logs, **rate, **self._utilisation.take()})
 
     def _validate(self) -> None:
         # Only the means are used here, so the intervals are not worth their usual price.
