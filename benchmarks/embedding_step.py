@@ -194,13 +194,15 @@ def main() -> None:
         "row_gather": timed(gather_step(), num_repeats),
     }
     try:
-        report(arms, 9 if options.quick else 25, num_repeats)
+        report(arms, num_repeats, quick=options.quick)
     finally:
         close()
 
 
-def report(arms: dict[str, Callable[[], float]], num_blocks: int, num_repeats: int) -> None:
+def report(arms: dict[str, Callable[[], float]], num_repeats: int, *, quick: bool) -> None:
     import measure
+
+    num_blocks = 9 if quick else 25
 
     times = measure.alternate(arms, num_blocks=num_blocks)
     titles = {
@@ -226,7 +228,13 @@ def report(arms: dict[str, Callable[[], float]], num_blocks: int, num_repeats: i
         "not_slower": measure.verdict(better, at_least=1.0),
         "twice": measure.verdict(better, at_least=2.0),
     }
-    settings = {"workload": "zipf-512", "num_blocks": num_blocks, "num_repeats": num_repeats, "threads": 1}
+    settings = {
+        "workload": "zipf-512",
+        "num_blocks": num_blocks,
+        "num_repeats": num_repeats,
+        "threads": 1,
+        "quick": quick,
+    }
     measure.append("embedding_step", measure.record(seed=SEED, figures=figures, settings=settings))
     print("zipf-512, one thread; median of blocks, time over ours (10-90 %)")
     print(measure.table(["", "per step", "over ours"], rows))

@@ -116,7 +116,9 @@ def main() -> None:
         payload_rate = netlab.measured(lab)["rate"]
         shaped = times_on(lab, num_blocks, num_repeats)
     loopback = times_on(netlab.Loopback(SIZE), num_blocks, num_repeats)
-    report(shaped, loopback, payload_rate, {"num_blocks": num_blocks, "num_repeats": num_repeats})
+    report(
+        shaped, loopback, payload_rate, {"num_blocks": num_blocks, "num_repeats": num_repeats, "quick": options.quick}
+    )
 
 
 def report(

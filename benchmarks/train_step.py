@@ -158,7 +158,7 @@ def main() -> None:
         if not found["bitwise_equal"]:
             raise SystemExit("the exact modes did not end with the same bits; no figure of this run counts.")
     if not options.no_record:
-        keys = ("samples", "dense", "parts", "depth", "ramp", "cluster", "blocks", "steps")
+        keys = ("samples", "dense", "parts", "depth", "ramp", "cluster", "blocks", "steps", "quick")
         settings = {key: getattr(options, key) for key in keys}
         measure.append("train_step", measure.record(seed=0, figures=everything, settings=settings))
     print(json.dumps(everything))

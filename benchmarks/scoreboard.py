@@ -1,0 +1,102 @@
+"""The README's table of figures, rendered from benchmarks/results: the last full record of each question.
+
+    python benchmarks/scoreboard.py           # prints the table
+    python benchmarks/scoreboard.py --write   # puts it into the README
+
+A test compares the README with this, so no figure there is typed by hand. A range is 10-90 % over blocks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = Path(__file__).resolve().parent / "results"
+BEGIN, END = "<!-- scoreboard -->", "<!-- end of scoreboard -->"
+Figures = dict[str, Any]
+Row = tuple[str, str, str, str]  # question, measured, beside or bound, command
+
+
+def records(name: str, keep: Callable[[Figures], bool] = lambda settings: True) -> list[dict[str, Any]]:
+    """The records of a benchmark whose settings are wanted, oldest first; those of --quick runs do not count."""
+    path = RESULTS / f"{name}.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [one for one in lines if not one["settings"].get("quick") and keep(one["settings"])]
+
+
+def figure(found: Figures, key: str) -> str:
+    """'1.43x (1.39-1.47)'."""
+    low, high = found[f"{key}_range"]
+    return f"{found[key]:.2f}x ({low:.2f}-{high:.2f})"
+
+
+def rows() -> Iterator[Row]:
+    for one in records("exchange")[-1:]:
+        found, command = one["figures"], "exchange.py"
+        key = "ahead_over_wire" if "ahead_over_wire" in found else "over_wire"
+        limits = f"wire 1.00x; gloo's all_to_all {found['gloo_over_wire']:.2f}x; limit 1.15x"
+        yield "row exchange, 8 MiB at 1 Gbit/s, over the wire", figure(found, key), limits, command
+    for one in records("embedding_step")[-1:]:
+        found, command = one["figures"], "embedding_step.py"
+        bound = f"row gather alone is {found['of_row_gather']:.2f} of our step"
+        yield "embedding step over TBE", figure(found, "speedup_vs_tbe"), bound, command
+        yield "embedding step over nn.Embedding(sparse)", figure(found, "speedup_vs_torch_sparse"), bound, command
+    for dense in ("mlp", "hstu"):
+        for one in records("train_step", lambda settings, dense=dense: settings["dense"] == dense)[-1:]:
+            yield from _train_step(one["figures"], one["settings"])
+    for one in records("attention")[-1:]:
+        for shape, found in one["figures"].items():
+            beside = f"{found['vs_blocks']:.1f}x blocks; {found['of_sgemm']:.2f} of sgemm"
+            yield f"jagged attention {shape} over padded", figure(found, "vs_padded"), beside, "attention.py"
+    for one in records("mfu")[-1:]:
+        for recipe, found in one["figures"].items():
+            beside = f"padded count {found['mfu_padded']:.2f} at fill {found['fill']:.2f}"
+            yield f"mfu_effective of a training step, {recipe}", f"{found['mfu_effective']:.2f}", beside, "mfu.py"
+
+
+def _train_step(networks: Figures, settings: Figures) -> Iterator[Row]:
+    workload = f"zipf-{settings['samples']}, {settings['dense']}, {settings['parts']} parts"
+    command = f"train_step.py --dense {settings['dense']}"
+    for network, found in networks.items():
+        overlap = f"busy {found['busy_share']:.0%}, exposed lookup {found['exposed_lookup']:.1%}"
+        if "exposed_comm_floor_ms" in found:
+            overlap += f", exposed comm {found['exposed_comm_ms']:.1f} ms (floor {found['exposed_comm_floor_ms']:.1f})"
+        where = f"{workload}, {network}"
+        equal = "bitwise equal" if found["bitwise_equal"] else "NOT EQUAL"
+        yield f"nested over our sequential: {where}", figure(found, "vs_sequential"), f"{equal}; {overlap}", command
+        if "vs_stale" in found:
+            beside = f"nested / dense part alone {figure(found, 'over_dense_only')}"
+            yield f"nested over stale: {where}", figure(found, "vs_stale"), beside, command
+        if "vs_torchrec" in found:
+            plain = f"our sequential over TorchRec without pipeline {figure(found, 'sequential_vs_torchrec_plain')}"
+            yield f"nested over TorchRec SparseDist: {where}", figure(found, "vs_torchrec"), plain, command
+
+
+def table() -> str:
+    lines = ["| question | measured | beside, bound | benchmarks/ |", "|---|---|---|---|"]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows())])
+
+
+def readme(text: str) -> str:
+    """The README with the table in its place."""
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n{table()}\n{END}{after}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--write", action="store_true", help="put the table into the README")
+    options = parser.parse_args()
+    if options.write:
+        path = ROOT / "README.md"
+        path.write_text(readme(path.read_text()))
+    print(table())
+
+
+if __name__ == "__main__":
+    main()
