@@ -2,7 +2,7 @@
 
 Workload zipf-512: a table of 1M x 64, 512 x 50 Zipf(1.05) ids per step, one process, one thread. Every arm gathers one
 vector per id, gets the same gradient for each, and applies exact AdaGrad to the rows in use. Ours takes the whole path of
-training: routing, admission of unknown ids, exchange with itself, sums, update, with raw 64-bit ids in a hash index; the
+training: routing, looking raw 64-bit ids up in a hash index that could grow, exchange with itself, sums, update; the
 peers index a dense array. The bound is the gather of the distinct rows alone. TBE runs in .venv-peers ('make peers').
 """
 

@@ -6,7 +6,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count, islice
 
 import measure
@@ -36,6 +36,7 @@ from nestpipe.pipeline.runner import Feed, Runner
 from nestpipe.pipeline.schedule import Schedule
 from nestpipe.pipeline.sequential import step
 from nestpipe.pipeline.stages import Rates, TrainState
+from nestpipe.process import exact_arithmetic
 from nestpipe.run import Lanes
 from nestpipe.trace import Recorder
 
@@ -142,7 +143,7 @@ class OurArm:
 
     def run(self, num_steps: int) -> None:
         stream = islice(self._endless(), self.state.num_steps, None)
-        if self.name == "sequential":
+        if self.name.startswith("sequential"):
             for batch in islice(stream, num_steps):
                 step(self.state, batch, RATES)
             return
@@ -208,9 +209,12 @@ def digest(state: TrainState) -> str:
 
 
 def rank_program(settings: Settings) -> None:
+    with exact_arithmetic(1):
+        _measure(settings)
+
+
+def _measure(settings: Settings) -> None:
     """Run by each rank: prints seconds per step by arm and block (the slowest rank counts), and what the traces say."""
-    torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)
     world = World.from_environment()
     lanes, data = Lanes.of(world), batches(settings, world.rank)
     ours: dict[str, OurArm] = {}
@@ -221,13 +225,16 @@ def rank_program(settings: Settings) -> None:
         elif name == "dense-only":
             runs[name] = dense_only(our_state(settings, lanes), data)
         else:
+            own = replace(settings, parts=1, ramp=1.0, cluster=False) if name == "sequential-1" else settings
             recorder = Recorder(world.rank, world.size, capacity=1 << 15, on=name == "nested")
-            ours[name] = OurArm(name, settings, our_state(settings, lanes), data, recorder)
+            ours[name] = OurArm(name, own, our_state(own, lanes), data, recorder)
             runs[name] = ours[name].run
 
-    def timed(run: Callable[[int], None]) -> Callable[[], float]:
+    def timed(run: Callable[[int], None], *, peer: bool) -> Callable[[], float]:
         def block() -> float:
             lanes.control.barrier()
+            # Peers run as they are; ours as training runs them (exact_arithmetic).
+            torch.use_deterministic_algorithms(not peer)
             start = time.perf_counter()
             run(settings.num_steps)
             own = round((time.perf_counter() - start) * 1e9)
@@ -235,9 +242,12 @@ def rank_program(settings: Settings) -> None:
 
         return block
 
-    times = measure.alternate({name: timed(run) for name, run in runs.items()}, num_blocks=settings.num_blocks)
-    exact = {digest(arm.state) for name, arm in ours.items() if name != "stale"}
-    equal = all(row[0] for row in lanes.control.all_gather_ints([len(exact) <= 1]))
+    times = measure.alternate(
+        {name: timed(run, peer=name.startswith("torchrec")) for name, run in runs.items()},
+        num_blocks=settings.num_blocks,
+    )
+    exact = [digest(arm.state) for name, arm in ours.items() if name not in ("stale", "sequential-1")]
+    equal = all(row[0] for row in lanes.control.all_gather_ints([len(set(exact)) == 1])) if len(exact) > 1 else None
     result = {"times": times, "bitwise_equal": equal, "trace": _trace(ours["nested"]) if "nested" in ours else {}}
     gathered = lanes.control.all_gather_bytes(json.dumps(result["trace"]).encode())
     result["trace"] = [json.loads(one) for one in gathered]

@@ -77,7 +77,8 @@ def save(
 ) -> Path:
     """Writes a checkpoint of `step` and publishes it; an existing one of the same step is kept.
 
-    Files are asked for one after the other, so that they need not be in memory together. All ranks call it, each with files of its own in a folder that all see; rank 0 adds the manifest and publishes.
+    Files are asked for one after the other, so that they need not be in memory together. All ranks call it, each with files
+    of its own in a folder that all see; rank 0 adds the manifest and publishes.
     """
     lane = lane or World.single().lane("checkpoint")
     leads = lane.world.rank == 0
@@ -126,7 +127,10 @@ def _write_all(folder: Path, content: Files) -> dict[str, dict[str, Any]]:
 
 
 def _write(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, path)
+    try:
+        save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, path)
+    except SafetensorError as error:  # which is no OSError, also for a full disk
+        raise CheckpointError(f"{path} was not written: {error}. The checkpoint before it is complete.") from error
     flush(path)
     return {"sha256": _digest(path), "bytes": path.stat().st_size}
 

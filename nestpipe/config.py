@@ -53,7 +53,7 @@ class Config:
         if not 0 <= self.seed < 2**63:
             yield f"seed is {self.seed}; it must be in 0 .. 2**63 - 1"
         if (
-            self.embedding.has_limits
+            self.embedding.max_rows_per_bucket
             and self.pipeline.looks_ahead
             and self.embedding.protect_steps <= self.pipeline.depth
         ):

@@ -72,9 +72,10 @@ class Utilisation:
     """How much of what a rank's processor can do its training has used, between two looks."""
 
     def __init__(self, config: ModelConfig):
-        """The peak is measured at the first look: other work on the machine lowers both."""
+        """Measures the peak."""
         self._work = work_of(config) if isinstance(config, RetrievalConfig) else None
-        self._peak, self._flops, self._since = 0.0, 0.0, time.perf_counter()
+        self._peak = measure_peak() if self._work else 0.0
+        self._flops, self._since = 0.0, time.perf_counter()
 
     def add(self, lengths: Tensor) -> None:
         """A step on sequences of these lengths is done."""
@@ -85,9 +86,7 @@ class Utilisation:
         """`mfu_effective` of the steps since the last look; nothing for models whose arithmetic is not counted."""
         if not self._work:
             return {}
-        spent = time.perf_counter() - self._since
-        self._peak = self._peak or measure_peak()
-        share = self._flops / spent / self._peak
+        share = self._flops / (time.perf_counter() - self._since) / self._peak
         self._flops, self._since = 0.0, time.perf_counter()
         return {"mfu_effective": share}
 

@@ -14,6 +14,7 @@ from nestpipe.checkpoint import together
 from nestpipe.comm import Lane
 from nestpipe.config import Config
 from nestpipe.errors import CommError, ConfigError
+from nestpipe.handle import named_ranks
 from nestpipe.mirror import Mirror
 from nestpipe.run import FREE_KEYS, Lanes, Run
 from nestpipe.warm_start import InitFrom, Origin
@@ -65,15 +66,11 @@ def agree(run: Run, control: Lane) -> None:
         values = [one.get(key, "missing") for one in found]
         if len(set(values)) > 1:
             holders = {value: [rank for rank, own in enumerate(values) if own == value] for value in values}
-            lines.append(f"{key}: " + "; ".join(f"{value} on {_ranks(ranks)}" for value, ranks in holders.items()))
+            lines.append(f"{key}: " + "; ".join(f"{value} on {named_ranks(ranks)}" for value, ranks in holders.items()))
             blamed |= {rank for rank, value in enumerate(values) if value != values[0]}
     if lines:
         text = "\n".join(f"  - {line}" for line in lines)
         raise CommError(f"the ranks do not run the same training:\n{text}", ranks=tuple(sorted(blamed)))
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def check_shared(folder: Path, control: Lane) -> None:

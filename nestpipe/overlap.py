@@ -8,7 +8,8 @@ without a gap. Each nanosecond of it has one cause, and the four add up to the s
     communication   it waited for rows, gradients, flags or dense sums on their way
     bubble          all the rest: table work in the way, lanes handing over, what nobody recorded
 
-A wait that was marked inside an event has the cause of its messages. When the lane is between events, the next event of
+A wait that was marked inside an event has the cause of its messages. Time before the lane came to an event is a bubble: a
+checkpoint or a validation between two runs of the pipeline. From then on, the next event of
 batch t is what it waits for, and only spans of the same rank, of batches up to t, that ended before the event began can
 be the reason. An instant belongs to the first of these that is true:
 
@@ -141,8 +142,10 @@ def _divide(begin_ns: int, spans: Iterable[Span], others: _Others) -> Iterator[P
         marks = [(wait.begin_ns, wait.end_ns, CAUSE_OF_WAIT[wait.name]) for wait in span.waits]
         for first, last, cause in (*marks, (span.end_ns, span.end_ns, None)):
             idle_end = min(max(place, span.begin_ns), first)
-            if place < idle_end:
-                yield from others.reasons(place, idle_end, span)
+            came = min(max(place, span.ready_ns), idle_end)  # before that the lane was elsewhere: a save, a validation
+            yield Piece(place, came, "bubble")
+            if came < idle_end:
+                yield from others.reasons(came, idle_end, span)
             yield Piece(idle_end, first, CAUSE_OF_KIND[span.kind])
             if cause is not None:
                 yield Piece(first, last, cause)

@@ -66,7 +66,7 @@ _SAVE_S = 1800.0  # one rank may have so much more to write or to copy than anot
 
 @dataclass(frozen=True, slots=True)
 class Lanes:
-    """The lanes of a sequential run; one thread uses them all, but for that of the saves once training has begun."""
+    """The message lanes of a run. Each is used by one thread at a time: that of the saves by the saver, others by the runner."""
 
     control: Lane
     keys: Lane
@@ -278,10 +278,10 @@ def bucket_name(table: str, bucket: int) -> str:
 
 
 def _code_digest() -> str:
-    """Of every Python file of the package."""
+    """Of every source file of the package, native ones included."""
     package = Path(__file__).parent
     content = hashlib.sha256()
-    for path in sorted(package.rglob("*.py")):
+    for path in sorted(path for kind in ("*.py", "*.cpp", "*.h") for path in package.rglob(kind)):
         content.update(str(path.relative_to(package)).encode() + path.read_bytes())
     return content.hexdigest()
 

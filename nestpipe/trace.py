@@ -175,6 +175,7 @@ class Recorder:
         """What a runner calls with lane, event and times; its batches are counted from `first`. None if this is off."""
         if not self.on:
             return None
+        self._event.own[1][:] = _NOTHING  # what this thread sent before is of no event
 
         def observe(lane: str, event: tuple[str, int, int], ready_ns: int, begin_ns: int, end_ns: int) -> None:
             kind, batch, part = event

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -102,7 +102,7 @@ def train_to_end(
     """`train` on one of the ranks of a world, by default torchrun's, with the reason why it stopped."""
     config.validate()
     config = replace(config, data=replace(config.data, path=str(Path(config.data.path).resolve())))
-    with contextlib.closing(world or World.from_environment()) as open_world:
+    with contextlib.closing(world or World.from_environment(stacks=Path(folder))) as open_world:
         lanes = Lanes.of(open_world)
         run = open_run(config, Path(folder), resume, init_from, lanes)
         agree(run, lanes.control)
@@ -154,7 +154,7 @@ class _Loop:
             undo.callback(self._close_saver)
             self._exit = undo.pop_all()
         self._recorder, self._runner = _runner(run, self._state)
-        self._utilisation = Utilisation(run.config.model)
+        self._utilisation = Utilisation(run.config.model) if self._leads else None
         self._since = time.monotonic()
         if run.sequences.times is None and isinstance(run.config.model, HSTUConfig | FuXiConfig | RankingConfig):
             self._progress.say(f"{run.sequences.path} is an order-only log: the time biases are off.")
@@ -182,7 +182,7 @@ class _Loop:
         reason = self._reason_to_stop(asked=False)
         with (
             stop_signals() as stop,
-            contextlib.closing(self._loader.iterate(self._cursor)) as batches,
+            _closing(self._loader.iterate(self._cursor)) as batches,
             profiled(self._run.folder / "profile", enabled=profile and self._leads and reason is None) as profile_step,
         ):
             if self._warm:
@@ -253,7 +253,7 @@ class _Loop:
         self._progress.advance(
             num_tokens=batch.num_tokens, epoch=batch.cursor.epoch, loss=logs.get("loss"), spent_s=self._seconds()
         )
-        if not self._leads:
+        if self._utilisation is None:
             return
         self._utilisation.add(batch.items.lengths())
         if self._state.num_steps % self._config.train.log_steps == 0 and logs:
@@ -342,6 +342,15 @@ class _Loop:
             files_of(self._state),
             keep=self._memory.best.step if self._memory.best else None,
         )
+
+
+@contextlib.contextmanager
+def _closing(batches: Generator[Batch]) -> Iterator[Generator[Batch]]:
+    try:
+        yield batches
+    finally:
+        with contextlib.suppress(ValueError):  # after a failure a lane may still be reading
+            batches.close()
 
 
 def _runner(run: Run, state: TrainState) -> tuple[Recorder, Runner | None]:

@@ -112,7 +112,7 @@ class Loader:
             except BaseException as error:  # handed to the consumer, which raises it
                 put(error)
 
-        thread = threading.Thread(target=read, name="nestpipe-read", daemon=True)
+        thread = threading.Thread(target=read, name="nestpipe-loader", daemon=True)
         thread.start()
         try:
             while True:

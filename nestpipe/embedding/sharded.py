@@ -100,7 +100,6 @@ class Window:
     weight: float  # this rank's; global once the ids have been asked for
     asks_to_stop: bool = False  # of this rank; of any rank once the ids have been asked for
     largest: dict[str, float] = field(default_factory=dict)  # the largest |gradient| sent, table by table
-    num_rows_sent: int = 0  # row messages to other askers, and sums to other owners
     _asked: dict[str, _Asked] = field(default_factory=dict)
     _owned: dict[str, _Owned] = field(default_factory=dict)
     _rows: list[list[Handle]] = field(default_factory=list)  # [part]: launched row exchanges, table by table
@@ -165,7 +164,6 @@ class Window:
             places = [parts[part] for parts in owned.wanted]
             rows = self.home.holders[name].gather(_held(owned), torch.cat(places))
             handle.launch(rows.split([len(one) for one in places]))
-            self.num_rows_sent += len(rows)
 
     def leaves(self, part: int) -> dict[str, Tensor]:
         """Leaf rows [u, D] of the part's distinct ids, table by table, once those of all parts so far have arrived."""

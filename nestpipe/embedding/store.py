@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from nestpipe.embedding.rows import gather_rows, scatter_rows
+from nestpipe.errors import TrainError
 
 # MAP_NORESERVE, for which Python 3.11 has no name: only what is written takes memory.
 _NORESERVE = 0x4000 if sys.platform == "linux" else 0
@@ -94,9 +95,10 @@ class Store:
             region = self._regions.get(name)
             if region is None or num_rows > len(region.rows):
                 if self.pinned and self._num_rows:
-                    raise MemoryError(
+                    raise TrainError(
                         f"{num_rows:,} rows do not fit where {self._num_rows:,} are, and they cannot move while other lanes use "
-                        "them: address space is limited here (ulimit -v). Raise the limit or use --pipeline.mode sequential."
+                        "them: address space is limited here (ulimit -v). Raise the limit, or use --pipeline.mode sequential "
+                        "with --pipeline.rows table."
                     )
                 region = self._regions[name] = _Region(column, 2 * num_rows, self._files)
                 region.rows[: self._num_rows] = column
@@ -137,9 +139,8 @@ class _Region:
             if hasattr(mmap, "MADV_RANDOM"):
                 self._space.madvise(mmap.MADV_RANDOM)
         else:
-            try:
-                self._space = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
-            except (OSError, ValueError):  # a limit on address space, or no promise without memory behind it
+            self._space = _reserve(num_bytes, least=num_rows * self._row_bytes)
+            if self._space is None:
                 self.rows = like.new_zeros(num_rows, *like.shape[1:])
                 return
         self.rows = torch.frombuffer(self._space, dtype=like.dtype).view(-1, *like.shape[1:])
@@ -173,6 +174,16 @@ class _Region:
         """Gives mapped pages back; what was written stays in the file."""
         if self._space is not None and self._file is not None:
             self._space.madvise(mmap.MADV_DONTNEED)
+
+
+def _reserve(num_bytes: int, *, least: int) -> mmap.mmap | None:
+    """Address space without memory behind it: so much, or half and half again where a limit refuses that."""
+    while num_bytes >= least:
+        try:
+            return mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
+        except (OSError, ValueError):
+            num_bytes = num_bytes // 2
+    return None
 
 
 def _nameless_file(folder: Path) -> int:

@@ -44,6 +44,9 @@ class Table:
     ):
         self.spec, self.config = spec, config
         self._optimizer = optimizer
+        self._lr_factor = (
+            spec.optimizer.lr / config.lr if spec.optimizer else 1.0
+        )  # rates are those of the configuration
         self._seed = seed
         self._dtype = dtype
         self._admission = Admission(config, native=native) if config.has_limits else None
@@ -121,13 +124,13 @@ class Table:
         known = (slots >= 0).nonzero().flatten()
         slots, grads = slots.index_select(0, known), grads.index_select(0, known)
         rows = self.read(slots)
-        self._optimizer.update(rows[WEIGHTS], _state_of(rows), grads, lr)
+        self._optimizer.update(rows[WEIGHTS], _state_of(rows), grads, lr * self._lr_factor)
         self.write(slots, rows)
 
     def step(self, columns: Store, slots: Tensor, grads: Tensor, lr: float) -> None:
         """One optimizer step on whole rows in distinct slots of columns in memory, where they are."""
         own = {name: columns[name] for name in columns}
-        update_slots(self._optimizer, own[WEIGHTS], _state_of(own), slots, grads, lr, skip=slots < 0)
+        update_slots(self._optimizer, own[WEIGHTS], _state_of(own), slots, grads, lr * self._lr_factor, skip=slots < 0)
 
     def export(self) -> dict[str, Tensor]:
         """Everything there is to know, in ascending order of ids; `pending.*`, if any, has ids of its own."""

@@ -3,8 +3,8 @@
 Every key crosses the wire once per window, so how parts overlap does not matter; but the rows of the first part and the
 gradients of the last one are what compute waits for. The first part takes, one after the other, the sample that brings
 the fewest new keys; then the last part does, from the samples that are left; then those between, from the second on,
-which keeps samples with the same keys together. Keys of the previous batch count double, since they cannot travel before
-its update. Ties go by place, and inside a part samples stand in the order of their places.
+which keeps samples with the same keys together. Keys of the batch before, if they are given, count double, since they cannot travel
+before its update. Ties go by place, and inside a part samples stand in the order of their places.
 
 The answer is a function of the arguments: what may be spent is counted in operations, never in time. When it is spent,
 the samples that are left are taken in the order of their places. Groups of samples that belong together move as one.

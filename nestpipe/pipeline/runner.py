@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import torch
 
 from nestpipe.comm import Lane
-from nestpipe.errors import CommError, ConfigError, NestPipeError
+from nestpipe.errors import CommError, ConfigError, NestPipeError, TrainError
 from nestpipe.jagged import Batch
 from nestpipe.pipeline import stages
 from nestpipe.pipeline.lanes import Host, Place, place_of
@@ -188,8 +188,11 @@ class Runner:
         kind, batch, part = event
         feed, number = segment.feed, segment.first + batch
         if kind == "read":
+            data = next(feed.batches, None)
+            if data is None:
+                raise TrainError(f"the data ended before batch {number}; say so beforehand with `num_batches`.")
             segment.works[batch] = stages.read(
-                self.state, next(feed.batches), feed.rates(number), number, asks_to_stop=feed.asks_to_stop()
+                self.state, data, feed.rates(number), number, asks_to_stop=feed.asks_to_stop()
             )
             return
         work = segment.works[batch]
@@ -205,7 +208,7 @@ class Runner:
     def _protect_rows(self) -> None:
         """Rows in flight do not move; raises ConfigError if one could be evicted while a batch holds it."""
         for name, table in self.state.embedding.tables.items():
-            if len(self.schedule.lanes) > 1:
+            if self.schedule.depth:
                 table.pin()
             least = self.schedule.depth + 1
             if table.config.max_rows_per_bucket and table.config.protect_steps < least:

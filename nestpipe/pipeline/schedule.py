@@ -77,8 +77,8 @@ class Schedule:
     )
 
     def __post_init__(self) -> None:
-        if self.stale and not self.looks_ahead:
-            raise ValueError(f"mode '{self.mode}' does not look ahead, so it has no stale rows")
+        if self.stale and self.mode != "nested":
+            raise ValueError(f"mode '{self.mode}' has no stale rows; only nested has")
         if self.looks_ahead != (self.depth > 0):
             raise ValueError(f"mode '{self.mode}' {'needs' if self.looks_ahead else 'has no'} depth, got {self.depth}")
         if not 1 <= self.num_parts <= 256:
@@ -164,6 +164,14 @@ class Schedule:
             for i in range(self.num_parts):
                 yield from (Event("rows", t, i), Event("compute", t, i), Event("grads", t, i), Event("collect", t, i))
             yield Event("flag", t)
+        elif self.stale:  # rows of the next batch and gradients of this one travel while a part computes
+            yield Event("post", post)
+            for i in range(self.num_parts):
+                yield Event("rows", post, i)
+                if i > 0:
+                    yield from (Event("grads", t, i - 1), Event("collect", t, i - 1))
+                yield Event("compute", t, i)
+            yield from (Event("grads", t, last), Event("flag", t), Event("collect", t, last))
         else:  # rows of the next part and gradients of the last one travel while a part computes
             if t in (post, -1):
                 yield Event("post", post)

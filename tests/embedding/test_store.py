@@ -21,6 +21,7 @@ from nestpipe.embedding.optim import OPTIMIZERS
 from nestpipe.embedding.spec import TableSpec
 from nestpipe.embedding.store import Files, Store
 from nestpipe.embedding.table import Table
+from nestpipe.errors import TrainError
 from tests.embedding.plain import Plain
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -68,7 +69,7 @@ def test_rows_move_where_the_system_reserves_nothing(monkeypatch):
         one.scatter("id", torch.tensor([num_rows - 1]), torch.tensor([num_rows]))
     assert [(place, int(value)) for place, value in enumerate(one["id"]) if value] == [(1, 2), (2, 3), (4, 5), (39, 40)]
     one.pinned = True  # now somebody uses them
-    with pytest.raises(MemoryError, match=r"200 rows do not fit where 40 are.*ulimit -v"):
+    with pytest.raises(TrainError, match=r"200 rows do not fit where 40 are.*ulimit -v"):
         one.grow(200)
 
 

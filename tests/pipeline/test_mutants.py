@@ -85,13 +85,14 @@ def test_any_order_that_keeps_the_edges_is_right(world_size, scale):
 
 @pytest.mark.timeout(3600)
 def test_random_orders_without_an_edge(scale):
-    """How often a race goes wrong by chance: the numbers of the table in docs/consistency.md, from a soak."""
+    """How often a race goes wrong by chance; with few orders only that they run."""
     edges = ["update(t-1) -> rows(t.0)", "write(t-2) -> retrieve(t)", "flag(t) -> update(t)"]
     count = scale(2, 200)
     for edge, num_caught, num_orders in run_ranks(2, random_orders, Case(pool=True), edges, count, deadline_s=3000)[0]:
         print(f"{edge}: {num_caught} of {num_orders}")
         assert num_orders == count
-        assert num_caught or count < 50
+        if count >= 50:
+            assert num_caught
 
 
 @pytest.mark.timeout(600)
