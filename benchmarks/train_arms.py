@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -36,7 +37,7 @@ from nestpipe.pipeline.runner import Feed, Runner
 from nestpipe.pipeline.schedule import Schedule
 from nestpipe.pipeline.sequential import step
 from nestpipe.pipeline.stages import Rates, TrainState
-from nestpipe.process import exact_arithmetic
+from nestpipe.process import exact_arithmetic, keep_freed_memory
 from nestpipe.run import Lanes
 from nestpipe.trace import Recorder
 
@@ -209,6 +210,7 @@ def digest(state: TrainState) -> str:
 
 
 def rank_program(settings: Settings) -> None:
+    keep_freed_memory()
     with exact_arithmetic(1):
         _measure(settings)
 
@@ -230,25 +232,34 @@ def _measure(settings: Settings) -> None:
             ours[name] = OurArm(name, own, our_state(own, lanes), data, recorder)
             runs[name] = ours[name].run
 
-    def timed(run: Callable[[int], None], *, peer: bool) -> Callable[[], float]:
+    cpu_s: dict[str, list[float]] = {}
+
+    def timed(name: str, run: Callable[[int], None], *, peer: bool) -> Callable[[], float]:
         def block() -> float:
             lanes.control.barrier()
             # Peers run as they are; ours as training runs them (exact_arithmetic).
             torch.use_deterministic_algorithms(not peer)
-            start = time.perf_counter()
+            start, cpu = time.perf_counter(), time.process_time()
             run(settings.num_steps)
+            cpu_s.setdefault(name, []).append((time.process_time() - cpu) / settings.num_steps)
             own = round((time.perf_counter() - start) * 1e9)
             return max(row[0] for row in lanes.control.all_gather_ints([own])) / 1e9 / settings.num_steps
 
         return block
 
     times = measure.alternate(
-        {name: timed(run, peer=name.startswith("torchrec")) for name, run in runs.items()},
+        {name: timed(name, run, peer=name.startswith("torchrec")) for name, run in runs.items()},
         num_blocks=settings.num_blocks,
     )
     exact = [digest(arm.state) for name, arm in ours.items() if name not in ("stale", "sequential-1")]
     equal = all(row[0] for row in lanes.control.all_gather_ints([len(set(exact)) == 1])) if len(exact) > 1 else None
-    result = {"times": times, "bitwise_equal": equal, "trace": _trace(ours["nested"]) if "nested" in ours else {}}
+    cpu_ms = {name: round(1e3 * statistics.median(one), 2) for name, one in cpu_s.items()}
+    result = {
+        "times": times,
+        "cpu_ms": cpu_ms,
+        "bitwise_equal": equal,
+        "trace": _trace(ours["nested"]) if "nested" in ours else {},
+    }
     gathered = lanes.control.all_gather_bytes(json.dumps(result["trace"]).encode())
     result["trace"] = [json.loads(one) for one in gathered]
     lanes.control.barrier()

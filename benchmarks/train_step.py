@@ -57,7 +57,7 @@ def measured_on(name: str, options: argparse.Namespace) -> dict[str, object]:
 def figures_of(name: str, found: Mapping[str, object]) -> dict[str, object]:
     """The keys that benchmarks.md names, each ratio with its range; a speedup is a peer's time over ours."""
     times: Mapping[str, list[float]] = found["times"]  # type: ignore[assignment]
-    figures: dict[str, object] = {"bitwise_equal": found["bitwise_equal"]}
+    figures: dict[str, object] = {"bitwise_equal": found["bitwise_equal"], "cpu_ms": found["cpu_ms"]}
     plain = [times[arm] for arm in ("sequential", "sequential-1") if arm in times]
     sequential = min(plain, key=lambda one: measure.Spread.of(one).median, default=[])  # whichever is faster
     bases = {"vs_torchrec": "torchrec", "vs_torchrec_plain": "torchrec-plain", "vs_stale": "stale"}
@@ -113,12 +113,13 @@ def report(name: str, found: Mapping[str, object], figures: Mapping[str, object]
             TITLES[arm],
             f"{1 / measure.Spread.of(seconds).median:.1f}",
             f"{1e3 * measure.Spread.of(seconds).median:.1f} ms",
+            f"{found['cpu_ms'][arm]:.1f} ms",  # type: ignore[index]
             str(measure.ratio(seconds, times[base])),
         ]
         for arm, seconds in times.items()
     ]
     print(f"\n{name}: zipf-{options.samples}, dense part {options.dense}, {options.parts} parts, depth {options.depth}")
-    print(measure.table(["", "steps/s", "per step", f"over {base} (10-90 %)"], rows))
+    print(measure.table(["", "steps/s", "per step", "CPU of a rank", f"over {base} (10-90 %)"], rows))
     shown = {key: value for key, value in figures.items() if not key.endswith("_range")}
     print("  ".join(f"{key} {value}" for key, value in shown.items()), flush=True)
 

@@ -36,7 +36,7 @@ from nestpipe.pipeline.runner import Feed, Runner
 from nestpipe.pipeline.schedule import Mode, Schedule
 from nestpipe.pipeline.sequential import step
 from nestpipe.pipeline.stages import Clip, Rates, TrainState, Work
-from nestpipe.process import exact_arithmetic, only_process, stop_signals
+from nestpipe.process import exact_arithmetic, keep_freed_memory, only_process, stop_signals
 from nestpipe.profiling import profiled
 from nestpipe.progress import Progress
 from nestpipe.run import Lanes, Run, files_of
@@ -101,6 +101,7 @@ def train_to_end(
 ) -> Outcome:
     """`train` on one of the ranks of a world, by default torchrun's, with the reason why it stopped."""
     config.validate()
+    keep_freed_memory()
     config = replace(config, data=replace(config.data, path=str(Path(config.data.path).resolve())))
     with contextlib.closing(world or World.from_environment(stacks=Path(folder))) as open_world:
         lanes = Lanes.of(open_world)

@@ -19,7 +19,7 @@ from nestpipe.cli import main
 
 def arm(name: str, call: int) -> None:
     """Makes this process die at a call of a function."""
-    module: Any = next(module for module in (checkpoint, saver, loop) if hasattr(module, name))
+    module: Any = next(module for module in (checkpoint, saver, loop, loop._Loop) if hasattr(module, name))
     original, calls = getattr(module, name), 0
 
     def dying(*arguments: Any, **named: Any) -> Any:

@@ -51,7 +51,7 @@ def deaths(num_deaths, seed):
     plan = []
     for number in range(num_deaths):
         rank = random_.randrange(WORLD_SIZE)
-        at_step = ("step", random_.randint(2, MAX_STEPS_PER_LIFE))
+        at_step = ("_after_step", random_.randint(2, MAX_STEPS_PER_LIFE))
         in_save = ("flush", random_.randint(1, 5 if rank == 0 else 1))
         others = [("check_finite", 1), ("prune", 1), ("_publish", 1)] if rank == 0 else [("check_finite", 1)]
         plan.append((rank, *(at_step, in_save, random_.choice(others))[number % 3]))
@@ -68,6 +68,7 @@ def test_ranks_killed_in_steps_and_saves_leave_the_bits_of_an_undisturbed_run(tm
         tiny,
         data=replace(tiny.data, path=str(tmp_path / "log"), batch_size=16),
         embedding=replace(tiny.embedding, num_buckets=4),
+        pipeline=replace(tiny.pipeline, parts=2),
         train=replace(
             tiny.train, epochs=0, steps=steps, save_steps=SAVE_STEPS, log_steps=1, keep_last=2, num_threads=1
         ),
@@ -75,6 +76,7 @@ def test_ranks_killed_in_steps_and_saves_leave_the_bits_of_an_undisturbed_run(tm
     run_ranks(WORLD_SIZE, calm_run, config, tmp_path / "calm", deadline_s=scale(60, 600))
     settings = f"--train.epochs 0 --train.steps {steps} --train.save-steps {SAVE_STEPS} --train.log-steps 1"
     sizes = "--data.path log --data.batch-size 16 --embedding.num-buckets 4 --train.num-threads 1"
+    sizes += " --pipeline.parts 2 --pipeline.mode nested"  # the calm run is sequential
     said = torchrun(
         "tests.dying_rank",
         json.dumps(plan),

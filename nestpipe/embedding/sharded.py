@@ -270,5 +270,5 @@ def _held(owned: _Owned) -> Held:
 
 def larger(largest: float, values: Tensor) -> float:
     """The larger of a number and the largest |value|; nan if there is one."""
-    own = values.abs().max().item() if values.numel() else 0.0
+    own = float(torch.linalg.vector_norm(values, math.inf)) if values.numel() else 0.0
     return largest if own <= largest or math.isnan(largest) else own

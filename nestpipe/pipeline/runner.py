@@ -45,7 +45,9 @@ class Board:
         self._lock = threading.Lock()
         self._done: dict[int, set[Event]] = {}
         self._forgotten = 0  # batches before this one are done with
-        self._gates = {lane: threading.Semaphore(0) for lane in lanes}
+        self._gates = {lane: threading.Lock() for lane in lanes}  # held while its lane waits
+        for gate in self._gates.values():
+            gate.acquire()
         self._waiting: dict[str, Event] = {}
 
     def wait(self, lane: str, event: Event, needs: list[Event]) -> bool:

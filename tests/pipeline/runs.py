@@ -9,11 +9,13 @@ from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from nestpipe.comm import World
 from nestpipe.data.loader import Loader
 from nestpipe.embedding.held import Pool
+from nestpipe.embedding.ledger import Ledger
 from nestpipe.jagged import Batch, Cursor
 from nestpipe.pipeline import sequential as sequential_module
 from nestpipe.pipeline import stages
@@ -122,8 +124,19 @@ def differences(
 ) -> list[str]:
     """Runs sequential once and every arm beside it; says what differs in which arm."""
     lanes = Lanes.of(world)
-    log, end = sequential(world, path, settings, num_steps, lanes)
+    num_evicted, choose = 0, Ledger.choose
+
+    def counting(ledger: Ledger, *arguments: Any, **named: Any) -> torch.Tensor:
+        nonlocal num_evicted
+        victims = choose(ledger, *arguments, **named)
+        num_evicted += len(victims)
+        return victims
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Ledger, "choose", counting)
+        log, end = sequential(world, path, settings, num_steps, lanes)
     assert len(log) == num_steps
+    assert num_evicted or not settings.get("limits"), "rows must have been evicted for this to mean anything"
     found = []
     for arm in arms:
         other_log, other_end = pipelined(world, path, {**settings, **arm}, num_steps, lanes)

@@ -19,6 +19,13 @@ def log(tmp_path_factory):
     return write_log(tmp_path_factory.mktemp("equality") / "log", histories).path
 
 
+@pytest.fixture(scope="module")
+def wide_log(tmp_path_factory):
+    """Enough items that a batch sees a small part of them."""
+    histories = {user: [(31 * user + 7 * k) % 600 for k in range(3 + user % 13)] for user in range(80)}
+    return write_log(tmp_path_factory.mktemp("equality") / "wide", histories).path
+
+
 def check(world_size, log, settings, arms, num_steps=8):
     for first in range(0, len(arms), 10):
         found = run_ranks(world_size, differences, log, settings, num_steps, arms[first : first + 10])
@@ -39,7 +46,9 @@ CROSS = {
     "clip dense": {"clip": Clip(0.05)},
     "clip all": {"clip": Clip(0.05, rows=True)},
     "admission and eviction": {
-        "limits": {"num_buckets": 8, "admit_after": 2, "max_rows_per_bucket": 6, "evict": "lfu", "protect_steps": 4}
+        "limits": {"num_buckets": 8, "admit_after": 2, "max_rows_per_bucket": 30, "evict": "lfu", "protect_steps": 3},
+        "batch_size": 3,
+        "num_steps": 14,
     },
     "one part": {"parts": 1},
     "more parts than samples": {"parts": 6, "batch_size": 2},
@@ -49,9 +58,11 @@ CROSS = {
 
 @pytest.mark.parametrize("world_size", [1, 4])
 @pytest.mark.parametrize("more", CROSS.values(), ids=CROSS.keys())
-def test_every_mode_and_setting(log, world_size, more):
+def test_every_mode_and_setting(log, wide_log, scale, world_size, more):
     arms = [
-        {"mode": mode, "pool": pool, "depth": 2, "seed": 1}
+        {"mode": mode, "pool": pool, "depth": depth, "seed": seed}
+        for depth in scale([2], [1, 2])
+        for seed in range(scale(1, 8))
         for mode, pool in [
             ("serial", True),
             ("dual-buffer", True),
@@ -60,7 +71,8 @@ def test_every_mode_and_setting(log, world_size, more):
             ("nested", False),
         ]
     ]
-    check(world_size, log, {"batch_size": 7, "parts": 3, **more}, arms, num_steps=6)
+    settings = {"batch_size": 7, "parts": 3, **more}
+    check(world_size, wide_log if "limits" in more else log, settings, arms, num_steps=settings.pop("num_steps", 6))
 
 
 def test_barriers_leave_no_trace(log):
