@@ -231,7 +231,7 @@ def _data(demo: Demo) -> list[str]:
 
 
 def _few_epochs(demo: Demo) -> list[str]:
-    return ["--train.epochs", "8", "--train.log-steps", "1"] if demo.quick else []
+    return ["--train.epochs", "3", "--train.log-steps", "1"] if demo.quick else []
 
 
 def _nestpipe(ranks: int) -> list[str]:

@@ -143,7 +143,7 @@ def test_the_installed_program_runs():
 def test_demo_holds_and_refuses_a_folder_that_is_not_its_own(capsys, tmp_path):
     code, out, _ = run(capsys, "demo", "--quick", "--out", str(tmp_path / "demo"))
     assert code == 0, out
-    assert "All 5 steps held" in out
+    assert "All 6 steps held" in out
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").touch()
     code, _, err = run(capsys, "demo", "--quick", "--out", str(tmp_path / "mine"))

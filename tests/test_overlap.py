@@ -34,7 +34,7 @@ def test_a_step_divides_by_what_was_unfinished():
             event("fetch", "retrieve", 1, 90, 130),  # 0-30 of the idle time
             event("rows", "rows", 1, 130, 145),  # 30-45
             event("table", "update", 0, 145, 165),  # 45-65: table work is no communication
-            compute(1, 180, 300, ready=110, waits=(Wait("rows", 200, 240),)),
+            compute(1, 180, 300, ready=100, waits=(Wait("rows", 200, 240),)),
             event("dense", "dense sum", 1, 300, 330),
             compute(1, 350, 370, kind="dense step"),
         )
@@ -261,3 +261,15 @@ def test_only_steps_that_all_ranks_have_are_chosen():
         choose([first], 9)
     with pytest.raises(DataError, match="that takes two batches"):
         choose([made_up(num_steps=1)])
+
+
+def test_time_before_the_lane_came_to_an_event_is_a_bubble_whatever_ran():
+    """A checkpoint between two runs of the pipeline: the next batch is read meanwhile or not, nobody waited for it."""
+    step = steps_of(
+        trace_of(
+            compute(0, 0, 100),
+            event("fetch", "retrieve", 1, 580, 620),
+            compute(1, 650, 700, ready=600),
+        )
+    )[0]
+    assert causes(step) == [(0, 500, "bubble"), (500, 520, "lookup"), (520, 550, "bubble"), (550, 600, "busy")]

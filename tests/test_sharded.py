@@ -42,9 +42,12 @@ def worst(a, b):
     )
 
 
-@pytest.mark.parametrize(("model", "loss", "optimizer"), KINDS)
-def test_every_world_size_trains_the_same_model(log, scale, model, loss, optimizer):
+@pytest.mark.parametrize("number", range(len(KINDS)))
+def test_every_world_size_trains_the_same_model(log, scale, number):
     """fp64; sums in another order differ in the last bits, and fifty steps of Adam must not make more of it."""
+    if number >= scale(2, len(KINDS)):
+        return  # the first two have both models, losses and optimizers
+    model, loss, optimizer = KINDS[number]
     settings = {"model": model, "loss": loss, "optimizer": optimizer}
     one = run(1, log, 50, **settings)
     assert one["loss"][-1] < one["loss"][0]

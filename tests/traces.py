@@ -69,6 +69,6 @@ def trace_of(*spans, num_dropped=()):
     return RankTrace("made-up", 0, 1, spans, dict(num_dropped))
 
 
-def compute(batch, begin, end, *, kind="compute", part=0, ready=None, waits=()):
+def compute(batch, begin, end, *, kind="compute", part=0, ready=0, waits=()):
     """A span on the compute lane."""
-    return Span("compute", kind, batch, part, begin if ready is None else ready, begin, end, waits=waits)
+    return Span("compute", kind, batch, part, min(begin, ready), begin, end, waits=waits)

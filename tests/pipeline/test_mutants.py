@@ -35,7 +35,7 @@ NOTHING_TO_WRITE = {("update", "write"), ("write", "write")}
 
 CASES = {
     2: [Case(pool=True), Case(pool=False, depth=2, optimizer="adam"), Case(pool=True, clip=Clip(0.05, rows=True))],
-    3: [Case(pool=True, depth=2, optimizer="adam"), Case(pool=False)],
+    3: [Case(pool=True, depth=2, optimizer="adam")],
 }
 EVERY_CASE = [
     Case(pool=pool, depth=depth, optimizer=optimizer, clip=clip)

@@ -14,6 +14,7 @@ from nestpipe.overlap import CAUSES, steps_of
 from nestpipe.overlap_report import choose, report
 from nestpipe.pipeline.runner import Feed, Runner
 from nestpipe.pipeline.schedule import MODES, Schedule
+from nestpipe.pipeline.stages import Work
 from nestpipe.run import Lanes
 from nestpipe.trace import Recorder, load
 from tests.pipeline.runs import batches_of, prepared, rates_of
@@ -23,8 +24,13 @@ from tests.worlds import small_log
 BARRIERS = (3, 7)  # the run stops and goes on after 3 batches
 
 
+def asked_rows(work: Work) -> int:
+    """The rows that all ranks together asked this one for."""
+    return sum(len(part) for owned in work.window._owned.values() for parts in owned.wanted for part in parts)
+
+
 def record(world: World, path: Path, folder: Path, settings: dict[str, Any]) -> list[int]:
-    """Trains and saves the trace; returns the rows that the windows themselves counted as sent, batch by batch."""
+    """Trains and saves the trace; returns the rows that this rank was asked for, batch by batch."""
     lanes = Lanes.of(world)
     state, loader = prepared(world, path, settings, lanes)
     recorder = Recorder(world.rank, world.size, capacity=1000, run="recorded")
@@ -38,7 +44,7 @@ def record(world: World, path: Path, folder: Path, settings: dict[str, Any]) -> 
             batches=batches_of(loader, first),
             rates=rates_of(settings),
             num_batches=end - first,
-            on_step=lambda work: sent.append(work.window.num_rows_sent),
+            on_step=lambda work: sent.append(asked_rows(work)),
         )
         runner.run(feed)
     recorder.save(folder)
