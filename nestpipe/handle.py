@@ -158,9 +158,12 @@ class Handle:
         if self._lane.broken:  # by another exchange of this lane, which has told the others
             reason, ranks = f"its lane broke before: {self._lane.broken}".rstrip("."), self._lane.broken.ranks
         elif elapsed_s >= self._lane.deadline_s - 0.05:  # gloo counts in whole milliseconds
-            ranks = tuple(sorted({peer, *(other for other, work in rest if not _arrived(work))}))
-            reason = f"{named_ranks(ranks)} never entered it"
-            self._world.leave_note(f"{self._title}: {reason}", ranks)
+            absent = {peer, *(other for other, work in rest if not _arrived(work))}
+            reason = f"{named_ranks(tuple(sorted(absent)))} never entered it"
+            self._world.leave_note(f"{self._title}: {reason}", tuple(sorted(absent)))
+            # Who waits for a lost rank elsewhere is late here: what it says about that counts too.
+            notes = [self._world.find_note(rank) for rank in sorted(absent)]
+            ranks = tuple(sorted(absent.union(*(note[1] for note in notes if note)) - {self._world.rank}))
         elif note := self._world.find_note(peer):
             reason, ranks = f"rank {peer} gave up: {note[0]}", note[1]
             self._world.leave_note(*note)
