@@ -42,17 +42,18 @@ def worst(a, b):
     )
 
 
-@pytest.mark.parametrize("number", range(len(KINDS)))
+@pytest.mark.parametrize("number", [0, 1])
 def test_every_world_size_trains_the_same_model(log, scale, number):
-    """fp64; sums in another order differ in the last bits, and fifty steps of Adam must not make more of it."""
-    if number >= scale(2, len(KINDS)):
-        return  # the first two have both models, losses and optimizers
-    model, loss, optimizer = KINDS[number]
-    settings = {"model": model, "loss": loss, "optimizer": optimizer}
-    one = run(1, log, 50, **settings)
-    assert one["loss"][-1] < one["loss"][0]
-    for world_size in (2, 3, 4):
-        assert worst(run(world_size, log, 50, **settings, parts=scale(world_size % 3 + 1, 3)), one) < 1e-12
+    """fp64; sums in another order differ in the last bits, and fifty steps of Adam must not make more of it.
+
+    The first two kinds have both models, losses and optimizers; the others are for a soak.
+    """
+    for model, loss, optimizer in scale([KINDS[number]], KINDS[number::2]):
+        settings = {"model": model, "loss": loss, "optimizer": optimizer}
+        one = run(1, log, 50, **settings)
+        assert one["loss"][-1] < one["loss"][0]
+        for world_size in (2, 3, 4):
+            assert worst(run(world_size, log, 50, **settings, parts=scale(world_size % 3 + 1, 3)), one) < 1e-12
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
