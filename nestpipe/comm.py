@@ -40,7 +40,7 @@ DEADLINE_S = 60.0
 MAX_TAG = 1 << 16
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_NOTE_GRACE_S = 1.0  # the note is written a moment after the connection closes
+NOTE_GRACE_S = 1.0  # the note is written a moment after the connection closes
 _NEVER_SENT = (1 << 31) - 1  # a tag that no message has: the sizes in tags (handle.py) end below its last 14 bits
 
 
@@ -137,17 +137,19 @@ class World:
         with contextlib.suppress(RuntimeError):
             self.store.set(f"gave-up/{self.rank}", f"{','.join(map(str, ranks))}|{reason}")
 
-    def find_note(self, rank: int) -> tuple[str, tuple[int, ...]] | None:
-        """Why `rank` gave up and whom it blamed, if it says so within a moment."""
-        end = time.monotonic() + _NOTE_GRACE_S
+    def find_notes(self, ranks: Sequence[int], *, within_s: float = NOTE_GRACE_S) -> list[tuple[str, tuple[int, ...]]]:
+        """Why these ranks gave up and whom they blamed, as far as they say so in time."""
+        end = time.monotonic() + within_s
+        keys = {rank: f"gave-up/{rank}" for rank in ranks}
+        found = []
         with contextlib.suppress(RuntimeError):  # likewise
-            while not self.store.check([f"gave-up/{rank}"]):
-                if time.monotonic() > end:
-                    return None
+            while not self.store.check(list(keys.values())) and time.monotonic() < end:
                 time.sleep(0.02)
-            ranks, _, reason = self.store.get(f"gave-up/{rank}").decode().partition("|")
-            return reason, tuple(map(int, filter(None, ranks.split(","))))
-        return None
+            for key in keys.values():
+                if self.store.check([key]):
+                    blamed, _, reason = self.store.get(key).decode().partition("|")
+                    found.append((reason, tuple(map(int, filter(None, blamed.split(","))))))
+        return found
 
 
 class Watch(Protocol):

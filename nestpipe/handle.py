@@ -158,15 +158,20 @@ class Handle:
         if self._lane.broken:  # by another exchange of this lane, which has told the others
             reason, ranks = f"its lane broke before: {self._lane.broken}".rstrip("."), self._lane.broken.ranks
         elif elapsed_s >= self._lane.deadline_s - 0.05:  # gloo counts in whole milliseconds
-            absent = {peer, *(other for other, work in rest if not _arrived(work))}
-            reason = f"{named_ranks(tuple(sorted(absent)))} never entered it"
-            self._world.leave_note(f"{self._title}: {reason}", tuple(sorted(absent)))
-            # Who waits for a lost rank elsewhere is late here: what it says about that counts too.
-            notes = [self._world.find_note(rank) for rank in sorted(absent)]
-            ranks = tuple(sorted(absent.union(*(note[1] for note in notes if note)) - {self._world.rank}))
-        elif note := self._world.find_note(peer):
-            reason, ranks = f"rank {peer} gave up: {note[0]}", note[1]
-            self._world.leave_note(*note)
+            absent = tuple(sorted({peer, *(other for other, work in rest if not _arrived(work))}))
+            reason = f"{named_ranks(absent)} never entered it"
+            self._world.leave_note(f"{self._title}: {reason}", absent)
+            # Who waits for a lost rank elsewhere is late here: what it says about that counts too, also about this rank.
+            # It may have begun to wait a little later than this one.
+            notes = self._world.find_notes(absent, within_s=max(1.0, self._lane.deadline_s / 2))
+            elsewhere = [blamed for said, blamed in notes if not said.startswith(f"{self._title}: ")]
+            ranks = tuple(sorted({*absent, *(rank for blamed in elsewhere for rank in blamed)}))
+            if missed := tuple(rank for rank in ranks if rank not in absent):
+                reason += f" and missed {named_ranks(missed)}"
+        elif notes := self._world.find_notes([peer]):
+            said, ranks = notes[0]
+            reason = f"rank {peer} gave up: {said}"
+            self._world.leave_note(said, ranks)
         elif self._lane.broken:  # meanwhile, in another thread
             self._fail(error, peer, rest, elapsed_s)
         else:

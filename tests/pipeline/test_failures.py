@@ -24,7 +24,7 @@ from tests.pipeline.toy import NOT_FINITE, Case, new_toy, toy_batches
 from tests.ranks import run_ranks
 
 VICTIM = 1
-DEADLINE_S = 3.0
+DEADLINE_S = 4.0
 CASE = Case(pool=True)
 MODES = ("serial", "dual-buffer", "frozen-window", "nested")
 
