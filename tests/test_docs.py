@@ -10,11 +10,13 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from tests.warm import warm_program
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -55,11 +57,11 @@ def blocks_of(page: str) -> list[Block]:
     return found
 
 
-def run(block: Block, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Runs a block in a folder with the environment's programs first on the path."""
+def run(block: Block, folder: Path, *programs: Path) -> subprocess.CompletedProcess[str]:
+    """Runs a block in a folder with these folders and the environment's programs first on the path."""
     python = block.language == "python"
     command = [sys.executable, "-"] if python else ["bash", "-euo", "pipefail", "-s"]
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    path = os.pathsep.join([*map(str, programs), str(Path(sys.executable).parent), os.environ["PATH"]])
     return subprocess.run(
         command,
         input=block.commands(),
@@ -80,9 +82,18 @@ def test_there_is_a_readme() -> None:
     assert (ROOT / "README.md").is_file(), "README.md is missing"
 
 
+@pytest.fixture(scope="module")
+def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """`nestpipe` without the seconds that Python and torch take to start."""
+    with warm_program(tmp_path_factory.mktemp("warm")) as folder:
+        yield folder
+
+
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("page", [page for page in PAGES if page.exists()], ids=name_of)
-def test_commands_of_page(page: Path, tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
+def test_commands_of_page(
+    page: Path, tmp_path: Path, warm: Path, record_property: Callable[[str, object], None]
+) -> None:
     if (ROOT / "examples").is_dir():
         (tmp_path / "examples").symlink_to(ROOT / "examples")
     for block in blocks_of(page.read_text()):
@@ -90,7 +101,7 @@ def test_commands_of_page(page: Path, tmp_path: Path, record_property: Callable[
         if block.needs is not None:
             record_property("not run", f"{where}: needs {block.needs}")
             continue
-        done = run(block, tmp_path)
+        done = run(block, tmp_path, warm)
         message = (
             f"{where} ended with code {done.returncode}\n{block.text}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
         )
