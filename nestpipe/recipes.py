@@ -185,7 +185,7 @@ def ml1m_ranking() -> Config:
         ),
         embedding=EmbeddingConfig(lr=1e-2),
         dense=DenseConfig(lr=3e-3),
-        train=TrainConfig(epochs=4, decay_steps=1472, save_steps=1000),
+        train=TrainConfig(epochs=4, decay_epochs=4, save_steps=1000),
     )
 
 

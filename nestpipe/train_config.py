@@ -29,6 +29,8 @@ class TrainConfig:
     """Learning rates rise linearly over this many steps."""
     decay_steps: int = 0
     """Learning rates fall linearly, to a hundredth at this step; 0 is never. Less noise in what is learned last."""
+    decay_epochs: int = 0
+    """The same, to the end of this epoch (as many steps as so many first epochs have)."""
     eval_epochs: int = 1
     """Validate after this many epochs (only with data.validation)."""
     patience: int = 0
@@ -59,12 +61,15 @@ class TrainConfig:
             "minutes",
             "warmup_steps",
             "decay_steps",
+            "decay_epochs",
             "patience",
             "num_threads",
             "clip_norm",
         ):
             if getattr(self, name) < 0:
                 yield f"{name} is {getattr(self, name)}; it must not be negative"
+        if self.decay_steps and self.decay_epochs:
+            yield f"decay_steps is {self.decay_steps} and decay_epochs is {self.decay_epochs}; give one of them"
         for name in ("eval_epochs", "save_steps", "keep_last", "log_steps"):
             if getattr(self, name) < 1:
                 yield f"{name} is {getattr(self, name)}; it must be at least 1"

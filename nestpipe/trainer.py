@@ -128,6 +128,8 @@ class _Loop:
             world_size=lanes.control.world.size,
             inputs=inputs_of(run.config, run.sequences),
         )
+        train = run.config.train
+        self._decay_steps = train.decay_steps or train.decay_epochs * self._loader.num_batches(0)
         self._memory = Memory()
         self._cursor = Cursor(0, 0)
         self._warm: Report | None = None
@@ -313,7 +315,7 @@ class _Loop:
         """Of a batch, by its number from the start of training."""
         warmup = self._config.train.warmup_steps
         factor = min(1.0, (number + 1) / warmup) if warmup else 1.0
-        if decay := self._config.train.decay_steps:
+        if decay := self._decay_steps:
             factor *= max(0.01, 1.0 - (number + 1) / decay)
         clip = Clip(self._config.train.clip_norm, rows=self._config.train.clip == "all")
         return Rates(dense=self._config.dense.lr * factor, rows=self._config.embedding.lr * factor, clip=clip)

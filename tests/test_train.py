@@ -359,6 +359,9 @@ def test_warm_up_and_decay_scale_the_rates(log, tmp_path, monkeypatch):
     seen.clear()
     train(small_config(log, warmup_steps=2, decay_steps=5, steps=6), tmp_path / "falling", quiet=True)
     assert seen == pytest.approx([0.0016, 0.0024, 0.0016, 0.0008, 0.00004, 0.00004])
+    seen.clear()
+    train(small_config(log, decay_epochs=2, epochs=2), tmp_path / "to the end", quiet=True)
+    assert seen == pytest.approx([0.004 * max(0.01, 1 - (step + 1) / len(seen)) for step in range(len(seen))])
 
 
 def test_profile_writes_a_table_and_a_trace(log, tmp_path, capsys):
