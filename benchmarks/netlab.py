@@ -162,6 +162,9 @@ class Lab(Loopback):
         name = self.namespace(rank)
         _call("ip", "-n", name, "address", "add", f"{_address(rank)}/24", "dev", DEVICE)
         _call("ip", "-n", name, "link", "set", DEVICE, "up")
+        # Whatever the machine's default is: BBR stops sending every few round trips to measure the line, and an exchange
+        # that is over sooner pays for that. Reno is the one that a namespace may always choose.
+        _call("ip", "netns", "exec", name, "sysctl", "-qw", "net.ipv4.tcp_congestion_control=reno")
         self._shape(name, DEVICE)
 
     def _shape(self, namespace: str, device: str) -> None:

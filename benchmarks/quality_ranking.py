@@ -4,8 +4,9 @@ MovieLens-1M with a time split: every event since --split-time is predicted (rat
 before it in the log's order; equal times keep the order of the file. GAUC is AUC among the events of one user, averaged by
 their number. Three seeds; the interval is that of Student's t over seeds, and beside it that of the difference to the better
 baseline over users. `by_second` predicts the events of one second from those strictly before it: nothing of the same page
-of ratings is in the history then. Learning rates and epochs of the recipe were chosen by looking at the default date; a date
-that nobody had looked at confirms them. The click log of `nestpipe data clicks` knows the best AUC.
+of ratings is in the history then. The number of epochs was chosen on events before every date that is reported
+(`--split-time 2000-10-15 --until 2000-11-10 --epochs 4`, 8 and 12), the learning rates by looking at the default date; 2000-11-10
+confirms both. The click log of `nestpipe data clicks` knows the best AUC.
 
 Each (model, seed) is appended to results/quality_ranking.jsonl when it is done; what is there already is not run again.
 """
@@ -14,21 +15,22 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import tempfile
 import time
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import measure
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from quality import collect, settings_of, spread
 
 from nestpipe import recipes, train
 from nestpipe.config import Config
 from nestpipe.data.clicks import ClicksConfig, ClickTruth, ingest_clicks
 from nestpipe.data.sequences import truncate
+from nestpipe.data.splits import parse_time_ms
 from nestpipe.jagged import Jagged, offsets_of
 from nestpipe.models.ranker import Candidates
 from nestpipe.models.ranking_config import RankingConfig
@@ -38,19 +40,19 @@ from nestpipe.task_metrics import Ratio, gauc, ratio_difference
 from nestpipe.trainer import INTERRUPTED, train_to_end
 
 NAME = "quality_ranking"
-STUDENT_T = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # 97.5 %, by the number of seeds
 NUM_BY_SECOND = 60  # users
 
 
-def ml1m_config(path: Path, backbone: str, seed: int, minutes: float, split_time: str) -> Config:
+def ml1m_config(path: Path, backbone: str, seed: int, epochs: int, split_time: str) -> Config:
     config = recipes.ml1m_ranking()
+    epochs = epochs or config.train.epochs
     assert isinstance(config.model, RankingConfig)
     return replace(
         config,
         seed=seed,
         data=replace(config.data, path=str(path), split_time=split_time),
         model=replace(config.model, backbone=backbone),
-        train=replace(config.train, minutes=minutes, num_threads=1, save_steps=200),
+        train=replace(config.train, epochs=epochs, decay_epochs=epochs, num_threads=1, save_steps=200),
     )
 
 
@@ -59,7 +61,15 @@ def ratio_of(found: Predictions, label: int, num_users: int) -> Ratio:
     return gauc(one.scores, one.answers, one.users, num_users)
 
 
-def run_ml1m(config: Config, folder: Path) -> dict[str, object]:
+def before(found: Predictions, times: NDArray[np.int64], until: str) -> Predictions:
+    """The predictions of events before a date."""
+    kept = np.flatnonzero(times[found.event] < parse_time_ms(until))
+    return replace(
+        found, **{name: getattr(found, name)[kept] for name in ("event", "user", "num_before", "answers", "scores")}
+    )
+
+
+def run_ml1m(config: Config, folder: Path, until: str | None) -> dict[str, object]:
     """Trains (or goes on with) one run and measures it."""
     start = time.monotonic()
     outcome = train_to_end(config, folder, resume=True)
@@ -69,6 +79,9 @@ def run_ml1m(config: Config, folder: Path) -> dict[str, object]:
     scorer = run.scorer()
     assert isinstance(scorer, RankingScorer)
     found = scorer.predict()
+    if until:
+        assert run.sequences.times is not None
+        found = before(found, run.sequences.times, until)
     floors = baselines(found, run.sequences, run.split)
     num_users = len(run.sequences.users)
     figures: dict[str, object] = {"num_events": len(found.event), "num_users": len(np.unique(found.user))}
@@ -162,40 +175,6 @@ def run_dcn(seed: int, *, quick: bool) -> dict[str, object]:
         return {"auc": round(found, 5), "best_auc": round(truth.auc, 5), "of_best": round(found / truth.auc, 5)}
 
 
-def done(settings: Mapping[str, object]) -> list[dict[str, object]]:
-    """The records of the result file with these settings."""
-    path = measure.RESULTS / f"{NAME}.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    return [one for one in map(json.loads, lines) if one["settings"] == dict(settings)]
-
-
-def settings_of(config: Config, model: str) -> dict[str, object]:
-    """What makes two runs comparable: everything but seed and place."""
-    content = json.loads(config.to_json())
-    content.pop("seed")
-    content["data"].pop("path")
-    return {"model": model, "config": content}
-
-
-def collect(model: str, seeds: list[int], settings: Mapping[str, object], run: object) -> list[dict[str, object]]:
-    """One record per seed: from the file, or new and then in the file."""
-    found = {one["seed"]: one for one in done(settings)}
-    for seed in seeds:
-        if seed not in found and callable(run):
-            line = measure.record(seed=seed, figures=run(seed), settings=settings)
-            measure.append(NAME, line)
-            found[seed] = line
-            print(f"{model}, seed {seed}: {json.dumps(line['figures'])}", flush=True)
-    return [found[seed] for seed in seeds if seed in found]
-
-
-def spread(values: list[float]) -> tuple[float, float]:
-    """The mean over seeds and half the width of its 95 % interval."""
-    if len(values) < 2:
-        return values[0], float("nan")
-    return statistics.mean(values), STUDENT_T[len(values)] * statistics.stdev(values) / len(values) ** 0.5
-
-
 def report(model: str, records: list[dict[str, object]], keys: dict[str, object]) -> list[list[str]]:
     rows = []
     figures = [one["figures"] for one in records]
@@ -218,34 +197,35 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a small click log only; under 50 seconds")
     parser.add_argument("--data", type=Path, help="MovieLens-1M as written by 'nestpipe data movielens'")
     parser.add_argument("--runs", type=Path, default=Path("runs/quality_ranking"), help="where runs lie, to go on with")
-    parser.add_argument(
-        "--split-time", default="2000-12-01", help="the recipe was chosen on the default; others confirm"
-    )
+    parser.add_argument("--split-time", default="2000-12-01", help="events from then on are predicted")
+    parser.add_argument("--until", help="only events before this date count: to choose settings on")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--backbones", nargs="+", default=["hstu"], choices=["hstu", "fuxi"])
-    parser.add_argument(
-        "--minutes", type=float, default=0.0, help="end training after so many minutes; 0 for all epochs"
-    )
+    parser.add_argument("--epochs", type=int, default=0, help="of training; 0 for those of the recipe")
     options = parser.parse_args()
     seeds = options.seeds[:1] if options.quick else options.seeds
     keys: dict[str, object] = {}
     rows: list[list[str]] = []
     for backbone in options.backbones if options.data and not options.quick else []:
         configs = {
-            seed: ml1m_config(options.data, backbone, seed, options.minutes, options.split_time) for seed in seeds
+            seed: ml1m_config(options.data, backbone, seed, options.epochs, options.split_time) for seed in seeds
         }
-        name = f"{backbone}-{options.split_time}"
+        name = f"{backbone}-{options.split_time}-{options.epochs}"
+        settings = settings_of(configs[seeds[0]], backbone) | ({"until": options.until} if options.until else {})
         records = collect(
+            NAME,
             name,
             seeds,
-            settings_of(configs[seeds[0]], backbone),
-            lambda seed, configs=configs, name=name: run_ml1m(configs[seed], options.runs / f"{name}-{seed}"),
+            settings,
+            lambda seed, configs=configs, name=name: run_ml1m(
+                configs[seed], options.runs / f"{name}-{seed}", options.until
+            ),
         )
         own: dict[str, object] = {}
         rows += report(backbone, records, own)
         keys[backbone] = own
     settings = {**settings_of(recipes.dcn(), "dcn"), "quick": options.quick}
-    clicks = collect("dcn", seeds, settings, lambda seed: run_dcn(seed, quick=options.quick))
+    clicks = collect(NAME, "dcn", seeds, settings, lambda seed: run_dcn(seed, quick=options.quick))
     mean, half = spread([one["figures"]["of_best"] for one in clicks])  # type: ignore[index]
     keys["dcn_of_best_auc"] = round(mean, 5)
     if rows:

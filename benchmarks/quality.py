@@ -1,0 +1,55 @@
+"""What quality benchmarks share: runs that are comparable, kept in the result file, and not done twice."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import measure
+
+from nestpipe.config import Config
+
+STUDENT_T = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # 97.5 %, by the number of seeds
+Record = dict[str, Any]
+
+
+def done(name: str, settings: Mapping[str, object]) -> list[Record]:
+    """The records of a result file with these settings."""
+    path = measure.RESULTS / f"{name}.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [one for one in map(json.loads, lines) if one["settings"] == dict(settings)]
+
+
+def settings_of(config: Config, model: str) -> dict[str, object]:
+    """What makes two runs comparable: everything but seed and place."""
+    content = json.loads(config.to_json())
+    content.pop("seed")
+    content["data"].pop("path")
+    return {"model": model, "config": content}
+
+
+def collect(
+    name: str,
+    model: str,
+    seeds: Sequence[int],
+    settings: Mapping[str, object],
+    run: Callable[[int], Mapping[str, object]],
+) -> list[Record]:
+    """One record per seed: from the file, or new and then in the file."""
+    found = {one["seed"]: one for one in done(name, settings)}
+    for seed in seeds:
+        if seed not in found:
+            line = measure.record(seed=seed, figures=run(seed), settings=settings)
+            measure.append(name, line)
+            found[seed] = line
+            print(f"{model}, seed {seed}: {json.dumps(line['figures'])}", flush=True)
+    return [found[seed] for seed in seeds]
+
+
+def spread(values: Sequence[float]) -> tuple[float, float]:
+    """The mean over seeds and half the width of its 95 % interval."""
+    if len(values) < 2:
+        return values[0], float("nan")
+    return statistics.mean(values), STUDENT_T[len(values)] * statistics.stdev(values) / len(values) ** 0.5
