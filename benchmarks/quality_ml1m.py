@@ -1,0 +1,203 @@
+"""How good is what was trained on MovieLens-1M? HR and NDCG by Meta's protocol, beside the published figures.
+
+Protocol: all ratings in the order of the log (equal times keep the order of the file), longest history 200, test = each user's
+last item ranked among all movies but those of the input history. Settings are chosen on the second-last item (`--choose`:
+every candidate of a model trains without the last two items of a user; recorded as such). Then one training on all but the
+last item, its number of epochs fixed beforehand; the test items are ranked once, at its end. Without a choice on record a
+model runs with the published settings, its first candidate.
+
+Each (model, seed) is appended to results/quality_ml1m.jsonl when it is done; what is there already is not run again, and a run
+that was interrupted goes on. `--write` renders the file into docs/quality.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import measure
+from quality import Record, collect, done, settings_of, spread
+
+from nestpipe import recipes
+from nestpipe.config import Config
+from nestpipe.data.sequences import Sequences
+from nestpipe.data.splits import make_split
+from nestpipe.evaluate import Report
+from nestpipe.scoring import popularity
+from nestpipe.trainer import INTERRUPTED, train_to_end
+
+NAME = "quality_ml1m"
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "quality.md"
+BEGIN, END = "<!-- quality_ml1m -->", "<!-- end of quality_ml1m -->"
+PUBLISHED = {  # HR@10, NDCG@10 of the README of Meta's generative-recommenders
+    "sasrec": (0.2853, 0.1603),
+    "hstu": (0.3097, 0.1720),
+    "hstu_large": (0.3294, 0.1893),
+}
+BASES = {
+    "sasrec": recipes.ml1m_sasrec,
+    "hstu": recipes.ml1m_hstu,
+    "hstu_large": recipes.ml1m_hstu_large,
+    "fuxi": recipes.ml1m_fuxi,
+}
+STEPS_PER_EPOCH = 48  # 6,040 users in batches of 128
+FLOOR = {"model": "popularity"}
+METRICS = ("hr@10", "ndcg@10", "hr@50", "hr@200")
+
+
+def candidates(model: str, epochs: int) -> dict[str, Config]:
+    """Settings to choose from, by name; the published ones first."""
+    base = BASES[model]()
+    base = replace(base, train=replace(base.train, epochs=epochs, save_steps=10 * STEPS_PER_EPOCH))
+    falling = replace(base, train=replace(base.train, decay_epochs=epochs))
+    return {"published": base, "falling rate": falling}
+
+
+def placed(config: Config, *, data: Path, seed: int, threads: int) -> Config:
+    return replace(
+        config,
+        seed=seed,
+        data=replace(config.data, path=str(data)),
+        train=replace(config.train, num_threads=threads),
+    )
+
+
+def run_once(config: Config, folder: Path) -> dict[str, object]:
+    """Trains (or goes on with) a run and ranks its held-out items once."""
+    start = time.monotonic()
+    outcome = train_to_end(config, folder, resume=True)
+    if outcome.stopped == INTERRUPTED:
+        raise SystemExit("interrupted; the same command goes on from here")
+    target = "validation" if config.data.validation else "test"
+    report = outcome.run.scorer(outcome.run.load_state()[1].step).evaluate(target)
+    assert isinstance(report, Report)
+    report.save(folder / "eval" / target)
+    return {"target": target, **figures_of(report), "minutes": round((time.monotonic() - start) / 60, 1)}
+
+
+def figures_of(report: Report) -> dict[str, object]:
+    intervals = {name: report.metrics[name] for name in ("hr@10", "ndcg@10")}
+    return {
+        **{name: round(report.metrics[name].mean, 5) for name in METRICS},
+        **{f"{name}, 95 % over users": [round(one.low, 5), round(one.high, 5)] for name, one in intervals.items()},
+    }
+
+
+def held_out(config: Config) -> Config:
+    """The same settings without each user's last two items; not looked at before its end, as in the final run."""
+    return replace(config, data=replace(config.data, validation=True), train=replace(config.train, eval_epochs=1000))
+
+
+def choices(model: str, epochs: int) -> dict[str, Record]:
+    """The candidates with a validation on record, seed 0."""
+    found = {}
+    for name, config in candidates(model, epochs).items():
+        for one in done(NAME, settings_of(held_out(config), model)):
+            if one["seed"] == 0:
+                found[name] = one
+    return found
+
+
+def chosen(model: str, epochs: int) -> tuple[str, Config]:
+    tried = choices(model, epochs)
+    name = max(tried, key=lambda one: tried[one]["figures"]["ndcg@10"]) if tried else "published"
+    return name, candidates(model, epochs)[name]
+
+
+def run_popularity(data: Path) -> dict[str, object]:
+    """The floor: the items with most training events, for everyone."""
+    config = placed(BASES["hstu"](), data=data, seed=0, threads=0)
+    sequences = Sequences.open(data)
+    report = popularity(sequences, make_split(sequences, config.data), config)
+    return figures_of(report)
+
+
+def rows_of(model: str, records: list[Record], choice: str) -> list[str]:
+    figures = [one["figures"] for one in records]
+    shown = []
+    for metric in METRICS:
+        mean, half = spread([one[metric] for one in figures])
+        shown.append(f"{mean:.4f}" + (f" ± {half:.4f}" if len(figures) > 1 else ""))
+    low, high = figures[0]["hr@10, 95 % over users"]
+    published = " / ".join(f"{value:.4f}" for value in PUBLISHED.get(model, ())) or "-"
+    return [model, choice, str(len(records)), *shown, f"{low:.4f}-{high:.4f}", published]
+
+
+HEADER = ["model", "settings", "seeds", *METRICS, "hr@10, 95 % over users", "published hr@10 / ndcg@10"]
+
+
+def page(rows: list[list[str]]) -> str:
+    """docs/quality.md with the table in its place."""
+    lines = [f"| {' | '.join(row)} |" for row in (HEADER, ["---"] * len(HEADER), *rows)]
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    return before + "\n".join([BEGIN, *lines, END]) + rest.partition(END)[2]
+
+
+def recorded_rows(epochs: int) -> tuple[list[list[str]], Mapping[str, object]]:
+    """A row for every model with a finished test on record, and the figures by model."""
+    rows, keys = [rows_of("popularity", floor, "-") for floor in [done(NAME, FLOOR)] if floor], {}
+    for model in BASES:
+        choice, config = chosen(model, epochs)
+        records = done(NAME, settings_of(config, model))
+        if records:
+            rows.append(rows_of(model, records, choice))
+            keys[model] = {
+                f"{name}10": spread([one["figures"][f"{name}@10"] for one in records])[0] for name in ("hr", "ndcg")
+            }
+    return rows, keys
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--data", type=Path, help="MovieLens-1M as written by 'nestpipe data movielens'")
+    parser.add_argument("--runs", type=Path, default=Path("runs/quality_ml1m"), help="where runs lie, to go on with")
+    parser.add_argument("--models", nargs="+", default=["hstu", "sasrec"], choices=list(BASES))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--epochs", type=int, default=101, help="as published; part of the settings")
+    parser.add_argument("--choose", action="store_true", help="try the candidates on the second-last item first")
+    parser.add_argument("--threads", type=int, default=0, help="inside an operation; 0 for all cores")
+    parser.add_argument("--quick", action="store_true", help="show what is on record and popularity; train nothing")
+    parser.add_argument("--write", action="store_true", help="put the table into docs/quality.md")
+    options = parser.parse_args()
+    for model in [] if options.quick or not options.data else options.models:
+        if options.choose:
+            for name, config in candidates(model, options.epochs).items():
+                own = held_out(config)
+                folder = options.runs / f"choose-{model}-{name.replace(' ', '-')}"
+                collect(
+                    NAME,
+                    f"{model}, {name}, validation",
+                    [0],
+                    settings_of(own, model),
+                    lambda seed, own=own, folder=folder: run_once(
+                        placed(own, data=options.data, seed=seed, threads=options.threads), folder
+                    ),
+                )
+        choice, config = chosen(model, options.epochs)
+        collect(
+            NAME,
+            f"{model}, {choice}",
+            options.seeds,
+            settings_of(config, model),
+            lambda seed, config=config, choice=choice, model=model: run_once(
+                placed(config, data=options.data, seed=seed, threads=options.threads),
+                options.runs / f"{model}-{choice.replace(' ', '-')}-{seed}",
+            ),
+        )
+    if options.data:
+        collect(NAME, "popularity", [0], FLOOR, lambda seed: run_popularity(options.data))
+    rows, keys = recorded_rows(options.epochs)
+    if rows:
+        print(measure.table(HEADER, rows))
+    if options.write:
+        PAGE.write_text(page(rows))
+    print(json.dumps(keys))
+
+
+if __name__ == "__main__":
+    main()
