@@ -1,0 +1,1 @@
+"""Serving: trained rankers behind HTTP, with prefixes of histories computed ahead."""
