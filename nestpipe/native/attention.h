@@ -93,6 +93,7 @@ struct Sequence {
   int64_t seen(int64_t query) const { return std::min(place(query) + 1, num_history); }
   bool is_target(int64_t query) const { return place(query) >= num_history; }
   int64_t stands(int64_t query) const { return std::min(place(query), num_history); }
+  int64_t first_that_sees(int64_t key) const { return std::max<int64_t>(0, key - (num_keys - num_queries)); }
 };
 
 // Tables that all tasks read: the position bias reversed, so that a row of keys reads it forward.

@@ -1,4 +1,7 @@
-// Attention, backward: the tiles of forward again, with their scores computed anew, and the gradients of everything.
+// Attention, backward: tiles with their scores computed anew, and the gradients of everything.
+//
+// Blocks of keys are taken one after the other, each with all queries that see it: its keys, values and their gradients
+// stay near, and only queries, gradients of the output and gradients of queries pass by.
 //
 // Gradients of biases are summed over the heads of a tile, then per task, then in the order of tasks.
 
@@ -18,104 +21,129 @@ struct BiasSums {
 struct Backward : Tiles {
   using Tiles::Tiles;
 
-  Room weights, d_bias, d_bias_time, d_queries, flat_q, flat_grad;
+  Room queries, grads, d_queries;                 // of a sequence, head by head: [queries, D], [channels, queries, V]
+  Room taken_off;                                 // softmax: what each row's gradient loses [heads, queries]
+  Room packed_k, packed_v, flat_k, sum_k, sum_v;  // of a block of keys, head by head
+  Room weights, d_bias, d_bias_time;              // tiles
   BiasSums* sums = nullptr;
 
   void run(const Sequence& s, const Task& task) {
-    const int64_t heads = task.last_head - task.first_head;
-    pack(s, task, true);
-    for (Room* room : {&scores, &weights, &bias, &bias_time}) room->reserve(kQueries * kKeys);
-    flat_q.reserve(heads * kQueries * Dp);
-    d_queries.reserve(heads * kQueries * Dp);
-    flat_grad.reserve(heads * C * kQueries * Vp);
-    for (int64_t query = 0; query < s.num_queries; query += kQueries) {
-      const int64_t rows = std::min(kQueries, s.num_queries - query);
-      for (int64_t h = 0; h < heads; ++h) read_rows(s, query, rows, task.first_head + h, h);
-      tiles(s, query, [&](const Tile& t) {
-        if (by_position || (add && by_time)) d_bias.zeros(t.rows * kKeys);
-        if (!add && by_time) d_bias_time.zeros(t.rows * kKeys);
+    const int64_t heads = task.last_head - task.first_head, n = s.num_queries;
+    for (Room* room : {&scores, &weights, &bias, &bias_time, &d_bias, &d_bias_time}) room->reserve(kQueries * kKeys);
+    for (Room* room : {&packed_k, &flat_k, &sum_k}) room->reserve(heads * kKeys * Dp);
+    for (Room* room : {&packed_v, &sum_v}) room->reserve(heads * kKeys * Vp);
+    queries.reserve(heads * n * Dp);
+    grads.reserve(heads * C * n * Vp);
+    d_queries.zeros(heads * n * Dp);
+    taken_off.reserve(heads * n);
+    for (int64_t h = 0; h < heads; ++h) read_queries(s, task.first_head + h, h);
+    for (int64_t key = 0; key < s.num_history; key += kKeys) {
+      const int64_t count = std::min(kKeys, s.num_history - key);
+      for (int64_t h = 0; h < heads; ++h) read_keys(s.first_key + key, count, task.first_head + h, h);
+      for (int64_t query = s.first_that_sees(key); query < n; query += kQueries) {
+        const Tile t{query, std::min(kQueries, n - query), key};
+        fill_biases(s, t);
         for (int64_t h = 0; h < heads; ++h) backward_tile(s, t, task.first_head + h, h);
         sum_biases(s, t);
-      });
-      for (int64_t row = 0; row < rows; ++row)
-        for (int64_t h = 0; h < heads; ++h) {
-          if (s.is_target(query + row)) backward_self(s, query + row, task.first_head + h, row, h);
-          float* to = a.d_q + ((s.first_query + query + row) * H + task.first_head + h) * D;
-          for (int64_t i = 0; i < D; ++i) to[i] = d_queries.at((h * kQueries + row) * Dp)[i] * scale;
-        }
+      }
+      for (int64_t h = 0; h < heads; ++h) write_keys(s.first_key + key, count, task.first_head + h, h);
     }
-    for (int64_t h = 0; h < heads; ++h)
-      for (int64_t i = 0; i < s.num_history; ++i) {
-        const int64_t place = (s.first_key + i) * H + task.first_head + h;
-        for (int64_t c = 0; c < D; ++c) a.d_k[place * D + c] = sum_k.at((h * s.num_history + i) * Dp)[c] * scale;
-        std::copy_n(sum_v.at((h * s.num_history + i) * Vp), V, a.d_v + place * V);
+    for (int64_t query = 0; query < n; ++query)
+      for (int64_t h = 0; h < heads; ++h) {
+        if (s.is_target(query)) backward_self(s, query, task.first_head + h, h);
+        float* to = a.d_q + ((s.first_query + query) * H + task.first_head + h) * D;
+        for (int64_t i = 0; i < D; ++i) to[i] = d_queries.at((h * n + query) * Dp)[i] * scale;
       }
   }
 
-  float* grads(int64_t h, int64_t channel) { return flat_grad.at((h * C + channel) * kQueries * Vp); }
-
-  void read_rows(const Sequence& s, int64_t query, int64_t rows, int64_t head, int64_t h) {
-    const int64_t place = s.first_query + query;
-    std::fill_n(d_queries.at(h * kQueries * Dp), rows * Dp, 0.0f);
-    copy(query_row(place, head), a.q_row, rows, D, flat_q.at(h * kQueries * Dp), Dp);
-    for (int64_t channel = 0; channel < C; ++channel)
-      copy(a.grad + ((place * C + channel) * H + head) * V, C * H * V, rows, V, grads(h, channel), Vp);
+  float* grad(const Sequence& s, int64_t h, int64_t channel, int64_t query) {
+    return grads.at(((h * C + channel) * s.num_queries + query) * Vp);
   }
 
-  // What softmax takes off each row's gradient: its sum over the output.
-  float taken_off(int64_t place, int64_t head) const {
-    const float *grad = a.grad + (place * C * H + head) * V, *value = a.out + (place * C * H + head) * V;
-    double dot = 0;
-    for (int64_t i = 0; i < V; ++i) dot += static_cast<double>(grad[i]) * value[i];
-    return static_cast<float>(dot);
+  // Queries times scale, and gradients of the output, those of silu divided by the norm.
+  void read_queries(const Sequence& s, int64_t head, int64_t h) {
+    const int64_t n = s.num_queries;
+    copy(query_row(s.first_query, head), a.q_row, n, D, scale, queries.at(h * n * Dp));
+    for (int64_t channel = 0; channel < C; ++channel)
+      copy(a.grad + ((s.first_query * C + channel) * H + head) * V, C * H * V, n, V,
+           silu && channel == 0 ? inverse_norm : 1.0f, grad(s, h, channel, 0));
+    for (int64_t query = 0; query < n && !silu; ++query) {
+      const float* value = a.out + ((s.first_query + query) * C * H + head) * V;
+      double dot = 0;
+      for (int64_t i = 0; i < V; ++i) dot += static_cast<double>(grad(s, h, 0, query)[i]) * value[i];
+      *taken_off.at(h * n + query) = static_cast<float>(dot);
+    }
+  }
+
+  void read_keys(int64_t first, int64_t count, int64_t head, int64_t h) {
+    make_panels(key_row(first, head), a.k_row, count, D, packed_k.at(h * kKeys * Dp));
+    make_panels(value_row(first, head), a.v_row, count, V, packed_v.at(h * kKeys * Vp));
+    copy(key_row(first, head), a.k_row, count, D, 1.0f, flat_k.at(h * kKeys * Dp));
+    std::fill_n(sum_k.at(h * kKeys * Dp), count * Dp, 0.0f);
+    std::fill_n(sum_v.at(h * kKeys * Vp), count * Vp, 0.0f);
+  }
+
+  void write_keys(int64_t first, int64_t count, int64_t head, int64_t h) {
+    for (int64_t i = 0; i < count; ++i) {
+      std::copy_n(sum_k.at((h * kKeys + i) * Dp), D, a.d_k + ((first + i) * H + head) * D);
+      std::copy_n(sum_v.at((h * kKeys + i) * Vp), V, a.d_v + ((first + i) * H + head) * V);
+    }
   }
 
   void backward_tile(const Sequence& s, const Tile& t, int64_t head, int64_t h) {
-    const int64_t n = s.num_history;
-    float *d_v = sum_v.at(h * n * Vp), *d_scores = weights.at(0);
-    multiply(s, t, Left{flat_q.at(h * kQueries * Dp), Dp, 1}, D, packed_k.at(h * D * stride), scores.at(0));
-    multiply(s, t, Left{grads(h, 0), Vp, 1}, V, packed_v.at(h * V * stride), d_scores);
+    float *q = queries.at((h * s.num_queries + t.query) * Dp), *g = grad(s, h, 0, t.query);
+    float *d_v = sum_v.at(h * kKeys * Vp), *d_scores = weights.at(0);
+    multiply(s, t, q, Dp, D, packed_k.at(h * kKeys * Dp), scores.at(0));
+    multiply(s, t, g, Vp, V, packed_v.at(h * kKeys * Vp), d_scores);
     for (int64_t row = 0; row < t.rows; ++row) {
       float *x = scores.at(row * kKeys), *d = d_scores + row * kKeys;
-      const int64_t seen = t.seen(s, row), place = s.first_query + t.query + row;
-      const float* b = bias.at(row * kKeys);
-      const float log_sum = silu ? 0.0f : a.kept[place * H + head], off = silu ? 0.0f : taken_off(place, head);
-      for (int64_t column = 0; column < seen; column += kWidth) {
-        const Floats value = score(x, b, column);
-        Floats weight, slope;
-        if (silu) {
-          const Floats gate = 1.0f / (exp(-value) + 1.0f);
-          weight = value * gate * inverse_norm;
-          slope = load(d + column) * gate * inverse_norm * fma(value, 1.0f - gate, splat(1.0f));
-        } else {
-          weight = exp(value - log_sum);
-          slope = (load(d + column) - off) * weight;
-        }
-        const Ints mask = lanes_below(seen - column);
-        store(x + column, keep(weight, mask));
-        store(d + column, keep(slope, mask));
-      }
-      std::fill(x + round_up(seen, kWidth), x + std::max(round_up(seen, kWidth), t.columns), 0.0f);
-      std::fill(d + round_up(seen, kWidth), d + std::max(round_up(seen, kWidth), t.columns), 0.0f);
-      if (add && (by_position || by_time)) add_to(d_bias.at(row * kKeys), d, seen);
+      const int64_t seen = t.seen(s, row), query = t.query + row;
+      const float* b = add && (by_position || by_time) ? bias.at(row * kKeys) : nullptr;
+      if (silu)
+        silu_row(x, d, b, seen);
+      else
+        softmax_row(x, d, b, seen, a.kept[(s.first_query + query) * H + head], *taken_off.at(h * s.num_queries + query));
+      clear_beside(x, seen);
+      clear_beside(d, seen);
+      if (b != nullptr) add_to(d_bias.at(row * kKeys), d, seen, h == 0);
     }
-    times_queries(s, t, scores.at(0), grads(h, 0), Vp, d_v);
-    times_keys(s, t, d_scores, flat_k.at(h * n * Dp), Dp, d_queries.at(h * kQueries * Dp));
-    times_queries(s, t, d_scores, flat_q.at(h * kQueries * Dp), Dp, sum_k.at(h * n * Dp));
-    if (!add && by_position) backward_channel(s, t, h, 1, bias.at(0), d_bias.at(0), d_v);
-    if (!add && by_time) backward_channel(s, t, h, time_channel, bias_time.at(0), d_bias_time.at(0), d_v);
+    times_queries(s, t, scores.at(0), g, Vp, d_v);
+    times_queries(s, t, d_scores, q, Dp, sum_k.at(h * kKeys * Dp));
+    times_keys(s, t, d_scores, flat_k.at(h * kKeys * Dp), Dp, d_queries.at((h * s.num_queries + t.query) * Dp));
+    if (!add && by_position) backward_channel(s, t, h, 1, bias.at(0), d_bias.at(0));
+    if (!add && by_time) backward_channel(s, t, h, time_channel, bias_time.at(0), d_bias_time.at(0));
   }
 
-  void backward_channel(const Sequence& s, const Tile& t, int64_t h, int64_t channel, float* matrix, float* d_matrix,
-                        float* d_v) {
-    times_queries(s, t, matrix, grads(h, channel), Vp, d_v);
-    multiply(s, t, Left{grads(h, channel), Vp, 1}, V, packed_v.at(h * V * stride), scores.at(0));
-    for (int64_t row = 0; row < t.rows; ++row) add_to(d_matrix + row * kKeys, scores.at(row * kKeys), t.seen(s, row));
+  // Scores to weights, and gradients of weights to those of scores; the norm is in the gradients already.
+  static void silu_row(float* x, float* d, const float* b, int64_t seen) {
+    for (int64_t column = 0; column < seen; column += kWidth) {
+      const Floats value = score(x, b, column), gate = 1.0f / (exp_minus(value) + 1.0f), weight = value * gate;
+      store(x + column, keep_seen(weight, seen - column));
+      store(d + column, keep_seen(load(d + column) * fma(weight, 1.0f - gate, gate), seen - column));
+    }
   }
 
-  static void add_to(float* to, const float* from, int64_t seen) {
-    for (int64_t column = 0; column < seen; column += kWidth)
-      store(to + column, load(to + column) + keep(load(from + column), lanes_below(seen - column)));
+  static void softmax_row(float* x, float* d, const float* b, int64_t seen, float log_sum, float off) {
+    for (int64_t column = 0; column < seen; column += kWidth) {
+      const Floats weight = exp(score(x, b, column) - log_sum);
+      store(x + column, keep_seen(weight, seen - column));
+      store(d + column, keep_seen((load(d + column) - off) * weight, seen - column));
+    }
+  }
+
+  void backward_channel(const Sequence& s, const Tile& t, int64_t h, int64_t channel, float* matrix, float* d_matrix) {
+    float* g = grad(s, h, channel, t.query);
+    times_queries(s, t, matrix, g, Vp, sum_v.at(h * kKeys * Vp));
+    multiply(s, t, g, Vp, V, packed_v.at(h * kKeys * Vp), scores.at(0));
+    for (int64_t row = 0; row < t.rows; ++row)
+      add_to(d_matrix + row * kKeys, scores.at(row * kKeys), t.seen(s, row), h == 0);
+  }
+
+  static void add_to(float* to, const float* from, int64_t seen, bool first) {
+    for (int64_t column = 0; column < seen; column += kWidth) {
+      const Floats value = keep_seen(load(from + column), seen - column);
+      store(to + column, first ? value : load(to + column) + value);
+    }
   }
 
   // The gradients of a tile's biases, summed over heads, into the private sums.
@@ -123,7 +151,8 @@ struct Backward : Tiles {
     for (int64_t row = 0; row < t.rows; ++row) {
       const int64_t seen = t.seen(s, row), query = t.query + row;
       const float* by_time_grad = (add ? d_bias : d_bias_time).at(row * kKeys);
-      if (by_position) add_to(sums->position.at(tables.longest - s.stands(query) + t.key), d_bias.at(row * kKeys), seen);
+      if (by_position)
+        add_to(sums->position.at(tables.longest - s.stands(query) + t.key), d_bias.at(row * kKeys), seen, false);
       if (by_time) sum_time(*starts(s, query) + t.key, by_time_grad, seen);
     }
   }
@@ -133,9 +162,15 @@ struct Backward : Tiles {
       float* to = sums->time.at(0);
       const uint8_t* bucket = a.buckets + pair;
       int64_t column = 0;
-      for (; column + kWidth <= seen; column += kWidth)
+      for (; column + kWidth <= seen; column += kWidth) {
+        if (alike(bucket + column)) {
+          float* its = to + bucket[column] * kWidth;
+          store(its, load(its) + load(grad + column));
+          continue;
+        }
 #pragma GCC unroll 16
         for (int lane = 0; lane < kWidth; ++lane) to[bucket[column + lane] * kWidth + lane] += grad[column + lane];
+      }
       for (; column < seen; ++column) to[bucket[column] * kWidth + column % kWidth] += grad[column];
     }
     if (a.decay == nullptr) return;
@@ -152,32 +187,31 @@ struct Backward : Tiles {
     sums->decay[2] -= static_cast<double>(a.decay[0]) * a.decay[1] * sum(by_beta);
   }
 
-  void backward_self(const Sequence& s, int64_t query, int64_t head, int64_t row, int64_t h) {
+  void backward_self(const Sequence& s, int64_t query, int64_t head, int64_t h) {
+    const int64_t place = s.first_query + query, key = s.first_key + s.place(query), at = h * s.num_queries + query;
     const float x = self_score(s, query, head);
-    const float *v = self_value(s, query, head), *k = self_key(s, query, head);
-    const float* q = flat_q.at((h * kQueries + row) * Dp);
-    const int64_t place = s.first_query + query, key = (s.first_key + s.place(query)) * H + head;
+    const float *v = value_row(key, head), *k = key_row(key, head), *q = queries.at(at * Dp);
     float by_channel[3] = {0, 0, 0};
     for (int64_t channel = 0; channel < C; ++channel)
-      for (int64_t i = 0; i < V; ++i) by_channel[channel] += grads(h, channel)[row * Vp + i] * v[i];
+      for (int64_t i = 0; i < V; ++i) by_channel[channel] += grad(s, h, channel, query)[i] * v[i];
     float weight, slope;
     if (silu) {
-      const float gate = 1.0f / (exp(splat(-x))[0] + 1.0f);
-      weight = x * gate * inverse_norm;
-      slope = by_channel[0] * gate * inverse_norm * (1.0f + x * (1.0f - gate));
+      const float gate = 1.0f / (exp_minus(splat(x))[0] + 1.0f);
+      weight = x * gate;
+      slope = by_channel[0] * (gate + weight * (1.0f - gate));
     } else {
       weight = exp(splat(x - a.kept[place * H + head]))[0];
-      slope = (by_channel[0] - taken_off(place, head)) * weight;
+      slope = (by_channel[0] - *taken_off.at(at)) * weight;
     }
     for (int64_t i = 0; i < V; ++i) {
-      float total_grad = weight * grads(h, 0)[row * Vp + i];
-      if (!add && by_position) total_grad += self_position() * grads(h, 1)[row * Vp + i];
-      if (!add && by_time) total_grad += self_time(s, query) * grads(h, time_channel)[row * Vp + i];
-      a.d_v[key * V + i] = total_grad;
+      float total_grad = weight * grad(s, h, 0, query)[i];
+      if (!add && by_position) total_grad += self_position() * grad(s, h, 1, query)[i];
+      if (!add && by_time) total_grad += self_time(s, query) * grad(s, h, time_channel, query)[i];
+      a.d_v[(key * H + head) * V + i] = total_grad;
     }
     for (int64_t i = 0; i < D; ++i) {
-      a.d_k[key * D + i] = slope * scale * q[i];
-      d_queries.at((h * kQueries + row) * Dp)[i] += slope * k[i];
+      a.d_k[(key * H + head) * D + i] = slope * q[i];
+      d_queries.at(at * Dp)[i] += slope * k[i];
     }
     if (by_position) *sums->position.at(tables.longest) += add ? slope : by_channel[1];
     const Floats by_time_grad = splat(add ? slope : by_channel[by_time ? time_channel : 0]);

@@ -9,24 +9,30 @@ using namespace nestpipe;
 struct Forward : Tiles {
   using Tiles::Tiles;
 
+  Room packed_k, flat_v;  // of a sequence, head by head: panels [D, kPanel], and [keys, V]
+  Room queries;           // of a block: [heads, queries, D], times scale
   Room outs, rest;
 
   void run(const Sequence& s, const Task& task) {
     const int64_t heads = task.last_head - task.first_head;
-    pack(s, task, false);
+    read_keys(s, task);
     for (Room* room : {&scores, &bias, &bias_time}) room->reserve(kQueries * kKeys);
+    queries.reserve(heads * kQueries * Dp);
     outs.reserve(heads * C * kQueries * Vp);
     rest.reserve(heads * 2 * kQueries);  // softmax: the largest score so far, and the sum
     for (int64_t query = 0; query < s.num_queries; query += kQueries) {
       const int64_t rows = std::min(kQueries, s.num_queries - query);
       for (int64_t h = 0; h < heads; ++h) {
+        copy(query_row(s.first_query + query, task.first_head + h), a.q_row, rows, D, scale, queries.at(h * kQueries * Dp));
         for (int64_t channel = 0; channel < C; ++channel) std::fill_n(out(h, channel), rows * Vp, 0.0f);
         std::fill_n(largest(h), rows, -std::numeric_limits<float>::infinity());
         std::fill_n(total(h), rows, 0.0f);
       }
-      tiles(s, query, [&](const Tile& t) {
-        for (int64_t h = 0; h < heads; ++h) forward_tile(s, t, task.first_head + h, h);
-      });
+      for (int64_t key = 0; key < s.seen(query + rows - 1); key += kKeys) {
+        const Tile t{query, rows, key};
+        fill_biases(s, t);
+        for (int64_t h = 0; h < heads; ++h) forward_tile(s, t, h);
+      }
       for (int64_t row = 0; row < rows; ++row)
         for (int64_t h = 0; h < heads; ++h) {
           if (s.is_target(query + row)) forward_self(s, query + row, task.first_head + h, row, h);
@@ -35,31 +41,45 @@ struct Forward : Tiles {
     }
   }
 
+  void read_keys(const Sequence& s, const Task& task) {
+    const int64_t n = s.num_history, heads = task.last_head - task.first_head, padded = round_up(n, kPanel);
+    packed_k.reserve(heads * D * padded);
+    flat_v.reserve(heads * n * Vp);
+    for (int64_t h = 0; h < heads; ++h) {
+      make_panels(key_row(s.first_key, task.first_head + h), a.k_row, n, D, packed_k.at(h * D * padded));
+      copy(value_row(s.first_key, task.first_head + h), a.v_row, n, V, 1.0f, flat_v.at(h * n * Vp));
+    }
+  }
+
   float* largest(int64_t h) { return rest.at(h * 2 * kQueries); }
   float* total(int64_t h) { return rest.at((h * 2 + 1) * kQueries); }
   float* out(int64_t h, int64_t channel) { return outs.at((h * C + channel) * kQueries * Vp); }
 
-  void forward_tile(const Sequence& s, const Tile& t, int64_t head, int64_t h) {
-    const Left queries{query_row(s.first_query + t.query, head), a.q_row, 1};
-    multiply(s, t, queries, D, packed_k.at(h * D * stride), scores.at(0));
+  void forward_tile(const Sequence& s, const Tile& t, int64_t h) {
+    const float* k = packed_k.at((h * round_up(s.num_history, kPanel) + t.key) * D);
+    multiply(s, t, queries.at(h * kQueries * Dp), Dp, D, k, scores.at(0));
+    const bool biased = add && (by_position || by_time);
     for (int64_t row = 0; row < t.rows; ++row) {
-      float *x = scores.at(row * kKeys), *b = bias.at(row * kKeys);
-      const int64_t seen = t.seen(s, row), needed = round_up(t.panel(s, row / kRows * kRows), kWidth);
-      if (silu) {
-        for (int64_t column = 0; column < seen; column += kWidth) {
-          const Floats value = score(x, b, column);
-          const Floats weight = value * inverse_norm / (exp(-value) + 1.0f);
-          store(x + column, seen - column >= kWidth ? weight : keep(weight, lanes_below(seen - column)));
-        }
-      } else {
+      float *x = scores.at(row * kKeys), *b = biased ? bias.at(row * kKeys) : nullptr;
+      const int64_t seen = t.seen(s, row);
+      if (silu)
+        silu_row(x, b, seen);
+      else
         softmax_row(x, b, seen, out(h, 0) + row * Vp, largest(h)[row], total(h)[row]);
-      }
-      for (int64_t column = round_up(seen, kWidth); column < needed; column += kWidth) store(x + column, Floats{});
+      clear_beside(x, seen);
     }
-    const float* v = flat_v.at(h * s.num_history * Vp);
+    const float* v = flat_v.at((h * s.num_history + t.key) * Vp);
     times_keys(s, t, scores.at(0), v, Vp, out(h, 0));
     if (!add && by_position) times_keys(s, t, bias.at(0), v, Vp, out(h, 1));
     if (!add && by_time) times_keys(s, t, bias_time.at(0), v, Vp, out(h, time_channel));
+  }
+
+  // Weights without the norm, by which the sums are divided at the end.
+  static void silu_row(float* x, const float* b, int64_t seen) {
+    for (int64_t column = 0; column < seen; column += kWidth) {
+      const Floats value = score(x, b, column);
+      store(x + column, keep_seen(value / (exp_minus(value) + 1.0f), seen - column));
+    }
   }
 
   // Turns the scores of a row into weights relative to the largest so far, and rescales what was added before.
@@ -93,10 +113,10 @@ struct Forward : Tiles {
 
   void forward_self(const Sequence& s, int64_t query, int64_t head, int64_t row, int64_t h) {
     const float x = self_score(s, query, head);
-    const float* v = self_value(s, query, head);
+    const float* v = value_row(s.first_key + s.place(query), head);
     float *to = out(h, 0) + row * Vp, weight;
     if (silu) {
-      weight = x * inverse_norm / (exp(splat(-x))[0] + 1.0f);
+      weight = x / (exp_minus(splat(x))[0] + 1.0f);
     } else {
       const float now = std::max(largest(h)[row], x);
       rescale(to, now, largest(h)[row], total(h)[row]);
@@ -111,11 +131,9 @@ struct Forward : Tiles {
   }
 
   void write_out(int64_t place, int64_t head, int64_t row, int64_t h) {
-    if (!silu) {
-      const float sum_of = total(h)[row], inverse = 1.0f / sum_of;
-      a.kept[place * H + head] = largest(h)[row] + std::log(sum_of);
-      for (int64_t i = 0; i < V; ++i) out(h, 0)[row * Vp + i] *= inverse;
-    }
+    const float factor = silu ? inverse_norm : 1.0f / total(h)[row];
+    for (int64_t i = 0; i < V; ++i) out(h, 0)[row * Vp + i] *= factor;
+    if (!silu) a.kept[place * H + head] = largest(h)[row] + std::log(total(h)[row]);
     for (int64_t channel = 0; channel < C; ++channel)
       std::copy_n(out(h, channel) + row * Vp, V, a.out + ((place * C + channel) * H + head) * V);
   }

@@ -49,8 +49,17 @@ inline Floats fma(Floats a, Floats b, Floats c) {
 inline Floats min(Floats a, Floats b) { return a < b ? a : b; }
 inline Floats max(Floats a, Floats b) { return a > b ? a : b; }
 
-// table[index] for kWidth bytes.
+// Whether kWidth bytes are all the same.
+inline bool alike(const uint8_t* bytes) {
+  uint64_t words[kWidth / 8], differ = 0;
+  std::memcpy(words, bytes, sizeof words);
+  for (uint64_t word : words) differ |= word ^ bytes[0] * UINT64_C(0x0101010101010101);
+  return differ == 0;
+}
+
+// table[index] for kWidth bytes, which are often alike.
 inline Floats gather(const float* table, const uint8_t* index) {
+  if (alike(index)) return splat(table[index[0]]);
 #if defined(__AVX512F__)
   const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(index));
   return _mm512_i32gather_ps(_mm512_cvtepu8_epi32(bytes), table, 4);
@@ -92,6 +101,21 @@ inline Floats exp(Floats x) {
   return (Floats)((Ints)p + ((Ints)shifted << 23));
 }
 
+// e^-x for 1 / (1 + e^-x): a relative error of about 1e-7 times max(1, |x|), which that sum hides; cheaper than exp.
+inline Floats exp_minus(Floats x) {
+  x = max(min(x, splat(87.0f)), splat(-87.0f));
+  const Floats magic = splat(12582912.0f), log2_e = splat(-1.44269504088896341f);
+  const Floats shifted = fma(x, log2_e, magic);
+  const Floats r = fma(x, log2_e, magic - shifted);  // 2^r with |r| <= 1/2
+  Floats p = splat(1.3264727313e-3f);
+  p = fma(p, r, splat(9.6715129912e-3f));
+  p = fma(p, r, splat(5.5507335812e-2f));
+  p = fma(p, r, splat(2.4022242427e-1f));
+  p = fma(p, r, splat(6.9314700365e-1f));
+  p = fma(p, r, splat(1.0f));
+  return (Floats)((Ints)p + ((Ints)shifted << 23));
+}
+
 // ln x for normal x > 0, with an absolute error of about 1e-7 times the result.
 inline Floats log(Floats x) {
   Ints bits = (Ints)x;
@@ -122,6 +146,28 @@ inline float sum(Floats value) {
   return total;
 }
 
+#ifdef __AVX2__
+// to[8, 8] = the transpose of from[8, 8], in halves of 4 x 4.
+inline void transpose(const float* from, int64_t row, float* to, int64_t to_row) {
+  __m256 r[8], t[8];
+  for (int i = 0; i < 8; ++i) r[i] = _mm256_loadu_ps(from + i * row);
+  for (int i = 0; i < 8; i += 2) {
+    t[i] = _mm256_unpacklo_ps(r[i], r[i + 1]);
+    t[i + 1] = _mm256_unpackhi_ps(r[i], r[i + 1]);
+  }
+  for (int i = 0; i < 8; i += 4) {
+    r[i] = _mm256_shuffle_ps(t[i], t[i + 2], 0x44);
+    r[i + 1] = _mm256_shuffle_ps(t[i], t[i + 2], 0xee);
+    r[i + 2] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0x44);
+    r[i + 3] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0xee);
+  }
+  for (int i = 0; i < 4; ++i) {
+    _mm256_storeu_ps(to + i * to_row, _mm256_permute2f128_ps(r[i], r[i + 4], 0x20));
+    _mm256_storeu_ps(to + (i + 4) * to_row, _mm256_permute2f128_ps(r[i], r[i + 4], 0x31));
+  }
+}
+#endif
+
 // One operand of a product: element (m, k) is at data[m * row + k * step].
 struct Left {
   const float* data;
@@ -129,7 +175,16 @@ struct Left {
   int64_t step;
 };
 
-// C[R rows, V vectors] (+)= A · B; B and C are rows of kWidth * V floats, ldb and ldc apart.
+// The other: kPanel columns of row k are at data[k * row], the next ones `panel` floats further.
+struct Right {
+  const float* data;
+  int64_t row;
+  int64_t panel;
+};
+
+constexpr int64_t kPanel = 2 * kWidth;
+
+// C[R rows, V vectors] (+)= A · B; rows of C are ldc apart.
 template <int R, int V>
 inline void product_tile(int64_t depth, Left a, const float* b, int64_t ldb, float* c, int64_t ldc, bool add) {
   Floats sums[R][V];
@@ -155,27 +210,39 @@ inline void product_tile(int64_t depth, Left a, const float* b, int64_t ldb, flo
 }
 
 template <int R>
-inline void product_rows(int64_t width, int64_t depth, Left a, const float* b, int64_t ldb, float* c, int64_t ldc,
-                         bool add) {
-  int64_t column = 0;
-  for (; column + 2 * kWidth <= width; column += 2 * kWidth)
-    product_tile<R, 2>(depth, a, b + column, ldb, c + column, ldc, add);
-  if (column < width) product_tile<R, 1>(depth, a, b + column, ldb, c + column, ldc, add);
+inline void product_rows(int64_t width, int64_t depth, Left a, Right b, float* c, int64_t ldc, bool add) {
+  for (; width >= kPanel; width -= kPanel, b.data += b.panel, c += kPanel)
+    product_tile<R, 2>(depth, a, b.data, b.row, c, ldc, add);
+  if (width > 0) product_tile<R, 1>(depth, a, b.data, b.row, c, ldc, add);
 }
 
 constexpr int64_t kRows = 6;  // 6 x 2 vectors of sums, 2 of B and 1 of A fit into 16 registers
 
 // C[rows <= kRows, width] (+)= A[rows, depth] · B[depth, width]; the width is a multiple of kWidth.
-inline void product(int64_t rows, int64_t width, int64_t depth, Left a, const float* b, int64_t ldb, float* c,
-                    int64_t ldc, bool add) {
+inline void product(int64_t rows, int64_t width, int64_t depth, Left a, Right b, float* c, int64_t ldc, bool add) {
   switch (rows) {
-    case 1: return product_rows<1>(width, depth, a, b, ldb, c, ldc, add);
-    case 2: return product_rows<2>(width, depth, a, b, ldb, c, ldc, add);
-    case 3: return product_rows<3>(width, depth, a, b, ldb, c, ldc, add);
-    case 4: return product_rows<4>(width, depth, a, b, ldb, c, ldc, add);
-    case 5: return product_rows<5>(width, depth, a, b, ldb, c, ldc, add);
-    default: return product_rows<6>(width, depth, a, b, ldb, c, ldc, add);
+    case 1: return product_rows<1>(width, depth, a, b, c, ldc, add);
+    case 2: return product_rows<2>(width, depth, a, b, c, ldc, add);
+    case 3: return product_rows<3>(width, depth, a, b, c, ldc, add);
+    case 4: return product_rows<4>(width, depth, a, b, c, ldc, add);
+    case 5: return product_rows<5>(width, depth, a, b, c, ldc, add);
+    default: return product_rows<6>(width, depth, a, b, c, ldc, add);
   }
+}
+
+// to[column * kPanel + i] = from[i * row + column]: a panel of B from n <= kPanel rows; the rows that are missing are zero.
+inline void make_panel(const float* from, int64_t row, int64_t n, int64_t width, float* to) {
+  int64_t done = 0;
+#ifdef __AVX2__
+  for (; done + 8 <= n; done += 8) {
+    int64_t column = 0;
+    for (; column + 8 <= width; column += 8) transpose(from + done * row + column, row, to + column * kPanel + done, kPanel);
+    for (; column < width; ++column)
+      for (int64_t i = done; i < done + 8; ++i) to[column * kPanel + i] = from[i * row + column];
+  }
+#endif
+  for (int64_t column = 0; column < width; ++column)
+    for (int64_t i = done; i < kPanel; ++i) to[column * kPanel + i] = i < n ? from[i * row + column] : 0.0f;
 }
 
 }  // namespace nestpipe
