@@ -34,11 +34,12 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from nestpipe.errors import CommError
 from nestpipe.handle import Handle, dump_stacks, in_seconds, named_ranks
 
-__all__ = ["DEADLINE_S", "MAX_TAG", "Handle", "Lane", "Watch", "World"]
+__all__ = ["DEADLINE_S", "EXCHANGES", "MAX_TAG", "Handle", "Lane", "Watch", "World"]
 
 DEADLINE_S = 60.0
 MAX_TAG = 1 << 16
-_BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
+EXCHANGES = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
+"""The library that carries messages, by device."""
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 NOTE_GRACE_S = 1.0  # the note is written a moment after the connection closes
 _NEVER_SENT = (1 << 31) - 1  # a tag that no message has: the sizes in tags (handle.py) end below its last 14 bits
@@ -100,8 +101,8 @@ class World:
             raise CommError(f"rank {rank} does not exist in a world of {size}.")
         prefix = PrefixStore(f"nestpipe/restart-{restart}", store)
         device = torch.device(device)
-        if device.type not in _BACKENDS:
-            raise CommError(f"no exchange for device '{device}'; there is one for {', '.join(_BACKENDS)}.")
+        if device.type not in EXCHANGES:
+            raise CommError(f"no exchange for device '{device}'; there is one for {', '.join(EXCHANGES)}.")
         return World(rank=rank, size=size, store=prefix, device=device, deadline_s=deadline_s, stacks=stacks)
 
     def lane(self, name: str, *, deadline_s: float | None = None) -> Lane:
@@ -346,7 +347,7 @@ def _meet(store: Store, rank: int, size: int, deadline_s: float) -> str:
 
 
 def _new_group(world: World, name: str) -> Any:
-    backend, timeout = _BACKENDS[world.device.type], timedelta(seconds=world.deadline_s)
+    backend, timeout = EXCHANGES[world.device.type], timedelta(seconds=world.deadline_s)
     if backend == "gloo":  # stands alone, so that many worlds can follow each other in one process
         return dist.ProcessGroupGloo(PrefixStore(f"group/{name}", world.store), world.rank, world.size, timeout)
     if not dist.is_initialized():

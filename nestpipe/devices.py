@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nestpipe.comm import _BACKENDS as EXCHANGES
+from nestpipe.comm import EXCHANGES
 from nestpipe.ops.backends import TABLE, Standing
 
 DEVICES = ("cpu", "cuda", "npu")
