@@ -38,7 +38,19 @@ FORBIDDEN = {
     r"DistributedDataParallel": "dense gradients are summed by our own exchange",
 }
 CORE = ("jagged", "draw", "model", "data.schema", "data.synthetic", "embedding.table", "models.hstu", "models.sasrec")
-OPTIONAL = ("tensorboard", "faiss", "triton", "starlette", "uvicorn", "ray", "torchrec", "fbgemm_gpu", "hypothesis")
+OPTIONAL = (
+    "tensorboard",
+    "faiss",
+    "triton",
+    "starlette",
+    "uvicorn",
+    "httpx",
+    "prometheus_client",
+    "ray",
+    "torchrec",
+    "fbgemm_gpu",
+    "hypothesis",
+)
 _BLOCKER = """
 import sys
 class Blocker:

@@ -1,0 +1,296 @@
+"""For users of the service: a synchronous and an asynchronous client with typed answers.
+
+    with Client("http://127.0.0.1:8700") as client:
+        for item, score in client.recommend(42, k=10).pairs():
+            ...
+
+Every call has a deadline. A refusal is a `ServiceError` with the service's own code and words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from types import TracebackType
+from typing import Any, Generic, Self, TypeVar
+
+import httpx
+
+from nestpipe.errors import NestPipeError
+
+Event = Mapping[str, Any]
+Result = TypeVar("Result")
+
+
+class ServiceError(NestPipeError):
+    """The service refused, or could not be reached (status 0)."""
+
+    def __init__(self, message: str, *, status: int, code: str, retry_after_s: float | None = None):
+        super().__init__(message)
+        self.status, self.code, self.retry_after_s = status, code, retry_after_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranking:
+    """Items with scores, best first; `path` says how they were ranked, `degraded` whether less was done than asked."""
+
+    items: list[int]
+    scores: list[float]
+    path: str
+    prefix_len: int
+    degraded: bool
+    model: str
+    times_ms: dict[str, float] = field(default_factory=dict)
+
+    def pairs(self) -> list[tuple[int, float]]:
+        return list(zip(self.items, self.scores, strict=True))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recommended(Ranking):
+    """A ranking by the cascade: `stages` has the time, deadline and number of items of each stage."""
+
+    request: str
+    instance: str | None
+    attempts: int
+    signal: str
+    problem: str
+    stages: dict[str, dict[str, float]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preinferred:
+    """What became of a signal; hand the ticket to `rank`."""
+
+    ticket: str | None
+    admitted: bool
+    reason: str
+    instance: str
+    epoch: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Call(Generic[Result]):
+    """A path, its body, and what its answer is read as."""
+
+    path: str
+    body: dict[str, Any]
+    read: Callable[[dict[str, Any]], Result]
+
+
+def _recommend(user: int, k: int, options: Mapping[str, Any]) -> _Call[Recommended]:
+    return _Call("/v1/recommend", {"user": user, "k": k, **_given(options)}, _reader(Recommended))
+
+
+def _preinfer(user: int, request: str, candidates: int, options: Mapping[str, Any]) -> _Call[Preinferred]:
+    body = {"user": user, "request": request, "candidates": candidates, **_given(options)}
+    return _Call("/v1/preinfer", body, _reader(Preinferred))
+
+
+def _rank(user: int, request: str, candidates: Sequence[int], options: Mapping[str, Any]) -> _Call[Ranking]:
+    body = {"user": user, "request": request, "candidates": list(candidates), **_given(options)}
+    return _Call("/v1/rank", body, _reader(Ranking))
+
+
+def _nothing(path: str, body: dict[str, Any]) -> _Call[None]:
+    return _Call(path, body, lambda answer: None)
+
+
+class Client:
+    """Calls that wait for their answer. Use it as a context manager, or `close` it; threads may share it."""
+
+    def __init__(self, url: str, *, timeout_s: float = 2.0):
+        self._http = httpx.Client(base_url=url, timeout=timeout_s)
+
+    def recommend(
+        self,
+        user: int,
+        k: int = 10,
+        *,
+        history: Sequence[Event] | None = None,
+        exclude: Sequence[int] | None = None,
+        query_time: int | None = None,
+        request: str | None = None,
+    ) -> Recommended:
+        """The best k items for a user; `history` replaces the one on file, `exclude` names items not to show."""
+        options = {"history": history, "exclude": exclude, "query_time": query_time, "request": request}
+        return self._send(_recommend(user, k, options))
+
+    def preinfer(
+        self,
+        user: int,
+        *,
+        request: str,
+        candidates: int,
+        history: Sequence[Event] | None = None,
+        query_time: int | None = None,
+    ) -> Preinferred:
+        """Says ahead that a ranking of so many candidates will follow; its ticket goes to `rank`."""
+        return self._send(_preinfer(user, request, candidates, {"history": history, "query_time": query_time}))
+
+    def rank(
+        self,
+        user: int,
+        candidates: Sequence[int],
+        *,
+        request: str,
+        ticket: str | None = None,
+        k: int | None = None,
+        history: Sequence[Event] | None = None,
+        query_time: int | None = None,
+        deadline_ms: float | None = None,
+    ) -> Ranking:
+        """The candidates in order, the best k of them or all."""
+        options = {"ticket": ticket, "k": k, "history": history, "query_time": query_time, "deadline_ms": deadline_ms}
+        return self._send(_rank(user, request, candidates, options))
+
+    def release(self, ticket: str) -> None:
+        """Gives back a prefix that no ranking will follow."""
+        self._send(_nothing("/v1/release", {"ticket": ticket}))
+
+    def send_events(self, events: Sequence[Event]) -> None:
+        """Adds events (id, user, item, time, features) to histories; sending the same id again changes nothing."""
+        self._send(_nothing("/v1/events", {"events": list(events)}))
+
+    def invalidate(self, user: int) -> None:
+        """Forgets every prefix of a user."""
+        self._send(_nothing("/v1/invalidate", {"user": user}))
+
+    def is_ready(self) -> bool:
+        try:
+            return self._http.get("/readyz").status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    def close(self) -> None:
+        self._http.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _send(self, call: _Call[Result]) -> Result:
+        try:
+            return _read(self._http.post(call.path, json=call.body), call)
+        except httpx.HTTPError as error:
+            raise _unreachable(self._http.base_url, call.path, error) from error
+
+
+class AsyncClient:
+    """The same calls, awaited."""
+
+    def __init__(self, url: str, *, timeout_s: float = 2.0):
+        self._http = httpx.AsyncClient(base_url=url, timeout=timeout_s)
+
+    async def recommend(
+        self,
+        user: int,
+        k: int = 10,
+        *,
+        history: Sequence[Event] | None = None,
+        exclude: Sequence[int] | None = None,
+        query_time: int | None = None,
+        request: str | None = None,
+    ) -> Recommended:
+        """See `Client.recommend`."""
+        options = {"history": history, "exclude": exclude, "query_time": query_time, "request": request}
+        return await self._send(_recommend(user, k, options))
+
+    async def preinfer(
+        self,
+        user: int,
+        *,
+        request: str,
+        candidates: int,
+        history: Sequence[Event] | None = None,
+        query_time: int | None = None,
+    ) -> Preinferred:
+        """See `Client.preinfer`."""
+        return await self._send(_preinfer(user, request, candidates, {"history": history, "query_time": query_time}))
+
+    async def rank(
+        self,
+        user: int,
+        candidates: Sequence[int],
+        *,
+        request: str,
+        ticket: str | None = None,
+        k: int | None = None,
+        history: Sequence[Event] | None = None,
+        query_time: int | None = None,
+        deadline_ms: float | None = None,
+    ) -> Ranking:
+        """See `Client.rank`."""
+        options = {"ticket": ticket, "k": k, "history": history, "query_time": query_time, "deadline_ms": deadline_ms}
+        return await self._send(_rank(user, request, candidates, options))
+
+    async def release(self, ticket: str) -> None:
+        await self._send(_nothing("/v1/release", {"ticket": ticket}))
+
+    async def send_events(self, events: Sequence[Event]) -> None:
+        await self._send(_nothing("/v1/events", {"events": list(events)}))
+
+    async def invalidate(self, user: int) -> None:
+        await self._send(_nothing("/v1/invalidate", {"user": user}))
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def _send(self, call: _Call[Result]) -> Result:
+        try:
+            return _read(await self._http.post(call.path, json=call.body), call)
+        except httpx.HTTPError as error:
+            raise _unreachable(self._http.base_url, call.path, error) from error
+
+
+def _given(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: list(value) if isinstance(value, tuple) else value for name, value in options.items() if value is not None
+    }
+
+
+def _reader(kind: type[Result]) -> Callable[[dict[str, Any]], Result]:
+    """Reads the fields that the type knows; a newer service may say more."""
+    names = {one.name for one in fields(kind)}  # type: ignore[arg-type]
+    return lambda answer: kind(**{name: value for name, value in answer.items() if name in names})
+
+
+def _read(answer: httpx.Response, call: _Call[Result]) -> Result:
+    """The result of an answer; raises ServiceError."""
+    where = f"{answer.url}"
+    try:
+        content = answer.json()
+    except ValueError:
+        content = None
+    if answer.status_code == 200 and isinstance(content, dict):
+        try:
+            return call.read(content)
+        except TypeError as error:
+            message = f"{where} gave an answer of another version: {error}."
+            raise ServiceError(message, status=200, code="bad_answer") from error
+    problem = content.get("error") if isinstance(content, dict) else None
+    problem = problem if isinstance(problem, dict) else {}
+    code, wait = str(problem.get("code", "error")), answer.headers.get("retry-after", "")
+    message = f"{where} answered {answer.status_code} {code}: {problem.get('message', 'without a reason; is this a nestpipe service?')}"
+    retry_after_s = float(wait) if wait.isdigit() else None
+    raise ServiceError(message, status=answer.status_code, code=code, retry_after_s=retry_after_s)
+
+
+def _unreachable(url: httpx.URL, path: str, error: httpx.HTTPError) -> ServiceError:
+    if isinstance(error, httpx.TimeoutException):
+        message = f"{url}{path.removeprefix('/')} gave no answer in time; raise timeout_s, or look at its /metrics."
+        return ServiceError(message, status=0, code="timeout")
+    message = f"nothing answers at {url} ({error}); start it with 'nestpipe serve RUN', or check the address."
+    return ServiceError(message, status=0, code="unreachable")

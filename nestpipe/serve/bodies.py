@@ -1,0 +1,109 @@
+"""Bodies of requests: read inside limits of size and time, and checked field by field before anything is queued."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.requests import ClientDisconnect, Request
+
+from nestpipe.errors import NestPipeError
+
+_INT64 = (-(2**63), 2**63 - 1)
+MAX_REQUEST_CHARS = 128
+
+
+class BadRequestError(NestPipeError):
+    """The client's mistake, with the status and code to answer."""
+
+    def __init__(self, message: str, *, status: int = 400, code: str = "bad_request"):
+        super().__init__(message)
+        self.status, self.code = status, code
+
+
+async def read_json(request: Request, *, max_bytes: int, timeout_s: float) -> dict[str, Any]:
+    """The body as a JSON object; raises BadRequestError for one that is too large, too slow, or something else."""
+    parts, size = [], 0
+    try:
+        async with asyncio.timeout(timeout_s):
+            async for part in request.stream():
+                size += len(part)
+                if size > max_bytes:
+                    message = f"the body has more than {max_bytes:,} bytes; send fewer events or items."
+                    raise BadRequestError(message, status=413, code="too_large")
+                parts.append(part)
+    except TimeoutError:
+        message = f"the body was not complete after {timeout_s:g} s."
+        raise BadRequestError(message, status=408, code="too_slow") from None
+    except ClientDisconnect:
+        raise BadRequestError("the client left before its body was complete.", code="disconnected") from None
+    try:
+        content = json.loads(b"".join(parts), parse_constant=_refuse)
+    except (ValueError, RecursionError) as error:
+        raise BadRequestError(f"the body is no JSON ({str(error)[:80]}).", code="not_json") from None
+    if not isinstance(content, dict):
+        raise BadRequestError(
+            f"the body is a JSON {type(content).__name__}; an object is expected.", code="not_an_object"
+        )
+    return content
+
+
+class Fields:
+    """Reads the fields of a body; raises BadRequestError that names the field, what was seen and what is expected."""
+
+    def __init__(self, body: Mapping[str, Any], known: frozenset[str]):
+        self._body = body
+        if unknown := sorted(set(body) - known):
+            raise BadRequestError(
+                f"unknown field {unknown[0][:40]!r}; there are: {', '.join(sorted(known))}.", code="unknown_field"
+            )
+
+    def integer(self, name: str, low: int = _INT64[0], high: int = _INT64[1], default: int | None = None) -> int:
+        value = self._body.get(name, default)
+        if type(value) is not int or not low <= value <= high:
+            raise _wrong(name, value, f"an integer in {low:,} .. {high:,}")
+        return value
+
+    def optional_integer(self, name: str) -> int | None:
+        return None if self._body.get(name) is None else self.integer(name)
+
+    def integers(self, name: str, *, most: int, least: int = 0) -> list[int]:
+        value = self._body.get(name, [])
+        if not isinstance(value, list) or not least <= len(value) <= most:
+            raise _wrong(name, value, f"a list of {least} .. {most:,} integers")
+        for one in value:
+            if type(one) is not int or not _INT64[0] <= one <= _INT64[1]:
+                raise _wrong(name, one, "a list of 64-bit integers")
+        return value
+
+    def text(self, name: str, default: str | None = None, *, most: int = MAX_REQUEST_CHARS) -> str:
+        value = self._body.get(name, default)
+        if not isinstance(value, str) or not 0 < len(value) <= most or not value.isprintable():
+            raise _wrong(name, value, f"a printable text of at most {most:,} characters")
+        return value
+
+    def history(self, *, most: int) -> list[Any] | None:
+        """Events with item and, if the log has times, time; the instances check the rest."""
+        value = self._body.get("history")
+        if value is None:
+            return None
+        if not isinstance(value, list) or len(value) > most:
+            raise _wrong("history", value, f"a list of at most {most:,} events")
+        for event in value:
+            if not isinstance(event, dict):
+                raise _wrong("history", event, "a list of objects with item and time")
+            Fields(event, frozenset(event)).integer("item")
+            if "time" in event:
+                Fields(event, frozenset(event)).integer("time", low=-(2**52), high=2**52)
+        return value
+
+
+def _wrong(name: str, value: Any, expected: str) -> BadRequestError:
+    seen = f"{type(value).__name__} of {len(value):,}" if isinstance(value, list | dict) else repr(value)[:60]
+    return BadRequestError(f"field {name!r} is {seen}; it must be {expected}.", code=f"bad_{name}")
+
+
+def _refuse(name: str) -> float:
+    raise ValueError(f"{name} is no number of JSON")

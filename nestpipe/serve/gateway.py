@@ -1,0 +1,294 @@
+"""The gateway over HTTP: recommendations through the cascade, and the calls of an instance, sent where they belong.
+
+    POST /v1/recommend                         the cascade
+    POST /v1/preinfer /v1/rank /v1/release     as at an instance, for callers with a retrieval of their own
+    POST /v1/events /v1/invalidate             to every instance; events to any, if all read one log
+    GET  /healthz /readyz /metrics             alive; at least one instance answers; numbers
+    admin, on its own port with a token:       GET /members, POST /members {"name", "action": join|drain|leave, "url"}
+
+Limits come before work: size and time of bodies, fields, and the number of requests under way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from starlette.applications import Starlette
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from nestpipe.errors import NestPipeError
+from nestpipe.serve.bodies import BadRequestError, Fields, read_json
+from nestpipe.serve.cascade import Cascade, Request, StageError
+from nestpipe.serve.remote import Asked, RemoteError, Signal
+from nestpipe.serve.router import MAX_TICKET_CHARS, RouterError
+
+Handler = Callable[[HttpRequest], Awaitable[Response]]
+_ASKED = frozenset({"user", "request", "query_time", "history"})
+_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What one client may ask of a gateway."""
+
+    max_bytes: int = 1 << 20
+    body_s: float = 5.0
+    max_history: int = 8192
+    max_candidates: int = 4096
+    max_k: int = 1000
+    max_events: int = 1000
+    max_under_way: int = 256
+    """Requests at once; the next is refused at once, with 429."""
+
+
+class Numbers:
+    """What /metrics says. Users are never labels."""
+
+    def __init__(self) -> None:
+        registry = self.registry = CollectorRegistry()
+        calls, stages = ["call", "status"], ["stage"]
+        self.answers = Counter("nestpipe_gateway_answers", "Answers by call and status", calls, registry=registry)
+        self.paths = Counter(
+            "nestpipe_gateway_paths", "Recommendations by path of ranking", ["path"], registry=registry
+        )
+        self.seconds = Histogram(
+            "nestpipe_gateway_stage_seconds", "Time of each stage", stages, buckets=_BUCKETS_S, registry=registry
+        )
+        self.under_way = Gauge("nestpipe_gateway_under_way", "Requests under way", registry=registry)
+
+
+class Gateway:
+    """The handlers and what they share."""
+
+    def __init__(self, cascade: Cascade, limits: Limits | None = None, *, shared_log: bool = False):
+        self.cascade, self._remote = cascade, cascade.remote
+        self._limits = limits or Limits()
+        self._shared_log = shared_log  # all instances read one event log, so one of them is enough to write it
+        self.numbers = Numbers()
+        self._num_under_way = 0
+
+    def app(self) -> Starlette:
+        """What a server runs."""
+        calls = {
+            "recommend": self._recommend,
+            "preinfer": self._preinfer,
+            "rank": self._rank,
+            "release": self._release,
+            "events": self._events,
+            "invalidate": self._invalidate,
+        }
+        routes = [Route(f"/v1/{name}", self._guarded(name, call), methods=["POST"]) for name, call in calls.items()]
+        for path, handler in (("/healthz", _alive), ("/readyz", self._ready), ("/metrics", self._metrics)):
+            routes.append(Route(path, handler))
+        return Starlette(
+            routes=routes, lifespan=self._lifespan, exception_handlers={404: _http_error, 405: _http_error}
+        )
+
+    @asynccontextmanager
+    async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        yield
+        await self._remote.close()
+
+    def _guarded(self, name: str, call: Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]) -> Handler:
+        """Limits, errors as JSON, and an end to the work when the client leaves."""
+
+        async def handle(http: HttpRequest) -> Response:
+            status, content = await self._answer(http, call)
+            self.numbers.answers.labels(name, str(status)).inc()
+            return JSONResponse(content, status, {"retry-after": "1"} if status in (429, 503) else None)
+
+        return handle
+
+    async def _answer(
+        self, http: HttpRequest, call: Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
+    ) -> tuple[int, dict[str, Any]]:
+        limits = self._limits
+        if self._num_under_way >= limits.max_under_way:
+            return _error(429, "overloaded", f"{limits.max_under_way} requests are under way; try again in a second.")
+        self._num_under_way += 1
+        self.numbers.under_way.inc()
+        try:
+            body = await read_json(http, max_bytes=limits.max_bytes, timeout_s=limits.body_s)
+            return 200, await _unless_gone(http, call(body))
+        except BadRequestError as error:
+            return _error(error.status, error.code, str(error))
+        except StageError as error:
+            return _error(error.status, f"{error.stage}_{error.code}", str(error))
+        except RemoteError as error:
+            return _error(error.status, error.code, str(error))
+        except RouterError as error:
+            return _error(503, "no_instance", str(error))
+        finally:
+            self._num_under_way -= 1
+            self.numbers.under_way.dec()
+
+    async def _recommend(self, body: dict[str, Any]) -> dict[str, Any]:
+        fields, limits = Fields(body, _ASKED | {"k", "exclude"}), self._limits
+        request = Request(
+            user=fields.integer("user"),
+            request=fields.text("request", uuid.uuid4().hex),
+            k=fields.integer("k", 1, limits.max_k, 10),
+            query_time=fields.optional_integer("query_time"),
+            history=fields.history(most=limits.max_history),
+            exclude=tuple(fields.integers("exclude", most=limits.max_candidates)),
+        )
+        answer = await self.cascade.recommend(request)
+        self.numbers.paths.labels(answer.path).inc()
+        for stage, took in answer.stages.items():
+            self.numbers.seconds.labels(stage).observe(took.ms / 1e3)
+        return answer.to_json()
+
+    async def _preinfer(self, body: dict[str, Any]) -> dict[str, Any]:
+        fields = Fields(body, _ASKED | {"candidates"})
+        asked = self._asked(fields, fields.integer("candidates", 1, self._limits.max_candidates))
+        instance = self._remote.choose(asked.user)
+        signal = await self._remote.signal(asked, instance, timeout_s=self.cascade.stages.rank_ms / 1e3)
+        return {
+            "ticket": signal.ticket,
+            "admitted": signal.ticket is not None,
+            "reason": signal.reason,
+            "instance": instance.name,
+            "epoch": signal.epoch,
+        }
+
+    async def _rank(self, body: dict[str, Any]) -> dict[str, Any]:
+        fields = Fields(body, _ASKED | {"candidates", "k", "ticket", "deadline_ms"})
+        items = fields.integers("candidates", least=1, most=self._limits.max_candidates)
+        asked = self._asked(fields, len(items))
+        ticket = None if body.get("ticket") is None else fields.text("ticket", most=MAX_TICKET_CHARS)
+        k = None if body.get("k") is None else fields.integer("k", 1, self._limits.max_k)
+        deadline_ms = body.get("deadline_ms") or self.cascade.stages.rank_ms
+        if type(deadline_ms) not in (int, float) or not 0 < deadline_ms <= 60_000:
+            raise BadRequestError(
+                "field 'deadline_ms' must be a number above 0, at most 60,000.", code="bad_deadline_ms"
+            )
+        chosen = self._remote.choose(asked.user)
+        signal = Signal(instance=chosen, ticket=ticket, reason="")
+        with self._remote.holding(chosen):
+            ranked = await self._remote.rank(asked, signal, items, k, deadline_s=deadline_ms / 1e3)
+        return ranked.answer
+
+    async def _release(self, body: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "released": await self._remote.release_ticket(
+                Fields(body, frozenset({"ticket"})).text("ticket", most=MAX_TICKET_CHARS)
+            )
+        }
+
+    async def _events(self, body: dict[str, Any]) -> dict[str, Any]:
+        events = body.get("events")
+        if not isinstance(events, list) or len(events) > self._limits.max_events:
+            raise BadRequestError(
+                f"field 'events' must be a list of at most {self._limits.max_events:,}.", code="bad_events"
+            )
+        if self._shared_log:
+            return {"instances": [await self._remote.to_any("/v1/events", body, timeout_s=self._limits.body_s)]}
+        return await self._to_all("/v1/events", body)
+
+    async def _invalidate(self, body: dict[str, Any]) -> dict[str, Any]:
+        Fields(body, frozenset({"user"})).integer("user")
+        return await self._to_all("/v1/invalidate", body)
+
+    async def _to_all(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """The same to every instance. Both calls are idempotent: a caller that is told of a failure sends again."""
+        said = await self._remote.broadcast(path, body, timeout_s=self._limits.body_s)
+        if failed := {name: error for name, error in said.items() if error is not None}:
+            first = next(iter(failed.values()))
+            message = f"{len(failed)} of {len(said)} instances did not take it ({first}); send the same again."
+            raise RemoteError(message, status=first.status if first.is_final else 503, code=first.code)
+        return {"instances": sorted(said)}
+
+    def _asked(self, fields: Fields, num_candidates: int) -> Asked:
+        return Asked(
+            user=fields.integer("user"),
+            request=fields.text("request", uuid.uuid4().hex),
+            num_candidates=num_candidates,
+            query_time=fields.optional_integer("query_time"),
+            history=fields.history(most=self._limits.max_history),
+        )
+
+    async def _ready(self, http: HttpRequest) -> Response:
+        ready = await self._remote.ready(timeout_s=1.0)
+        return JSONResponse({"ready": ready}, 200 if any(ready.values()) else 503)
+
+    async def _metrics(self, http: HttpRequest) -> Response:
+        return Response(generate_latest(self.numbers.registry), media_type="text/plain; version=0.0.4")
+
+
+def admin_app(cascade: Cascade, token: str) -> Starlette:
+    """Membership over HTTP, for who knows the token."""
+    members = cascade.remote.members
+
+    async def handle(http: HttpRequest) -> Response:
+        said = http.headers.get("authorization", "").removeprefix("Bearer ")
+        if not hmac.compare_digest(said.encode(), token.encode()):
+            return JSONResponse(_error(401, "unauthorized", "send the token: 'Authorization: Bearer TOKEN'.")[1], 401)
+        try:
+            if http.method == "POST":
+                body = await read_json(http, max_bytes=4096, timeout_s=5.0)
+                _change(body)
+        except BadRequestError as error:
+            status, content = _error(error.status, error.code, str(error))
+            return JSONResponse(content, status)
+        except NestPipeError as error:
+            status, content = _error(404, "no_instance", str(error))
+            return JSONResponse(content, status)
+        return JSONResponse({"members": [asdict(one) for one in members], "loads": dict(cascade.remote.loads)})
+
+    def _change(body: dict[str, Any]) -> None:
+        fields = Fields(body, frozenset({"name", "action", "url"}))
+        name, action = fields.text("name"), fields.text("action")
+        if action == "join":
+            url = fields.text("url")
+            if not url.startswith(("http://", "https://")):
+                raise BadRequestError("field 'url' must be an http address.", code="bad_url")
+            members.join(name, url.rstrip("/"))
+        elif action in ("drain", "leave"):
+            {"drain": members.drain, "leave": members.leave}[action](name)
+        else:
+            raise BadRequestError(f"there is no action {action!r}; there are join, drain and leave.", code="bad_action")
+
+    return Starlette(routes=[Route("/members", handle, methods=["GET", "POST"])])
+
+
+async def _unless_gone(http: HttpRequest, work: Awaitable[dict[str, Any]]) -> dict[str, Any]:
+    """The result of some work, which is cancelled when the client leaves."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_wait_disconnect(http))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise BadRequestError("the client left.", status=499, code="disconnected")
+        return task.result()
+    finally:
+        for one in (task, gone):
+            one.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _wait_disconnect(http: HttpRequest) -> None:
+    while (await http.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _alive(http: HttpRequest) -> Response:
+    return JSONResponse({"alive": True})
+
+
+async def _http_error(http: HttpRequest, error: Exception) -> Response:
+    status = int(getattr(error, "status_code", 404))
+    what = {404: "there is no such path", 405: "this path wants another method"}.get(status, "refused")
+    return JSONResponse(_error(status, what.split()[-1], f"{http.method} {http.url.path[:80]}: {what}.")[1], status)
+
+
+def _error(status: int, code: str, message: str) -> tuple[int, dict[str, Any]]:
+    return status, {"error": {"code": code, "message": message}}
