@@ -12,13 +12,14 @@ import faulthandler
 import multiprocessing
 import os
 import signal
+import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +55,7 @@ class RankPool:
     """Rank processes that are reused; `close` ends them."""
 
     def __init__(self) -> None:
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["torch.distributed", "pytest", "hypothesis", "nestpipe.comm"])
+        self._context = _fork_server()
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         self._ranks: list[_Rank] = []
         self._num_calls = 0
@@ -128,6 +128,29 @@ class RankPool:
             each.process.close()
             each.pipe.close()
         self._ranks.clear()
+
+
+def _fork_server() -> ForkServerContext:
+    """Processes of this context are forked from one that has imported what tests need."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed", "pytest", "hypothesis", "nestpipe.trainer"])
+    return context
+
+
+def exit_code_of(code: str, *arguments: str, deadline_s: float = 100.0) -> int | None:
+    """Runs Python code as `python -c CODE ARGUMENTS` does, without the seconds that torch takes to start."""
+    process = _fork_server().Process(target=_execute, args=(code, arguments), daemon=True)
+    process.start()
+    process.join(deadline_s)
+    if process.is_alive():
+        process.kill()
+        raise TimeoutError(f"not finished after {deadline_s:.0f} s: {arguments}")
+    return process.exitcode
+
+
+def _execute(code: str, arguments: tuple[str, ...]) -> None:
+    sys.argv = ["-c", *arguments]
+    exec(compile(code, "-c", "exec"), {"__name__": "__main__"})
 
 
 POOL: RankPool | None = None

@@ -2,8 +2,6 @@
 
 import shutil
 import signal
-import subprocess
-import sys
 from dataclasses import replace
 
 import fsspec
@@ -17,7 +15,7 @@ from nestpipe.mirror import Mirror, local_copy
 from nestpipe.run import Run
 from nestpipe.trainer import train_to_end
 from nestpipe.warm_start import InitFrom
-from tests.ranks import run_ranks
+from tests.ranks import exit_code_of, run_ranks
 from tests.worlds import small_config, small_log
 
 # Dies by SIGKILL at the n-th file that it copies.
@@ -104,9 +102,7 @@ def test_killed_while_it_copies_leaves_nothing_half_complete(log, tmp_path, coun
     url, settings = f"file://{tmp_path / 'far'}", tmp_path / "config.json"
     config = small_config(log, mirror=url)
     settings.write_text(config.to_json())
-    arguments = [sys.executable, "-c", KILLED, str(settings), str(tmp_path / "run"), str(count)]
-    died = subprocess.run(arguments, capture_output=True, text=True, timeout=100, check=False)
-    assert died.returncode == -signal.SIGKILL, died.stderr
+    assert exit_code_of(KILLED, str(settings), str(tmp_path / "run"), str(count)) == -signal.SIGKILL
     assert Mirror(url).steps() == steps
     shutil.rmtree(tmp_path / "run")
     again = train(config, tmp_path / "run", resume=True, quiet=True)

@@ -16,6 +16,7 @@ from nestpipe.demo import differing_tensors
 from nestpipe.errors import CheckpointError, ConfigError, NestPipeError, TrainError
 from nestpipe.metrics import read_jsonl
 from nestpipe.run import FREE_KEYS, Run
+from tests.ranks import exit_code_of
 from tests.worlds import small_config, small_log
 
 # Trains in a process of its own and dies by SIGKILL at the n-th call of a function of the checkpoint or the step.
@@ -112,8 +113,7 @@ def test_killed_with_validation_and_patience_remembers_both(log, tmp_path, scale
     (tmp_path / "config.json").write_text(config.to_json())
     for count in range(2, scale(24, 60), scale(14, 1)):
         folder = tmp_path / str(count)
-        arguments = [sys.executable, "-c", KILLED, str(tmp_path / "config.json"), str(folder), "flush", str(count)]
-        subprocess.run(arguments, capture_output=True, timeout=100, check=False)
+        exit_code_of(KILLED, str(tmp_path / "config.json"), str(folder), "flush", str(count))
         again = train(config, folder, resume=True, quiet=True)
         assert not differing_tensors(calm.folder, folder)
         assert again.load_state()[1].progress["best"] == calm.load_state()[1].progress["best"]
@@ -127,9 +127,7 @@ def test_killed_anywhere_and_resumed_ends_with_the_same_bits(log, calm, tmp_path
     """flush 1 to 8 is inside the first save (dense, 4 buckets, manifest, folder, parent), 9 to 16 inside the second."""
     folder, settings = tmp_path / "run", tmp_path / "config.json"
     settings.write_text(small_config(log).to_json())
-    arguments = [sys.executable, "-c", KILLED, str(settings), str(folder), target, str(count)]
-    died = subprocess.run(arguments, capture_output=True, text=True, timeout=100, check=False)
-    assert died.returncode == -signal.SIGKILL, died.stderr
+    assert exit_code_of(KILLED, str(settings), str(folder), target, str(count)) == -signal.SIGKILL
     assert checkpoint.complete_steps(folder / "checkpoints") in ([], [5], [5, 10])
     train(small_config(log), folder, resume=True, quiet=True)
     assert not differing_tensors(calm("hstu", "sampled"), folder)
@@ -142,9 +140,7 @@ def test_killed_while_a_checkpoint_is_written_beside_the_training(log, calm, tmp
     """Inside the folder, and after the rename: only the disk may not know of it yet."""
     folder, settings = tmp_path / "run", tmp_path / "config.json"
     settings.write_text(small_config(log).to_json())
-    arguments = [sys.executable, "-c", KILLED_BESIDE, str(settings), str(folder), str(count)]
-    died = subprocess.run(arguments, capture_output=True, text=True, timeout=100, check=False)
-    assert died.returncode == -signal.SIGKILL, died.stderr
+    assert exit_code_of(KILLED_BESIDE, str(settings), str(folder), str(count)) == -signal.SIGKILL
     assert checkpoint.complete_steps(folder / "checkpoints") == ([] if count < 8 else [5])
     assert len(list((folder / "checkpoints").glob(".tmp*"))) == (count < 8)
     assert [r["step"] for r in read_jsonl(folder / "metrics.jsonl")] == list(range(1, 8))
