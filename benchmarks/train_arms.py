@@ -182,7 +182,8 @@ def our_state(settings: Settings, lanes: Lanes) -> TrainState:
 def dense_only(state: TrainState, data: list[Batch]) -> Callable[[int], None]:
     """The same parts on rows that are already there, with dense sum and dense step: what no overlap can hide."""
     works = [stages.read(state, batch, RATES, number) for number, batch in enumerate(data)]
-    rows = {len(places): torch.randn(len(places), DIM) for work in works for places in work.plan.tables["item"].places}
+    sizes = {work.plan.tables["item"].leaf_size(part) for work in works for part in range(state.cut.parts)}
+    rows = {size: torch.randn(size, DIM) for size in sorted(sizes)}
     numbers = count()
 
     def run(num_steps: int) -> None:
@@ -190,7 +191,7 @@ def dense_only(state: TrainState, data: list[Batch]) -> Callable[[int], None]:
             work = works[number % NUM_BATCHES]
             state.dense.zero_grads()
             for part in range(state.cut.parts):
-                leaf = rows[len(work.plan.tables["item"].places[part])].requires_grad_()
+                leaf = rows[work.plan.tables["item"].leaf_size(part)].requires_grad_()
                 output = state.model.forward(work.plan.rows(part, {"item": leaf}), work.parts[part], work.draw)
                 (output.loss_sum / work.batch.num_samples).backward()
                 leaf.grad = None

@@ -198,12 +198,14 @@ class Lane:
         tag: int | None = None,
         wire: torch.dtype | None = None,
         where: str = "",
+        own: bool = True,
     ) -> Handle:
         """Posts the receives of an exchange, to be launched later by `launch(send)`; contiguous, one per rank.
 
         `tag` (below MAX_TAG) tells exchanges apart that ranks post in another order than they launch; without it they
         are counted. `wire` is a 16-bit type for wider floats on their way, the own part included: not exact. `where`
-        stands in error messages. On nccl and hccl (written, not yet run) the work is one all_to_all_single at launch.
+        stands in error messages. Without `own` the own part stays with the caller, neither checked nor copied. On nccl and hccl
+        (written, not yet run) the work is one all_to_all_single at launch.
         """
         self.check_use()
         if len(receive) != self.world.size:
@@ -212,7 +214,7 @@ class Lane:
             raise ValueError(f"exchange '{name}' has tag {tag}, but tags end below {MAX_TAG:,}.")
         number = self._num_exchanges % MAX_TAG if tag is None else MAX_TAG + tag
         self._num_exchanges += tag is None
-        handle = Handle(self, name, receive, number=number, wire=wire, where=where)
+        handle = Handle(self, name, receive, number=number, wire=wire, where=where, own=own)
         self.unfinished.add(handle)
         handle.post()
         return handle

@@ -39,13 +39,21 @@ class Handle:
     """One exchange under way: posted, launched, waited for."""
 
     def __init__(
-        self, lane: Lane, name: str, receive: Sequence[Tensor], *, number: int, wire: torch.dtype | None, where: str
+        self,
+        lane: Lane,
+        name: str,
+        receive: Sequence[Tensor],
+        *,
+        number: int,
+        wire: torch.dtype | None,
+        where: str,
+        own: bool,
     ):
         self._lane, self._world = lane, lane.world
         self._name = name
         self._title = f"exchange '{name}'" + (f" ({where})" if where else "")
-        self._number, self._wire = number, wire
-        self._receive = receive
+        self._number, self._wire, self._own = number, wire, own
+        self._receive = list(receive)
         self._arrivals = [_narrow_like(buffer, wire) for buffer in receive]  # mostly the buffers themselves
         self._send: list[Tensor] | None = None
         self._works: list[tuple[int, Any]] = []  # (peer, operation), receives first
@@ -64,8 +72,9 @@ class Handle:
         """Sends; the tensors must not change before `wait` has returned."""
         if len(send) != self._world.size:
             raise ValueError(f"{self._title} has {len(send)} sends for {self._world.size} ranks.")
-        own, place = send[self._world.rank], self._receive[self._world.rank]
-        if own.shape != place.shape or own.dtype != place.dtype:
+        rank = self._world.rank
+        own, place = send[rank], self._receive[rank]
+        if self._own and (own.shape != place.shape or own.dtype != place.dtype):
             raise ValueError(
                 f"{self._title} sends itself {own.dtype} {list(own.shape)} for {place.dtype} {list(place.shape)}."
             )
@@ -75,7 +84,8 @@ class Handle:
             for peer in self._peers():
                 self._operate(self._lane.group.send, self._send[peer], peer)
                 self._num_sends += 1
-            self._arrivals[self._world.rank].copy_(self._send[self._world.rank])
+            if self._own:
+                self._arrivals[rank].copy_(self._send[rank])
         else:
             self._launch_all_to_all(self._send)
         if watch := self._lane.watch:
@@ -139,8 +149,11 @@ class Handle:
 
     def _launch_all_to_all(self, send: list[Tensor]) -> None:
         """One collective on concatenated buffers, for nccl and hccl."""
-        source, sizes = torch.cat([_as_bytes(part) for part in send]), [part.nbytes for part in send]
-        target_sizes = [arrival.nbytes for arrival in self._arrivals]
+        parts, rooms = [_as_bytes(part) for part in send], [_as_bytes(one) for one in self._arrivals]
+        if not self._own:
+            rank = self._world.rank
+            parts[rank] = rooms[rank] = parts[rank][:0]
+        source, sizes, target_sizes = torch.cat(parts), [len(part) for part in parts], [len(room) for room in rooms]
         target = source.new_empty(sum(target_sizes))
         if self._lane.group is None:
             target.copy_(source)
@@ -148,8 +161,8 @@ class Handle:
             self._works.append((self._world.rank, self._lane.all_to_all(target, source, target_sizes, sizes)))
 
         def scatter() -> None:
-            for arrival, part in zip(self._arrivals, target.split(target_sizes), strict=True):
-                _as_bytes(arrival).copy_(part)
+            for room, part in zip(rooms, target.split(target_sizes), strict=True):
+                room.copy_(part)
 
         self._finish = scatter
 

@@ -66,6 +66,11 @@ class Jagged:
         places = ranges(self.offsets.index_select(0, rows), lengths)
         return Jagged(self.values.index_select(0, places), offsets, self.max_len)
 
+    def slice(self, begin: int, end: int) -> Jagged:
+        """Rows begin … end - 1, without copying values."""
+        first, last = int(self.offsets[begin]), int(self.offsets[end])
+        return Jagged(self.values[first:last], self.offsets[begin : end + 1] - first, self.max_len)
+
     def check(self, name: str) -> None:
         """Raises DataError if an invariant of the module's docstring does not hold."""
         lengths = self.lengths()
@@ -155,4 +160,24 @@ class Batch:
             sample_features={name: jagged.select(rows) for name, jagged in self.sample_features.items()},
             target_features={name: jagged.select(events) for name, jagged in self.target_features.items()},
             groups=None if self.groups is None else self.groups.index_select(0, rows),
+        )
+
+    def slice(self, begin: int, end: int) -> Batch:
+        """Samples begin … end - 1, without copying values."""
+        first, last = int(self.items.offsets[begin]), int(self.items.offsets[end])
+
+        def cut(jagged: Jagged | None) -> Jagged | None:
+            return None if jagged is None else jagged.slice(begin, end)
+
+        return Batch(
+            cursor=self.cursor,
+            sample_ids=self.sample_ids[begin:end],
+            items=self.items.slice(begin, end),
+            times=cut(self.times),
+            query_times=cut(self.query_times),
+            targets=cut(self.targets),
+            event_features={name: jagged.slice(first, last) for name, jagged in self.event_features.items()},
+            sample_features={name: jagged.slice(begin, end) for name, jagged in self.sample_features.items()},
+            target_features={name: jagged.slice(first, last) for name, jagged in self.target_features.items()},
+            groups=None if self.groups is None else self.groups[begin:end],
         )

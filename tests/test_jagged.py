@@ -62,6 +62,13 @@ def test_batch_select_moves_every_feature_with_its_sample():
         event_features={"tags": Jagged.from_rows([[1], [2, 2], [3, 3, 3], [], [5]])},
         sample_features={"age": Jagged.from_rows([[10], [], [12]])},
     )
+    middle = batch.slice(1, 3)
+    assert middle.sample_ids.tolist() == [11, 12]
+    assert lists(middle.items) == [[], [3, 4, 5]]
+    assert lists(middle.times) == [[], [300, 400, 500]]
+    assert lists(middle.event_features["tags"]) == [[3, 3, 3], [], [5]]
+    assert lists(middle.sample_features["age"]) == [[], [12]]
+    assert middle.items.values.data_ptr() == items.values[2:].data_ptr()
     picked = batch.select(torch.tensor([2, 0]))
     assert picked.sample_ids.tolist() == [12, 10]
     assert lists(picked.items) == [[3, 4, 5], [1, 2]]

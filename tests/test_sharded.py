@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from nestpipe.embedding.owner import Owners
-from nestpipe.embedding.route import route
+from nestpipe.embedding.route import own_requests, plan_table, route
 from nestpipe.embedding.spec import Lookup
 from nestpipe.pipeline.stages import Clip
+from tests.embedding.test_ids import needs_compiler
 from tests.pipeline_ranks import merged, train_steps
 from tests.ranks import run_ranks
 from tests.worlds import small_log, write_log
@@ -180,13 +183,49 @@ def test_a_plan_sends_each_id_once_with_its_first_part_and_back_with_its_last():
         {"x": Lookup(table="t", ids=torch.tensor(ids, dtype=torch.int64))} for ids in ([5, 9, 5], [], [9, 2], [2, 7])
     ]
     owners = Owners(64, 3)
-    plan = route(parts, ["t"], owners).tables["t"]
+    routed = route(parts, ["t"], owners)
+    plan = routed.tables["t"]
     first, last = {5: 0, 9: 0, 2: 2, 7: 3}, {5: 0, 9: 2, 2: 3, 7: 3}
     ids = plan.ids.tolist()
     assert sorted(ids) == [2, 5, 7, 9]
     keys = [(int(owners.owner_of(torch.tensor([one]))), first[one], one) for one in ids]
     assert keys == sorted(keys)
     assert plan.last_part.tolist() == [last[one] for one in ids]
-    assert [[ids[place] for place in places.tolist()] for places in plan.places] == [[5, 9], [], [2, 9], [2, 7]]
+    leaves = [sorted((one for one in set(part["x"].ids.tolist())), key=ids.index) for part in parts]
+    for part, leaf in enumerate(leaves):
+        assert [leaf[place] for place in routed.index[part]["x"].tolist()] == parts[part]["x"].ids.tolist()
+        assert [leaf[place] for place in plan.again[part].tolist()] == [one for one in leaf if first[one] < part]
+        sources = [divmod(source, 1 << 32) for source in plan.source[part].tolist()]
+        assert [leaves[number][place] for number, place in sources] == [one for one in leaf if first[one] < part]
+        assert [leaf[place] for place in plan.leaving[part].tolist()] == [one for one in leaf if last[one] == part]
+        assert [one for fresh in plan.fresh(part) for one in leaf[fresh]] == [one for one in leaf if first[one] == part]
     for owner, counts in enumerate(plan.first_counts):
         assert counts == [sum(key[:2] == (owner, part) for key in keys) for part in range(4)]
+
+
+@needs_compiler
+@given(
+    rows=st.lists(st.lists(st.integers(-9, 9) | st.integers(-(2**63), 2**63 - 1), max_size=12), min_size=1, max_size=5),
+    world_size=st.integers(1, 4),
+)
+def test_native_plans_are_those_of_torch(rows, world_size):
+    ids, sizes = torch.tensor([one for row in rows for one in row], dtype=torch.int64), [len(row) for row in rows]
+    (ours, index), (other, other_index) = (
+        plan_table(ids, sizes, Owners(64, world_size), native=native) for native in (True, False)
+    )
+    assert index.tolist() == other_index.tolist()
+    assert as_lists(ours) == as_lists(other)
+    # The same ids as requests of so many askers, each with the part of its last use.
+    counts = [[len(part) // world_size] * len(rows) for part in rows[:1]] * world_size
+    num_asked = sum(map(sum, counts))
+    if num_asked <= len(ids):
+        last_part = torch.arange(num_asked).remainder(len(rows)).to(torch.uint8)
+        found = [own_requests(ids[:num_asked], last_part, counts, native=native) for native in (True, False)]
+        assert as_lists(found[0]) == as_lists(found[1])
+
+
+def as_lists(plan):
+    """All fields of a dataclass, tensors as lists."""
+    values = [getattr(plan, name) for name in plan.__dataclass_fields__]
+    listed = [value.tolist() if isinstance(value, torch.Tensor) else value for value in values]
+    return [[one.tolist() for one in value] if isinstance(value, tuple) else value for value in listed]

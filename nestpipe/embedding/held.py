@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from nestpipe.embedding.index import make_index
+from nestpipe.embedding.rows import Arrived
 from nestpipe.embedding.store import Store
 from nestpipe.embedding.table import WEIGHTS, Table
 
@@ -50,11 +51,11 @@ class Holder(Protocol):
         """Decides which of a batch's distinct ascending ids have a row, and holds them."""
         ...
 
-    def gather(self, held: Held, places: Tensor) -> Tensor:
-        """A copy of the weights [n, D] of the ids at these places."""
+    def gather(self, held: Held, places: Tensor, out: Tensor | None = None) -> Tensor:
+        """A copy of the weights [n, D] of the ids at these places; into `out` if given."""
         ...
 
-    def update(self, held: Held, grads: Tensor, lr: float) -> None:
+    def update(self, held: Held, grads: Tensor | Arrived, lr: float) -> None:
         """One optimizer step on each row of the batch; the gradient of an id without a row is dropped."""
         ...
 
@@ -74,17 +75,17 @@ class InPlace:
         rowless = (homes < 0).nonzero().flatten()
         return Held(ids, homes, homes, rowless, self.table.initial(ids.index_select(0, rowless)))
 
-    def gather(self, held: Held, places: Tensor) -> Tensor:
+    def gather(self, held: Held, places: Tensor, out: Tensor | None = None) -> Tensor:
         slots = held.slots.index_select(0, places)
         if not len(held.rowless):
-            return self.table.gather(slots)
-        rows = self.table.empty_rows(len(places))
+            return self.table.gather(slots, out)
+        rows = self.table.empty_rows(len(places)) if out is None else out
         known, unknown = ((slots >= 0).nonzero().flatten(), (slots < 0).nonzero().flatten())
         rows.index_copy_(0, known, self.table.gather(slots.index_select(0, known)))
         spare = torch.searchsorted(held.rowless, places.index_select(0, unknown))
         return rows.index_copy_(0, unknown, held.initial.index_select(0, spare))
 
-    def update(self, held: Held, grads: Tensor, lr: float) -> None:
+    def update(self, held: Held, grads: Tensor | Arrived, lr: float) -> None:
         self.table.update(held.row_slots, grads, lr)
 
     def release(self, held: Held) -> None:
@@ -115,10 +116,10 @@ class Pool:
         rowless = (homes < 0).nonzero().flatten()
         return Held(ids, homes, slots, rowless, self.table.empty_rows(0))
 
-    def gather(self, held: Held, places: Tensor) -> Tensor:
-        return self._columns.gather(WEIGHTS, held.slots.index_select(0, places))
+    def gather(self, held: Held, places: Tensor, out: Tensor | None = None) -> Tensor:
+        return self._columns.gather(WEIGHTS, held.slots.index_select(0, places), out)
 
-    def update(self, held: Held, grads: Tensor, lr: float) -> None:
+    def update(self, held: Held, grads: Tensor | Arrived, lr: float) -> None:
         self.table.step(self._columns, held.row_slots, grads, lr)
 
     def release(self, held: Held) -> None:

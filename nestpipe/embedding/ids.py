@@ -22,7 +22,7 @@ def dedupe(ids: Tensor, *, native: bool | None = None) -> tuple[Tensor, Tensor]:
     ids = ids.contiguous()
     unique, inverse = torch.empty_like(ids), torch.empty_like(ids)
     num_unique = functions.dedupe(ids.data_ptr(), len(ids), unique.data_ptr(), inverse.data_ptr())
-    _check_memory(num_unique, len(ids))
+    check_memory(num_unique, len(ids))
     # A copy, so that the room of the repeated ids is not kept for as long as the distinct ones.
     return unique[:num_unique].clone(), inverse
 
@@ -35,7 +35,7 @@ def group(groups: Tensor, num_groups: int, *, native: bool | None = None) -> tup
     groups = groups.contiguous()
     order, counts = torch.empty_like(groups), groups.new_empty(num_groups)
     done = functions.group(groups.data_ptr(), len(groups), num_groups, order.data_ptr(), counts.data_ptr())
-    _check_memory(done, len(groups))
+    check_memory(done, len(groups))
     if done < len(groups):
         raise IndexError(
             f"group {int(groups[done])} (place {done} of {len(groups):,}) is not among {num_groups:,} groups"
@@ -56,6 +56,17 @@ def owner_of(ids: Tensor, num_buckets: int, world_size: int, *, native: bool | N
     return owner
 
 
+def among(ids: Tensor, others: Tensor, *, native: bool | None = None) -> Tensor:
+    """Whether (uint8 [n]) each of the ids is among the others; both ascend without repeats."""
+    functions = _functions() if native is None or native else None
+    if functions is None:
+        return torch.isin(ids, others, assume_unique=True).to(torch.uint8)
+    ids, others = ids.contiguous(), others.contiguous()
+    found = torch.empty(len(ids), dtype=torch.uint8)
+    functions.among(ids.data_ptr(), len(ids), others.data_ptr(), len(others), found.data_ptr())
+    return found
+
+
 class _Functions:
     """What ids.cpp offers."""
 
@@ -63,6 +74,7 @@ class _Functions:
         ids = c_void_p
         self.dedupe = native.function("nestpipe_ids_dedupe", c_int64, ids, c_int64, ids, ids)
         self.group = native.function("nestpipe_ids_group", c_int64, ids, c_int64, c_int64, ids, ids)
+        self.among = native.function("nestpipe_ids_among", None, ids, c_int64, ids, c_int64, ids)
         self.owner = native.function("nestpipe_ids_owner", None, ids, c_int64, c_int64, c_int64, ids)
 
 
@@ -72,7 +84,8 @@ def _functions() -> _Functions | None:
     return _Functions(found) if found else None
 
 
-def _check_memory(result: int, num_ids: int) -> None:
+def check_memory(result: int, num_ids: int) -> None:
+    """Raises MemoryError if a native function says that there was none."""
     if result < 0:
         raise MemoryError(f"no memory to sort {num_ids:,} ids")
 

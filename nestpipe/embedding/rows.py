@@ -7,7 +7,10 @@ native versions release the GIL and are for dense columns on the CPU; sums are n
 from __future__ import annotations
 
 import math
-from ctypes import c_int64, c_void_p
+import struct
+from collections.abc import Iterator, Sequence
+from ctypes import POINTER, Structure, byref, c_int64, c_uint32, c_void_p
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -68,6 +71,61 @@ def add_rows(target: Tensor, places: Tensor, rows: Tensor, *, native: bool | Non
     )
 
 
+def copy_from(
+    target: Tensor, places: Tensor, sources: Tensor, columns: Sequence[Tensor], *, native: bool | None = None
+) -> None:
+    """target[places[i]] = row `sources[i] & 0xffffffff` of column `sources[i] >> 32`; places are distinct."""
+    if (functions := _functions_for(native, target, *columns)) is not None:
+        _move(functions.copy_from, target, places, sources, columns)
+        return
+    for own, rows in _by_column(sources, columns):
+        target.index_copy_(0, places.index_select(0, own), rows)
+
+
+def add_from(
+    target: Tensor, places: Tensor, sources: Tensor, columns: Sequence[Tensor], *, native: bool | None = None
+) -> None:
+    """target[places[i]] += row `sources[i] & 0xffffffff` of column `sources[i] >> 32`; places are distinct."""
+    functions = _functions_for(native, target, *columns) if target.dtype == torch.float32 else None
+    if functions is not None:
+        _move(functions.add_from, target, places, sources, columns)
+        return
+    for own, rows in _by_column(sources, columns):
+        target.index_add_(0, places.index_select(0, own), rows)
+
+
+def largest(values: Tensor, *, native: bool | None = None) -> float:
+    """The largest |value|; nan if there is one, 0 if there is nothing."""
+    functions = _functions_for(native, values) if values.dtype == torch.float32 else None
+    if functions is not None:
+        found: float = struct.unpack("<f", struct.pack("<I", functions.largest(values.data_ptr(), values.numel())))[0]
+        return found
+    return float(torch.linalg.vector_norm(values, math.inf)) if values.numel() else 0.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Arrived:
+    """Gradients as sums [K, D] of rows that arrived in segments; the rows of all segments are counted through."""
+
+    segments: Sequence[Tensor]  # [n, D] each
+    starts: Tensor  # [K + 1]: where the rows of each sum start in `order`; each has at least one
+    order: Tensor  # their numbers, in the order in which they are added
+
+    def total(self) -> Tensor:
+        """The sums [K, D]."""
+        rows = torch.cat(list(self.segments))
+        number = torch.arange(len(self.starts) - 1).repeat_interleave(self.starts.diff())
+        # Not zero: adding that would turn -0.0 into 0.0, which copying the first row does not.
+        sums = rows.new_full((len(self.starts) - 1, *rows.shape[1:]), -0.0)
+        return sums.index_add_(0, number, rows.index_select(0, self.order))
+
+    def addresses(self) -> Tensor:
+        """Where each row is in memory; for native code."""
+        return torch.cat(
+            [torch.arange(one.data_ptr(), one.data_ptr() + one.nbytes, row_bytes(one)) for one in self.segments]
+        )
+
+
 def gather_each(unique: Tensor, index: Tensor, *, native: bool | None = None) -> Tensor:
     """unique[index] [*index.shape, D] with a gradient: the sum over the occurrences of a row, in their order."""
     if _functions_for(native, unique) is None or unique.dtype != torch.float32:
@@ -97,6 +155,39 @@ def row_bytes(column: Tensor) -> int:
     return math.prod(column.shape[1:]) * column.itemsize
 
 
+class _Moves(Structure):
+    """nestpipe_moves of rows.cpp."""
+
+    _fields_ = (
+        ("target", c_void_p),
+        ("num_rows", c_int64),
+        ("row_bytes", c_int64),
+        ("places", c_void_p),
+        ("sources", c_void_p),
+        ("n", c_int64),
+        ("bases", c_void_p),
+    )
+
+
+def _move(function: Any, target: Tensor, places: Tensor, sources: Tensor, columns: Sequence[Tensor]) -> None:
+    if not len(places):
+        return
+    bases = torch.tensor([column.data_ptr() for column in columns])
+    moves = _Moves(
+        *(target.data_ptr(), len(target), row_bytes(target)),
+        *(places.data_ptr(), sources.data_ptr(), len(places), bases.data_ptr()),
+    )
+    check_slots(function(byref(moves)), places, len(target))
+
+
+def _by_column(sources: Tensor, columns: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """For each column the numbers of the sources in it, and their rows."""
+    number, position = sources >> 32, sources & 0xFFFFFFFF
+    for own, column in enumerate(columns):
+        found = (number == own).nonzero().flatten()
+        yield found, column.index_select(0, position.index_select(0, found))
+
+
 class _Functions:
     """What rows.cpp offers for copies and sums."""
 
@@ -107,6 +198,9 @@ class _Functions:
         self.gather = native.function("nestpipe_rows_gather", number, *sized, number)
         self.scatter = native.function("nestpipe_rows_scatter", number, *sized)
         self.add = native.function("nestpipe_rows_add", number, *sized)
+        self.copy_from = native.function("nestpipe_rows_copy_from", number, POINTER(_Moves))
+        self.add_from = native.function("nestpipe_rows_add_from", number, POINTER(_Moves))
+        self.largest = native.function("nestpipe_rows_largest", c_uint32, rows, number)
 
 
 @cache

@@ -25,10 +25,9 @@ from torch import Tensor
 
 from nestpipe.comm import Handle, Lane
 from nestpipe.embedding.held import Held, Holder, InPlace
-from nestpipe.embedding.ids import dedupe, group
 from nestpipe.embedding.owner import Owners
-from nestpipe.embedding.route import Plan, TablePlan
-from nestpipe.embedding.rows import add_rows, gather_rows
+from nestpipe.embedding.route import Plan, Requests, TablePlan, own_requests
+from nestpipe.embedding.rows import Arrived, add_from, copy_from, gather_rows, largest
 from nestpipe.embedding.table import Table
 from nestpipe.errors import CommError
 
@@ -73,21 +72,28 @@ class _Asked:
     """An asker's side of one table in a window."""
 
     plan: TablePlan
-    rows: Tensor  # [U, D] in the plan's order
-    grads: Tensor  # [U, D]
-    leaving: list[list[Tensor]]  # [owner][part]: places of the sums that go home with the part
+    leaves: list[Tensor]  # [part]: rows [u, D] of its distinct ids; new ones arrive there, the others are copied
+    grads: list[Tensor | None]  # [part]: sums [u, D] of the parts up to this one, once it has computed
 
 
 @dataclass(slots=True, eq=False)
 class _Owned:
-    """An owner's side of one table in a window. Requests are what was asked for, rank by rank in the askers' order."""
+    """An owner's side of one table in a window."""
 
-    ids: Tensor  # [K] union over the askers, ascending
-    wanted: list[list[Tensor]]  # [asker][part]: places in the union of the rows that travel with the part
-    arriving: list[list[Tensor]]  # [asker][part]: places in the union of the sums that arrive with the part
-    grads: Tensor  # [K, D]
-    arrivals: list[list[Tensor]]  # [asker][part]: room for those sums
+    requests: Requests
+    arrivals: list[list[Tensor]]  # [part][asker]: sums that come with the part
+    num_collected: int = 0  # parts of which they have come
     held: Held | None = None
+    totals: Tensor | None = None  # [K, D] what they add up to, if somebody asked
+
+    def grads(self, num_parts: int) -> Tensor | Arrived:
+        """The gradients of all rows."""
+        if self.num_collected < num_parts:
+            raise CommError("an update before all gradients were collected: a dependency is missing in the schedule.")
+        if self.totals is not None:
+            return self.totals
+        segments = [one for part in self.arrivals for one in part]
+        return Arrived(segments, self.requests.starts, self.requests.arrivals)
 
 
 @dataclass(slots=True, eq=False)
@@ -131,81 +137,94 @@ class Window:
         for handle in handles:
             handle.wait()
         for name, (ids, last_part, first_counts) in found.items():
-            self._owned[name] = _own(self.home.tables[name], ids, last_part, first_counts)
-            self._asked[name] = _ask(self.home.tables[name], self.plan.tables[name])
+            table, plan = self.home.tables[name], self.plan.tables[name]
+            leaves = [table.empty_rows(plan.leaf_size(part)) for part in range(parts)]
+            self._asked[name] = _Asked(plan, leaves, [None] * parts)
+            self._owned[name] = _own(table, own_requests(ids, last_part, first_counts), self.home.rank)
 
     def retrieve(self) -> None:
         """Decides which ids have a row, and takes the rows; once per batch, in order."""
         for name, owned in self._owned.items():
-            owned.held = self.home.holders[name].take(owned.ids, self.number)
+            owned.held = self.home.holders[name].take(owned.requests.ids, self.number)
 
     def post(self, *, where: str = "") -> None:
         """Opens the receives of all row and gradient messages of the window, so that none of them waits for its peer."""
         lane = self.home.rows
         for part in range(self.plan.num_parts):
+            place = f"{where}, part {part}"
             self._rows.append(
                 [
-                    lane.post(f"rows/{name}", _row_room(asked, part), where=f"{where}, part {part}")
+                    lane.post(f"rows/{name}", _room(asked, part), where=place, own=False)
                     for name, asked in self._asked.items()
                 ]
             )
             self._grads.append(
                 [
-                    lane.post(
-                        f"gradients/{name}", [parts[part] for parts in owned.arrivals], where=f"{where}, part {part}"
-                    )
+                    lane.post(f"gradients/{name}", owned.arrivals[part], where=place, own=False)
                     for name, owned in self._owned.items()
                 ]
             )
 
     def launch_rows(self, part: int) -> None:
-        """Sends the rows that askers use in this part for the first time."""
+        """Sends the rows that askers use in this part for the first time; the own ones are copied to where they are used."""
+        rank = self.home.rank
         for handle, (name, owned) in zip(self._rows[part], self._owned.items(), strict=True):
-            places = [parts[part] for parts in owned.wanted]
-            rows = self.home.holders[name].gather(_held(owned), torch.cat(places))
-            handle.launch(rows.split([len(one) for one in places]))
+            holder, held, places = self.home.holders[name], _held(owned), owned.requests.wanted(part)
+            own = _room(self._asked[name], part)[rank]
+            holder.gather(held, places[rank], own)
+            others = [place for asker, place in enumerate(places) if asker != rank]
+            rows = holder.gather(held, torch.cat(others)) if others else own
+            sends = list(rows.split([len(place) for place in others])) if others else []
+            handle.launch([*sends[:rank], own, *sends[rank:]])
 
     def leaves(self, part: int) -> dict[str, Tensor]:
         """Leaf rows [u, D] of the part's distinct ids, table by table, once those of all parts so far have arrived."""
         for handle in self._rows[part]:
             handle.wait_arrived()
-        return {
-            name: gather_rows(asked.rows, asked.plan.places[part]).requires_grad_()
-            for name, asked in self._asked.items()
-        }
+        for asked in self._asked.values():
+            copy_from(asked.leaves[part], asked.plan.again[part], asked.plan.source[part], asked.leaves)
+        return {name: asked.leaves[part].detach().requires_grad_() for name, asked in self._asked.items()}
 
     def add_grads(self, part: int, leaves: Mapping[str, Tensor]) -> None:
-        """Adds the part's gradients to the window's."""
+        """Adds the sums so far to the part's gradients, for the ids that it shares with parts before."""
         for name, asked in self._asked.items():
             grad = leaves[name].grad
-            if grad is not None:
-                add_rows(asked.grads, asked.plan.places[part], grad)
+            own = torch.zeros_like(asked.leaves[part]) if grad is None else grad.contiguous()
+            add_from(
+                own, asked.plan.again[part], asked.plan.source[part], [_computed(one) for one in asked.grads[:part]]
+            )
+            asked.grads[part] = own
 
     def launch_grads(self, part: int) -> None:
         """Sends the sums of ids whose last use this part was."""
         for handle, (name, asked) in zip(self._grads[part], self._asked.items(), strict=True):
-            places = [parts[part] for parts in asked.leaving]
-            sums = gather_rows(asked.grads, torch.cat(places))
-            handle.launch(sums.split([len(one) for one in places]))
+            sums = _computed(asked.grads[part])
+            if part < self.plan.num_parts - 1:  # all that the last part has goes home with it
+                sums = gather_rows(sums, asked.plan.leaving[part])
+            sends = sums.split([counts[part] for counts in asked.plan.last_counts])
+            self._owned[name].arrivals[part][self.home.rank] = sends[self.home.rank]
+            handle.launch(sends)
             self.largest[name] = larger(self.largest.get(name, 0.0), sums)
 
     def collect(self, part: int) -> None:
-        """Adds the sums that arrived with a part, in rank order; parts are collected in order."""
+        """The sums that come with a part have arrived."""
         for handle, owned in zip(self._grads[part], self._owned.values(), strict=True):
             handle.wait_arrived()
-            for places, sums in zip(owned.arriving, owned.arrivals, strict=True):
-                add_rows(owned.grads, places[part], sums[part])
+            owned.num_collected += 1
 
     def owned_grads(self) -> dict[str, Tensor]:
         """The full gradient sums [K, D] of the rows that this rank owns, by ascending id, once all are collected."""
-        for owned in self._owned.values():
-            owned.grads.index_fill_(0, _held(owned).rowless, 0.0)  # they are dropped and count nowhere
-        return {name: owned.grads for name, owned in self._owned.items()}
+        found = {}
+        for name, owned in self._owned.items():
+            grads = owned.grads(self.plan.num_parts)
+            owned.totals = found[name] = grads.total() if isinstance(grads, Arrived) else grads
+            owned.totals.index_fill_(0, _held(owned).rowless, 0.0)  # they are dropped and count nowhere
+        return found
 
     def update(self, lr: float) -> None:
-        """One optimizer step for each row of the window that this rank owns."""
+        """One optimizer step for each row of the window that this rank owns; gradients are added in (part, rank) order."""
         for name, owned in self._owned.items():
-            self.home.holders[name].update(_held(owned), owned.grads, lr)
+            self.home.holders[name].update(_held(owned), owned.grads(self.plan.num_parts), lr)
 
     def release(self) -> None:
         """The window is done with its rows, and all it sent has left."""
@@ -219,47 +238,27 @@ class Window:
         """The ids [K] that this rank owns and their weights [K, D] as they are held now."""
         found = {}
         for name, owned in self._owned.items():
-            places = torch.arange(len(owned.ids))
-            found[name] = (owned.ids, self.home.holders[name].gather(_held(owned), places))
+            ids = owned.requests.ids
+            found[name] = (ids, self.home.holders[name].gather(_held(owned), torch.arange(len(ids))))
         return found
 
 
-def _ask(table: Table, plan: TablePlan) -> _Asked:
-    rows = table.empty_rows(len(plan.ids))
-    return _Asked(plan, rows, torch.zeros_like(rows), _cut(plan.leaving, plan.last_counts))
+def _own(table: Table, requests: Requests, rank: int) -> _Owned:
+    """Room for what arrives; the own sums will be taken from where they are."""
+    sizes = [[0 if asker == rank else n for asker, n in enumerate(counts)] for counts in requests.arrival_counts]
+    rooms = iter(table.empty_rows(sum(map(sum, sizes))).split([n for counts in sizes for n in counts]))
+    return _Owned(requests, [[next(rooms) for _ in counts] for counts in sizes])
 
 
-def _own(table: Table, ids: Tensor, last_part: Tensor, first_counts: list[list[int]]) -> _Owned:
-    """What an owner knows after the ids of all askers came, back to back."""
-    size, parts = len(first_counts), len(first_counts[0])
-    union, places = dedupe(ids)
-    asker = torch.arange(size).repeat_interleave(torch.tensor([sum(counts) for counts in first_counts]))
-    order, counts = group(asker * parts + last_part, size * parts)
-    last_counts: list[list[int]] = counts.reshape(size, parts).tolist()
-    arriving = places.index_select(0, order)
-    grads = table.empty_rows(len(union)).zero_()
-    return _Owned(
-        ids=union,
-        wanted=_cut(places, first_counts),
-        arriving=_cut(arriving, last_counts),
-        grads=grads,
-        arrivals=_cut(table.empty_rows(len(ids)), last_counts),
-    )
-
-
-def _row_room(asked: _Asked, part: int) -> list[Tensor]:
+def _room(asked: _Asked, part: int) -> list[Tensor]:
     """Where the rows that each owner sends for a part belong."""
-    room = []
-    for rows, counts in zip(asked.rows.split(asked.plan.counts), asked.plan.first_counts, strict=True):
-        first = sum(counts[:part])
-        room.append(rows[first : first + counts[part]])
-    return room
+    return [asked.leaves[part][fresh] for fresh in asked.plan.fresh(part)]
 
 
-def _cut(values: Tensor, counts: list[list[int]]) -> list[list[Tensor]]:
-    """Consecutive pieces [rank][part] of these sizes."""
-    pieces = iter(values.split([count for row in counts for count in row]))
-    return [[next(pieces) for _ in row] for row in counts]
+def _computed(grads: Tensor | None) -> Tensor:
+    if grads is None:
+        raise CommError("gradients were needed before they were computed: a dependency is missing in the schedule.")
+    return grads
 
 
 def _held(owned: _Owned) -> Held:
@@ -268,7 +267,7 @@ def _held(owned: _Owned) -> Held:
     return owned.held
 
 
-def larger(largest: float, values: Tensor) -> float:
+def larger(so_far: float, values: Tensor) -> float:
     """The larger of a number and the largest |value|; nan if there is one."""
-    own = float(torch.linalg.vector_norm(values, math.inf)) if values.numel() else 0.0
-    return largest if own <= largest or math.isnan(largest) else own
+    own = largest(values)
+    return so_far if own <= so_far or math.isnan(so_far) else own

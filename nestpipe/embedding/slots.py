@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from nestpipe.embedding.optim import AdaGrad, Adam, RowOptimizer, RowwiseAdaGrad, Sgd, State
-from nestpipe.embedding.rows import check_slots, gather_rows, scatter_rows
+from nestpipe.embedding.rows import Arrived, check_slots, gather_rows, scatter_rows
 from nestpipe.native import Native, library
 
 
@@ -23,27 +23,31 @@ def update_slots(
     rows: Tensor,
     state: State,
     slots: Tensor,
-    grads: Tensor,
+    grads: Tensor | Arrived,
     lr: float,
     *,
     skip: Tensor | None = None,
     native: bool | None = None,
     num_threads: int = 1,
 ) -> None:
-    """One update of the rows [S, D] and state [S, ...] at distinct slots [n] by gradients [n, D].
+    """One update of the rows [S, D] and state [S, ...] at distinct slots [n] by gradients [n, D], which may still have to be added.
 
     Places at which `skip` (uint8 [n]) is not 0 are left alone and need no slot. Threads share the rows, which changes no bits.
     """
-    if grads.shape != (len(slots), *rows.shape[1:]):
-        raise ValueError(f"gradients {list(grads.shape)} for {len(slots):,} slots do not fit rows {list(rows.shape)}")
+    given = [grads] if isinstance(grads, Tensor) else grads.segments
     columns = [rows, *state.values()]
     fits = rows.device.type == "cpu" and all(column.is_contiguous() for column in columns)
-    fits = fits and rows.dtype == grads.dtype == torch.float32
+    fits = fits and rows.dtype == torch.float32 and all(one.dtype == torch.float32 for one in given)
     functions = _functions() if fits and (native is None or native) else None
+    if functions is None and isinstance(grads, Arrived):
+        grads = grads.total()
+    if isinstance(grads, Tensor) and grads.shape != (len(slots), *rows.shape[1:]):
+        raise ValueError(f"gradients {list(grads.shape)} for {len(slots):,} slots do not fit rows {list(rows.shape)}")
     if functions is None:
+        assert isinstance(grads, Tensor)
         _update_copies(optimizer, rows, state, slots, grads, lr, skip)
         return
-    slots, grads = slots.contiguous(), grads.contiguous()
+    slots = slots.contiguous()
     skip = None if skip is None else skip.to(torch.uint8).contiguous()
     call = _Call(
         weights=rows.data_ptr(),
@@ -51,12 +55,17 @@ def update_slots(
         dim=rows.shape[1],
         slots=slots.data_ptr(),
         n=len(slots),
-        grads=grads.data_ptr(),
         skip=None if skip is None else skip.data_ptr(),
         lr=lr,
         keep=1 - lr * optimizer.config.weight_decay,
         num_threads=num_threads,
     )
+    if isinstance(grads, Tensor):
+        grads = grads.contiguous()
+        call.grads = grads.data_ptr()
+    else:
+        addresses = grads.addresses()
+        call.starts, call.arrivals, call.rows = (one.data_ptr() for one in (grads.starts, grads.order, addresses))
     check_slots(functions.update(optimizer, state, call), slots, len(rows))
 
 
@@ -87,6 +96,9 @@ class _Call(Structure):
         ("lr", c_float),
         ("keep", c_float),
         ("num_threads", c_int64),
+        ("starts", c_void_p),
+        ("arrivals", c_void_p),
+        ("rows", c_void_p),
     )
 
 

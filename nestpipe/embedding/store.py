@@ -66,12 +66,12 @@ class Store:
         """Whether rows may be used where they are; in files only `gather` and `scatter` keep the budget."""
         return self._files is None
 
-    def gather(self, name: str, slots: Tensor) -> Tensor:
-        """A copy of the rows [n, ...] of a column."""
+    def gather(self, name: str, slots: Tensor, out: Tensor | None = None) -> Tensor:
+        """A copy of the rows [n, ...] of a column; into `out` if given."""
         column = self._columns[name]
         if self._files is None:
-            return gather_rows(column, slots)
-        rows = column.new_empty(len(slots), *column.shape[1:])
+            return gather_rows(column, slots, out)
+        rows = column.new_empty(len(slots), *column.shape[1:]) if out is None else out
         for into, part in zip(rows.split(self._piece), slots.split(self._piece), strict=True):
             torch.index_select(column, 0, part, out=into)
             self._touch(column, len(part))

@@ -19,6 +19,7 @@ from nestpipe.embedding.config import EmbeddingConfig
 from nestpipe.embedding.index import make_index
 from nestpipe.embedding.optim import RowOptimizer, State
 from nestpipe.embedding.owner import Owners
+from nestpipe.embedding.rows import Arrived
 from nestpipe.embedding.slots import update_slots
 from nestpipe.embedding.spec import TableSpec
 from nestpipe.embedding.store import Files, Store
@@ -88,9 +89,9 @@ class Table:
             self._start(ids.index_select(0, added), slots.index_select(0, added))
         return slots
 
-    def gather(self, slots: Tensor) -> Tensor:
-        """A copy of the weights [n, D] in slots."""
-        return self._rows.gather(WEIGHTS, slots)
+    def gather(self, slots: Tensor, out: Tensor | None = None) -> Tensor:
+        """A copy of the weights [n, D] in slots; into `out` if given."""
+        return self._rows.gather(WEIGHTS, slots, out)
 
     def read(self, slots: Tensor) -> dict[str, Tensor]:
         """A copy of whole rows, weights and optimizer state, column by column."""
@@ -116,18 +117,19 @@ class Table:
             rows.index_copy_(0, unknown, self.initial(ids.index_select(0, unknown)))
         return rows
 
-    def update(self, slots: Tensor, grads: Tensor, lr: float) -> None:
+    def update(self, slots: Tensor, grads: Tensor | Arrived, lr: float) -> None:
         """One optimizer step on the rows in distinct slots; a slot of -1 and its gradient are left out."""
         if self._rows.in_memory:
             self.step(self._rows, slots, grads, lr)
             return
         known = (slots >= 0).nonzero().flatten()
-        slots, grads = slots.index_select(0, known), grads.index_select(0, known)
+        sums = grads if isinstance(grads, Tensor) else grads.total()
+        slots, sums = slots.index_select(0, known), sums.index_select(0, known)
         rows = self.read(slots)
-        self._optimizer.update(rows[WEIGHTS], _state_of(rows), grads, lr * self._lr_factor)
+        self._optimizer.update(rows[WEIGHTS], _state_of(rows), sums, lr * self._lr_factor)
         self.write(slots, rows)
 
-    def step(self, columns: Store, slots: Tensor, grads: Tensor, lr: float) -> None:
+    def step(self, columns: Store, slots: Tensor, grads: Tensor | Arrived, lr: float) -> None:
         """One optimizer step on whole rows in distinct slots of columns in memory, where they are."""
         own = {name: columns[name] for name in columns}
         update_slots(self._optimizer, own[WEIGHTS], _state_of(own), slots, grads, lr * self._lr_factor, skip=slots < 0)

@@ -132,4 +132,12 @@ void nestpipe_ids_owner(const int64_t* ids, int64_t n, int64_t num_buckets, int6
   }
 }
 
+// Which of n ids are among m others; both ascend without repeats.
+void nestpipe_ids_among(const int64_t* ids, int64_t n, const int64_t* others, int64_t m, uint8_t* found) {
+  for (int64_t i = 0, j = 0; i < n; ++i) {
+    while (j < m && others[j] < ids[i]) ++j;
+    found[i] = j < m && others[j] == ids[i];
+  }
+}
+
 }  // extern "C"

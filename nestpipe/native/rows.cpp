@@ -70,19 +70,31 @@ struct nestpipe_rows {
   int64_t dim;
   const int64_t* slots;  // [n], distinct
   int64_t n;
-  const float* grads;  // [n, dim]
+  const float* grads;  // [n, dim]; or null, if they are sums of what arrived
   const uint8_t* skip;  // [n], not 0 where the row is left alone; or null
   float lr;
   float keep;  // what weight decay leaves of a weight: 1 without
   int64_t num_threads;
+  const int64_t* starts;  // [n + 1]: where the arrivals of each place start in `arrivals`; at least one each
+  const int64_t* arrivals;  // their numbers, in the order of the sum
+  const float* const* rows;  // of each arrival
+};
+
+// target[places[i]] = or += the row sources[i] & 0xffffffff of the column bases[sources[i] >> 32].
+struct nestpipe_moves {
+  char* target;  // [num_rows, row_bytes]
+  int64_t num_rows;
+  int64_t row_bytes;
+  const int64_t* places;  // [n]
+  const int64_t* sources;  // [n]
+  int64_t n;
+  const char* const* bases;
 };
 
 }  // extern "C"
 
 namespace {
 
-// Calls row(slot, i) for every place that is not skipped, with the rows to come prefetched: those of the weights and of
-// the columns in `others` (with the bytes of a row).
 struct Column {
   const void* start;
   int64_t row_bytes;
@@ -96,6 +108,36 @@ int64_t first_wrong(const nestpipe_rows& call) {
   return i;
 }
 
+// Calls move(target row, source row) for all, with the rows to come prefetched.
+template <typename Move>
+int64_t move_rows(const nestpipe_moves& moves, const Move& move) {
+  const int64_t wrong = first_wrong(moves.places, moves.n, moves.num_rows);
+  if (wrong < moves.n) return wrong;
+  const auto from = [&moves](int64_t i) {
+    return moves.bases[moves.sources[i] >> 32] + (moves.sources[i] & 0xffffffff) * moves.row_bytes;
+  };
+  for (int64_t i = 0; i < moves.n; ++i) {
+    if (i + kAhead < moves.n) prefetch<0>(from(i + kAhead), moves.row_bytes);
+    move(moves.target + moves.places[i] * moves.row_bytes, from(i));
+  }
+  return moves.n;
+}
+
+// The gradient of a place: given, or the sum of what arrived for it, the first being copied; valid until the next call of the
+// thread.
+const float* gradient(const nestpipe_rows& call, int64_t i) {
+  if (call.arrivals == nullptr) return call.grads + i * call.dim;
+  const int64_t *arrival = call.arrivals + call.starts[i], *end = call.arrivals + call.starts[i + 1];
+  const float* first = call.rows[*arrival];
+  if (++arrival == end) return first;
+  thread_local std::vector<float> sum;
+  sum.assign(first, first + call.dim);
+  for (; arrival != end; ++arrival) add_row(sum.data(), call.rows[*arrival], call.dim);
+  return sum.data();
+}
+
+// Calls row(slot, gradient) for every place that is not skipped, with the rows to come prefetched: those of the weights, of
+// the columns in `others` (with the bytes of a row) and of what arrived.
 template <typename Row>
 int64_t update(const nestpipe_rows& call, std::initializer_list<Column> others, const Row& row) {
   const int64_t wrong = first_wrong(call);
@@ -109,9 +151,10 @@ int64_t update(const nestpipe_rows& call, std::initializer_list<Column> others, 
         for (const Column& other : others) {
           prefetch<1>(static_cast<const char*>(other.start) + next * other.row_bytes, other.row_bytes);
         }
+        if (call.arrivals != nullptr) prefetch<0>(call.rows[call.arrivals[call.starts[i + kAhead]]], row_bytes);
       }
       if (call.skip != nullptr && call.skip[i]) continue;
-      row(call.slots[i], i);
+      row(call.slots[i], gradient(call, i));
     }
   });
   return call.n;
@@ -160,12 +203,33 @@ int64_t nestpipe_rows_add(float* target, int64_t num_rows, int64_t dim, const in
   return n;
 }
 
+int64_t nestpipe_rows_copy_from(const nestpipe_moves* moves) {
+  return move_rows(*moves, [moves](char* into, const char* from) { copy_row(into, from, moves->row_bytes); });
+}
+
+int64_t nestpipe_rows_add_from(const nestpipe_moves* moves) {
+  const int64_t dim = moves->row_bytes / static_cast<int64_t>(sizeof(float));
+  return move_rows(*moves, [dim](char* into, const char* from) {
+    add_row(reinterpret_cast<float*>(into), reinterpret_cast<const float*>(from), dim);
+  });
+}
+
+// The largest |value| of n, as bits without a sign: these ascend with the value, and nan is above infinity.
+uint32_t nestpipe_rows_largest(const float* values, int64_t n) {
+  uint32_t largest = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    uint32_t bits;
+    std::memcpy(&bits, values + i, sizeof(bits));
+    largest = std::max(largest, bits & 0x7fffffffu);
+  }
+  return largest;
+}
+
 int64_t nestpipe_rows_sgd(const nestpipe_rows* call) {
   const int64_t dim = call->dim;
   const float lr = call->lr, keep = call->keep;
-  return update(*call, {}, [=](int64_t slot, int64_t i) {
+  return update(*call, {}, [=](int64_t slot, const float* __restrict grads) {
     float* __restrict weights = call->weights + slot * dim;
-    const float* __restrict grads = call->grads + i * dim;
     for (int64_t k = 0; k < dim; ++k) weights[k] = weights[k] * keep - grads[k] * lr;
   });
 }
@@ -174,10 +238,9 @@ int64_t nestpipe_rows_sgd(const nestpipe_rows* call) {
 int64_t nestpipe_rows_adagrad(const nestpipe_rows* call, float* sums, float eps) {
   const int64_t dim = call->dim;
   const float lr = call->lr, keep = call->keep;
-  return update(*call, {{sums, dim * static_cast<int64_t>(sizeof(float))}}, [=](int64_t slot, int64_t i) {
+  return update(*call, {{sums, dim * static_cast<int64_t>(sizeof(float))}}, [=](int64_t slot, const float* __restrict grads) {
     float* __restrict weights = call->weights + slot * dim;
     float* __restrict sum = sums + slot * dim;
-    const float* __restrict grads = call->grads + i * dim;
     for (int64_t k = 0; k < dim; ++k) {
       const float grad = grads[k];
       sum[k] += grad * grad;
@@ -190,9 +253,8 @@ int64_t nestpipe_rows_adagrad(const nestpipe_rows* call, float* sums, float eps)
 int64_t nestpipe_rows_rowwise_adagrad(const nestpipe_rows* call, float* sums, float eps) {
   const int64_t dim = call->dim;
   const float lr = call->lr, keep = call->keep;
-  return update(*call, {{sums, sizeof(float)}}, [=](int64_t slot, int64_t i) {
+  return update(*call, {{sums, sizeof(float)}}, [=](int64_t slot, const float* __restrict grads) {
     float* __restrict weights = call->weights + slot * dim;
-    const float* __restrict grads = call->grads + i * dim;
     thread_local std::vector<float> squares;
     squares.resize(dim);
     for (int64_t k = 0; k < dim; ++k) squares[k] = grads[k] * grads[k];
@@ -228,12 +290,11 @@ int64_t nestpipe_rows_adam(const nestpipe_rows* call, const nestpipe_adam* adam)
   if (needed > state.num_corrections) return -needed;
   const float lr = call->lr, keep = call->keep;
   return update(
-      *call, {{state.mean, row_bytes}, {state.square, row_bytes}}, [=](int64_t slot, int64_t i) {
+      *call, {{state.mean, row_bytes}, {state.square, row_bytes}}, [=](int64_t slot, const float* __restrict grads) {
         float* __restrict weights = call->weights + slot * dim;
         float* __restrict mean = state.mean + slot * dim;
         float* __restrict square = state.square + slot * dim;
-        const float* __restrict grads = call->grads + i * dim;
-        const float* corrections = state.corrections + 2 * static_cast<int64_t>(++state.step[slot]);
+            const float* corrections = state.corrections + 2 * static_cast<int64_t>(++state.step[slot]);
         const float first = corrections[0], second = corrections[1];
         for (int64_t k = 0; k < dim; ++k) {
           const float grad = grads[k];

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import torch
 
@@ -35,7 +36,6 @@ class PartsConfig:
             return [batch]
         if self.cluster or batch.groups is not None:
             keys = batch.items if self.cluster else batch.items.with_values(torch.zeros_like(batch.items.values))
-            places = cluster(keys, sizes, groups=batch.groups).places()
-        else:
-            places = list(torch.arange(batch.num_samples).split(sizes))
-        return [batch.select(own) for own in places]
+            return [batch.select(places) for places in cluster(keys, sizes, groups=batch.groups).places()]
+        edges = [0, *accumulate(sizes)]
+        return [batch.slice(begin, end) for begin, end in pairwise(edges)]

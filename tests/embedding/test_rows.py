@@ -3,7 +3,16 @@
 import pytest
 import torch
 
-from nestpipe.embedding.rows import add_rows, gather_each, gather_rows, scatter_rows
+from nestpipe.embedding.rows import (
+    Arrived,
+    add_from,
+    add_rows,
+    copy_from,
+    gather_each,
+    gather_rows,
+    largest,
+    scatter_rows,
+)
 from tests.embedding.test_ids import both, needs_compiler
 
 DIMS = [1, 7, 50, 64, 128]
@@ -134,3 +143,38 @@ def test_shapes_that_do_not_fit_are_refused(native):
     for call in (scatter_rows, add_rows):
         with pytest.raises(ValueError, match="do not fit a column"):
             call(column, slots, torch.zeros(2, 2), native=native)
+
+
+@both
+@pytest.mark.parametrize("dim", [1, 7, 64])
+def test_rows_come_from_several_columns(dim, native):
+    columns = [numbers(number, size, dim) for number, size in enumerate((5, 0, 40))]
+    sources = torch.tensor([2 << 32 | 39, 4, 0, 2 << 32, 2 << 32 | 7])
+    places, rows = torch.tensor([9, 0, 3, 4, 11]), [columns[2][39], *columns[0][[4, 0]], *columns[2][[0, 7]]]
+    for call, change in ((copy_from, lambda old, row: row), (add_from, lambda old, row: old + row)):
+        target = numbers(9, 12, dim)
+        expected = target.clone()
+        for place, row in zip(places.tolist(), rows, strict=True):
+            expected[place] = change(expected[place], row)
+        call(target, places, sources, columns, native=native)
+        assert same_bits(target, expected)
+
+
+def test_what_arrived_is_added_in_order_and_the_first_is_copied():
+    segments = [torch.tensor([[1e8, -0.0], [2.0, 3.0]]), torch.empty(0, 2), torch.tensor([[1.0, -0.0], [-1e8, 5.0]])]
+    arrived = Arrived(segments, torch.tensor([0, 3, 4]), torch.tensor([0, 2, 3, 1]))
+    assert arrived.total().tolist() == [[0.0, 5.0], [2.0, 3.0]]
+    alone = Arrived(segments[2:], torch.tensor([0, 1]), torch.tensor([0]))
+    assert same_bits(alone.total(), segments[2][:1])
+
+
+@both
+def test_the_largest_value_counts_without_its_sign(native):
+    values = torch.tensor([[1.0, -3.0], [2.0, 0.5]])
+    assert largest(values, native=native) == 3
+    assert largest(values[:0], native=native) == 0
+    assert largest(values.double(), native=native) == 3
+    values[1, 0] = -torch.inf
+    assert largest(values, native=native) == torch.inf
+    values[0, 1] = torch.nan
+    assert largest(values, native=native) != largest(values, native=native)

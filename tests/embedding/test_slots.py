@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from nestpipe.embedding.config import OptimizerConfig
 from nestpipe.embedding.optim import OPTIMIZERS, exact_sqrt, fold
+from nestpipe.embedding.rows import Arrived
 from nestpipe.embedding.slots import update_slots
 from tests.embedding.test_ids import both, needs_compiler
 from tests.embedding.test_rows import DIMS, numbers, same_bits
@@ -150,3 +151,19 @@ def test_the_square_root_is_exactly_rounded():
 def test_sums_of_rows_fold():
     # [1e8, 1, 3 | -1e8, 1] -> [0, 2 | 3] -> [3 | 2] -> 5; from left to right it would be 1.
     assert fold(torch.tensor([[1e8, 1.0, 3.0, -1e8, 1.0]])).tolist() == [[5.0]]
+
+
+@needs_compiler
+@pytest.mark.parametrize("dim", [1, 7, 64])
+@pytest.mark.parametrize("kind", KINDS)
+def test_sums_on_the_way_have_the_bits_of_sums_made_before(kind, dim):
+    optimizer = OPTIMIZERS[kind](OptimizerConfig(optimizer=kind))
+    segments = [numbers(seed, size, dim) for seed, size in ((1, 20), (2, 0), (3, 15))]
+    arrived = Arrived(segments, torch.tensor([0, 1, 4, 5, 30, 35]), torch.randperm(35))
+    slots, skip = torch.tensor([7, 3, -1, 50, 0]), torch.tensor([0, 0, 1, 0, 1], dtype=torch.uint8)
+    contents = [columns(optimizer, dim) for _ in range(3)]
+    run(optimizer, contents[0], slots, arrived, skip=skip)
+    run(optimizer, contents[1], slots, arrived.total(), skip=skip)
+    run(optimizer, contents[2], slots, arrived, skip=skip, native=False)
+    same(contents[0], contents[1])
+    same(contents[0], contents[2])

@@ -26,7 +26,7 @@ BARRIERS = (3, 7)  # the run stops and goes on after 3 batches
 
 def asked_rows(work: Work) -> int:
     """The rows that all ranks together asked this one for."""
-    return sum(len(part) for owned in work.window._owned.values() for parts in owned.wanted for part in parts)
+    return sum(len(owned.requests.places) for owned in work.window._owned.values())
 
 
 def record(world: World, path: Path, folder: Path, settings: dict[str, Any]) -> list[int]:

@@ -14,9 +14,11 @@ from unittest.mock import patch
 import torch
 
 from nestpipe.comm import World
+from nestpipe.embedding import sharded
 from nestpipe.embedding.held import InPlace, Pool
 from nestpipe.embedding.ledger import Ledger
-from nestpipe.embedding.rows import add_rows
+from nestpipe.embedding.route import own_requests
+from nestpipe.embedding.rows import Arrived
 from nestpipe.embedding.sharded import Window
 from nestpipe.embedding.table import WEIGHTS, Table
 from nestpipe.pipeline import sequential, stages
@@ -54,31 +56,32 @@ def state_not_brought_home(case: Case) -> AbstractContextManager[object]:
     return patch.object(Pool, "release", releasing)
 
 
+def reordered(key: Callable[[int, int], Any]) -> AbstractContextManager[object]:
+    """The owner adds what arrives for a row by another key of (part, asking rank)."""
+
+    def own(ids, last_part, first_counts):
+        found = own_requests(ids, last_part, first_counts)
+        keys = [
+            key(part, asker)
+            for part, counts in enumerate(found.arrival_counts)
+            for asker, count in enumerate(counts)
+            for _ in range(count)
+        ]
+        pieces = found.arrivals.split(found.starts.diff().tolist())
+        order = [number for piece in pieces for number in sorted(piece.tolist(), key=keys.__getitem__)]
+        return replace(found, arrivals=torch.tensor(order, dtype=torch.int64))
+
+    return patch.object(sharded, "own_requests", own)
+
+
 def ranks_backwards(case: Case) -> AbstractContextManager[object]:
     """Arrivals of a part are added from the last rank to the first."""
-
-    def collect(window, part):
-        for handle, owned in zip(window._grads[part], window._owned.values(), strict=True):
-            handle.wait_arrived()
-            for places, sums in reversed(list(zip(owned.arriving, owned.arrivals, strict=True))):
-                add_rows(owned.grads, places[part], sums[part])
-
-    return patch.object(Window, "collect", collect)
+    return reordered(lambda part, asker: (part, -asker))
 
 
 def rank_by_rank(case: Case) -> AbstractContextManager[object]:
     """Arrivals are added by (rank, part) instead of (part, rank)."""
-
-    def collect(window, part):
-        for handle in window._grads[part]:
-            handle.wait_arrived()
-        if part == window.plan.num_parts - 1:
-            for owned in window._owned.values():
-                for places, sums in zip(owned.arriving, owned.arrivals, strict=True):
-                    for number in range(part + 1):
-                        add_rows(owned.grads, places[number], sums[number])
-
-    return patch.object(Window, "collect", collect)
+    return reordered(lambda part, asker: (asker, part))
 
 
 def parts_backwards(case: Case) -> AbstractContextManager[object]:
@@ -86,12 +89,20 @@ def parts_backwards(case: Case) -> AbstractContextManager[object]:
     seen: dict[int, list[Any]] = {}
 
     def add_grads(window, part, leaves):
-        seen.setdefault(id(window), []).append((window, leaves))  # kept, so that no other window gets its id
-        for name, asked in window._asked.items():
-            asked.grads.zero_()
-            for number, (_, parts) in reversed(list(enumerate(seen[id(window)]))):
-                if parts[name].grad is not None:
-                    add_rows(asked.grads, asked.plan.places[number], parts[name].grad)
+        (name, asked), *_ = window._asked.items()
+        parts = seen.setdefault(id(window), [window])  # kept, so that no other window gets its id
+        grad = leaves[name].grad
+        parts.append(torch.zeros_like(asked.leaves[part]) if grad is None else grad)
+        before = [
+            dict(zip(again.tolist(), source.tolist(), strict=True))
+            for again, source in zip(asked.plan.again, asked.plan.source, strict=True)
+        ]
+        asked.grads[part] = parts[-1].clone()
+        for position in before[part]:
+            number, place = part, position
+            while place in before[number]:
+                number, place = divmod(before[number][place], 1 << 32)
+                asked.grads[part][position] += parts[1 + number][place]
 
     return patch.object(Window, "add_grads", add_grads)
 
@@ -101,9 +112,16 @@ def fused_optimizer(case: Case) -> AbstractContextManager[object]:
 
     def collect(state, work, part):
         stages.collect(state, work, part)
-        work.window.update(work.rates.rows)
-        for owned in work.window._owned.values():
-            owned.grads.zero_()
+        for name, owned in work.window._owned.items():
+            dim, requests = state.embedding.tables[name].spec.dim, owned.requests
+            came = [
+                owned.arrivals[number][asker] if number == part else torch.zeros(count, dim)
+                for number, counts in enumerate(requests.arrival_counts)
+                for asker, count in enumerate(counts)
+            ]
+            sums = Arrived(came, requests.starts, requests.arrivals).total()
+            state.embedding.holders[name].update(owned.held, sums, work.rates.rows)
+            owned.totals = torch.zeros_like(sums)
 
     return patch.dict(stages.PART_STAGES, {"collect": collect})
 
