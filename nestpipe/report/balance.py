@@ -87,18 +87,12 @@ def rows_of_ranks(facts: Facts, number: int) -> list[int]:
 
 
 def _tables(saved: Saved) -> Markup:
-    rows = [
-        (
-            one.name,
-            count(sum(one.rows_per_bucket)),
-            count(one.dim),
-            num_bytes(one.num_bytes),
-            ", ".join(one.state) or "none",
-        )
-        for one in saved.tables
-    ]
-    rows.append(
-        ("dense part", count(saved.num_dense), "–", num_bytes(saved.manifest.files["dense.safetensors"]["bytes"]), "–")
-    )
-    heads = ("table", "rows, weights of the dense part", "dim", "size on disk", "state beside each row")
+    rows = []
+    for one in saved.tables:
+        number = sum(one.rows_per_bucket)
+        sizes = (count(number), count(one.dim), count(number * one.dim), num_bytes(one.num_bytes))
+        rows.append((f"table {one.name}", *sizes, ", ".join(one.state) or "none"))
+    dense = num_bytes(saved.manifest.files["dense.safetensors"]["bytes"])
+    rows.append(("dense part", "–", "–", count(saved.num_dense), dense, "–"))
+    heads = ("part", "rows", "dim", "weights", "size on disk, with state", "state beside each row")
     return table(heads, rows, caption=f"What is learned, by the checkpoint of step {saved.manifest.step:,}")

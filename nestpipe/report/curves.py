@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from nestpipe.report.facts import Facts
-from nestpipe.report.markup import Markup, element, note
+from nestpipe.report.markup import Markup, note, plots
 from nestpipe.report.numbers import num_bytes, share, significant
 from nestpipe.report.plot import Lines, Series, draw_lines
 
@@ -28,12 +28,12 @@ class _Kind:
 
 
 _KINDS = {
-    "loss": _Kind("Training loss", "loss"),
-    "steps_per_s": _Kind("Steps per second", "steps/s", True),
-    "tokens_per_s": _Kind("Tokens per second of rank 0, mean since its start", "tokens/s", True),
-    "mfu_effective": _Kind("Arithmetic of rank 0, share of its measured peak", "share", True, share),
-    "lr": _Kind("Learning rates", "rate", True),
-    "memory_bytes": _Kind("Memory of rank 0, highest so far", "bytes", True, num_bytes),
+    "loss": _Kind("Training loss", "loss, mean of a batch"),
+    "steps_per_s": _Kind("Steps per second", "steps/s, with saves and validations", True),
+    "tokens_per_s": _Kind("Tokens per second", "tokens/s of rank 0, mean since its start", True),
+    "mfu_effective": _Kind("Use of the arithmetic", "share of the measured peak, rank 0", True, share),
+    "lr": _Kind("Learning rates", "rate per step", True),
+    "memory_bytes": _Kind("Memory", "resident bytes of rank 0, highest so far", True, num_bytes),
 }
 
 
@@ -46,7 +46,7 @@ def curves(facts: Facts) -> Iterator[Markup]:
         return
     found = series_of(facts.records)
     lost = {name: _lost(facts.records, name) for name in found}
-    yield element("div", *(_plot(family, named) for family, named in _families(found).items()), class_="plots")
+    yield plots(_plot(family, named) for family, named in _families(found).items())
     for name, steps in lost.items():
         if steps:
             yield note(f"{name}: {len(steps):,} values are not finite and left out, the first at step {steps[0]:,}.")

@@ -43,8 +43,14 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]], *, caption: str) 
         element("tr", element("th", first, scope="row"), *(element("td", cell) for cell in rest))
         for first, *rest in rows
     ]
-    inner = element("table", element("caption", caption), element("thead", head), element("tbody", *body))
-    return scrolled(inner, about=caption)
+    inner = element("table", element("thead", head), element("tbody", *body))
+    return element("div", element("h3", caption), scrolled(inner, about=caption), class_="block")
+
+
+def plots(drawings: Iterable[Markup]) -> Markup:
+    """Drawings and small tables side by side, as far as the screen is wide; two share it equally."""
+    content = list(drawings)
+    return element("div", *content, class_="plots two" if len(content) == 2 else "plots")
 
 
 def scrolled(content: Markup, *, about: str) -> Markup:

@@ -63,7 +63,7 @@ def _top(facts: Facts) -> Iterator[Markup]:
         model = facts.settings.get("model.kind")
         yield element(
             "p",
-            f"{model} on {facts.settings.get('data.path')}, recipe {recipe}" + ("" if is_known else " or near to it"),
+            f"{model} on {facts.settings.get('data.path')}; {'recipe' if is_known else 'nearest recipe'} {recipe}",
             class_="soft",
         )
     tiles = attempt("the headline", lambda: headline(facts))

@@ -75,8 +75,9 @@ def draw_intervals(rows: Sequence[Row], *, title: str, x_label: str, summary: st
     legend, extra = _marks_legend(floor, left)
     top = 14 + extra
     height = top + 24 * len(rows) + _BOTTOM
-    low, high = (0.0, max(values)) if min(values) >= 0 else (min(values), max(values))
-    across = _Scale(*_widened(low, high, 0.02, keep_low=low == 0.0), left, _WIDTH - 54)
+    from_zero = floor is not None and min(values) >= 0  # slices are compared with each other, not with nothing
+    low, high = 0.0 if from_zero else min(values), max(values)
+    across = _Scale(*_widened(low, high, 0.04, keep_low=from_zero), left, _WIDTH - 54)
     bottom = height - _BOTTOM
     parts = [*legend, *_x_axis(across, top - 4, bottom, x_label, significant, most=5)]
     for row, y in zip(rows, count(top + 12, 24)):

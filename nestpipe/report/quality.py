@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from nestpipe.report.evaluation import Evaluation, Line, Value
 from nestpipe.report.facts import Facts, Missing
-from nestpipe.report.markup import Markup, element, note, paragraph, table
+from nestpipe.report.markup import Markup, element, note, paragraph, plots, table
 from nestpipe.report.numbers import interval, metric
 from nestpipe.report.plot import Row, draw_intervals
 
@@ -28,7 +28,7 @@ def _evaluation(found: Evaluation, facts: Facts) -> Iterator[Markup]:
             f"What any model must beat is not recorded; 'nestpipe eval {facts.folder} --target {found.target}' "
             "works it out and keeps it."
         )
-    yield element("div", *_plots(found), class_="plots")
+    yield plots(_plots(found))
     yield _table(found)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 from nestpipe.recipes import RECIPES
@@ -19,7 +20,7 @@ def settings(facts: Facts) -> Iterator[Markup]:
         yield note(facts.settings.text)
         return
     recipe, is_known = recipe_of(facts)
-    usual = flattened(json.loads(RECIPES[recipe]().to_json()))
+    usual = _settings_of(recipe)
     changed = {key for key, value in facts.settings.items() if _differs(key, value, usual.get(key, _NOTHING))}
     origin = (
         f"the recipe {recipe}" if is_known else f"{recipe}, the nearest recipe (which one was used is not recorded)"
@@ -52,10 +53,15 @@ def recipe_of(facts: Facts) -> tuple[str, bool]:
     own = {} if isinstance(facts.settings, Missing) else facts.settings
 
     def distance(name: str) -> int:
-        usual = flattened(json.loads(RECIPES[name]().to_json()))
+        usual = _settings_of(name)
         return sum(_differs(key, own.get(key, _NOTHING), usual.get(key, _NOTHING)) for key in own | usual)
 
     return min(RECIPES, key=distance), False
+
+
+@cache
+def _settings_of(recipe: str) -> dict[str, Any]:
+    return flattened(json.loads(RECIPES[recipe]().to_json()))
 
 
 def environment(facts: Facts) -> Iterator[Markup]:
@@ -95,8 +101,8 @@ def _differs(key: str, value: Any, usual: Any) -> bool:
 def _shown(value: Any) -> str:
     if isinstance(value, bool) or value is None:
         return {True: "on", False: "off", None: "none"}[value]
-    if isinstance(value, int):
-        return f"{value:,}"
+    if isinstance(value, int | float):
+        return f"{value:,}" if isinstance(value, int) else f"{value:,.12g}"
     if isinstance(value, list | tuple):
         return ", ".join(_shown(one) for one in value) or "none"
     return str(value) if value != "" else "none"

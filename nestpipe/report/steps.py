@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from nestpipe.overlap import CAUSES
 from nestpipe.overlap_report import NAMES
 from nestpipe.report.facts import Facts, Missing, Traced
-from nestpipe.report.markup import Markup, element, note, paragraph, scrolled, table
+from nestpipe.report.markup import Markup, element, note, paragraph, plots, scrolled, table
 from nestpipe.report.numbers import count, milliseconds, num_bytes, share, significant
 from nestpipe.report.plot import draw_shares
 from nestpipe.timeline import draw, middle
@@ -24,12 +24,13 @@ def steps(facts: Facts) -> Iterator[Markup]:
     found = facts.traced.report
     batches = f"batches {found.first_batch:,} to {found.last_batch:,}"
     yield paragraph(f"{found.num_steps:,} steps were recorded whole, {batches}, on {_ranks(len(facts.traced.traces))}.")
-    yield element("div", _bars(facts.traced), class_="plots")
-    yield _division(facts.traced)
-    yield from _traffic(facts.traced)
+    yield plots([_bars(facts.traced), _division(facts.traced), _traffic(facts.traced)])
+    yield _exposed(facts.traced)
     yield from _timeline(facts.traced)
     if found.num_dropped:
-        yield note(f"{found.num_dropped:,} older spans had no room and were dropped; their steps are left out.")
+        yield paragraph(
+            f"A run keeps the spans of its last steps; {found.num_dropped:,} older ones are gone.", kind="soft"
+        )
 
 
 def _bars(traced: Traced) -> Markup:
@@ -57,22 +58,24 @@ def _division(traced: Traced) -> Markup:
         (name, milliseconds(spread.median), f"{milliseconds(spread.low)} – {milliseconds(spread.high)}", share(part))
         for name, spread, part in rows
     ]
-    heads = ("slowest rank of each step", "median, ms", "10–90 %, ms", "of the time")
+    heads = ("slowest rank", "median, ms", "10–90 %, ms", "of all")
     return table(heads, cells, caption="Where the time of a step went")
 
 
-def _traffic(traced: Traced) -> Iterator[Markup]:
-    found = traced.report
+def _traffic(traced: Traced) -> Markup:
     rows = [
         (kind, num_bytes(spread.median), f"{num_bytes(spread.low)} – {num_bytes(spread.high)}")
-        for kind, spread in found.num_bytes.items()
+        for kind, spread in traced.report.num_bytes.items()
     ]
-    if rows:
-        yield table(("kind of message", "median", "10–90 %"), rows, caption="Bytes sent per step, all ranks together")
-    else:
-        yield note("Nothing was sent to another rank.")
+    if not rows:
+        return paragraph("Nothing was sent to another rank.")
+    return table(("kind of message", "median", "10–90 %"), rows, caption="Bytes sent per step, all ranks together")
+
+
+def _exposed(traced: Traced) -> Markup:
+    found = traced.report
     ratios = ", ".join(f"{kind} {significant(ratio)}" for kind, ratio in found.rows_sent_ratio.items())
-    yield paragraph(
+    return paragraph(
         f"Exposed: {share(found.exposed_lookup)} of the time of lookups and {share(found.exposed_communication)} of the time of "
         "communication was not hidden behind compute (upper bounds: 'nestpipe trace --sequential RUN' measures them against a "
         f"run in which nothing is hidden). Rows sent for each unique key: {ratios or 'not counted'}; 1 is the least."
