@@ -29,10 +29,8 @@ def _ranks(facts: Facts) -> Iterator[Markup]:
         return
     columns = {head: values for head, values in _columns(facts, number).items() if values}
     if columns:
-        rows = [
-            (f"rank {rank}", *(values[rank] for values in columns.values())) for rank in range(min(number, _MOST_RANKS))
-        ]
-        yield table(("", *columns), rows, caption="Balance over ranks")
+        rows = [(str(rank), *(values[rank] for values in columns.values())) for rank in range(min(number, _MOST_RANKS))]
+        yield table(("rank", *columns), rows, caption="Balance over ranks")
         yield paragraph(_evenness(facts, number), kind="soft")
     if number > _MOST_RANKS:
         yield note(f"{number - _MOST_RANKS:,} more ranks are not listed.")

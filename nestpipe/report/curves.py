@@ -32,7 +32,7 @@ _KINDS = {
     "steps_per_s": _Kind("Steps per second", "steps/s, with saves and validations", True),
     "tokens_per_s": _Kind("Tokens per second", "tokens/s of rank 0, mean since its start", True),
     "mfu_effective": _Kind("Use of the arithmetic", "share of the measured peak, rank 0", True, share),
-    "lr": _Kind("Learning rates", "rate per step", True),
+    "lr": _Kind("Learning rates", "learning rate", True),
     "memory_bytes": _Kind("Memory", "resident bytes of rank 0, highest so far", True, num_bytes),
 }
 

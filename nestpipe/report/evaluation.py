@@ -59,6 +59,12 @@ class Evaluation:
                     return line
         return self.lines[0] if self.lines else None
 
+    @property
+    def floor(self) -> str | None:
+        """The one that is hardest to beat in the leading metric."""
+        known = self.headline.floors if self.headline else {}
+        return max(known, key=lambda name: known[name].mean, default=None)
+
 
 def read_evaluation(folder: Path, target: str) -> Evaluation:
     """Raises DataError if there is none."""

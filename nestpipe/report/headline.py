@@ -41,8 +41,8 @@ def _quality(facts: Facts) -> Iterator[Figure]:
     for target, found in facts.evaluations.items():
         if isinstance(found, Evaluation) and (line := found.headline):
             low, high = line.overall.low, line.overall.high
-            parts = [f"95 %: {metric(low)} – {metric(high)}"] if low is not None and high is not None else []
-            parts += [f"{name} {metric(value.mean)}" for name, value in list(line.floors.items())[:1]]
+            parts = [f"95 % in {metric(low)} – {metric(high)}"] if low is not None and high is not None else []
+            parts += [f"{found.floor} {metric(line.floors[found.floor].mean)}"] if found.floor else []
             yield Figure(f"{line.name}, {target}", metric(line.overall.mean), "; ".join(parts))
     best = facts.summary.get("best")
     if isinstance(best, dict):

@@ -37,8 +37,7 @@ def _plots(found: Evaluation) -> Iterator[Markup]:
     lines = [line for line in found.lines if line.rises and math.isfinite(line.overall.mean)]
     if not lines:
         return
-    floor = found.floors[0] if found.floors else None
-    leading = found.headline
+    floor, leading = found.floor, found.headline
     rows = [_row(line.name, line.overall, line.floors.get(floor) if floor else None) for line in lines]
     summary = f"{_said(leading or lines[0], floor)}. Ranges hold the value in 95 of 100 resamplings of the users."
     yield draw_intervals(

@@ -58,8 +58,8 @@ def _division(traced: Traced) -> Markup:
         (name, milliseconds(spread.median), f"{milliseconds(spread.low)} – {milliseconds(spread.high)}", share(part))
         for name, spread, part in rows
     ]
-    heads = ("slowest rank", "median, ms", "10–90 %, ms", "of all")
-    return table(heads, cells, caption="Where the time of a step went")
+    heads = ("slowest rank", "median", "10–90 %", "of all")
+    return table(heads, cells, caption="Where the time of a step went, ms")
 
 
 def _traffic(traced: Traced) -> Markup:
