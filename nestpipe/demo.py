@@ -59,6 +59,10 @@ class Demo:
     def data(self) -> Path:
         return self.out / "data"
 
+    @property
+    def report(self) -> Path:
+        return self.out / "run" / "report.html"
+
     def command(self, *arguments: str, ranks: int = 1) -> str:
         """Runs `nestpipe ARGUMENTS`, returns what it printed; raises StepError if it fails."""
         command = _nestpipe(ranks)
@@ -118,9 +122,8 @@ def main(argv: list[str]) -> int:
     if failed:
         console.print(f"The demo stopped at a step that did not hold; its files are in {arguments.out}.")
         return 1
-    console.print(
-        f"All {len(STEPS)} steps held. Next: nestpipe eval {arguments.out / 'run'}   or   nestpipe train tiny --help"
-    )
+    console.print(f"All {len(STEPS)} steps held. The report of the run: {demo.report}", soft_wrap=True)
+    console.print(f"Next: nestpipe eval {arguments.out / 'run'}   or   nestpipe train tiny --help", soft_wrap=True)
     return 0
 
 
@@ -193,6 +196,16 @@ def recommend(demo: Demo) -> str:
     return f"user {user}: {items}"
 
 
+def write_report(demo: Demo) -> str:
+    """One file about the run, with a curve, the timeline and the quality in it, that loads nothing."""
+    print(demo.command("report", str(demo.out / "run")))
+    text = demo.report.read_text()
+    missing = [word for word in ("Training loss", 'class="timeline"', "popularity floor") if word not in text]
+    _check(not missing, f"{demo.report} lacks {missing}")
+    _check("<script" not in text and " src=" not in text, f"{demo.report} would load or run something")
+    return f"{demo.report}: {len(text) / 1000:,.0f} kB, nothing to load"
+
+
 STEPS: list[tuple[str, Callable[[Demo], str]]] = [
     ("ingest", ingest),
     ("train", train_nested),
@@ -200,6 +213,7 @@ STEPS: list[tuple[str, Callable[[Demo], str]]] = [
     ("kill, resume, compare", survive_a_kill),
     ("evaluate", evaluate),
     ("recommend", recommend),
+    ("report", write_report),
 ]
 
 

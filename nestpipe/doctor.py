@@ -214,6 +214,12 @@ def checks() -> list[Callable[[], Check]]:
     return [*software, *hardware, check_matmul, check_determinism, check_network]
 
 
+def environment() -> dict[str, str]:
+    """What a run is trained on, for its folder: those checks that take no time."""
+    quick = (check_cpu, check_memory, check_accelerator, check_native)
+    return {found.name: found.detail for found in (check() for check in quick)}
+
+
 def examine() -> list[Check]:
     """Runs every check; one that breaks is itself a finding, and the others still run."""
     results = []

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
 import tyro
 from rich.console import Console
 
+from nestpipe import checkpoint
+from nestpipe.checkpoint import Manifest
 from nestpipe.compare import Comparison, compare
 from nestpipe.errors import ConfigError
 from nestpipe.evaluate import Report
+from nestpipe.metrics import replace_file
 from nestpipe.rank_eval import RankingScorer, baselines, report_of
+from nestpipe.ranking_metrics import Interval
 from nestpipe.run import Run
 from nestpipe.scoring import popularity
 from nestpipe.task_report import TaskComparison, TaskReport, compare_tasks
@@ -45,8 +49,11 @@ def main(argv: list[str]) -> int:
         return 0
     _print(report, arguments.json, f"{arguments.run}, {arguments.target} targets")
     if not arguments.json:
-        for line in _floors(run, report, arguments.target):
-            Console().print(line, highlight=False)
+        floors = _floors(run, report, arguments.target)
+        for name, metrics in floors.items():
+            shown = (f"{metric} {one.mean:.4f}" for metric, one in metrics.items())
+            Console().print(f"{name}: " + "   ".join(shown), highlight=False)
+        write_beside(run, arguments.target, step=_step(run, arguments.step), floors=floors)
     return 0
 
 
@@ -58,27 +65,48 @@ def _compare(a: Report | TaskReport, b: Report | TaskReport, seed: int) -> Compa
     raise ConfigError("one run retrieves items, the other ranks events by labels; their metrics cannot be compared.")
 
 
-def _floors(run: Run, report: Report | TaskReport, target: Literal["test", "validation"]) -> Iterator[str]:
-    """What any model must beat, on the same targets."""
+def _floors(
+    run: Run, report: Report | TaskReport, target: Literal["test", "validation"]
+) -> dict[str, dict[str, Interval]]:
+    """What any model must beat, on the same targets: name -> metric -> value."""
     if isinstance(report, Report):
-        floor = popularity(run.sequences, run.split, run.config, target).scalars()
-        yield "popularity floor: " + "   ".join(f"{name} {floor[name]:.4f}" for name in report.metrics)
-        return
+        return {"popularity floor": popularity(run.sequences, run.split, run.config, target).metrics}
     scorer = run.scorer()
     assert isinstance(scorer, RankingScorer)
+    floors = {}
     for name, found in baselines(scorer.predict(target), run.sequences, run.split).items():
-        scalars = report_of(found, run.sequences, run.split, run.config).scalars()
-        shown = (f"{metric} {value:.4f}" for metric, value in scalars.items() if metric.startswith("gauc"))
-        yield f"{name}: " + "   ".join(shown)
+        tasks = report_of(found, run.sequences, run.split, run.config).tasks
+        floors[name] = {
+            f"gauc/{label}": one.intervals["gauc"] for label, one in tasks.items() if "gauc" in one.intervals
+        }
+    return floors
 
 
 def evaluate_run(
     run: Run, *, step: int | None = None, target: Literal["test", "validation"] = "test"
 ) -> Report | TaskReport:
     """Evaluates a run and keeps the report in its folder."""
-    report = run.scorer(step).evaluate(target)
-    report.save(run.folder / "eval" / target)
+    chosen = _step(run, step)
+    report = run.scorer(chosen).evaluate(target)
+    folder = run.folder / "eval" / target
+    (folder / "beside.json").unlink(missing_ok=True)  # it is about the report before
+    report.save(folder)
+    write_beside(run, target, step=chosen, floors={})
     return report
+
+
+def write_beside(run: Run, target: str, *, step: int, floors: Mapping[str, Mapping[str, Interval]]) -> None:
+    """Keeps beside a report which checkpoint it is about, and the floors where they were worked out."""
+    content = {
+        "step": step,
+        "floors": {name: {key: asdict(one) for key, one in own.items()} for name, own in floors.items()},
+    }
+    replace_file(run.folder / "eval" / target / "beside.json", json.dumps(content, indent=2).encode())
+
+
+def _step(run: Run, step: int | None) -> int:
+    """The step asked for, else that of the best checkpoint, else of the latest."""
+    return Manifest.read(checkpoint.best_folder(run.checkpoints)).step if step is None else step
 
 
 def _print(result: Report | TaskReport | Comparison | TaskComparison, as_json: bool, title: str) -> None:

@@ -14,7 +14,7 @@ from nestpipe.errors import DataError
 from nestpipe.overlap import CAUSES, Cause, Step, steps_of
 from nestpipe.trace import KINDS, RankTrace
 
-_NAMES: dict[Cause, str] = {
+NAMES: dict[Cause, str] = {
     "busy": "busy",
     "lookup": "exposed lookup",
     "communication": "exposed communication",
@@ -90,7 +90,7 @@ class Report:
             for number, head in enumerate(heads):
                 table.add_column(head, justify="right" if number else "left", no_wrap=True)
         slowest.add_row("step", *self.slowest.step_ms.cells(), "100.0 %", end_section=True)
-        for cause, name in _NAMES.items():
+        for cause, name in NAMES.items():
             slowest.add_row(name, *self.slowest.ms[cause].cells(), f"{100 * self.slowest.share[cause]:.1f} %")
         for rank, one in self.ranks.items():
             shares = (f"{100 * one.share[cause]:.1f} %" for cause in CAUSES)

@@ -6,8 +6,10 @@ import contextlib
 import ctypes
 import fcntl
 import os
+import resource
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -41,6 +43,25 @@ def only_process(folder: Path) -> Iterator[None]:
         file.flush()
         os.fsync(file.fileno())  # for the other machines
         yield
+
+
+def is_taken(folder: Path) -> bool:
+    """Whether a process is training in a folder, as far as this machine can see; the lock is free again at once."""
+    lock = folder / "lock"
+    if not lock.exists():
+        return False
+    with lock.open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+def peak_memory_bytes() -> int:
+    """The most memory that this process has had so far."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def keep_freed_memory() -> None:

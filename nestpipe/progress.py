@@ -22,7 +22,7 @@ class Progress:
         self._done = self._first = done
         self._console = Console(stderr=True, highlight=False, markup=False)
         self._started = self._last_line = time.monotonic()
-        self._num_tokens = 0
+        self.num_tokens = 0
         self._bar: Bar | None = None
         if not quiet and sys.stderr.isatty():
             columns = (TextColumn("train"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[text]}"))
@@ -32,12 +32,12 @@ class Progress:
 
     @property
     def tokens_per_s(self) -> float:
-        return self._num_tokens / self._elapsed()
+        return self.num_tokens / self._elapsed()
 
     def advance(self, *, num_tokens: int, epoch: int, loss: float | None, spent_s: float) -> None:
         """One step is done; `spent_s` is the training time that counts against the limit."""
         self._done += 1
-        self._num_tokens += num_tokens
+        self.num_tokens += num_tokens
         parts = [f"epoch {epoch}", f"{self.tokens_per_s:,.0f} tokens/s"]
         if loss is not None:
             parts.insert(1, f"loss {loss:.4f}")

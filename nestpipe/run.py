@@ -1,6 +1,6 @@
 """A run folder: what was asked for, what it was trained on, and the checkpoints.
 
-RUN/config.json   run.json (data digest, versions)   metrics.jsonl   checkpoints/   eval/   tensorboard/   profile/
+RUN/config.json   run.json (data digest, versions, machine)   metrics.jsonl   checkpoints/   eval/   tensorboard/   profile/
 """
 
 from __future__ import annotations
@@ -121,17 +121,18 @@ class Run:
             )
         return run
 
-    def write(self, *, statistics: Mapping[str, NumberStats]) -> None:
-        """Writes the configuration, and what else decides about the bits."""
+    def write(self, *, statistics: Mapping[str, NumberStats], facts: Mapping[str, Any]) -> None:
+        """Writes the configuration, what else decides about the bits, and facts about this start for readers."""
         for leftover in self.folder.glob(".*.tmp"):
             leftover.unlink()
-        facts = {
+        content = {
+            **facts,
             "data_digest": self.sequences.digest,
             "statistics": {name: stats.to_json() for name, stats in statistics.items()},
             "versions": versions(),
             "init_from": asdict(self.origin) if self.origin else None,
         }
-        replace_file(self.folder / "run.json", (json.dumps(facts, indent=2) + "\n").encode())
+        replace_file(self.folder / "run.json", (json.dumps(content, indent=2) + "\n").encode())
         replace_file(self.folder / "config.json", self.config.to_json().encode())
 
     @cached_property

@@ -1,7 +1,8 @@
 """A drawing of a few steps that a person can read: an SVG without outside assets, for light and dark backgrounds.
 
 Ranks are stacked, lanes are rows, time runs to the right. A bar is an event, hatched where it waits inside; the compute
-lane also shows, pale, why it was idle. Bars too narrow for their name have it as a tooltip.
+lane also shows, pale, why it was idle. Bars too narrow for their name have it as a tooltip. All its styles begin with its
+class, so that it can also stand in a page.
 """
 
 from __future__ import annotations
@@ -34,11 +35,12 @@ _COLOURS = {  # kind -> fill; the text on all of them is dark
 }
 _PALE = {"lookup": "#e9a94c", "communication": "#5c9fe0", "bubble": "#999999"}  # causes of idle time
 _STYLE = """
-text{font:11px ui-sans-serif,system-ui,"DejaVu Sans",sans-serif;fill:#1c1e21}
-.head{font-weight:600;font-size:12px}.on{fill:#14161a;pointer-events:none}.soft{fill:#5b616a}
-.edge{stroke:#fff;stroke-width:.8}.back{fill:#fff}.row{fill:#f3f4f6}.grid{stroke:#c3c8cf;stroke-width:1}.step{stroke:#4b5158;stroke-width:1;stroke-dasharray:4 3}
-@media(prefers-color-scheme:dark){text{fill:#e4e6ea}.on{fill:#14161a}.soft{fill:#a2a9b3}
-.edge{stroke:#15181c}.back{fill:#15181c}.row{fill:#1f2329}.grid{stroke:#3a4048}.step{stroke:#aab1ba}}
+.timeline text{font:11px ui-sans-serif,system-ui,"DejaVu Sans",sans-serif;fill:#1c1e21}
+.timeline .head{font-weight:600;font-size:12px}.timeline .on{fill:#14161a;pointer-events:none}.timeline .soft{fill:#5b616a}
+.timeline .edge{stroke:#fff;stroke-width:.8}.timeline .back{fill:#fff}.timeline .row{fill:#f3f4f6}
+.timeline .grid{stroke:#c3c8cf;stroke-width:1}.timeline .step{stroke:#4b5158;stroke-width:1;stroke-dasharray:4 3}
+@media screen and (prefers-color-scheme:dark){.timeline text{fill:#e4e6ea}.timeline .on{fill:#14161a}.timeline .soft{fill:#a2a9b3}
+.timeline .edge{stroke:#15181c}.timeline .back{fill:#15181c}.timeline .row{fill:#1f2329}.timeline .grid{stroke:#3a4048}.timeline .step{stroke:#aab1ba}}
 """
 
 
@@ -64,9 +66,16 @@ def draw(traces: Sequence[RankTrace], steps: Sequence[Sequence[Step]]) -> str:
     legend, height = _legend(top + 4, seen)
     shown = "\n".join([*_frame(height), *axis, *body, *legend])
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" height="{height}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="timeline" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" height="{height}" '
         f'role="img" aria-label="timeline of {batches}">\n{shown}\n</svg>\n'
     )
+
+
+def middle(steps: Sequence[Sequence[Step]], most: int) -> list[Sequence[Step]]:
+    """At most so many steps of each rank, from the middle of what was recorded."""
+    number = len(steps[0])
+    begin = max(number - most, 0) // 2
+    return [own[begin : begin + most] for own in steps]
 
 
 class _Scale:

@@ -15,7 +15,7 @@ from nestpipe.metrics import replace_file
 from nestpipe.overlap import Step
 from nestpipe.overlap_report import choose, report
 from nestpipe.perfetto import to_perfetto
-from nestpipe.timeline import draw
+from nestpipe.timeline import draw, middle
 from nestpipe.trace import load
 
 _DRAWN = 3  # steps in the drawing unless --steps says which
@@ -82,7 +82,4 @@ def _range(text: str | None) -> tuple[int | None, int | None]:
 
 def _drawn(steps: Sequence[Sequence[Step]], *, chosen: bool) -> list[Sequence[Step]]:
     """The steps for the drawing: those asked for as far as they can be read, or some from the middle."""
-    number = len(steps[0])
-    most = min(number, _MOST_DRAWN if chosen else _DRAWN)
-    begin = 0 if chosen else (number - most) // 2
-    return [own[begin : begin + most] for own in steps]
+    return [own[:_MOST_DRAWN] for own in steps] if chosen else middle(steps, _DRAWN)

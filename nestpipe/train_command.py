@@ -59,6 +59,7 @@ def main(argv: list[str]) -> int:
         init_from=InitFrom(arguments.init_from, arguments.allow) if arguments.init_from is not None else None,
         profile=arguments.profile,
         quiet=False,
+        recipe=name,
     )
     return 130 if outcome.stopped == INTERRUPTED else 0  # so that 'train && eval' does not go on after Ctrl-C
 

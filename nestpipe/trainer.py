@@ -24,6 +24,7 @@ from nestpipe.checkpoint import together
 from nestpipe.comm import World
 from nestpipe.config import Config
 from nestpipe.data.loader import Loader
+from nestpipe.doctor import environment
 from nestpipe.flops import Utilisation
 from nestpipe.jagged import Batch, Cursor
 from nestpipe.joint_run import agree, check_shared, open_run
@@ -36,7 +37,7 @@ from nestpipe.pipeline.runner import Feed, Runner
 from nestpipe.pipeline.schedule import Mode, Schedule
 from nestpipe.pipeline.sequential import step
 from nestpipe.pipeline.stages import Clip, Rates, TrainState, Work
-from nestpipe.process import exact_arithmetic, keep_freed_memory, only_process, stop_signals
+from nestpipe.process import exact_arithmetic, keep_freed_memory, only_process, peak_memory_bytes, stop_signals
 from nestpipe.profiling import profiled
 from nestpipe.progress import Progress
 from nestpipe.run import Lanes, Run, files_of
@@ -98,8 +99,12 @@ def train_to_end(
     profile: bool = False,
     quiet: bool = False,
     world: World | None = None,
+    recipe: str | None = None,
 ) -> Outcome:
-    """`train` on one of the ranks of a world, by default torchrun's, with the reason why it stopped."""
+    """`train` on one of the ranks of a world, by default torchrun's, with the reason why it stopped.
+
+    The name of the recipe is kept with the run, for its readers.
+    """
     config.validate()
     keep_freed_memory()
     config = replace(config, data=replace(config.data, path=str(Path(config.data.path).resolve())))
@@ -109,13 +114,13 @@ def train_to_end(
         agree(run, lanes.control)
         with (
             exact_arithmetic(run.config.train.num_threads),
-            _Loop(run, lanes, quiet=quiet or open_world.rank > 0) as loop,
+            _Loop(run, lanes, quiet=quiet or open_world.rank > 0, recipe=recipe) as loop,
         ):
             return Outcome(run, loop.run_to_end(profile=profile))
 
 
 class _Loop:
-    def __init__(self, run: Run, lanes: Lanes, *, quiet: bool):
+    def __init__(self, run: Run, lanes: Lanes, *, quiet: bool, recipe: str | None):
         """Everything that can refuse the configuration or the data does so before the folder is written."""
         self._run, self._config, self._lanes = run, run.config, lanes
         self._leads = lanes.control.world.rank == 0
@@ -136,7 +141,7 @@ class _Loop:
         self._exit = contextlib.ExitStack()
         with contextlib.ExitStack() as undo:
             self._state = self._restore()
-            together(lanes.control, "folder taken", lambda: self._take_folder(undo) if self._leads else None)
+            together(lanes.control, "folder taken", lambda: self._take_folder(undo, recipe) if self._leads else None)
             check_shared(run.folder, lanes.control)
             if self._warm and not quiet:
                 Console(stderr=True, highlight=False, markup=False).print(self._warm)
@@ -173,10 +178,12 @@ class _Loop:
         if lost := self._saver.give_up(self._lanes.control.deadline_s):
             self._progress.say(f"the checkpoint under way was not saved: {lost}")
 
-    def _take_folder(self, undo: contextlib.ExitStack) -> None:
+    def _take_folder(self, undo: contextlib.ExitStack, recipe: str | None) -> None:
         undo.enter_context(only_process(self._run.folder))
         checkpoint.remove_unfinished(self._run.checkpoints)
-        self._run.write(statistics=self._loader.statistics)
+        num_ranks = self._lanes.control.world.size
+        facts = {"recipe": recipe, "num_ranks": num_ranks, "environment": environment()}
+        self._run.write(statistics=self._loader.statistics, facts=facts)
         if self._config.train.mirror:
             Mirror(self._config.train.mirror).push_run(self._run.folder)
 
@@ -198,8 +205,12 @@ class _Loop:
             self._save()
             self._save_trace()
             self._saver.wait()
+            ranks = self._lanes.control.all_gather_ints(
+                [self._progress.num_tokens, peak_memory_bytes()], name="what ranks did"
+            )
             summary = {"steps": self._state.num_steps, "epoch": self._cursor.epoch, **asdict(self._memory)}
-            self._trackers.summary({"stopped": reason, **summary})
+            did = [{"num_tokens": tokens, "memory_bytes": memory} for tokens, memory in ranks]
+            self._trackers.summary({"stopped": reason, **summary, "ranks": did})
         self._progress.say(f"stopped at step {self._state.num_steps:,}: {reason}. Run: {self._run.folder}")
         return reason
 
@@ -260,8 +271,16 @@ class _Loop:
             return
         self._utilisation.add(batch.items.lengths())
         if self._state.num_steps % self._config.train.log_steps == 0 and logs:
-            rate = {"tokens_per_s": self._progress.tokens_per_s, "epoch": float(batch.cursor.epoch)}
-            self._trackers.log(self._state.num_steps, {**logs, **rate, **self._utilisation.take()})
+            rates = self._rates(self._state.num_steps - 1)
+            used = {
+                "tokens_per_s": self._progress.tokens_per_s,
+                "epoch": float(batch.cursor.epoch),
+                "seconds": self._seconds(),
+                "memory_bytes": peak_memory_bytes(),
+                "lr/dense": rates.dense,
+                "lr/rows": rates.rows,
+            }
+            self._trackers.log(self._state.num_steps, {**logs, **used, **self._utilisation.take()})
 
     def _validate(self) -> None:
         # Only the means are used here, so the intervals are not worth their usual price.

@@ -36,11 +36,16 @@ def config_of(log, mode, *, validation=False, **settings):
 
 
 def metrics(folder):
-    """All that was logged, times apart."""
+    """All that was logged, but for times, memory and what was done since the last start."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    lines[-1]["summary"].pop("seconds")
+    for key in ("seconds", "ranks"):
+        lines[-1]["summary"].pop(key)
     return [
-        {key: value for key, value in line.items() if key not in ("time", "tokens_per_s", "mfu_effective")}
+        {
+            key: value
+            for key, value in line.items()
+            if key not in ("tokens_per_s", "mfu_effective", "seconds", "memory_bytes")
+        }
         for line in lines
     ]
 

@@ -1,0 +1,128 @@
+"""Section: what the metrics file holds, over steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from nestpipe.report.facts import Facts
+from nestpipe.report.markup import Markup, note, plots
+from nestpipe.report.numbers import num_bytes, share, significant
+from nestpipe.report.plot import Lines, Series, draw_lines
+
+_NO_CURVES = frozenset(("step", "epoch", "seconds"))  # they are what others are drawn over
+Points = list[tuple[float, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """How the curves of a family are drawn."""
+
+    title: str
+    unit: str
+    from_zero: bool = False
+    show: Callable[[float], str] = significant
+
+
+_KINDS = {
+    "loss": _Kind("Training loss", "loss, mean of a batch"),
+    "steps_per_s": _Kind("Steps per second", "steps/s, with saves and validations", True),
+    "tokens_per_s": _Kind("Tokens per second", "tokens/s of rank 0, mean since its start", True),
+    "mfu_effective": _Kind("Use of the arithmetic", "share of the measured peak, rank 0", True, share),
+    "lr": _Kind("Learning rates", "learning rate", True),
+    "memory_bytes": _Kind("Memory", "resident bytes of rank 0, highest so far", True, num_bytes),
+}
+
+
+def curves(facts: Facts) -> Iterator[Markup]:
+    if facts.no_records:
+        yield note(facts.no_records.text)
+        return
+    if not facts.records:
+        yield note("Nothing has been logged yet; --train.log-steps says after how many steps that happens.")
+        return
+    found = series_of(facts.records)
+    lost = {name: _lost(facts.records, name) for name in found}
+    yield plots(_plot(family, named) for family, named in _families(found).items())
+    for name, steps in lost.items():
+        if steps:
+            yield note(f"{name}: {len(steps):,} values are not finite and left out, the first at step {steps[0]:,}.")
+    if not any(name.startswith("validation/") for name in found):
+        yield note("No validation metrics: --data.validation holds out one more event per user and follows them.")
+    if "steps_per_s" not in found:
+        yield note("No steps per second: the lines have no times, as those of earlier versions, or there is only one.")
+
+
+def series_of(records: Sequence[dict[str, Any]]) -> dict[str, Points]:
+    """The finite points of every number that was logged, by name, and steps per second between two lines."""
+    found: dict[str, Points] = {}
+    for record in records:
+        for name, value in record.items():
+            if name not in _NO_CURVES and isinstance(value, int | float):
+                points = found.setdefault(name, [])
+                if math.isfinite(value):
+                    points.append((record["step"], float(value)))
+    times = [(record["step"], float(record["seconds"])) for record in records if "seconds" in record]
+    rates = [
+        (step, (step - before) / (at - earlier)) for (before, earlier), (step, at) in pairwise(times) if at > earlier
+    ]
+    return found | ({"steps_per_s": rates} if rates else {})
+
+
+def _families(found: dict[str, Points]) -> dict[str, dict[str, Points]]:
+    """What belongs into one plot: losses, a validation metric at all list lengths or for all labels, rates."""
+    families: dict[str, dict[str, Points]] = {}
+    for name, points in found.items():
+        head, _, rest = name.partition("/")
+        if head == "validation":
+            family = f"{head}/{rest.partition('@')[0].partition('/')[0]}"
+        else:
+            family = "loss" if head.startswith("loss") or head.endswith("loss") else head
+        if points:
+            families.setdefault(family, {})[name.removeprefix("validation/")] = points
+    known = [*(name for name in families if name not in _KINDS and name.startswith("validation/")), *_KINDS]
+    order = ["loss", *(name for name in known if name != "loss"), *families]
+    return {name: families[name] for name in dict.fromkeys(order) if name in families}
+
+
+def _plot(family: str, named: dict[str, Points]) -> Markup:
+    metric = family.removeprefix("validation/")
+    kind = _KINDS.get(family) or _Kind(f"Validation {metric}" if metric != family else family, metric)
+    return draw_lines(
+        Lines(
+            title=kind.title,
+            x_label="step",
+            y_label=kind.unit,
+            series=[Series(name, points) for name, points in named.items()],
+            summary=_summary(named, kind.show),
+            from_zero=kind.from_zero,
+            show=kind.show,
+        )
+    )
+
+
+def _summary(named: dict[str, Points], show: Callable[[float], str]) -> str:
+    """Begin, end and extremes in words."""
+    if len(named) > 1:
+        return "Last values: " + ", ".join(f"{name} {show(points[-1][1])}" for name, points in named.items()) + "."
+    (points,) = named.values()
+    (first, begin), (last, end) = points[0], points[-1]
+    if len(points) == 1:
+        return f"{show(begin)} at step {first:,}."
+    (lowest, low), (highest, high) = min(points, key=_value), max(points, key=_value)
+    return (
+        f"From {show(begin)} at step {first:,} to {show(end)} at step {last:,}; "
+        f"lowest {show(low)} at step {lowest:,}, highest {show(high)} at step {highest:,}."
+    )
+
+
+def _value(point: tuple[float, float]) -> float:
+    return point[1]
+
+
+def _lost(records: Sequence[dict[str, Any]], name: str) -> list[int]:
+    values = ((record["step"], record.get(name)) for record in records)
+    return [step for step, value in values if isinstance(value, float) and not math.isfinite(value)]

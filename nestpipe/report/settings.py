@@ -1,0 +1,108 @@
+"""Sections: what was asked for, and with what it ran."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+from nestpipe.recipes import RECIPES
+from nestpipe.report.facts import Facts, Missing, flattened
+from nestpipe.report.markup import Markup, element, joined, note, paragraph, table
+
+_NOTHING = object()
+
+
+def settings(facts: Facts) -> Iterator[Markup]:
+    """All settings; those that differ from the recipe's are marked, with the recipe's value beside them."""
+    if isinstance(facts.settings, Missing):
+        yield note(facts.settings.text)
+        return
+    recipe, is_known = recipe_of(facts)
+    usual = _settings_of(recipe)
+    changed = {key for key, value in facts.settings.items() if _differs(key, value, usual.get(key, _NOTHING))}
+    origin = (
+        f"the recipe {recipe}" if is_known else f"{recipe}, the nearest recipe (which one was used is not recorded)"
+    )
+    yield paragraph(
+        f"{len(facts.settings):,} settings; {len(changed):,} differ from {origin} and are marked ",
+        element("b", "●", class_="mark"),
+        ".",
+    )
+    sections: dict[str, list[str]] = {}
+    for key in facts.settings:
+        section, _, name = key.rpartition(".")
+        sections.setdefault(section or "run", []).append(name)
+    boxes = []
+    for section, names in sections.items():
+        prefix = "" if section == "run" else f"{section}."
+        rows = [
+            _setting(name, facts.settings[prefix + name], usual.get(prefix + name, _NOTHING), prefix + name in changed)
+            for name in names
+        ]
+        boxes.append(element("div", element("h3", section), element("dl", *rows), class_="box"))
+    yield element("div", *boxes, class_="boxes")
+
+
+def recipe_of(facts: Facts) -> tuple[str, bool]:
+    """The recipe's name and whether the run recorded it; else the one from which the fewest settings differ."""
+    known = facts.about.get("recipe")
+    if known in RECIPES:
+        return str(known), True
+    own = {} if isinstance(facts.settings, Missing) else facts.settings
+
+    def distance(name: str) -> int:
+        usual = _settings_of(name)
+        return sum(_differs(key, own.get(key, _NOTHING), usual.get(key, _NOTHING)) for key in own | usual)
+
+    return min(RECIPES, key=distance), False
+
+
+@cache
+def _settings_of(recipe: str) -> dict[str, Any]:
+    return flattened(json.loads(RECIPES[recipe]().to_json()))
+
+
+def environment(facts: Facts) -> Iterator[Markup]:
+    about = facts.about
+    if not about:
+        yield note("There is no run.json, so nobody can tell which versions and which machine trained this run.")
+        return
+    rows = [(str(name), str(value)) for name, value in _entries(about.get("environment"))]
+    if not rows:
+        yield note("The machine is not recorded; runs of earlier versions kept the versions alone.")
+    rows += [(str(name), str(value)) for name, value in _entries(about.get("versions"))]
+    rows.append(("data digest", str(about.get("data_digest"))))
+    if origin := about.get("init_from"):
+        rows.append(("initialised from", str(origin.get("source", origin) if isinstance(origin, dict) else origin)))
+    yield table(("what", "found at the start of training"), rows, caption="Environment")
+
+
+def _entries(content: Any) -> Iterator[tuple[Any, Any]]:
+    if isinstance(content, dict):
+        yield from content.items()
+
+
+def _setting(name: str, value: Any, usual: Any, changed: bool) -> Markup:
+    shown = [joined([_shown(value)])]
+    if changed:
+        beside = "not a setting of the recipe" if usual is _NOTHING else f"recipe: {_shown(usual)}"
+        shown = [element("b", "● ", class_="mark"), element("b", _shown(value)), element("small", f" {beside}")]
+    return joined([element("dt", name), element("dd", *shown)])
+
+
+def _differs(key: str, value: Any, usual: Any) -> bool:
+    if key == "data.path":  # a run keeps the whole path of what a recipe names from the working folder
+        return not f"/{value}".endswith(f"/{usual}")
+    return bool(value != usual)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, bool) or value is None:
+        return {True: "on", False: "off", None: "none"}[value]
+    if isinstance(value, int | float):
+        return f"{value:,}" if isinstance(value, int) else f"{value:,.12g}"
+    if isinstance(value, list | tuple):
+        return ", ".join(_shown(one) for one in value) or "none"
+    return str(value) if value != "" else "none"

@@ -1,0 +1,97 @@
+"""Section: where the time of a step went, what was sent, and the lanes as a drawing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from nestpipe.overlap import CAUSES
+from nestpipe.overlap_report import NAMES
+from nestpipe.report.facts import Facts, Missing, Traced
+from nestpipe.report.markup import Markup, element, note, paragraph, plots, scrolled, table
+from nestpipe.report.numbers import count, milliseconds, num_bytes, share, significant
+from nestpipe.report.plot import draw_shares
+from nestpipe.timeline import draw, middle
+
+_DRAWN_STEPS = 3
+_DRAWN_RANKS = 4
+_MOST_BARS = 32
+
+
+def steps(facts: Facts) -> Iterator[Markup]:
+    if isinstance(facts.traced, Missing):
+        yield note(facts.traced.text)
+        return
+    found = facts.traced.report
+    batches = f"batches {found.first_batch:,} to {found.last_batch:,}"
+    yield paragraph(f"{found.num_steps:,} steps were recorded whole, {batches}, on {_ranks(len(facts.traced.traces))}.")
+    yield plots([_bars(facts.traced), _division(facts.traced), _traffic(facts.traced)])
+    yield _exposed(facts.traced)
+    yield from _timeline(facts.traced)
+    if found.num_dropped:
+        yield paragraph(
+            f"A run keeps the spans of its last steps; {found.num_dropped:,} older ones are gone.", kind="soft"
+        )
+
+
+def _bars(traced: Traced) -> Markup:
+    """The median step of each rank, divided as all its steps together."""
+    ranks = list(traced.report.ranks.items())[:_MOST_BARS]
+    rows = [
+        (f"rank {rank}", [(cause, one.step_ms.median * one.share[cause]) for cause in CAUSES]) for rank, one in ranks
+    ]
+    hidden = len(traced.report.ranks) - len(ranks)
+    summary = "; ".join(
+        f"rank {rank}: median {milliseconds(one.step_ms.median)} ms, busy {share(one.share['busy'])}"
+        for rank, one in ranks[:8]
+    )
+    rest = f"; {hidden:,} more ranks are not drawn" if hidden else ""
+    return draw_shares(
+        rows, title="A step of each rank", x_label="median time of a step, ms", summary=f"{summary}{rest}."
+    )
+
+
+def _division(traced: Traced) -> Markup:
+    slowest = traced.report.slowest
+    rows = [("step", slowest.step_ms, 1.0)]
+    rows += [(name, slowest.ms[cause], slowest.share[cause]) for cause, name in NAMES.items()]
+    cells = [
+        (name, milliseconds(spread.median), f"{milliseconds(spread.low)} – {milliseconds(spread.high)}", share(part))
+        for name, spread, part in rows
+    ]
+    heads = ("slowest rank", "median", "10–90 %", "of all")
+    return table(heads, cells, caption="Where the time of a step went, ms")
+
+
+def _traffic(traced: Traced) -> Markup:
+    rows = [
+        (kind, num_bytes(spread.median), f"{num_bytes(spread.low)} – {num_bytes(spread.high)}")
+        for kind, spread in traced.report.num_bytes.items()
+    ]
+    if not rows:
+        return paragraph("Nothing was sent to another rank.")
+    return table(("kind of message", "median", "10–90 %"), rows, caption="Bytes sent per step, all ranks together")
+
+
+def _exposed(traced: Traced) -> Markup:
+    found = traced.report
+    ratios = ", ".join(f"{kind} {significant(ratio)}" for kind, ratio in found.rows_sent_ratio.items())
+    return paragraph(
+        f"Exposed: {share(found.exposed_lookup)} of the time of lookups and {share(found.exposed_communication)} of the time of "
+        "communication was not hidden behind compute (upper bounds: 'nestpipe trace --sequential RUN' measures them against a "
+        f"run in which nothing is hidden). Rows sent for each unique key: {ratios or 'not counted'}; 1 is the least."
+    )
+
+
+def _timeline(traced: Traced) -> Iterator[Markup]:
+    shown = traced.traces[:_DRAWN_RANKS]
+    drawn = middle(traced.steps[: len(shown)], _DRAWN_STEPS)
+    what = f"Lanes of {_ranks(len(shown))} over {len(drawn[0])} steps"
+    if len(shown) < len(traced.traces):
+        what += f", the first of {count(len(traced.traces))}"
+    caption = f"{what}. Hatched is a wait inside an event, pale on the compute lane is why it was idle. 'nestpipe trace' draws other steps."
+    drawing = scrolled(Markup(draw(shown, drawn)), about=what)
+    yield element("figure", element("h3", "Timeline"), drawing, element("figcaption", caption), class_="wide")
+
+
+def _ranks(number: int) -> str:
+    return "1 rank" if number == 1 else f"{number:,} ranks"
