@@ -145,13 +145,21 @@ class Cache(Generic[Value]):
             return wanted
 
     def finish(self, lease: Entry[Value], value: Value) -> bool:
-        """The work is done and everybody who joined gets the value; False if it is no longer wanted, and dropped."""
+        """The work is done and everybody who joined gets the value; False if it is no longer wanted, and dropped.
+
+        It takes the place of what the user had before.
+        """
         with self._lock:
             if not self._holds(lease):
                 return False
             self.device.reserved -= lease.num_bytes
             self.device.used += lease.num_bytes
             self._enter_device(lease, value)
+            for other in list(
+                self._of_user[lease.user].values()
+            ):  # a user has one history; what nobody holds is outdated
+                if other is not lease and other.settle(self._clock()) in {State.READY, State.HOST}:
+                    self._remove(other)
             return True
 
     def fail(self, lease: Entry[Value]) -> None:
@@ -202,15 +210,6 @@ class Cache(Generic[Value]):
                 entry.pins.pop(holder, None)
                 entry.consumed |= consumed
                 entry.settle(self._clock())
-
-    def remove(self, key: Hashable) -> bool:
-        """Takes an entry out unless it is held or in work."""
-        with self._lock:
-            entry = self._entries.get(key)
-            gone = entry is not None and entry.settle(self._clock()) in {State.READY, State.HOST}
-            if gone and entry is not None:
-                self._remove(entry)
-            return gone
 
     # Moves: begun and ended under the lock, copied outside of it.
 

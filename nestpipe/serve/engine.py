@@ -52,7 +52,6 @@ class _Work:
     served: Served
     lease: Entry[Prefix]
     kept: Prefix | None
-    from_key: PrefixKey | None
 
     @property
     def rest(self) -> tuple[int, int]:
@@ -171,11 +170,9 @@ class Engine:
         if (
             plans := self._next_batch()
         ):  # 2 the most urgent ranks, each with the best path that fits before its deadline
-            self._get_prefixes(plans)  # 3 found on the device, copied from the host, or made longer
-            self._score(
-                [plan for plan in plans if plan.prefix is not None], "hit"
-            )  # 4 together: one call with prefixes
-            self._score([plan for plan in plans if plan.prefix is None], "full")  # and one without
+            hits, others = self._get_prefixes(plans)  # 3 found on the device, copied from the host, or made longer
+            self._score(hits, "hit")  # 4 together: one model call with prefixes
+            self._score(others, "full")  # and one without
             return True
         return self._demote() or self._prefill()  # 5 nobody waits: one copy to the host, or one chunk of a prefill
 
@@ -217,27 +214,37 @@ class Engine:
 
     def _decide(self, signal: Signal, asked: Asked) -> Decision:
         key, now, num_bytes = asked.key, self.clock(), self.served.num_bytes(asked)
+        is_live = self.cache.peek_state(key) is not None
+        begun = None if is_live else self._begun(asked)
+        work_ms = self.costs.pre_ms(key.length, _length(begun))
         view = View(
-            is_live=self.cache.peek_state(key) is not None,
+            is_live=is_live,
             has_room=self.cache.has_room(num_bytes),
             tokens_ms=self._bucket.level(now),
-            backlog_ms=sum(self.costs.pre_ms(*work.rest) for work in self._works),
+            work_ms=work_ms,
+            wait_ms=self._backlog_ms(key) if is_live else self._backlog_ms() + work_ms,
             rank_p99_ms=self.rank_p99_ms(),
         )
-        reason = decide(self.trigger, self.costs, view, length=key.length, candidates=signal.num_candidates)
+        reason = decide(
+            self.trigger, self.costs, view, num_events=asked.num_events, num_candidates=signal.num_candidates
+        )
         self.counts["reason", reason] += 1
         if reason == "admitted":
-            begun = self._begun(asked)
             lease = self.cache.reserve(key, user=signal.user, num_bytes=num_bytes)
             assert lease is not None, "there was room a moment ago, and this thread alone reserves"
-            work = _Work(asked, self.served, lease, begun, begun.key if begun else None)
-            self._works.append(work)
-            self._bucket.take(self.costs.pre_ms(*work.rest), now)
+            self._works.append(_Work(asked, self.served, lease, begun))
+            self._bucket.take(work_ms, now)
         if reason not in {"admitted", "already_live"}:
             return Decision(reason)
         self.cache.pin(key, signal.request, until=signal.until)
         self._held[signal.request] = key, signal.until
         return Decision(reason, key.digest)
+
+    def _backlog_ms(self, key: PrefixKey | None = None) -> float:
+        """Until all prefills are done, or that of a key; nothing if that is done already."""
+        keys = [work.asked.key for work in self._works]
+        end = len(keys) if key is None else keys.index(key) + 1 if key in keys else 0
+        return sum(self.costs.pre_ms(*work.rest) for work in list(self._works)[:end])
 
     def _begun(self, asked: Asked) -> Prefix | None:
         """The longest kept prefix of the user with which the one asked for begins."""
@@ -260,8 +267,6 @@ class Engine:
                 if done < length:
                     return True
                 self.cache.finish(work.lease, work.kept)
-                if work.from_key is not None:
-                    self.cache.remove(work.from_key)
         except Exception:
             _log.exception("a prefill failed; its user will be ranked in full")
             self.cache.fail(work.lease)
@@ -329,8 +334,8 @@ class Engine:
         rank.join_until = rank.deadline - last_ms / 1000
         self._waiting.append(rank)
 
-    def _get_prefixes(self, plans: Sequence[_Plan]) -> None:
-        """Pins what is on the device, or brings it there; what is lost meanwhile is ranked in full."""
+    def _get_prefixes(self, plans: Sequence[_Plan]) -> tuple[list[_Plan], list[_Plan]]:
+        """Pins what is on the device, or brings it there; what is lost meanwhile is ranked in full. With a prefix, without."""
         for plan in plans:
             key = plan.asked.key
             try:
@@ -350,6 +355,8 @@ class Engine:
                 plan.choice = Choice("full", plan.choice.cost_ms)
             elif plan.choice.path == "hit_device" and plan.rank.joined is not None:
                 plan.choice = Choice("join", plan.choice.cost_ms)
+        with_prefix = [plan for plan in plans if plan.prefix is not None]
+        return with_prefix, [plan for plan in plans if plan.prefix is None]
 
     def _extend(self, begun: Prefix | None, asked: Asked) -> Prefix:
         """The longer prefix; it takes the place of the shorter one if there is room for both while it is made."""
@@ -360,8 +367,8 @@ class Engine:
             if lease is not None:
                 self.cache.fail(lease)
             raise
-        if lease is not None and self.cache.finish(lease, made) and begun is not None:
-            self.cache.remove(begun.key)
+        if lease is not None:
+            self.cache.finish(lease, made)
         return made
 
     def _score(self, plans: Sequence[_Plan], kind: Kind) -> None:

@@ -111,22 +111,23 @@ class View:
     is_live: bool  # the prefix is there, or in work
     has_room: bool
     tokens_ms: float
-    backlog_ms: float  # prefills that stand before it
+    work_ms: float  # what is left to compute of the prefix
+    wait_ms: float  # until it would be there
     rank_p99_ms: float
 
 
-def decide(config: TriggerConfig, costs: Costs, view: View, *, length: int, candidates: int) -> Reason:
-    """'admitted', or the first reason against computing a prefix of `length` events for so many candidates."""
+def decide(config: TriggerConfig, costs: Costs, view: View, *, num_events: int, num_candidates: int) -> Reason:
+    """'admitted', or the first reason against computing the prefix of such a request now."""
     if config.mode == "off":
         return "off"
-    pre_ms = costs.pre_ms(length)
+    full_ms, hit_ms = costs.full_ms(num_events, num_candidates), costs.hit_ms(num_events, num_candidates)
     tests: tuple[tuple[Reason, bool], ...] = (
-        ("not_at_risk", costs.full_ms(length, candidates) <= config.budget_ms),
-        ("no_rescue", costs.hit_ms(length, candidates) > config.budget_ms),
-        ("too_late", view.backlog_ms + pre_ms > config.lead_ms + config.budget_ms - costs.hit_ms(length, candidates)),
+        ("not_at_risk", full_ms <= config.budget_ms or num_events < 2),
+        ("no_rescue", hit_ms > config.budget_ms),
+        ("too_late", view.wait_ms > config.lead_ms + config.budget_ms - hit_ms),
         ("already_live", view.is_live),
         ("no_room", not view.has_room),
-        ("over_rate", view.tokens_ms < pre_ms),
+        ("over_rate", view.tokens_ms < view.work_ms),
         ("breaker", view.rank_p99_ms > config.budget_ms),
     )
     first = next((reason for reason, fails in tests if fails and not _waived(config, reason)), None)

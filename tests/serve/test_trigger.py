@@ -12,7 +12,7 @@ from nestpipe.serve.trigger import Bucket, Costs, Sample, View, decide
 from tests.serve.world import costs
 
 CONFIG = TriggerConfig(budget_ms=20.0, lead_ms=35.0)
-OPEN = {"is_live": False, "has_room": True, "tokens_ms": 1000.0, "backlog_ms": 0.0, "rank_p99_ms": 5.0}
+OPEN = {"is_live": False, "has_room": True, "tokens_ms": 1000.0, "work_ms": 40.0, "wait_ms": 40.0, "rank_p99_ms": 5.0}
 RISKY = {"full": 50.0, "hit": 5.0, "pre": 40.0}
 # Each case also has every problem that is looked at later, so that only the order can make it the answer.
 LATER = (
@@ -20,7 +20,7 @@ LATER = (
     ("over_rate", {}, {"tokens_ms": 39.0}),
     ("no_room", {}, {"has_room": False}),
     ("already_live", {}, {"is_live": True}),
-    ("too_late", {}, {"backlog_ms": 20.0}),
+    ("too_late", {}, {"wait_ms": 50.1}),
     ("no_rescue", {"hit": 21.0}, {}),
     ("not_at_risk", {"full": 19.0}, {}),
 )
@@ -28,24 +28,28 @@ LATER = (
 
 def test_every_reason_in_its_order():
     known, view = dict(RISKY), dict(OPEN)
-    assert decide(CONFIG, costs(**known), View(**view), length=9, candidates=9) == "admitted"
+    assert decide(CONFIG, costs(**known), View(**view), num_events=9, num_candidates=9) == "admitted"
     for reason, cost, seen in LATER:
         known, view = known | cost, view | seen
-        assert decide(CONFIG, costs(**known), View(**view), length=9, candidates=9) == reason
-        alone = decide(CONFIG, costs(**(RISKY | cost)), View(**(OPEN | seen)), length=9, candidates=9)
+        assert decide(CONFIG, costs(**known), View(**view), num_events=9, num_candidates=9) == reason
+        alone = decide(CONFIG, costs(**(RISKY | cost)), View(**(OPEN | seen)), num_events=9, num_candidates=9)
         assert alone == reason
 
 
 def test_shadow_decides_off_does_not_and_always_asks_for_room_and_rate_alone():
     def found(mode, known=RISKY, **seen):
         return decide(
-            TriggerConfig(mode=mode, budget_ms=20.0), costs(**known), View(**(OPEN | seen)), length=9, candidates=9
+            TriggerConfig(mode=mode, budget_ms=20.0),
+            costs(**known),
+            View(**(OPEN | seen)),
+            num_events=9,
+            num_candidates=9,
         )
 
     assert found("shadow") == "shadow"
     assert found("shadow", has_room=False) == "no_room"
     assert found("off") == "off"
-    assert found("always", RISKY | {"full": 1.0, "hit": 90.0}, backlog_ms=999.0, rank_p99_ms=99.0) == "admitted"
+    assert found("always", RISKY | {"full": 1.0, "hit": 90.0}, wait_ms=999.0, rank_p99_ms=99.0) == "admitted"
     assert found("always", has_room=False) == "no_room"
     assert found("always", tokens_ms=1.0) == "over_rate"
     assert found("always", is_live=True) == "already_live"
@@ -64,7 +68,8 @@ def test_constants_are_found_again_and_depend_on_both_sizes():
         assert known.pre_ms(n) == pytest.approx(true_ms("pre", n, c), rel=1e-6)
     assert known.pre_ms(3000, 1000) == pytest.approx(40, rel=1e-6)
     few, many = (
-        decide(TriggerConfig(budget_ms=250), known, View(**OPEN), length=4096, candidates=c) for c in (256, 4096)
+        decide(TriggerConfig(budget_ms=250), known, View(**OPEN), num_events=4096, num_candidates=c)
+        for c in (256, 4096)
     )
     assert (few, many) == ("not_at_risk", "admitted"), "by length alone both would be the same"
 

@@ -15,7 +15,7 @@ from nestpipe.serve.model import open_served
 from nestpipe.serve.trigger import Costs, Sample
 from tests.ranking_ranks import MODELS, ranking_config
 
-MAX_LEN, BLOCK, NUM_USERS, NUM_ITEMS = 32, 8, 100, 40
+MAX_LEN, BLOCK, NUM_USERS, NUM_ITEMS = 32, 8, 100, 24
 
 
 def make_log(folder):
@@ -57,7 +57,7 @@ def make_engine(run, folder, *, clock=None, known=None, trigger=None, served=Non
         histories_of(run, folder),
         known or costs(),
         config=EngineConfig(**{"chunk": 8, **config}),
-        trigger=trigger or TriggerConfig(mode="always"),
+        trigger=trigger or TriggerConfig(mode="always", burst_ms=1e9),
         **({"clock": clock} if clock else {}),
     )
 
