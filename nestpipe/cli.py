@@ -22,6 +22,8 @@ COMMANDS = {
         "nestpipe.checkpoint_command",
         "look into a run's checkpoints, or check every byte: inspect, verify",
     ),
+    "serve": ("nestpipe.serve.command", "serve a run that ranks over HTTP: nestpipe serve runs/ranking"),
+    "forget": ("nestpipe.serve.forget", "remove a user from the data and the event log of a run"),
     "doctor": ("nestpipe.doctor", "what this machine can run, and what is missing"),
 }
 

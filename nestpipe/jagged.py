@@ -8,7 +8,7 @@ Invariants: offsets start at 0, never decrease and end at len(values); no row is
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -32,6 +32,12 @@ class Jagged:
         lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
         values = torch.tensor([value for row in rows for value in row], dtype=torch.int64)
         return Jagged(values, offsets_of(lengths), max(map(len, rows), default=0))
+
+    @staticmethod
+    def concat(parts: Sequence[Jagged]) -> Jagged:
+        """The rows of several, one after the other."""
+        offsets = offsets_of(torch.cat([part.lengths() for part in parts]))
+        return Jagged(torch.cat([part.values for part in parts]), offsets, max(part.max_len for part in parts))
 
     @staticmethod
     def singles(values: Tensor) -> Jagged:
@@ -141,6 +147,31 @@ class Batch:
     def sample_of_token(self) -> Tensor:
         """The global sample id of each event, [T]."""
         return self.sample_ids.index_select(0, self.items.row_of_value())
+
+    @staticmethod
+    def concat(parts: Sequence[Batch]) -> Batch:
+        """The samples of several batches for prediction, one after the other; all have the same features."""
+        first = parts[0]
+        if len(parts) == 1:
+            return first
+
+        def joined(field: Callable[[Batch], Jagged | None]) -> Jagged | None:
+            found = [one for one in map(field, parts) if one is not None]
+            return Jagged.concat(found) if found else None
+
+        return Batch(
+            cursor=first.cursor,
+            sample_ids=torch.cat([part.sample_ids for part in parts]),
+            items=Jagged.concat([part.items for part in parts]),
+            times=joined(lambda part: part.times),
+            query_times=joined(lambda part: part.query_times),
+            event_features={
+                name: Jagged.concat([part.event_features[name] for part in parts]) for name in first.event_features
+            },
+            sample_features={
+                name: Jagged.concat([part.sample_features[name] for part in parts]) for name in first.sample_features
+            },
+        )
 
     def select(self, rows: Tensor) -> Batch:
         """The samples at the given places, in the given order."""

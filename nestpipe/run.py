@@ -143,6 +143,11 @@ class Run:
     def split(self) -> Split:
         return make_split(self.sequences, self.config.data)
 
+    def statistics(self) -> dict[str, NumberStats]:
+        """Those of the number features, as they were fitted when the run started."""
+        found = _read_facts(self.folder / "run.json").get("statistics", {})
+        return {name: NumberStats.from_json(one) for name, one in found.items()}
+
     def identity(self) -> dict[str, str]:
         """What must be the same on every rank, by name: versions, code, data, configuration (its path apart)."""
         settings = {key: repr(value) for key, value in flat(self.config).items() if key != "data.path"}

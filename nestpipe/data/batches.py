@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -33,7 +35,15 @@ class Inputs:
 class BatchBuilder:
     """Reads sequences; numbers are transformed by statistics fitted on the events that the split trains on."""
 
-    def __init__(self, sequences: Sequences, split: Split, inputs: Inputs | None = None):
+    def __init__(
+        self,
+        sequences: Sequences,
+        split: Split | None,
+        inputs: Inputs | None = None,
+        *,
+        statistics: Mapping[str, NumberStats] | None = None,
+    ):
+        """Needs a split, or the statistics that were fitted on one."""
         inputs = inputs or Inputs()
         self._sequences, self._layout = sequences, inputs.layout
         known = {feature.name: feature for feature in sequences.schema.features if feature.scope != "request"}
@@ -43,7 +53,16 @@ class BatchBuilder:
         self._features = tuple(known[name] for name in own)
         self._with_user = "user" in inputs.features
         self._labels = sequences.schema.labels_named(inputs.labels) if inputs.labels else ()
-        self.statistics = self._fit(split)
+        if statistics is None:
+            assert split is not None, "statistics are fitted on the events that a split trains on"
+            statistics = self._fit(split)
+        self.statistics = dict(statistics)
+
+    def over(self, sequences: Sequences) -> BatchBuilder:
+        """The same inputs and statistics over other events of the same schema."""
+        other = copy.copy(self)
+        other._sequences = sequences
+        return other
 
     def training(self, cursor: Cursor, samples: Tensor, windows: Windows) -> Batch:
         """The rows of some windows, each event with the next one as its target, or alone; see `Inputs.layout`."""

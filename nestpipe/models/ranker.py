@@ -105,8 +105,8 @@ class Ranker:
     def split(self, history: Batch) -> tuple[Batch, Suffix]:
         """A request's history as the prefix that can be computed now, and the suffix with the key that it needs."""
         lengths = history.items.lengths()
-        prefix = _events(history, torch.zeros_like(lengths), (lengths - 1).clamp(min=0))
-        suffix = _events(history, (lengths - 1).clamp(min=0), lengths)
+        prefix = cut_events(history, torch.zeros_like(lengths), (lengths - 1).clamp(min=0))
+        suffix = cut_events(history, (lengths - 1).clamp(min=0), lengths)
         keys = (self._key(prefix, row, InputDigest().then(prefix, row)) for row in range(prefix.num_samples))
         return prefix, Suffix(suffix, tuple(keys))
 
@@ -124,6 +124,13 @@ class Ranker:
         for row, prefix in enumerate(prefixes):
             self._check_follows(prefix, new, row)
         return self._kept(self._run(new, prefixes, None), new, prefixes)
+
+    def begins(self, kept: Prefix, prefix: Batch) -> bool:
+        """Whether what was kept is the beginning of one user's longer prefix, so that `extend` may go on from it."""
+        if self.model.anchored or kept.key.length > len(prefix.items.values):
+            return False
+        first = cut_events(prefix, torch.tensor([0]), torch.tensor([kept.key.length]))
+        return self._key(first, 0, InputDigest().then(first, 0)) == kept.key
 
     def score(self, prefixes: Sequence[Prefix], suffix: Suffix, candidates: Candidates) -> Tensor:
         """Scores [sum of candidates, labels]; raises PrefixError if a prefix is not the one that the suffix follows."""
@@ -253,7 +260,7 @@ class Ranker:
             )
 
 
-def _events(batch: Batch, start: Tensor, end: Tensor) -> Batch:
+def cut_events(batch: Batch, start: Tensor, end: Tensor) -> Batch:
     """Events start .. end - 1 of each sample, for prediction."""
     lengths = end - start
     places = ranges(batch.items.offsets[:-1] + start, lengths)

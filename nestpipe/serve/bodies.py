@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
 
 from nestpipe.errors import NestPipeError
 
@@ -98,6 +99,37 @@ class Fields:
             if "time" in event:
                 Fields(event, frozenset(event)).integer("time", low=-(2**52), high=2**52)
         return value
+
+
+async def unless_gone(http: Request, work: Awaitable[dict[str, Any]]) -> dict[str, Any]:
+    """The result of some work, which is cancelled when the client leaves."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_wait_disconnect(http))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise BadRequestError("the client left.", status=499, code="disconnected")
+        return task.result()
+    finally:
+        for one in (task, gone):
+            one.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _wait_disconnect(http: Request) -> None:
+    while (await http.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def http_refusal(http: Request, error: Exception) -> Response:
+    status = int(getattr(error, "status_code", 404))
+    what = {404: "there is no such path", 405: "this path wants another method"}.get(status, "refused")
+    return JSONResponse(refusal(status, what.split()[-1], f"{http.method} {http.url.path[:80]}: {what}.")[1], status)
+
+
+def refusal(status: int, code: str, message: str) -> tuple[int, dict[str, Any]]:
+    """A status and the body that says why."""
+    return status, {"error": {"code": code, "message": message}}
 
 
 def _wrong(name: str, value: Any, expected: str) -> BadRequestError:

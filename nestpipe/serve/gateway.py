@@ -11,7 +11,6 @@ Limits come before work: size and time of bodies, fields, and the number of requ
 
 from __future__ import annotations
 
-import asyncio
 import hmac
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -26,7 +25,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from nestpipe.errors import NestPipeError
-from nestpipe.serve.bodies import BadRequestError, Fields, read_json
+from nestpipe.serve.bodies import BadRequestError, Fields, http_refusal, read_json, refusal, unless_gone
 from nestpipe.serve.cascade import Cascade, Request, StageError
 from nestpipe.serve.remote import Asked, RemoteError, Signal
 from nestpipe.serve.router import MAX_TICKET_CHARS, RouterError
@@ -90,7 +89,7 @@ class Gateway:
         for path, handler in (("/healthz", _alive), ("/readyz", self._ready), ("/metrics", self._metrics)):
             routes.append(Route(path, handler))
         return Starlette(
-            routes=routes, lifespan=self._lifespan, exception_handlers={404: _http_error, 405: _http_error}
+            routes=routes, lifespan=self._lifespan, exception_handlers={404: http_refusal, 405: http_refusal}
         )
 
     @asynccontextmanager
@@ -113,20 +112,20 @@ class Gateway:
     ) -> tuple[int, dict[str, Any]]:
         limits = self._limits
         if self._num_under_way >= limits.max_under_way:
-            return _error(429, "overloaded", f"{limits.max_under_way} requests are under way; try again in a second.")
+            return refusal(429, "overloaded", f"{limits.max_under_way} requests are under way; try again in a second.")
         self._num_under_way += 1
         self.numbers.under_way.inc()
         try:
             body = await read_json(http, max_bytes=limits.max_bytes, timeout_s=limits.body_s)
-            return 200, await _unless_gone(http, call(body))
+            return 200, await unless_gone(http, call(body))
         except BadRequestError as error:
-            return _error(error.status, error.code, str(error))
+            return refusal(error.status, error.code, str(error))
         except StageError as error:
-            return _error(error.status, f"{error.stage}_{error.code}", str(error))
+            return refusal(error.status, f"{error.stage}_{error.code}", str(error))
         except RemoteError as error:
-            return _error(error.status, error.code, str(error))
+            return refusal(error.status, error.code, str(error))
         except RouterError as error:
-            return _error(503, "no_instance", str(error))
+            return refusal(503, "no_instance", str(error))
         finally:
             self._num_under_way -= 1
             self.numbers.under_way.dec()
@@ -231,16 +230,16 @@ def admin_app(cascade: Cascade, token: str) -> Starlette:
     async def handle(http: HttpRequest) -> Response:
         said = http.headers.get("authorization", "").removeprefix("Bearer ")
         if not hmac.compare_digest(said.encode(), token.encode()):
-            return JSONResponse(_error(401, "unauthorized", "send the token: 'Authorization: Bearer TOKEN'.")[1], 401)
+            return JSONResponse(refusal(401, "unauthorized", "send the token: 'Authorization: Bearer TOKEN'.")[1], 401)
         try:
             if http.method == "POST":
                 body = await read_json(http, max_bytes=4096, timeout_s=5.0)
                 _change(body)
         except BadRequestError as error:
-            status, content = _error(error.status, error.code, str(error))
+            status, content = refusal(error.status, error.code, str(error))
             return JSONResponse(content, status)
         except NestPipeError as error:
-            status, content = _error(404, "no_instance", str(error))
+            status, content = refusal(404, "no_instance", str(error))
             return JSONResponse(content, status)
         return JSONResponse({"members": [asdict(one) for one in members], "loads": dict(cascade.remote.loads)})
 
@@ -260,35 +259,5 @@ def admin_app(cascade: Cascade, token: str) -> Starlette:
     return Starlette(routes=[Route("/members", handle, methods=["GET", "POST"])])
 
 
-async def _unless_gone(http: HttpRequest, work: Awaitable[dict[str, Any]]) -> dict[str, Any]:
-    """The result of some work, which is cancelled when the client leaves."""
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_wait_disconnect(http))
-    try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise BadRequestError("the client left.", status=499, code="disconnected")
-        return task.result()
-    finally:
-        for one in (task, gone):
-            one.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
-
-
-async def _wait_disconnect(http: HttpRequest) -> None:
-    while (await http.receive())["type"] != "http.disconnect":
-        pass
-
-
 async def _alive(http: HttpRequest) -> Response:
     return JSONResponse({"alive": True})
-
-
-async def _http_error(http: HttpRequest, error: Exception) -> Response:
-    status = int(getattr(error, "status_code", 404))
-    what = {404: "there is no such path", 405: "this path wants another method"}.get(status, "refused")
-    return JSONResponse(_error(status, what.split()[-1], f"{http.method} {http.url.path[:80]}: {what}.")[1], status)
-
-
-def _error(status: int, code: str, message: str) -> tuple[int, dict[str, Any]]:
-    return status, {"error": {"code": code, "message": message}}

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from nestpipe.errors import PrefixError
 from nestpipe.jagged import Jagged
 from nestpipe.models.prefix import Prefix
-from nestpipe.models.ranker import _events
+from nestpipe.models.ranker import cut_events
 from nestpipe.models.ranking import Ranking
 from tests.models.ranking_world import MAX_LEN, build, candidates, history, item_features, ranker, select
 
@@ -49,7 +49,7 @@ def test_one_prefix_serves_requests_at_two_times_and_extends_by_an_event(backbon
     own, lengths, counts = ranker(build(backbone, dtype)), [7, 2, 12, 4], [3, 2, 5, 4]
     after = history(lengths)
     sizes = after.items.lengths()
-    before = _events(after, torch.zeros_like(sizes), sizes - 1)
+    before = cut_events(after, torch.zeros_like(sizes), sizes - 1)
     prefix, _ = own.split(before)
     kept = own.prefill(prefix)
     found = []
@@ -58,7 +58,7 @@ def test_one_prefix_serves_requests_at_two_times_and_extends_by_an_event(backbon
         found.append(own.score(kept, own.split(moved)[1], candidates(counts)))
         assert close(found[-1], own.full(moved, candidates(counts)), tolerance)
     assert not close(found[0], found[1], 1e-3), "the request's time must matter"
-    new = _events(after, sizes - 2, sizes - 1)
+    new = cut_events(after, sizes - 2, sizes - 1)
     longer = own.extend(kept, new)
     for asked in (2_000_000, 3_000_000_000):
         moved = asked_at(after, asked)
@@ -76,9 +76,9 @@ def asked_at(batch, asked):
 def test_extending_event_by_event_equals_filling(dtype, tolerance):
     own, batch = ranker(build(dtype=dtype)), history([9])
     prefix, suffix = own.split(batch)
-    kept = own.prefill(_events(prefix, torch.tensor([0]), torch.tensor([0])))
+    kept = own.prefill(cut_events(prefix, torch.tensor([0]), torch.tensor([0])))
     for place in range(8):
-        kept = own.extend(kept, _events(prefix, torch.tensor([place]), torch.tensor([place + 1])))
+        kept = own.extend(kept, cut_events(prefix, torch.tensor([place]), torch.tensor([place + 1])))
     assert close(own.score(kept, suffix, candidates([6])), own.full(batch, candidates([6])), tolerance)
     assert kept[0].num_bytes == sum(one.nbytes for one in (*kept[0].keys, *kept[0].values)) + kept[0].times.nbytes
 
@@ -146,7 +146,7 @@ def test_training_scores_are_those_of_requests():
         for row, length in enumerate((6, 3)):
             for place in range(length):
                 user = batch.select(torch.tensor([row]))
-                request = _events(user, torch.tensor([0]), torch.tensor([place + 1]))
+                request = cut_events(user, torch.tensor([0]), torch.tensor([place + 1]))
                 where = int(batch.items.offsets[row]) + place
                 wanted = candidates([1])
                 wanted = replace(wanted, items=Jagged(targets[where : where + 1], torch.tensor([0, 1]), 1))
@@ -200,7 +200,7 @@ def _with(batch, name, values):
 def test_a_slid_window_is_refused_and_so_are_sliced_keys():
     own, batch = ranker(build()), history([9])
     kept = own.prefill(own.split(batch)[0])
-    slid = _events(batch, torch.tensor([1]), torch.tensor([9]))
+    slid = cut_events(batch, torch.tensor([1]), torch.tensor([9]))
     suffix = own.split(slid)[1]
     refused(own, kept, suffix, "digest: kept", "length: kept 8, needed 7")
     cut = {"keys": tuple(k[1:] for k in kept[0].keys), "values": tuple(v[1:] for v in kept[0].values)}
@@ -281,7 +281,7 @@ def test_reverse_places_are_anchored_and_not_extended():
     assert close(own.score(kept, suffix, candidates([4])), own.full(batch, candidates([4])), 1e-10)
     with pytest.raises(PrefixError, match=r"Reverse is anchored.*Fill the longer prefix from its start"):
         own.extend(kept, suffix.batch)
-    shorter = own.prefill(_events(prefix, torch.tensor([0]), torch.tensor([6])))
+    shorter = own.prefill(cut_events(prefix, torch.tensor([0]), torch.tensor([6])))
     refused(own, shorter, suffix, "anchor: kept '7 events', needed '8 events'")
 
 
@@ -296,8 +296,8 @@ def test_reverse_places_that_do_not_say_so_fail_the_contract():
 
     own, batch = ranker(build(kind=Lying)), history([8])
     prefix, suffix = own.split(batch)
-    kept = own.prefill(_events(prefix, torch.tensor([0]), torch.tensor([6])))
-    longer = own.extend(kept, _events(prefix, torch.tensor([6]), torch.tensor([7])))
+    kept = own.prefill(cut_events(prefix, torch.tensor([0]), torch.tensor([6])))
+    longer = own.extend(kept, cut_events(prefix, torch.tensor([6]), torch.tensor([7])))
     assert not close(own.score(longer, suffix, candidates([4])), own.full(batch, candidates([4])), 1e-4)
 
 

@@ -1,0 +1,125 @@
+"""`nestpipe serve`: one instance of a run, on its own port."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import socket
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import tyro
+
+from nestpipe.errors import ConfigError
+from nestpipe.run import Run
+from nestpipe.serve.config import EngineConfig, Limits, TriggerConfig
+from nestpipe.serve.engine import Engine
+from nestpipe.serve.event_log import EventLog
+from nestpipe.serve.histories import Histories
+from nestpipe.serve.measure import measure
+from nestpipe.serve.model import open_served
+
+EVENTS = "events.log"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Arguments:
+    run: tyro.conf.Positional[Path]
+    """Folder of a run that ranks."""
+    step: int | None = None
+    """Checkpoint to serve [default: the best one if the run validated, else the latest]."""
+    label: str = ""
+    """Label to order by [default: the model's first]."""
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    port: int = 8701
+    """Port for requests; 0 takes a free one."""
+    admin_port: int = 8751
+    """Port for administration; 0 takes a free one. Its token is in RUN/serve/token."""
+    name: str = ""
+    """Name of the instance, which must outlive restarts [default: host name and port]."""
+    num_threads: int = 1
+    """Threads of the model."""
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    trigger: TriggerConfig = field(default_factory=TriggerConfig)
+    limits: Limits = field(default_factory=Limits)
+
+    def check(self) -> None:
+        found = [f"engine.{problem}" for problem in self.engine.problems()]
+        found += [f"trigger.{problem}" for problem in self.trigger.problems()]
+        found += [f"limits.{problem}" for problem in self.limits.problems()]
+        if found:
+            raise ConfigError("the configuration has problems:\n" + "\n".join(f"  - {problem}" for problem in found))
+
+
+def main(argv: list[str]) -> int:
+    example = "Example: nestpipe serve runs/ranking --port 8701 --trigger.budget-ms 50"
+    text = f"Serves a run that ranks, as one instance; docs/serving.md says more.\n\n{example}"
+    arguments = tyro.cli(_Arguments, prog="nestpipe serve", description=text, args=argv)
+    arguments.check()
+    try:
+        from nestpipe.serve.http import Instance
+        from nestpipe.serve.server import listen, run_apps
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"serving needs the package '{error.name}'; install it with: pip install 'nestpipe[serve]'"
+        ) from None
+    run = Run.open(arguments.run)
+    with listen(arguments.host, arguments.port) as public, listen(arguments.host, arguments.admin_port) as private:
+        port, admin_port = (one.getsockname()[1] for one in (public, private))
+        torch.set_num_threads(arguments.num_threads)
+        engine = open_engine(
+            run, engine=arguments.engine, trigger=arguments.trigger, step=arguments.step, label=arguments.label
+        )
+        folder = run.folder / "serve"
+        instance = Instance(
+            engine,
+            name=arguments.name or f"{socket.gethostname()}-{port}",
+            secret=kept_secret(folder / "secret").encode(),
+            limits=arguments.limits,
+        )
+        apps = [(instance.app(), public), (instance.admin_app(kept_secret(folder / "token")), private)]
+
+        def stop() -> None:
+            instance.is_draining = True
+            print("stopping: what is under way is answered first", file=sys.stderr, flush=True)
+
+        def started() -> None:
+            where = f"http://{arguments.host}:{port}, admin on port {admin_port}"
+            print(f"serving {engine.served.name} as {instance.name} on {where}", flush=True)
+
+        engine.start()
+        try:
+            asyncio.run(run_apps(apps, on_stop=stop, started=started))
+        finally:
+            engine.stop()
+    return 0
+
+
+def open_engine(
+    run: Run, *, engine: EngineConfig, trigger: TriggerConfig, step: int | None = None, label: str = ""
+) -> Engine:
+    """A run's model with its histories, measured on this machine; the engine is not started yet."""
+    folder = run.folder / "serve"
+    served = open_served(run, step=step, label=label, folder=folder)
+    data = run.config.data
+    histories = Histories(run.sequences, EventLog(folder / EVENTS), max_len=data.max_len, block=data.truncate_block)
+    return Engine(served, histories, measure(served, histories), config=engine, trigger=trigger)
+
+
+def kept_secret(path: Path) -> str:
+    """The secret in a file that only its owner reads; made once, so that all instances of a run share it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        file.write(secrets.token_hex(32))
+    try:
+        os.link(draft, path)  # unless another instance was first
+    except FileExistsError:
+        pass
+    finally:
+        draft.unlink()
+    return path.read_text().strip()

@@ -1,0 +1,79 @@
+"""What an instance may use and when it computes ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Sizes of an instance."""
+
+    device_bytes: int = 256 << 20
+    """Prefixes that are about to be used."""
+    host_bytes: int = 1 << 30
+    """Prefixes that were used, for the user's next request."""
+    device_ttl_s: float = 10.0
+    """How long a prefix waits on the device for its request."""
+    host_ttl_s: float = 600.0
+    """How long it is kept on the host."""
+    chunk: int = 256
+    """Events of a prefill between two looks at the queue: what a rank may have to wait for."""
+    max_batch: int = 8
+    """Ranks answered together."""
+    max_queue: int = 256
+    """Requests that may wait; more are refused at once."""
+
+    def problems(self) -> Iterator[str]:
+        for name in ("device_bytes", "host_bytes", "device_ttl_s", "host_ttl_s"):
+            if getattr(self, name) < 0:
+                yield f"{name} is {getattr(self, name)}; it must be 0 or more"
+        for name in ("chunk", "max_batch", "max_queue"):
+            if getattr(self, name) < 1:
+                yield f"{name} is {getattr(self, name)}; it must be at least 1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TriggerConfig:
+    """When a prefix is computed ahead."""
+
+    mode: Literal["on", "always", "shadow", "off"] = "on"
+    """always: whatever fits into the cache and the rate; shadow: decide and report, but do nothing; off: nothing."""
+    budget_ms: float = 100.0
+    """What ranking may take at its 99th percentile; also the deadline of requests that name none."""
+    lead_ms: float = 35.0
+    """Time from the signal to the ranking request: what retrieval and pre-rank take."""
+    rate_ms_per_s: float = 500.0
+    """Compute that prefixes may use, in milliseconds per second."""
+    burst_ms: float = 2000.0
+    """Compute that they may save up."""
+
+    def problems(self) -> Iterator[str]:
+        for name in ("budget_ms", "lead_ms", "rate_ms_per_s", "burst_ms"):
+            if not 0 < getattr(self, name) < float("inf"):
+                yield f"{name} is {getattr(self, name)}; it must be above 0 and finite"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What a request may ask for; more is refused before it is queued."""
+
+    body_bytes: int = 1 << 20
+    """Bytes of a body."""
+    body_s: float = 5.0
+    """Seconds that a body may take to arrive."""
+    candidates: int = 2048
+    """Candidates of one request."""
+    history: int = 10_000
+    """Events of a history that the caller sends."""
+    events: int = 1000
+    """Events of one POST /v1/events."""
+    deadline_ms: float = 60_000.0
+    """The longest deadline."""
+
+    def problems(self) -> Iterator[str]:
+        for name in ("body_bytes", "body_s", "candidates", "history", "events", "deadline_ms"):
+            if not getattr(self, name) > 0:
+                yield f"{name} is {getattr(self, name)}; it must be above 0"

@@ -1,0 +1,433 @@
+"""One instance: ranks are answered by the best path they can afford, prefixes are computed when nobody waits.
+
+    hit_device -> join -> hit_host -> extend -> full -> shorter -> upstream -> 503
+
+The first path whose cost fits into what is left of the deadline is taken. The first five give the same scores; `shorter` (the
+last events alone) and `upstream` (the order of the caller) are degraded, and say so. Losing a prefix, a ticket or a tier
+leads to `full`, never to an error. One thread takes the steps; requests come from any thread and wait for a future.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import math
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from nestpipe.models.prefix import Prefix, PrefixKey
+from nestpipe.serve.cache import Cache, Entry, State
+from nestpipe.serve.config import EngineConfig, TriggerConfig
+from nestpipe.serve.histories import Histories
+from nestpipe.serve.jobs import (
+    HITS,
+    Answer,
+    BusyError,
+    Choice,
+    Decision,
+    LateError,
+    Rank,
+    Signal,
+    choose,
+    settle,
+)
+from nestpipe.serve.prefix import Asked, Served, copy_prefix
+from nestpipe.serve.trigger import Bucket, Costs, Kind, View, decide
+
+_log = logging.getLogger("nestpipe.serve")
+_LOOK_S = 0.5  # between two looks for what has expired
+
+
+@dataclass(slots=True, eq=False)
+class _Work:
+    """A prefill under way, perhaps from a shorter prefix on."""
+
+    asked: Asked
+    served: Served
+    lease: Entry[Prefix]
+    kept: Prefix | None
+
+    @property
+    def rest(self) -> tuple[int, int]:
+        """From how many events to how many."""
+        return self.asked.key.length, _length(self.kept)
+
+
+@dataclass(slots=True, eq=False)
+class _Plan:
+    """A rank, the path it takes, and what that needs."""
+
+    rank: Rank
+    asked: Asked
+    choice: Choice
+    prefix: Prefix | None = None
+
+
+class Engine:
+    """Answers ranks and signals."""
+
+    def __init__(
+        self,
+        served: Served,
+        histories: Histories,
+        costs: Costs,
+        *,
+        config: EngineConfig,
+        trigger: TriggerConfig,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.served, self.histories, self.costs = served, histories, costs
+        self.config, self.trigger, self.clock = config, trigger, clock
+        self.cache = Cache[Prefix](
+            device_bytes=config.device_bytes,
+            host_bytes=config.host_bytes,
+            device_ttl_s=config.device_ttl_s,
+            host_ttl_s=config.host_ttl_s,
+            copy=copy_prefix,
+            clock=clock,
+        )
+        self.counts: Counter[tuple[str, str]] = Counter()  # ('path' or 'reason', which): how often
+        self.latencies_ms: deque[float] = deque(maxlen=512)
+        self._bucket = Bucket(per_s=trigger.rate_ms_per_s, most=trigger.burst_ms, now=clock())
+        self._inbox: deque[Rank | Signal] = deque()
+        self._ranks: list[Rank] = []  # a heap by deadline
+        self._waiting: list[Rank] = []  # joined a prefill
+        self._works: deque[_Work] = deque()
+        self._spent: deque[PrefixKey] = deque()  # to demote
+        self._held: dict[str, tuple[PrefixKey, float]] = {}  # request -> what waits for it, until when
+        self._looked, self._num_removals = -math.inf, histories.num_removals
+        self._news = threading.Condition()
+        self._stopping = False
+        self._thread: threading.Thread | None = None
+
+    # From any thread.
+
+    def submit(self, job: Rank | Signal) -> None:
+        """Queues a job, whose `reply` will have the answer; raises BusyError."""
+        with self._news:
+            if self._stopping:
+                raise BusyError("the instance is stopping; ask another.")
+            if self.num_waiting >= self.config.max_queue:
+                raise BusyError(f"{self.num_waiting} requests wait already; try again later, or ask another instance.")
+            if isinstance(job, Rank):
+                job.arrived = self.clock()
+            self._inbox.append(job)
+            self._news.notify()
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._inbox) + len(self._ranks) + len(self._waiting)
+
+    @property
+    def is_stopping(self) -> bool:
+        return self._stopping
+
+    def release(self, request: str) -> bool:
+        """Lets go of the prefix that is held for a request which will not come."""
+        key, _ = self._held.pop(request, (None, 0.0))
+        if key is not None:
+            self.cache.unpin(key, request)
+        return key is not None
+
+    def rank_p99_ms(self) -> float:
+        return float(np.percentile(list(self.latencies_ms), 99)) if len(self.latencies_ms) >= 32 else 0.0
+
+    def start(self) -> None:
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Answers what is queued, then ends."""
+        with self._news:
+            self._stopping = True
+            self._news.notify()
+        if self._thread is not None:
+            self._thread.join()
+
+    # The engine's own thread.
+
+    def _run(self) -> None:
+        while not (self._stopping and not self.num_waiting):
+            try:
+                is_idle = not self.step()
+                self._look_around()
+            except Exception:
+                _log.exception("a step failed; the engine goes on")
+                is_idle = True
+            with self._news:
+                if is_idle and not self._inbox:
+                    self._news.wait(0.001 if self._waiting else 0.2)
+
+    def step(self) -> bool:
+        """One turn; False if there was nothing to do."""
+        self._take_in()  # 1 signals are decided, ranks wait by deadline
+        if (
+            plans := self._next_batch()
+        ):  # 2 the most urgent ranks, each with the best path that fits before its deadline
+            hits, others = self._get_prefixes(plans)  # 3 found on the device, copied from the host, or made longer
+            self._score(hits, "hit")  # 4 together: one model call with prefixes
+            self._score(others, "full")  # and one without
+            return True
+        return self._demote() or self._prefill()  # 5 nobody waits: one copy to the host, or one chunk of a prefill
+
+    def _take_in(self) -> None:
+        while self._inbox:
+            job = self._inbox.popleft()
+            try:
+                self._look_around()
+                events = self.histories.of(job.user) if job.history is None else job.history
+                asked = self.served.ask(events, job.query_time)
+                if isinstance(job, Signal):
+                    settle(job.reply, self._decide(job, asked))
+                else:
+                    job.candidates = self.served.candidates(job.items, self.histories.sequences)
+                    job.asked = asked
+                    heapq.heappush(self._ranks, job)
+            except Exception as error:
+                settle(job.reply, error)
+        waiting, self._waiting = self._waiting, []
+        for rank in waiting:
+            is_done = rank.joined is None or rank.joined.done() or rank.reply.cancelled()
+            if is_done or self.clock() >= rank.join_until:
+                heapq.heappush(self._ranks, rank)
+            else:
+                self._waiting.append(rank)
+
+    def _look_around(self) -> None:
+        """Others may have written, and time has passed: what nobody may see any more goes."""
+        self.histories.refresh()
+        if self.histories.num_removals != self._num_removals:
+            self._num_removals = self.histories.num_removals
+            self.cache.invalidate()
+        if (now := self.clock()) - self._looked > _LOOK_S:
+            self._looked = now
+            self.cache.sweep()
+            self._held = {request: held for request, held in list(self._held.items()) if held[1] > now}
+
+    # Signals and prefills.
+
+    def _decide(self, signal: Signal, asked: Asked) -> Decision:
+        key, now, num_bytes = asked.key, self.clock(), self.served.num_bytes(asked)
+        is_live = self.cache.peek_state(key) is not None
+        begun = None if is_live else self._begun(asked)
+        work_ms = self.costs.pre_ms(key.length, _length(begun))
+        view = View(
+            is_live=is_live,
+            has_room=self.cache.has_room(num_bytes),
+            tokens_ms=self._bucket.level(now),
+            work_ms=work_ms,
+            wait_ms=self._backlog_ms(key) if is_live else self._backlog_ms() + work_ms,
+            rank_p99_ms=self.rank_p99_ms(),
+        )
+        reason = decide(
+            self.trigger, self.costs, view, num_events=asked.num_events, num_candidates=signal.num_candidates
+        )
+        self.counts["reason", reason] += 1
+        if reason == "admitted":
+            lease = self.cache.reserve(key, user=signal.user, num_bytes=num_bytes)
+            assert lease is not None, "there was room a moment ago, and this thread alone reserves"
+            self._works.append(_Work(asked, self.served, lease, begun))
+            self._bucket.take(work_ms, now)
+        if reason not in {"admitted", "already_live"}:
+            return Decision(reason)
+        self.cache.pin(key, signal.request, until=signal.until)
+        self._held[signal.request] = key, signal.until
+        return Decision(reason, key.digest)
+
+    def _backlog_ms(self, key: PrefixKey | None = None) -> float:
+        """Until all prefills are done, or that of a key; nothing if that is done already."""
+        keys = [work.asked.key for work in self._works]
+        end = len(keys) if key is None else keys.index(key) + 1 if key in keys else 0
+        return sum(self.costs.pre_ms(*work.rest) for work in list(self._works)[:end])
+
+    def _begun(self, asked: Asked) -> Prefix | None:
+        """The longest kept prefix of the user with which the one asked for begins."""
+        kept = sorted(self.cache.peek_user(asked.key.user), key=lambda one: -one.key.length)
+        return next((one for one in kept if self.served.begins(one, asked)), None)
+
+    def _prefill(self) -> bool:
+        """One chunk, first of what ranks are waiting for."""
+        if not self._works:
+            return False
+        wanted = {rank.asked.key for rank in self._waiting if rank.asked}
+        work = next((one for one in self._works if one.asked.key in wanted), self._works[0])
+        began, (length, before) = time.perf_counter(), work.rest
+        try:
+            if self.cache.start(work.lease):
+                work.kept = work.served.fill(work.asked, work.kept, chunk=self.config.chunk)
+                done = _length(work.kept)
+                expected = self.costs.expected("pre", done, 0) - self.costs.expected("pre", before, 0)
+                self.costs.observe("pre", 1000 * (time.perf_counter() - began) - expected)
+                if done < length:
+                    return True
+                self.cache.finish(work.lease, work.kept)
+        except Exception:
+            _log.exception("a prefill failed; its user will be ranked in full")
+            self.cache.fail(work.lease)
+        self._works.remove(work)
+        return True
+
+    def _demote(self) -> bool:
+        while self._spent:
+            if self.cache.demote(self._spent.popleft()):
+                return True
+        return False
+
+    # Ranks.
+
+    def _next_batch(self) -> list[_Plan]:
+        """Ranks by deadline, as long as all of them together are done before the first deadline."""
+        plans: list[_Plan] = []
+        total_ms, until_ms = 0.0, math.inf
+        while self._ranks and len(plans) < self.config.max_batch:
+            rank = heapq.heappop(self._ranks)
+            slack_ms = 1000 * (rank.deadline - self.clock())
+            if rank.reply.cancelled():
+                self.release(rank.request)
+            elif slack_ms <= 0:
+                self.release(rank.request)
+                settle(rank.reply, LateError("the deadline passed before the request could be ranked."))
+            elif (plan := self._plan(rank, slack_ms - total_ms)).choice.path == "join":
+                self._join(plan, slack_ms)
+            elif plans and (total_ms + plan.choice.cost_ms > until_ms or plan.choice.path in {"shorter", "upstream"}):
+                heapq.heappush(self._ranks, rank)
+                break
+            else:
+                plans.append(plan)
+                total_ms += plan.choice.cost_ms
+                until_ms = min(until_ms, slack_ms)
+        return plans
+
+    def _plan(self, rank: Rank, slack_ms: float) -> _Plan:
+        assert rank.asked is not None
+        asked, state = rank.asked, self.cache.peek_state(rank.asked.key)
+        begun: Prefix | None = None
+        if state is None:
+            begun = self._begun(asked)
+        elif state in {State.RESERVED, State.COMPUTING}:
+            begun = next((work.kept for work in self._works if work.asked.key == asked.key), None)
+        choice = choose(
+            self.costs,
+            state=state,
+            slack_ms=slack_ms,
+            num_events=asked.num_events,
+            num_candidates=len(rank.items),
+            num_bytes=self.served.num_bytes(asked),
+            begun=_length(begun),
+            joinable=rank.joined is None,
+            block=max(self.histories.max_len // 8, 1),
+        )
+        return _Plan(rank, asked, choice, begun if choice.path == "extend" else None)
+
+    def _join(self, plan: _Plan, slack_ms: float) -> None:
+        """Waits for the prefill: as long as full inference still fits behind it, or where that never did, as a hit does."""
+        rank, costs = plan.rank, self.costs
+        rank.joined = self.cache.join(plan.asked.key)
+        full_ms = costs.full_ms(plan.asked.num_events, len(rank.items))
+        last_ms = full_ms if full_ms <= slack_ms else costs.hit_ms(plan.asked.num_events, len(rank.items))
+        rank.join_until = rank.deadline - last_ms / 1000
+        self._waiting.append(rank)
+
+    def _get_prefixes(self, plans: Sequence[_Plan]) -> tuple[list[_Plan], list[_Plan]]:
+        """Pins what is on the device, or brings it there; what is lost meanwhile is ranked in full. With a prefix, without."""
+        for plan in plans:
+            key = plan.asked.key
+            try:
+                match plan.choice.path:
+                    case "extend":
+                        plan.prefix = self._extend(plan.prefix, plan.asked)
+                    case "hit_host" if not self.cache.promote(key):
+                        plan.prefix = None
+                    case "hit_device" | "hit_host":
+                        plan.prefix = self.cache.pin(key, plan.rank)
+                    case "shorter":
+                        plan.asked = self.served.shorter(plan.asked, plan.choice.num_events)
+            except Exception:
+                _log.exception("a prefix could not be had; its user is ranked in full")
+                plan.prefix = None
+            if plan.choice.path in HITS and plan.prefix is None:
+                plan.choice = Choice("full", plan.choice.cost_ms)
+            elif plan.choice.path == "hit_device" and plan.rank.joined is not None:
+                plan.choice = Choice("join", plan.choice.cost_ms)
+        with_prefix = [plan for plan in plans if plan.prefix is not None]
+        return with_prefix, [plan for plan in plans if plan.prefix is None]
+
+    def _extend(self, begun: Prefix | None, asked: Asked) -> Prefix:
+        """The longer prefix; it takes the place of the shorter one if there is room for both while it is made."""
+        lease = self.cache.reserve(asked.key, user=asked.key.user, num_bytes=self.served.num_bytes(asked))
+        try:
+            made = self.served.fill(asked, begun, chunk=asked.key.length)
+        except Exception:
+            if lease is not None:
+                self.cache.fail(lease)
+            raise
+        if lease is not None:
+            self.cache.finish(lease, made)
+        return made
+
+    def _score(self, plans: Sequence[_Plan], kind: Kind) -> None:
+        """One model call for all of them; if that fails, one in full for each."""
+        for plan in plans:
+            if plan.choice.path == "upstream":
+                self._reply(plan, np.zeros(len(plan.rank.items)))
+        plans = [plan for plan in plans if plan.choice.path != "upstream"]
+        if not plans:
+            return
+        began = time.perf_counter()
+        try:
+            found = self._call(plans)
+        except Exception:
+            _log.exception("a batch failed; its requests are ranked one by one, in full")
+            found = [self._alone(plan) for plan in plans]
+        expected = sum(self.costs.expected(kind, plan.asked.num_events, len(plan.rank.items)) for plan in plans)
+        self.costs.observe(kind, (1000 * (time.perf_counter() - began) - expected) / len(plans))
+        for plan, scores in zip(plans, found, strict=True):
+            self._reply(plan, scores)
+
+    def _call(self, plans: Sequence[_Plan]) -> list[Any]:
+        candidates = [plan.rank.candidates for plan in plans if plan.rank.candidates is not None]
+        prefixes = [plan.prefix for plan in plans if plan.prefix is not None]
+        found = self.served.scores([plan.asked for plan in plans], candidates, prefixes or None)
+        return [scores.numpy().astype(np.float64) for scores in found]
+
+    def _alone(self, plan: _Plan) -> Any:
+        plan.choice, plan.prefix = Choice("full", plan.choice.cost_ms), None
+        try:
+            return self._call([plan])[0]
+        except Exception:
+            _log.exception("a request could not be ranked; it gets its own order back")
+            return np.full(len(plan.rank.items), np.nan)
+
+    def _reply(self, plan: _Plan, scores: Any) -> None:
+        rank, path = plan.rank, plan.choice.path
+        if path == "upstream" or not np.isfinite(scores).all():
+            path, plan.prefix, scores = "upstream", None, np.zeros(len(rank.items))
+        if path in {"shorter", "upstream"}:
+            self.costs.relax()
+        if path in HITS:
+            self.cache.unpin(plan.asked.key, rank, consumed=True)
+            self._spent.append(plan.asked.key)
+        self.release(rank.request)
+        total_ms = 1000 * (self.clock() - rank.arrived)
+        self.latencies_ms.append(total_ms)
+        self.counts["path", path] += 1
+        order = np.argsort(-scores, kind="stable")[: rank.k]
+        answer = Answer(
+            items=[int(rank.items[place]) for place in order],
+            scores=scores[order].tolist(),
+            path=path,
+            prefix_len=_length(plan.prefix),
+            model=self.served.name,
+            times_ms={"total": total_ms, "estimated": plan.choice.cost_ms},
+        )
+        settle(rank.reply, answer)
+
+
+def _length(prefix: Prefix | None) -> int:
+    return prefix.key.length if prefix else 0

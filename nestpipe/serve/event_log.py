@@ -1,0 +1,129 @@
+"""Events since the log was ingested: an append-only file of checksummed records, shared by the instances of a run.
+
+    file      NPEV  length  crc32  {"events": [...]}    NPEV  length  crc32  ...
+
+A record is what one request brought, so it is there whole or not at all. A record that was cut off while being written
+(the process or the machine died) is taken away by the next writer; damage before the end is an error, because events
+behind it would be lost. Writers take turns by a lock beside the file; readers see whole records as they come.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import struct
+import weakref
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from nestpipe.disk import flush
+from nestpipe.errors import DataError
+
+Event = dict[str, Any]
+_MAGIC = b"NPEV"
+_HEAD = struct.Struct("<4sII")  # magic, length of the payload, its checksum
+
+
+class EventLog:
+    """One reader's place in the file, and the right to write."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab"):
+            pass
+        self._open()
+
+    def read_new(self) -> tuple[bool, list[Event]]:
+        """Events that came since the last call. True if the file is another: then these are all there are."""
+        is_other = os.fstat(self._file).st_ino != self.path.stat().st_ino
+        if is_other:
+            self._close()
+            self._open()
+        size = os.fstat(self._file).st_size
+        if size == self._end:
+            return is_other, []
+        data = os.pread(self._file, size - self._end, self._end)
+        events, length = _whole_records(data)
+        if length < len(data) and (later := _next_record(data, length + 1)) is not None:
+            raise DataError(
+                f"{self.path} is damaged at byte {self._end + length:,}: a record there does not fit its checksum, but whole "
+                f"records follow from byte {self._end + later:,} on. Restore the file, or cut the damaged part out."
+            )
+        self._end += length
+        return is_other, events
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Nobody else writes meanwhile."""
+        with self.path.with_name(self.path.name + ".lock").open("ab") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+    def append(self, events: list[Event]) -> None:
+        """One record, on the disk when this returns. Only while `writing`, after `read_new`."""
+        record = _record(events)
+        with self.path.open("r+b") as file:
+            file.truncate(self._end)  # what stands behind was cut off while being written
+            file.seek(self._end)
+            file.write(record)
+            file.flush()
+            os.fsync(file.fileno())
+        self._end += len(record)
+
+    def rewrite(self, keep: Callable[[Event], bool]) -> int:
+        """Another file with the events to keep takes the place of this one; says how many are gone."""
+        with self.writing():
+            data = self.path.read_bytes()
+            events, _ = _whole_records(data)
+            kept = [event for event in events if keep(event)]
+            draft = self.path.with_name(f".{self.path.name}.tmp")
+            draft.write_bytes(_record(kept) if kept else b"")
+            flush(draft)
+            draft.replace(self.path)
+            flush(self.path.parent)
+            return len(events) - len(kept)
+
+    def _open(self) -> None:
+        """It stays open, so that no other file can get its number."""
+        self._file = os.open(self.path, os.O_RDONLY)
+        self._close = weakref.finalize(self, os.close, self._file)
+        self._end = 0  # how far this reader has come
+
+
+def _record(events: list[Event]) -> bytes:
+    payload = json.dumps({"events": events}, allow_nan=False, separators=(",", ":")).encode()
+    return _HEAD.pack(_MAGIC, len(payload), zlib.crc32(payload)) + payload
+
+
+def _whole_records(data: bytes) -> tuple[list[Event], int]:
+    """The events of the whole records at the start of the data, and how many bytes those take."""
+    events: list[Event] = []
+    place = 0
+    while (payload := _payload_at(data, place)) is not None:
+        events += json.loads(payload)["events"]
+        place += _HEAD.size + len(payload)
+    return events, place
+
+
+def _payload_at(data: bytes, place: int) -> bytes | None:
+    """What a whole record at this place holds."""
+    if len(data) - place < _HEAD.size:
+        return None
+    magic, length, checksum = _HEAD.unpack_from(data, place)
+    payload = data[place + _HEAD.size : place + _HEAD.size + length]
+    whole = magic == _MAGIC and len(payload) == length and zlib.crc32(payload) == checksum
+    return payload if whole else None
+
+
+def _next_record(data: bytes, place: int) -> int | None:
+    """Where the next whole record begins."""
+    while (place := data.find(_MAGIC, place)) >= 0:
+        if _payload_at(data, place) is not None:
+            return place
+        place += 1
+    return None

@@ -1,0 +1,266 @@
+"""The events of a user: those of the sequence folder, then those of the event log; or what the caller sends.
+
+A history is cut as in training: at most `max_len` events from a multiple of `block` on. It is handed out as `Sequences` of
+one user, which the batch builder of training reads, so training and serving see the same inputs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from nestpipe.data.folder import META
+from nestpipe.data.schema import Feature, Schema
+from nestpipe.data.sequences import Sequences, StoredFeature, truncate
+from nestpipe.errors import DataError
+from nestpipe.jagged import ranges
+from nestpipe.serve.event_log import Event, EventLog
+
+Ints = NDArray[np.int64]
+_LATEST_S = 2**43  # in milliseconds still far from the end of 64 bits
+_INT64 = range(-(2**63), 2**63)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Events:
+    """Events in time order: items [n], milliseconds [n] if the log has times, features by name."""
+
+    items: Ints
+    times: Ints | None
+    features: dict[str, StoredFeature]
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def take(self, rows: Ints) -> Events:
+        times = None if self.times is None else self.times[rows]
+        return Events(self.items[rows], times, {name: _take(one, rows) for name, one in self.features.items()})
+
+    def then(self, other: Events) -> Events:
+        times = None if self.times is None or other.times is None else np.concatenate([self.times, other.times])
+        features = {name: _join(one, other.features[name]) for name, one in self.features.items()}
+        return Events(np.concatenate([self.items, other.items]), times, features)
+
+    def in_time_order(self) -> Events:
+        """Equal times keep their order."""
+        if self.times is None or bool((np.diff(self.times) >= 0).all()):
+            return self
+        return self.take(np.argsort(self.times, kind="stable"))
+
+
+class Histories:
+    """Safe to use from several threads and, on one machine, from several instances of a run."""
+
+    def __init__(self, sequences: Sequences, log: EventLog, *, max_len: int, block: int):
+        self.sequences = sequences
+        self.max_len, self._block = max_len, block
+        self._log = log
+        self._lock = threading.RLock()
+        self._new: dict[int, Events] = {}
+        self._ids: set[bytes] = set()
+        self._folder = (0, 0)
+        self._folder = self._folder_mark()
+        self.num_removals = 0
+        self.refresh()
+
+    def of(self, user: int) -> Sequences:
+        """What the model sees of a user; no events for one that nobody knows."""
+        with self._lock:
+            old, new = self._rows(user), self._new.get(user)
+            start = truncate(len(old) + (len(new) if new else 0), self.max_len, self._block)
+            if new is None:
+                return self._of_user(user, self._stored(np.arange(old.start + start, old.stop)))
+            both = self._stored(np.arange(old.start, old.stop)).then(new).in_time_order()
+            return self._of_user(user, both.take(np.arange(start, len(both))))
+
+    def given(self, user: int, events: Sequence[Mapping[str, Any]]) -> Sequences:
+        """The same of a history that the caller sends, from its first event on; raises DataError."""
+        with self._lock:
+            whole = _parse(self.sequences.schema, events).in_time_order()
+            start = truncate(len(whole), self.max_len, self._block)
+            return self._of_user(user, whole.take(np.arange(start, len(whole))))
+
+    def sample(self, num_events: int) -> Sequences:
+        """Some events of the folder as those of one user, to measure with."""
+        rows = np.arange(num_events) % len(self.sequences.items)
+        return self._of_user(-1, self._stored(rows).in_time_order())
+
+    def add(self, events: Sequence[Event], check: Callable[[Sequences], object]) -> tuple[int, int]:
+        """Keeps events, each id once: how many are new, how many known. Raises DataError, keeping none, if `check` does."""
+        with self._lock, self._log.writing():
+            self.refresh()
+            fresh: dict[bytes, Event] = {}
+            for event in events:
+                if (name := _id(event)) not in self._ids:
+                    fresh.setdefault(name, event)
+            for user, own in _by_user(fresh.values()).items():
+                check(self._of_user(user, self._parsed(own)))
+            if fresh:
+                self._log.append(list(fresh.values()))
+                self._keep(fresh.values())
+            return len(fresh), len(events) - len(fresh)
+
+    def refresh(self) -> None:
+        """Takes in what others wrote. If they took something away, nothing derived from histories may be kept."""
+        with self._lock:
+            is_other, events = self._log.read_new()
+            if is_other:
+                self._new, self._ids = {}, set()
+                self.num_removals += 1
+            if (folder := self._folder_mark()) != self._folder:
+                self.sequences, self._folder = Sequences.open(self.sequences.path), folder
+                self.num_removals += 1
+            self._keep(events)
+
+    def _keep(self, events: Collection[Event]) -> None:
+        self._ids |= {_id(event) for event in events}
+        for user, own in _by_user(events).items():
+            new = self._parsed(own)
+            self._new[user] = self._new[user].then(new) if user in self._new else new
+
+    def _parsed(self, events: Sequence[Event]) -> Events:
+        return _parse(
+            self.sequences.schema, [{k: v for k, v in one.items() if k not in {"id", "user"}} for one in events]
+        )
+
+    def _folder_mark(self) -> tuple[int, int]:
+        try:
+            found = (self.sequences.path / META).stat()
+        except FileNotFoundError:  # another folder is about to take its place
+            return self._folder
+        return found.st_ino, found.st_mtime_ns
+
+    def _place(self, user: int) -> int | None:
+        """The user's place in the folder."""
+        users = self.sequences.users
+        place = int(np.searchsorted(users, user))
+        return place if place < len(users) and users[place] == user else None
+
+    def _rows(self, user: int) -> range:
+        """Where the folder has the user's events."""
+        place = self._place(user)
+        return range(0) if place is None else range(*self.sequences.offsets[place : place + 2].tolist())
+
+    def _stored(self, rows: Ints) -> Events:
+        own = self.sequences
+        whole = Events(own.items, own.times, own.event_features)
+        return whole.take(rows)
+
+    def _of_user(self, user: int, events: Events) -> Sequences:
+        place, own = self._place(user), self.sequences
+        known = {
+            feature.name: _make(feature, [{}])
+            if place is None
+            else _take(own.user_features[feature.name], np.array([place]))
+            for feature in own.schema.of_scope("user")
+        }
+        return replace(
+            own,
+            users=np.array([user]),
+            offsets=np.array([0, len(events)]),
+            items=events.items,
+            times=events.times,
+            event_features=events.features,
+            user_features=known,
+        )
+
+
+def _parse(schema: Schema, events: Sequence[Mapping[str, Any]]) -> Events:
+    """Events as they come in JSON, times in seconds; raises DataError that names the event and the field."""
+    features = schema.of_scope("event")
+    names = {"item", *(["time"] if schema.time else []), *(one.name for one in features)}
+    names |= {f"{one.name}.weights" for one in features if one.weights is not None}
+    for place, event in enumerate(events):
+        if unknown := sorted(set(event) - names):
+            raise DataError(f"event {place} has {unknown[0]!r}, which the log does not have; it has {sorted(names)}.")
+        _whole(event, "item", place, _INT64)
+        if schema.time:
+            _whole(event, "time", place, range(_LATEST_S))
+    times = [event["time"] * 1000 for event in events] if schema.time else None
+    return Events(
+        np.array([event["item"] for event in events], np.int64),
+        None if times is None else np.array(times, np.int64),
+        {feature.name: _make(feature, events) for feature in features},
+    )
+
+
+def _make(feature: Feature, events: Sequence[Mapping[str, Any]]) -> StoredFeature:
+    """One feature of some events, as the sequence folder has it; a missing value is null or not there."""
+    values = [event.get(feature.name) for event in events]
+    if feature.kind == "number":
+        return StoredFeature(np.array([_float(one, feature, n) for n, one in enumerate(values)], np.float32))
+    if feature.kind == "vector":
+        rows = [[None] * feature.dim if one is None else one for one in values]
+        if any(not isinstance(row, list) or len(row) != feature.dim for row in rows):
+            raise DataError(f"'{feature.name}' is a vector of {feature.dim} numbers; an event has something else.")
+        flat = [[_float(one, feature, n) for one in row] for n, row in enumerate(rows)]
+        return StoredFeature(np.array(flat, np.float32).reshape(len(rows), feature.dim))
+    bags = [[] if one is None else [one] if feature.kind == "id" else one for one in values]
+    for place, bag in enumerate(bags):
+        if not isinstance(bag, list) or not all(type(one) is int and one in _INT64 for one in bag):
+            raise DataError(
+                f"event {place}: '{feature.name}' is {values[place]!r}; it takes {feature.kind} as whole numbers."
+            )
+    offsets = np.concatenate([[0], np.cumsum([len(bag) for bag in bags], dtype=np.int64)]).astype(np.int64)
+    weights = None
+    if feature.weights is not None:
+        given = [
+            event.get(f"{feature.name}.weights") or [1.0] * len(bag) for event, bag in zip(events, bags, strict=True)
+        ]
+        if any(not isinstance(own, list) or len(own) != len(bag) for own, bag in zip(given, bags, strict=True)):
+            raise DataError(f"'{feature.name}.weights' must have one number for each of '{feature.name}'.")
+        weights = np.array([_float(one, feature, n) for n, own in enumerate(given) for one in own], np.float32)
+    return StoredFeature(np.array([one for bag in bags for one in bag], np.int64), offsets, weights)
+
+
+def _float(value: Any, feature: Feature, place: int) -> float:
+    if value is None:
+        return math.nan
+    if type(value) not in {int, float} or not abs(value) < 1e38:
+        raise DataError(f"event {place}: '{feature.name}' has {value!r}; it takes finite numbers of 32 bits.")
+    return float(value)
+
+
+def _whole(event: Mapping[str, Any], name: str, place: int, legal: range) -> None:
+    value = event.get(name)
+    if type(value) is not int or value not in legal:
+        raise DataError(
+            f"event {place}: '{name}' is {value!r}; it must be a whole number in {legal.start} .. {legal.stop - 1}."
+        )
+
+
+def _by_user(events: Collection[Event]) -> dict[int, list[Event]]:
+    found: dict[int, list[Event]] = {}
+    for event in events:
+        found.setdefault(event["user"], []).append(event)
+    return found
+
+
+def _id(event: Event) -> bytes:
+    return hashlib.blake2b(event["id"].encode("utf-8", "surrogatepass"), digest_size=12).digest()
+
+
+def _take(stored: StoredFeature, rows: Ints) -> StoredFeature:
+    if stored.offsets is None:
+        return StoredFeature(stored.values[rows])
+    first = stored.offsets[rows]
+    lengths = stored.offsets[rows + 1] - first
+    places = ranges(torch.from_numpy(first), torch.from_numpy(lengths)).numpy()
+    weights = None if stored.weights is None else stored.weights[places]
+    return StoredFeature(stored.values[places], np.concatenate([[0], np.cumsum(lengths)]), weights)
+
+
+def _join(a: StoredFeature, b: StoredFeature) -> StoredFeature:
+    values = np.concatenate([a.values, b.values])
+    if a.offsets is None or b.offsets is None:
+        return StoredFeature(values)
+    weights = None if a.weights is None or b.weights is None else np.concatenate([a.weights, b.weights])
+    return StoredFeature(values, np.concatenate([a.offsets, a.offsets[-1] + b.offsets[1:]]), weights)

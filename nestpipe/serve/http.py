@@ -1,0 +1,269 @@
+"""An instance over HTTP: every field is checked and every limit applied before anything is queued.
+
+    POST /v1/preinfer /v1/rank /v1/release /v1/events /v1/invalidate      GET /healthz /readyz /metrics /openapi.json
+    admin, on its own port with a token:  GET /state, POST /drain
+
+A ticket that is forged, expired, or of another process is counted and not used; its request is answered all the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from nestpipe.data.sequences import Sequences
+from nestpipe.errors import DataError
+from nestpipe.serve.bodies import BadRequestError, Fields, http_refusal, read_json, refusal, unless_gone
+from nestpipe.serve.config import Limits
+from nestpipe.serve.engine import Engine
+from nestpipe.serve.jobs import BusyError, LateError, Rank, Signal
+from nestpipe.serve.numbers import Numbers
+from nestpipe.serve.openapi import bodies, document
+from nestpipe.serve.router import MAX_TICKET_CHARS, Ticket, TicketError, sign, verify
+
+Body = dict[str, Any]
+_LATEST_S = 2**43 - 1
+_Call = Callable[[Body], Awaitable[Body]]
+
+
+class Instance:
+    """The handlers of one process. Its epoch is another after every start, when no prefix of before is left."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        name: str,
+        secret: bytes,
+        limits: Limits | None = None,
+        wall_clock: Callable[[], float] = time.time,
+    ):
+        self.engine, self.name, self.epoch = engine, name, uuid.uuid4().hex[:16]
+        self._secret, self._limits, self._wall_clock = secret, limits or Limits(), wall_clock
+        self._fields = {
+            call: frozenset(own) for call, (own, _) in bodies(engine.histories.sequences.schema, self._limits).items()
+        }
+        self.numbers = Numbers(engine)
+        self.is_draining = False
+
+    def app(self) -> Starlette:
+        """What a server runs."""
+        calls: dict[str, _Call] = {
+            "preinfer": self._preinfer,
+            "rank": self._rank,
+            "release": self._release,
+            "events": self._events,
+            "invalidate": self._invalidate,
+        }
+        routes = [Route(f"/v1/{name}", self._guarded(name, call), methods=["POST"]) for name, call in calls.items()]
+        gets = {"healthz": self._alive, "readyz": self._ready, "metrics": self._metrics, "openapi.json": self._document}
+        routes += [Route(f"/{name}", handler) for name, handler in gets.items()]
+        return Starlette(routes=routes, exception_handlers={404: http_refusal, 405: http_refusal})
+
+    def admin_app(self, token: str) -> Starlette:
+        """For who knows the token."""
+
+        async def handle(http: Request) -> Response:
+            said = http.headers.get("authorization", "").removeprefix("Bearer ")
+            if not hmac.compare_digest(said.encode(), token.encode()):
+                _, content = refusal(401, "unauthorized", "send the token: 'Authorization: Bearer TOKEN'.")
+                return JSONResponse(content, 401)
+            if http.method == "POST":
+                self.is_draining = True
+            return JSONResponse(self.state())
+
+        return Starlette(
+            routes=[Route("/state", handle), Route("/drain", handle, methods=["POST"])],
+            exception_handlers={404: http_refusal, 405: http_refusal},
+        )
+
+    def state(self) -> Body:
+        """What there is to know about the process, without any user."""
+        engine = self.engine
+        return {
+            "instance": self.name,
+            "epoch": self.epoch,
+            "model": engine.served.name,
+            "draining": self.is_draining,
+            "waiting": engine.num_waiting,
+            "entries": len(engine.cache),
+            "device": asdict(engine.cache.device),
+            "host": asdict(engine.cache.host),
+            "costs": engine.costs.as_dict(),
+        }
+
+    def _guarded(self, name: str, call: _Call) -> Callable[[Request], Awaitable[Response]]:
+        """Reads the body inside its limits; errors become answers, and work ends when the client leaves."""
+
+        async def handle(http: Request) -> Response:
+            status, content = await self._answer(http, call)
+            self.numbers.answers.labels(name, str(status)).inc()
+            return JSONResponse(content, status, {"retry-after": "1"} if status in (429, 503) else None)
+
+        return handle
+
+    async def _answer(self, http: Request, call: _Call) -> tuple[int, Body]:
+        try:
+            body = await read_json(http, max_bytes=self._limits.body_bytes, timeout_s=self._limits.body_s)
+            return 200, await unless_gone(http, call(body))
+        except BadRequestError as error:
+            return refusal(error.status, error.code, str(error))
+        except DataError as error:
+            return refusal(400, "bad_data", str(error))
+        except TicketError as error:
+            return refusal(403, "bad_ticket", str(error))
+        except BusyError as error:
+            return refusal(*((503, "stopping") if self.engine.is_stopping else (429, "overloaded")), str(error))
+        except LateError as error:
+            return refusal(503, "deadline", str(error))
+
+    async def _preinfer(self, body: Body) -> Body:
+        fields = Fields(body, self._fields["preinfer"])
+        user, request = fields.integer("user"), fields.text("request")
+        hold_s = self.engine.config.device_ttl_s
+        query_time = self._query_time(body, fields)
+        job = Signal(
+            user=user,
+            num_candidates=fields.integer("candidates", 1, self._limits.candidates),
+            query_time=self._now() if query_time is None else query_time,
+            request=_holder(user, request),
+            until=self.engine.clock() + hold_s,
+            history=await self._history(user, fields),
+        )
+        self.engine.submit(job)
+        decision = await asyncio.wrap_future(job.reply)
+        ticket = Ticket(
+            request=job.request,
+            instance=self.name,
+            epoch=self.epoch,
+            key=decision.held,
+            expiry=self._wall_clock() + hold_s,
+            query_time=job.query_time,
+        )
+        return {
+            "ticket": sign(ticket, self._secret) if decision.held else None,
+            "admitted": decision.reason == "admitted",
+            "reason": decision.reason,
+            "instance": self.name,
+            "epoch": self.epoch,
+        }
+
+    async def _rank(self, body: Body) -> Body:
+        arrived = self.engine.clock()
+        fields, limits = Fields(body, self._fields["rank"]), self._limits
+        user, request = fields.integer("user"), fields.text("request")
+        ticket = self._ticket(body, fields, _holder(user, request))
+        query_time = self._query_time(body, fields)
+        if query_time is None:
+            query_time = self._now() if ticket is None or ticket.query_time is None else ticket.query_time
+        job = Rank(
+            user=user,
+            items=fields.integers("candidates", least=1, most=limits.candidates),
+            k=None if body.get("k") is None else fields.integer("k", 1, limits.candidates),
+            query_time=query_time,
+            deadline=arrived + self._deadline_ms(body) / 1000,
+            request=ticket.request if ticket else "",
+            history=await self._history(user, fields),
+        )
+        self.engine.submit(job)
+        answer = await asyncio.wrap_future(job.reply)
+        self.numbers.rank_ms.observe(answer.times_ms["total"])
+        return {
+            "items": answer.items,
+            "scores": answer.scores,
+            "path": answer.path,
+            "prefix_len": answer.prefix_len,
+            "degraded": answer.degraded,
+            "model": answer.model,
+            "times_ms": {name: round(ms, 3) for name, ms in answer.times_ms.items()},
+        }
+
+    async def _release(self, body: Body) -> Body:
+        text = Fields(body, self._fields["release"]).text("ticket", most=MAX_TICKET_CHARS)
+        ticket = verify(text, self._secret, now=self._wall_clock())
+        ticket.require(instance=self.name, epoch=self.epoch, request=ticket.request)
+        return {"released": self.engine.release(ticket.request)}
+
+    async def _events(self, body: Body) -> Body:
+        Fields(body, self._fields["events"])
+        events = body.get("events")
+        if not isinstance(events, list) or len(events) > self._limits.events:
+            raise BadRequestError(
+                f"field 'events' must be a list of at most {self._limits.events:,}.", code="bad_events"
+            )
+        for event in events:
+            if not isinstance(event, dict):
+                raise BadRequestError("each event must be an object with id, user, item and time.", code="bad_events")
+            own = Fields(event, frozenset(event))
+            own.text("id")
+            own.integer("user")
+        accepted, duplicates = await run_in_threadpool(self.engine.histories.add, events, self._check)
+        return {"accepted": accepted, "duplicates": duplicates}
+
+    def _check(self, events: Sequences) -> None:
+        """Events that the model cannot read would spoil every later request of their user."""
+        self.engine.served.ask(events, 0)
+
+    async def _invalidate(self, body: Body) -> Body:
+        return {"entries": self.engine.cache.invalidate(Fields(body, self._fields["invalidate"]).integer("user"))}
+
+    async def _history(self, user: int, fields: Fields) -> Sequences | None:
+        sent = fields.history(most=self._limits.history)
+        return None if sent is None else await run_in_threadpool(self.engine.histories.given, user, sent)
+
+    def _ticket(self, body: Body, fields: Fields, request: str) -> Ticket | None:
+        if body.get("ticket") is None:
+            return None
+        try:
+            ticket = verify(fields.text("ticket", most=MAX_TICKET_CHARS), self._secret, now=self._wall_clock())
+            ticket.require(instance=self.name, epoch=self.epoch, request=request)
+        except (TicketError, BadRequestError):
+            self.numbers.tickets.inc()
+            return None
+        return ticket
+
+    def _query_time(self, body: Body, fields: Fields) -> int | None:
+        return None if body.get("query_time") is None else fields.integer("query_time", 0, _LATEST_S)
+
+    def _deadline_ms(self, body: Body) -> float:
+        value, most = body.get("deadline_ms"), self._limits.deadline_ms
+        if value is None:
+            return self.engine.trigger.budget_ms
+        if type(value) not in (int, float) or not 0 < value <= most:
+            raise BadRequestError(
+                f"field 'deadline_ms' must be a number above 0, at most {most:,.0f}.", code="bad_deadline_ms"
+            )
+        return float(value)
+
+    def _now(self) -> int:
+        return int(self._wall_clock())
+
+    async def _alive(self, http: Request) -> Response:
+        return JSONResponse({"alive": True})
+
+    async def _ready(self, http: Request) -> Response:
+        is_ready = not self.is_draining and not self.engine.is_stopping
+        return JSONResponse({"ready": is_ready}, 200 if is_ready else 503)
+
+    async def _metrics(self, http: Request) -> Response:
+        return Response(self.numbers.text(), media_type="text/plain; version=0.0.4")
+
+    async def _document(self, http: Request) -> Response:
+        return JSONResponse(document(self.engine.histories.sequences.schema, self._limits))
+
+
+def _holder(user: int, request: str) -> str:
+    """Who a prefix is held for; of one length, whatever a request is called."""
+    return hashlib.blake2b(f"{user}/{request}".encode(), digest_size=16).hexdigest()

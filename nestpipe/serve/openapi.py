@@ -1,0 +1,141 @@
+"""What an instance takes and gives, as an OpenAPI document. The names of fields here are those that are accepted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nestpipe.data.schema import Schema
+from nestpipe.serve.bodies import MAX_REQUEST_CHARS
+from nestpipe.serve.config import Limits
+from nestpipe.serve.router import MAX_TICKET_CHARS
+
+Properties = dict[str, Any]
+_INT64 = {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}
+_SECONDS = {"type": "integer", "minimum": 0, "maximum": 2**43 - 1}
+_NUMBER = {"type": "number"}
+_TEXT = {"type": "string"}
+_KINDS = {
+    "number": {"type": ["number", "null"]},
+    "id": {"type": ["integer", "null"]},
+    "ids": {"type": ["array", "null"], "items": {"type": "integer"}},
+    "vector": {"type": ["array", "null"], "items": {"type": "number"}},
+}
+
+
+def event_properties(schema: Schema) -> Properties:
+    """The fields of one event of the log."""
+    own: Properties = {"item": _INT64, **({"time": _SECONDS} if schema.time else {})}
+    for feature in schema.of_scope("event"):
+        own[feature.name] = _KINDS[feature.kind]
+        if feature.weights is not None:
+            own[f"{feature.name}.weights"] = _KINDS["vector"]
+    return own
+
+
+def bodies(schema: Schema, limits: Limits) -> dict[str, tuple[Properties, list[str]]]:
+    """The fields of each call's body, and which it must have."""
+    event = event_properties(schema)
+    needed = ["item", *(["time"] if schema.time else [])]
+    history = {**_list(_object(event, needed), limits.history), "type": ["array", "null"]}
+    request = {"type": "string", "minLength": 1, "maxLength": MAX_REQUEST_CHARS}
+    ticket = {"type": "string", "minLength": 1, "maxLength": MAX_TICKET_CHARS}
+    asked = {
+        "user": _INT64,
+        "request": request,
+        "query_time": {**_SECONDS, "type": ["integer", "null"]},
+        "history": history,
+    }
+    deadline = {"type": ["number", "null"], "exclusiveMinimum": 0, "maximum": limits.deadline_ms}
+    items = {**_list(_INT64, limits.candidates), "minItems": 1}
+    given = {"type": ["integer", "null"], "minimum": 1, "maximum": limits.candidates}
+    count = {"type": "integer", "minimum": 1, "maximum": limits.candidates}
+    rank = {**asked, "candidates": items, "k": given, "ticket": {**ticket, "type": ["string", "null"]}}
+    posted = _object({"id": request, "user": _INT64, **event}, ["id", "user", *needed])
+    return {
+        "preinfer": ({**asked, "candidates": count}, ["user", "request", "candidates"]),
+        "rank": ({**rank, "deadline_ms": deadline}, ["user", "request", "candidates"]),
+        "release": ({"ticket": ticket}, ["ticket"]),
+        "events": ({"events": _list(posted, limits.events)}, ["events"]),
+        "invalidate": ({"user": _INT64}, ["user"]),
+    }
+
+
+_ANSWERS: dict[str, tuple[str, Properties]] = {
+    "preinfer": (
+        "Says ahead that a ranking will follow, so that its prefix may be computed meanwhile.",
+        {
+            "ticket": {"type": ["string", "null"]},
+            "admitted": {"type": "boolean"},
+            "reason": _TEXT,
+            "instance": _TEXT,
+            "epoch": _TEXT,
+        },
+    ),
+    "rank": (
+        "Orders candidates, best first.",
+        {
+            "items": {"type": "array", "items": _INT64},
+            "scores": {"type": "array", "items": _NUMBER},
+            "path": _TEXT,
+            "prefix_len": {"type": "integer"},
+            "degraded": {"type": "boolean"},
+            "model": _TEXT,
+            "times_ms": {"type": "object", "additionalProperties": _NUMBER},
+        },
+    ),
+    "release": ("Gives back a prefix that no ranking will use.", {"released": {"type": "boolean"}}),
+    "events": (
+        "Adds events to histories, each id once.",
+        {"accepted": {"type": "integer"}, "duplicates": {"type": "integer"}},
+    ),
+    "invalidate": ("Takes everything computed for a user out of memory.", {"entries": {"type": "integer"}}),
+}
+_REFUSALS = {
+    "400": "The body cannot be read, or asks for something that is not there.",
+    "403": "The ticket is not one of this process.",
+    "408": "The body took too long.",
+    "413": "The body is too large.",
+    "429": "Too many requests wait.",
+    "503": "The instance is stopping, or the deadline has passed.",
+}
+
+
+def document(schema: Schema, limits: Limits) -> dict[str, Any]:
+    """The whole document."""
+    error = _object({"error": _object({"code": _TEXT, "message": _TEXT}, ["code", "message"])}, ["error"])
+    paths: dict[str, Any] = {}
+    for name, (properties, needed) in bodies(schema, limits).items():
+        text, answer = _ANSWERS[name]
+        refusals = {code: _response(what, error) for code, what in _REFUSALS.items()}
+        paths[f"/v1/{name}"] = {
+            "post": {
+                "operationId": name,
+                "summary": text,
+                "requestBody": {"required": True, "content": _json(_object(properties, needed))},
+                "responses": {"200": _response("Done.", _object(answer, list(answer))), **refusals},
+            }
+        }
+    for name, text in (("healthz", "The process is alive."), ("readyz", "It takes requests.")):
+        said = {"200": _response(text, {"type": "object"}), "503": _response("It does not.", {"type": "object"})}
+        paths[f"/{name}"] = {"get": {"operationId": name, "summary": text, "responses": said}}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "An instance of nestpipe", "version": "1", "description": "Times are seconds since 1970."},
+        "paths": paths,
+    }
+
+
+def _object(properties: Properties, needed: list[str]) -> Properties:
+    return {"type": "object", "properties": properties, "required": needed, "additionalProperties": False}
+
+
+def _list(of: Properties, most: int) -> Properties:
+    return {"type": "array", "items": of, "maxItems": most}
+
+
+def _json(schema: Properties) -> dict[str, Any]:
+    return {"application/json": {"schema": schema}}
+
+
+def _response(text: str, schema: Properties) -> dict[str, Any]:
+    return {"description": text, "content": _json(schema)}

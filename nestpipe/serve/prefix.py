@@ -1,0 +1,113 @@
+"""From the events of a user to what the model is asked: keys, prefills in chunks, scores of several requests at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nestpipe.data.batches import BatchBuilder
+from nestpipe.data.sequences import Sequences
+from nestpipe.jagged import Batch, Jagged
+from nestpipe.models.prefix import Prefix, PrefixKey
+from nestpipe.models.ranker import Candidates, Ranker, Suffix, cut_events
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Asked:
+    """One request's history as the model reads it: whole, and as prefix and suffix."""
+
+    history: Batch
+    prefix: Batch
+    suffix: Suffix
+
+    @property
+    def key(self) -> PrefixKey:
+        return self.suffix.follows[0]
+
+    @property
+    def num_events(self) -> int:
+        return len(self.history.items.values)
+
+
+class Served:
+    """A model in use. `name` says which weights it has; `label` is the one that candidates are ordered by."""
+
+    def __init__(self, ranker: Ranker, builder: BatchBuilder, *, name: str, label: str = ""):
+        self.ranker, self.name, self._builder = ranker, name, builder
+        labels = [one.name for one in ranker.model.tasks.labels]
+        self._column = labels.index(label) if label else 0
+        config = ranker.model.config
+        width = config.num_heads * (config.qk_dim + config.v_dim) * ranker.model.place.itemsize
+        self._event_bytes = config.num_blocks * width
+
+    def ask(self, events: Sequences, query_time: int) -> Asked:
+        """The events of one user, asked for at a time in seconds; raises DataError if the model cannot read them."""
+        end = np.array([len(events.items)])
+        builder = self._builder.over(events)
+        batch = builder.history(torch.tensor([0]), 0 * end, end, asked_ms=np.array([query_time * 1000]))
+        return self._split(replace(batch, sample_ids=torch.from_numpy(events.users)))
+
+    def shorter(self, asked: Asked, num_events: int) -> Asked:
+        """The same request with its last events alone."""
+        end = torch.tensor([asked.num_events])
+        return self._split(cut_events(asked.history, end - num_events, end))
+
+    def candidates(self, items: Sequence[int], sequences: Sequences) -> Candidates:
+        """Items with their features; raises DataError for one that the catalogue does not have."""
+        ids = np.array(items, np.int64)
+        features = self._builder.over(sequences).item_features(ids)
+        return Candidates(Jagged(torch.from_numpy(ids), torch.tensor([0, len(ids)]), len(ids)), features)
+
+    def num_bytes(self, asked: Asked) -> int:
+        """What its prefix will take, known before it is computed."""
+        return asked.key.length * (self._event_bytes + (0 if asked.prefix.times is None else 8))
+
+    def begins(self, kept: Prefix, asked: Asked) -> bool:
+        """Whether a kept prefix is the beginning of the one asked for."""
+        return self.ranker.begins(kept, asked.prefix)
+
+    def fill(self, asked: Asked, kept: Prefix | None, *, chunk: int) -> Prefix:
+        """The next chunk of a prefix behind what is kept; all that is left if the model's rows know the request."""
+        first, last = (kept.key.length if kept else 0), asked.key.length
+        until = last if self.ranker.model.anchored else min(first + chunk, last)
+        part = cut_events(asked.prefix, torch.tensor([first]), torch.tensor([until]))
+        (filled,) = self.ranker.prefill(part) if kept is None else self.ranker.extend([kept], part)
+        return filled
+
+    def scores(
+        self, asked: Sequence[Asked], candidates: Sequence[Candidates], prefixes: Sequence[Prefix] | None = None
+    ) -> list[Tensor]:
+        """What each request's candidates are predicted, with prefixes or in full; raises PrefixError for a wrong prefix."""
+        wanted = _together(candidates)
+        if prefixes is None:
+            found = self.ranker.full(Batch.concat([one.history for one in asked]), wanted)
+        else:
+            suffixes = Batch.concat([one.suffix.batch for one in asked])
+            found = self.ranker.score(prefixes, Suffix(suffixes, tuple(one.key for one in asked)), wanted)
+        with torch.no_grad():
+            column = self.ranker.model.tasks.predict(found)[:, self._column]
+        return list(column.split([len(one.items.values) for one in candidates]))
+
+    def _split(self, history: Batch) -> Asked:
+        return Asked(history, *self.ranker.split(history))
+
+
+def copy_prefix(prefix: Prefix) -> Prefix:
+    """The same in memory of its own, as a move between devices makes it."""
+    return replace(
+        prefix,
+        keys=tuple(one.clone() for one in prefix.keys),
+        values=tuple(one.clone() for one in prefix.values),
+        times=None if prefix.times is None else prefix.times.clone(),
+    )
+
+
+def _together(candidates: Sequence[Candidates]) -> Candidates:
+    if len(candidates) == 1:
+        return candidates[0]
+    features = {name: Jagged.concat([one.features[name] for one in candidates]) for name in candidates[0].features}
+    return Candidates(Jagged.concat([one.items for one in candidates]), features)

@@ -1,0 +1,78 @@
+"""Apps on sockets until a signal: what is under way is answered first, a second signal ends at once."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import signal
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import uvicorn
+from starlette.applications import Starlette
+
+from nestpipe.errors import NestPipeError
+
+_DRAIN_S = 10
+
+
+class PortError(NestPipeError):
+    """A port cannot be listened on."""
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket; raises PortError that says what to do. Port 0 takes a free one."""
+    try:
+        return socket.create_server((host, port), backlog=1024)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise PortError(
+                f"port {port} of {host} is in use, perhaps by another instance; choose another port, or end what listens there."
+            ) from None
+        raise PortError(
+            f"{host}:{port} cannot be listened on ({error.strerror or error}); choose another address."
+        ) from None
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to whoever runs several servers."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def run_apps(
+    apps: Sequence[tuple[Starlette, socket.socket]], *, on_stop: Callable[[], None], started: Callable[[], None]
+) -> None:
+    """Serves until SIGINT or SIGTERM; `on_stop` is called at once, before the last answers."""
+    servers = [
+        _Server(
+            uvicorn.Config(
+                app,
+                log_level="warning",
+                access_log=False,
+                ws="none",
+                lifespan="off",
+                timeout_keep_alive=30,
+                timeout_graceful_shutdown=_DRAIN_S,
+            )
+        )
+        for app, _ in apps
+    ]
+
+    def stop() -> None:
+        on_stop()
+        for server in servers:
+            server.force_exit = server.should_exit
+            server.should_exit = True
+
+    loop = asyncio.get_running_loop()
+    for name in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(name, stop)
+    tasks = [asyncio.create_task(server.serve(sockets=[one])) for server, (_, one) in zip(servers, apps, strict=True)]
+    while not all(server.started or task.done() for server, task in zip(servers, tasks, strict=True)):
+        await asyncio.sleep(0.01)
+    started()
+    await asyncio.gather(*tasks)

@@ -1,0 +1,177 @@
+"""Which prefixes are worth computing ahead: arithmetic on costs, without clock, cache or model.
+
+    T_full(L, C) = a0 + a1 (L + C) + a2 L² + a3 L C        all of it at the request
+    T_hit(L, C)  = b0 + b1 C + b2 L C                      the last event and the candidates, beside a prefix of L events
+    T_pre(L)     = c0 + c1 L + c2 L²                       the prefix alone
+
+The constants are fitted by profiling when an instance starts, and corrected while it runs by the 99th percentile of what
+was measured beyond them. The gain depends on both L and C, so a rule by length alone would be wrong.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nestpipe.serve.config import TriggerConfig
+
+Kind = Literal["full", "hit", "pre"]
+Reason = Literal[
+    "admitted",
+    "not_at_risk",
+    "no_rescue",
+    "too_late",
+    "already_live",
+    "no_room",
+    "over_rate",
+    "breaker",
+    "shadow",
+    "off",
+]
+Floats = NDArray[np.float64]
+_WINDOW = 256  # measurements behind a correction
+_EVERY = 16  # measurements between two looks at them
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One measurement."""
+
+    kind: Kind
+    length: int
+    candidates: int
+    ms: float
+
+
+class Costs:
+    """What things take, in milliseconds."""
+
+    def __init__(self, samples: Iterable[Sample], *, copy_ms_per_byte: float = 0.0):
+        self._copy_ms_per_byte = copy_ms_per_byte
+        self._constants: dict[Kind, Floats] = {}
+        self._beyond: dict[Kind, deque[float]] = {"full": deque(maxlen=_WINDOW), "hit": deque(maxlen=_WINDOW)}
+        self._beyond["pre"] = deque(maxlen=_WINDOW)
+        self._extra: dict[Kind, float] = dict.fromkeys(self._beyond, 0.0)
+        self._num_seen = 0
+        samples = list(samples)
+        for kind in self._beyond:
+            own = [one for one in samples if one.kind == kind]
+            terms = np.array([_terms(kind, one.length, one.candidates) for one in own])
+            self._constants[kind] = _fit(terms, np.array([one.ms for one in own]))
+
+    def full_ms(self, length: int, candidates: int) -> float:
+        return self.expected("full", length, candidates) + self._extra["full"]
+
+    def hit_ms(self, length: int, candidates: int) -> float:
+        return self.expected("hit", length, candidates) + self._extra["hit"]
+
+    def pre_ms(self, length: int, before: int = 0) -> float:
+        """From a prefix of `before` events to one of `length`."""
+        done = self.expected("pre", before, 0) if before else 0.0
+        return max(self.expected("pre", length, 0) - done, 0.0) + self._extra["pre"]
+
+    def copy_ms(self, num_bytes: int) -> float:
+        return num_bytes * self._copy_ms_per_byte
+
+    def expected(self, kind: Kind, length: int, candidates: int) -> float:
+        """By the fitted constants alone."""
+        return float(self._constants[kind] @ _terms(kind, length, candidates))
+
+    def observe(self, kind: Kind, beyond_ms: float) -> None:
+        """Corrects by what was measured beyond what was expected."""
+        self._beyond[kind].append(beyond_ms)
+        self._num_seen += 1
+        if self._num_seen % _EVERY == 0:
+            self._extra = {
+                name: float(np.percentile(values, 99)) if len(values) >= _EVERY else 0.0
+                for name, values in self._beyond.items()
+            }
+
+    def relax(self) -> None:
+        """Something was not tried because of its cost. Unless corrections fade, it would never be tried again."""
+        self._extra = {kind: 0.9 * extra for kind, extra in self._extra.items()}
+
+    def as_dict(self) -> dict[str, Any]:
+        """For people."""
+        return {
+            kind: {"constants": constants.tolist(), "extra_ms": self._extra[kind]}
+            for kind, constants in self._constants.items()
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    """What an instance knows when a signal comes."""
+
+    is_live: bool  # the prefix is there, or in work
+    has_room: bool
+    tokens_ms: float
+    work_ms: float  # what is left to compute of the prefix
+    wait_ms: float  # until it would be there
+    rank_p99_ms: float
+
+
+def decide(config: TriggerConfig, costs: Costs, view: View, *, num_events: int, num_candidates: int) -> Reason:
+    """'admitted', or the first reason against computing the prefix of such a request now."""
+    if config.mode == "off":
+        return "off"
+    full_ms, hit_ms = costs.full_ms(num_events, num_candidates), costs.hit_ms(num_events, num_candidates)
+    tests: tuple[tuple[Reason, bool], ...] = (
+        ("not_at_risk", full_ms <= config.budget_ms or num_events < 2),
+        ("no_rescue", hit_ms > config.budget_ms),
+        ("too_late", view.wait_ms > config.lead_ms + config.budget_ms - hit_ms),
+        ("already_live", view.is_live),
+        ("no_room", not view.has_room),
+        ("over_rate", view.tokens_ms < view.work_ms),
+        ("breaker", view.rank_p99_ms > config.budget_ms),
+    )
+    first = next((reason for reason, fails in tests if fails and not _waived(config, reason)), None)
+    return first or ("shadow" if config.mode == "shadow" else "admitted")
+
+
+def _waived(config: TriggerConfig, reason: Reason) -> bool:
+    return config.mode == "always" and reason in {"not_at_risk", "no_rescue", "too_late", "breaker"}
+
+
+class Bucket:
+    """Tokens in milliseconds of compute: a long prefix costs more of them than a short one."""
+
+    def __init__(self, *, per_s: float, most: float, now: float):
+        self._per_s, self._most = per_s, most
+        self._level, self._at = most, now
+
+    def level(self, now: float) -> float:
+        self._level = min(self._level + max(now - self._at, 0.0) * self._per_s, self._most)
+        self._at = now
+        return self._level
+
+    def take(self, ms: float, now: float) -> None:
+        self._level = self.level(now) - ms
+
+
+def _terms(kind: Kind, length: int, candidates: int) -> Floats:
+    n, c = float(length), float(candidates)
+    match kind:
+        case "full":
+            return np.array([1.0, n + c, n * n, n * c])
+        case "hit":
+            return np.array([1.0, c, n * c])
+        case "pre":
+            return np.array([1.0, n, n * n])
+
+
+def _fit(terms: Floats, ms: Floats) -> Floats:
+    """Constants of the least relative error; none is negative, because more work never takes less time."""
+    used, found = list(range(terms.shape[1])), np.zeros(terms.shape[1])
+    while used:
+        solved = np.linalg.lstsq(terms[:, used] / ms[:, None], np.ones(len(ms)), rcond=None)[0]
+        if solved.min() >= 0:
+            found[used] = solved
+            break
+        used.pop(int(solved.argmin()))
+    return found

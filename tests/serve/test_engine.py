@@ -1,0 +1,524 @@
+"""The engine, stepped by hand: every path gives the scores of full inference, and none is taken that cannot be afforded."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from nestpipe.errors import DataError, PrefixError
+from nestpipe.jagged import Batch, Cursor, Jagged, offsets_of
+from nestpipe.models.ranking import Ranking
+from nestpipe.peeking import peek_rows
+from nestpipe.rank_eval import RankingScorer
+from nestpipe.serve.cache import State
+from nestpipe.serve.config import TriggerConfig
+from nestpipe.serve.engine import Engine
+from nestpipe.serve.jobs import BusyError, LateError
+from nestpipe.serve.measure import measure
+from nestpipe.serve.prefix import Served
+from tests.serve.world import ASKED, NUM_ITEMS, Clock, costs, make_engine, rank, settle, signal
+
+EXACT = 1e-5  # of scores of order one in 32 bits: the contract's tolerance
+ITEMS = tuple(range(NUM_ITEMS))
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def engine(runs, served, tmp_path, clock):
+    return make_engine(runs("hstu"), tmp_path, clock=clock, served=served())
+
+
+def answer(engine, user, items=ITEMS, **fields):
+    job = rank(engine, user, items, **fields)
+    settle(engine)
+    return job.reply.result(0)
+
+
+def scores(found):
+    """By item, so that two orders can be compared."""
+    return dict(zip(found.items, found.scores, strict=True))
+
+
+def same(a, b, tolerance=EXACT):
+    a, b = scores(a), scores(b)
+    assert a.keys() == b.keys()
+    return max(abs(a[item] - b[item]) for item in a) <= tolerance
+
+
+def add(engine, name, user, item=5, **fields):
+    return engine.histories.add(
+        [{"id": name, "user": user, "item": item, "time": ASKED - 50, **fields}], lambda _: None
+    )
+
+
+@pytest.mark.parametrize("backbone", ["hstu", "fuxi"])
+def test_every_path_gives_the_scores_of_full_inference(runs, served, tmp_path, clock, backbone):
+    engine = make_engine(runs(backbone), tmp_path, clock=clock, served=served(backbone))
+    full = answer(engine, 3)
+    assert (full.path, full.prefix_len, full.degraded) == ("full", 0, False)
+    signal(engine, 3)
+    settle(engine)
+    for wanted in ("hit_device", "hit_host", "hit_host"):
+        found = answer(engine, 3, request="r")
+        assert found.path == wanted
+        assert found.prefix_len == len(engine.histories.of(3).items) - 1
+        assert same(found, full)
+    assert engine.cache.device.copies == 2
+    assert engine.cache.host.copies == 1, "it stayed on the host meanwhile"
+
+    add(engine, "a", 3, click=1, dwell=3.0, device=1)
+    longer = answer(engine, 3)
+    assert longer.path == "extend"
+    assert not same(longer, full, 1e-3), "the new event must matter"
+    assert answer(engine, 3).path == "hit_host"
+    engine.cache.invalidate()
+    assert same(longer, again := answer(engine, 3))
+    assert again.path == "full"
+
+    signal(engine, 4)
+    engine._take_in()
+    assert engine._prefill()
+    assert engine.cache.peek_state(engine._works[0].asked.key) == State.COMPUTING
+    joined, other = rank(engine, 4, ITEMS), rank(engine, 5, ITEMS)
+    engine.step()
+    assert other.reply.result(0).path == "full", "a rank does not wait for a whole prefill"
+    assert not joined.reply.done()
+    settle(engine)
+    assert joined.reply.result(0).path == "join"
+    engine.cache.invalidate()
+    assert same(joined.reply.result(0), answer(engine, 4))
+
+
+def test_the_served_top_ten_is_that_of_evaluation(runs, served, engine):
+    """100 users, the whole catalogue: the scores of `nestpipe eval`'s own code, which computes sequence by sequence."""
+    run = runs("hstu")
+    scorer = run.scorer()
+    assert isinstance(scorer, RankingScorer)
+    assert isinstance(scorer._model, Ranking)
+    for user in range(100):
+        history = engine.served.ask(engine.histories.of(user), ASKED).history
+        one = history.select(torch.zeros(NUM_ITEMS, dtype=torch.int64))
+        ends = one.items.offsets[1:] - 1
+        targets = one.items.values.index_copy(0, ends, torch.arange(NUM_ITEMS))
+        batch = replace(
+            one, targets=one.items.with_values(targets), target_features=scorer.builder.item_features(targets.numpy())
+        )
+        rows = peek_rows(scorer._state.embedding, scorer._model.target_lookups(batch))
+        with torch.no_grad():
+            predicted = scorer._model.tasks.predict(scorer._model.target_scores(rows, batch, None))[ends, 0].numpy()
+        if user % 2:
+            signal(engine, user, f"r{user}")
+            settle(engine)
+        found = answer(engine, user, k=10, request=f"r{user}")
+        assert found.path == ("hit_device" if user % 2 else "full")
+        assert np.allclose([predicted[item] for item in found.items], found.scores, rtol=0, atol=EXACT)
+        best = np.sort(predicted)[::-1][:10]
+        assert np.allclose(found.scores, best, rtol=0, atol=EXACT)
+        assert found.items == sorted(found.items, key=lambda item: -predicted[item]) or np.diff(best).max() > -EXACT
+
+
+def test_test_events_get_the_numbers_of_the_report(runs, engine, log):
+    """Held-out events, each asked for with the history that the caller sends, as evaluation predicts them."""
+    found = runs("hstu").scorer().predict()
+    for place in range(0, len(found.event), 23):
+        user = int(log.users[found.user[place]])
+        first = int(log.offsets[found.user[place]])
+        sent = engine.histories._stored(np.arange(first, first + found.num_before[place]))
+        history = engine.histories._of_user(user, sent)
+        start = max(-(-(len(sent) - 32) // 8) * 8, 0)
+        history = engine.histories._of_user(user, sent.take(np.arange(start, len(sent))))
+        event = found.event[place]
+        got = answer(engine, user, (int(log.items[event]),), history=history, query_time=int(log.times[event] // 1000))
+        assert got.scores[0] == pytest.approx(found.scores[place, 0], abs=EXACT)
+
+
+# What would be wrong is not used.
+
+
+def test_an_edited_history_is_never_answered_with_the_old_prefix(engine, log):
+    signal(engine, 3)
+    settle(engine)
+    before = answer(engine, 3, request="r")
+    late = int(log.times[log.offsets[3] : log.offsets[4]][-4] // 1000)
+    engine.histories.add([{"id": "late", "user": 3, "item": 1, "time": late, "click": 1}], lambda _: None)
+    after = answer(engine, 3)
+    assert after.path == "full", "an event in the middle changes every row behind it"
+    assert not same(before, after, 1e-4)
+
+
+def test_a_slid_window_is_a_new_prefix(engine):
+    """Events are appended until the window moves by a block: then nothing kept fits any more."""
+    signal(engine, 3)
+    settle(engine)
+    answer(engine, 3, request="r")
+    lengths, paths = [], []
+    for number in range(12):
+        add(engine, f"e{number}", 3, item=number)
+        lengths.append(len(engine.histories.of(3).items))
+        found = answer(engine, 3)
+        paths.append(found.path)
+        if found.path == "full":
+            signal(engine, 3, f"s{number}")
+            settle(engine)
+            engine.release(f"s{number}")
+        else:
+            kept = len(engine.cache)
+            assert kept == 1, "the longer prefix takes the place of the shorter one"
+    slid = [place for place in range(1, 12) if lengths[place] < lengths[place - 1]]
+    assert slid
+    assert all(paths[place] == "full" for place in slid)
+    assert all(paths[place] == "extend" for place in range(12) if place not in slid)
+
+
+def test_prefixes_of_other_weights_are_not_found_and_not_accepted(runs, served, engine):
+    """The weights' digest is in the key; a cache that ignored it would be stopped by the contract."""
+    signal(engine, 3)
+    settle(engine)
+    asked = engine.served.ask(engine.histories.of(3), ASKED)
+    (kept,) = engine.cache.peek_user(3)
+    old = engine.served.ranker
+    changed = type(old)(old.model, old._rows, weights="another digest", schema="")
+    engine.served = Served(changed, engine.served._builder, name="new")
+    found = answer(engine, 3)
+    assert (found.path, found.model) == ("full", "new")
+    now = engine.served.ask(engine.histories.of(3), ASKED)
+    with pytest.raises(PrefixError, match="weights: kept"):
+        engine.served.scores([now], [engine.served.candidates(ITEMS, engine.histories.sequences)], [kept])
+    assert not engine.served.begins(kept, asked)
+
+
+def test_a_prefix_that_the_contract_refuses_is_ranked_in_full(engine, monkeypatch, caplog):
+    """Even if the cache gave out the wrong prefix, the answer would be right."""
+    full = answer(engine, 3)
+    signal(engine, 4)
+    settle(engine)
+    (wrong,) = engine.cache.peek_user(4)
+    monkeypatch.setattr(engine.cache, "peek_state", lambda key: State.READY)
+    monkeypatch.setattr(engine.cache, "pin", lambda key, holder, **_: wrong)
+    found = answer(engine, 3)
+    assert (found.path, found.prefix_len) == ("full", 0)
+    assert same(found, full)
+    assert "ranked one by one" in caplog.text
+
+
+class Reverse(Ranking):
+    """Places count from the end: every row knows the request."""
+
+    anchored = True
+
+    def place_of(self, event, num_events):
+        return num_events - event
+
+    def anchor(self, num_events):
+        return f"{num_events} events"
+
+
+def test_an_anchored_model_is_filled_at_once_and_never_extended(runs, tmp_path, clock):
+    engine = make_engine(runs("hstu"), tmp_path, clock=clock)
+    engine.served.ranker.model.__class__ = Reverse
+    full = answer(engine, 3)
+    signal(engine, 3)
+    engine._take_in()
+    engine._prefill()
+    found = answer(engine, 3, request="r")
+    assert found.path == "hit_device"
+    assert same(found, full)
+    add(engine, "a", 3)
+    assert answer(engine, 3).path == "full"
+
+
+# Deadlines.
+
+
+def test_what_cannot_be_afforded_is_degraded_and_says_so(runs, served, tmp_path, clock):
+    known = measure(served(), make_engine(runs("hstu"), tmp_path / "a", served=served()).histories, num_candidates=40)
+    engine = make_engine(runs("hstu"), tmp_path, clock=clock, served=served(), known=known)
+    num = len(engine.histories.of(3).items)
+    full_ms, short_ms = (known.expected("full", n, NUM_ITEMS) for n in (num, num - 8))
+    if short_ms < full_ms:
+        found = answer(engine, 3, slack_s=(full_ms + short_ms) / 2000)
+        assert (found.path, found.degraded) == ("shorter", True)
+        assert set(found.items) == set(ITEMS)
+    found = answer(engine, 3, items=(9, 2, 5, 7), slack_s=1e-6, k=3)
+    assert (found.path, found.degraded, found.items) == ("upstream", True, [9, 2, 5])
+    late = rank(engine, 3, slack_s=-0.001)
+    settle(engine)
+    with pytest.raises(LateError, match="deadline passed"):
+        late.reply.result(0)
+
+
+def test_a_shorter_history_is_scored_as_that_history(runs, served, tmp_path, clock):
+    from nestpipe.serve.trigger import Costs, Sample
+
+    sized = [Sample(k, n, c, float(n + c)) for n in (1, 8, 32) for c in (1, 40) for k in ("full", "hit", "pre")]
+    engine = make_engine(runs("hstu"), tmp_path, clock=clock, served=served(), known=Costs(sized))
+    num = len(engine.histories.of(3).items)
+    found = answer(engine, 3, slack_s=(num + NUM_ITEMS - 5) / 1000)
+    assert (found.path, found.degraded) == ("shorter", True)
+    kept = num - 4 * ((5 + 3) // 4)
+    events = engine.histories._stored(np.arange(len(engine.histories.sequences.items)))
+    rows = np.arange(int(engine.histories.sequences.offsets[4]) - kept, int(engine.histories.sequences.offsets[4]))
+    alone = answer(engine, 3, history=engine.histories._of_user(3, events.take(rows)))
+    assert same(found, alone)
+
+
+def test_a_joiner_waits_as_long_as_full_inference_still_fits(runs, served, tmp_path, clock):
+    engine = make_engine(runs("hstu"), tmp_path, clock=clock, served=served(), known=costs(full=10, hit=1, pre=8))
+    signal(engine, 3)
+    engine._take_in()
+    job = rank(engine, 3, ITEMS, slack_s=0.020)
+    engine._take_in()
+    assert engine._next_batch() == []
+    assert engine.num_waiting == 1
+    clock.now += 0.0099
+    engine._take_in()
+    assert engine.num_waiting == 1
+    assert not engine._ranks
+    clock.now += 0.0002
+    engine._take_in()
+    assert len(engine._ranks) == 1, "now full inference must begin"
+    clock.now -= 0.0102
+    settle(engine)
+    assert job.reply.result(0).path == "full"
+
+
+def test_where_full_never_fits_a_joiner_waits_as_long_as_a_hit_does(runs, served, tmp_path, clock):
+    engine = make_engine(runs("hstu"), tmp_path, clock=clock, served=served(), known=costs(full=50, hit=1, pre=8))
+    signal(engine, 3)
+    engine._take_in()
+    job = rank(engine, 3, ITEMS, slack_s=0.020)
+    settle(engine)
+    assert job.reply.result(0).path == "join"
+
+
+def test_cancelled_joiners_do_not_cancel_the_work(engine):
+    signal(engine, 3)
+    engine._take_in()
+    gone, stays = (rank(engine, 3, ITEMS) for _ in range(2))
+    engine._take_in()
+    engine._next_batch()
+    gone.reply.cancel()
+    settle(engine)
+    assert stays.reply.result(0).path == "join"
+    assert engine.cache.peek_user(3)
+
+
+def test_ranks_are_batched_by_deadline_and_mates_change_nothing(engine, monkeypatch):
+    alone = {user: answer(engine, user) for user in (3, 4, 5, 6)}
+    for user in (4, 6):
+        signal(engine, user, f"r{user}")
+    settle(engine)
+    calls = []
+    call = engine._call
+    monkeypatch.setattr(engine, "_call", lambda plans: calls.append([p.rank.user for p in plans]) or call(plans))
+    jobs = {
+        user: rank(engine, user, ITEMS, slack_s=slack, request=f"r{user}")
+        for user, slack in ((3, 9.0), (4, 2.0), (5, 1.0), (6, 4.0))
+    }
+    assert engine.step()
+    assert calls == [[4, 6], [5, 3]], "one call with prefixes, one without, the most urgent first"
+    assert all(same(job.reply.result(0), alone[user]) for user, job in jobs.items())
+
+
+def test_a_batch_ends_before_its_first_deadline(runs, served, tmp_path, clock):
+    engine = make_engine(runs("hstu"), tmp_path, clock=clock, served=served(), known=costs(full=10))
+    jobs = [rank(engine, user, slack_s=0.025 + user / 1000) for user in range(3)]
+    engine.step()
+    assert [job.reply.done() for job in jobs] == [True, True, False], "a third would make the first one late"
+
+
+# The trigger at work.
+
+
+def test_reasons_and_what_is_held(runs, served, tmp_path, clock):
+    engine = make_engine(
+        runs("hstu"),
+        tmp_path,
+        clock=clock,
+        served=served(),
+        known=costs(full=50, hit=5, pre=30),
+        trigger=TriggerConfig(budget_ms=20.0, lead_ms=35.0, burst_ms=70.0, rate_ms_per_s=10.0),
+    )
+    first, again = signal(engine, 3, "a"), signal(engine, 3, "b")
+    late = signal(engine, 4, "c")
+    engine._take_in()
+    assert first.reply.result(0).reason == "admitted"
+    assert again.reply.result(0).reason == "already_live"
+    assert again.reply.result(0).held == first.reply.result(0).held != ""
+    assert late.reply.result(0).reason == "too_late", "another prefill stands before it"
+    settle(engine)
+    more = [signal(engine, user, f"u{user}") for user in (5, 6)]
+    settle(engine)
+    assert [job.reply.result(0).reason for job in more] == ["admitted", "too_late"]
+    settle(engine)
+    dear = signal(engine, 7, "d")
+    settle(engine)
+    assert dear.reply.result(0).reason == "over_rate"
+    clock.now += 100
+    settle(engine)
+    for latency in [25.0] * 40:
+        engine.latencies_ms.append(latency)
+    slow = signal(engine, 8, "e")
+    settle(engine)
+    assert slow.reply.result(0).reason == "breaker"
+    assert engine.counts["reason", "admitted"] == 2
+
+
+def test_shadow_computes_nothing(runs, served, tmp_path, clock):
+    engine = make_engine(
+        runs("hstu"), tmp_path, clock=clock, served=served(), trigger=TriggerConfig(mode="shadow", budget_ms=5.0)
+    )
+    job = signal(engine, 3)
+    settle(engine)
+    assert (job.reply.result(0).reason, job.reply.result(0).held) == ("shadow", "")
+    assert not len(engine.cache)
+
+
+def test_bytes_stay_under_the_cap_and_full_inference_takes_over(runs, served, tmp_path, clock):
+    size = 31 * 136  # a prefix of 31 events, at most
+    engine = make_engine(runs("hstu"), tmp_path, clock=clock, served=served(), device_bytes=2 * size, host_bytes=size)
+    seen = set()
+    for user in range(20):
+        job = signal(engine, user, f"r{user}")
+        settle(engine)
+        seen.add(job.reply.result(0).reason)
+        for tier in (engine.cache.device, engine.cache.host):
+            assert tier.used + tier.reserved <= tier.cap
+    assert seen == {"admitted", "no_room"}, "two are held for their requests, so there is no room for others"
+    clock.now += 10
+    assert answer(engine, 19).path == "full"
+    assert signal(engine, 19, "later").reply is not None
+    settle(engine)
+    assert answer(engine, 19, request="later").path == "hit_device", "holds have run out"
+
+
+def test_a_held_prefix_is_released_by_its_request_alone(engine):
+    signal(engine, 3, "mine", ttl_s=1000.0)
+    settle(engine)
+    key = engine.served.ask(engine.histories.of(3), ASKED).key
+    assert engine.cache.peek_state(key) == State.PINNED
+    assert not engine.release("another")
+    assert engine.cache.peek_state(key) == State.PINNED
+    assert engine.release("mine")
+    assert engine.cache.peek_state(key) == State.READY
+    assert not engine.release("mine")
+
+
+# Privacy, failures, threads.
+
+
+def test_invalidate_leaves_nothing_of_the_user_in_tiers_or_in_flight(engine):
+    signal(engine, 3, "ready")
+    settle(engine)
+    answer(engine, 3, request="ready")
+    sent = engine.histories._of_user(3, engine.histories._stored(np.arange(20)).in_time_order())
+    signal(engine, 3, "in work", history=sent)
+    signal(engine, 4, "other")
+    engine._take_in()
+    engine._prefill()
+    joined = rank(engine, 3, ITEMS, history=sent)
+    engine._take_in()
+    assert engine._next_batch() == []
+    assert engine.cache.host.used > 0
+    assert engine.cache.invalidate(3) == 2, "one on the host, one in work"
+    assert not engine.cache.peek_user(3)
+    settle(engine)
+    assert joined.reply.result(0).path == "full"
+    assert not engine.cache.peek_user(3), "work in flight brings nothing back"
+    assert engine.cache.peek_user(4)
+
+
+def test_a_failing_prefill_frees_its_room_and_full_inference_answers(engine, monkeypatch, caplog):
+    fill = engine.served.fill
+    signal(engine, 3)
+    engine._take_in()
+    joined = rank(engine, 3)
+    monkeypatch.setattr(type(engine.served), "fill", lambda *a, **k: 1 / 0)
+    settle(engine)
+    monkeypatch.setattr(type(engine.served), "fill", lambda self, *a, **k: fill(*a, **k))
+    assert joined.reply.result(0).path == "full"
+    assert (engine.cache.device.used, engine.cache.device.reserved, len(engine.cache)) == (0, 0, 0)
+    assert "prefill failed" in caplog.text
+
+
+def test_scores_that_are_not_finite_give_the_order_of_the_caller(engine, monkeypatch):
+    monkeypatch.setattr(engine, "_call", lambda plans: [np.full(len(p.rank.items), np.nan) for p in plans])
+    found = answer(engine, 3, items=(4, 1))
+    assert (found.path, found.items, found.degraded) == ("upstream", [4, 1], True)
+
+
+def test_an_unknown_candidate_is_the_callers_mistake(engine):
+    job = rank(engine, 3, (1, 10**9))
+    settle(engine)
+    with pytest.raises(DataError, match="item 1000000000"):
+        job.reply.result(0)
+
+
+def test_a_user_without_history_is_ranked(engine):
+    found = answer(engine, 10**15)
+    assert (found.path, found.prefix_len) == ("full", 0)
+    assert len(set(found.scores)) > 1
+
+
+def test_a_full_queue_refuses_at_once_and_stopping_answers_what_is_queued(runs, served, tmp_path):
+    engine = make_engine(runs("hstu"), tmp_path, served=served(), max_queue=3)
+    jobs = [rank(engine, user) for user in range(3)]
+    with pytest.raises(BusyError, match="3 requests wait"):
+        rank(engine, 9)
+    engine.start()
+    engine.stop()
+    assert all(job.reply.result(0).path == "full" for job in jobs)
+    with pytest.raises(BusyError, match="stopping"):
+        rank(engine, 9)
+
+
+def test_many_threads_get_the_scores_of_one(runs, served, tmp_path, scale):
+    """The engine in its own thread; users share prefixes, cancel, add events and invalidate meanwhile."""
+    engine: Engine = make_engine(runs("hstu"), tmp_path, served=served(), device_bytes=20_000, host_bytes=30_000)
+    truth = {user: answer(engine, user) for user in range(8)}
+    engine.start()
+    wrong, paths = [], set()
+
+    def ask(seed):
+        for turn in range(scale(12, 2000)):
+            user = (seed + turn) % 8
+            if turn % 3 == 0:
+                signal(engine, user, f"{seed}.{turn}").reply.result(60)
+            job = rank(engine, user, ITEMS, request=f"{seed}.{turn}")
+            if turn % 7 == 6:
+                job.reply.cancel()
+                engine.cache.invalidate(user)
+                continue
+            found = job.reply.result(60)
+            paths.add(found.path)
+            if not same(found, truth[user]):
+                wrong.append((user, found))
+            engine.cache.check()
+
+    threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    engine.stop()
+    assert not wrong
+    assert "full" in paths
+    assert paths & {"hit_device", "join"}
+
+
+def test_batches_of_several_users_are_those_of_each(served):
+    parts = [
+        Batch(cursor=Cursor(0, 0), sample_ids=torch.tensor([n]), items=Jagged.from_rows([[1] * n])) for n in (2, 0, 3)
+    ]
+    joined = Batch.concat(parts)
+    assert joined.items.offsets.tolist() == offsets_of(torch.tensor([2, 0, 3])).tolist()
+    assert joined.times is None
+    assert joined.sample_ids.tolist() == [2, 0, 3]

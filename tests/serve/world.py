@@ -1,0 +1,90 @@
+"""Small trained rankers, an engine around them, and a clock that tests move."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from nestpipe import train
+from nestpipe.data.clicks import ClicksConfig, ingest_clicks
+from nestpipe.serve.config import EngineConfig, TriggerConfig
+from nestpipe.serve.engine import Engine
+from nestpipe.serve.event_log import EventLog
+from nestpipe.serve.histories import Histories
+from nestpipe.serve.jobs import Rank, Signal
+from nestpipe.serve.model import open_served
+from nestpipe.serve.trigger import Costs, Sample
+from tests.ranking_ranks import MODELS, ranking_config
+
+MAX_LEN, BLOCK, NUM_USERS, NUM_ITEMS = 32, 8, 100, 24
+
+
+def make_log(folder):
+    return ingest_clicks(folder / "log", ClicksConfig(num_users=NUM_USERS, num_items=NUM_ITEMS, num_events=3600))
+
+
+def make_run(log, folder, backbone):
+    """A ranker after some steps: its rows and biases are no longer those of a new model."""
+    config = ranking_config(log.path, backbone)
+    model = replace(MODELS[backbone], features=("device", "category", "tags", "price", "segment"))
+    data = replace(config.data, max_len=MAX_LEN, truncate_block=BLOCK)
+    rates = {"embedding": replace(config.embedding, lr=0.05), "dense": replace(config.dense, lr=0.02)}
+    settings = replace(config.train, epochs=3, save_steps=10_000)
+    return train(replace(config, data=data, model=model, train=settings, **rates), folder, quiet=True)
+
+
+class Clock:
+    def __init__(self):
+        self.now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+
+def costs(*, full=10.0, hit=1.0, pre=8.0, copy=0.0):
+    """Costs that do not depend on sizes."""
+    found = [Sample(kind, n, n, ms) for n in (1, 2, 3) for kind, ms in (("full", full), ("hit", hit), ("pre", pre))]
+    return Costs(found, copy_ms_per_byte=copy)
+
+
+def histories_of(run, folder):
+    return Histories(run.sequences, EventLog(folder / "events.log"), max_len=MAX_LEN, block=BLOCK)
+
+
+def make_engine(run, folder, *, clock=None, known=None, trigger=None, served=None, **config):
+    """An engine that is stepped by hand."""
+    return Engine(
+        served or open_served(run, folder=folder / "tables"),
+        histories_of(run, folder),
+        known or costs(),
+        config=EngineConfig(**{"chunk": 8, **config}),
+        trigger=trigger or TriggerConfig(mode="always", burst_ms=1e9),
+        **({"clock": clock} if clock else {}),
+    )
+
+
+ASKED = 1_702_600_000  # seconds; after every event of the log
+
+
+def rank(engine, user, items=tuple(range(12)), *, slack_s=100.0, query_time=ASKED, **fields):
+    job = Rank(user=user, items=items, query_time=query_time, deadline=engine.clock() + slack_s, **fields)
+    engine.submit(job)
+    return job
+
+
+def signal(engine, user, request="r", *, ttl_s=5.0, candidates=12, query_time=ASKED, **fields):
+    job = Signal(
+        user=user,
+        num_candidates=candidates,
+        query_time=query_time,
+        request=request,
+        until=engine.clock() + ttl_s,
+        **fields,
+    )
+    engine.submit(job)
+    return job
+
+
+def settle(engine):
+    """Steps until nothing is left to do."""
+    while engine.step():
+        engine.cache.check()
