@@ -76,8 +76,8 @@ class Gateway:
         self.numbers = Numbers()
         self._num_under_way = 0
 
-    def app(self) -> Starlette:
-        """What a server runs."""
+    def app(self, *more: Route) -> Starlette:
+        """What a server runs, with further routes if there are any."""
         calls = {
             "recommend": self._recommend,
             "preinfer": self._preinfer,
@@ -90,7 +90,7 @@ class Gateway:
         for path, handler in (("/healthz", _alive), ("/readyz", self._ready), ("/metrics", self._metrics)):
             routes.append(Route(path, handler))
         return Starlette(
-            routes=routes, lifespan=self._lifespan, exception_handlers={404: _http_error, 405: _http_error}
+            routes=[*routes, *more], lifespan=self._lifespan, exception_handlers={404: _http_error, 405: _http_error}
         )
 
     @asynccontextmanager
