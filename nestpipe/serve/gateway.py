@@ -87,10 +87,11 @@ class Gateway:
             "invalidate": self._invalidate,
         }
         routes = [Route(f"/v1/{name}", self._guarded(name, call), methods=["POST"]) for name, call in calls.items()]
+        routes.extend(more)
         for path, handler in (("/healthz", _alive), ("/readyz", self._ready), ("/metrics", self._metrics)):
             routes.append(Route(path, handler))
         return Starlette(
-            routes=[*routes, *more], lifespan=self._lifespan, exception_handlers={404: _http_error, 405: _http_error}
+            routes=routes, lifespan=self._lifespan, exception_handlers={404: _http_error, 405: _http_error}
         )
 
     @asynccontextmanager
