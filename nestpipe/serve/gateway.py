@@ -75,8 +75,8 @@ class Gateway:
         self.numbers = Numbers()
         self._num_under_way = 0
 
-    def app(self) -> Starlette:
-        """What a server runs."""
+    def app(self, *more: Route) -> Starlette:
+        """What a server runs, with further routes if there are any."""
         calls = {
             "recommend": self._recommend,
             "preinfer": self._preinfer,
@@ -86,6 +86,7 @@ class Gateway:
             "invalidate": self._invalidate,
         }
         routes = [Route(f"/v1/{name}", self._guarded(name, call), methods=["POST"]) for name, call in calls.items()]
+        routes.extend(more)
         for path, handler in (("/healthz", _alive), ("/readyz", self._ready), ("/metrics", self._metrics)):
             routes.append(Route(path, handler))
         return Starlette(

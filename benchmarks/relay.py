@@ -1,0 +1,331 @@
+"""How much more can be served inside a tail-latency budget with the relay than with full inference?
+
+Open-loop load (relay_load.py) on one model instance on core 0; generator and gateway on core 1. The budget of the rank stage is
+2.0x the median latency of full inference, unloaded, at the 90th percentile of history lengths: measured before any arm runs.
+*Goodput* is answers per second, inside the budget and not degraded, at the highest rate of a ladder (steps of 1.25) at which
+99 % of all that was asked are. `relay-ml1m` has short histories: there the trigger should stay out, and what is measured is CPU per
+answer over that of full inference.
+
+    python benchmarks/relay.py                 # relay-long, all arms; about an hour
+    python benchmarks/relay.py --curve         # goodput over budgets, host tier off and on
+    python benchmarks/relay.py --ml1m FOLDER   # relay-ml1m, on a sequence folder of MovieLens-1M
+    python benchmarks/relay.py --quick
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import tempfile
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import measure
+import numpy as np
+import relay_load
+import relay_worlds
+from relay_worlds import ARMS, SEED, World
+
+from nestpipe.serve.cascade import Cascade, Request, Stages
+from nestpipe.serve.remote import Remote, make_client
+from nestpipe.serve.retrieval import Candidates
+from nestpipe.serve.router import Instance, Members
+
+BUDGET = 2.0
+CURVE = (1.2, 1.5, 2.0, 3.0, 5.0)
+GOOD_SHARE = 0.99
+HISTORY_STEP = 1.15
+RATE_STEP = 1.25
+
+
+class Scattered(Members):
+    """No affinity: every call goes to any instance."""
+
+    def __init__(self, instances: Sequence[Instance]):
+        super().__init__(instances)
+        self._random = np.random.default_rng(SEED)
+
+    def choose(self, *arguments: object, **options: object) -> Instance:
+        return self._shuffled()[0]
+
+    def follow(self, *arguments: object, **options: object) -> list[Instance]:
+        return self._shuffled()
+
+    def _shuffled(self) -> list[Instance]:
+        members = list(self)
+        return [members[place] for place in self._random.permutation(len(members))]
+
+
+@dataclass(slots=True)
+class Running:
+    """An arm's instances, and what was learned about its rate."""
+
+    name: str
+    instances: list[Instance]
+    pids: list[int]
+    rate: float = 0.0
+    outcomes: list[relay_load.Outcome] = field(default_factory=list)
+
+    def members(self) -> Members:
+        return Scattered(self.instances) if self.name == "no affinity" else Members(self.instances)
+
+    def cpu_s(self) -> float:
+        return sum(map(relay_worlds.cpu_s, self.pids))
+
+
+class Bench:
+    """Starts arms and offers loads to them."""
+
+    def __init__(self, world: World, folder: Path, *, seconds: float, stack: ExitStack):
+        self.world, self._folder, self._seconds, self._stack = world, folder, seconds, stack
+        self._seed = SEED
+        random = np.random.default_rng(SEED)
+        chosen = random.choice(world.items, min(world.num_candidates, len(world.items)), replace=False)
+        self._candidates = Candidates(chosen, np.zeros(len(chosen), dtype=np.float32))
+        self.draw = relay_load.zipf(len(world.users), 0.8, SEED)
+
+    def start(self, name: str, *, budget_ms: float) -> Running:
+        arm, found = ARMS[name], Running(name, [], [])
+        for number in range(arm.num_instances):
+            own = f"{name.replace(' ', '-')}-{number}"
+            started = relay_worlds.instance(
+                self.world, arm, name=own, budget_ms=budget_ms, core=0, folder=self._folder / "instances"
+            )
+            one, pid = self._stack.enter_context(started)
+            found.instances.append(one)
+            found.pids.append(pid)
+        return found
+
+    def with_cascade(self, arm: Running, rank_ms: float, act: Callable[[Cascade], Awaitable[object]]) -> None:
+        async def body() -> None:
+            stages = Stages(
+                retrieval_ms=1000, prerank_ms=1000, rank_ms=rank_ms, num_candidates=len(self._candidates.items)
+            )
+            remote = Remote(arm.members(), make_client(), first_share=1.0)
+            try:
+                await act(Cascade(remote, relay_load.Waiting(self._candidates), stages))
+            finally:
+                await remote.close()
+
+        asyncio.run(body())
+
+    def unloaded_ms(self, arm: Running, length: int, *, repeats: int) -> float:
+        """The median latency of the rank stage, one request at a time, for users with about this many events."""
+        near = np.argsort(np.abs(self.world.lengths - length))[:repeats]
+        found: list[float] = []
+
+        async def act(cascade: Cascade) -> None:
+            for warm in (True, False):
+                for place in near[:3] if warm else near:
+                    request = Request(
+                        user=int(self.world.users[place]),
+                        request=f"unloaded-{warm}-{place}",
+                        query_time=int(self.world.last_s[place]) + 60,
+                    )
+                    answer = await cascade.recommend(request)
+                    if answer.path != "full":
+                        raise RuntimeError(f"full inference was to be measured, but the path was '{answer.path}'")
+                    found.extend([] if warm else [answer.stages["rank"].ms])
+
+        self.with_cascade(arm, 60_000, act)
+        return float(np.median(found))
+
+    def offer(
+        self, arm: Running, rate: float, budget_ms: float, draw: Callable[[int], np.ndarray] | None = None
+    ) -> relay_load.Outcome:
+        """One load; a void one is repeated."""
+        for _ in range(5):
+            self._seed += 1
+            places = relay_load.poisson(rate, self._seconds, draw or self.draw, self.world.last_s + 60, self._seed)
+            load = relay_load.Load(places.at_s, self.world.users[places.users], places.query_times)
+            outcomes: list[relay_load.Outcome] = []
+
+            async def act(
+                cascade: Cascade, load: relay_load.Load = load, outcomes: list[relay_load.Outcome] = outcomes
+            ) -> None:
+                outcomes.append(await relay_load.offer(cascade, load, name=f"{arm.name}-{self._seed}"))
+
+            self.with_cascade(arm, budget_ms, act)
+            if not outcomes[0].is_void:
+                arm.outcomes.append(outcomes[0])
+                return outcomes[0]
+            print(f"  void: the generator was {outcomes[0].lag_p99_ms:.1f} ms late at its 99th percentile; again")
+        raise RuntimeError("five loads were void: this machine is too busy to measure; try again when it is quiet")
+
+    def goodput(self, arm: Running, budget_ms: float) -> float:
+        """Good answers per second at the highest rate of the ladder that keeps the budget."""
+        best = 0.0
+
+        def is_met(rate: float) -> bool:
+            nonlocal best
+            outcome = self.offer(arm, rate, budget_ms)
+            is_good = outcome.good_share(budget_ms) >= GOOD_SHARE
+            if is_good:
+                best = max(best, outcome.good(budget_ms) / self._seconds)
+            print(
+                f"  {arm.name:<13} {rate:7.1f}/s  good {outcome.good_share(budget_ms):6.1%}  p99 {outcome.p99_ms():7.1f} ms"
+                f"  lag {outcome.lag_p99_ms:.1f} ms  {dict(outcome.paths.most_common(4))}"
+            )
+            return is_good
+
+        arm.rate = relay_load.highest_rate(is_met, start=arm.rate, step=RATE_STEP) or arm.rate / RATE_STEP
+        return best
+
+    def longest_history(self, arm: Running, rate: float, budget_ms: float) -> float:
+        """The longest history, the same for all users, that keeps the budget at a rate."""
+        longest, length = 0.0, 256.0
+        while length <= relay_worlds.MAX_LEN:
+            order = np.argsort(np.abs(self.world.lengths - length), kind="stable")[
+                : max(len(self.world.lengths) // 10, 50)
+            ]
+            draw = relay_load.zipf(len(order), 0.8, SEED)
+            outcome = self.offer(arm, rate, budget_ms, lambda count, order=order, draw=draw: order[draw(count)])
+            if outcome.good_share(budget_ms) < GOOD_SHARE:
+                break
+            longest, length = length, length * HISTORY_STEP
+        return longest
+
+
+def relay_long(bench: Bench, options: argparse.Namespace) -> dict[str, object]:
+    names = ["full", "no host tier", "everything"] if options.quick else list(ARMS)
+    arms = {"full": bench.start("full", budget_ms=1000.0)}
+    p90 = int(np.percentile(bench.world.lengths, 90))
+    unloaded_ms = bench.unloaded_ms(arms["full"], p90, repeats=9 if options.quick else 31)
+    budget_ms = BUDGET * unloaded_ms
+    print(f"full inference, unloaded, {p90} events: {unloaded_ms:.1f} ms; budget {budget_ms:.1f} ms")
+    for name in names[1:]:
+        arms[name] = bench.start(name, budget_ms=budget_ms)
+    for arm in arms.values():
+        arm.rate = 300 / unloaded_ms
+    found: dict[str, list[float]] = {name: [] for name in names}
+    for block in range(options.blocks + 1):
+        for name, arm in arms.items():
+            goodput = bench.goodput(arm, budget_ms)
+            if block:  # the first finds the rates and fills the caches
+                found[name].append(goodput)
+    figures: dict[str, object] = {
+        "p90_events": p90,
+        "unloaded_ms": round(unloaded_ms, 2),
+        "budget_ms": round(budget_ms, 2),
+    }
+    rows = []
+    for name in names:
+        spread = measure.ratio(found[name], [max(one, 1e-9) for one in found["full"]])
+        key = {"everything": "goodput_ratio", "no host tier": "goodput_ratio_no_reuse"}.get(
+            name, f"goodput_ratio {name}"
+        )
+        figures |= {key: round(spread.median, 3), f"{key}_range": spread.range}
+        figures[f"goodput_per_s {name}"] = [round(one, 2) for one in found[name]]
+        figures[f"paths {name}"] = relay_load.summary(arms[name].outcomes)
+        rows.append([name, f"{np.median(found[name]):.1f}", str(spread), measure.verdict(spread, at_least=3.6)])
+    lengths = {}
+    rate = options.history_load * arms["full"].rate
+    for name in ("full", "everything"):
+        lengths[name] = [bench.longest_history(arms[name], rate, budget_ms) for _ in range(max(2, options.blocks // 3))]
+    history = measure.ratio(lengths["everything"], [max(one, 1.0) for one in lengths["full"]])
+    figures |= {
+        "history_ratio": round(history.median, 3),
+        "history_ratio_range": history.range,
+        "history_rate": round(rate, 2),
+    }
+    figures["history_events"] = lengths
+    print(measure.table(["arm", "goodput / s", "over full inference", "at least 3.6"], rows))
+    print(
+        f"longest history at {rate:.1f}/s: {lengths}; ratio {history}, at least 1.5: {measure.verdict(history, at_least=1.5)}"
+    )
+    return figures
+
+
+def curve(bench: Bench, options: argparse.Namespace) -> dict[str, object]:
+    """Goodput over budgets; instances are started for each, because the trigger knows its budget."""
+    full = bench.start("full", budget_ms=1000.0)
+    p90 = int(np.percentile(bench.world.lengths, 90))
+    unloaded_ms = bench.unloaded_ms(full, p90, repeats=31)
+    figures: dict[str, object] = {"unloaded_ms": round(unloaded_ms, 2)}
+    rows = []
+    for factor in CURVE:
+        arms = [full, *(bench.start(name, budget_ms=factor * unloaded_ms) for name in ("no host tier", "everything"))]
+        reached = {}
+        for arm in arms:
+            arm.rate = 300 / unloaded_ms
+            bench.goodput(arm, factor * unloaded_ms)
+            reached[arm.name] = float(np.median([bench.goodput(arm, factor * unloaded_ms) for _ in range(3)]))
+        figures[f"{factor}"] = {name: round(value, 2) for name, value in reached.items()}
+        base = max(reached["full"], 1e-9)
+        rows.append(
+            [
+                f"{factor}x",
+                f"{reached['full']:.1f}",
+                *(f"{reached[one] / base:.2f}x" for one in ("no host tier", "everything")),
+            ]
+        )
+    print(measure.table(["budget", "full / s", "host tier off", "host tier on"], rows))
+    return figures
+
+
+def relay_ml1m(bench: Bench, options: argparse.Namespace) -> dict[str, object]:
+    """CPU per answer at a moderate load: real users, asked in the order and at the distances of the log, scaled."""
+    arms = {name: bench.start(name, budget_ms=100.0) for name in ("full", "everything")}
+    unloaded_ms = bench.unloaded_ms(arms["full"], int(np.percentile(bench.world.lengths, 90)), repeats=31)
+    figures: dict[str, object] = {"unloaded_ms": round(unloaded_ms, 2)}
+    order = np.argsort(bench.world.last_s, kind="stable")
+    rate, per_answer = 300 / unloaded_ms, {name: [] for name in arms}
+    for block in range(options.blocks + 1):
+        start = int(np.random.default_rng(block).integers(0, len(order) // 2))
+        for name, arm in arms.items():
+            before = arm.cpu_s()
+            outcome = bench.offer(
+                arm, rate, BUDGET * unloaded_ms, lambda count, start=start: order[start : start + count]
+            )
+            if block:
+                per_answer[name].append((arm.cpu_s() - before) / max(len(outcome.rank_ms), 1))
+    overhead = measure.ratio(per_answer["everything"], per_answer["full"])
+    figures |= {
+        "idle_cpu_overhead": round(overhead.median - 1, 4),
+        "idle_cpu_overhead_range": [round(one - 1, 4) for one in overhead.range],
+    }
+    figures["paths everything"] = relay_load.summary(arms["everything"].outcomes)
+    print(f"CPU per answer over full inference: {overhead}; at most 1.03: {measure.verdict(overhead, at_most=1.03)}")
+    return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--folder", type=Path, default=Path(tempfile.gettempdir()) / "nestpipe-relay", help="for data and runs"
+    )
+    parser.add_argument("--ml1m", type=Path, help="a sequence folder of MovieLens-1M: measure relay-ml1m")
+    parser.add_argument("--curve", action="store_true")
+    parser.add_argument("--quick", action="store_true", help="a smaller log, fewer arms, short loads")
+    parser.add_argument("--seconds", type=float, default=0.0, help="of each load")
+    parser.add_argument("--blocks", type=int, default=0)
+    parser.add_argument("--history-load", type=float, default=0.5, help="of the rate that full inference reached")
+    options = parser.parse_args()
+    seconds = options.seconds or (1.5 if options.quick else 10.0)
+    options.blocks = options.blocks or (2 if options.quick else measure.MIN_BLOCKS)
+    if hasattr(os, "sched_setaffinity") and (os.cpu_count() or 1) > 1:
+        os.sched_setaffinity(0, {1})
+    if options.ml1m:
+        world, act, workload = relay_worlds.relay_ml1m(options.folder, options.ml1m), relay_ml1m, "relay-ml1m"
+    else:
+        world = relay_worlds.relay_long(options.folder, 500 if options.quick else 20_000)
+        act, workload = curve if options.curve else relay_long, "relay-long"
+    with ExitStack() as stack:
+        figures = act(Bench(world, options.folder, seconds=seconds, stack=stack), options)
+    settings = {
+        "workload": workload,
+        "quick": options.quick,
+        "seconds": seconds,
+        "blocks": options.blocks,
+        "curve": options.curve,
+    }
+    measure.append("relay", measure.record(seed=SEED, figures=figures, settings=settings))
+    print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()

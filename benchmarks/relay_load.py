@@ -1,0 +1,164 @@
+"""Open-loop load on a cascade: requests start when a Poisson process says, whatever became of those before.
+
+A closed loop would wait for slow answers and so hide the queue. The generator's own lateness is measured; a run in which it
+was above 2 ms at its 99th percentile is void, because then the generator was measured. Requests under way are bounded;
+one that would be above the bound is not sent and counts as bad.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from nestpipe.serve.cascade import Cascade, Request
+from nestpipe.serve.retrieval import Candidates, Ints
+
+MAX_LAG_MS = 2.0
+MAX_UNDER_WAY = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What is asked: when (seconds from the start), for whom, and at which time of the log."""
+
+    at_s: np.ndarray
+    users: Ints
+    query_times: Ints
+
+
+def poisson(rate: float, seconds: float, draw_user: Callable[[int], Ints], times: Ints, seed: int) -> Load:
+    """Poisson arrivals; `times` says for each user when its requests are asked."""
+    random = np.random.default_rng(seed)
+    gaps = random.exponential(1 / rate, int(rate * seconds * 2) + 20)
+    at_s = np.cumsum(gaps)
+    at_s = at_s[at_s < seconds]
+    users = draw_user(len(at_s))
+    return Load(at_s, users, times[users])
+
+
+def zipf(num_users: int, exponent: float, seed: int) -> Callable[[int], Ints]:
+    """Draws users; who is popular is a permutation, so that popularity and length of history are independent."""
+    random = np.random.default_rng(seed)
+    weights = 1.0 / np.arange(1, num_users + 1) ** exponent
+    ends, who = np.cumsum(weights / weights.sum()), random.permutation(num_users)
+    return lambda count: who[np.minimum(np.searchsorted(ends, random.random(count)), num_users - 1)]
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """Retrieval and pre-rank that take their time and no CPU: the candidates are given."""
+
+    candidates: Candidates
+    retrieval_s: float = 0.030
+    prerank_s: float = 0.005
+
+    async def retrieve(self, request: Request, count: int) -> Candidates:
+        await asyncio.sleep(self.retrieval_s)
+        return self.candidates
+
+    async def prerank(self, request: Request, found: Candidates, count: int) -> Candidates:
+        await asyncio.sleep(self.prerank_s)
+        return found
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of a load: milliseconds of the rank stage, who was degraded, and how late the generator was."""
+
+    rank_ms: list[float] = field(default_factory=list)
+    degraded: list[bool] = field(default_factory=list)
+    lag_ms: list[float] = field(default_factory=list)
+    paths: Counter[str] = field(default_factory=Counter)
+    num_unsent: int = 0
+    num_failed: int = 0
+    seconds: float = 0.0
+
+    @property
+    def num_asked(self) -> int:
+        return len(self.rank_ms) + self.num_unsent + self.num_failed
+
+    @property
+    def lag_p99_ms(self) -> float:
+        return float(np.percentile(self.lag_ms, 99)) if self.lag_ms else 0.0
+
+    @property
+    def is_void(self) -> bool:
+        return self.lag_p99_ms > MAX_LAG_MS
+
+    def good(self, budget_ms: float) -> int:
+        """Answers inside the budget that were not degraded."""
+        return sum(ms <= budget_ms and not bad for ms, bad in zip(self.rank_ms, self.degraded, strict=True))
+
+    def good_share(self, budget_ms: float) -> float:
+        return self.good(budget_ms) / max(self.num_asked, 1)
+
+    def p99_ms(self) -> float:
+        """Of all that was asked: what failed took for ever."""
+        worst = [float("inf")] * (self.num_unsent + self.num_failed)
+        return float(np.percentile([*self.rank_ms, *worst], 99, method="higher")) if self.num_asked else 0.0
+
+
+async def offer(cascade: Cascade, load: Load, *, name: str) -> Outcome:
+    """Sends a load and waits for the last answer."""
+    outcome, under_way = Outcome(), set[asyncio.Task[None]]()
+    start = time.monotonic()
+
+    async def one(number: int) -> None:
+        request = Request(
+            user=int(load.users[number]), request=f"{name}-{number}", k=10, query_time=int(load.query_times[number])
+        )
+        try:
+            answer = await cascade.recommend(request)
+        except Exception:
+            outcome.num_failed += 1
+            raise
+        outcome.rank_ms.append(answer.stages["rank"].ms)
+        outcome.degraded.append(answer.degraded)
+        outcome.paths[answer.path] += 1
+
+    for number, at_s in enumerate(load.at_s):
+        wait_s = start + at_s - time.monotonic()
+        if wait_s > 0:
+            await asyncio.sleep(wait_s)
+        outcome.lag_ms.append(max(time.monotonic() - start - at_s, 0.0) * 1e3)
+        if len(under_way) >= MAX_UNDER_WAY:
+            outcome.num_unsent += 1
+            continue
+        task = asyncio.create_task(one(number))
+        under_way.add(task)
+        task.add_done_callback(under_way.discard)
+    problems = [one for one in await asyncio.gather(*under_way, return_exceptions=True) if one is not None]
+    outcome.seconds = time.monotonic() - start
+    for problem in problems[:3]:
+        print(f"  a request failed: {problem!r}")
+    return outcome
+
+
+def highest_rate(
+    is_met: Callable[[float], bool], *, start: float, step: float = 1.25, least: float = 0.5, most: float = 2000.0
+) -> float:
+    """The highest rate on the ladder start * step ** n that is met; 0 if not even the least is. Searches from `start` on."""
+    rate, last_met = start, 0.0
+    if is_met(rate):
+        while rate * step <= most and is_met(rate * step):
+            rate *= step
+        return rate
+    while rate / step >= least:
+        rate /= step
+        if is_met(rate):
+            last_met = rate
+            break
+    return last_met
+
+
+def summary(outcomes: Sequence[Outcome]) -> dict[str, int]:
+    """How often each path was taken."""
+    total: Counter[str] = Counter()
+    for one in outcomes:
+        total.update(one.paths)
+    return dict(total.most_common())

@@ -1,0 +1,228 @@
+"""What relay.py serves: data, a run, and instances as processes pinned to a core.
+
+`relay-long`: 20,000 users, histories `lengths-kuai` times 2 (up to 4,096 events), 128 candidates, an HSTU ranker. Its weights are
+those of a new model: what a request costs does not depend on them. `relay-ml1m`: the real histories of MovieLens-1M under
+the ranking recipe, 512 candidates.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import httpx
+import numpy as np
+import polars as pl
+
+from nestpipe import checkpoint, recipes
+from nestpipe.config import Config
+from nestpipe.data.build import write_sequences
+from nestpipe.data.config import DataConfig
+from nestpipe.data.schema import Feature, Label, Schema
+from nestpipe.jagged import Cursor
+from nestpipe.models.ranking_config import RankingConfig
+from nestpipe.run import Run, files_of
+from nestpipe.serve.router import Instance
+
+SEED = 0
+NUM_ITEMS = 10_000
+MAX_LEN = 4096
+SECRET = b"relay benchmark, on loopback"
+_START_S = 1_700_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """A run to serve, and what to ask of it."""
+
+    run: Path
+    users: np.ndarray  # ids
+    lengths: np.ndarray
+    last_s: np.ndarray  # time of each user's last event
+    items: np.ndarray  # the catalogue
+    num_candidates: int
+
+
+def relay_long(folder: Path, num_users: int) -> World:
+    """Made once per folder."""
+    data, run = folder / f"long-{num_users}", folder / f"long-{num_users}-run"
+    if not data.exists():
+        drawn = np.exp(np.random.default_rng(SEED).normal(6.0, 1.1, num_users)).clip(max=2048)
+        lengths = np.ceil(2 * drawn).astype(np.int64)
+        random, total = np.random.default_rng(SEED + 1), int(lengths.sum())
+        user = np.repeat(np.arange(num_users), lengths)
+        place = np.arange(total) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        log = pl.DataFrame(
+            {
+                "user": user,
+                "item": random.zipf(1.2, total) % NUM_ITEMS,
+                "time": _START_S + 600 * place + random.integers(0, 600, total),
+                "liked": random.random(total, dtype=np.float32).round(),
+            }
+        )
+        label = Label(name="like", kind="binary", feature="liked")
+        schema = Schema(features=(Feature(name="liked", kind="number"),), labels=(label,))
+        write_sequences(data, schema=schema, log=log)
+    if not Run.exists(run):
+        settings = DataConfig(
+            path=str(data), max_len=MAX_LEN, truncate_block=256, split="time", split_time="2100-01-01"
+        )
+        model = RankingConfig(dim=64, num_blocks=2, num_heads=2, qk_dim=32, v_dim=32, dropout=0.0)
+        base = recipes.ml1m_ranking()
+        _new_run(replace(base, data=replace(base.data, **_fields(settings)), model=model), run)
+    return _world(run, num_candidates=128)
+
+
+def relay_ml1m(folder: Path, data: Path) -> World:
+    """The ranking recipe on a sequence folder of MovieLens-1M."""
+    run = folder / "ml1m-run"
+    if not Run.exists(run):
+        base = recipes.ml1m_ranking()
+        _new_run(replace(base, data=replace(base.data, path=str(data))), run)
+    return _world(run, num_candidates=512)
+
+
+def _fields(config: DataConfig) -> dict[str, object]:
+    return {name: getattr(config, name) for name in ("path", "max_len", "truncate_block", "split", "split_time")}
+
+
+def _new_run(config: Config, folder: Path) -> None:
+    """A run with the weights of a new model."""
+    from nestpipe.data.batches import BatchBuilder
+    from nestpipe.models.build import inputs_of
+
+    run = Run.create(config, folder)
+    builder = BatchBuilder(run.sequences, run.split, inputs_of(config, run.sequences))
+    run.write(statistics=builder.statistics)
+    checkpoint.save(run.checkpoints, 1, Cursor(0, 0), {"settings": run.settings}, files_of(run.new_state()))
+
+
+def _world(run: Path, *, num_candidates: int) -> World:
+    sequences = Run.open(run).sequences
+    assert sequences.times is not None
+    last_s = np.array(sequences.times[sequences.offsets[1:] - 1]) // 1000
+    items = np.array(sequences.catalogue)
+    return World(run, np.array(sequences.users), np.diff(sequences.offsets), last_s, items, num_candidates)
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """How an instance is set: when it computes ahead, and what it may keep."""
+
+    mode: str = "on"
+    host_bytes: int = 4 << 30
+    device_bytes: int = 1 << 30
+    num_instances: int = 1
+
+
+ARMS = {
+    "full": Arm(mode="off"),
+    "always": Arm(mode="always"),
+    "no affinity": Arm(num_instances=2),
+    "no host tier": Arm(host_bytes=0),
+    "everything": Arm(),
+}
+
+
+@contextmanager
+def instance(
+    world: World, arm: Arm, *, name: str, budget_ms: float, core: int, folder: Path
+) -> Iterator[tuple[Instance, int]]:
+    """A process on a core, when it is ready; its address and process id."""
+    folder.mkdir(parents=True, exist_ok=True)
+    port_file = folder / f"{name}.port"
+    port_file.unlink(missing_ok=True)
+    settings = json.dumps(
+        {"run": str(world.run), "name": name, "port_file": str(port_file), "budget_ms": budget_ms} | asdict(arm)
+    )
+    command = [sys.executable, __file__, "--instance", settings]
+    cores = {core} if hasattr(os, "sched_setaffinity") and (os.cpu_count() or 1) > 1 else None
+    pin: Callable[[], None] | None = (lambda: os.sched_setaffinity(0, cores)) if cores else None
+    process = subprocess.Popen(command, preexec_fn=pin)  # noqa: PLW1509 -- no thread runs yet that could hold a lock
+    try:
+        deadline = time.monotonic() + 300
+        while not port_file.exists():
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"instance {name} did not start")
+            time.sleep(0.05)
+        url = f"http://127.0.0.1:{port_file.read_text()}"
+        while not _is_ready(url):
+            time.sleep(0.05)
+        yield Instance(name=name, url=url), process.pid
+    finally:
+        process.terminate()
+        process.wait(timeout=30)
+
+
+def cpu_s(pid: int) -> float:
+    """CPU time that a process has used."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _is_ready(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/readyz", trust_env=False).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def serve(settings: dict[str, object]) -> None:
+    """The process of an instance."""
+    import socket
+
+    import torch
+    import uvicorn
+
+    from nestpipe.serve.config import EngineConfig, TriggerConfig
+    from nestpipe.serve.engine import Engine
+    from nestpipe.serve.event_log import EventLog
+    from nestpipe.serve.histories import Histories
+    from nestpipe.serve.http import Instance as Served
+    from nestpipe.serve.measure import measure
+    from nestpipe.serve.model import open_served
+
+    torch.set_num_threads(1)
+    run, port_file = Run.open(str(settings["run"])), Path(str(settings["port_file"]))
+    data, name = run.config.data, str(settings["name"])
+    served = open_served(run, folder=port_file.parent / f"{name}-tables")
+    log = EventLog(port_file.parent / f"{name}.events")
+    histories = Histories(run.sequences, log, max_len=data.max_len, block=data.truncate_block)
+    budget_ms = float(str(settings["budget_ms"]))
+    engine = Engine(
+        served,
+        histories,
+        measure(served, histories),
+        config=EngineConfig(
+            device_bytes=int(str(settings["device_bytes"])),
+            host_bytes=int(str(settings["host_bytes"])),
+            host_ttl_s=3600.0,
+        ),
+        trigger=TriggerConfig(
+            mode=settings["mode"],  # type: ignore[arg-type]
+            budget_ms=budget_ms,
+            rate_ms_per_s=900.0,
+        ),
+    )
+    engine.start()
+    listening = socket.create_server(("127.0.0.1", 0))
+    draft = port_file.with_suffix(".tmp")
+    draft.write_text(str(listening.getsockname()[1]))
+    draft.replace(port_file)
+    app = Served(engine, name=name, secret=SECRET).app()
+    uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, ws="none")).run(sockets=[listening])
+    engine.stop()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--instance", type=json.loads, required=True)
+    serve(parser.parse_args().instance)
