@@ -33,7 +33,7 @@ from nestpipe.models.build import inputs_of
 from nestpipe.models.config import FuXiConfig, HSTUConfig
 from nestpipe.models.ranking_config import RankingConfig
 from nestpipe.pipeline.runner import Feed, Runner
-from nestpipe.pipeline.schedule import Mode, Schedule
+from nestpipe.pipeline.semi_async import step_to_barrier
 from nestpipe.pipeline.sequential import step
 from nestpipe.pipeline.stages import Clip, Rates, TrainState, Work
 from nestpipe.process import exact_arithmetic, keep_freed_memory, only_process, stop_signals
@@ -207,10 +207,11 @@ class _Loop:
         self, batches: Iterator[Batch], asked: Callable[[], bool], profile_step: Callable[[], None]
     ) -> None:
         """Trains to the next batch after which the state may be needed: every batch, or the next save, validation or end."""
-        start = self._cursor
+        start, settings = self._cursor, self._config.pipeline
         if self._runner is None:
             batch = next(batches)
-            self._after_step(batch, step(self._state, batch, self._rates(self._state.num_steps)))
+            run = step_to_barrier if settings.is_stale(self._state.num_steps) else step
+            self._after_step(batch, run(self._state, batch, self._rates(self._state.num_steps)))
             profile_step()
         else:
 
@@ -220,6 +221,7 @@ class _Loop:
 
             if self._recorder.on:
                 self._runner.observe = self._recorder.observer(self._state.num_steps)
+            self._runner.schedule = settings.schedule(self._state.num_steps, clip_rows=self._runner.schedule.clip_rows)
             self._runner.run(
                 Feed(
                     batches=batches,
@@ -238,6 +240,8 @@ class _Loop:
         most = limits.save_steps - done % limits.save_steps
         if limits.steps:
             most = min(most, limits.steps - done)
+        if switch := self._config.pipeline.steps_to_switch(done):
+            most = min(most, switch)
         epoch, to_end = self._cursor.epoch, self._loader.num_batches(self._cursor.epoch) - self._cursor.number
         while to_end < most and not (self._validates_after(epoch) or epoch + 1 == limits.epochs):
             epoch += 1
@@ -361,14 +365,13 @@ def _runner(run: Run, state: TrainState) -> tuple[Recorder, Runner | None]:
     settings, world = run.config.pipeline, state.control.world
     if settings.mode == "sequential" and not settings.trace_steps:
         return Recorder.off(), None
-    mode: Mode = "serial" if settings.mode == "sequential" else settings.mode
     clip = run.config.train.clip == "all" and run.config.train.clip_norm > 0
-    schedule = Schedule.of(mode, settings.parts, depth=settings.depth, clip_rows=clip)
+    schedule = settings.schedule(state.num_steps, clip_rows=clip)
     if not settings.trace_steps:
         return Recorder.off(), Runner(state, schedule)
     name = state.control.broadcast_bytes(uuid.uuid4().hex.encode(), 0, name="trace").decode()
     recorder = Recorder(
-        world.rank, world.size, capacity=(settings.trace_steps + settings.depth + 3) * schedule.most_events, run=name
+        world.rank, world.size, capacity=(settings.trace_steps + schedule.depth + 3) * schedule.most_events, run=name
     )
     for lane in (state.embedding.keys, state.embedding.rows, state.dense.lane):
         lane.watch = recorder

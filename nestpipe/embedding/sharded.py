@@ -26,6 +26,7 @@ from torch import Tensor
 from nestpipe.comm import Handle, Lane
 from nestpipe.embedding.held import Held, Holder, InPlace
 from nestpipe.embedding.ids import dedupe, group
+from nestpipe.embedding.lagging import Lagging
 from nestpipe.embedding.owner import Owners
 from nestpipe.embedding.route import Plan, TablePlan
 from nestpipe.embedding.rows import add_rows, gather_rows
@@ -201,6 +202,13 @@ class Window:
         for owned in self._owned.values():
             owned.grads.index_fill_(0, _held(owned).rowless, 0.0)  # they are dropped and count nowhere
         return {name: owned.grads for name, owned in self._owned.items()}
+
+    def keep(self) -> None:
+        """The batch after this one reads the rows as they are now, also if a barrier comes first."""
+        for name, owned in self._owned.items():
+            holder = self.home.holders[name]
+            if isinstance(holder, Lagging):
+                holder.keep(_held(owned))
 
     def update(self, lr: float) -> None:
         """One optimizer step for each row of the window that this rank owns."""
