@@ -24,6 +24,12 @@ class PipelineConfig(PartsConfig):
     """With staleness 1: so many steps are exact before, while most is learned."""
     rows: Literal["auto", "table", "pool"] = "auto"
     """Where rows of batches in flight are used: in their table, or copied to a pool. auto: a pool for rows in files."""
+    tune: bool = False
+    """Choose parts, ramp, depth and the pool's size from a short profile when the run starts; kept in RUN/settings.jsonl."""
+    adapt: int = 0
+    """Choose them again after every so many steps, from what these took; 0 for never."""
+    follow: str = ""
+    """A run that was tuned or adapted: take the settings of each step from there, in whatever mode."""
     trace_steps: int = 0
     """Record what every lane does in the last so many steps, for `nestpipe trace RUN`."""
 
@@ -37,6 +43,12 @@ class PipelineConfig(PartsConfig):
             yield f"staleness is {self.staleness}, but mode {self.mode} has no stale rows; use nested (or sequential, slowly)"
         if self.staleness and self.mode == "sequential" and self.trace_steps:
             yield "trace_steps records lanes, but there is none in mode sequential with staleness 1; use nested"
+        if self.adapt < 0 or 0 < self.adapt < 8:
+            yield f"adapt is {self.adapt}; it must be 0 for never, or at least 8 steps, which can be measured"
+        if self.adapt and self.mode == "sequential":
+            yield "adapt measures what runs beside compute, but mode is sequential; use nested"
+        if self.follow and (self.tune or self.adapt):
+            yield "follow takes settings from another run, so tune and adapt have nothing to choose; leave them out"
         if self.sync_steps < 0:
             yield f"sync_steps is {self.sync_steps}; it must not be negative"
         if self.sync_steps and not self.staleness:
