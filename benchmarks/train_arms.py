@@ -52,7 +52,7 @@ class Settings:
     """What is measured."""
 
     samples: int = 512  # per rank
-    dense: str = "mlp"  # mlp, hstu
+    dense: str = "mlp"  # mlp, hstu, sleep:MS
     parts: int = 4
     depth: int = 1
     ramp: float = 1.0
@@ -103,8 +103,24 @@ class Attended(nn.Module):
         return logits
 
 
+class Waiting(nn.Module):
+    """A linear dense part that takes a given time for a batch, waiting instead of computing: the core is free meanwhile."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__()
+        self._s_per_sample = float(settings.dense.partition(":")[2]) / 1e3 / settings.samples
+        self.out = nn.Linear(DIM, 1)
+
+    def forward(self, vectors: Tensor, batch: Batch) -> Tensor:
+        time.sleep(self._s_per_sample * batch.num_samples)
+        logits: Tensor = self.out(vectors.view(batch.num_samples, LENGTH, DIM).mean(1)).squeeze(1)
+        return logits
+
+
 def new_dense(settings: Settings) -> nn.Module:
     torch.manual_seed(SEED)
+    if settings.dense.startswith("sleep:"):
+        return Waiting(settings)
     return {"mlp": Pooled, "hstu": Attended}[settings.dense]()
 
 

@@ -1,4 +1,4 @@
-"""How fast is a training step with embeddings on two ranks? Our exact modes beside TorchRec, a stale pipeline and the dense part alone.
+"""How fast is a training step with embeddings on several ranks? Our exact modes beside TorchRec, a stale pipeline and the dense part alone.
 
 Workloads zipf-512 and zipf-2048: a table of 1M x 64, 512 or 2,048 samples x 50 Zipf(1.05) ids per rank, exact AdaGrad on rows,
 Adam on the dense part (a small MLP on pooled vectors, or two HSTU units). Networks: loopback, 1 Gbit/s, 1 Gbit/s + 2 ms. All
@@ -8,6 +8,9 @@ counts. That nested, frozen-window and dual-buffer end with the bits of sequenti
 
     stale          the nested schedule with rows one step old: what exactness is measured against (its bits are others)
     dense-only     the same parts on rows that are already there, with dense sum and dense step
+
+With --dense sleep:MS the dense part is linear and waits instead of computing; all else is real (threads, messages, tables,
+schedules, bits). So more ranks than cores can be measured: weak_scaling.py.
 
 TorchRec runs in .venv-peers ('make peers'); shaped networks need root.
 """
@@ -26,7 +29,6 @@ import netlab
 
 ROOT = Path(__file__).resolve().parent.parent
 PEER_PYTHON = ROOT / ".venv-peers" / "bin" / "python"
-SIZE = 2
 NETWORKS = {"loopback": (None, 0.0), "1gbit": ("1gbit", 0.0), "1gbit+2ms": ("1gbit", 2.0)}
 EXACT = ("sequential", "dual-buffer", "frozen-window", "nested")
 ARMS = ("torchrec-plain", "torchrec", "sequential-1", *EXACT, "stale", "dense-only")
@@ -43,12 +45,22 @@ TITLES = {
 }
 
 
+def dense_part(name: str) -> str:
+    """The value of --dense."""
+    kind, _, ms = name.partition(":")
+    if not (name in ("mlp", "hstu") or (kind == "sleep" and ms.isdigit() and int(ms))):
+        raise argparse.ArgumentTypeError(f"{name} is no dense part; there are mlp, hstu and sleep:MS, say sleep:400")
+    return name
+
+
 def measured_on(name: str, options: argparse.Namespace) -> dict[str, object]:
     rate, delay_ms = NETWORKS[name]
     settings = {key: getattr(options, key) for key in ("samples", "dense", "parts", "depth", "ramp", "cluster", "arms")}
     settings |= {"num_blocks": options.blocks, "num_steps": options.steps}
     command = [options.python, str(Path(__file__)), "--as-rank", json.dumps(settings)]
-    network = netlab.Lab(SIZE, rate=rate, delay_ms=delay_ms) if rate else nullcontext(netlab.Loopback(SIZE))
+    network = (
+        netlab.Lab(options.ranks, rate=rate, delay_ms=delay_ms) if rate else nullcontext(netlab.Loopback(options.ranks))
+    )
     with network as lab:
         found: dict[str, object] = json.loads(lab.run(command, timeout_s=3600)[0].splitlines()[-1])
     return found
@@ -118,7 +130,10 @@ def report(name: str, found: Mapping[str, object], figures: Mapping[str, object]
         ]
         for arm, seconds in times.items()
     ]
-    print(f"\n{name}: zipf-{options.samples}, dense part {options.dense}, {options.parts} parts, depth {options.depth}")
+    emulated = " (emulated)" if options.dense.startswith("sleep:") else ""
+    print(
+        f"\n{name}: zipf-{options.samples}, dense part {options.dense}{emulated}, {options.ranks} ranks, {options.parts} parts, depth {options.depth}"
+    )
     print(measure.table(["", "steps/s", "per step", "CPU of a rank", f"over {base} (10-90 %)"], rows))
     shown = {key: value for key, value in figures.items() if not key.endswith("_range")}
     print("  ".join(f"{key} {value}" for key, value in shown.items()), flush=True)
@@ -130,7 +145,8 @@ def main() -> None:
     parser.add_argument("--mode", choices=[*EXACT, "all"], default="all", help="one of our modes beside TorchRec")
     parser.add_argument("--networks", nargs="+", choices=list(NETWORKS), default=None)
     parser.add_argument("--samples", type=int, default=512, help="per rank: 512 and 2048 are the fixed workloads")
-    parser.add_argument("--dense", choices=["mlp", "hstu"], default="mlp")
+    parser.add_argument("--dense", type=dense_part, default="mlp", help="mlp, hstu, or sleep:MS, which waits instead")
+    parser.add_argument("--ranks", type=int, default=2, help="more than the machine has cores: with --dense sleep:MS")
     parser.add_argument("--parts", type=int, default=4)
     parser.add_argument("--depth", type=int, default=1)
     parser.add_argument("--ramp", type=float, default=1.0)
@@ -166,7 +182,7 @@ def main() -> None:
         if found["bitwise_equal"] is False:
             raise SystemExit("the exact modes did not end with the same bits; no figure of this run counts.")
     if not options.no_record:
-        keys = ("samples", "dense", "parts", "depth", "ramp", "cluster", "blocks", "steps", "quick")
+        keys = ("samples", "dense", "parts", "depth", "ramp", "cluster", "blocks", "steps", "quick", "ranks")
         settings = {key: getattr(options, key) for key in keys}
         measure.append("train_step", measure.record(seed=0, figures=everything, settings=settings))
     print(json.dumps(everything))

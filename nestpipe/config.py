@@ -52,14 +52,11 @@ class Config:
                 yield f"{name}.{problem}"
         if not 0 <= self.seed < 2**63:
             yield f"seed is {self.seed}; it must be in 0 .. 2**63 - 1"
-        if (
-            self.embedding.max_rows_per_bucket
-            and self.pipeline.looks_ahead
-            and self.embedding.protect_steps <= self.pipeline.depth
-        ):
+        least = self.pipeline.protect_steps
+        if self.embedding.max_rows_per_bucket and self.embedding.protect_steps < least:
             yield (
                 f"embedding.protect_steps is {self.embedding.protect_steps}, but with pipeline.depth {self.pipeline.depth} rows "
-                f"are in use for longer; set --embedding.protect-steps {self.pipeline.depth + 1}"
+                f"are in use for longer; set --embedding.protect-steps {least}"
             )
         if self.pipeline.rows == "table" and self.embedding.tier == "mmap" and self.pipeline.looks_ahead:
             yield "pipeline.rows is 'table', but rows in files (embedding.tier mmap) need a pool when batches overlap"

@@ -28,6 +28,7 @@ from nestpipe.data.numbers import NumberStats
 from nestpipe.data.sequences import Sequences
 from nestpipe.data.splits import Split, make_split
 from nestpipe.embedding.held import Holder, InPlace, Pool
+from nestpipe.embedding.lagging import Kept, Lagging, split_kept
 from nestpipe.embedding.optim import OPTIMIZERS
 from nestpipe.embedding.owner import Owners
 from nestpipe.embedding.sharded import Sharded
@@ -56,6 +57,9 @@ FREE_KEYS = (
     "pipeline.mode",
     "pipeline.depth",
     "pipeline.rows",
+    "pipeline.tune",
+    "pipeline.adapt",
+    "pipeline.follow",
     "pipeline.trace_steps",
     "embedding.tier",
     "embedding.mmap_folder",
@@ -204,9 +208,12 @@ class Run:
             files = [bucket_name(name, number) for number in embedding.owners.buckets_of(embedding.rank)]
             # The index first, then one bucket of rows after the other: a table may be larger than the memory.
             light = [checkpoint.read(folder, manifest, file, lambda key: not _is_of_rows(key)) for file in files]
-            table.load_index({key: torch.cat([part[key] for part in light]) for key in light[0]})
+            content = {key: torch.cat([part[key] for part in light]) for key in light[0]}
+            table.load_index(content)
             for file in files:
                 table.load_rows(checkpoint.read(folder, manifest, file, _is_row_or_id, verify=False))
+            if isinstance(holder := embedding.holders[name], Lagging):
+                holder.kept = Kept.read(content)
         state.num_steps = manifest.step
         return state, manifest
 
@@ -243,10 +250,10 @@ class Run:
 
 def _holder(table: Table, config: Config) -> Holder:
     """Rows in files are copied to a pool when several batches are in flight, so that one lane alone touches the files."""
-    rows = config.pipeline.rows
-    if rows == "pool" or (rows == "auto" and config.embedding.tier == "mmap" and config.pipeline.looks_ahead):
-        return Pool(table)
-    return InPlace(table)
+    rows, settings = config.pipeline.rows, config.pipeline
+    pools = rows == "pool" or (rows == "auto" and config.embedding.tier == "mmap" and settings.looks_ahead)
+    holder: Holder = Pool(table) if pools else InPlace(table)
+    return Lagging(holder, sync_steps=settings.sync_steps) if settings.staleness else holder
 
 
 def _read_facts(path: Path) -> dict[str, Any]:
@@ -266,8 +273,11 @@ def files_of(state: TrainState) -> Iterator[tuple[str, dict[str, Tensor]]]:
         yield "dense", state.dense.export()
     for name, table in embedding.tables.items():
         buckets = embedding.owners.buckets_of(embedding.rank)
+        holder = embedding.holders[name]
+        kept = holder.kept.export() if isinstance(holder, Lagging) and holder.kept else {}
+        beside = dict(split_kept(kept, embedding.owners, buckets))
         for number, part in table.export_buckets(embedding.owners, buckets):
-            yield bucket_name(name, number), part
+            yield bucket_name(name, number), {**part, **beside.get(number, {})}
 
 
 def _is_of_rows(key: str) -> bool:

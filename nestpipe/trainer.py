@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import contextlib
 import time
-import uuid
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -33,8 +33,9 @@ from nestpipe.mirror import Mirror
 from nestpipe.models.build import inputs_of
 from nestpipe.models.config import FuXiConfig, HSTUConfig
 from nestpipe.models.ranking_config import RankingConfig
-from nestpipe.pipeline.runner import Feed, Runner
-from nestpipe.pipeline.schedule import Mode, Schedule
+from nestpipe.pacing import Pace
+from nestpipe.pipeline.runner import Feed
+from nestpipe.pipeline.semi_async import step_to_barrier
 from nestpipe.pipeline.sequential import step
 from nestpipe.pipeline.stages import Clip, Rates, TrainState, Work
 from nestpipe.process import exact_arithmetic, keep_freed_memory, only_process, peak_memory_bytes, stop_signals
@@ -43,7 +44,6 @@ from nestpipe.progress import Progress
 from nestpipe.run import Lanes, Run, files_of
 from nestpipe.saver import Saver
 from nestpipe.scoring import make_scorer
-from nestpipe.trace import Recorder
 from nestpipe.warm_start import InitFrom, Report
 
 INTERRUPTED = "interrupted"
@@ -137,6 +137,7 @@ class _Loop:
         self._decay_steps = train.decay_steps or train.decay_epochs * self._loader.num_batches(0)
         self._memory = Memory()
         self._cursor = Cursor(0, 0)
+        self._saved_settings: list[dict[str, Any]] = []
         self._warm: Report | None = None
         self._exit = contextlib.ExitStack()
         with contextlib.ExitStack() as undo:
@@ -161,7 +162,7 @@ class _Loop:
             )
             undo.callback(self._close_saver)
             self._exit = undo.pop_all()
-        self._recorder, self._runner = _runner(run, self._state)
+        self._pace = Pace(run, self._state, lanes)
         self._utilisation = Utilisation(run.config.model) if self._leads else None
         self._since = time.monotonic()
         if run.sequences.times is None and isinstance(run.config.model, HSTUConfig | FuXiConfig | RankingConfig):
@@ -197,13 +198,15 @@ class _Loop:
         ):
             if self._warm:
                 self._save()  # from here on the run does not need its origin any more
+            if reason is None:
+                self._say(self._pace.start(self._saved_settings, self._first_batches))
             while reason is None:
                 self._run_to_barrier(batches, stop.is_set, profile_step)
                 reason = self._reason_to_stop(asked=stop.is_set())
                 if reason is None and self._state.num_steps % self._config.train.save_steps == 0:
                     self._save()
             self._save()
-            self._save_trace()
+            self._pace.save_trace()
             self._saver.wait()
             ranks = self._lanes.control.all_gather_ints(
                 [self._progress.num_tokens, peak_memory_bytes()], name="what ranks did"
@@ -219,9 +222,11 @@ class _Loop:
     ) -> None:
         """Trains to the next batch after which the state may be needed: every batch, or the next save, validation or end."""
         start = self._cursor
-        if self._runner is None:
+        self._pace.begin()
+        if self._pace.runner is None:
             batch = next(batches)
-            self._after_step(batch, step(self._state, batch, self._rates(self._state.num_steps)))
+            run = step_to_barrier if self._config.pipeline.is_stale(self._state.num_steps) else step
+            self._after_step(batch, run(self._state, batch, self._rates(self._state.num_steps)))
             profile_step()
         else:
 
@@ -229,9 +234,7 @@ class _Loop:
                 self._after_step(work.batch, work.means)
                 profile_step()
 
-            if self._recorder.on:
-                self._runner.observe = self._recorder.observer(self._state.num_steps)
-            self._runner.run(
+            self._pace.runner.run(
                 Feed(
                     batches=batches,
                     rates=self._rates,
@@ -240,6 +243,7 @@ class _Loop:
                     on_step=on_step,
                 )
             )
+        self._say(self._pace.end())
         if self._cursor.epoch > start.epoch and self._validates_after(self._cursor.epoch - 1):
             self._validate()
 
@@ -249,6 +253,8 @@ class _Loop:
         most = limits.save_steps - done % limits.save_steps
         if limits.steps:
             most = min(most, limits.steps - done)
+        if change := self._pace.steps_to_change():
+            most = min(most, change)
         epoch, to_end = self._cursor.epoch, self._loader.num_batches(self._cursor.epoch) - self._cursor.number
         while to_end < most and not (self._validates_after(epoch) or epoch + 1 == limits.epochs):
             epoch += 1
@@ -258,9 +264,13 @@ class _Loop:
     def _validates_after(self, epoch: int) -> bool:
         return self._config.data.validation and (epoch + 1) % self._config.train.eval_epochs == 0
 
-    def _save_trace(self) -> None:
-        if self._recorder.on:
-            self._recorder.save(self._run.folder)
+    def _first_batches(self) -> contextlib.AbstractContextManager[Iterator[Batch]]:
+        """Batches for a profile."""
+        return _closing(self._loader.iterate(Cursor(0, 0)))
+
+    def _say(self, text: str) -> None:
+        if text:
+            self._progress.say(text)
 
     def _after_step(self, batch: Batch, logs: dict[str, float]) -> None:
         self._cursor = self._loader.next_cursor(batch.cursor)
@@ -353,14 +363,16 @@ class _Loop:
         best = Best(**progress["best"]) if progress["best"] else None
         self._memory = Memory(seconds=progress["seconds"], best=best, num_stale=progress["num_stale"])
         self._cursor = manifest.cursor
+        self._saved_settings = progress.get("pace", [])
         return state
 
     def _save(self) -> None:
         self._memory.seconds, self._since = self._seconds(), time.monotonic()
+        facts = {"settings": self._run.settings, "data": self._run.sequences.digest, "pace": self._pace.history}
         self._saver.save(
             self._state.num_steps,
             self._cursor,
-            {**asdict(self._memory), "settings": self._run.settings, "data": self._run.sequences.digest},
+            {**asdict(self._memory), **facts},
             files_of(self._state),
             keep=self._memory.best.step if self._memory.best else None,
         )
@@ -373,25 +385,6 @@ def _closing(batches: Generator[Batch]) -> Iterator[Generator[Batch]]:
     finally:
         with contextlib.suppress(ValueError):  # after a failure a lane may still be reading
             batches.close()
-
-
-def _runner(run: Run, state: TrainState) -> tuple[Recorder, Runner | None]:
-    """What runs the stages beside each other, and what records it; no runner for the plain loop of sequential.py."""
-    settings, world = run.config.pipeline, state.control.world
-    if settings.mode == "sequential" and not settings.trace_steps:
-        return Recorder.off(), None
-    mode: Mode = "serial" if settings.mode == "sequential" else settings.mode
-    clip = run.config.train.clip == "all" and run.config.train.clip_norm > 0
-    schedule = Schedule.of(mode, settings.parts, depth=settings.depth, clip_rows=clip)
-    if not settings.trace_steps:
-        return Recorder.off(), Runner(state, schedule)
-    name = state.control.broadcast_bytes(uuid.uuid4().hex.encode(), 0, name="trace").decode()
-    recorder = Recorder(
-        world.rank, world.size, capacity=(settings.trace_steps + settings.depth + 3) * schedule.most_events, run=name
-    )
-    for lane in (state.embedding.keys, state.embedding.rows, state.dense.lane):
-        lane.watch = recorder
-    return recorder, Runner(state, schedule)
 
 
 def _trackers(run: Run, num_steps: int) -> Tracker:

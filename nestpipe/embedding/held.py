@@ -106,6 +106,11 @@ class Pool:
         """How many rows are held."""
         return len(self._index)
 
+    def reserve(self, num_rows: int) -> None:
+        """Makes room for so many rows, so that the first batches need not."""
+        self._columns.grow(num_rows)
+        self._holders.grow(num_rows)
+
     def take(self, ids: Tensor, step: int) -> Held:
         homes = self.table.advance(ids, step)
         slots, fresh = self._index.find_or_add(ids)

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from nestpipe.comm import Handle, Lane
 from nestpipe.embedding.held import Held, Holder, InPlace
+from nestpipe.embedding.lagging import Lagging
 from nestpipe.embedding.owner import Owners
 from nestpipe.embedding.route import Plan, Requests, TablePlan, own_requests
 from nestpipe.embedding.rows import Arrived, add_from, copy_from, gather_rows, largest
@@ -220,6 +221,13 @@ class Window:
             owned.totals = found[name] = grads.total() if isinstance(grads, Arrived) else grads
             owned.totals.index_fill_(0, _held(owned).rowless, 0.0)  # they are dropped and count nowhere
         return found
+
+    def keep(self) -> None:
+        """The batch after this one reads the rows as they are now, also if a barrier comes first."""
+        for name, owned in self._owned.items():
+            holder = self.home.holders[name]
+            if isinstance(holder, Lagging):
+                holder.keep(_held(owned))
 
     def update(self, lr: float) -> None:
         """One optimizer step for each row of the window that this rank owns; gradients are added in (part, rank) order."""

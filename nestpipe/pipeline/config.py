@@ -7,18 +7,29 @@ from dataclasses import dataclass
 from typing import Literal
 
 from nestpipe.pipeline.parts import PartsConfig
+from nestpipe.pipeline.schedule import Mode, Schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineConfig(PartsConfig):
-    """How a batch is cut, and what runs beside what. Every mode ends with the same bits, given the same parts."""
+    """How a batch is cut, and what runs beside what. Every mode ends with the same bits, given parts and staleness."""
 
     mode: Literal["sequential", "dual-buffer", "frozen-window", "nested"] = "sequential"
     """dual-buffer hides the lookup of the next batches, frozen-window the messages between parts, nested both."""
     depth: int = 1
     """dual-buffer, nested: batches whose rows are retrieved ahead."""
+    staleness: int = 0
+    """1 is semi-asynchronous: rows of a batch always miss the update of the batch before. Not exact; sequential and nested."""
+    sync_steps: int = 0
+    """With staleness 1: so many steps are exact before, while most is learned."""
     rows: Literal["auto", "table", "pool"] = "auto"
     """Where rows of batches in flight are used: in their table, or copied to a pool. auto: a pool for rows in files."""
+    tune: bool = False
+    """Choose parts, ramp, depth and the pool's size from a short profile when the run starts; kept in RUN/settings.jsonl."""
+    adapt: int = 0
+    """Choose them again after every so many steps, from what these took; 0 for never."""
+    follow: str = ""
+    """A run that was tuned or adapted: take the settings of each step from there, in whatever mode."""
     trace_steps: int = 0
     """Record what every lane does in the last so many steps, for `nestpipe trace RUN`."""
 
@@ -26,6 +37,22 @@ class PipelineConfig(PartsConfig):
         yield from PartsConfig.problems(self)
         if not 1 <= self.depth <= 8:
             yield f"depth is {self.depth}; it must be in 1 .. 8"
+        if self.staleness not in (0, 1):
+            yield f"staleness is {self.staleness}; it must be 0 (exact) or 1 (rows one update old)"
+        if self.staleness and self.mode not in ("sequential", "nested"):
+            yield f"staleness is {self.staleness}, but mode {self.mode} has no stale rows; use nested (or sequential, slowly)"
+        if self.staleness and self.mode == "sequential" and self.trace_steps:
+            yield "trace_steps records lanes, but there is none in mode sequential with staleness 1; use nested"
+        if self.adapt < 0 or 0 < self.adapt < 8:
+            yield f"adapt is {self.adapt}; it must be 0 for never, or at least 8 steps, which can be measured"
+        if self.adapt and self.mode == "sequential":
+            yield "adapt measures what runs beside compute, but mode is sequential; use nested"
+        if self.follow and (self.tune or self.adapt):
+            yield "follow takes settings from another run, so tune and adapt have nothing to choose; leave them out"
+        if self.sync_steps < 0:
+            yield f"sync_steps is {self.sync_steps}; it must not be negative"
+        if self.sync_steps and not self.staleness:
+            yield "sync_steps come before stale ones, but staleness is 0, so that all steps are exact"
         if self.trace_steps < 0:
             yield f"trace_steps is {self.trace_steps}; it must not be negative"
 
@@ -33,3 +60,23 @@ class PipelineConfig(PartsConfig):
     def looks_ahead(self) -> bool:
         """Whether rows are retrieved before the batch before is done."""
         return self.mode in ("dual-buffer", "nested")
+
+    @property
+    def protect_steps(self) -> int:
+        """For how many batches rows must be protected from eviction."""
+        return max(self.depth + 1 if self.looks_ahead else 0, 1) + self.staleness
+
+    def is_stale(self, number: int) -> bool:
+        """Whether the step of a batch runs as a stale one; the first of them has no update to miss."""
+        return self.staleness > 0 and number >= self.sync_steps
+
+    def schedule(self, number: int, *, clip_rows: bool) -> Schedule:
+        """When stages run, from a batch on to the next barrier. Stale rows leave a batch earlier, so they are taken earlier."""
+        mode: Mode = "serial" if self.mode == "sequential" else self.mode
+        stale = self.is_stale(number)
+        return Schedule.of(mode, self.parts, depth=self.depth + stale, clip_rows=clip_rows, stale=stale)
+
+    def steps_to_switch(self, number: int) -> int | None:
+        """After how many steps another schedule begins, which takes a barrier; None for never."""
+        left = self.sync_steps - number if self.staleness else 0
+        return left if left > 0 else None

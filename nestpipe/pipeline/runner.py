@@ -198,6 +198,8 @@ class Runner:
             )
             return
         work = segment.works[batch]
+        if kind == "update" and self.schedule.stale and batch + 1 == segment.board.num_batches:
+            work.window.keep()
         if kind in self.part_stages:
             self.part_stages[kind](self.state, work, part)
         else:

@@ -196,7 +196,7 @@ def _needs(num_parts: int, depth: int, clip_rows: bool, stale: bool) -> dict[Kin
     """For each stage and part: what it needs, with batches relative to its own."""
     last, parts = num_parts - 1, range(num_parts)
     all_rows = [Event("rows", 0, i) for i in parts]
-    missing = [Event("rows", 1, i) for i in parts] if stale else []
+    missing = [Event("update", -1), *(Event("rows", 1, i) for i in parts)] if stale else []
     after_norm = [Event("norm", 0)] if clip_rows else []
     once: dict[Kind, list[Event]] = {
         # Two bounds on what is ahead, and the order of the data.

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from nestpipe.comm import Handle, Lane
 from nestpipe.draw import Draw
+from nestpipe.embedding.lagging import Lagging
 from nestpipe.embedding.route import Plan, route
 from nestpipe.embedding.sharded import Sharded, Window, larger
 from nestpipe.errors import ConfigError, TrainError
@@ -28,6 +29,7 @@ from nestpipe.pipeline.parts import PartsConfig
 
 _MAX_LOGS = 30  # the message that carries a batch's flags and logs has room for so many
 _FLAGS = 2
+_STALE, _HELD = "rows without the last update", "rows of the batch"  # travel with the logs
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +122,10 @@ def keys(state: TrainState, work: Work) -> None:
 def retrieve(state: TrainState, work: Work) -> None:
     """Owners decide which ids have rows, and take the rows."""
     work.window.retrieve()
+    lagging = [one for one in state.embedding.holders.values() if isinstance(one, Lagging)]
+    if lagging:
+        shares = [one.pop_shares(work.number) for one in lagging]
+        work.sums[_STALE], work.sums[_HELD] = (float(sum(column)) for column in zip(*shares, strict=True))
 
 
 def post(state: TrainState, work: Work) -> None:
@@ -180,7 +186,11 @@ def flag(state: TrainState, work: Work) -> None:
         totals = [
             sum(column) for column in zip(*(values[_FLAGS:] for values in gathered), strict=True)
         ]  # in rank order
-        work.means = {name: total / work.window.weight for name, total in zip(work.sums, totals, strict=False)}
+        named = dict(zip(work.sums, totals, strict=False))
+        num_stale, num_rows = named.pop(_STALE, 0.0), named.pop(_HELD, 0.0)
+        work.means = {name: total / work.window.weight for name, total in named.items()}
+        if num_rows:
+            work.means["collision_rate"] = num_stale / num_rows
     if work.skipped and work.window.weight:
         work.means["skipped"] = 1.0
 

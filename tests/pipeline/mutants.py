@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import islice
@@ -12,13 +12,13 @@ from unittest.mock import patch
 import torch.distributed as dist
 
 from nestpipe.comm import World
-from nestpipe.pipeline import sequential, stages
+from nestpipe.pipeline import semi_async, sequential, stages
 from nestpipe.pipeline.runner import Feed, run_in_order
 from nestpipe.pipeline.schedule import Event, Schedule
 from nestpipe.run import Lanes
 from tests.pipeline import orders
 from tests.pipeline.orders import Edge
-from tests.pipeline.runs import Log, content, tapped
+from tests.pipeline.runs import Log, content, one_update_old, tapped
 from tests.pipeline.toy import Case, new_toy, toy_batches
 
 NUM_BATCHES = 9
@@ -59,12 +59,16 @@ class Arena:
 
 
 def plain(case: Case, lanes: Lanes) -> Result:
-    """The sequential step, rows in place."""
+    """The sequential step, of the case's staleness, rows in place."""
     log: Log = []
     state = new_toy(replace(case, pool=False), lanes)
-    with patch.object(sequential, "update", tapped(log)):
-        for number, batch in enumerate(islice(toy_batches(state.embedding.rank), NUM_BATCHES)):
-            sequential.step(state, batch, case.rates(number))
+    batches = islice(toy_batches(state.embedding.rank), NUM_BATCHES)
+    with patch.object(sequential, "update", tapped(log)), patch.object(semi_async, "update", tapped(log)):
+        if case.stale:
+            one_update_old(state, batches, case.rates)
+        else:
+            for number, batch in enumerate(batches):
+                sequential.step(state, batch, case.rates(number))
     return log, content(state)
 
 
@@ -81,15 +85,15 @@ def ordered(case: Case, lanes: Lanes, order: list[Event]) -> Result:
 
 
 def schedule_of(case: Case) -> Schedule:
-    return Schedule.of("nested", case.num_parts, depth=case.depth, clip_rows=case.clip.rows)
+    return Schedule.of("nested", case.num_parts, depth=case.depth, clip_rows=case.clip.rows, stale=case.stale)
 
 
-def broken_edges(world: World, cases: list[Case]) -> list[tuple[Case, str, dict[str, str]]]:
+def broken_edges(world: World, cases: list[Case], only: Collection[str] = ()) -> list[tuple[Case, str, dict[str, str]]]:
     """Every kind of edge that is not implied, broken in forced orders until one of them is caught: verdict by order."""
     arena, found = Arena(world), []
     for case in cases:
         schedule, expected = schedule_of(case), plain(case, arena.lanes)
-        for edge in orders.edges_of(schedule):
+        for edge in (edge for edge in orders.edges_of(schedule) if not only or str(edge) in only):
             tried: dict[str, str] = {}
             for name, order in () if orders.is_implied(schedule, edge) else forced_orders(schedule, edge):
                 tried[name] = arena.verdict(expected, case, order)

@@ -26,7 +26,7 @@ class Edge(NamedTuple):
     after_part: int
 
     def __str__(self) -> str:
-        first = _name(self.before, f"t-{self.back}" if self.back else "t", self.before_part)
+        first = _name(self.before, f"t{-self.back:+}" if self.back else "t", self.before_part)
         return f"{first} -> {_name(self.after, 't', self.after_part)}"
 
 
@@ -52,11 +52,12 @@ def needs_without(schedule: Schedule, num_batches: int, dropped: Edge | None = N
     """
     found = {}
     for event in all_events(schedule, num_batches):
-        needs = dict.fromkeys(schedule.needs(event))
+        needs = dict.fromkeys(need for need in schedule.needs(event) if need.batch < num_batches)
         for need in list(needs):
             if Edge(need.kind, need.part, event.batch - need.batch, event.kind, event.part) == dropped:
                 del needs[need]
-                needs |= dict.fromkeys(schedule.needs(need) if inherit else ())
+                inherited = schedule.needs(need) if inherit else ()
+                needs |= dict.fromkeys(one for one in inherited if one.batch < num_batches)
         found[event] = list(needs)
     return found
 
@@ -65,7 +66,7 @@ def pairs_of(edge: Edge, num_batches: int) -> list[tuple[Event, Event]]:
     """All (before, after) of a kind of edge."""
     return [
         (Event(edge.before, t - edge.back, edge.before_part), Event(edge.after, t, edge.after_part))
-        for t in range(edge.back, num_batches)
+        for t in range(max(edge.back, 0), num_batches + min(edge.back, 0))
     ]
 
 
@@ -79,7 +80,7 @@ def ancestors(needs: Needs) -> dict[Event, set[Event]]:
 
 def is_implied(schedule: Schedule, edge: Edge) -> bool:
     """Whether all other needs order the two events anyway."""
-    num_batches = edge.back + 3
+    num_batches = max(edge.back, 0) + 3
     before = ancestors(needs_without(schedule, num_batches, edge))
     return all(first in before[second] for first, second in pairs_of(edge, num_batches))
 

@@ -15,10 +15,11 @@ import torch
 from nestpipe.comm import World
 from nestpipe.data.loader import Loader
 from nestpipe.embedding.held import Pool
+from nestpipe.embedding.lagging import Lagging
 from nestpipe.embedding.ledger import Ledger
 from nestpipe.jagged import Batch, Cursor
+from nestpipe.pipeline import semi_async, stages
 from nestpipe.pipeline import sequential as sequential_module
-from nestpipe.pipeline import stages
 from nestpipe.pipeline.runner import Feed, Runner
 from nestpipe.pipeline.schedule import Event, Schedule
 from nestpipe.pipeline.stages import BatchStage, Clip, Rates, TrainState, Work
@@ -77,8 +78,11 @@ def content(state: TrainState) -> dict[str, bytes]:
 
 def prepared(world: World, path: Path, settings: dict[str, Any], lanes: Lanes) -> tuple[TrainState, Loader]:
     state, loader = new_state(world, path, {"dtype": torch.float32, **settings}, lanes)
+    holders = state.embedding.holders
     if settings.get("pool"):
-        state.embedding.holders = {name: Pool(table) for name, table in state.embedding.tables.items()}
+        holders |= {name: Pool(table) for name, table in state.embedding.tables.items()}
+    if settings.get("stale"):
+        holders |= {name: Lagging(holder, sync_steps=settings.get("sync_steps", 0)) for name, holder in holders.items()}
     return state, loader
 
 
@@ -97,25 +101,53 @@ def sequential(
     return log, content(state)
 
 
+def one_update_old(state: TrainState, batches: Iterator[Batch], rates: Callable[[int], Rates]) -> None:
+    """The plain loop with staleness 1, from where the state is."""
+    before = None
+    for batch in batches:
+        before = semi_async.step(state, batch, rates(state.num_steps), before)
+    if before is not None:
+        semi_async.finish(state, before)
+
+
+def sequential_stale(
+    world: World, path: Path, settings: dict[str, Any], num_steps: int, lanes: Lanes
+) -> tuple[Log, dict[str, bytes]]:
+    """The plain loop with staleness 1 after a synchronous warm-up, without barriers; rows are used in place."""
+    state, loader = prepared(world, path, {**settings, "pool": False, "stale": False}, lanes)
+    log: Log = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sequential_module, "update", tapped(log))
+        patch.setattr(semi_async, "update", tapped(log))
+        batches, rates = islice(batches_of(loader), num_steps), rates_of(settings)
+        for number, batch in enumerate(islice(batches, settings.get("sync_steps", 0))):
+            sequential_module.step(state, batch, rates(number))
+        one_update_old(state, batches, rates)
+    return log, content(state)
+
+
 def pipelined(
     world: World, path: Path, settings: dict[str, Any], num_steps: int, lanes: Lanes
 ) -> tuple[Log, dict[str, bytes]]:
     """The runner, with random delays if there is a seed; stops at barriers and goes on."""
     state, loader = prepared(world, path, settings, lanes)
-    clip_rows = settings.get("clip", Clip()).rows
-    schedule = Schedule.of(settings["mode"], state.cut.parts, depth=settings.get("depth", 1), clip_rows=clip_rows)
+    chosen = {"depth": settings.get("depth", 1), "clip_rows": settings.get("clip", Clip()).rows}
     log: Log = []
+    schedule = Schedule.of(settings["mode"], state.cut.parts, **chosen)
     runner = Runner(state, schedule, batch_stages={**stages.BATCH_STAGES, "update": tapped(log)})
+    sync_steps = settings.get("sync_steps", 0) if settings.get("stale") else num_steps
     if "seed" in settings:
         runner.before = delays(settings["seed"] * 97 + world.rank, settings.get("longest_s", 0.002))
-    for end in (*settings.get("barriers", ()), num_steps):
+    for end in sorted({*settings.get("barriers", ()), sync_steps, num_steps} - {0}):
+        runner.schedule = Schedule.of(settings["mode"], state.cut.parts, **chosen, stale=state.num_steps >= sync_steps)
         feed = Feed(
             batches=batches_of(loader, state.num_steps), rates=rates_of(settings), num_batches=end - state.num_steps
         )
         runner.run(feed)
         assert state.num_steps == end
         for holder in state.embedding.holders.values():
-            assert not isinstance(holder, Pool) or not len(holder), "a row did not come home"
+            inner = holder.inner if isinstance(holder, Lagging) else holder
+            assert not isinstance(inner, Pool) or not len(inner), "a row did not come home"
     return log, content(state)
 
 
@@ -134,7 +166,8 @@ def differences(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Ledger, "choose", counting)
-        log, end = sequential(world, path, settings, num_steps, lanes)
+        plain = sequential_stale if settings.get("stale") else sequential
+        log, end = plain(world, path, settings, num_steps, lanes)
     assert len(log) == num_steps
     assert num_evicted or not settings.get("limits"), "rows must have been evicted for this to mean anything"
     found = []

@@ -1,0 +1,117 @@
+"""Does a step stay as fast when there are more ranks? Nested beside sequential and stale from 2 to 16 real ranks; dense part emulated.
+
+Every rank trains on its own zipf-512 share, so work per rank stays the same while the share of rows that lie on other ranks
+grows from 1/2 to 15/16. Ranks are real: processes with their own tables, threads and messages, each on a line of its own rate
+(--rate in each direction, network namespaces). What is emulated is the dense part: it waits --dense-ms instead of computing,
+so that 16 ranks fit on a few cores. For that to say something about the network, the cores must not be the limit: the CPU time
+of all ranks in a step over the cores' time is printed beside each figure, and above --cpu-limit the run is refused.
+
+    efficiency = step on the fewest ranks / step on so many ranks, of the same mode, from medians of blocks
+
+The bits are checked: sequential, frozen-window or whichever exact modes run end alike. Needs root, ip and tc.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+import measure
+import netlab
+
+MODES = {"sequential": "sequential", "nested": "nested", "stale": "stale by one step"}
+RANKS = (2, 4, 8, 16)
+PROGRAM = Path(__file__).resolve().with_name("train_step.py")
+
+
+def measured(num_ranks: int, options: argparse.Namespace) -> dict[str, object]:
+    """Times by mode and block, CPU time and equality, as the ranks found them."""
+    settings = {key: getattr(options, key) for key in ("samples", "parts", "depth", "ramp")}
+    settings |= {"dense": f"sleep:{options.dense_ms}", "arms": list(MODES)}
+    settings |= {"num_blocks": measure.MIN_BLOCKS, "num_steps": options.steps}
+    with netlab.Lab(num_ranks, rate=options.rate) as lab:
+        said = lab.run([sys.executable, str(PROGRAM), "--as-rank", json.dumps(settings)], timeout_s=3600)
+    found: dict[str, object] = json.loads(said[0].splitlines()[-1])
+    return found
+
+
+def figures_of(found: dict[int, dict[str, object]]) -> dict[str, object]:
+    """Per number of ranks: each mode's step, efficiency with its range, and what the cores had to do."""
+    fewest, figures = min(found), dict[str, object]()
+    for num_ranks, one in found.items():
+        own: dict[str, object] = {"bitwise_equal": one["bitwise_equal"]}
+        for mode in MODES:
+            times, base = one["times"][mode], measure.Spread.of(found[fewest]["times"][mode]).median  # type: ignore[index]
+            step = measure.Spread.of(times)
+            efficiency = measure.Spread.of([base / seconds for seconds in times])
+            busy = one["cpu_ms"][mode] * num_ranks / (os.cpu_count() or 1) / 1e3 / step.median  # type: ignore[index]
+            own[mode] = {
+                "step_ms": round(1e3 * step.median, 1),
+                "efficiency": round(efficiency.median, 4),
+                "efficiency_range": efficiency.range,
+                "cpu_share": round(busy, 3),
+            }
+        figures[str(num_ranks)] = own
+    return figures
+
+
+def report(figures: dict[str, object], options: argparse.Namespace) -> None:
+    rows = []
+    for num_ranks, own in figures.items():
+        for mode, title in MODES.items():
+            one = own[mode]  # type: ignore[index]
+            low, high = one["efficiency_range"]
+            efficiency = f"{one['efficiency']:.1%} ({low:.1%}-{high:.1%})"
+            rows.append(
+                [f"{num_ranks} ranks", title, f"{one['step_ms']:.0f} ms", efficiency, f"{one['cpu_share']:.0%}"]
+            )
+    print(
+        f"\nweak scaling, dense part emulated ({options.dense_ms} ms), zipf-{options.samples} per rank, {options.rate} per host"
+    )
+    print(measure.table(["", "mode", "step", "efficiency (10-90 %)", "CPU share"], rows), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="2 and 4 ranks, a short dense part; under 50 seconds")
+    parser.add_argument("--ranks", nargs="+", type=int)
+    parser.add_argument("--dense-ms", type=int, help="how long the dense part of a batch takes")
+    parser.add_argument("--rate", default="200mbit", help="of each host's line, in each direction")
+    parser.add_argument("--samples", type=int, default=512, help="per rank")
+    parser.add_argument("--parts", type=int, default=8)
+    parser.add_argument("--depth", type=int, default=1)
+    parser.add_argument("--ramp", type=float, default=1.0)
+    parser.add_argument("--steps", type=int, help="steps of a block")
+    parser.add_argument("--cpu-limit", type=float, default=0.6, help="largest CPU share at which a figure counts")
+    parser.add_argument("--no-record", action="store_true", help="do not append to results/weak_scaling.jsonl")
+    options = parser.parse_args()
+    options.ranks = sorted(options.ranks or (RANKS[:2] if options.quick else RANKS))
+    options.dense_ms = options.dense_ms or (150 if options.quick else 1000)
+    options.steps = options.steps or (3 if options.quick else 6)
+    netlab.end_on_sigterm()
+    found: dict[int, dict[str, object]] = {}
+    figures: dict[str, object] = {}
+    for num_ranks in options.ranks:
+        found[num_ranks] = measured(num_ranks, options)
+        if found[num_ranks]["bitwise_equal"] is not True:
+            raise SystemExit(f"on {num_ranks} ranks the exact modes did not end with the same bits; no figure counts.")
+        figures = figures_of(found)
+        report(figures, options)
+    busiest = max(own[mode]["cpu_share"] for own in figures.values() for mode in MODES)  # type: ignore[index]
+    if busiest > options.cpu_limit:
+        raise SystemExit(f"the cores were busy for {busiest:.0%} of a step: this measured them. Raise --dense-ms.")
+    if not options.no_record:
+        keys = ("ranks", "dense_ms", "rate", "samples", "parts", "depth", "ramp", "steps", "quick")
+        settings = {**{key: getattr(options, key) for key in keys}, "dense": "emulated"}
+        measure.append("weak_scaling", measure.record(seed=0, figures=figures, settings=settings))
+    print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except netlab.LabError as problem:
+        sys.exit(str(problem))

@@ -1,0 +1,197 @@
+"""The settings of every step: from the configuration, a profile at the start, another run, or measured on the way.
+
+    RUN/settings.jsonl      {"step": 0, "parts": 4, "ramp": 1.0, "depth": 1, "pool_rows": 0, "why": "..."}      from this step on
+
+A line is written before the step that it begins with, and a copy of all lines is in every checkpoint. What was decided once is
+never decided again: a run that goes on takes the lines that are there, also those beyond its checkpoint, so it repeats the same
+parts, and any mode that follows them (`--pipeline.follow RUN`) has the same bits. Only where the lines end is the clock looked at.
+
+Settings change at barriers, when no batch is in flight; all ranks decide alike from what all of them measured.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from nestpipe.checkpoint import together
+from nestpipe.embedding.held import Pool
+from nestpipe.embedding.lagging import Lagging
+from nestpipe.errors import ConfigError
+from nestpipe.metrics import read_jsonl, replace_file
+from nestpipe.pipeline.runner import Runner
+from nestpipe.pipeline.stages import TrainState
+from nestpipe.pipeline.tune import Choice, Observed, choose, same_workload
+from nestpipe.profile_steps import Batches, observe, profile
+from nestpipe.run import Lanes, Run
+from nestpipe.trace import Recorder
+
+FILE = "settings.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What steps run with, from one on, and why."""
+
+    first: int
+    choice: Choice
+    why: str
+
+    def to_json(self) -> dict[str, Any]:
+        return {"step": self.first, **asdict(self.choice), "why": self.why}
+
+    @staticmethod
+    def from_json(content: dict[str, Any]) -> Setting:
+        fields = {key: value for key, value in content.items() if key not in ("step", "why")}
+        return Setting(content["step"], Choice(**fields), content["why"])
+
+
+class Pace:
+    """Applies settings to the state and to what runs its stages, and finds new ones."""
+
+    def __init__(self, run: Run, state: TrainState, lanes: Lanes):
+        self._run, self._state, self._lanes = run, state, lanes
+        self._settings = run.config.pipeline
+        self._history: list[Setting] = []
+        self._observed: list[Observed] = []
+        clip = run.config.train
+        self._clip_rows = clip.clip == "all" and clip.clip_norm > 0
+        self.recorder, self.runner = self._new_runner()
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """The settings of all steps, for a checkpoint; empty if the configuration says all."""
+        return [one.to_json() for one in self._history]
+
+    def start(self, saved: Sequence[dict[str, Any]], batches_of: Batches) -> str:
+        """Finds the settings to begin with; returns what there is to say. Every rank must call it.
+
+        `saved`: the history in the checkpoint from which the run goes on. `batches_of()` opens batches for a profile.
+        """
+        control, settings = self._lanes.control, self._settings
+        known = together(control, "settings read", lambda: self._read(saved) if self._leads else [])
+        said = json.loads(control.broadcast_bytes(json.dumps(known).encode(), 0, name="settings"))
+        self._history = [Setting.from_json(one) for one in said]
+        if self._history:
+            self._write()
+            return ""
+        if settings.tune:
+            found = profile(self._run, self._lanes, batches_of, clip_rows=self._clip_rows)
+            choice, why = choose(found, most_depth=self._most_depth)
+            self._observed = list(found)
+            return self._decide(Setting(self._state.num_steps, choice, why))
+        if settings.adapt:
+            start = Choice(parts=settings.parts, ramp=settings.ramp, depth=settings.depth)
+            return self._decide(Setting(self._state.num_steps, start, "as configured"))
+        return ""
+
+    def begin(self) -> None:
+        """Applies the settings of the next step; called at every barrier."""
+        number, settings = self._state.num_steps, self._settings
+        if choice := self._choice(number):
+            settings = replace(settings, parts=choice.parts, ramp=choice.ramp, depth=choice.depth)
+            for holder in self._state.embedding.holders.values():
+                inner = holder.inner if isinstance(holder, Lagging) else holder
+                if isinstance(inner, Pool):
+                    inner.reserve(choice.pool_rows)
+        self._state.cut = settings
+        if self.runner is not None:
+            self.runner.schedule = settings.schedule(number, clip_rows=self._clip_rows)
+            self.runner.observe = self.recorder.observer(number)
+
+    def steps_to_change(self) -> int | None:
+        """After how many steps other settings may begin, which takes a barrier; None for never."""
+        number = self._state.num_steps
+        found = [one.first - number for one in self._history if one.first > number]
+        if self._settings.adapt:
+            found.append(self._settings.adapt - number % self._settings.adapt)
+        if switch := self._settings.steps_to_switch(number):
+            found.append(switch)
+        return min(found, default=None)
+
+    def end(self) -> str:
+        """At a barrier: new settings if they are due and nobody has decided before; returns what there is to say."""
+        number, period = self._state.num_steps, self._settings.adapt
+        if not period or number % period or self.runner is None or any(one.first >= number for one in self._history):
+            return ""
+        now = self._choice(number - 1)
+        own = observe(self.recorder, now or Choice(parts=self._state.cut.parts), number - period, self._num_samples)
+        gathered = self._lanes.control.all_gather_bytes(json.dumps(own and own.to_json()).encode(), name="observed")
+        found = [Observed.from_json(one) for one in map(json.loads, gathered) if one]
+        if len(found) < len(gathered):
+            return ""  # too few steps since the run was started
+        self._observed = same_workload(self._observed, Observed.of_ranks(found))
+        choice, why = choose(self._observed, most_depth=self._most_depth)
+        return self._decide(Setting(number, choice, why))
+
+    def save_trace(self) -> None:
+        if self._settings.trace_steps:
+            self.recorder.save(self._run.folder)
+
+    @property
+    def _leads(self) -> bool:
+        return self._lanes.control.world.rank == 0
+
+    @property
+    def _num_samples(self) -> int:
+        return self._run.config.data.batch_size // self._lanes.control.world.size
+
+    @property
+    def _most_depth(self) -> int:
+        """What rows that are protected from eviction allow."""
+        limits = self._run.config.embedding
+        return limits.protect_steps - 1 - self._settings.staleness if limits.max_rows_per_bucket else 4
+
+    def _choice(self, number: int) -> Choice | None:
+        held = [one.choice for one in self._history if one.first <= number]
+        return held[-1] if held else None
+
+    def _decide(self, setting: Setting) -> str:
+        self._history.append(setting)
+        self._write()
+        return f"step {setting.first:,}: {setting.choice}. {setting.why}"
+
+    def _read(self, saved: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Of rank 0: the lines of this run, of its checkpoint, or of the run that it follows."""
+        own, other = self._run.folder / FILE, self._settings.follow
+        if own.exists() or saved:
+            return read_jsonl(own) if own.exists() else list(saved)
+        if not other:
+            return []
+        path = Path(other) / FILE
+        if not path.exists():
+            raise ConfigError(
+                f"{path} does not exist: {other} neither tuned nor adapted its settings; leave follow out."
+            )
+        return read_jsonl(path)
+
+    def _write(self) -> None:
+        lines = "".join(json.dumps(one) + "\n" for one in self.history).encode()
+        action = (lambda: replace_file(self._run.folder / FILE, lines)) if self._leads else (lambda: None)
+        together(self._lanes.control, "settings written", action)
+
+    def _new_runner(self) -> tuple[Recorder, Runner | None]:
+        """What records the stages and runs them beside each other; no runner for the plain loops."""
+        settings, state = self._settings, self._state
+        if settings.mode == "sequential" and not settings.trace_steps:
+            return Recorder.off(), None
+        schedule = settings.schedule(state.num_steps, clip_rows=self._clip_rows)
+        recorded = max(settings.trace_steps, settings.adapt)
+        if not recorded:
+            return Recorder.off(), Runner(state, schedule)
+        largest = replace(settings, parts=max(settings.parts, 32), depth=8) if settings.adapt else settings
+        most = largest.schedule(state.num_steps, clip_rows=self._clip_rows).most_events
+        name, world = uuid.uuid4().hex.encode(), state.control.world
+        recorder = Recorder(
+            world.rank,
+            world.size,
+            capacity=(recorded + schedule.depth + 3) * most,
+            run=state.control.broadcast_bytes(name, 0, name="trace").decode(),
+        )
+        for lane in (state.embedding.keys, state.embedding.rows, state.dense.lane):
+            lane.watch = recorder
+        return recorder, Runner(state, schedule)

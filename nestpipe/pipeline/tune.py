@@ -1,0 +1,214 @@
+"""Which parts, ramp, depth and pool fit a workload: chosen from what steps took, by a model that can be read, with its reasons.
+
+    step = busy + a + b · parts + exposed messages of the first and the last part + what is left over
+
+*busy* and *exposed* are medians of recorded steps (overlap.py). Two settings that were tried give a and b of compute and of
+messages, one gives a guess. How many rows the first part needs is a power of its share of samples, from the rows that were
+sent. A setting that was tried counts with the time it took, any other with what the model says and a margin; the best wins.
+
+Everything here is a function of its arguments, so ranks that hold the same observations choose the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
+from statistics import fmean
+from typing import Any
+
+from nestpipe.pipeline.cluster import part_sizes
+
+PARTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+RAMPS = (1.0, 0.5, 0.25)
+MOST_DEPTH = 4
+_SAME_ROWS = 0.1  # rows per step that differ by more are another workload
+_MARGIN = 0.01  # what has not been tried must promise more than this
+_EXPOSED_LOOKUP = 0.01  # of a step: above that, rows are retrieved further ahead
+# What a part costs by itself, of its compute, until two numbers of parts have been tried: little for more parts and much
+# for fewer, so that either is tried if there is something to gain.
+_LITTLE, _MUCH = 0.02, 0.25
+_EXPONENT = 0.8  # rows of a share s of the samples are s ** 0.8 of all rows, until two parts have been seen
+_POOL_ROOM = 1.25
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """What is chosen. Parts and ramp decide bits; depth and the room of a pool do not."""
+
+    parts: int
+    ramp: float = 1.0
+    depth: int = 1
+    pool_rows: int = 0  # room that a pool of rows starts with
+
+    @property
+    def cut(self) -> tuple[int, float]:
+        return self.parts, self.ramp
+
+    def __str__(self) -> str:
+        ramp = f", ramp {self.ramp:g}" if self.parts > 2 and self.ramp < 1 else ""
+        return f"{self.parts} part{'s' * (self.parts > 1)}{ramp}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observed:
+    """Steps with one choice: medians, in seconds per step, and rows per step."""
+
+    choice: Choice
+    step_s: float
+    busy_s: float
+    lookup_s: float  # exposed
+    comm_s: float  # exposed
+    rows: float  # that a rank asks for
+    edge_rows: float  # sent with the first part, and gradients sent with the last one
+    held_rows: float = 0.0  # that an owner holds for a batch
+    samples: float = 0.0  # of a rank
+
+    @staticmethod
+    def of_ranks(found: Sequence[Observed]) -> Observed:
+        """One for all ranks: as slow as the slowest, the mean of the rest, the fullest pool."""
+        means = {name: fmean(getattr(one, name) for one in found) for name in _MEANS}
+        most = {name: max(getattr(one, name) for one in found) for name in ("step_s", "held_rows")}
+        return Observed(choice=found[0].choice, **means, **most)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_json(content: dict[str, Any]) -> Observed:
+        return Observed(**{**content, "choice": Choice(**content["choice"])})
+
+
+_MEANS = ("busy_s", "lookup_s", "comm_s", "rows", "edge_rows", "samples")
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """y = base + slope · x, neither below 0."""
+
+    base: float
+    slope: float
+
+    @staticmethod
+    def through(points: Sequence[tuple[float, float]], *, slope: float) -> Line:
+        """Least squares; with one x alone the given slope, as far as the points leave room for it."""
+        x, y = fmean(x for x, _ in points), fmean(y for _, y in points)
+        spread = sum((one - x) ** 2 for one, _ in points)
+        if spread > 0:
+            slope = sum((one - x) * (value - y) for one, value in points) / spread
+        slope = min(max(slope, 0.0), y / x if x else 0.0)
+        return Line(y - slope * x, slope)
+
+    def at(self, x: float) -> float:
+        return self.base + self.slope * x
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What a step takes, as far as observations of one workload tell."""
+
+    compute: Line  # by number of parts
+    fewer: Line  # the same for fewer parts than were tried
+    fewest: int  # parts that were tried
+    messages: Line  # by rows of the first and the last part
+    exponent: float
+    rows: float
+    samples: int
+    rest_s: float
+
+    @staticmethod
+    def of(found: Sequence[Observed]) -> Model:
+        last = found[-1]
+        exponents = [
+            math.log(one.edge_rows / (2 * one.rows)) / math.log(share)
+            for one in found
+            if (share := edge_share(one.choice, round(one.samples))) < 1 and 0 < one.edge_rows < 2 * one.rows
+        ]
+        by_parts = [(one.choice.parts, one.busy_s) for one in found]
+        of_part = last.busy_s / last.choice.parts
+        return Model(
+            compute=Line.through(by_parts, slope=_LITTLE * of_part),
+            fewer=Line.through(by_parts, slope=_MUCH * of_part),
+            fewest=min(parts for parts, _ in by_parts),
+            messages=Line.through([(one.edge_rows, one.comm_s) for one in found], slope=math.inf),
+            exponent=fmean(exponents) if exponents else _EXPONENT,
+            rows=last.rows,
+            samples=round(last.samples),
+            rest_s=fmean(max(one.step_s - one.busy_s - one.comm_s, 0.0) for one in found),
+        )
+
+    def edge_rows(self, choice: Choice) -> float:
+        """Rows of the first and gradients of the last part."""
+        share = edge_share(choice, self.samples)
+        return float(2 * self.rows * share**self.exponent)
+
+    def busy_s(self, choice: Choice) -> float:
+        """Compute."""
+        return (self.fewer if choice.parts < self.fewest else self.compute).at(choice.parts)
+
+    def step_s(self, choice: Choice) -> float:
+        """Compute, exposed messages, and messages between that compute is too short for."""
+        edge, busy = self.edge_rows(choice), self.busy_s(choice)
+        between = self.messages.slope * max(2 * self.rows - edge, 0.0) - busy
+        return busy + self.messages.at(edge) + max(between, 0.0) + self.rest_s
+
+
+@lru_cache(4096)
+def edge_share(choice: Choice, num_samples: int) -> float:
+    """The share of samples in the first and the last part, on average."""
+    if choice.parts == 1 or not num_samples:
+        return 1.0
+    sizes = part_sizes(num_samples, choice.parts, choice.ramp)
+    return max(sizes[0] + sizes[-1], 1) / 2 / num_samples
+
+
+def same_workload(found: Iterable[Observed], now: Observed) -> list[Observed]:
+    """Those with as many rows per step as now, the latest of each choice; now stands last."""
+    latest = {one.choice.cut: one for one in found if abs(one.rows - now.rows) <= _SAME_ROWS * now.rows}
+    return [*(one for cut, one in latest.items() if cut != now.choice.cut), now]
+
+
+def choose(found: Sequence[Observed], *, most_parts: int = 32, most_depth: int = MOST_DEPTH) -> tuple[Choice, str]:
+    """The best choice after these observations of one workload, the present one last, and why."""
+    now, model = found[-1], Model.of(found)
+    tried = {one.choice.cut: one.step_s for one in found}
+    low, high = min(cut[0] for cut in tried) / 2, max(cut[0] for cut in tried) * 2  # further away the model is a guess
+    times = {
+        choice: tried.get(choice.cut) or model.step_s(choice) * (1 + _MARGIN)
+        for parts in PARTS
+        for ramp in (RAMPS if parts > 2 else (1.0,))
+        if (choice := Choice(parts=parts, ramp=ramp)) and low <= parts <= min(high, most_parts)
+    }
+    own = next((one for one in times if one.cut == now.choice.cut), replace(now.choice, depth=1, pool_rows=0))
+    times.setdefault(own, now.step_s)
+    best = min(times, key=lambda one: (times[one], one.parts, -one.ramp))
+    if times[best] >= now.step_s * (1 - _MARGIN):
+        best = own
+    depth, why_depth = _depth(now, most_depth)
+    pool_rows = math.ceil(_POOL_ROOM * now.held_rows * (depth + 2))
+    reasons = [_why(now, best, model, tried), why_depth]
+    if pool_rows:
+        reasons.append(f"pool of {pool_rows:,} rows: {depth + 2} batches of {now.held_rows:,.0f}, and a quarter")
+    return replace(best, depth=depth, pool_rows=pool_rows), "; ".join(reasons)
+
+
+def _depth(now: Observed, most: int) -> tuple[int, str]:
+    share, depth = now.lookup_s / now.step_s, now.choice.depth
+    more = share > _EXPOSED_LOOKUP and depth < most
+    return depth + more, f"depth {depth + more}: {share:.1%} of a step waited for lookup at depth {depth}"
+
+
+def _why(now: Observed, best: Choice, model: Model, tried: dict[tuple[int, float], float]) -> str:
+    text = f"{best}: {_ms(tried.get(best.cut, model.step_s(best)))} {'measured' if best.cut in tried else 'expected'}"
+    if best.cut == now.choice.cut:
+        return f"{text}, {_ms(now.comm_s)} of it exposed messages; nothing else promises more"
+    edge = model.messages.at(model.edge_rows(best))
+    return (
+        f"{text} against {_ms(now.step_s)} with {now.choice}: exposed messages {_ms(now.comm_s)} -> {_ms(edge)}, "
+        f"compute {_ms(now.busy_s)} -> {_ms(model.busy_s(best))}"
+    )
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.1f} ms"

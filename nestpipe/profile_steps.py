@@ -1,0 +1,85 @@
+"""A short measured profile: steps of a run in a few settings, on a state that is thrown away."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from statistics import fmean, median
+
+from nestpipe.jagged import Batch
+from nestpipe.overlap import steps_of
+from nestpipe.pipeline.runner import Feed, Runner
+from nestpipe.pipeline.stages import Clip, Rates
+from nestpipe.pipeline.tune import Choice, Observed, choose
+from nestpipe.run import Lanes, Run
+from nestpipe.trace import Recorder
+
+PROBES = (2, 8)  # parts: far enough apart to tell what a part costs
+NUM_STEPS = 12
+_FILLING = 2  # steps in which the pipeline is not full yet
+_FEWEST = 3  # steps that say something
+Batches = Callable[[], AbstractContextManager[Iterator[Batch]]]
+
+
+def profile(run: Run, lanes: Lanes, batches_of: Batches, *, clip_rows: bool) -> list[Observed]:
+    """Steps with few and with many parts, then with what these suggest; the best stands last. Every rank must call it."""
+    settings = run.config.pipeline
+    state, number = run.new_state(lanes), settings.sync_steps
+    rates = Rates(
+        dense=run.config.dense.lr, rows=run.config.embedding.lr, clip=Clip(run.config.train.clip_norm, rows=clip_rows)
+    )
+    mode = "nested" if settings.mode == "sequential" else settings.mode
+    num_samples, found = run.config.data.batch_size // lanes.control.world.size, list[Observed]()
+
+    def measure(choice: Choice) -> Observed:
+        own = replace(settings, mode=mode, parts=choice.parts, ramp=choice.ramp, depth=choice.depth)
+        schedule, first = own.schedule(number, clip_rows=clip_rows), state.num_steps
+        recorder = Recorder(capacity=(NUM_STEPS + 8) * schedule.most_events)
+        state.cut = own
+        runner = Runner(state, schedule, observe=recorder.observer(first))
+        watched = (state.embedding.keys, state.embedding.rows, state.dense.lane)
+        for lane in watched:
+            lane.watch = recorder
+        try:
+            with batches_of() as batches:
+                runner.run(Feed(batches=batches, rates=lambda _: rates, num_batches=NUM_STEPS))
+        finally:
+            for lane in watched:
+                lane.watch = None
+        seen = observe(recorder, choice, first, num_samples)
+        gathered = lanes.control.all_gather_bytes(json.dumps(seen and seen.to_json()).encode(), name="profile")
+        return Observed.of_ranks([Observed.from_json(one) for one in map(json.loads, gathered) if one])
+
+    for parts in PROBES:
+        found.append(measure(Choice(parts=min(parts, max(num_samples, 1)), depth=settings.depth)))
+    suggested, _ = choose(found, most_depth=settings.depth)
+    if suggested.cut not in [one.choice.cut for one in found]:
+        found.append(measure(replace(suggested, depth=settings.depth)))
+    return sorted(found, key=lambda one: -one.step_s)
+
+
+def observe(recorder: Recorder, choice: Choice, first: int, num_samples: int) -> Observed | None:
+    """What the recorded steps of one rank took, from the batch `first` on; None if they are too few."""
+    trace = recorder.snapshot()
+    steps = [step for step in steps_of(trace) if step.batch >= first + _FILLING]
+    if len(steps) < _FEWEST:
+        return None
+    batches = {step.batch for step in steps}
+    ends = [
+        span.num_rows
+        for span in trace.spans
+        if span.batch in batches and (span.kind, span.part) in (("rows", 0), ("grads", choice.parts - 1))
+    ]
+    return Observed(
+        choice=choice,
+        step_s=median(step.total_ns for step in steps) / 1e9,
+        busy_s=median(step.time_ns("busy") for step in steps) / 1e9,
+        lookup_s=median(step.time_ns("lookup") for step in steps) / 1e9,
+        comm_s=median(step.time_ns("communication") for step in steps) / 1e9,
+        rows=fmean(step.num_rows.get("keys", 0) for step in steps),
+        edge_rows=sum(ends) / len(steps),
+        held_rows=max(step.num_rows.get("rows", 0) for step in steps),
+        samples=num_samples,
+    )

@@ -1,0 +1,97 @@
+"""`nestpipe tune pipeline RECIPE`: a few steps in a few settings, and which of all settings fits best, and why."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import tyro
+from rich.console import Console
+from rich.table import Table as Shown
+
+from nestpipe.comm import World
+from nestpipe.config import Config, keys
+from nestpipe.data.loader import Loader
+from nestpipe.errors import ConfigError
+from nestpipe.jagged import Cursor
+from nestpipe.models.build import inputs_of
+from nestpipe.pipeline.tune import Choice, Observed, choose
+from nestpipe.process import exact_arithmetic, keep_freed_memory
+from nestpipe.profile_steps import profile
+from nestpipe.recipes import RECIPES
+from nestpipe.run import Lanes, Run
+from nestpipe.train_command import check_keys
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Arguments:
+    json: bool = False
+    """Print JSON instead of a table."""
+    config: Annotated[Config, tyro.conf.arg(name=""), tyro.conf.AvoidSubcommands]
+
+
+def main(argv: list[str]) -> int:
+    if not argv or argv[0] in {"-h", "--help"}:
+        print("usage: nestpipe tune pipeline RECIPE [--section.field VALUE ...]\n\nrecipes: " + ", ".join(RECIPES))
+        return 0
+    name, *rest = argv
+    if name not in RECIPES:
+        raise ConfigError(f"unknown recipe '{name}'; there are: {', '.join(RECIPES)}")
+    defaults = _Arguments(config=RECIPES[name]())
+    check_keys(rest, ["json", *keys(defaults.config)])
+    arguments = tyro.cli(
+        _Arguments,
+        prog=f"nestpipe tune pipeline {name}",
+        description="Trains a few steps that are thrown away, under torchrun on all ranks, and says which settings fit.",
+        args=rest,
+        default=defaults,
+    )
+    with contextlib.closing(World.from_environment()) as world:
+        found, choice, why = tuned(arguments.config, world)
+        if world.rank == 0:
+            _report(found, choice, why, as_json=arguments.json)
+    return 0
+
+
+def tuned(config: Config, world: World) -> tuple[list[Observed], Choice, str]:
+    """What was measured, the choice, and why; the same on every rank."""
+    config.validate()
+    keep_freed_memory()
+    config = replace(config, data=replace(config.data, path=str(Path(config.data.path).resolve())))
+    run, lanes = Run(Path(), config), Lanes.of(world)
+    loader = Loader(
+        run.sequences,
+        run.split,
+        config.data,
+        seed=config.seed,
+        rank=world.rank,
+        world_size=world.size,
+        inputs=inputs_of(config, run.sequences),
+    )
+    clip_rows = config.train.clip == "all" and config.train.clip_norm > 0
+    with exact_arithmetic(config.train.num_threads or torch.get_num_threads()):
+        found = profile(run, lanes, lambda: contextlib.closing(loader.iterate(Cursor(0, 0))), clip_rows=clip_rows)
+    return found, *choose(found)
+
+
+def _report(found: list[Observed], choice: Choice, why: str, *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps({"measured": [one.to_json() for one in found], "choice": asdict(choice), "why": why}))
+        return
+    console, shown = Console(highlight=False, markup=False), Shown(title="steps measured, medians")
+    for title in ("", "step", "busy", "exposed messages", "exposed lookup", "rows", "of first and last part"):
+        shown.add_column(title, justify="left" if not title else "right")
+    for one in found:
+        times = [f"{1e3 * seconds:.1f} ms" for seconds in (one.step_s, one.busy_s, one.comm_s, one.lookup_s)]
+        shown.add_row(str(one.choice), *times, f"{one.rows:,.0f}", f"{one.edge_rows:,.0f}")
+    console.print(shown)
+    console.print(why, soft_wrap=True)
+    console.print(
+        f"--pipeline.parts {choice.parts} --pipeline.ramp {choice.ramp:g} --pipeline.depth {choice.depth}, or "
+        "--pipeline.tune to measure when a run starts",
+        soft_wrap=True,
+    )

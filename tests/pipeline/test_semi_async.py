@@ -1,0 +1,265 @@
+"""Rows one update old, always: the nested pipeline has the bits of the loop in semi_async.py, wherever barriers are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import islice, pairwise
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from nestpipe.comm import World
+from nestpipe.embedding.lagging import Kept, Lagging
+from nestpipe.pipeline import sequential
+from nestpipe.pipeline.check import check
+from nestpipe.pipeline.runner import Feed, Runner
+from nestpipe.pipeline.schedule import Schedule
+from nestpipe.pipeline.stages import Clip
+from nestpipe.run import Lanes
+from tests.pipeline.mutants import broken_edges, legal_orders, schedule_of
+from tests.pipeline.order_model import explore
+from tests.pipeline.orders import edges_of, is_implied
+from tests.pipeline.row_model import RowModel, events_of, patterns, projected
+from tests.pipeline.runs import content, differences, one_update_old, pipelined, sequential_stale
+from tests.pipeline.runs import sequential as sequential_run
+from tests.pipeline.toy import Case, new_toy, toy_batches
+from tests.ranks import run_ranks
+from tests.worlds import write_log
+
+NUM_STEPS = 8
+# What makes rows one update old, and no older.
+STALE_EDGES = {"update(t-1) -> update(t)"}
+STALE_EDGES |= {f"rows(t+1.{part}) -> update(t)" for part in (0, 1)} | {
+    f"update(t-2) -> rows(t.{part})" for part in (0, 1)
+}
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory):
+    """Batches of which neighbours share some items, second neighbours others, and that hold some alone."""
+    histories = {user: [(31 * user + 7 * k) % 97 for k in range(3 + user % 9)] for user in range(60)}
+    return write_log(tmp_path_factory.mktemp("semi") / "log", histories).path
+
+
+@pytest.fixture(scope="module")
+def wide_log(tmp_path_factory):
+    """Enough items that a batch sees a small part of them, and rows must go."""
+    histories = {user: [(31 * user + 7 * k) % 600 for k in range(3 + user % 13)] for user in range(80)}
+    return write_log(tmp_path_factory.mktemp("semi") / "wide", histories).path
+
+
+def arms_of(count, **more):
+    """Random delays, depths, holders and barriers."""
+    barriers = ((), (3,), (1, 2, 6), (4, 5))
+    return [
+        {
+            "mode": "nested",
+            "pool": seed % 2 == 0,
+            "depth": 1 + seed % 3,
+            "seed": seed,
+            "barriers": barriers[seed % 4],
+            **more,
+        }
+        for seed in range(count)
+    ]
+
+
+CROSS = {
+    1: {"optimizer": "adam", "parts": 3},
+    2: {"optimizer": "adagrad", "parts": 3},
+    3: {
+        "parts": 2,
+        "clip": Clip(0.05, rows=True),
+        "limits": {"num_buckets": 8, "admit_after": 2, "max_rows_per_bucket": 30, "evict": "lfu", "protect_steps": 4},
+        "batch_size": 3,
+    },
+    4: {"optimizer": "adam", "parts": 1},
+}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_random_delays_and_barriers_change_no_bit(log, wide_log, scale, world_size):
+    settings = {"batch_size": 5, "stale": True, "sync_steps": 2 if world_size == 2 else 0, **CROSS[world_size]}
+    arms, evicts = arms_of(scale(4 if world_size < 4 else 2, 60)), "limits" in settings
+    found = run_ranks(world_size, differences, wide_log if evicts else log, settings, 14 if evicts else 8, arms)
+    assert [line for lines in found for line in lines] == []
+
+
+def compared(world, log):
+    """Whether these have the bits of the synchronous loop: staleness 1, staleness 0, staleness 1 after the last step."""
+    lanes, settings = Lanes.of(world), {"batch_size": 5, "parts": 2, "mode": "nested", "stale": True}
+    expected = sequential_run(world, log, settings, NUM_STEPS, lanes)
+    never = {**settings, "sync_steps": NUM_STEPS}
+    return [
+        run(world, log, one, NUM_STEPS, lanes) == expected
+        for run, one in ((sequential_stale, settings), (sequential_stale, never), (pipelined, never))
+    ]
+
+
+def test_staleness_0_is_sequential(log):
+    assert run_ranks(2, compared, log) == [[False, True, True]] * 2
+
+
+@pytest.mark.parametrize("period", [1, 2], ids=["shared", "apart"])
+def test_where_neighbours_share_no_ids_nothing_is_stale(period):
+    """Batches of even and of odd numbers have ids of their own; with one kind of batch the same loop differs."""
+    lanes, case = Lanes.of(World.single()), Case(pool=False, admit_after=1)
+
+    def batches(start=0):
+        for number, batch in enumerate(toy_batches(0), start):
+            moved = batch.items.with_values(batch.items.values + 1000 * (number % period))
+            yield replace(batch, items=moved)
+
+    ends, rates = [], []
+    plain, stale, nested = (new_toy(case, lanes) for _ in range(3))
+    for number, batch in enumerate(islice(batches(), 9)):
+        sequential.step(plain, batch, case.rates(number))
+    one_update_old(stale, islice(batches(), 9), case.rates)
+    nested.embedding.holders = {name: Lagging(one) for name, one in nested.embedding.holders.items()}
+    feed = Feed(
+        batches=batches(),
+        rates=case.rates,
+        num_batches=9,
+        on_step=lambda work: rates.append(work.means["collision_rate"]),
+    )
+    Runner(nested, Schedule.of("nested", 2, depth=1, stale=True)).run(feed)
+    ends = [content(state) for state in (plain, stale, nested)]
+    assert ends[1] == ends[2]
+    assert (ends[0] == ends[1]) == (period == 2)
+    ids = [set(batch.items.values.tolist()) for batch in islice(batches(), 9)]
+    shared = [len(one & other) / len(other) for one, other in pairwise(ids)]
+    assert rates == [0.0, *shared]
+    assert any(rates) == (period == 1)
+
+
+def stop_and_go_on(world):
+    """A wish to stop ends a stale run at a barrier that nobody had planned; going on leaves no trace of it."""
+    lanes, case = Lanes.of(world), Case(pool=True, depth=2)
+    state, plain = new_toy(case, lanes), new_toy(case, lanes)
+    state.embedding.holders = {name: Lagging(one) for name, one in state.embedding.holders.items()}
+    runner, asked = Runner(state, Schedule.of("nested", 2, depth=2, stale=True)), iter([False] * 4 + [True])
+    wish = (lambda: next(asked, True)) if world.rank == 1 else (lambda: False)
+    done = runner.run(Feed(batches=toy_batches(world.rank), rates=case.rates, asks_to_stop=wish))
+    done += runner.run(Feed(batches=toy_batches(world.rank, done), rates=case.rates, num_batches=4))
+    one_update_old(plain, islice(toy_batches(world.rank), done), case.rates)
+    assert content(state) == content(plain)
+    return done
+
+
+def test_a_stop_that_nobody_planned_leaves_no_trace():
+    assert run_ranks(2, stop_and_go_on) == [9] * 2
+
+
+def keep_late(holder, held, grads, lr, update=Lagging.update):
+    update(holder, held, grads, lr)
+    if holder.kept is not None:
+        Lagging.keep(holder, held)
+
+
+def gather_for_all(holder, held, places):
+    kept = holder._first[1] if holder._first else Kept(held.ids[:0], holder.table.empty_rows(0))
+    return kept.lay_over(holder.inner.gather(held, places), held.ids.index_select(0, places))
+
+
+def keep_nothing(holder, held):
+    pass
+
+
+def caught(world, log, name, wrong):
+    settings = {"batch_size": 5, "parts": 2, "stale": True}
+    with patch.object(Lagging, name, wrong):
+        return bool(differences(world, log, settings, 6, arms_of(2, barriers=(2, 3))))
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [("keep", keep_nothing), ("update", keep_late), ("gather", gather_for_all)],
+    ids=["nothing", "late", "for all"],
+)
+def test_mistakes_at_a_barrier_are_caught(log, name, wrong):
+    """Nothing is kept, rows are kept after the update, later batches read what was kept for the first."""
+    assert any(run_ranks(2, caught, log, name, wrong))
+
+
+def test_no_stale_schedule_can_get_stuck(scale):
+    for parts, depth in ((1, 1), (3, 1), (2, 3), (5, 2)):
+        for clip_rows in (False, True):
+            schedule = Schedule.of("nested", parts, depth=depth, clip_rows=clip_rows, stale=True)
+            for num_batches in scale([1, 5], [1, 2, 3, 4, 5, 6]):
+                check(schedule, num_batches, 3)
+
+
+@pytest.mark.timeout(3600)
+def test_every_dropped_edge_of_staleness_is_caught(scale):
+    """Those that make rows old, and no older; with --soak every edge there is."""
+    cases = [Case(pool=True, stale=True), Case(pool=False, depth=2, optimizer="adam", stale=True)]
+    assert {str(edge) for edge in edges_of(schedule_of(cases[0]))} >= STALE_EDGES
+    found = run_ranks(2, broken_edges, cases, scale(STALE_EDGES, set()), deadline_s=scale(120, 3000))[0]
+    wrong = {(case, edge): said for case, edge, said in found if edge in STALE_EDGES}
+    assert len(wrong) == 3 + 5, "at depth 1 the two from update(t-2) are implied"
+    assert {said["by one event"] for said in wrong.values()} == {"differs"}
+    for case, edge, said in found:
+        print(f"{'pool' if case.pool else 'in place'}, depth {case.depth}: {edge}: {said}")
+
+
+def test_any_order_that_keeps_the_edges_is_right(scale):
+    cases = [Case(pool=True, stale=True), Case(pool=False, depth=2, optimizer="adam", stale=True)]
+    assert run_ranks(2, legal_orders, cases, scale(2, 50), deadline_s=scale(120, 3000))[0] == []
+
+
+class StaleRowModel(RowModel):
+    """Rows without numbers, whose expected end is that of the loop with staleness 1."""
+
+    def sequential(self):
+        state = self.start
+        events = {event: event for event in events_of(len(self.pattern))}
+        for t in range(len(self.pattern) + 1):
+            order = [
+                ("retrieve", t),
+                ("rows", t),
+                ("update", t - 1),
+                ("write", t - 1),
+                ("compute", t),
+                ("dense step", t),
+            ]
+            for kind, batch in order:
+                if (event := events.get((kind, batch, 0))) is not None:
+                    state = self.apply(state, event)
+        return state
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_every_order_of_every_pattern_ends_like_the_loop(depth, scale):
+    """All orders of four batches over two keys; without an edge of staleness some order does not."""
+    schedule, differing = Schedule.of("nested", 1, depth=depth, stale=True), set()
+    every = [(pool, num_homes) for pool in (True, False) for num_homes in (1, 2)]
+    dropped = [
+        edge
+        for edge in edges_of(schedule)
+        if edge.after in ("rows", "update") and edge.back and not is_implied(schedule, edge)
+    ]
+    orders = {edge: projected(schedule, 4, edge) for edge in (None, *dropped)}
+    for number, pattern in enumerate(patterns(4, 2)):
+        for pool, num_homes in scale([every[number % 4]], every):
+            model = StaleRowModel(pattern, 2, num_homes, depth + 1, pool)
+            for edge, order in orders.items():
+                found = explore(events_of(4), order, model.apply, model.start).differing(model.sequential())
+                assert edge or found is None, f"{pattern}, pool {pool}: {' '.join(map(str, found))}"
+                differing |= {edge} if found else set()
+    assert differing == set(dropped)
+    # At depth 1 rows of t-2 are back at home before those of t are retrieved, updated or not.
+    assert [str(edge) for edge in dropped] == [
+        *(["update(t-2) -> rows(t.0)"] if depth > 1 else []),
+        "update(t-1) -> update(t)",
+        "rows(t+1.0) -> update(t)",
+    ]
+
+
+def test_kept_rows_are_found_by_id():
+    kept = Kept.read({"kept.ids": torch.tensor([7, 3, 5]), "kept.rows": torch.tensor([[7.0], [3.0], [5.0]])})
+    rows = kept.lay_over(torch.zeros(4, 1), torch.tensor([5, 4, 8, 3]))
+    assert rows.flatten().tolist() == [5.0, 0.0, 0.0, 3.0]
+    assert Kept.read({}) is None
+    none = Kept(torch.empty(0, dtype=torch.int64), torch.empty(0, 1))
+    assert none.lay_over(torch.ones(1, 1), torch.tensor([3])).tolist() == [[1.0]]

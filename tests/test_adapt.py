@@ -1,0 +1,145 @@
+"""Runs that choose their settings on the way: written down before they are used, repeated by whoever follows them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from nestpipe import checkpoint, pacing
+from nestpipe.cli import main
+from nestpipe.demo import differing_tensors
+from nestpipe.errors import ConfigError
+from nestpipe.metrics import read_jsonl
+from nestpipe.pipeline.tune import Choice
+from nestpipe.trainer import train_to_end
+from tests.ranks import run_ranks
+from tests.worlds import small_config, small_log
+
+PERIOD, NUM_STEPS = 8, 24
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory):
+    return small_log(tmp_path_factory.mktemp("adapt") / "log", num_users=60).path
+
+
+def config_of(log, mode, **pipeline):
+    return small_config(
+        log, pipeline={"mode": mode, **pipeline}, epochs=0, steps=NUM_STEPS, save_steps=PERIOD, log_steps=8
+    )
+
+
+def restless(found, **_):
+    """Other settings every time, as if the workload changed; what it was shown must be of the settings that were in force."""
+    number, now = len(SEEN), found[-1]
+    SEEN.append(now)
+    assert now.step_s > 0
+    assert now.rows > 0
+    assert 0 < now.edge_rows <= 2 * now.rows
+    return Choice(
+        parts=(3, 2, 5, 4)[number % 4], ramp=(0.5, 1.0)[number % 2], depth=1 + number % 2, pool_rows=64
+    ), "restless"
+
+
+SEEN = []
+
+
+def train(world, config, folder, choose=None):
+    """Trains with another way to choose, if one is given."""
+    SEEN.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        if choose:
+            patch.setattr(pacing, "choose", choose)
+        train_to_end(config, folder, resume=True, quiet=True, world=world)
+    return [one.choice for one in SEEN]
+
+
+@pytest.fixture(scope="module")
+def adapted(log, tmp_path_factory):
+    """A run on two ranks whose settings change after every eight steps."""
+    folder = tmp_path_factory.mktemp("adapt") / "run"
+    seen = run_ranks(2, train, config_of(log, "nested", parts=2, adapt=PERIOD, rows="pool"), folder, restless)
+    assert seen[0] == seen[1], "the ranks were shown different things"
+    return folder, seen[0]
+
+
+def test_settings_are_written_down_for_every_step(adapted):
+    folder, seen = adapted
+    lines = read_jsonl(folder / "settings.jsonl")
+    assert [(line["step"], line["parts"], line["ramp"], line["depth"]) for line in lines] == [
+        (0, 2, 1.0, 1),
+        (8, 3, 0.5, 1),
+        (16, 2, 1.0, 2),
+        (24, 5, 0.5, 1),
+    ]
+    assert seen == [Choice(**{key: line[key] for key in ("parts", "ramp", "depth", "pool_rows")}) for line in lines[:3]]
+    latest = checkpoint.load(checkpoint.folder_of(folder / "checkpoints", 16))[0]
+    assert latest.progress["pace"] == lines[:3]
+
+
+def test_the_plain_loop_repeats_them_bit_for_bit(adapted, log, tmp_path):
+    folder, _ = adapted
+    run_ranks(2, train, config_of(log, "sequential", parts=2, follow=str(folder)), tmp_path / "run")
+    assert not differing_tensors(folder, tmp_path / "run")
+    run_ranks(2, train, config_of(log, "sequential", parts=2), tmp_path / "fixed")
+    assert differing_tensors(folder, tmp_path / "fixed"), "other parts have other bits"
+
+
+def never(found, **_):
+    raise AssertionError("what was decided is decided again")
+
+
+def test_a_run_that_goes_on_takes_the_decisions_that_were_made(adapted, log, tmp_path):
+    """Killed after step 16, with the lines up to step 24 written: it follows them, and then decides on its own."""
+    folder, _ = adapted
+    short = config_of(log, "nested", parts=2, adapt=PERIOD)
+    short = replace(short, train=replace(short.train, steps=16))
+    run_ranks(2, train, short, tmp_path / "run", restless)
+    (tmp_path / "run" / "settings.jsonl").write_bytes((folder / "settings.jsonl").read_bytes())
+    run_ranks(2, train, replace(short, train=replace(short.train, steps=NUM_STEPS)), tmp_path / "run", never)
+    assert not differing_tensors(folder, tmp_path / "run")
+    (tmp_path / "run" / "settings.jsonl").unlink()  # a mirror brings back checkpoints, and no log
+    alone = config_of(log, "sequential", parts=2)
+    run_ranks(2, train, replace(alone, train=replace(alone.train, steps=NUM_STEPS + 1)), tmp_path / "run", never)
+    assert len(read_jsonl(tmp_path / "run" / "settings.jsonl")) == 4
+
+
+def test_a_tuned_run_begins_with_what_a_profile_suggests(log, tmp_path, capsys):
+    run_ranks(2, train, config_of(log, "nested", parts=2, tune=True), tmp_path / "run")
+    (line,) = read_jsonl(tmp_path / "run" / "settings.jsonl")
+    assert line["step"] == 0
+    assert "ms" in line["why"]
+    assert "of a step waited for lookup" in line["why"]
+    run_ranks(2, train, config_of(log, "sequential", parts=2, follow=str(tmp_path / "run")), tmp_path / "same")
+    assert not differing_tensors(tmp_path / "run", tmp_path / "same")
+
+
+def test_the_command_measures_and_explains(log, capsys):
+    arguments = ["--data.path", str(log), "--train.num-threads", "1", "--data.batch-size", "16"]
+    assert main(["tune", "pipeline", "tiny", "--json", *arguments]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert {one["choice"]["parts"] for one in said["measured"]} >= {2, 8}
+    assert said["choice"]["parts"] >= 1
+    assert all(one["step_s"] >= one["busy_s"] > 0 for one in said["measured"])
+    assert main(["tune", "pipelin"]) == 2
+    assert "did you mean 'pipeline'?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"adapt": 8}, "mode is sequential; use nested"),
+        ({"mode": "nested", "adapt": 3}, "at least 8 steps"),
+        ({"mode": "nested", "adapt": 8, "follow": "x"}, "leave them out"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(log, more, message):
+    with pytest.raises(ConfigError, match=message):
+        small_config(log, pipeline=more).validate()
+
+
+def test_a_run_that_chose_nothing_cannot_be_followed(log, tmp_path):
+    with pytest.raises(ConfigError, match="neither tuned nor adapted"):
+        train_to_end(config_of(log, "nested", follow=str(tmp_path)), tmp_path / "run", quiet=True)
