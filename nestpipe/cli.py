@@ -16,6 +16,7 @@ COMMANDS = {
     ),
     "train": ("nestpipe.train_command", "train a recipe: nestpipe train tiny --train.epochs 5"),
     "eval": ("nestpipe.eval_command", "evaluate a run, or compare two: nestpipe eval runs/a --compare runs/b"),
+    "sid": ("nestpipe.instruct.command", "semantic ids of a catalogue: build, extend, inspect"),
     "trace": ("nestpipe.trace_command", "where the time of a run's steps went, as numbers and as a drawing"),
     "checkpoint": (
         "nestpipe.checkpoint_command",
