@@ -17,6 +17,7 @@ COMMANDS = {
     "train": ("nestpipe.train_command", "train a recipe: nestpipe train tiny --train.epochs 5"),
     "eval": ("nestpipe.eval_command", "evaluate a run, or compare two: nestpipe eval runs/a --compare runs/b"),
     "tune": ("nestpipe.tune_command", "measure a recipe here and say which settings fit: nestpipe tune pipeline tiny"),
+    "sid": ("nestpipe.instruct.command", "semantic ids of a catalogue: build, extend, inspect"),
     "trace": ("nestpipe.trace_command", "where the time of a run's steps went, as numbers and as a drawing"),
     "report": ("nestpipe.report.command", "one HTML file about a run: curves, quality, overlap, balance, settings"),
     "checkpoint": (

@@ -17,6 +17,7 @@ from nestpipe.embedding.config import DenseConfig, EmbeddingConfig
 from nestpipe.errors import ConfigError
 from nestpipe.evaluate import EvalConfig
 from nestpipe.models.config import FuXiConfig, HSTUConfig, LossConfig, ModelConfig, SASRecConfig
+from nestpipe.models.encdec_config import EncDecConfig
 from nestpipe.models.ranking_config import DCNConfig, RankingConfig
 from nestpipe.pipeline.config import PipelineConfig
 from nestpipe.train_config import TrainConfig
@@ -27,6 +28,7 @@ MODELS: dict[str, type[Any]] = {
     "fuxi": FuXiConfig,
     "ranking": RankingConfig,
     "dcn": DCNConfig,
+    "encdec": EncDecConfig,
 }
 
 
@@ -60,6 +62,8 @@ class Config:
             )
         if self.pipeline.rows == "table" and self.embedding.tier == "mmap" and self.pipeline.looks_ahead:
             yield "pipeline.rows is 'table', but rows in files (embedding.tier mmap) need a pool when batches overlap"
+        if isinstance(self.model, EncDecConfig) and max(self.eval.ks) > self.model.beam:
+            yield f"eval.ks goes up to {max(self.eval.ks)}, but model.beam {self.model.beam} finds fewer items; widen it or use shorter lists"
         if self.train.patience and not self.data.validation:
             yield "train.patience watches a validation metric, but data.validation is off; add --data.validation"
         if self.data.validation and int(self.train.metric.partition("@")[2] or 0) not in (0, *self.eval.ks):

@@ -40,7 +40,7 @@ _MIN_TORCH = (2, 13)
 # Module -> what it is for, and how to get it.
 _OPTIONAL = {
     "tensorboard": ("training curves", "pip install 'nestpipe[tensorboard]'"),
-    "faiss": ("vector search", "pip install faiss-cpu"),
+    "faiss": ("semantic ids", "pip install 'nestpipe[instruct]'"),
     "triton": ("kernels on accelerators", "comes with torch's builds for accelerators"),
 }
 

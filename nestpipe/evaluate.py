@@ -219,6 +219,35 @@ def evaluate(
     return _report(torch.cat(chunks, 1).numpy(), coverage, len(item_vectors), config, seed)
 
 
+def evaluate_lists(
+    generate: Callable[[EvalBatch], Tensor],
+    num_items: int,
+    samples: Iterable[EvalBatch],
+    config: EvalConfig,
+    seed: int,
+    *,
+    progress: bool = True,
+) -> Report:
+    """Like `evaluate`, for a model that gives lists of catalogue positions [B, max(ks)], -1 for nothing.
+
+    A target that is in no list gets the last rank, so HR and NDCG are exact and MRR is a lower bound.
+    """
+    coverage = Coverage(num_items)
+    chunks = []
+    for sample in _with_progress(_limited(samples, config.max_users), operator.length_hint(samples), progress):
+        lists = generate(sample)
+        hits = lists == sample.target_positions.unsqueeze(1)
+        ranks = torch.where(hits.any(1), hits.to(torch.uint8).argmax(1) + 1, num_items)
+        if config.seen != "none":
+            removed = sample.seen.values == sample.target_positions.index_select(0, sample.seen.row_of_value())
+            ranks[sample.seen.row_of_value()[removed]] = num_items + 1
+        coverage.add(lists)
+        chunks.append(torch.stack([sample.users, sample.target_positions, ranks, sample.batch.items.lengths()]))
+    if not sum(chunk.shape[1] for chunk in chunks):
+        raise DataError("there are no users to evaluate: no sequence is long enough to give a history and a target.")
+    return _report(torch.cat(chunks, 1).numpy(), coverage, num_items, config, seed)
+
+
 def popularity_report(counts: Tensor, samples: Iterable[EvalBatch], config: EvalConfig, seed: int) -> Report:
     """The floor: every user gets the items with the highest train counts [I], ranked by the same code."""
     item_vectors = counts.to(torch.float64).unsqueeze(1)  # exact up to 2**53, so equal counts stay ties

@@ -14,6 +14,7 @@ from nestpipe.data.config import DataConfig
 from nestpipe.embedding.config import DenseConfig, EmbeddingConfig
 from nestpipe.evaluate import EvalConfig
 from nestpipe.models.config import FuXiConfig, HSTUConfig, LossConfig, SASRecConfig
+from nestpipe.models.encdec_config import EncDecConfig
 from nestpipe.models.ranking_config import DCNConfig, RankingConfig
 from nestpipe.train_config import TrainConfig
 
@@ -70,6 +71,16 @@ def beauty_sasrec() -> Config:
         model=SASRecConfig(dim=64, num_heads=2, dropout=0.5),
         loss=LossConfig(kind="full", normalise=False, temperature=1.0),
         train=TrainConfig(epochs=200, patience=10, eval_epochs=2),
+    )
+
+
+def beauty_sid() -> Config:
+    """Generates semantic ids on Amazon Beauty: encoder-decoder, beam search; needs ids from 'nestpipe sid build'."""
+    return Config(
+        data=DataConfig(path="data/beauty", max_len=50, batch_size=256, validation=True),
+        model=EncDecConfig(ids="data/beauty-ids", dropout=0.2),
+        train=TrainConfig(epochs=60, patience=5, eval_epochs=2, warmup_steps=200),
+        eval=EvalConfig(ks=(1, 5, 10, 20)),
     )
 
 
@@ -222,6 +233,7 @@ RECIPES: dict[str, Callable[[], Config]] = {
         ml1m_ranking,
         dcn,
         beauty_sasrec,
+        beauty_sid,
         hstu_tiny,
         hstu_small,
         hstu_medium,

@@ -34,9 +34,12 @@ from nestpipe.embedding.owner import Owners
 from nestpipe.embedding.sharded import Sharded
 from nestpipe.embedding.table import Table
 from nestpipe.errors import CheckpointError, ConfigError
+from nestpipe.instruct.semantic_ids import Registry
+from nestpipe.instruct.trie import Trie
 from nestpipe.metrics import replace_file
 from nestpipe.mirror import local_copy
 from nestpipe.models.build import build_model
+from nestpipe.models.encdec_config import EncDecConfig
 from nestpipe.pipeline.dense import Dense
 from nestpipe.pipeline.stages import TrainState
 from nestpipe.scoring import AnyScorer, make_scorer
@@ -45,6 +48,7 @@ from nestpipe.warm_start import Origin
 # Limits, reporting and where things lie may differ when a run goes on; everything else decides the bits.
 FREE_KEYS = (
     "data.path",
+    "model.ids",
     "train.epochs",
     "train.steps",
     "train.minutes",
@@ -152,9 +156,19 @@ class Run:
         found = _read_facts(self.folder / "run.json").get("statistics", {})
         return {name: NumberStats.from_json(one) for name, one in found.items()}
 
+    @cached_property
+    def ids(self) -> Trie | None:
+        """The semantic ids of the catalogue, for a model that generates them."""
+        model = self.config.model
+        if not isinstance(model, EncDecConfig):
+            return None
+        return Registry.load(model.ids).trie(torch.from_numpy(np.array(self.sequences.catalogue)))
+
     def identity(self) -> dict[str, str]:
         """What must be the same on every rank, by name: versions, code, data, configuration (its path apart)."""
-        settings = {key: repr(value) for key, value in flat(self.config).items() if key != "data.path"}
+        settings = {
+            key: repr(value) for key, value in flat(self.config).items() if key not in {"data.path", "model.ids"}
+        }
         facts = {"code of nestpipe": _code_digest()[:12], "data": self.sequences.digest[:12]}
         if self.origin:
             facts["init_from"] = self.origin.digest[:12]
@@ -163,8 +177,10 @@ class Run:
     @property
     def settings(self) -> dict[str, str]:
         """All settings that decide the bits; they stand in every checkpoint."""
-        kind = type(self.config.model).__name__
-        return {"model": kind, **{key: repr(one) for key, one in flat(self.config).items() if key not in FREE_KEYS}}
+        facts = {"model": type(self.config.model).__name__}
+        if self.ids is not None:
+            facts["semantic ids"] = self.ids.version
+        return {**facts, **{key: repr(one) for key, one in flat(self.config).items() if key not in FREE_KEYS}}
 
     @property
     def checkpoints(self) -> Path:
@@ -178,7 +194,7 @@ class Run:
                 f"{lanes.rows.world.size} ranks cannot share embedding.num_buckets = {config.embedding.num_buckets}: "
                 "each rank needs a bucket of its own. Start a run with more buckets, or use fewer ranks."
             )
-        model = build_model(config, self.sequences)
+        model = build_model(config, self.sequences, ids=self.ids)
         tables = {}
         for spec in model.tables:
             settings = spec.optimizer or config.embedding

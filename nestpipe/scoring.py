@@ -18,13 +18,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nestpipe.config import Config
-from nestpipe.data.batches import BatchBuilder
+from nestpipe.data.batches import BatchBuilder, Inputs
 from nestpipe.data.sequences import Sequences, truncate
 from nestpipe.data.splits import Ints, Split, train_mask
 from nestpipe.errors import DataError
-from nestpipe.evaluate import EvalBatch, Report, evaluate, popularity_report
+from nestpipe.evaluate import EvalBatch, Report, evaluate, evaluate_lists, popularity_report
+from nestpipe.instruct.beam import Found, expand, search
+from nestpipe.instruct.trie import Pool, Trie
 from nestpipe.jagged import Batch, Jagged, offsets_of, ranges
 from nestpipe.model import Recommender
+from nestpipe.models.build import inputs_of
+from nestpipe.models.encdec import EncDec
+from nestpipe.models.encdec_config import EncDecConfig
 from nestpipe.models.ranking_config import DCNConfig, RankingConfig
 from nestpipe.peeking import peek_rows
 from nestpipe.pipeline.stages import TrainState
@@ -45,14 +50,16 @@ class Recommendation:
 class EvalBatches:
     """The users of a split that have a target, in the order of the file, in batches."""
 
-    def __init__(self, sequences: Sequences, split: Split, config: Config, target: Target):
+    def __init__(
+        self, sequences: Sequences, split: Split, config: Config, target: Target, *, inputs: Inputs | None = None
+    ):
         self._sequences, self._config = sequences, config
         self._targets: Ints = split.test if target == "test" else split.validation
         self._rows = np.flatnonzero(self._targets >= 1)
         if not len(self._rows):
             hint = "" if target == "test" or config.data.validation else " It was trained without --data.validation."
             raise DataError(f"{sequences.path} has no {target} targets under this split.{hint}")
-        self._builder = BatchBuilder(sequences, split)
+        self._builder = BatchBuilder(sequences, split, inputs)
 
     def __len__(self) -> int:
         return math.ceil(len(self._rows) / self._config.eval.batch_size)
@@ -75,6 +82,43 @@ class EvalBatches:
             seen=seen_items(sequences, rows, first_seen, end),
             users=torch.from_numpy(sequences.users[rows]),
         )
+
+
+class GenerativeScorer:
+    """Generates with the weights of a training state."""
+
+    def __init__(self, state: TrainState, sequences: Sequences, split: Split, config: Config):
+        self._model = cast(EncDec, state.model)
+        self._embedding, self._sequences, self._split, self._config = state.embedding, sequences, split, config
+
+    def generate(self, batch: Batch, k: int, *, seen: Jagged | None = None, pool: Pool | None = None) -> Found:
+        """The best k items of each request, without seen ones, from a pool."""
+        trie, model = cast(Trie, self._model.ids), self._model
+        rows = peek_rows(self._embedding, model.encode_lookups(batch))
+        with torch.no_grad():
+            decoding = model.decoding(rows, batch)
+        beams = search(decoding, trie, width=model.config.beam, pool=pool, softmax=model.config.softmax)
+        return expand(trie, beams, k, seen=seen)
+
+    def evaluate(self, target: Target = "test", *, progress: bool = True) -> Report:
+        """Where the held-out targets stand in the lists that are generated."""
+        config = self._config
+        samples = EvalBatches(self._sequences, self._split, config, target, inputs=inputs_of(config, self._sequences))
+        num_items, k = len(self._sequences.catalogue), max(config.eval.ks)
+
+        def lists(sample: EvalBatch) -> Tensor:
+            seen = None if config.eval.seen == "none" else sample.seen
+            return self.generate(sample.batch, k, seen=seen).positions
+
+        return evaluate_lists(lists, num_items, samples, config.eval, config.seed, progress=progress)
+
+    def recommend(self, user: int, k: int = 10, *, asked_ms: int | None = None) -> Recommendation:
+        """The best k items that the user of the log has not had; at most as many as the beam holds."""
+        asked = ask(self._sequences, self._split, self._config, user, asked_ms)
+        found = self.generate(asked.batch, k, seen=asked.seen)
+        kept = found.positions[0] >= 0
+        items = self._sequences.catalogue[found.positions[0][kept].numpy()]
+        return Recommendation(items.tolist(), found.scores[0][kept].tolist())
 
 
 class Scorer:
@@ -106,32 +150,49 @@ class Scorer:
 
     def recommend(self, user: int, k: int = 10, *, asked_ms: int | None = None) -> Recommendation:
         """The best k items that the user of the log has not had, asked at a time (default: that of the last event)."""
-        rows = np.flatnonzero(self._sequences.users == user)
-        if not len(rows):
-            raise DataError(f"{self._sequences.path} has no user {user}; it has {len(self._sequences.users):,} users.")
-        end = np.diff(self._sequences.offsets)[rows]
-        start = truncate(end, self._config.data.max_len, self._config.data.truncate_block)
-        times = self._sequences.times
-        asked = None if times is None else times[self._sequences.offsets[rows + 1] - 1]
-        if asked is not None and asked_ms is not None:
-            asked = np.array([asked_ms])
-        builder = BatchBuilder(self._sequences, self._split)
-        queries = self.encode(builder.history(torch.from_numpy(rows), start, end, asked_ms=asked))
-        seen = None if self._config.eval.seen == "none" else seen_items(self._sequences, rows, np.zeros_like(end), end)
-        top = top_items(queries, self.item_vectors, seen, k, self._config.eval.max_bytes)
+        asked = ask(self._sequences, self._split, self._config, user, asked_ms)
+        queries = self.encode(asked.batch)
+        top = top_items(queries, self.item_vectors, asked.seen, k, self._config.eval.max_bytes)
         kept = top.positions[0] >= 0
         items = self._sequences.catalogue[top.positions[0][kept].numpy()]
         return Recommendation(items.tolist(), top.scores[0][kept].tolist())
 
 
-AnyScorer = Scorer | RankingScorer
+AnyScorer = Scorer | RankingScorer | GenerativeScorer
 
 
 def make_scorer(state: TrainState, sequences: Sequences, split: Split, config: Config) -> AnyScorer:
     """What evaluates the kind of model that was trained."""
     if isinstance(config.model, RankingConfig | DCNConfig):
         return RankingScorer(state, sequences, split, config)
+    if isinstance(config.model, EncDecConfig):
+        return GenerativeScorer(state, sequences, split, config)
     return Scorer(state, sequences, split, config)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Asked:
+    """The request of one user of the log, and the items to leave out."""
+
+    batch: Batch
+    seen: Jagged | None
+
+
+def ask(sequences: Sequences, split: Split, config: Config, user: int, asked_ms: int | None) -> Asked:
+    """A user's whole history, asked at a time (default: that of the last event); raises DataError for an unknown user."""
+    rows = np.flatnonzero(sequences.users == user)
+    if not len(rows):
+        raise DataError(f"{sequences.path} has no user {user}; it has {len(sequences.users):,} users.")
+    end = np.diff(sequences.offsets)[rows]
+    start = truncate(end, config.data.max_len, config.data.truncate_block)
+    times = sequences.times
+    asked = None if times is None else times[sequences.offsets[rows + 1] - 1]
+    if asked is not None and asked_ms is not None:
+        asked = np.array([asked_ms])
+    builder = BatchBuilder(sequences, split, inputs_of(config, sequences))
+    batch = builder.history(torch.from_numpy(rows), start, end, asked_ms=asked)
+    seen = None if config.eval.seen == "none" else seen_items(sequences, rows, np.zeros_like(end), end)
+    return Asked(batch, seen)
 
 
 def popularity(sequences: Sequences, split: Split, config: Config, target: Target = "test") -> Report:

@@ -32,6 +32,7 @@ from nestpipe.metrics import JsonlTracker, TensorBoardTracker, Tracker, Trackers
 from nestpipe.mirror import Mirror
 from nestpipe.models.build import inputs_of
 from nestpipe.models.config import FuXiConfig, HSTUConfig
+from nestpipe.models.encdec_config import EncDecConfig
 from nestpipe.models.ranking_config import RankingConfig
 from nestpipe.pacing import Pace
 from nestpipe.pipeline.runner import Feed
@@ -108,6 +109,8 @@ def train_to_end(
     config.validate()
     keep_freed_memory()
     config = replace(config, data=replace(config.data, path=str(Path(config.data.path).resolve())))
+    if isinstance(config.model, EncDecConfig):
+        config = replace(config, model=replace(config.model, ids=str(Path(config.model.ids).resolve())))
     with contextlib.closing(world or World.from_environment(stacks=Path(folder))) as open_world:
         lanes = Lanes.of(open_world)
         run = open_run(config, Path(folder), resume, init_from, lanes)

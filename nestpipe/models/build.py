@@ -10,21 +10,30 @@ from nestpipe.data.batches import Inputs
 from nestpipe.data.sequences import Sequences
 from nestpipe.errors import ConfigError
 from nestpipe.models.dcn import DCN, build_dcn
+from nestpipe.models.encdec import EncDec, SemanticIds, build_encdec
+from nestpipe.models.encdec_config import EncDecConfig
 from nestpipe.models.ranking import Ranking, build_ranking, named_labels
 from nestpipe.models.ranking_config import DCNConfig, RankingConfig
 from nestpipe.models.retrieval import Retrieval, build_retrieval
 
 
 def build_model(
-    config: Config, sequences: Sequences, *, dtype: torch.dtype = torch.float32
-) -> Retrieval | Ranking | DCN:
-    """The model of a run; its initial dense weights are a function of the seed. Raises ConfigError."""
+    config: Config, sequences: Sequences, *, ids: SemanticIds | None = None, dtype: torch.dtype = torch.float32
+) -> Retrieval | Ranking | DCN | EncDec:
+    """The model of a run; its initial dense weights are a function of the seed. Raises ConfigError.
+
+    A generative model needs the semantic ids of the catalogue.
+    """
     schema, max_len = sequences.schema, config.data.max_len
     match config.model:
         case RankingConfig():
             return build_ranking(config.model, schema, max_len=max_len, seed=config.seed, dtype=dtype)
         case DCNConfig():
             return build_dcn(config.model, schema, seed=config.seed, dtype=dtype)
+        case EncDecConfig():
+            if ids is None:
+                raise ValueError("a generative model needs semantic ids")
+            return build_encdec(config.model, ids, max_len=max_len, seed=config.seed, dtype=dtype)
         case _:
             return build_retrieval(
                 config.model,
@@ -39,6 +48,10 @@ def build_model(
 def inputs_of(config: Config, sequences: Sequences) -> Inputs:
     """What the model reads beside items and times; raises ConfigError if a candidate would know its own answer."""
     model, schema = config.model, sequences.schema
+    if isinstance(model, EncDecConfig) and config.data.windows == "last":
+        return Inputs(
+            features=("user",) if model.user_rows else (), labels=(model.behaviour,) if model.behaviour else ()
+        )
     if not isinstance(model, RankingConfig | DCNConfig):
         if config.data.windows == "all":
             raise ConfigError("data.windows 'all' is for models that rank; next-item models train on the last window.")

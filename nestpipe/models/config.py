@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from nestpipe.models.encdec_config import EncDecConfig
 from nestpipe.models.ranking_config import DCNConfig, RankingConfig
 from nestpipe.ops.inputs import MAX_BUCKETS
 
@@ -84,7 +85,7 @@ class FuXiConfig:
 
 
 RetrievalConfig = SASRecConfig | HSTUConfig | FuXiConfig
-ModelConfig = RetrievalConfig | RankingConfig | DCNConfig
+ModelConfig = RetrievalConfig | RankingConfig | DCNConfig | EncDecConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,1 @@
+"""Generation of items by their semantic ids: the ids, the tree of legal ids, the search in it."""

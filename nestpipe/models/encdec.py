@@ -1,0 +1,320 @@
+"""An encoder-decoder that generates the semantic id of the next item, steered by one instruction token.
+
+    encoder    [user], e1, e2, ... en                e = item row + its codes + behaviour + scenario + place
+    decoder    BOS, INSTR, s1, s2, ...               predicts  -, s1, s2, s3 ...
+
+INSTR = MLP[scenario; trigger item or default; reasoning vector or default]. In training every event of a history is a query
+for the next one and has its own instruction (`target_features`); a request has one (`sample_features`): `scenario` and `trigger`
+are ids, `reasoning` is rows of floats, and an empty row is "none", which has a learned vector.
+
+BOS also carries the state of the last event. Code vectors are dense parameters, because sharding them would cost an exchange per
+decoded code; rows of users and items are sharded. Losses are sums over targets, weighted by the target's behaviour.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from nestpipe.draw import Draw, lanes16
+from nestpipe.embedding.spec import Lookup, Rows, TableSpec
+from nestpipe.hashing import hash_text, mix64
+from nestpipe.jagged import Batch, Jagged
+from nestpipe.model import Coupling, Output
+from nestpipe.models.config import SASRecConfig
+from nestpipe.models.decoder import DecoderBlock, DecoderCache, Layouts, TargetDropout
+from nestpipe.models.encdec_config import EncDecConfig
+from nestpipe.models.sasrec import SASRec
+from nestpipe.ops.attention import attention_layout
+
+
+class SemanticIds(Protocol):
+    """The tree of legal ids, as far as a model needs it."""
+
+    @property
+    def version(self) -> str: ...
+    @property
+    def sizes(self) -> tuple[int, ...]: ...
+    @property
+    def item_codes(self) -> Tensor: ...
+    @property
+    def item_nodes(self) -> Tensor: ...
+
+    def positions(self, ids: Tensor) -> Tensor: ...
+    def legal(self, level: int, nodes: Tensor) -> Tensor: ...
+
+
+class Instruction(nn.Module):
+    """The instruction token of each row of some features."""
+
+    def __init__(self, config: EncDecConfig):
+        super().__init__()
+        dim = config.dim
+        self._reasoning_dropout = config.reasoning_dropout
+        self.scenario = nn.Parameter(torch.empty(config.num_scenarios + 1, dim).normal_(std=0.02))
+        self.no_trigger = nn.Parameter(torch.zeros(dim))
+        self.no_reasoning = nn.Parameter(torch.zeros(dim))
+        self.reasoning = nn.Linear(config.reasoning_dim, dim) if config.reasoning_dim else None
+        self.up, self.down = nn.Linear(3 * dim, 2 * dim), nn.Linear(2 * dim, dim)
+
+    def forward(self, given: Mapping[str, Jagged], triggers: Tensor, num_rows: int, keys: Tensor | None) -> Tensor:
+        """Tokens [n, D]; `triggers` are the vectors of the trigger items there are, `keys` [n] decide who loses the reasoning."""
+        scenario = torch.zeros(num_rows, dtype=torch.int64)
+        if "scenario" in given:
+            rows = given["scenario"]
+            scenario = scenario.index_copy(0, rows.row_of_value(), rows.values + 1)
+        parts = [F.embedding(scenario, self.scenario)]
+        trigger = self.no_trigger.expand(num_rows, -1)
+        if "trigger" in given:
+            trigger = trigger.index_copy(0, given["trigger"].row_of_value(), triggers)
+        reasoning = self.no_reasoning.expand(num_rows, -1)
+        if self.reasoning is not None and "reasoning" in given:
+            rows = given["reasoning"]
+            known = self.reasoning(rows.values.to(self.reasoning.weight.dtype))
+            reasoning = reasoning.index_copy(0, rows.row_of_value(), known)
+            if keys is not None and self._reasoning_dropout > 0:
+                lost = lanes16(keys, 1) < round(self._reasoning_dropout * 65536) - 32768
+                reasoning = torch.where(lost, self.no_reasoning, reasoning)
+        hidden = F.relu(self.up(torch.cat([*parts, trigger, reasoning], 1)))
+        token: Tensor = self.down(hidden)
+        return token
+
+
+class EncDec(nn.Module):
+    """Trains every event of a history to generate the next one; generates from its last event."""
+
+    coupling: Coupling = "none"
+
+    def __init__(self, config: EncDecConfig, ids: SemanticIds, *, max_len: int):
+        super().__init__()
+        self.config, self.ids = config, ids
+        dim, hidden = config.dim, config.hidden_dim or 4 * config.dim
+        self._has_prefix = config.placement in {"after", "before"}
+        self.num_tokens = len(ids.sizes) + self._has_prefix
+        tables = [TableSpec(name="item", dim=dim)]
+        if config.user_rows:
+            tables.append(TableSpec(name="user", dim=dim))
+        self.tables: tuple[TableSpec, ...] = tuple(tables)
+        self.codes = nn.ParameterList(torch.empty(size, dim).normal_(std=0.02) for size in ids.sizes)
+        self.behaviour = nn.Parameter(torch.empty(len(config.behaviour_weights), dim).normal_(std=0.02))
+        self.encoder = SASRec(
+            SASRecConfig(
+                dim=dim,
+                num_blocks=config.num_encoder,
+                num_heads=config.num_heads,
+                hidden_dim=hidden,
+                dropout=config.dropout,
+            ),
+            max_len=max_len + config.user_rows,
+        )
+        self.instruction = Instruction(config)
+        self.begin = nn.Parameter(torch.empty(dim).normal_(std=0.02))
+        self.state = nn.Linear(dim, dim)
+        self.place = nn.Parameter(torch.empty(self.num_tokens, dim).normal_(std=0.02))
+        self.decode_codes = nn.ParameterList(torch.empty(size, dim).normal_(std=dim**-0.5) for size in ids.sizes[:-1])
+        self.blocks = nn.ModuleList(
+            DecoderBlock(dim, hidden, config.num_heads, max_len + config.user_rows) for _ in range(config.num_decoder)
+        )
+        self.norm = nn.LayerNorm(dim)
+        self.heads = nn.ModuleList(nn.Linear(dim, size) for size in ids.sizes)
+
+    # What the engine asks for
+
+    def lookups(self, batch: Batch, draw: Draw) -> dict[str, Lookup]:
+        if batch.targets is None:
+            raise ValueError("a training batch needs targets")
+        return self._lookups(batch, batch.target_features)
+
+    def encode_lookups(self, batch: Batch) -> dict[str, Lookup]:
+        return self._lookups(batch, batch.sample_features)
+
+    def weight(self, batch: Batch) -> float:
+        return float(self._weights(batch).sum())
+
+    def forward(self, rows: Mapping[str, Rows], batch: Batch, draw: Draw) -> Output:
+        losses = self.target_losses(rows, batch, draw) * self._weights(batch).unsqueeze(1)
+        logs = {f"code{level}": one for level, one in enumerate(losses.detach().sum(0).unbind())}
+        return Output(losses.sum(), logs)
+
+    # Training
+
+    def target_losses(self, rows: Mapping[str, Rows], batch: Batch, draw: Draw | None) -> Tensor:
+        """The loss of each code of each target, [T, levels]; without smoothing their sum is -log p(item)."""
+        assert batch.targets is not None
+        positions = self.ids.positions(batch.targets.values)
+        codes = self.ids.item_codes.index_select(0, positions)
+        memory, keys = self._memory(rows, batch, draw)
+        states = memory if keys is batch.items else memory.index_select(0, _without_first(keys))
+        samples, places = batch.sample_of_token(), batch.items.positions()
+        drop = TargetDropout(self.config.dropout, samples, places, self.num_tokens, draw)
+        reasoning_keys = None if draw is None else draw.keys("reasoning", samples, places)
+        token = self._instruction(rows, batch.target_features, len(codes), reasoning_keys)
+        x = drop(self._tokens(states, token, codes), "decoder")
+        num = torch.full((len(codes),), self.num_tokens, dtype=torch.int64)
+        tokens = Jagged(torch.empty(len(codes) * self.num_tokens), F.pad(num.cumsum(0), (1, 0)), self.num_tokens)
+        layouts = Layouts(
+            attention_layout(tokens, num_buckets=0), attention_layout(batch.items, keys=keys, num_buckets=0)
+        )
+        for number, block in enumerate(self.blocks):
+            x = block(x, memory, layouts, drop, f"decoder{number}")
+        hidden = self.norm(x[:, self._has_prefix :])
+        nodes = self.ids.item_nodes.index_select(0, positions)
+        return torch.stack([self._loss(hidden[:, level], level, codes, nodes) for level in range(codes.shape[1])], 1)
+
+    def _loss(self, hidden: Tensor, level: int, codes: Tensor, nodes: Tensor) -> Tensor:
+        """-log of the probability of the right code [T], smoothed over the codes it is compared with."""
+        scores = self.heads[level](hidden)
+        if self.config.softmax == "legal":
+            before = nodes[:, level - 1] if level else torch.zeros(1, dtype=torch.int64)
+            mask = self.ids.legal(level, before)
+            logs = scores.masked_fill(~mask, -torch.inf).log_softmax(1)
+            count = mask.sum(1)
+        else:
+            mask, logs, count = None, scores.log_softmax(1), torch.tensor(scores.shape[1])
+        loss: Tensor = -logs.gather(1, codes[:, level : level + 1]).squeeze(1)
+        smooth = self.config.label_smoothing
+        if smooth:
+            finite = logs if mask is None else logs.masked_fill(~mask, 0.0)
+            loss = (1 - smooth) * loss - smooth * finite.sum(1) / count
+        return loss
+
+    # Generation
+
+    def decoding(self, rows: Mapping[str, Rows], batch: Batch) -> Decoding:
+        """The requests of a batch, ready to be decoded."""
+        memory, keys = self._memory(rows, batch, None)
+        last = (keys.offsets[1:] - 1).clamp(min=0)
+        padded = torch.cat([memory, memory.new_zeros(1, memory.shape[1])])
+        state = padded.index_select(0, torch.where(keys.lengths() > 0, last, len(memory)))
+        token = self._instruction(rows, batch.sample_features, batch.num_samples, None)
+        return Decoding(self, DecoderCache(self.blocks, memory, keys), self._tokens(state, token, None), token)
+
+    # Parts
+
+    def _lookups(self, batch: Batch, instructions: Mapping[str, Jagged]) -> dict[str, Lookup]:
+        found = {"history": Lookup(table="item", ids=batch.items.values)}
+        if self.config.user_rows:
+            found["user"] = Lookup(table="user", ids=batch.sample_features["user"].values)
+        if "trigger" in instructions and self.config.placement != "none":
+            found["trigger"] = Lookup(table="item", ids=instructions["trigger"].values)
+        return found
+
+    def _item_vectors(self, rows: Rows, ids: Tensor) -> Tensor:
+        """Vectors [n, D] of items: the sum of their codes, and their own rows."""
+        codes = self.ids.item_codes.index_select(0, self.ids.positions(ids))
+        vectors = torch.stack([F.embedding(codes[:, level], one) for level, one in enumerate(self.codes)]).sum(0)
+        return vectors + rows.gather() if self.config.item_rows else vectors
+
+    def _memory(self, rows: Mapping[str, Rows], batch: Batch, draw: Draw | None) -> tuple[Tensor, Jagged]:
+        """What the encoder makes of each token [M, D], and the tokens as rows."""
+        vectors = self._item_vectors(rows["history"], batch.items.values)
+        if self.config.behaviour:
+            vectors = vectors + F.embedding(self._levels(batch.event_features[self.config.behaviour]), self.behaviour)
+        if self.config.num_scenarios and "scenario" in batch.event_features:
+            vectors = vectors + F.embedding(batch.event_features["scenario"].values + 1, self.instruction.scenario)
+        if not self.config.user_rows:
+            return self.encoder(vectors, batch, draw), batch.items
+        keys = _with_first(batch.items)
+        joined = vectors.new_zeros(len(keys.values), vectors.shape[1])
+        joined = joined.index_copy(0, _without_first(keys), vectors)
+        joined = joined.index_copy(0, keys.offsets[:-1], rows["user"].gather())
+        return self.encoder(joined, dataclasses.replace(batch, items=keys), draw), keys
+
+    def _instruction(
+        self, rows: Mapping[str, Rows], given: Mapping[str, Jagged], num_rows: int, keys: Tensor | None
+    ) -> Tensor | None:
+        if self.config.placement == "none":
+            return None
+        triggers = self.place.new_zeros(0, self.config.dim)
+        if "trigger" in given:
+            triggers = self._item_vectors(rows["trigger"], given["trigger"].values)
+        token: Tensor = self.instruction(given, triggers, num_rows, keys)
+        return token
+
+    def _tokens(self, states: Tensor, token: Tensor | None, codes: Tensor | None) -> Tensor:
+        """The decoder's tokens [n, P, D] before its blocks; without codes those before the first code."""
+        first = self.begin + self.state(states)
+        match self.config.placement:
+            case "none":
+                tokens = [first]
+            case "sum" | "all":
+                tokens = [first + token]
+            case "before":
+                tokens = [token, first]
+            case "after":
+                tokens = [first, token]
+        if codes is not None:
+            tokens += [self.code_token(level, codes[:, level], token) for level in range(len(self.decode_codes))]
+        stacked = torch.stack(tokens, 1)
+        return stacked + self.place[: stacked.shape[1]]
+
+    def code_token(self, level: int, codes: Tensor, token: Tensor | None) -> Tensor:
+        """The tokens [n, D] of codes [n] of a level."""
+        vectors = F.embedding(codes, self.decode_codes[level])
+        return vectors + token if token is not None and self.config.placement == "all" else vectors
+
+    def _weights(self, batch: Batch) -> Tensor:
+        """The weight of each target, [T]."""
+        if not self.config.behaviour:
+            return torch.ones(batch.num_tokens)
+        levels = self._levels(batch.target_features[self.config.behaviour])
+        return torch.tensor(self.config.behaviour_weights).index_select(0, levels)
+
+    def _levels(self, behaviour: Jagged) -> Tensor:
+        """Levels of a behaviour; an unobserved one counts as the first."""
+        return behaviour.values.nan_to_num(0.0).to(torch.int64)
+
+
+class Decoding:
+    """Requests on their way through the levels; the decoder that `instruct.beam.search` drives."""
+
+    def __init__(self, model: EncDec, cache: DecoderCache, prefix: Tensor, token: Tensor | None):
+        self._model, self._cache, self._prefix, self._token = model, cache, prefix, token
+        self._level = 0
+
+    @property
+    def version(self) -> str:
+        return self._model.ids.version
+
+    def first(self) -> Tensor:
+        for x in self._prefix.unbind(1):
+            hidden = self._cache.token(x.unsqueeze(1))
+        return self._logits(hidden)
+
+    def next(self, parents: Tensor, codes: Tensor) -> Tensor:
+        model, level = self._model, self._level
+        self._cache.reorder(parents)
+        self._level += 1
+        token = None if self._token is None else self._token.repeat_interleave(codes.shape[1], 0)
+        vectors = model.code_token(level, codes.flatten(), token)
+        place = model.place[self._prefix.shape[1] + level]
+        return self._logits(self._cache.token((vectors + place).unflatten(0, codes.shape)))
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self._model.heads[self._level](self._model.norm(hidden))
+        return logits
+
+
+def _with_first(rows: Jagged) -> Jagged:
+    """Rows with one more value in front."""
+    offsets = rows.offsets + torch.arange(len(rows.offsets))
+    return Jagged(torch.zeros(int(offsets[-1]), dtype=torch.int64), offsets, rows.max_len + 1)
+
+
+def _without_first(rows: Jagged) -> Tensor:
+    """The places of all values but the first of each row."""
+    return (rows.positions() > 0).nonzero().flatten()
+
+
+def build_encdec(
+    config: EncDecConfig, ids: SemanticIds, *, max_len: int, seed: int, dtype: torch.dtype = torch.float32
+) -> EncDec:
+    """A model whose initial dense weights are a function of the seed."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(mix64(seed ^ hash_text("dense")) >> 1)
+        return EncDec(config, ids, max_len=max_len).to(dtype)

@@ -1,0 +1,66 @@
+"""The `model` section of a generative run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+Placement = Literal["after", "before", "sum", "all", "none"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncDecConfig:
+    """Encoder-decoder that generates semantic ids, steered by one instruction token."""
+
+    ids: str = "data/ids"
+    """Folder of semantic ids, written by 'nestpipe sid build'."""
+    dim: int = 128
+    """Width of encoder and decoder."""
+    num_encoder: int = 2
+    """Blocks of the encoder."""
+    num_decoder: int = 2
+    """Blocks of the decoder."""
+    num_heads: int = 4
+    """Attention heads; must divide dim."""
+    hidden_dim: int = 0
+    """Width of feed-forward layers; 0 means four times dim."""
+    dropout: float = 0.1
+    """Probability of dropping a value, at the inputs and in each block."""
+    item_rows: bool = True
+    """A history's item is its own row beside its codes; off, items are known by their codes alone."""
+    user_rows: bool = False
+    """A row of the user stands before its history."""
+    placement: Placement = "after"
+    """Where the instruction goes: after or before the decoder's first token, added to it, added to all tokens, or nowhere."""
+    num_scenarios: int = 0
+    """Scenarios with a vector of their own in events and instructions; 0 for none."""
+    reasoning_dim: int = 0
+    """Width of the reasoning vectors in instructions; 0 for none."""
+    reasoning_dropout: float = 0.2
+    """Share of training targets without their reasoning vector, so that a missing one is a state that was trained."""
+    behaviour: str = ""
+    """An ordinal label that says what kind of event it was (click, cart, order); events carry it, targets are weighted by it."""
+    behaviour_weights: tuple[float, ...] = (1.0, 1.5, 2.0)
+    """The weight of a target by the level of its behaviour."""
+    softmax: Literal["legal", "full"] = "legal"
+    """Probabilities over the codes that exist after a prefix, or over all codes of the level; for training and generation."""
+    label_smoothing: float = 0.0
+    """Share of each target that is spread evenly over the codes it is compared with."""
+    beam: int = 50
+    """Width of the search; evaluation lists cannot be longer."""
+
+    def problems(self) -> Iterator[str]:
+        for name in ("dim", "num_encoder", "num_decoder", "num_heads", "beam"):
+            if getattr(self, name) < 1:
+                yield f"{name} is {getattr(self, name)}; it must be at least 1"
+        if self.num_heads > 0 and self.dim % self.num_heads:
+            yield f"num_heads {self.num_heads} does not divide dim {self.dim}"
+        for name in ("hidden_dim", "num_scenarios", "reasoning_dim"):
+            if getattr(self, name) < 0:
+                yield f"{name} is {getattr(self, name)}; it must not be negative"
+        for name in ("dropout", "reasoning_dropout", "label_smoothing"):
+            if not 0 <= getattr(self, name) <= 0.99:
+                yield f"{name} is {getattr(self, name)}; it must be in [0, 0.99]"
+        if not self.behaviour_weights or min(self.behaviour_weights) <= 0:
+            yield f"behaviour_weights is {self.behaviour_weights}; each must be above 0"
