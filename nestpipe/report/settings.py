@@ -76,7 +76,7 @@ def environment(facts: Facts) -> Iterator[Markup]:
     rows.append(("data digest", str(about.get("data_digest"))))
     if origin := about.get("init_from"):
         rows.append(("initialised from", str(origin.get("source", origin) if isinstance(origin, dict) else origin)))
-    yield table(("what", "found at the start of training"), rows, caption="Environment")
+    yield table(("what", "found at the start of training"), rows, caption="Machine and versions")
 
 
 def _entries(content: Any) -> Iterator[tuple[Any, Any]]:
