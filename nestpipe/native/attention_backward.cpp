@@ -51,8 +51,7 @@ struct Backward : Tiles {
     for (int64_t query = 0; query < n; ++query)
       for (int64_t h = 0; h < heads; ++h) {
         if (s.is_target(query)) backward_self(s, query, task.first_head + h, h);
-        float* to = a.d_q + ((s.first_query + query) * H + task.first_head + h) * D;
-        for (int64_t i = 0; i < D; ++i) to[i] = d_queries.at((h * n + query) * Dp)[i] * scale;
+        write(d_queries.at((h * n + query) * Dp), D, scale, a.d_q + ((s.first_query + query) * H + task.first_head + h) * D);
       }
   }
 
@@ -85,8 +84,8 @@ struct Backward : Tiles {
 
   void write_keys(int64_t first, int64_t count, int64_t head, int64_t h) {
     for (int64_t i = 0; i < count; ++i) {
-      std::copy_n(sum_k.at((h * kKeys + i) * Dp), D, a.d_k + ((first + i) * H + head) * D);
-      std::copy_n(sum_v.at((h * kKeys + i) * Vp), V, a.d_v + ((first + i) * H + head) * V);
+      write(sum_k.at((h * kKeys + i) * Dp), D, 1.0f, a.d_k + ((first + i) * H + head) * D);
+      write(sum_v.at((h * kKeys + i) * Vp), V, 1.0f, a.d_v + ((first + i) * H + head) * V);
     }
   }
 

@@ -43,10 +43,10 @@ struct Forward : Tiles {
 
   void read_keys(const Sequence& s, const Task& task) {
     const int64_t n = s.num_history, heads = task.last_head - task.first_head, padded = round_up(n, kPanel);
-    packed_k.reserve(heads * D * padded);
+    packed_k.reserve(heads * Dp * padded);
     flat_v.reserve(heads * n * Vp);
     for (int64_t h = 0; h < heads; ++h) {
-      make_panels(key_row(s.first_key, task.first_head + h), a.k_row, n, D, packed_k.at(h * D * padded));
+      make_panels(key_row(s.first_key, task.first_head + h), a.k_row, n, D, packed_k.at(h * Dp * padded));
       copy(value_row(s.first_key, task.first_head + h), a.v_row, n, V, 1.0f, flat_v.at(h * n * Vp));
     }
   }
@@ -56,7 +56,7 @@ struct Forward : Tiles {
   float* out(int64_t h, int64_t channel) { return outs.at((h * C + channel) * kQueries * Vp); }
 
   void forward_tile(const Sequence& s, const Tile& t, int64_t h) {
-    const float* k = packed_k.at((h * round_up(s.num_history, kPanel) + t.key) * D);
+    const float* k = packed_k.at((h * round_up(s.num_history, kPanel) + t.key) * Dp);
     multiply(s, t, queries.at(h * kQueries * Dp), Dp, D, k, scores.at(0));
     const bool biased = add && (by_position || by_time);
     for (int64_t row = 0; row < t.rows; ++row) {
@@ -132,10 +132,9 @@ struct Forward : Tiles {
 
   void write_out(int64_t place, int64_t head, int64_t row, int64_t h) {
     const float factor = silu ? inverse_norm : 1.0f / total(h)[row];
-    for (int64_t i = 0; i < V; ++i) out(h, 0)[row * Vp + i] *= factor;
     if (!silu) a.kept[place * H + head] = largest(h)[row] + std::log(total(h)[row]);
     for (int64_t channel = 0; channel < C; ++channel)
-      std::copy_n(out(h, channel) + row * Vp, V, a.out + ((place * C + channel) * H + head) * V);
+      write(out(h, channel) + row * Vp, V, channel == 0 ? factor : 1.0f, a.out + ((place * C + channel) * H + head) * V);
   }
 };
 

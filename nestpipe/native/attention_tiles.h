@@ -27,10 +27,10 @@ struct Tiles {
 
   // ---- packing ----
 
-  // Panels [width, kPanel] of n rows, side by side: panel p is at to + p * kPanel * width.
+  // Panels [width, kPanel] of n rows, side by side: that of row i is at to + i * (width in whole vectors).
   static void make_panels(const float* from, int64_t row, int64_t n, int64_t width, float* to) {
     for (int64_t i = 0; i < n; i += kPanel)
-      make_panel(from + i * row, row, std::min<int64_t>(kPanel, n - i), width, to + i * width);
+      make_panel(from + i * row, row, std::min<int64_t>(kPanel, n - i), width, to + i * round_up(width, kWidth));
   }
 
   // Rows padded with zeros to whole vectors, times a factor.
@@ -41,6 +41,13 @@ struct Tiles {
       for (; column + kWidth <= width; column += kWidth) store(to + column, load(from + column) * factor);
       for (; column < padded; ++column) to[column] = column < width ? from[column] * factor : 0.0f;
     }
+  }
+
+  // One row, times a factor, without padding.
+  static void write(const float* from, int64_t width, float factor, float* to) {
+    int64_t column = 0;
+    for (; column + kWidth <= width; column += kWidth) store(to + column, load(from + column) * factor);
+    for (; column < width; ++column) to[column] = from[column] * factor;
   }
 
   const float* query_row(int64_t row, int64_t head) const { return a.q + row * a.q_row + head * D; }
@@ -61,6 +68,14 @@ struct Tiles {
 
   const int64_t* starts(const Sequence& s, int64_t query) const { return a.starts + s.first_query + query; }
 
+  // Rows of pairs lie far apart: no hardware guesses the next.
+  static constexpr int64_t kAhead = 12;
+  void prefetch(int64_t pair) const {
+    if (a.time == nullptr) return;
+    __builtin_prefetch(a.buckets + pair);
+    __builtin_prefetch(a.buckets + pair + kKeys - 1);
+  }
+
   Floats time_bias(int64_t pair) const {
     Floats value{};
     if (a.time != nullptr) value = gather(a.time, a.buckets + pair);
@@ -77,6 +92,7 @@ struct Tiles {
       const int64_t seen = t.seen(s, row), query = t.query + row;
       const float* position = by_position ? tables.position.at(tables.longest - s.stands(query) + t.key) : nullptr;
       const int64_t pair = by_time ? *starts(s, query) + t.key : 0;
+      if (by_time && query + kAhead < s.num_queries) prefetch(*starts(s, query + kAhead) + t.key);
       float *to = bias.at(row * kKeys), *to_time = bias_time.at(row * kKeys);
       for (int64_t column = 0; column < seen; column += kWidth) {
         Floats value = by_position ? load(position + column) : Floats{};
@@ -106,7 +122,7 @@ struct Tiles {
     for (int64_t row = 0; row < t.rows; row += kRows) {
       const int64_t columns = round_up(t.panel(s, row), kWidth);
       product(std::min(kRows, t.rows - row), columns, depth, Left{left + row * left_row, left_row, 1},
-              Right{panels, kPanel, depth * kPanel}, to + row * kKeys, kKeys, false);
+              Right{panels, kPanel, round_up(depth, kWidth) * kPanel}, to + row * kKeys, kKeys, false);
     }
   }
 
