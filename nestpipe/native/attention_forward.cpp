@@ -22,8 +22,8 @@ struct Forward : Tiles {
     rest.reserve(heads * 2 * kQueries);  // softmax: the largest score so far, and the sum
     for (int64_t query = 0; query < s.num_queries; query += kQueries) {
       const int64_t rows = std::min(kQueries, s.num_queries - query);
+      copy(query_rows(s.first_query + query, task.first_head), rows, heads, scale, queries.at(0), kQueries * Dp);
       for (int64_t h = 0; h < heads; ++h) {
-        copy(query_row(s.first_query + query, task.first_head + h), a.q_row, rows, D, scale, queries.at(h * kQueries * Dp));
         for (int64_t channel = 0; channel < C; ++channel) std::fill_n(out(h, channel), rows * Vp, 0.0f);
         std::fill_n(largest(h), rows, -std::numeric_limits<float>::infinity());
         std::fill_n(total(h), rows, 0.0f);
@@ -43,12 +43,10 @@ struct Forward : Tiles {
 
   void read_keys(const Sequence& s, const Task& task) {
     const int64_t n = s.num_history, heads = task.last_head - task.first_head, padded = round_up(n, kPanel);
-    packed_k.reserve(heads * Dp * padded);
+    packed_k.reserve(heads * padded * Dp);
     flat_v.reserve(heads * n * Vp);
-    for (int64_t h = 0; h < heads; ++h) {
-      make_panels(key_row(s.first_key, task.first_head + h), a.k_row, n, D, packed_k.at(h * Dp * padded));
-      copy(value_row(s.first_key, task.first_head + h), a.v_row, n, V, 1.0f, flat_v.at(h * n * Vp));
-    }
+    make_panels(key_rows(s.first_key, task.first_head), n, heads, packed_k.at(0), padded * Dp);
+    copy(value_rows(s.first_key, task.first_head), n, heads, 1.0f, flat_v.at(0), n * Vp);
   }
 
   float* largest(int64_t h) { return rest.at(h * 2 * kQueries); }
@@ -113,7 +111,7 @@ struct Forward : Tiles {
 
   void forward_self(const Sequence& s, int64_t query, int64_t head, int64_t row, int64_t h) {
     const float x = self_score(s, query, head);
-    const float* v = value_row(s.first_key + s.place(query), head);
+    const float* v = value_rows(s.first_key + s.place(query), head).data;
     float *to = out(h, 0) + row * Vp, weight;
     if (silu) {
       weight = x / (exp_minus(splat(x))[0] + 1.0f);
