@@ -36,23 +36,22 @@ struct Backward : Tiles {
     grads.reserve(heads * C * n * Vp);
     d_queries.zeros(heads * n * Dp);
     taken_off.reserve(heads * n);
-    for (int64_t h = 0; h < heads; ++h) read_queries(s, task.first_head + h, h);
+    read_queries(s, task.first_head, heads);
     for (int64_t key = 0; key < s.num_history; key += kKeys) {
       const int64_t count = std::min(kKeys, s.num_history - key);
-      for (int64_t h = 0; h < heads; ++h) read_keys(s.first_key + key, count, task.first_head + h, h);
+      read_keys(s.first_key + key, count, task.first_head, heads);
       for (int64_t query = s.first_that_sees(key); query < n; query += kQueries) {
         const Tile t{query, std::min(kQueries, n - query), key};
         fill_biases(s, t);
         for (int64_t h = 0; h < heads; ++h) backward_tile(s, t, task.first_head + h, h);
         sum_biases(s, t);
       }
-      for (int64_t h = 0; h < heads; ++h) write_keys(s.first_key + key, count, task.first_head + h, h);
+      write_keys(s.first_key + key, count, task.first_head, heads);
     }
     for (int64_t query = 0; query < n; ++query)
       for (int64_t h = 0; h < heads; ++h) {
         if (s.is_target(query)) backward_self(s, query, task.first_head + h, h);
-        float* to = a.d_q + ((s.first_query + query) * H + task.first_head + h) * D;
-        for (int64_t i = 0; i < D; ++i) to[i] = d_queries.at((h * n + query) * Dp)[i] * scale;
+        write(d_queries.at((h * n + query) * Dp), D, scale, a.d_q + ((s.first_query + query) * H + task.first_head + h) * D);
       }
   }
 
@@ -61,33 +60,38 @@ struct Backward : Tiles {
   }
 
   // Queries times scale, and gradients of the output, those of silu divided by the norm.
-  void read_queries(const Sequence& s, int64_t head, int64_t h) {
+  void read_queries(const Sequence& s, int64_t head, int64_t heads) {
     const int64_t n = s.num_queries;
-    copy(query_row(s.first_query, head), a.q_row, n, D, scale, queries.at(h * n * Dp));
-    for (int64_t channel = 0; channel < C; ++channel)
-      copy(a.grad + ((s.first_query * C + channel) * H + head) * V, C * H * V, n, V,
-           silu && channel == 0 ? inverse_norm : 1.0f, grad(s, h, channel, 0));
-    for (int64_t query = 0; query < n && !silu; ++query) {
-      const float* value = a.out + ((s.first_query + query) * C * H + head) * V;
-      double dot = 0;
-      for (int64_t i = 0; i < V; ++i) dot += static_cast<double>(grad(s, h, 0, query)[i]) * value[i];
-      *taken_off.at(h * n + query) = static_cast<float>(dot);
+    copy(query_rows(s.first_query, head), n, heads, scale, queries.at(0), n * Dp);
+    for (int64_t channel = 0; channel < C; ++channel) {
+      const Rows rows{a.grad + ((s.first_query * C + channel) * H + head) * V, C * H * V, V};
+      copy(rows, n, heads, silu && channel == 0 ? inverse_norm : 1.0f, grad(s, 0, channel, 0), C * n * Vp);
+    }
+    for (int64_t h = 0; h < heads && !silu; ++h)
+      for (int64_t query = 0; query < n; ++query) {
+        const float* value = a.out + ((s.first_query + query) * C * H + head + h) * V;
+        double dot = 0;
+        for (int64_t i = 0; i < V; ++i) dot += static_cast<double>(grad(s, h, 0, query)[i]) * value[i];
+        *taken_off.at(h * n + query) = static_cast<float>(dot);
+      }
+  }
+
+  void read_keys(int64_t first, int64_t count, int64_t head, int64_t heads) {
+    copy(key_rows(first, head), count, heads, 1.0f, flat_k.at(0), kKeys * Dp);
+    make_panels(key_rows(first, head), count, heads, packed_k.at(0), kKeys * Dp);
+    make_panels(value_rows(first, head), count, heads, packed_v.at(0), kKeys * Vp);
+    for (int64_t h = 0; h < heads; ++h) {
+      std::fill_n(sum_k.at(h * kKeys * Dp), count * Dp, 0.0f);
+      std::fill_n(sum_v.at(h * kKeys * Vp), count * Vp, 0.0f);
     }
   }
 
-  void read_keys(int64_t first, int64_t count, int64_t head, int64_t h) {
-    make_panels(key_row(first, head), a.k_row, count, D, packed_k.at(h * kKeys * Dp));
-    make_panels(value_row(first, head), a.v_row, count, V, packed_v.at(h * kKeys * Vp));
-    copy(key_row(first, head), a.k_row, count, D, 1.0f, flat_k.at(h * kKeys * Dp));
-    std::fill_n(sum_k.at(h * kKeys * Dp), count * Dp, 0.0f);
-    std::fill_n(sum_v.at(h * kKeys * Vp), count * Vp, 0.0f);
-  }
-
-  void write_keys(int64_t first, int64_t count, int64_t head, int64_t h) {
-    for (int64_t i = 0; i < count; ++i) {
-      std::copy_n(sum_k.at((h * kKeys + i) * Dp), D, a.d_k + ((first + i) * H + head) * D);
-      std::copy_n(sum_v.at((h * kKeys + i) * Vp), V, a.d_v + ((first + i) * H + head) * V);
-    }
+  void write_keys(int64_t first, int64_t count, int64_t head, int64_t heads) {
+    for (int64_t i = 0; i < count; ++i)
+      for (int64_t h = 0; h < heads; ++h) {
+        write(sum_k.at((h * kKeys + i) * Dp), D, 1.0f, a.d_k + ((first + i) * H + head + h) * D);
+        write(sum_v.at((h * kKeys + i) * Vp), V, 1.0f, a.d_v + ((first + i) * H + head + h) * V);
+      }
   }
 
   void backward_tile(const Sequence& s, const Tile& t, int64_t head, int64_t h) {
@@ -190,7 +194,7 @@ struct Backward : Tiles {
   void backward_self(const Sequence& s, int64_t query, int64_t head, int64_t h) {
     const int64_t place = s.first_query + query, key = s.first_key + s.place(query), at = h * s.num_queries + query;
     const float x = self_score(s, query, head);
-    const float *v = value_row(key, head), *k = key_row(key, head), *q = queries.at(at * Dp);
+    const float *v = value_rows(key, head).data, *k = key_rows(key, head).data, *q = queries.at(at * Dp);
     float by_channel[3] = {0, 0, 0};
     for (int64_t channel = 0; channel < C; ++channel)
       for (int64_t i = 0; i < V; ++i) by_channel[channel] += grad(s, h, channel, query)[i] * v[i];

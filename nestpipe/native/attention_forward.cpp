@@ -22,8 +22,8 @@ struct Forward : Tiles {
     rest.reserve(heads * 2 * kQueries);  // softmax: the largest score so far, and the sum
     for (int64_t query = 0; query < s.num_queries; query += kQueries) {
       const int64_t rows = std::min(kQueries, s.num_queries - query);
+      copy(query_rows(s.first_query + query, task.first_head), rows, heads, scale, queries.at(0), kQueries * Dp);
       for (int64_t h = 0; h < heads; ++h) {
-        copy(query_row(s.first_query + query, task.first_head + h), a.q_row, rows, D, scale, queries.at(h * kQueries * Dp));
         for (int64_t channel = 0; channel < C; ++channel) std::fill_n(out(h, channel), rows * Vp, 0.0f);
         std::fill_n(largest(h), rows, -std::numeric_limits<float>::infinity());
         std::fill_n(total(h), rows, 0.0f);
@@ -43,12 +43,10 @@ struct Forward : Tiles {
 
   void read_keys(const Sequence& s, const Task& task) {
     const int64_t n = s.num_history, heads = task.last_head - task.first_head, padded = round_up(n, kPanel);
-    packed_k.reserve(heads * D * padded);
+    packed_k.reserve(heads * padded * Dp);
     flat_v.reserve(heads * n * Vp);
-    for (int64_t h = 0; h < heads; ++h) {
-      make_panels(key_row(s.first_key, task.first_head + h), a.k_row, n, D, packed_k.at(h * D * padded));
-      copy(value_row(s.first_key, task.first_head + h), a.v_row, n, V, 1.0f, flat_v.at(h * n * Vp));
-    }
+    make_panels(key_rows(s.first_key, task.first_head), n, heads, packed_k.at(0), padded * Dp);
+    copy(value_rows(s.first_key, task.first_head), n, heads, 1.0f, flat_v.at(0), n * Vp);
   }
 
   float* largest(int64_t h) { return rest.at(h * 2 * kQueries); }
@@ -56,7 +54,7 @@ struct Forward : Tiles {
   float* out(int64_t h, int64_t channel) { return outs.at((h * C + channel) * kQueries * Vp); }
 
   void forward_tile(const Sequence& s, const Tile& t, int64_t h) {
-    const float* k = packed_k.at((h * round_up(s.num_history, kPanel) + t.key) * D);
+    const float* k = packed_k.at((h * round_up(s.num_history, kPanel) + t.key) * Dp);
     multiply(s, t, queries.at(h * kQueries * Dp), Dp, D, k, scores.at(0));
     const bool biased = add && (by_position || by_time);
     for (int64_t row = 0; row < t.rows; ++row) {
@@ -113,7 +111,7 @@ struct Forward : Tiles {
 
   void forward_self(const Sequence& s, int64_t query, int64_t head, int64_t row, int64_t h) {
     const float x = self_score(s, query, head);
-    const float* v = value_row(s.first_key + s.place(query), head);
+    const float* v = value_rows(s.first_key + s.place(query), head).data;
     float *to = out(h, 0) + row * Vp, weight;
     if (silu) {
       weight = x / (exp_minus(splat(x))[0] + 1.0f);
@@ -132,10 +130,9 @@ struct Forward : Tiles {
 
   void write_out(int64_t place, int64_t head, int64_t row, int64_t h) {
     const float factor = silu ? inverse_norm : 1.0f / total(h)[row];
-    for (int64_t i = 0; i < V; ++i) out(h, 0)[row * Vp + i] *= factor;
     if (!silu) a.kept[place * H + head] = largest(h)[row] + std::log(total(h)[row]);
     for (int64_t channel = 0; channel < C; ++channel)
-      std::copy_n(out(h, channel) + row * Vp, V, a.out + ((place * C + channel) * H + head) * V);
+      write(out(h, channel) + row * Vp, V, channel == 0 ? factor : 1.0f, a.out + ((place * C + channel) * H + head) * V);
   }
 };
 

@@ -27,25 +27,43 @@ struct Tiles {
 
   // ---- packing ----
 
-  // Panels [width, kPanel] of n rows, side by side: panel p is at to + p * kPanel * width.
-  static void make_panels(const float* from, int64_t row, int64_t n, int64_t width, float* to) {
+  // Rows of some heads, which follow each other.
+  struct Rows {
+    const float* data;
+    int64_t row, width;
+  };
+
+  Rows query_rows(int64_t place, int64_t head) const { return {a.q + place * a.q_row + head * D, a.q_row, D}; }
+  Rows key_rows(int64_t place, int64_t head) const { return {a.k + place * a.k_row + head * D, a.k_row, D}; }
+  Rows value_rows(int64_t place, int64_t head) const { return {a.v + place * a.v_row + head * V, a.v_row, V}; }
+
+  // Panels [width, kPanel] of n rows, side by side: that of row i is at to + i * (width in whole vectors); heads are apart.
+  static void make_panels(Rows from, int64_t n, int64_t heads, float* to, int64_t apart) {
     for (int64_t i = 0; i < n; i += kPanel)
-      make_panel(from + i * row, row, std::min<int64_t>(kPanel, n - i), width, to + i * width);
+      for (int64_t h = 0; h < heads; ++h)
+        make_panel(from.data + i * from.row + h * from.width, from.row, std::min<int64_t>(kPanel, n - i), from.width,
+                   to + h * apart + i * round_up(from.width, kWidth));
   }
 
-  // Rows padded with zeros to whole vectors, times a factor.
-  static void copy(const float* from, int64_t row, int64_t n, int64_t width, float factor, float* to) {
-    const int64_t padded = round_up(width, kWidth);
-    for (int64_t i = 0; i < n; ++i, from += row, to += padded) {
-      int64_t column = 0;
-      for (; column + kWidth <= width; column += kWidth) store(to + column, load(from + column) * factor);
-      for (; column < padded; ++column) to[column] = column < width ? from[column] * factor : 0.0f;
-    }
+  // Rows padded with zeros to whole vectors, times a factor; heads are apart.
+  static void copy(Rows from, int64_t n, int64_t heads, float factor, float* to, int64_t apart) {
+    const int64_t width = from.width, padded = round_up(width, kWidth);
+    for (int64_t i = 0; i < n; ++i)
+      for (int64_t h = 0; h < heads; ++h) {
+        const float* one = from.data + i * from.row + h * width;
+        float* its = to + h * apart + i * padded;
+        int64_t column = 0;
+        for (; column + kWidth <= width; column += kWidth) store(its + column, load(one + column) * factor);
+        for (; column < padded; ++column) its[column] = column < width ? one[column] * factor : 0.0f;
+      }
   }
 
-  const float* query_row(int64_t row, int64_t head) const { return a.q + row * a.q_row + head * D; }
-  const float* key_row(int64_t row, int64_t head) const { return a.k + row * a.k_row + head * D; }
-  const float* value_row(int64_t row, int64_t head) const { return a.v + row * a.v_row + head * V; }
+  // One row, times a factor, without padding.
+  static void write(const float* from, int64_t width, float factor, float* to) {
+    int64_t column = 0;
+    for (; column + kWidth <= width; column += kWidth) store(to + column, load(from + column) * factor);
+    for (; column < width; ++column) to[column] = from[column] * factor;
+  }
 
   // ---- tiles ----
 
@@ -60,6 +78,14 @@ struct Tiles {
   };
 
   const int64_t* starts(const Sequence& s, int64_t query) const { return a.starts + s.first_query + query; }
+
+  // Rows of pairs lie far apart: no hardware guesses the next.
+  static constexpr int64_t kAhead = 12;
+  void prefetch(int64_t pair) const {
+    if (a.time == nullptr) return;
+    __builtin_prefetch(a.buckets + pair);
+    __builtin_prefetch(a.buckets + pair + kKeys - 1);
+  }
 
   Floats time_bias(int64_t pair) const {
     Floats value{};
@@ -77,6 +103,7 @@ struct Tiles {
       const int64_t seen = t.seen(s, row), query = t.query + row;
       const float* position = by_position ? tables.position.at(tables.longest - s.stands(query) + t.key) : nullptr;
       const int64_t pair = by_time ? *starts(s, query) + t.key : 0;
+      if (by_time && query + kAhead < s.num_queries) prefetch(*starts(s, query + kAhead) + t.key);
       float *to = bias.at(row * kKeys), *to_time = bias_time.at(row * kKeys);
       for (int64_t column = 0; column < seen; column += kWidth) {
         Floats value = by_position ? load(position + column) : Floats{};
@@ -106,7 +133,7 @@ struct Tiles {
     for (int64_t row = 0; row < t.rows; row += kRows) {
       const int64_t columns = round_up(t.panel(s, row), kWidth);
       product(std::min(kRows, t.rows - row), columns, depth, Left{left + row * left_row, left_row, 1},
-              Right{panels, kPanel, depth * kPanel}, to + row * kKeys, kKeys, false);
+              Right{panels, kPanel, round_up(depth, kWidth) * kPanel}, to + row * kKeys, kKeys, false);
     }
   }
 
@@ -135,7 +162,8 @@ struct Tiles {
   // ---- a target and itself ----
 
   float self_score(const Sequence& s, int64_t query, int64_t head) const {
-    const float *q = query_row(s.first_query + query, head), *k = key_row(s.first_key + s.place(query), head);
+    const float* q = query_rows(s.first_query + query, head).data;
+    const float* k = key_rows(s.first_key + s.place(query), head).data;
     double dot = 0;
     for (int64_t i = 0; i < D; ++i) dot += static_cast<double>(q[i]) * k[i];
     return static_cast<float>(dot) * scale + (add ? self_position() + self_time(s, query) : 0.0f);

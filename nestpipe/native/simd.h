@@ -46,8 +46,17 @@ inline Floats fma(Floats a, Floats b, Floats c) {
 #endif
 }
 
+// The second where one is not a number. Compilers do not see one instruction in the comparison.
+#if defined(__AVX512F__)
+inline Floats min(Floats a, Floats b) { return _mm512_min_ps(a, b); }
+inline Floats max(Floats a, Floats b) { return _mm512_max_ps(a, b); }
+#elif defined(__AVX2__)
+inline Floats min(Floats a, Floats b) { return _mm256_min_ps(a, b); }
+inline Floats max(Floats a, Floats b) { return _mm256_max_ps(a, b); }
+#else
 inline Floats min(Floats a, Floats b) { return a < b ? a : b; }
 inline Floats max(Floats a, Floats b) { return a > b ? a : b; }
+#endif
 
 // Whether kWidth bytes are all the same.
 inline bool alike(const uint8_t* bytes) {
@@ -146,28 +155,6 @@ inline float sum(Floats value) {
   return total;
 }
 
-#ifdef __AVX2__
-// to[8, 8] = the transpose of from[8, 8], in halves of 4 x 4.
-inline void transpose(const float* from, int64_t row, float* to, int64_t to_row) {
-  __m256 r[8], t[8];
-  for (int i = 0; i < 8; ++i) r[i] = _mm256_loadu_ps(from + i * row);
-  for (int i = 0; i < 8; i += 2) {
-    t[i] = _mm256_unpacklo_ps(r[i], r[i + 1]);
-    t[i + 1] = _mm256_unpackhi_ps(r[i], r[i + 1]);
-  }
-  for (int i = 0; i < 8; i += 4) {
-    r[i] = _mm256_shuffle_ps(t[i], t[i + 2], 0x44);
-    r[i + 1] = _mm256_shuffle_ps(t[i], t[i + 2], 0xee);
-    r[i + 2] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0x44);
-    r[i + 3] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0xee);
-  }
-  for (int i = 0; i < 4; ++i) {
-    _mm256_storeu_ps(to + i * to_row, _mm256_permute2f128_ps(r[i], r[i + 4], 0x20));
-    _mm256_storeu_ps(to + (i + 4) * to_row, _mm256_permute2f128_ps(r[i], r[i + 4], 0x31));
-  }
-}
-#endif
-
 // One operand of a product: element (m, k) is at data[m * row + k * step].
 struct Left {
   const float* data;
@@ -230,19 +217,41 @@ inline void product(int64_t rows, int64_t width, int64_t depth, Left a, Right b,
   }
 }
 
-// to[column * kPanel + i] = from[i * row + column]: a panel of B from n <= kPanel rows; the rows that are missing are zero.
-inline void make_panel(const float* from, int64_t row, int64_t n, int64_t width, float* to) {
-  int64_t done = 0;
 #ifdef __AVX2__
-  for (; done + 8 <= n; done += 8) {
-    int64_t column = 0;
-    for (; column + 8 <= width; column += 8) transpose(from + done * row + column, row, to + column * kPanel + done, kPanel);
-    for (; column < width; ++column)
-      for (int64_t i = done; i < done + 8; ++i) to[column * kPanel + i] = from[i * row + column];
+// to[8, 8] = the transpose of from[rows <= 8, columns <= 8]; what is missing is zero.
+inline void transpose(const float* from, int64_t row, int64_t rows, int64_t columns, float* to, int64_t to_row) {
+  const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  const __m256i mask = _mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<int>(columns)), lane);
+  __m256 r[8], t[8];
+  for (int i = 0; i < 8; ++i) r[i] = i < rows ? _mm256_maskload_ps(from + i * row, mask) : _mm256_setzero_ps();
+  for (int i = 0; i < 8; i += 2) {
+    t[i] = _mm256_unpacklo_ps(r[i], r[i + 1]);
+    t[i + 1] = _mm256_unpackhi_ps(r[i], r[i + 1]);
   }
+  for (int i = 0; i < 8; i += 4) {
+    r[i] = _mm256_shuffle_ps(t[i], t[i + 2], 0x44);
+    r[i + 1] = _mm256_shuffle_ps(t[i], t[i + 2], 0xee);
+    r[i + 2] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0x44);
+    r[i + 3] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0xee);
+  }
+  for (int i = 0; i < 4; ++i) {
+    _mm256_storeu_ps(to + i * to_row, _mm256_permute2f128_ps(r[i], r[i + 4], 0x20));
+    _mm256_storeu_ps(to + (i + 4) * to_row, _mm256_permute2f128_ps(r[i], r[i + 4], 0x31));
+  }
+}
 #endif
+
+// to[column * kPanel + i] = from[i * row + column]: a panel of B from n <= kPanel rows, the others are zero. It has room
+// for whole vectors of columns.
+inline void make_panel(const float* from, int64_t row, int64_t n, int64_t width, float* to) {
+#ifdef __AVX2__
+  for (int64_t i = 0; i < kPanel; i += 8)
+    for (int64_t column = 0; column < width; column += 8)
+      transpose(from + i * row + column, row, n - i, width - column, to + column * kPanel + i, kPanel);
+#else
   for (int64_t column = 0; column < width; ++column)
-    for (int64_t i = done; i < kPanel; ++i) to[column * kPanel + i] = i < n ? from[i * row + column] : 0.0f;
+    for (int64_t i = 0; i < kPanel; ++i) to[column * kPanel + i] = i < n ? from[i * row + column] : 0.0f;
+#endif
 }
 
 }  // namespace nestpipe
