@@ -62,18 +62,18 @@ class Settings:
     num_steps: int = 10  # of a block
 
 
-def batches(settings: Settings, rank: int) -> list[Batch]:
+def batches(settings: Settings, rank: int, *, length: int = LENGTH) -> list[Batch]:
     """Zipf ids spread over the table, so that frequent ids are not neighbours; the label is the sample's parity."""
     rng = np.random.default_rng([SEED, rank])
     weights = 1.0 / np.arange(1, NUM_ROWS + 1) ** ZIPF
     edges = np.cumsum(weights / weights.sum())
     place = np.random.default_rng(SEED).permutation(NUM_ROWS)
-    offsets = torch.arange(settings.samples + 1) * LENGTH
+    offsets = torch.arange(settings.samples + 1) * length
     found = []
     for number in range(NUM_BATCHES):
-        ids = torch.from_numpy(place[np.searchsorted(edges, rng.random(settings.samples * LENGTH))])
+        ids = torch.from_numpy(place[np.searchsorted(edges, rng.random(settings.samples * length))])
         sample_ids = torch.arange(settings.samples) + (number * 64 + rank) * settings.samples
-        found.append(Batch(cursor=Cursor(0, number), sample_ids=sample_ids, items=Jagged(ids, offsets, LENGTH)))
+        found.append(Batch(cursor=Cursor(0, number), sample_ids=sample_ids, items=Jagged(ids, offsets, length)))
     return found
 
 
@@ -85,7 +85,7 @@ class Pooled(nn.Module):
         self.layers = nn.Sequential(nn.Linear(DIM, 256), nn.ReLU(), nn.Linear(256, 1))
 
     def forward(self, vectors: Tensor, batch: Batch) -> Tensor:
-        logits: Tensor = self.layers(vectors.view(batch.num_samples, LENGTH, DIM).mean(1)).squeeze(1)
+        logits: Tensor = self.layers(vectors.view(batch.num_samples, batch.items.max_len, DIM).mean(1)).squeeze(1)
         return logits
 
 
@@ -113,7 +113,7 @@ class Waiting(nn.Module):
 
     def forward(self, vectors: Tensor, batch: Batch) -> Tensor:
         time.sleep(self._s_per_sample * batch.num_samples)
-        logits: Tensor = self.out(vectors.view(batch.num_samples, LENGTH, DIM).mean(1)).squeeze(1)
+        logits: Tensor = self.out(vectors.view(batch.num_samples, batch.items.max_len, DIM).mean(1)).squeeze(1)
         return logits
 
 

@@ -25,7 +25,7 @@ from nestpipe.errors import ConfigError
 from nestpipe.metrics import read_jsonl, replace_file
 from nestpipe.pipeline.runner import Runner
 from nestpipe.pipeline.stages import TrainState
-from nestpipe.pipeline.tune import Choice, Observed, choose, same_workload
+from nestpipe.pipeline.tune import MOST_DEPTH, MOST_PARTS, Choice, Observed, choose, same_workload
 from nestpipe.profile_steps import Batches, observe, profile
 from nestpipe.run import Lanes, Run
 from nestpipe.trace import Recorder
@@ -81,8 +81,8 @@ class Pace:
             return ""
         if settings.tune:
             found = profile(self._run, self._lanes, batches_of, clip_rows=self._clip_rows)
-            choice, why = choose(found, most_depth=self._most_depth)
-            self._observed = list(found)
+            choice, why = choose(found, most_parts=self._most_parts, most_depth=self._most_depth)
+            self._observed = [] if settings.sync_steps else found
             return self._decide(Setting(self._state.num_steps, choice, why))
         if settings.adapt:
             start = Choice(parts=settings.parts, ramp=settings.ramp, depth=settings.depth)
@@ -118,6 +118,11 @@ class Pace:
         number, period = self._state.num_steps, self._settings.adapt
         if not period or number % period or self.runner is None or any(one.first >= number for one in self._history):
             return ""
+        stale = self._settings.is_stale
+        if stale(number - 1) != stale(max(number - period - 1, 0)):
+            self._observed.clear()  # what was seen of exact steps says nothing about stale ones
+        if stale(number - 1) != stale(number - period):
+            return ""
         now = self._choice(number - 1)
         own = observe(self.recorder, now or Choice(parts=self._state.cut.parts), number - period, self._num_samples)
         gathered = self._lanes.control.all_gather_bytes(json.dumps(own and own.to_json()).encode(), name="observed")
@@ -125,7 +130,7 @@ class Pace:
         if len(found) < len(gathered):
             return ""  # too few steps since the run was started
         self._observed = same_workload(self._observed, Observed.of_ranks(found))
-        choice, why = choose(self._observed, most_depth=self._most_depth)
+        choice, why = choose(self._observed, most_parts=self._most_parts, most_depth=self._most_depth)
         return self._decide(Setting(number, choice, why))
 
     def save_trace(self) -> None:
@@ -141,10 +146,15 @@ class Pace:
         return self._run.config.data.batch_size // self._lanes.control.world.size
 
     @property
+    def _most_parts(self) -> int:
+        """What a loss over the whole batch allows."""
+        return 1 if self._state.model.coupling == "batch" else MOST_PARTS
+
+    @property
     def _most_depth(self) -> int:
         """What rows that are protected from eviction allow."""
         limits = self._run.config.embedding
-        return limits.protect_steps - 1 - self._settings.staleness if limits.max_rows_per_bucket else 4
+        return limits.protect_steps - 1 - self._settings.staleness if limits.max_rows_per_bucket else MOST_DEPTH
 
     def _choice(self, number: int) -> Choice | None:
         held = [one.choice for one in self._history if one.first <= number]
@@ -183,7 +193,9 @@ class Pace:
         recorded = max(settings.trace_steps, settings.adapt)
         if not recorded:
             return Recorder.off(), Runner(state, schedule)
-        largest = replace(settings, parts=max(settings.parts, 32), depth=8) if settings.adapt else settings
+        largest = (
+            replace(settings, parts=max(settings.parts, MOST_PARTS), depth=MOST_DEPTH) if settings.adapt else settings
+        )
         most = largest.schedule(state.num_steps, clip_rows=self._clip_rows).most_events
         name, world = uuid.uuid4().hex.encode(), state.control.world
         recorder = Recorder(

@@ -22,7 +22,7 @@ from nestpipe.pipeline.cluster import part_sizes
 
 PARTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 RAMPS = (1.0, 0.5, 0.25)
-MOST_DEPTH = 4
+MOST_PARTS, MOST_DEPTH = 32, 4
 _SAME_ROWS = 0.1  # rows per step that differ by more are another workload
 _MARGIN = 0.01  # what has not been tried must promise more than this
 _EXPOSED_LOOKUP = 0.01  # of a step: above that, rows are retrieved further ahead
@@ -169,7 +169,9 @@ def same_workload(found: Iterable[Observed], now: Observed) -> list[Observed]:
     return [*(one for cut, one in latest.items() if cut != now.choice.cut), now]
 
 
-def choose(found: Sequence[Observed], *, most_parts: int = 32, most_depth: int = MOST_DEPTH) -> tuple[Choice, str]:
+def choose(
+    found: Sequence[Observed], *, most_parts: int = MOST_PARTS, most_depth: int = MOST_DEPTH
+) -> tuple[Choice, str]:
     """The best choice after these observations of one workload, the present one last, and why."""
     now, model = found[-1], Model.of(found)
     tried = {one.choice.cut: one.step_s for one in found}
