@@ -262,6 +262,8 @@ class Ranker:
 
 def cut_events(batch: Batch, start: Tensor, end: Tensor) -> Batch:
     """Events start .. end - 1 of each sample, for prediction."""
+    if batch.num_samples == 1:
+        return _cut_one(batch, int(start), int(end))
     lengths = end - start
     places = ranges(batch.items.offsets[:-1] + start, lengths)
     offsets, longest = offsets_of(lengths), int(lengths.max()) if len(lengths) else 0
@@ -276,6 +278,24 @@ def cut_events(batch: Batch, start: Tensor, end: Tensor) -> Batch:
         query_times=cut(batch.query_times),
         targets=None,
         event_features={name: one.select(places) for name, one in batch.event_features.items()},
+        target_features={},
+    )
+
+
+def _cut_one(batch: Batch, start: int, end: int) -> Batch:
+    """The same of a single sample, whose events lie side by side: nothing is copied."""
+    offsets = torch.tensor([0, end - start])
+
+    def cut(jagged: Jagged | None) -> Jagged | None:
+        return None if jagged is None else Jagged(jagged.values[start:end], offsets, end - start)
+
+    return replace(
+        batch,
+        items=Jagged(batch.items.values[start:end], offsets, end - start),
+        times=cut(batch.times),
+        query_times=cut(batch.query_times),
+        targets=None,
+        event_features={name: one.between(start, end) for name, one in batch.event_features.items()},
         target_features={},
     )
 

@@ -1,0 +1,119 @@
+"""`nestpipe serve` as a user meets it: mistakes in one message, an instance that answers, Ctrl-C that drains."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+
+import httpx
+import pytest
+
+from nestpipe.cli import main
+from nestpipe.serve.command import kept_secret
+from tests.serve.world import ASKED
+from tests.worlds import small_config, small_log
+
+
+def refused(capsys, *arguments):
+    assert main(["serve", *map(str, arguments)]) == 2
+    return capsys.readouterr().err
+
+
+def test_mistakes_are_one_message(runs, capsys, tmp_path):
+    from nestpipe import train
+
+    folder = runs("hstu").folder
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert f"port {port} of 127.0.0.1 is in use" in refused(capsys, folder, "--port", port)
+    free = ("--port", 0, "--admin-port", 0)
+    assert "a run folder?" in refused(capsys, tmp_path / "nowhere", *free)
+    assert "engine.chunk is 0; it must be at least 1" in refused(capsys, folder, *free, "--engine.chunk", 0)
+    assert "no label 'liked' to order by; it has ['clicked', 'dwelled']" in refused(
+        capsys, folder, *free, "--label", "liked"
+    )
+    assert "no complete checkpoint of step 7" in refused(capsys, folder, *free, "--step", 7)
+    small_log(tmp_path / "log", num_users=8)
+    train(small_config(tmp_path / "log", epochs=1), tmp_path / "retrieval", quiet=True)
+    assert "no histories with candidates to rank" in refused(capsys, tmp_path / "retrieval", *free)
+
+
+def test_a_damaged_table_is_not_served(runs, capsys, tmp_path):
+    import shutil
+
+    shutil.copytree(runs("hstu").folder, tmp_path / "run")
+    (victim,) = list((tmp_path / "run" / "checkpoints").glob("*/item.003.safetensors"))
+    data = bytearray(victim.read_bytes())
+    data[-1] ^= 1
+    victim.write_bytes(data)
+    assert "item.003.safetensors is not what was saved" in refused(
+        capsys, tmp_path / "run", "--port", 0, "--admin-port", 0
+    )
+
+
+def test_secrets_are_made_once_and_for_their_owner_alone(tmp_path):
+    first = kept_secret(tmp_path / "serve" / "secret")
+    assert len(first) == 64
+    assert kept_secret(tmp_path / "serve" / "secret") == first
+    assert (tmp_path / "serve" / "secret").stat().st_mode & 0o777 == 0o600
+    assert [path.name for path in (tmp_path / "serve").iterdir()] == ["secret"]
+
+
+@pytest.fixture
+def process(runs):
+    command = [
+        sys.executable,
+        "-m",
+        "nestpipe.cli",
+        "serve",
+        str(runs("hstu").folder),
+        "--port",
+        "0",
+        "--admin-port",
+        "0",
+    ]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    ) as started:
+        yield started
+        if started.poll() is None:
+            started.kill()
+
+
+def test_it_answers_and_ctrl_c_drains(process, runs):
+    line = process.stdout.readline()
+    found = re.search(r"serving hstu/step-\d+/\w+ as \S+ on (http://\S+), admin on port (\d+)", line)
+    assert found, line + process.stderr.read()
+    url, admin = found[1], f"http://127.0.0.1:{found[2]}"
+    body = {"user": 7, "request": "r", "candidates": list(range(20)), "query_time": ASKED, "deadline_ms": 60_000}
+    with httpx.Client(timeout=60) as http:
+        assert http.get(f"{url}/readyz").status_code == 200
+        first = http.post(f"{url}/v1/rank", json=body).json()
+        assert (first["path"], first["degraded"]) == ("full", False)
+        token = (runs("hstu").folder / "serve" / "token").read_text()
+        state = http.get(f"{admin}/state", headers={"authorization": f"Bearer {token}"}).json()
+        assert all(one["constants"] for one in state["costs"].values()), "measured at the start"
+        answers = []
+
+        def ask():
+            try:
+                answers.append(http.post(f"{url}/v1/rank", json=body))
+            except httpx.ConnectError:
+                answers.append(None)
+
+        threads = [threading.Thread(target=ask) for _ in range(6)]
+        for thread in threads:
+            thread.start()
+        process.send_signal(signal.SIGINT)
+        for thread in threads:
+            thread.join(60)
+    assert len(answers) == 6, "no request was cut off in the middle"
+    assert all(one is None or one.status_code in {200, 503} for one in answers)
+    assert all(one.json()["scores"] == first["scores"] for one in answers if one is not None and one.status_code == 200)
+    assert process.wait(30) == 0
+    assert "what is under way is answered first" in process.stderr.read()
