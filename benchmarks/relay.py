@@ -30,7 +30,8 @@ import relay_load
 import relay_worlds
 from relay_worlds import ARMS, SEED, World
 
-from nestpipe.serve.cascade import Cascade, Request, Stages
+from nestpipe.serve.cascade import Cascade, Request
+from nestpipe.serve.config import Stages
 from nestpipe.serve.remote import Remote, make_client
 from nestpipe.serve.retrieval import Candidates
 from nestpipe.serve.router import Instance, Members

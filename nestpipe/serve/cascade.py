@@ -21,24 +21,12 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from nestpipe.errors import DataError, NestPipeError
+from nestpipe.serve.config import Stages
 from nestpipe.serve.remote import Asked, Ranked, Remote, RemoteError, Signal
 from nestpipe.serve.retrieval import Candidates, Floats, Ints, Past, Retriever, past_from, without
 from nestpipe.serve.router import Instance
 
 Result = TypeVar("Result")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stages:
-    """Deadlines and sizes of the cascade."""
-
-    retrieval_ms: float = 50.0
-    prerank_ms: float = 20.0
-    rank_ms: float = 100.0
-    signal_ms: float = 5.0
-    """How long ranking waits for a signal that has not been answered when the candidates are there."""
-    num_retrieved: int = 512
-    num_candidates: int = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

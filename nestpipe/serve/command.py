@@ -15,7 +15,7 @@ import tyro
 
 from nestpipe.errors import ConfigError
 from nestpipe.run import Run
-from nestpipe.serve.config import EngineConfig, Limits, TriggerConfig
+from nestpipe.serve.config import EngineConfig, Limits, Stages, TriggerConfig
 from nestpipe.serve.engine import Engine
 from nestpipe.serve.event_log import EventLog
 from nestpipe.serve.histories import Histories
@@ -27,7 +27,7 @@ EVENTS = "events.log"
 
 @dataclass(frozen=True, kw_only=True)
 class _Arguments:
-    run: tyro.conf.Positional[Path]
+    run: tyro.conf.Positional[Path | None] = None
     """Folder of a run that ranks."""
     step: int | None = None
     """Checkpoint to serve [default: the best one if the run validated, else the latest]."""
@@ -46,11 +46,23 @@ class _Arguments:
     engine: EngineConfig = field(default_factory=EngineConfig)
     trigger: TriggerConfig = field(default_factory=TriggerConfig)
     limits: Limits = field(default_factory=Limits)
+    instances: int = 0
+    """Start so many instances and a gateway in front of them, which takes --port; docs/fleet.md says more."""
+    retrieval: Path | None = None
+    """Folder of a trained retrieval run for the gateway [default: means of this run's item vectors]."""
+    stages: Stages = field(default_factory=Stages)
+    demo: bool = False
+    """Show a page at the gateway's address to try it with; whoever opens it may read histories."""
+    print_nginx: bool = False
+    """Print a configuration of nginx for the gateway's place, and end."""
 
     def check(self) -> None:
         found = [f"engine.{problem}" for problem in self.engine.problems()]
         found += [f"trigger.{problem}" for problem in self.trigger.problems()]
         found += [f"limits.{problem}" for problem in self.limits.problems()]
+        found += [f"stages.{problem}" for problem in self.stages.problems()]
+        if self.instances < 0:
+            found.append(f"instances is {self.instances}; it must be 0 (no gateway) or more")
         if found:
             raise ConfigError("the configuration has problems:\n" + "\n".join(f"  - {problem}" for problem in found))
 
@@ -60,6 +72,8 @@ def main(argv: list[str]) -> int:
     text = f"Serves a run that ranks, as one instance; docs/serving.md says more.\n\n{example}"
     arguments = tyro.cli(_Arguments, prog="nestpipe serve", description=text, args=argv)
     arguments.check()
+    if arguments.print_nginx or arguments.instances or arguments.demo:
+        return _fleet(arguments)
     try:
         from nestpipe.serve.http import Instance
         from nestpipe.serve.server import listen, run_apps
@@ -67,7 +81,7 @@ def main(argv: list[str]) -> int:
         raise ConfigError(
             f"serving needs the package '{error.name}'; install it with: pip install 'nestpipe[serve]'"
         ) from None
-    run = Run.open(arguments.run)
+    run = _open_run(arguments)
     with listen(arguments.host, arguments.port) as public, listen(arguments.host, arguments.admin_port) as private:
         port, admin_port = (one.getsockname()[1] for one in (public, private))
         torch.set_num_threads(arguments.num_threads)
@@ -97,6 +111,48 @@ def main(argv: list[str]) -> int:
         finally:
             engine.stop()
     return 0
+
+
+def _fleet(arguments: _Arguments) -> int:
+    """A gateway and its instances, or a configuration of nginx for them."""
+    try:
+        from nestpipe.serve.fleet_command import Place, flags_of, serve_fleet
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"serving needs the package '{error.name}'; install it with: pip install 'nestpipe[serve]'"
+        ) from None
+    place = Place(
+        host=arguments.host,
+        port=arguments.port,
+        admin_port=arguments.admin_port,
+        num_instances=max(arguments.instances, 1),
+    )
+    place.check()
+    if arguments.print_nginx:
+        print(place.nginx(), end="")
+        return 0
+    run = _open_run(arguments)
+    folder = run.folder / "serve"
+    flags = ["--num-threads", str(arguments.num_threads), "--label", arguments.label]
+    flags += ["--step", str(arguments.step)] if arguments.step is not None else []
+    for name in ("engine", "trigger", "limits"):
+        flags += flags_of(name, getattr(arguments, name))
+    return serve_fleet(
+        run,
+        place,
+        place.workers(run.folder, flags),
+        stages=arguments.stages,
+        retrieval=Run.open(arguments.retrieval) if arguments.retrieval else None,
+        token=kept_secret(folder / "token"),
+        events=folder / EVENTS,
+        demo=arguments.demo,
+    )
+
+
+def _open_run(arguments: _Arguments) -> Run:
+    if arguments.run is None:
+        raise ConfigError("name the folder of a run that ranks: nestpipe serve RUN.")
+    return Run.open(arguments.run)
 
 
 def open_engine(

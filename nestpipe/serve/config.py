@@ -77,3 +77,28 @@ class Limits:
         for name in ("body_bytes", "body_s", "candidates", "history", "events", "deadline_ms"):
             if not getattr(self, name) > 0:
                 yield f"{name} is {getattr(self, name)}; it must be above 0"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stages:
+    """Deadlines and sizes of a gateway's cascade."""
+
+    retrieval_ms: float = 50.0
+    """Deadline of retrieval."""
+    prerank_ms: float = 20.0
+    """Deadline of pre-rank."""
+    rank_ms: float = 100.0
+    """Deadline of ranking, a second attempt included."""
+    signal_ms: float = 5.0
+    """How long ranking waits for a signal that has not been answered when the candidates are there."""
+    num_retrieved: int = 512
+    """Items that retrieval finds."""
+    num_candidates: int = 128
+    """Items that pre-rank leaves for ranking."""
+
+    def problems(self) -> Iterator[str]:
+        for name in ("retrieval_ms", "prerank_ms", "rank_ms", "signal_ms"):
+            if not 0 < getattr(self, name) < float("inf"):
+                yield f"{name} is {getattr(self, name)}; it must be above 0 and finite"
+        if not 1 <= self.num_candidates <= self.num_retrieved:
+            yield f"num_candidates is {self.num_candidates} of num_retrieved {self.num_retrieved}; it takes 1 .. num_retrieved"

@@ -93,6 +93,7 @@ class Remote:
         self._first_share = first_share  # of the deadline, before the second attempt
         self._suspect_s = suspect_s
         self._suspects: dict[str, float] = {}  # who could not be reached, until when it is asked last
+        self._unready: set[str] = set()  # who said so, or nothing, when it was last looked at
         self._timeouts: Counter[str] = Counter()  # in a row
         self._loads: Counter[str] = Counter()
         self._background: set[asyncio.Task[None]] = set()
@@ -190,6 +191,17 @@ class Remote:
         said = await asyncio.gather(*map(ask, members))
         return {one.name: is_ready for one, is_ready in zip(members, said, strict=True)}
 
+    async def watch(self, *, every_s: float = 0.5, timeout_s: float = 0.25) -> None:
+        """Looks at the members until it is cancelled: who starts, hangs or drains is asked last, who is back is asked again."""
+        while True:
+            for name, is_ready in (await self.ready(timeout_s=timeout_s)).items():
+                if is_ready:
+                    self._unready.discard(name)
+                    self._suspects.pop(name, None)
+                else:
+                    self._unready.add(name)
+            await asyncio.sleep(every_s)
+
     def start(self, work: Coroutine[Any, Any, None]) -> None:
         """Runs something that no answer waits for; `close` does."""
         task = asyncio.create_task(work)
@@ -229,7 +241,7 @@ class Remote:
 
     def _down(self) -> set[str]:
         now = self._clock()
-        return {name for name, until in self._suspects.items() if until > now}
+        return self._unready | {name for name, until in self._suspects.items() if until > now}
 
     async def _post(
         self, instance: Instance, path: str, body: Mapping[str, Any], *, timeout_s: float

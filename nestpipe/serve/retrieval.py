@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from nestpipe.data.sequences import Sequences, truncate
 from nestpipe.errors import DataError
 from nestpipe.jagged import Batch, Cursor, Jagged
+from nestpipe.models.ranking_config import DCNConfig, RankingConfig
 from nestpipe.run import Run
 from nestpipe.scoring import Scorer
 
@@ -150,21 +151,24 @@ class Retriever:
         return Candidates(self.items[places[:count]], scores[:count])
 
 
-def retriever_of(run: Run, *, spec: str = "Flat", step: int | None = None) -> Retriever:
+def retriever_of(
+    run: Run, *, spec: str = "Flat", step: int | None = None, past_of: Callable[[int], Past] | None = None
+) -> Retriever:
     """Retrieval with a trained run: its queries and item vectors, or for a ranking run means of its item rows."""
-    sequences, scorer = run.sequences, run.scorer(step)
-    items = np.array(sequences.catalogue)
-    if isinstance(scorer, Scorer):
-        vectors, encode = _floats(scorer.item_vectors), _encoder(scorer, run)
-    else:
+    items = np.array(run.sequences.catalogue)
+    if isinstance(run.config.model, RankingConfig | DCNConfig):
         vectors = _floats(run.load_state(step)[0].embedding.peek("item", torch.from_numpy(items)))
         encode = mean_encoder(items, vectors)
+    else:
+        scorer = run.scorer(step)
+        assert isinstance(scorer, Scorer)
+        vectors, encode = _floats(scorer.item_vectors), _encoder(scorer, run)
     return Retriever(
         items=items,
         vectors=vectors,
         index=build_index(vectors, spec),
         encode=encode,
-        past_of=Pasts(sequences),
+        past_of=past_of or Pasts(run.sequences),
     )
 
 

@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 
 from nestpipe.errors import NestPipeError
-from nestpipe.serve.cascade import Answer, Cascade, LocalUpstream, Request, StageError, Stages
+from nestpipe.serve.cascade import Answer, Cascade, LocalUpstream, Request, StageError
+from nestpipe.serve.config import Stages
 from nestpipe.serve.remote import Remote, RemoteError
 from nestpipe.serve.retrieval import Candidates, ExactIndex, Past, Retriever, mean_encoder
 from nestpipe.serve.router import Members
@@ -340,3 +341,19 @@ def test_what_one_instance_is_enough_for_goes_to_the_first_that_takes_it(fleet):
 def test_an_address_that_cannot_be_one_is_an_instance_that_cannot_be_reached(fleet):
     members = Members([replace(fleet[0].member, url="http://[::"), fleet[1].member])
     assert_right(ask(fleet, members=members))
+
+
+def test_who_is_not_ready_is_asked_last_until_it_is(fleet):
+    async def act(cascade: Cascade, upstream: Watched) -> list[str | None]:
+        watch = asyncio.create_task(cascade.remote.watch(every_s=0.01, timeout_s=5.0))
+        found = []
+        for is_ready in (True, False, True):
+            fleet[0].ready = is_ready
+            await asyncio.sleep(0.5)
+            found.append((await cascade.recommend(Request(user=USER, request="r"))).instance)
+        watch.cancel()
+        await asyncio.gather(watch, return_exceptions=True)
+        return found
+
+    names = [one.name for one in fleet]
+    assert run(fleet, act) == [names[0], names[1], names[0]]

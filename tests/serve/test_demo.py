@@ -15,7 +15,8 @@ import httpx
 import numpy as np
 import pytest
 
-from nestpipe.serve.cascade import Cascade, LocalUpstream, Stages
+from nestpipe.serve.cascade import Cascade, LocalUpstream
+from nestpipe.serve.config import Stages
 from nestpipe.serve.demo import Demo
 from nestpipe.serve.gateway import Gateway
 from nestpipe.serve.remote import Remote

@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 
 from nestpipe.client import AsyncClient, Client, ServiceError
-from nestpipe.serve.cascade import Cascade, LocalUpstream, Stages
+from nestpipe.serve.cascade import Cascade, LocalUpstream
+from nestpipe.serve.config import Stages
 from nestpipe.serve.gateway import Gateway, Limits, admin_app
 from nestpipe.serve.remote import Remote
 from nestpipe.serve.router import Members

@@ -1,0 +1,150 @@
+"""`nestpipe serve RUN --instances N`: a gateway in this process, N instances in processes of their own.
+
+--port P            the gateway; instances listen on P + 1, P + 2, ...
+--admin-port A      its administration; the instances' on A + 1, A + 2, ...
+--retrieval RUN     vectors and queries of a trained retrieval run; else means of the ranking run's own item vectors
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from nestpipe.errors import ConfigError
+from nestpipe.run import Run
+from nestpipe.serve.cascade import Cascade, LocalUpstream
+from nestpipe.serve.config import Stages
+from nestpipe.serve.demo import Demo
+from nestpipe.serve.event_log import EventLog
+from nestpipe.serve.fleet import Fleet, Worker
+from nestpipe.serve.gateway import Gateway, admin_app
+from nestpipe.serve.histories import Histories
+from nestpipe.serve.nginx import nginx_config
+from nestpipe.serve.remote import Remote, make_client
+from nestpipe.serve.retrieval import Past, Retriever, retriever_of
+from nestpipe.serve.router import Instance, Members
+from nestpipe.serve.server import listen, run_apps
+
+_READY_S = 0.25  # between two looks whether instances are ready
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a fleet of this machine listens."""
+
+    host: str
+    port: int
+    admin_port: int
+    num_instances: int
+
+    def check(self) -> None:
+        for name, first in (("port", self.port), ("admin-port", self.admin_port)):
+            if not 0 < first < 2**16 - self.num_instances:
+                raise ConfigError(f"--{name} {first} leaves no room for {self.num_instances} instances behind it.")
+        if 0 <= abs(self.port - self.admin_port) <= self.num_instances:
+            raise ConfigError(
+                f"--port {self.port} and --admin-port {self.admin_port} are too near for {self.num_instances} instances: "
+                f"each takes {self.num_instances + 1} ports."
+            )
+
+    def members(self) -> list[Instance]:
+        numbers = range(1, self.num_instances + 1)
+        return [Instance(name=f"i{one}", url=f"http://{self.host}:{self.port + one}") for one in numbers]
+
+    def nginx(self) -> str:
+        """A configuration for nginx in the gateway's place."""
+        return nginx_config([one.url for one in self.members()], listen=f"{self.host}:{self.port}")
+
+    def workers(self, run: Path, flags: Sequence[str]) -> list[Worker]:
+        """The instances as commands; `flags` are those that all of them share."""
+        start = (sys.executable, "-m", "nestpipe.cli", "serve", str(run), "--host", self.host)
+        return [
+            Worker(
+                name=one.name,
+                command=(
+                    *start,
+                    *("--name", one.name, "--port", str(self.port + number)),
+                    *("--admin-port", str(self.admin_port + number)),
+                    *flags,
+                ),
+            )
+            for number, one in enumerate(self.members(), start=1)
+        ]
+
+
+def flags_of(prefix: str, section: Any) -> list[str]:
+    """The command-line flags that make a section of a configuration."""
+    return [
+        word
+        for one in fields(section)
+        for word in (f"--{prefix}.{one.name.replace('_', '-')}", str(getattr(section, one.name)))
+    ]
+
+
+def serve_fleet(
+    run: Run,
+    place: Place,
+    workers: Sequence[Worker],
+    *,
+    stages: Stages,
+    retrieval: Run | None,
+    token: str,
+    events: Path,
+    demo: bool,
+) -> int:
+    """Runs until SIGINT or SIGTERM."""
+    place.check()
+    retriever = fleet_retriever(run, retrieval, events)
+    with (
+        ThreadPoolExecutor(2, thread_name_prefix="retrieval") as executor,
+        listen(place.host, place.port) as public,
+        listen(place.host, place.admin_port) as private,
+    ):
+
+        async def body() -> None:
+            remote, fleet = Remote(Members(place.members()), make_client()), Fleet(workers)
+            cascade = Cascade(remote, LocalUpstream(retriever, executor), stages)
+            page = Demo(run.sequences, retriever.past_of).routes() if demo else []
+            gateway = Gateway(cascade, shared_log=True).app(*page)
+            await fleet.start()
+            watches = [asyncio.create_task(one) for one in (remote.watch(), _say_ready(remote, place, demo=demo))]
+
+            def stopping() -> None:
+                print("stopping: what is under way is answered first", file=sys.stderr, flush=True)
+
+            try:
+                apps = [(gateway, public), (admin_app(cascade, token), private)]
+                await run_apps(apps, on_stop=stopping, started=lambda: None)
+            finally:
+                for one in watches:
+                    one.cancel()
+                await asyncio.gather(*watches, return_exceptions=True)
+                await remote.close()
+                await fleet.stop()
+
+        asyncio.run(body())
+    return 0
+
+
+def fleet_retriever(run: Run, retrieval: Run | None, events: Path) -> Retriever:
+    """Vector search with the events that instances have taken in since the log was ingested."""
+    histories = Histories(run.sequences, EventLog(events), max_len=2**40, block=1)  # not cut: filters look at all
+
+    def past_of(user: int) -> Past:
+        histories.refresh()
+        found = histories.of(user)
+        return Past(found.items, found.times)
+
+    return retriever_of(retrieval or run, past_of=past_of)
+
+
+async def _say_ready(remote: Remote, place: Place, *, demo: bool) -> None:
+    while not all((await remote.ready(timeout_s=1.0)).values()):
+        await asyncio.sleep(_READY_S)
+    page = f"; open http://{place.host}:{place.port}/ in a browser" if demo else ""
+    print(f"gateway with {place.num_instances} instances on http://{place.host}:{place.port}{page}", flush=True)

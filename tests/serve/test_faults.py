@@ -1,0 +1,296 @@
+"""Faults under load: real models, engines and servers behind a cascade; no answer is wrong, none fails, nothing stays pinned."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from nestpipe.client import Client, ServiceError
+from nestpipe.serve.cascade import Answer, Cascade, LocalUpstream, Request
+from nestpipe.serve.config import Stages, TriggerConfig
+from nestpipe.serve.http import Instance
+from nestpipe.serve.remote import Asked, Remote, Signal
+from nestpipe.serve.retrieval import ExactIndex, Pasts, Retriever, mean_encoder
+from nestpipe.serve.router import Instance as Member
+from nestpipe.serve.router import Members
+from tests.serve.instances import Served
+from tests.serve.test_cascade import TLS
+from tests.serve.world import ASKED, make_engine
+
+SECRET = b"the secret of the fleet"
+USERS = list(range(24))
+EXACT = 1e-5  # of scores of order one in 32 bits: the contract's tolerance
+# The machine may be busy; what is tested is that nothing is wrong, not that it is fast.
+STAGES = Stages(
+    retrieval_ms=60_000, prerank_ms=60_000, rank_ms=60_000, signal_ms=5000, num_retrieved=30, num_candidates=12
+)
+
+
+class Node:
+    """One instance that can be killed and started again on its port."""
+
+    def __init__(self, name: str, run: Any, served: Any, folder: Any, **config: Any):
+        self.name, self._run, self._served, self._folder, self._config = name, run, served, folder, config
+        self.clock_s = 0.0
+        self.port = 0
+        self.start()
+
+    def start(self) -> None:
+        self.engine = make_engine(self._run, self._folder / self.name, served=self._served, **self._config)
+        self.engine.start()
+        instance = Instance(
+            self.engine, name=self.name, secret=SECRET, wall_clock=lambda: 1_800_000_000.0 + self.clock_s
+        )
+        self._server = Served(instance.app(), port=self.port)
+        self.port = self._server.port
+
+    def kill(self) -> None:
+        self._server.stop()
+        self.engine.stop()
+
+    @property
+    def member(self) -> Member:
+        return Member(name=self.name, url=f"http://127.0.0.1:{self.port}")
+
+
+class Meddling(Remote):
+    """Damages every third ticket on its way."""
+
+    num_signals = 0
+
+    async def signal(self, asked: Asked, instance: Member, *, timeout_s: float) -> Signal:
+        found = await super().signal(asked, instance, timeout_s=timeout_s)
+        self.num_signals += 1
+        if found.ticket is None or self.num_signals % 3:
+            return found
+        head, _, tail = found.ticket.rpartition(".")
+        return replace(found, ticket=f"{head}.{tail[::-1]}")
+
+
+def upstream(run: Any, executor: ThreadPoolExecutor) -> LocalUpstream:
+    items = np.array(run.sequences.catalogue)
+    vectors = np.random.default_rng(0).standard_normal((len(items), 4), dtype=np.float32)
+    retriever = Retriever(
+        items=items,
+        vectors=vectors,
+        index=ExactIndex(vectors),
+        encode=mean_encoder(items, vectors),
+        past_of=Pasts(run.sequences),
+    )
+    return LocalUpstream(retriever, executor)
+
+
+async def recommend(cascade: Cascade, user: int, request: str) -> Answer:
+    return await cascade.recommend(Request(user=user, request=request, k=12, query_time=ASKED))
+
+
+def assert_same(answer: Answer, truth: Answer) -> None:
+    """The same items with the same scores; items whose scores are nearer than the tolerance may change places."""
+    assert not answer.degraded, (answer.path, answer.problem)
+    found, wanted = (dict(zip(one.items, one.scores, strict=True)) for one in (answer, truth))
+    assert found.keys() == wanted.keys()
+    assert max(abs(found[item] - wanted[item]) for item in wanted) <= EXACT
+    assert answer.scores == sorted(answer.scores, reverse=True)
+
+
+class Load:
+    """Users that ask again and again, some of whom leave in the middle, until it is stopped."""
+
+    def __init__(self, cascade: Cascade, truth: dict[int, Answer]):
+        self._cascade, self._truth = cascade, truth
+        self.paths: Counter[str] = Counter()
+        self.num_left = 0
+        self._stop = False
+        self._tasks = [asyncio.create_task(self._ask(number)) for number in range(4)]
+
+    async def _ask(self, number: int) -> None:
+        random = np.random.default_rng(number)
+        count = 0
+        while not self._stop:
+            count += 1
+            user = int(random.choice(USERS))
+            work = asyncio.create_task(recommend(self._cascade, user, f"{number}-{count}"))
+            if count % 7 == 0:  # this client is killed, in whatever stage that is
+                await asyncio.wait({work}, timeout=float(random.uniform(0, 0.02)))
+                if work.cancel():
+                    self.num_left += 1
+                    with suppress(asyncio.CancelledError):
+                        await work
+                    continue
+            answer = await work
+            assert_same(answer, self._truth[user])
+            self.paths[answer.path] += 1
+
+    async def more(self, count: int) -> None:
+        """Waits for so many further answers."""
+        wanted = self.paths.total() + count
+        while self.paths.total() < wanted:
+            for task in self._tasks:
+                if task.done():
+                    task.result()
+            await asyncio.sleep(0.01)
+
+    async def stop(self) -> None:
+        self._stop = True
+        await asyncio.gather(*self._tasks)
+
+
+@pytest.mark.parametrize("backbone", ["hstu"])
+def test_no_answer_is_wrong_and_none_fails_whatever_happens_to_the_fleet(runs, served, tmp_path, scale, backbone):
+    run, count = runs(backbone), scale(20, 2000)
+    # One has hardly any room for prefixes, one none on the host.
+    sizes = {"a": {}, "b": {"device_bytes": 4000, "host_bytes": 4000}, "c": {"host_bytes": 0}}
+    nodes = {name: Node(name, run, served(backbone), tmp_path, **size) for name, size in sizes.items()}
+
+    async def body() -> tuple[Counter[str], int]:
+        with ThreadPoolExecutor(1) as executor:
+            own = upstream(run, executor)
+            truth = await _truth(run, served(backbone), tmp_path, own)
+            members = Members(one.member for one in nodes.values())
+            remote = Meddling(members, httpx.AsyncClient(timeout=None, verify=TLS), suspect_s=0.1)
+            load = Load(Cascade(remote, own, STAGES), truth)
+            for fault in faults(nodes, members):
+                await load.more(count)
+                await fault()
+            await load.more(count)
+            await load.stop()
+            await remote.close()
+            return load.paths, load.num_left
+
+    try:
+        paths, num_left = asyncio.run(body())
+        for node in nodes.values():
+            _assert_nothing_is_held(node)
+    finally:
+        for node in nodes.values():
+            node.kill()
+    assert num_left > 0
+    assert paths["full"] > 0
+    assert paths.total() - paths["full"] > 0, f"some were served from prefixes: {paths}"
+
+
+async def _truth(run: Any, served: Any, folder: Any, own: LocalUpstream) -> dict[int, Answer]:
+    """What full inference says about every user."""
+    node = Node("truth", run, served, folder, trigger=TriggerConfig(mode="off"))
+    remote = Remote(Members([node.member]), httpx.AsyncClient(timeout=None, verify=TLS))
+    try:
+        found = {user: await recommend(Cascade(remote, own, STAGES), user, f"truth-{user}") for user in USERS}
+    finally:
+        await remote.close()
+        node.kill()
+    assert {one.path for one in found.values()} == {"full"}
+    return found
+
+
+def faults(nodes: dict[str, Node], members: Members) -> list[Callable[[], Awaitable[None]]]:
+    """What happens to the fleet, one after the other."""
+
+    def at_once(act: Callable[..., Any], *arguments: Any) -> Callable[[], Awaitable[None]]:
+        async def happen() -> None:
+            act(*arguments)
+
+        return happen
+
+    def shift(seconds: float) -> None:
+        nodes["a"].clock_s = seconds
+
+    return [
+        lambda: asyncio.to_thread(nodes["a"].kill),
+        lambda: asyncio.to_thread(nodes["a"].start),
+        at_once(shift, 3600.0),
+        at_once(shift, -3600.0),
+        at_once(members.drain, "c"),
+        at_once(members.leave, "c"),
+        at_once(members.join, "c", nodes["c"].member.url),
+        at_once(lambda: [node.engine.cache.invalidate() for node in nodes.values()]),
+        lambda: asyncio.to_thread(nodes["b"].kill),
+        lambda: asyncio.to_thread(nodes["b"].start),
+    ]
+
+
+def _assert_nothing_is_held(node: Node) -> None:
+    deadline = time.monotonic() + 30
+    while node.engine._held or node.engine.num_waiting:
+        assert time.monotonic() < deadline, node.engine._held
+        time.sleep(0.01)
+    node.engine.cache.check()
+
+
+def free_ports(count: int) -> int:
+    """The first of so many ports in a row that nobody listens on."""
+    for first in range(20_000 + os.getpid() % 10_000, 32_000, count):
+        try:
+            for port in range(first, first + count):
+                socket.create_server(("127.0.0.1", port)).close()
+        except OSError:
+            continue
+        return first
+    raise AssertionError("no free ports")
+
+
+def test_one_command_starts_a_fleet_that_survives_the_kill_of_an_instance(runs, tmp_path):
+    run, first = runs("hstu"), free_ports(8)
+    flags = ["--port", str(first), "--admin-port", str(first + 4), "--instances", "2", "--trigger.mode", "always"]
+    for stage in ("retrieval", "prerank", "rank"):
+        flags += [f"--stages.{stage}-ms", "30000"]
+    flags += ["--stages.num-retrieved", "40", "--stages.num-candidates", "20"]
+    with (tmp_path / "log").open("w+") as log:
+        command = [sys.executable, "-m", "nestpipe.cli", "serve", str(run.folder), *flags]
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+        try:
+            with Client(f"http://127.0.0.1:{first}", timeout_s=60) as client:
+                _wait(lambda: "gateway with 2 instances" in (tmp_path / "log").read_text(), process)
+                before = {user: client.recommend(user, query_time=ASKED) for user in USERS[:8]}
+                assert {one.instance for one in before.values()} == {"i1", "i2"}
+                client.send_events([{"id": "x", "user": 99, "item": 3, "time": ASKED, "click": 1}])
+                pids = {int(line) for line in _children(process.pid)}
+                os.kill(min(pids), signal.SIGKILL)
+                for user, was in before.items():
+                    now = client.recommend(user, query_time=ASKED)
+                    assert (now.items, now.degraded) == (was.items, False)
+                    np.testing.assert_allclose(now.scores, was.scores, atol=EXACT)
+                _wait(lambda: len(_children(process.pid)) == 2, process)
+                with pytest.raises(ServiceError, match="field 'user'"):
+                    client.recommend("three")  # type: ignore[arg-type]
+        finally:
+            process.terminate()
+            process.wait(timeout=60)
+    assert process.returncode == 0
+    assert "ended by signal 9; it is started again" in (tmp_path / "log").read_text()
+    assert not any(map(_is_alive, pids)), "no instance outlives its gateway"
+
+
+def _wait(holds: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + 200
+    while not holds():
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def _children(pid: int) -> list[str]:
+    with open(f"/proc/{pid}/task/{pid}/children") as file:  # noqa: PTH123
+        return file.read().split()
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
