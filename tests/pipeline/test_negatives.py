@@ -1,0 +1,99 @@
+"""Every kind of negatives through the engine: all modes have the bits of sequential, all numbers of ranks and parts train alike."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nestpipe.comm import World
+from nestpipe.draw import Draw
+from nestpipe.embedding.owner import Owners
+from nestpipe.embedding.route import route
+from nestpipe.embedding.spec import Lookup, Rows
+from nestpipe.jagged import Cursor
+from tests.pipeline.runs import differences
+from tests.pipeline_ranks import merged, new_state, train_steps
+from tests.ranks import run_ranks
+from tests.worlds import write_log
+
+KINDS = {
+    "sample": {},
+    "pool": {},
+    "shared": {},
+    "shared in groups": {"group_size": 3, "batch_size": 12},
+    "in batch": {"group_size": 4, "batch_size": 12},
+}
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory):
+    """Enough items that many are negatives only."""
+    histories = {user: [(31 * user + 7 * k) % 211 for k in range(3 + user % 9)] for user in range(60)}
+    return write_log(tmp_path_factory.mktemp("negatives") / "log", histories).path
+
+
+def settings_of(kind):
+    return {"loss": kind, "batch_size": 7, "optimizer": "adagrad", **KINDS[kind]}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_mode_has_the_bits_of_sequential(log, kind):
+    arms = [
+        {"mode": "nested", "pool": True, "depth": 2, "seed": 0},
+        {"mode": "dual-buffer", "pool": False, "depth": 1, "seed": 1},
+        {"mode": "frozen-window", "pool": False, "depth": 1, "seed": 2},
+    ]
+    found = run_ranks(3, differences, log, {**settings_of(kind), "parts": 3}, 5, arms)
+    assert [line for lines in found for line in lines] == []
+
+
+# fp64: sums of the same numbers in another order; a rounded row is the same whoever asked for it.
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_number_of_ranks_and_parts_trains_the_same(log, kind):
+    one = merged(run_ranks(1, train_steps, log, settings_of(kind), 4))
+    for world_size, parts in ((2, 3), (3, 1)):
+        other = merged(run_ranks(world_size, train_steps, log, {**settings_of(kind), "parts": parts}, 4))
+        for name, value in one.items():
+            assert torch.allclose(value.double(), other[name].double(), rtol=1e-11, atol=1e-12), (
+                world_size,
+                parts,
+                name,
+            )
+
+
+def test_ids_that_are_only_negatives_travel_in_16_bits_and_all_others_whole(log):
+    state, loader = new_state(World.single(), log, {"loss": "shared", "parts": 2})
+    parts = state.cut.cut(loader.batch(Cursor(0, 0)))
+    plan = route([state.model.lookups(part, Draw(0, 0)) for part in parts], ["item"], state.embedding.owners)
+    item = plan.tables["item"]
+    assert item.wires == (None, torch.bfloat16)
+    used = {
+        name: {int(one) for lookups in plan.lookups for one in lookups[name].ids.flatten()}
+        for name in ("history", "targets", "negatives")
+    }
+    whole, narrow, start = set(), set(), 0
+    for message, count in enumerate(item.first_counts[0]):
+        (narrow if message % 2 else whole).update(item.ids[start : start + count].tolist())
+        start += count
+    assert whole == used["history"] | used["targets"]
+    assert narrow == used["negatives"] - whole
+    assert narrow
+    assert used["negatives"] & whole, "some must be both"
+    assert len(item.ids) == len(whole) + len(narrow), "each id travels once"
+
+
+def test_a_row_that_came_whole_is_rounded_where_it_is_a_negative():
+    rows = torch.tensor([[1.001, 2.0]], requires_grad=True)
+    lookup = Lookup(table="item", ids=torch.tensor([5]), wire=torch.bfloat16)
+    rounded = Rows(rows, torch.tensor([0]), lookup).rounded()
+    assert rounded.tolist() == [[1.0, 2.0]]
+    rounded.sum().backward()
+    assert rows.grad.tolist() == [[1.0, 1.0]]
+
+
+def test_two_wires_for_a_table_are_refused():
+    lookups = {
+        str(wire): Lookup(table="item", ids=torch.tensor([1]), wire=wire) for wire in (torch.half, torch.bfloat16)
+    }
+    with pytest.raises(ValueError, match="several wires"):
+        route([lookups], ["item"], Owners(4, 1))
