@@ -123,7 +123,7 @@ def sampled_softmax(
     way = way or choose(rows, negatives, blocks)
     task = negatives_torch.Task(positives, negatives, blocks.of_token, blocks.unit_tokens, blocks.unit_blocks, segment)
     same = rows if positive_rows is None else positive_rows
-    loss: Tensor = _Sampled.apply(queries, rows, same, task, WAYS[way])  # type: ignore[no-untyped-call]
+    loss: Tensor = _SampledSoftmax.apply(queries, rows, same, task, WAYS[way])  # type: ignore[no-untyped-call]
     return loss
 
 
@@ -196,7 +196,7 @@ WAYS: dict[Way, _Run] = {
 }
 
 
-class _Sampled(torch.autograd.Function):
+class _SampledSoftmax(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, queries: Tensor, rows: Tensor, positive_rows: Tensor, task: negatives_torch.Task, run: _Run
