@@ -13,6 +13,7 @@ counts less. `loss ms` is the scoring alone. `gemm` is the way before the native
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import multiprocessing
 import statistics
@@ -182,6 +183,7 @@ def _measure_memory(way: str, answers: multiprocessing.SimpleQueue[float]) -> No
         negatives = draw_negatives(ARMS["R = 128"], world.batch, Draw(SEED, 0), len(items))
         positives = world.batch.targets.values
         nonlocal before
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")  # the peak starts from here
         before = memory_kib("VmRSS")
         if way == "plain":

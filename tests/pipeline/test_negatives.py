@@ -5,14 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nestpipe.comm import World
-from nestpipe.draw import Draw
-from nestpipe.embedding.owner import Owners
-from nestpipe.embedding.route import route
-from nestpipe.embedding.spec import Lookup, Rows
-from nestpipe.jagged import Cursor
 from tests.pipeline.runs import differences
-from tests.pipeline_ranks import merged, new_state, train_steps
+from tests.pipeline_ranks import merged, train_steps
 from tests.ranks import run_ranks
 from tests.worlds import write_log
 
@@ -47,7 +41,7 @@ def test_every_mode_has_the_bits_of_sequential(log, kind):
     assert [line for lines in found for line in lines] == []
 
 
-# fp64: sums of the same numbers in another order; a rounded row is the same whoever asked for it.
+# fp64: sums of the same numbers in another order.
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_number_of_ranks_and_parts_trains_the_same(log, kind):
     one = merged(run_ranks(1, train_steps, log, settings_of(kind), 4))
@@ -59,41 +53,3 @@ def test_every_number_of_ranks_and_parts_trains_the_same(log, kind):
                 parts,
                 name,
             )
-
-
-def test_ids_that_are_only_negatives_travel_in_16_bits_and_all_others_whole(log):
-    state, loader = new_state(World.single(), log, {"loss": "shared", "parts": 2})
-    parts = state.cut.cut(loader.batch(Cursor(0, 0)))
-    plan = route([state.model.lookups(part, Draw(0, 0)) for part in parts], ["item"], state.embedding.owners)
-    item = plan.tables["item"]
-    assert item.wires == (None, torch.bfloat16)
-    used = {
-        name: {int(one) for lookups in plan.lookups for one in lookups[name].ids.flatten()}
-        for name in ("history", "targets", "negatives")
-    }
-    whole, narrow, start = set(), set(), 0
-    for message, count in enumerate(item.first_counts[0]):
-        (narrow if message % 2 else whole).update(item.ids[start : start + count].tolist())
-        start += count
-    assert whole == used["history"] | used["targets"]
-    assert narrow == used["negatives"] - whole
-    assert narrow
-    assert used["negatives"] & whole, "some must be both"
-    assert len(item.ids) == len(whole) + len(narrow), "each id travels once"
-
-
-def test_a_row_that_came_whole_is_rounded_where_it_is_a_negative():
-    rows = torch.tensor([[1.001, 2.0]], requires_grad=True)
-    lookup = Lookup(table="item", ids=torch.tensor([5]), wire=torch.bfloat16)
-    rounded = Rows(rows, torch.tensor([0]), lookup).rounded()
-    assert rounded.tolist() == [[1.0, 2.0]]
-    rounded.sum().backward()
-    assert rows.grad.tolist() == [[1.0, 1.0]]
-
-
-def test_two_wires_for_a_table_are_refused():
-    lookups = {
-        str(wire): Lookup(table="item", ids=torch.tensor([1]), wire=wire) for wire in (torch.half, torch.bfloat16)
-    }
-    with pytest.raises(ValueError, match="several wires"):
-        route([lookups], ["item"], Owners(4, 1))
