@@ -32,9 +32,14 @@ State = dict[str, torch.Tensor]
 def new_state(
     world: World, path: Path, settings: dict[str, Any], lanes: Lanes | None = None
 ) -> tuple[TrainState, Loader]:
-    """A model on this rank: settings are model, loss, optimizer, parts, dtype, batch_size, group_size, native, limits."""
+    """A model on this rank: settings are model, loss, optimizer, parts, dtype, batch_size, group_size, balance, native, limits."""
     config = small_config(path, settings.get("model", "hstu"), settings.get("loss", "sampled"))
-    data = replace(config.data, batch_size=settings.get("batch_size", 11), group_size=settings.get("group_size", 1))
+    data = replace(
+        config.data,
+        batch_size=settings.get("batch_size", 11),
+        group_size=settings.get("group_size", 1),
+        balance=settings.get("balance", False),
+    )
     optimizer = replace(config.embedding, optimizer=settings.get("optimizer", "adam"))
     limits = replace(optimizer, **{"num_buckets": 64, **settings.get("limits", {})})
     dense = replace(config.dense, optimizer=settings.get("optimizer", "adam"))
