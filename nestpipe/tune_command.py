@@ -8,6 +8,7 @@ import importlib
 from nestpipe.errors import ConfigError
 
 TUNERS = {
+    "balance": ("nestpipe.tune_balance", "what samples cost by their length, for ranks of equal cost (data.balance)"),
     "pipeline": ("nestpipe.tune_pipeline", "parts, ramp, depth and pool of the pipeline, from a few steps of a recipe"),
 }
 

@@ -32,9 +32,14 @@ State = dict[str, torch.Tensor]
 def new_state(
     world: World, path: Path, settings: dict[str, Any], lanes: Lanes | None = None
 ) -> tuple[TrainState, Loader]:
-    """A model on this rank: settings are model, loss, optimizer, parts, dtype, batch_size, native, limits."""
+    """A model on this rank: settings are model, loss, optimizer, parts, dtype, batch_size, group_size, balance, native, limits."""
     config = small_config(path, settings.get("model", "hstu"), settings.get("loss", "sampled"))
-    data = replace(config.data, batch_size=settings.get("batch_size", 11))
+    data = replace(
+        config.data,
+        batch_size=settings.get("batch_size", 11),
+        group_size=settings.get("group_size", 1),
+        balance=settings.get("balance", False),
+    )
     optimizer = replace(config.embedding, optimizer=settings.get("optimizer", "adam"))
     limits = replace(optimizer, **{"num_buckets": 64, **settings.get("limits", {})})
     dense = replace(config.dense, optimizer=settings.get("optimizer", "adam"))
@@ -42,7 +47,13 @@ def new_state(
     log, lanes = Sequences.open(path), lanes or Lanes.of(world)
     loader = Loader(log, make_split(log, data), data, seed=0, rank=world.rank, world_size=world.size)
     model = build_retrieval(
-        config.model, config.loss, catalogue=torch.from_numpy(np.array(log.catalogue)), max_len=8, seed=0, dtype=dtype
+        config.model,
+        config.loss,
+        catalogue=torch.from_numpy(np.array(log.catalogue)),
+        max_len=8,
+        seed=0,
+        dtype=dtype,
+        counts=torch.arange(len(log.catalogue)),
     )
     tables = {
         spec.name: Table(

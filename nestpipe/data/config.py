@@ -31,6 +31,12 @@ class DataConfig:
     """If not 0: fill each global batch up to this many events instead."""
     group_size: int = 1
     """Samples in so many places of an epoch's order form a group: a loss may mix them, and no rank or part divides them."""
+    balance: bool = False
+    """Give ranks samples of equal cost instead of equal numbers of samples; changes the order of sums, nothing else."""
+    cost_linear: float = 1.0
+    """balance: what an event costs by itself, in any unit; `nestpipe tune balance RECIPE` measures both."""
+    cost_square: float = 0.002
+    """balance: what the square of a sample's number of events costs, in the same unit."""
     drop_last: bool = False
     """Leave out the last, smaller batch of an epoch."""
     read_ahead: int = 4
@@ -42,6 +48,8 @@ class DataConfig:
         for name in ("max_len", "truncate_block", "batch_size", "group_size", "read_ahead"):
             if getattr(self, name) < 1:
                 yield f"{name} is {getattr(self, name)}; it must be at least 1"
+        if min(self.cost_linear, self.cost_square) < 0 or self.cost_linear + self.cost_square == 0:
+            yield f"cost_linear and cost_square are {self.cost_linear} and {self.cost_square}; none may be negative, nor both 0"
         if self.batch_tokens < 0:
             yield f"batch_tokens is {self.batch_tokens}; it must be 0 (off) or more"
         if self.truncate_block > self.max_len:

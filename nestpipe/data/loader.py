@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nestpipe.data.balance import Cost, assign
 from nestpipe.data.batches import BatchBuilder, Inputs
 from nestpipe.data.config import DataConfig
 from nestpipe.data.numbers import NumberStats
@@ -78,10 +79,23 @@ class Loader:
     def batch(self, cursor: Cursor) -> Batch:
         """This rank's share of the global batch at a cursor."""
         order, cuts = self._cuts(cursor.epoch)
-        places, groups = self._share(cuts[cursor.number], cuts[cursor.number + 1])
-        samples = order.index_select(0, places)
-        batch = self._builder.training(cursor, samples, self._windows.pick(samples.numpy()))
-        return dataclasses.replace(batch, groups=groups)
+        first, last = cuts[cursor.number], cuts[cursor.number + 1]
+        places, groups = self._balanced(order, first, last) if self._config.balance else self._share(first, last)
+        return dataclasses.replace(self.batch_of(order.index_select(0, places), cursor), groups=groups)
+
+    def batch_of(self, samples: Tensor, cursor: Cursor) -> Batch:
+        """A training batch of some samples."""
+        return self._builder.training(cursor, samples, self._windows.pick(samples.numpy()))
+
+    def lengths(self, samples: Tensor | None = None) -> Tensor:
+        """The number of events of some samples, or of all that an epoch has."""
+        windows = self._windows.pick((self._samples if samples is None else samples).numpy())
+        return torch.from_numpy(windows.end - windows.start)
+
+    @property
+    def samples(self) -> Tensor:
+        """All that an epoch has."""
+        return self._samples
 
     def _share(self, first: int, last: int) -> tuple[Tensor, Tensor | None]:
         """Where this rank's samples of a global batch stand in the epoch, and their groups, which are never divided."""
@@ -91,6 +105,20 @@ class Loader:
         own = torch.arange(first // size, -(-last // size)).tensor_split(self._world_size)[self._rank]
         places = places[torch.isin(places // size, own)]
         return places, places // size
+
+    def _balanced(self, order: Tensor, first: int, last: int) -> tuple[Tensor, Tensor | None]:
+        """The same with ranks of equal cost; every rank works out the whole assignment and takes its own."""
+        size, places = self._config.group_size, torch.arange(first, last)
+        samples = order[first:last]
+        costs = Cost(self._config.cost_linear, self._config.cost_square).of(self.lengths(samples).numpy())
+        if size == 1:
+            rank_of = assign(costs, samples.numpy(), self._world_size)
+            return places[torch.from_numpy(rank_of == self._rank)], None
+        groups = places // size
+        numbers, unit = groups.unique(return_inverse=True)
+        of_groups = np.bincount(unit.numpy(), weights=costs)
+        own = assign(of_groups, numbers.numpy(), self._world_size)[unit.numpy()] == self._rank
+        return places[torch.from_numpy(own)], groups[torch.from_numpy(own)]
 
     def iterate(self, start: Cursor) -> Generator[Batch]:
         """Batches from a cursor on, epoch after epoch, for ever; prepared by a thread that ends with the iterator."""

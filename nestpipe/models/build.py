@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from nestpipe.config import Config
 from nestpipe.data.batches import Inputs
 from nestpipe.data.sequences import Sequences
+from nestpipe.data.splits import make_split, train_mask
 from nestpipe.errors import ConfigError
 from nestpipe.models.dcn import DCN, build_dcn
 from nestpipe.models.encdec import EncDec, SemanticIds, build_encdec
@@ -42,7 +44,15 @@ def build_model(
                 max_len=max_len,
                 seed=config.seed,
                 dtype=dtype,
+                counts=_event_counts(config, sequences) if config.loss.kind == "in_batch" else None,
             )
+
+
+def _event_counts(config: Config, sequences: Sequences) -> Tensor:
+    """How many training events each item of the catalogue has."""
+    trained = sequences.items[train_mask(sequences, make_split(sequences, config.data))]
+    places = np.searchsorted(sequences.catalogue, trained)
+    return torch.from_numpy(np.bincount(places, minlength=len(sequences.catalogue)))
 
 
 def inputs_of(config: Config, sequences: Sequences) -> Inputs:

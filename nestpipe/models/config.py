@@ -92,10 +92,16 @@ ModelConfig = RetrievalConfig | RankingConfig | DCNConfig | EncDecConfig
 class LossConfig:
     """How the next item is learned."""
 
-    kind: Literal["full", "sampled"] = "sampled"
-    """full: softmax over the whole catalogue. sampled: over the next item and random negatives."""
+    kind: Literal["full", "sampled", "in_batch"] = "sampled"
+    """Softmax over the catalogue; over the next item and random negatives; over the next items of a group, by popularity."""
     num_negatives: int = 128
-    """sampled: negatives per event, uniform over the catalogue."""
+    """sampled: negatives per event, per sample or in the pool, uniform over the catalogue."""
+    source: Literal["token", "sample", "pool"] = "token"
+    """sampled: negatives of its own for each event (as published), for each sample, or one pool for the global batch."""
+    share: Literal["none", "sample", "group"] = "none"
+    """sampled, token: an event also takes the negatives of other events of its sample, or of its data.group_size samples."""
+    share_factor: int = 2
+    """share: of so many events, its own included; k times the negatives for the same lookups."""
     normalise: bool = True
     """Compare unit vectors (cosine); the temperature then matters."""
     temperature: float = 0.05
@@ -111,6 +117,15 @@ class LossConfig:
                 yield f"{name} is {getattr(self, name)}; it must be at least 1"
         if not self.temperature > 0:
             yield f"temperature is {self.temperature}; it must be above 0"
+        if self.share != "none" and (self.kind, self.source) != ("sampled", "token"):
+            yield f"share is '{self.share}', but only negatives of events are shared; use kind sampled and source token"
+        if self.share_factor < 2:
+            yield f"share_factor is {self.share_factor}; it must be at least 2 (share none for no sharing)"
+
+    @property
+    def mixes_groups(self) -> bool:
+        """Whether the loss of a sample depends on the others of its group."""
+        return self.kind == "in_batch" or self.share == "group"
 
 
 def _head_problems(config: HSTUConfig | FuXiConfig) -> Iterator[str]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nestpipe.draw import Draw, integers
+from nestpipe.draw import Draw
 from nestpipe.embedding.spec import Lookup, Rows, TableSpec
 from nestpipe.errors import ConfigError
 from nestpipe.hashing import hash_text, mix64
@@ -18,27 +18,37 @@ from nestpipe.models.backbone import Backbone
 from nestpipe.models.config import FuXiConfig, HSTUConfig, LossConfig, RetrievalConfig, SASRecConfig
 from nestpipe.models.fuxi import FuXi
 from nestpipe.models.hstu import HSTU
-from nestpipe.models.losses import full_softmax, sampled_softmax
+from nestpipe.models.losses import full_softmax, in_batch_softmax
+from nestpipe.models.negatives import blocks_of, draw_negatives, group_runs
 from nestpipe.models.sasrec import SASRec
+from nestpipe.ops.negatives import sampled_softmax
 
 
 class Retrieval(nn.Module):
     """Trains every event of a history to predict the next one; recommends from its last event."""
 
-    coupling: Coupling = "none"
-    catalogue: Tensor
+    coupling: Coupling
+    catalogue: Tensor  # [I] ids, ascending
+    log_q: Tensor  # [I] log of each item's share of the training events; empty if the loss does not need it
 
-    def __init__(self, backbone: Backbone, loss: LossConfig, catalogue: Tensor, *, dim: int):
+    def __init__(
+        self, backbone: Backbone, loss: LossConfig, catalogue: Tensor, *, dim: int, counts: Tensor | None = None
+    ):
         super().__init__()
         if loss.kind == "full" and len(catalogue) > loss.max_full_catalogue:
             raise ConfigError(
                 f"loss.kind 'full' scores every event against all {len(catalogue):,} items, above "
                 f"loss.max_full_catalogue {loss.max_full_catalogue:,}; use --loss.kind sampled or raise the limit."
             )
+        if loss.kind == "in_batch" and counts is None:
+            raise ValueError("loss.kind 'in_batch' corrects scores by popularity and needs the events of each item")
         self.backbone = backbone
         self.loss = loss
+        self.coupling = "group" if loss.mixes_groups else "none"
         self.tables: tuple[TableSpec, ...] = (TableSpec(name="item", dim=dim),)
         self.register_buffer("catalogue", catalogue, persistent=False)
+        shares = torch.empty(0) if counts is None else counts.clamp(min=1) / counts.sum()
+        self.register_buffer("log_q", shares.log(), persistent=False)
 
     def lookups(self, batch: Batch, draw: Draw) -> dict[str, Lookup]:
         if batch.targets is None:
@@ -47,10 +57,10 @@ class Retrieval(nn.Module):
         if self.loss.kind == "full":
             # The target's place in the catalogue is found by its row, so both lookups share the table's rows.
             found["catalogue"] = Lookup(table="item", ids=self.catalogue)
-        else:
-            keys = draw.keys("negatives", batch.sample_of_token(), batch.items.positions())
-            places = integers(keys, width=self.loss.num_negatives, high=len(self.catalogue))
-            found["negatives"] = Lookup(table="item", ids=self.catalogue.index_select(0, places.flatten()))
+        elif self.loss.kind == "sampled":
+            places = draw_negatives(self.loss, batch, draw, len(self.catalogue))
+            ids = self.catalogue.index_select(0, places.flatten()).reshape(places.shape)
+            found["negatives"] = Lookup(table="item", ids=ids)
         found["targets"] = Lookup(table="item", ids=batch.targets.values)
         return found
 
@@ -61,16 +71,19 @@ class Retrieval(nn.Module):
         hidden = self.backbone(rows["history"].gather(), batch, draw)
         queries = self._unit(hidden) / self.loss.temperature
         items = self._unit(rows["targets"].unique)
-        positives = rows["targets"].index
+        positives, segment = rows["targets"].index, self.loss.segment
         if self.loss.kind == "full":
             catalogue = F.embedding(rows["catalogue"].index, items)
             place = torch.full((len(items),), -1).index_copy_(
                 0, rows["catalogue"].index, torch.arange(len(self.catalogue))
             )
-            loss = full_softmax(queries, catalogue, place.index_select(0, positives), segment=self.loss.segment)
+            loss = full_softmax(queries, catalogue, place.index_select(0, positives), segment=segment)
+        elif self.loss.kind == "in_batch":
+            log_q = self.log_q.index_select(0, torch.searchsorted(self.catalogue, rows["targets"].lookup.ids))
+            loss = in_batch_softmax(queries, items, positives, log_q, group_runs(batch)[0], segment=segment)
         else:
-            negatives = rows["negatives"].index.reshape(len(positives), self.loss.num_negatives)
-            loss = sampled_softmax(queries, items, positives, negatives, segment=self.loss.segment)
+            blocks = blocks_of(self.loss, batch, draw)
+            loss = sampled_softmax(queries, items, positives, rows["negatives"].index, segment=segment, blocks=blocks)
         return Output(loss)
 
     def encode_lookups(self, batch: Batch) -> dict[str, Lookup]:
@@ -98,8 +111,9 @@ def build_retrieval(
     max_len: int,
     seed: int,
     dtype: torch.dtype = torch.float32,
+    counts: Tensor | None = None,
 ) -> Retrieval:
-    """A model whose initial dense weights are a function of the seed."""
+    """A model whose initial dense weights are a function of the seed. `counts`: training events of each item."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(mix64(seed ^ hash_text("dense")) >> 1)
         backbone: Backbone
@@ -110,4 +124,4 @@ def build_retrieval(
                 backbone = HSTU(config, max_len=max_len)
             case FuXiConfig():
                 backbone = FuXi(config, max_len=max_len)
-    return Retrieval(backbone, loss, catalogue, dim=config.dim).to(dtype)
+    return Retrieval(backbone, loss, catalogue, dim=config.dim, counts=counts).to(dtype)

@@ -1,16 +1,15 @@
 import pytest
 import torch
 
-from nestpipe.models.losses import full_softmax, plain_full_softmax, plain_sampled_softmax, sampled_softmax
+from nestpipe.models.losses import full_softmax, in_batch_softmax, plain_full_softmax, plain_in_batch_softmax
 
 
-def problem(num_tokens=23, num_rows=11, num_negatives=7, dim=5, seed=0):
+def problem(num_tokens=23, num_rows=11, dim=5, seed=0):
     generator = torch.Generator().manual_seed(seed)
     queries = torch.randn(num_tokens, dim, dtype=torch.float64, generator=generator).mul_(3).requires_grad_()
     rows = torch.randn(num_rows, dim, dtype=torch.float64, generator=generator).requires_grad_()
     positives = torch.randint(num_rows, (num_tokens,), generator=generator)
-    negatives = torch.randint(num_rows, (num_tokens, num_negatives), generator=generator)
-    return queries, rows, positives, negatives
+    return queries, rows, positives
 
 
 def gradients(loss, *leaves):
@@ -23,38 +22,23 @@ def close(left, right):
 
 
 @pytest.mark.parametrize("segment", [1, 2, 8, 23, 100])
-@pytest.mark.parametrize("use_gemm", [True, False, None])
-def test_sampled_softmax_equals_its_definition_for_every_segment(segment, use_gemm):
-    queries, rows, positives, negatives = problem()
-    assert bool((negatives == positives.unsqueeze(1)).any()), "the problem must contain accidental hits"
-    fast = sampled_softmax(queries, rows, positives, negatives, segment=segment, use_gemm=use_gemm)
-    plain = plain_sampled_softmax(queries, rows, positives, negatives)
-    assert close(gradients(fast, queries, rows), gradients(plain, queries, rows))
-
-
-@pytest.mark.parametrize("segment", [1, 2, 8, 23, 100])
 def test_full_softmax_equals_its_definition_for_every_segment(segment):
-    queries, rows, targets, _ = problem()
+    queries, rows, targets = problem()
     fast = full_softmax(queries, rows, targets, segment=segment)
     assert close(gradients(fast, queries, rows), gradients(plain_full_softmax(queries, rows, targets), queries, rows))
 
 
-def test_only_accidental_hits_leave_a_loss_of_zero():
-    queries, rows, positives, _ = problem()
-    negatives = positives.unsqueeze(1).expand(-1, 4).contiguous()
-    for use_gemm in (True, False):
-        loss = sampled_softmax(queries, rows, positives, negatives, segment=8, use_gemm=use_gemm)
-        assert loss.item() == 0
-
-
-def test_extreme_scores_stay_finite():
-    queries, rows, positives, negatives = problem()
-    loss, grad = gradients(sampled_softmax(queries * 1e4, rows, positives, negatives, segment=8), queries)
-    assert bool(torch.isfinite(loss))
-    assert bool(torch.isfinite(grad).all())
+@pytest.mark.parametrize("segment", [1, 2, 8, 100])
+def test_in_batch_softmax_equals_its_definition_for_every_segment(segment):
+    queries, rows, positives = problem()
+    offsets, log_q = torch.tensor([0, 9, 9, 10, 23]), torch.linspace(-4, -1, 11, dtype=torch.float64)[positives]
+    assert len(positives[:9].unique()) < 9, "some tokens of a group must have the same positive"
+    fast = in_batch_softmax(queries, rows, positives, log_q, offsets, segment=segment)
+    plain = plain_in_batch_softmax(queries, rows, positives, log_q, offsets)
+    assert close(gradients(fast, queries, rows), gradients(plain, queries, rows))
 
 
 def test_no_tokens_is_a_loss_of_zero():
-    queries, rows, positives, negatives = problem(num_tokens=0)
-    assert sampled_softmax(queries, rows, positives, negatives, segment=8).item() == 0
+    queries, rows, positives = problem(num_tokens=0)
     assert full_softmax(queries, rows, positives, segment=8).item() == 0
+    assert in_batch_softmax(queries, rows, positives, queries.new_zeros(0), torch.tensor([0]), segment=8).item() == 0
