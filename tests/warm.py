@@ -21,12 +21,15 @@ from pathlib import Path
 
 _START_S = 60.0
 _CLIENT = """#!{python} -IS
-import json, os, socket, sys
+import json, os, signal, socket, sys
 with socket.socket(socket.AF_UNIX) as server:
     server.connect({address!r})
     asked = json.dumps([sys.argv, os.getcwd(), dict(os.environ)]).encode()
     socket.send_fds(server, [len(asked).to_bytes(8, "big")], [0, 1, 2])
     server.sendall(asked)
+    if child := int.from_bytes(server.recv(4), "big"):  # the command gets the signals that its program gets
+        for one in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(one, lambda number, frame: os.kill(child, number))
     answer = server.recv(1)
 sys.exit(answer[0] if answer else "the command ended without an exit code")
 """
@@ -80,6 +83,7 @@ def _run(asker: socket.socket) -> None:
     sys.argv, folder, environment = json.loads(asker.makefile("rb").read(int.from_bytes(length, "big")))
     for number, file in enumerate(files):
         os.dup2(file, number)
+    asker.sendall(os.getpid().to_bytes(4, "big"))
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)

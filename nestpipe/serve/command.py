@@ -7,6 +7,7 @@ import os
 import secrets
 import socket
 import sys
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -82,13 +83,14 @@ def main(argv: list[str]) -> int:
             f"serving needs the package '{error.name}'; install it with: pip install 'nestpipe[serve]'"
         ) from None
     run = _open_run(arguments)
+    folder = run.folder / "serve"
     with listen(arguments.host, arguments.port) as public, listen(arguments.host, arguments.admin_port) as private:
         port, admin_port = (one.getsockname()[1] for one in (public, private))
         torch.set_num_threads(arguments.num_threads)
         engine = open_engine(
             run, engine=arguments.engine, trigger=arguments.trigger, step=arguments.step, label=arguments.label
         )
-        folder = run.folder / "serve"
+        del run  # whose sequences stay mapped, also those of users that are forgotten later
         instance = Instance(
             engine,
             name=arguments.name or f"{socket.gethostname()}-{port}",
@@ -99,7 +101,8 @@ def main(argv: list[str]) -> int:
 
         def stop() -> None:
             instance.is_draining = True
-            print("stopping: what is under way is answered first", file=sys.stderr, flush=True)
+            with suppress(OSError):  # nobody may be reading any more
+                print("stopping: what is under way is answered first", file=sys.stderr, flush=True)
 
         def started() -> None:
             where = f"http://{arguments.host}:{port}, admin on port {admin_port}"

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from nestpipe import checkpoint
 from nestpipe.checkpoint import Manifest
 from nestpipe.checkpoint_facts import bucket_files
 from nestpipe.data.batches import BatchBuilder
+from nestpipe.data.sequences import Sequences
 from nestpipe.embedding.config import EmbeddingConfig
 from nestpipe.embedding.optim import OPTIMIZERS
 from nestpipe.embedding.spec import Lookup, Rows, TableSpec
@@ -65,8 +68,26 @@ def open_served(
     tables = {spec.name: _open_table(spec, config, run.config.seed, place, manifest) for spec in model.tables}
     statistics = run.statistics()
     ranker = Ranker(model, Tables(tables).rows, weights=manifest.digest, schema=describe_statistics(statistics))
-    builder = BatchBuilder(run.sequences, None, inputs_of(run.config, run.sequences), statistics=statistics)
+    builder = BatchBuilder(
+        _without_events(run.sequences), None, inputs_of(run.config, run.sequences), statistics=statistics
+    )
     return Served(ranker, builder, name=f"{run.folder.name}/step-{manifest.step}/{manifest.digest[:12]}", label=label)
+
+
+def _without_events(sequences: Sequences) -> Sequences:
+    """What says how events are read, and none of them: whatever stays mapped here could not be forgotten."""
+    nothing = np.empty(0, np.int64)
+    return replace(
+        sequences,
+        users=nothing,
+        offsets=np.zeros(1, np.int64),
+        items=nothing,
+        times=None if sequences.times is None else nothing,
+        catalogue=nothing,
+        event_features={},
+        item_features={},
+        user_features={},
+    )
 
 
 def _load_dense(model: Ranking, folder: Path, manifest: Manifest) -> None:

@@ -63,10 +63,10 @@ async def run_apps(
     ]
 
     def stop() -> None:
-        on_stop()
         for server in servers:
             server.force_exit = server.should_exit
             server.should_exit = True
+        on_stop()
 
     loop = asyncio.get_running_loop()
     for name in (signal.SIGINT, signal.SIGTERM):

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
+import shutil
 import socket
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import httpx
 import numpy as np
 import pytest
 
+from nestpipe.cli import main
 from nestpipe.data.sequences import Sequences
 from nestpipe.models.prefix import Prefix
+from nestpipe.run import Run
 from nestpipe.serve.config import Limits
 from nestpipe.serve.http import Instance
 from nestpipe.serve.openapi import document
@@ -320,22 +325,15 @@ def test_a_deadline_that_passed_is_a_503_or_the_callers_order(shared):
 # Privacy.
 
 
-def test_forgetting_leaves_no_byte_of_the_user(runs, served, log, tmp_path, capsys):
+def test_forgetting_leaves_no_byte_of_the_user(runs, log, tmp_path, capsys):
     """Tiers, work, event log, sequence folder: an instance that serves meanwhile notices by itself."""
-    import shutil
-    from dataclasses import replace
-
-    from nestpipe.cli import main
-    from nestpipe.run import Run
-
     shutil.copytree(log.path, tmp_path / "log")
     shutil.copytree(runs("hstu").folder, tmp_path / "run")
     (tmp_path / "run" / "eval" / "test").mkdir(parents=True)
     config = runs("hstu").config
     moved = replace(config, data=replace(config.data, path=str(tmp_path / "log")))
     (tmp_path / "run" / "config.json").write_text(moved.to_json())
-    run = Run.open(tmp_path / "run")
-    engine = make_engine(run, tmp_path / "run" / "serve", served=served())
+    engine = make_engine(Run.open(tmp_path / "run"), tmp_path / "run" / "serve")
     instance = Instance(engine, name="one", secret=SECRET)
     engine.start()
     server = Server(instance.app())
@@ -357,7 +355,6 @@ def test_forgetting_leaves_no_byte_of_the_user(runs, served, log, tmp_path, caps
             world.rank(user)
         world.settle()
         kept = world.rank(8)
-        others = Sequences.open(tmp_path / "log")
         assert main(["forget", str(tmp_path / "run"), "--user", "7"]) == 0
         assert "stored and 1 logged events are gone" in capsys.readouterr().out
         wait_until(lambda: not engine.cache.peek_user(7))
@@ -366,9 +363,14 @@ def test_forgetting_leaves_no_byte_of_the_user(runs, served, log, tmp_path, caps
         assert len(engine.histories.of(7).items) == 0
         again = world.rank(8)
         assert same(again, kept), "nobody else lost anything"
+        gc.collect()
+        mapped = Path("/proc/self/maps")
+        assert not mapped.exists() or str(tmp_path / ".log.old") not in mapped.read_text(), (
+            "nor is the old folder mapped"
+        )
     server.close()
     engine.stop()
-    now = Sequences.open(tmp_path / "log")
+    now, others = Sequences.open(tmp_path / "log"), log
     now.verify()
     assert 7 not in now.users
     assert len(now.users) == len(others.users) - 1
