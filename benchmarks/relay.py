@@ -81,8 +81,8 @@ class Running:
 class Bench:
     """Starts arms and offers loads to them."""
 
-    def __init__(self, world: World, folder: Path, *, seconds: float, stack: ExitStack):
-        self.world, self._folder, self._seconds, self._stack = world, folder, seconds, stack
+    def __init__(self, world: World, *, seconds: float, stack: ExitStack, dry: bool = False):
+        self.world, self._seconds, self._stack, self._dry = world, seconds, stack, dry
         self._seed = SEED
         random = np.random.default_rng(SEED)
         chosen = random.choice(world.items, min(world.num_candidates, len(world.items)), replace=False)
@@ -93,9 +93,7 @@ class Bench:
         arm, found = ARMS[name], Running(name, [], [])
         for number in range(arm.num_instances):
             own = f"{name.replace(' ', '-')}-{number}"
-            started = relay_worlds.instance(
-                self.world, arm, name=own, budget_ms=budget_ms, core=0, folder=self._folder / "instances"
-            )
+            started = relay_worlds.instance(self.world, arm, name=own, budget_ms=budget_ms, core=0)
             one, pid = self._stack.enter_context(started)
             found.instances.append(one)
             found.pids.append(pid)
@@ -151,7 +149,7 @@ class Bench:
                 outcomes.append(await relay_load.offer(cascade, load, name=f"{arm.name}-{self._seed}"))
 
             self.with_cascade(arm, budget_ms, act)
-            if not outcomes[0].is_void:
+            if self._dry or not outcomes[0].is_void:
                 arm.outcomes.append(outcomes[0])
                 return outcomes[0]
             print(f"  void: the generator was {outcomes[0].lag_p99_ms:.1f} ms late at its 99th percentile; again")
@@ -302,6 +300,9 @@ def main() -> None:
     parser.add_argument("--ml1m", type=Path, help="a sequence folder of MovieLens-1M: measure relay-ml1m")
     parser.add_argument("--curve", action="store_true")
     parser.add_argument("--quick", action="store_true", help="a smaller log, fewer arms, short loads")
+    parser.add_argument(
+        "--dry", action="store_true", help="void loads count too and nothing is recorded: checks the script"
+    )
     parser.add_argument("--seconds", type=float, default=0.0, help="of each load")
     parser.add_argument("--blocks", type=int, default=0)
     parser.add_argument("--history-load", type=float, default=0.5, help="of the rate that full inference reached")
@@ -316,7 +317,7 @@ def main() -> None:
         world = relay_worlds.relay_long(options.folder, 500 if options.quick else 20_000)
         act, workload = curve if options.curve else relay_long, "relay-long"
     with ExitStack() as stack:
-        figures = act(Bench(world, options.folder, seconds=seconds, stack=stack), options)
+        figures = act(Bench(world, seconds=seconds, stack=stack, dry=options.dry), options)
     settings = {
         "workload": workload,
         "quick": options.quick,
@@ -324,7 +325,8 @@ def main() -> None:
         "blocks": options.blocks,
         "curve": options.curve,
     }
-    measure.append("relay", measure.record(seed=SEED, figures=figures, settings=settings))
+    if not options.dry:
+        measure.append("relay", measure.record(seed=SEED, figures=figures, settings=settings))
     print(json.dumps(figures))
 
 

@@ -7,15 +7,14 @@ the ranking recipe, 512 candidates.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import httpx
@@ -35,7 +34,6 @@ from nestpipe.serve.router import Instance
 SEED = 0
 NUM_ITEMS = 10_000
 MAX_LEN = 4096
-SECRET = b"relay benchmark, on loopback"
 _START_S = 1_700_000_000
 
 
@@ -101,7 +99,8 @@ def _new_run(config: Config, folder: Path) -> None:
 
     run = Run.create(config, folder)
     builder = BatchBuilder(run.sequences, run.split, inputs_of(config, run.sequences))
-    run.write(statistics=builder.statistics)
+    run.folder.mkdir(parents=True, exist_ok=True)
+    run.write(statistics=builder.statistics, facts={"recipe": None, "num_ranks": 1})
     checkpoint.save(run.checkpoints, 1, Cursor(0, 0), {"settings": run.settings}, files_of(run.new_state()))
 
 
@@ -133,29 +132,32 @@ ARMS = {
 
 
 @contextmanager
-def instance(
-    world: World, arm: Arm, *, name: str, budget_ms: float, core: int, folder: Path
-) -> Iterator[tuple[Instance, int]]:
-    """A process on a core, when it is ready; its address and process id."""
-    folder.mkdir(parents=True, exist_ok=True)
-    port_file = folder / f"{name}.port"
-    port_file.unlink(missing_ok=True)
-    settings = json.dumps(
-        {"run": str(world.run), "name": name, "port_file": str(port_file), "budget_ms": budget_ms} | asdict(arm)
-    )
-    command = [sys.executable, __file__, "--instance", settings]
-    cores = {core} if hasattr(os, "sched_setaffinity") and (os.cpu_count() or 1) > 1 else None
-    pin: Callable[[], None] | None = (lambda: os.sched_setaffinity(0, cores)) if cores else None
-    process = subprocess.Popen(command, preexec_fn=pin)  # noqa: PLW1509 -- no thread runs yet that could hold a lock
+def instance(world: World, arm: Arm, *, name: str, budget_ms: float, core: int) -> Iterator[tuple[Instance, int]]:
+    """A process of `nestpipe serve` on a core, when it is ready; its address and process id."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    flags = {
+        "name": name,
+        "port": port,
+        "admin-port": 0,
+        "engine.device-bytes": arm.device_bytes,
+        "engine.host-bytes": arm.host_bytes,
+        "engine.host-ttl-s": 3600.0,
+        "trigger.mode": arm.mode,
+        "trigger.budget-ms": budget_ms,
+        "trigger.rate-ms-per-s": 900.0,
+    }
+    command = [sys.executable, "-m", "nestpipe.cli", "serve", str(world.run)]
+    command += [word for key, value in flags.items() for word in (f"--{key}", str(value))]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    if hasattr(os, "sched_setaffinity") and (os.cpu_count() or 1) > 1:
+        os.sched_setaffinity(process.pid, {core})  # before it has started any thread
+    url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 300
     try:
-        deadline = time.monotonic() + 300
-        while not port_file.exists():
+        while not _is_ready(url):
             if process.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"instance {name} did not start")
-            time.sleep(0.05)
-        url = f"http://127.0.0.1:{port_file.read_text()}"
-        while not _is_ready(url):
-            time.sleep(0.05)
+            time.sleep(0.1)
         yield Instance(name=name, url=url), process.pid
     finally:
         process.terminate()
@@ -170,59 +172,6 @@ def cpu_s(pid: int) -> float:
 
 def _is_ready(url: str) -> bool:
     try:
-        return httpx.get(f"{url}/readyz", trust_env=False).status_code == 200
+        return httpx.get(f"{url}/readyz", timeout=0.5, trust_env=False).status_code == 200
     except httpx.HTTPError:
         return False
-
-
-def serve(settings: dict[str, object]) -> None:
-    """The process of an instance."""
-    import socket
-
-    import torch
-    import uvicorn
-
-    from nestpipe.serve.config import EngineConfig, TriggerConfig
-    from nestpipe.serve.engine import Engine
-    from nestpipe.serve.event_log import EventLog
-    from nestpipe.serve.histories import Histories
-    from nestpipe.serve.http import Instance as Served
-    from nestpipe.serve.measure import measure
-    from nestpipe.serve.model import open_served
-
-    torch.set_num_threads(1)
-    run, port_file = Run.open(str(settings["run"])), Path(str(settings["port_file"]))
-    data, name = run.config.data, str(settings["name"])
-    served = open_served(run, folder=port_file.parent / f"{name}-tables")
-    log = EventLog(port_file.parent / f"{name}.events")
-    histories = Histories(run.sequences, log, max_len=data.max_len, block=data.truncate_block)
-    budget_ms = float(str(settings["budget_ms"]))
-    engine = Engine(
-        served,
-        histories,
-        measure(served, histories),
-        config=EngineConfig(
-            device_bytes=int(str(settings["device_bytes"])),
-            host_bytes=int(str(settings["host_bytes"])),
-            host_ttl_s=3600.0,
-        ),
-        trigger=TriggerConfig(
-            mode=settings["mode"],  # type: ignore[arg-type]
-            budget_ms=budget_ms,
-            rate_ms_per_s=900.0,
-        ),
-    )
-    engine.start()
-    listening = socket.create_server(("127.0.0.1", 0))
-    draft = port_file.with_suffix(".tmp")
-    draft.write_text(str(listening.getsockname()[1]))
-    draft.replace(port_file)
-    app = Served(engine, name=name, secret=SECRET).app()
-    uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, ws="none")).run(sockets=[listening])
-    engine.stop()
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--instance", type=json.loads, required=True)
-    serve(parser.parse_args().instance)

@@ -152,7 +152,7 @@ class Load:
 
 @pytest.mark.parametrize("backbone", ["hstu"])
 def test_no_answer_is_wrong_and_none_fails_whatever_happens_to_the_fleet(runs, served, tmp_path, scale, backbone):
-    run, count = runs(backbone), scale(20, 2000)
+    run, count = runs(backbone), scale(7, 2000)
     # One has hardly any room for prefixes, one none on the host.
     sizes = {"a": {}, "b": {"device_bytes": 4000, "host_bytes": 4000}, "c": {"host_bytes": 0}}
     nodes = {name: Node(name, run, served(backbone), tmp_path, **size) for name, size in sizes.items()}

@@ -8,7 +8,12 @@ import signal
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+import pytest
+
+from nestpipe.cli import main
+from nestpipe.serve.config import TriggerConfig
 from nestpipe.serve.fleet import Fleet, Worker
+from nestpipe.serve.fleet_command import Place, flags_of
 
 
 def run(act: Callable[[], Awaitable[None]]) -> None:
@@ -73,3 +78,37 @@ def test_one_that_does_not_listen_is_ended_all_the_same(tmp_path):
         assert not alive(pid)
 
     run(act)
+
+
+def test_the_command_prints_an_nginx_configuration_for_the_instances_it_would_start(capsys):
+    assert main(["serve", "--print-nginx", "--instances", "2", "--port", "9000", "--admin-port", "9100"]) == 0
+    out = capsys.readouterr().out
+    assert "server 127.0.0.1:9001 max_fails=1" in out
+    assert "server 127.0.0.1:9002 max_fails=1" in out
+    assert "listen 127.0.0.1:9000;" in out
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--instances", "2"], "name the folder of a run"),
+        (["--instances", "2", "--port", "8750"], "are too near for 2 instances"),
+        (["--instances", "2", "--port", "65534"], "leaves no room for 2 instances"),
+        (["--instances", "-1"], "instances is -1"),
+        (["--instances", "1", "--stages.rank-ms", "0"], "stages.rank_ms is 0.0"),
+        (["--instances", "1", "--stages.num-candidates", "513"], "num_candidates is 513 of num_retrieved 512"),
+        ([], "name the folder of a run"),
+    ],
+)
+def test_a_fleet_that_cannot_be_is_refused_in_words(capsys, flags, message):
+    assert main(["serve", *flags]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_instances_are_started_with_the_settings_of_the_command():
+    place = Place(host="127.0.0.1", port=9000, admin_port=9100, num_instances=2)
+    first, second = place.workers(Path("runs/r"), flags_of("trigger", TriggerConfig(mode="off")))
+    assert (first.name, second.name) == ("i1", "i2")
+    for words in (("serve", "runs/r"), ("--port", "9001"), ("--admin-port", "9101"), ("--trigger.mode", "off")):
+        place_of = first.command.index(words[0])
+        assert first.command[place_of : place_of + 2] == words
