@@ -77,9 +77,21 @@ def beauty_sasrec() -> Config:
 def beauty_sid() -> Config:
     """Generates semantic ids on Amazon Beauty: encoder-decoder, beam search; needs ids from 'nestpipe sid build'."""
     return Config(
-        data=DataConfig(path="data/beauty", max_len=50, batch_size=256, validation=True),
-        model=EncDecConfig(ids="data/beauty-ids", dropout=0.2),
-        train=TrainConfig(epochs=60, patience=5, eval_epochs=2, warmup_steps=200),
+        data=DataConfig(path="data/beauty", max_len=50, batch_size=128, validation=True),
+        # The log has no scenarios, triggers or reasoning, so the instruction gets no token of its own.
+        model=EncDecConfig(
+            ids="data/beauty-ids",
+            dim=64,
+            num_decoder=1,
+            num_heads=2,
+            hidden_dim=256,
+            dropout=0.3,
+            placement="sum",
+            beam=30,
+        ),
+        embedding=EmbeddingConfig(lr=4e-3),
+        dense=DenseConfig(lr=2e-3),
+        train=TrainConfig(epochs=40, eval_epochs=4, warmup_steps=100, decay_steps=7000),
         eval=EvalConfig(ks=(1, 5, 10, 20)),
     )
 

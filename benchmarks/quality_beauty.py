@@ -1,0 +1,175 @@
+"""Quality on Amazon Beauty: popularity, our full-softmax SASRec and the generative model under one protocol.
+
+Leave-one-out, full ranking over items (never over codes), histories of at most 50 events, items that the user had are taken
+out. Settings and the checkpoint are chosen on the second-last item of each user (validation); the last item is looked at once per
+run, when its record is written. A run that was interrupted goes on; an arm that has a record is not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import measure
+import torch
+
+from nestpipe import recipes
+from nestpipe.config import Config
+from nestpipe.data.sequences import Sequences
+from nestpipe.data.splits import make_split
+from nestpipe.evaluate import EvalConfig, Report
+from nestpipe.instruct.command import text_vectors
+from nestpipe.instruct.diagnostics import diagnose
+from nestpipe.instruct.semantic_ids import Registry, SidConfig
+from nestpipe.models.encdec_config import EncDecConfig
+from nestpipe.scoring import make_scorer, popularity
+from nestpipe.trainer import INTERRUPTED, train_to_end
+
+NAME = "quality_beauty"
+KS = (1, 5, 10, 20)
+VALIDATED = 3000  # users; the first of the file, whose order says nothing about them
+MUST_HR10, AIM_HR10, AIM_NDCG10 = 0.056, 0.0648, 0.0384
+SID = SidConfig(levels=3, codes=256, policy="suffix")
+Figures = dict[str, object]
+
+
+def config_of(arm: str, options: argparse.Namespace) -> Config:
+    """The arm's recipe on the given data; all arms have the same split, history, seen items and lists."""
+    config = recipes.beauty_sasrec() if arm == "sasrec" else recipes.beauty_sid()
+    if isinstance(config.model, EncDecConfig):
+        config = replace(config, model=replace(config.model, ids=str(options.runs / "ids")))
+    return replace(
+        config,
+        seed=options.seed,
+        data=replace(config.data, path=str(options.data)),
+        train=replace(
+            config.train,
+            minutes=options.minutes,
+            num_threads=options.threads,
+            epochs=options.epochs or config.train.epochs,
+        ),
+        eval=EvalConfig(ks=KS, max_users=VALIDATED, num_bootstrap=config.eval.num_bootstrap),
+    )
+
+
+def measured(report: Report) -> Figures:
+    """HR and NDCG with their 95 % intervals over users."""
+    names = ("hr@1", "hr@5", "hr@10", "hr@20", "ndcg@5", "ndcg@10")
+    found: Figures = {name: round(report.metrics[name].mean, 5) for name in names}
+    for name in ("hr@10", "ndcg@10"):
+        found[f"{name}, 95 %"] = [round(report.metrics[name].low, 5), round(report.metrics[name].high, 5)]
+    return {**found, "coverage@10": round(report.coverage["coverage@10"], 4), "num_users": report.num_users}
+
+
+def run_popularity(config: Config) -> Figures:
+    sequences = Sequences.open(config.data.path)
+    config = replace(config, eval=replace(config.eval, max_users=0))
+    return measured(popularity(sequences, make_split(sequences, config.data), config))
+
+
+def run_model(config: Config, folder: Path) -> Figures:
+    """Trains (or goes on with) one run, then ranks all test items with its best checkpoint."""
+    start = time.monotonic()
+    outcome = train_to_end(config, folder, resume=True)
+    if outcome.stopped == INTERRUPTED:
+        raise SystemExit("interrupted; the same command goes on from here")
+    run = outcome.run
+    memory = run.load_state()[1].progress
+    best = memory["best"]
+    state, manifest = run.load_state(best["step"] if best else None)
+    full = replace(run.config, eval=replace(run.config.eval, max_users=0))
+    report = make_scorer(state, run.sequences, run.split, full).evaluate("test")
+    assert isinstance(report, Report)
+    return {
+        **measured(report),
+        "validation": {"metric": config.train.metric, "value": round(best["value"], 5), "users": VALIDATED},
+        "step": manifest.step,
+        "training_minutes": round(memory["seconds"] / 60, 1),
+        "minutes_of_this_call": round((time.monotonic() - start) / 60, 1),
+        "stopped": outcome.stopped,
+    }
+
+
+def make_ids(data: Path, folder: Path) -> Figures:
+    """Builds the ids if they are not there; their figures."""
+    items, vectors, encoder = text_vectors(Sequences.open(data))
+    if not (folder / "ids.json").exists():
+        Registry.build(items, vectors, SID, encoder=f"{encoder}/title").save(folder)
+    registry = Registry.load(folder)
+    trie = registry.trie(items)
+    figures = json.loads(json.dumps(asdict(diagnose(registry, items, vectors))))
+    return {**figures, "encoder": registry.encoder, "reachable": len(torch.unique(trie.leaf_items)) == len(items)}
+
+
+def settings_of(arm: str, config: Config | None) -> dict[str, object]:
+    """What makes two records comparable: everything but seed, places and limits of time."""
+    if config is None:
+        return {"arm": arm}
+    content = json.loads(config.to_json())
+    content.pop("seed")
+    content["data"].pop("path")
+    content["model"].pop("ids", None)
+    for name in ("minutes", "num_threads", "epochs"):
+        content["train"].pop(name)
+    return {"arm": arm, "config": content}
+
+
+def recorded(arm: str, seed: int, settings: Mapping[str, object], run: Callable[[], Figures]) -> Figures:
+    """The arm's figures: from the file, or new and then in the file."""
+    path = measure.RESULTS / f"{NAME}.jsonl"
+    for line in map(json.loads, path.read_text().splitlines() if path.exists() else []):
+        if line["settings"] == settings and line["seed"] == seed:
+            return dict(line["figures"])
+    figures = run()
+    measure.append(NAME, measure.record(seed=seed, figures=figures, settings=settings))
+    print(f"{arm}, seed {seed}: {json.dumps(figures)}", flush=True)
+    return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--data", type=Path, required=True, help="Beauty as written by 'nestpipe data amazon --texts'")
+    parser.add_argument("--runs", type=Path, default=Path("runs/quality_beauty"), help="where runs lie, to go on with")
+    parser.add_argument("--arms", nargs="+", default=["popularity", "sasrec", "generative"])
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--epochs", type=int, default=0, help="end training after so many epochs; 0 for the recipe's")
+    parser.add_argument("--minutes", type=float, default=0.0, help="end each training after so many minutes; 0 for all")
+    options = parser.parse_args()
+    found: dict[str, Figures] = {}
+    for arm in options.arms:
+        config = config_of(arm, options)
+        if arm == "popularity":
+            found[arm] = recorded(arm, options.seed, settings_of(arm, None), lambda c=config: run_popularity(c))
+            continue
+        if arm == "generative":
+            options.runs.mkdir(parents=True, exist_ok=True)
+            ids = options.runs / "ids"
+            found["ids"] = recorded(
+                "ids", SID.seed, {"arm": "ids", **asdict(SID)}, lambda f=ids: make_ids(options.data, f)
+            )
+        folder = options.runs / f"{arm}-{options.seed}"
+        found[arm] = recorded(arm, options.seed, settings_of(arm, config), lambda c=config, f=folder: run_model(c, f))
+    rows = [
+        [arm, *(f"{one[name]:.4f}" for name in ("hr@5", "hr@10", "ndcg@10", "coverage@10"))]
+        for arm, one in found.items()
+        if arm != "ids"
+    ]
+    print(measure.table(["arm", "HR@5", "HR@10", "NDCG@10", "coverage@10"], rows))
+    keys: Figures = {
+        f"{arm}_{name}": one[name] for arm, one in found.items() if arm != "ids" for name in ("hr@10", "ndcg@10")
+    }
+    if generative := found.get("generative"):
+        hr, ndcg = float(str(generative["hr@10"])), float(str(generative["ndcg@10"]))
+        keys |= {"must_met": hr >= MUST_HR10, "aim_met": hr >= AIM_HR10 and ndcg >= AIM_NDCG10}
+        if sasrec := found.get("sasrec"):
+            keys["hr@10_of_sasrec"] = round(hr / float(str(sasrec["hr@10"])), 4)
+    print(json.dumps(keys))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""A generative run from ids to recommendations: every mode gives the same bits, and other ids are refused everywhere."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from nestpipe import recipes
+from nestpipe.checkpoint import complete_steps
+from nestpipe.demo import differing_tensors
+from nestpipe.errors import CheckpointError, ConfigError, DataError
+from nestpipe.instruct.semantic_ids import Registry, SidConfig
+from nestpipe.run import Run
+from nestpipe.scoring import GenerativeScorer
+from nestpipe.trainer import train_to_end
+from tests.ranks import run_ranks
+from tests.worlds import small_config, small_log
+
+
+def make_ids(folder: Path, *, seed: int = 0) -> Registry:
+    """Ids of 30 items whose codes say something about them: neighbours in the log's rule are near."""
+    angle = torch.arange(30) * 7 % 30 * (2 * np.pi / 30)
+    vectors = torch.stack([angle.cos(), angle.sin(), (2 * angle).cos()], 1)
+    registry = Registry.build(torch.arange(30), vectors, SidConfig(levels=2, codes=4, seed=seed), encoder="rule")
+    registry.save(folder)
+    return registry
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("generative")
+    small_log(folder / "log", times=False)
+    make_ids(folder / "ids")
+    make_ids(folder / "other", seed=5)
+    return folder
+
+
+def config_of(world, mode="sequential", *, parts=3):
+    config = small_config(world / "log", pipeline={"mode": mode, "parts": parts, "cluster": True, "depth": 2}, epochs=2)
+    model = replace(
+        recipes.beauty_sid().model,
+        ids=str(world / "ids"),
+        dim=8,
+        num_encoder=1,
+        num_decoder=1,
+        num_heads=2,
+        hidden_dim=16,
+        dropout=0.2,
+        user_rows=True,
+        beam=16,
+    )
+    return replace(config, model=model, data=replace(config.data, validation=True))
+
+
+def train(rank_world, config, folder):
+    return train_to_end(config, folder, resume=True, quiet=True, world=rank_world).stopped
+
+
+@pytest.fixture(scope="module")
+def calm(world, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("generative") / "calm"
+    assert run_ranks(2, train, config_of(world), folder, deadline_s=240) == ["2 epochs done"] * 2
+    return folder
+
+
+def test_nested_equals_sequential_bit_for_bit(world, calm, tmp_path):
+    run_ranks(2, train, config_of(world, "nested"), tmp_path / "run", deadline_s=240)
+    assert complete_steps(tmp_path / "run" / "checkpoints") == complete_steps(calm / "checkpoints")
+    assert not differing_tensors(calm, tmp_path / "run")
+
+
+def test_the_number_of_ranks_and_parts_does_not_decide_what_is_learned(world, calm, tmp_path):
+    alone = train_to_end(config_of(world, parts=1), tmp_path / "run", quiet=True).run
+    _, ours = alone.load_state()
+    ours_dense, theirs = alone.load_state()[0].dense.weights, Run.open(calm).load_state()[0].dense.weights
+    assert ours.step == 8
+    # Sums in another order in fp32, and Adam divides small gradients by their own size.
+    torch.testing.assert_close(ours_dense, theirs, atol=2e-3, rtol=0.0)
+
+
+def test_a_run_recommends_unseen_items_and_is_evaluated_on_items(world, calm):
+    run = Run.open(calm)
+    scorer = run.scorer()
+    assert isinstance(scorer, GenerativeScorer)
+    found = scorer.recommend(12, k=5)
+    row = int(np.flatnonzero(run.sequences.users == 12)[0])
+    history = run.sequences.items[run.sequences.offsets[row] : run.sequences.offsets[row + 1]]
+    assert len(found.items) == 5
+    assert not set(found.items) & set(history.tolist())
+    assert found.scores == sorted(found.scores, reverse=True)
+    report = scorer.evaluate()
+    lists = {user: scorer.recommend(user, k=1).items for user in (3, 9)}
+    assert all(len(items) == 1 for items in lists.values())
+    assert report.num_items == 30
+    assert report.num_users == 40
+    hits = [int(rank) <= 10 for rank in report.rank]
+    assert report.metrics["hr@10"].mean == pytest.approx(sum(hits) / 40)
+
+
+def test_other_ids_are_refused_by_run_and_checkpoint(world, calm, tmp_path):
+    config = config_of(world)
+    other = replace(config, model=replace(config.model, ids=str(world / "other")))
+    with pytest.raises((CheckpointError, ConfigError), match="semantic ids"):
+        train_to_end(other, calm, resume=True, quiet=True)
+    with pytest.raises((CheckpointError, ConfigError), match="semantic ids"):
+        Run(calm, other).load_state()
+    gone = replace(config, model=replace(config.model, ids=str(tmp_path / "gone")))
+    with pytest.raises(DataError, match="no semantic ids in"):
+        train_to_end(gone, tmp_path / "run", quiet=True)
+    assert not (tmp_path / "run" / "config.json").exists()
+
+
+def test_lists_cannot_be_longer_than_the_beam(world):
+    config = config_of(world)
+    with pytest.raises(ConfigError, match=r"eval\.ks goes up to 10, but model\.beam 4"):
+        replace(config, model=replace(config.model, beam=4)).validate()
