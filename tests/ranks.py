@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from nestpipe.comm import World
+from nestpipe.native import load
 
 DEADLINE_S = 60.0
 _GRACE_S = 5.0  # for the other ranks, once one has failed
@@ -159,6 +160,7 @@ POOL: RankPool | None = None
 def run_ranks(world_size: int, function: Function, *args: Any, deadline_s: float = DEADLINE_S) -> list[Any]:
     """function(world, *args) in each of `world_size` rank processes; it must be importable by name. Results by rank."""
     global POOL  # noqa: PLW0603  one pool for all tests of a worker
+    load()  # compiled here, if need be: ranks have deadlines, and one that is ended leaves its compiler behind
     POOL = POOL or RankPool()
     return POOL.run(world_size, function, *args, deadline_s=deadline_s)
 

@@ -14,12 +14,13 @@ from nestpipe.data.config import DataConfig
 from nestpipe.data.loader import Loader
 from nestpipe.data.splits import make_split
 from nestpipe.jagged import Cursor
+from nestpipe.run import FREE_KEYS
 from nestpipe.tune_balance import tuned
 from tests.pipeline_ranks import merged, train_steps
 from tests.ranks import run_ranks
 from tests.worlds import small_config, small_log, write_log
 
-COST = Cost(1.0, 0.01)
+COST = Cost(1.0, 0.0005)
 
 
 def kuai(num, seed=0):
@@ -125,8 +126,6 @@ def test_tune_measures_the_cost_of_a_recipe(tmp_path):
 
 
 def test_coefficients_belong_to_the_run():
-    from nestpipe.run import FREE_KEYS
-
     assert not {"data.balance", "data.cost_linear", "data.cost_square"} & set(FREE_KEYS)
     data = recipes.tiny().data
     assert list(replace(data, cost_linear=-1.0).problems())
