@@ -157,9 +157,9 @@ def keep_late(holder, held, grads, lr, update=Lagging.update):
         Lagging.keep(holder, held)
 
 
-def gather_for_all(holder, held, places):
+def gather_for_all(holder, held, places, out=None):
     kept = holder._first[1] if holder._first else Kept(held.ids[:0], holder.table.empty_rows(0))
-    return kept.lay_over(holder.inner.gather(held, places), held.ids.index_select(0, places))
+    return kept.lay_over(holder.inner.gather(held, places, out), held.ids.index_select(0, places))
 
 
 def keep_nothing(holder, held):
