@@ -47,9 +47,16 @@ def rows() -> Iterator[Row]:
         yield "embedding step over TBE", figure(found, "speedup_vs_tbe"), bound, command
         yield "embedding step over nn.Embedding(sparse)", figure(found, "speedup_vs_torch_sparse"), bound, command
     for dense in ("mlp", "hstu"):
-        found = records("train_step", lambda settings, dense=dense: settings["dense"] == dense)
+        found = records("train_step", lambda one, dense=dense: one["dense"] == dense and one.get("ranks", 2) == 2)
         for one in [one for one in found if all("vs_torchrec" in each for each in one["figures"].values())][-1:]:
             yield from _train_step(one["figures"], one["settings"])
+    for one in records("weak_scaling")[-1:]:
+        yield _weak_scaling(one["figures"], one["settings"])
+    for one in records("adapt")[-1:]:
+        for half, found in one["figures"].items():
+            beside = f"worst fixed choice {found['worst_fixed_over_best']:.2f}x; aim 1.02x"
+            title = f"settings that choose themselves over the best fixed ones, {half} half of a changing workload"
+            yield title, figure(found, "adaptive_over_best_median"), beside, "adapt.py"
     for one in records("attention")[-1:]:
         for shape, found in one["figures"].items():
             beside = f"{found['vs_blocks']:.1f}x blocks; {found['of_sgemm']:.2f} of sgemm"
@@ -77,6 +84,16 @@ def _train_step(networks: Figures, settings: Figures) -> Iterator[Row]:
         if "vs_torchrec" in found:
             plain = f"our sequential over TorchRec without pipeline {figure(found, 'sequential_vs_torchrec_plain')}"
             yield f"nested over TorchRec SparseDist: {where}", figure(found, "vs_torchrec"), plain, command
+
+
+def _weak_scaling(figures: Figures, settings: Figures) -> Row:
+    few, many = min(figures, key=int), max(figures, key=int)
+    own = {mode: figures[many][mode] for mode in ("nested", "sequential", "stale")}
+    low, high = own["nested"]["efficiency_range"]
+    title = f"weak scaling {few} to {many} ranks, dense part emulated ({settings['dense_ms']} ms), {settings['rate']} per host"
+    others = ", ".join(f"{mode} {own[mode]['efficiency']:.1%}" for mode in ("sequential", "stale"))
+    beside = f"{others}; bitwise equal; cores {own['nested']['cpu_share']:.0%} busy"
+    return title, f"{own['nested']['efficiency']:.1%} ({low:.1%}-{high:.1%})", beside, "weak_scaling.py"
 
 
 def table() -> str:

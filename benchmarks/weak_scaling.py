@@ -8,7 +8,7 @@ of all ranks in a step over the cores' time is printed beside each figure, and a
 
     efficiency = step on the fewest ranks / step on so many ranks, of the same mode, from medians of blocks
 
-The bits are checked: sequential, frozen-window or whichever exact modes run end alike. Needs root, ip and tc.
+Sequential and nested must end with the same bits, or nothing counts. Needs root, ip and tc.
 """
 
 from __future__ import annotations
