@@ -23,7 +23,7 @@ from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 Value = TypeVar("Value")
 
@@ -38,6 +38,7 @@ class State(StrEnum):
     PROMOTING = "promoting"
 
 
+_AT_REST = frozenset({State.READY, State.HOST})
 _IN_WORK = frozenset({State.RESERVED, State.COMPUTING, State.PROMOTING})  # bytes of the device are reserved
 
 
@@ -158,7 +159,7 @@ class Cache(Generic[Value]):
             for other in list(
                 self._of_user[lease.user].values()
             ):  # a user has one history; what nobody holds is outdated
-                if other is not lease and other.settle(self._clock()) in {State.READY, State.HOST}:
+                if other is not lease and other.settle(self._clock()) in _AT_REST:
                     self._remove(other)
             return True
 
@@ -268,7 +269,7 @@ class Cache(Generic[Value]):
         with self._lock:
             now = self._clock()
             for entry in list(self._entries.values()):
-                if entry.settle(now) in {State.READY, State.HOST} and entry.expires <= now:
+                if entry.settle(now) in _AT_REST and entry.expires <= now:
                     self._remove(entry)
                     self.num_evicted += 1
 
@@ -279,17 +280,10 @@ class Cache(Generic[Value]):
             device_used = sum(one.num_bytes for one in entries if one.device is not None)
             device_reserved = sum(one.num_bytes for one in entries if one.state in _IN_WORK)
             host_used = sum(one.num_bytes for one in entries if one.host is not None)
-            moving = (one for one in entries if one.state == State.DEMOTING and one.host is None)
-            books = (
-                ("device", self.device, device_used, device_reserved),
-                ("host", self.host, host_used, sum(one.num_bytes for one in moving)),
-            )
-            for name, tier, used, reserved in books:
+            moving = sum(one.num_bytes for one in entries if one.state == State.DEMOTING and one.host is None)
+            for tier, used, reserved in ((self.device, device_used, device_reserved), (self.host, host_used, moving)):
                 if (tier.used, tier.reserved) != (used, reserved) or tier.free < 0:
-                    raise AssertionError(
-                        f"{name}: used {tier.used:,} and reserved {tier.reserved:,} of {tier.cap:,}, but the entries have "
-                        f"{used:,} and {reserved:,}"
-                    )
+                    raise AssertionError(f"{tier}, but its entries use {used:,} and reserve {reserved:,} bytes")
 
     def _holds(self, entry: Entry[Value]) -> bool:
         return self._entries.get(entry.key) is entry
@@ -301,15 +295,13 @@ class Cache(Generic[Value]):
         entry.settle(now)
         joiners, entry.joiners = entry.joiners, []
         for joiner in joiners:
-            if joiner.set_running_or_notify_cancel():
-                joiner.set_result(value)
+            settle(joiner, value)
 
     def _evictable(self, tier: Tier) -> list[Entry[Value]]:
         """What may leave a tier, in the order in which it goes."""
         now, on_device = self._clock(), tier is self.device
-        held = (State.READY, State.HOST)
         here = (one for one in self._entries.values() if (one.device if on_device else one.host) is not None)
-        found = [one for one in here if one.settle(now) in held]
+        found = [one for one in here if one.settle(now) in _AT_REST]
         return sorted(found, key=lambda one: (one.expires > now, not one.consumed, one.used_at))
 
     def _make_room(self, tier: Tier, num_bytes: int) -> bool:
@@ -351,5 +343,14 @@ class Cache(Generic[Value]):
         entry.device = entry.host = None
         joiners, entry.joiners = entry.joiners, []
         for joiner in joiners:
-            if joiner.set_running_or_notify_cancel():
-                joiner.set_exception(LostError(f"the prefix of user {entry.user} is gone"))
+            settle(joiner, LostError(f"the prefix of user {entry.user} is gone"))
+
+
+def settle(reply: Future[Any], result: object) -> None:
+    """Answers a future, unless whoever waited for it is gone."""
+    if not reply.set_running_or_notify_cancel():
+        return
+    if isinstance(result, BaseException):
+        reply.set_exception(result)
+    else:
+        reply.set_result(result)

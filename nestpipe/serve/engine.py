@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from nestpipe.models.prefix import Prefix, PrefixKey
-from nestpipe.serve.cache import Cache, Entry, State
+from nestpipe.serve.cache import Cache, Entry, State, settle
 from nestpipe.serve.config import EngineConfig, TriggerConfig
 from nestpipe.serve.histories import Histories
 from nestpipe.serve.jobs import (
@@ -35,7 +35,6 @@ from nestpipe.serve.jobs import (
     Rank,
     Signal,
     choose,
-    settle,
 )
 from nestpipe.serve.prefix import Asked, Served, copy_prefix
 from nestpipe.serve.trigger import Bucket, Costs, Kind, View, decide
@@ -103,7 +102,7 @@ class Engine:
         self._held: dict[str, tuple[PrefixKey, float]] = {}  # request -> what waits for it, until when
         self._looked, self._num_removals = -math.inf, histories.num_removals
         self._news = threading.Condition()
-        self._stopping = False
+        self.is_stopping = False
         self._thread: threading.Thread | None = None
 
     # From any thread.
@@ -111,7 +110,7 @@ class Engine:
     def submit(self, job: Rank | Signal) -> None:
         """Queues a job, whose `reply` will have the answer; raises BusyError."""
         with self._news:
-            if self._stopping:
+            if self.is_stopping:
                 raise BusyError("the instance is stopping; ask another.")
             if self.num_waiting >= self.config.max_queue:
                 raise BusyError(f"{self.num_waiting} requests wait already; try again later, or ask another instance.")
@@ -123,10 +122,6 @@ class Engine:
     @property
     def num_waiting(self) -> int:
         return len(self._inbox) + len(self._ranks) + len(self._waiting)
-
-    @property
-    def is_stopping(self) -> bool:
-        return self._stopping
 
     def release(self, request: str) -> bool:
         """Lets go of the prefix that is held for a request which will not come."""
@@ -145,7 +140,7 @@ class Engine:
     def stop(self) -> None:
         """Answers what is queued, then ends."""
         with self._news:
-            self._stopping = True
+            self.is_stopping = True
             self._news.notify()
         if self._thread is not None:
             self._thread.join()
@@ -153,7 +148,7 @@ class Engine:
     # The engine's own thread.
 
     def _run(self) -> None:
-        while not (self._stopping and not self.num_waiting):
+        while not (self.is_stopping and not self.num_waiting):
             try:
                 is_idle = not self.step()
                 self._look_around()
@@ -249,7 +244,7 @@ class Engine:
     def _begun(self, asked: Asked) -> Prefix | None:
         """The longest kept prefix of the user with which the one asked for begins."""
         kept = sorted(self.cache.peek_user(asked.key.user), key=lambda one: -one.key.length)
-        return next((one for one in kept if self.served.begins(one, asked)), None)
+        return next((one for one in kept if self.served.ranker.begins(one, asked.prefix)), None)
 
     def _prefill(self) -> bool:
         """One chunk, first of what ranks are waiting for."""

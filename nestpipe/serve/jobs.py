@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from nestpipe.data.sequences import Sequences
 from nestpipe.errors import NestPipeError
@@ -129,13 +129,3 @@ def choose(
         if (cost_ms := costs.full_ms(kept, num_candidates)) <= slack_ms:
             return Choice("shorter", cost_ms, kept)
     return Choice("upstream", 0.0)
-
-
-def settle(reply: Future[Any], result: object) -> None:
-    """Answers a future, unless whoever waited for it is gone."""
-    if not reply.set_running_or_notify_cancel():
-        return
-    if isinstance(result, BaseException):
-        reply.set_exception(result)
-    else:
-        reply.set_result(result)

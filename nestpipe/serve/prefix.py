@@ -66,10 +66,6 @@ class Served:
         """What its prefix will take, known before it is computed."""
         return asked.key.length * (self._event_bytes + (0 if asked.prefix.times is None else 8))
 
-    def begins(self, kept: Prefix, asked: Asked) -> bool:
-        """Whether a kept prefix is the beginning of the one asked for."""
-        return self.ranker.begins(kept, asked.prefix)
-
     def fill(self, asked: Asked, kept: Prefix | None, *, chunk: int) -> Prefix:
         """The next chunk of a prefix behind what is kept; all that is left if the model's rows know the request."""
         first, last = (kept.key.length if kept else 0), asked.key.length

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +33,7 @@ Reason = Literal[
     "shadow",
     "off",
 ]
+REASONS = frozenset(get_args(Reason))
 Floats = NDArray[np.float64]
 _WINDOW = 256  # measurements behind a correction
 _EVERY = 16  # measurements between two looks at them
@@ -54,8 +55,7 @@ class Costs:
     def __init__(self, samples: Iterable[Sample], *, copy_ms_per_byte: float = 0.0):
         self._copy_ms_per_byte = copy_ms_per_byte
         self._constants: dict[Kind, Floats] = {}
-        self._beyond: dict[Kind, deque[float]] = {"full": deque(maxlen=_WINDOW), "hit": deque(maxlen=_WINDOW)}
-        self._beyond["pre"] = deque(maxlen=_WINDOW)
+        self._beyond: dict[Kind, deque[float]] = {kind: deque(maxlen=_WINDOW) for kind in get_args(Kind)}
         self._extra: dict[Kind, float] = dict.fromkeys(self._beyond, 0.0)
         self._num_seen = 0
         samples = list(samples)
@@ -130,12 +130,9 @@ def decide(config: TriggerConfig, costs: Costs, view: View, *, num_events: int, 
         ("over_rate", view.tokens_ms < view.work_ms),
         ("breaker", view.rank_p99_ms > config.budget_ms),
     )
-    first = next((reason for reason, fails in tests if fails and not _waived(config, reason)), None)
+    asked = {"already_live", "no_room", "over_rate"} if config.mode == "always" else REASONS
+    first = next((reason for reason, fails in tests if fails and reason in asked), None)
     return first or ("shadow" if config.mode == "shadow" else "admitted")
-
-
-def _waived(config: TriggerConfig, reason: Reason) -> bool:
-    return config.mode == "always" and reason in {"not_at_risk", "no_rescue", "too_late", "breaker"}
 
 
 class Bucket:

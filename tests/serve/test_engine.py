@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -192,7 +194,7 @@ def test_prefixes_of_other_weights_are_not_found_and_not_accepted(runs, served, 
     now = engine.served.ask(engine.histories.of(3), ASKED)
     with pytest.raises(PrefixError, match="weights: kept"):
         engine.served.scores([now], [engine.served.candidates(ITEMS, engine.histories.sequences)], [kept])
-    assert not engine.served.begins(kept, asked)
+    assert not engine.served.ranker.begins(kept, asked.prefix)
 
 
 def test_a_prefix_that_the_contract_refuses_is_ranked_in_full(engine, monkeypatch, caplog):
@@ -512,6 +514,14 @@ def test_many_threads_get_the_scores_of_one(runs, served, tmp_path, scale):
     assert not wrong
     assert "full" in paths
     assert paths & {"hit_device", "join"}
+
+
+def test_a_step_can_be_read_in_an_hour():
+    """Five files: the step, what it is asked, what it keeps, what it decides by, what it asks of the model."""
+    folder = Path(inspect.getfile(Engine)).parent
+    names = ("engine", "jobs", "cache", "trigger", "prefix")
+    assert sum(len((folder / f"{name}.py").read_text().splitlines()) for name in names) <= 1200
+    assert len(inspect.getsource(Engine.step).splitlines()) < 20
 
 
 def test_batches_of_several_users_are_those_of_each(served):

@@ -303,13 +303,13 @@ def test_overload_and_draining_are_said_at_once(open_world):
     world = open_world(max_queue=1)
     engine = world.instance.engine
     engine.stop()  # nothing is taken from the queue any more
-    engine._stopping = False
+    engine.is_stopping = False
     with httpx.Client(timeout=1) as waiting, pytest.raises(httpx.ReadTimeout):
         waiting.post(f"{world.url}/v1/rank", json={"user": 1, "request": "a", "candidates": [1]})
     wait_until(lambda: engine._inbox and engine._inbox[0].reply.cancelled())
     full = world.post("rank", {"user": 1, "request": "b", "candidates": [1]})
     assert (full.status_code, full.json()["error"]["code"], full.headers["retry-after"]) == (429, "overloaded", "1")
-    engine._stopping = True
+    engine.is_stopping = True
     gone = world.post("rank", {"user": 1, "request": "c", "candidates": [1]})
     assert (gone.status_code, gone.json()["error"]["code"]) == (503, "stopping")
     assert world.http.get(f"{world.url}/readyz").status_code == 503
