@@ -176,8 +176,8 @@ class Bench:
 
     def longest_history(self, arm: Running, rate: float, budget_ms: float) -> float:
         """The longest history, the same for all users, that keeps the budget at a rate."""
-        longest, length = 0.0, 256.0
-        while length <= relay_worlds.MAX_LEN:
+        longest, length = 0.0, self.world.max_len / 16
+        while length <= self.world.max_len:
             order = np.argsort(np.abs(self.world.lengths - length), kind="stable")[
                 : max(len(self.world.lengths) // 10, 50)
             ]
@@ -299,7 +299,9 @@ def main() -> None:
     )
     parser.add_argument("--ml1m", type=Path, help="a sequence folder of MovieLens-1M: measure relay-ml1m")
     parser.add_argument("--curve", action="store_true")
-    parser.add_argument("--quick", action="store_true", help="a smaller log, fewer arms, short loads")
+    parser.add_argument(
+        "--quick", action="store_true", help="histories of a sixteenth, fewer users and arms, short loads"
+    )
     parser.add_argument(
         "--dry", action="store_true", help="void loads count too and nothing is recorded: checks the script"
     )
@@ -314,7 +316,9 @@ def main() -> None:
     if options.ml1m:
         world, act, workload = relay_worlds.relay_ml1m(options.folder, options.ml1m), relay_ml1m, "relay-ml1m"
     else:
-        world = relay_worlds.relay_long(options.folder, 500 if options.quick else 20_000)
+        world = relay_worlds.relay_long(
+            options.folder, 500 if options.quick else 20_000, times=0.125 if options.quick else 2.0
+        )
         act, workload = curve if options.curve else relay_long, "relay-long"
     with ExitStack() as stack:
         figures = act(Bench(world, seconds=seconds, stack=stack, dry=options.dry), options)

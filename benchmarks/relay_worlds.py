@@ -33,7 +33,6 @@ from nestpipe.serve.router import Instance
 
 SEED = 0
 NUM_ITEMS = 10_000
-MAX_LEN = 4096
 _START_S = 1_700_000_000
 
 
@@ -47,14 +46,16 @@ class World:
     last_s: np.ndarray  # time of each user's last event
     items: np.ndarray  # the catalogue
     num_candidates: int
+    max_len: int
 
 
-def relay_long(folder: Path, num_users: int) -> World:
-    """Made once per folder."""
-    data, run = folder / f"long-{num_users}", folder / f"long-{num_users}-run"
+def relay_long(folder: Path, num_users: int, *, times: float = 2.0) -> World:
+    """`lengths-kuai` times a number, which is 2 in the workload; made once per folder."""
+    name = f"long-{num_users}-{times:g}"
+    data, run, max_len = folder / name, folder / f"{name}-run", int(2048 * times)
     if not data.exists():
         drawn = np.exp(np.random.default_rng(SEED).normal(6.0, 1.1, num_users)).clip(max=2048)
-        lengths = np.ceil(2 * drawn).astype(np.int64)
+        lengths = np.ceil(times * drawn).astype(np.int64)
         random, total = np.random.default_rng(SEED + 1), int(lengths.sum())
         user = np.repeat(np.arange(num_users), lengths)
         place = np.arange(total) - np.repeat(np.cumsum(lengths) - lengths, lengths)
@@ -71,7 +72,7 @@ def relay_long(folder: Path, num_users: int) -> World:
         write_sequences(data, schema=schema, log=log)
     if not Run.exists(run):
         settings = DataConfig(
-            path=str(data), max_len=MAX_LEN, truncate_block=256, split="time", split_time="2100-01-01"
+            path=str(data), max_len=max_len, truncate_block=max_len // 16, split="time", split_time="2100-01-01"
         )
         model = RankingConfig(dim=64, num_blocks=2, num_heads=2, qk_dim=32, v_dim=32, dropout=0.0)
         base = recipes.ml1m_ranking()
@@ -105,11 +106,13 @@ def _new_run(config: Config, folder: Path) -> None:
 
 
 def _world(run: Path, *, num_candidates: int) -> World:
-    sequences = Run.open(run).sequences
+    opened = Run.open(run)
+    sequences = opened.sequences
     assert sequences.times is not None
     last_s = np.array(sequences.times[sequences.offsets[1:] - 1]) // 1000
     items = np.array(sequences.catalogue)
-    return World(run, np.array(sequences.users), np.diff(sequences.offsets), last_s, items, num_candidates)
+    users, lengths = np.array(sequences.users), np.diff(sequences.offsets)
+    return World(run, users, lengths, last_s, items, num_candidates, opened.config.data.max_len)
 
 
 @dataclass(frozen=True, slots=True)

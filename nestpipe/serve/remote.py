@@ -191,7 +191,7 @@ class Remote:
         said = await asyncio.gather(*map(ask, members))
         return {one.name: is_ready for one, is_ready in zip(members, said, strict=True)}
 
-    async def watch(self, *, every_s: float = 0.5, timeout_s: float = 0.25) -> None:
+    async def watch(self, *, every_s: float = 0.5, timeout_s: float = 1.0) -> None:
         """Looks at the members until it is cancelled: who starts, hangs or drains is asked last, who is back is asked again."""
         while True:
             for name, is_ready in (await self.ready(timeout_s=timeout_s)).items():
