@@ -1,8 +1,9 @@
 """How much of a step do ranks wait for the slowest one, with fixed shares of a batch and with balanced ones?
 
 By the cost model: batches of `lengths-kuai` (log-normal, cut at 2,048), S samples x W ranks, the cost a·L + b·L² of an HSTU
-with the ratio of a and b below; the share of the slowest rank's time that ranks wait for it. `fixed`: as many samples each.
+with two ratios of a and b; the share of the slowest rank's time that ranks wait for it. `fixed`: as many samples each.
 `tokens`: greedy, by events. `cost`: greedy, by cost. `swaps`: and then pairwise swaps, which is what `data.balance` does.
+`bound`: what nobody can avoid, because a rank has the longest sample alone. With the larger ratio of narrow models that is nearly all of it.
 
 Measured: four real ranks train an HSTU on such lengths (scaled to 512), fixed and balanced in turn, with coefficients from
 `nestpipe tune balance` in the same run. A rank's time is the processor time of its computing thread in a step, because four
@@ -58,7 +59,9 @@ from nestpipe.tune_balance import tuned
 
 SEED, WORLD_SIZE, MAX_LEN = 0, 4, 512
 SHAPES = {"8x8": (8, 8, 0.01), "6x16": (6, 16, 0.015)}  # samples of a rank, ranks, and what the wait has to be
-RATIO = 0.002  # b / a: an event costs as much as 500 pairs; HSTU of width 50 with 128 negatives, as tune measured it
+# b / a. By its arithmetic (nestpipe.flops), an HSTU of width 512 with 128 negatives has the first: a size that is trained on
+# 2,048 events. The second is what `nestpipe tune balance` finds for one of width 50.
+RATIOS = (0.0005, 0.002)
 ARMS = ("fixed", "balanced")
 
 
@@ -66,9 +69,9 @@ def lengths_kuai(num: int, seed: int) -> Ints:
     return np.ceil(np.exp(np.random.default_rng(seed).normal(6.0, 1.1, num)).clip(max=2048)).astype(np.int64)
 
 
-def modelled(samples: int, world_size: int, num_batches: int) -> dict[str, Imbalance]:
+def modelled(ratio: float, samples: int, world_size: int, num_batches: int) -> dict[str, Imbalance]:
     """The imbalance of each way to share batches, averaged over them."""
-    cost, found = Cost(1.0, RATIO), {name: [] for name in ("fixed", "tokens", "cost", "swaps")}
+    cost, found = Cost(1.0, ratio), {name: [] for name in ("fixed", "tokens", "cost", "swaps", "bound")}
     for number in range(num_batches):
         lengths = lengths_kuai(samples * world_size, SEED + number)
         costs, ids = cost.of(lengths), np.arange(len(lengths))
@@ -82,6 +85,8 @@ def modelled(samples: int, world_size: int, num_batches: int) -> dict[str, Imbal
         for name, rank_of in ranks.items():
             loads = (loads_of(costs, rank_of, world_size), loads_of(tokens, rank_of, world_size))
             found[name].append(Imbalance.of(*loads))
+        least = max(0.0, 1 - costs.sum() / world_size / costs.max())
+        found["bound"].append(Imbalance(least, least, 0.0))
     return {
         name: Imbalance(*(float(np.mean([getattr(one, key) for one in each])) for key in ("wait", "spread", "tokens")))
         for name, each in found.items()
@@ -187,23 +192,23 @@ def main() -> None:
     options = parser.parse_args()
     figures: dict[str, object] = {}
     table = []
-    for name, (samples, world_size, most) in SHAPES.items():
-        found = modelled(samples, world_size, 50 if options.quick else 500)
-        for way, one in found.items():
-            verdict = ("met" if one.wait <= most else "missed") if way == "swaps" else ""
-            table.append(
-                [f"{name} {way}", *(f"{100 * value:.2f} %" for value in (one.wait, one.spread, one.tokens)), verdict]
-            )
-        figures[name] = {
-            way: [round(value, 5) for value in (one.wait, one.spread, one.tokens)] for way, one in found.items()
-        }
-        if name == "8x8":
-            figures |= {"wait_share": found["swaps"].wait, "wait_share_fixed": found["fixed"].wait}
+    for ratio in RATIOS:
+        for name, (samples, world_size, most) in SHAPES.items():
+            found = modelled(ratio, samples, world_size, 50 if options.quick else 500)
+            for way, one in found.items():
+                verdict = ("met" if one.wait <= most else "missed") if way == "swaps" else ""
+                values = (one.wait, one.spread, one.tokens)
+                table.append([f"b/a {ratio:g}: {name} {way}", *(f"{100 * value:.2f} %" for value in values), verdict])
+            figures[f"{name}, b/a {ratio:g}"] = {
+                way: [round(value, 5) for value in (one.wait, one.spread, one.tokens)] for way, one in found.items()
+            }
+            if (name, ratio) == ("8x8", RATIOS[0]):
+                figures |= {"wait_share": found["swaps"].wait, "wait_share_fixed": found["fixed"].wait}
     print("by the cost model, mean over batches")
     print(measure.table(["samples x ranks", "wait/step", "spread", "of events", ""], table))
     if not options.no_ranks:
         figures["measured"] = real(10 if options.quick else 40)
-    settings = {"workload": "lengths-kuai", "ratio": RATIO, "quick": options.quick}
+    settings = {"workload": "lengths-kuai", "ratios": RATIOS, "quick": options.quick}
     measure.append("balance", measure.record(seed=SEED, figures=figures, settings=settings))
     print(json.dumps(figures))
 

@@ -97,7 +97,7 @@ def fixed(num_units: int, world_size: int) -> Ints:
 
 def loads_of(costs: Floats, rank_of: Ints, world_size: int) -> Floats:
     """What each rank has to do."""
-    return np.bincount(rank_of, weights=costs, minlength=world_size)
+    return np.bincount(rank_of, weights=costs, minlength=world_size).astype(np.float64)
 
 
 def fit(lengths: list[Ints], seconds: Floats) -> tuple[Cost, float]:

@@ -116,7 +116,7 @@ class Loader:
             return places[torch.from_numpy(rank_of == self._rank)], None
         groups = places // size
         numbers, unit = groups.unique(return_inverse=True)
-        of_groups = np.bincount(unit.numpy(), weights=costs)
+        of_groups = np.bincount(unit.numpy(), weights=costs).astype(np.float64)
         own = assign(of_groups, numbers.numpy(), self._world_size)[unit.numpy()] == self._rank
         return places[torch.from_numpy(own)], groups[torch.from_numpy(own)]
 

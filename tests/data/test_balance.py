@@ -66,7 +66,7 @@ def test_fewer_samples_than_ranks_and_none_at_all():
 
 
 def test_the_fit_finds_the_coefficients_and_none_is_negative():
-    lengths = [np.full(4096 // length, length) for length in (8, 64, 256, 1024)]
+    lengths = [np.full(events // length, length) for length in (8, 64, 256, 1024) for events in (2048, 4096)]
     seconds = np.array([0.01 + 1e-6 * Cost(3.0, 0.05).of(one).sum() for one in lengths])
     cost, constant = fit(lengths, seconds)
     assert np.allclose([cost.linear, cost.square, constant], [3.0, 0.05, 0.01], rtol=1e-6)
