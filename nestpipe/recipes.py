@@ -208,7 +208,7 @@ def ml1m_ranking() -> Config:
         ),
         embedding=EmbeddingConfig(lr=1e-2),
         dense=DenseConfig(lr=3e-3),
-        train=TrainConfig(epochs=4, decay_epochs=4, save_steps=1000),
+        train=TrainConfig(epochs=12, decay_epochs=12, save_steps=1000),
     )
 
 
