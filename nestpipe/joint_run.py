@@ -16,6 +16,7 @@ from nestpipe.config import Config
 from nestpipe.errors import CommError, ConfigError
 from nestpipe.handle import named_ranks
 from nestpipe.mirror import Mirror
+from nestpipe.models.encdec_config import EncDecConfig
 from nestpipe.run import FREE_KEYS, Lanes, Run
 from nestpipe.warm_start import InitFrom, Origin
 
@@ -94,6 +95,11 @@ def check_shared(folder: Path, control: Lane) -> None:
 def _reopen(config: Config, folder: Path, init_from: InitFrom | None) -> Run:
     """The run in a folder with its new limits; raises ConfigError if a setting differs that decides the bits."""
     saved = Run.open(folder, data_path=config.data.path)
+    if isinstance(saved.config.model, EncDecConfig) and isinstance(
+        config.model, EncDecConfig
+    ):  # the ids may have moved
+        moved = replace(saved.config.model, ids=config.model.ids)
+        saved = replace(saved, config=replace(saved.config, model=moved))
     if init_from and (saved.origin is None or saved.origin.source != str(init_from.absolute())):
         history = f"was initialised from {saved.origin.source}" if saved.origin else "started without --init-from"
         raise ConfigError(f"{folder} {history}, not from {init_from.source}; go on without it, or name another --run.")

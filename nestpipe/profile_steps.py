@@ -40,14 +40,15 @@ def profile(run: Run, lanes: Lanes, batches_of: Batches, *, clip_rows: bool) -> 
         state.cut = own
         runner = Runner(state, schedule, observe=recorder.observer(first))
         watched = (state.embedding.keys, state.embedding.rows, state.dense.lane)
+        before = [lane.watch for lane in watched]
         for lane in watched:
             lane.watch = recorder
         try:
             with batches_of() as batches:
                 runner.run(Feed(batches=batches, rates=lambda _: rates, num_batches=NUM_STEPS))
         finally:
-            for lane in watched:
-                lane.watch = None
+            for lane, watch in zip(watched, before, strict=True):
+                lane.watch = watch
         seen = observe(recorder, choice, first, num_samples)
         gathered = lanes.control.all_gather_bytes(json.dumps(seen and seen.to_json()).encode(), name="profile")
         return Observed.of_ranks([Observed.from_json(one) for one in map(json.loads, gathered) if one])

@@ -179,7 +179,7 @@ class Run:
         """All settings that decide the bits; they stand in every checkpoint."""
         facts = {"model": type(self.config.model).__name__}
         if self.ids is not None:
-            facts["semantic ids"] = self.ids.version
+            facts["semantic ids"] = f"{self.ids.version}/{self.ids.digest}"
         return {**facts, **{key: repr(one) for key, one in flat(self.config).items() if key not in FREE_KEYS}}
 
     @property

@@ -98,7 +98,7 @@ class GenerativeScorer:
         with torch.no_grad():
             decoding = model.decoding(rows, batch)
         beams = search(decoding, trie, width=model.config.beam, pool=pool, softmax=model.config.softmax)
-        return expand(trie, beams, k, seen=seen)
+        return expand(trie, beams, k, seen=seen, allowed=None if pool is None else pool.items)
 
     def evaluate(self, target: Target = "test", *, progress: bool = True) -> Report:
         """Where the held-out targets stand in the lists that are generated."""

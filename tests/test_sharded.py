@@ -224,6 +224,15 @@ def test_native_plans_are_those_of_torch(rows, world_size):
         assert as_lists(found[0]) == as_lists(found[1])
 
 
+@needs_compiler
+def test_many_parts_on_many_ranks_do_not_overflow_the_byte_of_the_last_part():
+    counts = [[1] * 200] * 3
+    ids, last_part = torch.arange(600), torch.arange(200).repeat(3).to(torch.uint8)
+    found = [own_requests(ids, last_part, counts, native=native) for native in (True, False)]
+    assert as_lists(found[0]) == as_lists(found[1])
+    assert found[1].arrival_counts == [[1, 1, 1]] * 200
+
+
 def as_lists(plan):
     """All fields of a dataclass, tensors as lists."""
     values = [getattr(plan, name) for name in plan.__dataclass_fields__]

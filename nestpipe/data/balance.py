@@ -18,7 +18,10 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-_MOST_SWAPS = 1000  # counted, not timed: a run may not depend on the clock
+# Counted, not timed: a run may not depend on the clock.
+_MOST_SWAPS = 1000
+_MOST_PAIRS = 1 << 22  # looked at for one batch; a swap looks at every unit of the fullest rank with every other
+_ENOUGH = 1e-3  # of the mean load
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +62,11 @@ def assign(costs: Floats, ids: Ints, world_size: int, *, swaps: bool = True) -> 
         rank_of[unit] = rank = int(loads.argmin())
         loads[rank] += costs[unit]
     if swaps and world_size > 1:
-        by_id = np.argsort(ids)
+        by_id, num_pairs = np.argsort(ids), 0
         for _ in range(_MOST_SWAPS):
+            num_pairs += int((rank_of == loads.argmax()).sum()) * len(costs)
+            if loads.max() <= (1 + _ENOUGH) * loads.mean() or num_pairs > _MOST_PAIRS:
+                break
             if not _swap(costs, by_id, rank_of, loads):
                 break
     return rank_of

@@ -83,9 +83,10 @@ class Lagging:
 
     def gather(self, held: Held, places: Tensor, out: Tensor | None = None) -> Tensor:
         rows = self.inner.gather(held, places, out)
-        if self._first is None or self._first[0] is not held:
+        first = self._first  # another lane may forget it meanwhile: that of a batch that is skipped
+        if first is None or first[0] is not held:
             return rows
-        return self._first[1].lay_over(rows, held.ids.index_select(0, places))
+        return first[1].lay_over(rows, held.ids.index_select(0, places))
 
     def keep(self, held: Held) -> None:
         """Notes the rows of the last batch before a barrier; called before its update."""

@@ -149,7 +149,7 @@ def _own_in_torch(ids: Tensor, last_part: Tensor, first_counts: Counts) -> Reque
     size, parts = len(first_counts), len(first_counts[0])
     union, places = dedupe(ids)
     asker = torch.arange(size).repeat_interleave(torch.tensor([sum(counts) for counts in first_counts]))
-    order, counts = group(last_part * size + asker, size * parts)
+    order, counts = group(last_part.to(torch.int64) * size + asker, size * parts)
     arrivals, of_id = group(places.index_select(0, order), len(union))
     starts = torch.cat([of_id.new_zeros(1), of_id.cumsum(0)])
     return Requests(union, places, first_counts, counts.reshape(parts, size).tolist(), starts, arrivals)

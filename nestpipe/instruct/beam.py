@@ -62,6 +62,11 @@ def search(decoder: Decoder, trie: Trie, *, width: int, pool: Pool | None = None
     check_version("the model", decoder.version, trie.version)
     if pool is not None:
         check_version("the pool", pool.version, trie.version)
+        if pool.tree != trie.digest:
+            raise DataError(
+                "the pool was made for another catalogue of the same semantic ids: its leaves are others here. Make it from "
+                "the tree that is searched."
+            )
     logits = decoder.first()
     nodes = parents = codes = torch.zeros(logits.shape[:2], dtype=torch.int64)
     scores = logits.new_zeros(logits.shape[:2])
@@ -109,7 +114,7 @@ def _best(scores: Tensor, nodes: Tensor, width: int) -> tuple[Tensor, Tensor, Te
 def expand(
     trie: Trie, beams: Beams, k: int, *, seen: Jagged | None = None, allowed: Tensor | None = None, per_leaf: int = 0
 ) -> Found:
-    """The first k items of the leaves, without `seen` ones (catalogue positions) and only `allowed` ones (mask [I]).
+    """The first k items of the leaves, without `seen` ones (catalogue positions) and only `allowed` ones (mask [I] or [R, I]).
 
     A leaf gives its items in their order, at most `per_leaf` of them (0: all).
     """
@@ -122,7 +127,7 @@ def expand(
     index = (start.unsqueeze(1) + place).clamp_(max=len(trie.items) - 1).flatten()
     positions = trie.leaf_items.index_select(0, index).view(num_requests, -1)
     if allowed is not None:
-        keep &= allowed.index_select(0, positions.flatten()).view_as(positions)
+        keep &= allowed.expand(num_requests, -1).gather(1, positions)
     if seen is not None:
         if seen.num_rows != num_requests:
             raise DataError(f"{seen.num_rows} rows of seen items for {num_requests} requests; they must match.")

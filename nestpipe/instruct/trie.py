@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from hashlib import blake2b
 
 import torch
 from torch import Tensor
@@ -22,10 +23,12 @@ from nestpipe.jagged import ranges
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pool:
-    """The live nodes of each level, [1, nodes] for all requests or [R, nodes] for each its own."""
+    """The live nodes of each level, [1, nodes] for all requests or [R, nodes] for each its own; and which items, if not all of a leaf."""
 
     version: str
+    tree: str  # digest of the tree whose nodes these are
     live: tuple[Tensor, ...]
+    items: Tensor | None = None  # mask over catalogue positions, [1, I] or [R, I]
 
     def at(self, level: int, nodes: Tensor) -> Tensor:
         """Whether nodes [R, ...] of a level are live."""
@@ -44,6 +47,7 @@ class Trie:
         """Items [I] by ascending id and their codes [I, levels]; items of one leaf keep their order."""
         self.version, self.sizes, self.items, self.item_codes = version, tuple(sizes), items, codes
         _check(items, codes, self.sizes)
+        self.digest = blake2b(items.numpy().tobytes() + codes.contiguous().numpy().tobytes(), digest_size=8).hexdigest()
         order = _sequence_number(codes, self.sizes).argsort(stable=True)
         ordered = codes.index_select(0, order)
         self.leaf_items = order
@@ -109,14 +113,14 @@ class Trie:
         for level in range(self.num_levels - 1, 0, -1):
             before = torch.nn.functional.pad(live[0].cumsum(1), (1, 0)).index_select(1, self.first[level])
             live.insert(0, before[:, 1:] > before[:, :-1])
-        return Pool(self.version, tuple(live))
+        return Pool(self.version, self.digest, tuple(live))
 
     def pool_of_items(self, allowed: Tensor) -> Pool:
-        """A pool from a mask over catalogue positions, [I] or [R, I]: a leaf is live if one of its items is."""
+        """A pool from a mask over catalogue positions, [I] or [R, I]: a leaf is live if one of its items is, and gives only those."""
         mask = allowed.reshape(-1, allowed.shape[-1])
         leaves = torch.zeros(len(mask), self.num_leaves, dtype=torch.int64)
         leaves.index_add_(1, self.item_nodes[:, -1], mask.to(torch.int64))
-        return self.pool((leaves > 0).view(*allowed.shape[:-1], -1))
+        return replace(self.pool((leaves > 0).view(*allowed.shape[:-1], -1)), items=mask)
 
 
 def check_version(what: str, found: str, expected: str) -> None:

@@ -134,7 +134,7 @@ class EncDec(nn.Module):
         return self._lookups(batch, batch.sample_features)
 
     def weight(self, batch: Batch) -> float:
-        return float(self._weights(batch).sum())
+        return float(self._weights(batch).sum(dtype=torch.float64))  # the same for any division over ranks
 
     def forward(self, rows: Mapping[str, Rows], batch: Batch, draw: Draw) -> Output:
         losses = self.target_losses(rows, batch, draw) * self._weights(batch).unsqueeze(1)

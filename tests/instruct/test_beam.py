@@ -100,6 +100,9 @@ def test_what_is_refused():
     other = Trie(trie.items, trie.item_codes, SIZES, version="v2")
     with pytest.raises(DataError, match="the pool belongs to semantic ids of version v2"):
         search(TableDecoder(1, SIZES), trie, width=2, pool=other.pool(every_leaf(other)))
+    fewer = Trie(trie.items[1:], trie.item_codes[1:], SIZES, version="v1")
+    with pytest.raises(DataError, match="another catalogue of the same semantic ids"):
+        search(TableDecoder(1, SIZES), trie, width=2, pool=fewer.pool(every_leaf(fewer)))
     with pytest.raises(DataError, match="has code 5 at level 2, which has 5 codes"):
         Trie(torch.tensor([1]), torch.tensor([[0, 0, 5]]), SIZES, version="v1")
     with pytest.raises(DataError, match=r"item 10000 has no semantic id"):
@@ -135,3 +138,6 @@ def test_expansion_keeps_the_order_of_a_leaf_and_leaves_out_what_was_seen():
     assert found.scores[0].tolist() == pytest.approx([-0.5, -0.5, -2.0])
     allowed = torch.tensor([True, False, False, True, True])
     assert expand(trie, beams, 3, allowed=allowed).positions.tolist() == [[0, 4, 3], [0, 4, -1]]
+    # A leaf with one item in stock is live for that item alone.
+    pool = trie.pool_of_items(torch.stack([allowed, ~allowed]))
+    assert expand(trie, beams, 3, allowed=pool.items).positions.tolist() == [[0, 4, 3], [2, -1, -1]]

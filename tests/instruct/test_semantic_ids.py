@@ -165,7 +165,7 @@ def test_figures_of_a_registry_that_can_be_counted_by_hand():
 def test_balanced_assignment_is_full_and_prefers_the_nearest():
     vectors, book = vectors_of(10, 2), vectors_of(3, 2, seed=1)
     codes = residual.assign_balanced(vectors, book)
-    assert torch.bincount(codes, minlength=3).tolist() <= [4, 4, 4]
+    assert int(torch.bincount(codes, minlength=3).max()) <= 4
     far = torch.cdist(vectors.double(), book.double())
     for row in range(10):
         nearer = (far[row] < far[row, codes[row]]).nonzero().flatten()
