@@ -112,6 +112,7 @@ class Model:
     fewer: Line  # the same for fewer parts than were tried
     fewest: int  # parts that were tried
     messages: Line  # by rows of the first and the last part
+    knows_wire: bool  # two numbers of such rows have been tried, so the slope is what a row takes, and no guess
     exponent: float
     rows: float
     samples: int
@@ -132,6 +133,7 @@ class Model:
             fewer=Line.through(by_parts, slope=_MUCH * of_part),
             fewest=min(parts for parts, _ in by_parts),
             messages=Line.through([(one.edge_rows, one.comm_s) for one in found], slope=math.inf),
+            knows_wire=len({one.choice.cut for one in found}) > 1,
             exponent=fmean(exponents) if exponents else _EXPONENT,
             rows=last.rows,
             samples=round(last.samples),
@@ -151,7 +153,7 @@ class Model:
         """Compute, exposed messages, and messages between that compute is too short for."""
         edge, busy = self.edge_rows(choice), self.busy_s(choice)
         between = self.messages.slope * max(2 * self.rows - edge, 0.0) - busy
-        return busy + self.messages.at(edge) + max(between, 0.0) + self.rest_s
+        return busy + self.messages.at(edge) + (max(between, 0.0) if self.knows_wire else 0.0) + self.rest_s
 
 
 @lru_cache(4096)

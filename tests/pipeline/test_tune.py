@@ -137,3 +137,10 @@ def test_a_part_needs_a_sample_and_more_than_a_margin_is_promised():
     assert choose([small.observed(Choice(parts=1))], most_parts=3)[0].parts <= 3
     calm = Workload(compute_s=1.0, part_s=1e-4, row_s=1e-9, latency_s=0.0)
     assert choose([calm.observed(Choice(parts=parts)) for parts in (2, 8, 4)])[0].parts == 4
+
+
+@pytest.mark.parametrize("parts", [4, 8])
+def test_one_observation_with_long_waits_leads_to_a_trial(parts):
+    """Waits that have little to do with rows, as on a busy machine: they are no reason to believe that the wire is full."""
+    busy = Workload(compute_s=0.017, part_s=0.0001, row_s=1e-7, latency_s=0.013, rows=2_600)
+    assert choose([busy.observed(Choice(parts=parts))])[0].parts != parts
