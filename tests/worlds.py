@@ -18,9 +18,9 @@ MODELS = {"sasrec": SASRecConfig(dim=8, num_heads=2), "hstu": HSTUConfig(dim=8, 
 LOSSES = {
     "full": LossConfig(kind="full", normalise=False, temperature=1.0, segment=16),
     "sampled": LossConfig(num_negatives=5, segment=16),
-    "sample": LossConfig(num_negatives=5, segment=16, source="sample"),
-    "pool": LossConfig(num_negatives=9, segment=16, source="pool"),
-    "shared": LossConfig(num_negatives=5, segment=16, share="sample", share_factor=3),
+    "sample": LossConfig(num_negatives=5, segment=16, source="sample", wire="bfloat16"),
+    "pool": LossConfig(num_negatives=9, segment=16, source="pool", wire="float16"),
+    "shared": LossConfig(num_negatives=5, segment=16, share="sample", share_factor=3, wire="bfloat16"),
     "shared in groups": LossConfig(num_negatives=5, segment=16, share="group"),
     "in batch": LossConfig(kind="in_batch", segment=16),
 }

@@ -30,6 +30,7 @@ from nestpipe.embedding.owner import Owners
 from nestpipe.embedding.route import Plan, Requests, TablePlan, own_requests
 from nestpipe.embedding.rows import Arrived, add_from, copy_from, gather_rows, largest
 from nestpipe.embedding.table import Table
+from nestpipe.embedding.wire import Narrow, narrow_of
 from nestpipe.errors import CommError
 
 
@@ -75,6 +76,8 @@ class _Asked:
     plan: TablePlan
     leaves: list[Tensor]  # [part]: rows [u, D] of its distinct ids; new ones arrive there, the others are copied
     grads: list[Tensor | None]  # [part]: sums [u, D] of the parts up to this one, once it has computed
+    narrow: Narrow | None = None  # if some rows travel in 16 bits
+    packed: list[list[Tensor]] = field(default_factory=list)  # [part][owner]: then, the bytes that come
 
 
 @dataclass(slots=True, eq=False)
@@ -83,6 +86,7 @@ class _Owned:
 
     requests: Requests
     arrivals: list[list[Tensor]]  # [part][asker]: sums that come with the part
+    narrow: Narrow | None = None  # if some rows travel in 16 bits
     num_collected: int = 0  # parts of which they have come
     held: Held | None = None
     totals: Tensor | None = None  # [K, D] what they add up to, if somebody asked
@@ -124,6 +128,7 @@ class Window:
         self.weight = sum(struct.unpack("<d", struct.pack("<q", row[-2]))[0] for row in counts)  # in rank order
         self.asks_to_stop = any(row[-1] for row in counts)
         handles, found = [], {}
+        narrow, theirs = narrow_of(self.plan), {}
         for number, (name, plan) in enumerate(self.plan.tables.items()):
             first_counts = [row[number * parts : (number + 1) * parts] for row in counts]
             sizes = [sum(row) for row in first_counts]
@@ -135,13 +140,19 @@ class Window:
                     f"last parts/{name}", plan.last_part.split(plan.counts), last_part.split(sizes), where=where
                 ),
             ]
+            if name in narrow:
+                mask = torch.empty(sum(sizes), dtype=torch.uint8)
+                theirs[name] = Narrow(narrow[name].wire, mask.view(torch.bool), first_counts)
+                sends = narrow[name].mask.view(torch.uint8).split(plan.counts)
+                handles.append(lane.exchange(f"narrow/{name}", sends, mask.split(sizes), where=where))
         for handle in handles:
             handle.wait()
         for name, (ids, last_part, first_counts) in found.items():
             table, plan = self.home.tables[name], self.plan.tables[name]
             leaves = [table.empty_rows(plan.leaf_size(part)) for part in range(parts)]
-            self._asked[name] = _Asked(plan, leaves, [None] * parts)
+            self._asked[name] = _Asked(plan, leaves, [None] * parts, narrow.get(name))
             self._owned[name] = _own(table, own_requests(ids, last_part, first_counts), self.home.rank)
+            self._owned[name].narrow = theirs.get(name)
 
     def retrieve(self) -> None:
         """Decides which ids have a row, and takes the rows; once per batch, in order."""
@@ -155,7 +166,7 @@ class Window:
             place = f"{where}, part {part}"
             self._rows.append(
                 [
-                    lane.post(f"rows/{name}", _room(asked, part), where=place, own=False)
+                    lane.post(f"rows/{name}", _receives(asked, part), where=place, own=False)
                     for name, asked in self._asked.items()
                 ]
             )
@@ -176,13 +187,22 @@ class Window:
             others = [place for asker, place in enumerate(places) if asker != rank]
             rows = holder.gather(held, torch.cat(others)) if others else own
             sends = list(rows.split([len(place) for place in others])) if others else []
-            handle.launch([*sends[:rank], own, *sends[rank:]])
+            sends = [*sends[:rank], own, *sends[rank:]]
+            if owned.narrow is not None:
+                owned.narrow.round_(own, rank, part)
+                for asker in (asker for asker in range(len(sends)) if asker != rank):
+                    sends[asker] = owned.narrow.pack(sends[asker], asker, part)
+            handle.launch(sends)
 
     def leaves(self, part: int) -> dict[str, Tensor]:
         """Leaf rows [u, D] of the part's distinct ids, table by table, once those of all parts so far have arrived."""
         for handle in self._rows[part]:
             handle.wait_arrived()
         for asked in self._asked.values():
+            if asked.narrow is not None:
+                for owner, (data, room) in enumerate(zip(asked.packed[part], _room(asked, part), strict=True)):
+                    if owner != self.home.rank:
+                        asked.narrow.unpack(data, owner, part, room)
             copy_from(asked.leaves[part], asked.plan.again[part], asked.plan.source[part], asked.leaves)
         return {name: asked.leaves[part].detach().requires_grad_() for name, asked in self._asked.items()}
 
@@ -261,6 +281,16 @@ def _own(table: Table, requests: Requests, rank: int) -> _Owned:
 def _room(asked: _Asked, part: int) -> list[Tensor]:
     """Where the rows that each owner sends for a part belong."""
     return [asked.leaves[part][fresh] for fresh in asked.plan.fresh(part)]
+
+
+def _receives(asked: _Asked, part: int) -> list[Tensor]:
+    """Where they arrive: there, or as bytes if some are narrow."""
+    rooms = _room(asked, part)
+    if asked.narrow is None:
+        return rooms
+    sizes = [asked.narrow.num_bytes(owner, part, room) for owner, room in enumerate(rooms)]
+    asked.packed.append([torch.empty(size, dtype=torch.uint8) for size in sizes])
+    return asked.packed[part]
 
 
 def _computed(grads: Tensor | None) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -29,7 +29,8 @@ class Lookup:
     """Ids [n] to find in a table; any int64 is legal.
 
     With `pool` "none" the model gets one vector per id; else one per bag, where bag i is ids[offsets[i]:offsets[i+1]],
-    optionally weighted. An empty bag gives a zero vector.
+    optionally weighted. An empty bag gives a zero vector. `wire` is a 16-bit type that is good enough for this use: ids of
+    which all uses in a window say so travel in it (see `Rows.rounded`).
     """
 
     table: str
@@ -37,6 +38,7 @@ class Lookup:
     offsets: Tensor | None = None
     weights: Tensor | None = None
     pool: Pool = "none"
+    wire: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         if self.ids.dtype != torch.int64:
@@ -59,6 +61,16 @@ class Rows:
     index: Tensor
     lookup: Lookup
 
+    def rounded(self) -> Tensor:
+        """`unique` as the lookup's wire brings it, also where a row came whole because of another use; [U, D].
+
+        So what is computed does not depend on which uses meet in a window. Gradients go to the row as it is.
+        """
+        if self.lookup.wire is None:
+            return self.unique
+        rounded: Tensor = _Round.apply(self.unique, self.lookup.wire)  # type: ignore[no-untyped-call]
+        return rounded
+
     def gather(self) -> Tensor:
         """One vector per id [n, D], or one per bag."""
         vectors = gather_each(self.unique, self.index.reshape(-1))
@@ -67,6 +79,16 @@ class Rows:
         if self.lookup.weights is not None:
             vectors = vectors * self.lookup.weights.unsqueeze(1)
         return pool_bags(vectors, self.lookup.offsets, self.lookup.pool)
+
+
+class _Round(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, wire: torch.dtype) -> Tensor:
+        return values.to(wire).to(values.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
 
 
 def pool_bags(vectors: Tensor, offsets: Tensor, pool: Pool) -> Tensor:

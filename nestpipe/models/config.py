@@ -102,6 +102,8 @@ class LossConfig:
     """sampled, token: an event also takes the negatives of other events of its sample, or of its data.group_size samples."""
     share_factor: int = 2
     """share: of so many events, its own included; k times the negatives for the same lookups."""
+    wire: Literal["float32", "bfloat16", "float16"] = "float32"
+    """sampled: what negatives are rounded to; rows that a batch needs as nothing else then travel in half the bytes."""
     normalise: bool = True
     """Compare unit vectors (cosine); the temperature then matters."""
     temperature: float = 0.05

@@ -23,6 +23,8 @@ from nestpipe.models.negatives import blocks_of, draw_negatives, group_runs
 from nestpipe.models.sasrec import SASRec
 from nestpipe.ops.negatives import sampled_softmax
 
+_WIRES = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
 
 class Retrieval(nn.Module):
     """Trains every event of a history to predict the next one; recommends from its last event."""
@@ -60,7 +62,7 @@ class Retrieval(nn.Module):
         elif self.loss.kind == "sampled":
             places = draw_negatives(self.loss, batch, draw, len(self.catalogue))
             ids = self.catalogue.index_select(0, places.flatten()).reshape(places.shape)
-            found["negatives"] = Lookup(table="item", ids=ids)
+            found["negatives"] = Lookup(table="item", ids=ids, wire=_WIRES[self.loss.wire])
         found["targets"] = Lookup(table="item", ids=batch.targets.values)
         return found
 
@@ -82,8 +84,16 @@ class Retrieval(nn.Module):
             log_q = self.log_q.index_select(0, torch.searchsorted(self.catalogue, rows["targets"].lookup.ids))
             loss = in_batch_softmax(queries, items, positives, log_q, group_runs(batch)[0], segment=segment)
         else:
-            blocks = blocks_of(self.loss, batch, draw)
-            loss = sampled_softmax(queries, items, positives, rows["negatives"].index, segment=segment, blocks=blocks)
+            negatives = rows["negatives"]
+            loss = sampled_softmax(
+                queries,
+                items if negatives.lookup.wire is None else self._unit(negatives.rounded()),
+                positives,
+                negatives.index,
+                segment=segment,
+                positive_rows=items,
+                blocks=blocks_of(self.loss, batch, draw),
+            )
         return Output(loss)
 
     def encode_lookups(self, batch: Batch) -> dict[str, Lookup]:

@@ -5,8 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
+from nestpipe.comm import World
+from nestpipe.draw import Draw
+from nestpipe.embedding.owner import Owners
+from nestpipe.embedding.route import route
+from nestpipe.embedding.spec import Lookup, Rows
+from nestpipe.embedding.wire import Narrow, narrow_of
+from nestpipe.jagged import Cursor
 from tests.pipeline.runs import differences
-from tests.pipeline_ranks import merged, train_steps
+from tests.pipeline_ranks import merged, new_state, train_steps
 from tests.ranks import run_ranks
 from tests.worlds import write_log
 
@@ -53,3 +60,52 @@ def test_every_number_of_ranks_and_parts_trains_the_same(log, kind):
                 parts,
                 name,
             )
+
+
+def test_ids_that_are_only_negatives_travel_in_16_bits_and_all_others_whole(log):
+    state, loader = new_state(World.single(), log, {"loss": "shared", "parts": 2})
+    parts = state.cut.cut(loader.batch(Cursor(0, 0)))
+    plan = route([state.model.lookups(part, Draw(0, 0)) for part in parts], ["item"], state.embedding.owners)
+    item, narrow = plan.tables["item"], narrow_of(plan)["item"]
+    assert narrow.wire == torch.bfloat16
+    used = {
+        name: {int(one) for lookups in plan.lookups for one in lookups[name].ids.flatten()}
+        for name in ("history", "targets", "negatives")
+    }
+    thin = set(item.ids[narrow.mask].tolist())
+    whole = set(item.ids[~narrow.mask].tolist())
+    assert whole == used["history"] | used["targets"]
+    assert thin == used["negatives"] - whole
+    assert thin
+    assert used["negatives"] & whole, "some must be both"
+    assert len(item.ids) == len(whole) + len(thin), "each id travels once"
+
+
+def test_a_row_that_came_whole_is_rounded_where_it_is_a_negative():
+    rows = torch.tensor([[1.001, 2.0]], requires_grad=True)
+    lookup = Lookup(table="item", ids=torch.tensor([5]), wire=torch.bfloat16)
+    rounded = Rows(rows, torch.tensor([0]), lookup).rounded()
+    assert rounded.tolist() == [[1.0, 2.0]]
+    rounded.sum().backward()
+    assert rows.grad.tolist() == [[1.0, 1.0]]
+
+
+def test_two_wires_for_a_table_are_refused():
+    lookups = {
+        str(wire): Lookup(table="item", ids=torch.tensor([1]), wire=wire) for wire in (torch.half, torch.bfloat16)
+    }
+    with pytest.raises(ValueError, match="several wires"):
+        narrow_of(route([lookups], ["item"], Owners(4, 1)))
+
+
+def test_a_message_holds_whole_rows_and_narrow_ones_in_half_the_bytes():
+    rows = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
+    narrow = Narrow(torch.float16, torch.tensor([True, False, True, True, False]), [[1, 4]])
+    data, found = narrow.pack(rows[1:], 0, 1), torch.zeros(4, 3)
+    assert data.numel() == narrow.num_bytes(0, 1, rows) == 3 * (2 * 4 + 2 * 2)
+    narrow.unpack(data, 0, 1, found)
+    rounded = rows[1:].clone()
+    narrow.round_(rounded, 0, 1)
+    assert torch.equal(found, rounded)
+    assert torch.equal(found[[0, 3]], rows[[1, 4]])
+    assert torch.equal(found[[1, 2]], rows[[2, 3]].half().float())
