@@ -173,17 +173,19 @@ def test_the_expired_go_before_the_consumed():
 
 
 def test_moves_are_copies_that_are_counted():
-    cache = make()
+    made = []
+    cache = make(copy=lambda value: made.append(list(value)) or made[-1])
     fill(cache, "a", 10)
     first = cache.pin("a", "x")
     cache.unpin("a", "x", consumed=True)
     assert cache.demote("a")
     assert (cache.device.used, cache.host.used, cache.host.copies, cache.host.copied_bytes) == (0, 10, 1, 10)
     assert cache.pin("a", "x") is None, "what is on the host must be promoted first"
+    assert cache.peek_user(hash("a"))[0] is made[0], "the host has memory of its own"
     assert cache.promote("a")
     second = cache.pin("a", "x")
     assert second == first
-    assert second is not first
+    assert second is made[1], "and so has the device"
     assert (cache.device.used, cache.host.used, cache.device.copies) == (10, 10, 1)
     cache.unpin("a", "x")
     assert cache.demote("a")

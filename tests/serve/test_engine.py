@@ -156,6 +156,25 @@ def test_an_edited_history_is_never_answered_with_the_old_prefix(engine, log):
     assert not same(before, after, 1e-4)
 
 
+def test_an_edited_action_is_another_prefix_of_the_same_length_and_not_extended(engine, log, caplog):
+    first = int(log.offsets[3])
+
+    def history(num_events, *, edited):
+        events = engine.histories._stored(np.arange(first, first + num_events))
+        if edited:
+            events.features["click"].values[5] = 1 - events.features["click"].values[5]
+        return engine.histories._of_user(3, events)
+
+    signal(engine, 3, history=history(20, edited=False))
+    settle(engine)
+    assert answer(engine, 3, request="r", history=history(20, edited=False)).path == "hit_device"
+    for num_events in (20, 21):
+        found = answer(engine, 3, history=history(num_events, edited=True))
+        assert found.path == "full", "the rows behind the edited event are others"
+    assert answer(engine, 3, history=history(21, edited=False)).path == "extend"
+    assert "in full" not in caplog.text, "it was not tried, only to be refused by the contract"
+
+
 def test_a_slid_window_is_a_new_prefix(engine):
     """Events are appended until the window moves by a block: then nothing kept fits any more."""
     signal(engine, 3)
@@ -332,7 +351,7 @@ def test_ranks_are_batched_by_deadline_and_mates_change_nothing(engine, monkeypa
 
 def test_a_batch_ends_before_its_first_deadline(runs, served, tmp_path, clock):
     engine = make_engine(runs("hstu"), tmp_path, clock=clock, served=served(), known=costs(full=10))
-    jobs = [rank(engine, user, slack_s=0.025 + user / 1000) for user in range(3)]
+    jobs = [rank(engine, user, slack_s=slack_s) for user, slack_s in enumerate((0.025, 0.1, 0.2))]
     engine.step()
     assert [job.reply.done() for job in jobs] == [True, True, False], "a third would make the first one late"
 
