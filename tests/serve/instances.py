@@ -73,6 +73,7 @@ class FakeInstance:
         self.delay_s: dict[str, float] = {}
         self.status: dict[str, int] = {}
         self.garbage = False
+        self.holds_ranks = False
         self.calls: list[tuple[str, dict[str, Any]]] = []
         self.pinned: dict[str, int] = {}
         self.ready = True
@@ -106,6 +107,8 @@ class FakeInstance:
         body = await request.json()
         self.calls.append((name, body))
         await asyncio.sleep(self.delay_s.get(name, 0.0))
+        while name == "rank" and self.holds_ranks:
+            await asyncio.sleep(0.005)
         if name in self.status:
             error = {"code": "injected", "message": f"{self.name} refuses"}
             return body, JSONResponse({"error": error}, self.status[name])

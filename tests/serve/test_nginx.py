@@ -40,7 +40,9 @@ def url(fleet: list[FakeInstance], tmp_path: Path) -> Iterator[str]:
     temporary = "".join(
         f"    {one}_temp_path {tmp_path}/{one};\n" for one in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
     )
-    text = nginx_config([one.url for one in fleet], listen=listen).replace("http {\n", f"http {{\n{temporary}")
+    text = nginx_config([one.url for one in fleet], listen=listen, timeout_ms=20_000).replace(
+        "http {\n", f"http {{\n{temporary}"
+    )
     path.write_text(own + text)
     process = subprocess.Popen([nginx, "-c", str(path), "-e", str(tmp_path / "log")], stderr=subprocess.PIPE, text=True)
     try:
