@@ -57,6 +57,7 @@ class Settings:
     depth: int = 1
     ramp: float = 1.0
     cluster: bool = False
+    split: bool = False  # of the nested arm: hot and cold messages
     arms: Sequence[str] = ()
     num_blocks: int = 9
     num_steps: int = 10  # of a block
@@ -166,7 +167,11 @@ class OurArm:
             return
         stale = self.name == "stale"
         schedule = Schedule.of(
-            "nested" if stale else self.name, self.settings.parts, depth=self.settings.depth + stale, stale=stale
+            "nested" if stale else self.name,
+            self.settings.parts,
+            depth=self.settings.depth + stale,
+            stale=stale,
+            split=self.settings.split and self.name == "nested",
         )
         runner = Runner(self.state, schedule, observe=self.recorder.observer(self.state.num_steps))
         messages = (self.state.embedding.keys, self.state.embedding.rows, self.state.dense.lane)
@@ -308,19 +313,15 @@ def _trace(arm: OurArm) -> dict[str, object]:
     found = [one for one in steps_of(arm.recorder.snapshot()) if one.batch % arm.settings.num_steps >= _FILLING]
     time_ns = {cause: sum(step.time_ns(cause) for step in found) for cause in CAUSES}
     seen_ns = {cause: sum(step.seen_ns.get(cause, 0) for step in found) for cause in CAUSES}
-    plans = [stages.read(arm.state, batch, RATES, 0).plan.tables["item"] for batch in arm.data[:8]]
-    edge_rows = [
-        sum(counts[0] for owner, counts in enumerate(plan.first_counts) if owner != arm.state.embedding.rank)
-        + sum(counts[-1] for owner, counts in enumerate(plan.last_counts) if owner != arm.state.embedding.rank)
-        for plan in plans
-    ]
+    edges = (("rows", 0), ("grads", arm.settings.parts - 1))  # if these are split, their hot halves
+    edge_bytes = [span.num_bytes for span in arm.recorder.snapshot().spans if (span.kind, span.part) in edges]
     kinds = ("rows", "grads", "keys")
     return {
         "num_steps": len(found),
         "total_ns": sum(step.total_ns for step in found),
         "time_ns": time_ns,
         "seen_ns": seen_ns,
-        "edge_bytes": sum(edge_rows) / len(edge_rows) * DIM * 4,
+        "edge_bytes": 2 * sum(edge_bytes) / len(edge_bytes),
         "num_rows": {kind: sum(step.num_rows.get(kind, 0) for step in found) for kind in kinds},
         "num_bytes": sum(sum(step.num_bytes.values()) for step in found),
     }

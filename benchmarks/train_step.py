@@ -55,7 +55,9 @@ def dense_part(name: str) -> str:
 
 def measured_on(name: str, options: argparse.Namespace) -> dict[str, object]:
     rate, delay_ms = NETWORKS[name]
-    settings = {key: getattr(options, key) for key in ("samples", "dense", "parts", "depth", "ramp", "cluster", "arms")}
+    settings = {
+        key: getattr(options, key) for key in ("samples", "dense", "parts", "depth", "ramp", "cluster", "split", "arms")
+    }
     settings |= {"num_blocks": options.blocks, "num_steps": options.steps}
     command = [options.python, str(Path(__file__)), "--as-rank", json.dumps(settings)]
     network = (
@@ -151,6 +153,7 @@ def main() -> None:
     parser.add_argument("--depth", type=int, default=1)
     parser.add_argument("--ramp", type=float, default=1.0)
     parser.add_argument("--cluster", action="store_true")
+    parser.add_argument("--split", action="store_true", help="nested: hot and cold messages")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=None)
     parser.add_argument("--blocks", type=int)
     parser.add_argument("--steps", type=int, help="steps of a block")
@@ -182,7 +185,7 @@ def main() -> None:
         if found["bitwise_equal"] is False:
             raise SystemExit("the exact modes did not end with the same bits; no figure of this run counts.")
     if not options.no_record:
-        keys = ("samples", "dense", "parts", "depth", "ramp", "cluster", "blocks", "steps", "quick", "ranks")
+        keys = ("samples", "dense", "parts", "depth", "ramp", "cluster", "split", "blocks", "steps", "quick", "ranks")
         settings = {key: getattr(options, key) for key in keys}
         measure.append("train_step", measure.record(seed=0, figures=everything, settings=settings))
     print(json.dumps(everything))

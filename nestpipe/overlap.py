@@ -38,7 +38,8 @@ CAUSE_OF_KIND: dict[str, Cause] = {
     **dict.fromkeys(("compute", "dense step"), "busy"),
     **dict.fromkeys(("read", "keys", "retrieve"), "lookup"),
     **dict.fromkeys(("post", "rows", "grads", "flag", "dense sum", "norm"), "communication"),
-    **dict.fromkeys(("collect", "update", "write"), "bubble"),
+    **dict.fromkeys(("cold rows", "cold grads"), "communication"),
+    **dict.fromkeys(("collect", "update", "write", "cold collect", "cold update"), "bubble"),
 }
 CAUSE_OF_WAIT: dict[str, Cause] = {
     "keys": "lookup",
@@ -129,7 +130,7 @@ def _step(rank: int, batch: int, pieces: tuple[Piece, ...], spans: list[Span]) -
     num_bytes, num_rows = dict.fromkeys(KINDS, 0), dict.fromkeys(KINDS, 0)
     for span in spans:
         num_bytes[span.kind] += span.num_bytes
-        num_rows[span.kind] += span.num_rows
+        num_rows[span.kind.removeprefix("cold ")] += span.num_rows  # both halves of a message
     sent = {kind: number for kind, number in num_bytes.items() if number}
     rows = {kind: number for kind, number in num_rows.items() if number}
     return Step(rank, batch, pieces, seen, sent, rows)

@@ -24,6 +24,10 @@ LETTERS = {
     "dense step": "step",
     "update": "U",
     "write": "W",
+    "cold rows": "Fc",
+    "cold grads": "Bc",
+    "cold collect": "Sc",
+    "cold update": "Uc",
 }
 _SENDERS = {
     "keys": "keys",

@@ -32,6 +32,10 @@ _COLOURS = {  # kind -> fill; the text on all of them is dark
     "dense step": "#3f9e63",
     "update": "#d98880",
     "write": "#b9a7a0",
+    "cold rows": "#b3d6f3",
+    "cold grads": "#cfc6f1",
+    "cold collect": "#e6e0f8",
+    "cold update": "#ecc3be",
 }
 _PALE = {"lookup": "#e9a94c", "communication": "#5c9fe0", "bubble": "#999999"}  # causes of idle time
 _STYLE = """

@@ -36,6 +36,7 @@ LANES = ("read", "keys", "fetch", "rows", "compute", "table", "dense")
 KINDS = (
     *("read", "keys", "retrieve", "post", "rows", "compute", "grads", "collect"),
     *("flag", "dense sum", "norm", "dense step", "update", "write"),
+    *("cold rows", "cold grads", "cold collect", "cold update"),
 )
 PART_KINDS = frozenset(("rows", "compute", "grads", "collect"))  # one for each part; the others are of a whole batch
 WAITS = ("keys", "rows", "grads", "flag", "dense")  # the messages that somebody may wait for inside an event
@@ -47,7 +48,7 @@ _KIND_SET = frozenset(KINDS)
 _Marks = tuple[str, int, int]  # a wait's name, begin and end
 _EXCHANGES_OF_ROWS = frozenset(("ids", "rows", "gradients"))
 _WAIT_OF_EXCHANGE = {
-    **dict.fromkeys(("counts", "ids", "last parts"), "keys"),
+    **dict.fromkeys(("counts", "ids", "last parts", "hot"), "keys"),
     **{"rows": "rows", "gradients": "grads", "flags": "flag", "sum": "dense", "norm": "dense"},
 }
 _NOTHING = (0, 0)  # bytes and rows

@@ -55,8 +55,8 @@ class Holder(Protocol):
         """A copy of the weights [n, D] of the ids at these places; into `out` if given."""
         ...
 
-    def update(self, held: Held, grads: Tensor | Arrived, lr: float) -> None:
-        """One optimizer step on each row of the batch; the gradient of an id without a row is dropped."""
+    def update(self, held: Held, grads: Tensor | Arrived, lr: float, skip: Tensor | None = None) -> None:
+        """One optimizer step on each row of the batch that is not skipped (uint8 [K]); without a row there is none."""
         ...
 
     def release(self, held: Held) -> None:
@@ -85,8 +85,8 @@ class InPlace:
         spare = torch.searchsorted(held.rowless, places.index_select(0, unknown))
         return rows.index_copy_(0, unknown, held.initial.index_select(0, spare))
 
-    def update(self, held: Held, grads: Tensor | Arrived, lr: float) -> None:
-        self.table.update(held.row_slots, grads, lr)
+    def update(self, held: Held, grads: Tensor | Arrived, lr: float, skip: Tensor | None = None) -> None:
+        self.table.update(held.row_slots, grads, lr, skip)
 
     def release(self, held: Held) -> None:
         pass
@@ -124,8 +124,8 @@ class Pool:
     def gather(self, held: Held, places: Tensor, out: Tensor | None = None) -> Tensor:
         return self._columns.gather(WEIGHTS, held.slots.index_select(0, places), out)
 
-    def update(self, held: Held, grads: Tensor | Arrived, lr: float) -> None:
-        self.table.step(self._columns, held.row_slots, grads, lr)
+    def update(self, held: Held, grads: Tensor | Arrived, lr: float, skip: Tensor | None = None) -> None:
+        self.table.step(self._columns, held.row_slots, grads, lr, skip)
 
     def release(self, held: Held) -> None:
         holders = self._count(held.slots, -1)

@@ -19,15 +19,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nestpipe.embedding.ids import cut
 from nestpipe.embedding.route import Requests
 
 
 @dataclass(slots=True, eq=False)
 class Hot:
-    """Which rows are hot: a bit for each (uint8), once it is known."""
+    """Which rows are hot: a bit for each (uint8); None if no batch comes before or after."""
 
     into: Tensor | None = None
-    out: Tensor | None = None  # stays unknown if no batch comes after
+    out: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,9 +43,8 @@ class Cut:
     @staticmethod
     def of(bits: Tensor, counts: list[int]) -> Cut:
         """By the bit of each place."""
-        hot_counts = [int(own.sum()) for own in bits.split(counts)]
-        cold_counts = [count - hot for count, hot in zip(counts, hot_counts, strict=True)]
-        return Cut((bits == 0).nonzero().flatten(), bits.nonzero().flatten(), cold_counts, hot_counts)
+        cold, hot, hot_counts = cut(bits, counts)
+        return Cut(cold, hot, [count - own for count, own in zip(counts, hot_counts, strict=True)], hot_counts)
 
     def order(self) -> Tensor:
         """The places of the cold half, then those of the hot one."""
@@ -59,6 +59,11 @@ class Cut:
         """The values [n] of each rank in the cold half and in the hot one."""
         cold, hot = values.index_select(0, self.cold), values.index_select(0, self.hot)
         return list(cold.split(self.cold_counts)), list(hot.split(self.hot_counts))
+
+
+def hot_bits(known: Tensor | None, size: int) -> Tensor:
+    """The bits, all 0 where nobody shares anything."""
+    return torch.zeros(size, dtype=torch.uint8) if known is None else known
 
 
 def order_of_halves(requests: Requests, last: Cut) -> Tensor:

@@ -92,9 +92,9 @@ class Lagging:
         """Notes the rows of the last batch before a barrier; called before its update."""
         self.kept = Kept(held.ids, self.inner.gather(held, torch.arange(len(held.ids))))
 
-    def update(self, held: Held, grads: Tensor | Arrived, lr: float) -> None:
+    def update(self, held: Held, grads: Tensor | Arrived, lr: float, skip: Tensor | None = None) -> None:
         self._forget(held)  # its rows have left
-        self.inner.update(held, grads, lr)
+        self.inner.update(held, grads, lr, skip)
 
     def release(self, held: Held) -> None:
         self._forget(held)  # a batch that is skipped has no update

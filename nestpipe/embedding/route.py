@@ -69,6 +69,7 @@ class Requests:
     ids: Tensor  # [K] union over the askers, ascending
     places: Tensor  # [n] of each request in the union
     first_counts: Counts  # [asker][part]: requests for rows that travel with the part
+    last_part: Tensor  # [n] uint8: the part with which each sum comes
     arrival_counts: Counts  # [part][asker]: sums that come with the part
     starts: Tensor  # [K + 1]: where the arrivals of each id start in `arrivals`
     arrivals: Tensor  # [n]: the arrivals of one id after the other, ascending: the order of its sum
@@ -81,6 +82,11 @@ class Requests:
             found.append(self.places[begin : begin + counts[part]])
             end += sum(counts)
         return found
+
+    def ending(self) -> list[Tensor]:
+        """Places in the union of the sums that come from each asker with the last part, in the order in which they come."""
+        last = (self.last_part == len(self.arrival_counts) - 1).nonzero().flatten()
+        return list(self.places.index_select(0, last).split(self.arrival_counts[-1]))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -142,7 +148,9 @@ def own_requests(ids: Tensor, last_part: Tensor, first_counts: Counts, *, native
     )
     num_unique = functions.own(byref(requests))
     check_memory(num_unique, n)
-    return Requests(unique[:num_unique], places, first_counts, counts.tolist(), starts[: num_unique + 1], arrivals)
+    return Requests(
+        unique[:num_unique], places, first_counts, last_part, counts.tolist(), starts[: num_unique + 1], arrivals
+    )
 
 
 def _own_in_torch(ids: Tensor, last_part: Tensor, first_counts: Counts) -> Requests:
@@ -152,7 +160,7 @@ def _own_in_torch(ids: Tensor, last_part: Tensor, first_counts: Counts) -> Reque
     order, counts = group(last_part.to(torch.int64) * size + asker, size * parts)
     arrivals, of_id = group(places.index_select(0, order), len(union))
     starts = torch.cat([of_id.new_zeros(1), of_id.cumsum(0)])
-    return Requests(union, places, first_counts, counts.reshape(parts, size).tolist(), starts, arrivals)
+    return Requests(union, places, first_counts, last_part, counts.reshape(parts, size).tolist(), starts, arrivals)
 
 
 def _plan_in_torch(ids: Tensor, sizes: Sequence[int], owners: Owners) -> tuple[TablePlan, Tensor]:

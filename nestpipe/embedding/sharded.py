@@ -25,10 +25,12 @@ from torch import Tensor
 
 from nestpipe.comm import Handle, Lane
 from nestpipe.embedding.held import Held, Holder, InPlace
+from nestpipe.embedding.hot import Cut, Hot, hot_bits, order_of_halves
+from nestpipe.embedding.ids import among
 from nestpipe.embedding.lagging import Lagging
 from nestpipe.embedding.owner import Owners
 from nestpipe.embedding.route import Plan, Requests, TablePlan, own_requests
-from nestpipe.embedding.rows import Arrived, add_from, copy_from, gather_rows, largest
+from nestpipe.embedding.rows import Arrived, add_from, copy_from, gather_rows, largest, scatter_rows
 from nestpipe.embedding.table import Table
 from nestpipe.embedding.wire import Narrow, narrow_of
 from nestpipe.errors import CommError
@@ -77,7 +79,8 @@ class _Asked:
     leaves: list[Tensor]  # [part]: rows [u, D] of its distinct ids; new ones arrive there, the others are copied
     grads: list[Tensor | None]  # [part]: sums [u, D] of the parts up to this one, once it has computed
     narrow: Narrow | None = None  # if some rows travel in 16 bits
-    packed: list[list[Tensor]] = field(default_factory=list)  # [part][owner]: then, the bytes that come
+    hot: Hot = field(default_factory=Hot)  # of the first leaf, and of the last one
+    halves: tuple[Tensor, Tensor] | None = None  # rows of the first leaf as they arrive, and their positions
 
 
 @dataclass(slots=True, eq=False)
@@ -85,39 +88,63 @@ class _Owned:
     """An owner's side of one table in a window."""
 
     requests: Requests
-    arrivals: list[list[Tensor]]  # [part][asker]: sums that come with the part
     narrow: Narrow | None = None  # if some rows travel in 16 bits
-    num_collected: int = 0  # parts of which they have come
+    hot: Hot = field(default_factory=Hot)  # of the ids of all askers
+    order: Tensor | None = None  # [n] in which arrivals are added
+    num_collected: int = 0  # messages of gradients that have come
     held: Held | None = None
     totals: Tensor | None = None  # [K, D] what they add up to, if somebody asked
 
-    def grads(self, num_parts: int) -> Tensor | Arrived:
-        """The gradients of all rows."""
-        if self.num_collected < num_parts:
-            raise CommError("an update before all gradients were collected: a dependency is missing in the schedule.")
-        if self.totals is not None:
-            return self.totals
-        segments = [one for part in self.arrivals for one in part]
-        return Arrived(segments, self.requests.starts, self.requests.arrivals)
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Rows:
+    """One message of rows of a table, to every asker and from every owner."""
+
+    handle: Handle
+    wanted: list[Tensor]  # of each asker: places in the owner's union
+    room: list[Tensor]  # for each owner: where its rows belong
+    own: bool  # whether own rows travel with the others; else they are copied to where they belong
+    packed: list[Tensor] | None = None  # from each owner: bytes, if some rows travel in 16 bits
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Sums:
+    """One message of gradient sums of a table, to every owner and from every asker."""
+
+    handle: Handle
+    leaving: Tensor | None  # positions in the leaf of the part, owner by owner; None for all of it
+    counts: list[int]  # for each owner
+    arrivals: list[Tensor]  # of each asker
+    own: bool  # whether own sums travel with the others; else they are used where they are
+
+
+_Message = tuple[int, bool]  # part, and whether it is the cold half
 
 
 @dataclass(slots=True, eq=False)
 class Window:
-    """The rows of one batch, frozen until every part has contributed."""
+    """The rows of one batch, frozen until every part has contributed.
+
+    If it is `split`, rows of the first part and gradients of the last one travel in two halves (hot.py).
+    """
 
     home: Sharded
     plan: Plan
     number: int  # of the batch, from the start of training
     weight: float  # this rank's; global once the ids have been asked for
     asks_to_stop: bool = False  # of this rank; of any rank once the ids have been asked for
+    split: bool = False
     largest: dict[str, float] = field(default_factory=dict)  # the largest |gradient| sent, table by table
     _asked: dict[str, _Asked] = field(default_factory=dict)
     _owned: dict[str, _Owned] = field(default_factory=dict)
-    _rows: list[list[Handle]] = field(default_factory=list)  # [part]: launched row exchanges, table by table
-    _grads: list[list[Handle]] = field(default_factory=list)
+    _rows: dict[_Message, dict[str, _Rows]] = field(default_factory=dict)  # table by table
+    _grads: dict[_Message, dict[str, _Sums]] = field(default_factory=dict)
 
-    def ask(self, *, where: str = "") -> None:
-        """Tells the owners which ids the window needs; agrees on the global weight and on whether to stop."""
+    def ask(self, before: Window | None = None, *, where: str = "") -> None:
+        """Tells the owners which ids the window needs; agrees on the global weight and on whether to stop.
+
+        If it is split, the owners tell what it shares with the window before, if there is one.
+        """
         lane, parts = self.home.keys, self.plan.num_parts
         flags = [*struct.unpack("<q", struct.pack("<d", self.weight)), int(self.asks_to_stop)]
         wanted = [
@@ -151,8 +178,36 @@ class Window:
             table, plan = self.home.tables[name], self.plan.tables[name]
             leaves = [table.empty_rows(plan.leaf_size(part)) for part in range(parts)]
             self._asked[name] = _Asked(plan, leaves, [None] * parts, narrow.get(name))
-            self._owned[name] = _own(table, own_requests(ids, last_part, first_counts), self.home.rank)
-            self._owned[name].narrow = theirs.get(name)
+            self._owned[name] = _Owned(own_requests(ids, last_part, first_counts), theirs.get(name))
+        if self.split and before is not None:
+            self._tell_hot(before, where)
+
+    def _tell_hot(self, before: Window, where: str) -> None:
+        """Owners tell the askers of two windows which of their ids both hold."""
+        if before._grads:
+            raise CommError(
+                "receives were opened before it was known what is hot: a dependency is missing in the schedule."
+            )
+        ranks = range(self.home.world_size)
+        told: list[list[Tensor]] = [[] for _ in ranks]  # to each asker
+        sizes: list[list[int]] = [[] for _ in ranks]  # from each owner
+        for name, owned in self._owned.items():
+            earlier, plan = before._owned[name], before.plan.tables[name]
+            owned.hot.into = among(owned.requests.ids, earlier.requests.ids)
+            earlier.hot.out = among(earlier.requests.ids, owned.requests.ids)
+            into, out = owned.requests.wanted(0), earlier.requests.ending()
+            for rank in ranks:
+                told[rank] += [
+                    owned.hot.into.index_select(0, into[rank]),
+                    earlier.hot.out.index_select(0, out[rank]),
+                ]
+                sizes[rank] += [self.plan.tables[name].first_counts[rank][0], plan.last_counts[rank][-1]]
+        heard = [torch.empty(sum(counts), dtype=torch.uint8) for counts in sizes]
+        self.home.keys.exchange("hot", [torch.cat(bits) for bits in told], heard, where=where).wait()
+        pieces = [bits.split(counts) for bits, counts in zip(heard, sizes, strict=True)]
+        for number, name in enumerate(self._owned):
+            self._asked[name].hot.into = torch.cat([own[2 * number] for own in pieces])
+            before._asked[name].hot.out = torch.cat([own[2 * number + 1] for own in pieces])
 
     def retrieve(self) -> None:
         """Decides which ids have a row, and takes the rows; once per batch, in order."""
@@ -161,49 +216,99 @@ class Window:
 
     def post(self, *, where: str = "") -> None:
         """Opens the receives of all row and gradient messages of the window, so that none of them waits for its peer."""
-        lane = self.home.rows
+        last = self.plan.num_parts - 1
         for part in range(self.plan.num_parts):
-            place = f"{where}, part {part}"
-            self._rows.append(
-                [
-                    lane.post(f"rows/{name}", _receives(asked, part), where=place, own=False)
-                    for name, asked in self._asked.items()
-                ]
-            )
-            self._grads.append(
-                [
-                    lane.post(f"gradients/{name}", owned.arrivals[part], where=place, own=False)
-                    for name, owned in self._owned.items()
-                ]
-            )
+            for name in self._asked:
+                place = f"{where}, part {part}"
+                rows = self._post_row_halves if self.split and part == 0 else self._post_rows
+                sums = self._post_sum_halves if self.split and part == last else self._post_sums
+                rows(name, part, place)
+                sums(name, part, place)
 
-    def launch_rows(self, part: int) -> None:
-        """Sends the rows that askers use in this part for the first time; the own ones are copied to where they are used."""
+    def _post_rows(self, name: str, part: int, where: str) -> None:
+        asked = self._asked[name]
+        room = [asked.leaves[part][fresh] for fresh in asked.plan.fresh(part)]
+        packed = None if asked.narrow is None else asked.narrow.rooms(part, room)
+        handle = self.home.rows.post(f"rows/{name}", packed or room, where=where, own=False)
+        message = _Rows(handle, self._owned[name].requests.wanted(part), room, own=False, packed=packed)
+        self._rows.setdefault((part, False), {})[name] = message
+
+    def _post_sums(self, name: str, part: int, where: str) -> None:
+        plan, counts = self._asked[name].plan, list(self._owned[name].requests.arrival_counts[part])
+        counts[self.home.rank] = 0  # these are used where they are
+        arrivals = list(self.home.tables[name].empty_rows(sum(counts)).split(counts))
+        handle = self.home.rows.post(f"gradients/{name}", arrivals, where=where, own=False)
+        # All that the last part has goes home with it.
+        leaving = None if part == self.plan.num_parts - 1 else plan.leaving[part]
+        message = _Sums(handle, leaving, [own[part] for own in plan.last_counts], arrivals, own=False)
+        self._grads.setdefault((part, False), {})[name] = message
+
+    def _post_row_halves(self, name: str, part: int, where: str) -> None:
+        asked, owned = self._asked[name], self._owned[name]
+        places = owned.requests.wanted(part)
+        bits = hot_bits(owned.hot.into, len(owned.requests.ids)).index_select(0, torch.cat(places))
+        there = Cut.of(bits, [len(own) for own in places])
+        here = Cut.of(hot_bits(asked.hot.into, len(asked.leaves[part])), [own[part] for own in asked.plan.leaf_counts])
+        asked.halves = torch.empty_like(asked.leaves[part]), here.order()
+        for cold, wanted, room in zip(
+            (True, False), there.pick(torch.cat(places)), here.halves(asked.halves[0]), strict=True
+        ):
+            handle = self.home.rows.post(f"rows/{name}", room, where=f"{where}, {'cold' if cold else 'hot'}")
+            self._rows.setdefault((part, cold), {})[name] = _Rows(handle, wanted, room, own=True)
+
+    def _post_sum_halves(self, name: str, part: int, where: str) -> None:
+        asked, owned = self._asked[name], self._owned[name]
+        places, size = owned.requests.ending(), len(asked.leaves[part])
+        bits = hot_bits(owned.hot.out, len(owned.requests.ids)).index_select(0, torch.cat(places))
+        there = Cut.of(bits, owned.requests.arrival_counts[part])
+        here = Cut.of(hot_bits(asked.hot.out, size), [own[part] for own in asked.plan.leaf_counts])
+        owned.order = order_of_halves(owned.requests, there)
+        rooms = there.halves(self.home.tables[name].empty_rows(len(bits)))
+        halves = (here.cold, here.cold_counts), (here.hot, here.hot_counts)
+        for cold, arrivals, (leaving, counts) in zip((True, False), rooms, halves, strict=True):
+            handle = self.home.rows.post(f"gradients/{name}", arrivals, where=f"{where}, {'cold' if cold else 'hot'}")
+            self._grads.setdefault((part, cold), {})[name] = _Sums(handle, leaving, counts, arrivals, own=True)
+
+    def launch_rows(self, part: int, *, cold: bool = False) -> None:
+        """Sends the rows that askers use in this part for the first time."""
         rank = self.home.rank
-        for handle, (name, owned) in zip(self._rows[part], self._owned.items(), strict=True):
-            holder, held, places = self.home.holders[name], _held(owned), owned.requests.wanted(part)
-            own = _room(self._asked[name], part)[rank]
-            holder.gather(held, places[rank], own)
-            others = [place for asker, place in enumerate(places) if asker != rank]
-            rows = holder.gather(held, torch.cat(others)) if others else own
-            sends = list(rows.split([len(place) for place in others])) if others else []
-            sends = [*sends[:rank], own, *sends[rank:]]
-            if owned.narrow is not None:
-                owned.narrow.round_(own, rank, part)
-                for asker in (asker for asker in range(len(sends)) if asker != rank):
-                    sends[asker] = owned.narrow.pack(sends[asker], asker, part)
-            handle.launch(sends)
+        for name, message in self._rows[part, cold].items():
+            holder, held, wanted = self.home.holders[name], _held(self._owned[name]), message.wanted
+            if not message.own:
+                holder.gather(held, wanted[rank], message.room[rank])
+                wanted = [places[:0] if asker == rank else places for asker, places in enumerate(wanted)]
+            sends = list(holder.gather(held, torch.cat(wanted)).split([len(places) for places in wanted]))
+            if not message.own:
+                sends[rank] = message.room[rank]
+            if message.packed is not None:
+                self._pack(name, sends, part)
+            message.handle.launch(sends)
+
+    def _pack(self, name: str, sends: list[Tensor], part: int) -> None:
+        """Rows for others become bytes, some of them in 16 bits; the own ones are rounded where they are."""
+        narrow = self._owned[name].narrow
+        assert narrow is not None
+        for asker, rows in enumerate(sends):
+            if asker == self.home.rank:
+                narrow.round_(rows, asker, part)
+            else:
+                sends[asker] = narrow.pack(rows, asker, part)
 
     def leaves(self, part: int) -> dict[str, Tensor]:
         """Leaf rows [u, D] of the part's distinct ids, table by table, once those of all parts so far have arrived."""
-        for handle in self._rows[part]:
-            handle.wait_arrived()
-        for asked in self._asked.values():
-            if asked.narrow is not None:
-                for owner, (data, room) in enumerate(zip(asked.packed[part], _room(asked, part), strict=True)):
+        for key in ((part, True), (part, False)):
+            for message in self._rows.get(key, {}).values():
+                message.handle.wait_arrived()
+        for name, asked in self._asked.items():
+            message = self._rows[part, False][name]
+            if asked.narrow is not None and message.packed is not None:
+                for owner, (data, room) in enumerate(zip(message.packed, message.room, strict=True)):
                     if owner != self.home.rank:
                         asked.narrow.unpack(data, owner, part, room)
             copy_from(asked.leaves[part], asked.plan.again[part], asked.plan.source[part], asked.leaves)
+            if asked.halves is not None and part == 0:
+                rows, positions = asked.halves
+                scatter_rows(asked.leaves[part], positions, rows)
         return {name: asked.leaves[part].detach().requires_grad_() for name, asked in self._asked.items()}
 
     def add_grads(self, part: int, leaves: Mapping[str, Tensor]) -> None:
@@ -211,33 +316,34 @@ class Window:
         for name, asked in self._asked.items():
             grad = leaves[name].grad
             own = torch.zeros_like(asked.leaves[part]) if grad is None else grad.contiguous()
-            add_from(
-                own, asked.plan.again[part], asked.plan.source[part], [_computed(one) for one in asked.grads[:part]]
-            )
+            before = [_computed(one) for one in asked.grads[:part]]
+            add_from(own, asked.plan.again[part], asked.plan.source[part], before)
             asked.grads[part] = own
 
-    def launch_grads(self, part: int) -> None:
+    def launch_grads(self, part: int, *, cold: bool = False) -> None:
         """Sends the sums of ids whose last use this part was."""
-        for handle, (name, asked) in zip(self._grads[part], self._asked.items(), strict=True):
-            sums = _computed(asked.grads[part])
-            if part < self.plan.num_parts - 1:  # all that the last part has goes home with it
-                sums = gather_rows(sums, asked.plan.leaving[part])
-            sends = sums.split([counts[part] for counts in asked.plan.last_counts])
-            self._owned[name].arrivals[part][self.home.rank] = sends[self.home.rank]
-            handle.launch(sends)
-            self.largest[name] = larger(self.largest.get(name, 0.0), sums)
+        for name, message in self._grads[part, cold].items():
+            sums = _computed(self._asked[name].grads[part])
+            leaving = sums if message.leaving is None else gather_rows(sums, message.leaving)
+            sends = leaving.split(message.counts)
+            if not message.own:
+                message.arrivals[self.home.rank] = sends[self.home.rank]
+            message.handle.launch(sends)
+            # The hot half comes first, and the flag that travels with it is about both.
+            if not cold:
+                self.largest[name] = larger(self.largest.get(name, 0.0), sums if message.own else leaving)
 
-    def collect(self, part: int) -> None:
+    def collect(self, part: int, *, cold: bool = False) -> None:
         """The sums that come with a part have arrived."""
-        for handle, owned in zip(self._grads[part], self._owned.values(), strict=True):
-            handle.wait_arrived()
-            owned.num_collected += 1
+        for name, message in self._grads[part, cold].items():
+            message.handle.wait_arrived()
+            self._owned[name].num_collected += 1
 
     def owned_grads(self) -> dict[str, Tensor]:
         """The full gradient sums [K, D] of the rows that this rank owns, by ascending id, once all are collected."""
         found = {}
         for name, owned in self._owned.items():
-            grads = owned.grads(self.plan.num_parts)
+            grads = self._sums(name, len(self._grads))
             owned.totals = found[name] = grads.total() if isinstance(grads, Arrived) else grads
             owned.totals.index_fill_(0, _held(owned).rowless, 0.0)  # they are dropped and count nowhere
         return found
@@ -249,16 +355,32 @@ class Window:
             if isinstance(holder, Lagging):
                 holder.keep(_held(owned))
 
-    def update(self, lr: float) -> None:
-        """One optimizer step for each row of the window that this rank owns; gradients are added in (part, rank) order."""
+    def update(self, lr: float, *, cold: bool = False) -> None:
+        """One optimizer step for each row of the window that this rank owns, in a split one for each hot or cold row."""
         for name, owned in self._owned.items():
-            self.home.holders[name].update(_held(owned), owned.grads(self.plan.num_parts), lr)
+            grads = self._sums(name, len(self._grads) if cold or not self.split else self.plan.num_parts)
+            skip = None
+            if self.split:
+                hot = hot_bits(owned.hot.out, len(owned.requests.ids))
+                skip = hot if cold else 1 - hot
+            self.home.holders[name].update(_held(owned), grads, lr, skip)
+
+    def _sums(self, name: str, num_messages: int) -> Tensor | Arrived:
+        """The gradients of the rows that this rank owns, added in (part, rank) order; so many messages must have come."""
+        owned = self._owned[name]
+        if owned.num_collected < num_messages:
+            raise CommError("an update before its gradients were collected: a dependency is missing in the schedule.")
+        if owned.totals is not None:
+            return owned.totals
+        segments = [one for key in sorted(self._grads, key=_as_counted) for one in self._grads[key][name].arrivals]
+        return Arrived(segments, owned.requests.starts, owned.requests.arrivals if owned.order is None else owned.order)
 
     def release(self) -> None:
         """The window is done with its rows, and all it sent has left."""
-        for handles in (*self._rows, *self._grads):
-            for handle in handles:
-                handle.wait()
+        rows = [message.handle for messages in self._rows.values() for message in messages.values()]
+        grads = [message.handle for messages in self._grads.values() for message in messages.values()]
+        for handle in rows + grads:
+            handle.wait()
         for name, owned in self._owned.items():
             self.home.holders[name].release(_held(owned))
 
@@ -270,27 +392,14 @@ class Window:
             found[name] = (ids, self.home.holders[name].gather(_held(owned), torch.arange(len(ids))))
         return found
 
-
-def _own(table: Table, requests: Requests, rank: int) -> _Owned:
-    """Room for what arrives; the own sums will be taken from where they are."""
-    sizes = [[0 if asker == rank else n for asker, n in enumerate(counts)] for counts in requests.arrival_counts]
-    rooms = iter(table.empty_rows(sum(map(sum, sizes))).split([n for counts in sizes for n in counts]))
-    return _Owned(requests, [[next(rooms) for _ in counts] for counts in sizes])
+    def peek_hot(self) -> dict[str, Tensor]:
+        """Which of these ids the window after holds too (uint8 [K])."""
+        return {name: hot_bits(owned.hot.out, len(owned.requests.ids)) for name, owned in self._owned.items()}
 
 
-def _room(asked: _Asked, part: int) -> list[Tensor]:
-    """Where the rows that each owner sends for a part belong."""
-    return [asked.leaves[part][fresh] for fresh in asked.plan.fresh(part)]
-
-
-def _receives(asked: _Asked, part: int) -> list[Tensor]:
-    """Where they arrive: there, or as bytes if some are narrow."""
-    rooms = _room(asked, part)
-    if asked.narrow is None:
-        return rooms
-    sizes = [asked.narrow.num_bytes(owner, part, room) for owner, room in enumerate(rooms)]
-    asked.packed.append([torch.empty(size, dtype=torch.uint8) for size in sizes])
-    return asked.packed[part]
+def _as_counted(message: _Message) -> tuple[int, bool]:
+    """Parts in order, the cold half of a part first."""
+    return message[0], not message[1]
 
 
 def _computed(grads: Tensor | None) -> Tensor:

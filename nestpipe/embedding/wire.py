@@ -2,6 +2,7 @@
 
 A lookup may name a 16-bit type (negatives do). An id is *narrow* if all its uses in a window have that type; its row travels in
 it. Others travel once, whole. A message holds its whole rows, then its narrow ones, as bytes; both ends know which are which.
+Messages that are split into hot and cold (hot.py) bring all rows whole: who reads them rounds them (`Rows.rounded`).
 """
 
 from __future__ import annotations
@@ -29,8 +30,11 @@ class Narrow:
         begin = sum(map(sum, self.counts[:peer])) + sum(self.counts[peer][:part])
         return self.mask[begin : begin + self.counts[peer][part]]
 
-    def num_bytes(self, peer: int, part: int, like: Tensor) -> int:
-        """The size of a message of rows like these."""
+    def rooms(self, part: int, rows: Sequence[Tensor]) -> list[Tensor]:
+        """Room for the bytes of each peer's message of a part, which become these rows."""
+        return [torch.empty(self._num_bytes(peer, part, one), dtype=torch.uint8) for peer, one in enumerate(rows)]
+
+    def _num_bytes(self, peer: int, part: int, like: Tensor) -> int:
         narrow = self.of(peer, part)
         num_narrow = int(narrow.sum())
         return like.shape[1] * ((len(narrow) - num_narrow) * like.itemsize + num_narrow * self.wire.itemsize)

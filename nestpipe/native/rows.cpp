@@ -145,7 +145,7 @@ int64_t update(const nestpipe_rows& call, std::initializer_list<Column> others, 
   const int64_t row_bytes = call.dim * static_cast<int64_t>(sizeof(float));
   nestpipe::share(call.n, call.num_threads, kMinShare, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      if (i + kAhead < end) {
+      if (i + kAhead < end && (call.skip == nullptr || !call.skip[i + kAhead])) {
         const int64_t next = call.slots[i + kAhead];
         prefetch<1>(call.weights + next * call.dim, row_bytes);
         for (const Column& other : others) {

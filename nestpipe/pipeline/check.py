@@ -52,15 +52,10 @@ def check_programs(schedule: Schedule, ranks: Sequence[Programs], num_batches: i
 
 def all_events(schedule: Schedule, num_batches: int) -> list[Event]:
     """Every event of so many batches, batch by batch in the order of the sequential step."""
-    once: tuple[Kind, ...] = ("read", "keys", "retrieve", "post")
-    after: tuple[Kind, ...] = (
-        "flag",
-        "dense sum",
-        *(("norm",) if schedule.clip_rows else ()),
-        "dense step",
-        "update",
-        "write",
-    )
+    once: tuple[Kind, ...] = ("read", "keys", "retrieve", "post", *(("cold rows",) if schedule.split else ()))
+    cold: tuple[Kind, ...] = ("cold grads", "cold collect", "cold update") if schedule.split else ()
+    norm: tuple[Kind, ...] = ("norm",) if schedule.clip_rows else ()
+    after: tuple[Kind, ...] = ("flag", "dense sum", *norm, "dense step", "update", *cold, "write")
     each: tuple[Kind, ...] = ("rows", "compute", "grads", "collect")
     parts = range(schedule.num_parts)
     return [

@@ -24,6 +24,8 @@ class PipelineConfig(PartsConfig):
     """With staleness 1: so many steps are exact before, while most is learned."""
     rows: Literal["auto", "table", "pool"] = "auto"
     """Where rows of batches in flight are used: in their table, or copied to a pool. auto: a pool for rows in files."""
+    split: bool = False
+    """nested: of the first rows and last gradients of a batch, what its neighbours do not hold travels apart, hidden."""
     tune: bool = False
     """Choose parts, ramp, depth and the pool's size from a short profile when the run starts; kept in RUN/settings.jsonl."""
     adapt: int = 0
@@ -37,6 +39,8 @@ class PipelineConfig(PartsConfig):
         yield from PartsConfig.problems(self)
         if not 1 <= self.depth <= 8:
             yield f"depth is {self.depth}; it must be in 1 .. 8"
+        if self.split and self.mode != "nested":
+            yield f"split is for mode nested, but the mode is {self.mode}"
         if self.staleness not in (0, 1):
             yield f"staleness is {self.staleness}; it must be 0 (exact) or 1 (rows one update old)"
         if self.staleness and self.mode not in ("sequential", "nested"):
@@ -74,7 +78,10 @@ class PipelineConfig(PartsConfig):
         """When stages run, from a batch on to the next barrier. Stale rows leave a batch earlier, so they are taken earlier."""
         mode: Mode = "serial" if self.mode == "sequential" else self.mode
         stale = self.is_stale(number)
-        return Schedule.of(mode, self.parts, depth=self.depth + stale, clip_rows=clip_rows, stale=stale)
+        # A norm over all rows needs all gradients: then none may be late.
+        split = self.split and not clip_rows and not stale
+        depth = self.depth + stale
+        return Schedule.of(mode, self.parts, depth=depth, clip_rows=clip_rows, stale=stale, split=split)
 
     def steps_to_switch(self, number: int) -> int | None:
         """After how many steps another schedule begins, which takes a barrier; None for never."""

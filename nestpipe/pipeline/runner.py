@@ -193,13 +193,15 @@ class Runner:
             data = next(feed.batches, None)
             if data is None:
                 raise TrainError(f"the data ended before batch {number}; say so beforehand with `num_batches`.")
-            segment.works[batch] = stages.read(
-                self.state, data, feed.rates(number), number, asks_to_stop=feed.asks_to_stop()
-            )
+            stop, split = feed.asks_to_stop(), self.schedule.split
+            work = stages.read(self.state, data, feed.rates(number), number, asks_to_stop=stop, split=split)
+            segment.works[batch] = work
             return
         work = segment.works[batch]
         if kind == "update" and self.schedule.stale and batch + 1 == segment.board.num_batches:
             work.window.keep()
+        if kind == "keys" and self.schedule.split and batch:
+            work.before = segment.works[batch - 1].window
         if kind in self.part_stages:
             self.part_stages[kind](self.state, work, part)
         else:
@@ -242,9 +244,9 @@ class Runner:
         return self.state.embedding.keys, self.state.embedding.rows, self.state.dense.lane
 
 
-def run_in_order(state: TrainState, order: list[Event], feed: Feed) -> None:
+def run_in_order(state: TrainState, order: list[Event], feed: Feed, schedule: Schedule) -> None:
     """Runs events one after the other in the given order, whatever they need: how tests force an order on a schedule."""
-    runner = Runner(state, Schedule.of("serial", state.cut.parts))
+    runner = Runner(state, schedule)
     segment = _Segment(feed, Board(()), Host(), state.num_steps)
     for event in order:
         runner._execute(event, segment)

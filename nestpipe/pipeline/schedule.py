@@ -14,6 +14,10 @@ A mode is a placement of stages on lanes, a depth (how many batches ahead rows a
     frozen-window  0       read, rows, table                row and gradient messages of the parts of one batch
     nested         d       read, keys, fetch, rows, table, dense      both
 
+`split` sends the first rows and the last gradients of a batch in two messages each (embedding/hot.py): only what
+neighbouring batches share, the hot half, makes them wait for each other. The cold rows of the next batch leave and the cold
+gradients of the last one are applied while a batch computes.
+
 Programs depend on mode, number of parts and depth, never on sizes, so every rank runs the same; a batch without samples and
 a part without ids are events like all others.
 """
@@ -29,18 +33,20 @@ from typing import Literal, NamedTuple
 Kind = Literal[
     "read", "keys", "retrieve", "post", "rows", "compute", "grads", "collect",
     "flag", "dense sum", "norm", "dense step", "update", "write",
+    "cold rows", "cold grads", "cold collect", "cold update",
 ]  # fmt: skip
 Mode = Literal["serial", "dual-buffer", "frozen-window", "nested"]
 MODES: tuple[Mode, ...] = ("serial", "dual-buffer", "frozen-window", "nested")
 
 # Stages that exchange messages: done means that every rank's share has been launched.
-MESSAGES: frozenset[Kind] = frozenset(("keys", "rows", "grads", "dense sum", "norm"))
+MESSAGES: frozenset[Kind] = frozenset(("keys", "rows", "cold rows", "grads", "cold grads", "dense sum", "norm"))
 PART_KINDS: frozenset[Kind] = frozenset(("rows", "compute", "grads", "collect"))
 MAIN = "compute"  # the lane of the calling thread
 
 _ALONE: dict[Kind, str] = {
     "read": "read", "keys": "keys", "retrieve": "fetch", "write": "fetch", "post": "rows", "rows": "rows", "grads": "rows",
     "collect": "table", "flag": "table", "update": "table", "dense sum": "dense", "norm": "dense",
+    "cold rows": "rows", "cold grads": "rows", "cold collect": "table", "cold update": "table",
 }  # fmt: skip
 _OUTER = ("read", "keys", "fetch")
 _LANES: dict[Mode, tuple[str, ...]] = {  # lanes of their own; everything else is on the main lane
@@ -75,19 +81,30 @@ class Schedule:
     stale: bool = (
         False  # rows of a batch leave before the update of the batch before, always: not exact, not sequential's bits
     )
+    split: bool = False  # rows of the first part and gradients of the last in a hot and a cold message
 
     def __post_init__(self) -> None:
         if self.stale and self.mode != "nested":
             raise ValueError(f"mode '{self.mode}' has no stale rows; only nested has")
+        if self.split and (self.mode != "nested" or self.clip_rows or self.stale):
+            raise ValueError("only nested can be split, and only if no norm of rows is needed and no rows are stale")
         if self.looks_ahead != (self.depth > 0):
             raise ValueError(f"mode '{self.mode}' {'needs' if self.looks_ahead else 'has no'} depth, got {self.depth}")
         if not 1 <= self.num_parts <= 256:
             raise ValueError(f"{self.num_parts} parts; there must be 1 to 256")
 
     @staticmethod
-    def of(mode: Mode, num_parts: int, *, depth: int = 1, clip_rows: bool = False, stale: bool = False) -> Schedule:
+    def of(
+        mode: Mode,
+        num_parts: int,
+        *,
+        depth: int = 1,
+        clip_rows: bool = False,
+        stale: bool = False,
+        split: bool = False,
+    ) -> Schedule:
         """A schedule; the depth counts only where the mode looks ahead."""
-        return Schedule(mode, num_parts, depth if "keys" in _LANES[mode] else 0, clip_rows, stale)
+        return Schedule(mode, num_parts, depth if "keys" in _LANES[mode] else 0, clip_rows, stale, split)
 
     @property
     def looks_ahead(self) -> bool:
@@ -96,16 +113,12 @@ class Schedule:
     @property
     def num_events(self) -> int:
         """Events of one batch."""
-        return sum(map(len, _needs(self.num_parts, self.depth, self.clip_rows, self.stale).values())) - (
-            not self.clip_rows
-        )
+        return sum(map(len, self._all_needs.values()))
 
     @property
     def most_events(self) -> int:
         """Events of one batch on the lane that has most."""
-        kinds = {
-            kind: len(parts) for kind, parts in _needs(self.num_parts, self.depth, self.clip_rows, self.stale).items()
-        }
+        kinds = {kind: len(parts) for kind, parts in self._all_needs.items()}
         on_lane = [sum(n for kind, n in kinds.items() if self.lane_of(kind) == lane) for lane in self.lanes]
         return max(on_lane)
 
@@ -120,8 +133,12 @@ class Schedule:
 
     def needs(self, event: Event) -> list[Event]:
         """What must be done before; of message stages, on every rank."""
-        relative = _needs(self.num_parts, self.depth, self.clip_rows, self.stale)[event.kind][event.part]
+        relative = self._all_needs[event.kind][event.part]
         return [Event(kind, event.batch + back, part) for kind, back, part in relative if event.batch + back >= 0]
+
+    @property
+    def _all_needs(self) -> dict[Kind, list[list[Event]]]:
+        return _needs(self.num_parts, self.depth, self.clip_rows, self.stale, self.split)
 
     def program(self, lane: str, num_batches: Callable[[], int | None]) -> Iterator[Event]:
         """The events of a lane in the order in which it takes them, without end until the number of batches is known."""
@@ -172,27 +189,40 @@ class Schedule:
                     yield from (Event("grads", t, i - 1), Event("collect", t, i - 1))
                 yield Event("compute", t, i)
             yield from (Event("grads", t, last), Event("flag", t), Event("collect", t, last))
-        else:  # rows of the next part and gradients of the last one travel while a part computes
-            if t in (post, -1):
-                yield Event("post", post)
-            yield Event("rows", t, 0)
-            for i in range(self.num_parts):
-                if i < last:
-                    yield Event("rows", t, i + 1)
-                if i > 0:
-                    yield from (Event("grads", t, i - 1), Event("collect", t, i - 1))
-                if i == last and post > t >= 0:
-                    yield Event("post", post)
-                yield Event("compute", t, i)
-            yield from (Event("grads", t, last), Event("flag", t), Event("collect", t, last))
+        else:
+            yield from self._overlapped(t, post)
         yield Event("dense sum", t)
         if self.clip_rows:
             yield Event("norm", t)
         yield from (Event("dense step", t), Event("update", t))
 
+    def _overlapped(self, t: int, post: int) -> Iterator[Event]:
+        """Rows of the next part and gradients of the last one travel while a part computes."""
+        last = self.num_parts - 1
+        if t in (post, -1):
+            yield from self._posted(post)
+        yield Event("rows", t, 0)
+        for i in range(self.num_parts):
+            if i < last:
+                yield Event("rows", t, i + 1)
+            if i == 0 and self.split:
+                yield from (Event("cold grads", t - 1), Event("cold collect", t - 1), Event("cold update", t - 1))
+            if i > 0:
+                yield from (Event("grads", t, i - 1), Event("collect", t, i - 1))
+            if i == last and post > t >= 0:
+                yield from self._posted(post)
+            yield Event("compute", t, i)
+        yield from (Event("grads", t, last), Event("flag", t), Event("collect", t, last))
+
+    def _posted(self, t: int) -> Iterator[Event]:
+        """Receives of a batch are opened, and what needs no update leaves."""
+        yield Event("post", t)
+        if self.split:
+            yield Event("cold rows", t)
+
 
 @cache
-def _needs(num_parts: int, depth: int, clip_rows: bool, stale: bool) -> dict[Kind, list[list[Event]]]:
+def _needs(num_parts: int, depth: int, clip_rows: bool, stale: bool, split: bool) -> dict[Kind, list[list[Event]]]:
     """For each stage and part: what it needs, with batches relative to its own."""
     last, parts = num_parts - 1, range(num_parts)
     all_rows = [Event("rows", 0, i) for i in parts]
@@ -207,7 +237,7 @@ def _needs(num_parts: int, depth: int, clip_rows: bool, stale: bool) -> dict[Kin
         "post": [Event("keys", 0)],
         "flag": [Event("grads", 0, last)],
         "dense sum": [Event("compute", 0, last)],
-        "norm": [Event("dense sum", 0), Event("collect", 0, last)],
+        **({"norm": [Event("dense sum", 0), Event("collect", 0, last)]} if clip_rows else {}),
         "dense step": [Event("dense sum", 0), Event("flag", 0), *after_norm],
         # U: all gradients are in, all ranks' flags are known, and the rows as they were have left.
         "update": [Event("collect", 0, last), Event("flag", 0), *all_rows, *after_norm, *missing],
@@ -224,4 +254,21 @@ def _needs(num_parts: int, depth: int, clip_rows: bool, stale: bool) -> dict[Kin
         # The sums at the owner, in part order.
         "collect": [[Event("grads", 0, i), *([Event("collect", 0, i - 1)] if i else [])] for i in parts],
     }
+    if split:
+        _split(once, each, depth, last)
     return {**{kind: [needs] for kind, needs in once.items()}, **each}
+
+
+def _split(once: dict[Kind, list[Event]], each: dict[Kind, list[list[Event]]], depth: int, last: int) -> None:
+    """What is needed when the first rows and the last gradients are cut in two; plain stages have the hot half."""
+    # Rows that the batch before does not hold were last updated, cold, by an earlier one; before those in flight all is home.
+    updated = [Event("cold update", -back) for back in range(2, depth + 1)]
+    once["keys"] += [Event("keys", -1)]  # what is hot is told by the ids of neighbours
+    once["post"] += [Event("keys", 1)]
+    once["cold rows"] = [Event("retrieve", 0), Event("post", 0), *updated]
+    each["rows"] = [[*needs, *(updated[:1] if part else [])] for part, needs in enumerate(each["rows"])]
+    each["compute"][0] += [Event("cold rows", 0)]
+    once["cold grads"] = [Event("compute", 0, last), Event("post", 0)]
+    once["cold collect"] = [Event("cold grads", 0), Event("collect", 0, last)]
+    once["cold update"] = [Event("cold collect", 0), Event("flag", 0)]
+    once["write"] += [Event("cold update", 0)]

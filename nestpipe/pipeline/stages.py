@@ -5,6 +5,9 @@
 
     read ─ keys ─ retrieve ─ post ─┬─ rows ─ compute ─ grads ─ collect ─┬─ flag ─┬─ dense sum ─ dense step
                                    └────────── for each part ───────────┘        └─ update ─ write
+
+In a schedule that is split, `rows` of the first part, `grads` and `collect` of the last one and `update` are about what
+neighbouring batches share; `cold rows`, `cold grads`, `cold collect` and `cold update` about the rest.
 """
 
 from __future__ import annotations
@@ -76,6 +79,7 @@ class Work:
     window: Window
     sums: dict[str, float] = field(default_factory=dict)  # this rank's loss and logs
     means: dict[str, float] = field(default_factory=dict)  # of all ranks, once the flags are in; empty for no weight
+    before: Window | None = None  # of the batch before, in a split schedule
     largest_dense: float = 0.0
     skipped: bool = False  # nothing is updated
     row_factor: float = 1.0  # by which row gradients are scaled
@@ -87,7 +91,9 @@ class Work:
         return f"step {self.number + 1}"
 
 
-def read(state: TrainState, batch: Batch, rates: Rates, number: int, *, asks_to_stop: bool = False) -> Work:
+def read(
+    state: TrainState, batch: Batch, rates: Rates, number: int, *, asks_to_stop: bool = False, split: bool = False
+) -> Work:
     """Cuts the batch into parts and finds out which rows each needs and who owns them."""
     check_coupling(state, batch)
     draw = Draw(state.seed, number)
@@ -95,7 +101,7 @@ def read(state: TrainState, batch: Batch, rates: Rates, number: int, *, asks_to_
     plan = route(
         [state.model.lookups(part, draw) for part in parts], list(state.embedding.tables), state.embedding.owners
     )
-    window = Window(state.embedding, plan, number, state.model.weight(batch), asks_to_stop)
+    window = Window(state.embedding, plan, number, state.model.weight(batch), asks_to_stop, split)
     return Work(number, batch, rates, draw, parts, plan, window)
 
 
@@ -116,7 +122,8 @@ def check_coupling(state: TrainState, batch: Batch) -> None:
 
 def keys(state: TrainState, work: Work) -> None:
     """Ids go to their owners; the global weight and a wish to stop are agreed on."""
-    work.window.ask(where=work.where)
+    work.window.ask(work.before, where=work.where)
+    work.before = None
 
 
 def retrieve(state: TrainState, work: Work) -> None:
@@ -139,6 +146,11 @@ def post(state: TrainState, work: Work) -> None:
 def rows(state: TrainState, work: Work, part: int) -> None:
     """Rows of first use travel to their askers."""
     work.window.launch_rows(part)
+
+
+def cold_rows(state: TrainState, work: Work) -> None:
+    """Rows of the first part that the batch before does not hold travel to their askers."""
+    work.window.launch_rows(0, cold=True)
 
 
 def compute(state: TrainState, work: Work, part: int) -> None:
@@ -166,8 +178,18 @@ def grads(state: TrainState, work: Work, part: int) -> None:
 
 
 def collect(state: TrainState, work: Work, part: int) -> None:
-    """Owners add the gradients that came with a part."""
+    """Owners have the gradients that come with a part."""
     work.window.collect(part)
+
+
+def cold_grads(state: TrainState, work: Work) -> None:
+    """Gradients of the last part that the batch after does not wait for go home."""
+    work.window.launch_grads(work.plan.num_parts - 1, cold=True)
+
+
+def cold_collect(state: TrainState, work: Work) -> None:
+    """Owners have them."""
+    work.window.collect(work.plan.num_parts - 1, cold=True)
 
 
 def flag(state: TrainState, work: Work) -> None:
@@ -230,6 +252,12 @@ def update(state: TrainState, work: Work) -> None:
         work.window.update(work.rates.rows)
 
 
+def cold_update(state: TrainState, work: Work) -> None:
+    """The same for rows that the batch after does not hold, where those that it holds were updated before."""
+    if not work.skipped:
+        work.window.update(work.rates.rows, cold=True)
+
+
 def write(state: TrainState, work: Work) -> None:
     """Rows that no later batch in flight holds go back to where they came from."""
     _posted(work).wait()
@@ -283,4 +311,8 @@ BATCH_STAGES: dict[str, BatchStage] = {
     "dense step": dense_step,
     "update": update,
     "write": write,
+    "cold rows": cold_rows,
+    "cold grads": cold_grads,
+    "cold collect": cold_collect,
+    "cold update": cold_update,
 }

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nestpipe.embedding.ids import dedupe, group, owner_of
+from nestpipe.embedding.ids import among, cut, dedupe, group, owner_of
 from nestpipe.hashing import mix64
 from nestpipe.native import build
 
@@ -35,6 +35,16 @@ def test_distinct_ids_ascend_and_every_id_finds_its_place(native, ids):
     expected = sorted(set(ids))
     assert unique.tolist() == expected
     assert inverse.tolist() == [expected.index(one) for one in ids]
+
+
+@both
+def test_ids_among_others_and_places_by_bit(native):
+    ids, others = torch.tensor([-(2**63), -3, 0, 7, 2**63 - 1]), torch.tensor([-4, -3, 7, 8])
+    assert among(ids, others, native=native).tolist() == [0, 1, 0, 1, 0]
+    assert among(others, ids, native=native).tolist() == [0, 1, 1, 0]
+    assert among(ids[:0], others, native=native).tolist() == among(others[:0], ids, native=native).tolist() == []
+    clear, marked, counts = cut(torch.tensor([1, 0, 0, 1, 1], dtype=torch.uint8), [2, 0, 3], native=native)
+    assert (clear.tolist(), marked.tolist(), counts) == ([1, 2], [0, 3, 4], [1, 0, 2])
 
 
 @needs_compiler

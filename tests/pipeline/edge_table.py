@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tests.pipeline.mutants import broken_edges
 from tests.pipeline.toy import Case
 from tests.ranks import close_ranks, run_ranks
@@ -32,21 +34,35 @@ WITHOUT = {
     ("flag", "update"): "a batch that is not finite reaches the rows",
     ("update", "write"): "rows go home as they were before the update",
     ("write", "write"): "a batch for which an id had no row releases it last, and the row of the other is lost",
+    ("keys", "keys"): "nobody knows what the batch before holds",
+    ("retrieve", "cold rows"): "rows leave before they are there",
+    ("post", "cold rows"): "a send without its receive",
+    ("cold update", "cold rows"): "rows without an update two batches ago",
+    ("cold update", "rows"): "rows without an update two batches ago",
+    ("cold rows", "compute"): "computes with rows that have not been sent",
+    ("compute", "cold grads"): "gradients leave before they are whole",
+    ("cold grads", "cold collect"): "adds what has not been sent",
+    ("collect", "cold collect"): "an update without the last part",
+    ("cold collect", "cold update"): "an update without the last part",
+    ("flag", "cold update"): "a batch that is not finite reaches the rows",
+    ("cold update", "write"): "rows go home as they were before the update",
 }
 
 
-def measured() -> dict[str, list[str]]:
+def measured(case: Case) -> dict[str, list[str]]:
     """For each edge, with a pool and in place: what became of the first forced order that was caught."""
     found: dict[str, list[str]] = {}
-    for _, edge, said in run_ranks(2, broken_edges, [Case(pool=True), Case(pool=False)], deadline_s=1000)[0]:
+    cases = [replace(case, pool=pool) for pool in (True, False)]
+    for _, edge, said in run_ranks(2, broken_edges, cases, deadline_s=1000)[0]:
         order, verdict = next(((order, one) for order, one in said.items() if one != "equal"), ("", "equal"))
         found.setdefault(edge, []).append(f"{verdict}, {order}" if order == "at will" else verdict)
     return found
 
 
 if __name__ == "__main__":
-    print("| edge | without it | pool | in place |\n|---|---|---|---|")
-    for edge, verdicts in measured().items():
-        ends = tuple(one.partition("(")[0] for one in edge.split(" -> "))
-        print(f"| {edge.replace('->', '→')} | {WITHOUT[ends]} | {' | '.join(verdicts)} |")
+    for case in (Case(pool=True), Case(pool=True, depth=2, split=True)):
+        print("\n| edge | without it | pool | in place |\n|---|---|---|---|")
+        for edge, verdicts in measured(case).items():
+            ends = tuple(one.partition("(")[0] for one in edge.split(" -> "))
+            print(f"| {edge.replace('->', '→')} | {WITHOUT[ends]} | {' | '.join(verdicts)} |")
     close_ranks()

@@ -63,13 +63,14 @@ def plain(case: Case, lanes: Lanes) -> Result:
     log: Log = []
     state = new_toy(replace(case, pool=False), lanes)
     batches = islice(toy_batches(state.embedding.rank), NUM_BATCHES)
-    with patch.object(sequential, "update", tapped(log)), patch.object(semi_async, "update", tapped(log)):
+    update = tapped(log)["update"]
+    with patch.object(sequential, "update", update), patch.object(semi_async, "update", update):
         if case.stale:
             one_update_old(state, batches, case.rates)
         else:
             for number, batch in enumerate(batches):
                 sequential.step(state, batch, case.rates(number))
-    return log, content(state)
+    return sorted(log), content(state)
 
 
 def ordered(case: Case, lanes: Lanes, order: list[Event]) -> Result:
@@ -79,21 +80,27 @@ def ordered(case: Case, lanes: Lanes, order: list[Event]) -> Result:
     feed = Feed(batches=toy_batches(state.embedding.rank), rates=case.rates)
     for lane in (lanes.keys, lanes.rows, lanes.dense):
         lane.hand_over()
-    with patch.dict(stages.BATCH_STAGES, {"update": tapped(log, stages.BATCH_STAGES["update"])}):
-        run_in_order(state, order, feed)
-    return log, content(state)
+    with patch.dict(stages.BATCH_STAGES, tapped(log, stages.BATCH_STAGES)):
+        run_in_order(state, order, feed, schedule_of(case))
+    return sorted(log), content(state)
 
 
 def schedule_of(case: Case) -> Schedule:
-    return Schedule.of("nested", case.num_parts, depth=case.depth, clip_rows=case.clip.rows, stale=case.stale)
+    named = {"depth": case.depth, "clip_rows": case.clip.rows, "stale": case.stale, "split": case.split}
+    return Schedule.of("nested", case.num_parts, **named)
 
 
 def broken_edges(world: World, cases: list[Case], only: Collection[str] = ()) -> list[tuple[Case, str, dict[str, str]]]:
-    """Every kind of edge that is not implied, broken in forced orders until one of them is caught: verdict by order."""
+    """Every kind of edge that is not implied, broken in forced orders until one of them is caught: verdict by order.
+
+    Of a split training only those that the same training has not if it is not split.
+    """
     arena, found = Arena(world), []
     for case in cases:
         schedule, expected = schedule_of(case), plain(case, arena.lanes)
-        for edge in (edge for edge in orders.edges_of(schedule) if not only or str(edge) in only):
+        known = set(orders.edges_of(schedule_of(replace(case, split=False)))) if case.split else set()
+        edges = [one for one in orders.edges_of(schedule) if one not in known and (not only or str(one) in only)]
+        for edge in edges:
             tried: dict[str, str] = {}
             for name, order in () if orders.is_implied(schedule, edge) else forced_orders(schedule, edge):
                 tried[name] = arena.verdict(expected, case, order)
@@ -137,8 +144,10 @@ def legal_orders(world: World, cases: list[Case], num_random: int) -> list[str]:
         schedule, expected = schedule_of(case), plain(case, arena.lanes)
         needs = orders.needs_without(schedule, NUM_BATCHES)
         tried = {f"random {seed}": orders.random_order(needs, seed) for seed in range(num_random)}
-        tried |= {f"late {kind}": orders.late(needs, kind, 0) for kind in ("update", "write", "dense step")}
-        tried |= {f"early {kind}": orders.early(needs, kind, 0) for kind in ("retrieve", "post")}
+        cold = ("cold grads", "cold update") if case.split else ()
+        tried |= {f"late {kind}": orders.late(needs, kind, 0) for kind in ("update", "write", "dense step", *cold)}
+        early = ("cold rows",) if case.split else ()
+        tried |= {f"early {kind}": orders.early(needs, kind, 0) for kind in ("retrieve", "post", *early)}
         for name, order in tried.items():
             said = arena.verdict(expected, case, order)
             found += [f"{case}, {name}: {said}"] if said != "equal" else []

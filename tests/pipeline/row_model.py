@@ -8,6 +8,9 @@ of one row to another, which is what a late write or update must not meet.
     retrieve  who has a home is decided, rows come from their homes     rows      values leave for the askers
     compute   a gradient from the values and the dense weights          update    values change
     dense step  the dense weights change                                write     values go home
+
+In a schedule that is split, rows and update are about the keys that the batch before or after holds too; cold rows and cold
+update are about the others.
 """
 
 from __future__ import annotations
@@ -21,6 +24,9 @@ from nestpipe.pipeline.schedule import Event, Kind, Schedule
 from tests.pipeline.orders import Edge, ancestors, needs_without
 
 KINDS: tuple[Kind, ...] = ("retrieve", "rows", "compute", "dense step", "update", "write")
+SPLIT_KINDS: tuple[Kind, ...] = (
+    *("retrieve", "cold rows", "rows", "compute", "dense step", "update", "cold update", "write"),
+)
 Pattern = tuple[tuple[int, ...], ...]  # the keys of each batch
 
 
@@ -31,7 +37,7 @@ class State(NamedTuple):
     used: tuple[int, ...]  # the batch that used each key last
     pool: tuple[tuple[int, int], ...]  # (value, number of batches that hold it) of each key; no batch: not there
     held: tuple[tuple[int, ...] | None, ...]  # of each batch: where its keys are at home, -1 for nowhere
-    reads: tuple[tuple[int, ...] | None, ...]  # of each batch: the values that left
+    reads: tuple[tuple[int, ...], ...]  # of each batch: the values that left, 0 for none yet
     grads: tuple[int, ...]  # of each batch; 0 for none yet
     dense: int
     dense_grad: int
@@ -49,27 +55,45 @@ class RowModel:
     num_homes: int
     protect_steps: int
     pool: bool
+    split: bool = False
     _names: dict[Any, int] = field(default_factory=dict)  # history -> value
 
     @property
     def start(self) -> State:
         size = len(self.pattern)
         none: tuple[None, ...] = (None,) * size
+        reads = tuple((0,) * len(keys) for keys in self.pattern)
         return State(
-            ((-1, 0),) * self.num_homes, (-1,) * self.num_keys, ((0, 0),) * self.num_keys, none, none, (0,) * size, 0, 0
+            ((-1, 0),) * self.num_homes,
+            (-1,) * self.num_keys,
+            ((0, 0),) * self.num_keys,
+            none,
+            reads,
+            (0,) * size,
+            0,
+            0,
         )
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        return SPLIT_KINDS if self.split else KINDS
 
     def sequential(self) -> State:
         """The state after all batches, one after the other."""
         state = self.start
         for t in range(len(self.pattern)):
-            for kind in KINDS:
+            for kind in self.kinds:
                 state = self.apply(state, Event(kind, t))
         return state
 
+    def _shared(self, t: int, other: int) -> set[int]:
+        """Keys of a batch that another one holds too."""
+        return set(self.pattern[t]) & set(self.pattern[other] if 0 <= other < len(self.pattern) else ())
+
     def apply(self, state: State, event: Event) -> State:
         """The state after an event, or FAILED."""
-        if state is FAILED or (event.kind in ("rows", "update", "write") and state.held[event.batch] is None):
+        needs_held = event.kind not in ("retrieve", "compute", "dense step")
+        if state is FAILED or (needs_held and state.held[event.batch] is None):
             return FAILED
         handler = getattr(self, "_" + event.kind.replace(" ", "_"))
         after: State = handler(state, event.batch)
@@ -101,7 +125,16 @@ class RowModel:
         return place if key < 0 or age < t - self.protect_steps else -1
 
     def _rows(self, state: State, t: int) -> State:
-        values = tuple(self._now(state, key, home) for key, home in zip(self.pattern[t], _held(state, t), strict=True))
+        return self._send(state, t, self._shared(t, t - 1) if self.split else set(self.pattern[t]))
+
+    def _cold_rows(self, state: State, t: int) -> State:
+        return self._send(state, t, set(self.pattern[t]) - self._shared(t, t - 1))
+
+    def _send(self, state: State, t: int, keys: set[int]) -> State:
+        values = tuple(
+            self._now(state, key, home) if key in keys else before
+            for key, home, before in zip(self.pattern[t], _held(state, t), state.reads[t], strict=True)
+        )
         return state._replace(reads=_with(state.reads, t, values))
 
     def _now(self, state: State, key: int, home: int) -> int:
@@ -110,7 +143,7 @@ class RowModel:
         return state.homes[home][1] if home >= 0 else self._value("new", key)
 
     def _compute(self, state: State, t: int) -> State:
-        if state.reads[t] is None:
+        if 0 in state.reads[t]:
             return FAILED
         grad = self._value("gradient", t, state.reads[t], state.dense)
         return state._replace(grads=_with(state.grads, t, grad), dense_grad=grad)
@@ -119,9 +152,15 @@ class RowModel:
         return state._replace(dense=self._value("dense", state.dense, state.dense_grad))
 
     def _update(self, state: State, t: int) -> State:
+        return self._change(state, t, self._shared(t, t + 1) if self.split else set(self.pattern[t]))
+
+    def _cold_update(self, state: State, t: int) -> State:
+        return self._change(state, t, set(self.pattern[t]) - self._shared(t, t + 1))
+
+    def _change(self, state: State, t: int, keys: set[int]) -> State:
         homes, pool = list(state.homes), list(state.pool)
         for key, home in zip(self.pattern[t], _held(state, t), strict=True):
-            if home >= 0:
+            if home >= 0 and key in keys:
                 new = self._value("updated", self._now(state, key, home), state.grads[t], key)
                 if self.pool:
                     pool[key] = (new, pool[key][1])
@@ -154,12 +193,17 @@ def _with(values: tuple[Any, ...], place: int, value: Any) -> tuple[Any, ...]:
 
 def projected(schedule: Schedule, num_batches: int, dropped: Edge | None = None) -> list[tuple[Event, Event]]:
     """The order that the needs leave between the events of the model, without one kind of edge."""
-    before = ancestors(needs_without(schedule, num_batches, dropped))
-    return [(one, event) for event in events_of(num_batches) for one in before[event] if one.kind in KINDS]
+    before, kinds = ancestors(needs_without(schedule, num_batches, dropped)), kinds_of(schedule)
+    events = events_of(num_batches, kinds)
+    return [(one, event) for event in events for one in before[event] if one.kind in kinds]
 
 
-def events_of(num_batches: int) -> list[Event]:
-    return [Event(kind, t) for t in range(num_batches) for kind in KINDS]
+def kinds_of(schedule: Schedule) -> tuple[Kind, ...]:
+    return SPLIT_KINDS if schedule.split else KINDS
+
+
+def events_of(num_batches: int, kinds: tuple[Kind, ...] = KINDS) -> list[Event]:
+    return [Event(kind, t) for t in range(num_batches) for kind in kinds]
 
 
 def patterns(num_batches: int, num_keys: int) -> Iterator[Pattern]:

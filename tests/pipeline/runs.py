@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import count, islice
 from pathlib import Path
 from typing import Any
@@ -45,15 +45,27 @@ def rates_of(settings: dict[str, Any]) -> Callable[[int], Rates]:
     )
 
 
-def tapped(log: Log, plain: BatchStage = stages.update) -> Callable[[TrainState, Work], None]:
-    """An update that notes the bits of the rows it leaves."""
+def tapped(log: Log, plain: Mapping[str, BatchStage] = stages.BATCH_STAGES) -> dict[str, BatchStage]:
+    """Updates that note the bits of the rows they leave: of a split batch when both are done, each row as its update left it."""
+    halves: dict[tuple[int, str], torch.Tensor] = {}  # rows after the update that came first
 
-    def update(state: TrainState, work: Work) -> None:
-        plain(state, work)
-        for name, (ids, rows) in work.window.peek_owned().items():
-            log.append((work.number, name, ids.numpy().tobytes(), rows.numpy().tobytes()))
+    def tap(kind: str) -> BatchStage:
+        change = plain[kind]  # as it is now
 
-    return update
+        def update(state: TrainState, work: Work) -> None:
+            change(state, work)
+            for name, (ids, rows) in work.window.peek_owned().items():
+                other = halves.pop((work.number, name), None)
+                if work.window.split and other is None:
+                    halves[work.number, name] = rows
+                    continue
+                is_own = work.window.peek_hot()[name].bool() ^ (kind == "cold update")
+                left = rows if other is None else torch.where(is_own.unsqueeze(1), rows, other)
+                log.append((work.number, name, ids.numpy().tobytes(), left.numpy().tobytes()))
+
+        return update
+
+    return {kind: tap(kind) for kind in ("update", "cold update")}
 
 
 def delays(seed: int, longest_s: float) -> Callable[[str, Event], None]:
@@ -92,13 +104,13 @@ def sequential(
     """The plain loop, with the tap where the update is; rows are used in place."""
     state, loader = prepared(world, path, {**settings, "pool": False}, lanes)
     log: Log = []
-    plain, sequential_module.update = sequential_module.update, tapped(log)
+    plain, sequential_module.update = sequential_module.update, tapped(log)["update"]
     try:
         for number, batch in enumerate(islice(batches_of(loader), num_steps)):
             sequential_module.step(state, batch, rates_of(settings)(number))
     finally:
         sequential_module.update = plain
-    return log, content(state)
+    return sorted(log), content(state)
 
 
 def one_update_old(state: TrainState, batches: Iterator[Batch], rates: Callable[[int], Rates]) -> None:
@@ -117,13 +129,13 @@ def sequential_stale(
     state, loader = prepared(world, path, {**settings, "pool": False, "stale": False}, lanes)
     log: Log = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sequential_module, "update", tapped(log))
-        patch.setattr(semi_async, "update", tapped(log))
+        patch.setattr(sequential_module, "update", tapped(log)["update"])
+        patch.setattr(semi_async, "update", tapped(log)["update"])
         batches, rates = islice(batches_of(loader), num_steps), rates_of(settings)
         for number, batch in enumerate(islice(batches, settings.get("sync_steps", 0))):
             sequential_module.step(state, batch, rates(number))
         one_update_old(state, batches, rates)
-    return log, content(state)
+    return sorted(log), content(state)
 
 
 def pipelined(
@@ -131,10 +143,12 @@ def pipelined(
 ) -> tuple[Log, dict[str, bytes]]:
     """The runner, with random delays if there is a seed; stops at barriers and goes on."""
     state, loader = prepared(world, path, settings, lanes)
-    chosen = {"depth": settings.get("depth", 1), "clip_rows": settings.get("clip", Clip()).rows}
+    clip_rows = settings.get("clip", Clip()).rows
+    split = settings.get("split", False) and not clip_rows
+    chosen = {"depth": settings.get("depth", 1), "clip_rows": clip_rows, "split": split}
     log: Log = []
     schedule = Schedule.of(settings["mode"], state.cut.parts, **chosen)
-    runner = Runner(state, schedule, batch_stages={**stages.BATCH_STAGES, "update": tapped(log)})
+    runner = Runner(state, schedule, batch_stages={**stages.BATCH_STAGES, **tapped(log)})
     sync_steps = settings.get("sync_steps", 0) if settings.get("stale") else num_steps
     if "seed" in settings:
         runner.before = delays(settings["seed"] * 97 + world.rank, settings.get("longest_s", 0.002))
@@ -148,7 +162,7 @@ def pipelined(
         for holder in state.embedding.holders.values():
             inner = holder.inner if isinstance(holder, Lagging) else holder
             assert not isinstance(inner, Pool) or not len(inner), "a row did not come home"
-    return log, content(state)
+    return sorted(log), content(state)
 
 
 def differences(

@@ -35,7 +35,8 @@ def check(world_size, log, settings, arms, num_steps=8):
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_random_delays_change_no_bit(log, scale, world_size):
     arms = [
-        {"mode": MODES[1 + seed % 3], "pool": seed % 2 == 0, "depth": 1 + seed % 3, "seed": seed}
+        {"mode": MODES[1 + seed % 3], "pool": seed % 2 == 0, "depth": 1 + seed // 3 % 3, "seed": seed}
+        | ({"split": seed // 3 % 2 == 0} if seed % 3 == 2 else {})
         for seed in range(scale(50, 500))
     ]
     check(world_size, log, {"optimizer": "adagrad", "batch_size": 7, "parts": 3}, arms)
@@ -60,15 +61,16 @@ CROSS = {
 @pytest.mark.parametrize("more", CROSS.values(), ids=CROSS.keys())
 def test_every_mode_and_setting(log, wide_log, scale, world_size, more):
     arms = [
-        {"mode": mode, "pool": pool, "depth": depth, "seed": seed}
+        {"mode": mode, "pool": pool, "split": split, "depth": depth, "seed": seed}
         for depth in scale([2], [1, 2])
         for seed in range(scale(1, 8))
-        for mode, pool in [
-            ("serial", True),
-            ("dual-buffer", True),
-            ("frozen-window", False),
-            ("nested", True),
-            ("nested", False),
+        for mode, pool, split in [
+            ("serial", True, False),
+            ("dual-buffer", True, False),
+            ("frozen-window", False, False),
+            ("nested", world_size > 1, False),
+            ("nested", True, True),
+            ("nested", False, True),
         ]
     ]
     settings = {"batch_size": 7, "parts": 3, **more}
@@ -77,4 +79,5 @@ def test_every_mode_and_setting(log, wide_log, scale, world_size, more):
 
 def test_barriers_leave_no_trace(log):
     arms = [{"mode": mode, "pool": True, "barriers": (1, 4), "depth": 2} for mode in MODES]
+    arms += [{**arms[-1], "split": True}]
     check(2, log, {"batch_size": 7, "parts": 2}, arms, num_steps=7)

@@ -132,8 +132,8 @@ def skip_not_finite(world: World):
         log, logs = [], []
         state = new_toy(replace(CASE, pool=mode is not None), lanes)
         with (
-            patch.object(sequential, "update", tapped(log)),
-            patch.dict(stages.BATCH_STAGES, {"update": tapped(log)}),
+            patch.object(sequential, "update", tapped(log)["update"]),
+            patch.dict(stages.BATCH_STAGES, tapped(log)),
         ):
             if mode is None:
                 for number, batch in enumerate(islice(toy_batches(world.rank), 6)):

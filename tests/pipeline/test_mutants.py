@@ -24,6 +24,7 @@ IMPLIED = {
     "rows(t.0) -> update(t)",
     "rows(t.1) -> update(t)",
 }
+IMPLIED_IF_SPLIT = {"post(t) -> cold grads(t)"}
 IMPLIED_WITH_NORM = {"dense sum(t) -> dense step(t)", "collect(t.1) -> update(t)"}
 # They bound how far reading and key routing run ahead, hence memory; no bit depends on them.
 BOUNDS = {("dense step", "read"), ("dense step", "keys")}
@@ -33,9 +34,15 @@ ONE_TO_SPARE = {("write", "retrieve")}
 # Where rows are used in place, nothing is written back.
 NOTHING_TO_WRITE = {("update", "write"), ("write", "write")}
 
+SPLIT = Case(pool=False, split=True)
 CASES = {
-    2: [Case(pool=True), Case(pool=False, depth=2, optimizer="adam"), Case(pool=True, clip=Clip(0.05, rows=True))],
-    3: [Case(pool=True, depth=2, optimizer="adam")],
+    2: [
+        Case(pool=True),
+        Case(pool=False, depth=2, optimizer="adam"),
+        Case(pool=True, clip=Clip(0.05, rows=True)),
+        SPLIT,
+    ],
+    3: [Case(pool=True, depth=2, optimizer="adam"), Case(pool=True, depth=2, split=True)],
 }
 EVERY_CASE = [
     Case(pool=pool, depth=depth, optimizer=optimizer, clip=clip)
@@ -43,7 +50,7 @@ EVERY_CASE = [
     for depth in (1, 2, 3)
     for optimizer in ("adagrad", "adam")
     for clip in (Clip(), Clip(0.05, rows=True))
-]
+] + [Case(pool=pool, depth=depth, split=True) for pool in (True, False) for depth in (1, 2, 3)]
 
 
 def ends(name):
@@ -51,12 +58,16 @@ def ends(name):
     return tuple(one.partition("(")[0] for one in name.split(" -> "))
 
 
-@pytest.mark.parametrize("clip_rows", [False, True])
-@pytest.mark.parametrize("depth", [1, 2])
-def test_the_edges_that_others_imply(depth, clip_rows):
-    schedule = Schedule.of("nested", 2, depth=depth, clip_rows=clip_rows)
+@pytest.mark.parametrize(
+    ("named", "more"),
+    [({}, set()), ({"clip_rows": True}, IMPLIED_WITH_NORM), ({"split": True}, IMPLIED_IF_SPLIT)],
+    ids=["plain", "clip rows", "split"],
+)
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_the_edges_that_others_imply(depth, named, more):
+    schedule = Schedule.of("nested", 2, depth=depth, **named)
     implied = {str(edge) for edge in orders.edges_of(schedule) if orders.is_implied(schedule, edge)}
-    assert implied == IMPLIED | (IMPLIED_WITH_NORM if clip_rows else set())
+    assert implied == IMPLIED | more
 
 
 @pytest.mark.timeout(3600)

@@ -27,6 +27,8 @@ def test_no_schedule_can_get_stuck(scale):
             check(schedule, num_batches, world_size)
     check(Schedule.of("nested", 32, depth=4, clip_rows=True), 6, 2)
     check(Schedule.of("nested", 2, depth=2, stale=True), 6, 2)
+    for num_parts, depth, num_batches in product((1, 2, 5), (1, 3), (1, 2, 6)):
+        check(Schedule.of("nested", num_parts, depth=depth, split=True), num_batches, 2)
     for schedule in schedules((*range(1, 9), 32), range(1, 5)) if scale(0, 1) else ():
         for num_batches, world_size in product(range(1, 7), range(1, 5)):
             check(schedule, num_batches, world_size)
@@ -35,6 +37,8 @@ def test_no_schedule_can_get_stuck(scale):
 def test_every_batch_has_the_same_number_of_events():
     for schedule in schedules((1, 3), (1, 2)):
         assert len(all_events(schedule, 5)) == 5 * schedule.num_events
+    split = Schedule.of("nested", 3, split=True)
+    assert len(all_events(split, 5)) == 5 * split.num_events
 
 
 NESTED = Schedule.of("nested", 2, depth=1)

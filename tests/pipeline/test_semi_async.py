@@ -151,8 +151,8 @@ def test_a_stop_that_nobody_planned_leaves_no_trace():
     assert run_ranks(2, stop_and_go_on) == [9] * 2
 
 
-def keep_late(holder, held, grads, lr, update=Lagging.update):
-    update(holder, held, grads, lr)
+def keep_late(holder, held, grads, lr, skip=None, update=Lagging.update):
+    update(holder, held, grads, lr, skip)
     if holder.kept is not None:
         Lagging.keep(holder, held)
 

@@ -70,6 +70,7 @@ class Case:
     protect_steps: int | None = None  # depth + 1 if not given
     skip_nonfinite: bool = True
     stale: bool = False  # rows always miss the update of the batch before
+    split: bool = False  # hot and cold messages
 
     def rates(self, number: int) -> Rates:
         """They change from batch to batch, so that a late update with the wrong one shows."""

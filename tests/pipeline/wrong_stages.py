@@ -16,6 +16,7 @@ import torch
 from nestpipe.comm import World
 from nestpipe.embedding import sharded
 from nestpipe.embedding.held import InPlace, Pool
+from nestpipe.embedding.ids import among
 from nestpipe.embedding.ledger import Ledger
 from nestpipe.embedding.route import own_requests
 from nestpipe.embedding.rows import Arrived
@@ -199,11 +200,11 @@ def admission_at_update(case: Case) -> Iterator[None]:
     """Whether an id has a row is looked up when its gradient is applied, not remembered from the batch's turn."""
 
     def late(update):
-        def updating(holder, held, grads, lr):
+        def updating(holder, held, grads, lr, skip=None):
             homes = holder.table._index.find(held.ids)
             slots = homes if isinstance(holder, InPlace) else held.slots
             rowless = (homes < 0).nonzero().flatten()
-            update(holder, replace(held, homes=homes, slots=slots, rowless=rowless), grads, lr)
+            update(holder, replace(held, homes=homes, slots=slots, rowless=rowless), grads, lr, skip)
 
         return updating
 
@@ -222,6 +223,28 @@ def values_drawn_in_turn(case: Case) -> Iterator[None]:
 
     with patch.object(Table, "initial", initial):
         yield
+
+
+def hot_by_one_rank(case: Case) -> AbstractContextManager[object]:
+    """A row counts as shared by neighbouring batches only if rank 1 asks for it in both; other ranks are not looked at."""
+    tell = Window._tell_hot
+
+    def asked_by_one(window):
+        requests = window._owned["item"].requests
+        begin, size = (sum(counts) for counts in requests.first_counts[:2])
+        return requests.ids.index_select(0, requests.places[begin : begin + size])
+
+    def telling(window, before, where):
+        own = [asked_by_one(one) for one in (window, before)]
+
+        def among_own(ids, others):
+            both = torch.isin(ids, own[0]) & torch.isin(ids, own[1])
+            return among(ids, others) & both.to(torch.uint8)
+
+        with patch.object(sharded, "among", among_own):
+            tell(window, before, where)
+
+    return patch.object(Window, "_tell_hot", telling)
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,6 +276,9 @@ WRONG = [
     Wrong(admission_at_update, IN_PLACE, everywhere=True),
     Wrong(admission_at_update, POOL, everywhere=True),
     Wrong(values_drawn_in_turn, POOL, everywhere=True),
+    Wrong(hot_by_one_rank, replace(IN_PLACE, split=True), ("early", "cold rows")),
+    Wrong(hot_by_one_rank, replace(POOL, split=True), ("late", "cold update")),
+    Wrong(ranks_backwards, replace(IN_PLACE, split=True), min_ranks=3),
 ]
 
 
