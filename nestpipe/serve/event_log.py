@@ -48,12 +48,7 @@ class EventLog:
         if size == self._end:
             return is_other, []
         data = os.pread(self._file, size - self._end, self._end)
-        events, length = _whole_records(data)
-        if length < len(data) and (later := _next_record(data, length + 1)) is not None:
-            raise DataError(
-                f"{self.path} is damaged at byte {self._end + length:,}: a record there does not fit its checksum, but whole "
-                f"records follow from byte {self._end + later:,} on. Restore the file, or cut the damaged part out."
-            )
+        events, length = _whole_records(data, self.path, self._end)
         self._end += length
         return is_other, events
 
@@ -76,10 +71,10 @@ class EventLog:
         self._end += len(record)
 
     def rewrite(self, keep: Callable[[Event], bool]) -> int:
-        """Another file with the events to keep takes the place of this one; says how many are gone."""
+        """Another file with the events to keep takes the place of this one; says how many are gone. Raises DataError."""
         with self.writing():
             data = self.path.read_bytes()
-            events, _ = _whole_records(data)
+            events, _ = _whole_records(data, self.path)
             kept = [event for event in events if keep(event)]
             draft = self.path.with_name(f".{self.path.name}.tmp")
             draft.write_bytes(_record(kept) if kept else b"")
@@ -100,13 +95,18 @@ def _record(events: list[Event]) -> bytes:
     return _HEAD.pack(_MAGIC, len(payload), zlib.crc32(payload)) + payload
 
 
-def _whole_records(data: bytes) -> tuple[list[Event], int]:
-    """The events of the whole records at the start of the data, and how many bytes those take."""
+def _whole_records(data: bytes, path: Path, begin: int = 0) -> tuple[list[Event], int]:
+    """The events of whole records from a byte of the file on, and how many bytes those take; raises DataError for damage."""
     events: list[Event] = []
     place = 0
     while (payload := _payload_at(data, place)) is not None:
         events += json.loads(payload)["events"]
         place += _HEAD.size + len(payload)
+    if place < len(data) and (later := _next_record(data, place + 1)) is not None:
+        raise DataError(
+            f"{path} is damaged at byte {begin + place:,}: a record there does not fit its checksum, but whole "
+            f"records follow from byte {begin + later:,} on. Restore the file, or cut the damaged part out."
+        )
     return events, place
 
 

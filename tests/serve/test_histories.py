@@ -169,6 +169,9 @@ def test_damage_before_the_end_is_an_error_that_says_where(log, tmp_path):
         path.write_bytes(broken)
         with pytest.raises(DataError, match=rf"damaged at byte {second}.*whole records follow"):
             open_histories(log, tmp_path)
+        with pytest.raises(DataError, match=rf"damaged at byte {second}"):
+            EventLog(path).rewrite(lambda one: one["user"] != 3)
+        assert path.read_bytes() == broken, "what stands behind the damage is not thrown away"
 
 
 def test_instances_of_a_run_see_each_others_events(log, tmp_path):

@@ -1,0 +1,100 @@
+"""`nestpipe forget` beside another one, and after one that was cut off at any place."""
+
+from __future__ import annotations
+
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from threading import Barrier, BrokenBarrierError
+
+import pytest
+
+from nestpipe.config import Config, DataConfig
+from nestpipe.data import folder as folders
+from nestpipe.run import Run
+from nestpipe.serve import forget as command
+from nestpipe.serve.forget import forget
+from tests.worlds import write_log
+
+DEAD = 2**22 + 1  # no process has this number: it is above what Linux gives
+
+
+@pytest.fixture
+def runs(tmp_path):
+    """Two runs on one log, which were never trained: forgetting does not look at weights."""
+    write_log(tmp_path / "log", {user: [4, 5, 6, user] for user in range(1, 9)})
+    config = Config(data=DataConfig(path=str(tmp_path / "log")))
+    found = [tmp_path / name for name in ("one", "two")]
+    for one in found:
+        (one / "eval").mkdir(parents=True)
+        Run(one, config).write(statistics={}, facts={})
+    return found
+
+
+def users_of(runs):
+    """Who is left, after everything was found to be in order."""
+    for one in runs:
+        run = Run.open(one)
+        run.sequences.verify()
+        assert json.loads((one / "run.json").read_text())["data_digest"] == run.sequences.digest
+        assert "next_digest" not in (one / "run.json").read_text()
+        assert not (one / "eval").exists()
+    path = Path(run.config.data.path)
+    assert sorted(one.name for one in path.parent.iterdir()) == [".log.lock", "log", "one", "two"]
+    return run.sequences.users.tolist()
+
+
+def test_two_at_once_take_turns(runs, monkeypatch):
+    barrier, forget_user = Barrier(2), command.forget_user
+
+    def forget_together(sequences, user, *, announce):
+        """Without turns both would have mapped the folder before either replaces it."""
+        with suppress(BrokenBarrierError):
+            barrier.wait(0.2)
+        return forget_user(sequences, user, announce=announce)
+
+    monkeypatch.setattr(command, "forget_user", forget_together)
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(lambda user: forget(runs, user), (3, 6))) == [(4, 0), (4, 0)]
+    assert users_of(runs) == [1, 2, 4, 5, 7, 8]
+
+
+@pytest.mark.parametrize("place", ["before the swap", "inside the swap", "after the swap", "after one run"])
+@pytest.mark.parametrize("again", [3, 99])
+def test_what_was_cut_off_is_finished_by_the_next(runs, tmp_path, monkeypatch, place, again):
+    class Cut(BaseException):
+        pass
+
+    swap, note = folders._swap, command._note
+
+    def cut_swap(draft, out):
+        if place == "before the swap":
+            raise Cut
+        out.rename(out.parent / f".{out.name}.old-{DEAD}")
+        if place != "inside the swap":
+            draft.rename(out)
+        raise Cut
+
+    def cut_note(run, **digests):
+        if run.name == "two" and "data_digest" in digests:
+            raise Cut
+        note(run, **digests)
+
+    monkeypatch.setattr(command, "_note", cut_note) if place == "after one run" else monkeypatch.setattr(
+        folders, "_swap", cut_swap
+    )
+    with pytest.raises(Cut):
+        forget(runs, 3)
+    monkeypatch.undo()
+    if place != "inside the swap":  # then there is no folder until somebody puts it back
+        for one in runs:
+            Run.open(one)
+    is_done = place in ("after the swap", "after one run")
+    assert forget(runs, again) == (0 if is_done or again == 99 else 4, 0)
+    if is_done or again == 3:
+        assert users_of(runs) == [1, 2, 4, 5, 6, 7, 8]
+    else:
+        assert 3 in Run.open(runs[0]).sequences.users
+        assert not [one for one in os.listdir(tmp_path) if str(DEAD) in one]
