@@ -281,6 +281,20 @@ def test_invalidated_while_it_moves():
         assert (cache.device.used, cache.device.reserved, cache.host.used, cache.host.reserved) == (0, 0, 0, 0)
 
 
+def test_a_copy_that_fails_leaves_nothing_moving():
+    for move, before in (("demote", ()), ("promote", ("demote",))):
+        cache = make(copy=list)
+        fill(cache, "a", user=3)
+        for step in before:
+            getattr(cache, step)("a")
+        cache._copy = lambda value: 1 / 0
+        with pytest.raises(ZeroDivisionError):
+            getattr(cache, move)("a")
+        cache.check()
+        assert cache.peek_state("a") is None
+        assert cache.device.free == cache.host.free == 100
+
+
 def test_single_flight_and_books_under_threads(scale):
     """Eight threads ask for the same keys: each is computed by one at a time, and everybody gets its value."""
     cache = make(300, 200, clock=lambda: 0.0)

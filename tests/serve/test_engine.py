@@ -385,12 +385,22 @@ def test_reasons_and_what_is_held(runs, served, tmp_path, clock):
     assert dear.reply.result(0).reason == "over_rate"
     clock.now += 100
     settle(engine)
-    for latency in [25.0] * 40:
-        engine.latencies_ms.append(latency)
-    slow = signal(engine, 8, "e")
+    for _ in range(40):
+        late = rank(engine, 8, slack_s=0.025)
+        clock.now += 0.025
+        settle(engine)
+        with pytest.raises(LateError):
+            late.reply.result(0)
+    slow = [signal(engine, 8, f"e{n}") for n in range(16)]
     settle(engine)
-    assert slow.reply.result(0).reason == "breaker"
-    assert engine.counts["reason", "admitted"] == 2
+    said = [job.reply.result(0).reason for job in slow]
+    assert said == ["breaker"] * 15 + ["admitted"], "one is let through, to see whether it is still so"
+    clock.now += 5
+    engine.cache.invalidate()
+    again = signal(engine, 8, "f")
+    settle(engine)
+    assert again.reply.result(0).reason == "admitted", "what was long ago does not count"
+    assert engine.counts["reason", "admitted"] == 3
 
 
 def test_shadow_computes_nothing(runs, served, tmp_path, clock):
@@ -481,6 +491,106 @@ def test_an_unknown_candidate_is_the_callers_mistake(engine):
     settle(engine)
     with pytest.raises(DataError, match="item 1000000000"):
         job.reply.result(0)
+
+
+def test_whatever_becomes_of_a_hit_nothing_stays_pinned(engine, monkeypatch):
+    call = engine._call
+    ways = {
+        "full": lambda plans: call(plans) if plans[0].prefix is None else 1 / 0,
+        "upstream": lambda plans: [np.full(len(p.rank.items), np.nan) for p in plans],
+    }
+    for path, way in ways.items():
+        signal(engine, 3, path)
+        settle(engine)
+        monkeypatch.setattr(engine, "_call", way)
+        assert answer(engine, 3, request=path).path == path
+        key = engine.served.ask(engine.histories.of(3), ASKED).key
+        assert engine.cache.peek_state(key) in {State.READY, State.HOST}
+        monkeypatch.undo()
+
+
+def test_two_ranks_of_a_user_in_one_batch_share_what_the_first_brings(engine, caplog):
+    signal(engine, 3)
+    settle(engine)
+    answer(engine, 3, request="r")
+    for path in ("hit_host", "extend"):
+        if path == "extend":
+            add(engine, "a", 3)
+        copies = engine.cache.device.copies
+        jobs = [rank(engine, 3, ITEMS) for _ in range(2)]
+        engine.step()
+        first, second = (job.reply.result(0) for job in jobs)
+        assert (first.path, second.path) == (path, path)
+        assert first.prefix_len == second.prefix_len == len(engine.histories.of(3).items) - 1
+        assert same(first, second)
+        assert engine.cache.device.copies == copies + (path == "hit_host")
+        settle(engine)
+    assert not caplog.text
+
+
+def test_messages_that_reach_a_log_name_no_user(engine):
+    user = 7_777_777
+    asked = [engine.served.ask(engine.histories.of(one), ASKED) for one in (3, user)]
+    engine.cache.reserve(asked[1].key, user=user, num_bytes=1)
+    with pytest.raises(ValueError, match="reserved already") as live:
+        engine.cache.reserve(asked[1].key, user=user, num_bytes=1)
+    for one, other in (asked, asked[::-1]):
+        with pytest.raises(PrefixError, match="another user") as wrong:
+            one.key.require(other.key)
+        assert str(user) not in str(wrong.value)
+    assert str(user) not in str(live.value)
+
+
+def test_what_comes_meanwhile_waits_for_the_next_step_and_who_left_costs_nothing(engine, monkeypatch):
+    signal(engine, 3, "held")
+    settle(engine)
+    gone, urgent = rank(engine, 3, request="held"), rank(engine, 4)
+    gone.reply.cancel()
+    ask, asked = engine.served.ask, []
+
+    def ask_more(events, query_time):
+        asked.append(int(events.users[0]))
+        assert len(asked) < 10, "signals that keep coming starve the ranks"
+        signal(engine, 5, f"s{len(asked)}")
+        return ask(events, query_time)
+
+    monkeypatch.setattr(engine.served, "ask", ask_more)
+    engine.step()
+    assert asked == [4]
+    assert urgent.reply.result(0).path == "full"
+    assert not engine._held
+
+
+def test_a_signal_that_nobody_waits_for_holds_nothing(engine, monkeypatch):
+    decide = engine._decide
+
+    def leave(job, asked):
+        found = decide(job, asked)
+        job.reply.cancel()
+        return found
+
+    monkeypatch.setattr(engine, "_decide", leave)
+    signal(engine, 3)
+    engine.step()
+    assert not engine._held
+
+
+def test_the_host_gets_prefixes_also_while_ranks_wait_and_each_key_is_noted_once(runs, served, tmp_path, clock):
+    engine = make_engine(runs("hstu"), tmp_path, clock=clock, served=served(), max_batch=2)
+    for user in range(4):
+        signal(engine, user, f"r{user}")
+    settle(engine)
+    for _ in range(3):
+        for user in range(4):
+            rank(engine, user, request=f"r{user}")
+        while engine._inbox or engine._ranks:
+            engine.step()
+        assert len(engine._spent) <= 4
+    assert engine.cache.host.copies
+    engine.cache.invalidate()
+    clock.now += 1
+    engine._look_around()
+    assert not engine._spent
 
 
 def test_a_user_without_history_is_ranked(engine):

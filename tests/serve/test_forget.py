@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -67,7 +66,7 @@ def test_what_was_cut_off_is_finished_by_the_next(runs, tmp_path, monkeypatch, p
     class Cut(BaseException):
         pass
 
-    swap, note = folders._swap, command._note
+    note = command._note
 
     def cut_swap(draft, out):
         if place == "before the swap":
@@ -97,4 +96,4 @@ def test_what_was_cut_off_is_finished_by_the_next(runs, tmp_path, monkeypatch, p
         assert users_of(runs) == [1, 2, 4, 5, 6, 7, 8]
     else:
         assert 3 in Run.open(runs[0]).sequences.users
-        assert not [one for one in os.listdir(tmp_path) if str(DEAD) in one]
+        assert not [one for one in tmp_path.iterdir() if str(DEAD) in one.name]
