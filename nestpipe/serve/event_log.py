@@ -36,21 +36,29 @@ class EventLog:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("ab"):
             pass
-        self._open()
+        self._hold(os.open(path, os.O_RDONLY))
+        self._end = 0  # how far this reader has come
 
-    def read_new(self) -> tuple[bool, list[Event]]:
-        """Events that came since the last call. True if the file is another: then these are all there are."""
+    @contextmanager
+    def news(self) -> Iterator[tuple[bool, list[Event]]]:
+        """Events that came since the last time. True if the file is another: then these are all there are.
+
+        They count as read only if the body succeeds; else the next call has them again.
+        """
         is_other = os.fstat(self._file).st_ino != self.path.stat().st_ino
+        file, begin = (os.open(self.path, os.O_RDONLY), 0) if is_other else (self._file, self._end)
+        try:
+            size = os.fstat(file).st_size - begin
+            events, length = _whole_records(os.pread(file, size, begin), self.path, begin) if size > 0 else ([], 0)
+            yield is_other, events
+        except BaseException:
+            if is_other:
+                os.close(file)
+            raise
         if is_other:
             self._close()
-            self._open()
-        size = os.fstat(self._file).st_size
-        if size == self._end:
-            return is_other, []
-        data = os.pread(self._file, size - self._end, self._end)
-        events, length = _whole_records(data, self.path, self._end)
-        self._end += length
-        return is_other, events
+            self._hold(file)
+        self._end = begin + length
 
     @contextmanager
     def writing(self) -> Iterator[None]:
@@ -60,7 +68,7 @@ class EventLog:
             yield
 
     def append(self, events: list[Event]) -> None:
-        """One record, on the disk when this returns. Only while `writing`, after `read_new`."""
+        """One record, on the disk when this returns; `news` has it too. Only while `writing`, after `news`."""
         record = _record(events)
         with self.path.open("r+b") as file:
             file.truncate(self._end)  # what stands behind was cut off while being written
@@ -68,7 +76,6 @@ class EventLog:
             file.write(record)
             file.flush()
             os.fsync(file.fileno())
-        self._end += len(record)
 
     def rewrite(self, keep: Callable[[Event], bool]) -> int:
         """Another file with the events to keep takes the place of this one; says how many are gone. Raises DataError."""
@@ -83,11 +90,10 @@ class EventLog:
             flush(self.path.parent)
             return len(events) - len(kept)
 
-    def _open(self) -> None:
+    def _hold(self, file: int) -> None:
         """It stays open, so that no other file can get its number."""
-        self._file = os.open(self.path, os.O_RDONLY)
-        self._close = weakref.finalize(self, os.close, self._file)
-        self._end = 0  # how far this reader has come
+        self._file = file
+        self._close = weakref.finalize(self, os.close, file)
 
 
 def _record(events: list[Event]) -> bytes:

@@ -19,6 +19,7 @@ from nestpipe.rank_eval import RankingScorer
 from nestpipe.serve.cache import State
 from nestpipe.serve.config import TriggerConfig
 from nestpipe.serve.engine import Engine
+from nestpipe.serve.histories import of_user, stored
 from nestpipe.serve.jobs import BusyError, LateError
 from nestpipe.serve.measure import measure
 from nestpipe.serve.prefix import Served
@@ -133,10 +134,9 @@ def test_test_events_get_the_numbers_of_the_report(runs, engine, log):
     for place in range(0, len(found.event), 23):
         user = int(log.users[found.user[place]])
         first = int(log.offsets[found.user[place]])
-        sent = engine.histories._stored(np.arange(first, first + found.num_before[place]))
-        history = engine.histories._of_user(user, sent)
+        sent = stored(log, np.arange(first, first + found.num_before[place]))
         start = max(-(-(len(sent) - 32) // 8) * 8, 0)
-        history = engine.histories._of_user(user, sent.take(np.arange(start, len(sent))))
+        history = of_user(log, user, sent.take(np.arange(start, len(sent))))
         event = found.event[place]
         got = answer(engine, user, (int(log.items[event]),), history=history, query_time=int(log.times[event] // 1000))
         assert got.scores[0] == pytest.approx(found.scores[place, 0], abs=EXACT)
@@ -285,9 +285,10 @@ def test_a_shorter_history_is_scored_as_that_history(runs, served, tmp_path, clo
     found = answer(engine, 3, slack_s=(num + NUM_ITEMS - 5) / 1000)
     assert (found.path, found.degraded) == ("shorter", True)
     kept = num - 4 * ((5 + 3) // 4)
-    events = engine.histories._stored(np.arange(len(engine.histories.sequences.items)))
+    own = engine.histories.sequences
+    events = stored(own, np.arange(len(own.items)))
     rows = np.arange(int(engine.histories.sequences.offsets[4]) - kept, int(engine.histories.sequences.offsets[4]))
-    alone = answer(engine, 3, history=engine.histories._of_user(3, events.take(rows)))
+    alone = answer(engine, 3, history=of_user(own, 3, events.take(rows)))
     assert same(found, alone)
 
 
@@ -450,7 +451,8 @@ def test_invalidate_leaves_nothing_of_the_user_in_tiers_or_in_flight(engine):
     signal(engine, 3, "ready")
     settle(engine)
     answer(engine, 3, request="ready")
-    sent = engine.histories._of_user(3, engine.histories._stored(np.arange(20)).in_time_order())
+    own = engine.histories.sequences
+    sent = of_user(own, 3, stored(own, np.arange(20)).in_time_order())
     signal(engine, 3, "in work", history=sent)
     signal(engine, 4, "other")
     engine._take_in()
