@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import json
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from threading import Barrier, BrokenBarrierError
 
+import httpx
 import pytest
+from starlette.applications import Starlette
 
 from nestpipe.config import Config, DataConfig
 from nestpipe.data import folder as folders
 from nestpipe.run import Run
 from nestpipe.serve import forget as command
+from nestpipe.serve.demo import Demo
+from nestpipe.serve.fleet_command import fleet_histories, fleet_retriever, keep_fresh
 from nestpipe.serve.forget import forget
+from tests.serve.instances import Served
 from tests.worlds import write_log
 
 DEAD = 2**22 + 1  # no process has this number: it is above what Linux gives
 
 
 @pytest.fixture
-def runs(tmp_path):
+def untrained(tmp_path):
     """Two runs on one log, which were never trained: forgetting does not look at weights."""
     write_log(tmp_path / "log", {user: [4, 5, 6, user] for user in range(1, 9)})
     config = Config(data=DataConfig(path=str(tmp_path / "log")))
@@ -45,7 +54,7 @@ def users_of(runs):
     return run.sequences.users.tolist()
 
 
-def test_two_at_once_take_turns(runs, monkeypatch):
+def test_two_at_once_take_turns(untrained, monkeypatch):
     barrier, forget_user = Barrier(2), command.forget_user
 
     def forget_together(sequences, user, *, announce):
@@ -56,13 +65,15 @@ def test_two_at_once_take_turns(runs, monkeypatch):
 
     monkeypatch.setattr(command, "forget_user", forget_together)
     with ThreadPoolExecutor(2) as threads:
-        assert list(threads.map(lambda user: forget(runs, user), (3, 6))) == [(4, 0), (4, 0)]
-    assert users_of(runs) == [1, 2, 4, 5, 7, 8]
+        assert list(threads.map(lambda user: forget(untrained, user), (3, 6))) == [(4, 0), (4, 0)]
+    assert users_of(untrained) == [1, 2, 4, 5, 7, 8]
 
 
 @pytest.mark.parametrize("place", ["before the swap", "inside the swap", "after the swap", "after one run"])
 @pytest.mark.parametrize("again", [3, 99])
-def test_what_was_cut_off_is_finished_by_the_next(runs, tmp_path, monkeypatch, place, again):
+def test_what_was_cut_off_is_finished_by_the_next(untrained, tmp_path, monkeypatch, place, again):
+    runs = untrained
+
     class Cut(BaseException):
         pass
 
@@ -97,3 +108,35 @@ def test_what_was_cut_off_is_finished_by_the_next(runs, tmp_path, monkeypatch, p
     else:
         assert 3 in Run.open(runs[0]).sequences.users
         assert not [one for one in tmp_path.iterdir() if str(DEAD) in one.name]
+
+
+def test_a_gateway_lets_go_of_a_forgotten_user_while_nobody_asks(runs, log, tmp_path):
+    shutil.copytree(log.path, tmp_path / "log")
+    shutil.copytree(runs("hstu").folder, tmp_path / "run")
+    config = runs("hstu").config
+    moved = replace(config, data=replace(config.data, path=str(tmp_path / "log")))
+    (tmp_path / "run" / "config.json").write_text(moved.to_json())
+    run = Run.open(tmp_path / "run")
+    histories = fleet_histories(run, tmp_path / "events.log")
+    retriever = fleet_retriever(run, histories)
+    del run
+    demo = Demo(lambda: histories.sequences, retriever.past_of)
+    server = Served(Starlette(routes=demo.routes()))
+    users = server.url + "/demo/users"
+    longest = httpx.get(users).json()["users"][0]
+
+    async def forget_meanwhile():
+        fresh = asyncio.create_task(keep_fresh(histories, every_s=0.01))
+        await asyncio.to_thread(forget, [tmp_path / "run"], int(longest))
+        async with asyncio.timeout(60):
+            while not histories.num_removals:
+                await asyncio.sleep(0.01)
+        fresh.cancel()
+
+    asyncio.run(forget_meanwhile())
+    assert longest not in httpx.get(users).json()["users"]
+    server.close()
+    assert not len(retriever.past_of(int(longest)).items)
+    gc.collect()
+    mapped = Path("/proc/self/maps")
+    assert not mapped.exists() or str(tmp_path / ".log.old") not in mapped.read_text()
