@@ -19,6 +19,7 @@ from nestpipe.rank_eval import RankingScorer
 from nestpipe.serve.cache import State
 from nestpipe.serve.config import TriggerConfig
 from nestpipe.serve.engine import Engine
+from nestpipe.serve.event_log import EventLog
 from nestpipe.serve.histories import of_user, stored
 from nestpipe.serve.jobs import BusyError, LateError
 from nestpipe.serve.measure import measure
@@ -614,14 +615,27 @@ def test_a_full_queue_refuses_at_once_and_stopping_answers_what_is_queued(runs, 
 
 
 def test_many_threads_get_the_scores_of_one(runs, served, tmp_path, scale):
-    """The engine in its own thread; users share prefixes, cancel, add events and invalidate meanwhile."""
+    """The engine in its own thread; users share prefixes, cancel, add events, invalidate and are forgotten meanwhile."""
     engine: Engine = make_engine(runs("hstu"), tmp_path, served=served(), device_bytes=20_000, host_bytes=30_000)
     truth = {user: answer(engine, user) for user in range(8)}
     engine.start()
-    wrong, paths = [], set()
+    wrong, longer, paths = [], [], set()
+    log = EventLog(tmp_path / "events.log")
+
+    def ask_longer(seed, turn):
+        """A user whom this thread alone gives events: the answer must know the newest."""
+        add(engine, f"{seed}.{turn}", 20 + seed, item=turn % NUM_ITEMS)
+        add(engine, f"gone.{seed}.{turn}", 30)
+        found = rank(engine, 20 + seed, ITEMS).reply.result(60)
+        paths.add(found.path)
+        longer.append((20 + seed, engine.histories.of(20 + seed), found))
 
     def ask(seed):
         for turn in range(scale(12, 2000)):
+            if turn % 4 == 1:
+                ask_longer(seed, turn)
+            if turn % 8 == 2 + seed:
+                log.rewrite(lambda one: one["user"] != 30)
             user = (seed + turn) % 8
             if turn % 3 == 0:
                 signal(engine, user, f"{seed}.{turn}").reply.result(60)
@@ -642,6 +656,11 @@ def test_many_threads_get_the_scores_of_one(runs, served, tmp_path, scale):
     for thread in threads:
         thread.join(120)
     engine.stop()
+    engine.is_stopping = False
+    assert len(longer) >= 12
+    for user, history, found in longer[:50]:
+        engine.cache.invalidate()
+        assert same(found, answer(engine, user, history=history))
     assert not wrong
     assert "full" in paths
     assert paths & {"hit_device", "join"}

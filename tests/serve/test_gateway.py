@@ -247,6 +247,9 @@ def test_administration_needs_the_token_and_changes_the_members(world):
         ({"name": "z", "action": "drain"}, 404),
         ({"name": "a", "action": "explode"}, 400),
         ({"name": "a", "action": "join", "url": "file:///"}, 400),
+        ({"name": "a", "action": "join", "url": "http://"}, 400),
+        ({"name": "a", "action": "join", "url": "http://[::1"}, 400),
+        ({"name": "a", "action": "join", "url": "http://h:port"}, 400),
         ({"name": "a"}, 400),
     ):
         assert world.http.post(url, headers=head, json=body).status_code == status
