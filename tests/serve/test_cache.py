@@ -258,7 +258,7 @@ def test_failed_and_invalidated_work_frees_its_bytes_and_tells_who_joined():
         lease = cache.reserve("a", user=7, num_bytes=10)
         joined = cache.join("a")
         cache.fail(lease) if end == "fail" else cache.invalidate(7)
-        with pytest.raises(LostError, match="user 7 is gone"):
+        with pytest.raises(LostError, match="the prefix is gone"):
             joined.result(0)
         assert cache.device.reserved == 0
         assert not cache.start(lease)
