@@ -161,10 +161,10 @@ def test_an_edited_action_is_another_prefix_of_the_same_length_and_not_extended(
     first = int(log.offsets[3])
 
     def history(num_events, *, edited):
-        events = engine.histories._stored(np.arange(first, first + num_events))
+        events = stored(log, np.arange(first, first + num_events))
         if edited:
             events.features["click"].values[5] = 1 - events.features["click"].values[5]
-        return engine.histories._of_user(3, events)
+        return of_user(log, 3, events)
 
     signal(engine, 3, history=history(20, edited=False))
     settle(engine)
