@@ -122,7 +122,7 @@ class Run:
         facts = _read_facts(Path(folder) / "run.json")
         origin = facts.get("init_from")
         run = Run(Path(folder), config, Origin.from_json(origin) if origin else None)
-        if run.sequences.digest != facts["data_digest"]:
+        if run.sequences.digest not in {facts["data_digest"], facts.get("next_digest")}:  # see serve/forget.py
             raise CheckpointError(
                 f"{run.folder} was trained on other data: {run.config.data.path} now has digest "
                 f"{run.sequences.digest[:12]}, the run started with {facts['data_digest'][:12]}."

@@ -9,6 +9,7 @@ import pytest
 
 from nestpipe.cli import COMMANDS, main
 from nestpipe.recipes import RECIPES
+from tests.warm import warm_program
 from tests.worlds import small_log
 
 
@@ -140,8 +141,14 @@ def test_the_installed_program_runs():
     assert "usage: nestpipe COMMAND" in done.stdout
 
 
-def test_demo_holds_and_refuses_a_folder_that_is_not_its_own(capsys, tmp_path):
-    code, out, _ = run(capsys, "demo", "--quick", "--out", str(tmp_path / "demo"))
+def test_demo_holds_and_refuses_a_folder_that_is_not_its_own(capsys, tmp_path, monkeypatch):
+    from nestpipe import demo
+
+    original = demo._nestpipe
+    with warm_program(tmp_path / "warm") as programs:  # what one process runs starts without the seconds that torch takes
+        warm = [str(programs / "nestpipe")]
+        monkeypatch.setattr(demo, "_nestpipe", lambda ranks: warm if ranks == 1 else original(ranks))
+        code, out, _ = run(capsys, "demo", "--quick", "--out", str(tmp_path / "demo"))
     assert code == 0, out
     assert "steps held" in out
     assert (tmp_path / "demo" / "run" / "report.html").exists()
@@ -157,7 +164,7 @@ def test_demo_holds_and_refuses_a_folder_that_is_not_its_own(capsys, tmp_path):
 def test_demo_exits_with_1_when_a_step_does_not_hold(capsys, tmp_path, monkeypatch):
     from nestpipe import demo
 
-    monkeypatch.setattr(demo, "STEPS", [("ingest", demo.ingest), ("lie", lambda _: demo._check(False, "it was a lie"))])
+    monkeypatch.setattr(demo, "STEPS", [("lie", lambda _: demo._check(False, "it was a lie"))])
     code, out, _ = run(capsys, "demo", "--quick", "--out", str(tmp_path / "demo"))
     assert code == 1
     assert "it was a lie" in out

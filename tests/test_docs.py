@@ -60,7 +60,8 @@ def blocks_of(page: str) -> list[Block]:
 def run(block: Block, folder: Path, *programs: Path) -> subprocess.CompletedProcess[str]:
     """Runs a block in a folder with these folders and the environment's programs first on the path."""
     python = block.language == "python"
-    command = [sys.executable, "-"] if python else ["bash", "-euo", "pipefail", "-s"]
+    interpreter = [str(programs[0] / "warm-python")] if programs else [sys.executable, "-"]
+    command = interpreter if python else ["bash", "-euo", "pipefail", "-s"]
     path = os.pathsep.join([*map(str, programs), str(Path(sys.executable).parent), os.environ["PATH"]])
     return subprocess.run(
         command,

@@ -15,6 +15,7 @@ from nestpipe.config import keys
 from nestpipe.demo import differing_tensors
 from nestpipe.errors import CheckpointError, ConfigError, NestPipeError, TrainError
 from nestpipe.metrics import read_jsonl
+from nestpipe.models.encdec_config import EncDecConfig
 from nestpipe.run import FREE_KEYS, Run
 from tests.ranks import exit_code_of
 from tests.worlds import small_config, small_log
@@ -340,7 +341,8 @@ def test_a_run_refuses_another_configuration_and_other_data(log, calm, tmp_path)
 
 
 def test_free_keys_exist():
-    assert set(FREE_KEYS) <= set(keys(small_config("x")))
+    generative = replace(small_config("x"), model=EncDecConfig())
+    assert set(FREE_KEYS) <= {*keys(small_config("x")), *keys(generative)}
 
 
 def test_warm_up_and_decay_scale_the_rates(log, tmp_path, monkeypatch):

@@ -20,11 +20,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _START_S = 60.0
-_CLIENT = """#!{python} -IS
-import json, os, signal, socket, sys
+_PROGRAM = """#!/bin/sh
+exec '{python}' -IS '{client}' {name} "$@"
+"""
+_CLIENT = """import json, os, signal, socket, sys
 with socket.socket(socket.AF_UNIX) as server:
     server.connect({address!r})
-    asked = json.dumps([sys.argv, os.getcwd(), dict(os.environ)]).encode()
+    asked = json.dumps([sys.argv[1:], os.getcwd(), dict(os.environ)]).encode()
     socket.send_fds(server, [len(asked).to_bytes(8, "big")], [0, 1, 2])
     server.sendall(asked)
     if child := int.from_bytes(server.recv(4), "big"):  # the command gets the signals that its program gets
@@ -37,12 +39,13 @@ sys.exit(answer[0] if answer else "the command ended without an exit code")
 
 @contextlib.contextmanager
 def warm_program(folder: Path) -> Iterator[Path]:
-    """A folder with the program; the server ends with the context."""
+    """A folder with the program, and with `warm-python`, which runs code from its input; the server ends with the context."""
     folder.mkdir(parents=True, exist_ok=True)
-    address = str(folder / "server")
-    program = folder / "nestpipe"
-    program.write_text(_CLIENT.format(python=sys.executable, address=address))
-    program.chmod(0o755)
+    address, client = str(folder / "server"), folder / "client.py"
+    client.write_text(_CLIENT.format(address=address))
+    for name in ("nestpipe", "warm-python"):
+        (folder / name).write_text(_PROGRAM.format(python=sys.executable, client=client, name=name))
+        (folder / name).chmod(0o755)
     with subprocess.Popen([sys.executable, "-m", "tests.warm", address], cwd=Path(__file__).parent.parent) as server:
         try:
             end = time.monotonic() + _START_S
@@ -89,9 +92,13 @@ def _run(asker: socket.socket) -> None:
     os.environ.update(environment)
     code = 1
     try:
-        from nestpipe.cli import main
+        if sys.argv[0] == "warm-python":
+            exec(compile(sys.stdin.read(), "<stdin>", "exec"), {"__name__": "__main__"})
+            code = 0
+        else:
+            from nestpipe.cli import main
 
-        code = main()
+            code = main()
     except SystemExit as wanted:
         code = wanted.code if isinstance(wanted.code, int) else 0 if wanted.code is None else 1
     except BaseException:

@@ -29,7 +29,7 @@ META = "meta.json"
 def publish_folder(out: Path, *, overwrite: bool, inputs: Sequence[Path] = ()) -> Iterator[Path]:
     """A temporary folder that becomes `out` if the body succeeds, and vanishes if it fails; see `check_place`."""
     target = out.resolve()
-    _remove_stale(target)
+    remove_stale(target)
     check_place(out, overwrite=overwrite, inputs=inputs)
     target.parent.mkdir(parents=True, exist_ok=True)
     draft = _sibling(target, "tmp")
@@ -45,6 +45,18 @@ def publish_folder(out: Path, *, overwrite: bool, inputs: Sequence[Path] = ()) -
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
         raise
+
+
+def remove_stale(out: Path) -> None:
+    """Clears up after dead processes; an old folder whose replacement never came goes back to its place."""
+    for path in sorted(out.parent.glob(f".{out.name}.*-*")):
+        kind, _, process = path.name.removeprefix(f".{out.name}.").partition("-")
+        if kind not in {"tmp", "old"} or not process.isdigit() or _is_alive(int(process)):
+            continue
+        if kind == "old" and not out.exists():
+            path.rename(out)
+        else:
+            shutil.rmtree(path)
 
 
 def check_place(out: Path, *, overwrite: bool, inputs: Sequence[Path] = ()) -> None:
@@ -90,18 +102,6 @@ def _swap(draft: Path, out: Path) -> None:
     flush(out.parent)
     if old.exists():
         shutil.rmtree(old)
-
-
-def _remove_stale(out: Path) -> None:
-    """Clears up after dead processes; an old folder whose replacement never came goes back to its place."""
-    for path in sorted(out.parent.glob(f".{out.name}.*-*")):
-        kind, _, process = path.name.removeprefix(f".{out.name}.").partition("-")
-        if kind not in {"tmp", "old"} or not process.isdigit() or _is_alive(int(process)):
-            continue
-        if kind == "old" and not out.exists():
-            path.rename(out)
-        else:
-            shutil.rmtree(path)
 
 
 def _is_alive(process: int) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,11 @@ from nestpipe.data.folder import META, file_entry, publish_folder
 from nestpipe.data.sequences import QUARANTINE, Sequences, folder_digest
 
 
-def forget_user(sequences: Sequences, user: int) -> int:
-    """Writes the folder again without a user, in the place of the old one; says how many events are gone."""
+def forget_user(sequences: Sequences, user: int, *, announce: Callable[[str], None]) -> int:
+    """Writes the folder again without a user, in the place of the old one; says how many events are gone.
+
+    Before the new folder takes the place, `announce` is told its digest. Only while nobody else writes the folder.
+    """
     place = int(np.searchsorted(sequences.users, user))
     if place == len(sequences.users) or sequences.users[place] != user:
         return 0
@@ -29,7 +33,7 @@ def forget_user(sequences: Sequences, user: int) -> int:
     with publish_folder(sequences.path, overwrite=True) as draft:
         for name in sequences.meta["files"]:
             _copy(sequences.path / name, draft / name, user=user, place=place, rows=rows)
-        _write_meta(sequences, draft, num_events=last - first)
+        announce(_write_meta(sequences, draft, num_events=last - first))
     return last - first
 
 
@@ -69,7 +73,8 @@ def _without(offsets: NDArray[np.int64], rows: slice) -> NDArray[np.int64]:
     return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
 
 
-def _write_meta(sequences: Sequences, draft: Path, *, num_events: int) -> None:
+def _write_meta(sequences: Sequences, draft: Path, *, num_events: int) -> str:
+    """Says the digest of the new folder."""
     meta: dict[str, Any] = json.loads(json.dumps(sequences.meta))
     for name in ("read", "kept", "events"):
         meta["counts"][name] -= num_events
@@ -77,6 +82,8 @@ def _write_meta(sequences: Sequences, draft: Path, *, num_events: int) -> None:
     meta["files"] = {name: file_entry(draft / name) for name in meta["files"]}
     meta["digest"] = folder_digest(meta)
     (draft / META).write_text(json.dumps(meta, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    digest: str = meta["digest"]
+    return digest
 
 
 def _load(path: Path) -> NDArray[Any]:

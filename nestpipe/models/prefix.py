@@ -37,9 +37,11 @@ class PrefixKey:
         if self == wanted:
             return
         have, want = dataclasses.asdict(self), dataclasses.asdict(wanted)
-        lines = [f"{name}: kept {have[name]!r}, needed {want[name]!r}" for name in have if have[name] != want[name]]
+        names = [name for name in have if have[name] != want[name]]
+        lines = [f"{name}: kept {have[name]!r}, needed {want[name]!r}" for name in names if name != "user"]
+        lines += ["another user"] if "user" in names else []  # who it is must not reach a log
         raise PrefixError(
-            f"the kept prefix of user {self.user} is not that of the request; its scores would be wrong ({'; '.join(lines)}). "
+            f"the kept prefix is not that of the request; its scores would be wrong ({'; '.join(lines)}). "
             "Fill it again, or score in full."
         )
 
@@ -58,7 +60,7 @@ class Prefix:
     def __post_init__(self) -> None:
         if any(len(one) != self.key.length for one in (*self.keys, *self.values)):
             raise PrefixError(
-                f"the prefix of user {self.key.user} has {len(self.keys[0])} keys for {self.key.length} events; keys and values "
+                f"the prefix has {len(self.keys[0])} keys for {self.key.length} events; keys and values "
                 "are never sliced, because each row knows the rows before it. Fill it again from the shorter history."
             )
 

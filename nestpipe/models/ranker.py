@@ -255,7 +255,7 @@ class Ranker:
             return
         if (seen := int(new.times.values[first])) != prefix.next_time:
             raise PrefixError(
-                f"the prefix of user {prefix.key.user} ends with a row that answers for an event at {prefix.next_time} s, but the "
+                f"the prefix ends with a row that answers for an event at {prefix.next_time} s, but the "
                 f"event to add is at {seen} s: the history changed. Fill the prefix again."
             )
 

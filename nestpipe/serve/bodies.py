@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
 import json
-from collections.abc import Awaitable, Mapping
+import math
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
@@ -41,7 +43,10 @@ async def read_json(request: Request, *, max_bytes: int, timeout_s: float) -> di
     except ClientDisconnect:
         raise BadRequestError("the client left before its body was complete.", code="disconnected") from None
     try:
-        content = json.loads(b"".join(parts), parse_constant=_refuse)
+        text = b"".join(parts).decode()
+        content = json.loads(text, parse_constant=_refuse, parse_float=_finite)
+        if "\\u" in text:  # half of a pair may be written so, which nobody could send on
+            json.dumps(content, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise BadRequestError(f"the body is no JSON ({str(error)[:80]}).", code="not_json") from None
     if not isinstance(content, dict):
@@ -85,6 +90,14 @@ class Fields:
             raise _wrong(name, value, f"a printable text of at most {most:,} characters")
         return value
 
+    def deadline_ms(self, *, most: float, default: float) -> float:
+        value = self._body.get("deadline_ms")
+        if value is None:
+            return default
+        if type(value) not in (int, float) or not 0 < value <= most:
+            raise _wrong("deadline_ms", value, f"a number above 0, at most {most:,.0f}")
+        return float(value)
+
     def history(self, *, most: int) -> list[Any] | None:
         """Events with item and, if the log has times, time; the instances check the rest."""
         value = self._body.get("history")
@@ -99,6 +112,38 @@ class Fields:
             if "time" in event:
                 Fields(event, frozenset(event)).integer("time", low=-(2**52), high=2**52)
         return value
+
+
+class Guard:
+    """What stands before the calls of a service: a limit to requests under way, then to the size and time of a body."""
+
+    def __init__(self, *, max_under_way: int, max_bytes: int, body_s: float):
+        self._max_under_way, self._max_bytes, self._body_s = max_under_way, max_bytes, body_s
+        self.num_under_way = 0
+
+    async def run(self, http: Request, call: Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]) -> dict[str, Any]:
+        """The answer of a call, which ends when the client leaves; raises BadRequestError and what the call raises."""
+        if self.num_under_way >= self._max_under_way:
+            message = f"{self._max_under_way} requests are under way; try again in a second."
+            raise BadRequestError(message, status=429, code="overloaded")
+        self.num_under_way += 1
+        try:
+            body = await read_json(http, max_bytes=self._max_bytes, timeout_s=self._body_s)
+            return await unless_gone(http, call(body))
+        finally:
+            self.num_under_way -= 1
+
+
+def lacks_token(http: Request, token: str) -> Response | None:
+    """What to answer to who does not know the token."""
+    said = http.headers.get("authorization", "").removeprefix("Bearer ")
+    if hmac.compare_digest(said.encode(), token.encode()):
+        return None
+    return answer_of(*refusal(401, "unauthorized", "send the token: 'Authorization: Bearer TOKEN'."))
+
+
+def answer_of(status: int, content: dict[str, Any]) -> Response:
+    return JSONResponse(content, status, {"retry-after": "1"} if status in (429, 503) else None)
 
 
 async def unless_gone(http: Request, work: Awaitable[dict[str, Any]]) -> dict[str, Any]:
@@ -139,3 +184,8 @@ def _wrong(name: str, value: Any, expected: str) -> BadRequestError:
 
 def _refuse(name: str) -> float:
     raise ValueError(f"{name} is no number of JSON")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    return value if math.isfinite(value) else _refuse(text[:20])

@@ -123,7 +123,9 @@ class Cache(Generic[Value]):
         """The lease of a new entry, or None if there is no room; raises ValueError if the key is live: join it."""
         with self._lock:
             if key in self._entries:
-                raise ValueError(f"{key} is {self._entries[key].state} already; join it")
+                raise ValueError(
+                    f"the key is {self._entries[key].state} already; join it"
+                )  # without its user: this is logged
             if not self._make_room(self.device, num_bytes):
                 return None
             entry = self._entries[key] = Entry[Value](key, user, num_bytes)
@@ -148,7 +150,7 @@ class Cache(Generic[Value]):
     def finish(self, lease: Entry[Value], value: Value) -> bool:
         """The work is done and everybody who joined gets the value; False if it is no longer wanted, and dropped.
 
-        It takes the place of what the user had before.
+        It takes the place of what the user had before and nobody holds: a user has one history.
         """
         with self._lock:
             if not self._holds(lease):
@@ -156,9 +158,7 @@ class Cache(Generic[Value]):
             self.device.reserved -= lease.num_bytes
             self.device.used += lease.num_bytes
             self._enter_device(lease, value)
-            for other in list(
-                self._of_user[lease.user].values()
-            ):  # a user has one history; what nobody holds is outdated
+            for other in list(self._of_user[lease.user].values()):
                 if other is not lease and other.settle(self._clock()) in _AT_REST:
                     self._remove(other)
             return True
@@ -225,7 +225,7 @@ class Cache(Generic[Value]):
                 return False
             entry.state = State.DEMOTING
             self.host.reserved += entry.num_bytes if copied is None else 0
-        new = self._copy(value) if copied is None else copied
+        new = self._copied(entry, value) if copied is None else copied
         with self._lock:
             if not self._holds(entry):
                 return False
@@ -246,13 +246,21 @@ class Cache(Generic[Value]):
                 return False
             entry.state, value = State.PROMOTING, entry.host
             self.device.reserved += entry.num_bytes
-        new = self._copy(value)
+        new = self._copied(entry, value)
         with self._lock:
             if not self._holds(entry):
                 return False
             self.device.take_copy(entry.num_bytes)
             self._enter_device(entry, new)
             return True
+
+    def _copied(self, entry: Entry[Value], value: Value) -> Value:
+        """A copy; if none can be made the entry goes, because it would be moving for ever."""
+        try:
+            return self._copy(value)
+        except BaseException:
+            self.fail(entry)
+            raise
 
     # Going away.
 
@@ -343,14 +351,15 @@ class Cache(Generic[Value]):
         entry.device = entry.host = None
         joiners, entry.joiners = entry.joiners, []
         for joiner in joiners:
-            settle(joiner, LostError(f"the prefix of user {entry.user} is gone"))
+            settle(joiner, LostError("the prefix is gone"))
 
 
-def settle(reply: Future[Any], result: object) -> None:
-    """Answers a future, unless whoever waited for it is gone."""
+def settle(reply: Future[Any], result: object) -> bool:
+    """Answers a future; False if whoever waited for it is gone."""
     if not reply.set_running_or_notify_cancel():
-        return
+        return False
     if isinstance(result, BaseException):
         reply.set_exception(result)
     else:
         reply.set_result(result)
+    return True

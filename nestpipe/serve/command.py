@@ -119,7 +119,7 @@ def main(argv: list[str]) -> int:
 def _fleet(arguments: _Arguments) -> int:
     """A gateway and its instances, or a configuration of nginx for them."""
     try:
-        from nestpipe.serve.fleet_command import Place, flags_of, serve_fleet
+        from nestpipe.serve.fleet_command import Place, flags_of, fleet_histories, fleet_retriever, serve_fleet
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"serving needs the package '{error.name}'; install it with: pip install 'nestpipe[serve]'"
@@ -140,14 +140,16 @@ def _fleet(arguments: _Arguments) -> int:
     flags += ["--step", str(arguments.step)] if arguments.step is not None else []
     for name in ("engine", "trigger", "limits"):
         flags += flags_of(name, getattr(arguments, name))
+    workers, histories = place.workers(run.folder, flags), fleet_histories(run, folder / EVENTS)
+    retriever = fleet_retriever(Run.open(arguments.retrieval) if arguments.retrieval else run, histories)
+    del run  # whose sequences stay mapped, also those of users that are forgotten later
     return serve_fleet(
-        run,
         place,
-        place.workers(run.folder, flags),
+        workers,
+        histories=histories,
+        retriever=retriever,
         stages=arguments.stages,
-        retrieval=Run.open(arguments.retrieval) if arguments.retrieval else None,
         token=kept_secret(folder / "token"),
-        events=folder / EVENTS,
         demo=arguments.demo,
     )
 

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from nestpipe.serve.router import MAX_TICKET_S
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
@@ -30,6 +32,8 @@ class EngineConfig:
         for name in ("device_bytes", "host_bytes", "device_ttl_s", "host_ttl_s"):
             if getattr(self, name) < 0:
                 yield f"{name} is {getattr(self, name)}; it must be 0 or more"
+        if self.device_ttl_s > MAX_TICKET_S:
+            yield f"device_ttl_s is {self.device_ttl_s}; tickets are valid for at most {MAX_TICKET_S:.0f} s, so it must not be more"
         for name in ("chunk", "max_batch", "max_queue"):
             if getattr(self, name) < 1:
                 yield f"{name} is {getattr(self, name)}; it must be at least 1"

@@ -28,8 +28,8 @@ _POLICY = (
 class Demo:
     """The page and what it asks for."""
 
-    def __init__(self, sequences: Sequences, past_of: Callable[[int], Past]):
-        self._sequences, self._past_of = sequences, past_of
+    def __init__(self, sequences: Callable[[], Sequences], past_of: Callable[[int], Past]):
+        self._sequences, self._past_of = sequences, past_of  # asked each time: users may be forgotten
 
     def routes(self) -> list[Route]:
         return [
@@ -45,9 +45,10 @@ class Demo:
 
     async def _users(self, http: Request) -> Response:
         """Some users with long histories, as texts: browsers have numbers of 53 bits."""
-        lengths = np.diff(self._sequences.offsets)
+        own = self._sequences()
+        lengths = np.diff(own.offsets)
         rows = np.argsort(-lengths, kind="stable")[: _SHOWN_USERS * 20 : 20]
-        return JSONResponse({"users": [str(user) for user in self._sequences.users[rows].tolist()]})
+        return JSONResponse({"users": [str(user) for user in own.users[rows].tolist()]})
 
     async def _history(self, http: Request) -> Response:
         text = http.query_params.get("user", "")
@@ -73,7 +74,7 @@ class Demo:
 
     @cached_property
     def _texts(self) -> dict[int, str]:
-        frame = self._sequences.texts("item")
+        frame = self._sequences().texts("item")
         return {} if frame is None else dict(zip(frame["id"].to_list(), frame["text"].to_list(), strict=True))
 
 

@@ -25,22 +25,14 @@ from nestpipe.models.prefix import Prefix, PrefixKey
 from nestpipe.serve.cache import Cache, Entry, State, settle
 from nestpipe.serve.config import EngineConfig, TriggerConfig
 from nestpipe.serve.histories import Histories
-from nestpipe.serve.jobs import (
-    HITS,
-    Answer,
-    BusyError,
-    Choice,
-    Decision,
-    LateError,
-    Rank,
-    Signal,
-    choose,
-)
+from nestpipe.serve.jobs import HITS, Answer, BusyError, Choice, Decision, LateError, Rank, Signal, choose
 from nestpipe.serve.prefix import Asked, Served, copy_prefix
 from nestpipe.serve.trigger import Bucket, Costs, Kind, View, decide
 
 _log = logging.getLogger("nestpipe.serve")
 _LOOK_S = 0.5  # between two looks for what has expired
+_BREAKER_S = 5.0  # how far the breaker looks back
+_PROBE_EVERY = 16  # signals that the breaker stops; the last of them is let through
 
 
 @dataclass(slots=True, eq=False)
@@ -92,7 +84,7 @@ class Engine:
             clock=clock,
         )
         self.counts: Counter[tuple[str, str]] = Counter()  # ('path' or 'reason', which): how often
-        self.latencies_ms: deque[float] = deque(maxlen=512)
+        self._latencies: deque[tuple[float, float]] = deque(maxlen=512)  # when, how many milliseconds
         self._bucket = Bucket(per_s=trigger.rate_ms_per_s, most=trigger.burst_ms, now=clock())
         self._inbox: deque[Rank | Signal] = deque()
         self._ranks: list[Rank] = []  # a heap by deadline
@@ -131,7 +123,10 @@ class Engine:
         return key is not None
 
     def rank_p99_ms(self) -> float:
-        return float(np.percentile(list(self.latencies_ms), 99)) if len(self.latencies_ms) >= 32 else 0.0
+        """Of late; nothing if there were only few."""
+        since = self.clock() - _BREAKER_S
+        late = [ms for at, ms in list(self._latencies) if at > since]
+        return float(np.percentile(late, 99)) if len(late) >= 32 else 0.0
 
     def start(self) -> None:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -162,24 +157,29 @@ class Engine:
     def step(self) -> bool:
         """One turn; False if there was nothing to do."""
         self._take_in()  # 1 signals are decided, ranks wait by deadline
-        if (
-            plans := self._next_batch()
-        ):  # 2 the most urgent ranks, each with the best path that fits before its deadline
+        plans = self._next_batch()  # 2 the most urgent ranks, each with the best path that fits before its deadline
+        if plans:
             hits, others = self._get_prefixes(plans)  # 3 found on the device, copied from the host, or made longer
             self._score(hits, "hit")  # 4 together: one model call with prefixes
             self._score(others, "full")  # and one without
+            if len(self._spent) > self.config.max_batch:
+                self._demote()  # someone always waits, but the host must get its share
             return True
         return self._demote() or self._prefill()  # 5 nobody waits: one copy to the host, or one chunk of a prefill
 
     def _take_in(self) -> None:
-        while self._inbox:
+        for _ in range(len(self._inbox)):  # and not those that come meanwhile: ranks must get their turn
             job = self._inbox.popleft()
+            if job.reply.cancelled():
+                self.release(job.request)
+                continue
             try:
                 self._look_around()
                 events = self.histories.of(job.user) if job.history is None else job.history
                 asked = self.served.ask(events, job.query_time)
                 if isinstance(job, Signal):
-                    settle(job.reply, self._decide(job, asked))
+                    if not settle(job.reply, self._decide(job, asked)):
+                        self.release(job.request)
                 else:
                     job.candidates = self.served.candidates(job.items, self.histories.sequences)
                     job.asked = asked
@@ -203,6 +203,7 @@ class Engine:
         if (now := self.clock()) - self._looked > _LOOK_S:
             self._looked = now
             self.cache.sweep()
+            self._spent = deque(key for key in self._spent if self.cache.peek_state(key) is not None)
             self._held = {request: held for request, held in list(self._held.items()) if held[1] > now}
 
     # Signals and prefills.
@@ -224,6 +225,8 @@ class Engine:
             self.trigger, self.costs, view, num_events=asked.num_events, num_candidates=signal.num_candidates
         )
         self.counts["reason", reason] += 1
+        if reason == "breaker" and self.trigger.mode == "on" and self.counts["reason", reason] % _PROBE_EVERY == 0:
+            reason = "admitted"  # or nobody would see that prefixes help again
         if reason == "admitted":
             lease = self.cache.reserve(key, user=signal.user, num_bytes=num_bytes)
             assert lease is not None, "there was room a moment ago, and this thread alone reserves"
@@ -287,6 +290,7 @@ class Engine:
                 self.release(rank.request)
             elif slack_ms <= 0:
                 self.release(rank.request)
+                self._latencies.append((self.clock(), 1000 * (self.clock() - rank.arrived)))
                 settle(rank.reply, LateError("the deadline passed before the request could be ranked."))
             elif (plan := self._plan(rank, slack_ms - total_ms)).choice.path == "join":
                 self._join(plan, slack_ms)
@@ -335,12 +339,11 @@ class Engine:
             key = plan.asked.key
             try:
                 match plan.choice.path:
-                    case "extend":
-                        plan.prefix = self._extend(plan.prefix, plan.asked)
-                    case "hit_host" if not self.cache.promote(key):
-                        plan.prefix = None
                     case "hit_device" | "hit_host":
+                        self.cache.promote(key)  # nothing happens to what is there, perhaps brought by a mate
                         plan.prefix = self.cache.pin(key, plan.rank)
+                    case "extend":
+                        plan.prefix = self.cache.pin(key, plan.rank) or self._extend(plan.prefix, plan.asked)
                     case "shorter":
                         plan.asked = self.served.shorter(plan.asked, plan.choice.num_events)
             except Exception:
@@ -405,12 +408,12 @@ class Engine:
             path, plan.prefix, scores = "upstream", None, np.zeros(len(rank.items))
         if path in {"shorter", "upstream"}:
             self.costs.relax()
-        if path in HITS:
-            self.cache.unpin(plan.asked.key, rank, consumed=True)
+        self.cache.unpin(plan.asked.key, rank, consumed=path in HITS)
+        if path in HITS and plan.asked.key not in self._spent:
             self._spent.append(plan.asked.key)
         self.release(rank.request)
         total_ms = 1000 * (self.clock() - rank.arrived)
-        self.latencies_ms.append(total_ms)
+        self._latencies.append((self.clock(), total_ms))
         self.counts["path", path] += 1
         order = np.argsort(-scores, kind="stable")[: rank.k]
         answer = Answer(

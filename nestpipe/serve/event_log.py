@@ -36,26 +36,29 @@ class EventLog:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("ab"):
             pass
-        self._open()
+        self._hold(os.open(path, os.O_RDONLY))
+        self._end = 0  # how far this reader has come
 
-    def read_new(self) -> tuple[bool, list[Event]]:
-        """Events that came since the last call. True if the file is another: then these are all there are."""
+    @contextmanager
+    def news(self) -> Iterator[tuple[bool, list[Event]]]:
+        """Events that came since the last time. True if the file is another: then these are all there are.
+
+        They count as read only if the body succeeds; else the next call has them again.
+        """
         is_other = os.fstat(self._file).st_ino != self.path.stat().st_ino
+        file, begin = (os.open(self.path, os.O_RDONLY), 0) if is_other else (self._file, self._end)
+        try:
+            size = os.fstat(file).st_size - begin
+            events, length = _whole_records(os.pread(file, size, begin), self.path, begin) if size > 0 else ([], 0)
+            yield is_other, events
+        except BaseException:
+            if is_other:
+                os.close(file)
+            raise
         if is_other:
             self._close()
-            self._open()
-        size = os.fstat(self._file).st_size
-        if size == self._end:
-            return is_other, []
-        data = os.pread(self._file, size - self._end, self._end)
-        events, length = _whole_records(data)
-        if length < len(data) and (later := _next_record(data, length + 1)) is not None:
-            raise DataError(
-                f"{self.path} is damaged at byte {self._end + length:,}: a record there does not fit its checksum, but whole "
-                f"records follow from byte {self._end + later:,} on. Restore the file, or cut the damaged part out."
-            )
-        self._end += length
-        return is_other, events
+            self._hold(file)
+        self._end = begin + length
 
     @contextmanager
     def writing(self) -> Iterator[None]:
@@ -65,7 +68,7 @@ class EventLog:
             yield
 
     def append(self, events: list[Event]) -> None:
-        """One record, on the disk when this returns. Only while `writing`, after `read_new`."""
+        """One record, on the disk when this returns; `news` has it too. Only while `writing`, after `news`."""
         record = _record(events)
         with self.path.open("r+b") as file:
             file.truncate(self._end)  # what stands behind was cut off while being written
@@ -73,13 +76,12 @@ class EventLog:
             file.write(record)
             file.flush()
             os.fsync(file.fileno())
-        self._end += len(record)
 
     def rewrite(self, keep: Callable[[Event], bool]) -> int:
-        """Another file with the events to keep takes the place of this one; says how many are gone."""
+        """Another file with the events to keep takes the place of this one; says how many are gone. Raises DataError."""
         with self.writing():
             data = self.path.read_bytes()
-            events, _ = _whole_records(data)
+            events, _ = _whole_records(data, self.path)
             kept = [event for event in events if keep(event)]
             draft = self.path.with_name(f".{self.path.name}.tmp")
             draft.write_bytes(_record(kept) if kept else b"")
@@ -88,11 +90,10 @@ class EventLog:
             flush(self.path.parent)
             return len(events) - len(kept)
 
-    def _open(self) -> None:
+    def _hold(self, file: int) -> None:
         """It stays open, so that no other file can get its number."""
-        self._file = os.open(self.path, os.O_RDONLY)
-        self._close = weakref.finalize(self, os.close, self._file)
-        self._end = 0  # how far this reader has come
+        self._file = file
+        self._close = weakref.finalize(self, os.close, file)
 
 
 def _record(events: list[Event]) -> bytes:
@@ -100,13 +101,18 @@ def _record(events: list[Event]) -> bytes:
     return _HEAD.pack(_MAGIC, len(payload), zlib.crc32(payload)) + payload
 
 
-def _whole_records(data: bytes) -> tuple[list[Event], int]:
-    """The events of the whole records at the start of the data, and how many bytes those take."""
+def _whole_records(data: bytes, path: Path, begin: int = 0) -> tuple[list[Event], int]:
+    """The events of whole records from a byte of the file on, and how many bytes those take; raises DataError for damage."""
     events: list[Event] = []
     place = 0
     while (payload := _payload_at(data, place)) is not None:
         events += json.loads(payload)["events"]
         place += _HEAD.size + len(payload)
+    if place < len(data) and (later := _next_record(data, place + 1)) is not None:
+        raise DataError(
+            f"{path} is damaged at byte {begin + place:,}: a record there does not fit its checksum, but whole "
+            f"records follow from byte {begin + later:,} on. Restore the file, or cut the damaged part out."
+        )
     return events, place
 
 

@@ -55,7 +55,10 @@ class Fleet:
         wait_s = _FIRST_WAIT_S
         while not self._stopping.is_set():
             began = time.monotonic()
-            process = await asyncio.create_subprocess_exec(*worker.command, preexec_fn=_end_with_parent())
+            # Not in the terminal's group: Ctrl-C is for the gateway, which ends its instances when the last answer is out.
+            process = await asyncio.create_subprocess_exec(
+                *worker.command, preexec_fn=_end_with_parent(), start_new_session=True
+            )
             self.pids[worker.name] = process.pid
             self.num_starts[worker.name] += 1
             code = await self._until_end(process)

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +31,7 @@ from nestpipe.serve.retrieval import Past, Retriever, retriever_of
 from nestpipe.serve.router import Instance, Members
 from nestpipe.serve.server import listen, run_apps
 
+_log = logging.getLogger("nestpipe.serve")
 _READY_S = 0.25  # between two looks whether instances are ready
 
 
@@ -87,19 +89,17 @@ def flags_of(prefix: str, section: Any) -> list[str]:
 
 
 def serve_fleet(
-    run: Run,
     place: Place,
     workers: Sequence[Worker],
     *,
+    histories: Histories,
+    retriever: Retriever,
     stages: Stages,
-    retrieval: Run | None,
     token: str,
-    events: Path,
     demo: bool,
 ) -> int:
     """Runs until SIGINT or SIGTERM."""
     place.check()
-    retriever = fleet_retriever(run, retrieval, events)
     with (
         ThreadPoolExecutor(2, thread_name_prefix="retrieval") as executor,
         listen(place.host, place.port) as public,
@@ -109,10 +109,11 @@ def serve_fleet(
         async def body() -> None:
             remote, fleet = Remote(Members(place.members()), make_client()), Fleet(workers)
             cascade = Cascade(remote, LocalUpstream(retriever, executor), stages)
-            page = Demo(run.sequences, retriever.past_of).routes() if demo else []
+            page = Demo(lambda: histories.sequences, retriever.past_of).routes() if demo else []
             gateway = Gateway(cascade, shared_log=True).app(*page)
             await fleet.start()
-            watches = [asyncio.create_task(one) for one in (remote.watch(), _say_ready(remote, place, demo=demo))]
+            tasks = (remote.watch(), keep_fresh(histories), _say_ready(remote, place, demo=demo))
+            watches = [asyncio.create_task(one) for one in tasks]
 
             def stopping() -> None:
                 print("stopping: what is under way is answered first", file=sys.stderr, flush=True)
@@ -131,16 +132,30 @@ def serve_fleet(
     return 0
 
 
-def fleet_retriever(run: Run, retrieval: Run | None, events: Path) -> Retriever:
-    """Vector search with the events that instances have taken in since the log was ingested."""
-    histories = Histories(run.sequences, EventLog(events), max_len=2**40, block=1)  # not cut: filters look at all
+def fleet_histories(run: Run, events: Path) -> Histories:
+    """What the gateway knows of users: also events that instances have taken in since the log was ingested."""
+    return Histories(run.sequences, EventLog(events), max_len=2**40, block=1)  # not cut: filters look at all
+
+
+def fleet_retriever(run: Run, histories: Histories) -> Retriever:
+    """Vector search from what users have done up to now."""
 
     def past_of(user: int) -> Past:
         histories.refresh()
         found = histories.of(user)
         return Past(found.items, found.times)
 
-    return retriever_of(retrieval or run, past_of=past_of)
+    return retriever_of(run, past_of=past_of)
+
+
+async def keep_fresh(histories: Histories, *, every_s: float = 1.0) -> None:
+    """Lets go of users that are forgotten, also while nobody asks for anything."""
+    while True:
+        try:
+            await asyncio.to_thread(histories.refresh)
+        except Exception:
+            _log.exception("what was written could not be read; the gateway tries again")
+        await asyncio.sleep(every_s)
 
 
 async def _say_ready(remote: Remote, place: Place, *, demo: bool) -> None:

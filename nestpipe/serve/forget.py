@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
 
+from nestpipe.config import Config
+from nestpipe.data.folder import remove_stale
 from nestpipe.data.forget import forget_user
 from nestpipe.data.sequences import Sequences
 from nestpipe.errors import ConfigError
@@ -34,8 +38,7 @@ def main(argv: list[str]) -> int:
         "Example: nestpipe forget runs/ranking --user 42"
     )
     arguments = tyro.cli(_Arguments, prog="nestpipe forget", description=text, args=argv)
-    runs = [Run.open(folder) for folder in arguments.runs]
-    num_stored, num_logged = forget(runs, arguments.user)
+    num_stored, num_logged = forget(arguments.runs, arguments.user)
     print(f"user {arguments.user}: {num_stored:,} stored and {num_logged:,} logged events are gone")
     print("weights that were trained with them stay as they are; train again to have them without")
     if num_stored:
@@ -43,19 +46,54 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def forget(runs: Sequence[Run], user: int) -> tuple[int, int]:
-    """How many events left the sequence folder, how many the event logs; raises ConfigError unless it is one folder."""
-    folders = {Path(run.config.data.path).resolve() for run in runs}
+def forget(runs: Sequence[Path], user: int) -> tuple[int, int]:
+    """How many events left the sequence folder, how many the event logs; raises ConfigError unless it is one folder.
+
+    Whenever it is cut off, the runs can be opened, and forgetting again (anybody) finishes it.
+    """
+    folders = {Path(Config.load(run / "config.json").data.path).resolve() for run in runs}
     if len(folders) != 1:
         raise ConfigError(f"the runs have {len(folders)} sequence folders; name runs on one of them at a time.")
-    logs = [run.folder / "serve" / EVENTS for run in runs]
-    num_logged = sum(EventLog(log).rewrite(lambda event: event["user"] != user) for log in logs if log.exists())
-    num_stored = forget_user(runs[0].sequences, user)
-    if num_stored:
-        digest = Sequences.open(folders.pop()).digest
+    (folder,) = folders
+
+    def announce(digest: str) -> None:
         for run in runs:
-            facts = run.folder / "run.json"
-            content = {**json.loads(facts.read_text()), "data_digest": digest}
-            replace_file(facts, (json.dumps(content, indent=2) + "\n").encode())
-            shutil.rmtree(run.folder / "eval", ignore_errors=True)
+            _note(run, next_digest=digest)
+
+    with _writing(folder):
+        remove_stale(folder)
+        sequences = Sequences.open(folder)
+        for run in runs:
+            Run.open(run)  # raises if it is on other data
+            _settle(run, sequences.digest)
+        logs = [run / "serve" / EVENTS for run in runs]
+        num_logged = sum(EventLog(log).rewrite(lambda event: event["user"] != user) for log in logs if log.exists())
+        num_stored = forget_user(sequences, user, announce=announce)
+        digest = Sequences.open(folder).digest
+        for run in runs:
+            _settle(run, digest)
     return num_stored, num_logged
+
+
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """Nobody else forgets in this folder meanwhile; the lock stands beside it, because the folder is replaced."""
+    with folder.with_name(f".{folder.name}.lock").open("ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _settle(run: Path, digest: str) -> None:
+    """A folder that was announced is there, or will not come: the run is on the one that is there now."""
+    facts = json.loads((run / "run.json").read_text())
+    if facts["data_digest"] != digest:
+        shutil.rmtree(run / "eval", ignore_errors=True)
+    if "next_digest" in facts:
+        _note(run, data_digest=digest)
+
+
+def _note(run: Path, **digests: str) -> None:
+    """Of the folder that the run is on, and of the one that is about to take its place."""
+    facts = json.loads((run / "run.json").read_text())
+    facts.pop("next_digest", None)
+    replace_file(run / "run.json", (json.dumps({**facts, **digests}, indent=2) + "\n").encode())

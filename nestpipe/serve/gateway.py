@@ -11,7 +11,6 @@ Limits come before work: size and time of bodies, fields, and the number of requ
 
 from __future__ import annotations
 
-import hmac
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -25,9 +24,18 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from nestpipe.errors import NestPipeError
-from nestpipe.serve.bodies import BadRequestError, Fields, http_refusal, read_json, refusal, unless_gone
+from nestpipe.serve.bodies import (
+    BadRequestError,
+    Fields,
+    Guard,
+    answer_of,
+    http_refusal,
+    lacks_token,
+    read_json,
+    refusal,
+)
 from nestpipe.serve.cascade import Cascade, Request, StageError
-from nestpipe.serve.remote import Asked, RemoteError, Signal
+from nestpipe.serve.remote import Asked, RemoteError, Signal, is_address
 from nestpipe.serve.router import MAX_TICKET_CHARS, RouterError
 
 Handler = Callable[[HttpRequest], Awaitable[Response]]
@@ -72,8 +80,10 @@ class Gateway:
         self.cascade, self._remote = cascade, cascade.remote
         self._limits = limits or Limits()
         self._shared_log = shared_log  # all instances read one event log, so one of them is enough to write it
+        own = self._limits
+        self._guard = Guard(max_under_way=own.max_under_way, max_bytes=own.max_bytes, body_s=own.body_s)
         self.numbers = Numbers()
-        self._num_under_way = 0
+        self.numbers.under_way.set_function(lambda: self._guard.num_under_way)
 
     def app(self, *more: Route) -> Starlette:
         """What a server runs, with further routes if there are any."""
@@ -99,26 +109,20 @@ class Gateway:
         await self._remote.close()
 
     def _guarded(self, name: str, call: Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]) -> Handler:
-        """Limits, errors as JSON, and an end to the work when the client leaves."""
+        """Errors become answers, which are counted."""
 
         async def handle(http: HttpRequest) -> Response:
             status, content = await self._answer(http, call)
             self.numbers.answers.labels(name, str(status)).inc()
-            return JSONResponse(content, status, {"retry-after": "1"} if status in (429, 503) else None)
+            return answer_of(status, content)
 
         return handle
 
     async def _answer(
         self, http: HttpRequest, call: Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
     ) -> tuple[int, dict[str, Any]]:
-        limits = self._limits
-        if self._num_under_way >= limits.max_under_way:
-            return refusal(429, "overloaded", f"{limits.max_under_way} requests are under way; try again in a second.")
-        self._num_under_way += 1
-        self.numbers.under_way.inc()
         try:
-            body = await read_json(http, max_bytes=limits.max_bytes, timeout_s=limits.body_s)
-            return 200, await unless_gone(http, call(body))
+            return 200, await self._guard.run(http, call)
         except BadRequestError as error:
             return refusal(error.status, error.code, str(error))
         except StageError as error:
@@ -127,9 +131,6 @@ class Gateway:
             return refusal(error.status, error.code, str(error))
         except RouterError as error:
             return refusal(503, "no_instance", str(error))
-        finally:
-            self._num_under_way -= 1
-            self.numbers.under_way.dec()
 
     async def _recommend(self, body: dict[str, Any]) -> dict[str, Any]:
         fields, limits = Fields(body, _ASKED | {"k", "exclude"}), self._limits
@@ -154,7 +155,7 @@ class Gateway:
         signal = await self._remote.signal(asked, instance, timeout_s=self.cascade.stages.rank_ms / 1e3)
         return {
             "ticket": signal.ticket,
-            "admitted": signal.ticket is not None,
+            "admitted": signal.reason == "admitted",
             "reason": signal.reason,
             "instance": instance.name,
             "epoch": signal.epoch,
@@ -166,11 +167,7 @@ class Gateway:
         asked = self._asked(fields, len(items))
         ticket = None if body.get("ticket") is None else fields.text("ticket", most=MAX_TICKET_CHARS)
         k = None if body.get("k") is None else fields.integer("k", 1, self._limits.max_k)
-        deadline_ms = body.get("deadline_ms") or self.cascade.stages.rank_ms
-        if type(deadline_ms) not in (int, float) or not 0 < deadline_ms <= 60_000:
-            raise BadRequestError(
-                "field 'deadline_ms' must be a number above 0, at most 60,000.", code="bad_deadline_ms"
-            )
+        deadline_ms = fields.deadline_ms(most=60_000, default=self.cascade.stages.rank_ms)
         chosen = self._remote.choose(asked.user)
         signal = Signal(instance=chosen, ticket=ticket, reason="")
         with self._remote.holding(chosen):
@@ -229,9 +226,8 @@ def admin_app(cascade: Cascade, token: str) -> Starlette:
     members = cascade.remote.members
 
     async def handle(http: HttpRequest) -> Response:
-        said = http.headers.get("authorization", "").removeprefix("Bearer ")
-        if not hmac.compare_digest(said.encode(), token.encode()):
-            return JSONResponse(refusal(401, "unauthorized", "send the token: 'Authorization: Bearer TOKEN'.")[1], 401)
+        if (refused := lacks_token(http, token)) is not None:
+            return refused
         try:
             if http.method == "POST":
                 body = await read_json(http, max_bytes=4096, timeout_s=5.0)
@@ -249,8 +245,8 @@ def admin_app(cascade: Cascade, token: str) -> Starlette:
         name, action = fields.text("name"), fields.text("action")
         if action == "join":
             url = fields.text("url")
-            if not url.startswith(("http://", "https://")):
-                raise BadRequestError("field 'url' must be an http address.", code="bad_url")
+            if not is_address(url):
+                raise BadRequestError("field 'url' must be an http address with a host.", code="bad_url")
             members.join(name, url.rstrip("/"))
         elif action in ("drain", "leave"):
             {"drain": members.drain, "leave": members.leave}[action](name)

@@ -63,7 +63,8 @@ class Histories:
         self.sequences = sequences
         self.max_len, self._block = max_len, block
         self._log = log
-        self._lock = threading.RLock()
+        self._writers = threading.Lock()  # held while something is written, for which no reader waits
+        self._lock = threading.Lock()
         self._new: dict[int, Events] = {}
         self._ids: set[bytes] = set()
         self._folder = (0, 0)
@@ -74,62 +75,58 @@ class Histories:
     def of(self, user: int) -> Sequences:
         """What the model sees of a user; no events for one that nobody knows."""
         with self._lock:
-            old, new = self._rows(user), self._new.get(user)
-            start = truncate(len(old) + (len(new) if new else 0), self.max_len, self._block)
-            if new is None:
-                return self._of_user(user, self._stored(np.arange(old.start + start, old.stop)))
-            both = self._stored(np.arange(old.start, old.stop)).then(new).in_time_order()
-            return self._of_user(user, both.take(np.arange(start, len(both))))
+            own, new = self.sequences, self._new.get(user)
+        old = _rows(own, user)
+        start = truncate(len(old) + (len(new) if new else 0), self.max_len, self._block)
+        if new is None:
+            return of_user(own, user, stored(own, np.arange(old.start + start, old.stop)))
+        both = stored(own, np.arange(old.start, old.stop)).then(new).in_time_order()
+        return of_user(own, user, both.take(np.arange(start, len(both))))
 
     def given(self, user: int, events: Sequence[Mapping[str, Any]]) -> Sequences:
         """The same of a history that the caller sends, from its first event on; raises DataError."""
-        with self._lock:
-            whole = _parse(self.sequences.schema, events).in_time_order()
-            start = truncate(len(whole), self.max_len, self._block)
-            return self._of_user(user, whole.take(np.arange(start, len(whole))))
+        own = self.sequences
+        whole = _parse(own.schema, events).in_time_order()
+        start = truncate(len(whole), self.max_len, self._block)
+        return of_user(own, user, whole.take(np.arange(start, len(whole))))
 
     def sample(self, num_events: int) -> Sequences:
         """Some events of the folder as those of one user, to measure with."""
-        rows = np.arange(num_events) % len(self.sequences.items)
-        return self._of_user(-1, self._stored(rows).in_time_order())
+        own = self.sequences
+        return of_user(own, -1, stored(own, np.arange(num_events) % len(own.items)).in_time_order())
 
     def add(self, events: Sequence[Event], check: Callable[[Sequences], object]) -> tuple[int, int]:
         """Keeps events, each id once: how many are new, how many known. Raises DataError, keeping none, if `check` does."""
-        with self._lock, self._log.writing():
+        with self._writers, self._log.writing():
             self.refresh()
-            fresh: dict[bytes, Event] = {}
+            own, fresh = self.sequences, dict[bytes, Event]()
             for event in events:
                 if (name := _id(event)) not in self._ids:
                     fresh.setdefault(name, event)
-            for user, own in _by_user(fresh.values()).items():
-                check(self._of_user(user, self._parsed(own)))
+            for user, new in _parsed(own.schema, fresh.values()).items():
+                check(of_user(own, user, new))
             if fresh:
                 self._log.append(list(fresh.values()))
-                self._keep(fresh.values())
+                self.refresh()
             return len(fresh), len(events) - len(fresh)
 
     def refresh(self) -> None:
-        """Takes in what others wrote. If they took something away, nothing derived from histories may be kept."""
-        with self._lock:
-            is_other, events = self._log.read_new()
+        """Takes in what was written. If something was taken away, nothing derived from histories may be kept.
+
+        All of it or nothing: what fails is tried again by the next call.
+        """
+        with self._lock, self._log.news() as (is_other, events):
+            folder = self._folder_mark()
+            has_moved = folder != self._folder
+            own = Sequences.open(self.sequences.path) if has_moved else self.sequences
+            parsed, ids = _parsed(own.schema, events), {_id(event) for event in events}
             if is_other:
                 self._new, self._ids = {}, set()
-                self.num_removals += 1
-            if (folder := self._folder_mark()) != self._folder:
-                self.sequences, self._folder = Sequences.open(self.sequences.path), folder
-                self.num_removals += 1
-            self._keep(events)
-
-    def _keep(self, events: Collection[Event]) -> None:
-        self._ids |= {_id(event) for event in events}
-        for user, own in _by_user(events).items():
-            new = self._parsed(own)
-            self._new[user] = self._new[user].then(new) if user in self._new else new
-
-    def _parsed(self, events: Sequence[Event]) -> Events:
-        return _parse(
-            self.sequences.schema, [{k: v for k, v in one.items() if k not in {"id", "user"}} for one in events]
-        )
+            self.sequences, self._folder = own, folder
+            self.num_removals += is_other + has_moved
+            self._ids |= ids
+            for user, new in parsed.items():
+                self._new[user] = self._new[user].then(new) if user in self._new else new
 
     def _folder_mark(self) -> tuple[int, int]:
         try:
@@ -138,39 +135,50 @@ class Histories:
             return self._folder
         return found.st_ino, found.st_mtime_ns
 
-    def _place(self, user: int) -> int | None:
-        """The user's place in the folder."""
-        users = self.sequences.users
-        place = int(np.searchsorted(users, user))
-        return place if place < len(users) and users[place] == user else None
 
-    def _rows(self, user: int) -> range:
-        """Where the folder has the user's events."""
-        place = self._place(user)
-        return range(0) if place is None else range(*self.sequences.offsets[place : place + 2].tolist())
+def stored(own: Sequences, rows: Ints) -> Events:
+    """Events of a folder."""
+    return Events(own.items, own.times, own.event_features).take(rows)
 
-    def _stored(self, rows: Ints) -> Events:
-        own = self.sequences
-        whole = Events(own.items, own.times, own.event_features)
-        return whole.take(rows)
 
-    def _of_user(self, user: int, events: Events) -> Sequences:
-        place, own = self._place(user), self.sequences
-        known = {
-            feature.name: _make(feature, [{}])
-            if place is None
-            else _take(own.user_features[feature.name], np.array([place]))
-            for feature in own.schema.of_scope("user")
-        }
-        return replace(
-            own,
-            users=np.array([user]),
-            offsets=np.array([0, len(events)]),
-            items=events.items,
-            times=events.times,
-            event_features=events.features,
-            user_features=known,
-        )
+def of_user(own: Sequences, user: int, events: Events) -> Sequences:
+    """Events as all that a user has, with what the folder knows of the user."""
+    place = _place(own, user)
+    known = {
+        feature.name: _make(feature, [{}])
+        if place is None
+        else _take(own.user_features[feature.name], np.array([place]))
+        for feature in own.schema.of_scope("user")
+    }
+    return replace(
+        own,
+        users=np.array([user]),
+        offsets=np.array([0, len(events)]),
+        items=events.items,
+        times=events.times,
+        event_features=events.features,
+        user_features=known,
+    )
+
+
+def _place(own: Sequences, user: int) -> int | None:
+    """The user's place in the folder."""
+    place = int(np.searchsorted(own.users, user))
+    return place if place < len(own.users) and own.users[place] == user else None
+
+
+def _rows(own: Sequences, user: int) -> range:
+    """Where the folder has the user's events."""
+    place = _place(own, user)
+    return range(0) if place is None else range(*own.offsets[place : place + 2].tolist())
+
+
+def _parsed(schema: Schema, events: Collection[Event]) -> dict[int, Events]:
+    """Events of the log by user."""
+    found: dict[int, list[Event]] = {}
+    for event in events:
+        found.setdefault(event["user"], []).append({k: v for k, v in event.items() if k not in {"id", "user"}})
+    return {user: _parse(schema, own) for user, own in found.items()}
 
 
 def _parse(schema: Schema, events: Sequence[Mapping[str, Any]]) -> Events:
@@ -235,13 +243,6 @@ def _whole(event: Mapping[str, Any], name: str, place: int, legal: range) -> Non
         raise DataError(
             f"event {place}: '{name}' is {value!r}; it must be a whole number in {legal.start} .. {legal.stop - 1}."
         )
-
-
-def _by_user(events: Collection[Event]) -> dict[int, list[Event]]:
-    found: dict[int, list[Event]] = {}
-    for event in events:
-        found.setdefault(event["user"], []).append(event)
-    return found
 
 
 def _id(event: Event) -> bytes:

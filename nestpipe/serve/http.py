@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import hmac
 import time
 import uuid
 from collections.abc import Awaitable, Callable
@@ -25,7 +24,7 @@ from starlette.routing import Route
 
 from nestpipe.data.sequences import Sequences
 from nestpipe.errors import DataError
-from nestpipe.serve.bodies import BadRequestError, Fields, http_refusal, read_json, refusal, unless_gone
+from nestpipe.serve.bodies import BadRequestError, Fields, Guard, answer_of, http_refusal, lacks_token, refusal
 from nestpipe.serve.config import Limits
 from nestpipe.serve.engine import Engine
 from nestpipe.serve.jobs import BusyError, LateError, Rank, Signal
@@ -55,6 +54,12 @@ class Instance:
         self._fields = {
             call: frozenset(own) for call, (own, _) in bodies(engine.histories.sequences.schema, self._limits).items()
         }
+        # As many as may wait and be answered together: more would be read, and their histories parsed, for nothing.
+        self._guard = Guard(
+            max_under_way=engine.config.max_queue + engine.config.max_batch,
+            max_bytes=self._limits.body_bytes,
+            body_s=self._limits.body_s,
+        )
         self.numbers = Numbers(engine)
         self.is_draining = False
 
@@ -76,10 +81,8 @@ class Instance:
         """For who knows the token."""
 
         async def handle(http: Request) -> Response:
-            said = http.headers.get("authorization", "").removeprefix("Bearer ")
-            if not hmac.compare_digest(said.encode(), token.encode()):
-                _, content = refusal(401, "unauthorized", "send the token: 'Authorization: Bearer TOKEN'.")
-                return JSONResponse(content, 401)
+            if (refused := lacks_token(http, token)) is not None:
+                return refused
             if http.method == "POST":
                 self.is_draining = True
             return JSONResponse(self.state())
@@ -105,19 +108,18 @@ class Instance:
         }
 
     def _guarded(self, name: str, call: _Call) -> Callable[[Request], Awaitable[Response]]:
-        """Reads the body inside its limits; errors become answers, and work ends when the client leaves."""
+        """Errors become answers, which are counted."""
 
         async def handle(http: Request) -> Response:
             status, content = await self._answer(http, call)
             self.numbers.answers.labels(name, str(status)).inc()
-            return JSONResponse(content, status, {"retry-after": "1"} if status in (429, 503) else None)
+            return answer_of(status, content)
 
         return handle
 
     async def _answer(self, http: Request, call: _Call) -> tuple[int, Body]:
         try:
-            body = await read_json(http, max_bytes=self._limits.body_bytes, timeout_s=self._limits.body_s)
-            return 200, await unless_gone(http, call(body))
+            return 200, await self._guard.run(http, call)
         except BadRequestError as error:
             return refusal(error.status, error.code, str(error))
         except DataError as error:
@@ -168,12 +170,13 @@ class Instance:
         query_time = self._query_time(body, fields)
         if query_time is None:
             query_time = self._now() if ticket is None or ticket.query_time is None else ticket.query_time
+        deadline_ms = fields.deadline_ms(most=limits.deadline_ms, default=self.engine.trigger.budget_ms)
         job = Rank(
             user=user,
             items=fields.integers("candidates", least=1, most=limits.candidates),
             k=None if body.get("k") is None else fields.integer("k", 1, limits.candidates),
             query_time=query_time,
-            deadline=arrived + self._deadline_ms(body) / 1000,
+            deadline=arrived + deadline_ms / 1000,
             request=ticket.request if ticket else "",
             history=await self._history(user, fields),
         )
@@ -236,16 +239,6 @@ class Instance:
 
     def _query_time(self, body: Body, fields: Fields) -> int | None:
         return None if body.get("query_time") is None else fields.integer("query_time", 0, _LATEST_S)
-
-    def _deadline_ms(self, body: Body) -> float:
-        value, most = body.get("deadline_ms"), self._limits.deadline_ms
-        if value is None:
-            return self.engine.trigger.budget_ms
-        if type(value) not in (int, float) or not 0 < value <= most:
-            raise BadRequestError(
-                f"field 'deadline_ms' must be a number above 0, at most {most:,.0f}.", code="bad_deadline_ms"
-            )
-        return float(value)
 
     def _now(self) -> int:
         return int(self._wall_clock())

@@ -76,6 +76,15 @@ def make_client() -> httpx.AsyncClient:
     return httpx.AsyncClient(timeout=None, limits=limits, trust_env=False)
 
 
+def is_address(url: str) -> bool:
+    """Whether an instance can be asked there."""
+    try:
+        parsed = httpx.URL(url)
+    except httpx.InvalidURL:
+        return False
+    return parsed.scheme in ("http", "https") and bool(parsed.host)
+
+
 class Remote:
     """Talks to the members over a client that it closes. One per gateway process; all calls on one event loop."""
 
@@ -184,7 +193,7 @@ class Remote:
             try:
                 async with asyncio.timeout(timeout_s):
                     return (await self._client.get(instance.url + "/readyz")).status_code == 200
-            except (TimeoutError, httpx.HTTPError):
+            except (TimeoutError, httpx.HTTPError, httpx.InvalidURL):
                 return False
 
         members = list(self.members)

@@ -21,18 +21,8 @@ from numpy.typing import NDArray
 from nestpipe.serve.config import TriggerConfig
 
 Kind = Literal["full", "hit", "pre"]
-Reason = Literal[
-    "admitted",
-    "not_at_risk",
-    "no_rescue",
-    "too_late",
-    "already_live",
-    "no_room",
-    "over_rate",
-    "breaker",
-    "shadow",
-    "off",
-]
+Against = Literal["not_at_risk", "no_rescue", "too_late", "already_live", "no_room", "over_rate", "breaker"]
+Reason = Literal["admitted", Against, "shadow", "off"]
 REASONS = frozenset(get_args(Reason))
 Floats = NDArray[np.float64]
 _WINDOW = 256  # measurements behind a correction

@@ -234,7 +234,7 @@ def test_old_weights_other_types_and_other_users_are_refused():
         new.extend(kept, suffix.batch)
     half = ranker(build(dtype=torch.float32))
     refused(half, kept, half.split(batch)[1], "dtype: kept 'float64', needed 'float32'")
-    refused(old, kept, old.split(replace(batch, sample_ids=torch.tensor([7])))[1], "user: kept 100, needed 7")
+    refused(old, kept, old.split(replace(batch, sample_ids=torch.tensor([7])))[1], "another user")
     other = ranker(build("fuxi"))
     refused(other, kept, other.split(batch)[1], "model: kept")
 

@@ -38,7 +38,6 @@ SPLIT = Case(pool=False, split=True)
 CASES = {
     2: [
         Case(pool=True),
-        Case(pool=False, depth=2, optimizer="adam"),
         Case(pool=True, clip=Clip(0.05, rows=True)),
         SPLIT,
     ],

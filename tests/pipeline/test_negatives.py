@@ -102,7 +102,7 @@ def test_a_message_holds_whole_rows_and_narrow_ones_in_half_the_bytes():
     rows = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
     narrow = Narrow(torch.float16, torch.tensor([True, False, True, True, False]), [[1, 4]])
     data, found = narrow.pack(rows[1:], 0, 1), torch.zeros(4, 3)
-    assert data.numel() == narrow.num_bytes(0, 1, rows) == 3 * (2 * 4 + 2 * 2)
+    assert data.numel() == narrow.rooms(1, [rows])[0].numel() == 3 * (2 * 4 + 2 * 2)
     narrow.unpack(data, 0, 1, found)
     rounded = rows[1:].clone()
     narrow.round_(rounded, 0, 1)

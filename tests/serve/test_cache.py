@@ -258,7 +258,7 @@ def test_failed_and_invalidated_work_frees_its_bytes_and_tells_who_joined():
         lease = cache.reserve("a", user=7, num_bytes=10)
         joined = cache.join("a")
         cache.fail(lease) if end == "fail" else cache.invalidate(7)
-        with pytest.raises(LostError, match="user 7 is gone"):
+        with pytest.raises(LostError, match="the prefix is gone"):
             joined.result(0)
         assert cache.device.reserved == 0
         assert not cache.start(lease)
@@ -279,6 +279,20 @@ def test_invalidated_while_it_moves():
         assert not getattr(cache, move)("a")
         cache.check()
         assert (cache.device.used, cache.device.reserved, cache.host.used, cache.host.reserved) == (0, 0, 0, 0)
+
+
+def test_a_copy_that_fails_leaves_nothing_moving():
+    for move, before in (("demote", ()), ("promote", ("demote",))):
+        cache = make(copy=list)
+        fill(cache, "a", user=3)
+        for step in before:
+            getattr(cache, step)("a")
+        cache._copy = lambda value: 1 / 0
+        with pytest.raises(ZeroDivisionError):
+            getattr(cache, move)("a")
+        cache.check()
+        assert cache.peek_state("a") is None
+        assert cache.device.free == cache.host.free == 100
 
 
 def test_single_flight_and_books_under_threads(scale):

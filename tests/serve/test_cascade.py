@@ -21,7 +21,7 @@ from nestpipe.serve.cascade import Answer, Cascade, LocalUpstream, Request, Stag
 from nestpipe.serve.config import Stages
 from nestpipe.serve.remote import Remote, RemoteError
 from nestpipe.serve.retrieval import Candidates, ExactIndex, Past, Retriever, mean_encoder
-from nestpipe.serve.router import Members
+from nestpipe.serve.router import Instance, Members
 from tests.serve.instances import FakeInstance, true_ranking, true_score
 
 ITEMS = np.arange(100, 400)
@@ -357,3 +357,12 @@ def test_who_is_not_ready_is_asked_last_until_it_is(fleet):
 
     names = [one.name for one in fleet]
     assert run(fleet, act) == [names[0], names[1], names[0]]
+
+
+def test_an_address_that_cannot_be_one_is_not_ready_and_ends_nothing():
+    async def act() -> None:
+        remote = Remote(Members([Instance(name="x", url="http://h:port")]), httpx.AsyncClient(verify=TLS))
+        assert await remote.ready(timeout_s=1.0) == {"x": False}
+        await remote.close()
+
+    asyncio.run(act())

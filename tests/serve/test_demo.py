@@ -52,7 +52,7 @@ def world(tmp_path: Path) -> Iterator[World]:
     with ThreadPoolExecutor(1) as executor:
         remote = Remote(Members([instance.member]), httpx.AsyncClient(timeout=None, verify=TLS))
         cascade = Cascade(remote, LocalUpstream(retriever, executor), STAGES)
-        gateway = Served(Gateway(cascade).app(*Demo(log, pasts).routes()))
+        gateway = Served(Gateway(cascade).app(*Demo(lambda: log, pasts).routes()))
         yield World(gateway.url, instance, gateway)
         gateway.close()
         instance.stop()

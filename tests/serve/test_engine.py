@@ -19,6 +19,8 @@ from nestpipe.rank_eval import RankingScorer
 from nestpipe.serve.cache import State
 from nestpipe.serve.config import TriggerConfig
 from nestpipe.serve.engine import Engine
+from nestpipe.serve.event_log import EventLog
+from nestpipe.serve.histories import of_user, stored
 from nestpipe.serve.jobs import BusyError, LateError
 from nestpipe.serve.measure import measure
 from nestpipe.serve.prefix import Served
@@ -133,10 +135,9 @@ def test_test_events_get_the_numbers_of_the_report(runs, engine, log):
     for place in range(0, len(found.event), 23):
         user = int(log.users[found.user[place]])
         first = int(log.offsets[found.user[place]])
-        sent = engine.histories._stored(np.arange(first, first + found.num_before[place]))
-        history = engine.histories._of_user(user, sent)
+        sent = stored(log, np.arange(first, first + found.num_before[place]))
         start = max(-(-(len(sent) - 32) // 8) * 8, 0)
-        history = engine.histories._of_user(user, sent.take(np.arange(start, len(sent))))
+        history = of_user(log, user, sent.take(np.arange(start, len(sent))))
         event = found.event[place]
         got = answer(engine, user, (int(log.items[event]),), history=history, query_time=int(log.times[event] // 1000))
         assert got.scores[0] == pytest.approx(found.scores[place, 0], abs=EXACT)
@@ -160,10 +161,10 @@ def test_an_edited_action_is_another_prefix_of_the_same_length_and_not_extended(
     first = int(log.offsets[3])
 
     def history(num_events, *, edited):
-        events = engine.histories._stored(np.arange(first, first + num_events))
+        events = stored(log, np.arange(first, first + num_events))
         if edited:
             events.features["click"].values[5] = 1 - events.features["click"].values[5]
-        return engine.histories._of_user(3, events)
+        return of_user(log, 3, events)
 
     signal(engine, 3, history=history(20, edited=False))
     settle(engine)
@@ -285,9 +286,10 @@ def test_a_shorter_history_is_scored_as_that_history(runs, served, tmp_path, clo
     found = answer(engine, 3, slack_s=(num + NUM_ITEMS - 5) / 1000)
     assert (found.path, found.degraded) == ("shorter", True)
     kept = num - 4 * ((5 + 3) // 4)
-    events = engine.histories._stored(np.arange(len(engine.histories.sequences.items)))
+    own = engine.histories.sequences
+    events = stored(own, np.arange(len(own.items)))
     rows = np.arange(int(engine.histories.sequences.offsets[4]) - kept, int(engine.histories.sequences.offsets[4]))
-    alone = answer(engine, 3, history=engine.histories._of_user(3, events.take(rows)))
+    alone = answer(engine, 3, history=of_user(own, 3, events.take(rows)))
     assert same(found, alone)
 
 
@@ -385,12 +387,22 @@ def test_reasons_and_what_is_held(runs, served, tmp_path, clock):
     assert dear.reply.result(0).reason == "over_rate"
     clock.now += 100
     settle(engine)
-    for latency in [25.0] * 40:
-        engine.latencies_ms.append(latency)
-    slow = signal(engine, 8, "e")
+    for _ in range(40):
+        late = rank(engine, 8, slack_s=0.025)
+        clock.now += 0.025
+        settle(engine)
+        with pytest.raises(LateError):
+            late.reply.result(0)
+    slow = [signal(engine, 8, f"e{n}") for n in range(16)]
     settle(engine)
-    assert slow.reply.result(0).reason == "breaker"
-    assert engine.counts["reason", "admitted"] == 2
+    said = [job.reply.result(0).reason for job in slow]
+    assert said == ["breaker"] * 15 + ["admitted"], "one is let through, to see whether it is still so"
+    clock.now += 5
+    engine.cache.invalidate()
+    again = signal(engine, 8, "f")
+    settle(engine)
+    assert again.reply.result(0).reason == "admitted", "what was long ago does not count"
+    assert engine.counts["reason", "admitted"] == 3
 
 
 def test_shadow_computes_nothing(runs, served, tmp_path, clock):
@@ -440,7 +452,8 @@ def test_invalidate_leaves_nothing_of_the_user_in_tiers_or_in_flight(engine):
     signal(engine, 3, "ready")
     settle(engine)
     answer(engine, 3, request="ready")
-    sent = engine.histories._of_user(3, engine.histories._stored(np.arange(20)).in_time_order())
+    own = engine.histories.sequences
+    sent = of_user(own, 3, stored(own, np.arange(20)).in_time_order())
     signal(engine, 3, "in work", history=sent)
     signal(engine, 4, "other")
     engine._take_in()
@@ -483,6 +496,106 @@ def test_an_unknown_candidate_is_the_callers_mistake(engine):
         job.reply.result(0)
 
 
+def test_whatever_becomes_of_a_hit_nothing_stays_pinned(engine, monkeypatch):
+    call = engine._call
+    ways = {
+        "full": lambda plans: call(plans) if plans[0].prefix is None else 1 / 0,
+        "upstream": lambda plans: [np.full(len(p.rank.items), np.nan) for p in plans],
+    }
+    for path, way in ways.items():
+        signal(engine, 3, path)
+        settle(engine)
+        monkeypatch.setattr(engine, "_call", way)
+        assert answer(engine, 3, request=path).path == path
+        key = engine.served.ask(engine.histories.of(3), ASKED).key
+        assert engine.cache.peek_state(key) in {State.READY, State.HOST}
+        monkeypatch.undo()
+
+
+def test_two_ranks_of_a_user_in_one_batch_share_what_the_first_brings(engine, caplog):
+    signal(engine, 3)
+    settle(engine)
+    answer(engine, 3, request="r")
+    for path in ("hit_host", "extend"):
+        if path == "extend":
+            add(engine, "a", 3)
+        copies = engine.cache.device.copies
+        jobs = [rank(engine, 3, ITEMS) for _ in range(2)]
+        engine.step()
+        first, second = (job.reply.result(0) for job in jobs)
+        assert (first.path, second.path) == (path, path)
+        assert first.prefix_len == second.prefix_len == len(engine.histories.of(3).items) - 1
+        assert same(first, second)
+        assert engine.cache.device.copies == copies + (path == "hit_host")
+        settle(engine)
+    assert not caplog.text
+
+
+def test_messages_that_reach_a_log_name_no_user(engine):
+    user = 7_777_777
+    asked = [engine.served.ask(engine.histories.of(one), ASKED) for one in (3, user)]
+    engine.cache.reserve(asked[1].key, user=user, num_bytes=1)
+    with pytest.raises(ValueError, match="reserved already") as live:
+        engine.cache.reserve(asked[1].key, user=user, num_bytes=1)
+    for one, other in (asked, asked[::-1]):
+        with pytest.raises(PrefixError, match="another user") as wrong:
+            one.key.require(other.key)
+        assert str(user) not in str(wrong.value)
+    assert str(user) not in str(live.value)
+
+
+def test_what_comes_meanwhile_waits_for_the_next_step_and_who_left_costs_nothing(engine, monkeypatch):
+    signal(engine, 3, "held")
+    settle(engine)
+    gone, urgent = rank(engine, 3, request="held"), rank(engine, 4)
+    gone.reply.cancel()
+    ask, asked = engine.served.ask, []
+
+    def ask_more(events, query_time):
+        asked.append(int(events.users[0]))
+        assert len(asked) < 10, "signals that keep coming starve the ranks"
+        signal(engine, 5, f"s{len(asked)}")
+        return ask(events, query_time)
+
+    monkeypatch.setattr(engine.served, "ask", ask_more)
+    engine.step()
+    assert asked == [4]
+    assert urgent.reply.result(0).path == "full"
+    assert not engine._held
+
+
+def test_a_signal_that_nobody_waits_for_holds_nothing(engine, monkeypatch):
+    decide = engine._decide
+
+    def leave(job, asked):
+        found = decide(job, asked)
+        job.reply.cancel()
+        return found
+
+    monkeypatch.setattr(engine, "_decide", leave)
+    signal(engine, 3)
+    engine.step()
+    assert not engine._held
+
+
+def test_the_host_gets_prefixes_also_while_ranks_wait_and_each_key_is_noted_once(runs, served, tmp_path, clock):
+    engine = make_engine(runs("hstu"), tmp_path, clock=clock, served=served(), max_batch=2)
+    for user in range(4):
+        signal(engine, user, f"r{user}")
+    settle(engine)
+    for _ in range(3):
+        for user in range(4):
+            rank(engine, user, request=f"r{user}")
+        while engine._inbox or engine._ranks:
+            engine.step()
+        assert len(engine._spent) <= 4
+    assert engine.cache.host.copies
+    engine.cache.invalidate()
+    clock.now += 1
+    engine._look_around()
+    assert not engine._spent
+
+
 def test_a_user_without_history_is_ranked(engine):
     found = answer(engine, 10**15)
     assert (found.path, found.prefix_len) == ("full", 0)
@@ -502,14 +615,27 @@ def test_a_full_queue_refuses_at_once_and_stopping_answers_what_is_queued(runs, 
 
 
 def test_many_threads_get_the_scores_of_one(runs, served, tmp_path, scale):
-    """The engine in its own thread; users share prefixes, cancel, add events and invalidate meanwhile."""
+    """The engine in its own thread; users share prefixes, cancel, add events, invalidate and are forgotten meanwhile."""
     engine: Engine = make_engine(runs("hstu"), tmp_path, served=served(), device_bytes=20_000, host_bytes=30_000)
     truth = {user: answer(engine, user) for user in range(8)}
     engine.start()
-    wrong, paths = [], set()
+    wrong, longer, paths = [], [], set()
+    log = EventLog(tmp_path / "events.log")
+
+    def ask_longer(seed, turn):
+        """A user whom this thread alone gives events: the answer must know the newest."""
+        add(engine, f"{seed}.{turn}", 20 + seed, item=turn % NUM_ITEMS)
+        add(engine, f"gone.{seed}.{turn}", 30)
+        found = rank(engine, 20 + seed, ITEMS).reply.result(60)
+        paths.add(found.path)
+        longer.append((20 + seed, engine.histories.of(20 + seed), found))
 
     def ask(seed):
         for turn in range(scale(12, 2000)):
+            if turn % 4 == 1:
+                ask_longer(seed, turn)
+            if turn % 8 == 2 + seed:
+                log.rewrite(lambda one: one["user"] != 30)
             user = (seed + turn) % 8
             if turn % 3 == 0:
                 signal(engine, user, f"{seed}.{turn}").reply.result(60)
@@ -530,6 +656,11 @@ def test_many_threads_get_the_scores_of_one(runs, served, tmp_path, scale):
     for thread in threads:
         thread.join(120)
     engine.stop()
+    engine.is_stopping = False
+    assert len(longer) >= 12
+    for user, history, found in longer[:50]:
+        engine.cache.invalidate()
+        assert same(found, answer(engine, user, history=history))
     assert not wrong
     assert "full" in paths
     assert paths & {"hit_device", "join"}

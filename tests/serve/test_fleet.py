@@ -56,6 +56,17 @@ def test_one_that_is_killed_is_started_again_and_the_others_stay(caplog):
     assert "instance a ended by signal 9; it is started again in 0.4 s" in caplog.text
 
 
+def test_the_interrupt_of_a_terminal_does_not_reach_the_processes():
+    async def act() -> None:
+        fleet = Fleet([shell("a", "exec sleep 60")])
+        await fleet.start()
+        await until(lambda: len(fleet.pids) == 1)
+        assert os.getpgid(fleet.pids["a"]) != os.getpgid(0)
+        await fleet.stop()
+
+    run(act)
+
+
 def test_one_that_fails_at_once_is_tried_later_each_time(caplog):
     async def act() -> None:
         fleet = Fleet([shell("a", "exit 3")])

@@ -119,6 +119,9 @@ def test_both_clients_get_typed_answers(world):
         ("recommend", b"[" * 19_000, 400, "not_json"),
         ("recommend", b'{"user": NaN}', 400, "not_json"),
         ("recommend", b"\xff\xfe", 400, "not_json"),
+        ("recommend", b'{"user": 1, "history": [{"item": 1, "dwell": 1e999}]}', 400, "not_json"),
+        ("recommend", b'{"user": 1, "history": [{"item": 1, "tag": "\\ud800"}]}', 400, "not_json"),
+        ("rank", b'{"user": 1, "request": "r", "candidates": [1], "deadline_ms": 0}', 400, "bad_deadline_ms"),
         ("recommend", b"[]", 400, "not_an_object"),
         ("recommend", b"{}", 400, "bad_user"),
         ("recommend", b'{"user": true}', 400, "bad_user"),
@@ -244,6 +247,9 @@ def test_administration_needs_the_token_and_changes_the_members(world):
         ({"name": "z", "action": "drain"}, 404),
         ({"name": "a", "action": "explode"}, 400),
         ({"name": "a", "action": "join", "url": "file:///"}, 400),
+        ({"name": "a", "action": "join", "url": "http://"}, 400),
+        ({"name": "a", "action": "join", "url": "http://[::1"}, 400),
+        ({"name": "a", "action": "join", "url": "http://h:port"}, 400),
         ({"name": "a"}, 400),
     ):
         assert world.http.post(url, headers=head, json=body).status_code == status

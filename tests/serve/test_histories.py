@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 
@@ -136,6 +141,48 @@ def test_what_a_model_cannot_read_is_refused_before_it_is_kept(log, histories):
     assert histories.add([event("known")], check) == (1, 0)
 
 
+def test_readers_do_not_wait_for_a_writer(histories, monkeypatch):
+    """The disk may take long: ranks look at histories, and take in what others wrote, meanwhile."""
+    inside, go_on = threading.Event(), threading.Event()
+    fsync = os.fsync
+
+    def slow(file):
+        inside.set()
+        assert go_on.wait(30)
+        fsync(file)
+
+    monkeypatch.setattr(os, "fsync", slow)
+    with ThreadPoolExecutor(2) as threads:
+        written = threads.submit(histories.add, [event("a", item=6)], fine)
+        assert inside.wait(30)
+        read = threads.submit(lambda: (histories.refresh(), histories.given(3, []), histories.of(3)))
+        try:
+            read.result(10)
+        finally:
+            go_on.set()
+        assert written.result(30) == (1, 0)
+    assert histories.of(3).items[-1] == 6
+    assert len(histories._new[3]) == 1, "the event is there once, whoever took it in"
+
+
+@pytest.mark.parametrize("failing", ["Sequences.open", "_parse"])
+def test_what_could_not_be_taken_in_is_taken_in_later(log, tmp_path, monkeypatch, failing):
+    shutil.copytree(log.path, tmp_path / "log")
+    one, other = (open_histories(Sequences.open(tmp_path / "log"), tmp_path) for _ in range(2))
+    other.add([event("a", item=6)], fine)
+    assert EventLog(tmp_path / "events.log").rewrite(lambda _: True) == 0
+    os.utime(tmp_path / "log" / "meta.json", ns=(1, 1))
+    monkeypatch.setattr(f"nestpipe.serve.histories.{failing}", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        one.refresh()
+    monkeypatch.undo()
+    assert one.num_removals == 0
+    one.refresh()
+    assert one.num_removals == 2
+    assert one.of(3).items[-1] == 6
+    assert one.add([event("a")], fine) == (0, 1)
+
+
 # The file.
 
 
@@ -169,6 +216,9 @@ def test_damage_before_the_end_is_an_error_that_says_where(log, tmp_path):
         path.write_bytes(broken)
         with pytest.raises(DataError, match=rf"damaged at byte {second}.*whole records follow"):
             open_histories(log, tmp_path)
+        with pytest.raises(DataError, match=rf"damaged at byte {second}"):
+            EventLog(path).rewrite(lambda one: one["user"] != 3)
+        assert path.read_bytes() == broken, "what stands behind the damage is not thrown away"
 
 
 def test_instances_of_a_run_see_each_others_events(log, tmp_path):
@@ -208,8 +258,6 @@ def test_after_a_rewrite_readers_start_again(log, tmp_path):
 
 
 def test_a_sequence_folder_that_is_replaced_is_read_again(log, tmp_path):
-    import shutil
-
     shutil.copytree(log.path, tmp_path / "log")
     own = Sequences.open(tmp_path / "log")
     histories = open_histories(own, tmp_path)

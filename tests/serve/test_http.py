@@ -8,7 +8,9 @@ import os
 import re
 import shutil
 import socket
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,6 +20,7 @@ import pytest
 
 from nestpipe.cli import main
 from nestpipe.data.sequences import Sequences
+from nestpipe.errors import DataError
 from nestpipe.models.prefix import Prefix
 from nestpipe.run import Run
 from nestpipe.serve.config import Limits
@@ -218,7 +221,7 @@ def fields(ticket):
         ("rank", {"user": 1, "request": "r", "candidates": [1], "deadline_ms": -1}, 400, "bad_deadline_ms"),
         ("rank", {"user": 1, "request": "r", "candidates": [1], "query_time": -1}, 400, "bad_query_time"),
         ("rank", {"user": 1, "request": "r", "candidates": [1], "colour": 1}, 400, "unknown_field"),
-        ("rank", {"user": 1, "request": "\ud800", "candidates": [1]}, 400, "bad_request"),
+        ("rank", {"user": 1, "request": "\ud800", "candidates": [1]}, 400, "not_json"),
         ("rank", {"user": 1, "request": "r", "candidates": [1], "history": [{"item": 1}]}, 400, "bad_data"),
         (
             "rank",
@@ -256,7 +259,17 @@ def shared(runs, served, tmp_path_factory):
 
 
 def test_bodies_that_are_no_json_too_large_or_too_slow(shared):
-    for content in (b"", b"{", b"[]", b"nan", b'{"user": NaN}', b"\xff", b"[" * 5000):
+    for content in (
+        b"",
+        b"{",
+        b"[]",
+        b"nan",
+        b'{"user": NaN}',
+        b"\xff",
+        b'{"user": 1e999}',
+        b'{"user": "\xed\xa0\x80"}',
+        b"[" * 5000,
+    ):
         assert shared.http.post(f"{shared.url}/v1/rank", content=content).status_code == 400
     large = shared.http.post(f"{shared.url}/v1/rank", content=b" " * 60_001)
     assert (large.status_code, large.json()["error"]["code"]) == (413, "too_large")
@@ -315,6 +328,29 @@ def test_overload_and_draining_are_said_at_once(open_world):
     assert world.http.get(f"{world.url}/readyz").status_code == 503
 
 
+def test_what_is_too_much_is_refused_before_its_history_is_read(open_world, monkeypatch):
+    world = open_world(max_queue=1, max_batch=1)
+    engine = world.instance.engine
+    go_on, parsed = threading.Event(), []
+
+    def slow(user, events):
+        parsed.append(user)
+        assert go_on.wait(60)
+        raise DataError("enough")
+
+    monkeypatch.setattr(engine.histories, "given", slow)
+    body = {"request": "a", "candidates": [1], "history": []}
+    with ThreadPoolExecutor(2) as threads:
+        first = [threads.submit(world.post, "rank", {"user": user, **body}) for user in (1, 2)]
+        wait_until(lambda: len(parsed) == 2)
+        found = world.post("rank", {"user": 3, **body})
+        go_on.set()
+        assert [one.result().status_code for one in first] == [400, 400]
+    assert (found.status_code, found.json()["error"]["code"], found.headers["retry-after"]) == (429, "overloaded", "1")
+    assert sorted(parsed) == [1, 2]
+    assert world.post("rank", {"user": 1, "request": "a", "candidates": [1], **SLOW}).status_code == 200
+
+
 def test_a_deadline_that_passed_is_a_503_or_the_callers_order(shared):
     found = shared.post("rank", {"user": 5, "request": "r", "candidates": ITEMS, "deadline_ms": 0.0001})
     assert found.status_code == 503 or found.json()["path"] == "upstream"
@@ -358,8 +394,9 @@ def test_forgetting_leaves_no_byte_of_the_user(runs, log, tmp_path, capsys):
         assert main(["forget", str(tmp_path / "run"), "--user", "7"]) == 0
         assert "stored and 1 logged events are gone" in capsys.readouterr().out
         wait_until(lambda: not engine.cache.peek_user(7))
-        empty = world.rank(10**9)
-        assert same(world.rank(7), empty) or world.rank(7)["prefix_len"] == 0
+        found = world.rank(7)
+        assert same(found, world.rank(10**9))
+        assert (found["path"], found["prefix_len"]) == ("full", 0)
         assert len(engine.histories.of(7).items) == 0
         again = world.rank(8)
         assert same(again, kept), "nobody else lost anything"

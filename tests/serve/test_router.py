@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
+from nestpipe.serve.config import EngineConfig
 from nestpipe.serve.router import (
     MAX_TICKET_CHARS,
     MAX_TICKET_S,
@@ -212,3 +213,8 @@ def test_limits_when_signing():
         sign(TICKET, b"short")
     with pytest.raises(ValueError, match="can be guessed"):
         verify("v1", b"", now=NOW)
+
+
+def test_a_prefix_waits_no_longer_than_a_ticket_can_be_valid():
+    assert not list(EngineConfig(device_ttl_s=MAX_TICKET_S).problems())
+    assert "at most 300 s" in next(EngineConfig(device_ttl_s=MAX_TICKET_S + 1).problems())
