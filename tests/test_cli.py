@@ -145,7 +145,9 @@ def test_demo_holds_and_refuses_a_folder_that_is_not_its_own(capsys, tmp_path, m
     from nestpipe import demo
 
     original = demo._nestpipe
-    with warm_program(tmp_path / "warm") as programs:  # what one process runs starts without the seconds that torch takes
+    with warm_program(
+        tmp_path / "warm"
+    ) as programs:  # what one process runs starts without the seconds that torch takes
         warm = [str(programs / "nestpipe")]
         monkeypatch.setattr(demo, "_nestpipe", lambda ranks: warm if ranks == 1 else original(ranks))
         code, out, _ = run(capsys, "demo", "--quick", "--out", str(tmp_path / "demo"))
