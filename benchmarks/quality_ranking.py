@@ -5,8 +5,7 @@ before it in the log's order; equal times keep the order of the file. GAUC is AU
 their number. Three seeds; the interval is that of Student's t over seeds, and beside it that of the difference to the better
 baseline over users. `by_second` predicts the events of one second from those strictly before it: nothing of the same page
 of ratings is in the history then. The number of epochs was chosen on events before every date that is reported
-(`--split-time 2000-10-15 --until 2000-11-10 --epochs 4`, 8 and 12), the learning rates by looking at the default date; 2000-11-10
-confirms both. The click log of `nestpipe data clicks` knows the best AUC.
+(`--split-time 2000-10-15 --until 2000-11-10 --epochs 4`, 8 and 12), the learning rates by looking at the default date. The click log of `nestpipe data clicks` knows the best AUC.
 
 Each (model, seed) is appended to results/quality_ranking.jsonl when it is done; what is there already is not run again.
 """
