@@ -443,9 +443,9 @@ def anonymous_bytes():
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="no /proc")  # noqa: PTH110
 def test_memory_after_many_requests_is_that_after_few(open_world, scale):
-    """RssAnon after ten times as many requests; the small count would hide a leak below about 150 KiB per request."""
+    """RssAnon after ten times as many requests; the small count would hide a leak below about 50 KiB per request."""
     world = open_world(device_bytes=40_000, host_bytes=60_000)
-    num = scale(25, 1000)
+    num = scale(60, 1000)
 
     def ask(first, last):
         for number in range(first, last):
