@@ -31,6 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
+from nestpipe import notes
 from nestpipe.errors import CommError
 from nestpipe.handle import Handle, dump_stacks, in_seconds, named_ranks
 
@@ -41,7 +42,6 @@ MAX_TAG = 1 << 16
 EXCHANGES = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 """The library that carries messages, by device."""
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-NOTE_GRACE_S = 1.0  # the note is written a moment after the connection closes
 _NEVER_SENT = (1 << 31) - 1  # a tag that no message has: the sizes in tags (handle.py) end below its last 14 bits
 
 
@@ -131,26 +131,6 @@ class World:
         self._lanes.clear()
         if self.device.type != "cpu" and dist.is_initialized():
             dist.destroy_process_group()
-
-    def leave_note(self, reason: str, ranks: tuple[int, ...]) -> None:
-        """Tells the others why this rank gives up, for their error messages."""
-        # A courtesy: without the store the others still see the closed connection.
-        with contextlib.suppress(RuntimeError):
-            self.store.set(f"gave-up/{self.rank}", f"{','.join(map(str, ranks))}|{reason}")
-
-    def find_notes(self, ranks: Sequence[int], *, within_s: float = NOTE_GRACE_S) -> list[tuple[str, tuple[int, ...]]]:
-        """Why these ranks gave up and whom they blamed, as far as they say so in time."""
-        end = time.monotonic() + within_s
-        keys = {rank: f"gave-up/{rank}" for rank in ranks}
-        found = []
-        with contextlib.suppress(RuntimeError):  # likewise
-            while not self.store.check(list(keys.values())) and time.monotonic() < end:
-                time.sleep(0.02)
-            for key in keys.values():
-                if self.store.check([key]):
-                    blamed, _, reason = self.store.get(key).decode().partition("|")
-                    found.append((reason, tuple(map(int, filter(None, blamed.split(","))))))
-        return found
 
 
 class Watch(Protocol):
@@ -292,7 +272,7 @@ class Lane:
         """
         if self.broken is None:
             self.broken = CommError(f"it was given up: {reason}.", ranks=ranks or (self.world.rank,))
-            self.world.leave_note(reason, self.broken.ranks)
+            notes.leave(self.world.store, self.world.rank, notes.Note("", reason, self.broken.ranks))
         if self.group is not None and self.world.device.type == "cpu":
             # What ends a wait in another thread is closed connections, and what closes them is a wait that times out.
             peer, nothing = (self.world.rank + 1) % self.world.size, torch.empty(1, dtype=torch.uint8)

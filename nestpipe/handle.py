@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor
 
+from nestpipe import notes
 from nestpipe.errors import CommError
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ class Handle:
         self._name = name
         self._title = f"exchange '{name}'" + (f" ({where})" if where else "")
         self._number, self._wire, self._own = number, wire, own
+        self._key = f"{lane.name}/{name}/{number}"  # the same on every rank, for no other exchange
         self._receive = list(receive)
         self._arrivals = [_narrow_like(buffer, wire) for buffer in receive]  # mostly the buffers themselves
         self._send: list[Tensor] | None = None
@@ -168,32 +170,44 @@ class Handle:
 
     def _fail(self, error: RuntimeError, peer: int, rest: list[tuple[int, Any]], elapsed_s: float) -> NoReturn:
         """Finds out who is to blame, tells the others, and raises."""
+        store = self._world.store
         if self._lane.broken:  # by another exchange of this lane, which has told the others
             reason, ranks = f"its lane broke before: {self._lane.broken}".rstrip("."), self._lane.broken.ranks
         elif elapsed_s >= self._lane.deadline_s - 0.05:  # gloo counts in whole milliseconds
             absent = tuple(sorted({peer, *(other for other, work in rest if not _arrived(work))}))
             reason = f"{named_ranks(absent)} never entered it"
-            self._world.leave_note(f"{self._title}: {reason}", absent)
-            # Who waits for a lost rank elsewhere is late here: what it says about that counts too, also about this rank.
-            # It may have begun to wait a little later than this one.
-            notes = self._world.find_notes(absent, within_s=max(1.0, self._lane.deadline_s / 2))
-            elsewhere = [blamed for said, blamed in notes if not said.startswith(f"{self._title}: ")]
-            ranks = tuple(sorted({*absent, *(rank for blamed in elsewhere for rank in blamed)}))
-            if missed := tuple(rank for rank in ranks if rank not in absent):
-                reason += f" and missed {named_ranks(missed)}"
-        elif notes := self._world.find_notes([peer]):
-            said, ranks = notes[0]
-            reason = f"rank {peer} gave up: {said}"
-            self._world.leave_note(said, ranks)
+            note = notes.Note(self._key, f"{self._title}: {reason}", absent)
+            notes.leave(store, self._world.rank, note)
+            found = notes.find(store, absent, elsewhere=self._key, within_s=self._late_s)
+            ranks = notes.follow(store, [note, *found])
+            reason += _beyond(absent, ranks)
+        elif found := notes.find(store, [peer]):
+            note = found[0]
+            notes.leave(store, self._world.rank, note)  # passed on: whoever waits for this rank reads it too
+            if note.exchange:  # those blamed, or another thread of this rank, may wait for one that is really lost
+                found += notes.find(store, note.ranks, elsewhere=note.exchange, within_s=self._late_s)
+            ranks = notes.follow(store, found)
+            reason = f"rank {peer} gave up: {note.reason}" + _beyond(note.ranks, ranks)
         elif self._lane.broken:  # meanwhile, in another thread
             self._fail(error, peer, rest, elapsed_s)
         else:
             reason, ranks = f"rank {peer} closed the connection: it has ended", (peer,)
-            self._world.leave_note(f"{self._title}: {reason}", ranks)
+            notes.leave(store, self._world.rank, notes.Note("", f"{self._title}: {reason}", ranks))
         message = f"{self._title} not finished after {in_seconds(elapsed_s)}; {reason}."
         self._error = CommError(message + dump_stacks(self._world), ranks=ranks)
         self._lane.broken = self._lane.broken or self._error
         raise self._error from error
+
+    @property
+    def _late_s(self) -> float:
+        """How long to wait for notes: who waits for a lost rank elsewhere may have begun a little later than this one."""
+        return max(1.0, self._lane.deadline_s / 2)
+
+
+def _beyond(absent: Sequence[int], ranks: Sequence[int]) -> str:
+    """What to add to a reason when those who were missed here missed others."""
+    missed = [rank for rank in ranks if rank not in absent]
+    return f" and missed {named_ranks(missed)}" if missed else ""
 
 
 def _arrived(work: Any) -> bool:

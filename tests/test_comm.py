@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import threading
 import time
@@ -295,8 +296,41 @@ def test_a_deadline_names_the_rank_that_never_entered(size: int, late: int, tmp_
         if rank == late:  # finds its connections closed, and the note that says why
             assert f"gave up: {named}: rank {late} never entered it." in text
         else:
-            assert text == f"{named} not finished after 1.0 s; rank {late} never entered it. {stacks}"
+            text = re.sub(r"after 1\.\d s", "after 1 s", text)  # a busy machine adds to the deadline
+            assert text == f"{named} not finished after 1 s; rank {late} never entered it. {stacks}"
         assert "come_late" in (tmp_path / f"stacks-{rank}.txt").read_text()
+
+
+def lose_one_of_two_lanes(world: World, order: str) -> list[tuple[int, ...]]:
+    """Rank 1 is lost to rank 2 on one lane, and so rank 2 is late for rank 0 on the other: whom each thread blames."""
+    world = replace(world, deadline_s=1.0)
+    lanes = [world.lane("rows"), world.lane("keys")]
+    blamed: list[tuple[int, ...]] = []
+
+    def wait(lane: Lane, seconds: float) -> None:
+        time.sleep(seconds)
+        with pytest.raises(CommError) as caught:
+            empty = [torch.empty(0)] * world.size
+            handle = lane.exchange("counts", empty, empty)
+            time.sleep(2.4 if world.rank == 1 else 0)  # as a process that is stopped
+            handle.wait()
+        blamed.append(caught.value.ranks)
+
+    late = {"rows first": (0.3, 1.5), "keys first": (0.3, 1.1)}[order]
+    starts = {0: (0.0, 0.0), 1: (2.4, 0.0), 2: late}[world.rank]
+    threads = [threading.Thread(target=wait, args=one) for one in zip(lanes, starts, strict=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return blamed
+
+
+@pytest.mark.parametrize("order", ["rows first", "keys first"])
+def test_what_another_thread_of_a_late_rank_missed_is_not_lost(order: str) -> None:
+    """Whichever lane of rank 2 ends first: it waits for rank 1, and is itself missed by rank 0, under the same name."""
+    for rank, blamed in enumerate(run_ranks(3, lose_one_of_two_lanes, order)):
+        assert [1 in ranks for ranks in blamed] == [True, True], (rank, blamed)
 
 
 def wrong_size(world: World) -> tuple[int, ...]:
