@@ -30,7 +30,8 @@ class Note:
 def leave(store: Store, rank: int, note: Note) -> None:
     """Adds a note of this rank; a courtesy: without the store the others still see the closed connection."""
     with contextlib.suppress(RuntimeError):
-        store.append(_key(rank), json.dumps([note.exchange, note.reason, note.ranks]) + "\n")
+        line = json.dumps([note.exchange, note.reason, note.ranks]) + "\n"
+        store.append(_key(rank), line)  # type: ignore[attr-defined]  # in every store, but not in torch's stubs
 
 
 def find(store: Store, ranks: Iterable[int], *, elsewhere: str | None = None, within_s: float = GRACE_S) -> list[Note]:
