@@ -78,7 +78,7 @@ def loop(decoding: Decoding, trie: Trie, width: int) -> tuple[list[int], list[fl
                 beams.append((score, node, decoder, torch.empty(0)))
             else:
                 own = fork(decoder)
-                beams.append((score, node, own, own.next(here, torch.tensor([[code]]))[0, 0]))
+                beams.append((score, node, own, own.next(here, torch.tensor([[code]]), torch.tensor([[node]]))[0, 0]))
     return [node for _, node, _, _ in beams], [score for score, *_ in beams]
 
 

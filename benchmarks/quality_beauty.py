@@ -22,7 +22,7 @@ from nestpipe.config import Config
 from nestpipe.data.sequences import Sequences
 from nestpipe.data.splits import make_split
 from nestpipe.evaluate import EvalConfig, Report
-from nestpipe.instruct.command import text_vectors
+from nestpipe.instruct.command import item_vectors
 from nestpipe.instruct.diagnostics import diagnose
 from nestpipe.instruct.semantic_ids import Registry, SidConfig
 from nestpipe.models.encdec_config import EncDecConfig
@@ -34,6 +34,7 @@ KS = (1, 5, 10, 20)
 VALIDATED = 3000  # users; the first of the file, whose order says nothing about them
 MUST_HR10, AIM_HR10, AIM_NDCG10 = 0.056, 0.0648, 0.0384
 SID = SidConfig(levels=3, codes=256, policy="suffix")
+BEHAVIOUR = 0.5  # share of the ids' vectors that comes from training histories, beside the titles
 Figures = dict[str, object]
 
 
@@ -96,16 +97,16 @@ def run_model(config: Config, folder: Path) -> Figures:
 
 def make_ids(data: Path, folder: Path) -> Figures:
     """Builds the ids if they are not there; their figures."""
-    items, vectors, encoder = text_vectors(Sequences.open(data))
+    items, vectors, encoder = item_vectors(Sequences.open(data), behaviour=BEHAVIOUR)
     if not (folder / "ids.json").exists():
-        Registry.build(items, vectors, SID, encoder=f"{encoder}/title").save(folder)
+        Registry.build(items, vectors, SID, encoder=encoder).save(folder)
     registry = Registry.load(folder)
     trie = registry.trie(items)
     figures = json.loads(json.dumps(asdict(diagnose(registry, items, vectors))))
     return {**figures, "encoder": registry.encoder, "reachable": len(torch.unique(trie.leaf_items)) == len(items)}
 
 
-def settings_of(arm: str, config: Config | None) -> dict[str, object]:
+def settings_of(arm: str, config: Config | None, **more: object) -> dict[str, object]:
     """What makes two records comparable: everything but seed, places and limits of time."""
     if config is None:
         return {"arm": arm}
@@ -113,9 +114,9 @@ def settings_of(arm: str, config: Config | None) -> dict[str, object]:
     content.pop("seed")
     content["data"].pop("path")
     content["model"].pop("ids", None)
-    for name in ("minutes", "num_threads", "epochs"):
+    for name in ("minutes", "num_threads"):
         content["train"].pop(name)
-    return {"arm": arm, "config": content}
+    return {"arm": arm, "config": content, **more}
 
 
 def recorded(arm: str, seed: int, settings: Mapping[str, object], run: Callable[[], Figures]) -> Figures:
@@ -149,11 +150,12 @@ def main() -> None:
         if arm == "generative":
             options.runs.mkdir(parents=True, exist_ok=True)
             ids = options.runs / "ids"
-            found["ids"] = recorded(
-                "ids", SID.seed, {"arm": "ids", **asdict(SID)}, lambda f=ids: make_ids(options.data, f)
-            )
+            made = {"arm": "ids", **asdict(SID), "behaviour": BEHAVIOUR}
+            found["ids"] = recorded("ids", SID.seed, made, lambda f=ids: make_ids(options.data, f))
         folder = options.runs / f"{arm}-{options.seed}"
-        found[arm] = recorded(arm, options.seed, settings_of(arm, config), lambda c=config, f=folder: run_model(c, f))
+        more = {"ids": found["ids"]["version"]} if arm == "generative" else {}
+        settings = settings_of(arm, config, **more)
+        found[arm] = recorded(arm, options.seed, settings, lambda c=config, f=folder: run_model(c, f))
     rows = [
         [arm, *(f"{one[name]:.4f}" for name in ("hr@5", "hr@10", "ndcg@10", "coverage@10"))]
         for arm, one in found.items()

@@ -87,11 +87,12 @@ def beauty_sid() -> Config:
             hidden_dim=256,
             dropout=0.3,
             placement="sum",
+            prefix_vectors=16384,
             beam=30,
         ),
         embedding=EmbeddingConfig(lr=4e-3),
         dense=DenseConfig(lr=2e-3),
-        train=TrainConfig(epochs=40, eval_epochs=4, warmup_steps=100, decay_steps=7000),
+        train=TrainConfig(epochs=30, eval_epochs=5, warmup_steps=100, decay_epochs=30),
         eval=EvalConfig(ks=(1, 5, 10, 20)),
     )
 

@@ -35,8 +35,11 @@ class Decoder(Protocol):
         """Logits [R, 1, codes] of the first level."""
         ...
 
-    def next(self, parents: Tensor, codes: Tensor) -> Tensor:
-        """Logits [R, W, codes] of the next level: beam w goes on from beam parents[r, w] of before with codes[r, w]."""
+    def next(self, parents: Tensor, codes: Tensor, nodes: Tensor) -> Tensor:
+        """Logits [R, W, codes] of the next level: beam w goes on from beam parents[r, w] of before with codes[r, w].
+
+        `nodes` are the beams' nodes in the tree so far, -1 where there is no beam.
+        """
         ...
 
 
@@ -72,7 +75,7 @@ def search(decoder: Decoder, trie: Trie, *, width: int, pool: Pool | None = None
     scores = logits.new_zeros(logits.shape[:2])
     for level in range(trie.num_levels):
         if level:
-            logits = decoder.next(parents, codes)
+            logits = decoder.next(parents, codes, nodes)
         children, found = _children(trie, level, pool, nodes, logits, softmax)
         scores, parents, nodes = _best(scores.unsqueeze(2) + found, children, width)
         codes = trie.codes[level].index_select(0, nodes.clamp(min=0).flatten()).view_as(nodes)

@@ -14,8 +14,12 @@ import tyro
 from rich.console import Console
 from torch import Tensor
 
+from nestpipe.data.config import DataConfig
 from nestpipe.data.sequences import Sequences
-from nestpipe.errors import DataError
+from nestpipe.data.splits import make_split
+from nestpipe.errors import ConfigError, DataError
+from nestpipe.instruct.behaviour import DIM as BEHAVIOUR_DIM
+from nestpipe.instruct.behaviour import behaviour_vectors, fuse
 from nestpipe.instruct.diagnostics import Diagnostics, diagnose
 from nestpipe.instruct.item_text import Encoder, encode_texts
 from nestpipe.instruct.semantic_ids import Registry, SidConfig
@@ -36,12 +40,19 @@ class Build:
     """What makes vectors of the texts: MiniLM, hashed words, or the better one that is installed."""
     column: str = "title"
     """Column of text.parquet to encode."""
+    behaviour: float = 0.0
+    """Share of a vector that comes from which items stand near each other in histories, beside the text: 0 for text alone.
+    The last two events of a user, which validation and test ask for, are not looked at."""
     sid: SidConfig = field(default_factory=SidConfig)
 
     def run(self) -> None:
+        if not 0 <= self.behaviour < 1:
+            raise ConfigError(f"behaviour is {self.behaviour}; it must be at least 0 and below 1.")
         sequences = Sequences.open(self.data)
-        items, vectors, encoder = text_vectors(sequences, encoder=self.encoder, column=self.column)
-        registry = Registry.build(items, vectors, self.sid, encoder=f"{encoder}/{self.column}")
+        items, vectors, encoder = item_vectors(
+            sequences, encoder=self.encoder, column=self.column, behaviour=self.behaviour
+        )
+        registry = Registry.build(items, vectors, self.sid, encoder=encoder)
         registry.save(self.out)
         Console().print(diagnose(registry, items, vectors))
 
@@ -62,14 +73,12 @@ class Extend:
 
     def run(self) -> None:
         registry, sequences = Registry.load(self.ids), Sequences.open(self.data)
-        made_by, _, column = registry.encoder.partition("/")
-        kind: Encoder = "minilm" if made_by.startswith("minilm") else "words"
-        items, vectors, encoder = text_vectors(sequences, encoder=kind, column=column)
+        items, vectors, encoder = vectors_as(registry, sequences)
         new = (~torch.isin(items, registry.items)).nonzero().flatten()
         if not len(new):
             raise DataError(f"{self.data} has no item that {self.ids} has not; nothing was written.")
         items, vectors = items.index_select(0, new), vectors.index_select(0, new)
-        extended = registry.extend(items, vectors, encoder=f"{encoder}/{column}")
+        extended = registry.extend(items, vectors, encoder=encoder)
         extended.save(self.out)
         Console().print(f"{len(new):,} items added; the version stays {extended.version}", highlight=False)
 
@@ -99,12 +108,31 @@ class Inspect:
     def _diagnose(self, registry: Registry) -> Diagnostics:
         if self.data is None:
             return diagnose(registry)
-        made_by, _, column = registry.encoder.partition("/")
-        sequences = Sequences.open(self.data)
-        kind: Encoder = "minilm" if made_by.startswith("minilm") else "words"
-        items, vectors, _ = text_vectors(sequences, encoder=kind, column=column)
+        items, vectors, _ = vectors_as(registry, Sequences.open(self.data))
         both = torch.isin(items, registry.items).all() and len(items) == len(registry.items)
         return diagnose(registry, items, vectors if bool(both) else None)
+
+
+def item_vectors(
+    sequences: Sequences, *, encoder: Encoder = "auto", column: str = "title", behaviour: float = 0.0
+) -> tuple[Tensor, Tensor, str]:
+    """Ids [I] of the catalogue, vectors [I, D] from text and behaviour, and what made them."""
+    items, vectors, name = text_vectors(sequences, encoder=encoder, column=column)
+    if not behaviour:
+        return items, vectors, f"{name}/{column}"
+    split = make_split(sequences, DataConfig(validation=True))
+    return items, fuse(vectors, behaviour_vectors(sequences, split), behaviour), f"{name}/{column}+{behaviour:g}"
+
+
+def vectors_as(registry: Registry, sequences: Sequences) -> tuple[Tensor, Tensor, str]:
+    """Likewise, as the registry's were made; behaviour counts as unknown: it has moved on since the codebooks were made."""
+    made_by, _, rest = registry.encoder.partition("/")
+    column, _, share = rest.partition("+")
+    kind: Encoder = "minilm" if made_by.startswith("minilm") else "words"
+    items, vectors, name = text_vectors(sequences, encoder=kind, column=column)
+    if share:
+        vectors = fuse(vectors, torch.zeros(len(items), BEHAVIOUR_DIM), float(share))
+    return items, vectors, f"{name}/{rest}"
 
 
 def text_vectors(

@@ -52,6 +52,7 @@ class Trie:
         ordered = codes.index_select(0, order)
         self.leaf_items = order
         self.codes: list[Tensor] = []
+        self._prefixes: list[Tensor] = []
         self.first: list[Tensor] = []  # [level][n]: the first child, in this level, of node n of the level before
         is_new = torch.zeros(len(items), dtype=torch.bool)
         is_new[:1] = True
@@ -61,6 +62,8 @@ class Trie:
             is_new[1:] |= ordered[1:, level] != ordered[:-1, level]
             begins = is_new.nonzero().flatten()
             self.codes.append(ordered[:, level].index_select(0, begins))
+            before = ordered.index_select(0, begins)[:, : level + 1]
+            self._prefixes.append(_sequence_number(before, self.sizes[: level + 1]))
             self.first.append(_range_starts(above.index_select(0, begins), int(above[-1]) + 1))
             above = is_new.cumsum(0) - 1
             nodes.append(above)
@@ -87,14 +90,17 @@ class Trie:
             )
         return found
 
-    def legal(self, level: int, nodes: Tensor) -> Tensor:
-        """Which codes [n, codes of the level] may follow the nodes [n] of the level before."""
+    def children(self, level: int, nodes: Tensor) -> tuple[Tensor, Tensor]:
+        """The nodes of a level that follow nodes [n] of the level before, and their places in a flat [n, codes of the level]."""
         start = self.first[level].index_select(0, nodes)
         count = self.first[level].index_select(0, nodes + 1) - start
+        children = ranges(start, count)
         rows = torch.arange(len(nodes)).repeat_interleave(count)
-        codes = self.codes[level].index_select(0, ranges(start, count))
-        mask = torch.zeros(len(nodes) * self.sizes[level], dtype=torch.bool)
-        return mask.index_fill_(0, rows * self.sizes[level] + codes, True).view(len(nodes), self.sizes[level])
+        return children, rows * self.sizes[level] + self.codes[level].index_select(0, children)
+
+    def prefixes(self, level: int, nodes: Tensor) -> Tensor:
+        """Numbers of the code sequences that end in nodes of a level; an item more or less does not change them."""
+        return self._prefixes[level].index_select(0, nodes)
 
     def leaf_codes(self, leaves: Tensor) -> Tensor:
         """The code sequences [n, levels] of leaves [n]."""

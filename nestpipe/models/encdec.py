@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from nestpipe.draw import Draw, lanes16
 from nestpipe.embedding.spec import Lookup, Rows, TableSpec
-from nestpipe.hashing import hash_text, mix64
+from nestpipe.hashing import hash_text, mix64, mix64_
 from nestpipe.jagged import Batch, Jagged
 from nestpipe.model import Coupling, Output
 from nestpipe.models.config import SASRecConfig
@@ -46,7 +46,8 @@ class SemanticIds(Protocol):
     def item_nodes(self) -> Tensor: ...
 
     def positions(self, ids: Tensor) -> Tensor: ...
-    def legal(self, level: int, nodes: Tensor) -> Tensor: ...
+    def prefixes(self, level: int, nodes: Tensor) -> Tensor: ...
+    def children(self, level: int, nodes: Tensor) -> tuple[Tensor, Tensor]: ...
 
 
 class Instruction(nn.Module):
@@ -122,6 +123,7 @@ class EncDec(nn.Module):
         )
         self.norm = nn.LayerNorm(dim)
         self.heads = nn.ModuleList(nn.Linear(dim, size) for size in ids.sizes)
+        self.prefixes = nn.ParameterList(torch.zeros(config.prefix_vectors, dim) for _ in ids.sizes[1:])
 
     # What the engine asks for
 
@@ -170,8 +172,10 @@ class EncDec(nn.Module):
         """-log of the probability of the right code [T], smoothed over the codes it is compared with."""
         scores = self.heads[level](hidden)
         if self.config.softmax == "legal":
-            before = nodes[:, level - 1] if level else torch.zeros(1, dtype=torch.int64)
-            mask = self.ids.legal(level, before)
+            before = nodes[:, level - 1] if level else torch.zeros(len(codes), dtype=torch.int64)
+            children, places = self.ids.children(level, before)
+            scores = self.with_prefixes(scores, hidden, level, children, places)
+            mask = torch.zeros(scores.numel(), dtype=torch.bool).index_fill_(0, places, True).view_as(scores)
             logs = scores.masked_fill(~mask, -torch.inf).log_softmax(1)
             count = mask.sum(1)
         else:
@@ -182,6 +186,16 @@ class EncDec(nn.Module):
             finite = logs if mask is None else logs.masked_fill(~mask, 0.0)
             loss = (1 - smooth) * loss - smooth * finite.sum(1) / count
         return loss
+
+    def with_prefixes(self, scores: Tensor, hidden: Tensor, level: int, children: Tensor, places: Tensor) -> Tensor:
+        """Scores [n, codes] with those of the children's own vectors, each at its place."""
+        if not (self.config.prefix_vectors and level):  # a first code is the whole prefix
+            return scores
+        asked = hidden.index_select(0, places // scores.shape[1])
+        vectors = self.prefixes[level - 1]
+        rows = mix64_(self.ids.prefixes(level, children)).remainder_(len(vectors))
+        own = (asked * F.embedding(rows, vectors)).sum(1)
+        return scores.flatten().index_add(0, places, own).view_as(scores)
 
     # Generation
 
@@ -286,18 +300,24 @@ class Decoding:
             hidden = self._cache.token(x.unsqueeze(1))
         return self._logits(hidden)
 
-    def next(self, parents: Tensor, codes: Tensor) -> Tensor:
+    def next(self, parents: Tensor, codes: Tensor, nodes: Tensor) -> Tensor:
         model, level = self._model, self._level
         self._cache.reorder(parents)
         self._level += 1
         token = None if self._token is None else self._token.repeat_interleave(codes.shape[1], 0)
         vectors = model.code_token(level, codes.flatten(), token)
         place = model.place[self._prefix.shape[1] + level]
-        return self._logits(self._cache.token((vectors + place).unflatten(0, codes.shape)))
+        return self._logits(self._cache.token((vectors + place).unflatten(0, codes.shape)), nodes)
 
-    def _logits(self, hidden: Tensor) -> Tensor:
-        logits: Tensor = self._model.heads[self._level](self._model.norm(hidden))
-        return logits
+    def _logits(self, hidden: Tensor, nodes: Tensor | None = None) -> Tensor:
+        model, level = self._model, self._level
+        hidden = model.norm(hidden)
+        logits: Tensor = model.heads[level](hidden)
+        if nodes is None:
+            return logits
+        flat = logits.flatten(0, 1)
+        children, places = model.ids.children(level, nodes.clamp(min=0).flatten())
+        return model.with_prefixes(flat, hidden.flatten(0, 1), level, children, places).view_as(logits)
 
 
 def _with_first(rows: Jagged) -> Jagged:

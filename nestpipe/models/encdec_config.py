@@ -47,6 +47,9 @@ class EncDecConfig:
     """Probabilities over the codes that exist after a prefix, or over all codes of the level; for training and generation."""
     label_smoothing: float = 0.0
     """Share of each target that is spread evenly over the codes it is compared with."""
+    prefix_vectors: int = 0
+    """Output vectors for prefixes of ids beside those of codes, by hash, at each level but the first; 0 for none. They let a code mean
+    something else after each prefix: sharper on small catalogues, for that many more dense rows."""
     beam: int = 50
     """Width of the search; evaluation lists cannot be longer."""
 
@@ -56,7 +59,9 @@ class EncDecConfig:
                 yield f"{name} is {getattr(self, name)}; it must be at least 1"
         if self.num_heads > 0 and self.dim % self.num_heads:
             yield f"num_heads {self.num_heads} does not divide dim {self.dim}"
-        for name in ("hidden_dim", "num_scenarios", "reasoning_dim"):
+        if self.prefix_vectors and self.softmax != "legal":
+            yield f"prefix_vectors needs softmax 'legal', but it is '{self.softmax}': codes that do not exist have no prefix"
+        for name in ("hidden_dim", "num_scenarios", "reasoning_dim", "prefix_vectors"):
             if getattr(self, name) < 0:
                 yield f"{name} is {getattr(self, name)}; it must not be negative"
         for name in ("dropout", "reasoning_dropout", "label_smoothing"):

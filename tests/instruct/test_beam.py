@@ -118,11 +118,22 @@ def test_the_tree_knows_every_item_and_which_codes_follow():
     assert sorted(chain(*reached)) == list(range(60))
     for level in range(3):
         before = torch.zeros(60, dtype=torch.int64) if level == 0 else trie.item_nodes[:, level - 1]
-        mask = trie.legal(level, before)
+        children, places = trie.children(level, before)
+        assert trie.codes[level][children].tolist() == (places % SIZES[level]).tolist()
+        mask = torch.zeros(60 * SIZES[level], dtype=torch.bool).index_fill_(0, places, True).view(60, -1)
         for item in range(60):
             prefix = trie.item_codes[item, :level]
             same = (trie.item_codes[:, :level] == prefix).all(1)
             assert mask[item].nonzero().flatten().tolist() == trie.item_codes[same, level].unique().tolist()
+
+
+def test_the_number_of_a_prefix_does_not_depend_on_other_items():
+    trie = random_trie(60, SIZES, unique=False)
+    fewer = Trie(trie.items[::2], trie.item_codes[::2], SIZES, version="v1")
+    for level in range(3):
+        here, there = (one.prefixes(level, one.item_nodes[:, level]) for one in (trie, fewer))
+        assert here[::2].tolist() == there.tolist()
+        assert len(here.unique()) == len(trie.codes[level])
 
 
 def test_expansion_keeps_the_order_of_a_leaf_and_leaves_out_what_was_seen():

@@ -39,7 +39,7 @@ class TableDecoder:
     def first(self) -> torch.Tensor:
         return self._all()
 
-    def next(self, parents: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+    def next(self, parents: torch.Tensor, codes: torch.Tensor, nodes: torch.Tensor) -> torch.Tensor:
         self._paths = [
             [(*self._paths[row][parent], code) for parent, code in zip(*pair, strict=True)]
             for row, pair in enumerate(zip(parents.tolist(), codes.tolist(), strict=True))

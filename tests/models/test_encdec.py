@@ -10,6 +10,7 @@ import torch
 from nestpipe.draw import Draw
 from nestpipe.embedding.owner import Owners
 from nestpipe.embedding.route import route
+from nestpipe.hashing import mix64_
 from nestpipe.instruct.beam import search
 from nestpipe.jagged import Batch, Cursor, Jagged
 from nestpipe.models.encdec import build_encdec
@@ -76,9 +77,13 @@ def losses_of(model, batch, draw=None):
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize(("user_rows", "softmax"), [(False, "legal"), (True, "full")])
-def test_the_search_gives_every_item_the_probability_it_was_trained_with(placement, user_rows, softmax):
-    model = model_of(placement=placement, user_rows=user_rows, softmax=softmax)
+@pytest.mark.parametrize(
+    ("user_rows", "softmax", "prefixes"), [(False, "legal", 0), (True, "full", 0), (False, "legal", 7)]
+)
+def test_the_search_gives_every_item_the_probability_it_was_trained_with(placement, user_rows, softmax, prefixes):
+    model = model_of(placement=placement, user_rows=user_rows, softmax=softmax, prefix_vectors=prefixes)
+    for vectors in model.prefixes:
+        torch.nn.init.normal_(vectors)
     instruction = {"scenario": 1, "trigger": 4, "reasoning": 0.5}
     histories = [[0, 5, 9, 2], [7], [3, 3]]
     asked = batch_of(histories, targets=False, **instruction)
@@ -167,10 +172,24 @@ def test_targets_count_by_their_behaviour():
     assert not torch.equal(losses_of(model, other), losses_of(model, batch))
 
 
+def test_a_prefix_has_a_vector_that_counts_only_after_it():
+    """Another vector for one prefix moves the losses of targets whose choice it was among, and no other."""
+    batch, model = batch_of([[0, 5, 9, 2, 11, 14]]), model_of(prefix_vectors=4096)
+    plain, targets = losses_of(model, batch), torch.tensor([5, 9, 2, 11, 14])
+    node = TRIE.item_nodes[9, 1]
+    row = int(mix64_(TRIE.prefixes(1, node.view(1)))) % 4096
+    with torch.no_grad():
+        model.prefixes[0][row] = 3.0
+    moved = (losses_of(model, batch) != plain).nonzero().tolist()
+    asked = (TRIE.item_nodes[targets, 0] == TRIE.item_nodes[9, 0]).nonzero().flatten().tolist()
+    assert moved == [[place, 1] for place in asked]
+
+
 def test_smoothing_spreads_over_legal_codes_only():
     batch = batch_of([[0, 5, 9, 2, 11, 14]])
     plain, smooth = (losses_of(model_of(label_smoothing=one), batch) for one in (0.0, 0.1))
-    alone = TRIE.legal(2, TRIE.item_nodes[[5, 9, 2, 11, 14], 1]).sum(1) == 1
+    _, places = TRIE.children(2, TRIE.item_nodes[[5, 9, 2, 11, 14], 1])
+    alone = torch.bincount(places // SIZES[2]) == 1
     assert bool(alone.any())
     assert not smooth[alone, 2].any(), "a code without alternatives is certain, smoothed or not"
     assert bool(smooth.isfinite().all())

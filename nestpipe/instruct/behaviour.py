@@ -1,0 +1,59 @@
+"""Vectors of items from what users did: items that stand near each other in training histories have near vectors.
+
+Positive pointwise mutual information of items within a few events of each other, nearer pairs counting more, then the leading
+singular vectors. Fused with text vectors they make semantic ids whose first codes a history can predict. Only events that a
+model may train on are looked at.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from nestpipe.data.sequences import Sequences
+from nestpipe.data.splits import Split
+
+DIM = 128
+_WINDOW = 5  # events
+_SMOOTHING = 0.75  # of the counts of neighbours: rare ones are not taken for telling
+_ITERATIONS = 6
+
+
+def behaviour_vectors(sequences: Sequences, split: Split, *, dim: int = DIM, seed: int = 0) -> Tensor:
+    """Unit vectors [I, dim] in the order of the catalogue; zero for items without a neighbour in training."""
+    pairs = _neighbours(sequences, split)
+    num = len(sequences.catalogue)
+    with torch.sparse.check_sparse_tensor_invariants(enable=True):
+        counts = torch.sparse_coo_tensor(*pairs, (num, num)).coalesce()
+        by_item = torch.zeros(num, dtype=torch.float64).index_add_(0, counts.indices()[0], counts.values())
+        neighbours = by_item**_SMOOTHING
+        expected = by_item[counts.indices()[0]] * (neighbours / neighbours.sum())[counts.indices()[1]]
+        weights = (counts.values() / expected).log().clamp_(min=0)
+        told = torch.sparse_coo_tensor(counts.indices(), weights, (num, num), is_coalesced=True)
+    dim_found = min(dim, num)
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        left, strength, _ = torch.svd_lowrank(told, q=dim_found, niter=_ITERATIONS)
+    vectors = F.normalize(left * strength.sqrt(), dim=1).masked_fill((by_item == 0).unsqueeze(1), 0.0)
+    return F.pad(vectors, (0, dim - dim_found)).to(torch.float32)
+
+
+def fuse(text: Tensor, behaviour: Tensor, share: float) -> Tensor:
+    """Text vectors beside those of behaviour, whose share of the length is `share`."""
+    return torch.cat([F.normalize(text, dim=1) * (1 - share), behaviour * share], 1)
+
+
+def _neighbours(sequences: Sequences, split: Split) -> tuple[Tensor, Tensor]:
+    """Pairs of catalogue positions [2, n] that stand near each other before the end of training, both ways, and weights [n]."""
+    items = torch.searchsorted(torch.tensor(sequences.catalogue), torch.tensor(sequences.items))
+    offsets = torch.tensor(sequences.offsets)
+    user = torch.arange(len(offsets) - 1).repeat_interleave(offsets.diff())
+    known = torch.arange(len(items)) < (offsets[:-1] + torch.tensor(split.train_end)).index_select(0, user)
+    found, weights = [], []
+    for distance in range(1, _WINDOW + 1):
+        near = (user[:-distance] == user[distance:]) & known[distance:]
+        pair = torch.stack([items[:-distance][near], items[distance:][near]])
+        found += [pair, pair.flip(0)]
+        weights.append(torch.full((2 * pair.shape[1],), 1 / distance, dtype=torch.float64))
+    return torch.cat(found, 1), torch.cat(weights)
