@@ -6,6 +6,8 @@ every candidate of a model trains without the last two items of a user; recorded
 last item, its number of epochs fixed beforehand; the test items are ranked once, at its end. Without a choice on record a
 model runs with the published settings, its first candidate.
 
+`--sizes` trains HSTU with 2, 4 and 8 blocks for equally many epochs, fewer than published: what more parameters give.
+
 Each (model, seed) is appended to results/quality_ml1m.jsonl when it is done; what is there already is not run again, and a run
 that was interrupted goes on. `--write` renders the file into docs/quality.md.
 """
@@ -15,7 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -39,12 +41,21 @@ PUBLISHED = {  # HR@10, NDCG@10 of the README of Meta's generative-recommenders
     "hstu": (0.3097, 0.1720),
     "hstu_large": (0.3294, 0.1893),
 }
-BASES = {
+
+
+def _with_blocks(num_blocks: int) -> Callable[[], Config]:
+    large = recipes.ml1m_hstu_large()
+    return lambda: replace(large, model=replace(large.model, num_blocks=num_blocks))
+
+
+BASES: dict[str, Callable[[], Config]] = {
     "sasrec": recipes.ml1m_sasrec,
     "hstu": recipes.ml1m_hstu,
     "hstu_large": recipes.ml1m_hstu_large,
     "fuxi": recipes.ml1m_fuxi,
 }
+SIZES = {f"hstu, {blocks} blocks": _with_blocks(blocks) for blocks in (2, 4, 8)}
+BASE_EPOCHS, SIZES_EPOCHS = 101, 10
 STEPS_PER_EPOCH = 48  # 6,040 users in batches of 128
 FLOOR = {"model": "popularity"}
 METRICS = ("hr@10", "ndcg@10", "hr@50", "hr@200")
@@ -52,7 +63,7 @@ METRICS = ("hr@10", "ndcg@10", "hr@50", "hr@200")
 
 def candidates(model: str, epochs: int) -> dict[str, Config]:
     """Settings to choose from, by name; the published ones first."""
-    base = BASES[model]()
+    base = (BASES | SIZES)[model]()
     base = replace(base, train=replace(base.train, epochs=epochs, save_steps=10 * STEPS_PER_EPOCH))
     falling = replace(base, train=replace(base.train, decay_epochs=epochs))
     return {"published": base, "falling rate": falling}
@@ -141,11 +152,13 @@ def page(rows: list[list[str]]) -> str:
 def recorded_rows(epochs: int) -> tuple[list[list[str]], Mapping[str, object]]:
     """A row for every model with a finished test on record, and the figures by model."""
     rows, keys = [rows_of("popularity", floor, "-") for floor in [done(NAME, FLOOR)] if floor], {}
-    for model in BASES:
-        choice, config = chosen(model, epochs)
+    for model in BASES | SIZES:
+        num_epochs = SIZES_EPOCHS if model in SIZES else epochs
+        choice, config = chosen(model, num_epochs)
         records = done(NAME, settings_of(config, model))
         if records:
-            rows.append(rows_of(model, records, choice))
+            shown = f"{choice}, {num_epochs} epochs" if model in SIZES else choice
+            rows.append(rows_of(model, records, shown))
             keys[model] = {
                 f"{name}10": spread([one["figures"][f"{name}@10"] for one in records])[0] for name in ("hr", "ndcg")
             }
@@ -158,12 +171,17 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=Path("runs/quality_ml1m"), help="where runs lie, to go on with")
     parser.add_argument("--models", nargs="+", default=["hstu", "sasrec"], choices=list(BASES))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--epochs", type=int, default=101, help="as published; part of the settings")
+    parser.add_argument("--epochs", type=int, default=BASE_EPOCHS, help="as published; part of the settings")
     parser.add_argument("--choose", action="store_true", help="try the candidates on the second-last item first")
     parser.add_argument("--threads", type=int, default=0, help="inside an operation; 0 for all cores")
+    parser.add_argument(
+        "--sizes", action="store_true", help=f"HSTU of three sizes, {SIZES_EPOCHS} epochs each, instead"
+    )
     parser.add_argument("--quick", action="store_true", help="show what is on record and popularity; train nothing")
     parser.add_argument("--write", action="store_true", help="put the table into docs/quality.md")
     options = parser.parse_args()
+    if options.sizes:
+        options.models, options.epochs = list(SIZES), SIZES_EPOCHS
     for model in [] if options.quick or not options.data else options.models:
         if options.choose:
             for name, config in candidates(model, options.epochs).items():
@@ -186,12 +204,12 @@ def main() -> None:
             settings_of(config, model),
             lambda seed, config=config, choice=choice, model=model: run_once(
                 placed(config, data=options.data, seed=seed, threads=options.threads),
-                options.runs / f"{model}-{choice.replace(' ', '-')}-{seed}",
+                options.runs / f"{model}-{choice}-{seed}".replace(",", "").replace(" ", "-"),
             ),
         )
     if options.data:
         collect(NAME, "popularity", [0], FLOOR, lambda seed: run_popularity(options.data))
-    rows, keys = recorded_rows(options.epochs)
+    rows, keys = recorded_rows(BASE_EPOCHS if options.sizes else options.epochs)
     if rows:
         print(measure.table(HEADER, rows))
     if options.write:
