@@ -25,6 +25,10 @@ COMMANDS = {
         "look into a run's checkpoints, or check every byte: inspect, verify",
     ),
     "serve": ("nestpipe.serve.command", "serve a run that ranks over HTTP: nestpipe serve runs/ranking"),
+    "swap": (
+        "nestpipe.serve.swap_command",
+        "another model for instances that run: nestpipe swap runs/ranking runs/better",
+    ),
     "forget": ("nestpipe.serve.forget", "remove a user from the data and the event log of a run"),
     "doctor": ("nestpipe.doctor", "what this machine can run, and what is missing"),
 }

@@ -132,6 +132,10 @@ class Ranker:
         first = cut_events(prefix, torch.tensor([0]), torch.tensor([kept.key.length]))
         return self._key(first, 0, InputDigest().then(first, 0)) == kept.key
 
+    def made(self, key: PrefixKey) -> bool:
+        """Whether a key is one of this model with these weights."""
+        return (key.model, key.weights, key.schema) == (self._model_digest, self._weights, self._schema)
+
     def score(self, prefixes: Sequence[Prefix], suffix: Suffix, candidates: Candidates) -> Tensor:
         """Scores [sum of candidates, labels]; raises PrefixError if a prefix is not the one that the suffix follows."""
         for prefix, wanted in zip(prefixes, suffix.follows, strict=True):

@@ -98,6 +98,12 @@ class Fields:
             raise _wrong("deadline_ms", value, f"a number above 0, at most {most:,.0f}")
         return float(value)
 
+    def share(self, name: str) -> float:
+        value: Any = self._body.get(name)
+        if type(value) not in (int, float) or not 0 <= value <= 1:
+            raise _wrong(name, value, "a number in 0 .. 1")
+        return float(value)
+
     def history(self, *, most: int) -> list[Any] | None:
         """Events with item and, if the log has times, time; the instances check the rest."""
         value = self._body.get("history")

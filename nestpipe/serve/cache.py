@@ -123,9 +123,7 @@ class Cache(Generic[Value]):
         """The lease of a new entry, or None if there is no room; raises ValueError if the key is live: join it."""
         with self._lock:
             if key in self._entries:
-                raise ValueError(
-                    f"the key is {self._entries[key].state} already; join it"
-                )  # without its user: this is logged
+                raise ValueError(f"the key is {self._entries[key].state} already; join it")  # no user: this is logged
             if not self._make_room(self.device, num_bytes):
                 return None
             entry = self._entries[key] = Entry[Value](key, user, num_bytes)
@@ -136,9 +134,8 @@ class Cache(Generic[Value]):
     def has_room(self, num_bytes: int) -> bool:
         """Whether `reserve` would find room, evicting if need be."""
         with self._lock:
-            return num_bytes <= self.device.free or num_bytes <= self.device.free + sum(
-                one.num_bytes for one in self._evictable(self.device)
-            )
+            free = self.device.free
+            return num_bytes <= free or num_bytes <= free + sum(one.num_bytes for one in self._evictable(self.device))
 
     def start(self, lease: Entry[Value]) -> bool:
         """The work begins; False if it is no longer wanted."""
@@ -272,12 +269,12 @@ class Cache(Generic[Value]):
                 self._remove(entry)
             return len(doomed)
 
-    def sweep(self) -> None:
-        """Lets go of what has expired."""
+    def sweep(self, is_wanted: Callable[[Any], bool] | None = None) -> None:
+        """Lets go of what has expired, and of keys that nobody will ask for any more."""
         with self._lock:
             now = self._clock()
             for entry in list(self._entries.values()):
-                if entry.settle(now) in _AT_REST and entry.expires <= now:
+                if entry.settle(now) in _AT_REST and (entry.expires <= now or (is_wanted and not is_wanted(entry.key))):
                     self._remove(entry)
                     self.num_evicted += 1
 

@@ -20,8 +20,11 @@ from nestpipe.serve.config import EngineConfig, Limits, Stages, TriggerConfig
 from nestpipe.serve.engine import Engine
 from nestpipe.serve.event_log import EventLog
 from nestpipe.serve.histories import Histories
+from nestpipe.serve.lineup import Lineup
 from nestpipe.serve.measure import measure
 from nestpipe.serve.model import open_served
+from nestpipe.serve.prefix import Served
+from nestpipe.serve.swap import load_beside
 
 EVENTS = "events.log"
 
@@ -34,6 +37,10 @@ class _Arguments:
     """Checkpoint to serve [default: the best one if the run validated, else the latest]."""
     label: str = ""
     """Label to order by [default: the model's first]."""
+    compare: Path | None = None
+    """Folder of a second run on the same data, which answers a share of the users."""
+    share: float = 0.1
+    """How many of the users those are, 0 .. 1, by a hash of the user."""
     host: str = "127.0.0.1"
     """Address to listen on."""
     port: int = 8701
@@ -62,6 +69,8 @@ class _Arguments:
         found += [f"trigger.{problem}" for problem in self.trigger.problems()]
         found += [f"limits.{problem}" for problem in self.limits.problems()]
         found += [f"stages.{problem}" for problem in self.stages.problems()]
+        if not 0 <= self.share <= 1:
+            found.append(f"share is {self.share}; it must be in 0 .. 1")
         if self.instances < 0:
             found.append(f"instances is {self.instances}; it must be 0 (no gateway) or more")
         if found:
@@ -76,28 +85,37 @@ def main(argv: list[str]) -> int:
     if arguments.print_nginx or arguments.instances or arguments.demo:
         return _fleet(arguments)
     try:
+        from nestpipe.serve.admin import Admin
         from nestpipe.serve.http import Instance
-        from nestpipe.serve.server import listen, run_apps
+        from nestpipe.serve.server import bind, run_apps
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"serving needs the package '{error.name}'; install it with: pip install 'nestpipe[serve]'"
         ) from None
     run = _open_run(arguments)
-    folder = run.folder / "serve"
-    with listen(arguments.host, arguments.port) as public, listen(arguments.host, arguments.admin_port) as private:
+    folder = tables = run.folder / "serve"
+    with bind(arguments.host, arguments.port) as public, bind(arguments.host, arguments.admin_port) as private:
         port, admin_port = (one.getsockname()[1] for one in (public, private))
         torch.set_num_threads(arguments.num_threads)
         engine = open_engine(
             run, engine=arguments.engine, trigger=arguments.trigger, step=arguments.step, label=arguments.label
         )
+
+        def load(folder: Path, step: int | None) -> Served:
+            chunk = arguments.engine.chunk
+            return load_beside(engine.histories, folder, step=step, label=arguments.label, tables=tables, chunk=chunk)
+
         del run  # whose sequences stay mapped, also those of users that are forgotten later
+        if arguments.compare is not None:
+            engine.use(Lineup(engine.lineup.main, load(arguments.compare, None), arguments.share))
         instance = Instance(
             engine,
             name=arguments.name or f"{socket.gethostname()}-{port}",
             secret=kept_secret(folder / "secret").encode(),
             limits=arguments.limits,
         )
-        apps = [(instance.app(), public), (instance.admin_app(kept_secret(folder / "token")), private)]
+        admin = Admin(instance, kept_secret(folder / "token"), load)
+        apps = [(instance.app(), public), (admin.app(), private)]
 
         def stop() -> None:
             instance.is_draining = True
@@ -106,7 +124,7 @@ def main(argv: list[str]) -> int:
 
         def started() -> None:
             where = f"http://{arguments.host}:{port}, admin on port {admin_port}"
-            print(f"serving {engine.served.name} as {instance.name} on {where}", flush=True)
+            print(f"serving {engine.lineup.main.name} as {instance.name} on {where}", flush=True)
 
         engine.start()
         try:
@@ -138,6 +156,7 @@ def _fleet(arguments: _Arguments) -> int:
     folder = run.folder / "serve"
     flags = ["--num-threads", str(arguments.num_threads), "--label", arguments.label]
     flags += ["--step", str(arguments.step)] if arguments.step is not None else []
+    flags += ["--compare", str(arguments.compare), "--share", str(arguments.share)] if arguments.compare else []
     for name in ("engine", "trigger", "limits"):
         flags += flags_of(name, getattr(arguments, name))
     workers, histories = place.workers(run.folder, flags), fleet_histories(run, folder / EVENTS)
@@ -166,9 +185,9 @@ def open_engine(
     """A run's model with its histories, measured on this machine; the engine is not started yet."""
     folder = run.folder / "serve"
     served = open_served(run, step=step, label=label, folder=folder)
-    data = run.config.data
-    histories = Histories(run.sequences, EventLog(folder / EVENTS), max_len=data.max_len, block=data.truncate_block)
-    return Engine(served, histories, measure(served, histories), config=engine, trigger=trigger)
+    histories = Histories(run.sequences, EventLog(folder / EVENTS))
+    served.costs = measure(served, histories)
+    return Engine(served, histories, config=engine, trigger=trigger)
 
 
 def kept_secret(path: Path) -> str:

@@ -18,6 +18,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 
@@ -26,8 +27,9 @@ from nestpipe.serve.cache import Cache, Entry, State, settle
 from nestpipe.serve.config import EngineConfig, TriggerConfig
 from nestpipe.serve.histories import Histories
 from nestpipe.serve.jobs import HITS, Answer, BusyError, Choice, Decision, LateError, Rank, Signal, choose
+from nestpipe.serve.lineup import Lineup
 from nestpipe.serve.prefix import Asked, Served, copy_prefix
-from nestpipe.serve.trigger import Bucket, Costs, Kind, View, decide
+from nestpipe.serve.trigger import ADMITTED, Bucket, Kind, View, decide
 
 _log = logging.getLogger("nestpipe.serve")
 _LOOK_S = 0.5  # between two looks for what has expired
@@ -40,7 +42,6 @@ class _Work:
     """A prefill under way, perhaps from a shorter prefix on."""
 
     asked: Asked
-    served: Served
     lease: Entry[Prefix]
     kept: Prefix | None
 
@@ -67,13 +68,13 @@ class Engine:
         self,
         served: Served,
         histories: Histories,
-        costs: Costs,
         *,
         config: EngineConfig,
         trigger: TriggerConfig,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self.served, self.histories, self.costs = served, histories, costs
+        self.lineup, self.histories = Lineup(served), histories
+        self.models, self._num_models = WeakSet([served]), 1  # also old ones, as long as something refers to them
         self.config, self.trigger, self.clock = config, trigger, clock
         self.cache = Cache[Prefix](
             device_bytes=config.device_bytes,
@@ -91,10 +92,9 @@ class Engine:
         self._waiting: list[Rank] = []  # joined a prefill
         self._works: deque[_Work] = deque()
         self._spent: deque[PrefixKey] = deque()  # to demote
-        self._held: dict[str, tuple[PrefixKey, float]] = {}  # request -> what waits for it, until when
+        self._held: dict[str, tuple[Served, PrefixKey, float]] = {}  # request -> what waits for it, until when
         self._looked, self._num_removals = -math.inf, histories.num_removals
-        self._news = threading.Condition()
-        self.is_stopping = False
+        self._news, self.is_stopping = threading.Condition(), False
         self._thread: threading.Thread | None = None
 
     # From any thread.
@@ -117,10 +117,14 @@ class Engine:
 
     def release(self, request: str) -> bool:
         """Lets go of the prefix that is held for a request which will not come."""
-        key, _ = self._held.pop(request, (None, 0.0))
-        if key is not None:
-            self.cache.unpin(key, request)
-        return key is not None
+        if (held := self._held.pop(request, None)) is not None:
+            self.cache.unpin(held[1], request)
+        return held is not None
+
+    def use(self, lineup: Lineup) -> None:
+        """Answers new requests with other models; what was begun with a model is ended with it."""
+        self.models = WeakSet([*self.models, lineup.main, lineup.other or lineup.main])
+        self.lineup = lineup
 
     def rank_p99_ms(self) -> float:
         """Of late; nothing if there were only few."""
@@ -159,9 +163,8 @@ class Engine:
         self._take_in()  # 1 signals are decided, ranks wait by deadline
         plans = self._next_batch()  # 2 the most urgent ranks, each with the best path that fits before its deadline
         if plans:
-            hits, others = self._get_prefixes(plans)  # 3 found on the device, copied from the host, or made longer
-            self._score(hits, "hit")  # 4 together: one model call with prefixes
-            self._score(others, "full")  # and one without
+            for mates in self._get_prefixes(plans):  # 3 found on the device, copied from the host, or made longer
+                self._score(mates)  # 4 together: one call of each model with prefixes, and one without
             if len(self._spent) > self.config.max_batch:
                 self._demote()  # someone always waits, but the host must get its share
             return True
@@ -176,20 +179,21 @@ class Engine:
             try:
                 self._look_around()
                 events = self.histories.of(job.user) if job.history is None else job.history
-                asked = self.served.ask(events, job.query_time)
+                held = self._held.get(job.request)  # what was begun with a model is ended with it
+                served = held[0] if held else self.lineup.of(job.user)
+                asked = served.ask(events, job.query_time)
                 if isinstance(job, Signal):
                     if not settle(job.reply, self._decide(job, asked)):
                         self.release(job.request)
                 else:
-                    job.candidates = self.served.candidates(job.items, self.histories.sequences)
+                    job.candidates = served.candidates(job.items, self.histories.sequences)
                     job.asked = asked
                     heapq.heappush(self._ranks, job)
             except Exception as error:
                 settle(job.reply, error)
         waiting, self._waiting = self._waiting, []
         for rank in waiting:
-            is_done = rank.joined is None or rank.joined.done() or rank.reply.cancelled()
-            if is_done or self.clock() >= rank.join_until:
+            if rank.joined is None or rank.joined.done() or rank.reply.cancelled() or self.clock() >= rank.join_until:
                 heapq.heappush(self._ranks, rank)
             else:
                 self._waiting.append(rank)
@@ -202,52 +206,52 @@ class Engine:
             self.cache.invalidate()
         if (now := self.clock()) - self._looked > _LOOK_S:
             self._looked = now
-            self.cache.sweep()
+            has_changed, self._num_models = self._num_models != len(self.models), len(self.models)
+            self.cache.sweep((lambda key: any(one.ranker.made(key) for one in self.models)) if has_changed else None)
             self._spent = deque(key for key in self._spent if self.cache.peek_state(key) is not None)
-            self._held = {request: held for request, held in list(self._held.items()) if held[1] > now}
+            self._held = {request: held for request, held in list(self._held.items()) if held[2] > now}
 
     # Signals and prefills.
 
     def _decide(self, signal: Signal, asked: Asked) -> Decision:
-        key, now, num_bytes = asked.key, self.clock(), self.served.num_bytes(asked)
+        key, costs, now = asked.key, asked.served.costs, self.clock()
         is_live = self.cache.peek_state(key) is not None
         begun = None if is_live else self._begun(asked)
-        work_ms = self.costs.pre_ms(key.length, _length(begun))
+        work_ms = costs.pre_ms(key.length, _length(begun))
         view = View(
             is_live=is_live,
-            has_room=self.cache.has_room(num_bytes),
+            has_room=self.cache.has_room(asked.num_bytes),
             tokens_ms=self._bucket.level(now),
             work_ms=work_ms,
             wait_ms=self._backlog_ms(key) if is_live else self._backlog_ms() + work_ms,
             rank_p99_ms=self.rank_p99_ms(),
         )
-        reason = decide(
-            self.trigger, self.costs, view, num_events=asked.num_events, num_candidates=signal.num_candidates
-        )
+        reason = decide(self.trigger, costs, view, num_events=asked.num_events, num_candidates=signal.num_candidates)
+        num_stopped = self.counts["reason", "breaker"] + self.counts["reason", "probe"]
+        if reason == "breaker" and self.trigger.mode == "on" and num_stopped % _PROBE_EVERY == _PROBE_EVERY - 1:
+            reason = "probe"  # or nobody would see that prefixes help again
         self.counts["reason", reason] += 1
-        if reason == "breaker" and self.trigger.mode == "on" and self.counts["reason", reason] % _PROBE_EVERY == 0:
-            reason = "admitted"  # or nobody would see that prefixes help again
-        if reason == "admitted":
-            lease = self.cache.reserve(key, user=signal.user, num_bytes=num_bytes)
+        if reason in ADMITTED:
+            lease = self.cache.reserve(key, user=signal.user, num_bytes=asked.num_bytes)
             assert lease is not None, "there was room a moment ago, and this thread alone reserves"
-            self._works.append(_Work(asked, self.served, lease, begun))
+            self._works.append(_Work(asked, lease, begun))
             self._bucket.take(work_ms, now)
-        if reason not in {"admitted", "already_live"}:
+        if reason not in ADMITTED | {"already_live"}:
             return Decision(reason)
         self.cache.pin(key, signal.request, until=signal.until)
-        self._held[signal.request] = key, signal.until
+        self._held[signal.request] = asked.served, key, signal.until
         return Decision(reason, key.digest)
 
     def _backlog_ms(self, key: PrefixKey | None = None) -> float:
         """Until all prefills are done, or that of a key; nothing if that is done already."""
         keys = [work.asked.key for work in self._works]
         end = len(keys) if key is None else keys.index(key) + 1 if key in keys else 0
-        return sum(self.costs.pre_ms(*work.rest) for work in list(self._works)[:end])
+        return sum(work.asked.served.costs.pre_ms(*work.rest) for work in list(self._works)[:end])
 
     def _begun(self, asked: Asked) -> Prefix | None:
         """The longest kept prefix of the user with which the one asked for begins."""
         kept = sorted(self.cache.peek_user(asked.key.user), key=lambda one: -one.key.length)
-        return next((one for one in kept if self.served.ranker.begins(one, asked.prefix)), None)
+        return next((one for one in kept if asked.served.ranker.begins(one, asked.prefix)), None)
 
     def _prefill(self) -> bool:
         """One chunk, first of what ranks are waiting for."""
@@ -255,13 +259,13 @@ class Engine:
             return False
         wanted = {rank.asked.key for rank in self._waiting if rank.asked}
         work = next((one for one in self._works if one.asked.key in wanted), self._works[0])
-        began, (length, before) = time.perf_counter(), work.rest
+        began, (length, before), costs = time.perf_counter(), work.rest, work.asked.served.costs
         try:
             if self.cache.start(work.lease):
-                work.kept = work.served.fill(work.asked, work.kept, chunk=self.config.chunk)
+                work.kept = work.asked.served.fill(work.asked, work.kept, chunk=self.config.chunk)
                 done = _length(work.kept)
-                expected = self.costs.expected("pre", done, 0) - self.costs.expected("pre", before, 0)
-                self.costs.observe("pre", 1000 * (time.perf_counter() - began) - expected)
+                expected = costs.expected("pre", done, 0) - costs.expected("pre", before, 0)
+                costs.observe("pre", 1000 * (time.perf_counter() - began) - expected)
                 if done < length:
                     return True
                 self.cache.finish(work.lease, work.kept)
@@ -272,10 +276,7 @@ class Engine:
         return True
 
     def _demote(self) -> bool:
-        while self._spent:
-            if self.cache.demote(self._spent.popleft()):
-                return True
-        return False
+        return any(self.cache.demote(self._spent.popleft()) for _ in range(len(self._spent)))
 
     # Ranks.
 
@@ -297,6 +298,8 @@ class Engine:
             elif plans and (total_ms + plan.choice.cost_ms > until_ms or plan.choice.path in {"shorter", "upstream"}):
                 heapq.heappush(self._ranks, rank)
                 break
+            elif plan.choice.path == "upstream":
+                self._reply(plan, np.zeros(len(rank.items)))
             else:
                 plans.append(plan)
                 total_ms += plan.choice.cost_ms
@@ -312,29 +315,30 @@ class Engine:
         elif state in {State.RESERVED, State.COMPUTING}:
             begun = next((work.kept for work in self._works if work.asked.key == asked.key), None)
         choice = choose(
-            self.costs,
+            asked.served.costs,
             state=state,
             slack_ms=slack_ms,
             num_events=asked.num_events,
             num_candidates=len(rank.items),
-            num_bytes=self.served.num_bytes(asked),
+            num_bytes=asked.num_bytes,
             begun=_length(begun),
             joinable=rank.joined is None,
-            block=max(self.histories.max_len // 8, 1),
+            block=max(asked.served.max_len // 8, 1),
         )
         return _Plan(rank, asked, choice, begun if choice.path == "extend" else None)
 
     def _join(self, plan: _Plan, slack_ms: float) -> None:
         """Waits for the prefill: as long as full inference still fits behind it, or where that never did, as a hit does."""
-        rank, costs = plan.rank, self.costs
+        rank, costs = plan.rank, plan.asked.served.costs
         rank.joined = self.cache.join(plan.asked.key)
         full_ms = costs.full_ms(plan.asked.num_events, len(rank.items))
         last_ms = full_ms if full_ms <= slack_ms else costs.hit_ms(plan.asked.num_events, len(rank.items))
         rank.join_until = rank.deadline - last_ms / 1000
         self._waiting.append(rank)
 
-    def _get_prefixes(self, plans: Sequence[_Plan]) -> tuple[list[_Plan], list[_Plan]]:
-        """Pins what is on the device, or brings it there; what is lost meanwhile is ranked in full. With a prefix, without."""
+    def _get_prefixes(self, plans: Sequence[_Plan]) -> list[list[_Plan]]:
+        """Pins what is on the device, or brings it there; what is lost meanwhile is ranked in full. Who is scored together."""
+        groups: dict[tuple[Served, bool], list[_Plan]] = {}
         for plan in plans:
             key = plan.asked.key
             try:
@@ -343,9 +347,9 @@ class Engine:
                         self.cache.promote(key)  # nothing happens to what is there, perhaps brought by a mate
                         plan.prefix = self.cache.pin(key, plan.rank)
                     case "extend":
-                        plan.prefix = self.cache.pin(key, plan.rank) or self._extend(plan.prefix, plan.asked)
+                        plan.prefix = self.cache.pin(key, plan.rank) or self._extend(plan)
                     case "shorter":
-                        plan.asked = self.served.shorter(plan.asked, plan.choice.num_events)
+                        plan.asked = plan.asked.served.shorter(plan.asked, plan.choice.num_events)
             except Exception:
                 _log.exception("a prefix could not be had; its user is ranked in full")
                 plan.prefix = None
@@ -353,14 +357,15 @@ class Engine:
                 plan.choice = Choice("full", plan.choice.cost_ms)
             elif plan.choice.path == "hit_device" and plan.rank.joined is not None:
                 plan.choice = Choice("join", plan.choice.cost_ms)
-        with_prefix = [plan for plan in plans if plan.prefix is not None]
-        return with_prefix, [plan for plan in plans if plan.prefix is None]
+            groups.setdefault((plan.asked.served, plan.prefix is None), []).append(plan)
+        return sorted(groups.values(), key=lambda mates: mates[0].prefix is None)
 
-    def _extend(self, begun: Prefix | None, asked: Asked) -> Prefix:
+    def _extend(self, plan: _Plan) -> Prefix:
         """The longer prefix; it takes the place of the shorter one if there is room for both while it is made."""
-        lease = self.cache.reserve(asked.key, user=asked.key.user, num_bytes=self.served.num_bytes(asked))
+        asked = plan.asked
+        lease = self.cache.reserve(asked.key, user=asked.key.user, num_bytes=asked.num_bytes)
         try:
-            made = self.served.fill(asked, begun, chunk=asked.key.length)
+            made = asked.served.fill(asked, plan.prefix, chunk=asked.key.length)
         except Exception:
             if lease is not None:
                 self.cache.fail(lease)
@@ -369,29 +374,24 @@ class Engine:
             self.cache.finish(lease, made)
         return made
 
-    def _score(self, plans: Sequence[_Plan], kind: Kind) -> None:
-        """One model call for all of them; if that fails, one in full for each."""
-        for plan in plans:
-            if plan.choice.path == "upstream":
-                self._reply(plan, np.zeros(len(plan.rank.items)))
-        plans = [plan for plan in plans if plan.choice.path != "upstream"]
-        if not plans:
-            return
-        began = time.perf_counter()
+    def _score(self, plans: Sequence[_Plan]) -> None:
+        """One call for all of them, who share a model and the kind of path; if that fails, one in full for each."""
+        kind: Kind = "hit" if plans[0].prefix else "full"
+        costs, began = plans[0].asked.served.costs, time.perf_counter()
         try:
             found = self._call(plans)
         except Exception:
             _log.exception("a batch failed; its requests are ranked one by one, in full")
             found = [self._alone(plan) for plan in plans]
-        expected = sum(self.costs.expected(kind, plan.asked.num_events, len(plan.rank.items)) for plan in plans)
-        self.costs.observe(kind, (1000 * (time.perf_counter() - began) - expected) / len(plans))
+        expected = sum(costs.expected(kind, plan.asked.num_events, len(plan.rank.items)) for plan in plans)
+        costs.observe(kind, (1000 * (time.perf_counter() - began) - expected) / len(plans))
         for plan, scores in zip(plans, found, strict=True):
             self._reply(plan, scores)
 
     def _call(self, plans: Sequence[_Plan]) -> list[Any]:
         candidates = [plan.rank.candidates for plan in plans if plan.rank.candidates is not None]
         prefixes = [plan.prefix for plan in plans if plan.prefix is not None]
-        found = self.served.scores([plan.asked for plan in plans], candidates, prefixes or None)
+        found = plans[0].asked.served.scores([plan.asked for plan in plans], candidates, prefixes or None)
         return [scores.numpy().astype(np.float64) for scores in found]
 
     def _alone(self, plan: _Plan) -> Any:
@@ -407,7 +407,7 @@ class Engine:
         if path == "upstream" or not np.isfinite(scores).all():
             path, plan.prefix, scores = "upstream", None, np.zeros(len(rank.items))
         if path in {"shorter", "upstream"}:
-            self.costs.relax()
+            plan.asked.served.costs.relax()
         self.cache.unpin(plan.asked.key, rank, consumed=path in HITS)
         if path in HITS and plan.asked.key not in self._spent:
             self._spent.append(plan.asked.key)
@@ -415,13 +415,14 @@ class Engine:
         total_ms = 1000 * (self.clock() - rank.arrived)
         self._latencies.append((self.clock(), total_ms))
         self.counts["path", path] += 1
+        plan.asked.served.counts[path] += 1
         order = np.argsort(-scores, kind="stable")[: rank.k]
         answer = Answer(
             items=[int(rank.items[place]) for place in order],
             scores=scores[order].tolist(),
             path=path,
             prefix_len=_length(plan.prefix),
-            model=self.served.name,
+            model=plan.asked.served.name,
             times_ms={"total": total_ms, "estimated": plan.choice.cost_ms},
         )
         settle(rank.reply, answer)

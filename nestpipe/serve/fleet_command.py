@@ -29,7 +29,7 @@ from nestpipe.serve.nginx import nginx_config
 from nestpipe.serve.remote import Remote, make_client
 from nestpipe.serve.retrieval import Past, Retriever, retriever_of
 from nestpipe.serve.router import Instance, Members
-from nestpipe.serve.server import listen, run_apps
+from nestpipe.serve.server import bind, run_apps
 
 _log = logging.getLogger("nestpipe.serve")
 _READY_S = 0.25  # between two looks whether instances are ready
@@ -102,8 +102,8 @@ def serve_fleet(
     place.check()
     with (
         ThreadPoolExecutor(2, thread_name_prefix="retrieval") as executor,
-        listen(place.host, place.port) as public,
-        listen(place.host, place.admin_port) as private,
+        bind(place.host, place.port) as public,
+        bind(place.host, place.admin_port) as private,
     ):
 
         async def body() -> None:
@@ -134,7 +134,7 @@ def serve_fleet(
 
 def fleet_histories(run: Run, events: Path) -> Histories:
     """What the gateway knows of users: also events that instances have taken in since the log was ingested."""
-    return Histories(run.sequences, EventLog(events), max_len=2**40, block=1)  # not cut: filters look at all
+    return Histories(run.sequences, EventLog(events))
 
 
 def fleet_retriever(run: Run, histories: Histories) -> Retriever:

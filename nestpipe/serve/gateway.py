@@ -37,6 +37,7 @@ from nestpipe.serve.bodies import (
 from nestpipe.serve.cascade import Cascade, Request, StageError
 from nestpipe.serve.remote import Asked, RemoteError, Signal, is_address
 from nestpipe.serve.router import MAX_TICKET_CHARS, RouterError
+from nestpipe.serve.trigger import ADMITTED
 
 Handler = Callable[[HttpRequest], Awaitable[Response]]
 _ASKED = frozenset({"user", "request", "query_time", "history"})
@@ -155,7 +156,7 @@ class Gateway:
         signal = await self._remote.signal(asked, instance, timeout_s=self.cascade.stages.rank_ms / 1e3)
         return {
             "ticket": signal.ticket,
-            "admitted": signal.reason == "admitted",
+            "admitted": signal.reason in ADMITTED,
             "reason": signal.reason,
             "instance": instance.name,
             "epoch": signal.epoch,

@@ -1,7 +1,7 @@
 """The events of a user: those of the sequence folder, then those of the event log; or what the caller sends.
 
-A history is cut as in training: at most `max_len` events from a multiple of `block` on. It is handed out as `Sequences` of
-one user, which the batch builder of training reads, so training and serving see the same inputs.
+A history is handed out as `Sequences` of one user, which the batch builder of training reads, so training and serving see
+the same inputs. It is whole: each model cuts it as it was trained.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from nestpipe.data.folder import META
 from nestpipe.data.schema import Feature, Schema
-from nestpipe.data.sequences import Sequences, StoredFeature, truncate
+from nestpipe.data.sequences import Sequences, StoredFeature
 from nestpipe.errors import DataError
 from nestpipe.jagged import ranges
 from nestpipe.serve.event_log import Event, EventLog
@@ -59,10 +59,8 @@ class Events:
 class Histories:
     """Safe to use from several threads and, on one machine, from several instances of a run."""
 
-    def __init__(self, sequences: Sequences, log: EventLog, *, max_len: int, block: int):
-        self.sequences = sequences
-        self.max_len, self._block = max_len, block
-        self._log = log
+    def __init__(self, sequences: Sequences, log: EventLog):
+        self.sequences, self._log = sequences, log
         self._writers = threading.Lock()  # held while something is written, for which no reader waits
         self._lock = threading.Lock()
         self._new: dict[int, Events] = {}
@@ -73,22 +71,17 @@ class Histories:
         self.refresh()
 
     def of(self, user: int) -> Sequences:
-        """What the model sees of a user; no events for one that nobody knows."""
+        """What is known of a user; no events for one that nobody knows."""
         with self._lock:
             own, new = self.sequences, self._new.get(user)
         old = _rows(own, user)
-        start = truncate(len(old) + (len(new) if new else 0), self.max_len, self._block)
-        if new is None:
-            return of_user(own, user, stored(own, np.arange(old.start + start, old.stop)))
-        both = stored(own, np.arange(old.start, old.stop)).then(new).in_time_order()
-        return of_user(own, user, both.take(np.arange(start, len(both))))
+        events = stored(own, np.arange(old.start, old.stop))
+        return of_user(own, user, events if new is None else events.then(new).in_time_order())
 
     def given(self, user: int, events: Sequence[Mapping[str, Any]]) -> Sequences:
         """The same of a history that the caller sends, from its first event on; raises DataError."""
         own = self.sequences
-        whole = _parse(own.schema, events).in_time_order()
-        start = truncate(len(whole), self.max_len, self._block)
-        return of_user(own, user, whole.take(np.arange(start, len(whole))))
+        return of_user(own, user, _parse(own.schema, events).in_time_order())
 
     def sample(self, num_events: int) -> Sequences:
         """Some events of the folder as those of one user, to measure with."""

@@ -1,7 +1,6 @@
 """An instance over HTTP: every field is checked and every limit applied before anything is queued.
 
     POST /v1/preinfer /v1/rank /v1/release /v1/events /v1/invalidate      GET /healthz /readyz /metrics /openapi.json
-    admin, on its own port with a token:  GET /state, POST /drain
 
 A ticket that is forged, expired, or of another process is counted and not used; its request is answered all the same.
 """
@@ -24,13 +23,14 @@ from starlette.routing import Route
 
 from nestpipe.data.sequences import Sequences
 from nestpipe.errors import DataError
-from nestpipe.serve.bodies import BadRequestError, Fields, Guard, answer_of, http_refusal, lacks_token, refusal
+from nestpipe.serve.bodies import BadRequestError, Fields, Guard, answer_of, http_refusal, refusal
 from nestpipe.serve.config import Limits
 from nestpipe.serve.engine import Engine
 from nestpipe.serve.jobs import BusyError, LateError, Rank, Signal
 from nestpipe.serve.numbers import Numbers
 from nestpipe.serve.openapi import bodies, document
 from nestpipe.serve.router import MAX_TICKET_CHARS, Ticket, TicketError, sign, verify
+from nestpipe.serve.trigger import ADMITTED
 
 Body = dict[str, Any]
 _LATEST_S = 2**43 - 1
@@ -77,34 +77,21 @@ class Instance:
         routes += [Route(f"/{name}", handler) for name, handler in gets.items()]
         return Starlette(routes=routes, exception_handlers={404: http_refusal, 405: http_refusal})
 
-    def admin_app(self, token: str) -> Starlette:
-        """For who knows the token."""
-
-        async def handle(http: Request) -> Response:
-            if (refused := lacks_token(http, token)) is not None:
-                return refused
-            if http.method == "POST":
-                self.is_draining = True
-            return JSONResponse(self.state())
-
-        return Starlette(
-            routes=[Route("/state", handle), Route("/drain", handle, methods=["POST"])],
-            exception_handlers={404: http_refusal, 405: http_refusal},
-        )
-
     def state(self) -> Body:
         """What there is to know about the process, without any user."""
         engine = self.engine
         return {
             "instance": self.name,
             "epoch": self.epoch,
-            "model": engine.served.name,
+            "model": engine.lineup.main.name,
+            "compared": engine.lineup.other.name if engine.lineup.other else None,
+            "share": engine.lineup.share,
+            "models": {one.name: {"answers": dict(one.counts), "costs": one.costs.as_dict()} for one in engine.models},
             "draining": self.is_draining,
             "waiting": engine.num_waiting,
             "entries": len(engine.cache),
             "device": asdict(engine.cache.device),
             "host": asdict(engine.cache.host),
-            "costs": engine.costs.as_dict(),
         }
 
     def _guarded(self, name: str, call: _Call) -> Callable[[Request], Awaitable[Response]]:
@@ -156,7 +143,7 @@ class Instance:
         )
         return {
             "ticket": sign(ticket, self._secret) if decision.held else None,
-            "admitted": decision.reason == "admitted",
+            "admitted": decision.reason in ADMITTED,
             "reason": decision.reason,
             "instance": self.name,
             "epoch": self.epoch,
@@ -182,7 +169,7 @@ class Instance:
         )
         self.engine.submit(job)
         answer = await asyncio.wrap_future(job.reply)
-        self.numbers.rank_ms.observe(answer.times_ms["total"])
+        self.numbers.rank_ms.labels(answer.model).observe(answer.times_ms["total"])
         return {
             "items": answer.items,
             "scores": answer.scores,
@@ -217,7 +204,8 @@ class Instance:
 
     def _check(self, events: Sequences) -> None:
         """Events that the model cannot read would spoil every later request of their user."""
-        self.engine.served.ask(events, 0)
+        for served in self.engine.models:
+            served.ask(events, 0)
 
     async def _invalidate(self, body: Body) -> Body:
         return {"entries": self.engine.cache.invalidate(Fields(body, self._fields["invalidate"]).integer("user"))}

@@ -112,8 +112,7 @@ def choose(
     `begun` is how many events of the prefix are there: those done if it is in work, those of a shorter one if there is none.
     """
     hit_ms, full_ms = costs.hit_ms(num_events, num_candidates), costs.full_ms(num_events, num_candidates)
-    rest_ms = costs.pre_ms(max(num_events - 1, 0), begun)
-    copy_ms = costs.copy_ms(num_bytes)
+    rest_ms, copy_ms = costs.pre_ms(max(num_events - 1, 0), begun), costs.copy_ms(num_bytes)
     in_work = state in {State.RESERVED, State.COMPUTING}
     tries: tuple[tuple[Path, bool, float], ...] = (
         ("hit_device", state in {State.READY, State.PINNED}, hit_ms),

@@ -71,7 +71,8 @@ def open_served(
     builder = BatchBuilder(
         _without_events(run.sequences), None, inputs_of(run.config, run.sequences), statistics=statistics
     )
-    return Served(ranker, builder, name=f"{run.folder.name}/step-{manifest.step}/{manifest.digest[:12]}", label=label)
+    name = f"{run.folder.name}/step-{manifest.step}/{manifest.digest[:12]}"
+    return Served(ranker, builder, name=name, label=label, block=run.config.data.truncate_block)
 
 
 def _without_events(sequences: Sequences) -> Sequences:

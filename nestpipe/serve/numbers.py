@@ -22,7 +22,9 @@ class Numbers(Collector):
         self._registry.register(self)
         own = self._registry
         self.answers = Counter("nestpipe_answers", "Answers by call and status", ["call", "status"], registry=own)
-        self.rank_ms = Histogram("nestpipe_rank_ms", "Time of a rank in the engine", buckets=_BUCKETS_MS, registry=own)
+        self.rank_ms = Histogram(
+            "nestpipe_rank_ms", "Time of a rank in the engine", ["model"], buckets=_BUCKETS_MS, registry=own
+        )
         self.tickets = Counter("nestpipe_tickets_refused", "Tickets that were not taken", registry=own)
 
     def text(self) -> bytes:
@@ -36,6 +38,11 @@ class Numbers(Collector):
                 if what == kind:
                     family.add_metric([which], count)
             yield family
+        ranked = CounterMetricFamily("nestpipe_ranked", "Ranks by model and path", labels=["model", "path"])
+        for served in list(engine.models):
+            for path, count in sorted(served.counts.items()):
+                ranked.add_metric([served.name, path], count)
+        yield ranked
         tiers = {"device": engine.cache.device, "host": engine.cache.host}
         gauges = {"used": "Bytes of prefixes", "reserved": "Bytes of prefixes in work", "cap": "Bytes there may be"}
         for name, title in gauges.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -10,10 +11,11 @@ import torch
 from torch import Tensor
 
 from nestpipe.data.batches import BatchBuilder
-from nestpipe.data.sequences import Sequences
+from nestpipe.data.sequences import Sequences, truncate
 from nestpipe.jagged import Batch, Jagged
 from nestpipe.models.prefix import Prefix, PrefixKey
 from nestpipe.models.ranker import Candidates, Ranker, Suffix, cut_events
+from nestpipe.serve.trigger import Costs
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -23,6 +25,7 @@ class Asked:
     history: Batch
     prefix: Batch
     suffix: Suffix
+    served: Served
 
     @property
     def key(self) -> PrefixKey:
@@ -32,23 +35,30 @@ class Asked:
     def num_events(self) -> int:
         return len(self.history.items.values)
 
+    @property
+    def num_bytes(self) -> int:
+        """What its prefix will take, known before it is computed."""
+        return self.key.length * (self.served.event_bytes + (0 if self.prefix.times is None else 8))
+
 
 class Served:
-    """A model in use. `name` says which weights it has; `label` is the one that candidates are ordered by."""
+    """A model in use. `name` says which weights it has, `label` orders candidates, `block` cuts histories as in training."""
 
-    def __init__(self, ranker: Ranker, builder: BatchBuilder, *, name: str, label: str = ""):
+    def __init__(self, ranker: Ranker, builder: BatchBuilder, *, name: str, label: str = "", block: int = 1):
         self.ranker, self.name, self._builder = ranker, name, builder
+        self.max_len, self._block = ranker.model.max_len, block
+        self.costs, self.counts = Costs(), Counter[str]()  # what it takes on this machine; answers by path
         labels = [one.name for one in ranker.model.tasks.labels]
         self._column = labels.index(label) if label else 0
         config = ranker.model.config
         width = config.num_heads * (config.qk_dim + config.v_dim) * ranker.model.place.itemsize
-        self._event_bytes = config.num_blocks * width
+        self.event_bytes = config.num_blocks * width
 
     def ask(self, events: Sequences, query_time: int) -> Asked:
         """The events of one user, asked for at a time in seconds; raises DataError if the model cannot read them."""
         end = np.array([len(events.items)])
-        builder = self._builder.over(events)
-        batch = builder.history(torch.tensor([0]), 0 * end, end, asked_ms=np.array([query_time * 1000]))
+        start, asked = truncate(end, self.max_len, self._block), np.array([query_time * 1000])
+        batch = self._builder.over(events).history(torch.tensor([0]), start, end, asked_ms=asked)
         return self._split(replace(batch, sample_ids=torch.from_numpy(events.users)))
 
     def shorter(self, asked: Asked, num_events: int) -> Asked:
@@ -61,10 +71,6 @@ class Served:
         ids = np.array(items, np.int64)
         features = self._builder.over(sequences).item_features(ids)
         return Candidates(Jagged(torch.from_numpy(ids), torch.tensor([0, len(ids)]), len(ids)), features)
-
-    def num_bytes(self, asked: Asked) -> int:
-        """What its prefix will take, known before it is computed."""
-        return asked.key.length * (self._event_bytes + (0 if asked.prefix.times is None else 8))
 
     def fill(self, asked: Asked, kept: Prefix | None, *, chunk: int) -> Prefix:
         """The next chunk of a prefix behind what is kept; all that is left if the model's rows know the request."""
@@ -89,7 +95,7 @@ class Served:
         return list(column.split([len(one.items.values) for one in candidates]))
 
     def _split(self, history: Batch) -> Asked:
-        return Asked(history, *self.ranker.split(history))
+        return Asked(history, *self.ranker.split(history), self)
 
 
 def copy_prefix(prefix: Prefix) -> Prefix:

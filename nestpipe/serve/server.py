@@ -21,11 +21,17 @@ class PortError(NestPipeError):
     """A port cannot be listened on."""
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A listening socket; raises PortError that says what to do. Port 0 takes a free one."""
+def bind(host: str, port: int) -> socket.socket:
+    """A socket with a port; raises PortError that says what to do. Port 0 takes a free one.
+
+    Nobody can connect before an app runs on it: whoever asks a process that still loads is told at once that it is not there.
+    """
+    found = socket.socket()
     try:
-        return socket.create_server((host, port), backlog=1024)
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.bind((host, port))
     except OSError as error:
+        found.close()
         if error.errno == errno.EADDRINUSE:
             raise PortError(
                 f"port {port} of {host} is in use, perhaps by another instance; choose another port, or end what listens there."
@@ -33,6 +39,7 @@ def listen(host: str, port: int) -> socket.socket:
         raise PortError(
             f"{host}:{port} cannot be listened on ({error.strerror or error}); choose another address."
         ) from None
+    return found
 
 
 class _Server(uvicorn.Server):
@@ -74,5 +81,6 @@ async def run_apps(
     tasks = [asyncio.create_task(server.serve(sockets=[one])) for server, (_, one) in zip(servers, apps, strict=True)]
     while not all(server.started or task.done() for server, task in zip(servers, tasks, strict=True)):
         await asyncio.sleep(0.01)
-    started()
+    if all(server.started for server in servers):
+        started()
     await asyncio.gather(*tasks)

@@ -11,7 +11,7 @@ was measured beyond them. The gain depends on both L and C, so a rule by length 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -22,37 +22,23 @@ from nestpipe.serve.config import TriggerConfig
 
 Kind = Literal["full", "hit", "pre"]
 Against = Literal["not_at_risk", "no_rescue", "too_late", "already_live", "no_room", "over_rate", "breaker"]
-Reason = Literal["admitted", Against, "shadow", "off"]
+Reason = Literal["admitted", Against, "probe", "shadow", "off"]
 REASONS = frozenset(get_args(Reason))
+ADMITTED = frozenset({"admitted", "probe"})  # a probe is one of many that the breaker would stop
 Floats = NDArray[np.float64]
 _WINDOW = 256  # measurements behind a correction
 _EVERY = 16  # measurements between two looks at them
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """One measurement."""
-
-    kind: Kind
-    length: int
-    candidates: int
-    ms: float
-
-
 class Costs:
-    """What things take, in milliseconds."""
+    """What things take, in milliseconds, by the constants of the three formulas; nothing if there are none."""
 
-    def __init__(self, samples: Iterable[Sample], *, copy_ms_per_byte: float = 0.0):
+    def __init__(self, constants: Mapping[Kind, Floats] | None = None, *, copy_ms_per_byte: float = 0.0):
         self._copy_ms_per_byte = copy_ms_per_byte
-        self._constants: dict[Kind, Floats] = {}
+        self._constants = constants or {kind: 0 * terms(kind, 0, 0) for kind in get_args(Kind)}
         self._beyond: dict[Kind, deque[float]] = {kind: deque(maxlen=_WINDOW) for kind in get_args(Kind)}
         self._extra: dict[Kind, float] = dict.fromkeys(self._beyond, 0.0)
         self._num_seen = 0
-        samples = list(samples)
-        for kind in self._beyond:
-            own = [one for one in samples if one.kind == kind]
-            terms = np.array([_terms(kind, one.length, one.candidates) for one in own])
-            self._constants[kind] = _fit(terms, np.array([one.ms for one in own]))
 
     def full_ms(self, length: int, candidates: int) -> float:
         return self.expected("full", length, candidates) + self._extra["full"]
@@ -70,7 +56,7 @@ class Costs:
 
     def expected(self, kind: Kind, length: int, candidates: int) -> float:
         """By the fitted constants alone."""
-        return float(self._constants[kind] @ _terms(kind, length, candidates))
+        return float(self._constants[kind] @ terms(kind, length, candidates))
 
     def observe(self, kind: Kind, beyond_ms: float) -> None:
         """Corrects by what was measured beyond what was expected."""
@@ -88,10 +74,7 @@ class Costs:
 
     def as_dict(self) -> dict[str, Any]:
         """For people."""
-        return {
-            kind: {"constants": constants.tolist(), "extra_ms": self._extra[kind]}
-            for kind, constants in self._constants.items()
-        }
+        return {kind: {"constants": c.tolist(), "extra_ms": self._extra[kind]} for kind, c in self._constants.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +124,8 @@ class Bucket:
         self._level = self.level(now) - ms
 
 
-def _terms(kind: Kind, length: int, candidates: int) -> Floats:
+def terms(kind: Kind, length: int, candidates: int) -> Floats:
+    """What the constants of a formula are multiplied with."""
     n, c = float(length), float(candidates)
     match kind:
         case "full":
@@ -150,15 +134,3 @@ def _terms(kind: Kind, length: int, candidates: int) -> Floats:
             return np.array([1.0, c, n * c])
         case "pre":
             return np.array([1.0, n, n * n])
-
-
-def _fit(terms: Floats, ms: Floats) -> Floats:
-    """Constants of the least relative error; none is negative, because more work never takes less time."""
-    used, found = list(range(terms.shape[1])), np.zeros(terms.shape[1])
-    while used:
-        solved = np.linalg.lstsq(terms[:, used] / ms[:, None], np.ones(len(ms)), rcond=None)[0]
-        if solved.min() >= 0:
-            found[used] = solved
-            break
-        used.pop(int(solved.argmin()))
-    return found

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from nestpipe.data.sequences import truncate
 from nestpipe.errors import DataError, PrefixError
 from nestpipe.jagged import Batch, Cursor, Jagged, offsets_of
 from nestpipe.models.ranking import Ranking
@@ -22,9 +23,10 @@ from nestpipe.serve.engine import Engine
 from nestpipe.serve.event_log import EventLog
 from nestpipe.serve.histories import of_user, stored
 from nestpipe.serve.jobs import BusyError, LateError
+from nestpipe.serve.lineup import Lineup
 from nestpipe.serve.measure import measure
 from nestpipe.serve.prefix import Served
-from tests.serve.world import ASKED, NUM_ITEMS, Clock, costs, make_engine, rank, settle, signal
+from tests.serve.world import ASKED, BLOCK, MAX_LEN, NUM_ITEMS, Clock, costs, make_engine, rank, settle, signal
 
 EXACT = 1e-5  # of scores of order one in 32 bits: the contract's tolerance
 ITEMS = tuple(range(NUM_ITEMS))
@@ -44,6 +46,11 @@ def answer(engine, user, items=ITEMS, **fields):
     job = rank(engine, user, items, **fields)
     settle(engine)
     return job.reply.result(0)
+
+
+def asked_of(engine, user):
+    """What the model is asked about a user."""
+    return engine.lineup.main.ask(engine.histories.of(user), ASKED)
 
 
 def scores(found):
@@ -73,7 +80,7 @@ def test_every_path_gives_the_scores_of_full_inference(runs, served, tmp_path, c
     for wanted in ("hit_device", "hit_host", "hit_host"):
         found = answer(engine, 3, request="r")
         assert found.path == wanted
-        assert found.prefix_len == len(engine.histories.of(3).items) - 1
+        assert found.prefix_len == asked_of(engine, 3).num_events - 1
         assert same(found, full)
     assert engine.cache.device.copies == 2
     assert engine.cache.host.copies == 1, "it stayed on the host meanwhile"
@@ -108,7 +115,7 @@ def test_the_served_top_ten_is_that_of_evaluation(runs, served, engine):
     assert isinstance(scorer, RankingScorer)
     assert isinstance(scorer._model, Ranking)
     for user in range(100):
-        history = engine.served.ask(engine.histories.of(user), ASKED).history
+        history = asked_of(engine, user).history
         one = history.select(torch.zeros(NUM_ITEMS, dtype=torch.int64))
         ends = one.items.offsets[1:] - 1
         targets = one.items.values.index_copy(0, ends, torch.arange(NUM_ITEMS))
@@ -127,6 +134,15 @@ def test_the_served_top_ten_is_that_of_evaluation(runs, served, engine):
         best = np.sort(predicted)[::-1][:10]
         assert np.allclose(found.scores, best, rtol=0, atol=EXACT)
         assert found.items == sorted(found.items, key=lambda item: -predicted[item]) or np.diff(best).max() > -EXACT
+
+
+def test_a_history_is_cut_as_in_training(engine, log):
+    for user in log.users[:10].tolist():
+        first, last = log.offsets[user : user + 2].tolist()
+        start = first + truncate(last - first, MAX_LEN, BLOCK)
+        found = asked_of(engine, user).history
+        assert found.items.values.tolist() == log.items[start:last].tolist()
+        assert found.times.values.tolist() == (log.times[start:last] // 1000).tolist()
 
 
 def test_test_events_get_the_numbers_of_the_report(runs, engine, log):
@@ -184,7 +200,7 @@ def test_a_slid_window_is_a_new_prefix(engine):
     lengths, paths = [], []
     for number in range(12):
         add(engine, f"e{number}", 3, item=number)
-        lengths.append(len(engine.histories.of(3).items))
+        lengths.append(asked_of(engine, 3).num_events)
         found = answer(engine, 3)
         paths.append(found.path)
         if found.path == "full":
@@ -204,17 +220,17 @@ def test_prefixes_of_other_weights_are_not_found_and_not_accepted(runs, served, 
     """The weights' digest is in the key; a cache that ignored it would be stopped by the contract."""
     signal(engine, 3)
     settle(engine)
-    asked = engine.served.ask(engine.histories.of(3), ASKED)
+    asked = asked_of(engine, 3)
     (kept,) = engine.cache.peek_user(3)
-    old = engine.served.ranker
+    old = engine.lineup.main.ranker
     changed = type(old)(old.model, old._rows, weights="another digest", schema="")
-    engine.served = Served(changed, engine.served._builder, name="new")
+    engine.use(Lineup(Served(changed, engine.lineup.main._builder, name="new", block=BLOCK)))
     found = answer(engine, 3)
     assert (found.path, found.model) == ("full", "new")
-    now = engine.served.ask(engine.histories.of(3), ASKED)
+    now = asked_of(engine, 3)
     with pytest.raises(PrefixError, match="weights: kept"):
-        engine.served.scores([now], [engine.served.candidates(ITEMS, engine.histories.sequences)], [kept])
-    assert not engine.served.ranker.begins(kept, asked.prefix)
+        engine.lineup.main.scores([now], [engine.lineup.main.candidates(ITEMS, engine.histories.sequences)], [kept])
+    assert not engine.lineup.main.ranker.begins(kept, asked.prefix)
 
 
 def test_a_prefix_that_the_contract_refuses_is_ranked_in_full(engine, monkeypatch, caplog):
@@ -245,7 +261,7 @@ class Reverse(Ranking):
 
 def test_an_anchored_model_is_filled_at_once_and_never_extended(runs, tmp_path, clock):
     engine = make_engine(runs("hstu"), tmp_path, clock=clock)
-    engine.served.ranker.model.__class__ = Reverse
+    engine.lineup.main.ranker.model.__class__ = Reverse
     full = answer(engine, 3)
     signal(engine, 3)
     engine._take_in()
@@ -263,7 +279,7 @@ def test_an_anchored_model_is_filled_at_once_and_never_extended(runs, tmp_path, 
 def test_what_cannot_be_afforded_is_degraded_and_says_so(runs, served, tmp_path, clock):
     known = measure(served(), make_engine(runs("hstu"), tmp_path / "a", served=served()).histories, num_candidates=40)
     engine = make_engine(runs("hstu"), tmp_path, clock=clock, served=served(), known=known)
-    num = len(engine.histories.of(3).items)
+    num = asked_of(engine, 3).num_events
     full_ms, short_ms = (known.expected("full", n, NUM_ITEMS) for n in (num, num - 8))
     if short_ms < full_ms:
         found = answer(engine, 3, slack_s=(full_ms + short_ms) / 2000)
@@ -278,11 +294,11 @@ def test_what_cannot_be_afforded_is_degraded_and_says_so(runs, served, tmp_path,
 
 
 def test_a_shorter_history_is_scored_as_that_history(runs, served, tmp_path, clock):
-    from nestpipe.serve.trigger import Costs, Sample
+    from nestpipe.serve.measure import Sample, fit
 
     sized = [Sample(k, n, c, float(n + c)) for n in (1, 8, 32) for c in (1, 40) for k in ("full", "hit", "pre")]
-    engine = make_engine(runs("hstu"), tmp_path, clock=clock, served=served(), known=Costs(sized))
-    num = len(engine.histories.of(3).items)
+    engine = make_engine(runs("hstu"), tmp_path, clock=clock, served=served(), known=fit(sized))
+    num = asked_of(engine, 3).num_events
     found = answer(engine, 3, slack_s=(num + NUM_ITEMS - 5) / 1000)
     assert (found.path, found.degraded) == ("shorter", True)
     kept = num - 4 * ((5 + 3) // 4)
@@ -396,7 +412,8 @@ def test_reasons_and_what_is_held(runs, served, tmp_path, clock):
     slow = [signal(engine, 8, f"e{n}") for n in range(16)]
     settle(engine)
     said = [job.reply.result(0).reason for job in slow]
-    assert said == ["breaker"] * 15 + ["admitted"], "one is let through, to see whether it is still so"
+    assert said == ["breaker"] * 15 + ["probe"], "one is let through, to see whether it is still so"
+    assert (engine.counts["reason", "breaker"], engine.counts["reason", "probe"]) == (15, 1)
     clock.now += 5
     engine.cache.invalidate()
     again = signal(engine, 8, "f")
@@ -436,7 +453,7 @@ def test_bytes_stay_under_the_cap_and_full_inference_takes_over(runs, served, tm
 def test_a_held_prefix_is_released_by_its_request_alone(engine):
     signal(engine, 3, "mine", ttl_s=1000.0)
     settle(engine)
-    key = engine.served.ask(engine.histories.of(3), ASKED).key
+    key = asked_of(engine, 3).key
     assert engine.cache.peek_state(key) == State.PINNED
     assert not engine.release("another")
     assert engine.cache.peek_state(key) == State.PINNED
@@ -471,13 +488,13 @@ def test_invalidate_leaves_nothing_of_the_user_in_tiers_or_in_flight(engine):
 
 
 def test_a_failing_prefill_frees_its_room_and_full_inference_answers(engine, monkeypatch, caplog):
-    fill = engine.served.fill
+    fill = engine.lineup.main.fill
     signal(engine, 3)
     engine._take_in()
     joined = rank(engine, 3)
-    monkeypatch.setattr(type(engine.served), "fill", lambda *a, **k: 1 / 0)
+    monkeypatch.setattr(type(engine.lineup.main), "fill", lambda *a, **k: 1 / 0)
     settle(engine)
-    monkeypatch.setattr(type(engine.served), "fill", lambda self, *a, **k: fill(*a, **k))
+    monkeypatch.setattr(type(engine.lineup.main), "fill", lambda self, *a, **k: fill(*a, **k))
     assert joined.reply.result(0).path == "full"
     assert (engine.cache.device.used, engine.cache.device.reserved, len(engine.cache)) == (0, 0, 0)
     assert "prefill failed" in caplog.text
@@ -507,7 +524,7 @@ def test_whatever_becomes_of_a_hit_nothing_stays_pinned(engine, monkeypatch):
         settle(engine)
         monkeypatch.setattr(engine, "_call", way)
         assert answer(engine, 3, request=path).path == path
-        key = engine.served.ask(engine.histories.of(3), ASKED).key
+        key = asked_of(engine, 3).key
         assert engine.cache.peek_state(key) in {State.READY, State.HOST}
         monkeypatch.undo()
 
@@ -524,7 +541,7 @@ def test_two_ranks_of_a_user_in_one_batch_share_what_the_first_brings(engine, ca
         engine.step()
         first, second = (job.reply.result(0) for job in jobs)
         assert (first.path, second.path) == (path, path)
-        assert first.prefix_len == second.prefix_len == len(engine.histories.of(3).items) - 1
+        assert first.prefix_len == second.prefix_len == asked_of(engine, 3).num_events - 1
         assert same(first, second)
         assert engine.cache.device.copies == copies + (path == "hit_host")
         settle(engine)
@@ -533,7 +550,7 @@ def test_two_ranks_of_a_user_in_one_batch_share_what_the_first_brings(engine, ca
 
 def test_messages_that_reach_a_log_name_no_user(engine):
     user = 7_777_777
-    asked = [engine.served.ask(engine.histories.of(one), ASKED) for one in (3, user)]
+    asked = [asked_of(engine, one) for one in (3, user)]
     engine.cache.reserve(asked[1].key, user=user, num_bytes=1)
     with pytest.raises(ValueError, match="reserved already") as live:
         engine.cache.reserve(asked[1].key, user=user, num_bytes=1)
@@ -549,7 +566,7 @@ def test_what_comes_meanwhile_waits_for_the_next_step_and_who_left_costs_nothing
     settle(engine)
     gone, urgent = rank(engine, 3, request="held"), rank(engine, 4)
     gone.reply.cancel()
-    ask, asked = engine.served.ask, []
+    ask, asked = engine.lineup.main.ask, []
 
     def ask_more(events, query_time):
         asked.append(int(events.users[0]))
@@ -557,7 +574,7 @@ def test_what_comes_meanwhile_waits_for_the_next_step_and_who_left_costs_nothing
         signal(engine, 5, f"s{len(asked)}")
         return ask(events, query_time)
 
-    monkeypatch.setattr(engine.served, "ask", ask_more)
+    monkeypatch.setattr(engine.lineup.main, "ask", ask_more)
     engine.step()
     assert asked == [4]
     assert urgent.reply.result(0).path == "full"
@@ -667,9 +684,9 @@ def test_many_threads_get_the_scores_of_one(runs, served, tmp_path, scale):
 
 
 def test_a_step_can_be_read_in_an_hour():
-    """Five files: the step, what it is asked, what it keeps, what it decides by, what it asks of the model."""
+    """Six files: the step, what it is asked, what it keeps, what it decides by, what it asks of a model, and of which."""
     folder = Path(inspect.getfile(Engine)).parent
-    names = ("engine", "jobs", "cache", "trigger", "prefix")
+    names = ("engine", "jobs", "cache", "trigger", "prefix", "lineup")
     assert sum(len((folder / f"{name}.py").read_text().splitlines()) for name in names) <= 1200
     assert len(inspect.getsource(Engine.step).splitlines()) < 20
 

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from nestpipe.data.batches import BatchBuilder, Inputs
-from nestpipe.data.sequences import Sequences, truncate
+from nestpipe.data.sequences import Sequences
 from nestpipe.errors import DataError
 from nestpipe.serve.event_log import EventLog
 from nestpipe.serve.histories import Histories
-from tests.serve.world import ASKED, BLOCK, MAX_LEN
+from tests.serve.world import ASKED
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def histories(log, tmp_path):
 
 
 def open_histories(log, folder):
-    return Histories(log, EventLog(folder / "events.log"), max_len=MAX_LEN, block=BLOCK)
+    return Histories(log, EventLog(folder / "events.log"))
 
 
 def event(name, user=3, item=5, time=ASKED, **features):
@@ -40,17 +40,16 @@ def whole(log, user):
     return slice(*log.offsets[place : place + 2].tolist())
 
 
-def test_a_history_is_cut_as_in_training(log, histories):
+def test_a_history_is_what_the_folder_has(log, histories):
     for user in log.users[:10]:
         mine = whole(log, user)
-        start = mine.start + truncate(mine.stop - mine.start, MAX_LEN, BLOCK)
         found = histories.of(int(user))
-        assert (found.items == log.items[start : mine.stop]).all()
-        assert (found.times == log.times[start : mine.stop]).all()
+        assert (found.items == log.items[mine]).all()
+        assert (found.times == log.times[mine]).all()
         assert found.users.tolist() == [user]
         device, own = log.event_features["device"], found.event_features["device"]
         assert own.offsets[-1] == len(own.values)
-        assert (own.values == device.values[device.offsets[start] : device.offsets[mine.stop]]).all()
+        assert (own.values == device.values[device.offsets[mine.start] : device.offsets[mine.stop]]).all()
 
 
 def test_a_user_that_nobody_knows_has_an_empty_history(histories):
@@ -67,8 +66,7 @@ def test_new_events_are_seen_at_once_and_each_id_once(log, histories, tmp_path):
     )
     assert histories.add([event("b", item=8), event("c", user=10**12)], fine) == (1, 1)
     found = histories.of(3)
-    start = truncate(before + 2, MAX_LEN, BLOCK)
-    assert len(found.items) == before + 2 - start
+    assert len(found.items) == before + 2
     assert found.items[-2:].tolist() == [5, 7]
     assert found.times[-1] == ASKED * 1000
     assert found.event_features["dwell"].values[-2] == 2.5

@@ -23,6 +23,7 @@ from nestpipe.data.sequences import Sequences
 from nestpipe.errors import DataError
 from nestpipe.models.prefix import Prefix
 from nestpipe.run import Run
+from nestpipe.serve.admin import Admin
 from nestpipe.serve.config import Limits
 from nestpipe.serve.http import Instance
 from nestpipe.serve.openapi import document
@@ -35,6 +36,10 @@ ITEMS = list(range(NUM_ITEMS))
 EXACT = 1e-5  # of scores of order one in 32 bits: the contract's tolerance
 LIMITS = Limits(body_bytes=60_000, body_s=0.5, candidates=50, history=100, events=20)
 SLOW = {"deadline_ms": 60_000}  # the machine may be busy
+
+
+def nothing_else(folder, step):
+    raise AssertionError("no test here loads another model")
 
 
 @dataclass
@@ -80,7 +85,7 @@ def open_world(runs, served, tmp_path):
         now = [1_800_000_000.0]
         instance = Instance(engine, name="one", secret=SECRET, limits=LIMITS, wall_clock=lambda: now[0])
         engine.start()
-        servers = [Server(instance.app()), Server(instance.admin_app(TOKEN))]
+        servers = [Server(instance.app()), Server(Admin(instance, TOKEN, nothing_else).app())]
         http = httpx.Client(timeout=60)
         opened.append((engine, servers, http))
         return World(instance, servers[0].url, servers[1].url, http, now)
@@ -250,7 +255,7 @@ def shared(runs, served, tmp_path_factory):
     engine = make_engine(runs("hstu"), tmp_path_factory.mktemp("shared"), served=served())
     instance = Instance(engine, name="one", secret=SECRET, limits=LIMITS)
     engine.start()
-    server, admin = Server(instance.app()), Server(instance.admin_app(TOKEN))
+    server, admin = Server(instance.app()), Server(Admin(instance, TOKEN, nothing_else).app())
     with httpx.Client(timeout=60) as http:
         yield World(instance, server.url, admin.url, http, [])
     server.close()

@@ -8,7 +8,8 @@ import pytest
 from nestpipe.serve.cache import State
 from nestpipe.serve.config import TriggerConfig
 from nestpipe.serve.jobs import choose
-from nestpipe.serve.trigger import Bucket, Costs, Sample, View, decide
+from nestpipe.serve.measure import Sample, fit
+from nestpipe.serve.trigger import Bucket, View, decide
 from tests.serve.world import costs
 
 CONFIG = TriggerConfig(budget_ms=20.0, lead_ms=35.0)
@@ -61,7 +62,7 @@ def true_ms(kind, n, c):
 
 def test_constants_are_found_again_and_depend_on_both_sizes():
     sizes = [(n, c) for n in (64, 512, 4096) for c in (16, 256, 2048)]
-    known = Costs([Sample(kind, n, c, true_ms(kind, n, c)) for n, c in sizes for kind in ("full", "hit", "pre")])
+    known = fit([Sample(kind, n, c, true_ms(kind, n, c)) for n, c in sizes for kind in ("full", "hit", "pre")])
     for n, c in ((100, 100), (3000, 1000)):
         assert known.full_ms(n, c) == pytest.approx(true_ms("full", n, c), rel=1e-6)
         assert known.hit_ms(n, c) == pytest.approx(true_ms("hit", n, c), rel=1e-6)
@@ -79,7 +80,7 @@ def test_noise_never_gives_negative_costs():
     for _ in range(30):
         sizes = [(n, c) for n in (2, 8, 32) for c in (1, 4)]
         noisy = [Sample(kind, n, c, rng.uniform(1, 2)) for n, c in sizes for kind in ("full", "hit", "pre")]
-        known = Costs(noisy)
+        known = fit(noisy)
         assert known.full_ms(100_000, 1) >= known.full_ms(0, 0) >= 0
 
 
@@ -128,7 +129,7 @@ SIZED = [
     ],
 )
 def test_the_first_path_that_fits(state, slack, more, path):
-    found = choose(Costs(SIZED, copy_ms_per_byte=0.01), state=state, slack_ms=slack, **(FREE | more))
+    found = choose(fit(SIZED, copy_ms_per_byte=0.01), state=state, slack_ms=slack, **(FREE | more))
     assert found.path == path
     assert found.cost_ms <= slack
     if path == "shorter":
@@ -136,5 +137,5 @@ def test_the_first_path_that_fits(state, slack, more, path):
 
 
 def test_nothing_is_promoted_that_is_cheaper_to_compute():
-    dear = choose(Costs(SIZED, copy_ms_per_byte=1.0), state=State.HOST, slack_ms=1000.0, **FREE)
+    dear = choose(fit(SIZED, copy_ms_per_byte=1.0), state=State.HOST, slack_ms=1000.0, **FREE)
     assert dear.path == "full"

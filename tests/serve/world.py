@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from copy import copy
 from dataclasses import replace
 
 from nestpipe import train
@@ -11,8 +13,8 @@ from nestpipe.serve.engine import Engine
 from nestpipe.serve.event_log import EventLog
 from nestpipe.serve.histories import Histories
 from nestpipe.serve.jobs import Rank, Signal
+from nestpipe.serve.measure import Sample, fit
 from nestpipe.serve.model import open_served
-from nestpipe.serve.trigger import Costs, Sample
 from tests.ranking_ranks import MODELS, ranking_config
 
 MAX_LEN, BLOCK, NUM_USERS, NUM_ITEMS = 32, 8, 100, 24
@@ -40,22 +42,23 @@ class Clock:
         return self.now
 
 
-def costs(*, full=10.0, hit=1.0, pre=8.0, copy=0.0):
+def costs(*, full=10.0, hit=1.0, pre=8.0, per_byte=0.0):
     """Costs that do not depend on sizes."""
     found = [Sample(kind, n, n, ms) for n in (1, 2, 3) for kind, ms in (("full", full), ("hit", hit), ("pre", pre))]
-    return Costs(found, copy_ms_per_byte=copy)
+    return fit(found, copy_ms_per_byte=per_byte)
 
 
 def histories_of(run, folder):
-    return Histories(run.sequences, EventLog(folder / "events.log"), max_len=MAX_LEN, block=BLOCK)
+    return Histories(run.sequences, EventLog(folder / "events.log"))
 
 
 def make_engine(run, folder, *, clock=None, known=None, trigger=None, served=None, **config):
     """An engine that is stepped by hand."""
+    own = copy(served) if served else open_served(run, folder=folder / "tables")  # its costs are its own
+    own.costs, own.counts = known or costs(), Counter()
     return Engine(
-        served or open_served(run, folder=folder / "tables"),
+        own,
         histories_of(run, folder),
-        known or costs(),
         config=EngineConfig(**{"chunk": 8, **config}),
         trigger=trigger or TriggerConfig(mode="always", burst_ms=1e9),
         **({"clock": clock} if clock else {}),

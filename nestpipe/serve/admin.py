@@ -1,0 +1,95 @@
+"""Administration of an instance, on its own port, for who knows the token.
+
+GET  /state                                  models, bytes, costs; nothing about any user
+POST /drain                                  not ready any more
+POST /swap     {"run", "step"}               new requests get this model
+POST /compare  {"run", "step", "share"}      this share of the users gets it, the others go on as before
+POST /compare  {"share": 0}                  everybody gets the same model again
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from nestpipe.errors import NestPipeError
+from nestpipe.serve.bodies import BadRequestError, Fields, answer_of, http_refusal, lacks_token, read_json, refusal
+from nestpipe.serve.http import Instance
+from nestpipe.serve.lineup import Lineup
+from nestpipe.serve.prefix import Served
+from nestpipe.serve.swap import ParityError
+
+Load = Callable[[Path, int | None], Served]
+
+
+class Admin:
+    """The handlers; one model is loaded at a time."""
+
+    def __init__(self, instance: Instance, token: str, load: Load):
+        self._instance, self._token, self._load = instance, token, load
+        self._is_loading = False
+
+    def app(self) -> Starlette:
+        """What a server runs."""
+        return Starlette(
+            routes=[
+                Route("/state", self._handle),
+                *(Route(f"/{name}", self._handle, methods=["POST"]) for name in ("drain", "swap", "compare")),
+            ],
+            exception_handlers={404: http_refusal, 405: http_refusal},
+        )
+
+    async def _handle(self, http: Request) -> Response:
+        if (refused := lacks_token(http, self._token)) is not None:
+            return refused
+        try:
+            await self._act(http)
+        except BadRequestError as error:
+            return answer_of(*refusal(error.status, error.code, str(error)))
+        except ParityError as error:
+            return answer_of(*refusal(409, "parity", str(error)))
+        except (NestPipeError, OSError) as error:
+            return answer_of(*refusal(400, "bad_model", str(error)))
+        return JSONResponse(self._instance.state())
+
+    async def _act(self, http: Request) -> None:
+        match http.url.path:
+            case "/drain":
+                self._instance.is_draining = True
+            case "/swap":
+                body = await read_json(http, max_bytes=4096, timeout_s=5.0)
+                new = await self._loaded(body, Fields(body, frozenset({"run", "step"})))
+                engine = self._instance.engine
+                engine.use(replace(engine.lineup, main=new))
+            case "/compare":
+                body = await read_json(http, max_bytes=4096, timeout_s=5.0)
+                await self._compare(body, Fields(body, frozenset({"run", "step", "share"})))
+
+    async def _compare(self, body: dict[str, Any], fields: Fields) -> None:
+        engine, share = self._instance.engine, fields.share("share")
+        if share == 0:
+            engine.use(Lineup(engine.lineup.main))
+        elif "run" not in body and (other := engine.lineup.other) is not None:
+            engine.use(replace(engine.lineup, other=other, share=share))
+        else:
+            new = await self._loaded(body, fields)
+            engine.use(replace(engine.lineup, other=new, share=share))
+
+    async def _loaded(self, body: dict[str, Any], fields: Fields) -> Served:
+        folder = Path(fields.text("run", most=1024))
+        step = None if body.get("step") is None else fields.integer("step", low=0)
+        if self._is_loading:
+            raise BadRequestError("another model is being loaded; wait for it.", status=409, code="busy")
+        self._is_loading = True
+        try:
+            return await run_in_threadpool(self._load, folder, step)
+        finally:
+            self._is_loading = False
