@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -44,6 +44,25 @@ class Model(Protocol):
 
     def forward(self, rows: Mapping[str, Rows], batch: Batch, draw: Draw) -> Output:
         """The loss of the batch."""
+        ...
+
+
+@runtime_checkable
+class Selecting(Protocol):
+    """A model that reads some events of each history, chosen before their rows are asked for.
+
+    It chooses by a snapshot of its weights, which the loop lets it take between batches: what is chosen for a batch depends on
+    the batch's number, never on how batches overlap.
+    """
+
+    refresh_steps: int  # a snapshot is taken before batches 0, n, 2n ...; 0: never
+
+    def refresh(self, num_steps: int) -> None:
+        """Takes the snapshot."""
+        ...
+
+    def select(self, batch: Batch, draw: Draw | None) -> Batch:
+        """The batch with the events that are read."""
         ...
 
 

@@ -94,6 +94,7 @@ class GenerativeScorer:
     def generate(self, batch: Batch, k: int, *, seen: Jagged | None = None, pool: Pool | None = None) -> Found:
         """The best k items of each request, without seen ones, from a pool."""
         trie, model = cast(Trie, self._model.ids), self._model
+        batch = model.select(batch, None)
         rows = peek_rows(self._embedding, model.encode_lookups(batch))
         with torch.no_grad():
             decoding = model.decoding(rows, batch)

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from rich.console import Console
 
@@ -30,6 +30,7 @@ from nestpipe.jagged import Batch, Cursor
 from nestpipe.joint_run import agree, check_shared, open_run
 from nestpipe.metrics import JsonlTracker, TensorBoardTracker, Tracker, Trackers
 from nestpipe.mirror import Mirror
+from nestpipe.model import Selecting
 from nestpipe.models.build import inputs_of
 from nestpipe.models.config import FuXiConfig, HSTUConfig
 from nestpipe.models.encdec_config import EncDecConfig
@@ -225,6 +226,8 @@ class _Loop:
     ) -> None:
         """Trains to the next batch after which the state may be needed: every batch, or the next save, validation or end."""
         start = self._cursor
+        if (every := self._refresh_steps) and self._state.num_steps % every == 0:
+            cast(Selecting, self._state.model).refresh(self._state.num_steps)
         self._pace.begin()
         if self._pace.runner is None:
             batch = next(batches)
@@ -258,11 +261,18 @@ class _Loop:
             most = min(most, limits.steps - done)
         if change := self._pace.steps_to_change():
             most = min(most, change)
+        if every := self._refresh_steps:
+            most = min(most, every - done % every)
         epoch, to_end = self._cursor.epoch, self._loader.num_batches(self._cursor.epoch) - self._cursor.number
         while to_end < most and not (self._validates_after(epoch) or epoch + 1 == limits.epochs):
             epoch += 1
             to_end += self._loader.num_batches(epoch)
         return min(most, to_end)
+
+    @property
+    def _refresh_steps(self) -> int:
+        """Steps between two snapshots that the model chooses events by; 0 if it does not."""
+        return self._state.model.refresh_steps if isinstance(self._state.model, Selecting) else 0
 
     def _validates_after(self, epoch: int) -> bool:
         return self._config.data.validation and (epoch + 1) % self._config.train.eval_epochs == 0

@@ -7,6 +7,9 @@ INSTR = MLP[scenario; trigger item or default; reasoning vector or default]. In 
 for the next one and has its own instruction (`target_features`); a request has one (`sample_features`): `scenario` and `trigger`
 are ids, `reasoning` is rows of floats, and an empty row is "none", which has a learned vector.
 
+With `igr` a history is first cut down to its newest events and those that the instruction asks for (igr.py), and only its last event
+is a query: what was chosen for it must not be seen by earlier ones, whose instructions knew less.
+
 BOS also carries the state of the last event. Code vectors are dense parameters, because sharding them would cost an exchange per
 decoded code; rows of users and items are sharded. Losses are sums over targets, weighted by the target's behaviour.
 """
@@ -21,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nestpipe.draw import Draw, lanes16
+from nestpipe.draw import Draw
 from nestpipe.embedding.spec import Lookup, Rows, TableSpec
 from nestpipe.hashing import hash_text, mix64, mix64_
 from nestpipe.jagged import Batch, Jagged
@@ -29,6 +32,10 @@ from nestpipe.model import Coupling, Output
 from nestpipe.models.config import SASRecConfig
 from nestpipe.models.decoder import DecoderBlock, DecoderCache, Layouts, TargetDropout
 from nestpipe.models.encdec_config import EncDecConfig
+from nestpipe.models.igr import Igr, same_instructions
+from nestpipe.models.instruction import Instruction, Queries, queries_of
+from nestpipe.models.losses import query_to_item
+from nestpipe.models.negatives import group_runs
 from nestpipe.models.sasrec import SASRec
 from nestpipe.ops.attention import attention_layout
 
@@ -50,54 +57,23 @@ class SemanticIds(Protocol):
     def children(self, level: int, nodes: Tensor) -> tuple[Tensor, Tensor]: ...
 
 
-class Instruction(nn.Module):
-    """The instruction token of each row of some features."""
-
-    def __init__(self, config: EncDecConfig):
-        super().__init__()
-        dim = config.dim
-        self._reasoning_dropout = config.reasoning_dropout
-        self.scenario = nn.Parameter(torch.empty(config.num_scenarios + 1, dim).normal_(std=0.02))
-        self.no_trigger = nn.Parameter(torch.zeros(dim))
-        self.no_reasoning = nn.Parameter(torch.zeros(dim))
-        self.reasoning = nn.Linear(config.reasoning_dim, dim) if config.reasoning_dim else None
-        self.up, self.down = nn.Linear(3 * dim, 2 * dim), nn.Linear(2 * dim, dim)
-
-    def forward(self, given: Mapping[str, Jagged], triggers: Tensor, num_rows: int, keys: Tensor | None) -> Tensor:
-        """Tokens [n, D]; `triggers` are the vectors of the trigger items there are, `keys` [n] decide who loses the reasoning."""
-        scenario = torch.zeros(num_rows, dtype=torch.int64)
-        if "scenario" in given:
-            rows = given["scenario"]
-            scenario = scenario.index_copy(0, rows.row_of_value(), rows.values + 1)
-        parts = [F.embedding(scenario, self.scenario)]
-        trigger = self.no_trigger.expand(num_rows, -1)
-        if "trigger" in given:
-            trigger = trigger.index_copy(0, given["trigger"].row_of_value(), triggers)
-        reasoning = self.no_reasoning.expand(num_rows, -1)
-        if self.reasoning is not None and "reasoning" in given:
-            rows = given["reasoning"]
-            known = self.reasoning(rows.values.to(self.reasoning.weight.dtype))
-            reasoning = reasoning.index_copy(0, rows.row_of_value(), known)
-            if keys is not None and self._reasoning_dropout > 0:
-                lost = lanes16(keys, 1) < round(self._reasoning_dropout * 65536) - 32768
-                reasoning = torch.where(lost, self.no_reasoning, reasoning)
-        hidden = F.relu(self.up(torch.cat([*parts, trigger, reasoning], 1)))
-        token: Tensor = self.down(hidden)
-        return token
-
-
 class EncDec(nn.Module):
     """Trains every event of a history to generate the next one; generates from its last event."""
 
-    coupling: Coupling = "none"
+    coupling: Coupling
 
-    def __init__(self, config: EncDecConfig, ids: SemanticIds, *, max_len: int):
+    def __init__(self, config: EncDecConfig, ids: SemanticIds, *, max_len: int, text: Tensor | None = None):
+        """`text`: vectors [I, W] of the items' texts by catalogue position, for comparing them with instructions."""
         super().__init__()
         self.config, self.ids = config, ids
+        self.coupling = "group" if config.q2i else "none"
+        self.refresh_steps = config.igr_refresh_steps if config.igr != "off" else 0
+        if self.refresh_steps:
+            max_len = min(max_len, config.igr_recent + config.igr_related)
         dim, hidden = config.dim, config.hidden_dim or 4 * config.dim
         self._has_prefix = config.placement in {"after", "before"}
         self.num_tokens = len(ids.sizes) + self._has_prefix
-        tables = [TableSpec(name="item", dim=dim)]
+        tables = [TableSpec(name="item", dim=dim)]  # empty without item rows
         if config.user_rows:
             tables.append(TableSpec(name="user", dim=dim))
         self.tables: tuple[TableSpec, ...] = tuple(tables)
@@ -124,43 +100,70 @@ class EncDec(nn.Module):
         self.norm = nn.LayerNorm(dim)
         self.heads = nn.ModuleList(nn.Linear(dim, size) for size in ids.sizes)
         self.prefixes = nn.ParameterList(torch.zeros(config.prefix_vectors, dim) for _ in ids.sizes[1:])
+        self.igr = Igr(config, text, len(ids.item_codes)) if config.compares else None
+        self.related = nn.Parameter(torch.zeros(dim)) if self.refresh_steps else None
+        self.refresh(0)
 
     # What the engine asks for
 
     def lookups(self, batch: Batch, draw: Draw) -> dict[str, Lookup]:
         if batch.targets is None:
             raise ValueError("a training batch needs targets")
-        return self._lookups(batch, batch.target_features)
+        return self._lookups(batch, queries_of(batch, self.config.queries).given)
 
     def encode_lookups(self, batch: Batch) -> dict[str, Lookup]:
         return self._lookups(batch, batch.sample_features)
 
     def weight(self, batch: Batch) -> float:
-        return float(self._weights(batch).sum(dtype=torch.float64))  # the same for any division over ranks
+        weights = self._weights(queries_of(batch, self.config.queries))
+        return float(weights.sum(dtype=torch.float64))  # the same for any division over ranks
 
     def forward(self, rows: Mapping[str, Rows], batch: Batch, draw: Draw) -> Output:
-        losses = self.target_losses(rows, batch, draw) * self._weights(batch).unsqueeze(1)
+        asked = queries_of(batch, self.config.queries)
+        weights = self._weights(asked)
+        losses = self.target_losses(rows, batch, draw) * weights.unsqueeze(1)
         logs = {f"code{level}": one for level, one in enumerate(losses.detach().sum(0).unbind())}
-        return Output(losses.sum(), logs)
+        total = losses.sum()
+        if self.config.q2i:
+            near = self._query_to_item(batch, asked, weights.to(losses.dtype), draw)
+            logs["q2i"] = near.detach()
+            total = total + self.config.q2i * near
+        return Output(total, logs)
+
+    @torch.no_grad()
+    def refresh(self, num_steps: int) -> None:
+        if self.igr is not None:
+            self.igr.refresh(self._code_vectors(torch.arange(len(self.ids.item_codes))), num_steps)
+
+    def select(self, batch: Batch, draw: Draw | None) -> Batch:
+        if self.igr is None or not self.refresh_steps:
+            return batch
+        given: Mapping[str, Jagged] = batch.sample_features
+        if batch.targets is not None:
+            asked = queries_of(batch, "last")
+            given = asked.of_samples(asked.instructions(self.config.reasoning_dropout, draw))
+        triggers = given["trigger"].values if "trigger" in given else batch.items.values[:0]
+        positions = self.ids.positions(batch.items.values)
+        return self.igr.select(batch, given, positions, self.ids.positions(triggers), draw)
 
     # Training
 
     def target_losses(self, rows: Mapping[str, Rows], batch: Batch, draw: Draw | None) -> Tensor:
         """The loss of each code of each target, [T, levels]; without smoothing their sum is -log p(item)."""
-        assert batch.targets is not None
-        positions = self.ids.positions(batch.targets.values)
+        asked = queries_of(batch, self.config.queries)
+        positions = self.ids.positions(asked.targets)
         codes = self.ids.item_codes.index_select(0, positions)
         memory, keys = self._memory(rows, batch, draw)
         states = memory if keys is batch.items else memory.index_select(0, _without_first(keys))
-        samples, places = batch.sample_of_token(), batch.items.positions()
-        drop = TargetDropout(self.config.dropout, samples, places, self.num_tokens, draw)
-        reasoning_keys = None if draw is None else draw.keys("reasoning", samples, places)
-        token = self._instruction(rows, batch.target_features, len(codes), reasoning_keys)
+        if self.config.queries == "last":
+            states = states.index_select(0, asked.events)
+        drop = TargetDropout(self.config.dropout, asked.samples, asked.places, self.num_tokens, draw)
+        token = self._instruction(rows, asked.instructions(self.config.reasoning_dropout, draw), len(codes))
         x = drop(self._tokens(states, token, codes), "decoder")
         num = torch.full((len(codes),), self.num_tokens, dtype=torch.int64)
         tokens = Jagged(torch.empty(len(codes) * self.num_tokens), F.pad(num.cumsum(0), (1, 0)), self.num_tokens)
         layouts = Layouts(
-            attention_layout(tokens, num_buckets=0), attention_layout(batch.items, keys=keys, num_buckets=0)
+            attention_layout(tokens, num_buckets=0), attention_layout(asked.rows, keys=keys, num_buckets=0)
         )
         for number, block in enumerate(self.blocks):
             x = block(x, memory, layouts, drop, f"decoder{number}")
@@ -205,28 +208,54 @@ class EncDec(nn.Module):
         last = (keys.offsets[1:] - 1).clamp(min=0)
         padded = torch.cat([memory, memory.new_zeros(1, memory.shape[1])])
         state = padded.index_select(0, torch.where(keys.lengths() > 0, last, len(memory)))
-        token = self._instruction(rows, batch.sample_features, batch.num_samples, None)
+        token = self._instruction(rows, batch.sample_features, batch.num_samples)
         return Decoding(self, DecoderCache(self.blocks, memory, keys), self._tokens(state, token, None), token)
 
     # Parts
 
     def _lookups(self, batch: Batch, instructions: Mapping[str, Jagged]) -> dict[str, Lookup]:
-        found = {"history": Lookup(table="item", ids=batch.items.values)}
+        found = {}
+        if self.config.item_rows:
+            found["history"] = Lookup(table="item", ids=batch.items.values)
         if self.config.user_rows:
             found["user"] = Lookup(table="user", ids=batch.sample_features["user"].values)
-        if "trigger" in instructions and self.config.placement != "none":
+        if self.config.item_rows and "trigger" in instructions and self.config.placement != "none":
             found["trigger"] = Lookup(table="item", ids=instructions["trigger"].values)
         return found
 
-    def _item_vectors(self, rows: Rows, ids: Tensor) -> Tensor:
+    def _query_to_item(self, batch: Batch, asked: Queries, weights: Tensor, draw: Draw) -> Tensor:
+        """The Q2I loss, times the weight of each group."""
+        assert self.igr is not None
+        given = asked.instructions(self.config.reasoning_dropout, draw)
+        triggers = self.ids.positions(given["trigger"].values if "trigger" in given else asked.targets[:0])
+        at_trigger = self.igr.vectors(triggers, self._code_vectors(triggers)).detach()
+        positions = self.ids.positions(asked.targets)
+        return query_to_item(
+            self.igr.ask(given, at_trigger, len(positions)),
+            self.igr.vectors(positions, self._code_vectors(positions)),
+            weights,
+            same_instructions(given, len(positions)),
+            group_runs(batch, asked.rows)[0],
+            spread=self.config.q2i_spread,
+            apart=self.config.q2i_apart,
+        )
+
+    def _code_vectors(self, positions: Tensor) -> Tensor:
+        """The sums [n, D] of items' code vectors."""
+        codes = self.ids.item_codes.index_select(0, positions)
+        return torch.stack([F.embedding(codes[:, level], one) for level, one in enumerate(self.codes)]).sum(0)
+
+    def _item_vectors(self, rows: Rows | None, ids: Tensor) -> Tensor:
         """Vectors [n, D] of items: the sum of their codes, and their own rows."""
-        codes = self.ids.item_codes.index_select(0, self.ids.positions(ids))
-        vectors = torch.stack([F.embedding(codes[:, level], one) for level, one in enumerate(self.codes)]).sum(0)
-        return vectors + rows.gather() if self.config.item_rows else vectors
+        vectors = self._code_vectors(self.ids.positions(ids))
+        return vectors if rows is None else vectors + rows.gather()
 
     def _memory(self, rows: Mapping[str, Rows], batch: Batch, draw: Draw | None) -> tuple[Tensor, Jagged]:
         """What the encoder makes of each token [M, D], and the tokens as rows."""
-        vectors = self._item_vectors(rows["history"], batch.items.values)
+        vectors = self._item_vectors(rows.get("history"), batch.items.values)
+        if self.related is not None:
+            place_from_end = batch.items.lengths().index_select(0, batch.items.row_of_value()) - batch.items.positions()
+            vectors = vectors + (place_from_end > self.config.igr_recent).unsqueeze(1) * self.related
         if self.config.behaviour:
             vectors = vectors + F.embedding(self._levels(batch.event_features[self.config.behaviour]), self.behaviour)
         if self.config.num_scenarios and "scenario" in batch.event_features:
@@ -239,15 +268,13 @@ class EncDec(nn.Module):
         joined = joined.index_copy(0, keys.offsets[:-1], rows["user"].gather())
         return self.encoder(joined, dataclasses.replace(batch, items=keys), draw), keys
 
-    def _instruction(
-        self, rows: Mapping[str, Rows], given: Mapping[str, Jagged], num_rows: int, keys: Tensor | None
-    ) -> Tensor | None:
+    def _instruction(self, rows: Mapping[str, Rows], given: Mapping[str, Jagged], num_rows: int) -> Tensor | None:
         if self.config.placement == "none":
             return None
         triggers = self.place.new_zeros(0, self.config.dim)
         if "trigger" in given:
-            triggers = self._item_vectors(rows["trigger"], given["trigger"].values)
-        token: Tensor = self.instruction(given, triggers, num_rows, keys)
+            triggers = self._item_vectors(rows.get("trigger"), given["trigger"].values)
+        token: Tensor = self.instruction(given, triggers, num_rows)
         return token
 
     def _tokens(self, states: Tensor, token: Tensor | None, codes: Tensor | None) -> Tensor:
@@ -272,11 +299,11 @@ class EncDec(nn.Module):
         vectors = F.embedding(codes, self.decode_codes[level])
         return vectors + token if token is not None and self.config.placement == "all" else vectors
 
-    def _weights(self, batch: Batch) -> Tensor:
+    def _weights(self, asked: Queries) -> Tensor:
         """The weight of each target, [T]."""
         if not self.config.behaviour:
-            return torch.ones(batch.num_tokens)
-        levels = self._levels(batch.target_features[self.config.behaviour])
+            return torch.ones(len(asked.events))
+        levels = self._levels(asked.given[self.config.behaviour])
         return torch.tensor(self.config.behaviour_weights).index_select(0, levels)
 
     def _levels(self, behaviour: Jagged) -> Tensor:
@@ -332,9 +359,15 @@ def _without_first(rows: Jagged) -> Tensor:
 
 
 def build_encdec(
-    config: EncDecConfig, ids: SemanticIds, *, max_len: int, seed: int, dtype: torch.dtype = torch.float32
+    config: EncDecConfig,
+    ids: SemanticIds,
+    *,
+    max_len: int,
+    seed: int,
+    dtype: torch.dtype = torch.float32,
+    text: Tensor | None = None,
 ) -> EncDec:
     """A model whose initial dense weights are a function of the seed."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(mix64(seed ^ hash_text("dense")) >> 1)
-        return EncDec(config, ids, max_len=max_len).to(dtype)
+        return EncDec(config, ids, max_len=max_len, text=text).to(dtype)

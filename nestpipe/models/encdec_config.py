@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+Igr = Literal["off", "query", "recency", "random"]
 Placement = Literal["after", "before", "sum", "all", "none"]
 
 
@@ -53,8 +54,35 @@ class EncDecConfig:
     beam: int = 50
     """Width of the search; evaluation lists cannot be longer."""
 
+    queries: Literal["all", "last"] = "all"
+    """Every event of a history is trained to generate the next one, or only the last, as in a request."""
+    igr: Igr = "off"
+    """Which events before the recent ones are read: none are left out (off), those that the instruction asks for, the newest, any."""
+    igr_recent: int = 16
+    """igr: newest events, which are always read."""
+    igr_related: int = 16
+    """igr: events before them, chosen by the instruction."""
+    igr_dim: int = 32
+    """Width in which instructions and items are compared."""
+    igr_refresh_steps: int = 100
+    """igr: steps between snapshots of the vectors that events are chosen by."""
+    q2i: float = 0.0
+    """Weight of the loss that brings an instruction near its target's vector; it mixes the samples of data.group_size."""
+    q2i_spread: float = 0.05
+    """q2i: weight of minus the log of the variances, which keeps vectors from becoming one."""
+    q2i_apart: float = 0.05
+    """q2i: weight of the squared likeness of different instructions."""
+
+    @property
+    def compares(self) -> bool:
+        """Whether there are vectors to compare instructions and items by."""
+        return self.igr != "off" or self.q2i > 0
+
     def problems(self) -> Iterator[str]:
-        for name in ("dim", "num_encoder", "num_decoder", "num_heads", "beam"):
+        for name in (
+            *("dim", "num_encoder", "num_decoder", "num_heads", "beam"),
+            *("igr_recent", "igr_related", "igr_dim", "igr_refresh_steps"),
+        ):
             if getattr(self, name) < 1:
                 yield f"{name} is {getattr(self, name)}; it must be at least 1"
         if self.num_heads > 0 and self.dim % self.num_heads:
@@ -64,6 +92,11 @@ class EncDecConfig:
         for name in ("hidden_dim", "num_scenarios", "reasoning_dim", "prefix_vectors"):
             if getattr(self, name) < 0:
                 yield f"{name} is {getattr(self, name)}; it must not be negative"
+        for name in ("q2i", "q2i_spread", "q2i_apart"):
+            if not getattr(self, name) >= 0:
+                yield f"{name} is {getattr(self, name)}; it must not be negative"
+        if self.igr != "off" and self.queries != "last":
+            yield f"igr is '{self.igr}', which reads a history for one instruction, but every event is a query; use queries last"
         for name in ("dropout", "reasoning_dropout", "label_smoothing"):
             if not 0 <= getattr(self, name) <= 0.99:
                 yield f"{name} is {getattr(self, name)}; it must be in [0, 0.99]"

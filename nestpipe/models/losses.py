@@ -1,6 +1,7 @@
 """Softmax losses as sums over tokens, in segments, so that no [T, items] tensor ever exists; sampled ones: ops/negatives.py.
+And Q2I, which brings instructions near the items they lead to.
 
-Both losses compute their gradients while they score: the gradient of a sum is the sum of the segments' gradients, so
+Both softmax losses compute their gradients while they score: the gradient of a sum is the sum of the segments' gradients, so
 nothing has to be kept or scored again for backward.
 
 Letters: T tokens, I items, U distinct rows, N groups, C tokens of a segment, D width.
@@ -16,6 +17,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from nestpipe.embedding.ids import dedupe
+
+_LEAST_VARIANCE = 1e-4
 
 
 def full_softmax(queries: Tensor, items: Tensor, targets: Tensor, *, segment: int) -> Tensor:
@@ -35,6 +38,31 @@ def in_batch_softmax(
     """
     loss: Tensor = _InBatch.apply(queries, items, positives, log_q, offsets, segment)  # type: ignore[no-untyped-call]
     return loss
+
+
+def query_to_item(
+    queries: Tensor, targets: Tensor, weights: Tensor, same: Tensor, offsets: Tensor, *, spread: float, apart: float
+) -> Tensor:
+    """Sum over groups of (weight of the group) * L_Q2I, so that divided by the weight of all it is their mean.
+
+        L_Q2I = -mean q·t  -  spread * log(Var Q * Var T)  +  apart * mean over i != j of (q_i·q_j)^2
+
+    queries and targets [T, D] are unit vectors, Var is the biased variance summed over D and at least 1e-4. Tokens with the same
+    number in `same` [T] have one instruction: such pairs are not pushed apart. Groups are between `offsets` [N + 1].
+    """
+    total = queries.new_zeros(())
+    for first, last in pairwise(offsets.tolist()):
+        if first == last:
+            continue
+        q, t, key = queries[first:last], targets[first:last], same[first:last]
+        loss = -(q * t).sum(1).mean()
+        for vectors in (q, t):
+            variance = (vectors - vectors.mean(0)).square().mean(0).sum()
+            loss = loss - spread * variance.clamp(min=_LEAST_VARIANCE).log()
+        other = (key.unsqueeze(1) != key).to(q.dtype)
+        loss = loss + apart * ((q @ q.T).square() * other).sum() / other.sum().clamp(min=1)
+        total = total + weights[first:last].sum() * loss
+    return total
 
 
 def plain_full_softmax(queries: Tensor, items: Tensor, targets: Tensor) -> Tensor:

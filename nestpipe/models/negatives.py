@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from nestpipe.draw import Draw, integers
-from nestpipe.jagged import Batch
+from nestpipe.jagged import Batch, Jagged
 from nestpipe.models.config import LossConfig
 from nestpipe.ops.negatives import Blocks, draw_shifts
 
@@ -39,12 +39,15 @@ def blocks_of(loss: LossConfig, batch: Batch, draw: Draw) -> Blocks:
     return Blocks.shifted(units, draw_shifts(drawn, units.diff()))
 
 
-def group_runs(batch: Batch) -> tuple[Tensor, Tensor]:
-    """Where the events of each declared group begin [N + 1], and the groups' numbers [N]; raises ValueError if one is torn."""
+def group_runs(batch: Batch, rows: Jagged | None = None) -> tuple[Tensor, Tensor]:
+    """Where the events of each declared group begin [N + 1], and the groups' numbers [N]; raises ValueError if one is torn.
+
+    With `rows` (one per sample) it is where their values begin.
+    """
     if batch.groups is None:
         raise ValueError("the samples of the batch have no groups; set --data.group-size")
     numbers, counts = torch.unique_consecutive(batch.groups, return_counts=True)
     if len(numbers.unique()) < len(numbers):
         raise ValueError("samples of one group do not stand together in the batch")
     first_samples = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-    return batch.items.offsets.index_select(0, first_samples), numbers
+    return (rows or batch.items).offsets.index_select(0, first_samples), numbers

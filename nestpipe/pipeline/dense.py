@@ -22,6 +22,8 @@ class Dense:
     def __init__(self, module: nn.Module, config: DenseConfig, lane: Lane):
         self.lane = lane
         self._named = dict(module.named_parameters())
+        saved = module.state_dict().keys()
+        self._buffers = {name: buffer for name, buffer in module.named_buffers() if name in saved}
         parameters = list(self._named.values())
         self.weights = torch.cat([parameter.detach().flatten() for parameter in parameters])
         self.grads = torch.zeros_like(self.weights)
@@ -48,14 +50,14 @@ class Dense:
         self.grads.zero_()
 
     def export(self) -> dict[str, Tensor]:
-        """Named weights, and the optimizer's state in the layout of the flat buffer."""
-        named = {f"weights.{name}": parameter.detach().clone() for name, parameter in self._named.items()}
+        """Named weights and saved buffers, and the optimizer's state in the layout of the flat buffer."""
+        named = {f"weights.{name}": one.detach().clone() for name, one in (self._named | self._buffers).items()}
         return {**named, **{f"state.{name}": values.clone() for name, values in self._state.items()}}
 
     def load(self, content: dict[str, Tensor]) -> None:
         """Replaces weights and state by exported ones."""
         with torch.no_grad():
-            for name, parameter in self._named.items():
-                parameter.copy_(content[f"weights.{name}"])
+            for name, one in (self._named | self._buffers).items():
+                one.copy_(content[f"weights.{name}"])
         for name, values in self._state.items():
             values.copy_(content[f"state.{name}"])

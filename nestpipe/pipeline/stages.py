@@ -26,7 +26,7 @@ from nestpipe.embedding.route import Plan, route
 from nestpipe.embedding.sharded import Sharded, Window, larger
 from nestpipe.errors import ConfigError, TrainError
 from nestpipe.jagged import Batch
-from nestpipe.model import Model, Output
+from nestpipe.model import Model, Output, Selecting
 from nestpipe.pipeline.dense import Dense
 from nestpipe.pipeline.parts import PartsConfig
 
@@ -97,6 +97,8 @@ def read(
     """Cuts the batch into parts and finds out which rows each needs and who owns them."""
     check_coupling(state, batch)
     draw = Draw(state.seed, number)
+    if isinstance(state.model, Selecting):
+        batch = state.model.select(batch, draw)
     parts = state.cut.cut(batch)
     plan = route(
         [state.model.lookups(part, draw) for part in parts], list(state.embedding.tables), state.embedding.owners

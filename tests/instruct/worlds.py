@@ -5,8 +5,18 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from nestpipe.comm import World
+from nestpipe.embedding.config import DenseConfig, EmbeddingConfig
+from nestpipe.embedding.held import InPlace
+from nestpipe.embedding.optim import OPTIMIZERS
+from nestpipe.embedding.owner import Owners
+from nestpipe.embedding.sharded import Sharded
+from nestpipe.embedding.table import Table
 from nestpipe.hashing import mix64
 from nestpipe.instruct.trie import Trie
+from nestpipe.pipeline.dense import Dense
+from nestpipe.pipeline.parts import PartsConfig
+from nestpipe.pipeline.stages import TrainState
 
 
 def random_trie(num_items: int, sizes: tuple[int, ...], *, seed: int = 0, unique: bool = True) -> Trie:
@@ -71,3 +81,23 @@ def exhaustive(
         found.append((path, total))
     found.sort(key=lambda one: (-one[1], one[0]))
     return [(paths[path], total) for path, total in found]
+
+
+def state_of(model, *, cut: PartsConfig | None = None, seed: int = 0) -> TrainState:
+    """A model ready to be trained, on one rank."""
+    world = World.single()
+    settings = EmbeddingConfig(num_buckets=4)
+    tables = {
+        spec.name: Table(spec, OPTIMIZERS[settings.optimizer](settings), seed=seed, config=settings)
+        for spec in model.tables
+    }
+    embedding = Sharded(tables, world.lane("keys"), world.lane("rows"), Owners(4, 1))
+    embedding.holders = {name: InPlace(table) for name, table in tables.items()}
+    return TrainState(
+        model=model,
+        embedding=embedding,
+        dense=Dense(model, DenseConfig(), world.lane("dense")),
+        control=world.lane("control"),
+        seed=seed,
+        cut=cut or PartsConfig(),
+    )

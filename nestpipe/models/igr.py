@@ -1,0 +1,173 @@
+"""Which events of a long history a request needs: those that its instruction asks for (IGR, instruction-guided retrieval).
+
+    q = norm(psi_q[scenario; trigger; reasoning])      h = norm(psi_i[codes; text])
+    kept of each history = the newest `recent` events, and of those before the best `related` by q·h (ties: the newer), in time order
+
+Selection comes before a batch's rows are asked for, so the rest of the history costs nothing. It runs while earlier batches train,
+hence with a snapshot of psi_q and of all h that is frozen for a number of steps, taken between batches and saved with the
+checkpoint: what is selected depends on the step alone, not on how batches overlap. An item's h is made of dense parameters (its
+codes) and its text, so a snapshot needs no exchange. No gradient flows through a selection; psi_q and psi_i learn by the Q2I loss
+(losses.py). Where texts and reasoning come from one encoder, q·h starts as the likeness of the two texts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional as F
+
+from nestpipe.draw import Draw, lanes16
+from nestpipe.jagged import Batch, Jagged, offsets_of
+from nestpipe.models.encdec_config import EncDecConfig
+
+_FROZEN = "frozen_"
+
+
+class Ask(nn.Module):
+    """psi_q: what an instruction asks for."""
+
+    def __init__(self, config: EncDecConfig):
+        super().__init__()
+        width = config.igr_dim
+        self.scenario = nn.Parameter(torch.empty(config.num_scenarios + 1, width).normal_(std=width**-0.5))
+        self.no_trigger, self.no_reasoning = nn.Parameter(torch.zeros(width)), nn.Parameter(torch.zeros(width))
+        self.trigger = nn.Linear(width, width, bias=False)
+        self.reasoning = nn.Linear(config.reasoning_dim, width, bias=False) if config.reasoning_dim else None
+        self.up, self.down = nn.Linear(3 * width, 2 * width), nn.Linear(2 * width, width)
+        nn.init.zeros_(self.down.weight)
+        nn.init.zeros_(self.down.bias)
+
+    def forward(self, given: Mapping[str, Jagged], triggers: Tensor, num_rows: int) -> Tensor:
+        """Unit vectors [n, E]; `triggers` are the h of the trigger items there are."""
+        numbers = torch.zeros(num_rows, dtype=torch.int64)
+        if "scenario" in given:
+            numbers = numbers.index_copy(0, given["scenario"].row_of_value(), given["scenario"].values + 1)
+        scenario = F.embedding(numbers, self.scenario)
+        trigger = self.no_trigger.expand(num_rows, -1)
+        if "trigger" in given:
+            trigger = trigger.index_copy(0, given["trigger"].row_of_value(), self.trigger(triggers))
+        reasoning = self.no_reasoning.expand(num_rows, -1)
+        if self.reasoning is not None and "reasoning" in given:
+            known = self.reasoning(given["reasoning"].values.to(self.scenario.dtype))
+            reasoning = reasoning.index_copy(0, given["reasoning"].row_of_value(), known)
+        hidden = F.relu(self.up(torch.cat([scenario, trigger, reasoning], 1)))
+        return F.normalize(trigger + reasoning + self.down(hidden), dim=1, eps=1e-6)
+
+
+class Igr(nn.Module):
+    """Instructions and items as unit vectors of one space, and what is selected by them."""
+
+    items: Tensor  # the snapshot's h [I, E] by catalogue position
+    version: Tensor  # the step that the snapshot was taken at
+    text: Tensor  # vectors [I, text] of the items' texts; no columns if there are none
+
+    def __init__(self, config: EncDecConfig, text: Tensor | None, num_items: int):
+        super().__init__()
+        self.config = config
+        self.register_buffer("text", torch.zeros(num_items, 0) if text is None else text, persistent=False)
+        self.ask = Ask(config)
+        self.item = nn.Linear(config.dim + self.text.shape[1], config.igr_dim, bias=False)
+        if self.ask.reasoning is not None and self.text.shape[1] == config.reasoning_dim:
+            with torch.no_grad():
+                self.ask.reasoning.weight.normal_(std=config.igr_dim**-0.5)
+                self.item.weight[:, config.dim :] = self.ask.reasoning.weight
+        for name, parameter in self.ask.named_parameters():
+            self.register_buffer(_FROZEN + name.replace(".", "_"), parameter.detach().clone())
+        self.register_buffer("items", torch.zeros(num_items, config.igr_dim))
+        self.register_buffer("version", torch.zeros((), dtype=torch.int64))
+
+    def vectors(self, positions: Tensor, codes: Tensor) -> Tensor:
+        """h [n, E] of items, by position and by the sum of their code vectors [n, D], which get no gradient."""
+        text = self.text.index_select(0, positions).to(codes.dtype)
+        return F.normalize(self.item(torch.cat([codes.detach(), text], 1)), dim=1, eps=1e-6)
+
+    @torch.no_grad()
+    def refresh(self, codes: Tensor, num_steps: int) -> None:
+        """Takes a new snapshot; codes [I, D] of the whole catalogue."""
+        self.items.copy_(self.vectors(torch.arange(len(codes)), codes))
+        for name, parameter in self.ask.named_parameters():
+            getattr(self, _FROZEN + name.replace(".", "_")).copy_(parameter)
+        self.version.fill_(num_steps)
+
+    @torch.no_grad()
+    def select(
+        self, batch: Batch, given: Mapping[str, Jagged], positions: Tensor, triggers: Tensor, draw: Draw | None
+    ) -> Batch:
+        """The batch with the kept events only; `given` has the instruction of each sample, positions are in the catalogue."""
+        rows, places = batch.items.row_of_value(), batch.items.positions()
+        lengths = batch.items.lengths()
+        recent = places >= (lengths - self.config.igr_recent).index_select(0, rows)
+        match self.config.igr:
+            case "query":
+                asked = self._frozen_queries(given, triggers, batch.num_samples)
+                scores = (asked.index_select(0, rows) * self.items.double().index_select(0, positions)).sum(1)
+            case "random":
+                keys = (draw or Draw(0, 0)).keys("igr", batch.sample_of_token(), places)
+                scores = lanes16(keys, 1).flatten().double()
+            case _:
+                scores = places.double()
+        return keep_events(batch, recent | best(scores.masked_fill(recent, -torch.inf), rows, self.config.igr_related))
+
+    def _frozen_queries(self, given: Mapping[str, Jagged], triggers: Tensor, num_rows: int) -> Tensor:
+        # In double precision, so that the order of scores does not depend on who else is in the batch.
+        frozen = {
+            name: cast(Tensor, getattr(self, _FROZEN + name.replace(".", "_"))).double()
+            for name, _ in self.ask.named_parameters()
+        }
+        vectors = self.items.double().index_select(0, triggers)
+        found: Tensor = functional_call(self.ask, frozen, (given, vectors, num_rows))
+        return found
+
+
+def best(scores: Tensor, rows: Tensor, num: int) -> Tensor:
+    """Which values [T] are among the `num` best of their row, finite ones only; of equal ones the later."""
+    order = torch.arange(len(scores) - 1, -1, -1)
+    order = order[scores[order].argsort(descending=True, stable=True)]
+    order = order[rows[order].argsort(stable=True)]
+    ordered = rows[order]
+    rank = torch.arange(len(order)) - torch.searchsorted(ordered, ordered)
+    taken = torch.empty_like(rank).index_copy_(0, order, rank) < num
+    return taken & scores.isfinite()
+
+
+def same_instructions(given: Mapping[str, Jagged], num_rows: int) -> Tensor:
+    """Numbers [n] that are equal where scenario, trigger and reasoning are."""
+    columns = []
+    for name in ("scenario", "trigger", "reasoning"):
+        if name in given:
+            rows, values = given[name].row_of_value(), given[name].values.reshape(len(given[name].values), -1)
+            bits = values if values.dtype == torch.int64 else values.float().view(torch.int32).to(torch.int64)
+            known = torch.zeros(num_rows, 1, dtype=torch.int64).index_fill_(0, rows, 1)
+            columns += [known, torch.zeros(num_rows, bits.shape[1], dtype=torch.int64).index_copy_(0, rows, bits)]
+    if not columns or not num_rows:
+        return torch.zeros(num_rows, dtype=torch.int64)
+    numbers: Tensor = torch.cat(columns, 1).unique(dim=0, return_inverse=True)[1]
+    return numbers
+
+
+def keep_events(batch: Batch, keep: Tensor) -> Batch:
+    """The same samples with some of their events [T] only, in the order they had."""
+    places = keep.nonzero().flatten()
+    counts = torch.zeros(batch.num_samples, dtype=torch.int64)
+    counts.index_add_(0, batch.items.row_of_value(), keep.to(torch.int64))
+    offsets, longest = offsets_of(counts), int(counts.max()) if len(counts) else 0
+
+    def pick(jagged: Jagged | None) -> Jagged | None:
+        return None if jagged is None else Jagged(jagged.values.index_select(0, places), offsets, longest)
+
+    items = pick(batch.items)
+    assert items is not None
+    return dataclasses.replace(
+        batch,
+        items=items,
+        times=pick(batch.times),
+        query_times=pick(batch.query_times),
+        targets=pick(batch.targets),
+        event_features={name: one.select(places) for name, one in batch.event_features.items()},
+        target_features={name: one.select(places) for name, one in batch.target_features.items()},
+    )

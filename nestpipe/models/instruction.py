@@ -1,0 +1,94 @@
+"""The instruction token, and which events of a batch are queries that have one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from nestpipe.draw import Draw, lanes16
+from nestpipe.jagged import Batch, Jagged, offsets_of
+from nestpipe.models.encdec_config import EncDecConfig
+
+
+class Instruction(nn.Module):
+    """The instruction token of each row of some features."""
+
+    def __init__(self, config: EncDecConfig):
+        super().__init__()
+        dim = config.dim
+        self.scenario = nn.Parameter(torch.empty(config.num_scenarios + 1, dim).normal_(std=0.02))
+        self.no_trigger = nn.Parameter(torch.zeros(dim))
+        self.no_reasoning = nn.Parameter(torch.zeros(dim))
+        self.reasoning = nn.Linear(config.reasoning_dim, dim) if config.reasoning_dim else None
+        self.up, self.down = nn.Linear(3 * dim, 2 * dim), nn.Linear(2 * dim, dim)
+
+    def forward(self, given: Mapping[str, Jagged], triggers: Tensor, num_rows: int) -> Tensor:
+        """Tokens [n, D]; `triggers` are the vectors of the trigger items there are."""
+        scenario = torch.zeros(num_rows, dtype=torch.int64)
+        if "scenario" in given:
+            rows = given["scenario"]
+            scenario = scenario.index_copy(0, rows.row_of_value(), rows.values + 1)
+        parts = [F.embedding(scenario, self.scenario)]
+        trigger = self.no_trigger.expand(num_rows, -1)
+        if "trigger" in given:
+            trigger = trigger.index_copy(0, given["trigger"].row_of_value(), triggers)
+        reasoning = self.no_reasoning.expand(num_rows, -1)
+        if self.reasoning is not None and "reasoning" in given:
+            rows = given["reasoning"]
+            known = self.reasoning(rows.values.to(self.reasoning.weight.dtype))
+            reasoning = reasoning.index_copy(0, rows.row_of_value(), known)
+        hidden = F.relu(self.up(torch.cat([*parts, trigger, reasoning], 1)))
+        token: Tensor = self.down(hidden)
+        return token
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Queries:
+    """Events [T] that are trained, as rows of their samples, with the targets [T] and the instruction of each."""
+
+    rows: Jagged
+    events: Tensor
+    targets: Tensor
+    given: Mapping[str, Jagged]
+    samples: Tensor  # the global sample id of each
+    places: Tensor  # what tells the queries of a sample apart; does not depend on which other events were kept
+
+    def instructions(self, dropout: float, draw: Draw | None) -> Mapping[str, Jagged]:
+        """The instruction of each; in training some lose their reasoning, so that both states are learned."""
+        if draw is None or not dropout or "reasoning" not in self.given:
+            return self.given
+        keys = draw.keys("reasoning", self.samples, self.places)
+        kept = (lanes16(keys, 1) >= round(dropout * 65536) - 32768).flatten()
+        rows = self.given["reasoning"]
+        values = kept.index_select(0, rows.row_of_value()).nonzero().flatten()
+        reasoning = Jagged(rows.values.index_select(0, values), offsets_of(rows.lengths() * kept), rows.max_len)
+        return {**self.given, "reasoning": reasoning}
+
+    def of_samples(self, given: Mapping[str, Jagged]) -> dict[str, Jagged]:
+        """Instructions as rows of samples, of which those without a query have none; for at most one query per sample."""
+        rows, zeros = self.rows.row_of_value(), torch.zeros(self.rows.num_rows, dtype=torch.int64)
+        return {
+            name: Jagged(one.values, offsets_of(zeros.index_copy(0, rows, one.lengths())), one.max_len)
+            for name, one in given.items()
+        }
+
+
+def queries_of(batch: Batch, which: Literal["all", "last"]) -> Queries:
+    """All events of a training batch, or the last of each sample that has some."""
+    if batch.targets is None:
+        raise ValueError("a training batch needs targets")
+    if which == "all":
+        events, samples, places = torch.arange(batch.num_tokens), batch.sample_of_token(), batch.items.positions()
+        return Queries(batch.items, events, batch.targets.values, batch.target_features, samples, places)
+    some = batch.items.lengths() > 0
+    events = (batch.items.offsets[1:] - 1)[some]
+    given = {name: one.select(events) for name, one in batch.target_features.items()}
+    rows = Jagged(events, offsets_of(some.to(torch.int64)), 1)
+    samples = batch.sample_ids.index_select(0, rows.row_of_value())
+    targets = batch.targets.values.index_select(0, events)
+    return Queries(rows, events, targets, given, samples, torch.zeros_like(samples))
