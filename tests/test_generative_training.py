@@ -114,6 +114,26 @@ def test_other_ids_are_refused_by_run_and_checkpoint(world, calm, tmp_path):
     assert not (tmp_path / "run" / "config.json").exists()
 
 
+def test_selection_takes_part_in_overlap_and_resume_bit_for_bit(world, tmp_path):
+    """Events are chosen ahead of time, by a snapshot of every third step: whatever overlaps, and wherever a run is cut."""
+
+    def config(mode, steps):
+        found = config_of(world, mode)
+        model = replace(
+            found.model, queries="last", igr="query", igr_recent=2, igr_related=2, igr_refresh_steps=3, q2i=0.5
+        )
+        data = replace(found.data, max_len=12, batch_size=12, group_size=4)
+        return replace(found, model=model, data=data, train=replace(found.train, steps=steps, epochs=9, eval_epochs=2))
+
+    calm = train_to_end(config("sequential", 8), tmp_path / "calm", quiet=True).run
+    train_to_end(config("nested", 4), tmp_path / "run", quiet=True)
+    train_to_end(config("nested", 8), tmp_path / "run", resume=True, quiet=True)
+    assert not differing_tensors(calm.folder, tmp_path / "run")
+    state = calm.load_state()[0]
+    assert int(state.model.igr.version) == 6
+    assert not torch.equal(state.model.igr.frozen_up_weight, state.model.igr.ask.up.weight)
+
+
 def test_lists_cannot_be_longer_than_the_beam(world):
     config = config_of(world)
     with pytest.raises(ConfigError, match=r"eval\.ks goes up to 10, but model\.beam 4"):

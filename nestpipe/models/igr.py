@@ -7,7 +7,7 @@ Selection comes before a batch's rows are asked for, so the rest of the history 
 hence with a snapshot of psi_q and of all h that is frozen for a number of steps, taken between batches and saved with the
 checkpoint: what is selected depends on the step alone, not on how batches overlap. An item's h is made of dense parameters (its
 codes) and its text, so a snapshot needs no exchange. No gradient flows through a selection; psi_q and psi_i learn by the Q2I loss
-(losses.py). Where texts and reasoning come from one encoder, q·h starts as the likeness of the two texts.
+(losses.py). Where texts and reasoning come from one encoder, q·h starts as the likeness of the texts.
 """
 
 from __future__ import annotations
@@ -35,10 +35,13 @@ class Ask(nn.Module):
         super().__init__()
         width = config.igr_dim
         self.scenario = nn.Parameter(torch.empty(config.num_scenarios + 1, width).normal_(std=width**-0.5))
-        self.no_trigger, self.no_reasoning = nn.Parameter(torch.zeros(width)), nn.Parameter(torch.zeros(width))
+        # Not zero: the direction of nothing has no gradient that is finite.
+        self.no_trigger = nn.Parameter(torch.empty(width).normal_(std=0.02))
+        self.no_reasoning = nn.Parameter(torch.empty(width).normal_(std=0.02))
         self.trigger = nn.Linear(width, width, bias=False)
         self.reasoning = nn.Linear(config.reasoning_dim, width, bias=False) if config.reasoning_dim else None
         self.up, self.down = nn.Linear(3 * width, 2 * width), nn.Linear(2 * width, width)
+        nn.init.eye_(self.trigger.weight)  # before anything is learned, related is what is like the trigger
         nn.init.zeros_(self.down.weight)
         nn.init.zeros_(self.down.bias)
 
@@ -63,7 +66,7 @@ class Igr(nn.Module):
     """Instructions and items as unit vectors of one space, and what is selected by them."""
 
     items: Tensor  # the snapshot's h [I, E] by catalogue position
-    version: Tensor  # the step that the snapshot was taken at
+    version: Tensor  # [1] the step that the snapshot was taken at
     text: Tensor  # vectors [I, text] of the items' texts; no columns if there are none
 
     def __init__(self, config: EncDecConfig, text: Tensor | None, num_items: int):
@@ -79,7 +82,7 @@ class Igr(nn.Module):
         for name, parameter in self.ask.named_parameters():
             self.register_buffer(_FROZEN + name.replace(".", "_"), parameter.detach().clone())
         self.register_buffer("items", torch.zeros(num_items, config.igr_dim))
-        self.register_buffer("version", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("version", torch.zeros(1, dtype=torch.int64))
 
     def vectors(self, positions: Tensor, codes: Tensor) -> Tensor:
         """h [n, E] of items, by position and by the sum of their code vectors [n, D], which get no gradient."""
