@@ -17,7 +17,6 @@ from nestpipe.draw import Draw, bits
 from nestpipe.hashing import shift_right
 from nestpipe.instruct.beam import Decoder, Softmax
 from nestpipe.instruct.trie import Pool, Trie, check_version
-from nestpipe.jagged import ranges
 
 
 class Rollout(NamedTuple):
@@ -43,14 +42,14 @@ def draw_paths(
     nodes = torch.zeros(len(samples), num, dtype=torch.int64)
     codes, logs = nodes, []
     for level in range(trie.num_levels):
-        logits = _logits(decoder, level, num, codes)
-        legal, live = _live_codes(trie, level, nodes, pool)
+        logits = _logits(decoder, level, codes, nodes)
+        after = _live_nodes(trie, level, nodes, pool)
+        live = after >= 0
         log_probs = _log_softmax(logits, live, softmax)
         keys = draw.keys("paths", samples, torch.full_like(samples, level))
         codes = (log_probs.double() + _gumbel(keys, log_probs)).masked_fill(~live, -torch.inf).argmax(2)
         logs.append(log_probs.gather(2, codes.unsqueeze(2)))
-        rank = legal.cumsum(2).gather(2, codes.unsqueeze(2)).squeeze(2) - 1
-        nodes = trie.first[level].index_select(0, nodes.flatten()).view_as(nodes) + rank
+        nodes = after.gather(2, codes.unsqueeze(2)).squeeze(2)
     return Rollout(nodes, torch.cat(logs, 2))
 
 
@@ -64,19 +63,19 @@ def path_log_probs(
     every = trie.item_codes.index_select(0, items).view(*leaves.shape, -1)
     logs = []
     for level in range(trie.num_levels):
-        logits = _logits(decoder, level, leaves.shape[1], every[:, :, level - 1])
         before = path[:, :, level - 1] if level else torch.zeros_like(leaves)
-        live = _live_codes(trie, level, before, pool)[1]
+        logits = _logits(decoder, level, every[:, :, level - 1], before)
+        live = _live_nodes(trie, level, before, pool) >= 0
         logs.append(_log_softmax(logits, live, softmax).gather(2, every[:, :, level : level + 1]))
     return torch.cat(logs, 2)
 
 
-def _logits(decoder: Decoder, level: int, num: int, codes: Tensor) -> Tensor:
-    """Logits [R, G, C] of a level, after the codes [R, G] of the level before."""
+def _logits(decoder: Decoder, level: int, codes: Tensor, nodes: Tensor) -> Tensor:
+    """Logits [R, G, C] of a level, after the codes and nodes [R, G] of the level before."""
     if not level:
-        return decoder.first().expand(-1, num, -1)
-    parents = torch.zeros_like(codes) if level == 1 else torch.arange(num).expand_as(codes)
-    return decoder.next(parents, codes)
+        return decoder.first().expand(-1, codes.shape[1], -1)
+    parents = torch.zeros_like(codes) if level == 1 else torch.arange(codes.shape[1]).expand_as(codes)
+    return decoder.next(parents, codes, nodes)
 
 
 def _log_softmax(logits: Tensor, live: Tensor, softmax: Softmax) -> Tensor:
@@ -85,20 +84,16 @@ def _log_softmax(logits: Tensor, live: Tensor, softmax: Softmax) -> Tensor:
     return logits.log_softmax(2)
 
 
-def _live_codes(trie: Trie, level: int, nodes: Tensor, pool: Pool | None) -> tuple[Tensor, Tensor]:
-    """Which codes [R, G, C] follow nodes [R, G] of the level before: all there are, and those that are live."""
-    flat = nodes.flatten()
-    legal = trie.legal(level, flat).view(*nodes.shape, -1)
-    if pool is None:
-        return legal, legal
-    start = trie.first[level].index_select(0, flat)
-    count = trie.first[level].index_select(0, flat + 1) - start
-    live = torch.zeros_like(legal).flatten()
-    # The children of a node stand in the order of their codes, as do the places of its legal codes.
-    of_request = torch.arange(len(nodes)).repeat_interleave(nodes.shape[1]).repeat_interleave(count)
-    alive = pool.live[level][of_request if len(pool.live[level]) > 1 else 0, ranges(start, count)]
-    live[legal.flatten().nonzero().flatten()[alive]] = True
-    return legal, live.view_as(legal)
+def _live_nodes(trie: Trie, level: int, nodes: Tensor, pool: Pool | None) -> Tensor:
+    """The live nodes [R, G, C] that each code leads to from nodes [R, G] of the level before; -1 where there is none."""
+    children, places = trie.children(level, nodes.flatten())
+    size = trie.sizes[level]
+    if pool is not None:
+        live = pool.live[level]
+        request = places // (size * nodes.shape[1]) if len(live) > 1 else torch.zeros_like(places)
+        children = children.masked_fill(~live[request, children], -1)
+    found = torch.full((nodes.numel() * size,), -1, dtype=torch.int64)
+    return found.index_copy_(0, places, children).view(*nodes.shape, size)
 
 
 def _gumbel(keys: Tensor, like: Tensor) -> Tensor:

@@ -48,7 +48,7 @@ class TableDecoder:
     def first(self):
         return self._tables[0]
 
-    def next(self, parents, codes):
+    def next(self, parents, codes, nodes):
         self._level += 1
         before = 0 if self._prefix is None else self._prefix.gather(1, parents) * 4
         self._prefix = before + codes

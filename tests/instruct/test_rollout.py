@@ -74,7 +74,7 @@ def test_draws_belong_to_the_request():
 
 
 def test_the_model_is_drawn_from_and_learns_through_its_paths():
-    model, history = model_of(), [0, 5, 9]
+    model, history = model_of(prefix_vectors=16), [0, 5, 9]
     asked = batch_of([history], targets=False, scenario=1, reasoning=0.5)
 
     def decoding():
