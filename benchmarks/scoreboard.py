@@ -65,6 +65,92 @@ def rows() -> Iterator[Row]:
         for recipe, found in one["figures"].items():
             beside = f"padded count {found['mfu_padded']:.2f} at fill {found['fill']:.2f}"
             yield f"mfu_effective of a training step, {recipe}", f"{found['mfu_effective']:.2f}", beside, "mfu.py"
+    yield from _generative_training()
+    yield from _serving()
+    yield from _quality()
+
+
+def _generative_training() -> Iterator[Row]:
+    for one in records("balance")[-1:]:
+        found = one["figures"]
+        for shape, limit in (("8x8", 0.01), ("6x16", 0.015)):
+            by_way = {way: values[0] for way, values in found[f"{shape}, b/a 0.0005"].items()}
+            beside = f"fixed shares {by_way['fixed']:.1%}; limit {limit:.1%}; no way below {by_way['bound']:.2%}"
+            title = f"wait for the slowest rank / step, lengths-kuai, {shape} samples x ranks, by the cost model"
+            yield title, f"{by_way['swaps']:.2%}", beside, "balance.py"
+        for waits in [found["measured"]["wait"]] if "measured" in found else []:
+            share, low, high = waits["balanced"]
+            beside = f"fixed shares {waits['fixed'][0]:.1%}"
+            yield "the same, four real ranks", f"{share:.1%} ({low:.1%}-{high:.1%})", beside, "balance.py"
+    for one in records("negatives", lambda settings: not settings["quality"])[-1:]:
+        found = one["figures"]
+        beside = f"{found['ml1m']['R = 64, k = 4']['over R = 64']:.2f}x with 3,706 items; limit 1.30x"
+        shared = found["million"]["R = 64, k = 4"]
+        low, high = shared["range"]
+        value = f"{shared['over R = 64']:.2f}x ({low:.2f}-{high:.2f})"
+        yield "64 negatives shared by 4 events over 64 of their own, a million items", value, beside, "negatives.py"
+        memory = f"{found['peak_mib']:.0f} MiB beside {found['plain_peak_mib']:,.0f} MiB"
+        yield (
+            "peak memory of 128 negatives over the plain definition",
+            f"{found['peak_memory_ratio']:.3f}x",
+            memory,
+            "negatives.py",
+        )
+    for one in records("beam")[-1:]:
+        title = "beam search, 256 beams, 3 levels, 100,000 items, over a loop over beams"
+        yield title, figure(one["figures"], "vs_loop"), "limit 10x", "beam.py"
+
+
+def _serving() -> Iterator[Row]:
+    for one in records("relay", lambda settings: settings.get("workload") == "relay-long")[-1:]:
+        found = one["figures"]
+        without = f"without reuse {figure(found, 'goodput_ratio_no_reuse')}; published 3.6x"
+        yield (
+            "goodput over full inference at the P99 budget, relay-long",
+            figure(found, "goodput_ratio"),
+            without,
+            "relay.py",
+        )
+        yield (
+            "longest history over full inference, relay-long",
+            figure(found, "history_ratio"),
+            "published 1.5x",
+            "relay.py",
+        )
+    for one in records("relay", lambda settings: settings.get("workload") == "relay-ml1m")[-1:]:
+        found = one["figures"]
+        low, high = found["idle_cpu_overhead_range"]
+        value = f"{found['idle_cpu_overhead']:+.1%} ({low:+.1%}-{high:+.1%})"
+        yield (
+            "CPU per answer over full inference where histories are short, relay-ml1m",
+            value,
+            "limit +3 %",
+            "relay.py",
+        )
+
+
+def _quality() -> Iterator[Row]:
+    published = {"hstu": "published .3097", "hstu_large": "published .3294", "sasrec": "published .2853"}
+    for model, beside in published.items():
+        wanted = records("quality_ml1m", lambda one, model=model: _is_test(one, model))
+        for one in wanted[-1:]:
+            low, high = one["figures"]["hr@10, 95 % over users"]
+            value = f"{one['figures']['hr@10']:.4f} ({low:.4f}-{high:.4f})"
+            title = f"HR@10 on MovieLens-1M, Meta's protocol, {model}, 101 epochs; range: 95 % over users"
+            yield title, value, beside, f"quality_ml1m.py --models {model}"
+    beside = {"generative": "TIGER .0648", "sasrec": "full softmax, the same protocol"}
+    for arm, note in beside.items():
+        for one in records("quality_beauty", lambda settings, arm=arm: settings["arm"] == arm)[-1:]:
+            low, high = one["figures"]["hr@10, 95 %"]
+            value = f"{one['figures']['hr@10']:.4f} ({low:.4f}-{high:.4f})"
+            yield f"HR@10 on Amazon Beauty, {arm}; range: 95 % over users", value, note, "quality_beauty.py"
+
+
+def _is_test(settings: Figures, model: str) -> bool:
+    """A full training whose last items were ranked, not a choice of settings."""
+    if settings["model"] != model:
+        return False
+    return settings["config"]["train"]["epochs"] == 101 and not settings["config"]["data"]["validation"]
 
 
 def _train_step(networks: Figures, settings: Figures) -> Iterator[Row]:
