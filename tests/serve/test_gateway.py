@@ -18,14 +18,14 @@ import pytest
 
 from nestpipe.client import AsyncClient, Client, ServiceError
 from nestpipe.serve.cascade import Cascade, LocalUpstream
-from nestpipe.serve.config import Stages
-from nestpipe.serve.gateway import Gateway, Limits, admin_app
+from nestpipe.serve.config import GatewayLimits, Stages
+from nestpipe.serve.gateway import Gateway, admin_app
 from nestpipe.serve.remote import Remote
 from nestpipe.serve.router import Members
 from tests.serve.instances import FakeInstance, Served, true_ranking
 from tests.serve.test_cascade import ITEMS, TLS, retriever
 
-LIMITS = Limits(max_bytes=20_000, body_s=0.3, max_history=50, max_candidates=300, max_k=100, max_under_way=4)
+LIMITS = GatewayLimits(max_bytes=20_000, body_s=0.3, max_history=50, max_candidates=300, max_k=100, max_under_way=4)
 STAGES = Stages(retrieval_ms=9000, prerank_ms=9000, rank_ms=9000, signal_ms=1000, num_retrieved=60, num_candidates=20)
 TOKEN = "admin token"
 
