@@ -94,6 +94,8 @@ class GatewayLimits:
     max_k: int = 1000
     max_events: int = 1000
     deadline_ms: float = 60_000.0
+    write_s: float = 5.0
+    """How long an instance may take for events and invalidations."""
     max_under_way: int = 256
     """Requests at once; the next is refused at once, with 429."""
 

@@ -177,7 +177,7 @@ class Gateway:
                 f"field 'events' must be a list of at most {self._limits.max_events:,}.", code="bad_events"
             )
         if self._shared_log:
-            return {"instances": [await self._remote.to_any("/v1/events", body, timeout_s=self._limits.body_s)]}
+            return {"instances": [await self._remote.to_any("/v1/events", body, timeout_s=self._limits.write_s)]}
         return await self._to_all("/v1/events", body)
 
     async def _invalidate(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -186,7 +186,7 @@ class Gateway:
 
     async def _to_all(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """The same to every instance. Both calls are idempotent: a caller that is told of a failure sends again."""
-        said = await self._remote.broadcast(path, body, timeout_s=self._limits.body_s)
+        said = await self._remote.broadcast(path, body, timeout_s=self._limits.write_s)
         if failed := {name: error for name, error in said.items() if error is not None}:
             first = next(iter(failed.values()))
             message = f"{len(failed)} of {len(said)} instances did not take it ({first}); send the same again."

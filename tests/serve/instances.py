@@ -77,6 +77,7 @@ class FakeInstance:
         self.calls: list[tuple[str, dict[str, Any]]] = []
         self.pinned: dict[str, int] = {}
         self.ready = True
+        self.reason = "admitted"
         self.clock: Callable[[], float] = time.time
         self.start()
 
@@ -126,9 +127,11 @@ class FakeInstance:
             expiry=self.clock() + 30,
             query_time=body["query_time"],
         )
-        text = sign(ticket, SECRET)
-        self.pinned[text] = body["user"]
-        answer = {"ticket": text, "admitted": True, "reason": "at_risk", "instance": self.name, "epoch": self.epoch}
+        text = sign(ticket, SECRET) if self.reason in {"admitted", "probe", "already_live"} else None
+        if text is not None:
+            self.pinned[text] = body["user"]
+        said = {"admitted": self.reason in {"admitted", "probe"}, "reason": self.reason}
+        answer = {"ticket": text, **said, "instance": self.name, "epoch": self.epoch}
         return JSONResponse(answer)
 
     async def _rank(self, request: Request) -> Response:

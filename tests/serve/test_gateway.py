@@ -68,6 +68,7 @@ def served() -> Iterator[World]:
 def world(served: World) -> World:
     for one in served.fleet:
         one.delay_s, one.status, one.garbage, one.calls, one.pinned, one.ready = {}, {}, False, [], {}, True
+        one.reason = "admitted"
         served.members.join(one.name, one.url)
     return served
 
@@ -91,7 +92,7 @@ def test_both_clients_get_typed_answers(world):
         client.send_events([{"id": "x", "user": 3, "item": 100, "time": 1}])
         client.invalidate(3)
     assert len(answer.pairs()) == 4
-    assert (answer.request, answer.path, answer.attempts, answer.signal) == ("one", "hit_device", 1, "at_risk")
+    assert (answer.request, answer.path, answer.attempts, answer.signal) == ("one", "hit_device", 1, "admitted")
     assert set(answer.stages) == {"retrieval", "prerank", "rank"}
     assert (ranked.items, ranked.path) == (true_ranking(3, items, 5), "hit_device")
     assert all(one.paths().count("events") == one.paths().count("invalidate") == 1 for one in world.fleet)
@@ -110,6 +111,19 @@ def test_both_clients_get_typed_answers(world):
                 await client.recommend(3, k=0)
 
     asyncio.run(again())
+
+
+@pytest.mark.parametrize(
+    ("reason", "admitted"), [("admitted", True), ("probe", True), ("already_live", False), ("not_at_risk", False)]
+)
+def test_admitted_is_what_is_computed_for_this_signal(world, reason, admitted):
+    """A prefix that is live already is held for the request too: it has a ticket, but nothing new is computed."""
+    for one in world.fleet:
+        one.reason = reason
+    with Client(world.url) as client:
+        said = client.preinfer(3, request="one", candidates=30)
+    assert (said.reason, said.admitted) == (reason, admitted)
+    assert (said.ticket is not None) == (reason != "not_at_risk")
 
 
 @pytest.mark.parametrize(
