@@ -1,13 +1,16 @@
 """Open-loop load on a cascade: requests start when a Poisson process says, whatever became of those before.
 
-A closed loop would wait for slow answers and so hide the queue. The generator's own lateness is measured; a run in which it
-was above 2 ms at its 99th percentile is void, because then the generator was measured. Requests under way are bounded;
-one that would be above the bound is not sent and counts as bad.
+A closed loop would wait for slow answers and so hide the queue. One thread sends by a schedule that was made before; the
+gateway's event loop has its own. The generator's own lateness is measured; a run in which it was above 2 ms at its 99th
+percentile is void, because then the generator was measured. Requests under way are bounded; one that would be above the
+bound is not sent and counts as bad.
 """
 
 from __future__ import annotations
 
 import asyncio
+import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -20,6 +23,7 @@ from nestpipe.serve.retrieval import Candidates, Ints
 
 MAX_LAG_MS = 2.0
 MAX_UNDER_WAY = 512
+SWITCH_S = 1e-4  # how long the gateway may keep Python's lock while the generator waits for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +75,8 @@ class Outcome:
     """What became of a load: milliseconds of the rank stage, who was degraded, and how late the generator was."""
 
     rank_ms: list[float] = field(default_factory=list)
+    at_s: list[float] = field(default_factory=list)  # when each was asked
+    problems: Counter[str] = field(default_factory=Counter)  # why some have no ranking
     degraded: list[bool] = field(default_factory=list)
     lag_ms: list[float] = field(default_factory=list)
     paths: Counter[str] = field(default_factory=Counter)
@@ -105,34 +111,52 @@ class Outcome:
 
 async def offer(cascade: Cascade, load: Load, *, name: str) -> Outcome:
     """Sends a load and waits for the last answer."""
-    outcome, under_way = Outcome(), set[asyncio.Task[None]]()
-    start = time.monotonic()
+    outcome, under_way, loop = Outcome(), set[asyncio.Task[None]](), asyncio.get_running_loop()
+    requests = [
+        Request(user=int(user), request=f"{name}-{number}", k=10, query_time=int(asked))
+        for number, (user, asked) in enumerate(zip(load.users, load.query_times, strict=True))
+    ]
 
     async def one(number: int) -> None:
-        request = Request(
-            user=int(load.users[number]), request=f"{name}-{number}", k=10, query_time=int(load.query_times[number])
-        )
         try:
-            answer = await cascade.recommend(request)
+            answer = await cascade.recommend(requests[number])
         except Exception:
             outcome.num_failed += 1
             raise
         outcome.rank_ms.append(answer.stages["rank"].ms)
+        outcome.at_s.append(float(load.at_s[number]))
         outcome.degraded.append(answer.degraded)
         outcome.paths[answer.path] += 1
+        outcome.problems.update([answer.problem] if answer.problem else [])
 
-    for number, at_s in enumerate(load.at_s):
-        wait_s = start + at_s - time.monotonic()
-        if wait_s > 0:
-            await asyncio.sleep(wait_s)
-        outcome.lag_ms.append(max(time.monotonic() - start - at_s, 0.0) * 1e3)
+    def start_one(number: int) -> None:
         if len(under_way) >= MAX_UNDER_WAY:
             outcome.num_unsent += 1
-            continue
+            return
         task = asyncio.create_task(one(number))
         under_way.add(task)
         task.add_done_callback(under_way.discard)
-    problems = [one for one in await asyncio.gather(*under_way, return_exceptions=True) if one is not None]
+
+    def send() -> None:
+        for number, at_s in enumerate(load.at_s):
+            wait_s = start + at_s - time.monotonic()
+            if wait_s > 0:
+                time.sleep(wait_s)
+            outcome.lag_ms.append(max(time.monotonic() - start - at_s, 0.0) * 1e3)
+            loop.call_soon_threadsafe(start_one, number)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_S)
+    start = time.monotonic()
+    sender = threading.Thread(target=send, name="generator", daemon=True)
+    sender.start()
+    try:
+        while sender.is_alive():
+            await asyncio.sleep(0.02)
+        await asyncio.sleep(0)  # what the sender handed over last is started
+        problems = [one for one in await asyncio.gather(*under_way, return_exceptions=True) if one is not None]
+    finally:
+        sys.setswitchinterval(before)
     outcome.seconds = time.monotonic() - start
     for problem in problems[:3]:
         print(f"  a request failed: {problem!r}")
@@ -143,7 +167,7 @@ def highest_rate(
     is_met: Callable[[float], bool], *, start: float, step: float = 1.25, least: float = 0.5, most: float = 2000.0
 ) -> float:
     """The highest rate on the ladder start * step ** n that is met; 0 if not even the least is. Searches from `start` on."""
-    rate, last_met = start, 0.0
+    rate = start
     if is_met(rate):
         while rate * step <= most and is_met(rate * step):
             rate *= step
@@ -151,9 +175,17 @@ def highest_rate(
     while rate / step >= least:
         rate /= step
         if is_met(rate):
-            last_met = rate
-            break
-    return last_met
+            return rate
+    return 0.0
+
+
+def last_met(is_met: Callable[[int], bool], num_rungs: int) -> int:
+    """The last of some rungs, of which the first ones are met, by halving; -1 if none is."""
+    low, high = -1, num_rungs
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if is_met(middle) else (low, middle)
+    return low
 
 
 def summary(outcomes: Sequence[Outcome]) -> dict[str, int]:

@@ -84,6 +84,23 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayLimits:
+    """What one client may ask of a gateway."""
+
+    max_bytes: int = 1 << 20
+    body_s: float = 5.0
+    max_history: int = 8192
+    max_candidates: int = 4096
+    max_k: int = 1000
+    max_events: int = 1000
+    deadline_ms: float = 60_000.0
+    write_s: float = 5.0
+    """How long an instance may take for events and invalidations."""
+    max_under_way: int = 256
+    """Requests at once; the next is refused at once, with 429."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Stages:
     """Deadlines and sizes of a gateway's cascade."""
 

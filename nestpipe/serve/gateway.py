@@ -3,7 +3,7 @@
     POST /v1/recommend                         the cascade
     POST /v1/preinfer /v1/rank /v1/release     as at an instance, for callers with a retrieval of their own
     POST /v1/events /v1/invalidate             to every instance; events to any, if all read one log
-    GET  /healthz /readyz /metrics             alive; at least one instance answers; numbers
+    GET  /healthz /readyz /metrics /openapi.json   alive; at least one instance answers; numbers; what calls take and give
     admin, on its own port with a token:       GET /members, POST /members {"name", "action": join|drain|leave, "url"}
 
 Limits come before work: size and time of bodies, fields, and the number of requests under way.
@@ -14,7 +14,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -35,27 +35,14 @@ from nestpipe.serve.bodies import (
     refusal,
 )
 from nestpipe.serve.cascade import Cascade, Request, StageError
+from nestpipe.serve.config import GatewayLimits
+from nestpipe.serve.openapi import gateway_bodies, gateway_document
 from nestpipe.serve.remote import Asked, RemoteError, Signal, is_address
 from nestpipe.serve.router import MAX_TICKET_CHARS, RouterError
 from nestpipe.serve.trigger import ADMITTED
 
 Handler = Callable[[HttpRequest], Awaitable[Response]]
-_ASKED = frozenset({"user", "request", "query_time", "history"})
 _BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """What one client may ask of a gateway."""
-
-    max_bytes: int = 1 << 20
-    body_s: float = 5.0
-    max_history: int = 8192
-    max_candidates: int = 4096
-    max_k: int = 1000
-    max_events: int = 1000
-    max_under_way: int = 256
-    """Requests at once; the next is refused at once, with 429."""
 
 
 class Numbers:
@@ -77,11 +64,12 @@ class Numbers:
 class Gateway:
     """The handlers and what they share."""
 
-    def __init__(self, cascade: Cascade, limits: Limits | None = None, *, shared_log: bool = False):
+    def __init__(self, cascade: Cascade, limits: GatewayLimits | None = None, *, shared_log: bool = False):
         self.cascade, self._remote = cascade, cascade.remote
-        self._limits = limits or Limits()
+        self._limits = limits or GatewayLimits()
         self._shared_log = shared_log  # all instances read one event log, so one of them is enough to write it
         own = self._limits
+        self._fields = {call: frozenset(fields) for call, (fields, _) in gateway_bodies(own).items()}
         self._guard = Guard(max_under_way=own.max_under_way, max_bytes=own.max_bytes, body_s=own.body_s)
         self.numbers = Numbers()
         self.numbers.under_way.set_function(lambda: self._guard.num_under_way)
@@ -98,8 +86,8 @@ class Gateway:
         }
         routes = [Route(f"/v1/{name}", self._guarded(name, call), methods=["POST"]) for name, call in calls.items()]
         routes.extend(more)
-        for path, handler in (("/healthz", _alive), ("/readyz", self._ready), ("/metrics", self._metrics)):
-            routes.append(Route(path, handler))
+        gets = {"healthz": _alive, "readyz": self._ready, "metrics": self._metrics, "openapi.json": self._document}
+        routes += [Route(f"/{name}", handler) for name, handler in gets.items()]
         return Starlette(
             routes=routes, lifespan=self._lifespan, exception_handlers={404: http_refusal, 405: http_refusal}
         )
@@ -134,7 +122,7 @@ class Gateway:
             return refusal(503, "no_instance", str(error))
 
     async def _recommend(self, body: dict[str, Any]) -> dict[str, Any]:
-        fields, limits = Fields(body, _ASKED | {"k", "exclude"}), self._limits
+        fields, limits = Fields(body, self._fields["recommend"]), self._limits
         request = Request(
             user=fields.integer("user"),
             request=fields.text("request", uuid.uuid4().hex),
@@ -150,7 +138,7 @@ class Gateway:
         return answer.to_json()
 
     async def _preinfer(self, body: dict[str, Any]) -> dict[str, Any]:
-        fields = Fields(body, _ASKED | {"candidates"})
+        fields = Fields(body, self._fields["preinfer"])
         asked = self._asked(fields, fields.integer("candidates", 1, self._limits.max_candidates))
         instance = self._remote.choose(asked.user)
         signal = await self._remote.signal(asked, instance, timeout_s=self.cascade.stages.rank_ms / 1e3)
@@ -163,12 +151,12 @@ class Gateway:
         }
 
     async def _rank(self, body: dict[str, Any]) -> dict[str, Any]:
-        fields = Fields(body, _ASKED | {"candidates", "k", "ticket", "deadline_ms"})
+        fields = Fields(body, self._fields["rank"])
         items = fields.integers("candidates", least=1, most=self._limits.max_candidates)
         asked = self._asked(fields, len(items))
         ticket = None if body.get("ticket") is None else fields.text("ticket", most=MAX_TICKET_CHARS)
         k = None if body.get("k") is None else fields.integer("k", 1, self._limits.max_k)
-        deadline_ms = fields.deadline_ms(most=60_000, default=self.cascade.stages.rank_ms)
+        deadline_ms = fields.deadline_ms(most=self._limits.deadline_ms, default=self.cascade.stages.rank_ms)
         chosen = self._remote.choose(asked.user)
         signal = Signal(instance=chosen, ticket=ticket, reason="")
         with self._remote.holding(chosen):
@@ -178,7 +166,7 @@ class Gateway:
     async def _release(self, body: dict[str, Any]) -> dict[str, Any]:
         return {
             "released": await self._remote.release_ticket(
-                Fields(body, frozenset({"ticket"})).text("ticket", most=MAX_TICKET_CHARS)
+                Fields(body, self._fields["release"]).text("ticket", most=MAX_TICKET_CHARS)
             )
         }
 
@@ -189,16 +177,16 @@ class Gateway:
                 f"field 'events' must be a list of at most {self._limits.max_events:,}.", code="bad_events"
             )
         if self._shared_log:
-            return {"instances": [await self._remote.to_any("/v1/events", body, timeout_s=self._limits.body_s)]}
+            return {"instances": [await self._remote.to_any("/v1/events", body, timeout_s=self._limits.write_s)]}
         return await self._to_all("/v1/events", body)
 
     async def _invalidate(self, body: dict[str, Any]) -> dict[str, Any]:
-        Fields(body, frozenset({"user"})).integer("user")
+        Fields(body, self._fields["invalidate"]).integer("user")
         return await self._to_all("/v1/invalidate", body)
 
     async def _to_all(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """The same to every instance. Both calls are idempotent: a caller that is told of a failure sends again."""
-        said = await self._remote.broadcast(path, body, timeout_s=self._limits.body_s)
+        said = await self._remote.broadcast(path, body, timeout_s=self._limits.write_s)
         if failed := {name: error for name, error in said.items() if error is not None}:
             first = next(iter(failed.values()))
             message = f"{len(failed)} of {len(said)} instances did not take it ({first}); send the same again."
@@ -220,6 +208,9 @@ class Gateway:
 
     async def _metrics(self, http: HttpRequest) -> Response:
         return Response(generate_latest(self.numbers.registry), media_type="text/plain; version=0.0.4")
+
+    async def _document(self, http: HttpRequest) -> Response:
+        return JSONResponse(gateway_document(self._limits))
 
 
 def admin_app(cascade: Cascade, token: str) -> Starlette:

@@ -1,4 +1,4 @@
-"""What an instance takes and gives, as an OpenAPI document. The names of fields here are those that are accepted."""
+"""What an instance and a gateway take and give, as OpenAPI documents. The names of fields here are those that are accepted."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from nestpipe.data.schema import Schema
 from nestpipe.serve.bodies import MAX_REQUEST_CHARS
-from nestpipe.serve.config import Limits
+from nestpipe.serve.config import GatewayLimits, Limits
 from nestpipe.serve.router import MAX_TICKET_CHARS
 
 Properties = dict[str, Any]
@@ -101,18 +101,81 @@ _REFUSALS = {
 
 
 def document(schema: Schema, limits: Limits) -> dict[str, Any]:
-    """The whole document."""
+    """The document of an instance."""
+    return _whole("An instance of nestpipe", bodies(schema, limits), _ANSWERS, _REFUSALS)
+
+
+def gateway_bodies(limits: GatewayLimits) -> dict[str, tuple[Properties, list[str]]]:
+    """The fields of each call's body at a gateway, which leaves the features of events to the instances."""
+    request = {"type": "string", "minLength": 1, "maxLength": MAX_REQUEST_CHARS}
+    ticket = {"type": "string", "minLength": 1, "maxLength": MAX_TICKET_CHARS}
+    event = {"type": "object", "properties": {"item": _INT64, "time": _SECONDS}, "required": ["item"]}
+    asked = {
+        "user": _INT64,
+        "request": request,
+        "query_time": {**_SECONDS, "type": ["integer", "null"]},
+        "history": {**_list(event, limits.max_history), "type": ["array", "null"]},
+    }
+    count = {"type": "integer", "minimum": 1, "maximum": limits.max_k}
+    items = _list(_INT64, limits.max_candidates)
+    rank = {
+        **asked,
+        "candidates": {**items, "minItems": 1},
+        "k": {**count, "type": ["integer", "null"]},
+        "ticket": {**ticket, "type": ["string", "null"]},
+        "deadline_ms": {"type": ["number", "null"], "exclusiveMinimum": 0, "maximum": limits.deadline_ms},
+    }
+    return {
+        "recommend": ({**asked, "k": count, "exclude": items}, ["user"]),
+        "preinfer": ({**asked, "candidates": {**count, "maximum": limits.max_candidates}}, ["user", "candidates"]),
+        "rank": (rank, ["user", "candidates"]),
+        "release": ({"ticket": ticket}, ["ticket"]),
+        "events": ({"events": _list({"type": "object"}, limits.max_events)}, ["events"]),
+        "invalidate": ({"user": _INT64}, ["user"]),
+    }
+
+
+def gateway_document(limits: GatewayLimits) -> dict[str, Any]:
+    """The document of a gateway."""
+    said = {"instances": {"type": "array", "items": _TEXT}}
+    texts = {
+        name: {"type": kind} for name, kind in (("request", "string"), ("signal", "string"), ("problem", "string"))
+    }
+    more = {"instance": {"type": ["string", "null"]}, "attempts": {"type": "integer"}, "stages": {"type": "object"}}
+    answers = {
+        **_ANSWERS,
+        "recommend": ("Recommends items through the whole cascade.", {**_ANSWERS["rank"][1], **texts, **more}),
+        "events": (_ANSWERS["events"][0], said),
+        "invalidate": (_ANSWERS["invalidate"][0], said),
+    }
+    refusals = {
+        **_REFUSALS,
+        "422": "Retrieval cannot use what the request brought.",
+        "502": "An instance gave no answer that can be used.",
+        "504": "An instance gave no answer in time.",
+    }
+    return _whole("A gateway of nestpipe", gateway_bodies(limits), answers, refusals)
+
+
+def _whole(
+    title: str,
+    calls: dict[str, tuple[Properties, list[str]]],
+    answers: dict[str, tuple[str, Properties]],
+    refusals: dict[str, str],
+) -> dict[str, Any]:
     error = _object({"error": _object({"code": _TEXT, "message": _TEXT}, ["code", "message"])}, ["error"])
     paths: dict[str, Any] = {}
-    for name, (properties, needed) in bodies(schema, limits).items():
-        text, answer = _ANSWERS[name]
-        refusals = {code: _response(what, error) for code, what in _REFUSALS.items()}
+    for name, (properties, needed) in calls.items():
+        text, answer = answers[name]
         paths[f"/v1/{name}"] = {
             "post": {
                 "operationId": name,
                 "summary": text,
                 "requestBody": {"required": True, "content": _json(_object(properties, needed))},
-                "responses": {"200": _response("Done.", _object(answer, list(answer))), **refusals},
+                "responses": {
+                    "200": _response("Done.", _object(answer, list(answer))),
+                    **{code: _response(what, error) for code, what in refusals.items()},
+                },
             }
         }
     for name, text in (("healthz", "The process is alive."), ("readyz", "It takes requests.")):
@@ -120,7 +183,7 @@ def document(schema: Schema, limits: Limits) -> dict[str, Any]:
         paths[f"/{name}"] = {"get": {"operationId": name, "summary": text, "responses": said}}
     return {
         "openapi": "3.1.0",
-        "info": {"title": "An instance of nestpipe", "version": "1", "description": "Times are seconds since 1970."},
+        "info": {"title": title, "version": "1", "description": "Times are seconds since 1970."},
         "paths": paths,
     }
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from starlette.routing import Route
 
 from nestpipe.hashing import mix64
 from nestpipe.serve.router import Instance, Ticket, TicketError, sign, verify
+from nestpipe.serve.server import bind
 
 SECRET = b"a secret of the tests"
 
@@ -35,7 +35,7 @@ class Served:
     """An app under uvicorn on loopback, in a thread."""
 
     def __init__(self, app: Starlette, *, port: int = 0):
-        self._socket = socket.create_server(("127.0.0.1", port))
+        self._socket = bind("127.0.0.1", port)
         self.port: int = self._socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         config = uvicorn.Config(app, log_level="critical", ws="none", timeout_graceful_shutdown=1)
@@ -77,6 +77,7 @@ class FakeInstance:
         self.calls: list[tuple[str, dict[str, Any]]] = []
         self.pinned: dict[str, int] = {}
         self.ready = True
+        self.reason = "admitted"
         self.clock: Callable[[], float] = time.time
         self.start()
 
@@ -126,9 +127,11 @@ class FakeInstance:
             expiry=self.clock() + 30,
             query_time=body["query_time"],
         )
-        text = sign(ticket, SECRET)
-        self.pinned[text] = body["user"]
-        answer = {"ticket": text, "admitted": True, "reason": "at_risk", "instance": self.name, "epoch": self.epoch}
+        text = sign(ticket, SECRET) if self.reason in {"admitted", "probe", "already_live"} else None
+        if text is not None:
+            self.pinned[text] = body["user"]
+        said = {"admitted": self.reason in {"admitted", "probe"}, "reason": self.reason}
+        answer = {"ticket": text, **said, "instance": self.name, "epoch": self.epoch}
         return JSONResponse(answer)
 
     async def _rank(self, request: Request) -> Response:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import os
 import re
 import signal
@@ -15,6 +17,7 @@ import pytest
 
 from nestpipe.cli import main
 from nestpipe.serve.command import kept_secret
+from nestpipe.serve.server import bind
 from tests.serve.world import ASKED
 from tests.worlds import small_config, small_log
 
@@ -62,6 +65,28 @@ def test_secrets_are_made_once_and_for_their_owner_alone(tmp_path):
     assert kept_secret(tmp_path / "serve" / "secret") == first
     assert (tmp_path / "serve" / "secret").stat().st_mode & 0o777 == 0o600
     assert [path.name for path in (tmp_path / "serve").iterdir()] == ["secret"]
+
+
+def test_answers_do_not_wait_for_the_acknowledgement_of_their_first_part():
+    """Nagle's algorithm would hold back the body of every answer for 40 ms."""
+
+    async def body() -> int:
+        found = asyncio.get_running_loop().create_future()
+        listening = bind("127.0.0.1", 0)
+        server = await asyncio.start_server(lambda _, writer: found.set_result(writer), sock=listening)
+        async with server:
+            with socket.create_connection(listening.getsockname()):
+                writer = await found
+                value: int = writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+                writer.close()
+        return value
+
+    assert asyncio.run(body()) == 1
+
+
+def test_a_process_that_still_loads_cannot_be_connected_to():
+    with bind("127.0.0.1", 0) as waiting, socket.socket() as client:
+        assert client.connect_ex(waiting.getsockname()) == errno.ECONNREFUSED
 
 
 @pytest.fixture

@@ -18,14 +18,14 @@ import pytest
 
 from nestpipe.client import AsyncClient, Client, ServiceError
 from nestpipe.serve.cascade import Cascade, LocalUpstream
-from nestpipe.serve.config import Stages
-from nestpipe.serve.gateway import Gateway, Limits, admin_app
+from nestpipe.serve.config import GatewayLimits, Stages
+from nestpipe.serve.gateway import Gateway, admin_app
 from nestpipe.serve.remote import Remote
 from nestpipe.serve.router import Members
 from tests.serve.instances import FakeInstance, Served, true_ranking
 from tests.serve.test_cascade import ITEMS, TLS, retriever
 
-LIMITS = Limits(max_bytes=20_000, body_s=0.3, max_history=50, max_candidates=300, max_k=100, max_under_way=4)
+LIMITS = GatewayLimits(max_bytes=20_000, body_s=0.3, max_history=50, max_candidates=300, max_k=100, max_under_way=4)
 STAGES = Stages(retrieval_ms=9000, prerank_ms=9000, rank_ms=9000, signal_ms=1000, num_retrieved=60, num_candidates=20)
 TOKEN = "admin token"
 
@@ -68,6 +68,7 @@ def served() -> Iterator[World]:
 def world(served: World) -> World:
     for one in served.fleet:
         one.delay_s, one.status, one.garbage, one.calls, one.pinned, one.ready = {}, {}, False, [], {}, True
+        one.reason = "admitted"
         served.members.join(one.name, one.url)
     return served
 
@@ -91,7 +92,7 @@ def test_both_clients_get_typed_answers(world):
         client.send_events([{"id": "x", "user": 3, "item": 100, "time": 1}])
         client.invalidate(3)
     assert len(answer.pairs()) == 4
-    assert (answer.request, answer.path, answer.attempts, answer.signal) == ("one", "hit_device", 1, "at_risk")
+    assert (answer.request, answer.path, answer.attempts, answer.signal) == ("one", "hit_device", 1, "admitted")
     assert set(answer.stages) == {"retrieval", "prerank", "rank"}
     assert (ranked.items, ranked.path) == (true_ranking(3, items, 5), "hit_device")
     assert all(one.paths().count("events") == one.paths().count("invalidate") == 1 for one in world.fleet)
@@ -110,6 +111,19 @@ def test_both_clients_get_typed_answers(world):
                 await client.recommend(3, k=0)
 
     asyncio.run(again())
+
+
+@pytest.mark.parametrize(
+    ("reason", "admitted"), [("admitted", True), ("probe", True), ("already_live", False), ("not_at_risk", False)]
+)
+def test_admitted_is_what_is_computed_for_this_signal(world, reason, admitted):
+    """A prefix that is live already is held for the request too: it has a ticket, but nothing new is computed."""
+    for one in world.fleet:
+        one.reason = reason
+    with Client(world.url) as client:
+        said = client.preinfer(3, request="one", candidates=30)
+    assert (said.reason, said.admitted) == (reason, admitted)
+    assert (said.ticket is not None) == (reason != "not_at_risk")
 
 
 @pytest.mark.parametrize(

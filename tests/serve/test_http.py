@@ -25,6 +25,7 @@ from nestpipe.models.prefix import Prefix
 from nestpipe.run import Run
 from nestpipe.serve.admin import Admin
 from nestpipe.serve.config import Limits
+from nestpipe.serve.engine import Engine
 from nestpipe.serve.http import Instance
 from nestpipe.serve.openapi import document
 from nestpipe.serve.router import Ticket, sign
@@ -331,6 +332,38 @@ def test_overload_and_draining_are_said_at_once(open_world):
     gone = world.post("rank", {"user": 1, "request": "c", "candidates": [1]})
     assert (gone.status_code, gone.json()["error"]["code"]) == (503, "stopping")
     assert world.http.get(f"{world.url}/readyz").status_code == 503
+
+
+def test_three_times_what_fits_is_refused_without_any_work_and_what_was_taken_is_answered(open_world, monkeypatch):
+    """No clock: while the engine does nothing at all, refusals come; when it goes on, so does the service."""
+    world = open_world(max_queue=4, max_batch=1)
+    engine, step, go_on = world.instance.engine, Engine.step, threading.Event()
+    full = {user: world.rank(user) for user in range(3)}
+
+    def stand_still(self):
+        go_on.wait(60)
+        return step(self)
+
+    monkeypatch.setattr(Engine, "step", stand_still)
+    with ThreadPoolExecutor(16) as threads:
+        body = {"request": "a", "candidates": ITEMS, "query_time": ASKED, **SLOW}
+        asked = [(n % 3, threads.submit(world.post, "rank", {"user": n % 3, **body})) for n in range(15)]
+        wait_until(lambda: sum(one.done() for _, one in asked) >= 10)
+        assert {one.result().status_code for _, one in asked if one.done()} == {429}
+        assert world.http.get(f"{world.url}/healthz").status_code == 200
+        go_on.set()
+        taken = [(user, one.result().json()) for user, one in asked if one.result().status_code == 200]
+        refused = [one.result() for _, one in asked if one.result().status_code != 200]
+    assert {(one.status_code, one.json()["error"]["code"]) for one in refused} == {(429, "overloaded")}
+    assert all(one.headers["retry-after"] == "1" for one in refused)
+    assert len(taken) >= 4
+    assert all(same(found, full[user]) and not found["degraded"] for user, found in taken)
+    assert engine.num_waiting == 0
+    assert same(world.rank(1), full[1]), "it is as before"
+    assert (
+        f'nestpipe_answers_total{{call="rank",status="429"}} {float(len(refused))}'
+        in world.http.get(f"{world.url}/metrics").text
+    )
 
 
 def test_what_is_too_much_is_refused_before_its_history_is_read(open_world, monkeypatch):
