@@ -19,14 +19,13 @@ from nestpipe.instruct.item_text import Encoder, encode_texts
 from nestpipe.instruct.providers import EndpointConfig, OpenAICompatibleProvider, TemplateProvider
 from nestpipe.instruct.requests import CoVisits, InstructionProvider, RequestBuilder, item_texts
 from nestpipe.instruct.semantic_ids import Registry
-from nestpipe.instruct.slow import Feed, FolderFeed, History, Ledger, SlowPath, ThinkConfig
-from nestpipe.instruct.store import SqliteStore, version_of
+from nestpipe.instruct.slow import LEDGER, Feed, FolderFeed, History, Ledger, SlowPath, ThinkConfig
+from nestpipe.instruct.store import INSTRUCTIONS, SqliteStore, version_of
 from nestpipe.models.encdec_config import EncDecConfig
 from nestpipe.run import Run
 from nestpipe.serve.command import EVENTS
 from nestpipe.serve.event_log import EventLog
-from nestpipe.serve.generate_config import INSTRUCTIONS, LEDGER
-from nestpipe.serve.histories import Histories
+from nestpipe.serve.generate_command import open_histories
 
 _LINE_S = 15.0
 
@@ -142,8 +141,7 @@ class RunFeed:
     """The sequence folder of a run, then its event log: the mark is the folder's digest, and the last event that was read."""
 
     def __init__(self, run: Run, log: Path):
-        data = run.config.data
-        self._histories = Histories(run.sequences, EventLog(log), max_len=data.max_len, block=data.truncate_block)
+        self._histories = open_histories(run, log)
         self._log = EventLog(log)
         self._events: list[tuple[str, int]] = []  # id and user
 

@@ -30,6 +30,7 @@ from nestpipe.errors import ConfigError
 from nestpipe.instruct.requests import Encode, InstructionProvider, InstructionRequest, RequestBuilder
 from nestpipe.instruct.store import ANY, Instruction, InstructionStore, connect, transaction
 
+LEDGER = "think.sqlite"  # in RUN/serve
 _PENDING = """CREATE TABLE IF NOT EXISTS pending (
     user INTEGER PRIMARY KEY, due_s REAL NOT NULL, tries INTEGER NOT NULL)"""
 _MARK = "CREATE TABLE IF NOT EXISTS mark (number INTEGER PRIMARY KEY, text TEXT NOT NULL)"

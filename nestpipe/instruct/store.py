@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from nestpipe.errors import DataError
 
 ANY = "*"
+INSTRUCTIONS = "instructions.sqlite"  # in RUN/serve
 _FORMAT = 1
 _TABLE = """CREATE TABLE IF NOT EXISTS instructions (
     user INTEGER NOT NULL, scenario TEXT NOT NULL, text TEXT NOT NULL, vector BLOB NOT NULL, provenance TEXT NOT NULL,

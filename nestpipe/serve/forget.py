@@ -17,6 +17,8 @@ from nestpipe.data.folder import remove_stale
 from nestpipe.data.forget import forget_user
 from nestpipe.data.sequences import Sequences
 from nestpipe.errors import ConfigError
+from nestpipe.instruct.slow import LEDGER, Ledger
+from nestpipe.instruct.store import INSTRUCTIONS, SqliteStore
 from nestpipe.metrics import replace_file
 from nestpipe.run import Run
 from nestpipe.serve.command import EVENTS
@@ -69,10 +71,24 @@ def forget(runs: Sequence[Path], user: int) -> tuple[int, int]:
         logs = [run / "serve" / EVENTS for run in runs]
         num_logged = sum(EventLog(log).rewrite(lambda event: event["user"] != user) for log in logs if log.exists())
         num_stored = forget_user(sequences, user, announce=announce)
+        for run in runs:
+            _forget_instructions(run / "serve", user)
         digest = Sequences.open(folder).digest
         for run in runs:
             _settle(run, digest)
     return num_stored, num_logged
+
+
+def _forget_instructions(folder: Path, user: int) -> None:
+    """What was written about the user, after the events: whoever writes about them now sees that they are gone."""
+    if (folder / INSTRUCTIONS).exists():
+        store = SqliteStore(folder / INSTRUCTIONS)
+        store.forget(user)
+        store.close()
+    if (folder / LEDGER).exists():
+        ledger = Ledger(folder / LEDGER)
+        ledger.forget(user)
+        ledger.close()
 
 
 @contextmanager
