@@ -19,7 +19,7 @@ from nestpipe.instruct.item_text import Encoder, encode_texts
 from nestpipe.instruct.providers import EndpointConfig, OpenAICompatibleProvider, TemplateProvider
 from nestpipe.instruct.requests import CoVisits, InstructionProvider, RequestBuilder, item_texts
 from nestpipe.instruct.semantic_ids import Registry
-from nestpipe.instruct.slow import LEDGER, Feed, FolderFeed, History, Ledger, SlowPath, ThinkConfig
+from nestpipe.instruct.slow import Feed, FolderFeed, History, Ledger, SlowPath, ThinkConfig, ledger_of
 from nestpipe.instruct.store import INSTRUCTIONS, SqliteStore, version_of
 from nestpipe.models.encdec_config import EncDecConfig
 from nestpipe.run import Run
@@ -85,7 +85,7 @@ def _open(arguments: _Arguments) -> tuple[SlowPath, SqliteStore]:
         if not isinstance(model := run.config.model, EncDecConfig):
             raise ConfigError(f"{arguments.path} is a run of another kind; instructions steer generative models alone.")
         folder = run.folder / "serve"
-        store, ledger = arguments.store or folder / INSTRUCTIONS, folder / LEDGER
+        store = arguments.store or folder / INSTRUCTIONS
         sequences, ids = run.sequences, arguments.ids or Path(model.ids)
         feed = RunFeed(run, folder / EVENTS)
         labels = sequences.schema.labels_named((model.behaviour,)) if model.behaviour else ()
@@ -94,11 +94,7 @@ def _open(arguments: _Arguments) -> tuple[SlowPath, SqliteStore]:
         sequences = Sequences.open(arguments.path)
         if arguments.store is None or arguments.ids is None:
             raise ConfigError(f"{arguments.path} is a sequence folder; name --store FILE and --ids FOLDER with it.")
-        store, ledger, ids = (
-            arguments.store,
-            arguments.store.with_name(f"{arguments.store.name}.{LEDGER}"),
-            arguments.ids,
-        )
+        store, ids = arguments.store, arguments.ids
         feed, behaviour, weights = FolderFeed(sequences), None, (1.0,)
     encode, version = text_encoder(Registry.load(ids))
     builder = RequestBuilder(
@@ -113,7 +109,7 @@ def _open(arguments: _Arguments) -> tuple[SlowPath, SqliteStore]:
         builder=builder,
         provider=provider,
         store=kept,
-        ledger=Ledger(ledger),
+        ledger=Ledger(ledger_of(store)),
         encode=encode,
         version=version,
         config=arguments.think,

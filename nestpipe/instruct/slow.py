@@ -30,7 +30,6 @@ from nestpipe.errors import ConfigError
 from nestpipe.instruct.requests import Encode, InstructionProvider, InstructionRequest, RequestBuilder
 from nestpipe.instruct.store import ANY, Instruction, InstructionStore, connect, transaction
 
-LEDGER = "think.sqlite"  # in RUN/serve
 _PENDING = """CREATE TABLE IF NOT EXISTS pending (
     user INTEGER PRIMARY KEY, due_s REAL NOT NULL, tries INTEGER NOT NULL)"""
 _MARK = "CREATE TABLE IF NOT EXISTS mark (number INTEGER PRIMARY KEY, text TEXT NOT NULL)"
@@ -78,6 +77,11 @@ class Due(NamedTuple):
 
     user: int
     tries: int
+
+
+def ledger_of(store: Path) -> Path:
+    """The ledger of a store stands beside it."""
+    return store.with_name(f"{store.stem}.think.sqlite")
 
 
 class Ledger:
@@ -184,8 +188,8 @@ class SlowPath:
 
     def run(self, said: Callable[[SlowPath], object] = lambda job: None) -> None:
         """Everything that is due now; `said` is called after each batch."""
-        # Whoever changes what instructions are made of wants them for everybody.
-        made_by = json.dumps([self.version, self.provider.provenance, *self.config.scenarios])
+        # Whoever changes what instructions are made of, or throws them away, wants them for everybody.
+        made_by = json.dumps([self.store.identity, self.version, self.provider.provenance, *self.config.scenarios])
         before, _, mark = self.ledger.mark.partition("\n")
         users, mark = self.feed.news(mark if before == made_by else "")
         self.ledger.take_in(users, f"{made_by}\n{mark}")

@@ -5,7 +5,7 @@
 
 A store keeps what it is given; `Instructions` decides what a reader may use: one that has expired, is of another version, or
 of another width is a counted miss, and the model's default takes its place. `SqliteStore` is one file in WAL mode, so readers never wait
-for the writer. A store on another service (Redis: one hash per key) needs the three methods of `InstructionStore`.
+for the writer. A store on another service (Redis: one hash per key) needs what `InstructionStore` lists.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ _TABLE = """CREATE TABLE IF NOT EXISTS instructions (
     user INTEGER NOT NULL, scenario TEXT NOT NULL, text TEXT NOT NULL, vector BLOB NOT NULL, provenance TEXT NOT NULL,
     version TEXT NOT NULL, request TEXT NOT NULL, written_s REAL NOT NULL, ttl_s REAL NOT NULL,
     PRIMARY KEY (user, scenario)) WITHOUT ROWID"""
+_NAME = "CREATE TABLE IF NOT EXISTS name (number INTEGER PRIMARY KEY, text TEXT NOT NULL)"
+_NAMED = "INSERT OR IGNORE INTO name VALUES (0, lower(hex(randomblob(8))))"
 # The same write again changes nothing, and one that comes late does not replace a newer one.
 _PUT = """INSERT INTO instructions VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (user, scenario) DO UPDATE SET
     text = excluded.text, vector = excluded.vector, provenance = excluded.provenance, version = excluded.version,
@@ -57,6 +59,11 @@ class Instruction:
 
 class InstructionStore(Protocol):
     """Where instructions are kept. Errors of the store are DataError."""
+
+    @property
+    def identity(self) -> str:
+        """Another one if the store is made anew: whoever remembers what is in it must begin again."""
+        ...
 
     def put(self, instructions: Sequence[Instruction], *, wanted: Callable[[int], bool] = lambda user: True) -> int:
         """Keeps all or none, of users that are still `wanted` when nobody else can write; says how many."""
@@ -85,6 +92,11 @@ class SqliteStore:
         self._lock = threading.Lock()
         self._connection: sqlite3.Connection | None = None
         self._inode = 0
+
+    @property
+    def identity(self) -> str:
+        with self._open() as connection:
+            return str(connection.execute("SELECT text FROM name WHERE number = 0").fetchone()[0])
 
     def put(self, instructions: Sequence[Instruction], *, wanted: Callable[[int], bool] = lambda user: True) -> int:
         with self._open() as connection, transaction(connection):
@@ -123,7 +135,9 @@ class SqliteStore:
                     self._connection.close()
                     self._connection = None
                 if self._connection is None:
-                    self._connection = connect(self.path, _TABLE, read_only=self._read_only, timeout_s=self._timeout_s)
+                    self._connection = connect(
+                        self.path, _TABLE, _NAME, _NAMED, read_only=self._read_only, timeout_s=self._timeout_s
+                    )
                     self._inode = self.path.stat().st_ino
                 yield self._connection
             except (sqlite3.Error, OSError) as error:
@@ -133,8 +147,8 @@ class SqliteStore:
                 ) from error
 
 
-def connect(path: Path, *tables: str, read_only: bool = False, timeout_s: float = 10.0) -> sqlite3.Connection:
-    """A file of ours with these tables, made if it is to be written; raises DataError for another format."""
+def connect(path: Path, *statements: str, read_only: bool = False, timeout_s: float = 10.0) -> sqlite3.Connection:
+    """A file of ours, made by these statements if it is to be written; raises DataError for another format."""
     if not read_only:
         path.parent.mkdir(parents=True, exist_ok=True)
     name = f"{path.absolute().as_uri()}?mode={'ro' if read_only else 'rwc'}"
@@ -148,8 +162,8 @@ def connect(path: Path, *tables: str, read_only: bool = False, timeout_s: float 
             connection.execute("PRAGMA synchronous = FULL")  # what is committed outlives a power cut
             connection.execute("PRAGMA secure_delete = ON")  # what is forgotten leaves no trace in the file
             with transaction(connection):
-                for table in tables:
-                    connection.execute(table)
+                for statement in statements:
+                    connection.execute(statement)
                 connection.execute(f"PRAGMA user_version = {_FORMAT}")
     except BaseException:
         connection.close()

@@ -95,6 +95,7 @@ def main(argv: list[str]) -> int:
         ) from None
     run = _open_run(arguments)
     if isinstance(run.config.model, EncDecConfig):
+        _refuse_generative(run, arguments.compare is not None, "--compare")
         return _generative(run, arguments)
     folder = tables = run.folder / "serve"
     with bind(arguments.host, arguments.port) as public, bind(arguments.host, arguments.admin_port) as private:
@@ -176,6 +177,7 @@ def _fleet(arguments: _Arguments) -> int:
         print(place.nginx(), end="")
         return 0
     run = _open_run(arguments)
+    _refuse_generative(run, True, "a gateway (--instances, --demo)")
     folder = run.folder / "serve"
     flags = ["--num-threads", str(arguments.num_threads), "--label", arguments.label]
     flags += ["--step", str(arguments.step)] if arguments.step is not None else []
@@ -194,6 +196,11 @@ def _fleet(arguments: _Arguments) -> int:
         token=kept_secret(folder / "token"),
         demo=arguments.demo,
     )
+
+
+def _refuse_generative(run: Run, is_asked: bool, what: str) -> None:
+    if is_asked and isinstance(run.config.model, EncDecConfig):
+        raise ConfigError(f"{run.folder} generates, and {what} is for runs that rank; serve it as one instance.")
 
 
 def _open_run(arguments: _Arguments) -> Run:

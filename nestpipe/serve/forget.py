@@ -17,7 +17,7 @@ from nestpipe.data.folder import remove_stale
 from nestpipe.data.forget import forget_user
 from nestpipe.data.sequences import Sequences
 from nestpipe.errors import ConfigError
-from nestpipe.instruct.slow import LEDGER, Ledger
+from nestpipe.instruct.slow import Ledger, ledger_of
 from nestpipe.instruct.store import INSTRUCTIONS, SqliteStore
 from nestpipe.metrics import replace_file
 from nestpipe.run import Run
@@ -81,12 +81,13 @@ def forget(runs: Sequence[Path], user: int) -> tuple[int, int]:
 
 def _forget_instructions(folder: Path, user: int) -> None:
     """What was written about the user, after the events: whoever writes about them now sees that they are gone."""
-    if (folder / INSTRUCTIONS).exists():
-        store = SqliteStore(folder / INSTRUCTIONS)
+    path = folder / INSTRUCTIONS
+    if path.exists():
+        store = SqliteStore(path)
         store.forget(user)
         store.close()
-    if (folder / LEDGER).exists():
-        ledger = Ledger(folder / LEDGER)
+    if ledger_of(path).exists():
+        ledger = Ledger(ledger_of(path))
         ledger.forget(user)
         ledger.close()
 

@@ -36,7 +36,7 @@ from nestpipe.serve.model import Tables, load_dense, open_table, without_events
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Asked:
-    """A history as the encoder reads it, the key of its memory, and the places of its items in the catalogue."""
+    """A history as the encoder reads it, the key of its memory, and the catalogue places of all that the user has had."""
 
     history: Batch
     key: PrefixKey
@@ -100,12 +100,14 @@ class Generative:
         start = truncate(end, self.max_len, self._block)
         batch = self._builder.over(events).history(torch.tensor([0]), start, end, asked_ms=None)
         # The encoder knows the order of events alone.
-        return self._asked(replace(batch, sample_ids=torch.from_numpy(events.users), times=None, query_times=None))
+        read = replace(batch, sample_ids=torch.from_numpy(events.users), times=None, query_times=None)
+        every = torch.from_numpy(events.items)
+        return self._asked(read, self.trie.positions(every[torch.isin(every, self.trie.items)]))
 
     def shorter(self, asked: Asked, num_events: int) -> Asked:
         """The same request with its last events alone; what was seen before stays seen."""
         end = torch.tensor([asked.num_events])
-        return replace(self._asked(cut_events(asked.history, end - num_events, end)), seen=asked.seen)
+        return self._asked(cut_events(asked.history, end - num_events, end), asked.seen)
 
     def num_bytes(self, asked: Asked) -> int:
         """What its memory will take."""
@@ -146,8 +148,8 @@ class Generative:
             made.append(Generated(items.tolist(), scores.index_select(0, kept).tolist()))
         return made
 
-    def _asked(self, batch: Batch) -> Asked:
-        seen = self.trie.positions(batch.items.values)
+    def _asked(self, batch: Batch, seen: Tensor) -> Asked:
+        self.trie.positions(batch.items.values)  # raises for an item that the model cannot read
         key = PrefixKey(
             model=self._description,
             weights=self._weights,

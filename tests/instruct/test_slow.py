@@ -166,6 +166,16 @@ def test_another_version_writes_everybody_again(tmp_path, feed):
     assert {job.store.get(user, ANY).version for user in HISTORIES} == {"w/e"}
 
 
+def test_a_store_that_was_thrown_away_is_written_again(tmp_path, feed):
+    job = make_job(tmp_path, feed)
+    job.run()
+    job.store.close()
+    for path in tmp_path.glob("store.sqlite*"):
+        path.unlink()
+    job.run()
+    assert is_complete(job, feed)
+
+
 def test_one_who_is_forgotten_while_the_provider_writes_gets_nothing(tmp_path, feed):
     class Forgets(TemplateProvider):
         def generate(self, requests):
