@@ -18,6 +18,7 @@ COMMANDS = {
     "eval": ("nestpipe.eval_command", "evaluate a run, or compare two: nestpipe eval runs/a --compare runs/b"),
     "tune": ("nestpipe.tune_command", "measure a recipe here and say which settings fit: nestpipe tune pipeline tiny"),
     "sid": ("nestpipe.instruct.command", "semantic ids of a catalogue: build, extend, inspect"),
+    "think": ("nestpipe.think_command", "instructions for a generative run, near-line: nestpipe think runs/beauty_sid"),
     "trace": ("nestpipe.trace_command", "where the time of a run's steps went, as numbers and as a drawing"),
     "report": ("nestpipe.report.command", "one HTML file about a run: curves, quality, overlap, balance, settings"),
     "checkpoint": (

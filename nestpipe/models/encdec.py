@@ -202,9 +202,15 @@ class EncDec(nn.Module):
 
     # Generation
 
-    def decoding(self, rows: Mapping[str, Rows], batch: Batch) -> Decoding:
-        """The requests of a batch, ready to be decoded."""
-        memory, keys = self._memory(rows, batch, None)
+    def encoded(self, rows: Mapping[str, Rows], batch: Batch) -> tuple[Tensor, Jagged]:
+        """What the encoder makes of the histories of some requests, [M, D], and its tokens as rows; no instruction is in it."""
+        return self._memory(rows, batch, None)
+
+    def decoding(
+        self, rows: Mapping[str, Rows], batch: Batch, encoded: tuple[Tensor, Jagged] | None = None
+    ) -> Decoding:
+        """The requests of a batch, ready to be decoded; histories that are encoded already need no rows."""
+        memory, keys = self._memory(rows, batch, None) if encoded is None else encoded
         last = (keys.offsets[1:] - 1).clamp(min=0)
         padded = torch.cat([memory, memory.new_zeros(1, memory.shape[1])])
         state = padded.index_select(0, torch.where(keys.lengths() > 0, last, len(memory)))

@@ -120,6 +120,21 @@ class Fields:
         return value
 
 
+def posted_events(body: Mapping[str, Any], *, most: int) -> list[dict[str, Any]]:
+    """The events of a body, each with an id and a user; raises BadRequestError. The rest of them is the log's to check."""
+    Fields(body, frozenset({"events"}))
+    events = body.get("events")
+    if not isinstance(events, list) or len(events) > most:
+        raise BadRequestError(f"field 'events' must be a list of at most {most:,}.", code="bad_events")
+    for event in events:
+        if not isinstance(event, dict):
+            raise BadRequestError("each event must be an object with id, user, item and time.", code="bad_events")
+        own = Fields(event, frozenset(event))
+        own.text("id")
+        own.integer("user")
+    return events
+
+
 class Guard:
     """What stands before the calls of a service: a limit to requests under way, then to the size and time of a body."""
 

@@ -15,6 +15,7 @@ import torch
 import tyro
 
 from nestpipe.errors import ConfigError
+from nestpipe.models.encdec_config import EncDecConfig
 from nestpipe.run import Run
 from nestpipe.serve.config import EngineConfig, Limits, Stages, TriggerConfig
 from nestpipe.serve.engine import Engine
@@ -32,7 +33,7 @@ EVENTS = "events.log"
 @dataclass(frozen=True, kw_only=True)
 class _Arguments:
     run: tyro.conf.Positional[Path | None] = None
-    """Folder of a run that ranks."""
+    """Folder of a run that ranks, or of one that generates."""
     step: int | None = None
     """Checkpoint to serve [default: the best one if the run validated, else the latest]."""
     label: str = ""
@@ -79,7 +80,7 @@ class _Arguments:
 
 def main(argv: list[str]) -> int:
     example = "Example: nestpipe serve runs/ranking --port 8701 --trigger.budget-ms 50"
-    text = f"Serves a run that ranks, as one instance; docs/serving.md says more.\n\n{example}"
+    text = f"Serves a run that ranks or generates, as one instance; docs/serving.md says more.\n\n{example}"
     arguments = tyro.cli(_Arguments, prog="nestpipe serve", description=text, args=argv)
     arguments.check()
     if arguments.print_nginx or arguments.instances or arguments.demo:
@@ -93,6 +94,9 @@ def main(argv: list[str]) -> int:
             f"serving needs the package '{error.name}'; install it with: pip install 'nestpipe[serve]'"
         ) from None
     run = _open_run(arguments)
+    if isinstance(run.config.model, EncDecConfig):
+        _refuse_generative(run, arguments.compare is not None, "--compare")
+        return _generative(run, arguments)
     folder = tables = run.folder / "serve"
     with bind(arguments.host, arguments.port) as public, bind(arguments.host, arguments.admin_port) as private:
         port, admin_port = (one.getsockname()[1] for one in (public, private))
@@ -134,6 +138,26 @@ def main(argv: list[str]) -> int:
     return 0
 
 
+def _generative(run: Run, arguments: _Arguments) -> int:
+    """An instance that generates instead of ranking."""
+    from nestpipe.serve.generate_command import GenerativePlace, open_generator, serve_generative
+
+    folder = run.folder / "serve"
+    torch.set_num_threads(arguments.num_threads)
+    generator = open_generator(run, folder / EVENTS, config=arguments.engine, step=arguments.step)
+    del run  # whose sequences stay mapped, also those of users that are forgotten later
+    place = GenerativePlace(
+        host=arguments.host,
+        port=arguments.port,
+        admin_port=arguments.admin_port,
+        name=arguments.name,
+        token=kept_secret(folder / "token"),
+        budget_ms=arguments.trigger.budget_ms,
+        limits=arguments.limits,
+    )
+    return serve_generative(generator, place)
+
+
 def _fleet(arguments: _Arguments) -> int:
     """A gateway and its instances, or a configuration of nginx for them."""
     try:
@@ -153,6 +177,7 @@ def _fleet(arguments: _Arguments) -> int:
         print(place.nginx(), end="")
         return 0
     run = _open_run(arguments)
+    _refuse_generative(run, True, "a gateway (--instances, --demo)")
     folder = run.folder / "serve"
     flags = ["--num-threads", str(arguments.num_threads), "--label", arguments.label]
     flags += ["--step", str(arguments.step)] if arguments.step is not None else []
@@ -171,6 +196,11 @@ def _fleet(arguments: _Arguments) -> int:
         token=kept_secret(folder / "token"),
         demo=arguments.demo,
     )
+
+
+def _refuse_generative(run: Run, is_asked: bool, what: str) -> None:
+    if is_asked and isinstance(run.config.model, EncDecConfig):
+        raise ConfigError(f"{run.folder} generates, and {what} is for runs that rank; serve it as one instance.")
 
 
 def _open_run(arguments: _Arguments) -> Run:

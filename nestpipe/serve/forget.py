@@ -17,6 +17,8 @@ from nestpipe.data.folder import remove_stale
 from nestpipe.data.forget import forget_user
 from nestpipe.data.sequences import Sequences
 from nestpipe.errors import ConfigError
+from nestpipe.instruct.slow import Ledger, ledger_of
+from nestpipe.instruct.store import INSTRUCTIONS, SqliteStore
 from nestpipe.metrics import replace_file
 from nestpipe.run import Run
 from nestpipe.serve.command import EVENTS
@@ -69,10 +71,25 @@ def forget(runs: Sequence[Path], user: int) -> tuple[int, int]:
         logs = [run / "serve" / EVENTS for run in runs]
         num_logged = sum(EventLog(log).rewrite(lambda event: event["user"] != user) for log in logs if log.exists())
         num_stored = forget_user(sequences, user, announce=announce)
+        for run in runs:
+            _forget_instructions(run / "serve", user)
         digest = Sequences.open(folder).digest
         for run in runs:
             _settle(run, digest)
     return num_stored, num_logged
+
+
+def _forget_instructions(folder: Path, user: int) -> None:
+    """What was written about the user, after the events: whoever writes about them now sees that they are gone."""
+    path = folder / INSTRUCTIONS
+    if path.exists():
+        store = SqliteStore(path)
+        store.forget(user)
+        store.close()
+    if ledger_of(path).exists():
+        ledger = Ledger(ledger_of(path))
+        ledger.forget(user)
+        ledger.close()
 
 
 @contextmanager

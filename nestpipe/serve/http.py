@@ -23,7 +23,7 @@ from starlette.routing import Route
 
 from nestpipe.data.sequences import Sequences
 from nestpipe.errors import DataError
-from nestpipe.serve.bodies import BadRequestError, Fields, Guard, answer_of, http_refusal, refusal
+from nestpipe.serve.bodies import BadRequestError, Fields, Guard, answer_of, http_refusal, posted_events, refusal
 from nestpipe.serve.config import Limits
 from nestpipe.serve.engine import Engine
 from nestpipe.serve.jobs import BusyError, LateError, Rank, Signal
@@ -187,18 +187,7 @@ class Instance:
         return {"released": self.engine.release(ticket.request)}
 
     async def _events(self, body: Body) -> Body:
-        Fields(body, self._fields["events"])
-        events = body.get("events")
-        if not isinstance(events, list) or len(events) > self._limits.events:
-            raise BadRequestError(
-                f"field 'events' must be a list of at most {self._limits.events:,}.", code="bad_events"
-            )
-        for event in events:
-            if not isinstance(event, dict):
-                raise BadRequestError("each event must be an object with id, user, item and time.", code="bad_events")
-            own = Fields(event, frozenset(event))
-            own.text("id")
-            own.integer("user")
+        events = posted_events(body, most=self._limits.events)
         accepted, duplicates = await run_in_threadpool(self.engine.histories.add, events, self._check)
         return {"accepted": accepted, "duplicates": duplicates}
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import nn
 
 from nestpipe import checkpoint
 from nestpipe.checkpoint import Manifest
@@ -62,20 +63,20 @@ def open_served(
         )
     if label and label not in (names := [one.name for one in model.tasks.labels]):
         raise ConfigError(f"the model of {run.folder} has no label '{label}' to order by; it has {names}.")
-    _load_dense(model, place, manifest)
+    load_dense(model, place, manifest)
     folder.mkdir(parents=True, exist_ok=True)
     config = EmbeddingConfig(optimizer="sgd", tier="mmap", mmap_folder=str(folder), memory_bytes=memory_bytes)
-    tables = {spec.name: _open_table(spec, config, run.config.seed, place, manifest) for spec in model.tables}
+    tables = {spec.name: open_table(spec, config, run.config.seed, place, manifest) for spec in model.tables}
     statistics = run.statistics()
     ranker = Ranker(model, Tables(tables).rows, weights=manifest.digest, schema=describe_statistics(statistics))
     builder = BatchBuilder(
-        _without_events(run.sequences), None, inputs_of(run.config, run.sequences), statistics=statistics
+        without_events(run.sequences), None, inputs_of(run.config, run.sequences), statistics=statistics
     )
     name = f"{run.folder.name}/step-{manifest.step}/{manifest.digest[:12]}"
     return Served(ranker, builder, name=name, label=label, block=run.config.data.truncate_block)
 
 
-def _without_events(sequences: Sequences) -> Sequences:
+def without_events(sequences: Sequences) -> Sequences:
     """What says how events are read, and none of them: whatever stays mapped here could not be forgotten."""
     nothing = np.empty(0, np.int64)
     return replace(
@@ -91,7 +92,8 @@ def _without_events(sequences: Sequences) -> Sequences:
     )
 
 
-def _load_dense(model: Ranking, folder: Path, manifest: Manifest) -> None:
+def load_dense(model: nn.Module, folder: Path, manifest: Manifest) -> None:
+    """The weights of a checkpoint, which nothing will train; raises CheckpointError if one is missing or another."""
     found = checkpoint.read(folder, manifest, "dense", lambda key: key.startswith("weights."))
     model.requires_grad_(False)
     for name, parameter in model.named_parameters():
@@ -104,7 +106,7 @@ def _load_dense(model: Ranking, folder: Path, manifest: Manifest) -> None:
         parameter.copy_(weights)
 
 
-def _open_table(spec: TableSpec, config: EmbeddingConfig, seed: int, folder: Path, manifest: Manifest) -> Table:
+def open_table(spec: TableSpec, config: EmbeddingConfig, seed: int, folder: Path, manifest: Manifest) -> Table:
     """The index first, then one bucket of rows after the other: a table may be larger than the memory."""
     table = Table(spec, OPTIMIZERS[config.optimizer](config), seed=seed, config=config)
     files = [file.removesuffix(".safetensors") for file in bucket_files(manifest).get(spec.name, [])]

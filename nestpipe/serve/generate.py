@@ -1,0 +1,341 @@
+"""One generative instance: requests are answered before their deadline, by the best that is there.
+
+    memory         hit_device -> hit_host -> full -> shorter -> narrow -> 503
+    instruction    of the scenario -> of the user -> the model's default
+
+What the encoder made of a history is kept in the relay's cache, so the next request of the user, in any scenario, only decodes.
+`shorter` (the last events alone) and `narrow` (fewer beams) are degraded, and say so. Instructions are read from the store and nowhere
+else: nothing here knows a language model, and a store that is missing, stale or damaged means the default. One thread takes the
+steps; requests come from any thread and wait for a future.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import math
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import torch
+
+from nestpipe.data.sequences import Sequences
+from nestpipe.errors import NestPipeError
+from nestpipe.instruct.store import ANY, Instructions
+from nestpipe.serve.cache import Cache, State, settle
+from nestpipe.serve.config import EngineConfig
+from nestpipe.serve.generate_costs import Choice, Estimates, MemoryPath, choose
+from nestpipe.serve.generate_model import Asked, EncoderMemory, Generated, Generative, Steering
+from nestpipe.serve.histories import Histories
+from nestpipe.serve.jobs import BusyError, LateError
+
+_log = logging.getLogger("nestpipe.serve")
+_LOOK_S = 0.5  # between two looks for what has expired
+
+
+class FailedError(NestPipeError):
+    """The model failed on a request; the log says why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Provenance:
+    """Which instruction steered a request: `source` is the scenario's, the user's (any) or the default, and why."""
+
+    source: Literal["scenario", "any", "default"]
+    reason: str
+    written_by: str = ""
+    written_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """Items, best first, with the log-probabilities of their ids; and how that was found out."""
+
+    items: list[int]
+    log_probabilities: list[float]
+    path: MemoryPath
+    instruction: Provenance
+    num_events: int  # of the history that was used
+    beam: int
+    model: str
+    times_ms: dict[str, float]
+
+    @property
+    def degraded(self) -> bool:
+        return self.path in {"shorter", "narrow"}
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Generate:
+    """A request to generate before a deadline."""
+
+    user: int
+    k: int
+    deadline: float
+    scenario: str | None = None
+    trigger: int | None = None
+    history: Sequences | None = None
+    reply: Future[Answer] = field(default_factory=Future)
+    # What the generator notes.
+    arrived: float = 0.0
+
+    def __lt__(self, other: Generate) -> bool:
+        return self.deadline < other.deadline
+
+
+@dataclass(slots=True, eq=False)
+class _Plan:
+    """A request on its way."""
+
+    job: Generate
+    asked: Asked
+    choice: Choice
+    memory: EncoderMemory
+    steering: Steering
+    provenance: Provenance
+    times_ms: dict[str, float]
+
+
+class Generator:
+    """Answers requests to generate. `scenarios` are their names, by the numbers that the model knows."""
+
+    def __init__(
+        self,
+        served: Generative,
+        histories: Histories,
+        instructions: Instructions | None,
+        estimates: Estimates,
+        *,
+        config: EngineConfig,
+        scenarios: Sequence[str] = (),
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.served, self.histories, self.instructions = served, histories, instructions
+        self.estimates, self.config, self.clock = estimates, config, clock
+        self.scenarios = {name: number for number, name in enumerate(scenarios)}
+        self.cache = Cache[EncoderMemory](
+            device_bytes=config.device_bytes,
+            host_bytes=config.host_bytes,
+            device_ttl_s=config.device_ttl_s,
+            host_ttl_s=config.host_ttl_s,
+            copy=lambda one: replace(one, memory=one.memory.clone()),
+            clock=clock,
+        )
+        self.counts: Counter[tuple[str, str]] = Counter()  # ('path' or 'instruction', which): how often
+        self._queue: list[Generate] = []  # a heap by deadline
+        self._spent: deque[Asked] = deque()  # whose memory goes to the host
+        self._looked, self._num_removals = -math.inf, histories.num_removals
+        self._news = threading.Condition()
+        self.is_stopping = False
+        self._thread: threading.Thread | None = None
+
+    # From any thread.
+
+    def submit(self, job: Generate) -> None:
+        """Queues a job, whose `reply` will have the answer; raises BusyError."""
+        with self._news:
+            if self.is_stopping:
+                raise BusyError("the instance is stopping; ask another.")
+            if len(self._queue) >= self.config.max_queue:
+                raise BusyError(f"{len(self._queue)} requests wait already; try again later, or ask another instance.")
+            job.arrived = self.clock()
+            heapq.heappush(self._queue, job)
+            self._news.notify()
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._queue)
+
+    def start(self) -> None:
+        self._thread = threading.Thread(target=self._run, name="generator", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Answers what is queued, then ends."""
+        with self._news:
+            self.is_stopping = True
+            self._news.notify()
+        if self._thread is not None:
+            self._thread.join()
+
+    # The generator's own thread.
+
+    def _run(self) -> None:
+        while not (self.is_stopping and not self._queue):
+            try:
+                is_idle = not self.step()
+                self._look_around()
+            except Exception:
+                _log.exception("a step failed; the generator goes on")
+                is_idle = True
+            with self._news:
+                if is_idle and not self._queue and not self.is_stopping:
+                    self._news.wait(0.2)
+
+    def step(self) -> bool:
+        """One turn; False if there was nothing to do."""
+        plans = self._next_batch()  # 1 the most urgent requests, each with a memory and an instruction
+        for width in sorted({plan.choice.width for plan in plans}):
+            self._decode([plan for plan in plans if plan.choice.width == width], width)  # 2 one search for all of them
+        return bool(plans) or self._demote()  # 3 nobody waits: a memory that was used goes to the host
+
+    def _look_around(self) -> None:
+        """Others may have written, and time has passed: what nobody may see any more goes."""
+        self.histories.refresh()
+        if self.histories.num_removals != self._num_removals:
+            self._num_removals = self.histories.num_removals
+            self.cache.invalidate()
+            self._spent.clear()
+        if (now := self.clock()) - self._looked > _LOOK_S:
+            self._looked = now
+            self.cache.sweep()
+
+    def _next_batch(self) -> list[_Plan]:
+        plans: list[_Plan] = []
+        total_ms = 0.0
+        while self._queue and len(plans) < self.config.max_batch:
+            with self._news:
+                job = heapq.heappop(self._queue)
+            if job.reply.cancelled():
+                continue
+            try:
+                plan = self._plan(job, total_ms)
+            except Exception as error:
+                if not isinstance(error, NestPipeError):
+                    _log.exception("a request could not be encoded")
+                    error = FailedError("the model failed on the request; ask again, or look into the log.")
+                settle(job.reply, error)
+                continue
+            plans.append(plan)
+            total_ms += plan.choice.cost_ms
+        return plans
+
+    def _plan(self, job: Generate, before_ms: float) -> _Plan:
+        """What a request will use, encoded if it must be; raises LateError if nothing fits before its deadline."""
+        self._look_around()
+        began = time.perf_counter()
+        slack_ms = 1000 * (job.deadline - self.clock())
+        asked = self.served.ask(self.histories.of(job.user) if job.history is None else job.history)
+        choice = choose(
+            self.estimates,
+            state=self.cache.peek_state(asked.key),
+            slack_ms=slack_ms - before_ms,
+            num_events=asked.num_events,
+            beam=self.served.model.config.beam,
+            k=job.k,
+            block=max(self.served.max_len // 8, 1),
+        )
+        if choice is None:
+            self.estimates.relax()
+            raise LateError("not even the narrowest search fits before the deadline.")
+        times = {"queue": 1000 * (self.clock() - job.arrived)}
+        if choice.num_events < asked.num_events:
+            asked = self.served.shorter(asked, choice.num_events)
+        memory, path = self._memory(job, asked, choice)
+        times["encode"] = 1000 * (time.perf_counter() - began)
+        began = time.perf_counter()
+        steering, provenance = self._steer(job)
+        times["instruction"] = 1000 * (time.perf_counter() - began)
+        return _Plan(job, asked, choice._replace(path=path), memory, steering, provenance, times)
+
+    def _memory(self, job: Generate, asked: Asked, choice: Choice) -> tuple[EncoderMemory, MemoryPath]:
+        """The memory of a history and where it came from; it is kept for the user's next request."""
+        key, path = asked.key, choice.path
+        if self.cache.peek_state(key) == State.HOST:
+            self.cache.promote(key)
+        memory = self.cache.pin(key, job)
+        if memory is not None:
+            self.cache.unpin(key, job, consumed=True)
+            self._spent.append(asked)
+            return memory, path if path in {"hit_device", "hit_host", "narrow"} else "hit_device"
+        is_kept = path in {"full", "hit_device", "hit_host"} and self.cache.peek_state(key) is None
+        lease = self.cache.reserve(key, user=job.user, num_bytes=self.served.num_bytes(asked)) if is_kept else None
+        began = time.perf_counter()
+        try:
+            memory = self.served.encode(asked)
+        except Exception:
+            if lease is not None:
+                self.cache.fail(lease)
+            raise
+        self.estimates.observe(1000 * (time.perf_counter() - began), self.estimates.encode(asked.num_events))
+        if lease is not None:
+            self.cache.finish(lease, memory)
+            self._spent.append(asked)
+        return memory, "full" if path in {"hit_device", "hit_host"} else path
+
+    def _steer(self, job: Generate) -> tuple[Steering, Provenance]:
+        number = None if job.scenario is None else self.scenarios[job.scenario]
+        steering = Steering(scenario=number, trigger=job.trigger)
+        if job.trigger is not None:
+            self.served.trie.positions(torch.tensor([job.trigger]))  # raises for an item that nobody knows
+        if self.instructions is None:
+            return steering, Provenance(source="default", reason="not used")
+        found, reason = self.instructions.of(job.user, job.scenario or ANY)
+        self.counts["instruction", reason] += 1
+        if found is None:
+            return steering, Provenance(source="default", reason=reason)
+        vector = torch.from_numpy(found.vector)
+        source: Literal["scenario", "any"] = "any" if found.scenario == ANY else "scenario"
+        provenance = Provenance(source=source, reason=reason, written_by=found.provenance, written_s=found.written_s)
+        return replace(steering, vector=vector), provenance
+
+    def _decode(self, plans: Sequence[_Plan], width: int) -> None:
+        """One search for all of them; if that fails, one for each."""
+        began = time.perf_counter()
+        found: list[Generated | Exception]
+        try:
+            found = list(self._search(plans, width))
+        except Exception:
+            _log.exception("a search failed; its requests are searched for one by one")
+            found = [self._alone(plan, width) for plan in plans]
+        took_ms = 1000 * (time.perf_counter() - began)
+        self.estimates.observe(took_ms / len(plans), self.estimates.decode(width))
+        for plan, result in zip(plans, found, strict=True):
+            if isinstance(result, Exception):
+                settle(plan.job.reply, result)
+            else:
+                self._reply(plan, result, took_ms)
+
+    def _search(self, plans: Sequence[_Plan], width: int) -> list[Generated]:
+        return self.served.generate(
+            [plan.asked for plan in plans],
+            [plan.memory for plan in plans],
+            [plan.steering for plan in plans],
+            width=width,
+            k=[plan.job.k for plan in plans],
+        )
+
+    def _alone(self, plan: _Plan, width: int) -> Generated | Exception:
+        try:
+            return self._search([plan], width)[0]
+        except NestPipeError as error:
+            return error
+        except Exception:
+            _log.exception("a request could not be searched for")
+            return FailedError("the model failed on the request; ask again, or look into the log.")
+
+    def _reply(self, plan: _Plan, found: Generated, decode_ms: float) -> None:
+        path, job = plan.choice.path, plan.job
+        self.counts["path", path] += 1
+        answer = Answer(
+            items=found.items,
+            log_probabilities=found.log_probabilities,
+            path=path,
+            instruction=plan.provenance,
+            num_events=plan.asked.num_events,
+            beam=plan.choice.width,
+            model=self.served.name,
+            times_ms={**plan.times_ms, "decode": decode_ms, "total": 1000 * (self.clock() - job.arrived)},
+        )
+        settle(job.reply, answer)
+
+    def _demote(self) -> bool:
+        while self._spent:
+            if self.cache.demote(self._spent.popleft().key):
+                return True
+        return False
