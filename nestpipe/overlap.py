@@ -37,7 +37,7 @@ CAUSES: tuple[Cause, ...] = ("busy", "lookup", "communication", "bubble")
 CAUSE_OF_KIND: dict[str, Cause] = {
     **dict.fromkeys(("compute", "dense step"), "busy"),
     **dict.fromkeys(("read", "keys", "retrieve"), "lookup"),
-    **dict.fromkeys(("post", "rows", "grads", "flag", "dense sum", "norm"), "communication"),
+    **dict.fromkeys(("post", "rows", "grads", "merge", "flag", "dense sum", "norm"), "communication"),
     **dict.fromkeys(("cold rows", "cold grads"), "communication"),
     **dict.fromkeys(("collect", "update", "write", "cold collect", "cold update"), "bubble"),
 }

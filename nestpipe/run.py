@@ -27,6 +27,7 @@ from nestpipe.config import Config, flat
 from nestpipe.data.numbers import NumberStats
 from nestpipe.data.sequences import Sequences
 from nestpipe.data.splits import Split, make_split
+from nestpipe.embedding.groups import Replicas, join
 from nestpipe.embedding.held import Holder, InPlace, Pool
 from nestpipe.embedding.lagging import Kept, Lagging, split_kept
 from nestpipe.embedding.optim import OPTIMIZERS
@@ -81,12 +82,20 @@ class Lanes:
     rows: Lane
     dense: Lane
     saves: Lane
+    replicas: Replicas | None = None  # of groups; then `keys` and `rows` are those of this rank's group
 
     @staticmethod
     def of(world: World) -> Lanes:
         """A meeting of all ranks."""
         lanes = {name: world.lane(name) for name in ("control", "keys", "rows", "dense")}
         return Lanes(**lanes, saves=world.lane("saves", deadline_s=max(_SAVE_S, world.deadline_s)))
+
+    def in_groups(self, num_groups: int) -> Lanes:
+        """The same with all tables in each of so many groups of ranks; a meeting of all ranks."""
+        if num_groups == 1:
+            return self
+        keys, rows, replicas = join(self.rows.world, num_groups, everyone=self.rows)
+        return replace(self, keys=keys, rows=rows, replicas=replicas)
 
 
 @dataclass(frozen=True)
@@ -200,7 +209,8 @@ class Run:
             settings = spec.optimizer or config.embedding
             optimizer = OPTIMIZERS[settings.optimizer](settings)
             tables[spec.name] = Table(spec, optimizer, seed=config.seed, config=config.embedding)
-        embedding = Sharded(tables, lanes.keys, lanes.rows, Owners(config.embedding.num_buckets, lanes.rows.world.size))
+        owners = Owners(config.embedding.num_buckets, lanes.rows.world.size)
+        embedding = Sharded(tables, lanes.keys, lanes.rows, owners, lanes.replicas)
         embedding.holders = {name: _holder(table, config) for name, table in tables.items()}
         return TrainState(
             model=model,
@@ -283,12 +293,12 @@ def _read_facts(path: Path) -> dict[str, Any]:
 
 
 def files_of(state: TrainState) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """What a rank contributes to a checkpoint, as copies: its buckets, and rank 0 the dense part, equal on all."""
+    """What a rank contributes to a checkpoint, as copies: its buckets, of which replicas take turns, and rank 0 the dense part."""
     embedding = state.embedding
-    if embedding.rank == 0:
+    if state.control.world.rank == 0:
         yield "dense", state.dense.export()
     for name, table in embedding.tables.items():
-        buckets = embedding.owners.buckets_of(embedding.rank)
+        buckets = embedding.owners.buckets_of(embedding.rank)[embedding.group :: embedding.num_groups]
         holder = embedding.holders[name]
         kept = holder.kept.export() if isinstance(holder, Lagging) and holder.kept else {}
         beside = dict(split_kept(kept, embedding.owners, buckets))

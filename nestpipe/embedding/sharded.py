@@ -4,10 +4,12 @@
     plan ── counts, weight, flags, ids ────────▶ union of all askers' ids; rows taken        ask, retrieve
     rows of a part's first uses ◀─────────────── gathered from where they are held          launch_rows, leaves
     gradient sums of last uses ────────────────▶ added in (part, rank) order                add_grads, launch_grads, collect
+                                                 sums of groups are exchanged, if any       merge (groups.py)
                                                  one optimizer step per row                 update, release
 
 One sum tree, whatever the number of parts and ranks that run it: occurrences of an id inside a part (backward), parts in
-part order (asker), arrivals in (part of last use, asking rank) order (owner). No atomics, no order of arrival.
+part order (asker), arrivals in (part of last use, asking rank) order (owner), groups in group order. No atomics, no order of
+arrival.
 
 Each method of a `Window` is a stage: called once (or once per part), by any thread, after those it depends on. Rows and
 gradients are *launched* by one thread and waited for by whoever needs them.
@@ -24,6 +26,7 @@ import torch
 from torch import Tensor
 
 from nestpipe.comm import Handle, Lane
+from nestpipe.embedding.groups import Replicas, Union
 from nestpipe.embedding.held import Held, Holder, InPlace
 from nestpipe.embedding.hot import Cut, Hot, hot_bits, order_of_halves
 from nestpipe.embedding.ids import among
@@ -37,10 +40,13 @@ from nestpipe.errors import CommError
 
 
 class Sharded:
-    """All tables of a model, each rank holding the rows of its buckets."""
+    """All tables of a model, each rank holding the rows of its buckets; with `replicas` in each group of ranks once more."""
 
-    def __init__(self, tables: Mapping[str, Table], keys: Lane, rows: Lane, owners: Owners):
+    def __init__(
+        self, tables: Mapping[str, Table], keys: Lane, rows: Lane, owners: Owners, replicas: Replicas | None = None
+    ):
         self.tables, self.keys, self.rows, self.owners = dict(tables), keys, rows, owners
+        self.replicas = replicas
         self.holders: dict[str, Holder] = {name: InPlace(table) for name, table in self.tables.items()}
         for name, table in self.tables.items():
             if table.config.has_limits and table.config.num_buckets != owners.num_buckets:
@@ -51,11 +57,32 @@ class Sharded:
 
     @property
     def rank(self) -> int:
+        """This rank among those that share the tables."""
         return self.rows.world.rank
 
     @property
     def world_size(self) -> int:
+        """How many ranks share the tables: all, or those of a group."""
         return self.rows.world.size
+
+    @property
+    def group(self) -> int:
+        return self.replicas.group if self.replicas else 0
+
+    @property
+    def num_groups(self) -> int:
+        return self.replicas.num_groups if self.replicas else 1
+
+    @property
+    def everyone(self) -> Lane:
+        """The lane of all ranks that belongs to the thread of the rows."""
+        return self.replicas.everyone if self.replicas else self.rows
+
+    @property
+    def lanes(self) -> tuple[Lane, ...]:
+        """All that the tables' messages use."""
+        others = (self.replicas.keys, self.replicas.sums, self.replicas.everyone) if self.replicas else ()
+        return self.keys, self.rows, *others
 
     def peek(self, name: str, ids: Tensor) -> Tensor:
         """A copy of the rows [n, D] of any ids; admits nothing. Every rank must call it, each with ids of its own."""
@@ -93,6 +120,7 @@ class _Owned:
     order: Tensor | None = None  # [n] in which arrivals are added
     num_collected: int = 0  # messages of gradients that have come
     held: Held | None = None
+    union: Union | None = None  # of all groups; then these are the requests that it has
     totals: Tensor | None = None  # [K, D] what they add up to, if somebody asked
 
 
@@ -152,8 +180,7 @@ class Window:
             for rank in range(self.home.world_size)
         ]
         counts = lane.exchange_sizes(wanted, name="counts")
-        self.weight = sum(struct.unpack("<d", struct.pack("<q", row[-2]))[0] for row in counts)  # in rank order
-        self.asks_to_stop = any(row[-1] for row in counts)
+        told = [row[-2:] for row in counts]
         handles, found = [], {}
         narrow, theirs = narrow_of(self.plan), {}
         for number, (name, plan) in enumerate(self.plan.tables.items()):
@@ -179,8 +206,20 @@ class Window:
             leaves = [table.empty_rows(plan.leaf_size(part)) for part in range(parts)]
             self._asked[name] = _Asked(plan, leaves, [None] * parts, narrow.get(name))
             self._owned[name] = _Owned(own_requests(ids, last_part, first_counts), theirs.get(name))
+        if self.home.replicas:
+            told = self._unite(self.home.replicas, told, where)
+        self.weight = sum(struct.unpack("<d", struct.pack("<q", weight))[0] for weight, _ in told)  # in rank order
+        self.asks_to_stop = any(asks for _, asks in told)
         if self.split and before is not None:
             self._tell_hot(before, where)
+
+    def _unite(self, replicas: Replicas, told: list[list[int]], where: str) -> list[list[int]]:
+        """The ids become those of all groups; returns what all ranks told, in rank order, from what this one's group did."""
+        asked = {name: owned.requests for name, owned in self._owned.items()}
+        unions, flags = replicas.unite(asked, [one for row in told for one in row], where=where)
+        for name, union in unions.items():
+            self._owned[name].requests, self._owned[name].union = union.requests, union
+        return [row[place : place + 2] for row in flags for place in range(0, len(row), 2)]
 
     def _tell_hot(self, before: Window, where: str) -> None:
         """Owners tell the askers of two windows which of their ids both hold."""
@@ -339,6 +378,26 @@ class Window:
             message.handle.wait_arrived()
             self._owned[name].num_collected += 1
 
+    def merge(self, part: int) -> None:
+        """Replicas exchange the sums of their groups that are whole with this part; each adds them in group order, in `update`."""
+        if (replicas := self.home.replicas) is None:
+            return
+        handles = []
+        for name, owned in self._owned.items():
+            union = _united(owned)
+            if owned.num_collected <= part:
+                raise CommError("sums of a group before they were collected: a dependency is missing in the schedule.")
+            if not union.rooms:
+                union.rooms = [self.home.tables[name].empty_rows(sum(counts)) for counts in union.counts]
+            rooms = [union.room(group, part) for group in range(replicas.num_groups)]
+            segments = [one for number in range(part + 1) for one in self._grads[number, False][name].arrivals]
+            own = union.own_sums(part, segments, group=replicas.group).total(rooms[replicas.group])
+            message = replicas.sums.post(f"sums/{name}", rooms, own=False)
+            handles.append(message.launch([own] * replicas.num_groups))
+            union.num_merged += 1
+        for handle in handles:
+            handle.wait()
+
     def owned_grads(self) -> dict[str, Tensor]:
         """The full gradient sums [K, D] of the rows that this rank owns, by ascending id, once all are collected."""
         found = {}
@@ -372,6 +431,8 @@ class Window:
             raise CommError("an update before its gradients were collected: a dependency is missing in the schedule.")
         if owned.totals is not None:
             return owned.totals
+        if owned.union is not None:
+            return owned.union.sums(self.plan.num_parts)
         segments = [one for key in sorted(self._grads, key=_as_counted) for one in self._grads[key][name].arrivals]
         return Arrived(segments, owned.requests.starts, owned.requests.arrivals if owned.order is None else owned.order)
 
@@ -406,6 +467,12 @@ def _computed(grads: Tensor | None) -> Tensor:
     if grads is None:
         raise CommError("gradients were needed before they were computed: a dependency is missing in the schedule.")
     return grads
+
+
+def _united(owned: _Owned) -> Union:
+    if owned.union is None:
+        raise CommError("sums of groups before their ids were known: a dependency is missing in the schedule.")
+    return owned.union
 
 
 def _held(owned: _Owned) -> Held:

@@ -71,6 +71,7 @@ class Case:
     skip_nonfinite: bool = True
     stale: bool = False  # rows always miss the update of the batch before
     split: bool = False  # hot and cold messages
+    groups: int = 1  # of ranks
 
     def rates(self, number: int) -> Rates:
         """They change from batch to batch, so that a late update with the wrong one shows."""
@@ -79,7 +80,7 @@ class Case:
 
 def new_toy(case: Case, lanes: Lanes) -> TrainState:
     """A state at the start of training."""
-    model, world = Toy(), lanes.control.world
+    model = Toy()
     protect_steps = case.depth + 1 if case.protect_steps is None else case.protect_steps
     config = EmbeddingConfig(
         num_buckets=4,
@@ -88,7 +89,8 @@ def new_toy(case: Case, lanes: Lanes) -> TrainState:
         protect_steps=protect_steps,
     )
     table = Table(model.tables[0], OPTIMIZERS[case.optimizer](config), seed=0, config=config)
-    embedding = Sharded({"item": table}, lanes.keys, lanes.rows, Owners(4, world.size))
+    owners = Owners(4, lanes.rows.world.size)
+    embedding = Sharded({"item": table}, lanes.keys, lanes.rows, owners, lanes.replicas)
     if case.pool:
         embedding.holders = {"item": Pool(table)}
     dense = Dense(model, DenseConfig(optimizer=case.optimizer), lanes.dense)

@@ -288,12 +288,12 @@ def wrong_stages(world: World) -> list[tuple[str, Case, str]]:
     for wrong in (one for one in WRONG if one.min_ranks <= world.size):
         needs = orders.needs_without(schedule_of(wrong.case), NUM_BATCHES)
         order = getattr(orders, wrong.order[0])(needs, wrong.order[1], 0)
-        expected = plain(wrong.case, arena.lanes)
+        expected = plain(wrong.case, arena.lanes(wrong.case))
         right = arena.verdict(expected, wrong.case, order)
         assert right == "equal", f"{wrong} shows nothing: its order differs anyhow"
         with wrong.patch(wrong.case):
             if wrong.everywhere:
-                expected = plain(wrong.case, arena.lanes)
+                expected = plain(wrong.case, arena.lanes(wrong.case))
             said = arena.verdict(expected, wrong.case, order)
         found.append((wrong.patch.__name__, wrong.case, said))
     return found
@@ -303,7 +303,7 @@ def unprotected(world: World) -> str:
     """Eviction of rows that a batch in flight holds: `protect_steps` far below the depth."""
     arena, case = Arena(world), Case(pool=False, depth=2, protect_steps=1)
     order = orders.early(orders.needs_without(schedule_of(case), NUM_BATCHES), "retrieve", 0)
-    return arena.verdict(plain(case, arena.lanes), case, order)
+    return arena.verdict(plain(case, arena.lanes(case)), case, order)
 
 
 def weights_only_with_sgd(world: World) -> str:
@@ -311,4 +311,4 @@ def weights_only_with_sgd(world: World) -> str:
     arena, case = Arena(world), Case(pool=True, optimizer="sgd")
     order = orders.early(orders.needs_without(schedule_of(case), NUM_BATCHES), "retrieve", 0)
     with state_not_brought_home(case), state_not_taken(case):
-        return arena.verdict(plain(case, arena.lanes), case, order)
+        return arena.verdict(plain(case, arena.lanes(case)), case, order)
