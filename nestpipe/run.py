@@ -59,6 +59,7 @@ FREE_KEYS = (
     "train.tensorboard",
     "train.async_save",
     "train.mirror",
+    "pipeline.groups",
     "pipeline.mode",
     "pipeline.depth",
     "pipeline.rows",
@@ -87,8 +88,8 @@ class Lanes:
     @staticmethod
     def of(world: World) -> Lanes:
         """A meeting of all ranks."""
-        lanes = {name: world.lane(name) for name in ("control", "keys", "rows", "dense")}
-        return Lanes(**lanes, saves=world.lane("saves", deadline_s=max(_SAVE_S, world.deadline_s)))
+        control, keys, rows, dense = (world.lane(name) for name in ("control", "keys", "rows", "dense"))
+        return Lanes(control, keys, rows, dense, world.lane("saves", deadline_s=max(_SAVE_S, world.deadline_s)))
 
     def in_groups(self, num_groups: int) -> Lanes:
         """The same with all tables in each of so many groups of ranks; a meeting of all ranks."""
@@ -128,7 +129,7 @@ class Run:
         config = Config.load(Path(folder) / "config.json")
         if data_path is not None:
             config = replace(config, data=replace(config.data, path=data_path))
-        facts = _read_facts(Path(folder) / "run.json")
+        facts = read_facts(Path(folder))
         origin = facts.get("init_from")
         run = Run(Path(folder), config, Origin.from_json(origin) if origin else None)
         if run.sequences.digest not in {facts["data_digest"], facts.get("next_digest")}:  # see serve/forget.py
@@ -162,7 +163,7 @@ class Run:
 
     def statistics(self) -> dict[str, NumberStats]:
         """Those of the number features, as they were fitted when the run started."""
-        found = _read_facts(self.folder / "run.json").get("statistics", {})
+        found = read_facts(self.folder).get("statistics", {})
         return {name: NumberStats.from_json(one) for name, one in found.items()}
 
     @cached_property
@@ -282,7 +283,9 @@ def _holder(table: Table, config: Config) -> Holder:
     return Lagging(holder, sync_steps=settings.sync_steps) if settings.staleness else holder
 
 
-def _read_facts(path: Path) -> dict[str, Any]:
+def read_facts(folder: Path) -> dict[str, Any]:
+    """What the folder of a run says about its last start; raises CheckpointError if it does not."""
+    path = folder / "run.json"
     try:
         facts = json.loads(path.read_text())
         if isinstance(facts["data_digest"], str):

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from nestpipe.comm import Lane, World
+from nestpipe.comm import Handle, Lane, World
 from nestpipe.embedding.ids import group
 from nestpipe.embedding.route import Counts, Requests, own_requests
 from nestpipe.embedding.rows import Arrived
@@ -123,16 +123,20 @@ class Union:
         )
         return Union(requests, counts, everyone.starts, everyone.arrivals)
 
-    def own_sums(self, part: int, segments: list[Tensor], *, group: int) -> Arrived:
-        """The sums of the own group that are whole with a part, of what has arrived so far."""
-        begin, end = self._range(group, part)
-        starts = self.requests.starts[begin : end + 1]
-        return Arrived(segments, starts - starts[0], self.requests.arrivals[int(starts[0]) : int(starts[-1])])
-
-    def room(self, group: int, part: int) -> Tensor:
-        """Where the sums of a group that are whole with a part belong."""
-        begin, end = self._range(group, part)
-        return self.rooms[group][begin:end]
+    def launch(self, replicas: Replicas, name: str, part: int, arrived: list[Tensor], *, where: str) -> Handle:
+        """Sends the own group's sums that are whole with a part to all replicas; `arrived` are the rows that came so far."""
+        if not self.rooms:
+            self.rooms = [arrived[0].new_empty(sum(row), *arrived[0].shape[1:]) for row in self.counts]
+        begins = [sum(row[:part]) for row in self.counts]
+        parts = [
+            room[begin : begin + row[part]] for room, begin, row in zip(self.rooms, begins, self.counts, strict=True)
+        ]
+        begin, own = begins[replicas.group], parts[replicas.group]
+        starts = self.requests.starts[begin : begin + len(own) + 1]
+        order = self.requests.arrivals[int(starts[0]) : int(starts[-1])]
+        Arrived(arrived, starts - starts[0], order).total(own)
+        self.num_merged += 1
+        return replicas.sums.post(name, parts, where=where, own=False).launch([own] * replicas.num_groups)
 
     def sums(self, num_parts: int) -> Arrived:
         """The gradients of all ids, once all groups' sums are in."""
@@ -142,18 +146,14 @@ class Union:
             )
         return Arrived(self.rooms, self.starts, self.order)
 
-    def _range(self, group: int, part: int) -> tuple[int, int]:
-        begin = sum(self.counts[group][:part])
-        return begin, begin + self.counts[group][part]
-
 
 def join(world: World, num_groups: int, everyone: Lane) -> tuple[Lane, Lane, Replicas]:
     """The lanes of keys and rows inside this rank's group, and its replicas; a meeting of all ranks."""
     grid = Grid(world.size, num_groups)
     own, replicas = grid.group_of(world.rank), grid.replicas_of(world.rank)
     keys, rows = (world.lane(name, ranks=own) for name in ("keys", "rows"))
-    others = (world.lane(name, ranks=replicas) for name in ("keys of replicas", "sums"))
-    return keys, rows, Replicas(*others, everyone)
+    replica_keys, sums = (world.lane(name, ranks=replicas) for name in ("keys of replicas", "sums"))
+    return keys, rows, Replicas(replica_keys, sums, everyone)
 
 
 def _by_last_part(requests: Requests) -> tuple[Tensor, list[int]]:

@@ -197,7 +197,7 @@ def collect(state: TrainState, work: Work, part: int) -> None:
 
 def merge(state: TrainState, work: Work, part: int) -> None:
     """Replicas of an owner, one in each group of ranks, exchange the sums that are whole with a part."""
-    work.window.merge(part)
+    work.window.merge(part, where=f"{work.where}, part {part}")
 
 
 def cold_grads(state: TrainState, work: Work) -> None:
@@ -318,7 +318,13 @@ def _clip_dense(state: TrainState, work: Work) -> None:
 
 PartStage = Callable[[TrainState, Work, int], None]
 BatchStage = Callable[[TrainState, Work], None]
-PART_STAGES: dict[str, PartStage] = {"rows": rows, "compute": compute, "grads": grads, "collect": collect, "merge": merge}
+PART_STAGES: dict[str, PartStage] = {
+    "rows": rows,
+    "compute": compute,
+    "grads": grads,
+    "collect": collect,
+    "merge": merge,
+}
 BATCH_STAGES: dict[str, BatchStage] = {
     "keys": keys,
     "retrieve": retrieve,
