@@ -48,7 +48,7 @@ def grouped(run: Run, lanes: Lanes, first_batch: Callable[[], Batch]) -> Grouped
     control, wanted = lanes.control, run.config.pipeline.groups
     size, known, why = str(control.world.size), _known(run, control), ""
     if wanted == 0 and size not in known:
-        wanted, why = choose(run, lanes, first_batch())
+        wanted, why = choose(run.new_state(lanes), lanes, first_batch())
         known = {**known, size: wanted}
     number = wanted or known[size]
     config = replace(run.config, pipeline=replace(run.config.pipeline, groups=number))
@@ -63,21 +63,14 @@ def _known(run: Run, control: Lane) -> dict[str, int]:
     return said
 
 
-def choose(run: Run, lanes: Lanes, batch: Batch) -> tuple[int, str]:
-    """How many groups fit a run's traffic, measured now, and why."""
-    num_ranks = lanes.control.world.size
+def choose(state: TrainState, lanes: Lanes, batch: Batch) -> tuple[int, str]:
+    """How many groups fit the traffic of a batch, measured now on a new state without groups, and why; the same on every rank."""
+    num_ranks, control = lanes.control.world.size, lanes.control
     if num_ranks == 1:
         return 1, ""
-    state = run.new_state(lanes)
-    tables = demand(state, batch, lanes.control)
-    row_s = lanes.control.all_gather_floats([_row_s(state)], name="row time")
-    return choose_groups(
-        num_ranks,
-        tables,
-        measured_wires(lanes),
-        num_parts=run.config.pipeline.parts,
-        row_s=max(value for (value,) in row_s),
-    )
+    tables, wires = demand(state, batch, control), measured_wires(lanes)
+    row_s = max(value for (value,) in control.all_gather_floats([_row_s(state)], name="row time"))
+    return choose_groups(num_ranks, tables, wires, num_parts=state.cut.parts, row_s=row_s)
 
 
 def demand(state: TrainState, batch: Batch, control: Lane) -> list[Demand]:

@@ -63,7 +63,7 @@ def measured(case: Case) -> dict[str, list[str]]:
 
 
 if __name__ == "__main__":
-    for case in (Case(pool=True), Case(pool=True, depth=2, split=True)):
+    for case in (Case(pool=True), Case(pool=True, depth=2, split=True), Case(pool=True, groups=2)):
         print("\n| edge | without it | pool | in place |\n|---|---|---|---|")
         for edge, verdicts in measured(case).items():
             ends = tuple(one.partition("(")[0] for one in edge.split(" -> "))

@@ -102,12 +102,13 @@ def schedule_of(case: Case) -> Schedule:
 def broken_edges(world: World, cases: list[Case], only: Collection[str] = ()) -> list[tuple[Case, str, dict[str, str]]]:
     """Every kind of edge that is not implied, broken in forced orders until one of them is caught: verdict by order.
 
-    Of a split training only those that the same training has not if it is not split.
+    Of a training that is split or in groups only those that the same training has not otherwise.
     """
     arena, found = Arena(world), []
     for case in cases:
         schedule, expected = schedule_of(case), plain(case, arena.lanes(case))
-        known = set(orders.edges_of(schedule_of(replace(case, split=False)))) if case.split else set()
+        plainer = replace(case, split=False, groups=1)
+        known = set(orders.edges_of(schedule_of(plainer))) if plainer != case else set()
         edges = [one for one in orders.edges_of(schedule) if one not in known and (not only or str(one) in only)]
         for edge in edges:
             tried: dict[str, str] = {}

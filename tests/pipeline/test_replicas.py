@@ -16,9 +16,10 @@ from nestpipe.pipeline.schedule import Schedule
 from nestpipe.pipeline.stages import Clip
 from nestpipe.run import Lanes
 from tests.pipeline.mutants import broken_edges
-from tests.pipeline.runs import content, delays, tapped
+from tests.pipeline.runs import content, delays, differences, tapped
 from tests.pipeline.toy import Case, new_toy, toy_batches
 from tests.ranks import run_ranks
+from tests.worlds import small_log
 
 NUM_STEPS = 30
 DOUBLE = Case(pool=False, optimizer="adam", depth=2, dtype=torch.float64)
@@ -103,6 +104,14 @@ def test_every_grid_trains_what_one_process_trains(num_ranks, grids):
                 assert float((found - wanted).abs().max() / wanted.abs().max().clamp(min=1e-30)) < 1e-12, name
             else:
                 assert torch.equal(found, wanted), name
+
+
+def test_rows_one_update_old_in_groups(tmp_path):
+    """Nested with staleness 1 beside its plain loop, each with barriers."""
+    settings = {"batch_size": 7, "parts": 2, "groups": 2, "stale": True, "sync_steps": 2}
+    arms = [{"mode": "nested", "pool": True, "depth": 2, "barriers": (4,), "seed": 0}]
+    log = small_log(tmp_path / "log").path
+    assert run_ranks(2, differences, log, settings, 7, arms) == [[], []]
 
 
 @pytest.mark.timeout(300)
