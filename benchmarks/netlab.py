@@ -91,25 +91,26 @@ class Loopback:
 
 
 class Lab(Loopback):
-    """A namespace per rank, joined by a switch; a context manager."""
+    """A namespace per rank, or per host of several ranks that share its line, joined by a switch; a context manager."""
 
-    def __init__(self, world_size: int, *, rate: str = "1gbit", delay_ms: float = 0):
+    def __init__(self, world_size: int, *, rate: str = "1gbit", delay_ms: float = 0, ranks_per_host: int = 1):
         super().__init__(world_size)
         self.rate, self.delay_ms = rate, delay_ms
+        self.num_hosts, self._ranks_per_host = -(-world_size // ranks_per_host), ranks_per_host
         bits_per_s(rate)
         self._switch = f"{_PREFIX}-{os.getpid()}-switch"
         self._relay: subprocess.Popen[str] | None = None
         self._port = 29_500  # free: nobody else lives in the namespaces
 
-    def namespace(self, rank: int) -> str:
-        return f"{_PREFIX}-{os.getpid()}-{rank}"
+    def namespace(self, host: int) -> str:
+        return f"{_PREFIX}-{os.getpid()}-{host}"
 
     def environment(self, rank: int) -> dict[str, str]:
         return _environment(rank, self.world_size, _address(0), DEVICE, self._port)
 
     def command(self, rank: int, command: Sequence[str]) -> list[str]:
         """The command as it runs in the rank's namespace."""
-        return ["ip", "netns", "exec", self.namespace(rank), *command]
+        return ["ip", "netns", "exec", self.namespace(rank // self._ranks_per_host), *command]
 
     def __enter__(self) -> Lab:
         if reason := refusal():
@@ -134,33 +135,33 @@ class Lab(Loopback):
         self._remove()
 
     def _namespaces(self) -> list[str]:
-        return [self._switch, *map(self.namespace, range(self.world_size))]
+        return [self._switch, *map(self.namespace, range(self.num_hosts))]
 
     def _join_by_bridge(self) -> None:
         _call("ip", "-n", self._switch, "link", "add", "bridge", "type", "bridge")
         _call("ip", "-n", self._switch, "link", "set", "bridge", "up")
-        for rank in range(self.world_size):
-            port, name = f"port{rank}", self.namespace(rank)
+        for host in range(self.num_hosts):
+            port, name = f"port{host}", self.namespace(host)
             _call("ip", "-n", self._switch, "link", "add", port, "type", "veth", "peer", "name", DEVICE, "netns", name)
             _call("ip", "-n", self._switch, "link", "set", port, "master", "bridge", "up")
-            self._raise_device(rank)
-            self._shape(self._switch, port)  # what several ranks send to one shares its line
+            self._raise_device(host)
+            self._shape(self._switch, port)  # what several hosts send to one shares its line
 
     def _join_by_relay(self) -> None:
-        program = [sys.executable, str(Path(__file__)), "--relay", str(self.world_size), str(self.delay_ms)]
+        program = [sys.executable, str(Path(__file__)), "--relay", str(self.num_hosts), str(self.delay_ms)]
         command = ["ip", "netns", "exec", self._switch, *program]
         self._relay = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=_clean_environment())
         if self._relay.stdout is None or self._relay.stdout.readline().strip() != "ready":
             raise LabError("the relay that delays packets did not start; its message is above.")
-        for rank in range(self.world_size):
-            port, name = f"port{rank}", self.namespace(rank)
+        for host in range(self.num_hosts):
+            port, name = f"port{host}", self.namespace(host)
             _call("ip", "-n", self._switch, "link", "set", port, "netns", name)  # the relay keeps its end
             _call("ip", "-n", name, "link", "set", port, "name", DEVICE, "mtu", str(_MTU_OF_TUN))
-            self._raise_device(rank)
+            self._raise_device(host)
 
-    def _raise_device(self, rank: int) -> None:
-        name = self.namespace(rank)
-        _call("ip", "-n", name, "address", "add", f"{_address(rank)}/24", "dev", DEVICE)
+    def _raise_device(self, host: int) -> None:
+        name = self.namespace(host)
+        _call("ip", "-n", name, "address", "add", f"{_address(host)}/24", "dev", DEVICE)
         _call("ip", "-n", name, "link", "set", DEVICE, "up")
         # Whatever the machine's default is: BBR stops sending every few round trips to measure the line, and an exchange
         # that is over sooner pays for that. Reno is the one that a namespace may always choose.

@@ -172,17 +172,17 @@ class OurArm:
             depth=self.settings.depth + stale,
             stale=stale,
             split=self.settings.split and self.name == "nested",
+            groups=self.state.embedding.replicas is not None,
         )
         runner = Runner(self.state, schedule, observe=self.recorder.observer(self.state.num_steps))
-        messages = (self.state.embedding.keys, self.state.embedding.rows, self.state.dense.lane)
-        for lane in messages:
+        for lane in self.state.lanes:
             lane.watch = self.recorder if self.recorder.on else None
         runner.run(Feed(batches=stream, rates=lambda number: RATES, num_batches=num_steps))
-        for lane in messages:
+        for lane in self.state.lanes:
             lane.watch = None
 
     def _endless(self) -> Iterator[Batch]:
-        return (self.data[number % NUM_BATCHES] for number in count())
+        return (self.data[number % len(self.data)] for number in count())
 
 
 def our_state(settings: Settings, lanes: Lanes) -> TrainState:
@@ -192,7 +192,7 @@ def our_state(settings: Settings, lanes: Lanes) -> TrainState:
     owners = Owners(64, lanes.rows.world.size)
     return TrainState(
         model=model,
-        embedding=Sharded({"item": table}, lanes.keys, lanes.rows, owners),
+        embedding=Sharded({"item": table}, lanes.keys, lanes.rows, owners, lanes.replicas),
         dense=Dense(model, DenseConfig(optimizer="adam"), lanes.dense),
         control=lanes.control,
         seed=SEED,

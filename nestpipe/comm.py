@@ -20,7 +20,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
@@ -55,7 +55,12 @@ class World:
     device: torch.device
     deadline_s: float
     stacks: Path | None  # folder for the stacks of all threads when a deadline passes
+    members: tuple[int, ...] = ()  # of a part of a world: what its ranks are called in the whole; () for the whole
     _lanes: dict[str, Lane] = field(default_factory=dict)
+
+    def number(self, rank: int) -> int:
+        """What a rank is called among all ranks; so it stands in messages."""
+        return self.members[rank] if self.members else rank
 
     @staticmethod
     def single(*, device: str | torch.device = "cpu", deadline_s: float = DEADLINE_S) -> World:
@@ -105,23 +110,30 @@ class World:
             raise CommError(f"no exchange for device '{device}'; there is one for {', '.join(EXCHANGES)}.")
         return World(rank=rank, size=size, store=prefix, device=device, deadline_s=deadline_s, stacks=stacks)
 
-    def lane(self, name: str, *, deadline_s: float | None = None) -> Lane:
+    def lane(self, name: str, *, deadline_s: float | None = None, ranks: Sequence[int] = ()) -> Lane:
         """A new lane; a meeting of all ranks, raises CommError naming those that did not come before the deadline.
 
-        `deadline_s` is for its exchanges, by default that of the world.
+        `deadline_s` is for its exchanges, by default that of the world. With `ranks` it is a lane of these alone, among whom
+        this one must be: they meet, and are counted from 0 on it.
         """
+        world = self
+        if ranks:
+            world = replace(self, rank=list(ranks).index(self.rank), size=len(ranks), members=tuple(ranks))
+            name = f"{name} of {named_ranks(ranks)}"
         if name in self._lanes:
             raise CommError(f"lane '{name}' exists already; a group belongs to one lane.")
-        self.store.set(f"lane/{name}/{self.rank}", "here")
+        self.store.set(f"lane/{name}/{world.rank}", "here")
         start = time.monotonic()
         try:
-            group = None if self.size == 1 else _new_group(self, name)
+            group = None if world.size == 1 else _new_group(self, name, world)
         except RuntimeError as error:
-            absent = tuple(rank for rank in range(self.size) if not self.store.check([f"lane/{name}/{rank}"]))
+            absent = tuple(
+                world.number(rank) for rank in range(world.size) if not self.store.check([f"lane/{name}/{rank}"])
+            )
             blame = f"{named_ranks(absent)} never made it" if absent else _first_line(error)
             message = f"lane '{name}' not made after {in_seconds(time.monotonic() - start)}; {blame}."
             raise CommError(message + dump_stacks(self), ranks=absent) from error
-        self._lanes[name] = Lane(self, name, group, deadline_s=deadline_s or self.deadline_s)
+        self._lanes[name] = Lane(world, name, group, deadline_s=deadline_s or self.deadline_s)
         return self._lanes[name]
 
     def close(self) -> None:
@@ -271,8 +283,9 @@ class Lane:
         `ranks` are those to blame, by default this one.
         """
         if self.broken is None:
-            self.broken = CommError(f"it was given up: {reason}.", ranks=ranks or (self.world.rank,))
-            notes.leave(self.world.store, self.world.rank, notes.Note("", reason, self.broken.ranks))
+            own = self.world.number(self.world.rank)
+            self.broken = CommError(f"it was given up: {reason}.", ranks=ranks or (own,))
+            notes.leave(self.world.store, own, notes.Note("", reason, self.broken.ranks))
         if self.group is not None and self.world.device.type == "cpu":
             # What ends a wait in another thread is closed connections, and what closes them is a wait that times out.
             peer, nothing = (self.world.rank + 1) % self.world.size, torch.empty(1, dtype=torch.uint8)
@@ -328,13 +341,15 @@ def _meet(store: Store, rank: int, size: int, deadline_s: float) -> str:
     return own
 
 
-def _new_group(world: World, name: str) -> Any:
+def _new_group(whole: World, name: str, world: World) -> Any:
+    """The process group of a lane of `world`, which is the whole or a part of it."""
     backend, timeout = EXCHANGES[world.device.type], timedelta(seconds=world.deadline_s)
     if backend == "gloo":  # stands alone, so that many worlds can follow each other in one process
         return dist.ProcessGroupGloo(PrefixStore(f"group/{name}", world.store), world.rank, world.size, timeout)
     if not dist.is_initialized():
-        dist.init_process_group(backend, store=world.store, rank=world.rank, world_size=world.size, timeout=timeout)
-    return dist.new_group(backend=backend, timeout=timeout)
+        dist.init_process_group(backend, store=whole.store, rank=whole.rank, world_size=whole.size, timeout=timeout)
+    some = list(world.members) or None
+    return dist.new_group(some, backend=backend, timeout=timeout, use_local_synchronization=some is not None)
 
 
 def _first_line(error: Exception) -> str:

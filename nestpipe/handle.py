@@ -170,29 +170,31 @@ class Handle:
 
     def _fail(self, error: RuntimeError, peer: int, rest: list[tuple[int, Any]], elapsed_s: float) -> NoReturn:
         """Finds out who is to blame, tells the others, and raises."""
-        store = self._world.store
+        store, number = self._world.store, self._world.number
+        own = number(self._world.rank)
         if self._lane.broken:  # by another exchange of this lane, which has told the others
             reason, ranks = f"its lane broke before: {self._lane.broken}".rstrip("."), self._lane.broken.ranks
         elif elapsed_s >= self._lane.deadline_s - 0.05:  # gloo counts in whole milliseconds
-            absent = tuple(sorted({peer, *(other for other, work in rest if not _arrived(work))}))
+            late = {peer, *(other for other, work in rest if not _arrived(work))}
+            absent = tuple(sorted(map(number, late)))
             reason = f"{named_ranks(absent)} never entered it"
             note = notes.Note(self._key, f"{self._title}: {reason}", absent)
-            notes.leave(store, self._world.rank, note)
+            notes.leave(store, own, note)
             found = notes.find(store, absent, elsewhere=self._key, within_s=self._late_s)
             ranks = notes.follow(store, [note, *found])
             reason += _beyond(absent, ranks)
-        elif found := notes.find(store, [peer]):
+        elif found := notes.find(store, [number(peer)]):
             note = found[0]
-            notes.leave(store, self._world.rank, note)  # passed on: whoever waits for this rank reads it too
+            notes.leave(store, own, note)  # passed on: whoever waits for this rank reads it too
             if note.exchange:  # those blamed, or another thread of this rank, may wait for one that is really lost
                 found += notes.find(store, note.ranks, elsewhere=note.exchange, within_s=self._late_s)
             ranks = notes.follow(store, found)
-            reason = f"rank {peer} gave up: {note.reason}" + _beyond(note.ranks, ranks)
+            reason = f"rank {number(peer)} gave up: {note.reason}" + _beyond(note.ranks, ranks)
         elif self._lane.broken:  # meanwhile, in another thread
             self._fail(error, peer, rest, elapsed_s)
         else:
-            reason, ranks = f"rank {peer} closed the connection: it has ended", (peer,)
-            notes.leave(store, self._world.rank, notes.Note("", f"{self._title}: {reason}", ranks))
+            reason, ranks = f"rank {number(peer)} closed the connection: it has ended", (number(peer),)
+            notes.leave(store, own, notes.Note("", f"{self._title}: {reason}", ranks))
         message = f"{self._title} not finished after {in_seconds(elapsed_s)}; {reason}."
         self._error = CommError(message + dump_stacks(self._world), ranks=ranks)
         self._lane.broken = self._lane.broken or self._error
@@ -224,7 +226,7 @@ def dump_stacks(world: World) -> str:
     if world.stacks is None:
         return ""
     world.stacks.mkdir(parents=True, exist_ok=True)
-    with (world.stacks / f"stacks-{world.rank}.txt").open("w") as file:
+    with (world.stacks / f"stacks-{world.number(world.rank)}.txt").open("w") as file:
         faulthandler.dump_traceback(file, all_threads=True)
     return f" Stacks: {world.stacks}/stacks-*.txt"
 

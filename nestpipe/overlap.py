@@ -14,10 +14,10 @@ batch t is what it waits for, and only spans of the same rank, of batches up to 
 be the reason. An instant belongs to the first of these that is true:
 
     1  lookup          read, keys or retrieve runs
-    2  communication   post, rows, grads, flag, dense sum or norm runs, or a lane waits for such messages
+    2  communication   post, rows, grads, merge, flag, dense sum or norm runs, or a lane waits for such messages
     3  bubble          table work runs: collect, update, write
     4  lookup          read, keys or retrieve is not finished
-    5  communication   post, rows, grads, flag, dense sum or norm is not finished
+    5  communication   post, rows, grads, merge, flag, dense sum or norm is not finished
     6  bubble
 """
 
@@ -37,7 +37,7 @@ CAUSES: tuple[Cause, ...] = ("busy", "lookup", "communication", "bubble")
 CAUSE_OF_KIND: dict[str, Cause] = {
     **dict.fromkeys(("compute", "dense step"), "busy"),
     **dict.fromkeys(("read", "keys", "retrieve"), "lookup"),
-    **dict.fromkeys(("post", "rows", "grads", "flag", "dense sum", "norm"), "communication"),
+    **dict.fromkeys(("post", "rows", "grads", "merge", "flag", "dense sum", "norm"), "communication"),
     **dict.fromkeys(("cold rows", "cold grads"), "communication"),
     **dict.fromkeys(("collect", "update", "write", "cold collect", "cold update"), "bubble"),
 }

@@ -204,6 +204,6 @@ class Pace:
             capacity=(recorded + schedule.depth + 3) * most,
             run=state.control.broadcast_bytes(name, 0, name="trace").decode(),
         )
-        for lane in (state.embedding.keys, state.embedding.rows, state.dense.lane):
+        for lane in state.lanes:
             lane.watch = recorder
         return recorder, Runner(state, schedule)

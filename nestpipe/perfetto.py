@@ -18,6 +18,7 @@ LETTERS = {
     "compute": "C",
     "grads": "B",
     "collect": "S",
+    "merge": "X",
     "flag": "flag",
     "dense sum": "D",
     "norm": "norm",

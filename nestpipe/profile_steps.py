@@ -39,7 +39,7 @@ def profile(run: Run, lanes: Lanes, batches_of: Batches, *, clip_rows: bool) -> 
         recorder = Recorder(capacity=(NUM_STEPS + 8) * schedule.most_events)
         state.cut = own
         runner = Runner(state, schedule, observe=recorder.observer(first))
-        watched = (state.embedding.keys, state.embedding.rows, state.dense.lane)
+        watched = state.lanes
         before = [lane.watch for lane in watched]
         for lane in watched:
             lane.watch = recorder

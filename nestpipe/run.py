@@ -27,6 +27,7 @@ from nestpipe.config import Config, flat
 from nestpipe.data.numbers import NumberStats
 from nestpipe.data.sequences import Sequences
 from nestpipe.data.splits import Split, make_split
+from nestpipe.embedding.groups import Replicas, join
 from nestpipe.embedding.held import Holder, InPlace, Pool
 from nestpipe.embedding.lagging import Kept, Lagging, split_kept
 from nestpipe.embedding.optim import OPTIMIZERS
@@ -58,6 +59,7 @@ FREE_KEYS = (
     "train.tensorboard",
     "train.async_save",
     "train.mirror",
+    "pipeline.groups",
     "pipeline.mode",
     "pipeline.depth",
     "pipeline.rows",
@@ -81,12 +83,20 @@ class Lanes:
     rows: Lane
     dense: Lane
     saves: Lane
+    replicas: Replicas | None = None  # of groups; then `keys` and `rows` are those of this rank's group
 
     @staticmethod
     def of(world: World) -> Lanes:
         """A meeting of all ranks."""
-        lanes = {name: world.lane(name) for name in ("control", "keys", "rows", "dense")}
-        return Lanes(**lanes, saves=world.lane("saves", deadline_s=max(_SAVE_S, world.deadline_s)))
+        control, keys, rows, dense = (world.lane(name) for name in ("control", "keys", "rows", "dense"))
+        return Lanes(control, keys, rows, dense, world.lane("saves", deadline_s=max(_SAVE_S, world.deadline_s)))
+
+    def in_groups(self, num_groups: int) -> Lanes:
+        """The same with all tables in each of so many groups of ranks; a meeting of all ranks."""
+        if num_groups == 1:
+            return self
+        keys, rows, replicas = join(self.rows.world, num_groups, everyone=self.rows)
+        return replace(self, keys=keys, rows=rows, replicas=replicas)
 
 
 @dataclass(frozen=True)
@@ -119,7 +129,7 @@ class Run:
         config = Config.load(Path(folder) / "config.json")
         if data_path is not None:
             config = replace(config, data=replace(config.data, path=data_path))
-        facts = _read_facts(Path(folder) / "run.json")
+        facts = read_facts(Path(folder))
         origin = facts.get("init_from")
         run = Run(Path(folder), config, Origin.from_json(origin) if origin else None)
         if run.sequences.digest not in {facts["data_digest"], facts.get("next_digest")}:  # see serve/forget.py
@@ -153,7 +163,7 @@ class Run:
 
     def statistics(self) -> dict[str, NumberStats]:
         """Those of the number features, as they were fitted when the run started."""
-        found = _read_facts(self.folder / "run.json").get("statistics", {})
+        found = read_facts(self.folder).get("statistics", {})
         return {name: NumberStats.from_json(one) for name, one in found.items()}
 
     @cached_property
@@ -200,7 +210,8 @@ class Run:
             settings = spec.optimizer or config.embedding
             optimizer = OPTIMIZERS[settings.optimizer](settings)
             tables[spec.name] = Table(spec, optimizer, seed=config.seed, config=config.embedding)
-        embedding = Sharded(tables, lanes.keys, lanes.rows, Owners(config.embedding.num_buckets, lanes.rows.world.size))
+        owners = Owners(config.embedding.num_buckets, lanes.rows.world.size)
+        embedding = Sharded(tables, lanes.keys, lanes.rows, owners, lanes.replicas)
         embedding.holders = {name: _holder(table, config) for name, table in tables.items()}
         return TrainState(
             model=model,
@@ -272,7 +283,9 @@ def _holder(table: Table, config: Config) -> Holder:
     return Lagging(holder, sync_steps=settings.sync_steps) if settings.staleness else holder
 
 
-def _read_facts(path: Path) -> dict[str, Any]:
+def read_facts(folder: Path) -> dict[str, Any]:
+    """What the folder of a run says about its last start; raises CheckpointError if it does not."""
+    path = folder / "run.json"
     try:
         facts = json.loads(path.read_text())
         if isinstance(facts["data_digest"], str):
@@ -283,12 +296,12 @@ def _read_facts(path: Path) -> dict[str, Any]:
 
 
 def files_of(state: TrainState) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """What a rank contributes to a checkpoint, as copies: its buckets, and rank 0 the dense part, equal on all."""
+    """What a rank contributes to a checkpoint, as copies: its buckets, of which replicas take turns, and rank 0 the dense part."""
     embedding = state.embedding
-    if embedding.rank == 0:
+    if state.control.world.rank == 0:
         yield "dense", state.dense.export()
     for name, table in embedding.tables.items():
-        buckets = embedding.owners.buckets_of(embedding.rank)
+        buckets = embedding.owners.buckets_of(embedding.rank)[embedding.group :: embedding.num_groups]
         holder = embedding.holders[name]
         kept = holder.kept.export() if isinstance(holder, Lagging) and holder.kept else {}
         beside = dict(split_kept(kept, embedding.owners, buckets))

@@ -32,13 +32,14 @@ from typing import Any, NoReturn
 from nestpipe.errors import DataError
 from nestpipe.metrics import replace_file
 
-LANES = ("read", "keys", "fetch", "rows", "compute", "table", "dense")
+LANES = ("read", "keys", "fetch", "rows", "compute", "table", "groups", "dense")
 KINDS = (
-    *("read", "keys", "retrieve", "post", "rows", "compute", "grads", "collect"),
+    *("read", "keys", "retrieve", "post", "rows", "compute", "grads", "collect", "merge"),
     *("flag", "dense sum", "norm", "dense step", "update", "write"),
     *("cold rows", "cold grads", "cold collect", "cold update"),
 )
-PART_KINDS = frozenset(("rows", "compute", "grads", "collect"))  # one for each part; the others are of a whole batch
+# One for each part; the others are of a whole batch.
+PART_KINDS = frozenset(("rows", "compute", "grads", "collect", "merge"))
 WAITS = ("keys", "rows", "grads", "flag", "dense")  # the messages that somebody may wait for inside an event
 
 now = time.monotonic_ns
@@ -48,8 +49,8 @@ _KIND_SET = frozenset(KINDS)
 _Marks = tuple[str, int, int]  # a wait's name, begin and end
 _EXCHANGES_OF_ROWS = frozenset(("ids", "rows", "gradients"))
 _WAIT_OF_EXCHANGE = {
-    **dict.fromkeys(("counts", "ids", "last parts", "hot"), "keys"),
-    **{"rows": "rows", "gradients": "grads", "flags": "flag", "sum": "dense", "norm": "dense"},
+    **dict.fromkeys(("counts", "ids", "last parts", "hot", "sizes of groups", "ids of groups"), "keys"),
+    **{"rows": "rows", "gradients": "grads", "sums": "grads", "flags": "flag", "sum": "dense", "norm": "dense"},
 }
 _NOTHING = (0, 0)  # bytes and rows
 _NO_WAIT: AbstractContextManager[None] = nullcontext()

@@ -26,6 +26,7 @@ from nestpipe.config import Config
 from nestpipe.data.loader import Loader
 from nestpipe.doctor import environment
 from nestpipe.flops import Utilisation
+from nestpipe.grouping import GROUPS, grouped
 from nestpipe.jagged import Batch, Cursor
 from nestpipe.joint_run import agree, check_shared, open_run
 from nestpipe.metrics import JsonlTracker, TensorBoardTracker, Tracker, Trackers
@@ -126,7 +127,6 @@ def train_to_end(
 class _Loop:
     def __init__(self, run: Run, lanes: Lanes, *, quiet: bool, recipe: str | None):
         """Everything that can refuse the configuration or the data does so before the folder is written."""
-        self._run, self._config, self._lanes = run, run.config, lanes
         self._leads = lanes.control.world.rank == 0
         self._loader = Loader(
             run.sequences,
@@ -137,6 +137,9 @@ class _Loop:
             world_size=lanes.control.world.size,
             inputs=inputs_of(run.config, run.sequences),
         )
+        self._groups = grouped(run, lanes, lambda: self._loader.batch(Cursor(0, 0)))
+        run, lanes = self._groups.run, self._groups.lanes
+        self._run, self._config, self._lanes = run, run.config, lanes
         train = run.config.train
         self._decay_steps = train.decay_steps or train.decay_epochs * self._loader.num_batches(0)
         self._memory = Memory()
@@ -169,6 +172,7 @@ class _Loop:
         self._pace = Pace(run, self._state, lanes)
         self._utilisation = Utilisation(run.config.model) if self._leads else None
         self._since = time.monotonic()
+        self._say(self._groups.why)
         if run.sequences.times is None and isinstance(run.config.model, HSTUConfig | FuXiConfig | RankingConfig):
             self._progress.say(f"{run.sequences.path} is an order-only log: the time biases are off.")
 
@@ -187,7 +191,7 @@ class _Loop:
         undo.enter_context(only_process(self._run.folder))
         checkpoint.remove_unfinished(self._run.checkpoints)
         num_ranks = self._lanes.control.world.size
-        facts = {"recipe": recipe, "num_ranks": num_ranks, "environment": environment()}
+        facts = {"recipe": recipe, "num_ranks": num_ranks, GROUPS: self._groups.chosen, "environment": environment()}
         self._run.write(statistics=self._loader.statistics, facts=facts)
         if self._config.train.mirror:
             Mirror(self._config.train.mirror).push_run(self._run.folder)

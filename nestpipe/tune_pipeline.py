@@ -17,6 +17,7 @@ from nestpipe.comm import World
 from nestpipe.config import Config, keys
 from nestpipe.data.loader import Loader
 from nestpipe.errors import ConfigError
+from nestpipe.grouping import grouped
 from nestpipe.jagged import Cursor
 from nestpipe.models.build import inputs_of
 from nestpipe.pipeline.tune import Choice, Observed, choose
@@ -72,9 +73,12 @@ def tuned(config: Config, world: World) -> tuple[list[Observed], Choice, str]:
         world_size=world.size,
         inputs=inputs_of(config, run.sequences),
     )
+    groups = grouped(run, lanes, lambda: loader.batch(Cursor(0, 0)))
     clip_rows = config.train.clip == "all" and config.train.clip_norm > 0
     with exact_arithmetic(config.train.num_threads or torch.get_num_threads()):
-        found = profile(run, lanes, lambda: contextlib.closing(loader.iterate(Cursor(0, 0))), clip_rows=clip_rows)
+        found = profile(
+            groups.run, groups.lanes, lambda: contextlib.closing(loader.iterate(Cursor(0, 0))), clip_rows=clip_rows
+        )
     return found, *choose(found)
 
 

@@ -68,7 +68,9 @@ def new_state(
     }
     state = TrainState(
         model=model,
-        embedding=Sharded(tables, lanes.keys, lanes.rows, Owners(limits.num_buckets, world.size)),
+        embedding=Sharded(
+            tables, lanes.keys, lanes.rows, Owners(limits.num_buckets, lanes.rows.world.size), lanes.replicas
+        ),
         dense=Dense(model, dense, lanes.dense),
         control=lanes.control,
         seed=0,
@@ -90,7 +92,7 @@ def resumed(old: TrainState, new: TrainState) -> TrainState:
 
 def train_steps(world: World, path: Path, settings: dict[str, Any], num_steps: int) -> dict[str, State]:
     """Trains from the first batch on; returns the losses, this rank's rows and the dense part."""
-    lanes = Lanes.of(world)
+    lanes = Lanes.of(world).in_groups(settings.get("groups", 1))
     state, loader = new_state(world, path, settings, lanes)
     rates = Rates(dense=0.002, rows=0.004, clip=settings.get("clip", Clip()))
     cursor, losses = Cursor(0, 0), []
@@ -101,7 +103,7 @@ def train_steps(world: World, path: Path, settings: dict[str, Any], num_steps: i
         cursor = loader.next_cursor(cursor)
     table = state.embedding.tables["item"]
     owned = table.export()
-    assert bool((state.embedding.owners.owner_of(owned["ids"]) == world.rank).all())
+    assert bool((state.embedding.owners.owner_of(owned["ids"]) == state.embedding.rank).all())
     return {
         "table": owned,
         "dense": state.dense.export(),

@@ -301,6 +301,29 @@ def test_a_deadline_names_the_rank_that_never_entered(size: int, late: int, tmp_
         assert "come_late" in (tmp_path / f"stacks-{rank}.txt").read_text()
 
 
+def in_pairs(world: World, folder: str) -> tuple[list[list[int]], str, tuple[int, ...]]:
+    """Ranks 0 and 2, 1 and 3 on lanes of their own, of one name; then rank 3 is lost to its peer."""
+    world = replace(world, deadline_s=1.0, stacks=Path(folder))
+    lane = world.lane("rows", ranks=range(world.rank % 2, 4, 2))
+    assert (lane.world.rank, lane.world.size, lane.world.number(1)) == (world.rank // 2, 2, world.rank % 2 + 2)
+    heard = lane.all_gather_ints([world.rank])
+    if world.rank == 3:
+        return heard, "", ()
+    try:
+        lane.barrier()
+    except CommError as error:
+        return heard, str(error), error.ranks
+    return heard, "", ()
+
+
+def test_some_ranks_have_a_lane_of_their_own_and_are_blamed_by_their_numbers_among_all(tmp_path: Path) -> None:
+    answers = run_ranks(4, in_pairs, str(tmp_path))
+    assert [heard for heard, *_ in answers] == [[[0], [2]], [[1], [3]]] * 2
+    assert [blamed for *_, blamed in answers] == [(), (3,), (), ()]
+    assert "rank 3" in answers[1][1]
+    assert (tmp_path / "stacks-1.txt").exists()
+
+
 def lose_one_of_two_lanes(world: World, order: str) -> list[tuple[int, ...]]:
     """Rank 1 is lost to rank 2 on one lane, and so rank 2 is late for rank 0 on the other: whom each thread blames."""
     world = replace(world, deadline_s=1.0)

@@ -81,7 +81,7 @@ def test_a_full_lane_drops_its_oldest_spans_and_counts_them(tmp_path):
 def test_kinds_and_lanes_are_those_of_the_schedules():
     assert set(KINDS) == set(get_args(schedule.Kind))
     assert PART_KINDS == schedule.PART_KINDS
-    assert {lane for mode in schedule.MODES for lane in schedule.Schedule.of(mode, 2).lanes} == set(LANES)
+    assert {lane for mode in schedule.MODES for lane in schedule.Schedule.of(mode, 2, groups=True).lanes} == set(LANES)
 
 
 def test_a_runners_batches_are_counted_from_the_first():

@@ -111,8 +111,21 @@ class Arrived:
     starts: Tensor  # [K + 1]: where the rows of each sum start in `order`; each has at least one
     order: Tensor  # their numbers, in the order in which they are added
 
-    def total(self) -> Tensor:
-        """The sums [K, D]."""
+    def total(self, out: Tensor | None = None, *, native: bool | None = None) -> Tensor:
+        """The sums [K, D]; into `out` if given."""
+        first = self.segments[0]
+        out = first.new_empty(len(self.starts) - 1, *first.shape[1:]) if out is None else out
+        functions = _functions_for(native, out, *self.segments) if first.dtype == torch.float32 else None
+        if functions is None:
+            return out.copy_(self._total())
+        addresses, starts, order = self.addresses(), self.starts.contiguous(), self.order.contiguous()
+        functions.sum(
+            *(out.data_ptr(), len(out), row_bytes(out) // out.itemsize),
+            *(starts.data_ptr(), order.data_ptr(), addresses.data_ptr()),
+        )
+        return out
+
+    def _total(self) -> Tensor:
         rows = torch.cat(list(self.segments))
         number = torch.arange(len(self.starts) - 1).repeat_interleave(self.starts.diff())
         # Not zero: adding that would turn -0.0 into 0.0, which copying the first row does not.
@@ -201,6 +214,7 @@ class _Functions:
         self.copy_from = native.function("nestpipe_rows_copy_from", number, POINTER(_Moves))
         self.add_from = native.function("nestpipe_rows_add_from", number, POINTER(_Moves))
         self.largest = native.function("nestpipe_rows_largest", c_uint32, rows, number)
+        self.sum = native.function("nestpipe_rows_sum", None, rows, number, number, slots, slots, rows)
 
 
 @cache

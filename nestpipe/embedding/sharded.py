@@ -4,10 +4,12 @@
     plan ── counts, weight, flags, ids ────────▶ union of all askers' ids; rows taken        ask, retrieve
     rows of a part's first uses ◀─────────────── gathered from where they are held          launch_rows, leaves
     gradient sums of last uses ────────────────▶ added in (part, rank) order                add_grads, launch_grads, collect
+                                                 sums of groups are exchanged, if any       merge (groups.py)
                                                  one optimizer step per row                 update, release
 
 One sum tree, whatever the number of parts and ranks that run it: occurrences of an id inside a part (backward), parts in
-part order (asker), arrivals in (part of last use, asking rank) order (owner). No atomics, no order of arrival.
+part order (asker), arrivals in (part of last use, asking rank) order (owner), groups in group order. No atomics, no order of
+arrival.
 
 Each method of a `Window` is a stage: called once (or once per part), by any thread, after those it depends on. Rows and
 gradients are *launched* by one thread and waited for by whoever needs them.
@@ -23,13 +25,15 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from nestpipe.comm import Handle, Lane
-from nestpipe.embedding.held import Held, Holder, InPlace
-from nestpipe.embedding.hot import Cut, Hot, hot_bits, order_of_halves
+from nestpipe.comm import Lane
+from nestpipe.embedding.groups import Replicas
+from nestpipe.embedding.held import Holder, InPlace
+from nestpipe.embedding.hot import Cut, hot_bits, order_of_halves
 from nestpipe.embedding.ids import among
 from nestpipe.embedding.lagging import Lagging
+from nestpipe.embedding.messages import Asked, Owned, SentRows, SentSums, computed, held_of, united
 from nestpipe.embedding.owner import Owners
-from nestpipe.embedding.route import Plan, Requests, TablePlan, own_requests
+from nestpipe.embedding.route import Plan, own_requests
 from nestpipe.embedding.rows import Arrived, add_from, copy_from, gather_rows, largest, scatter_rows
 from nestpipe.embedding.table import Table
 from nestpipe.embedding.wire import Narrow, narrow_of
@@ -37,10 +41,13 @@ from nestpipe.errors import CommError
 
 
 class Sharded:
-    """All tables of a model, each rank holding the rows of its buckets."""
+    """All tables of a model, each rank holding the rows of its buckets; with `replicas` in each group of ranks once more."""
 
-    def __init__(self, tables: Mapping[str, Table], keys: Lane, rows: Lane, owners: Owners):
+    def __init__(
+        self, tables: Mapping[str, Table], keys: Lane, rows: Lane, owners: Owners, replicas: Replicas | None = None
+    ):
         self.tables, self.keys, self.rows, self.owners = dict(tables), keys, rows, owners
+        self.replicas = replicas
         self.holders: dict[str, Holder] = {name: InPlace(table) for name, table in self.tables.items()}
         for name, table in self.tables.items():
             if table.config.has_limits and table.config.num_buckets != owners.num_buckets:
@@ -51,11 +58,32 @@ class Sharded:
 
     @property
     def rank(self) -> int:
+        """This rank among those that share the tables."""
         return self.rows.world.rank
 
     @property
     def world_size(self) -> int:
+        """How many ranks share the tables: all, or those of a group."""
         return self.rows.world.size
+
+    @property
+    def group(self) -> int:
+        return self.replicas.group if self.replicas else 0
+
+    @property
+    def num_groups(self) -> int:
+        return self.replicas.num_groups if self.replicas else 1
+
+    @property
+    def everyone(self) -> Lane:
+        """The lane of all ranks that belongs to the thread of the rows."""
+        return self.replicas.everyone if self.replicas else self.rows
+
+    @property
+    def lanes(self) -> tuple[Lane, ...]:
+        """All that the tables' messages use."""
+        others = (self.replicas.keys, self.replicas.sums, self.replicas.everyone) if self.replicas else ()
+        return self.keys, self.rows, *others
 
     def peek(self, name: str, ids: Tensor) -> Tensor:
         """A copy of the rows [n, D] of any ids; admits nothing. Every rank must call it, each with ids of its own."""
@@ -69,53 +97,6 @@ class Sharded:
         rows = table.empty_rows(len(ids))
         self.rows.exchange(f"peeked/{name}", [table.peek(part) for part in asked], rows.split(counts)).wait()
         return torch.empty_like(rows).index_copy_(0, order, rows)
-
-
-@dataclass(slots=True, eq=False)
-class _Asked:
-    """An asker's side of one table in a window."""
-
-    plan: TablePlan
-    leaves: list[Tensor]  # [part]: rows [u, D] of its distinct ids; new ones arrive there, the others are copied
-    grads: list[Tensor | None]  # [part]: sums [u, D] of the parts up to this one, once it has computed
-    narrow: Narrow | None = None  # if some rows travel in 16 bits
-    hot: Hot = field(default_factory=Hot)  # of the first leaf, and of the last one
-    halves: tuple[Tensor, Tensor] | None = None  # rows of the first leaf as they arrive, and their positions
-
-
-@dataclass(slots=True, eq=False)
-class _Owned:
-    """An owner's side of one table in a window."""
-
-    requests: Requests
-    narrow: Narrow | None = None  # if some rows travel in 16 bits
-    hot: Hot = field(default_factory=Hot)  # of the ids of all askers
-    order: Tensor | None = None  # [n] in which arrivals are added
-    num_collected: int = 0  # messages of gradients that have come
-    held: Held | None = None
-    totals: Tensor | None = None  # [K, D] what they add up to, if somebody asked
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Rows:
-    """One message of rows of a table, to every asker and from every owner."""
-
-    handle: Handle
-    wanted: list[Tensor]  # of each asker: places in the owner's union
-    room: list[Tensor]  # for each owner: where its rows belong
-    own: bool  # whether own rows travel with the others; else they are copied to where they belong
-    packed: list[Tensor] | None = None  # from each owner: bytes, if some rows travel in 16 bits
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Sums:
-    """One message of gradient sums of a table, to every owner and from every asker."""
-
-    handle: Handle
-    leaving: Tensor | None  # positions in the leaf of the part, owner by owner; None for all of it
-    counts: list[int]  # for each owner
-    arrivals: list[Tensor]  # of each asker
-    own: bool  # whether own sums travel with the others; else they are used where they are
 
 
 _Message = tuple[int, bool]  # part, and whether it is the cold half
@@ -135,10 +116,10 @@ class Window:
     asks_to_stop: bool = False  # of this rank; of any rank once the ids have been asked for
     split: bool = False
     largest: dict[str, float] = field(default_factory=dict)  # the largest |gradient| sent, table by table
-    _asked: dict[str, _Asked] = field(default_factory=dict)
-    _owned: dict[str, _Owned] = field(default_factory=dict)
-    _rows: dict[_Message, dict[str, _Rows]] = field(default_factory=dict)  # table by table
-    _grads: dict[_Message, dict[str, _Sums]] = field(default_factory=dict)
+    _asked: dict[str, Asked] = field(default_factory=dict)
+    _owned: dict[str, Owned] = field(default_factory=dict)
+    _rows: dict[_Message, dict[str, SentRows]] = field(default_factory=dict)  # table by table
+    _grads: dict[_Message, dict[str, SentSums]] = field(default_factory=dict)
 
     def ask(self, before: Window | None = None, *, where: str = "") -> None:
         """Tells the owners which ids the window needs; agrees on the global weight and on whether to stop.
@@ -152,8 +133,7 @@ class Window:
             for rank in range(self.home.world_size)
         ]
         counts = lane.exchange_sizes(wanted, name="counts")
-        self.weight = sum(struct.unpack("<d", struct.pack("<q", row[-2]))[0] for row in counts)  # in rank order
-        self.asks_to_stop = any(row[-1] for row in counts)
+        told = [row[-2:] for row in counts]
         handles, found = [], {}
         narrow, theirs = narrow_of(self.plan), {}
         for number, (name, plan) in enumerate(self.plan.tables.items()):
@@ -177,10 +157,22 @@ class Window:
         for name, (ids, last_part, first_counts) in found.items():
             table, plan = self.home.tables[name], self.plan.tables[name]
             leaves = [table.empty_rows(plan.leaf_size(part)) for part in range(parts)]
-            self._asked[name] = _Asked(plan, leaves, [None] * parts, narrow.get(name))
-            self._owned[name] = _Owned(own_requests(ids, last_part, first_counts), theirs.get(name))
+            self._asked[name] = Asked(plan, leaves, [None] * parts, narrow.get(name))
+            self._owned[name] = Owned(own_requests(ids, last_part, first_counts), theirs.get(name))
+        if self.home.replicas:
+            told = self._unite(self.home.replicas, told, where)
+        self.weight = sum(struct.unpack("<d", struct.pack("<q", weight))[0] for weight, _ in told)  # in rank order
+        self.asks_to_stop = any(asks for _, asks in told)
         if self.split and before is not None:
             self._tell_hot(before, where)
+
+    def _unite(self, replicas: Replicas, told: list[list[int]], where: str) -> list[list[int]]:
+        """The ids become those of all groups; returns what all ranks told, in rank order, from what this one's group did."""
+        asked = {name: owned.requests for name, owned in self._owned.items()}
+        unions, flags = replicas.unite(asked, [one for row in told for one in row], where=where)
+        for name, union in unions.items():
+            self._owned[name].requests, self._owned[name].union = union.requests, union
+        return [row[place : place + 2] for row in flags for place in range(0, len(row), 2)]
 
     def _tell_hot(self, before: Window, where: str) -> None:
         """Owners tell the askers of two windows which of their ids both hold."""
@@ -230,7 +222,7 @@ class Window:
         room = [asked.leaves[part][fresh] for fresh in asked.plan.fresh(part)]
         packed = None if asked.narrow is None else asked.narrow.rooms(part, room)
         handle = self.home.rows.post(f"rows/{name}", packed or room, where=where, own=False)
-        message = _Rows(handle, self._owned[name].requests.wanted(part), room, own=False, packed=packed)
+        message = SentRows(handle, self._owned[name].requests.wanted(part), room, own=False, packed=packed)
         self._rows.setdefault((part, False), {})[name] = message
 
     def _post_sums(self, name: str, part: int, where: str) -> None:
@@ -240,7 +232,7 @@ class Window:
         handle = self.home.rows.post(f"gradients/{name}", arrivals, where=where, own=False)
         # All that the last part has goes home with it.
         leaving = None if part == self.plan.num_parts - 1 else plan.leaving[part]
-        message = _Sums(handle, leaving, [own[part] for own in plan.last_counts], arrivals, own=False)
+        message = SentSums(handle, leaving, [own[part] for own in plan.last_counts], arrivals, own=False)
         self._grads.setdefault((part, False), {})[name] = message
 
     def _post_row_halves(self, name: str, part: int, where: str) -> None:
@@ -254,7 +246,7 @@ class Window:
             (True, False), there.pick(torch.cat(places)), here.halves(asked.halves[0]), strict=True
         ):
             handle = self.home.rows.post(f"rows/{name}", room, where=f"{where}, {'cold' if cold else 'hot'}")
-            self._rows.setdefault((part, cold), {})[name] = _Rows(handle, wanted, room, own=True)
+            self._rows.setdefault((part, cold), {})[name] = SentRows(handle, wanted, room, own=True)
 
     def _post_sum_halves(self, name: str, part: int, where: str) -> None:
         asked, owned = self._asked[name], self._owned[name]
@@ -267,13 +259,13 @@ class Window:
         halves = (here.cold, here.cold_counts), (here.hot, here.hot_counts)
         for cold, arrivals, (leaving, counts) in zip((True, False), rooms, halves, strict=True):
             handle = self.home.rows.post(f"gradients/{name}", arrivals, where=f"{where}, {'cold' if cold else 'hot'}")
-            self._grads.setdefault((part, cold), {})[name] = _Sums(handle, leaving, counts, arrivals, own=True)
+            self._grads.setdefault((part, cold), {})[name] = SentSums(handle, leaving, counts, arrivals, own=True)
 
     def launch_rows(self, part: int, *, cold: bool = False) -> None:
         """Sends the rows that askers use in this part for the first time."""
         rank = self.home.rank
         for name, message in self._rows[part, cold].items():
-            holder, held, wanted = self.home.holders[name], _held(self._owned[name]), message.wanted
+            holder, held, wanted = self.home.holders[name], held_of(self._owned[name]), message.wanted
             if not message.own:
                 holder.gather(held, wanted[rank], message.room[rank])
                 wanted = [places[:0] if asker == rank else places for asker, places in enumerate(wanted)]
@@ -316,14 +308,14 @@ class Window:
         for name, asked in self._asked.items():
             grad = leaves[name].grad
             own = torch.zeros_like(asked.leaves[part]) if grad is None else grad.contiguous()
-            before = [_computed(one) for one in asked.grads[:part]]
+            before = [computed(one) for one in asked.grads[:part]]
             add_from(own, asked.plan.again[part], asked.plan.source[part], before)
             asked.grads[part] = own
 
     def launch_grads(self, part: int, *, cold: bool = False) -> None:
         """Sends the sums of ids whose last use this part was."""
         for name, message in self._grads[part, cold].items():
-            sums = _computed(self._asked[name].grads[part])
+            sums = computed(self._asked[name].grads[part])
             leaving = sums if message.leaving is None else gather_rows(sums, message.leaving)
             sends = leaving.split(message.counts)
             if not message.own:
@@ -339,13 +331,26 @@ class Window:
             message.handle.wait_arrived()
             self._owned[name].num_collected += 1
 
+    def merge(self, part: int, *, where: str = "") -> None:
+        """Replicas exchange the sums of their groups that are whole with this part; each adds them in group order, in `update`."""
+        if (replicas := self.home.replicas) is None:
+            return
+        handles = []
+        for name, owned in self._owned.items():
+            if owned.num_collected <= part:
+                raise CommError("sums of a group before they were collected: a dependency is missing in the schedule.")
+            arrived = [one for number in range(part + 1) for one in self._grads[number, False][name].arrivals]
+            handles.append(united(owned).launch(replicas, f"sums/{name}", part, arrived, where=where))
+        for handle in handles:
+            handle.wait()
+
     def owned_grads(self) -> dict[str, Tensor]:
         """The full gradient sums [K, D] of the rows that this rank owns, by ascending id, once all are collected."""
         found = {}
         for name, owned in self._owned.items():
             grads = self._sums(name, len(self._grads))
             owned.totals = found[name] = grads.total() if isinstance(grads, Arrived) else grads
-            owned.totals.index_fill_(0, _held(owned).rowless, 0.0)  # they are dropped and count nowhere
+            owned.totals.index_fill_(0, held_of(owned).rowless, 0.0)  # they are dropped and count nowhere
         return found
 
     def keep(self) -> None:
@@ -353,7 +358,7 @@ class Window:
         for name, owned in self._owned.items():
             holder = self.home.holders[name]
             if isinstance(holder, Lagging):
-                holder.keep(_held(owned))
+                holder.keep(held_of(owned))
 
     def update(self, lr: float, *, cold: bool = False) -> None:
         """One optimizer step for each row of the window that this rank owns, in a split one for each hot or cold row."""
@@ -363,7 +368,7 @@ class Window:
             if self.split:
                 hot = hot_bits(owned.hot.out, len(owned.requests.ids))
                 skip = hot if cold else 1 - hot
-            self.home.holders[name].update(_held(owned), grads, lr, skip)
+            self.home.holders[name].update(held_of(owned), grads, lr, skip)
 
     def _sums(self, name: str, num_messages: int) -> Tensor | Arrived:
         """The gradients of the rows that this rank owns, added in (part, rank) order; so many messages must have come."""
@@ -372,6 +377,8 @@ class Window:
             raise CommError("an update before its gradients were collected: a dependency is missing in the schedule.")
         if owned.totals is not None:
             return owned.totals
+        if owned.union is not None:
+            return owned.union.sums(self.plan.num_parts)
         segments = [one for key in sorted(self._grads, key=_as_counted) for one in self._grads[key][name].arrivals]
         return Arrived(segments, owned.requests.starts, owned.requests.arrivals if owned.order is None else owned.order)
 
@@ -382,14 +389,14 @@ class Window:
         for handle in rows + grads:
             handle.wait()
         for name, owned in self._owned.items():
-            self.home.holders[name].release(_held(owned))
+            self.home.holders[name].release(held_of(owned))
 
     def peek_owned(self) -> dict[str, tuple[Tensor, Tensor]]:
         """The ids [K] that this rank owns and their weights [K, D] as they are held now."""
         found = {}
         for name, owned in self._owned.items():
             ids = owned.requests.ids
-            found[name] = (ids, self.home.holders[name].gather(_held(owned), torch.arange(len(ids))))
+            found[name] = (ids, self.home.holders[name].gather(held_of(owned), torch.arange(len(ids))))
         return found
 
     def peek_hot(self) -> dict[str, Tensor]:
@@ -400,18 +407,6 @@ class Window:
 def _as_counted(message: _Message) -> tuple[int, bool]:
     """Parts in order, the cold half of a part first."""
     return message[0], not message[1]
-
-
-def _computed(grads: Tensor | None) -> Tensor:
-    if grads is None:
-        raise CommError("gradients were needed before they were computed: a dependency is missing in the schedule.")
-    return grads
-
-
-def _held(owned: _Owned) -> Held:
-    if owned.held is None:
-        raise CommError("rows were asked for before they were retrieved: a dependency is missing in the schedule.")
-    return owned.held
 
 
 def larger(so_far: float, values: Tensor) -> float:

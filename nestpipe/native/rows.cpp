@@ -225,6 +225,18 @@ uint32_t nestpipe_rows_largest(const float* values, int64_t n) {
   return largest;
 }
 
+// sums [n, dim] of rows that arrived, as an update adds them: see nestpipe_rows.
+void nestpipe_rows_sum(float* sums, int64_t n, int64_t dim, const int64_t* starts, const int64_t* arrivals,
+                       const float* const* rows) {
+  nestpipe_rows call{};
+  call.dim = dim, call.starts = starts, call.arrivals = arrivals, call.rows = rows;
+  const int64_t row_bytes = dim * static_cast<int64_t>(sizeof(float));
+  for (int64_t i = 0; i < n; ++i) {
+    if (i + kAhead < n) prefetch<0>(rows[arrivals[starts[i + kAhead]]], row_bytes);
+    std::memcpy(sums + i * dim, gradient(call, i), row_bytes);
+  }
+}
+
 int64_t nestpipe_rows_sgd(const nestpipe_rows* call) {
   const int64_t dim = call->dim;
   const float lr = call->lr, keep = call->keep;

@@ -56,7 +56,8 @@ def all_events(schedule: Schedule, num_batches: int) -> list[Event]:
     cold: tuple[Kind, ...] = ("cold grads", "cold collect", "cold update") if schedule.split else ()
     norm: tuple[Kind, ...] = ("norm",) if schedule.clip_rows else ()
     after: tuple[Kind, ...] = ("flag", "dense sum", *norm, "dense step", "update", *cold, "write")
-    each: tuple[Kind, ...] = ("rows", "compute", "grads", "collect")
+    merge: tuple[Kind, ...] = ("merge",) if schedule.groups else ()
+    each: tuple[Kind, ...] = ("rows", "compute", "grads", "collect", *merge)
     parts = range(schedule.num_parts)
     return [
         event

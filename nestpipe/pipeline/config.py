@@ -26,6 +26,8 @@ class PipelineConfig(PartsConfig):
     """Where rows of batches in flight are used: in their table, or copied to a pool. auto: a pool for rows in files."""
     split: bool = False
     """nested: of the first rows and last gradients of a batch, what its neighbours do not hold travels apart, hidden."""
+    groups: int = 1
+    """Groups of ranks with all tables each: rows stay in a group, sums of gradients travel between groups. 0: measure, choose."""
     tune: bool = False
     """Choose parts, ramp, depth and the pool's size from a short profile when the run starts; kept in RUN/settings.jsonl."""
     adapt: int = 0
@@ -37,6 +39,7 @@ class PipelineConfig(PartsConfig):
 
     def problems(self) -> Iterator[str]:
         yield from PartsConfig.problems(self)
+        yield from self._problems_of_groups()
         if not 1 <= self.depth <= 8:
             yield f"depth is {self.depth}; it must be in 1 .. 8"
         if self.split and self.mode != "nested":
@@ -60,6 +63,15 @@ class PipelineConfig(PartsConfig):
         if self.trace_steps < 0:
             yield f"trace_steps is {self.trace_steps}; it must not be negative"
 
+    def _problems_of_groups(self) -> Iterator[str]:
+        if self.groups < 0:
+            yield f"groups is {self.groups}; it must divide the number of ranks, or be 0 to choose"
+        if self.groups != 1 and self.split:
+            yield (
+                f"groups is {self.groups}, but groups exchange whole sums and split sends halves of them; leave split out, "
+                "or use groups 1"
+            )
+
     @property
     def looks_ahead(self) -> bool:
         """Whether rows are retrieved before the batch before is done."""
@@ -81,7 +93,8 @@ class PipelineConfig(PartsConfig):
         # A norm over all rows needs all gradients: then none may be late.
         split = self.split and not clip_rows and not stale
         depth = self.depth + stale
-        return Schedule.of(mode, self.parts, depth=depth, clip_rows=clip_rows, stale=stale, split=split)
+        named = {"clip_rows": clip_rows, "stale": stale, "split": split, "groups": self.groups > 1}
+        return Schedule.of(mode, self.parts, depth=depth, **named)
 
     def steps_to_switch(self, number: int) -> int | None:
         """After how many steps another schedule begins, which takes a barrier; None for never."""

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from nestpipe.comm import Lane
 from nestpipe.errors import CommError, ConfigError, NestPipeError, TrainError
 from nestpipe.jagged import Batch
 from nestpipe.pipeline import stages
@@ -230,18 +229,15 @@ class Runner:
             thread.join(max(end - time.monotonic(), 0.0))
         missing = failure.ranks if isinstance(failure, CommError) else ()
         reason = str(failure) if isinstance(failure, NestPipeError) else f"{type(failure).__name__}: {failure}"
-        for lane in self._message_lanes():
+        for lane in self.state.lanes:
             lane.give_up(reason.rstrip("."), ranks=missing)
         for thread in threads:
             thread.join(_GRACE_S)
 
     def _hand_over(self) -> None:
         """Message lanes belong to the threads of this run, and afterwards to the caller's again."""
-        for lane in self._message_lanes():
+        for lane in self.state.lanes:
             lane.hand_over()
-
-    def _message_lanes(self) -> tuple[Lane, Lane, Lane]:
-        return self.state.embedding.keys, self.state.embedding.rows, self.state.dense.lane
 
 
 def run_in_order(state: TrainState, order: list[Event], feed: Feed, schedule: Schedule) -> None:

@@ -18,6 +18,9 @@ A mode is a placement of stages on lanes, a depth (how many batches ahead rows a
 neighbouring batches share, the hot half, makes them wait for each other. The cold rows of the next batch leave and the cold
 gradients of the last one are applied while a batch computes.
 
+`groups` of ranks (embedding/groups.py) exchange their sums after each part: collect → merge → update, on a lane of its own where
+gradients have one.
+
 Programs depend on mode, number of parts and depth, never on sizes, so every rank runs the same; a batch without samples and
 a part without ids are events like all others.
 """
@@ -31,7 +34,7 @@ from itertools import count
 from typing import Literal, NamedTuple
 
 Kind = Literal[
-    "read", "keys", "retrieve", "post", "rows", "compute", "grads", "collect",
+    "read", "keys", "retrieve", "post", "rows", "compute", "grads", "collect", "merge",
     "flag", "dense sum", "norm", "dense step", "update", "write",
     "cold rows", "cold grads", "cold collect", "cold update",
 ]  # fmt: skip
@@ -39,13 +42,15 @@ Mode = Literal["serial", "dual-buffer", "frozen-window", "nested"]
 MODES: tuple[Mode, ...] = ("serial", "dual-buffer", "frozen-window", "nested")
 
 # Stages that exchange messages: done means that every rank's share has been launched.
-MESSAGES: frozenset[Kind] = frozenset(("keys", "rows", "cold rows", "grads", "cold grads", "dense sum", "norm"))
-PART_KINDS: frozenset[Kind] = frozenset(("rows", "compute", "grads", "collect"))
+MESSAGES: frozenset[Kind] = frozenset(
+    ("keys", "rows", "cold rows", "grads", "cold grads", "merge", "dense sum", "norm")
+)
+PART_KINDS: frozenset[Kind] = frozenset(("rows", "compute", "grads", "collect", "merge"))
 MAIN = "compute"  # the lane of the calling thread
 
 _ALONE: dict[Kind, str] = {
     "read": "read", "keys": "keys", "retrieve": "fetch", "write": "fetch", "post": "rows", "rows": "rows", "grads": "rows",
-    "collect": "table", "flag": "table", "update": "table", "dense sum": "dense", "norm": "dense",
+    "collect": "table", "merge": "groups", "flag": "table", "update": "table", "dense sum": "dense", "norm": "dense",
     "cold rows": "rows", "cold grads": "rows", "cold collect": "table", "cold update": "table",
 }  # fmt: skip
 _OUTER = ("read", "keys", "fetch")
@@ -82,12 +87,15 @@ class Schedule:
         False  # rows of a batch leave before the update of the batch before, always: not exact, not sequential's bits
     )
     split: bool = False  # rows of the first part and gradients of the last in a hot and a cold message
+    groups: bool = False  # of ranks: replicas exchange their sums before the update
 
     def __post_init__(self) -> None:
         if self.stale and self.mode != "nested":
             raise ValueError(f"mode '{self.mode}' has no stale rows; only nested has")
         if self.split and (self.mode != "nested" or self.clip_rows or self.stale):
             raise ValueError("only nested can be split, and only if no norm of rows is needed and no rows are stale")
+        if self.split and self.groups:
+            raise ValueError("groups of ranks exchange whole sums; a split schedule has them in halves")
         if self.looks_ahead != (self.depth > 0):
             raise ValueError(f"mode '{self.mode}' {'needs' if self.looks_ahead else 'has no'} depth, got {self.depth}")
         if not 1 <= self.num_parts <= 256:
@@ -102,9 +110,10 @@ class Schedule:
         clip_rows: bool = False,
         stale: bool = False,
         split: bool = False,
+        groups: bool = False,
     ) -> Schedule:
         """A schedule; the depth counts only where the mode looks ahead."""
-        return Schedule(mode, num_parts, depth if "keys" in _LANES[mode] else 0, clip_rows, stale, split)
+        return Schedule(mode, num_parts, depth if "keys" in _LANES[mode] else 0, clip_rows, stale, split, groups)
 
     @property
     def looks_ahead(self) -> bool:
@@ -125,11 +134,12 @@ class Schedule:
     @property
     def lanes(self) -> tuple[str, ...]:
         """The main lane and those that are threads of their own."""
-        return (MAIN, *_LANES[self.mode])
+        own = _LANES[self.mode]
+        return (MAIN, *own, *(["groups"] if self.groups and "rows" in own else []))
 
     def lane_of(self, kind: Kind) -> str:
         lane = _ALONE.get(kind, MAIN)
-        return lane if lane in _LANES[self.mode] else MAIN
+        return lane if lane in self.lanes else MAIN
 
     def needs(self, event: Event) -> list[Event]:
         """What must be done before; of message stages, on every rank."""
@@ -138,7 +148,7 @@ class Schedule:
 
     @property
     def _all_needs(self) -> dict[Kind, list[list[Event]]]:
-        return _needs(self.num_parts, self.depth, self.clip_rows, self.stale, self.split)
+        return _needs(self.num_parts, self.depth, self.clip_rows, self.stale, self.split, self.groups)
 
     def program(self, lane: str, num_batches: Callable[[], int | None]) -> Iterator[Event]:
         """The events of a lane in the order in which it takes them, without end until the number of batches is known."""
@@ -179,16 +189,17 @@ class Schedule:
         if self.lane_of("rows") == MAIN:  # plain: one part after the other
             yield Event("post", t)
             for i in range(self.num_parts):
-                yield from (Event("rows", t, i), Event("compute", t, i), Event("grads", t, i), Event("collect", t, i))
+                yield from (Event("rows", t, i), Event("compute", t, i), Event("grads", t, i))
+                yield from self._collected(t, i)
             yield Event("flag", t)
         elif self.stale:  # rows of the next batch and gradients of this one travel while a part computes
             yield Event("post", post)
             for i in range(self.num_parts):
                 yield Event("rows", post, i)
                 if i > 0:
-                    yield from (Event("grads", t, i - 1), Event("collect", t, i - 1))
+                    yield from (Event("grads", t, i - 1), *self._collected(t, i - 1))
                 yield Event("compute", t, i)
-            yield from (Event("grads", t, last), Event("flag", t), Event("collect", t, last))
+            yield from (Event("grads", t, last), Event("flag", t), *self._collected(t, last))
         else:
             yield from self._overlapped(t, post)
         yield Event("dense sum", t)
@@ -208,11 +219,17 @@ class Schedule:
             if i == 0 and self.split:
                 yield from (Event("cold grads", t - 1), Event("cold collect", t - 1), Event("cold update", t - 1))
             if i > 0:
-                yield from (Event("grads", t, i - 1), Event("collect", t, i - 1))
+                yield from (Event("grads", t, i - 1), *self._collected(t, i - 1))
             if i == last and post > t >= 0:
                 yield from self._posted(post)
             yield Event("compute", t, i)
-        yield from (Event("grads", t, last), Event("flag", t), Event("collect", t, last))
+        yield from (Event("grads", t, last), Event("flag", t), *self._collected(t, last))
+
+    def _collected(self, t: int, part: int) -> Iterator[Event]:
+        """Owners have the gradients of a part, their own and with groups those of their replicas."""
+        yield Event("collect", t, part)
+        if self.groups:
+            yield Event("merge", t, part)
 
     def _posted(self, t: int) -> Iterator[Event]:
         """Receives of a batch are opened, and what needs no update leaves."""
@@ -222,12 +239,15 @@ class Schedule:
 
 
 @cache
-def _needs(num_parts: int, depth: int, clip_rows: bool, stale: bool, split: bool) -> dict[Kind, list[list[Event]]]:
+def _needs(
+    num_parts: int, depth: int, clip_rows: bool, stale: bool, split: bool, groups: bool
+) -> dict[Kind, list[list[Event]]]:
     """For each stage and part: what it needs, with batches relative to its own."""
     last, parts = num_parts - 1, range(num_parts)
     all_rows = [Event("rows", 0, i) for i in parts]
     missing = [Event("update", -1), *(Event("rows", 1, i) for i in parts)] if stale else []
     after_norm = [Event("norm", 0)] if clip_rows else []
+    summed = Event("merge" if groups else "collect", 0, last)
     once: dict[Kind, list[Event]] = {
         # Two bounds on what is ahead, and the order of the data.
         "read": [Event("read", -1), Event("dense step", -depth - 1 - _READ_AHEAD)],
@@ -237,10 +257,10 @@ def _needs(num_parts: int, depth: int, clip_rows: bool, stale: bool, split: bool
         "post": [Event("keys", 0)],
         "flag": [Event("grads", 0, last)],
         "dense sum": [Event("compute", 0, last)],
-        **({"norm": [Event("dense sum", 0), Event("collect", 0, last)]} if clip_rows else {}),
+        **({"norm": [Event("dense sum", 0), summed]} if clip_rows else {}),
         "dense step": [Event("dense sum", 0), Event("flag", 0), *after_norm],
         # U: all gradients are in, all ranks' flags are known, and the rows as they were have left.
-        "update": [Event("collect", 0, last), Event("flag", 0), *all_rows, *after_norm, *missing],
+        "update": [summed, Event("flag", 0), *all_rows, *after_norm, *missing],
         # W
         "write": [Event("update", 0), Event("write", -1)],
     }
@@ -254,6 +274,9 @@ def _needs(num_parts: int, depth: int, clip_rows: bool, stale: bool, split: bool
         # The sums at the owner, in part order.
         "collect": [[Event("grads", 0, i), *([Event("collect", 0, i - 1)] if i else [])] for i in parts],
     }
+    if groups:
+        # X: replicas have what this one's group adds up to, in part order.
+        each["merge"] = [[Event("collect", 0, i), *([Event("merge", 0, i - 1)] if i else [])] for i in parts]
     if split:
         _split(once, each, depth, last)
     return {**{kind: [needs] for kind, needs in once.items()}, **each}

@@ -24,6 +24,7 @@ from nestpipe.pipeline.stages import (
     flag,
     grads,
     keys,
+    merge,
     norm,
     post,
     read,
@@ -48,6 +49,7 @@ def step(state: TrainState, batch: Batch, rates: Rates, before: Work | None) -> 
         compute(state, work, part)  # 6 dense forward and backward, row gradients
         grads(state, work, part)  # 7 gradients of last use go home
         collect(state, work, part)  # 8 and are added there, in rank order
+        merge(state, work, part)
     flag(state, work)  # 9 nothing is updated if any rank saw a non-finite value
     dense_sum(state, work)  # 10 dense gradients agree on every rank
     norm(state, work)

@@ -13,6 +13,7 @@ from nestpipe.pipeline.stages import (
     flag,
     grads,
     keys,
+    merge,
     norm,
     post,
     read,
@@ -33,7 +34,8 @@ def step(state: TrainState, batch: Batch, rates: Rates) -> dict[str, float]:
         rows(state, work, part)  # 4 rows of first use travel
         compute(state, work, part)  # 5 dense forward and backward, row gradients
         grads(state, work, part)  # 6 gradients of last use go home
-        collect(state, work, part)  # 7 and are added there, in rank order
+        collect(state, work, part)  # 7 and are added there, in rank order,
+        merge(state, work, part)  # then in the order of groups, if there are any
     flag(state, work)  # 8 nothing is updated if any rank saw a non-finite value
     dense_sum(state, work)  # 9 dense gradients agree on every rank
     norm(state, work)

@@ -3,8 +3,10 @@
 `sequential.py` calls them one after the other. A schedule (schedule.py) says which must wait for which, a runner
 (runner.py) runs them on lanes. None of them knows where it runs or what runs beside it.
 
-    read ─ keys ─ retrieve ─ post ─┬─ rows ─ compute ─ grads ─ collect ─┬─ flag ─┬─ dense sum ─ dense step
-                                   └────────── for each part ───────────┘        └─ update ─ write
+    read ─ keys ─ retrieve ─ post ─┬─ rows ─ compute ─ grads ─ collect ─ merge ─┬─ flag ─┬─ dense sum ─ dense step
+                                   └──────────────── for each part ─────────────┘        └─ update ─ write
+
+`merge` is for groups of ranks (embedding/groups.py) and does nothing without them.
 
 In a schedule that is split, `rows` of the first part, `grads` and `collect` of the last one and `update` are about what
 neighbouring batches share; `cold rows`, `cold grads`, `cold collect` and `cold update` about the rest.
@@ -65,6 +67,15 @@ class TrainState:
     skip_nonfinite: bool = False  # a batch with a non-finite value is skipped; otherwise it ends the training
     num_steps: int = 0  # steps done
 
+    @property
+    def num_ranks(self) -> int:
+        return self.embedding.everyone.world.size
+
+    @property
+    def lanes(self) -> tuple[Lane, ...]:
+        """All lanes that stages send on."""
+        return *self.embedding.lanes, self.dense.lane
+
 
 @dataclass(slots=True, eq=False)
 class Work:
@@ -110,10 +121,10 @@ def read(
 def check_coupling(state: TrainState, batch: Batch) -> None:
     """Raises ConfigError if the loss mixes samples that parts or ranks would keep apart."""
     coupling, name = state.model.coupling, type(state.model).__name__
-    if coupling == "batch" and (state.cut.parts > 1 or state.embedding.world_size > 1):
+    if coupling == "batch" and (state.cut.parts > 1 or state.num_ranks > 1):
         raise ConfigError(
             f"the loss of {name} mixes all samples of a batch (coupling 'batch'), but {state.cut.parts} parts on "
-            f"{state.embedding.world_size} ranks would keep them apart. Use --pipeline.parts 1 on one rank, or define the loss "
+            f"{state.num_ranks} ranks would keep them apart. Use --pipeline.parts 1 on one rank, or define the loss "
             "inside groups (coupling 'group', --data.group-size)."
         )
     if coupling == "group" and batch.groups is None:
@@ -140,9 +151,9 @@ def retrieve(state: TrainState, work: Work) -> None:
 def post(state: TrainState, work: Work) -> None:
     """Opens the receives of all messages of the window."""
     work.window.post(where=work.where)
-    room = torch.zeros(state.embedding.world_size, _FLAGS + _MAX_LOGS, dtype=torch.float64)
+    room = torch.zeros(state.num_ranks, _FLAGS + _MAX_LOGS, dtype=torch.float64)
     work._flag_room = list(room.unbind())
-    work._flags = state.embedding.rows.post("flags", work._flag_room, where=work.where)
+    work._flags = state.embedding.everyone.post("flags", work._flag_room, where=work.where)
 
 
 def rows(state: TrainState, work: Work, part: int) -> None:
@@ -176,12 +187,17 @@ def grads(state: TrainState, work: Work, part: int) -> None:
             raise TrainError(f"the model logs {len(work.sums) - 1} values; there is room for {_MAX_LOGS - 1}.")
         values = [*_not_finite(state, work), *work.sums.values()]
         flags = torch.tensor(values + [0.0] * (_FLAGS + _MAX_LOGS - len(values)), dtype=torch.float64)
-        _posted(work).launch([flags] * state.embedding.world_size)
+        _posted(work).launch([flags] * state.num_ranks)
 
 
 def collect(state: TrainState, work: Work, part: int) -> None:
     """Owners have the gradients that come with a part."""
     work.window.collect(part)
+
+
+def merge(state: TrainState, work: Work, part: int) -> None:
+    """Replicas of an owner, one in each group of ranks, exchange the sums that are whole with a part."""
+    work.window.merge(part, where=f"{work.where}, part {part}")
 
 
 def cold_grads(state: TrainState, work: Work) -> None:
@@ -225,13 +241,13 @@ def dense_sum(state: TrainState, work: Work) -> None:
 
 
 def norm(state: TrainState, work: Work) -> None:
-    """With a norm over dense part and rows: rows by ascending id, squares in fp64, owners in rank order."""
+    """With a norm over dense part and rows: rows by ascending id, squares in fp64, owners (of group 0) in rank order."""
     clip = work.rates.clip
     if not (clip.norm and clip.rows):
         return
     own = 0.0
     for sums in work.window.owned_grads().values():
-        own += sums.double().square().sum(1).sum().item()
+        own += sums.double().square().sum(1).sum().item() if state.embedding.group == 0 else 0.0
     square = state.dense.grads.double().square().sum().item()
     square += sum(value for (value,) in state.dense.lane.all_gather_floats([own], name="norm"))
     work.row_factor = min(1.0, clip.norm / max(square**0.5, 1e-300))
@@ -279,7 +295,7 @@ def _posted(work: Work) -> Handle:
 
 def _not_finite(state: TrainState, work: Work) -> tuple[float, float]:
     """Which of loss, dense gradients and row gradients as sent is too large to be summed over all ranks: a code, a value."""
-    limit = torch.finfo(state.dense.grads.dtype).max / state.embedding.world_size
+    limit = torch.finfo(state.dense.grads.dtype).max / state.num_ranks
     found = [
         abs(work.sums["loss"]),
         work.largest_dense,
@@ -302,7 +318,13 @@ def _clip_dense(state: TrainState, work: Work) -> None:
 
 PartStage = Callable[[TrainState, Work, int], None]
 BatchStage = Callable[[TrainState, Work], None]
-PART_STAGES: dict[str, PartStage] = {"rows": rows, "compute": compute, "grads": grads, "collect": collect}
+PART_STAGES: dict[str, PartStage] = {
+    "rows": rows,
+    "compute": compute,
+    "grads": grads,
+    "collect": collect,
+    "merge": merge,
+}
 BATCH_STAGES: dict[str, BatchStage] = {
     "keys": keys,
     "retrieve": retrieve,

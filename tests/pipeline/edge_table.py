@@ -34,6 +34,9 @@ WITHOUT = {
     ("flag", "update"): "a batch that is not finite reaches the rows",
     ("update", "write"): "rows go home as they were before the update",
     ("write", "write"): "a batch for which an id had no row releases it last, and the row of the other is lost",
+    ("collect", "merge"): "sums of a group leave before they are whole",
+    ("merge", "merge"): "an update without the sums of a part",
+    ("merge", "update"): "an update without the other groups",
     ("keys", "keys"): "nobody knows what the batch before holds",
     ("retrieve", "cold rows"): "rows leave before they are there",
     ("post", "cold rows"): "a send without its receive",
@@ -60,7 +63,7 @@ def measured(case: Case) -> dict[str, list[str]]:
 
 
 if __name__ == "__main__":
-    for case in (Case(pool=True), Case(pool=True, depth=2, split=True)):
+    for case in (Case(pool=True), Case(pool=True, depth=2, split=True), Case(pool=True, groups=2)):
         print("\n| edge | without it | pool | in place |\n|---|---|---|---|")
         for edge, verdicts in measured(case).items():
             ends = tuple(one.partition("(")[0] for one in edge.split(" -> "))

@@ -33,7 +33,14 @@ class Arena:
     def __init__(self, world: World):
         self._world, self._verdicts = world, world.lane("verdicts")
         self._num_failures = 0
-        self._hasty, self.lanes = self._anew()
+        self._hasty, self._lanes = self._anew()
+        self._grouped: dict[int, Lanes] = {}
+
+    def lanes(self, case: Case) -> Lanes:
+        """Those of a training, in its groups."""
+        if case.groups not in self._grouped:
+            self._grouped[case.groups] = self._lanes.in_groups(case.groups)
+        return self._grouped[case.groups]
 
     def _anew(self) -> tuple[World, Lanes]:
         """A world of the same ranks that knows nothing of those before it."""
@@ -45,7 +52,7 @@ class Arena:
     def verdict(self, expected: Result, case: Case, order: list[Event]) -> str:
         """What all ranks together say about a training in an order: 'equal', 'differs' or the name of an error."""
         try:
-            own = "equal" if ordered(case, self.lanes, order) == expected else "differs"
+            own = "equal" if ordered(case, self.lanes(case), order) == expected else "differs"
         except Exception as error:  # caught is caught: most broken orders meet an error of comm or of the index
             own = type(error).__name__
         found = {said.decode() for said in self._verdicts.all_gather_bytes(own.encode())}
@@ -54,7 +61,8 @@ class Arena:
             self._num_failures += 1
             self._hasty.close()
             gc.collect()  # groups have threads of their own, which end when nothing refers to them any more
-            self._hasty, self.lanes = self._anew()
+            self._hasty, self._lanes = self._anew()
+            self._grouped = {}
         return errors[0] if errors else "differs" if "differs" in found else "equal"
 
 
@@ -62,7 +70,7 @@ def plain(case: Case, lanes: Lanes) -> Result:
     """The sequential step, of the case's staleness, rows in place."""
     log: Log = []
     state = new_toy(replace(case, pool=False), lanes)
-    batches = islice(toy_batches(state.embedding.rank), NUM_BATCHES)
+    batches = islice(toy_batches(state.control.world.rank), NUM_BATCHES)
     update = tapped(log)["update"]
     with patch.object(sequential, "update", update), patch.object(semi_async, "update", update):
         if case.stale:
@@ -77,8 +85,8 @@ def ordered(case: Case, lanes: Lanes, order: list[Event]) -> Result:
     """The same stages in a given order."""
     log: Log = []
     state = new_toy(case, lanes)
-    feed = Feed(batches=toy_batches(state.embedding.rank), rates=case.rates)
-    for lane in (lanes.keys, lanes.rows, lanes.dense):
+    feed = Feed(batches=toy_batches(state.control.world.rank), rates=case.rates)
+    for lane in state.lanes:
         lane.hand_over()
     with patch.dict(stages.BATCH_STAGES, tapped(log, stages.BATCH_STAGES)):
         run_in_order(state, order, feed, schedule_of(case))
@@ -87,18 +95,20 @@ def ordered(case: Case, lanes: Lanes, order: list[Event]) -> Result:
 
 def schedule_of(case: Case) -> Schedule:
     named = {"depth": case.depth, "clip_rows": case.clip.rows, "stale": case.stale, "split": case.split}
+    named["groups"] = case.groups > 1
     return Schedule.of("nested", case.num_parts, **named)
 
 
 def broken_edges(world: World, cases: list[Case], only: Collection[str] = ()) -> list[tuple[Case, str, dict[str, str]]]:
     """Every kind of edge that is not implied, broken in forced orders until one of them is caught: verdict by order.
 
-    Of a split training only those that the same training has not if it is not split.
+    Of a training that is split or in groups only those that the same training has not otherwise.
     """
     arena, found = Arena(world), []
     for case in cases:
-        schedule, expected = schedule_of(case), plain(case, arena.lanes)
-        known = set(orders.edges_of(schedule_of(replace(case, split=False)))) if case.split else set()
+        schedule, expected = schedule_of(case), plain(case, arena.lanes(case))
+        plainer = replace(case, split=False, groups=1)
+        known = set(orders.edges_of(schedule_of(plainer))) if plainer != case else set()
         edges = [one for one in orders.edges_of(schedule) if one not in known and (not only or str(one) in only)]
         for edge in edges:
             tried: dict[str, str] = {}
@@ -125,7 +135,7 @@ def forced_orders(schedule: Schedule, edge: Edge) -> Iterator[tuple[str, list[Ev
 def random_orders(world: World, case: Case, edge_names: list[str], count: int) -> list[tuple[str, int, int]]:
     """For each edge: how many of so many random orders that break it, by one event if that is enough, are caught."""
     arena, found = Arena(world), []
-    schedule, expected = schedule_of(case), plain(case, arena.lanes)
+    schedule, expected = schedule_of(case), plain(case, arena.lanes(case))
     for edge in orders.edges_of(schedule):
         if str(edge) in edge_names:
             inherit = (edge.before, edge.after) != ("write", "retrieve")
@@ -141,7 +151,7 @@ def legal_orders(world: World, cases: list[Case], num_random: int) -> list[str]:
     """Orders that keep every edge: what differs from sequential, which must be nothing."""
     arena, found = Arena(world), []
     for case in cases:
-        schedule, expected = schedule_of(case), plain(case, arena.lanes)
+        schedule, expected = schedule_of(case), plain(case, arena.lanes(case))
         needs = orders.needs_without(schedule, NUM_BATCHES)
         tried = {f"random {seed}": orders.random_order(needs, seed) for seed in range(num_random)}
         cold = ("cold grads", "cold update") if case.split else ()

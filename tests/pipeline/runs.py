@@ -146,6 +146,7 @@ def pipelined(
     clip_rows = settings.get("clip", Clip()).rows
     split = settings.get("split", False) and not clip_rows
     chosen = {"depth": settings.get("depth", 1), "clip_rows": clip_rows, "split": split}
+    chosen["groups"] = state.embedding.replicas is not None
     log: Log = []
     schedule = Schedule.of(settings["mode"], state.cut.parts, **chosen)
     runner = Runner(state, schedule, batch_stages={**stages.BATCH_STAGES, **tapped(log)})
@@ -169,7 +170,7 @@ def differences(
     world: World, path: Path, settings: dict[str, Any], num_steps: int, arms: list[dict[str, Any]]
 ) -> list[str]:
     """Runs sequential once and every arm beside it; says what differs in which arm."""
-    lanes = Lanes.of(world)
+    lanes = Lanes.of(world).in_groups(settings.get("groups", 1))
     num_evicted, choose = 0, Ledger.choose
 
     def counting(ledger: Ledger, *arguments: Any, **named: Any) -> torch.Tensor:

@@ -59,8 +59,13 @@ def ends(name):
 
 @pytest.mark.parametrize(
     ("named", "more"),
-    [({}, set()), ({"clip_rows": True}, IMPLIED_WITH_NORM), ({"split": True}, IMPLIED_IF_SPLIT)],
-    ids=["plain", "clip rows", "split"],
+    [
+        ({}, set()),
+        ({"clip_rows": True}, IMPLIED_WITH_NORM),
+        ({"split": True}, IMPLIED_IF_SPLIT),
+        ({"groups": True}, set()),
+    ],
+    ids=["plain", "clip rows", "split", "groups"],
 )
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_the_edges_that_others_imply(depth, named, more):

@@ -14,10 +14,10 @@ def schedules(parts, depths):
     """Every mode with every number of parts and, where it counts, every depth."""
     return sorted(
         {
-            Schedule.of(mode, num_parts, depth=depth, clip_rows=clip_rows)
-            for mode, num_parts, depth, clip_rows in product(MODES, parts, depths, (False, True))
+            Schedule.of(mode, num_parts, depth=depth, clip_rows=clip_rows, groups=groups)
+            for mode, num_parts, depth, clip_rows, groups in product(MODES, parts, depths, (False, True), (False, True))
         },
-        key=lambda one: (one.mode, one.num_parts, one.depth, one.clip_rows),
+        key=lambda one: (one.mode, one.num_parts, one.depth, one.clip_rows, one.groups),
     )
 
 
@@ -26,7 +26,8 @@ def test_no_schedule_can_get_stuck(scale):
         for num_batches, world_size in ((1, 2), (5, 3)):
             check(schedule, num_batches, world_size)
     check(Schedule.of("nested", 32, depth=4, clip_rows=True), 6, 2)
-    check(Schedule.of("nested", 2, depth=2, stale=True), 6, 2)
+    for groups in (False, True):
+        check(Schedule.of("nested", 2, depth=2, stale=True, groups=groups), 6, 2)
     for num_parts, depth, num_batches in product((1, 2, 5), (1, 3), (1, 2, 6)):
         check(Schedule.of("nested", num_parts, depth=depth, split=True), num_batches, 2)
     for schedule in schedules((*range(1, 9), 32), range(1, 5)) if scale(0, 1) else ():

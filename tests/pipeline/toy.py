@@ -71,6 +71,8 @@ class Case:
     skip_nonfinite: bool = True
     stale: bool = False  # rows always miss the update of the batch before
     split: bool = False  # hot and cold messages
+    groups: int = 1  # of ranks
+    dtype: torch.dtype = torch.float32
 
     def rates(self, number: int) -> Rates:
         """They change from batch to batch, so that a late update with the wrong one shows."""
@@ -79,7 +81,7 @@ class Case:
 
 def new_toy(case: Case, lanes: Lanes) -> TrainState:
     """A state at the start of training."""
-    model, world = Toy(), lanes.control.world
+    model = Toy().to(case.dtype)
     protect_steps = case.depth + 1 if case.protect_steps is None else case.protect_steps
     config = EmbeddingConfig(
         num_buckets=4,
@@ -87,8 +89,9 @@ def new_toy(case: Case, lanes: Lanes) -> TrainState:
         max_rows_per_bucket=3,
         protect_steps=protect_steps,
     )
-    table = Table(model.tables[0], OPTIMIZERS[case.optimizer](config), seed=0, config=config)
-    embedding = Sharded({"item": table}, lanes.keys, lanes.rows, Owners(4, world.size))
+    table = Table(model.tables[0], OPTIMIZERS[case.optimizer](config), seed=0, config=config, dtype=case.dtype)
+    owners = Owners(4, lanes.rows.world.size)
+    embedding = Sharded({"item": table}, lanes.keys, lanes.rows, owners, lanes.replicas)
     if case.pool:
         embedding.holders = {"item": Pool(table)}
     dense = Dense(model, DenseConfig(optimizer=case.optimizer), lanes.dense)

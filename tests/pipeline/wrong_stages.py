@@ -14,7 +14,7 @@ from unittest.mock import patch
 import torch
 
 from nestpipe.comm import World
-from nestpipe.embedding import sharded
+from nestpipe.embedding import groups, sharded
 from nestpipe.embedding.held import InPlace, Pool
 from nestpipe.embedding.ids import among
 from nestpipe.embedding.ledger import Ledger
@@ -59,6 +59,11 @@ def state_not_brought_home(case: Case) -> AbstractContextManager[object]:
 
 def reordered(key: Callable[[int, int], Any]) -> AbstractContextManager[object]:
     """The owner adds what arrives for a row by another key of (part, asking rank)."""
+    return patch.object(sharded, "own_requests", _sorted_by(key))
+
+
+def _sorted_by(key: Callable[[int, int], Any]) -> Callable[..., Any]:
+    """`own_requests` with another order of sums."""
 
     def own(ids, last_part, first_counts):
         found = own_requests(ids, last_part, first_counts)
@@ -72,7 +77,7 @@ def reordered(key: Callable[[int, int], Any]) -> AbstractContextManager[object]:
         order = [number for piece in pieces for number in sorted(piece.tolist(), key=keys.__getitem__)]
         return replace(found, arrivals=torch.tensor(order, dtype=torch.int64))
 
-    return patch.object(sharded, "own_requests", own)
+    return own
 
 
 def ranks_backwards(case: Case) -> AbstractContextManager[object]:
@@ -247,6 +252,33 @@ def hot_by_one_rank(case: Case) -> AbstractContextManager[object]:
     return patch.object(Window, "_tell_hot", telling)
 
 
+def groups_backwards(case: Case) -> AbstractContextManager[object]:
+    """Replicas add the sums of groups from the last group to the first."""
+    return patch.object(groups, "own_requests", _sorted_by(lambda part, group: -group))
+
+
+def own_group_first(case: Case) -> AbstractContextManager[object]:
+    """Replicas add the sum of their own group first, so that each has bits of its own."""
+    unite = groups.Union.of
+
+    def united(own, ids, counts, order, *, group):
+        with patch.object(groups, "own_requests", _sorted_by(lambda part, other: (other != group, other))):
+            return unite(own, ids, counts, order, group=group)
+
+    return patch.object(groups.Union, "of", united)
+
+
+def weight_of_own_group(case: Case) -> AbstractContextManager[object]:
+    """Each group divides by the weight of its own ranks."""
+    unite = Window._unite
+
+    def united(window, replicas, told, where):
+        unite(window, replicas, told, where)
+        return told
+
+    return patch.object(Window, "_unite", united)
+
+
 @dataclass(frozen=True, slots=True)
 class Wrong:
     """A wrong pipeline, and the training and the order that show it."""
@@ -279,6 +311,9 @@ WRONG = [
     Wrong(hot_by_one_rank, replace(IN_PLACE, split=True), ("early", "cold rows")),
     Wrong(hot_by_one_rank, replace(POOL, split=True), ("late", "cold update")),
     Wrong(ranks_backwards, replace(IN_PLACE, split=True), min_ranks=3),
+    Wrong(groups_backwards, replace(IN_PLACE, groups=3, admit_after=1), min_ranks=3),
+    Wrong(own_group_first, replace(IN_PLACE, groups=3, admit_after=1), min_ranks=3),
+    Wrong(weight_of_own_group, replace(POOL, groups=3), min_ranks=3),
 ]
 
 
@@ -288,12 +323,12 @@ def wrong_stages(world: World) -> list[tuple[str, Case, str]]:
     for wrong in (one for one in WRONG if one.min_ranks <= world.size):
         needs = orders.needs_without(schedule_of(wrong.case), NUM_BATCHES)
         order = getattr(orders, wrong.order[0])(needs, wrong.order[1], 0)
-        expected = plain(wrong.case, arena.lanes)
+        expected = plain(wrong.case, arena.lanes(wrong.case))
         right = arena.verdict(expected, wrong.case, order)
         assert right == "equal", f"{wrong} shows nothing: its order differs anyhow"
         with wrong.patch(wrong.case):
             if wrong.everywhere:
-                expected = plain(wrong.case, arena.lanes)
+                expected = plain(wrong.case, arena.lanes(wrong.case))
             said = arena.verdict(expected, wrong.case, order)
         found.append((wrong.patch.__name__, wrong.case, said))
     return found
@@ -303,7 +338,7 @@ def unprotected(world: World) -> str:
     """Eviction of rows that a batch in flight holds: `protect_steps` far below the depth."""
     arena, case = Arena(world), Case(pool=False, depth=2, protect_steps=1)
     order = orders.early(orders.needs_without(schedule_of(case), NUM_BATCHES), "retrieve", 0)
-    return arena.verdict(plain(case, arena.lanes), case, order)
+    return arena.verdict(plain(case, arena.lanes(case)), case, order)
 
 
 def weights_only_with_sgd(world: World) -> str:
@@ -311,4 +346,4 @@ def weights_only_with_sgd(world: World) -> str:
     arena, case = Arena(world), Case(pool=True, optimizer="sgd")
     order = orders.early(orders.needs_without(schedule_of(case), NUM_BATCHES), "retrieve", 0)
     with state_not_brought_home(case), state_not_taken(case):
-        return arena.verdict(plain(case, arena.lanes), case, order)
+        return arena.verdict(plain(case, arena.lanes(case)), case, order)

@@ -1,0 +1,81 @@
+"""What a window knows of one table: what this rank asks for, what it owns, and the messages under way (sharded.py)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from nestpipe.comm import Handle
+from nestpipe.embedding.groups import Union
+from nestpipe.embedding.held import Held
+from nestpipe.embedding.hot import Hot
+from nestpipe.embedding.route import Requests, TablePlan
+from nestpipe.embedding.wire import Narrow
+from nestpipe.errors import CommError
+
+
+@dataclass(slots=True, eq=False)
+class Asked:
+    """An asker's side of one table in a window."""
+
+    plan: TablePlan
+    leaves: list[Tensor]  # [part]: rows [u, D] of its distinct ids; new ones arrive there, the others are copied
+    grads: list[Tensor | None]  # [part]: sums [u, D] of the parts up to this one, once it has computed
+    narrow: Narrow | None = None  # if some rows travel in 16 bits
+    hot: Hot = field(default_factory=Hot)  # of the first leaf, and of the last one
+    halves: tuple[Tensor, Tensor] | None = None  # rows of the first leaf as they arrive, and their positions
+
+
+@dataclass(slots=True, eq=False)
+class Owned:
+    """An owner's side of one table in a window."""
+
+    requests: Requests
+    narrow: Narrow | None = None  # if some rows travel in 16 bits
+    hot: Hot = field(default_factory=Hot)  # of the ids of all askers
+    order: Tensor | None = None  # [n] in which arrivals are added
+    num_collected: int = 0  # messages of gradients that have come
+    held: Held | None = None
+    union: Union | None = None  # of all groups; then these are the requests that it has
+    totals: Tensor | None = None  # [K, D] what they add up to, if somebody asked
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SentRows:
+    """One message of rows of a table, to every asker and from every owner."""
+
+    handle: Handle
+    wanted: list[Tensor]  # of each asker: places in the owner's union
+    room: list[Tensor]  # for each owner: where its rows belong
+    own: bool  # whether own rows travel with the others; else they are copied to where they belong
+    packed: list[Tensor] | None = None  # from each owner: bytes, if some rows travel in 16 bits
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SentSums:
+    """One message of gradient sums of a table, to every owner and from every asker."""
+
+    handle: Handle
+    leaving: Tensor | None  # positions in the leaf of the part, owner by owner; None for all of it
+    counts: list[int]  # for each owner
+    arrivals: list[Tensor]  # of each asker
+    own: bool  # whether own sums travel with the others; else they are used where they are
+
+
+def computed(grads: Tensor | None) -> Tensor:
+    if grads is None:
+        raise CommError("gradients were needed before they were computed: a dependency is missing in the schedule.")
+    return grads
+
+
+def united(owned: Owned) -> Union:
+    if owned.union is None:
+        raise CommError("sums of groups before their ids were known: a dependency is missing in the schedule.")
+    return owned.union
+
+
+def held_of(owned: Owned) -> Held:
+    if owned.held is None:
+        raise CommError("rows were asked for before they were retrieved: a dependency is missing in the schedule.")
+    return owned.held
