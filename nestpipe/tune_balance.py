@@ -28,7 +28,6 @@ from nestpipe.recipes import RECIPES
 from nestpipe.run import Lanes, Run
 from nestpipe.train_command import check_keys
 
-
 _EXAMPLE = "Example: nestpipe tune balance tiny --events 8192"
 
 
@@ -52,7 +51,9 @@ class Fitted:
 
 def main(argv: list[str]) -> int:
     if not argv or argv[0] in {"-h", "--help"}:
-        print(f"usage: nestpipe tune balance RECIPE [--section.field VALUE ...]\n\nrecipes: {', '.join(RECIPES)}\n\n{_EXAMPLE}")
+        print(
+            f"usage: nestpipe tune balance RECIPE [--section.field VALUE ...]\n\nrecipes: {', '.join(RECIPES)}\n\n{_EXAMPLE}"
+        )
         return 0
     name, *rest = argv
     if name not in RECIPES:

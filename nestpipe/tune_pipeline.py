@@ -26,7 +26,6 @@ from nestpipe.recipes import RECIPES
 from nestpipe.run import Lanes, Run
 from nestpipe.train_command import check_keys
 
-
 _EXAMPLE = "Example: nestpipe tune pipeline tiny --data.path data/tiny"
 
 
@@ -39,7 +38,9 @@ class _Arguments:
 
 def main(argv: list[str]) -> int:
     if not argv or argv[0] in {"-h", "--help"}:
-        print(f"usage: nestpipe tune pipeline RECIPE [--section.field VALUE ...]\n\nrecipes: {', '.join(RECIPES)}\n\n{_EXAMPLE}")
+        print(
+            f"usage: nestpipe tune pipeline RECIPE [--section.field VALUE ...]\n\nrecipes: {', '.join(RECIPES)}\n\n{_EXAMPLE}"
+        )
         return 0
     name, *rest = argv
     if name not in RECIPES:

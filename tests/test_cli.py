@@ -9,6 +9,7 @@ import pytest
 
 from nestpipe.cli import COMMANDS, main
 from nestpipe.recipes import RECIPES
+from tests.loopback import LoopbackOnly
 from tests.warm import warm_program
 from tests.worlds import small_log
 
@@ -136,7 +137,8 @@ def test_the_installed_program_runs():
 def test_demo_holds_and_refuses_a_folder_that_is_not_its_own(capsys, tmp_path, monkeypatch):
     from nestpipe import demo
 
-    original = demo._nestpipe
+    original, guard = demo._nestpipe, LoopbackOnly(tmp_path / "guard")
+    monkeypatch.setenv("PYTHONPATH", guard.environment()["PYTHONPATH"])
     with warm_program(
         tmp_path / "warm"
     ) as programs:  # what one process runs starts without the seconds that torch takes
@@ -145,6 +147,8 @@ def test_demo_holds_and_refuses_a_folder_that_is_not_its_own(capsys, tmp_path, m
         code, out, _ = run(capsys, "demo", "--quick", "--out", str(tmp_path / "demo"))
     assert code == 0, out
     assert "steps held" in out
+    assert guard.num_processes() > 2, "the warm process, torchrun and its ranks"
+    assert not guard.refused(), "the demo talks to this machine alone"
     assert (tmp_path / "demo" / "run" / "report.html").exists()
     assert str(tmp_path / "demo" / "run" / "report.html") in out.replace("\n", "").rpartition("steps held")[2]
     (tmp_path / "mine").mkdir()

@@ -85,7 +85,9 @@ def test_every_help_has_an_example_that_parses(
     examples = examples_of(capsys, command)
     assert len(examples) == (len(PARTS[command[0]]) if command in GROUPS else 1)
     for example in examples:
-        assert tuple(example[: len(command)]) == command, f"'{' '.join(command)} --help' shows another command's example"
+        assert tuple(example[: len(command)]) == command, (
+            f"'{' '.join(command)} --help' shows another command's example"
+        )
         with pytest.raises(Parsed):
             main(example)
 
@@ -114,7 +116,16 @@ def test_examples_run(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     small_log(tmp_path / "data" / "tiny")
-    flags = ["--train.steps", "16", "--train.num-threads", "1", "--data.batch-size", "16", "--pipeline.trace-steps", "10"]
+    flags = [
+        "--train.steps",
+        "16",
+        "--train.num-threads",
+        "1",
+        "--data.batch-size",
+        "16",
+        "--pipeline.trace-steps",
+        "10",
+    ]
     assert main(["train", "tiny", *flags]) == 0
     (tmp_path / "data" / "ml1m").symlink_to("tiny")
     for name in ("a", "b"):

@@ -44,6 +44,9 @@ def test_a_step_can_be_read_in_an_hour(title: str, max_files: int, max_lines: in
 def test_what_a_page_points_to_is_there(page: Path) -> None:
     text = page.read_text()
     linked = {page.parent / link for link in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", text)}
-    named = {ROOT / name for name in re.findall(r"`((?:nestpipe|tests|docs|benchmarks|deploy|examples)/[\w/.-]+\.\w+)`", text)}
+    named = {
+        ROOT / name
+        for name in re.findall(r"`((?:nestpipe|tests|docs|benchmarks|deploy|examples)/[\w/.-]+\.\w+)`", text)
+    }
     missing = sorted(str(path.relative_to(ROOT)) for path in linked | named if not path.exists())
     assert not missing, f"docs/{page.name} points to what does not exist: {missing}"
