@@ -54,7 +54,7 @@ def _usage() -> str:
         "usage: nestpipe checkpoint inspect|verify RUN_OR_CHECKPOINT [--step STEP]\n\n"
         "  inspect   step, data position, progress, tables and dense parameters\n"
         "  verify    every file against its digest; names the damaged ones, exit code 1 if there are any\n\n"
-        "example: nestpipe checkpoint verify runs/tiny"
+        "Example: nestpipe checkpoint verify runs/tiny"
     )
 
 

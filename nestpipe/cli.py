@@ -63,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _usage() -> str:
     rows = "\n".join(f"  {name:<12}{text}" for name, (_, text) in COMMANDS.items())
-    return f"usage: nestpipe COMMAND ...\n\nTurns interaction logs into recommendations, exactly and fast.\n\n{rows}\n\n'nestpipe COMMAND --help' says more."
+    return f"usage: nestpipe COMMAND ...\n\nTurns interaction logs into recommendations, exactly and fast.\n\n{rows}\n\nExample: nestpipe demo\n'nestpipe COMMAND --help' says more."
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ class _Arguments:
 
 
 def main(argv: list[str]) -> int:
-    example = "Example: nestpipe eval runs/tiny   or   nestpipe eval runs/a --compare runs/b"
+    example = "Example: nestpipe eval runs/a --compare runs/b"
     arguments = tyro.cli(_Arguments, prog="nestpipe eval", description=f"Evaluates a run.\n\n{example}", args=argv)
     run = Run.open(arguments.run)
     report = evaluate_run(run, step=arguments.step, target=arguments.target)

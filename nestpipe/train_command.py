@@ -78,6 +78,6 @@ def _usage() -> str:
     return (
         "usage: nestpipe train RECIPE [--run DIR] [--resume] [--init-from RUN [--allow WORD ...]] [--section.field VALUE ...]\n\n"
         f"recipes:\n{rows}\n\n"
-        "example: nestpipe train tiny --train.epochs 5 --run runs/first\n"
+        "Example: nestpipe train tiny --train.epochs 5 --run runs/first\n"
         "'nestpipe train RECIPE --help' lists every setting with its value in that recipe."
     )

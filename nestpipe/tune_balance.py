@@ -28,6 +28,8 @@ from nestpipe.recipes import RECIPES
 from nestpipe.run import Lanes, Run
 from nestpipe.train_command import check_keys
 
+_EXAMPLE = "Example: nestpipe tune balance tiny --events 8192"
+
 
 @dataclass(frozen=True, kw_only=True)
 class _Arguments:
@@ -49,7 +51,9 @@ class Fitted:
 
 def main(argv: list[str]) -> int:
     if not argv or argv[0] in {"-h", "--help"}:
-        print("usage: nestpipe tune balance RECIPE [--section.field VALUE ...]\n\nrecipes: " + ", ".join(RECIPES))
+        print(
+            f"usage: nestpipe tune balance RECIPE [--section.field VALUE ...]\n\nrecipes: {', '.join(RECIPES)}\n\n{_EXAMPLE}"
+        )
         return 0
     name, *rest = argv
     if name not in RECIPES:
@@ -59,7 +63,8 @@ def main(argv: list[str]) -> int:
     arguments = tyro.cli(
         _Arguments,
         prog=f"nestpipe tune balance {name}",
-        description="Trains a few steps that are thrown away, on samples of one length each, and fits a·L + b·L².",
+        description="Trains a few steps that are thrown away, on samples of one length each, and fits a·L + b·L².\n\n"
+        + _EXAMPLE,
         args=rest,
         default=defaults,
     )

@@ -16,7 +16,8 @@ TUNERS = {
 def main(argv: list[str]) -> int:
     if not argv or argv[0] in {"-h", "--help"}:
         rows = "\n".join(f"  {name:<12}{text}" for name, (_, text) in TUNERS.items())
-        print(f"usage: nestpipe tune WHAT ...\n\n{rows}\n\n'nestpipe tune WHAT --help' says more.")
+        example = "Example: nestpipe tune pipeline tiny"
+        print(f"usage: nestpipe tune WHAT ...\n\n{rows}\n\n{example}\n'nestpipe tune WHAT --help' says more.")
         return 0
     name, *rest = argv
     if name not in TUNERS:

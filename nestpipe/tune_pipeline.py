@@ -27,6 +27,8 @@ from nestpipe.recipes import RECIPES
 from nestpipe.run import Lanes, Run
 from nestpipe.train_command import check_keys
 
+_EXAMPLE = "Example: nestpipe tune pipeline tiny --data.path data/tiny"
+
 
 @dataclass(frozen=True, kw_only=True)
 class _Arguments:
@@ -37,7 +39,9 @@ class _Arguments:
 
 def main(argv: list[str]) -> int:
     if not argv or argv[0] in {"-h", "--help"}:
-        print("usage: nestpipe tune pipeline RECIPE [--section.field VALUE ...]\n\nrecipes: " + ", ".join(RECIPES))
+        print(
+            f"usage: nestpipe tune pipeline RECIPE [--section.field VALUE ...]\n\nrecipes: {', '.join(RECIPES)}\n\n{_EXAMPLE}"
+        )
         return 0
     name, *rest = argv
     if name not in RECIPES:
@@ -47,7 +51,8 @@ def main(argv: list[str]) -> int:
     arguments = tyro.cli(
         _Arguments,
         prog=f"nestpipe tune pipeline {name}",
-        description="Trains a few steps that are thrown away, under torchrun on all ranks, and says which settings fit.",
+        description="Trains a few steps that are thrown away, under torchrun on all ranks, and says which settings fit.\n\n"
+        + _EXAMPLE,
         args=rest,
         default=defaults,
     )

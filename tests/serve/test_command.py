@@ -18,6 +18,7 @@ import pytest
 from nestpipe.cli import main
 from nestpipe.serve.command import kept_secret
 from nestpipe.serve.server import bind
+from tests.loopback import LoopbackOnly
 from tests.serve.world import ASKED
 from tests.worlds import small_config, small_log
 
@@ -90,7 +91,12 @@ def test_a_process_that_still_loads_cannot_be_connected_to():
 
 
 @pytest.fixture
-def process(runs):
+def guard(tmp_path):
+    return LoopbackOnly(tmp_path / "guard")
+
+
+@pytest.fixture
+def process(runs, guard):
     command = [
         sys.executable,
         "-m",
@@ -102,15 +108,16 @@ def process(runs):
         "--admin-port",
         "0",
     ]
+    environment = guard.environment({**os.environ, "OMP_NUM_THREADS": "1"})
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
     ) as started:
         yield started
         if started.poll() is None:
             started.kill()
 
 
-def test_it_answers_and_ctrl_c_drains(process, runs):
+def test_it_answers_and_ctrl_c_drains(process, guard, runs):
     line = process.stdout.readline()
     found = re.search(r"serving hstu/step-\d+/\w+ as \S+ on (http://\S+), admin on port (\d+)", line)
     assert found, line + process.stderr.read()
@@ -143,3 +150,5 @@ def test_it_answers_and_ctrl_c_drains(process, runs):
     assert all(one.json()["scores"] == first["scores"] for one in answers if one is not None and one.status_code == 200)
     assert process.wait(30) == 0
     assert "what is under way is answered first" in process.stderr.read()
+    assert guard.num_processes() >= 1
+    assert not guard.refused(), "an instance talks to nobody but those who ask it"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import threading
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -683,11 +682,8 @@ def test_many_threads_get_the_scores_of_one(runs, served, tmp_path, scale):
     assert paths & {"hit_device", "join"}
 
 
-def test_a_step_can_be_read_in_an_hour():
-    """Six files: the step, what it is asked, what it keeps, what it decides by, what it asks of a model, and of which."""
-    folder = Path(inspect.getfile(Engine)).parent
-    names = ("engine", "jobs", "cache", "trigger", "prefix", "lineup")
-    assert sum(len((folder / f"{name}.py").read_text().splitlines()) for name in names) <= 1200
+def test_a_step_is_one_screen():
+    """Which files are read for it, and that they are short: tests/test_tour.py."""
     assert len(inspect.getsource(Engine.step).splitlines()) < 20
 
 
