@@ -31,7 +31,6 @@ from nestpipe.trainer import INTERRUPTED, train_to_end
 
 NAME = "quality_beauty"
 KS = (1, 5, 10, 20)
-VALIDATED = 3000  # users; the first of the file, whose order says nothing about them
 MUST_HR10, AIM_HR10, AIM_NDCG10 = 0.056, 0.0648, 0.0384
 SID = SidConfig(levels=3, codes=256, policy="suffix")
 BEHAVIOUR = 0.5  # share of the ids' vectors that comes from training histories, beside the titles
@@ -53,7 +52,7 @@ def config_of(arm: str, options: argparse.Namespace) -> Config:
             num_threads=options.threads,
             epochs=options.epochs or config.train.epochs,
         ),
-        eval=EvalConfig(ks=KS, max_users=VALIDATED, num_bootstrap=config.eval.num_bootstrap),
+        eval=EvalConfig(ks=KS, num_bootstrap=config.eval.num_bootstrap),
     )
 
 
@@ -68,7 +67,6 @@ def measured(report: Report) -> Figures:
 
 def run_popularity(config: Config) -> Figures:
     sequences = Sequences.open(config.data.path)
-    config = replace(config, eval=replace(config.eval, max_users=0))
     return measured(popularity(sequences, make_split(sequences, config.data), config))
 
 
@@ -82,12 +80,11 @@ def run_model(config: Config, folder: Path) -> Figures:
     memory = run.load_state()[1].progress
     best = memory["best"]
     state, manifest = run.load_state(best["step"] if best else None)
-    full = replace(run.config, eval=replace(run.config.eval, max_users=0))
-    report = make_scorer(state, run.sequences, run.split, full).evaluate("test")
+    report = make_scorer(state, run.sequences, run.split, run.config).evaluate("test")
     assert isinstance(report, Report)
     return {
         **measured(report),
-        "validation": {"metric": config.train.metric, "value": round(best["value"], 5), "users": VALIDATED},
+        "validation": {"metric": config.train.metric, "value": round(best["value"], 5)},
         "step": manifest.step,
         "training_minutes": round(memory["seconds"] / 60, 1),
         "minutes_of_this_call": round((time.monotonic() - start) / 60, 1),

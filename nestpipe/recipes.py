@@ -92,7 +92,7 @@ def beauty_sid() -> Config:
         ),
         embedding=EmbeddingConfig(lr=4e-3),
         dense=DenseConfig(lr=2e-3),
-        train=TrainConfig(epochs=30, eval_epochs=5, warmup_steps=100, decay_epochs=30),
+        train=TrainConfig(epochs=15, eval_epochs=5, warmup_steps=100, decay_epochs=15),
         eval=EvalConfig(ks=(1, 5, 10, 20)),
     )
 
