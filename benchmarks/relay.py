@@ -36,7 +36,7 @@ from relay_worlds import ARMS, SEED, World
 
 from nestpipe.serve.cascade import Cascade, Request
 from nestpipe.serve.config import Stages
-from nestpipe.serve.remote import Remote, make_client
+from nestpipe.serve.remote import Asked, Remote, Signal, make_client
 from nestpipe.serve.retrieval import Candidates
 from nestpipe.serve.router import Instance, Members
 
@@ -68,6 +68,13 @@ class Scattered(Members):
     def _shuffled(self) -> list[Instance]:
         members = list(self)
         return [members[place] for place in self._random.permutation(len(members))]
+
+
+class Silent(Remote):
+    """Full inference alone: nobody is told ahead."""
+
+    async def signal(self, asked: Asked, instance: Instance, *, timeout_s: float) -> Signal:
+        return Signal(instance=instance, reason="off")
 
 
 @dataclass(slots=True)
@@ -115,7 +122,8 @@ class Bench:
             stages = Stages(
                 retrieval_ms=1000, prerank_ms=1000, rank_ms=rank_ms, num_candidates=len(self._candidates.items)
             )
-            remote = Remote(arm.members(), make_client(), first_share=1.0)
+            kind = Silent if arm.name == "full" else Remote
+            remote = kind(arm.members(), make_client(), first_share=1.0)
             try:
                 await act(Cascade(remote, relay_load.Waiting(self._candidates), stages))
             finally:

@@ -7,7 +7,7 @@ everything, so that all come to the same decision; they must ask in step.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, cast
@@ -131,9 +131,18 @@ class Scorer:
 
     def encode(self, batch: Batch) -> Tensor:
         """Query vectors [B, D]."""
-        rows = peek_rows(self._embedding, self._model.encode_lookups(batch))
-        with torch.no_grad():
-            return self._model.encode(rows, batch)
+        return self.encoder()(batch)
+
+    def encoder(self) -> Callable[[Batch], Tensor]:
+        """`encode` by itself, which keeps nothing of the log: users may be forgotten while it is used."""
+        model, embedding = self._model, self._embedding
+
+        def encode(batch: Batch) -> Tensor:
+            rows = peek_rows(embedding, model.encode_lookups(batch))
+            with torch.no_grad():
+                return model.encode(rows, batch)
+
+        return encode
 
     @cached_property
     def item_vectors(self) -> Tensor:

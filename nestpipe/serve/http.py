@@ -21,7 +21,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from nestpipe.data.sequences import Sequences
+from nestpipe.data.sequences import Sequences, truncate
 from nestpipe.errors import DataError
 from nestpipe.serve.bodies import BadRequestError, Fields, Guard, answer_of, http_refusal, posted_events, refusal
 from nestpipe.serve.config import Limits
@@ -30,7 +30,7 @@ from nestpipe.serve.jobs import BusyError, LateError, Rank, Signal
 from nestpipe.serve.numbers import Numbers
 from nestpipe.serve.openapi import bodies, document
 from nestpipe.serve.router import MAX_TICKET_CHARS, Ticket, TicketError, sign, verify
-from nestpipe.serve.trigger import ADMITTED
+from nestpipe.serve.trigger import ADMITTED, Reason
 
 Body = dict[str, Any]
 _LATEST_S = 2**43 - 1
@@ -121,11 +121,17 @@ class Instance:
     async def _preinfer(self, body: Body) -> Body:
         fields = Fields(body, self._fields["preinfer"])
         user, request = fields.integer("user"), fields.text("request")
-        hold_s = self.engine.config.device_ttl_s
-        query_time = self._query_time(body, fields)
+        hold_s, num_candidates = (
+            self.engine.config.device_ttl_s,
+            fields.integer("candidates", 1, self._limits.candidates),
+        )
+        query_time, sent = self._query_time(body, fields), fields.history(most=self._limits.history)
+        num_events = self.engine.histories.num_events(user) if sent is None else len(sent)
+        if (reason := self._at_once(user, num_events, num_candidates)) is not None:
+            return {"ticket": None, "admitted": False, "reason": reason, "instance": self.name, "epoch": self.epoch}
         job = Signal(
             user=user,
-            num_candidates=fields.integer("candidates", 1, self._limits.candidates),
+            num_candidates=num_candidates,
             query_time=self._now() if query_time is None else query_time,
             request=_holder(user, request),
             until=self.engine.clock() + hold_s,
@@ -148,6 +154,18 @@ class Instance:
             "instance": self.name,
             "epoch": self.epoch,
         }
+
+    def _at_once(self, user: int, num_events: int, num_candidates: int) -> Reason | None:
+        """The first reasons against a prefix, which need neither the events nor the engine: where the relay is of no use,
+        a signal costs next to nothing."""
+        engine, served = self.engine, self.engine.lineup.of(user)
+        kept = num_events - truncate(num_events, served.max_len, served.block)
+        full_ms = served.costs.full_ms(kept, num_candidates)
+        is_safe = engine.trigger.mode != "always" and (full_ms <= engine.trigger.budget_ms or kept < 2)
+        reason: Reason | None = "off" if engine.trigger.mode == "off" else "not_at_risk" if is_safe else None
+        if reason is not None:
+            engine.counts["reason", reason] += 1
+        return reason
 
     async def _rank(self, body: Body) -> Body:
         arrived = self.engine.clock()

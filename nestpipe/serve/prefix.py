@@ -46,7 +46,7 @@ class Served:
 
     def __init__(self, ranker: Ranker, builder: BatchBuilder, *, name: str, label: str = "", block: int = 1):
         self.ranker, self.name, self._builder = ranker, name, builder
-        self.max_len, self._block = ranker.model.max_len, block
+        self.max_len, self.block = ranker.model.max_len, block
         self.costs, self.counts = Costs(), Counter[str]()  # what it takes on this machine; answers by path
         labels = [one.name for one in ranker.model.tasks.labels]
         self._column = labels.index(label) if label else 0
@@ -57,7 +57,7 @@ class Served:
     def ask(self, events: Sequences, query_time: int) -> Asked:
         """The events of one user, asked for at a time in seconds; raises DataError if the model cannot read them."""
         end = np.array([len(events.items)])
-        start, asked = truncate(end, self.max_len, self._block), np.array([query_time * 1000])
+        start, asked = truncate(end, self.max_len, self.block), np.array([query_time * 1000])
         batch = self._builder.over(events).history(torch.tensor([0]), start, end, asked_ms=asked)
         return self._split(replace(batch, sample_ids=torch.from_numpy(events.users)))
 

@@ -162,7 +162,7 @@ def retriever_of(
     else:
         scorer = run.scorer(step)
         assert isinstance(scorer, Scorer)
-        vectors, encode = _floats(scorer.item_vectors), _encoder(scorer, run)
+        vectors, encode = _floats(scorer.item_vectors), _encoder(scorer.encoder(), run)
     return Retriever(
         items=items,
         vectors=vectors,
@@ -201,7 +201,7 @@ def mean_encoder(items: Ints, vectors: Floats) -> Callable[[Past, int | None], F
     return encode
 
 
-def _encoder(scorer: Scorer, run: Run) -> Callable[[Past, int | None], Floats]:
+def _encoder(encode_batch: Callable[[Batch], torch.Tensor], run: Run) -> Callable[[Past, int | None], Floats]:
     """Queries of a retrieval model, from the events that it would have been trained on."""
     data, timed = run.config.data, run.sequences.times is not None
 
@@ -226,7 +226,7 @@ def _encoder(scorer: Scorer, run: Run) -> Callable[[Past, int | None], Floats]:
             times=times,
             query_times=query_times,
         )
-        return _floats(scorer.encode(batch)[0])
+        return _floats(encode_batch(batch)[0])
 
     return encode
 

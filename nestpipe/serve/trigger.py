@@ -91,10 +91,9 @@ class View:
 
 def decide(config: TriggerConfig, costs: Costs, view: View, *, num_events: int, num_candidates: int) -> Reason:
     """'admitted', or the first reason against computing the prefix of such a request now."""
-    if config.mode == "off":
-        return "off"
     full_ms, hit_ms = costs.full_ms(num_events, num_candidates), costs.hit_ms(num_events, num_candidates)
     tests: tuple[tuple[Reason, bool], ...] = (
+        ("off", config.mode == "off"),
         ("not_at_risk", full_ms <= config.budget_ms or num_events < 2),
         ("no_rescue", hit_ms > config.budget_ms),
         ("too_late", view.wait_ms > config.lead_ms + config.budget_ms - hit_ms),
@@ -103,7 +102,7 @@ def decide(config: TriggerConfig, costs: Costs, view: View, *, num_events: int, 
         ("over_rate", view.tokens_ms < view.work_ms),
         ("breaker", view.rank_p99_ms > config.budget_ms),
     )
-    asked = {"already_live", "no_room", "over_rate"} if config.mode == "always" else REASONS
+    asked = {"off", "already_live", "no_room", "over_rate"} if config.mode == "always" else REASONS
     first = next((reason for reason, fails in tests if fails and reason in asked), None)
     return first or ("shadow" if config.mode == "shadow" else "admitted")
 

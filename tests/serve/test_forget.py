@@ -16,6 +16,7 @@ import httpx
 import pytest
 from starlette.applications import Starlette
 
+from nestpipe import train
 from nestpipe.config import Config, DataConfig
 from nestpipe.data import folder as folders
 from nestpipe.run import Run
@@ -24,7 +25,7 @@ from nestpipe.serve.demo import Demo
 from nestpipe.serve.fleet_command import fleet_histories, fleet_retriever, keep_fresh
 from nestpipe.serve.forget import forget
 from tests.serve.instances import Served
-from tests.worlds import write_log
+from tests.worlds import small_config, small_log, write_log
 
 DEAD = 2**22 + 1  # no process has this number: it is above what Linux gives
 
@@ -137,6 +138,23 @@ def test_a_gateway_lets_go_of_a_forgotten_user_while_nobody_asks(runs, log, tmp_
     assert longest not in httpx.get(users).json()["users"]
     server.close()
     assert not len(retriever.past_of(int(longest)).items)
+    gc.collect()
+    mapped = Path("/proc/self/maps")
+    assert not mapped.exists() or str(tmp_path / ".log.old") not in mapped.read_text()
+
+
+def test_a_gateway_with_a_retrieval_run_keeps_no_folder_of_before(tmp_path):
+    small_log(tmp_path / "log")
+    train(small_config(tmp_path / "log", epochs=1), tmp_path / "run", quiet=True)
+    run = Run.open(tmp_path / "run")
+    histories = fleet_histories(run, tmp_path / "events.log")
+    retriever = fleet_retriever(run, histories)
+    del run
+    past = retriever.past_of(3)
+    before = retriever.retrieve(past, 5)[1]
+    forget([tmp_path / "run"], 3)
+    assert not len(retriever.past_of(3).items)
+    assert (retriever.retrieve(past, 5)[1] == before).all(), "it retrieves as before"
     gc.collect()
     mapped = Path("/proc/self/maps")
     assert not mapped.exists() or str(tmp_path / ".log.old") not in mapped.read_text()

@@ -24,7 +24,7 @@ from nestpipe.errors import DataError
 from nestpipe.models.prefix import Prefix
 from nestpipe.run import Run
 from nestpipe.serve.admin import Admin
-from nestpipe.serve.config import Limits
+from nestpipe.serve.config import Limits, TriggerConfig
 from nestpipe.serve.engine import Engine
 from nestpipe.serve.http import Instance
 from nestpipe.serve.openapi import document
@@ -209,6 +209,16 @@ def test_a_ticket_that_is_not_good_is_refused_and_the_request_answered(world, ki
 
 def fields(ticket):
     return {name: getattr(ticket, name) for name in ticket.__slots__}
+
+
+@pytest.mark.parametrize(("mode", "reason"), [("on", "not_at_risk"), ("shadow", "not_at_risk"), ("off", "off")])
+def test_where_the_relay_is_of_no_use_a_signal_does_not_reach_the_engine(open_world, monkeypatch, mode, reason):
+    world = open_world(trigger=TriggerConfig(mode=mode, budget_ms=1e6))
+    monkeypatch.setattr(world.instance.engine, "submit", lambda job: pytest.fail("it was queued"))
+    for user in (7, 10**15):
+        said = world.preinfer(user)
+        assert (said["ticket"], said["admitted"], said["reason"]) == (None, False, reason)
+    assert f'nestpipe_reason_total{{reason="{reason}"}} 2.0' in world.http.get(f"{world.url}/metrics").text
 
 
 # Refusals and limits.
