@@ -27,9 +27,9 @@ class Arm:
     groups: bool = False  # groups of workers hold the table once each
 
     def schedule(self, parts: int) -> Schedule:
-        return Schedule.of(
-            self.mode, parts if self.in_parts else 1, depth=2 if self.stale else 1, stale=self.stale
-        )  # rows that leave a batch earlier are retrieved a batch earlier
+        # Rows that leave a batch earlier are retrieved a batch earlier.
+        depth, in_parts = 1 + self.stale, parts if self.in_parts else 1
+        return Schedule.of(self.mode, in_parts, depth=depth, stale=self.stale, groups=self.groups)
 
 
 ARMS = (

@@ -116,6 +116,10 @@ def _runs(traces: Sequence[RankTrace]) -> list[_Recorded]:
             raise DataError(
                 f"run '{name}' had {world_size} ranks, but there are traces of rank {ranks}; a message's time needs all of them."
             )
+        if any(span.kind == "merge" for trace in own for span in trace.spans):
+            raise DataError(
+                f"run '{name}' trained in groups, whose messages go to some ranks only; record one without groups."
+            )
         batches = frozenset.intersection(*(frozenset(step.batch for step in steps_of(trace)) for trace in own))
         if not batches:
             raise DataError(f"run '{name}' has no batch that all ranks recorded whole; record more steps.")

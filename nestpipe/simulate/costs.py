@@ -5,8 +5,8 @@ An exchange between n workers, of which each sends b bytes in all: alpha-beta wi
     n - 1 messages to launch x peer_s      b x (n - 1) / n bytes x max(congestion(n) / line, workers / fabric)      + delay
 
 Rows travel once per window: part i has the rows that it is the first to use, and its gradients are of those it is the last to
-use. In groups, rows are exchanged inside the group; then replicas of a shard add up what came with each part (reduce-scatter and
-all-gather), before the owner has its sums.
+use. In groups, rows are exchanged inside the group; then replicas of a shard add up what came with each part (merge: reduce-scatter
+and all-gather).
 """
 
 from __future__ import annotations
@@ -81,10 +81,11 @@ class Costs:
 
     def _before(self, event: Event) -> Sequence[Phase]:
         kind, batch, part = event
-        if kind == "compute":
-            return [Wait(Message(Event("rows", batch, part)), "rows")]
-        if kind == "collect":
-            return [Wait(Message(Event("grads", batch, part)), "grads"), *self._replicas(event)]
+        if kind in ("compute", "collect"):
+            sender: Kind = "rows" if kind == "compute" else "grads"
+            return [Wait(Message(Event(sender, batch, part)), sender)]
+        if kind == "merge":
+            return self._replicas(event)
         if kind == "flag":  # flags travel with the last gradients
             return [Wait(Message(Event("grads", batch, self.schedule.num_parts - 1)), "flag")]
         if kind == "dense sum":

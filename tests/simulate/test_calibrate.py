@@ -91,6 +91,8 @@ def test_traces_that_do_not_tell_are_refused():
         calibrate(ranks(2)[1:])
     with pytest.raises(DataError, match=r"less than the 90[.]0 ms said to need no core"):
         calibrate(traced(KNOWN), device_s=0.09)
+    with pytest.raises(DataError, match="trained in groups"):
+        calibrate([replace(one, spans=(replace(one.spans[0], kind="merge"), *one.spans[1:])) for one in ranks(2)])
     with pytest.raises(DataError, match="there is no trace"):
         calibrate([])
 
