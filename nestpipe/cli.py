@@ -31,6 +31,10 @@ COMMANDS = {
         "another model for instances that run: nestpipe swap runs/ranking runs/better",
     ),
     "forget": ("nestpipe.serve.forget", "remove a user from the data and the event log of a run"),
+    "simulate": (
+        "nestpipe.simulate.command",
+        "a step on many workers, in a model: nestpipe simulate --workers 1536",
+    ),
     "doctor": ("nestpipe.doctor", "what this machine can run, and what is missing"),
 }
 

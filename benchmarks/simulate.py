@@ -1,0 +1,215 @@
+"""Does the model of nestpipe/simulate foresee what it has not seen? Constants from 2 ranks, then 4, 8 and 16 predicted and measured.
+
+    constants   traces of 2 ranks at 1 Gbit/s, a sequential and a nested run (simulate_ranks.py)
+    predicted   sequential and nested on 4, 8 and 16 ranks, at 1 Gbit/s and at 250 Mbit/s + 5 ms, before any of them is measured
+    measured    the same, block by block in turn, as weak_scaling.py does it
+
+Ranks are real, and their dense part waits (--dense-ms) instead of computing, so that 16 fit on a few cores; the model knows how
+many cores they share. Another network changes bandwidth and delay by what was asked of it, nothing else; with a delay
+all packets pass one process, whose rate is measured without training (netlab.py) and limits what all ranks send together.
+
+Most of a step is the wait of the dense part, which no model can get wrong. So beside the error of the step stands that of
+the rest, which has no limit but says more. Needs root, ip and tc, and a quiet machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import measure
+import netlab
+
+from nestpipe.pipeline.schedule import Schedule
+from nestpipe.simulate.arms import seconds_of_block
+from nestpipe.simulate.calibrate import calibrate
+from nestpipe.simulate.constants import Constants
+from nestpipe.simulate.costs import Cluster
+from nestpipe.trace import load
+
+MODES = {"sequential": "serial", "nested": "nested"}  # arm -> mode of the schedule
+SEEN = ("1gbit", 0.0)
+NETWORKS = (SEEN, ("250mbit", 5.0))
+RANKS = (4, 8, 16)
+MEDIAN_LIMIT, WORST_LIMIT = 0.10, 0.20
+PROGRAM = Path(__file__).resolve().with_name("simulate_ranks.py")
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One figure to foresee."""
+
+    ranks: int
+    rate: str
+    delay_ms: float
+    mode: str
+    predicted_s: float
+    measured: measure.Spread | None = None
+
+    @property
+    def network(self) -> str:
+        return self.rate + (f"+{self.delay_ms:g}ms" if self.delay_ms else "")
+
+    def error(self, without_s: float = 0.0) -> float:
+        """Of the step, or of what is left of it without so many seconds."""
+        assert self.measured is not None
+        return (self.predicted_s - without_s) / (self.measured.median - without_s) - 1
+
+
+def ran(num_ranks: int, rate: str, delay_ms: float, options: argparse.Namespace, trace: str = "") -> dict[str, object]:
+    """Times by arm and block, and CPU time; with `trace`, traces of both modes are left in that folder."""
+    settings = {key: getattr(options, key) for key in ("samples", "parts", "depth")}
+    settings |= {"dense": f"sleep:{options.dense_ms}", "arms": list(MODES), "num_steps": options.steps}
+    settings |= {"num_blocks": options.blocks}
+    command = [sys.executable, str(PROGRAM), json.dumps(settings), trace]
+    with netlab.Lab(num_ranks, rate=rate, delay_ms=delay_ms) as lab:
+        said = lab.run(command, timeout_s=3600)
+    found: dict[str, object] = json.loads(said[0].splitlines()[-1])
+    if found["bitwise_equal"] is not True:
+        raise SystemExit(f"on {num_ranks} ranks the exact modes did not end with the same bits; no figure counts.")
+    return found
+
+
+def seen(options: argparse.Namespace) -> tuple[Constants, dict[str, object]]:
+    """Constants of 2 ranks, and what these took."""
+    rate, delay_ms = SEEN
+    with tempfile.TemporaryDirectory() as folder:
+        found = ran(2, rate, delay_ms, options, folder)
+        traces = [trace for mode in MODES for trace in load(Path(folder) / mode)]
+    device_s = options.dense_ms / 1e3
+    cpu_s: float = found["cpu_ms"]["sequential"] / 1e3  # type: ignore[index]
+    return calibrate(traces, device_s=device_s, cpu_s=cpu_s, source="2 ranks at 1 Gbit/s"), found
+
+
+def on_network(constants: Constants, rate: str, delay_ms: float, relay_bytes_per_s: float) -> Constants:
+    """The same workers on another network: bandwidth in proportion, delay added."""
+    share = netlab.bits_per_s(rate) / netlab.bits_per_s(SEEN[0])
+    return replace(
+        constants,
+        bytes_per_s=constants.bytes_per_s * share,
+        delay_s=constants.delay_s + (delay_ms - SEEN[1]) / 1e3,
+        fabric_bytes_per_s=relay_bytes_per_s if delay_ms else float("inf"),
+    )
+
+
+def predicted(constants: Constants, options: argparse.Namespace) -> Iterator[Case]:
+    """All cases; a block begins and ends with an empty pipeline, there as here."""
+    for rate, delay_ms in options.networks:
+        relay = relay_bytes_per_s(delay_ms) if delay_ms else float("inf")
+        own = on_network(constants, rate, delay_ms, relay)
+        for num_ranks in options.ranks:
+            cluster = Cluster(workers=num_ranks, cores=os.cpu_count())
+            for arm, mode in MODES.items():
+                schedule = Schedule.of(mode, options.parts, depth=options.depth)  # type: ignore[arg-type]
+                seconds = seconds_of_block(schedule, own, cluster, num_batches=options.steps)
+                yield Case(num_ranks, rate, delay_ms, arm, seconds)
+
+
+def relay_bytes_per_s(delay_ms: float) -> float:
+    """What the process that delays packets passes on, when the line is no limit."""
+    with netlab.Lab(2, rate="10gbit", delay_ms=delay_ms) as lab:
+        return netlab.measured(lab)["rate"] / 8
+
+
+def measured(cases: list[Case], options: argparse.Namespace) -> Iterator[Case]:
+    """The same cases with what they took, printed as they come."""
+    for rate, delay_ms in options.networks:
+        for num_ranks in options.ranks:
+            found = ran(num_ranks, rate, delay_ms, options)
+            for case in cases:
+                if (case.rate, case.delay_ms, case.ranks) == (rate, delay_ms, num_ranks):
+                    times: list[float] = found["times"][case.mode]  # type: ignore[index]
+                    done = replace(case, measured=measure.Spread.of(times))
+                    print(f"{done.network}, {num_ranks} ranks, {case.mode}: {done.error():+.1%}", flush=True)
+                    yield done
+
+
+def report(cases: list[Case], options: argparse.Namespace) -> dict[str, object]:
+    """Prints all errors, their median and the worst beside the limits; the figures to record."""
+    rows, figures = [], dict[str, object]()
+    for case in cases:
+        assert case.measured is not None
+        rest = case.error(options.dense_ms / 1e3)
+        rows.append(
+            [
+                f"{case.network}, {case.ranks} ranks, {case.mode}",
+                f"{1e3 * case.predicted_s:.1f} ms",
+                f"{1e3 * case.measured.median:.1f} ms ({1e3 * case.measured.low:.1f}-{1e3 * case.measured.high:.1f})",
+                f"{case.error():+.1%}",
+                f"{rest:+.1%}",
+            ]
+        )
+        figures[f"{case.network}/{case.ranks}/{case.mode}"] = {
+            "model_ms": round(1e3 * case.predicted_s, 1),
+            "measured_ms": round(1e3 * case.measured.median, 1),
+            "measured_range_ms": [round(1e3 * value, 1) for value in (case.measured.low, case.measured.high)],
+            "error": round(case.error(), 4),
+            "error_beyond_dense": round(rest, 4),
+        }
+    print(f"\nmodel beside measured, dense part emulated ({options.dense_ms} ms), zipf-{options.samples} per rank")
+    print(measure.table(["", "model", "measured (10-90 %)", "error", "without dense"], rows))
+    errors = [abs(case.error()) for case in cases]
+    figures["median_error"], figures["worst_error"] = round(statistics.median(errors), 4), round(max(errors), 4)
+    for name, value, limit in (
+        ("median", statistics.median(errors), MEDIAN_LIMIT),
+        ("worst", max(errors), WORST_LIMIT),
+    ):
+        print(f"{name} error {value:.1%}, limit {limit:.0%}: {'met' if value <= limit else 'missed'}", flush=True)
+    return figures
+
+
+def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument(
+        "--quick", action="store_true", help="4 ranks, one network, a short dense part; under 50 seconds"
+    )
+    parser.add_argument("--ranks", nargs="+", type=int)
+    parser.add_argument("--dense-ms", type=int, help="how long the dense part of a batch takes")
+    parser.add_argument("--samples", type=int, help="per rank")
+    parser.add_argument("--parts", type=int, default=4)
+    parser.add_argument("--depth", type=int, default=1)
+    parser.add_argument("--steps", type=int, help="steps of a block")
+    parser.add_argument("--blocks", type=int, default=measure.MIN_BLOCKS)
+    parser.add_argument("--no-record", action="store_true", help="do not append to results/simulate.jsonl")
+    options = parser.parse_args(arguments)
+    options.ranks = sorted(options.ranks or (RANKS[:1] if options.quick else RANKS))
+    options.networks = NETWORKS[:1] if options.quick else NETWORKS
+    options.dense_ms = options.dense_ms or (150 if options.quick else 1000)
+    options.samples = options.samples or (128 if options.quick else 512)
+    options.steps = options.steps or (3 if options.quick else 6)
+    return options
+
+
+def main() -> None:
+    options = options_of()
+    netlab.end_on_sigterm()
+    constants, base = seen(options)
+    shown = {key: value for key, value in asdict(constants).items() if key != "source"}
+    print(f"constants of {constants.source}: {json.dumps(shown)}")
+    for arm, mode in MODES.items():  # what was fitted, for comparison; it counts nowhere
+        schedule = Schedule.of(mode, options.parts, depth=options.depth)  # type: ignore[arg-type]
+        cluster = Cluster(workers=2, cores=os.cpu_count())
+        again = seconds_of_block(schedule, constants, cluster, num_batches=options.steps)
+        took = measure.Spread.of(base["times"][arm]).median  # type: ignore[index]
+        print(f"2 ranks, {arm}: model {1e3 * again:.1f} ms, measured {1e3 * took:.1f} ms (fitted)", flush=True)
+    cases = list(measured(list(predicted(constants, options)), options))
+    figures = report(cases, options)
+    if not options.no_record:
+        keys = ("ranks", "networks", "dense_ms", "samples", "parts", "depth", "steps", "blocks", "quick")
+        settings = {**{key: getattr(options, key) for key in keys}, "dense": "emulated"}
+        measure.append("simulate", measure.record(seed=0, figures=figures, settings=settings))
+    print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except netlab.LabError as problem:
+        sys.exit(str(problem))

@@ -1,0 +1,286 @@
+"""Constants from recorded traces: what each kind of event worked, what it sent, how long messages took.
+
+Work is a median over ranks and batches, without the waits inside; from runs in which nothing ran beside it, if there are such
+(mode sequential). A message is sent when the last rank's event has ended, and has arrived when a lane that was
+waiting for it goes on; messages that nobody had to wait for say nothing. They leave a worker one after the other, so the
+time of one is counted from the end of the one before. From their sizes and times follow bandwidth and delay; from runs with
+different numbers of workers also congestion, which one number of workers cannot show and which is then 0.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import mean, median
+from typing import NamedTuple
+
+import numpy as np
+
+from nestpipe.errors import DataError
+from nestpipe.overlap import steps_of
+from nestpipe.simulate.constants import Constants
+from nestpipe.trace import KINDS, RankTrace, Span
+
+_ROUNDS = 5  # of guessing when a message began from bandwidth and delay, and these from the messages
+_REAL_WAIT_NS = 20_000  # shorter ones are the price of asking
+
+
+@dataclass(frozen=True, slots=True)
+class _Recorded:
+    """One run: its ranks, and the batches that all of them recorded whole."""
+
+    traces: Sequence[RankTrace]
+    batches: frozenset[int]
+    num_parts: int
+
+    @property
+    def world_size(self) -> int:
+        return self.traces[0].world_size
+
+    @property
+    def is_plain(self) -> bool:
+        """Nothing ran beside anything."""
+        return all(span.lane == "compute" for trace in self.traces for span in trace.spans)
+
+    def spans(self) -> Iterator[tuple[int, Span]]:
+        """Of whole batches, with the rank."""
+        for trace in self.traces:
+            yield from ((trace.rank, span) for span in trace.spans if span.batch in self.batches)
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """A network: seconds = delay + bytes x per_byte."""
+
+    delay_s: float
+    per_byte_s: float
+
+
+def calibrate(
+    traces: Sequence[RankTrace], *, device_s: float = 0.0, cpu_s: float | None = None, source: str = "recorded traces"
+) -> Constants:
+    """Constants of the runs that these traces are of; raises DataError if they do not tell.
+
+    `device_s` of a batch's compute takes no core (a sleep); `cpu_s` is what a rank's process used for a step, if
+    somebody measured it: what is more than the work of its events went into moving bytes.
+    """
+    runs = _runs(traces)
+    fewest = min(run.world_size for run in runs)
+    if fewest < 2:
+        raise DataError(
+            "a trace of one rank knows no network: it sent nothing. Record with --pipeline.trace-steps N on two or more ranks."
+        )
+    small = [run for run in runs if run.world_size == fewest]
+    quiet = [run for run in small if run.is_plain] or small
+    work = {kind: mean(found) for kind in KINDS if (found := [_work_s(run, kind) for run in quiet])}
+    compute_s = [seconds for run in quiet for seconds in _sums(run, "compute").values()]
+    if work["compute"] < device_s:
+        raise DataError(
+            f"compute took {1e3 * work['compute']:.1f} ms of a batch, less than the {1e3 * device_s:.1f} ms said to need no core."
+        )
+    num_rows, row_bytes, key_bytes, dense_bytes = (mean(column) for column in zip(*map(_sizes, small), strict=True))
+    per_message = mean(_work_s(run, "post") / (2 * run.num_parts) / (run.world_size - 1) for run in quiet)
+    lines = [(run.world_size, _line(run)) for run in runs]
+    own = [line for size, line in lines if size == fewest]
+    num_bytes = 2 * (num_rows * row_bytes + dense_bytes) + num_rows * key_bytes
+    sent = num_bytes * (fewest - 1) / fewest
+    left = 0.0 if cpu_s is None else max(cpu_s - (sum(work.values()) - device_s), 0.0)
+    return Constants(
+        source=source,
+        base_workers=fewest,
+        work_s=_beside_messages({**work, "compute": work["compute"] - device_s}, per_message * (fewest - 1), quiet),
+        device_s=device_s,
+        num_rows=num_rows,
+        row_bytes=row_bytes,
+        key_bytes=key_bytes,
+        dense_bytes=dense_bytes,
+        first_use=mean(_first_use(run) for run in small),
+        bytes_per_s=1 / mean(line.per_byte_s for line in own),
+        delay_s=mean(line.delay_s for line in own),
+        peer_s=per_message,
+        wire_cpu_s=left / sent if sent else 0.0,
+        congestion=_congestion(lines),
+        jitter=_jitter(compute_s),
+    )
+
+
+def _runs(traces: Sequence[RankTrace]) -> list[_Recorded]:
+    by_run: dict[tuple[str, int], list[RankTrace]] = defaultdict(list)
+    for trace in traces:
+        by_run[trace.run, trace.world_size].append(trace)
+    found = []
+    for (name, world_size), own in by_run.items():
+        if sorted(trace.rank for trace in own) != list(range(world_size)):
+            ranks = ", ".join(str(trace.rank) for trace in own)
+            raise DataError(
+                f"run '{name}' had {world_size} ranks, but there are traces of rank {ranks}; a message's time needs all of them."
+            )
+        if any(span.kind == "merge" for trace in own for span in trace.spans):
+            raise DataError(
+                f"run '{name}' trained in groups, whose messages go to some ranks only; record one without groups."
+            )
+        batches = frozenset.intersection(*(frozenset(step.batch for step in steps_of(trace)) for trace in own))
+        if not batches:
+            raise DataError(f"run '{name}' has no batch that all ranks recorded whole; record more steps.")
+        num_parts = 1 + max(span.part for trace in own for span in trace.spans)
+        found.append(_Recorded(own, batches, num_parts))
+    if not found:
+        raise DataError("there is no trace to take constants from.")
+    return found
+
+
+def _sums(run: _Recorded, kind: str) -> dict[tuple[int, int], float]:
+    """Seconds of work by rank and batch, all parts and both halves together."""
+    found: dict[tuple[int, int], float] = defaultdict(float)
+    for rank, span in run.spans():
+        if span.kind.removeprefix("cold ") == kind:
+            waited = sum(wait.end_ns - max(wait.begin_ns, span.begin_ns) for wait in span.waits)
+            found[rank, span.batch] += (span.end_ns - span.begin_ns - waited) / 1e9
+    return found
+
+
+def _work_s(run: _Recorded, kind: str) -> float:
+    return median(found) if (found := list(_sums(run, kind).values())) else 0.0
+
+
+def _beside_messages(work: dict[str, float], launch_s: float, runs: Sequence[_Recorded]) -> dict[str, float]:
+    """Work without what launching messages takes, which grows with the number of peers (costs.py)."""
+    parts = mean(run.num_parts for run in runs)
+    num_messages = {"rows": parts, "grads": parts, "keys": 4, "dense sum": 4, "post": 2 * parts}
+    return {
+        kind: max(seconds - num_messages.get(kind, 0) * launch_s, 0.0)
+        for kind, seconds in work.items()
+        if not kind.startswith("cold ")
+    }
+
+
+def _sizes(run: _Recorded) -> tuple[float, float, float, float]:
+    """Rows of a rank and batch, bytes of a row, of a key and of the dense gradients."""
+    rows, num_bytes = defaultdict[str, int](int), defaultdict[str, int](int)
+    for _, span in run.spans():
+        rows[span.kind.removeprefix("cold ")] += span.num_rows
+        num_bytes[span.kind.removeprefix("cold ")] += span.num_bytes
+    batches, crossing = len(run.batches) * run.world_size, (run.world_size - 1) / run.world_size
+    if not rows["keys"] or not rows["rows"]:
+        raise DataError("the traces count no rows: nothing was looked up, or the lanes were not watched.")
+    return (
+        rows["keys"] / batches,
+        num_bytes["rows"] / rows["rows"] / crossing,
+        num_bytes["keys"] / rows["keys"] / crossing,
+        num_bytes["dense sum"] / 2 / batches / crossing,
+    )
+
+
+def _first_use(run: _Recorded) -> float:
+    """The exponent with which the share of rows that have been used grows with the share of parts."""
+    counts = np.zeros(run.num_parts)
+    for _, span in run.spans():
+        if span.kind in {"rows", "cold rows"}:
+            counts[span.part] += span.num_rows
+    if run.num_parts == 1:
+        return 1.0
+    seen = np.cumsum(counts)[:-1] / counts.sum()
+    places = np.log(np.arange(1, run.num_parts) / run.num_parts)
+    return float(np.clip((places * np.log(seen)).sum() / (places * places).sum(), 0.0, 1.0))
+
+
+def _line(run: _Recorded) -> _Line:
+    """Bandwidth and delay of a run, from its messages of rows and gradients."""
+    messages = sorted(_messages(run), key=lambda message: message.sent_s)
+    line, delay_s = _Line(0.0, 0.0), _delay_s(run)
+    for _ in range(_ROUNDS):
+        found: dict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
+        free = 0.0
+        for one in messages:
+            begin = max(one.sent_s, free, one.opened_s + line.delay_s)
+            free = begin + one.num_bytes * line.per_byte_s
+            if one.arrived_s is not None and one.arrived_s > begin:
+                found[one.kind, one.part].append((one.num_bytes, one.arrived_s - begin))
+        if not found:
+            raise DataError(
+                "no rank ever waited for rows or gradients, so the traces do not tell how long messages take."
+            )
+        line = _straight([tuple(map(median, zip(*own, strict=True))) for own in found.values()], delay_s)
+    if not line.per_byte_s:
+        raise DataError("messages took no longer when they were larger; the traces do not tell the bandwidth.")
+    return line
+
+
+class _Sent(NamedTuple):
+    """A message: when the last rank sent it, and when a lane that waited for it went on, if one did."""
+
+    sent_s: float
+    opened_s: float
+    arrived_s: float | None
+    num_bytes: float
+    kind: str
+    part: int
+
+
+def _messages(run: _Recorded) -> Iterator[_Sent]:
+    """Rows and gradients; and keys and dense sums, which only keep the wire busy."""
+    spans: dict[tuple[str, int, int], list[Span]] = defaultdict(list)
+    for _, span in run.spans():
+        spans[span.kind, span.batch, span.part].append(span)
+    for (kind, batch, part), own in spans.items():
+        sent_s, num_bytes = max(span.end_ns for span in own) / 1e9, mean(span.num_bytes for span in own)
+        if kind in ("rows", "grads"):
+            opened_s = max((span.end_ns for span in spans.get(("post", batch, 0), [])), default=0) / 1e9
+            waiting = {("compute", batch, part): "rows"} if kind == "rows" else {("collect", batch, part): "grads"}
+            if kind == "grads" and part == run.num_parts - 1:
+                waiting["flag", batch, 0] = "flag"  # travels with the last gradients; some lanes wait for it first
+            ends = [end for event, name in waiting.items() for end in _waited(spans.get(event, []), name)]
+            yield _Sent(sent_s, opened_s, median(ends) / 1e9 if ends else None, num_bytes, kind, part)
+        elif kind in ("keys", "dense sum") and all(span.waits for span in own):
+            again_s = max(span.waits[0].end_ns for span in own) / 1e9
+            first = 0.0 if kind == "keys" else num_bytes / 2  # how many keys, and then which
+            yield _Sent(max(span.begin_ns for span in own) / 1e9, 0.0, None, first, kind, 0)
+            yield _Sent(again_s, again_s, None, num_bytes - first, kind, 1)
+
+
+def _waited(spans: Sequence[Span], name: str) -> list[int]:
+    """When waits of this name ended, where there was something to wait for."""
+    waits = (wait for span in spans for wait in span.waits if wait.name == name)
+    return [wait.end_ns for wait in waits if wait.end_ns - wait.begin_ns > _REAL_WAIT_NS]
+
+
+def _delay_s(run: _Recorded) -> float:
+    """Of the first answer in a key exchange, a few bytes: word of open receives and then the message, two delays."""
+    first: dict[int, list[int]] = defaultdict(list)
+    for _, span in run.spans():
+        if span.kind == "keys" and span.waits:
+            first[span.batch].append(span.waits[0].end_ns - span.waits[0].begin_ns)
+    shortest = [min(own) for own in first.values()]  # who comes last waits for nobody
+    return min(shortest) / 2e9 if shortest else 0.0
+
+
+def _straight(points: Sequence[tuple[float, ...]], delay_s: float) -> _Line:
+    """The line through (bytes, seconds) with the least squares among those that are never negative.
+
+    Messages of one size do not tell delay and bandwidth apart; for them the delay is given.
+    """
+    sizes, seconds = np.array(points).T
+    if np.ptp(sizes) > 0.2 * sizes.max():
+        per_byte, delay = np.polyfit(sizes, seconds, 1)
+        if per_byte >= 0 and delay >= 0:
+            return _Line(float(delay), float(per_byte))
+        if per_byte < 0:
+            return _Line(float(seconds.mean()), 0.0)
+        delay_s = 0.0
+    delay_s = min(delay_s, float(seconds.min()))
+    return _Line(delay_s, float((sizes * (seconds - delay_s)).sum() / (sizes * sizes).sum()))
+
+
+def _congestion(lines: Sequence[tuple[int, _Line]]) -> float:
+    """How bytes take longer between more workers, as an exponent; 0 if only one number of workers was seen."""
+    sizes = np.log([size for size, _ in lines])
+    if np.ptp(sizes) == 0:
+        return 0.0
+    return max(float(np.polyfit(sizes, np.log([line.per_byte_s for _, line in lines]), 1)[0]), 0.0)
+
+
+def _jitter(seconds: Sequence[float]) -> float:
+    """Half the range of the middle 68 % over the median: the standard deviation where times are normal."""
+    low, high = np.quantile(seconds, [0.16, 0.84])
+    return float((high - low) / 2 / median(seconds)) if median(seconds) else 0.0

@@ -1,0 +1,72 @@
+"""What a worker and its network cost: one set of numbers for every arm, schedule and number of workers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from nestpipe.errors import DataError
+from nestpipe.metrics import replace_file
+from nestpipe.trace import KINDS
+
+_FORMAT, _VERSION = "nestpipe constants", 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constants:
+    """Per worker and batch. The work of a batch stays the same however many workers there are (weak scaling)."""
+
+    source: str  # where they come from, in words
+    base_workers: int  # how many workers they were fitted on; growth and efficiency are counted from here
+    work_s: Mapping[str, float] = field(default_factory=dict)  # of a core, by kind of event, all parts together
+    device_s: float = 0.0  # of the dense part, without a core
+    num_rows: float = 0.0  # distinct rows that a worker asks for
+    row_bytes: float = 0.0  # one row on the wire, one way
+    key_bytes: float = 0.0  # one key on the wire
+    dense_bytes: float = 0.0  # gradients of the dense part
+    first_use: float = 1.0  # after a share x of the batch, x ** first_use of its rows have been used; 1: no row twice
+    duplicates: float = 1.0  # uses of a row in a batch: what is sent without dedupe, over what is sent with it
+    bytes_per_s: float = float("inf")  # of a worker's line, in each direction
+    fabric_bytes_per_s: float = float("inf")  # of what all workers send together
+    delay_s: float = 0.0  # from the last byte sent to the last byte there
+    peer_s: float = 0.0  # of a core, for each peer of each message, beyond those in `work_s`
+    wire_cpu_s: float = 0.0  # of a core beside the lanes, for each byte sent
+    congestion: float = 0.0  # bytes take (workers in the exchange / base) ** congestion times as long
+    lookup_growth: float = 0.0  # key routing and retrieval take (workers / base) ** lookup_growth times as long
+    jitter: float = 0.0  # spread of compute between workers and steps, over its median
+
+    def __post_init__(self) -> None:
+        if self.base_workers < 1:
+            raise ValueError(f"constants of {self.base_workers} workers; there must be at least 1")
+        if unknown := self.work_s.keys() - set(KINDS):
+            raise ValueError(f"there is no kind of event '{min(unknown)}'")
+        numbers = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in {"source", "work_s"}}
+        for name, value in {**numbers, **self.work_s}.items():
+            if not value >= 0:
+                raise ValueError(f"constant '{name}' is {value}; it must not be negative")
+
+    def save(self, path: Path) -> None:
+        """Writes JSON; what is without limit is null."""
+        content = {key: None if value == float("inf") else value for key, value in asdict(self).items()}
+        header = {"format": _FORMAT, "version": _VERSION}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, json.dumps({**header, **content}, indent=2).encode() + b"\n")
+
+    @staticmethod
+    def load(path: Path) -> Constants:
+        """What `save` wrote; raises DataError if it is something else."""
+        try:
+            content: Any = json.loads(path.read_bytes())
+            if not isinstance(content, dict) or content.pop("format", None) != _FORMAT:
+                raise ValueError("it is no file of constants")
+            if (version := content.pop("version", None)) != _VERSION:
+                raise ValueError(f"it is of version {version}, this nestpipe reads version {_VERSION}")
+            limits: dict[str, Any] = {key: float("inf") if value is None else value for key, value in content.items()}
+            return Constants(**limits)
+        except (ValueError, TypeError, AttributeError) as error:
+            raise DataError(
+                f"{path} cannot be used: {error}. 'nestpipe simulate --from RUN --save FILE' writes one."
+            ) from error

@@ -1,0 +1,176 @@
+"""What each event of a schedule does, from the constants: how long it works, what it sends, what it waits for.
+
+An exchange between n workers, of which each sends b bytes in all: alpha-beta with congestion,
+
+    n - 1 messages to launch x peer_s      b x (n - 1) / n bytes x max(congestion(n) / line, workers / fabric)      + delay
+
+Rows travel once per window: part i has the rows that it is the first to use, and its gradients are of those it is the last to
+use. In groups, rows are exchanged inside the group; then replicas of a shard add up what came with each part (merge: reduce-scatter
+and all-gather).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+
+from nestpipe.pipeline.schedule import Event, Kind, Schedule
+from nestpipe.simulate.constants import Constants
+from nestpipe.simulate.engine import Message, Phase, Run, Send, Wait, Work
+
+_GROWS: frozenset[Kind] = frozenset(("keys", "retrieve"))
+_BY_SHARE: frozenset[Kind] = frozenset(("rows", "grads", "collect"))
+_BY_USES: frozenset[Kind] = frozenset((*_BY_SHARE, *_GROWS, "update"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """How many workers train, and how they are put together."""
+
+    workers: int
+    group_size: int | None = None  # workers that hold the table once; None: all of them
+    cores: float | None = None  # that all workers share (ranks on one machine); None: each lane has its own
+    dedupe: bool = True
+
+    def __post_init__(self) -> None:
+        if self.workers < 1:
+            raise ValueError(f"{self.workers} workers; there must be at least 1")
+        if self.group_size is not None and not 1 <= self.group_size <= self.workers:
+            raise ValueError(f"groups of {self.group_size} among {self.workers} workers")
+
+    @property
+    def own_group(self) -> int:
+        return self.group_size or self.workers
+
+    @property
+    def replicas(self) -> float:
+        """How often the table is held."""
+        return self.workers / self.own_group
+
+
+def run_of(schedule: Schedule, constants: Constants, cluster: Cluster, *, num_batches: int) -> Run:
+    """The schedule on this cluster, to be executed."""
+    if schedule.split:
+        raise ValueError(
+            "the model has no constants for hot and cold halves of messages; take a schedule that is not split"
+        )
+    cores = float("inf") if cluster.cores is None else cluster.cores / cluster.workers
+    costs = Costs(schedule, constants, cluster)
+    return Run(schedule, costs.phases, num_batches, cores=cores, world_size=cluster.workers)
+
+
+def slowest(workers: int) -> float:
+    """How many standard deviations the slowest of so many workers is expected to lie above the mean (Blom)."""
+    return NormalDist().inv_cdf((workers - 0.375) / (workers + 0.25))
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """The phases of a schedule's events."""
+
+    schedule: Schedule
+    constants: Constants
+    cluster: Cluster
+
+    def phases(self, event: Event) -> Sequence[Phase]:
+        """What the event waits for, its work, and what it sends."""
+        if self.cluster.workers == 1:
+            return [self._work(event)]
+        return [*self._before(event), self._work(event), *self._after(event)]
+
+    def _before(self, event: Event) -> Sequence[Phase]:
+        kind, batch, part = event
+        if kind in ("compute", "collect"):
+            sender: Kind = "rows" if kind == "compute" else "grads"
+            return [Wait(Message(Event(sender, batch, part)), sender)]
+        if kind == "merge":
+            return self._replicas(event)
+        if kind == "flag":  # flags travel with the last gradients
+            return [Wait(Message(Event("grads", batch, self.schedule.num_parts - 1)), "flag")]
+        if kind == "dense sum":
+            return [
+                *self._exchange(event, 0, self.constants.dense_bytes, "dense"),
+                *self._exchange(event, 1, self.constants.dense_bytes, "dense"),
+            ]
+        return self._exchange(event, 0, 0.0, "dense") if kind == "norm" else []
+
+    def _after(self, event: Event) -> Sequence[Phase]:
+        if event.kind in ("rows", "grads"):
+            opened = Event("post", event.batch)
+            return [self._rows(event, self._share(event), size=self.cluster.own_group, opened=opened)]
+        if event.kind == "keys":  # how many, and then which
+            num_bytes = self.constants.num_rows * self.constants.key_bytes * self._uses
+            return [*self._exchange(event, 0, 0.0, "keys"), *self._exchange(event, 1, num_bytes, "keys")]
+        return []
+
+    def _work(self, event: Event) -> Work:
+        seconds = self._cpu_s(event)
+        if event.kind != "compute":
+            return Work(seconds)
+        late, parts = 1 + self.constants.jitter * slowest(self.cluster.workers), self.schedule.num_parts
+        return Work(seconds * late, self.constants.device_s * late / parts)
+
+    def _cpu_s(self, event: Event) -> float:
+        """Seconds of a core; messages have a share for each peer that is new."""
+        kind, constants, cluster = event.kind, self.constants, self.cluster
+        seconds = constants.work_s.get(kind, 0.0)
+        if kind == "compute":
+            seconds /= self.schedule.num_parts
+        if kind in _GROWS:
+            seconds *= (cluster.workers / constants.base_workers) ** constants.lookup_growth
+        if kind in _BY_SHARE:
+            seconds *= self._share(event)
+        if kind in _BY_USES:
+            seconds *= self._uses
+        num_messages = {"rows": 1, "grads": 1, "keys": 4, "dense sum": 4, "post": 2 * self.schedule.num_parts}.get(
+            kind, 0
+        )
+        return seconds + num_messages * constants.peer_s * (cluster.own_group - 1)
+
+    def _share(self, event: Event) -> float:
+        """Of the batch's rows: those that a part is the first to use, or the last."""
+        parts, power = self.schedule.num_parts, self.constants.first_use
+        place = event.part if event.kind == "rows" else parts - 1 - event.part
+        return float(((place + 1) / parts) ** power - (place / parts) ** power)
+
+    @property
+    def _uses(self) -> float:
+        return 1.0 if self.cluster.dedupe else self.constants.duplicates
+
+    def _rows(self, event: Event, share: float, *, size: float, opened: Event | None, number: int = 0) -> Send:
+        num_rows = self.constants.num_rows * self._uses * share
+        return self._send(Message(event, number), num_rows * self.constants.row_bytes, size, opened, round(num_rows))
+
+    def _replicas(self, event: Event) -> list[Phase]:
+        """Sums of a part are added over the replicas of a shard: two exchanges, each with the rows of the part."""
+        if self.cluster.replicas <= 1:
+            return []
+        share, found = self._share(event), list[Phase]()
+        for number in (1, 2):
+            send = self._rows(event, share, size=self.cluster.replicas, opened=None, number=number)
+            found += [send, Wait(send.message, "grads")]
+        return found
+
+    def _exchange(self, event: Event, number: int, num_bytes: float, name: str) -> list[Phase]:
+        """Sent and waited for; the receives are opened at the same moment."""
+        size = self.cluster.own_group if event.kind == "keys" else self.cluster.workers
+        rows = round(self.constants.num_rows * self._uses) if event.kind == "keys" and number else 0
+        send = self._send(Message(event, number), num_bytes, size, None, rows)
+        return [send, Wait(send.message, name)]
+
+    def _send(self, message: Message, num_bytes: float, size: float, opened: Event | None, num_rows: int) -> Send:
+        """What all workers of an exchange send each other; each keeps its own share."""
+        constants = self.constants
+        leaving = num_bytes * (size - 1) / size
+        congested = (size / constants.base_workers) ** constants.congestion / constants.bytes_per_s
+        per_byte = max(congested, self.cluster.workers / constants.fabric_bytes_per_s)
+        return Send(
+            message,
+            leaving * per_byte,
+            constants.delay_s,
+            leaving * constants.wire_cpu_s,
+            opened,
+            round(leaving),
+            num_rows,
+        )

@@ -1,0 +1,152 @@
+"""The model beside the published table: fitted to its TorchRec row alone, it must give the other rows.
+
+1,536 NPUs, HSTU, batch 512 per worker, about 8 micro-batches [NestPipe paper, arXiv 2604.06956, as far as public digests of it
+go]. What the TorchRec row says, and which constant follows:
+
+    step - lookup - communication     the dense part
+    lookup                            key routing and retrieval, half each; a step in which neither takes longer than the
+                                      rest is the same for every other division
+    communication                     rows out and gradients home, half each
+    scaling efficiency                step on 128 workers, the base; one exponent for lookup and communication
+
+What it does not say: how many workers are in a group (128 here, the only other number of workers on record), and delays
+as opposed to bandwidth (0 here, so that more parts cost nothing). No constant belongs to another row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from nestpipe.simulate.arms import ARMS, Arm, Settings, results
+from nestpipe.simulate.constants import Constants
+
+WORKERS, BASE, PARTS, SMALL_PARTS = 1_536, 128, 8, 32
+GROUP_SIZES = (64, 128, 256)  # the middle one is what the table shows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A row of the published table, in ms; None where it says nothing."""
+
+    title: str
+    arm: str
+    step: float | None = None
+    lookup: float | None = None  # that compute waits for
+    communication: float | None = None  # that compute waits for
+    raw: float | None = None  # all communication, hidden or not
+    efficiency: float | None = None
+    parts: int = PARTS
+
+
+TORCHREC = Row(
+    title="TorchRec",
+    arm="torchrec",
+    step=5793.83,
+    lookup=2870.99,
+    communication=1207.85,
+    raw=1207.85,
+    efficiency=0.4434,
+)
+ROWS = (
+    Row(title="2D-SP", arm="2d", step=4914.01, communication=438.36, efficiency=0.4932),
+    Row(title="UniEmb (asynchronous prefetch)", arm="prefetch", step=2919.76, lookup=23.49, efficiency=0.6762),
+    Row(title="NestPipe", arm="nested", step=1895.98, lookup=30.19, communication=154.23, raw=1185, efficiency=0.9407),
+    Row(
+        title="NestPipe + 2D-SP", arm="nested-2d", step=5793.83 / 3.18, communication=55.64, raw=452, efficiency=0.9717
+    ),
+    Row(title="small parts (micro-batches of 16)", arm="nested", raw=1331, parts=SMALL_PARTS),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """One figure of one row: as published, and as the model gives it."""
+
+    row: str
+    figure: str
+    published: float
+    model: float
+
+    @property
+    def error(self) -> float:
+        return self.model / self.published - 1
+
+
+def fit(row: Row = TORCHREC) -> Constants:
+    """The constants of a row of a system in which nothing is hidden."""
+    if row.step is None or row.lookup is None or row.communication is None or row.efficiency is None:
+        raise ValueError(f"row '{row.title}' lacks a figure that the constants come from")
+    dense = row.step - row.lookup - row.communication
+    at_base = row.efficiency * row.step - dense  # of lookup and communication
+    crossing, base_crossing = (WORKERS - 1) / WORKERS, (BASE - 1) / BASE  # what a worker owns itself crosses no wire
+    now = row.lookup + row.communication * base_crossing / crossing
+    growth = math.log(now / at_base) / math.log(WORKERS / BASE)
+    lookup_s, communication_s = (1e-3 * ms * (BASE / WORKERS) ** growth for ms in (row.lookup, row.communication))
+    return Constants(
+        source=f"published table, {row.title} row alone",
+        base_workers=BASE,
+        work_s={"keys": lookup_s / 2, "retrieve": lookup_s / 2},
+        device_s=dense / 1e3,
+        num_rows=1e6,  # a row stands for a millionth of the batch's: only the time of all of them is known
+        row_bytes=communication_s / 2 / crossing,
+        bytes_per_s=1e6,
+        congestion=growth,
+        lookup_growth=growth,
+    )
+
+
+def predictions(
+    constants: Constants, *, rows: Sequence[Row] = ROWS, group_size: int = GROUP_SIZES[1]
+) -> Iterator[Prediction]:
+    """Every figure of rows that were not fitted."""
+    arms = {arm.name: arm for arm in ARMS}
+    for row in rows:
+        arm, settings = arms[row.arm], Settings(parts=row.parts, group_size=group_size)
+        if row.step is not None:
+            (found,) = results(arm, constants, [WORKERS], settings)
+            figures = {
+                "step": (row.step, 1e3 * found.step_s),
+                "exposed lookup": (row.lookup, 1e3 * found.part_s["lookup"]),
+                "exposed communication": (row.communication, 1e3 * found.part_s["communication"]),
+                "efficiency": (row.efficiency, found.efficiency),
+            }
+            for name, (published, model) in figures.items():
+                if published is not None:
+                    yield Prediction(row.title, name, published, model)
+        if row.raw is not None:
+            yield Prediction(row.title, "all communication", row.raw, 1e3 * _raw_s(arm, constants, settings))
+
+
+def _raw_s(arm: Arm, constants: Constants, settings: Settings) -> float:
+    """All communication of a step: what the same parts wait for when nothing is hidden."""
+    plain = Arm(name="plain", title="plain", mode="serial", in_parts=arm.in_parts, dedupe=arm.dedupe, groups=arm.groups)
+    (found,) = results(plain, constants, [WORKERS], settings)
+    return found.part_s["communication"]
+
+
+def table() -> str:
+    """All predictions with their errors, as Markdown; docs/simulate.md holds it."""
+    constants = fit()
+    lines = [
+        "| model, fitted to the TorchRec row alone | figure | published | model | error |",
+        "|---|---|---|---|---|",
+    ]
+    for one in predictions(constants):
+        share = one.figure == "efficiency"
+        published, model = (f"{number:.2%}" if share else f"{number:,.1f} ms" for number in (one.published, one.model))
+        lines.append(f"| {one.row} | {one.figure} | {published} | {model} | {one.error:+.1%} |")
+    return "\n".join(lines)
+
+
+def by_group_size() -> str:
+    """What the two rows with groups become with other sizes, one line each."""
+    constants, lines = fit(), []
+    in_groups = [row for row in ROWS if row.arm in ("2d", "nested-2d")]
+    for size in GROUP_SIZES:
+        found = predictions(constants, rows=in_groups, group_size=size)
+        shown = [one for one in found if one.figure in ("step", "exposed communication")]
+        texts = (f"{one.row} {one.figure} {one.model:,.1f} ms ({one.error:+.1%})" for one in shown)
+        lines.append(f"groups of {size}: {', '.join(texts)}")
+    return "\n".join(lines)

@@ -1,0 +1,130 @@
+"""Constants are found again in traces made from them, and in made-up traces of a known clock."""
+
+from dataclasses import asdict, replace
+
+import pytest
+
+from nestpipe.errors import DataError
+from nestpipe.pipeline.schedule import Schedule
+from nestpipe.simulate.arms import ARMS, Settings, results
+from nestpipe.simulate.calibrate import calibrate
+from nestpipe.simulate.constants import Constants
+from nestpipe.simulate.costs import Cluster, run_of, slowest
+from tests.traces import TIMES_MS, ranks
+
+WORK_S = {
+    "read": 0.004, "keys": 0.002, "retrieve": 0.003, "rows": 0.002, "grads": 0.0015, "compute": 0.01, "collect": 0.001,
+    "flag": 0.0001, "dense sum": 0.0005, "dense step": 0.0008, "update": 0.003, "write": 0.0007,
+}  # fmt: skip
+KNOWN = Constants(
+    source="test",
+    base_workers=2,
+    work_s=WORK_S,
+    device_s=0.05,
+    num_rows=10_000,
+    row_bytes=256,
+    key_bytes=9,
+    dense_bytes=40_000,
+    first_use=0.7,
+    bytes_per_s=1.2e8,
+    delay_s=0.0003,
+    peer_s=0.00002,
+)
+
+
+def traced(constants, mode="serial", *, workers=2, parts=4, run=None):
+    made = run_of(Schedule.of(mode, parts), constants, Cluster(workers=workers), num_batches=6)
+    return [replace(made.trace(rank), run=run or mode) for rank in range(workers)]
+
+
+def compared(found, known, *, rel):
+    mine, theirs = asdict(found), asdict(known)
+    work, expected = mine.pop("work_s"), theirs.pop("work_s")
+    for one in (mine, theirs):
+        del one["source"], one["jitter"]
+    assert mine == pytest.approx(theirs, rel=rel)
+    assert {kind: seconds for kind, seconds in work.items() if seconds > 1e-8} == pytest.approx(expected, rel=rel)
+
+
+def test_constants_are_found_again_in_traces_made_from_them():
+    # Counts and times in a trace are integers: rows of a part to one, and a nanosecond in 20 us.
+    compared(calibrate(traced(KNOWN), device_s=0.05), KNOWN, rel=1e-3)
+    nested = calibrate(traced(KNOWN, "nested"), device_s=0.05)
+    # The sum of dense gradients is on the wire with the last gradients: 20 kB beside 485 kB.
+    assert nested.bytes_per_s == pytest.approx(KNOWN.bytes_per_s, rel=0.05)
+    both = calibrate([*traced(KNOWN), *traced(KNOWN, "nested")], device_s=0.05)
+    assert both.work_s == calibrate(traced(KNOWN), device_s=0.05).work_s
+
+
+def test_congestion_is_found_from_two_numbers_of_workers_and_is_0_from_one():
+    known = replace(KNOWN, congestion=0.4, wire_cpu_s=0.0)
+    assert calibrate(traced(known), device_s=0.05).congestion == 0
+    both = [*traced(known, run="two"), *traced(known, workers=8, run="eight")]
+    assert calibrate(both, device_s=0.05).congestion == pytest.approx(0.4, rel=0.01)
+
+
+def test_cpu_time_beyond_the_events_moves_bytes():
+    found = calibrate(traced(KNOWN), device_s=0.05)
+    events_s = sum(KNOWN.work_s.values()) + KNOWN.peer_s * (4 + 4 + 4 + 4 + 8)
+    sent = (2 * (KNOWN.num_rows * KNOWN.row_bytes + KNOWN.dense_bytes) + KNOWN.num_rows * KNOWN.key_bytes) / 2
+    busy = calibrate(traced(KNOWN), device_s=0.05, cpu_s=events_s + 0.006)
+    assert busy.wire_cpu_s == pytest.approx(0.006 / sent, rel=0.01)
+    assert found.wire_cpu_s == 0
+
+
+def test_a_clock_that_is_not_ours():
+    """tests/traces.py draws its own times: messages take 2 ms of whatever size, compute 10 ms +- 10 %."""
+    (one,) = ranks(1, "serial", num_steps=12)
+    found = calibrate(
+        [replace(one, rank=rank, world_size=2) for rank in (0, 1)]
+    )  # its ranks do not wait for each other
+    assert found.work_s["read"] == pytest.approx(1e-3 * TIMES_MS["read"], rel=0.1)
+    assert found.work_s["compute"] == pytest.approx(0.010, rel=0.1)
+    assert found.delay_s + 250 * 128 / found.bytes_per_s == pytest.approx(0.002, rel=0.05)
+    assert 0 < found.jitter < 0.1
+
+
+def test_traces_that_do_not_tell_are_refused():
+    with pytest.raises(DataError, match="a trace of one rank knows no network"):
+        calibrate(ranks(1))
+    with pytest.raises(DataError, match="had 2 ranks, but there are traces of rank 1"):
+        calibrate(ranks(2)[1:])
+    with pytest.raises(DataError, match=r"less than the 90[.]0 ms said to need no core"):
+        calibrate(traced(KNOWN), device_s=0.09)
+    with pytest.raises(DataError, match="trained in groups"):
+        calibrate([replace(one, spans=(replace(one.spans[0], kind="merge"), *one.spans[1:])) for one in ranks(2)])
+    with pytest.raises(DataError, match="there is no trace"):
+        calibrate([])
+
+
+def test_constants_are_kept_as_json(tmp_path):
+    KNOWN.save(tmp_path / "c.json")
+    assert Constants.load(tmp_path / "c.json") == KNOWN
+    (tmp_path / "d.json").write_text('{"format": "nestpipe constants", "version": 1, "sorce": "x"}')
+    with pytest.raises(DataError, match="sorce"):
+        Constants.load(tmp_path / "d.json")
+    with pytest.raises(ValueError, match="constant 'delay_s' is -1"):
+        replace(KNOWN, delay_s=-1)
+
+
+def test_more_bandwidth_is_never_slower_and_more_stragglers_never_faster():
+    settings = Settings(parts=2, group_size=8)
+    for arm in ARMS:
+        steps = [
+            results(arm, replace(KNOWN, bytes_per_s=rate, jitter=jitter), [64], settings)[0].step_s
+            for rate, jitter in ((1e7, 0.1), (1e7, 0), (4e7, 0), (1e10, 0))
+        ]
+        assert steps == sorted(steps, reverse=True), arm.name
+    assert slowest(1) == 0
+    assert slowest(2) == pytest.approx(0.564, abs=0.03)  # Blom's approximation; the exact value is 1/sqrt(pi)
+    assert slowest(1000) == pytest.approx(3.241, abs=0.03)
+
+
+def test_dedupe_groups_and_staleness_do_what_they_should():
+    constants = replace(KNOWN, duplicates=3.0, congestion=0.5)
+    step = {arm.name: results(arm, constants, [256], Settings(parts=4, group_size=16))[0] for arm in ARMS}
+    assert step["torchrec"].step_s > step["2d"].step_s  # smaller exchanges are less congested
+    assert step["prefetch"].step_s > step["nested"].step_s > step["stale"].step_s
+    assert step["torchrec"].part_s["communication"] > 2.5 * step["prefetch"].part_s["communication"]
+    for one in step.values():
+        assert sum(one.part_s.values()) == pytest.approx(one.step_s)
