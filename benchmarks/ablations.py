@@ -15,7 +15,6 @@ import json
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import ablation_arms
 import measure
@@ -26,7 +25,7 @@ from ablation_arms import ARMS
 NAME = "ablations"
 SEEDS = (0, 1, 2)
 PAGE = measure.ROOT / "docs" / "instructions.md"
-BEGIN, END = "<!-- ablations: written by benchmarks/ablations.py --write -->", "<!-- end of ablations -->"
+BEGIN, END = "<!-- ablations -->", "<!-- end of ablations -->"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,16 +96,16 @@ def rows_of(found: Mapping[str, Mapping[int, Mapping[str, float]]]) -> list[list
     return rows
 
 
-def write(page: Path, rows: Sequence[Sequence[str]]) -> None:
-    """Replaces the table between the marks of a page."""
-    before, rest = page.read_text().split(BEGIN)
+def page(text: str, rows: Sequence[Sequence[str]]) -> str:
+    """A page with the table between its marks."""
+    before, rest = text.split(BEGIN)
     after = rest.split(END)[1]
     lines = [
         "| claim | without | with | effect | |",
         "|---|---|---|---|---|",
         *("| " + " | ".join(row) + " |" for row in rows),
     ]
-    page.write_text(f"{before}{BEGIN}\n\n" + "\n".join(lines) + f"\n\n{END}{after}")
+    return f"{before}{BEGIN}\n\n" + "\n".join(lines) + f"\n\n{END}{after}"
 
 
 def main() -> None:
@@ -123,7 +122,7 @@ def main() -> None:
             )
     rows = rows_of(recorded())
     if options.write:
-        write(PAGE, rows)
+        PAGE.write_text(page(PAGE.read_text(), rows))
     print(measure.table(["claim", "without", "with", "effect", ""], rows))
     print(json.dumps({row[0]: row[-1] for row in rows}))
 
