@@ -9,6 +9,7 @@ from rich.table import Table
 from torch import Tensor
 from torch.nn import functional as F
 
+from nestpipe.instruct.residual import CHUNK
 from nestpipe.instruct.semantic_ids import Registry
 
 _NEIGHBOURS = 10
@@ -97,8 +98,13 @@ def _purity(codes: Tensor, vectors: Tensor) -> list[float | None]:
     """Of some items, evenly spaced in the catalogue."""
     rows = torch.arange(0, len(vectors), max(1, len(vectors) // _SAMPLE))
     unit = F.normalize(vectors.float(), dim=1)
-    near = unit.index_select(0, rows) @ unit.T
-    near[torch.arange(len(rows)), rows] = -torch.inf
-    top = near.topk(min(_NEIGHBOURS, len(vectors) - 1), dim=1).indices
+    top = torch.cat([_neighbours(unit, part) for part in rows.split(max(1, CHUNK // len(unit)))])
     same = codes.index_select(0, top.flatten()).view(*top.shape, -1) == codes.index_select(0, rows).unsqueeze(1)
     return [float(same[:, :, : level + 1].all(2).double().mean()) for level in range(codes.shape[1])]
+
+
+def _neighbours(unit: Tensor, rows: Tensor) -> Tensor:
+    """The nearest other vectors [n, 10] of some rows [n]."""
+    near = unit.index_select(0, rows) @ unit.T
+    near[torch.arange(len(rows)), rows] = -torch.inf
+    return near.topk(min(_NEIGHBOURS, len(unit) - 1), dim=1).indices

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nestpipe.errors import ConfigError
 
-_CHUNK = 1 << 24  # distances held at a time
+CHUNK = 1 << 24  # distances held at a time
 _BALANCE_ROUNDS = 5
 
 
@@ -46,7 +46,7 @@ def distances(vectors: Tensor, book: Tensor) -> Tensor:
 
 def nearest(vectors: Tensor, book: Tensor) -> Tensor:
     """The nearest code [n] of each vector."""
-    size = max(1, _CHUNK // len(book))
+    size = max(1, CHUNK // len(book))
     return torch.cat([distances(part, book).argmin(1) for part in vectors.split(size)])
 
 
@@ -54,24 +54,38 @@ def assign_balanced(vectors: Tensor, book: Tensor) -> Tensor:
     """A near code of each vector such that no code has more than its share, rounded up.
 
     In every round the vectors without a code ask for the nearest one with room; a code that more ask for than it has room takes
-    the nearest of them and is full. Each round fills a code or places all, so there are at most as many rounds as codes.
+    the nearest of them and is full. Each round fills a code or places all, so there are at most as many rounds as codes. Distances
+    are kept if they are few; of a large catalogue they are computed again, block by block, for those that still wait.
     """
     capacity = math.ceil(len(vectors) / len(book))
-    far = distances(vectors, book)
+    kept = distances(vectors, book) if len(vectors) * len(book) <= CHUNK else None
     codes = torch.full((len(vectors),), -1, dtype=torch.int64)
     room = torch.full((len(book),), capacity, dtype=torch.int64)
     waiting = torch.arange(len(vectors))
     while len(waiting):
-        best = far.index_select(0, waiting).masked_fill_(room == 0, torch.inf).min(1)
-        order = best.values.argsort(stable=True)
-        order = order[best.indices[order].argsort(stable=True)]  # by code, then by distance
-        asked = best.indices[order]
+        far, near = _nearest_open(vectors, book, kept, waiting, room > 0)
+        order = far.argsort(stable=True)
+        order = order[near[order].argsort(stable=True)]  # by code, then by distance
+        asked = near[order]
         place = torch.arange(len(asked)) - torch.searchsorted(asked, asked)
         taken = place < room[asked]
         codes[waiting[order[taken]]] = asked[taken]
         room -= torch.bincount(asked[taken], minlength=len(book))
         waiting = waiting[order[~taken]].sort().values
     return codes
+
+
+def _nearest_open(
+    vectors: Tensor, book: Tensor, kept: Tensor | None, waiting: Tensor, is_open: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The distance to the nearest open code, and that code, of each vector that waits."""
+    far, near = [], []
+    for part in waiting.split(max(1, CHUNK // len(book))):
+        found = distances(vectors.index_select(0, part), book) if kept is None else kept.index_select(0, part)
+        best = found.masked_fill_(~is_open, torch.inf).min(1)
+        far.append(best.values)
+        near.append(best.indices)
+    return torch.cat(far), torch.cat(near)
 
 
 def _means(vectors: Tensor, codes: Tensor, book: Tensor) -> Tensor:

@@ -173,6 +173,26 @@ def test_balanced_assignment_is_full_and_prefers_the_nearest():
             assert int((codes == code).sum()) == 4
 
 
+def test_large_catalogues_are_compared_in_blocks(monkeypatch):
+    vectors, book = vectors_of(60, 4), vectors_of(5, 4, seed=1)
+    items = torch.arange(60)
+    registry = Registry.build(items, vectors, SMALL, encoder="any")
+    whole = residual.assign_balanced(vectors, book), residual.nearest(vectors, book), diagnose(registry, items, vectors)
+    sizes, plain = [], residual.distances
+
+    def distances(some, codes):
+        sizes.append(len(some) * len(codes))
+        return plain(some, codes)
+
+    monkeypatch.setattr(residual, "CHUNK", 35)
+    monkeypatch.setattr("nestpipe.instruct.diagnostics.CHUNK", 180)
+    monkeypatch.setattr(residual, "distances", distances)
+    assert torch.equal(residual.assign_balanced(vectors, book), whole[0])
+    assert torch.equal(residual.nearest(vectors, book), whole[1])
+    assert diagnose(registry, items, vectors) == whole[2]
+    assert max(sizes) == 35
+
+
 def test_texts_are_encoded_once(tmp_path, monkeypatch):
     texts = ["Red Lipstick", "red lipstick!", "Blue shampoo", ""]
     vectors, name = encode_texts(texts, encoder="words", cache=tmp_path)
