@@ -92,15 +92,19 @@ def run_model(config: Config, folder: Path) -> Figures:
     }
 
 
-def make_ids(data: Path, folder: Path) -> Figures:
-    """Builds the ids if they are not there; their figures."""
-    items, vectors, encoder = item_vectors(Sequences.open(data), behaviour=BEHAVIOUR)
+def make_ids(data: Path, folder: Path) -> None:
+    """Builds the ids if they are not there."""
     if not (folder / "ids.json").exists():
+        items, vectors, encoder = item_vectors(Sequences.open(data), behaviour=BEHAVIOUR)
         Registry.build(items, vectors, SID, encoder=encoder).save(folder)
+
+
+def figures_of_ids(data: Path, folder: Path) -> Figures:
+    items, vectors, _ = item_vectors(Sequences.open(data), behaviour=BEHAVIOUR)
     registry = Registry.load(folder)
-    trie = registry.trie(items)
     figures = json.loads(json.dumps(asdict(diagnose(registry, items, vectors))))
-    return {**figures, "encoder": registry.encoder, "reachable": len(torch.unique(trie.leaf_items)) == len(items)}
+    reached = torch.unique(registry.trie(items).leaf_items)
+    return {**figures, "encoder": registry.encoder, "reachable": len(reached) == len(items)}
 
 
 def settings_of(arm: str, config: Config | None, **more: object) -> dict[str, object]:
@@ -148,7 +152,8 @@ def main() -> None:
             options.runs.mkdir(parents=True, exist_ok=True)
             ids = options.runs / "ids"
             made = {"arm": "ids", **asdict(SID), "behaviour": BEHAVIOUR}
-            found["ids"] = recorded("ids", SID.seed, made, lambda f=ids: make_ids(options.data, f))
+            make_ids(options.data, ids)
+            found["ids"] = recorded("ids", SID.seed, made, lambda f=ids: figures_of_ids(options.data, f))
         folder = options.runs / f"{arm}-{options.seed}"
         more = {"ids": found["ids"]["version"]} if arm == "generative" else {}
         settings = settings_of(arm, config, **more)
