@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import gc
 import json
 import threading
@@ -15,6 +16,7 @@ import pytest
 
 import nestpipe
 from nestpipe.cli import main
+from nestpipe.client import AsyncClient, Client, ServiceError
 from nestpipe.data.sequences import Sequences
 from nestpipe.errors import DataError, PrefixError
 from nestpipe.instruct import providers
@@ -372,6 +374,21 @@ def test_generate_over_http(service):
     state = httpx.get(f"{service[2]}/state", headers={"authorization": "Bearer the token"}).json()
     assert state["scenarios"] == ["0", "1"]
     assert httpx.get(f"{service[2]}/state").status_code == 401
+
+
+def test_the_clients_generate(service):
+    url = str(service[1].base_url)
+    with Client(url, timeout_s=60) as client:
+        found = client.generate(USER, 3, scenario="1", trigger=4, deadline_ms=30_000)
+        with pytest.raises(ServiceError, match="there is no scenario 'attic'"):
+            client.generate(USER, scenario="attic")
+
+    async def ask():
+        async with AsyncClient(url, timeout_s=60) as client:
+            return await client.generate(USER, 3, scenario="1", trigger=4, deadline_ms=30_000)
+
+    assert asyncio.run(ask()).items == found.items
+    assert (len(found.items), found.instruction["source"], found.beam) == (3, "default", 16)
 
 
 @pytest.mark.parametrize(
