@@ -397,7 +397,7 @@ def test_generate_over_http(service):
     assert body["semantic_ids"] == service[0].generator.served.trie.version
     assert set(body["times_ms"]) == {"queue", "encode", "instruction", "decode", "total"}
     assert post(service, "generate", {"user": USER}).json()["path"] in {"hit_device", "hit_host"}
-    assert 'nestpipe_path_total{path="full"}' in service[1].get("/metrics").text
+    assert 'nestpipe_generated_total{path="full"}' in service[1].get("/metrics").text
     assert service[1].get("/readyz").json() == {"ready": True}
     state = httpx.get(f"{service[2]}/state", headers={"authorization": "Bearer the token"}).json()
     assert state["scenarios"] == ["0", "1"]
