@@ -59,6 +59,22 @@ class Recommended(Ranking):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Generated:
+    """Items with the log-probabilities of their ids, best first; `instruction` says what steered them."""
+
+    items: list[int]
+    log_probabilities: list[float]
+    path: str
+    degraded: bool
+    instruction: dict[str, Any]
+    num_events: int
+    beam: int
+    model: str
+    semantic_ids: str
+    times_ms: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Preinferred:
     """What became of a signal; hand the ticket to `rank`."""
 
@@ -90,6 +106,10 @@ def _preinfer(user: int, request: str, candidates: int, options: Mapping[str, An
 def _rank(user: int, request: str, candidates: Sequence[int], options: Mapping[str, Any]) -> _Call[Ranking]:
     body = {"user": user, "request": request, "candidates": list(candidates), **_given(options)}
     return _Call("/v1/rank", body, _reader(Ranking))
+
+
+def _generate(user: int, k: int, options: Mapping[str, Any]) -> _Call[Generated]:
+    return _Call("/v1/generate", {"user": user, "k": k, **_given(options)}, _reader(Generated))
 
 
 def _nothing(path: str, body: dict[str, Any]) -> _Call[None]:
@@ -143,6 +163,20 @@ class Client:
         """The candidates in order, the best k of them or all."""
         options = {"ticket": ticket, "k": k, "history": history, "query_time": query_time, "deadline_ms": deadline_ms}
         return self._send(_rank(user, request, candidates, options))
+
+    def generate(
+        self,
+        user: int,
+        k: int = 10,
+        *,
+        scenario: str | None = None,
+        trigger: int | None = None,
+        history: Sequence[Event] | None = None,
+        deadline_ms: float | None = None,
+    ) -> Generated:
+        """The best k items of a generative run; `scenario` and `trigger` (an item) steer it."""
+        options = {"scenario": scenario, "trigger": trigger, "history": history, "deadline_ms": deadline_ms}
+        return self._send(_generate(user, k, options))
 
     def release(self, ticket: str) -> None:
         """Gives back a prefix that no ranking will follow."""
@@ -227,6 +261,20 @@ class AsyncClient:
         """See `Client.rank`."""
         options = {"ticket": ticket, "k": k, "history": history, "query_time": query_time, "deadline_ms": deadline_ms}
         return await self._send(_rank(user, request, candidates, options))
+
+    async def generate(
+        self,
+        user: int,
+        k: int = 10,
+        *,
+        scenario: str | None = None,
+        trigger: int | None = None,
+        history: Sequence[Event] | None = None,
+        deadline_ms: float | None = None,
+    ) -> Generated:
+        """See `Client.generate`."""
+        options = {"scenario": scenario, "trigger": trigger, "history": history, "deadline_ms": deadline_ms}
+        return await self._send(_generate(user, k, options))
 
     async def release(self, ticket: str) -> None:
         await self._send(_nothing("/v1/release", {"ticket": ticket}))

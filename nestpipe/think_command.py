@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -14,7 +15,7 @@ import tyro
 from torch import Tensor
 
 from nestpipe.data.sequences import Sequences
-from nestpipe.errors import ConfigError
+from nestpipe.errors import ConfigError, DataError
 from nestpipe.instruct.item_text import Encoder, encode_texts
 from nestpipe.instruct.providers import EndpointConfig, OpenAICompatibleProvider, TemplateProvider
 from nestpipe.instruct.requests import CoVisits, InstructionProvider, RequestBuilder, item_texts
@@ -67,6 +68,10 @@ def main(argv: list[str]) -> int:
             while arguments.follow:
                 time.sleep(arguments.every_s)
                 job.run(line.show)
+    except sqlite3.Error as error:
+        raise DataError(
+            f"{job.ledger.path} cannot be used ({error}); nothing is lost, start again when it can."
+        ) from error
     finally:
         line.end()
         job.ledger.close()

@@ -218,9 +218,13 @@ class Generator:
     def _plan(self, job: Generate, before_ms: float) -> _Plan:
         """What a request will use, encoded if it must be; raises LateError if nothing fits before its deadline."""
         self._look_around()
+        times = {"queue": 1000 * (self.clock() - job.arrived)}
         began = time.perf_counter()
+        steering, provenance = self._steer(job)
+        times["instruction"] = 1000 * (time.perf_counter() - began)
+        began = time.perf_counter()
+        asked = self.served.ask(self.histories.of(job.user) if job.history is None else job.history, steering)
         slack_ms = 1000 * (job.deadline - self.clock())
-        asked = self.served.ask(self.histories.of(job.user) if job.history is None else job.history)
         choice = choose(
             self.estimates,
             state=self.cache.peek_state(asked.key),
@@ -233,14 +237,10 @@ class Generator:
         if choice is None:
             self.estimates.relax()
             raise LateError("not even the narrowest search fits before the deadline.")
-        times = {"queue": 1000 * (self.clock() - job.arrived)}
         if choice.num_events < asked.num_events:
             asked = self.served.shorter(asked, choice.num_events)
         memory, path = self._memory(job, asked, choice)
         times["encode"] = 1000 * (time.perf_counter() - began)
-        began = time.perf_counter()
-        steering, provenance = self._steer(job)
-        times["instruction"] = 1000 * (time.perf_counter() - began)
         return _Plan(job, asked, choice._replace(path=path), memory, steering, provenance, times)
 
     def _memory(self, job: Generate, asked: Asked, choice: Choice) -> tuple[EncoderMemory, MemoryPath]:

@@ -188,13 +188,12 @@ class GenerateNumbers(Collector):
 
     def collect(self) -> Iterator[Metric]:
         generator = self._generator
-        titles = {"path": "Answers by path", "instruction": "Looks into the store by what was found"}
-        for kind, title in titles.items():
-            family = CounterMetricFamily(f"nestpipe_{kind}", title, labels=[kind])
-            for (what, which), count in sorted(generator.counts.items()):
-                if what == kind:
-                    family.add_metric([which], count)
-            yield family
+        paths = CounterMetricFamily("nestpipe_generated", "Answers by path", labels=["path"])
+        looks = CounterMetricFamily("nestpipe_instructions", "Looks into the store by what was found", labels=["found"])
+        for (what, which), count in sorted(generator.counts.items()):
+            (paths if what == "path" else looks).add_metric([which], count)
+        yield paths
+        yield looks
         used = GaugeMetricFamily("nestpipe_cache_used_bytes", "Bytes of encoder memories", labels=["tier"])
         used.add_metric(["device"], generator.cache.device.used)
         used.add_metric(["host"], generator.cache.host.used)

@@ -1,7 +1,8 @@
 """A generative run, opened for serving: what its encoder makes of a history is kept apart from what steers a request.
 
-The encoder reads the history alone, so its memory serves every scenario, trigger and instruction. It is a prefix in the relay's
-sense and has the relay's key: model, weights, semantic ids, user, and a digest of exactly what the encoder reads.
+The encoder reads events alone, so its memory serves every scenario, trigger and instruction. It is a prefix in the relay's sense and
+has the relay's key: model, weights, semantic ids, user, and a digest of exactly what the encoder reads. If the instruction chooses
+events of a long history (IGR), that digest is of the chosen ones.
 """
 
 from __future__ import annotations
@@ -94,13 +95,15 @@ class Generative:
         self._description = digest_of((type(model).__name__, model.config))
         self._schema = f"{trie.version}/{trie.digest}"
 
-    def ask(self, events: Sequences) -> Asked:
-        """The events of one user; raises DataError if the model cannot read them."""
+    def ask(self, events: Sequences, steering: Steering | None = None) -> Asked:
+        """The events of one user, as far as what steers the request leaves them; raises DataError if the model cannot read them."""
         end = np.array([len(events.items)])
         start = truncate(end, self.max_len, self._block)
         batch = self._builder.over(events).history(torch.tensor([0]), start, end, asked_ms=None)
         # The encoder knows the order of events alone.
         read = replace(batch, sample_ids=torch.from_numpy(events.users), times=None, query_times=None)
+        given = {**read.sample_features, **_instructions([steering or Steering()])}
+        read = self.model.select(replace(read, sample_features=given), None)
         every = torch.from_numpy(events.items)
         return self._asked(read, self.trie.positions(every[torch.isin(every, self.trie.items)]))
 
@@ -166,21 +169,25 @@ class Generative:
         """The requests without their histories."""
         nothing = torch.zeros(len(asked) + 1, dtype=torch.int64)
         users = torch.cat([one.history.sample_ids for one in asked])
-        features = {
-            "user": Jagged.singles(users),
-            "scenario": _present([one.scenario for one in steering]),
-            "trigger": _present([one.trigger for one in steering]),
-        }
-        vectors = [one.vector for one in steering if one.vector is not None]
-        if vectors:
-            counts = torch.tensor([int(one.vector is not None) for one in steering])
-            features["reasoning"] = Jagged(torch.stack(vectors), offsets_of(counts), 1)
         return Batch(
             cursor=Cursor(0, 0),
             sample_ids=users,
             items=Jagged(torch.empty(0, dtype=torch.int64), nothing, 0),
-            sample_features=features,
+            sample_features={"user": Jagged.singles(users), **_instructions(steering)},
         )
+
+
+def _instructions(steering: Sequence[Steering]) -> dict[str, Jagged]:
+    """What steers some requests, as features of samples; an empty row is the default."""
+    given = {
+        "scenario": _present([one.scenario for one in steering]),
+        "trigger": _present([one.trigger for one in steering]),
+    }
+    vectors = [one.vector for one in steering if one.vector is not None]
+    if vectors:
+        counts = torch.tensor([int(one.vector is not None) for one in steering])
+        given["reasoning"] = Jagged(torch.stack(vectors), offsets_of(counts), 1)
+    return given
 
 
 def _present(values: Sequence[int | None]) -> Jagged:

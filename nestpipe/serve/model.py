@@ -104,6 +104,9 @@ def load_dense(model: nn.Module, folder: Path, manifest: Manifest) -> None:
                 f"{folder} has {seen} for '{name}', but the configuration of the run asks for {list(parameter.shape)}."
             )
         parameter.copy_(weights)
+    for name, buffer in model.named_buffers():
+        if (saved := found.get(f"weights.{name}")) is not None:  # such as the snapshot that events are chosen by
+            buffer.copy_(saved)
 
 
 def open_table(spec: TableSpec, config: EmbeddingConfig, seed: int, folder: Path, manifest: Manifest) -> Table:

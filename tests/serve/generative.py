@@ -9,6 +9,7 @@ import polars as pl
 from nestpipe import recipes
 from nestpipe.data.build import BuildOptions, write_sequences
 from nestpipe.data.schema import Schema
+from nestpipe.data.sequences import Sequences
 from nestpipe.instruct.command import text_vectors
 from nestpipe.instruct.semantic_ids import Registry, SidConfig
 from nestpipe.instruct.store import Instructions, SqliteStore
@@ -46,9 +47,11 @@ def make_ids(sequences, folder, *, seed=0):
     return registry
 
 
-def make_run(folder):
-    sequences = make_data(folder)
-    make_ids(sequences, folder / "ids")
+def make_run(folder, *, name="run", **settings):
+    """The same data and ids for all runs in a folder."""
+    sequences = Sequences.open(folder / "log") if (folder / "log").exists() else make_data(folder)
+    if not (folder / "ids").exists():
+        make_ids(sequences, folder / "ids")
     config = small_config(sequences.path, epochs=1)
     model = replace(
         recipes.beauty_sid().model,
@@ -64,8 +67,9 @@ def make_run(folder):
         user_rows=True,
         beam=16,
     )
+    model = replace(model, **settings)
     data = replace(config.data, max_len=MAX_LEN, truncate_block=2)
-    return train(replace(config, model=model, data=data), folder / "run", quiet=True)
+    return train(replace(config, model=model, data=data), folder / name, quiet=True)
 
 
 def make_generator(run, folder, *, served=None, clock=None, wall=lambda: 2000.0, estimates=FREE, **config):

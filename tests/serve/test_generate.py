@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import gc
 import json
 import threading
@@ -12,9 +13,11 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
+import torch
 
 import nestpipe
 from nestpipe.cli import main
+from nestpipe.client import AsyncClient, Client, ServiceError
 from nestpipe.data.sequences import Sequences
 from nestpipe.errors import DataError, PrefixError
 from nestpipe.instruct import providers
@@ -153,6 +156,33 @@ def test_a_history_of_the_caller_is_used(generator):
     found = answer(generator, 1, history=generator.histories.given(1, events))
     assert found.num_events == 3
     assert not set(found.items) & {3, 10, 17}
+
+
+def test_events_that_the_instruction_chooses_are_part_of_the_key(run, tmp_path):
+    """With IGR another instruction may read other events: then it finds no memory, and its answer is its own."""
+    settings = {"igr": "query", "queries": "last", "igr_recent": 2, "igr_related": 2, "igr_dim": 4}
+    chooses = make_run(run.folder.parent, name="igr", **settings)
+    served = open_generative(chooses, folder=tmp_path / "tables")
+    generator = make_generator(chooses, tmp_path, served=served)
+    assert int(served.model.igr.version) == int(chooses.scorer()._model.igr.version)
+    expected, plain = chooses.scorer().recommend(USER, 5), answer(generator, USER)
+    assert (plain.items, plain.num_events, plain.path) == (expected.items, 4, "full")
+    assert plain.log_probabilities == pytest.approx(expected.scores, abs=EXACT)
+    keys = {}
+    for seed in range(20):
+        vector = torch.from_numpy(np.random.default_rng(seed).normal(size=512).astype(np.float32))
+        asked = served.ask(generator.histories.of(USER), Steering(vector=vector))
+        keys.setdefault(asked.key.digest, (vector, asked))
+    assert len(keys) > 1
+    (one, first), (other, second) = list(keys.values())[:2]
+    found = served.generate([first], [served.encode(first)], [Steering(vector=one)], width=16, k=[5])[0]
+    put(tmp_path, instruction(served, USER, vector=one.numpy()))
+    assert answer(generator, USER).items == found.items
+    assert answer(generator, USER).path == "hit_device"
+    put(tmp_path, instruction(served, USER, vector=other.numpy(), written_s=1001.0))
+    assert answer(generator, USER).path == "full"
+    with pytest.raises(PrefixError, match="digest"):
+        served.generate([second], [served.encode(first)], [Steering(vector=other)], width=16, k=[5])
 
 
 # Instructions.
@@ -367,11 +397,26 @@ def test_generate_over_http(service):
     assert body["semantic_ids"] == service[0].generator.served.trie.version
     assert set(body["times_ms"]) == {"queue", "encode", "instruction", "decode", "total"}
     assert post(service, "generate", {"user": USER}).json()["path"] in {"hit_device", "hit_host"}
-    assert 'nestpipe_path_total{path="full"}' in service[1].get("/metrics").text
+    assert 'nestpipe_generated_total{path="full"}' in service[1].get("/metrics").text
     assert service[1].get("/readyz").json() == {"ready": True}
     state = httpx.get(f"{service[2]}/state", headers={"authorization": "Bearer the token"}).json()
     assert state["scenarios"] == ["0", "1"]
     assert httpx.get(f"{service[2]}/state").status_code == 401
+
+
+def test_the_clients_generate(service):
+    url = str(service[1].base_url)
+    with Client(url, timeout_s=60) as client:
+        found = client.generate(USER, 3, scenario="1", trigger=4, deadline_ms=30_000)
+        with pytest.raises(ServiceError, match="there is no scenario 'attic'"):
+            client.generate(USER, scenario="attic")
+
+    async def ask():
+        async with AsyncClient(url, timeout_s=60) as client:
+            return await client.generate(USER, 3, scenario="1", trigger=4, deadline_ms=30_000)
+
+    assert asyncio.run(ask()).items == found.items
+    assert (len(found.items), found.instruction["source"], found.beam) == (3, "default", 16)
 
 
 @pytest.mark.parametrize(
