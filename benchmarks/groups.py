@@ -26,9 +26,13 @@ import os
 import statistics
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import measure
 import netlab
+
+if TYPE_CHECKING:
+    from nestpipe.comm import World
 
 NUM_RANKS = 8
 HOSTS = (2, 8)
@@ -36,55 +40,61 @@ WITHIN = 1.05
 
 
 def rank_program(content: dict[str, object]) -> None:
-    """Run by each rank: prints seconds per step by number of groups and block, CPU time, and what auto chose."""
+    """Run by each rank: prints what it found."""
+    from nestpipe.comm import World
+    from nestpipe.process import exact_arithmetic, keep_freed_memory
+
+    keep_freed_memory()
+    with exact_arithmetic(1):
+        world = World.from_environment()
+        print(json.dumps(swept(world, content)))
+        world.close()
+
+
+def swept(world: World, content: dict[str, object]) -> dict[str, object]:
+    """Seconds per step by number of groups and block, CPU time, and what auto chose; the same on every rank but for CPU time."""
     import time
 
     import train_arms
 
-    from nestpipe.comm import World
     from nestpipe.embedding.groups import divisors
     from nestpipe.grouping import choose
-    from nestpipe.process import exact_arithmetic, keep_freed_memory
     from nestpipe.run import Lanes
     from nestpipe.trace import Recorder
 
     num_batches = content.pop("num_batches")
     settings = train_arms.Settings(**content)  # type: ignore[arg-type]
-    keep_freed_memory()
-    with exact_arithmetic(1):
-        world = World.from_environment()
-        lanes, data = Lanes.of(world), train_arms.batches(settings, world.rank)[:num_batches]
-        auto, why = choose(train_arms.our_state(settings, lanes), lanes, data[0])
-        arms = {}
-        for groups in divisors(world.size):
-            state = train_arms.our_state(settings, lanes.in_groups(groups))
-            arms[groups] = train_arms.OurArm("nested", settings, state, data, Recorder.off())
-        cpu_s: dict[int, list[float]] = {groups: [] for groups in arms}
+    lanes, data = Lanes.of(world), train_arms.batches(settings, world.rank)[:num_batches]
+    auto, why = choose(train_arms.our_state(settings, lanes), lanes, data[0], num_parts=1)
+    arms = {}
+    for groups in divisors(world.size):
+        state = train_arms.our_state(settings, lanes.in_groups(groups))
+        arms[groups] = train_arms.OurArm("nested", settings, state, data, Recorder.off())
+    cpu_s: dict[int, list[float]] = {groups: [] for groups in arms}
 
-        def block(groups: int, num_steps: int) -> float:
-            lanes.control.barrier()
-            start, cpu = time.perf_counter(), time.process_time()
-            arms[groups].run(num_steps)
-            cpu_s[groups].append((time.process_time() - cpu) / num_steps)
-            own = (time.perf_counter() - start) / num_steps
-            return max(value for (value,) in lanes.control.all_gather_floats([own]))
+    def block(groups: int, num_steps: int) -> float:
+        lanes.control.barrier()
+        start, cpu = time.perf_counter(), time.process_time()
+        arms[groups].run(num_steps)
+        cpu_s[groups].append((time.process_time() - cpu) / num_steps)
+        own = (time.perf_counter() - start) / num_steps
+        return max(value for (value,) in lanes.control.all_gather_floats([own]))
 
-        for groups in arms:
-            block(groups, len(data))  # every row exists from here on
-        times = measure.alternate(
-            {str(groups): lambda groups=groups: block(groups, settings.num_steps) for groups in arms},
-            num_blocks=settings.num_blocks,
-        )
-        digests = {str(groups): train_arms.digest(arm.state) for groups, arm in arms.items()}
-        said = [json.loads(one) for one in lanes.control.all_gather_bytes(json.dumps(digests).encode())]
-        equal = all(
-            one[str(groups)] == said[rank % (world.size // groups)][str(groups)]
-            for groups in arms
-            for rank, one in enumerate(said)
-        )
-        cpu_ms = {str(groups): 1e3 * statistics.median(own) for groups, own in cpu_s.items()}
-        print(json.dumps({"times": times, "cpu_ms": cpu_ms, "replicas_equal": equal, "auto": auto, "why": why}))
-        world.close()
+    for groups in arms:
+        block(groups, len(data))  # every row exists from here on
+    times = measure.alternate(
+        {str(groups): lambda groups=groups: block(groups, settings.num_steps) for groups in arms},
+        num_blocks=settings.num_blocks,
+    )
+    digests = {str(groups): train_arms.digest(arm.state) for groups, arm in arms.items()}
+    said = [json.loads(one) for one in lanes.control.all_gather_bytes(json.dumps(digests).encode())]
+    equal = all(
+        one[str(groups)] == said[rank % (world.size // groups)][str(groups)]
+        for groups in arms
+        for rank, one in enumerate(said)
+    )
+    cpu_ms = {str(groups): 1e3 * statistics.median(own) for groups, own in cpu_s.items()}
+    return {"times": times, "cpu_ms": cpu_ms, "replicas_equal": equal, "auto": auto, "why": why}
 
 
 def measured(num_hosts: int, options: argparse.Namespace) -> dict[str, object]:

@@ -17,13 +17,12 @@ import torch
 from numpy.typing import NDArray
 
 from nestpipe.comm import Lane
-from nestpipe.draw import Draw
 from nestpipe.embedding.groups import Grid, divisors
 from nestpipe.embedding.held import InPlace
 from nestpipe.embedding.ids import owner_of
 from nestpipe.embedding.traffic import Demand, Wire, Wires, choose_groups
 from nestpipe.jagged import Batch
-from nestpipe.pipeline.stages import TrainState
+from nestpipe.pipeline.stages import Rates, TrainState, read
 from nestpipe.run import Lanes, Run, read_facts
 
 GROUPS = "groups"  # in RUN/run.json: number of ranks -> number of groups
@@ -48,7 +47,10 @@ def grouped(run: Run, lanes: Lanes, first_batch: Callable[[], Batch]) -> Grouped
     control, wanted = lanes.control, run.config.pipeline.groups
     size, known, why = str(control.world.size), _known(run, control), ""
     if wanted == 0 and size not in known:
-        wanted, why = choose(run.new_state(lanes), lanes, first_batch())
+        settings = run.config.pipeline
+        # Beside compute run the messages of all parts but the first rows and the last gradients.
+        waited = 1 if settings.mode in ("frozen-window", "nested") else settings.parts
+        wanted, why = choose(run.new_state(lanes), lanes, first_batch(), num_parts=waited)
         known = {**known, size: wanted}
     number = wanted or known[size]
     config = replace(run.config, pipeline=replace(run.config.pipeline, groups=number))
@@ -63,22 +65,24 @@ def _known(run: Run, control: Lane) -> dict[str, int]:
     return said
 
 
-def choose(state: TrainState, lanes: Lanes, batch: Batch) -> tuple[int, str]:
-    """How many groups fit the traffic of a batch, measured now on a new state without groups, and why; the same on every rank."""
+def choose(state: TrainState, lanes: Lanes, batch: Batch, *, num_parts: int) -> tuple[int, str]:
+    """How many groups fit the traffic of a batch, and why, the same on every rank; measured now, on a new state without groups.
+
+    Of `num_parts` the messages are waited for.
+    """
     num_ranks, control = lanes.control.world.size, lanes.control
     if num_ranks == 1:
         return 1, ""
     tables, wires = demand(state, batch, control), measured_wires(lanes)
     row_s = max(value for (value,) in control.all_gather_floats([_row_s(state)], name="row time"))
-    return choose_groups(num_ranks, tables, wires, num_parts=state.cut.parts, row_s=row_s)
+    return choose_groups(num_ranks, tables, wires, num_parts=num_parts, row_s=row_s)
 
 
 def demand(state: TrainState, batch: Batch, control: Lane) -> list[Demand]:
     """What a batch asks of every table: distinct ids of one rank, of two neighbours and so on, on average."""
-    lookups, found = state.model.lookups(batch, Draw(state.seed, 0)), []
+    plan, found = read(state, batch, Rates(0.0, 0.0), 0).plan, []
     for name, table in state.embedding.tables.items():
-        own = [one.ids.flatten() for one in lookups.values() if one.table == name]
-        ids = torch.cat([torch.empty(0, dtype=torch.int64), *own]).unique()
+        ids = plan.tables[name].ids
         most = max(row[0] for row in control.all_gather_ints([len(ids)], name="ids of a rank"))
         share = -(-most // _MOST_IDS) or 1
         sample = ids[owner_of(ids, share, share) == 0] if share > 1 else ids

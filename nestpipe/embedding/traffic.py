@@ -65,7 +65,7 @@ class Cost:
 def cost(
     num_ranks: int, num_groups: int, tables: Sequence[Demand], wires: Wires, *, num_parts: int, row_s: float
 ) -> Cost:
-    """What a step takes, beside compute, by the model above."""
+    """What a step takes, beside compute, by the model above; of so many parts the messages are waited for."""
     shards = num_ranks // num_groups
     sent = sum(2 * one.distinct[1] * one.row_bytes for one in tables) * (shards - 1) / shards
     shared = sum(one.distinct[shards] / shards * (one.row_bytes + _ID_BYTES) for one in tables) * (num_groups - 1)

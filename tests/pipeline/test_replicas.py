@@ -21,7 +21,7 @@ from tests.pipeline.toy import Case, new_toy, toy_batches
 from tests.ranks import run_ranks
 from tests.worlds import small_log
 
-NUM_STEPS = 30
+NUM_STEPS = 20
 DOUBLE = Case(pool=False, optimizer="adam", depth=2, dtype=torch.float64)
 MODES = ("dual-buffer", "frozen-window", "nested")
 
@@ -78,12 +78,13 @@ def one_process(case, num_ranks):
     return {**state.embedding.tables["item"].export(), **state.dense.export()}
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(("num_ranks", "grids"), [(4, (1, 2, 4)), (2, (2,))])
 def test_every_grid_trains_what_one_process_trains(num_ranks, grids):
-    """fp64: sums in another order differ in the last bits, and thirty steps must not make more of it."""
+    """fp64: sums in another order differ in the last bits, and twenty steps must not make more of it."""
     cases = [replace(DOUBLE, groups=groups) for groups in grids]
     cases += [replace(cases[-1], optimizer="adagrad", clip=Clip(0.05, rows=True))]
-    results = run_ranks(num_ranks, train, cases)
+    results = run_ranks(num_ranks, train, cases, deadline_s=280)
     for number, case in enumerate(cases):
         ranks, shards = [result[number] for result in results], num_ranks // case.groups
         assert [wrong for *_, wrong in ranks] == [[]] * num_ranks
