@@ -36,12 +36,7 @@ def main(argv: list[str]) -> int:
         print(_usage())
         return 0
     name, *rest = argv
-    if name not in RECIPES:
-        nearest = difflib.get_close_matches(name, RECIPES, n=1)
-        raise ConfigError(
-            f"unknown recipe '{name}'" + (f"; did you mean '{nearest[0]}'?" if nearest else "") + f"\n\n{_usage()}"
-        )
-    defaults = _Arguments(config=RECIPES[name]())
+    defaults = _Arguments(config=recipe_of(name))
     check_keys(rest, ["run", "resume", "init_from", "allow", "profile", *keys(defaults.config)])
     arguments = tyro.cli(
         _Arguments,
@@ -62,6 +57,15 @@ def main(argv: list[str]) -> int:
         recipe=name,
     )
     return 130 if outcome.stopped == INTERRUPTED else 0  # so that 'train && eval' does not go on after Ctrl-C
+
+
+def recipe_of(name: str) -> Config:
+    """The configuration of a recipe; raises ConfigError with the nearest one, or all, if there is none of that name."""
+    if name not in RECIPES:
+        nearest = difflib.get_close_matches(name, RECIPES, n=1)
+        hint = f"did you mean '{nearest[0]}'?" if nearest else f"there are: {', '.join(RECIPES)}"
+        raise ConfigError(f"unknown recipe '{name}'; {hint}")
+    return RECIPES[name]()
 
 
 def check_keys(argv: list[str], known: list[str]) -> None:

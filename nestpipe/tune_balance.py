@@ -18,7 +18,6 @@ from nestpipe.comm import World
 from nestpipe.config import Config, keys
 from nestpipe.data.balance import Cost, Ints, fit
 from nestpipe.data.loader import Loader
-from nestpipe.errors import ConfigError
 from nestpipe.jagged import Cursor
 from nestpipe.models.build import inputs_of
 from nestpipe.pipeline.sequential import step
@@ -26,7 +25,7 @@ from nestpipe.pipeline.stages import Rates
 from nestpipe.process import exact_arithmetic, keep_freed_memory
 from nestpipe.recipes import RECIPES
 from nestpipe.run import Lanes, Run
-from nestpipe.train_command import check_keys
+from nestpipe.train_command import check_keys, recipe_of
 
 _EXAMPLE = "Example: nestpipe tune balance tiny --events 8192"
 
@@ -56,9 +55,7 @@ def main(argv: list[str]) -> int:
         )
         return 0
     name, *rest = argv
-    if name not in RECIPES:
-        raise ConfigError(f"unknown recipe '{name}'; there are: {', '.join(RECIPES)}")
-    defaults = _Arguments(config=RECIPES[name]())
+    defaults = _Arguments(config=recipe_of(name))
     check_keys(rest, ["json", "events", *keys(defaults.config)])
     arguments = tyro.cli(
         _Arguments,

@@ -16,7 +16,6 @@ from rich.table import Table as Shown
 from nestpipe.comm import World
 from nestpipe.config import Config, keys
 from nestpipe.data.loader import Loader
-from nestpipe.errors import ConfigError
 from nestpipe.grouping import grouped
 from nestpipe.jagged import Cursor
 from nestpipe.models.build import inputs_of
@@ -25,7 +24,7 @@ from nestpipe.process import exact_arithmetic, keep_freed_memory
 from nestpipe.profile_steps import profile
 from nestpipe.recipes import RECIPES
 from nestpipe.run import Lanes, Run
-from nestpipe.train_command import check_keys
+from nestpipe.train_command import check_keys, recipe_of
 
 _EXAMPLE = "Example: nestpipe tune pipeline tiny --data.path data/tiny"
 
@@ -44,9 +43,7 @@ def main(argv: list[str]) -> int:
         )
         return 0
     name, *rest = argv
-    if name not in RECIPES:
-        raise ConfigError(f"unknown recipe '{name}'; there are: {', '.join(RECIPES)}")
-    defaults = _Arguments(config=RECIPES[name]())
+    defaults = _Arguments(config=recipe_of(name))
     check_keys(rest, ["json", *keys(defaults.config)])
     arguments = tyro.cli(
         _Arguments,

@@ -48,6 +48,7 @@ def test_train_without_a_recipe_lists_them(capsys):
     [
         (["trian"], "unknown command 'trian'; did you mean 'train'?"),
         (["train", "tinny"], "unknown recipe 'tinny'; did you mean 'tiny'?"),
+        (["tune", "pipeline", "tinny"], "unknown recipe 'tinny'; did you mean 'tiny'?"),
         (["train", "tiny", "--train.step", "5"], "unknown config key 'train.step'; did you mean 'train.steps'?"),
         (
             ["train", "tiny", "--data.max-length=5"],
