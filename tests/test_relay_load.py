@@ -1,0 +1,71 @@
+"""The generator of relay.py: a schedule that is kept whatever becomes of the requests, and the searches on top of it."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks import relay_load
+from benchmarks.relay_load import Load
+
+
+class Cascade:
+    """Answers when it is told to; users below 0 fail."""
+
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+        self.is_open = asyncio.Event()
+
+    async def recommend(self, request: Any) -> Any:
+        self.asked.append(request)
+        await self.is_open.wait()
+        if request.user < 0:
+            raise RuntimeError("it failed")
+        rank = SimpleNamespace(ms=float(request.user))
+        return SimpleNamespace(stages={"rank": rank}, degraded=request.user > 3, path="full", problem="")
+
+
+def offered(users: list[int], *, most: int = 512) -> tuple[Cascade, relay_load.Outcome]:
+    async def body() -> tuple[Cascade, relay_load.Outcome]:
+        cascade, places = Cascade(), np.array(users)
+        load = Load(np.arange(len(users)) * 1e-3, places, places + 100)
+        work = asyncio.create_task(relay_load.offer(cascade, load, name="n"))  # type: ignore[arg-type]
+        while len(cascade.asked) < min(len(users), most):
+            await asyncio.sleep(0.001)
+        cascade.is_open.set()  # no answer came before the last request was sent: the loop is open
+        return cascade, await work
+
+    return asyncio.run(body())
+
+
+def test_everything_is_sent_while_nothing_is_answered_and_all_is_counted():
+    cascade, found = offered([1, 2, 3, 4, -1])
+    assert [(one.user, one.query_time, one.request) for one in cascade.asked[:2]] == [(1, 101, "n-0"), (2, 102, "n-1")]
+    assert (found.num_asked, found.num_failed, found.num_unsent) == (5, 1, 0)
+    assert (found.good(2.0), found.good(9.0)) == (2, 3), "neither the degraded nor the failed one is good"
+    assert found.good_share(9.0) == 3 / 5
+    assert found.p99_ms() == float("inf")
+    assert len(found.lag_ms) == 5
+
+
+def test_more_than_the_bound_is_not_sent_and_counts_as_bad(monkeypatch):
+    monkeypatch.setattr(relay_load, "MAX_UNDER_WAY", 3)
+    cascade, found = offered([1] * 8, most=3)
+    assert len(cascade.asked) + found.num_unsent == 8
+    assert found.good_share(9.0) == len(cascade.asked) / 8
+
+
+@pytest.mark.parametrize("limit", [-1, 0, 7, 12, 19])
+def test_halving_finds_the_last_rung_that_is_met(limit):
+    tried: list[int] = []
+    assert relay_load.last_met(lambda rung: tried.append(rung) or rung <= limit, 20) == limit
+    assert len(tried) <= 5
+
+
+@pytest.mark.parametrize(("limit", "wanted"), [(0.1, 0.0), (4.0, 4.0), (9.9, 8.0), (100.0, 64.0)])
+def test_the_ladder_is_climbed_from_where_it_starts(limit, wanted):
+    assert relay_load.highest_rate(lambda rate: rate <= limit, start=8.0, step=2.0) == wanted
