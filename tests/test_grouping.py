@@ -37,9 +37,10 @@ def weights_of(folder):
     return {(file, name): tensor for file, tensors in files.items() for name, tensor in tensors.items()}
 
 
+@pytest.mark.timeout(300)
 def test_a_run_in_groups_goes_on_in_any_grid(log, tmp_path):
     calm, cut = tmp_path / "calm", tmp_path / "cut"
-    assert run_ranks(4, train, config_of(log, 9, groups=2), calm) == ["9 steps done"] * 4
+    assert run_ranks(4, train, config_of(log, 9, groups=2), calm, deadline_s=250) == ["9 steps done"] * 4
     run_ranks(4, train, config_of(log, 5, groups=2, mode="nested"), cut)
     shutil.copytree(cut, tmp_path / "other")
     run_ranks(4, train, config_of(log, 9, groups=2, mode="nested", trace_steps=3), cut)
