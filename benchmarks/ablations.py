@@ -1,6 +1,6 @@
 """What instructions, their place, IGR, Q2I, one model for all scenarios and SA-GCPO are worth in the synthetic world.
 
-A run trains one arm with one seed on one core and takes at most 60 s there; the seed is that of world, weights and draws, so a
+A run trains one arm with one seed and takes less than 60 s of one core; the seed is that of world, weights and draws, so a
 difference between two arms is taken seed by seed. Effect ± standard error of three seeds: "confirmed" beyond twice the error, "refuted"
 beyond twice the error on the other side, else "open". What an arm is worth is expected under the world's own probabilities.
 
@@ -41,7 +41,7 @@ class Claim:
 CLAIMS = (
     Claim("instructions that are right in 50 % beat those that say nothing", "accuracy 50", "accuracy 0"),
     Claim("90 % beat 50 %", "accuracy 90", "accuracy 50"),
-    Claim("SA-GCPO beats the log alone (utility)", "sa_gcpo", "log only", "utility1"),
+    Claim("SA-GCPO improves the model that it starts from (utility)", "sa_gcpo", "log only", "utility1"),
     Claim("SA-GCPO beats GSPO (utility)", "sa_gcpo", "gspo", "utility1"),
     Claim("SA-GCPO beats GRPO (utility)", "sa_gcpo", "grpo", "utility1"),
     Claim("IGR beats as many newer events", "igr query", "igr recency"),
