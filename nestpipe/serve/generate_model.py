@@ -204,11 +204,6 @@ def open_generative(run: Run, *, step: int | None = None, folder: Path, memory_b
     config = run.config.model
     if not isinstance(config, EncDecConfig):
         raise ConfigError(f"{run.folder} has a model of kind '{type(config).__name__}', which generates nothing.")
-    if config.igr != "off":
-        raise ConfigError(
-            f"{run.folder} chooses events of a history by the instruction (model.igr '{config.igr}'), so there is no encoded history "
-            "to keep between requests. Serve a model that was trained with --model.igr off."
-        )
     parent = run.checkpoints
     place = checkpoint.best_folder(parent) if step is None else checkpoint.folder_of(parent, step)
     manifest = Manifest.read(place)
