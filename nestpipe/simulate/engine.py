@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import NamedTuple
 
 from nestpipe.pipeline.schedule import Event, Schedule
@@ -111,8 +112,7 @@ class _Moving:
 class _Clock:
     def __init__(self, run: Run):
         self._run, self._needs = run, run.needs or run.schedule.needs
-        programs = run.schedule.events(run.num_batches)
-        self._lanes = [_Lane(name, iter(events)) for name, events in programs.items()]
+        self._lanes = [_Lane(name, iter(events)) for name, events in _programs(run.schedule, run.num_batches)]
         self._now = self._wire_free = 0.0
         self._done: dict[Event, float] = {}
         self._under_way: dict[Message, float] = {}  # and when they will arrive
@@ -225,6 +225,11 @@ class _Clock:
         for message in [message for message, time in self._under_way.items() if time <= self._now]:
             self._arrived.add(message)
             del self._under_way[message]
+
+
+@lru_cache(maxsize=64)  # the same for every number of workers
+def _programs(schedule: Schedule, num_batches: int) -> tuple[tuple[str, tuple[Event, ...]], ...]:
+    return tuple((lane, tuple(events)) for lane, events in schedule.events(num_batches).items())
 
 
 def _ns(seconds: float) -> int:
