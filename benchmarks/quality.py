@@ -16,10 +16,10 @@ Record = dict[str, Any]
 
 
 def done(name: str, settings: Mapping[str, object]) -> list[Record]:
-    """The records of a result file with these settings."""
+    """The records of a result file with these settings; a setting that came later had its default."""
     path = measure.RESULTS / f"{name}.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
-    return [one for one in map(json.loads, lines) if one["settings"] == dict(settings)]
+    return [one for one in map(json.loads, lines) if _filled(one["settings"]) == dict(settings)]
 
 
 def settings_of(config: Config, model: str) -> dict[str, object]:
@@ -28,6 +28,26 @@ def settings_of(config: Config, model: str) -> dict[str, object]:
     content.pop("seed")
     content["data"].pop("path")
     return {"model": model, "config": content}
+
+
+def _filled(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of a record as they would be written today: keys that its configuration has not are added."""
+    if "config" not in settings:
+        return dict(settings)
+    today = json.loads(Config.from_json(json.dumps(settings["config"])).to_json())
+    return {
+        **settings,
+        "config": _with_missing(settings["config"], today, but={"seed", "path", "ids", "minutes", "num_threads"}),
+    }
+
+
+def _with_missing(content: Mapping[str, Any], today: Mapping[str, Any], *, but: set[str]) -> dict[str, Any]:
+    """The content with what only `today` has, section by section; not what records leave out on purpose."""
+    added = {key: value for key, value in today.items() if key not in content and key not in but}
+    return {
+        key: _with_missing(value, today[key], but=but) if isinstance(value, dict) else value
+        for key, value in (dict(content) | added).items()
+    }
 
 
 def collect(

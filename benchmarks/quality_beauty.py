@@ -16,6 +16,7 @@ from pathlib import Path
 
 import measure
 import torch
+from quality import done
 
 from nestpipe import recipes
 from nestpipe.config import Config
@@ -122,9 +123,8 @@ def settings_of(arm: str, config: Config | None, **more: object) -> dict[str, ob
 
 def recorded(arm: str, seed: int, settings: Mapping[str, object], run: Callable[[], Figures]) -> Figures:
     """The arm's figures: from the file, or new and then in the file."""
-    path = measure.RESULTS / f"{NAME}.jsonl"
-    for line in map(json.loads, path.read_text().splitlines() if path.exists() else []):
-        if line["settings"] == settings and line["seed"] == seed:
+    for line in done(NAME, settings):
+        if line["seed"] == seed:
             return dict(line["figures"])
     figures = run()
     measure.append(NAME, measure.record(seed=seed, figures=figures, settings=settings))
