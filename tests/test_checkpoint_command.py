@@ -35,7 +35,7 @@ def test_help_has_an_example(capsys, task):
         main(["checkpoint", task, "--help"])
     assert done.value.code == 0
     assert f"xample: nestpipe checkpoint {task}" in " ".join(capsys.readouterr().out.split())
-    assert "example: nestpipe checkpoint verify" in call(capsys)[1]
+    assert "Example: nestpipe checkpoint verify" in call(capsys)[1]
 
 
 def test_inspect_counts_what_there_is(capsys, monkeypatch, run, trained):
