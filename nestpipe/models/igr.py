@@ -18,7 +18,6 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn import functional as F
 
 from nestpipe.draw import Draw, lanes16
@@ -47,19 +46,26 @@ class Ask(nn.Module):
 
     def forward(self, given: Mapping[str, Jagged], triggers: Tensor, num_rows: int) -> Tensor:
         """Unit vectors [n, E]; `triggers` are the h of the trigger items there are."""
-        numbers = torch.zeros(num_rows, dtype=torch.int64)
-        if "scenario" in given:
-            numbers = numbers.index_copy(0, given["scenario"].row_of_value(), given["scenario"].values + 1)
-        scenario = F.embedding(numbers, self.scenario)
-        trigger = self.no_trigger.expand(num_rows, -1)
-        if "trigger" in given:
-            trigger = trigger.index_copy(0, given["trigger"].row_of_value(), self.trigger(triggers))
-        reasoning = self.no_reasoning.expand(num_rows, -1)
-        if self.reasoning is not None and "reasoning" in given:
-            known = self.reasoning(given["reasoning"].values.to(self.scenario.dtype))
-            reasoning = reasoning.index_copy(0, given["reasoning"].row_of_value(), known)
-        hidden = F.relu(self.up(torch.cat([scenario, trigger, reasoning], 1)))
-        return F.normalize(trigger + reasoning + self.down(hidden), dim=1, eps=1e-6)
+        return asked_for(dict(self.named_parameters()), given, triggers, num_rows)
+
+
+def asked_for(weights: Mapping[str, Tensor], given: Mapping[str, Jagged], triggers: Tensor, num_rows: int) -> Tensor:
+    """psi_q with these weights. A function of them: the thread that selects must not touch a module that another one trains."""
+    numbers = torch.zeros(num_rows, dtype=torch.int64)
+    if "scenario" in given:
+        numbers = numbers.index_copy(0, given["scenario"].row_of_value(), given["scenario"].values + 1)
+    scenario = F.embedding(numbers, weights["scenario"])
+    trigger = weights["no_trigger"].expand(num_rows, -1)
+    if "trigger" in given:
+        known = F.linear(triggers, weights["trigger.weight"])
+        trigger = trigger.index_copy(0, given["trigger"].row_of_value(), known)
+    reasoning = weights["no_reasoning"].expand(num_rows, -1)
+    if "reasoning.weight" in weights and "reasoning" in given:
+        known = F.linear(given["reasoning"].values.to(scenario.dtype), weights["reasoning.weight"])
+        reasoning = reasoning.index_copy(0, given["reasoning"].row_of_value(), known)
+    hidden = F.relu(F.linear(torch.cat([scenario, trigger, reasoning], 1), weights["up.weight"], weights["up.bias"]))
+    change = F.linear(hidden, weights["down.weight"], weights["down.bias"])
+    return F.normalize(trigger + reasoning + change, dim=1, eps=1e-6)
 
 
 class Igr(nn.Module):
@@ -123,8 +129,7 @@ class Igr(nn.Module):
             for name, _ in self.ask.named_parameters()
         }
         vectors = self.items.double().index_select(0, triggers)
-        found: Tensor = functional_call(self.ask, frozen, (given, vectors, num_rows))
-        return found
+        return asked_for(frozen, given, vectors, num_rows)
 
 
 def best(scores: Tensor, rows: Tensor, num: int) -> Tensor:

@@ -157,6 +157,23 @@ def test_a_selection_depends_on_the_snapshot_alone():
     assert not torch.equal(before, model.select(batch, Draw(0, 0)).times.values)
 
 
+def test_a_selection_does_not_touch_what_another_thread_trains():
+    """Batches are read while earlier ones compute, with the same module: its weights are the trained ones at every moment."""
+    model, batch = model_of(torch.float32), batch_of(HISTORIES)
+    trained, seen = dict(model.igr.ask.named_parameters()), []
+
+    class Watched(dict):
+        def __contains__(self, name):
+            now = dict(model.igr.ask.named_parameters())
+            seen.append(now.keys() == trained.keys() and all(now[key] is one for key, one in trained.items()))
+            return super().__contains__(name)
+
+    given = Watched({"scenario": Jagged.singles(torch.arange(5) % 3)})
+    model.igr.select(batch, given, TRIE.positions(batch.items.values), torch.empty(0, dtype=torch.int64), None)
+    assert len(seen) >= 3
+    assert all(seen)
+
+
 def test_the_snapshot_is_in_the_checkpoint():
     model = model_of(torch.float32)
     state = state_of(model)
