@@ -138,13 +138,14 @@ def _row_s(state: TrainState) -> float:
     """What it takes to hold and update a row, by the slowest table."""
     worst = 0.0
     for table in state.embedding.tables.values():
-        holder, grads = InPlace(table), torch.ones_like(table.empty_rows(_NUM_ROWS))
-        ids = torch.arange(_NUM_ROWS)
-        for _ in range(2):  # rows are made by the first
+        limits = table.config
+        num = min(_NUM_ROWS, limits.max_rows_per_bucket * limits.num_buckets or _NUM_ROWS)
+        holder, grads, ids = InPlace(table), torch.ones_like(table.empty_rows(num)), torch.arange(num)
+        for step in range(limits.admit_after + 1):  # rows are made by those before the last
             start = time.perf_counter()
-            held = holder.take(ids, 0)
+            held = holder.take(ids, step)
             holder.update(held, grads, 0.0)
             holder.release(held)
             seconds = time.perf_counter() - start
-        worst = max(worst, seconds / _NUM_ROWS)
+        worst = max(worst, seconds / num)
     return worst

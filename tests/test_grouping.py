@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -56,13 +57,18 @@ def test_a_run_in_groups_goes_on_in_any_grid(log, tmp_path):
 
 def test_groups_are_chosen_once_for_a_number_of_ranks(log, tmp_path):
     folder = tmp_path / "run"
-    run_ranks(2, train, config_of(log, 2, groups=0), folder)
+
+    def config(steps):  # rows with limits are measured too
+        found = config_of(log, steps, groups=0)
+        return replace(found, embedding=replace(found.embedding, admit_after=2, max_rows_per_bucket=5))
+
+    run_ranks(2, train, config(2), folder)
     facts, settings = (json.loads((folder / name).read_text()) for name in ("run.json", "config.json"))
     assert facts["groups"] in ({"2": 1}, {"2": 2})
     assert settings["pipeline"]["groups"] == facts["groups"]["2"]
     other = {"2": 3 - facts["groups"]["2"], "7": 7}  # as if it had been chosen
     (folder / "run.json").write_text(json.dumps({**facts, "groups": other}))
-    run_ranks(2, train, config_of(log, 4, groups=0), folder)
+    run_ranks(2, train, config(4), folder)
     facts, settings = (json.loads((folder / name).read_text()) for name in ("run.json", "config.json"))
     assert facts["groups"] == other
     assert settings["pipeline"]["groups"] == other["2"]
