@@ -123,10 +123,17 @@ class Costs:
             seconds *= self._share(event)
         if kind in _BY_USES:
             seconds *= self._uses
-        num_messages = {"rows": 1, "grads": 1, "keys": 4, "dense sum": 4, "post": 2 * self.schedule.num_parts}.get(
-            kind, 0
-        )
-        return seconds + num_messages * constants.peer_s * (cluster.own_group - 1)
+        # Exchanges that are opened and sent at once count twice, as in calibrate.py.
+        num_messages = {
+            "rows": 1,
+            "grads": 1,
+            "keys": 4,
+            "dense sum": 4,
+            "merge": 4,
+            "post": 2 * self.schedule.num_parts,
+        }
+        peers = {"dense sum": cluster.workers, "merge": cluster.replicas}.get(kind, cluster.own_group) - 1
+        return seconds + num_messages.get(kind, 0) * constants.peer_s * peers
 
     def _share(self, event: Event) -> float:
         """Of the batch's rows: those that a part is the first to use, or the last."""

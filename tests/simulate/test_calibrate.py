@@ -5,11 +5,12 @@ from dataclasses import asdict, replace
 import pytest
 
 from nestpipe.errors import DataError
-from nestpipe.pipeline.schedule import Schedule
+from nestpipe.pipeline.schedule import Event, Schedule
 from nestpipe.simulate.arms import ARMS, Settings, results
 from nestpipe.simulate.calibrate import calibrate
 from nestpipe.simulate.constants import Constants
-from nestpipe.simulate.costs import Cluster, run_of, slowest
+from nestpipe.simulate.costs import Cluster, Costs, run_of, slowest
+from nestpipe.simulate.engine import Work
 from tests.traces import TIMES_MS, ranks
 
 WORK_S = {
@@ -95,6 +96,19 @@ def test_traces_that_do_not_tell_are_refused():
         calibrate([replace(one, spans=(replace(one.spans[0], kind="merge"), *one.spans[1:])) for one in ranks(2)])
     with pytest.raises(DataError, match="there is no trace"):
         calibrate([])
+
+
+def test_every_message_costs_its_own_peers():
+    """In groups rows go to the group, dense gradients to all, and sums of parts to the replicas."""
+    costs = Costs(Schedule.of("nested", 4, groups=True), KNOWN, Cluster(workers=64, group_size=16))
+
+    def messages(kind):
+        (work,) = (phase for phase in costs.phases(Event(kind, 3, 0)) if isinstance(phase, Work))
+        share = 0.25**0.7 if kind == "rows" else 1.0  # of the first part
+        return (work.cpu_s - share * KNOWN.work_s.get(kind, 0.0)) / KNOWN.peer_s
+
+    found = {kind: messages(kind) for kind in ("rows", "keys", "dense sum", "merge", "update")}
+    assert found == pytest.approx({"rows": 15, "keys": 4 * 15, "dense sum": 4 * 63, "merge": 4 * 3, "update": 0})
 
 
 def test_constants_are_kept_as_json(tmp_path):
