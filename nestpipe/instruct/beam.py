@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from nestpipe.errors import DataError
-from nestpipe.instruct.trie import Pool, Trie, check_version
+from nestpipe.instruct.trie import Pool, Trie, check_pool, check_version
 from nestpipe.jagged import Jagged
 
 Softmax = Literal["legal", "full"]
@@ -63,13 +63,7 @@ def search(decoder: Decoder, trie: Trie, *, width: int, pool: Pool | None = None
     if width < 1:
         raise ValueError(f"a beam of width {width} holds nothing")
     check_version("the model", decoder.version, trie.version)
-    if pool is not None:
-        check_version("the pool", pool.version, trie.version)
-        if pool.tree != trie.digest:
-            raise DataError(
-                "the pool was made for another catalogue of the same semantic ids: its leaves are others here. Make it from "
-                "the tree that is searched."
-            )
+    check_pool(pool, trie)
     logits = decoder.first()
     nodes = parents = codes = torch.zeros(logits.shape[:2], dtype=torch.int64)
     scores = logits.new_zeros(logits.shape[:2])

@@ -16,7 +16,7 @@ from torch import Tensor
 from nestpipe.draw import Draw, bits
 from nestpipe.hashing import shift_right
 from nestpipe.instruct.beam import Decoder, Softmax
-from nestpipe.instruct.trie import Pool, Trie, check_version
+from nestpipe.instruct.trie import Pool, Trie, check_pool, check_version
 
 
 class Rollout(NamedTuple):
@@ -39,6 +39,7 @@ def draw_paths(
 ) -> Rollout:
     """`num` paths of each request, drawn independently; `samples` [R] tells requests apart."""
     check_version("the model", decoder.version, trie.version)
+    check_pool(pool, trie)
     nodes = torch.zeros(len(samples), num, dtype=torch.int64)
     codes, logs = nodes, []
     for level in range(trie.num_levels):
@@ -58,6 +59,7 @@ def path_log_probs(
 ) -> Tensor:
     """Log-probabilities [R, G, L] of the codes of leaves [R, G], with gradients if the decoder has some."""
     check_version("the model", decoder.version, trie.version)
+    check_pool(pool, trie)
     items = trie.leaf_items.index_select(0, trie.first[-1].index_select(0, leaves.flatten()))
     path = trie.item_nodes.index_select(0, items).view(*leaves.shape, -1)
     every = trie.item_codes.index_select(0, items).view(*leaves.shape, -1)

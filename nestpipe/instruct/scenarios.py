@@ -50,9 +50,8 @@ class Scenario:
             yield f"behaviour_weights is {self.behaviour_weights}; each must be above 0"
         if unknown := sorted(set(self.reward_weights) - set(REWARDS)):
             yield f"reward_weights has {', '.join(unknown)}; there are {', '.join(REWARDS)}"
-        if self.reward_weights and not (
-            min(self.reward_weights.values()) >= 0 and max(self.reward_weights.values()) > 0
-        ):
+        worth = self.reward_weights.values()
+        if not (min(worth, default=0) >= 0 and max(worth, default=0) > 0):
             yield f"reward_weights is {dict(self.reward_weights)}; none may be below 0 and one must be above"
         if self.beam < 1:
             yield f"beam is {self.beam}; it must be at least 1"

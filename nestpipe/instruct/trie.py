@@ -138,6 +138,18 @@ def check_version(what: str, found: str, expected: str) -> None:
         )
 
 
+def check_pool(pool: Pool | None, trie: Trie) -> None:
+    """Raises DataError if a pool was made for another tree: its numbers name other leaves there."""
+    if pool is None:
+        return
+    check_version("the pool", pool.version, trie.version)
+    if pool.tree != trie.digest:
+        raise DataError(
+            "the pool was made for another catalogue of the same semantic ids: its leaves are others here. Make it from "
+            "the tree that is searched."
+        )
+
+
 def _range_starts(owner: Tensor, num_owners: int) -> Tensor:
     """Where the range of each owner begins, [num_owners + 1], in a list that is sorted by owner."""
     return torch.searchsorted(owner, torch.arange(num_owners + 1))

@@ -99,6 +99,17 @@ def test_another_version_of_ids_is_refused():
         )
 
 
+def test_a_pool_of_another_catalogue_is_refused():
+    """Its numbers name other leaves here: what it forbids would be drawn."""
+    other = random_trie(11, SIZES)
+    pool = other.pool(torch.ones(other.num_leaves, dtype=torch.bool))
+    leaves = torch.zeros(1, 2, dtype=torch.int64)
+    with pytest.raises(DataError, match="another catalogue"):
+        draw_paths(TableDecoder(1, SIZES), TRIE, num=2, draw=Draw(0, 0), samples=leaves[0, :1], pool=pool)
+    with pytest.raises(DataError, match="another catalogue"):
+        path_log_probs(TableDecoder(1, SIZES), TRIE, leaves, pool=pool)
+
+
 def test_rewards_are_what_they_say():
     codes = torch.tensor([[0, 0], [0, 1], [1, 0]])
     trie = Trie(torch.arange(3), codes, (2, 2), version="v1")

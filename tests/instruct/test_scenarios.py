@@ -44,6 +44,8 @@ def test_every_problem_is_named():
         assert word in str(caught.value), word
     with pytest.raises(ConfigError, match="there is no scenario"):
         Scenarios([])
+    with pytest.raises(ConfigError, match=r"reward_weights is \{\}; none may be below 0 and one must be above"):
+        Scenarios([Scenario(name="bare", reward_weights={})])
 
 
 @pytest.mark.parametrize(
