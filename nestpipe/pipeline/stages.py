@@ -82,10 +82,10 @@ class Work:
     """One batch on its way through the stages."""
 
     number: int  # of the batch, from the start of training
-    batch: Batch
+    batch: Batch  # as it was read
     rates: Rates
     draw: Draw
-    parts: list[Batch]
+    parts: list[Batch]  # of what the model chose of it
     plan: Plan
     window: Window
     sums: dict[str, float] = field(default_factory=dict)  # this rank's loss and logs
@@ -108,13 +108,12 @@ def read(
     """Cuts the batch into parts and finds out which rows each needs and who owns them."""
     check_coupling(state, batch)
     draw = Draw(state.seed, number)
-    if isinstance(state.model, Selecting):
-        batch = state.model.select(batch, draw)
-    parts = state.cut.cut(batch)
+    chosen = state.model.select(batch, draw) if isinstance(state.model, Selecting) else batch
+    parts = state.cut.cut(chosen)
     plan = route(
         [state.model.lookups(part, draw) for part in parts], list(state.embedding.tables), state.embedding.owners
     )
-    window = Window(state.embedding, plan, number, state.model.weight(batch), asks_to_stop, split)
+    window = Window(state.embedding, plan, number, state.model.weight(chosen), asks_to_stop, split)
     return Work(number, batch, rates, draw, parts, plan, window)
 
 

@@ -129,6 +129,7 @@ def test_lookups_ask_for_selected_rows_only():
     asked = work.plan.lookups[0]
     assert torch.equal(asked["history"].ids, kept.items.values)
     assert len(asked["trigger"].ids) == 4, "one instruction for each history that is not empty"
+    assert work.batch.num_tokens == batch.num_tokens, "events are counted as the plain loop counts them"
 
 
 def test_text_decides_before_anything_was_learned():
