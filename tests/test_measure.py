@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 
@@ -86,3 +87,16 @@ def test_rates_of_the_network_lab() -> None:
     assert [netlab.bits_per_s(rate) for rate in ("1gbit", "2.5mbit", "8kbit")] == [1e9, 2.5e6, 8e3]
     with pytest.raises(netlab.LabError, match="'1 GB' is not understood"):
         netlab.bits_per_s("1 GB")
+
+
+def test_what_searching_cost_counts_against_settings_that_choose_themselves(monkeypatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(measure.__file__).parent))
+    figures_of = importlib.import_module("benchmarks.adapt").figures_of
+    # Three of 20 blocks were searched in: the median does not know it. One block of "8" was slow: "4" has the better median.
+    times = {"4": [1.0] * 20, "8": [0.99] * 19 + [5.0], "adaptive": [3.0] * 3 + [1.0] * 17}
+    found = figures_of({"short": times, "long": {**times, "adaptive": [1.01] * 20}})
+    assert found["short"]["best_fixed_parts"] == 4
+    assert found["short"]["adaptive_over_best"] == 1.3
+    assert found["short"]["adaptive_over_best_median"] == 1.0
+    assert found["short"]["worst_fixed_over_best"] == pytest.approx(1.1905)
+    assert [found[half]["verdict"] for half in ("short", "long")] == ["missed", "met"]
