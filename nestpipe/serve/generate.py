@@ -27,9 +27,10 @@ import torch
 from nestpipe.data.sequences import Sequences
 from nestpipe.errors import NestPipeError
 from nestpipe.instruct.store import ANY, Instructions
+from nestpipe.models.prefix import PrefixKey
 from nestpipe.serve.cache import Cache, State, settle
 from nestpipe.serve.config import EngineConfig
-from nestpipe.serve.generate_costs import Choice, Estimates, MemoryPath, choose
+from nestpipe.serve.generate_costs import DEGRADED, Choice, Estimates, MemoryPath, choose
 from nestpipe.serve.generate_model import Asked, EncoderMemory, Generated, Generative, Steering
 from nestpipe.serve.histories import Histories
 from nestpipe.serve.jobs import BusyError, LateError
@@ -67,7 +68,7 @@ class Answer:
 
     @property
     def degraded(self) -> bool:
-        return self.path in {"shorter", "narrow"}
+        return self.path in DEGRADED
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -95,10 +96,10 @@ class _Plan:
     job: Generate
     asked: Asked
     choice: Choice
-    memory: EncoderMemory
     steering: Steering
     provenance: Provenance
     times_ms: dict[str, float]
+    memory: EncoderMemory | None = None
 
 
 class Generator:
@@ -128,7 +129,7 @@ class Generator:
         )
         self.counts: Counter[tuple[str, str]] = Counter()  # ('path' or 'instruction', which): how often
         self._queue: list[Generate] = []  # a heap by deadline
-        self._spent: deque[Asked] = deque()  # whose memory goes to the host
+        self._spent: deque[PrefixKey] = deque()  # to demote
         self._looked, self._num_removals = -math.inf, histories.num_removals
         self._news = threading.Condition()
         self.is_stopping = False
@@ -179,10 +180,13 @@ class Generator:
 
     def step(self) -> bool:
         """One turn; False if there was nothing to do."""
-        plans = self._next_batch()  # 1 the most urgent requests, each with a memory and an instruction
-        for width in sorted({plan.choice.width for plan in plans}):
-            self._decode([plan for plan in plans if plan.choice.width == width], width)  # 2 one search for all of them
-        return bool(plans) or self._demote()  # 3 nobody waits: a memory that was used goes to the host
+        plans = self._next_batch()  # 1 the most urgent requests, each with an instruction and the best path that fits
+        ready = [plan for plan in plans if self._remember(plan)]  # 2 memories: found, copied from the host, or encoded
+        for width in sorted({plan.choice.width for plan in ready}):
+            self._decode([plan for plan in ready if plan.choice.width == width], width)  # 3 one search for all of them
+        while len(self._spent) > self.config.max_batch:
+            self._demote()  # someone always waits, but the host must get its share
+        return bool(plans) or self._demote()  # 4 nobody waits: a memory that was used goes to the host
 
     def _look_around(self) -> None:
         """Others may have written, and time has passed: what nobody may see any more goes."""
@@ -196,6 +200,7 @@ class Generator:
             self.cache.sweep()
 
     def _next_batch(self) -> list[_Plan]:
+        """Requests by deadline, as long as all of them together are done before the first deadline."""
         plans: list[_Plan] = []
         total_ms = 0.0
         while self._queue and len(plans) < self.config.max_batch:
@@ -205,43 +210,62 @@ class Generator:
                 continue
             try:
                 plan = self._plan(job, total_ms)
-            except Exception as error:
-                if not isinstance(error, NestPipeError):
-                    _log.exception("a request could not be encoded")
-                    error = FailedError("the model failed on the request; ask again, or look into the log.")
+            except LateError as error:
+                if plans:  # perhaps because of its mates
+                    self._put_back(job)
+                    break
+                self.estimates.relax()
                 settle(job.reply, error)
                 continue
+            except Exception as error:
+                settle(job.reply, _blamed(error, "a request could not be read"))
+                continue
+            slack_ms = 1000 * ((plans[0].job if plans else job).deadline - self.clock())
+            if plans and (plan.choice.is_degraded or total_ms + plan.choice.cost_ms > slack_ms):
+                self._put_back(job)
+                break
             plans.append(plan)
             total_ms += plan.choice.cost_ms
         return plans
 
+    def _put_back(self, job: Generate) -> None:
+        with self._news:
+            heapq.heappush(self._queue, job)
+
     def _plan(self, job: Generate, before_ms: float) -> _Plan:
-        """What a request will use, encoded if it must be; raises LateError if nothing fits before its deadline."""
+        """What a request will use; raises LateError if nothing fits before its deadline."""
         self._look_around()
         times = {"queue": 1000 * (self.clock() - job.arrived)}
         began = time.perf_counter()
         steering, provenance = self._steer(job)
         times["instruction"] = 1000 * (time.perf_counter() - began)
-        began = time.perf_counter()
         asked = self.served.ask(self.histories.of(job.user) if job.history is None else job.history, steering)
-        slack_ms = 1000 * (job.deadline - self.clock())
         choice = choose(
             self.estimates,
             state=self.cache.peek_state(asked.key),
-            slack_ms=slack_ms - before_ms,
+            slack_ms=1000 * (job.deadline - self.clock()) - before_ms,
             num_events=asked.num_events,
             beam=self.served.model.config.beam,
             k=job.k,
             block=max(self.served.max_len // 8, 1),
         )
         if choice is None:
-            self.estimates.relax()
             raise LateError("not even the narrowest search fits before the deadline.")
         if choice.num_events < asked.num_events:
             asked = self.served.shorter(asked, choice.num_events)
-        memory, path = self._memory(job, asked, choice)
-        times["encode"] = 1000 * (time.perf_counter() - began)
-        return _Plan(job, asked, choice._replace(path=path), memory, steering, provenance, times)
+        return _Plan(job, asked, choice, steering, provenance, times)
+
+    def _remember(self, plan: _Plan) -> bool:
+        """Gives a plan the memory of its history; False if that failed, and the request has its answer."""
+        began = time.perf_counter()
+        try:
+            plan.memory, path = self._memory(plan.job, plan.asked, plan.choice)
+        except Exception as error:
+            settle(plan.job.reply, _blamed(error, "a request could not be encoded"))
+            return False
+        plan.choice = plan.choice._replace(path=path)
+        plan.times_ms["encode"] = 1000 * (time.perf_counter() - began)
+        return True
 
     def _memory(self, job: Generate, asked: Asked, choice: Choice) -> tuple[EncoderMemory, MemoryPath]:
         """The memory of a history and where it came from; it is kept for the user's next request."""
@@ -251,9 +275,9 @@ class Generator:
         memory = self.cache.pin(key, job)
         if memory is not None:
             self.cache.unpin(key, job, consumed=True)
-            self._spent.append(asked)
-            return memory, path if path in {"hit_device", "hit_host", "narrow"} else "hit_device"
-        is_kept = path in {"full", "hit_device", "hit_host"} and self.cache.peek_state(key) is None
+            self._spend(key)
+            return memory, "hit_device" if path == "full" else path  # what was encoded for a mate is there by now
+        is_kept = not choice.is_degraded and self.cache.peek_state(key) is None
         lease = self.cache.reserve(key, user=job.user, num_bytes=self.served.num_bytes(asked)) if is_kept else None
         began = time.perf_counter()
         try:
@@ -265,8 +289,12 @@ class Generator:
         self.estimates.observe(1000 * (time.perf_counter() - began), self.estimates.encode(asked.num_events))
         if lease is not None:
             self.cache.finish(lease, memory)
-            self._spent.append(asked)
+            self._spend(key)
         return memory, "full" if path in {"hit_device", "hit_host"} else path
+
+    def _spend(self, key: PrefixKey) -> None:
+        if key not in self._spent:
+            self._spent.append(key)
 
     def _steer(self, job: Generate) -> tuple[Steering, Provenance]:
         number = None if job.scenario is None else self.scenarios[job.scenario]
@@ -276,7 +304,6 @@ class Generator:
         if self.instructions is None:
             return steering, Provenance(source="default", reason="not used")
         found, reason = self.instructions.of(job.user, job.scenario or ANY)
-        self.counts["instruction", reason] += 1
         if found is None:
             return steering, Provenance(source="default", reason=reason)
         vector = torch.from_numpy(found.vector)
@@ -304,7 +331,7 @@ class Generator:
     def _search(self, plans: Sequence[_Plan], width: int) -> list[Generated]:
         return self.served.generate(
             [plan.asked for plan in plans],
-            [plan.memory for plan in plans],
+            [plan.memory for plan in plans if plan.memory is not None],
             [plan.steering for plan in plans],
             width=width,
             k=[plan.job.k for plan in plans],
@@ -313,15 +340,14 @@ class Generator:
     def _alone(self, plan: _Plan, width: int) -> Generated | Exception:
         try:
             return self._search([plan], width)[0]
-        except NestPipeError as error:
-            return error
-        except Exception:
-            _log.exception("a request could not be searched for")
-            return FailedError("the model failed on the request; ask again, or look into the log.")
+        except Exception as error:
+            return _blamed(error, "a request could not be searched for")
 
     def _reply(self, plan: _Plan, found: Generated, decode_ms: float) -> None:
         path, job = plan.choice.path, plan.job
         self.counts["path", path] += 1
+        if self.instructions is not None:
+            self.counts["instruction", plan.provenance.reason] += 1
         answer = Answer(
             items=found.items,
             log_probabilities=found.log_probabilities,
@@ -336,6 +362,14 @@ class Generator:
 
     def _demote(self) -> bool:
         while self._spent:
-            if self.cache.demote(self._spent.popleft().key):
+            if self.cache.demote(self._spent.popleft()):
                 return True
         return False
+
+
+def _blamed(error: Exception, what: str) -> NestPipeError:
+    """What the client is told; an error that is not ours goes to the log."""
+    if isinstance(error, NestPipeError):
+        return error
+    _log.error("%s", what, exc_info=error)
+    return FailedError("the model failed on the request; ask again, or look into the log.")

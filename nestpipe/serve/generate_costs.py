@@ -14,6 +14,7 @@ from nestpipe.serve.histories import Histories
 _NARROW = 4  # a narrow search has so many times fewer beams
 _REPEATS = 3
 MemoryPath = Literal["hit_device", "hit_host", "full", "shorter", "narrow"]
+DEGRADED = frozenset({"shorter", "narrow"})
 
 
 @dataclass(slots=True, kw_only=True)
@@ -50,6 +51,10 @@ class Choice(NamedTuple):
     cost_ms: float
     num_events: int
     width: int
+
+    @property
+    def is_degraded(self) -> bool:
+        return self.path in DEGRADED
 
 
 def choose(

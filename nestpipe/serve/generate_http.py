@@ -189,7 +189,7 @@ class GenerateNumbers(Collector):
     def collect(self) -> Iterator[Metric]:
         generator = self._generator
         paths = CounterMetricFamily("nestpipe_generated", "Answers by path", labels=["path"])
-        looks = CounterMetricFamily("nestpipe_instructions", "Looks into the store by what was found", labels=["found"])
+        looks = CounterMetricFamily("nestpipe_instructions", "Answers by the instruction found", labels=["found"])
         for (what, which), count in sorted(generator.counts.items()):
             (paths if what == "path" else looks).add_metric([which], count)
         yield paths

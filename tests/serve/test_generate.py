@@ -306,6 +306,54 @@ def test_a_memory_makes_room_for_the_whole_search(run, served, tmp_path):
     assert (found.path, found.num_events, found.degraded) == ("hit_device", MAX_LEN, False)
 
 
+def test_a_shorter_history_is_degraded_also_if_its_memory_is_there(run, served, tmp_path):
+    generator = make_generator(run, tmp_path, served=served, clock=Clock(), estimates=SLOW)
+    events = generator.histories.of(USER)
+    kept = [
+        {"item": int(item), "time": int(ms) // 1000}
+        for item, ms in zip(events.items[-3:], events.times[-3:], strict=True)
+    ]
+    answer(generator, USER, history=generator.histories.given(USER, kept))
+    generator.estimates = replace(SLOW)
+    found = answer(generator, USER, slack_s=0.0225)
+    assert (found.path, found.num_events, found.degraded) == ("shorter", 3, True)
+
+
+def test_nobody_is_late_because_of_who_came_after(run, served, tmp_path, monkeypatch):
+    """Steps that take exactly what is expected: a batch ends where its first deadline would be missed."""
+    clock = Clock()
+    generator = make_generator(run, tmp_path, served=served, clock=clock, estimates=SLOW)
+    encode, search = served.encode, served.generate
+
+    def slow_encode(asked):
+        clock.now += SLOW.encode(asked.num_events) / 1000
+        return encode(asked)
+
+    def slow_search(asked, *rest, width, k):
+        clock.now += len(asked) * SLOW.decode(width) / 1000
+        return search(asked, *rest, width=width, k=k)
+
+    monkeypatch.setattr(served, "encode", slow_encode)
+    monkeypatch.setattr(served, "generate", slow_search)
+    monkeypatch.setattr(Estimates, "observe", lambda *args: None)
+    jobs = {user: submit(generator, user, slack_s=slack_s) for user, slack_s in ((USER, 0.030), (12, 0.2), (25, 0.2))}
+    while not all(job.reply.done() for job in jobs.values()):
+        generator.step()
+    took_ms = {user: job.reply.result(0).times_ms["total"] for user, job in jobs.items()}
+    assert took_ms[USER] <= 30
+    assert took_ms[12] == took_ms[25] <= 81 + EXACT, "the others together, and none of them paid twice"
+    assert all(job.reply.result(0).path == "full" for job in jobs.values())
+
+
+def test_under_steady_load_memories_reach_the_host_and_nothing_piles_up(run, served, tmp_path):
+    generator = make_generator(run, tmp_path, served=served, max_batch=2)
+    for turn in range(30):
+        submit(generator, turn % 20)
+        assert generator.step()
+    assert len(generator._spent) <= 2
+    assert generator.cache.host.copies >= 18
+
+
 def test_without_room_in_the_cache_everything_is_computed(run, served, tmp_path):
     generator = make_generator(run, tmp_path, served=served, device_bytes=10)
     first, second = answer(generator, USER), answer(generator, USER)
