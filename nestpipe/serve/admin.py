@@ -9,6 +9,7 @@ POST /compare  {"share": 0}                  everybody gets the same model again
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +28,7 @@ from nestpipe.serve.lineup import Lineup
 from nestpipe.serve.prefix import Served
 from nestpipe.serve.swap import ParityError
 
+_log = logging.getLogger("nestpipe.serve")
 Load = Callable[[Path, int | None], Served]
 
 
@@ -58,6 +60,9 @@ class Admin:
             return answer_of(*refusal(409, "parity", str(error)))
         except (NestPipeError, OSError) as error:
             return answer_of(*refusal(400, "bad_model", str(error)))
+        except Exception as error:
+            _log.exception("a call of the administration failed; the models in use go on")
+            return answer_of(*refusal(500, "failed", f"{type(error).__name__}: {error}; the log says where."))
         return JSONResponse(self._instance.state())
 
     async def _act(self, http: Request) -> None:

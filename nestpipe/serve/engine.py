@@ -74,7 +74,7 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
     ):
         self.lineup, self.histories = Lineup(served), histories
-        self.models, self._num_models = WeakSet([served]), 1  # also old ones, as long as something refers to them
+        self.models, self._known = WeakSet([served]), {served.name}  # also old ones that something refers to
         self.config, self.trigger, self.clock = config, trigger, clock
         self.cache = Cache[Prefix](
             device_bytes=config.device_bytes,
@@ -206,8 +206,9 @@ class Engine:
             self.cache.invalidate()
         if (now := self.clock()) - self._looked > _LOOK_S:
             self._looked = now
-            has_changed, self._num_models = self._num_models != len(self.models), len(self.models)
-            self.cache.sweep((lambda key: any(one.ranker.made(key) for one in self.models)) if has_changed else None)
+            before, self._known = self._known, {one.name for one in self.models}
+            is_other = before != self._known
+            self.cache.sweep((lambda key: any(one.ranker.made(key) for one in self.models)) if is_other else None)
             self._spent = deque(key for key in self._spent if self.cache.peek_state(key) is not None)
             self._held = {request: held for request, held in list(self._held.items()) if held[2] > now}
 

@@ -93,6 +93,22 @@ def test_new_requests_get_the_new_model_and_tickets_the_old_one_which_then_goes(
     engine.cache.check()
 
 
+def test_prefixes_of_a_model_that_goes_at_once_go_too(runs, served, tmp_path):
+    """Between two looks one model went and one came: there are as many as before, and not the same."""
+    clock = Clock()
+    engine = make_engine(runs("hstu"), tmp_path, served=served("hstu"), clock=clock)
+    signal(engine, 3)
+    settle(engine)
+    answer(engine, 3, request="r")
+    engine._look_around()
+    assert len(engine.cache) == 1
+    engine.use(Lineup(served("fuxi")))
+    assert len(engine.models) == 1
+    clock.now += 1
+    engine._look_around()
+    assert len(engine.cache) == 0
+
+
 def test_two_models_side_by_side_by_a_hash_of_the_user(runs, served, tmp_path):
     other = served("fuxi")
     engine = make_engine(runs("hstu"), tmp_path, served=served("hstu"))
@@ -157,6 +173,10 @@ def test_what_cannot_be_served_is_refused_and_the_old_model_goes_on(runs, runnin
         assert message in found.json()["error"]["message"]
     assert http.post(f"{admin}/swap", json={"run": fuxi}, headers={"authorization": "Bearer x"}).status_code == 401
     assert http.post(f"{url}/swap", json={"run": fuxi}).status_code == 404
+    monkeypatch.setattr(swap, "open_served", lambda *args, **fields: {}["no such weight"])
+    found = http.post(f"{admin}/swap", json={"run": fuxi})
+    assert (found.status_code, found.json()["error"]["code"]) == (500, "failed")
+    assert main(["swap", str(tmp_path), fuxi, "--admin-port", admin.rpartition(":")[2]]) == 2
     monkeypatch.setattr(swap, "open_served", lambda *args, **fields: undeclared(open_served(*args, **fields)))
     found = http.post(f"{admin}/swap", json={"run": fuxi})
     assert (found.status_code, found.json()["error"]["code"]) == (409, "parity")
