@@ -27,6 +27,7 @@ from nestpipe.run import Run
 from nestpipe.serve.command import EVENTS
 from nestpipe.serve.event_log import EventLog
 from nestpipe.serve.generate_command import open_histories
+from nestpipe.serve.histories import id_of
 
 _LINE_S = 15.0
 
@@ -144,11 +145,11 @@ class RunFeed:
     def __init__(self, run: Run, log: Path):
         self._histories = open_histories(run, log)
         self._log = EventLog(log)
-        self._events: list[tuple[str, int]] = []  # id and user
+        self._events: list[tuple[str, int]] = []  # digest of the id, and user
 
     def news(self, mark: str) -> tuple[Iterable[int], str]:
         with self._log.news() as (is_other, events):
-            found = [(event["id"], event["user"]) for event in events]
+            found = [(id_of(event).hex(), event["user"]) for event in events]
             self._events = found if is_other else self._events + found
         self._histories.refresh()
         folder, number, last = json.loads(mark) if mark else ("", 0, "")

@@ -47,6 +47,15 @@ def publish_folder(out: Path, *, overwrite: bool, inputs: Sequence[Path] = ()) -
         raise
 
 
+def place_of(folder: Path) -> tuple[int, int] | None:
+    """Another one after a folder was replaced; None while the new one is about to come."""
+    try:
+        found = (folder / META).stat()
+    except FileNotFoundError:
+        return None
+    return found.st_ino, found.st_mtime_ns
+
+
 def remove_stale(out: Path) -> None:
     """Clears up after dead processes; an old folder whose replacement never came goes back to its place."""
     for path in sorted(out.parent.glob(f".{out.name}.*-*")):

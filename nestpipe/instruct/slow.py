@@ -25,10 +25,11 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from nestpipe.data.folder import place_of
 from nestpipe.data.sequences import Sequences
 from nestpipe.errors import ConfigError
 from nestpipe.instruct.requests import Encode, InstructionProvider, InstructionRequest, RequestBuilder
-from nestpipe.instruct.store import ANY, Instruction, InstructionStore, connect, transaction
+from nestpipe.instruct.store import ANY, Instruction, InstructionStore, connect, drop_old_pages, transaction
 
 _PENDING = """CREATE TABLE IF NOT EXISTS pending (
     user INTEGER PRIMARY KEY, due_s REAL NOT NULL, tries INTEGER NOT NULL)"""
@@ -59,17 +60,24 @@ class FolderFeed:
     """A sequence folder, which changes as a whole or not at all: its mark is its digest."""
 
     def __init__(self, sequences: Sequences):
-        self._sequences = sequences
+        self._sequences, self._place = sequences, place_of(sequences.path)
 
     def news(self, mark: str) -> tuple[Iterable[int], str]:
-        return ([] if mark == self._sequences.digest else self._sequences.users.tolist()), self._sequences.digest
+        own = self._now()
+        return ([] if mark == own.digest else own.users.tolist()), own.digest
 
     def history(self, user: int) -> History | None:
-        own = self._sequences
+        own = self._now()
         row = int(np.searchsorted(own.users, user))
         if row == len(own.users) or own.users[row] != user or own.offsets[row] == own.offsets[row + 1]:
             return None
         return History(own, row, int(own.offsets[row + 1] - own.offsets[row]))
+
+    def _now(self) -> Sequences:
+        """The folder that is there now: users that it has not any more must not be read."""
+        if (place := place_of(self._sequences.path)) not in (None, self._place):
+            self._sequences, self._place = Sequences.open(self._sequences.path), place
+        return self._sequences
 
 
 class Due(NamedTuple):
@@ -123,7 +131,7 @@ class Ledger:
     def forget(self, user: int) -> None:
         with transaction(self._connection):
             self._connection.execute("DELETE FROM pending WHERE user = ?", (user,))
-        self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+        drop_old_pages(self._connection)
 
     @property
     def num_pending(self) -> int:

@@ -117,7 +117,7 @@ class SqliteStore:
         with self._open() as connection:
             with transaction(connection):
                 gone = connection.execute("DELETE FROM instructions WHERE user = ?", (user,)).rowcount
-            connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()  # or the log would keep the old pages
+            drop_old_pages(connection)
         return gone
 
     def close(self) -> None:
@@ -169,6 +169,12 @@ def connect(path: Path, *statements: str, read_only: bool = False, timeout_s: fl
         connection.close()
         raise
     return connection
+
+
+def drop_old_pages(connection: sqlite3.Connection) -> None:
+    """What was deleted leaves the log of the file too; raises DataError if somebody still reads it there."""
+    if connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]:
+        raise DataError("what was deleted is still in the log of the store, because somebody reads it; forget again.")
 
 
 @contextmanager
@@ -245,14 +251,16 @@ def _row(one: Instruction) -> tuple[object, ...]:
 
 def _read(row: Sequence[object]) -> Instruction:
     user, scenario, text, vector, provenance, version, request, written_s, ttl_s = row
-    # SQLite keeps whatever it is given in a column, so types are checked where they matter.
-    if not isinstance(vector, bytes) or len(vector) % 4 or not isinstance(text, str):
+    # SQLite keeps whatever it is given in a column.
+    numbers = np.frombuffer(vector, "<f4") if isinstance(vector, bytes) and len(vector) % 4 == 0 else None
+    is_timed = isinstance(written_s, float) and isinstance(ttl_s, float)
+    if numbers is None or not np.isfinite(numbers).all() or not isinstance(text, str) or not is_timed:
         raise DataError("an instruction in the store is not one of ours; move the file away.")
     return Instruction(
         user=int(str(user)),
         scenario=str(scenario),
         text=text,
-        vector=np.frombuffer(vector, "<f4").astype(np.float32),
+        vector=numbers.astype(np.float32),
         provenance=str(provenance),
         version=str(version),
         request=str(request),

@@ -51,7 +51,8 @@ def main(argv: list[str]) -> int:
 def forget(runs: Sequence[Path], user: int) -> tuple[int, int]:
     """How many events left the sequence folder, how many the event logs; raises ConfigError unless it is one folder.
 
-    Whenever it is cut off, the runs can be opened, and forgetting again (anybody) finishes it.
+    Whenever it is cut off, the runs can be opened. Forgetting anybody finishes what was begun with folders, forgetting the
+    same user what was not begun.
     """
     folders = {Path(Config.load(run / "config.json").data.path).resolve() for run in runs}
     if len(folders) != 1:

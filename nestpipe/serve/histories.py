@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from nestpipe.data.folder import META
+from nestpipe.data.folder import place_of
 from nestpipe.data.schema import Feature, Schema
 from nestpipe.data.sequences import Sequences, StoredFeature
 from nestpipe.errors import DataError
@@ -65,8 +65,7 @@ class Histories:
         self._lock = threading.Lock()
         self._new: dict[int, Events] = {}
         self._ids: set[bytes] = set()
-        self._folder = (0, 0)
-        self._folder = self._folder_mark()
+        self._folder = place_of(sequences.path)
         self.num_removals = 0
         self.refresh()
 
@@ -100,7 +99,7 @@ class Histories:
             self.refresh()
             own, fresh = self.sequences, dict[bytes, Event]()
             for event in events:
-                if (name := _id(event)) not in self._ids:
+                if (name := id_of(event)) not in self._ids:
                     fresh.setdefault(name, event)
             for user, new in _parsed(own.schema, fresh.values()).items():
                 check(of_user(own, user, new))
@@ -115,10 +114,10 @@ class Histories:
         All of it or nothing: what fails is tried again by the next call.
         """
         with self._lock, self._log.news() as (is_other, events):
-            folder = self._folder_mark()
+            folder = place_of(self.sequences.path) or self._folder
             has_moved = folder != self._folder
             own = Sequences.open(self.sequences.path) if has_moved else self.sequences
-            parsed, ids = _parsed(own.schema, events), {_id(event) for event in events}
+            parsed, ids = _parsed(own.schema, events), {id_of(event) for event in events}
             if is_other:
                 self._new, self._ids = {}, set()
             self.sequences, self._folder = own, folder
@@ -126,13 +125,6 @@ class Histories:
             self._ids |= ids
             for user, new in parsed.items():
                 self._new[user] = self._new[user].then(new) if user in self._new else new
-
-    def _folder_mark(self) -> tuple[int, int]:
-        try:
-            found = (self.sequences.path / META).stat()
-        except FileNotFoundError:  # another folder is about to take its place
-            return self._folder
-        return found.st_ino, found.st_mtime_ns
 
 
 def stored(own: Sequences, rows: Ints) -> Events:
@@ -244,7 +236,8 @@ def _whole(event: Mapping[str, Any], name: str, place: int, legal: range) -> Non
         )
 
 
-def _id(event: Event) -> bytes:
+def id_of(event: Event) -> bytes:
+    """A digest of what the caller calls the event."""
     return hashlib.blake2b(event["id"].encode("utf-8", "surrogatepass"), digest_size=12).digest()
 
 

@@ -13,7 +13,9 @@ import pytest
 import torch
 
 from nestpipe.data.build import write_sequences
+from nestpipe.data.forget import forget_user
 from nestpipe.data.schema import Feature, Label, Schema
+from nestpipe.data.sequences import Sequences
 from nestpipe.errors import ConfigError
 from nestpipe.instruct import slow, store
 from nestpipe.instruct.providers import EndpointConfig, OpenAICompatibleProvider, TemplateProvider
@@ -188,6 +190,16 @@ def test_one_who_is_forgotten_while_the_provider_writes_gets_nothing(tmp_path, f
     assert job.store.get(2, ANY) is None
     assert is_complete(job, feed)
     assert job.ledger.num_pending == 0
+
+
+def test_a_folder_that_is_replaced_is_read_anew(tmp_path):
+    feed = FolderFeed(write_log(tmp_path / "log", HISTORIES))
+    _, mark = feed.news("")
+    assert feed.news(mark)[0] == []
+    forget_user(Sequences.open(tmp_path / "log"), 3, announce=lambda digest: None)
+    assert feed.history(3) is None, "who was forgotten has no events here either"
+    users, later = feed.news(mark)
+    assert (sorted(users), later != mark) == ([user for user in HISTORIES if user != 3], True)
 
 
 def test_two_jobs_at_once_are_refused(tmp_path, feed):

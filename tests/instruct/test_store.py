@@ -135,6 +135,32 @@ def test_a_damaged_file_is_an_error_for_the_job_and_a_miss_for_a_request(tmp_pat
             SqliteStore(path).put([ONE])
 
 
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [("written_s", "soon"), ("ttl_s", b"x"), ("vector", np.array([1, np.nan, 2], "<f4").tobytes()), ("text", b"x")],
+)
+def test_a_damaged_row_is_a_miss_too(store, column, value):
+    store.put([ONE, replace(ONE, user=8)])
+    with sqlite3.connect(store.path) as connection:
+        connection.execute(f"UPDATE instructions SET {column} = ? WHERE user = -7", (value,))
+    assert reader_of(store).of(-7, ANY) == (None, "unreadable")
+    assert reader_of(store).of(8, ANY).reason == "found"
+
+
+def test_forgetting_says_so_if_a_reader_keeps_the_old_pages(tmp_path):
+    store = SqliteStore(tmp_path / "store.sqlite", timeout_s=0.05)
+    store.put([replace(ONE, text="secret wishes")])
+    reader = sqlite3.connect(store.path, isolation_level=None)
+    reader.execute("BEGIN")
+    reader.execute("SELECT * FROM instructions").fetchall()
+    with pytest.raises(DataError, match="forget again"):
+        store.forget(-7)
+    reader.close()
+    assert store.forget(-7) == 0
+    assert all(b"secret wishes" not in path.read_bytes() for path in tmp_path.iterdir())
+    store.close()
+
+
 def test_a_file_of_another_format_is_refused(tmp_path):
     path = tmp_path / "store.sqlite"
     with sqlite3.connect(path) as connection:

@@ -32,6 +32,7 @@ from nestpipe.serve.generate_costs import Estimates, choose
 from nestpipe.serve.generate_http import GenerativeInstance
 from nestpipe.serve.generate_model import Steering, open_generative
 from nestpipe.serve.jobs import BusyError, LateError
+from nestpipe.think_command import RunFeed
 from tests.serve.generative import MAX_LEN, NUM_ITEMS, answer, make_generator, make_ids, make_run, submit
 from tests.serve.instances import Served as Server
 from tests.serve.world import Clock
@@ -538,6 +539,17 @@ def test_following_goes_on_until_it_is_interrupted(run, tmp_path, monkeypatch, c
     said = capsys.readouterr().err
     assert "41 written" in said
     assert "1 pending" in said
+
+
+def test_the_mark_of_a_run_names_no_event(run, generator, tmp_path):
+    """It outlives the events, also those of users that are forgotten."""
+    generator.histories.add([{"id": "a wish", "user": 7, "item": 3, "time": 2_000_000}], generator.served.ask)
+    feed = RunFeed(run, tmp_path / "events.log")
+    _, mark = feed.news("")
+    assert "a wish" not in mark
+    assert feed.news(mark)[0] == []
+    generator.histories.add([{"id": "more", "user": 8, "item": 3, "time": 2_000_000}], generator.served.ask)
+    assert feed.news(mark)[0] == [8]
 
 
 def test_thinking_about_a_folder_needs_ids_and_a_store(run, tmp_path, capsys):
