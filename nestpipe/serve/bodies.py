@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import logging
 import math
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
@@ -14,6 +15,7 @@ from starlette.responses import JSONResponse, Response
 
 from nestpipe.errors import NestPipeError
 
+_log = logging.getLogger("nestpipe.serve")
 _INT64 = (-(2**63), 2**63 - 1)
 MAX_REQUEST_CHARS = 128
 
@@ -135,6 +137,11 @@ def posted_events(body: Mapping[str, Any], *, most: int) -> list[dict[str, Any]]
     return events
 
 
+Call = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
+Handler = Callable[[Request], Awaitable[Response]]
+Refuse = Callable[[NestPipeError], tuple[int, str] | None]
+
+
 class Guard:
     """What stands before the calls of a service: a limit to requests under way, then to the size and time of a body."""
 
@@ -142,7 +149,30 @@ class Guard:
         self._max_under_way, self._max_bytes, self._body_s = max_under_way, max_bytes, body_s
         self.num_under_way = 0
 
-    async def run(self, http: Request, call: Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]) -> dict[str, Any]:
+    def handler(self, call: Call, *, refuse: Refuse, counted: Callable[[int], object]) -> Handler:
+        """Answers with what a call gives. Errors become answers too: `refuse` says the status and code of those it knows."""
+
+        async def answer(http: Request) -> tuple[int, dict[str, Any]]:
+            try:
+                return 200, await self.run(http, call)
+            except BadRequestError as error:
+                return refusal(error.status, error.code, str(error))
+            except NestPipeError as error:
+                if (known := refuse(error)) is not None:
+                    return refusal(*known, str(error))
+                _log.exception("a call failed")
+            except Exception:
+                _log.exception("a call failed")
+            return refusal(500, "failed", "this should not have happened; the log says what did.")
+
+        async def handle(http: Request) -> Response:
+            status, content = await answer(http)
+            counted(status)
+            return answer_of(status, content)
+
+        return handle
+
+    async def run(self, http: Request, call: Call) -> dict[str, Any]:
         """The answer of a call, which ends when the client leaves; raises BadRequestError and what the call raises."""
         if self.num_under_way >= self._max_under_way:
             message = f"{self._max_under_way} requests are under way; try again in a second."

@@ -12,7 +12,6 @@ from __future__ import annotations
 import heapq
 import logging
 import math
-import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -26,10 +25,11 @@ from nestpipe.models.prefix import Prefix, PrefixKey
 from nestpipe.serve.cache import Cache, Entry, State, settle
 from nestpipe.serve.config import EngineConfig, TriggerConfig
 from nestpipe.serve.histories import Histories
-from nestpipe.serve.jobs import HITS, Answer, BusyError, Choice, Decision, LateError, Rank, Signal, choose
+from nestpipe.serve.jobs import HITS, Answer, Choice, Decision, LateError, Rank, Signal, choose
 from nestpipe.serve.lineup import Lineup
 from nestpipe.serve.prefix import Asked, Served, copy_prefix
 from nestpipe.serve.trigger import ADMITTED, Bucket, Kind, View, decide
+from nestpipe.serve.turns import Turns
 
 _log = logging.getLogger("nestpipe.serve")
 _LOOK_S = 0.5  # between two looks for what has expired
@@ -61,7 +61,7 @@ class _Plan:
     prefix: Prefix | None = None
 
 
-class Engine:
+class Engine(Turns):
     """Answers ranks and signals."""
 
     def __init__(
@@ -73,6 +73,7 @@ class Engine:
         trigger: TriggerConfig,
         clock: Callable[[], float] = time.monotonic,
     ):
+        super().__init__("engine", max_queue=config.max_queue)
         self.lineup, self.histories = Lineup(served), histories
         self.models, self._known = WeakSet([served]), {served.name}  # also old ones that something refers to
         self.config, self.trigger, self.clock = config, trigger, clock
@@ -94,22 +95,15 @@ class Engine:
         self._spent: deque[PrefixKey] = deque()  # to demote
         self._held: dict[str, tuple[Served, PrefixKey, float]] = {}  # request -> what waits for it, until when
         self._looked, self._num_removals = -math.inf, histories.num_removals
-        self._news, self.is_stopping = threading.Condition(), False
-        self._thread: threading.Thread | None = None
 
     # From any thread.
 
     def submit(self, job: Rank | Signal) -> None:
         """Queues a job, whose `reply` will have the answer; raises BusyError."""
-        with self._news:
-            if self.is_stopping:
-                raise BusyError("the instance is stopping; ask another.")
-            if self.num_waiting >= self.config.max_queue:
-                raise BusyError(f"{self.num_waiting} requests wait already; try again later, or ask another instance.")
+        with self.while_open():
             if isinstance(job, Rank):
                 job.arrived = self.clock()
             self._inbox.append(job)
-            self._news.notify()
 
     @property
     def num_waiting(self) -> int:
@@ -132,31 +126,10 @@ class Engine:
         late = [ms for at, ms in list(self._latencies) if at > since]
         return float(np.percentile(late, 99)) if len(late) >= 32 else 0.0
 
-    def start(self) -> None:
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Answers what is queued, then ends."""
-        with self._news:
-            self.is_stopping = True
-            self._news.notify()
-        if self._thread is not None:
-            self._thread.join()
-
     # The engine's own thread.
 
-    def _run(self) -> None:
-        while not (self.is_stopping and not self.num_waiting):
-            try:
-                is_idle = not self.step()
-                self._look_around()
-            except Exception:
-                _log.exception("a step failed; the engine goes on")
-                is_idle = True
-            with self._news:
-                if is_idle and not self._inbox:
-                    self._news.wait(0.001 if self._waiting else 0.2)
+    def _pause_s(self) -> float:
+        return 0.001 if self._waiting else super()._pause_s()
 
     def step(self) -> bool:
         """One turn; False if there was nothing to do."""

@@ -12,7 +12,7 @@ Limits come before work: size and time of bodies, fields, and the number of requ
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from typing import Any
@@ -26,9 +26,10 @@ from starlette.routing import Route
 from nestpipe.errors import NestPipeError
 from nestpipe.serve.bodies import (
     BadRequestError,
+    Call,
     Fields,
     Guard,
-    answer_of,
+    Handler,
     http_refusal,
     lacks_token,
     read_json,
@@ -41,7 +42,6 @@ from nestpipe.serve.remote import Asked, RemoteError, Signal, is_address
 from nestpipe.serve.router import MAX_TICKET_CHARS, RouterError
 from nestpipe.serve.trigger import ADMITTED
 
-Handler = Callable[[HttpRequest], Awaitable[Response]]
 _BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
 
 
@@ -84,7 +84,7 @@ class Gateway:
             "events": self._events,
             "invalidate": self._invalidate,
         }
-        routes = [Route(f"/v1/{name}", self._guarded(name, call), methods=["POST"]) for name, call in calls.items()]
+        routes = [Route(f"/v1/{name}", self._handler(name, call), methods=["POST"]) for name, call in calls.items()]
         routes.extend(more)
         gets = {"healthz": _alive, "readyz": self._ready, "metrics": self._metrics, "openapi.json": self._document}
         routes += [Route(f"/{name}", handler) for name, handler in gets.items()]
@@ -97,29 +97,9 @@ class Gateway:
         yield
         await self._remote.close()
 
-    def _guarded(self, name: str, call: Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]) -> Handler:
-        """Errors become answers, which are counted."""
-
-        async def handle(http: HttpRequest) -> Response:
-            status, content = await self._answer(http, call)
-            self.numbers.answers.labels(name, str(status)).inc()
-            return answer_of(status, content)
-
-        return handle
-
-    async def _answer(
-        self, http: HttpRequest, call: Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
-    ) -> tuple[int, dict[str, Any]]:
-        try:
-            return 200, await self._guard.run(http, call)
-        except BadRequestError as error:
-            return refusal(error.status, error.code, str(error))
-        except StageError as error:
-            return refusal(error.status, f"{error.stage}_{error.code}", str(error))
-        except RemoteError as error:
-            return refusal(error.status, error.code, str(error))
-        except RouterError as error:
-            return refusal(503, "no_instance", str(error))
+    def _handler(self, name: str, call: Call) -> Handler:
+        count = self.numbers.answers.labels
+        return self._guard.handler(call, refuse=_refuse, counted=lambda status: count(name, str(status)).inc())
 
     async def _recommend(self, body: dict[str, Any]) -> dict[str, Any]:
         fields, limits = Fields(body, self._fields["recommend"]), self._limits
@@ -246,6 +226,17 @@ def admin_app(cascade: Cascade, token: str) -> Starlette:
             raise BadRequestError(f"there is no action {action!r}; there are join, drain and leave.", code="bad_action")
 
     return Starlette(routes=[Route("/members", handle, methods=["GET", "POST"])])
+
+
+def _refuse(error: NestPipeError) -> tuple[int, str] | None:
+    match error:
+        case StageError():
+            return error.status, f"{error.stage}_{error.code}"
+        case RemoteError():
+            return error.status, error.code
+        case RouterError():
+            return 503, "no_instance"
+    return None
 
 
 async def _alive(http: HttpRequest) -> Response:

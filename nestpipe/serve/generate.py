@@ -14,7 +14,6 @@ from __future__ import annotations
 import heapq
 import logging
 import math
-import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -33,7 +32,8 @@ from nestpipe.serve.config import EngineConfig
 from nestpipe.serve.generate_costs import DEGRADED, Choice, Estimates, MemoryPath, choose
 from nestpipe.serve.generate_model import Asked, EncoderMemory, Generated, Generative, Steering
 from nestpipe.serve.histories import Histories
-from nestpipe.serve.jobs import BusyError, LateError
+from nestpipe.serve.jobs import LateError
+from nestpipe.serve.turns import Turns
 
 _log = logging.getLogger("nestpipe.serve")
 _LOOK_S = 0.5  # between two looks for what has expired
@@ -102,7 +102,7 @@ class _Plan:
     memory: EncoderMemory | None = None
 
 
-class Generator:
+class Generator(Turns):
     """Answers requests to generate. `scenarios` are their names, by the numbers that the model knows."""
 
     def __init__(
@@ -116,6 +116,7 @@ class Generator:
         scenarios: Sequence[str] = (),
         clock: Callable[[], float] = time.monotonic,
     ):
+        super().__init__("generator", max_queue=config.max_queue)
         self.served, self.histories, self.instructions = served, histories, instructions
         self.estimates, self.config, self.clock = estimates, config, clock
         self.scenarios = {name: number for number, name in enumerate(scenarios)}
@@ -131,52 +132,20 @@ class Generator:
         self._queue: list[Generate] = []  # a heap by deadline
         self._spent: deque[PrefixKey] = deque()  # to demote
         self._looked, self._num_removals = -math.inf, histories.num_removals
-        self._news = threading.Condition()
-        self.is_stopping = False
-        self._thread: threading.Thread | None = None
 
     # From any thread.
 
     def submit(self, job: Generate) -> None:
         """Queues a job, whose `reply` will have the answer; raises BusyError."""
-        with self._news:
-            if self.is_stopping:
-                raise BusyError("the instance is stopping; ask another.")
-            if len(self._queue) >= self.config.max_queue:
-                raise BusyError(f"{len(self._queue)} requests wait already; try again later, or ask another instance.")
+        with self.while_open():
             job.arrived = self.clock()
             heapq.heappush(self._queue, job)
-            self._news.notify()
 
     @property
     def num_waiting(self) -> int:
         return len(self._queue)
 
-    def start(self) -> None:
-        self._thread = threading.Thread(target=self._run, name="generator", daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Answers what is queued, then ends."""
-        with self._news:
-            self.is_stopping = True
-            self._news.notify()
-        if self._thread is not None:
-            self._thread.join()
-
     # The generator's own thread.
-
-    def _run(self) -> None:
-        while not (self.is_stopping and not self._queue):
-            try:
-                is_idle = not self.step()
-                self._look_around()
-            except Exception:
-                _log.exception("a step failed; the generator goes on")
-                is_idle = True
-            with self._news:
-                if is_idle and not self._queue and not self.is_stopping:
-                    self._news.wait(0.2)
 
     def step(self) -> bool:
         """One turn; False if there was nothing to do."""

@@ -7,7 +7,7 @@ admin, on its own port with a token:  GET /state, POST /drain
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -20,23 +20,22 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from nestpipe.errors import DataError
+from nestpipe.errors import DataError, NestPipeError
 from nestpipe.serve.bodies import (
     BadRequestError,
+    Call,
     Fields,
     Guard,
-    answer_of,
+    Handler,
     http_refusal,
     lacks_token,
     posted_events,
-    refusal,
 )
 from nestpipe.serve.config import Limits
 from nestpipe.serve.generate import FailedError, Generate, Generator
-from nestpipe.serve.jobs import BusyError, LateError
+from nestpipe.serve.jobs import refuse_busy
 
 Body = dict[str, Any]
-_Call = Callable[[Body], Awaitable[Body]]
 _FIELDS = frozenset({"user", "k", "scenario", "trigger", "deadline_ms", "history"})
 _BUCKETS_MS = (1, 2, 5, 10, 20, 30, 50, 75, 100, 150, 200, 300, 500, 1000)
 
@@ -58,12 +57,12 @@ class GenerativeInstance:
 
     def app(self) -> Starlette:
         """What a server runs."""
-        calls: dict[str, _Call] = {
+        calls: dict[str, Call] = {
             "generate": self._generate,
             "events": self._events,
             "invalidate": self._invalidate,
         }
-        routes = [Route(f"/v1/{name}", self._guarded(name, call), methods=["POST"]) for name, call in calls.items()]
+        routes = [Route(f"/v1/{name}", self._handler(name, call), methods=["POST"]) for name, call in calls.items()]
         gets = {"healthz": self._alive, "readyz": self._ready, "metrics": self._metrics}
         routes += [Route(f"/{name}", handler) for name, handler in gets.items()]
         return Starlette(routes=routes, exception_handlers={404: http_refusal, 405: http_refusal})
@@ -99,29 +98,9 @@ class GenerativeInstance:
             "estimates": asdict(generator.estimates),
         }
 
-    def _guarded(self, name: str, call: _Call) -> Callable[[Request], Awaitable[Response]]:
-        """Errors become answers, which are counted."""
-
-        async def handle(http: Request) -> Response:
-            status, content = await self._answer(http, call)
-            self.numbers.answers.labels(name, str(status)).inc()
-            return answer_of(status, content)
-
-        return handle
-
-    async def _answer(self, http: Request, call: _Call) -> tuple[int, Body]:
-        try:
-            return 200, await self._guard.run(http, call)
-        except BadRequestError as error:
-            return refusal(error.status, error.code, str(error))
-        except DataError as error:
-            return refusal(400, "bad_data", str(error))
-        except BusyError as error:
-            return refusal(*((503, "stopping") if self.generator.is_stopping else (429, "overloaded")), str(error))
-        except LateError as error:
-            return refusal(503, "deadline", str(error))
-        except FailedError as error:
-            return refusal(503, "failed", str(error))
+    def _handler(self, name: str, call: Call) -> Handler:
+        count = self.numbers.answers.labels
+        return self._guard.handler(call, refuse=_refuse, counted=lambda status: count(name, str(status)).inc())
 
     async def _generate(self, body: Body) -> Body:
         arrived, fields, generator = self.generator.clock(), Fields(body, _FIELDS), self.generator
@@ -169,6 +148,16 @@ class GenerativeInstance:
 
     async def _metrics(self, http: Request) -> Response:
         return Response(self.numbers.text(), media_type="text/plain; version=0.0.4")
+
+
+def _refuse(error: NestPipeError) -> tuple[int, str] | None:
+    match error:
+        case DataError():
+            return 400, "bad_data"
+        case FailedError():
+            return 503, "failed"
+        case _:
+            return refuse_busy(error)
 
 
 class GenerateNumbers(Collector):

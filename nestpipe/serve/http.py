@@ -11,7 +11,7 @@ import asyncio
 import hashlib
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -22,11 +22,11 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from nestpipe.data.sequences import Sequences, truncate
-from nestpipe.errors import DataError
-from nestpipe.serve.bodies import BadRequestError, Fields, Guard, answer_of, http_refusal, posted_events, refusal
+from nestpipe.errors import DataError, NestPipeError
+from nestpipe.serve.bodies import BadRequestError, Call, Fields, Guard, Handler, http_refusal, posted_events
 from nestpipe.serve.config import Limits
 from nestpipe.serve.engine import Engine
-from nestpipe.serve.jobs import BusyError, LateError, Rank, Signal
+from nestpipe.serve.jobs import Rank, Signal, refuse_busy
 from nestpipe.serve.numbers import Numbers
 from nestpipe.serve.openapi import bodies, document
 from nestpipe.serve.router import MAX_TICKET_CHARS, Ticket, TicketError, sign, verify
@@ -34,7 +34,6 @@ from nestpipe.serve.trigger import ADMITTED, Reason
 
 Body = dict[str, Any]
 _LATEST_S = 2**43 - 1
-_Call = Callable[[Body], Awaitable[Body]]
 
 
 class Instance:
@@ -65,14 +64,14 @@ class Instance:
 
     def app(self) -> Starlette:
         """What a server runs."""
-        calls: dict[str, _Call] = {
+        calls: dict[str, Call] = {
             "preinfer": self._preinfer,
             "rank": self._rank,
             "release": self._release,
             "events": self._events,
             "invalidate": self._invalidate,
         }
-        routes = [Route(f"/v1/{name}", self._guarded(name, call), methods=["POST"]) for name, call in calls.items()]
+        routes = [Route(f"/v1/{name}", self._handler(name, call), methods=["POST"]) for name, call in calls.items()]
         gets = {"healthz": self._alive, "readyz": self._ready, "metrics": self._metrics, "openapi.json": self._document}
         routes += [Route(f"/{name}", handler) for name, handler in gets.items()]
         return Starlette(routes=routes, exception_handlers={404: http_refusal, 405: http_refusal})
@@ -94,29 +93,9 @@ class Instance:
             "host": asdict(engine.cache.host),
         }
 
-    def _guarded(self, name: str, call: _Call) -> Callable[[Request], Awaitable[Response]]:
-        """Errors become answers, which are counted."""
-
-        async def handle(http: Request) -> Response:
-            status, content = await self._answer(http, call)
-            self.numbers.answers.labels(name, str(status)).inc()
-            return answer_of(status, content)
-
-        return handle
-
-    async def _answer(self, http: Request, call: _Call) -> tuple[int, Body]:
-        try:
-            return 200, await self._guard.run(http, call)
-        except BadRequestError as error:
-            return refusal(error.status, error.code, str(error))
-        except DataError as error:
-            return refusal(400, "bad_data", str(error))
-        except TicketError as error:
-            return refusal(403, "bad_ticket", str(error))
-        except BusyError as error:
-            return refusal(*((503, "stopping") if self.engine.is_stopping else (429, "overloaded")), str(error))
-        except LateError as error:
-            return refusal(503, "deadline", str(error))
+    def _handler(self, name: str, call: Call) -> Handler:
+        count = self.numbers.answers.labels
+        return self._guard.handler(call, refuse=_refuse, counted=lambda status: count(name, str(status)).inc())
 
     async def _preinfer(self, body: Body) -> Body:
         fields = Fields(body, self._fields["preinfer"])
@@ -250,6 +229,16 @@ class Instance:
 
     async def _document(self, http: Request) -> Response:
         return JSONResponse(document(self.engine.histories.sequences.schema, self._limits))
+
+
+def _refuse(error: NestPipeError) -> tuple[int, str] | None:
+    match error:
+        case DataError():
+            return 400, "bad_data"
+        case TicketError():
+            return 403, "bad_ticket"
+        case _:
+            return refuse_busy(error)
 
 
 def _holder(user: int, request: str) -> str:

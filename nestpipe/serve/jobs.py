@@ -20,11 +20,27 @@ HITS = frozenset({"hit_device", "join", "hit_host", "extend"})
 
 
 class BusyError(NestPipeError):
-    """Too much is waiting already, or the instance is stopping; nothing was queued."""
+    """Too much is waiting already; nothing was queued."""
+
+
+class StoppingError(BusyError):
+    """The instance is stopping; nothing was queued."""
 
 
 class LateError(NestPipeError):
     """The deadline passed before anything could be answered."""
+
+
+def refuse_busy(error: NestPipeError) -> tuple[int, str] | None:
+    """The status and code of an instance that cannot answer now."""
+    match error:
+        case StoppingError():
+            return 503, "stopping"
+        case BusyError():
+            return 429, "overloaded"
+        case LateError():
+            return 503, "deadline"
+    return None
 
 
 @dataclass(frozen=True, slots=True)
