@@ -36,13 +36,11 @@ from nestpipe.serve.bodies import (
     refusal,
 )
 from nestpipe.serve.cascade import Cascade, Request, StageError
-from nestpipe.serve.config import GatewayLimits
+from nestpipe.serve.config import BUCKETS_S, GatewayLimits
 from nestpipe.serve.openapi import gateway_bodies, gateway_document
 from nestpipe.serve.remote import Asked, RemoteError, Signal, is_address
 from nestpipe.serve.router import MAX_TICKET_CHARS, RouterError
 from nestpipe.serve.trigger import ADMITTED
-
-_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
 
 
 class Numbers:
@@ -56,7 +54,7 @@ class Numbers:
             "nestpipe_gateway_paths", "Recommendations by path of ranking", ["path"], registry=registry
         )
         self.seconds = Histogram(
-            "nestpipe_gateway_stage_seconds", "Time of each stage", stages, buckets=_BUCKETS_S, registry=registry
+            "nestpipe_gateway_stage_seconds", "Time of each stage", stages, buckets=BUCKETS_S, registry=registry
         )
         self.under_way = Gauge("nestpipe_gateway_under_way", "Requests under way", registry=registry)
 

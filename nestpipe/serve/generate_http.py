@@ -31,13 +31,12 @@ from nestpipe.serve.bodies import (
     lacks_token,
     posted_events,
 )
-from nestpipe.serve.config import Limits
+from nestpipe.serve.config import BUCKETS_S, Limits
 from nestpipe.serve.generate import FailedError, Generate, Generator
 from nestpipe.serve.jobs import refuse_busy
 
 Body = dict[str, Any]
 _FIELDS = frozenset({"user", "k", "scenario", "trigger", "deadline_ms", "history"})
-_BUCKETS_MS = (1, 2, 5, 10, 20, 30, 50, 75, 100, 150, 200, 300, 500, 1000)
 
 
 class GenerativeInstance:
@@ -121,7 +120,7 @@ class GenerativeInstance:
         )
         generator.submit(job)
         answer = await asyncio.wrap_future(job.reply)
-        self.numbers.generate_ms.observe(answer.times_ms["total"])
+        self.numbers.generate_seconds.observe(answer.times_ms["total"] / 1e3)
         return {
             **asdict(answer),
             "degraded": answer.degraded,
@@ -168,8 +167,8 @@ class GenerateNumbers(Collector):
         own = self._registry = CollectorRegistry()
         own.register(self)
         self.answers = Counter("nestpipe_answers", "Answers by call and status", ["call", "status"], registry=own)
-        self.generate_ms = Histogram(
-            "nestpipe_generate_ms", "Time of a request in the generator", buckets=_BUCKETS_MS, registry=own
+        self.generate_seconds = Histogram(
+            "nestpipe_generate_seconds", "Time of a request in the generator", buckets=BUCKETS_S, registry=own
         )
 
     def text(self) -> bytes:

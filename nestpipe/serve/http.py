@@ -166,7 +166,7 @@ class Instance:
         )
         self.engine.submit(job)
         answer = await asyncio.wrap_future(job.reply)
-        self.numbers.rank_ms.labels(answer.model).observe(answer.times_ms["total"])
+        self.numbers.rank_seconds.labels(answer.model).observe(answer.times_ms["total"] / 1e3)
         return {
             "items": answer.items,
             "scores": answer.scores,

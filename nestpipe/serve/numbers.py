@@ -8,9 +8,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from nestpipe.serve.config import BUCKETS_S
 from nestpipe.serve.engine import Engine
-
-_BUCKETS_MS = (1, 2, 5, 10, 20, 30, 50, 75, 100, 150, 200, 300, 500, 1000)
 
 
 class Numbers(Collector):
@@ -22,8 +21,8 @@ class Numbers(Collector):
         self._registry.register(self)
         own = self._registry
         self.answers = Counter("nestpipe_answers", "Answers by call and status", ["call", "status"], registry=own)
-        self.rank_ms = Histogram(
-            "nestpipe_rank_ms", "Time of a rank in the engine", ["model"], buckets=_BUCKETS_MS, registry=own
+        self.rank_seconds = Histogram(
+            "nestpipe_rank_seconds", "Time of a rank in the engine", ["model"], buckets=BUCKETS_S, registry=own
         )
         self.tickets = Counter("nestpipe_tickets_refused", "Tickets that were not taken", registry=own)
 
@@ -56,4 +55,5 @@ class Numbers(Collector):
         yield copies
         yield CounterMetricFamily("nestpipe_cache_evicted", "Prefixes evicted", value=engine.cache.num_evicted)
         yield GaugeMetricFamily("nestpipe_waiting", "Requests that wait", value=engine.num_waiting)
-        yield GaugeMetricFamily("nestpipe_rank_p99_ms", "99th percentile of late", value=engine.rank_p99_ms())
+        p99_s = engine.rank_p99_ms() / 1e3
+        yield GaugeMetricFamily("nestpipe_rank_p99_seconds", "99th percentile of late", value=p99_s)

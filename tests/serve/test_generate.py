@@ -446,7 +446,10 @@ def test_generate_over_http(service):
     assert body["semantic_ids"] == service[0].generator.served.trie.version
     assert set(body["times_ms"]) == {"queue", "encode", "instruction", "decode", "total"}
     assert post(service, "generate", {"user": USER}).json()["path"] in {"hit_device", "hit_host"}
-    assert 'nestpipe_generated_total{path="full"}' in service[1].get("/metrics").text
+    text = service[1].get("/metrics").text
+    assert 'nestpipe_generated_total{path="full"}' in text
+    spent_s = float(text.partition("nestpipe_generate_seconds_sum ")[2].split()[0])
+    assert body["times_ms"]["total"] / 1e3 <= spent_s + 1e-6 < 30, "in seconds"
     assert service[1].get("/readyz").json() == {"ready": True}
     state = httpx.get(f"{service[2]}/state", headers={"authorization": "Bearer the token"}).json()
     assert state["scenarios"] == ["0", "1"]

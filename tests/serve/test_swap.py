@@ -218,7 +218,7 @@ def test_the_command_swaps_compares_and_ends_a_comparison(runs, running, tmp_pat
     for name in set(said.values()):
         count = list(said.values()).count(name)
         assert f'nestpipe_ranked_total{{model="{name}",path="full"}} {float(count)}' in text
-        assert f'nestpipe_rank_ms_count{{model="{name}"}} {float(count)}' in text
+        assert f'nestpipe_rank_seconds_count{{model="{name}"}} {float(count)}' in text
     assert main(["swap", *base, "--share", "0", *port]) == 0
     assert "of the users" not in capsys.readouterr().out
     assert main(["swap", *base, fuxi, *port]) == 0
