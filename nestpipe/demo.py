@@ -5,15 +5,11 @@ A step is a function that returns what it saw or raises `StepError`; the list `S
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import shutil
-import signal
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +21,8 @@ from rich.table import Table
 
 from nestpipe import checkpoint
 from nestpipe.data.sequences import Sequences
+from nestpipe.demo_serving import relay, serve, shut_down
+from nestpipe.demo_stage import Demo, InterruptedDemo, check, signals_interrupt
 from nestpipe.errors import NestPipeError
 from nestpipe.evaluate import Report
 from nestpipe.overlap import CAUSES, steps_of
@@ -45,67 +43,25 @@ class _Arguments:
     """Train for a moment only: checks the commands, not the quality."""
 
 
-class StepError(NestPipeError):
-    """A step of the demo did not hold."""
-
-
-class Demo:
-    """What the steps share: the folder, and commands run as a user would."""
-
-    def __init__(self, out: Path, *, quick: bool, console: Console):
-        self.out, self.quick, self._console = out, quick, console
-
-    @property
-    def data(self) -> Path:
-        return self.out / "data"
-
-    @property
-    def report(self) -> Path:
-        return self.out / "run" / "report.html"
-
-    def command(self, *arguments: str, ranks: int = 1) -> str:
-        """Runs `nestpipe ARGUMENTS`, returns what it printed; raises StepError if it fails."""
-        command = _nestpipe(ranks)
-        self._show(ranks, arguments)
-        done = subprocess.run([*command, *arguments], capture_output=True, text=True, check=False)
-        _check_exit(done.returncode, done.stderr or done.stdout, arguments)
-        return done.stdout
-
-    def kill_a_rank(self, marker: Path, *arguments: str, ranks: int) -> None:
-        """Runs `nestpipe ARGUMENTS` on several ranks and kills one without warning once a file exists; waits for the end."""
-        self._show(ranks, arguments, "one rank is killed in the middle; torchrun starts all again")
-        process = subprocess.Popen(
-            [*_nestpipe(ranks), *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-        )
-        try:
-            deadline = time.monotonic() + 120
-            while not marker.exists():
-                if process.poll() is not None or time.monotonic() > deadline:
-                    raise StepError(f"the run ended or stalled before it wrote {marker}.")
-                time.sleep(0.01)
-            os.kill(_children(process.pid)[-1], signal.SIGKILL)
-            said = process.communicate(timeout=240)[1]
-            _check_exit(process.returncode, said, arguments)
-        finally:
-            process.terminate()  # torchrun then ends its ranks
-            process.wait(timeout=60)
-
-    def _show(self, ranks: int, arguments: Sequence[str], note: str = "") -> None:
-        start = f"torchrun --standalone --nproc-per-node {ranks} -m -- nestpipe.cli" if ranks > 1 else "nestpipe"
-        line = f"$ {start} {' '.join(arguments)}" + (f"   ({note})" if note else "")
-        self._console.print(f"[bold]{escape(line)}[/bold]", soft_wrap=True)
-
-
 def main(argv: list[str]) -> int:
     description = (
-        "Runs the product once on generated data and checks every step.\n\nExample: nestpipe demo --out demo-out"
+        "Runs the product once on generated data and checks every step: ingest, train, compare, evaluate, serve, generate, shut "
+        "down. Ctrl-C ends every process it started.\n\nExample: nestpipe demo --out demo-out"
     )
     arguments = tyro.cli(_Arguments, prog="nestpipe demo", description=description, args=argv)
-    console = Console()
     _empty_folder(arguments.out)
-    demo = Demo(arguments.out, quick=arguments.quick, console=console)
-    table = Table("step", "held", "seconds", "what was seen")
-    failed = 0
+    demo = Demo(arguments.out, quick=arguments.quick, console=Console())
+    with signals_interrupt():
+        try:
+            return _run(demo)
+        finally:
+            demo.crew.end()
+            shutil.rmtree(demo.out / "scratch", ignore_errors=True)
+
+
+def _run(demo: Demo) -> int:
+    """All steps, as far as they hold; an exit code."""
+    console, table, failed = demo.console, Table("step", "held", "seconds", "what was seen"), 0
     for name, step in STEPS:
         console.rule(name)
         started = time.monotonic()
@@ -113,17 +69,25 @@ def main(argv: list[str]) -> int:
             seen, held = step(demo), True
         except NestPipeError as error:
             seen, held = str(error), False
+        except InterruptedDemo as stopped:
+            demo.crew.end()
+            end = f"its processes are ended, its files are in {demo.out}."
+            print(f"nestpipe demo: {stopped} in step '{name}'; {end}", file=sys.stderr)
+            return 128 + stopped.number
         failed += not held
-        console.print(escape(seen))
+        demo.say(seen)
         table.add_row(name, "yes" if held else "NO", f"{time.monotonic() - started:.1f}", escape(seen))
         if not held:
             break  # later steps build on earlier ones
     console.print(table)
     if failed:
-        console.print(f"The demo stopped at a step that did not hold; its files are in {arguments.out}.")
+        demo.say(f"The demo stopped at a step that did not hold; its files are in {demo.out}.")
         return 1
-    console.print(f"All {len(STEPS)} steps held. The report of the run: {demo.report}", soft_wrap=True)
-    console.print(f"Next: nestpipe eval {arguments.out / 'run'}   or   nestpipe train tiny --help", soft_wrap=True)
+    demo.say(f"All {len(STEPS)} steps held. The report of the run: {demo.report}")
+    demo.say(
+        f"Next: nestpipe serve {demo.out / 'ranking'} --instances 2 --port 8700 --demo   (then open http://127.0.0.1:8700/)"
+    )
+    demo.say("      nestpipe train tiny --help   or your own log: docs/own-data.md")
     return 0
 
 
@@ -132,7 +96,7 @@ def ingest(demo: Demo) -> str:
     demo.command("data", "synthetic", "--out", str(demo.data), *(["--num-users", "300"] if demo.quick else []))
     demo.command("data", "verify", str(demo.data))
     counts = Sequences.open(demo.data).meta["counts"]
-    _check(counts["read"] == counts["kept"] + counts["quarantined"] > 0, f"records do not add up: {counts}")
+    check(counts["read"] == counts["kept"] + counts["quarantined"] > 0, f"records do not add up: {counts}")
     return f"{counts['read']:,} records read = {counts['kept']:,} kept + {counts['quarantined']:,} quarantined"
 
 
@@ -144,17 +108,17 @@ def train_nested(demo: Demo) -> str:
     )
     lines = [json.loads(line) for line in (demo.out / "run" / "metrics.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in lines if "loss" in line]
-    _check(losses[-1] < losses[0], f"the loss did not fall: {losses[0]:.3f} -> {losses[-1]:.3f}")
+    check(losses[-1] < losses[0], f"the loss did not fall: {losses[0]:.3f} -> {losses[-1]:.3f}")
     return f"loss {losses[0]:.3f} -> {losses[-1]:.3f} in {lines[-1]['summary']['steps']:,} steps"
 
 
 def show_overlap(demo: Demo) -> str:
     """Where the time of a step went: the four parts add up to it exactly."""
-    print(demo.command("trace", str(demo.out / "run")))
+    demo.say(demo.command("trace", str(demo.out / "run")))
     steps = [step for trace in load_trace(demo.out / "run") for step in steps_of(trace)]
     total = sum(step.total_ns for step in steps)
     shares = {cause: sum(step.time_ns(cause) for step in steps) for cause in CAUSES}
-    _check(bool(steps) and sum(shares.values()) == total, f"{shares} do not add up to {total}")
+    check(bool(steps) and sum(shares.values()) == total, f"{shares} do not add up to {total}")
     return ", ".join(f"{cause} {share / total:.0%}" for cause, share in shares.items()) + f" of {len(steps)} steps"
 
 
@@ -168,17 +132,17 @@ def survive_a_kill(demo: Demo) -> str:
         marker, "train", "tiny", "--run", str(killed), "--resume", *limits, "--pipeline.mode", "nested", ranks=2
     )
     differing = differing_tensors(calm, killed)
-    _check(not differing, f"these tensors differ: {differing}")
+    check(not differing, f"these tensors differ: {differing}")
     return "nested, a rank killed after step 20: every tensor has the bits of the sequential run"
 
 
 def evaluate(demo: Demo) -> str:
     """Quality against the popularity floor and against the best possible ranking, which the generator knows."""
-    print(demo.command("eval", str(demo.out / "run")))
+    demo.say(demo.command("eval", str(demo.out / "run")))
     report = Report.load(demo.out / "run" / "eval" / "test")
     best = json.loads((demo.data / "truth.json").read_text())["hr10"]
     hr10 = report.metrics["hr@10"].mean
-    _check(demo.quick or hr10 >= 0.95 * best, f"HR@10 {hr10:.4f} is below 95 % of the known optimum {best:.4f}")
+    check(demo.quick or hr10 >= 0.95 * best, f"HR@10 {hr10:.4f} is below 95 % of the known optimum {best:.4f}")
     return f"HR@10 {hr10:.4f}, the best possible is {best:.4f}"
 
 
@@ -190,7 +154,7 @@ def recommend(demo: Demo) -> str:
     assert isinstance(scorer, Scorer)
     items = scorer.recommend(user, 10).items
     had = set(run.sequences.items[: run.sequences.offsets[1]].tolist())
-    _check(
+    check(
         len(set(items)) == 10 and not had & set(items), f"bad recommendation {items} for a user who had {sorted(had)}"
     )
     return f"user {user}: {items}"
@@ -198,11 +162,11 @@ def recommend(demo: Demo) -> str:
 
 def write_report(demo: Demo) -> str:
     """One file about the run, with a curve, the timeline and the quality in it, that loads nothing."""
-    print(demo.command("report", str(demo.out / "run")))
+    demo.say(demo.command("report", str(demo.out / "run")))
     text = demo.report.read_text()
     missing = [word for word in ("Training loss", 'class="timeline"', "popularity floor") if word not in text]
-    _check(not missing, f"{demo.report} lacks {missing}")
-    _check("<script" not in text and " src=" not in text, f"{demo.report} would load or run something")
+    check(not missing, f"{demo.report} lacks {missing}")
+    check("<script" not in text and " src=" not in text, f"{demo.report} would load or run something")
     return f"{demo.report}: {len(text) / 1000:,.0f} kB, nothing to load"
 
 
@@ -214,6 +178,9 @@ STEPS: list[tuple[str, Callable[[Demo], str]]] = [
     ("evaluate", evaluate),
     ("recommend", recommend),
     ("report", write_report),
+    ("serve", serve),
+    ("relay", relay),
+    ("shut down", shut_down),
 ]
 
 
@@ -235,39 +202,12 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
-def _check(held: bool, message: str) -> None:
-    if not held:
-        raise StepError(message)
-
-
 def _data(demo: Demo) -> list[str]:
     return ["--data.path", str(demo.data)]
 
 
 def _few_epochs(demo: Demo) -> list[str]:
     return ["--train.epochs", "3", "--train.log-steps", "1"] if demo.quick else []
-
-
-def _nestpipe(ranks: int) -> list[str]:
-    if ranks == 1:
-        return [sys.executable, "-m", "nestpipe.cli"]
-    torchrun = [str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc-per-node", str(ranks)]
-    return [*torchrun, "--max-restarts", "1", "-m", "--", "nestpipe.cli"]
-
-
-def _children(pid: int) -> list[int]:
-    """The processes that a process started."""
-    found = []
-    for status in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it may end meanwhile
-            if int(status.read_text().rpartition(")")[2].split()[1]) == pid:
-                found.append(int(status.parent.name))
-    return sorted(found)
-
-
-def _check_exit(code: int, said: str, arguments: Sequence[str]) -> None:
-    if code:
-        raise StepError(f"'nestpipe {' '.join(arguments)}' exited with {code}:\n{said}")
 
 
 def _empty_folder(folder: Path) -> None:

@@ -9,8 +9,6 @@ import pytest
 
 from nestpipe.cli import COMMANDS, main
 from nestpipe.recipes import RECIPES
-from tests.loopback import LoopbackOnly
-from tests.warm import warm_program
 from tests.worlds import small_log
 
 
@@ -133,38 +131,3 @@ def test_the_installed_program_runs():
         [str(Path(sys.executable).with_name("nestpipe")), "--help"], capture_output=True, text=True, check=True
     )
     assert "usage: nestpipe COMMAND" in done.stdout
-
-
-def test_demo_holds_and_refuses_a_folder_that_is_not_its_own(capsys, tmp_path, monkeypatch):
-    from nestpipe import demo
-
-    original, guard = demo._nestpipe, LoopbackOnly(tmp_path / "guard")
-    monkeypatch.setenv("PYTHONPATH", guard.environment()["PYTHONPATH"])
-    with warm_program(
-        tmp_path / "warm"
-    ) as programs:  # what one process runs starts without the seconds that torch takes
-        warm = [str(programs / "nestpipe")]
-        monkeypatch.setattr(demo, "_nestpipe", lambda ranks: warm if ranks == 1 else original(ranks))
-        code, out, _ = run(capsys, "demo", "--quick", "--out", str(tmp_path / "demo"))
-    assert code == 0, out
-    assert "steps held" in out
-    assert guard.num_processes() > 2, "the warm process, torchrun and its ranks"
-    assert not guard.refused(), "the demo talks to this machine alone"
-    assert (tmp_path / "demo" / "run" / "report.html").exists()
-    assert str(tmp_path / "demo" / "run" / "report.html") in out.replace("\n", "").rpartition("steps held")[2]
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "thesis.tex").touch()
-    code, _, err = run(capsys, "demo", "--quick", "--out", str(tmp_path / "mine"))
-    assert code == 2
-    assert "was not made by the demo" in err
-    assert (tmp_path / "mine" / "thesis.tex").exists()
-
-
-def test_demo_exits_with_1_when_a_step_does_not_hold(capsys, tmp_path, monkeypatch):
-    from nestpipe import demo
-
-    monkeypatch.setattr(demo, "STEPS", [("lie", lambda _: demo._check(False, "it was a lie"))])
-    code, out, _ = run(capsys, "demo", "--quick", "--out", str(tmp_path / "demo"))
-    assert code == 1
-    assert "it was a lie" in out
-    assert "did not hold" in out

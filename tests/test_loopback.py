@@ -1,6 +1,6 @@
 """The hook behind 'no telemetry' can fail: it notices a lookup and a connection, and lets this machine's own pass.
 
-The promise itself is asked of `nestpipe demo` (test_cli.py) and of `nestpipe serve` (serve/test_command.py).
+The promise itself is asked of `nestpipe demo` (test_demo.py) and of `nestpipe serve` (serve/test_command.py).
 """
 
 from __future__ import annotations

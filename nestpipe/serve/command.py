@@ -172,6 +172,8 @@ def _fleet(arguments: _Arguments) -> int:
         admin_port=arguments.admin_port,
         num_instances=max(arguments.instances, 1),
     )
+    if not arguments.print_nginx:
+        place = place.settled()
     place.check()
     if arguments.print_nginx:
         print(place.nginx(), end="")

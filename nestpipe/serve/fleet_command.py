@@ -1,7 +1,7 @@
 """`nestpipe serve RUN --instances N`: a gateway in this process, N instances in processes of their own.
 
---port P            the gateway; instances listen on P + 1, P + 2, ...
---admin-port A      its administration; the instances' on A + 1, A + 2, ...
+--port P            the gateway; instances listen on P + 1, P + 2, ...; 0 takes free ones
+--admin-port A      its administration; the instances' on A + 1, A + 2, ...; likewise
 --retrieval RUN     vectors and queries of a trained retrieval run; else means of the ranking run's own item vectors
 """
 
@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +31,12 @@ from nestpipe.serve.nginx import nginx_config
 from nestpipe.serve.remote import Remote, make_client
 from nestpipe.serve.retrieval import Past, Retriever, retriever_of
 from nestpipe.serve.router import Instance, Members
-from nestpipe.serve.server import bind, run_apps
+from nestpipe.serve.server import PortError, bind, run_apps
 
 _log = logging.getLogger("nestpipe.serve")
 _READY_S = 0.25  # between two looks whether instances are ready
+# Below the ports that systems give to outgoing connections, so that none is gone before its instance has started.
+_FREE_PORTS = range(10_000, 32_000)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +57,15 @@ class Place:
                 f"--port {self.port} and --admin-port {self.admin_port} are too near for {self.num_instances} instances: "
                 f"each takes {self.num_instances + 1} ports."
             )
+
+    def settled(self) -> Place:
+        """The same with free ports where 0 was asked for; raises PortError if there are none."""
+        size = self.num_instances + 1
+        if not self.port and not self.admin_port:
+            first = free_ports(self.host, 2 * size)
+            return replace(self, port=first, admin_port=first + size)
+        port, admin_port = (one or free_ports(self.host, size) for one in (self.port, self.admin_port))
+        return replace(self, port=port, admin_port=admin_port)
 
     def members(self) -> list[Instance]:
         numbers = range(1, self.num_instances + 1)
@@ -77,6 +90,19 @@ class Place:
             )
             for number, one in enumerate(self.members(), start=1)
         ]
+
+
+def free_ports(host: str, size: int, *, tries: int = 100) -> int:
+    """The first of some neighbouring ports that nobody has; raises PortError."""
+    for _ in range(tries):
+        first = _FREE_PORTS[secrets.randbelow(len(_FREE_PORTS) - size)]
+        with suppress(PortError), ExitStack() as held:
+            for port in range(first, first + size):
+                held.enter_context(bind(host, port))
+            return first
+    raise PortError(
+        f"{host} has no {size} neighbouring free ports in {_FREE_PORTS[0]} .. {_FREE_PORTS[-1]}; name --port."
+    )
 
 
 def flags_of(prefix: str, section: Any) -> list[str]:

@@ -14,6 +14,7 @@ from nestpipe.cli import main
 from nestpipe.serve.config import TriggerConfig
 from nestpipe.serve.fleet import Fleet, Worker
 from nestpipe.serve.fleet_command import Place, flags_of
+from nestpipe.serve.server import PortError, bind
 
 
 def run(act: Callable[[], Awaitable[None]]) -> None:
@@ -123,3 +124,27 @@ def test_instances_are_started_with_the_settings_of_the_command():
     for words in (("serve", "runs/r"), ("--port", "9001"), ("--admin-port", "9101"), ("--trigger.mode", "off")):
         place_of = first.command.index(words[0])
         assert first.command[place_of : place_of + 2] == words
+
+
+def test_ports_that_nobody_named_are_free_ones_beside_each_other(monkeypatch):
+    from nestpipe.serve import fleet_command
+
+    place = Place(host="127.0.0.1", port=0, admin_port=0, num_instances=2)
+    settled = place.settled()
+    settled.check()
+    assert settled.settled() == settled
+    with bind("127.0.0.1", settled.port + 4):  # one of the six is taken
+        first = iter([settled.port - 10_000, 77])
+        monkeypatch.setattr(fleet_command.secrets, "randbelow", lambda most: next(first))
+        again = place.settled()
+    assert (again.port, again.admin_port) == (10_077, 10_080)
+
+
+def test_a_machine_without_free_ports_is_named():
+    with bind("127.0.0.1", 0) as taken, pytest.MonkeyPatch.context() as patch:
+        from nestpipe.serve import fleet_command
+
+        port = taken.getsockname()[1]
+        patch.setattr(fleet_command, "_FREE_PORTS", range(port, port + 2))
+        with pytest.raises(PortError, match="127.0.0.1 has no 1 neighbouring free ports"):
+            fleet_command.free_ports("127.0.0.1", 1)
