@@ -31,8 +31,8 @@ def serve(demo: Demo) -> str:
     demo.command(
         "data", "clicks", "--num-users", "40", "--num-items", "200", "--num-events", num_events, "--out", str(clicks)
     )
-    data = ("--data.path", str(clicks), "--data.split-time", _SPLIT, "--data.max-len", max_len)
-    data += ("--data.windows", "last", "--data.batch-size", "4")
+    data = ["--data.path", str(clicks), "--data.split-time", _SPLIT, "--data.max-len", max_len]
+    data += ["--data.windows", "last", "--data.batch-size", "4"]
     demo.command("train", "ml1m_ranking", "--run", str(run), *data, *_MODEL, "--train.steps", steps)
     started = time.monotonic()
     service = demo.serve("gateway", *_fleet(run), says="gateway with")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import socket
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -96,9 +97,9 @@ def free_ports(host: str, size: int, *, tries: int = 100) -> int:
     """The first of some neighbouring ports that nobody has; raises PortError."""
     for _ in range(tries):
         first = _FREE_PORTS[secrets.randbelow(len(_FREE_PORTS) - size)]
-        with suppress(PortError), ExitStack() as held:
+        with suppress(OSError), ExitStack() as held:
             for port in range(first, first + size):
-                held.enter_context(bind(host, port))
+                held.enter_context(socket.socket()).bind((host, port))
             return first
     raise PortError(
         f"{host} has no {size} neighbouring free ports in {_FREE_PORTS[0]} .. {_FREE_PORTS[-1]}; name --port."
