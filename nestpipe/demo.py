@@ -6,6 +6,7 @@ A step is a function that returns what it saw or raises `StepError`; the list `S
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import sys
 import time
@@ -21,6 +22,7 @@ from rich.table import Table
 
 from nestpipe import checkpoint
 from nestpipe.data.sequences import Sequences
+from nestpipe.demo_generation import generate
 from nestpipe.demo_serving import relay, serve, shut_down
 from nestpipe.demo_stage import Demo, InterruptedDemo, check, signals_interrupt
 from nestpipe.errors import NestPipeError
@@ -50,7 +52,7 @@ def main(argv: list[str]) -> int:
     )
     arguments = tyro.cli(_Arguments, prog="nestpipe demo", description=description, args=argv)
     _empty_folder(arguments.out)
-    demo = Demo(arguments.out, quick=arguments.quick, console=Console())
+    demo = Demo(arguments.out, quick=arguments.quick, console=Console(emoji=False))
     with signals_interrupt():
         try:
             return _run(demo)
@@ -61,34 +63,39 @@ def main(argv: list[str]) -> int:
 
 def _run(demo: Demo) -> int:
     """All steps, as far as they hold; an exit code."""
-    console, table, failed = demo.console, Table("step", "held", "seconds", "what was seen"), 0
-    for name, step in STEPS:
-        console.rule(name)
-        started = time.monotonic()
-        try:
-            seen, held = step(demo), True
-        except NestPipeError as error:
-            seen, held = str(error), False
-        except InterruptedDemo as stopped:
-            demo.crew.end()
-            end = f"its processes are ended, its files are in {demo.out}."
-            print(f"nestpipe demo: {stopped} in step '{name}'; {end}", file=sys.stderr)
-            return 128 + stopped.number
-        failed += not held
-        demo.say(seen)
-        table.add_row(name, "yes" if held else "NO", f"{time.monotonic() - started:.1f}", escape(seen))
-        if not held:
-            break  # later steps build on earlier ones
-    console.print(table)
-    if failed:
+    table, name, held = Table("step", "held", "seconds", "what was seen"), "", True
+    try:
+        for name, step in STEPS:
+            demo.console.rule(name)
+            held = _run_step(demo, name, step, table)
+            if not held:
+                break  # later steps build on earlier ones
+    except InterruptedDemo as stopped:
+        demo.crew.end()
+        end = f"its processes are ended, its files are in {demo.out}."
+        print(f"nestpipe demo: {stopped} in step '{name}'; {end}", file=sys.stderr)
+        return 128 + stopped.number
+    demo.console.print(table)
+    if not held:
         demo.say(f"The demo stopped at a step that did not hold; its files are in {demo.out}.")
         return 1
+    run = shlex.quote(str(demo.out / "ranking"))
     demo.say(f"All {len(STEPS)} steps held. The report of the run: {demo.report}")
-    demo.say(
-        f"Next: nestpipe serve {demo.out / 'ranking'} --instances 2 --port 8700 --demo   (then open http://127.0.0.1:8700/)"
-    )
-    demo.say("      nestpipe train tiny --help   or your own log: docs/own-data.md")
+    demo.say(f"Next: nestpipe serve {run} --instances 2 --port 8700 --demo, and open http://127.0.0.1:8700/")
+    demo.say("      nestpipe train tiny --help; your own log: docs/own-data.md; the code: docs/tour.md")
     return 0
+
+
+def _run_step(demo: Demo, name: str, step: Callable[[Demo], str], table: Table) -> bool:
+    """Whether the step held, after it is in the table."""
+    started = time.monotonic()
+    try:
+        seen, held = step(demo), True
+    except NestPipeError as error:
+        seen, held = str(error), False
+    demo.say(seen)
+    table.add_row(name, "yes" if held else "NO", f"{time.monotonic() - started:.1f}", escape(seen))
+    return held
 
 
 def ingest(demo: Demo) -> str:
@@ -180,6 +187,7 @@ STEPS: list[tuple[str, Callable[[Demo], str]]] = [
     ("report", write_report),
     ("serve", serve),
     ("relay", relay),
+    ("generate", generate),
     ("shut down", shut_down),
 ]
 

@@ -97,6 +97,29 @@ def beauty_sid() -> Config:
     )
 
 
+def scenarios() -> Config:
+    """Generates semantic ids, steered by the scenario, trigger item and reasoning vector that a log has for its events."""
+    return Config(
+        data=DataConfig(path="data/scenarios", max_len=32, batch_size=32),
+        model=EncDecConfig(
+            ids="data/scenarios-ids",
+            dim=64,
+            num_encoder=1,
+            num_decoder=1,
+            num_heads=2,
+            hidden_dim=128,
+            num_scenarios=3,
+            reasoning_dim=512,
+            prefix_vectors=4096,
+            beam=32,
+        ),
+        embedding=EmbeddingConfig(lr=4e-3),
+        dense=DenseConfig(lr=2e-3),
+        train=TrainConfig(epochs=15, save_steps=1000),
+        eval=EvalConfig(ks=(1, 5, 10, 20)),
+    )
+
+
 def ml1m_fuxi() -> Config:
     """FuXi-alpha on MovieLens-1M in the setting of `ml1m_hstu`: 2 blocks, 1 head, 128 negatives per event."""
     return replace(ml1m_hstu(), model=FuXiConfig())
@@ -247,6 +270,7 @@ RECIPES: dict[str, Callable[[], Config]] = {
         dcn,
         beauty_sasrec,
         beauty_sid,
+        scenarios,
         hstu_tiny,
         hstu_small,
         hstu_medium,

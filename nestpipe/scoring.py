@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, cast
 
@@ -75,9 +75,10 @@ class EvalBatches:
         start = truncate(end, data.max_len, data.truncate_block)
         at = sequences.offsets[rows] + end
         asked = None if sequences.times is None else sequences.times[at]
+        history = self._builder.history(torch.from_numpy(rows), start, end, asked_ms=asked)
         first_seen = start if self._config.eval.seen == "input" else np.zeros_like(start)
         return EvalBatch(
-            batch=self._builder.history(torch.from_numpy(rows), start, end, asked_ms=asked),
+            batch=replace(history, sample_features={**history.sample_features, **self._builder.requests(at)}),
             target_positions=torch.from_numpy(catalogue_positions(sequences, sequences.items[at])),
             seen=seen_items(sequences, rows, first_seen, end),
             users=torch.from_numpy(sequences.users[rows]),

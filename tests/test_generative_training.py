@@ -6,16 +6,21 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import polars as pl
 import pytest
 import torch
 
 from nestpipe import recipes
 from nestpipe.checkpoint import complete_steps
+from nestpipe.data.build import write_sequences
+from nestpipe.data.schema import Feature, Schema
 from nestpipe.demo import differing_tensors
 from nestpipe.errors import CheckpointError, ConfigError, DataError
 from nestpipe.instruct.semantic_ids import Registry, SidConfig
+from nestpipe.jagged import Jagged
+from nestpipe.models.build import inputs_of
 from nestpipe.run import Run
-from nestpipe.scoring import GenerativeScorer
+from nestpipe.scoring import GenerativeScorer, ask
 from nestpipe.trainer import train_to_end
 from tests.ranks import run_ranks
 from tests.worlds import small_config, small_log
@@ -138,3 +143,68 @@ def test_lists_cannot_be_longer_than_the_beam(world):
     config = config_of(world)
     with pytest.raises(ConfigError, match=r"eval\.ks goes up to 10, but model\.beam 4"):
         replace(config, model=replace(config.model, beam=4)).validate()
+
+
+def write_halves(folder: Path, *, num_users: int = 100, num_events: int = 13) -> None:
+    """Items 0 .. 14 in scenario 0, 15 .. 29 in scenario 1, and nothing else to know."""
+    rng = np.random.default_rng(3)
+    scenario = rng.integers(0, 2, num_users * num_events)
+    log = pl.DataFrame(
+        {
+            "user": np.arange(num_users).repeat(num_events),
+            "item": 15 * scenario + rng.integers(0, 15, len(scenario)),
+            "scenario": scenario,
+        }
+    )
+    schema = Schema(time=None, features=(Feature(name="scenario", kind="id"),))
+    write_sequences(folder / "log", schema=schema, log=log)
+
+
+def test_a_scenario_of_the_log_is_learned_and_asked_for_in_evaluation(tmp_path):
+    write_halves(tmp_path)
+    make_ids(tmp_path / "ids")
+    config = config_of(tmp_path, parts=1)
+    model = replace(config.model, placement="after", num_scenarios=2, dropout=0.0, dim=16, user_rows=False)
+    settings = replace(config.train, epochs=8)
+    faster = {"dense": replace(config.dense, lr=0.01), "eval": replace(config.eval, seen="none")}
+    config = replace(config, model=model, train=settings, **faster)
+    run = train_to_end(config, tmp_path / "run", quiet=True).run
+    # Ten of the fifteen items of the right half are in a list of ten: 0.67. Who does not know the half hits 0.33.
+    assert run.scorer().evaluate(progress=False).metrics["hr@10"].mean > 0.5
+    for number in (0, 1):
+        asked = ask(run.sequences, run.split, config, 0, None).batch
+        given = {**asked.sample_features, "scenario": Jagged.singles(torch.tensor([number]))}
+        found = run.scorer().generate(replace(asked, sample_features=given), 10).positions[0]
+        assert set((found // 15).tolist()) == {number}
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "message"),
+    [
+        ("number", {"num_scenarios": 2}, "'scenario' is of kind 'number'; an instruction takes kind 'id'"),
+        (
+            "id",
+            {"num_scenarios": 1},
+            "'scenario' has 0 .. 1, but model.num_scenarios is 1: scenarios are numbered from 0",
+        ),
+    ],
+)
+def test_an_instruction_that_the_model_cannot_read_is_refused(tmp_path, kind, settings, message):
+    log = pl.DataFrame({"user": [1] * 4, "item": [1, 2, 3, 4], "scenario": [0, 1, 1, 0]})
+    schema = Schema(time=None, features=(Feature(name="scenario", kind=kind),))
+    sequences = write_sequences(tmp_path / "log", schema=schema, log=log)
+    config = config_of(tmp_path)
+    config = replace(config, model=replace(config.model, **settings))
+    with pytest.raises(ConfigError, match=message):
+        inputs_of(config, sequences)
+    ignored = replace(config, model=replace(config.model, num_scenarios=0))
+    assert inputs_of(ignored, sequences).requests == ()
+
+
+def test_a_reasoning_vector_of_another_width_is_refused(tmp_path):
+    log = pl.DataFrame({"user": [1] * 3, "item": [1, 2, 3], "reasoning": [[0.0, 1.0]] * 3})
+    schema = Schema(time=None, features=(Feature(name="reasoning", kind="vector", dim=2),))
+    sequences = write_sequences(tmp_path / "log", schema=schema, log=log)
+    config = config_of(tmp_path)
+    with pytest.raises(ConfigError, match=r"has 2 numbers, but model\.reasoning_dim is 3"):
+        inputs_of(replace(config, model=replace(config.model, reasoning_dim=3)), sequences)

@@ -27,7 +27,7 @@ def ingest(
     options = options or BuildOptions()
     if texts is not None:
         check_place(Path(out), overwrite=options.overwrite, inputs=[Path(texts)])
-        options = dataclasses.replace(options, attachments={**options.attachments, "text": _read_texts(texts)})
+        options = dataclasses.replace(options, attachments={**options.attachments, "text": read_texts(texts)})
     return write_sequences(
         out, schema=SCHEMA, log=LogSource(paths=(str(path),), format="lines", transform=_events), options=options
     )
@@ -39,7 +39,8 @@ def _events(lines: pl.DataFrame) -> pl.DataFrame:
     return parts.explode("item", empty_as_null=True)
 
 
-def _read_texts(path: str | Path) -> pl.DataFrame:
+def read_texts(path: str | Path) -> pl.DataFrame:
+    """Item texts from a Parquet file with item_id and title."""
     source = LogSource(paths=(str(path),), format="parquet")
     require_columns(str(path), columns_of(source), ("item_id", "title"))
     return pl.read_parquet(expand(source)[0]).rename({"item_id": "item"})

@@ -29,6 +29,7 @@ class Inputs:
 
     features: tuple[str, ...] = ()
     labels: tuple[str, ...] = ()
+    requests: tuple[str, ...] = ()  # features of events that a request names before its event is known
     layout: Literal["next", "events"] = "next"  # each event with the next one as its target, or the events alone
 
 
@@ -48,9 +49,10 @@ class BatchBuilder:
         self._sequences, self._layout = sequences, inputs.layout
         known = {feature.name: feature for feature in sequences.schema.features if feature.scope != "request"}
         own = tuple(name for name in inputs.features if name not in {"user", "item"})
-        if missing := [name for name in own if name not in known]:
+        if missing := [name for name in (*own, *inputs.requests) if name not in known]:
             raise ConfigError(f"{sequences.path} has no feature {missing}; it has {sorted(known)}.")
         self._features = tuple(known[name] for name in own)
+        self._requests = tuple(known[name] for name in inputs.requests)
         self._with_user = "user" in inputs.features
         self._labels = sequences.schema.labels_named(inputs.labels) if inputs.labels else ()
         if statistics is None:
@@ -95,6 +97,18 @@ class BatchBuilder:
         """The item features of candidates [n]; raises DataError for an item that is not in the catalogue."""
         return self._features_of_items(items)
 
+    def requests(self, events: NDArray[Any]) -> dict[str, Jagged]:
+        """What requests for some events of the log would name (`Inputs.requests`); a missing value is an empty row."""
+        found = {}
+        for feature in self._requests:
+            stored = self._stored(feature)
+            found[feature.name] = self._pick(feature, stored, events)[feature.name]
+            if feature.kind == "vector":
+                has = torch.from_numpy(~np.isnan(stored.values[events]).any(1))
+                values = found[feature.name].values.index_select(0, has.nonzero().flatten())
+                found[feature.name] = Jagged(values, offsets_of(has.to(torch.int64)), 1)
+        return found
+
     def _build(
         self, cursor: Cursor, samples: Tensor, users: Ints, start: Ints, end: Ints, *, with_targets: bool
     ) -> Batch:
@@ -120,7 +134,7 @@ class BatchBuilder:
             targets=rows(self._sequences.items, following) if with_targets else None,
             event_features=self._features_of_events(events),
             sample_features=self._features_of_users(users),
-            target_features=self._features_of_targets(following) if with_targets and self._labels else {},
+            target_features=self._features_of_targets(following) if with_targets else {},
         )
 
     def _features_of_events(self, events: NDArray[Any]) -> dict[str, Jagged]:
@@ -132,8 +146,10 @@ class BatchBuilder:
         return found | self._label_rows(events)
 
     def _features_of_targets(self, events: NDArray[Any]) -> dict[str, Jagged]:
-        """What is known of candidates, the features of their items; and what is to be predicted."""
-        return self._features_of_items(self._sequences.items[events]) | self._label_rows(events)
+        """What is known of candidates, the features of their items; what is to be predicted; and what requests name."""
+        if not self._labels:
+            return self.requests(events)
+        return self._features_of_items(self._sequences.items[events]) | self._label_rows(events) | self.requests(events)
 
     def _features_of_items(self, items: NDArray[np.int64]) -> dict[str, Jagged]:
         found: dict[str, Jagged] = {}

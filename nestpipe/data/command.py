@@ -110,6 +110,8 @@ class Ingest(Writing):
     """Encoding of the text, for example latin-1."""
     dedupe: bool = False
     """Keep only the first of equal records."""
+    texts: Path | None = None
+    """Parquet file with item_id and title, kept as text.parquet; item ids must be int64."""
 
     def run(self) -> None:
         schema = Schema(
@@ -133,7 +135,14 @@ class Ingest(Writing):
         items = self._table(self.items_table, key=self.items_key or self.item, delimiter=self.items_delimiter)
         users = self._table(self.users_table, key=self.users_key or self.user, delimiter=self.users_delimiter)
 
+        if self.texts is not None and self.item_encoding != "int64":
+            raise ConfigError(
+                f"--texts names items by number, but --item-encoding is {self.item_encoding}: they would not be found."
+            )
+
         def work(options: BuildOptions) -> Sequences:
+            if self.texts is not None:
+                options = dataclasses.replace(options, attachments={"text": amazon.read_texts(self.texts)})
             return write_sequences(self.out, schema=schema, log=log, items=items, users=users, options=options)
 
         self.build(work, dedupe=self.dedupe)

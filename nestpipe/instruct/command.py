@@ -21,7 +21,7 @@ from nestpipe.errors import ConfigError, DataError
 from nestpipe.instruct.behaviour import DIM as BEHAVIOUR_DIM
 from nestpipe.instruct.behaviour import behaviour_vectors, fuse
 from nestpipe.instruct.diagnostics import Diagnostics, diagnose
-from nestpipe.instruct.item_text import Encoder, encode_texts
+from nestpipe.instruct.item_text import Encoder, cache_folder, encode_texts
 from nestpipe.instruct.semantic_ids import Registry, SidConfig
 
 
@@ -147,7 +147,9 @@ def text_vectors(
         raise DataError(f"{path} has no column '{column}'; it has {table.columns}.")
     texts = dict(zip(table["item"].to_list(), table[column].fill_null("").to_list(), strict=True))
     catalogue = np.array(sequences.catalogue)
-    vectors, name = encode_texts([texts.get(item, "") for item in catalogue.tolist()], encoder=encoder)
+    vectors, name = encode_texts(
+        [texts.get(item, "") for item in catalogue.tolist()], encoder=encoder, cache=cache_folder()
+    )
     return torch.from_numpy(catalogue), vectors, name
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import re
 from collections.abc import Sequence
 from itertools import pairwise
@@ -23,13 +24,21 @@ from nestpipe.hashing import hash_text
 from nestpipe.instruct import minilm
 
 Encoder = Literal["auto", "minilm", "words"]
-CACHE = Path.home() / ".cache" / "nestpipe" / "text-vectors"
 _WORDS_DIM = 512
 _log = logging.getLogger(__name__)
 
 
-def encode_texts(texts: Sequence[str], *, encoder: Encoder = "auto", cache: Path | None = CACHE) -> tuple[Tensor, str]:
-    """Vectors [n, D] of some texts, and the name of what made them; raises ConfigError if the encoder is not there."""
+def cache_folder() -> Path:
+    """Where vectors are kept: in the user's cache."""
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(home) / "nestpipe" / "text-vectors"
+
+
+def encode_texts(texts: Sequence[str], *, encoder: Encoder = "auto", cache: Path | None = None) -> tuple[Tensor, str]:
+    """Vectors [n, D] of some texts, and the name of what made them; raises ConfigError if the encoder is not there.
+
+    They are kept in the folder `cache`, if one is named.
+    """
     name = _choose(encoder)
     digest = hashlib.sha256("\0".join((name, *texts)).encode()).hexdigest()
     path = None if cache is None else cache / f"{digest[:32]}.safetensors"

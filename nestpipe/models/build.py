@@ -60,7 +60,9 @@ def inputs_of(config: Config, sequences: Sequences) -> Inputs:
     model, schema = config.model, sequences.schema
     if isinstance(model, EncDecConfig) and config.data.windows == "last":
         return Inputs(
-            features=("user",) if model.user_rows else (), labels=(model.behaviour,) if model.behaviour else ()
+            features=("user",) if model.user_rows else (),
+            labels=(model.behaviour,) if model.behaviour else (),
+            requests=_instruction_parts(model, sequences),
         )
     if not isinstance(model, RankingConfig | DCNConfig):
         if config.data.windows == "all":
@@ -77,3 +79,28 @@ def inputs_of(config: Config, sequences: Sequences) -> Inputs:
             "afterwards. Take it out of model.features."
         )
     return Inputs(features=model.features, labels=names, layout="events")
+
+
+def _instruction_parts(model: EncDecConfig, sequences: Sequences) -> tuple[str, ...]:
+    """The parts of an instruction that the log has for its events; raises ConfigError for one that the model cannot read."""
+    wanted = {"scenario": model.num_scenarios > 0, "trigger": True, "reasoning": model.reasoning_dim > 0}
+    kinds = {"scenario": "id", "trigger": "id", "reasoning": "vector"}
+    found = []
+    for feature in sequences.schema.of_scope("event") if model.placement != "none" else ():
+        if not wanted.get(feature.name):
+            continue
+        where = f"{sequences.path}: the event feature '{feature.name}'"
+        if feature.kind != kinds[feature.name]:
+            raise ConfigError(
+                f"{where} is of kind '{feature.kind}'; an instruction takes kind '{kinds[feature.name]}'."
+            )
+        if feature.name == "reasoning" and feature.dim != model.reasoning_dim:
+            raise ConfigError(f"{where} has {feature.dim} numbers, but model.reasoning_dim is {model.reasoning_dim}.")
+        values = sequences.event_features[feature.name].values
+        if feature.name == "scenario" and len(values) and not 0 <= values.min() <= values.max() < model.num_scenarios:
+            raise ConfigError(
+                f"{where} has {values.min()} .. {values.max()}, but model.num_scenarios is {model.num_scenarios}: "
+                "scenarios are numbered from 0."
+            )
+        found.append(feature.name)
+    return tuple(found)

@@ -202,3 +202,37 @@ def test_number_statistics_see_only_training_events(tmp_path):
 def test_config_problems_are_all_named():
     config = replace(DataConfig(), max_len=0, batch_tokens=-1, split="time")
     assert len(list(config.problems())) == 4
+
+
+def test_targets_have_what_their_request_would_name(tmp_path):
+    """The features of the target's own event, not of the event before it; what is missing is an empty row."""
+    import polars as pl
+
+    from nestpipe.data.build import write_sequences
+    from nestpipe.data.schema import Feature, Schema
+
+    schema = Schema(
+        features=(Feature(name="scenario", kind="id"), Feature(name="reasoning", kind="vector", dim=2)),
+    )
+    log = pl.DataFrame(
+        {
+            "user": [1] * 5,
+            "item": range(5),
+            "time": range(100, 105),
+            "scenario": [9, 0, None, 2, 3],
+            "reasoning": [[9.0, 9.0], [1.0, 2.0], [3.0, 4.0], None, [5.0, 6.0]],
+        }
+    )
+    sequences, config = write_sequences(tmp_path / "log", schema=schema, log=log), DataConfig(path="")
+    inputs = Inputs(requests=("scenario", "reasoning"))
+    source = Loader(sequences, make_split(sequences, config), config, seed=0, inputs=inputs)
+    batch = source.batch(Cursor(0, 0))
+    assert batch.targets.values.tolist() == [1, 2, 3]
+    assert not batch.event_features
+    scenario, reasoning = (batch.target_features[name] for name in ("scenario", "reasoning"))
+    assert (scenario.values.tolist(), scenario.lengths().tolist()) == ([0, 2], [1, 0, 1])
+    assert (reasoning.values.tolist(), reasoning.lengths().tolist()) == ([[1, 2], [3, 4]], [1, 1, 0])
+    asked = source._builder.requests(np.array([4]))
+    assert (asked["scenario"].values.tolist(), asked["reasoning"].values.tolist()) == ([3], [[5, 6]])
+    with pytest.raises(ConfigError, match="has no feature"):
+        Loader(sequences, make_split(sequences, config), config, seed=0, inputs=Inputs(requests=("trigger",)))
