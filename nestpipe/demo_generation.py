@@ -102,8 +102,8 @@ def _ask(demo: Demo, shop: World) -> str:
                 found = client.generate(user, _K, scenario=scenario, trigger=had[-1], deadline_ms=30_000)
                 _check_answer(found, had, set(log.catalogue.tolist()))
                 obeyed.count(found.items, range(wanted * per_topic, (wanted + 1) * per_topic))
-    seen = f"{looked.share:.0%} of the items looked at are of the trigger's topic, {bought.share:.0%} in the cart go with it"
-    check(demo.quick or min(looked.share, bought.share) >= _OBEYED, f"only {seen}")
+    seen = f"detail: {looked.share:.0%} of the trigger's topic, cart: {bought.share:.0%} of the one that goes with it"
+    check(demo.quick or min(looked.share, bought.share) >= _OBEYED, f"the instruction was not obeyed; {seen}")
     return f"{seen}; instructions by {found.instruction['written_by']}"
 
 
