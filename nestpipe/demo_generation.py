@@ -51,15 +51,15 @@ def _shop(*, quick: bool) -> World:
 def _write(shop: World, folder: Path, demo: Demo) -> None:
     """The shop's log and item titles, as files that any other shop could have."""
     users, events = np.indices(shop.items.shape)
-    triggers = shop.triggers.ravel()
+    triggers, items = shop.triggers.ravel(), shop.items.ravel()
     told = hashed_words(shop.instructions()).numpy()[shop.told.ravel()]
     log = pl.DataFrame(
         {
             "user": users.ravel(),
-            "item": shop.items.ravel(),
+            "item": items,
             "time": _START + _HOUR * events.ravel(),
             "scenario": shop.scenarios.ravel(),
-            "trigger": pl.Series(triggers).set(pl.Series(triggers < 0), None),
+            "trigger": pl.Series(triggers).set(pl.Series(~np.isin(triggers, items)), None),  # -1, or never sold
             "reasoning": pl.Series(told, dtype=pl.Array(pl.Float32, told.shape[1])).arr.to_list(),
         }
     )

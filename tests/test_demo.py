@@ -79,8 +79,11 @@ def test_it_exits_with_1_when_a_step_does_not_hold(capsys, tmp_path, monkeypatch
 
 SCRIPT = """
 import shutil, sys
-from nestpipe import demo, demo_serving
+from nestpipe import demo, demo_serving, demo_stage
 from nestpipe.cli import main
+
+cold = demo_stage._nestpipe
+demo_stage._nestpipe = lambda ranks: [{program!r}] if ranks == 1 else cold(ranks)
 
 def put(stage):
     shutil.copytree({source!r}, stage.out / {name!r})
@@ -107,7 +110,7 @@ def processes_of(out: Path) -> list[int]:
     return found
 
 
-def interrupted(programs, out: Path, number: int, script: str, *, when) -> str:
+def interrupted(programs, out: Path, number: int, *, when, **script: str) -> str:
     """Starts a demo, sends a signal when something holds, and returns its last words."""
     with subprocess.Popen(
         [str(programs / "warm-python")],
@@ -116,7 +119,7 @@ def interrupted(programs, out: Path, number: int, script: str, *, when) -> str:
         stdout=subprocess.DEVNULL,
         text=True,
     ) as process:
-        process.stdin.write(script)
+        process.stdin.write(SCRIPT.format(program=str(programs / "nestpipe"), out=str(out), **script))
         process.stdin.close()
         deadline = time.monotonic() + 60
         while not when() and process.poll() is None and time.monotonic() < deadline:
@@ -133,8 +136,8 @@ def interrupted(programs, out: Path, number: int, script: str, *, when) -> str:
 def test_ctrl_c_in_training_leaves_no_rank(programs, tmp_path):
     out, source = tmp_path / "demo", tmp_path / "log"
     ingest_synthetic(source, SyntheticConfig(num_users=300))
-    script = SCRIPT.format(source=str(source), name="data", out=str(out), step='("train", demo.train_nested)')
-    said = interrupted(programs, out, signal.SIGINT, script, when=(out / "run" / "metrics.jsonl").exists)
+    script = {"source": str(source), "name": "data", "step": '("train", demo.train_nested)'}
+    said = interrupted(programs, out, signal.SIGINT, when=(out / "run" / "metrics.jsonl").exists, **script)
     assert "SIGINT in step 'train'; its processes are ended" in said
     assert not (out / "run" / "report.html").exists()
 
@@ -142,13 +145,15 @@ def test_ctrl_c_in_training_leaves_no_rank(programs, tmp_path):
 def test_sigterm_in_serving_leaves_no_instance_and_no_port(programs, tmp_path):
     out = tmp_path / "demo"
     run = make_run(make_log(tmp_path), tmp_path / "ranking", "hstu").folder
-    script = SCRIPT.format(source=str(run), name="ranking", out=str(out), step='("serve", serve)')
-    log = out / "gateway.log"
-    said = interrupted(
-        programs, out, signal.SIGTERM, script, when=lambda: log.exists() and "gateway with" in log.read_text()
-    )
+    script, log = {"source": str(run), "name": "ranking", "step": '("serve", serve)'}, out / "gateway.log"
+
+    def is_ready() -> bool:
+        return log.exists() and "gateway with" in log.read_text()
+
+    said = interrupted(programs, out, signal.SIGTERM, when=is_ready, **script)
     assert "SIGTERM in step 'serve'; its processes are ended" in said
     ports = [int(line.rpartition(":")[2].split(",")[0]) for line in log.read_text().splitlines() if " on http:" in line]
+    assert len(ports) == 3
     for port in ports:
         with socket.socket() as client:
             assert client.connect_ex(("127.0.0.1", port)) != 0

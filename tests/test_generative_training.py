@@ -201,6 +201,14 @@ def test_an_instruction_that_the_model_cannot_read_is_refused(tmp_path, kind, se
     assert inputs_of(ignored, sequences).requests == ()
 
 
+def test_a_trigger_without_events_is_refused(tmp_path):
+    log = pl.DataFrame({"user": [1] * 3, "item": [1, 2, 3], "trigger": [None, 7, 2]})
+    schema = Schema(time=None, features=(Feature(name="trigger", kind="id"),))
+    sequences = write_sequences(tmp_path / "log", schema=schema, log=log)
+    with pytest.raises(ConfigError, match="'trigger' names item 7, which no event has"):
+        inputs_of(config_of(tmp_path), sequences)
+
+
 def test_a_reasoning_vector_of_another_width_is_refused(tmp_path):
     log = pl.DataFrame({"user": [1] * 3, "item": [1, 2, 3], "reasoning": [[0.0, 1.0]] * 3})
     schema = Schema(time=None, features=(Feature(name="reasoning", kind="vector", dim=2),))

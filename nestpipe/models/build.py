@@ -102,5 +102,10 @@ def _instruction_parts(model: EncDecConfig, sequences: Sequences) -> tuple[str, 
                 f"{where} has {values.min()} .. {values.max()}, but model.num_scenarios is {model.num_scenarios}: "
                 "scenarios are numbered from 0."
             )
+        if feature.name == "trigger" and len(strangers := np.setdiff1d(values, sequences.catalogue)):
+            raise ConfigError(
+                f"{where} names item {strangers[0]}, which no event has, so it has no vector; "
+                f"leave the field empty there ({len(strangers):,} items)."
+            )
         found.append(feature.name)
     return tuple(found)
