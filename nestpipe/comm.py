@@ -260,6 +260,13 @@ class Lane:
 
     def sum_in_rank_order(self, buffer: Tensor, *, name: str = "sum", where: str = "") -> None:
         """Replaces a vector by the sum over ranks, ((x0 + x1) + x2) + ... elementwise: the same bits on every rank."""
+        if self.world.size <= 2:  # all of it in one trip is no more bytes than halves in two
+            whole = [torch.empty_like(buffer) for _ in range(self.world.size)]
+            self.exchange(name, [buffer] * self.world.size, whole, where=where).wait()
+            buffer.copy_(whole[0])
+            for other in whole[1:]:
+                buffer.add_(other)
+            return
         parts = buffer.tensor_split(self.world.size)  # 1 rank r adds part r; sizes may differ by one, or be zero
         received = [torch.empty_like(parts[self.world.rank]) for _ in parts]
         self.exchange(f"{name}/scatter", parts, received, where=where).wait()

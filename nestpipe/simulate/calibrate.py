@@ -19,7 +19,7 @@ import numpy as np
 
 from nestpipe.errors import DataError
 from nestpipe.overlap import steps_of
-from nestpipe.simulate.constants import Constants
+from nestpipe.simulate.constants import Constants, dense_trips
 from nestpipe.trace import KINDS, RankTrace, Span
 
 _ROUNDS = 5  # of guessing when a message began from bandwidth and delay, and these from the messages
@@ -147,7 +147,13 @@ def _work_s(run: _Recorded, kind: str) -> float:
 def _beside_messages(work: dict[str, float], launch_s: float, runs: Sequence[_Recorded]) -> dict[str, float]:
     """Work without what launching messages takes, which grows with the number of peers (costs.py)."""
     parts = mean(run.num_parts for run in runs)
-    num_messages = {"rows": parts, "grads": parts, "keys": 4, "dense sum": 4, "post": 2 * parts}
+    num_messages = {
+        "rows": parts,
+        "grads": parts,
+        "keys": 4,
+        "dense sum": 2 * dense_trips(runs[0].world_size),
+        "post": 2 * parts,
+    }
     return {
         kind: max(seconds - num_messages.get(kind, 0) * launch_s, 0.0)
         for kind, seconds in work.items()

@@ -70,3 +70,8 @@ class Constants:
             raise DataError(
                 f"{path} cannot be used: {error}. 'nestpipe simulate --from RUN --save FILE' writes one."
             ) from error
+
+
+def dense_trips(workers: int) -> int:
+    """How often messages cross for one dense sum (Lane.sum_in_rank_order)."""
+    return 1 if workers <= 2 else 2

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from statistics import NormalDist
 
 from nestpipe.pipeline.schedule import Event, Kind, Schedule
-from nestpipe.simulate.constants import Constants
+from nestpipe.simulate.constants import Constants, dense_trips
 from nestpipe.simulate.engine import Message, Phase, Run, Send, Wait, Work
 
 _GROWS: frozenset[Kind] = frozenset(("keys", "retrieve"))
@@ -89,10 +89,9 @@ class Costs:
         if kind == "flag":  # flags travel with the last gradients
             return [Wait(Message(Event("grads", batch, self.schedule.num_parts - 1)), "flag")]
         if kind == "dense sum":
-            return [
-                *self._exchange(event, 0, self.constants.dense_bytes, "dense"),
-                *self._exchange(event, 1, self.constants.dense_bytes, "dense"),
-            ]
+            trips = dense_trips(self.cluster.workers)
+            num_bytes = 2 * self.constants.dense_bytes / trips
+            return [phase for trip in range(trips) for phase in self._exchange(event, trip, num_bytes, "dense")]
         return self._exchange(event, 0, 0.0, "dense") if kind == "norm" else []
 
     def _after(self, event: Event) -> Sequence[Phase]:
@@ -128,7 +127,7 @@ class Costs:
             "rows": 1,
             "grads": 1,
             "keys": 4,
-            "dense sum": 4,
+            "dense sum": 2 * dense_trips(cluster.workers),
             "merge": 4,
             "post": 2 * self.schedule.num_parts,
         }
