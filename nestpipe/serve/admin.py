@@ -10,7 +10,6 @@ POST /compare  {"share": 0}                  everybody gets the same model again
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,18 +24,19 @@ from nestpipe.errors import NestPipeError
 from nestpipe.serve.bodies import BadRequestError, Fields, answer_of, http_refusal, lacks_token, read_json, refusal
 from nestpipe.serve.http import Instance
 from nestpipe.serve.lineup import Lineup
+from nestpipe.serve.notes import Notes
 from nestpipe.serve.prefix import Served
-from nestpipe.serve.swap import ParityError
+from nestpipe.serve.swap import Load, ParityError
 
 _log = logging.getLogger("nestpipe.serve")
-Load = Callable[[Path, int | None], Served]
 
 
 class Admin:
     """The handlers; one model is loaded at a time."""
 
-    def __init__(self, instance: Instance, token: str, load: Load):
+    def __init__(self, instance: Instance, token: str, load: Load, notes: Notes | None = None):
         self._instance, self._token, self._load = instance, token, load
+        self._notes = notes or Notes()
         self._is_loading = False
 
     def app(self) -> Starlette:
@@ -71,7 +71,8 @@ class Admin:
                 self._instance.is_draining = True
             case "/swap":
                 body = await read_json(http, max_bytes=4096, timeout_s=5.0)
-                new = await self._loaded(body, Fields(body, frozenset({"run", "step"})))
+                new, run, step = await self._loaded(body, Fields(body, frozenset({"run", "step"})))
+                self._notes.keep(replace(self._notes.told, run=run, step=step))
                 engine = self._instance.engine
                 engine.use(replace(engine.lineup, main=new))
             case "/compare":
@@ -79,22 +80,26 @@ class Admin:
                 await self._compare(body, Fields(body, frozenset({"run", "step", "share"})))
 
     async def _compare(self, body: dict[str, Any], fields: Fields) -> None:
-        engine, share = self._instance.engine, fields.share("share")
+        engine, notes, share = self._instance.engine, self._notes, fields.share("share")
         if share == 0:
+            notes.keep(replace(notes.told, compared=None, compared_step=None, share=0.0))
             engine.use(Lineup(engine.lineup.main))
-        elif "run" not in body and (other := engine.lineup.other) is not None:
-            engine.use(replace(engine.lineup, other=other, share=share))
+        elif not body.keys() & {"run", "step"} and engine.lineup.other is not None:
+            notes.keep(replace(notes.told, share=share))
+            engine.use(replace(engine.lineup, share=share))
         else:
-            new = await self._loaded(body, fields)
+            new, run, step = await self._loaded(body, fields)
+            notes.keep(replace(notes.told, compared=run, compared_step=step, share=share))
             engine.use(replace(engine.lineup, other=new, share=share))
 
-    async def _loaded(self, body: dict[str, Any], fields: Fields) -> Served:
-        folder = Path(fields.text("run", most=1024))
+    async def _loaded(self, body: dict[str, Any], fields: Fields) -> tuple[Served, str, int | None]:
+        """A model, and what it is known by."""
+        run = fields.text("run", most=1024)
         step = None if body.get("step") is None else fields.integer("step", low=0)
         if self._is_loading:
             raise BadRequestError("another model is being loaded; wait for it.", status=409, code="busy")
         self._is_loading = True
         try:
-            return await run_in_threadpool(self._load, folder, step)
+            return await run_in_threadpool(self._load, Path(run), step), run, step
         finally:
             self._is_loading = False

@@ -188,7 +188,7 @@ class Guard:
 def lacks_token(http: Request, token: str) -> Response | None:
     """What to answer to who does not know the token."""
     said = http.headers.get("authorization", "").removeprefix("Bearer ")
-    if hmac.compare_digest(said.encode(), token.encode()):
+    if token and hmac.compare_digest(said.encode(), token.encode()):
         return None
     return answer_of(*refusal(401, "unauthorized", "send the token: 'Authorization: Bearer TOKEN'."))
 

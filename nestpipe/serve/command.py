@@ -21,13 +21,14 @@ from nestpipe.serve.config import EngineConfig, Limits, Stages, TriggerConfig
 from nestpipe.serve.engine import Engine
 from nestpipe.serve.event_log import EventLog
 from nestpipe.serve.histories import Histories
-from nestpipe.serve.lineup import Lineup
 from nestpipe.serve.measure import measure
 from nestpipe.serve.model import open_served
+from nestpipe.serve.notes import Notes, Told
 from nestpipe.serve.prefix import Served
 from nestpipe.serve.swap import load_beside
 
 EVENTS = "events.log"
+_SECRET_BYTES = 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +51,8 @@ class _Arguments:
     """Port for administration; 0 takes a free one. Its token is in RUN/serve/token."""
     name: str = ""
     """Name of the instance, which must outlive restarts [default: host name and port]."""
+    notes: Path | None = None
+    """File of what the instance is told to serve by 'nestpipe swap': a process that starts with it goes on with that."""
     num_threads: int = 1
     """Threads of the model."""
     engine: EngineConfig = field(default_factory=EngineConfig)
@@ -74,6 +77,8 @@ class _Arguments:
             found.append(f"share is {self.share}; it must be in 0 .. 1")
         if self.instances < 0:
             found.append(f"instances is {self.instances}; it must be 0 (no gateway) or more")
+        if self.notes is not None and (self.instances or self.demo):
+            found.append(f"notes is {self.notes}; that is for one instance, those of a fleet have files of their own")
         if found:
             raise ConfigError("the configuration has problems:\n" + "\n".join(f"  - {problem}" for problem in found))
 
@@ -96,6 +101,7 @@ def main(argv: list[str]) -> int:
     run = _open_run(arguments)
     if isinstance(run.config.model, EncDecConfig):
         _refuse_generative(run, arguments.compare is not None, "--compare")
+        _refuse_generative(run, arguments.notes is not None, "--notes")
         return _generative(run, arguments)
     folder = tables = run.folder / "serve"
     with bind(arguments.host, arguments.port) as public, bind(arguments.host, arguments.admin_port) as private:
@@ -110,15 +116,16 @@ def main(argv: list[str]) -> int:
             return load_beside(engine.histories, folder, step=step, label=arguments.label, tables=tables, chunk=chunk)
 
         del run  # whose sequences stay mapped, also those of users that are forgotten later
-        if arguments.compare is not None:
-            engine.use(Lineup(engine.lineup.main, load(arguments.compare, None), arguments.share))
+        other = str(arguments.compare) if arguments.compare else None
+        notes = Notes(arguments.notes, first=Told(compared=other, share=arguments.share if other else 0.0))
+        notes.follow(engine, load)
         instance = Instance(
             engine,
             name=arguments.name or f"{socket.gethostname()}-{port}",
             secret=kept_secret(folder / "secret").encode(),
             limits=arguments.limits,
         )
-        admin = Admin(instance, kept_secret(folder / "token"), load)
+        admin = Admin(instance, kept_secret(folder / "token"), load, notes)
         apps = [(instance.app(), public), (admin.app(), private)]
 
         def stop() -> None:
@@ -161,7 +168,14 @@ def _generative(run: Run, arguments: _Arguments) -> int:
 def _fleet(arguments: _Arguments) -> int:
     """A gateway and its instances, or a configuration of nginx for them."""
     try:
-        from nestpipe.serve.fleet_command import Place, flags_of, fleet_histories, fleet_retriever, serve_fleet
+        from nestpipe.serve.fleet_command import (
+            Place,
+            flags_of,
+            fleet_histories,
+            fleet_retriever,
+            notes_of,
+            serve_fleet,
+        )
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"serving needs the package '{error.name}'; install it with: pip install 'nestpipe[serve]'"
@@ -187,6 +201,8 @@ def _fleet(arguments: _Arguments) -> int:
     for name in ("engine", "trigger", "limits"):
         flags += flags_of(name, getattr(arguments, name))
     workers, histories = place.workers(run.folder, flags), fleet_histories(run, folder / EVENTS)
+    for one in place.members():
+        notes_of(run.folder, one).unlink(missing_ok=True)  # what a fleet of before was told
     retriever = fleet_retriever(Run.open(arguments.retrieval) if arguments.retrieval else run, histories)
     del run  # whose sequences stay mapped, also those of users that are forgotten later
     return serve_fleet(
@@ -223,15 +239,22 @@ def open_engine(
 
 
 def kept_secret(path: Path) -> str:
-    """The secret in a file that only its owner reads; made once, so that all instances of a run share it."""
+    """The secret in a file that only its owner reads; made once, so that all instances of a run share it. Raises ConfigError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-        file.write(secrets.token_hex(32))
+        file.write(secrets.token_hex(_SECRET_BYTES))
+        file.flush()
+        os.fsync(file.fileno())  # a name without content would be a secret that everybody knows
     try:
         os.link(draft, path)  # unless another instance was first
     except FileExistsError:
         pass
     finally:
         draft.unlink()
-    return path.read_text().strip()
+    found = path.read_text().strip()
+    if len(found) < 2 * _SECRET_BYTES:
+        raise ConfigError(
+            f"{path} has {len(found)} characters, so it was cut or changed, and others could guess it. Remove it; it is made anew."
+        )
+    return found

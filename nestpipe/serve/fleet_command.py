@@ -86,6 +86,7 @@ class Place:
                     *start,
                     *("--name", one.name, "--port", str(self.port + number)),
                     *("--admin-port", str(self.admin_port + number)),
+                    *("--notes", str(notes_of(run, one))),
                     *flags,
                 ),
             )
@@ -104,6 +105,11 @@ def free_ports(host: str, size: int, *, tries: int = 100) -> int:
     raise PortError(
         f"{host} has no {size} neighbouring free ports in {_FREE_PORTS[0]} .. {_FREE_PORTS[-1]}; name --port."
     )
+
+
+def notes_of(run: Path, instance: Instance) -> Path:
+    """Where an instance writes what it is told to serve, for its next process."""
+    return run / "serve" / f"{instance.name}.notes.json"
 
 
 def flags_of(prefix: str, section: Any) -> list[str]:

@@ -8,6 +8,7 @@ old one (tickets, prefills, ranks that wait) is ended with it; then nothing refe
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ from nestpipe.serve.measure import measure
 from nestpipe.serve.model import open_served
 from nestpipe.serve.prefix import Served
 
+Load = Callable[[Path, int | None], Served]  # a folder of a run, and a step of it or the best
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}  # of scores of order one: the contract of prefixes
 _NUM_USERS, _NUM_CANDIDATES = 8, 32
 

@@ -60,10 +60,12 @@ def _post(url: str, body: dict[str, Any], token: str, timeout_s: float) -> dict[
     import httpx
 
     try:
-        answer = httpx.post(url, json=body, headers={"authorization": f"Bearer {token}"}, timeout=timeout_s)
+        # The token is for nobody else, also not for a proxy of the environment.
+        with httpx.Client(timeout=timeout_s, trust_env=False) as http:
+            answer = http.post(url, json=body, headers={"authorization": f"Bearer {token}"})
         content = answer.json()
-    except (httpx.HTTPError, ValueError) as error:
-        raise ConfigError(f"{url} gave no answer ({error}); is this its --admin-port?") from None
-    if answer.status_code != 200:
-        raise ConfigError(f"{url} refused: {content['error']['message']}")
-    return dict(content)
+        if answer.status_code != 200:
+            raise ConfigError(f"{url} refused: {content['error']['message']}")
+        return {name: content[name] for name in ("instance", "model", "compared", "share")}
+    except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{url} gave no answer of an instance ({error!r}); is this its --admin-port?") from None

@@ -121,7 +121,13 @@ def test_instances_are_started_with_the_settings_of_the_command():
     place = Place(host="127.0.0.1", port=9000, admin_port=9100, num_instances=2)
     first, second = place.workers(Path("runs/r"), flags_of("trigger", TriggerConfig(mode="off")))
     assert (first.name, second.name) == ("i1", "i2")
-    for words in (("serve", "runs/r"), ("--port", "9001"), ("--admin-port", "9101"), ("--trigger.mode", "off")):
+    for words in (
+        ("serve", "runs/r"),
+        ("--port", "9001"),
+        ("--admin-port", "9101"),
+        ("--notes", "runs/r/serve/i1.notes.json"),
+        ("--trigger.mode", "off"),
+    ):
         place_of = first.command.index(words[0])
         assert first.command[place_of : place_of + 2] == words
 

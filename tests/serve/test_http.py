@@ -17,6 +17,7 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
+from starlette.requests import Request
 
 from nestpipe.cli import main
 from nestpipe.data.sequences import Sequences
@@ -24,6 +25,7 @@ from nestpipe.errors import DataError
 from nestpipe.models.prefix import Prefix
 from nestpipe.run import Run
 from nestpipe.serve.admin import Admin
+from nestpipe.serve.bodies import lacks_token
 from nestpipe.serve.config import Limits, TriggerConfig
 from nestpipe.serve.engine import Engine
 from nestpipe.serve.http import Instance
@@ -321,6 +323,7 @@ def test_administration_needs_its_token(shared):
             shared.http.post(f"{shared.admin}/drain", headers=headers),
         ):
             assert call.status_code == 401
+    assert lacks_token(Request({"type": "http", "headers": []}), "") is not None, "nobody knows an empty one"
     assert not shared.instance.is_draining
     assert shared.http.get(f"{shared.url}/state").status_code == 404, "not on the public port"
     state = shared.http.get(f"{shared.admin}/state", headers={"authorization": f"Bearer {TOKEN}"}).json()

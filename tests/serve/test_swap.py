@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import shutil
+import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
+from copy import copy
 from dataclasses import replace
 from functools import partial
 
 import httpx
 import numpy as np
 import pytest
+import torch
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse
+from starlette.routing import Route
 
 from nestpipe.cli import main
+from nestpipe.errors import ConfigError
 from nestpipe.serve import swap
 from nestpipe.serve.admin import Admin
 from nestpipe.serve.http import Instance
 from nestpipe.serve.lineup import Lineup
 from nestpipe.serve.model import open_served
+from nestpipe.serve.notes import Notes, Told
 from nestpipe.serve.swap import load_beside
 from tests.serve.instances import Served as Server
 from tests.serve.world import ASKED, NUM_ITEMS, Clock, make_engine, rank, settle, signal
@@ -140,7 +149,8 @@ def running(runs, tmp_path, load):
     engine = make_engine(runs("hstu"), tmp_path)
     instance = Instance(engine, name="one", secret=b"the secret of the tests")
     engine.start()
-    servers = [Server(instance.app()), Server(Admin(instance, TOKEN, partial(load, engine)).app())]
+    admin = Admin(instance, TOKEN, partial(load, engine), Notes(tmp_path / "notes.json"))
+    servers = [Server(instance.app()), Server(admin.app())]
     with httpx.Client(timeout=60, headers={"authorization": f"Bearer {TOKEN}"}) as http:
         yield engine, http, *(one.url for one in servers)
     for one in servers:
@@ -192,7 +202,49 @@ def test_prefixes_of_a_model_that_knows_the_request_fail_the_self_test(runs, ser
         swap.ParityError, match=r"failed its parity self-test: with a prefix of .* the model in use goes on"
     ):
         swap.check_parity(engine.lineup.main, engine.histories, chunk=8)
-    swap.check_parity(served("hstu"), engine.histories, chunk=8)
+    sound = copy(served("hstu"))
+    swap.check_parity(sound, engine.histories, chunk=8)
+    sound.scores = lambda asked, wanted, kept=None: [torch.full((len(wanted[0].items.values),), torch.nan)]
+    with pytest.raises(swap.ParityError, match="nan away from full inference"):
+        swap.check_parity(sound, engine.histories, chunk=8)
+
+
+def test_one_model_is_loaded_at_a_time(runs, served, tmp_path):
+    began, may_end = threading.Event(), threading.Event()
+
+    def load(folder, step):
+        began.set()
+        assert may_end.wait(60)
+        return served("fuxi")
+
+    instance = Instance(make_engine(runs("hstu"), tmp_path, served=served("hstu")), name="one", secret=b"x" * 16)
+    server = Server(Admin(instance, TOKEN, load).app())
+    ask = partial(httpx.post, f"{server.url}/swap", json={"run": "r"}, headers={"authorization": f"Bearer {TOKEN}"})
+    with ThreadPoolExecutor(1) as thread:
+        first = thread.submit(ask, timeout=60)
+        assert began.wait(60)
+        second = ask()
+        may_end.set()
+        assert (second.status_code, second.json()["error"]["code"]) == (409, "busy")
+        assert first.result().json()["model"].startswith("fuxi/")
+    assert ask().status_code == 200, "and then the next"
+    server.close()
+
+
+def test_the_command_understands_strange_answers_and_asks_no_proxy(tmp_path, monkeypatch, capsys):
+    async def strange(http):
+        return JSONResponse({"detail": "who are you"}, 404 if http.url.path == "/swap" else 200)
+
+    server = Server(Starlette(routes=[Route(f"/{one}", strange, methods=["POST"]) for one in ("swap", "compare")]))
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    (tmp_path / "serve").mkdir()
+    (tmp_path / "serve" / "token").write_text(TOKEN)
+    for share in ([], ["--share", "0.5"]):
+        assert main(["swap", str(tmp_path), "new", *share, "--admin-port", server.url.rpartition(":")[2]]) == 2
+        said = capsys.readouterr().err
+        assert "KeyError" in said, "the server was asked, and not the proxy"
+        assert "is this its --admin-port?" in said
+    server.close()
 
 
 def test_the_command_swaps_compares_and_ends_a_comparison(runs, running, tmp_path, capsys):
@@ -225,3 +277,43 @@ def test_the_command_swaps_compares_and_ends_a_comparison(runs, running, tmp_pat
     assert "one serves fuxi/step-" in capsys.readouterr().out
     state = http.get(f"{admin}/state").json()
     assert (state["model"].split("/")[0], state["compared"]) == ("fuxi", None)
+    assert notes_of(tmp_path) == Told(run=fuxi)
+
+
+def notes_of(tmp_path):
+    return Notes(tmp_path / "notes.json").told
+
+
+def test_the_next_process_goes_on_with_what_the_one_before_was_told(runs, served, running, tmp_path, caplog):
+    _, http, _, admin = running
+    fuxi = str(runs("fuxi").folder)
+    assert http.post(f"{admin}/swap", json={"run": fuxi, "step": 7}).status_code == 400
+    assert not (tmp_path / "notes.json").exists(), "nothing was changed"
+    assert http.post(f"{admin}/compare", json={"run": fuxi, "share": 0.25}).status_code == 200
+    assert http.post(f"{admin}/compare", json={"share": 0.5}).status_code == 200
+    assert http.post(f"{admin}/compare", json={"step": 7, "share": 0.5}).status_code == 400, "a step of which run?"
+    assert notes_of(tmp_path) == Told(compared=fuxi, share=0.5)
+    loaded = {"fuxi": served("fuxi"), "hstu": served("hstu")}
+
+    def load(folder, step):
+        if folder.name not in loaded:
+            raise ConfigError(f"{folder} is gone")
+        return loaded[folder.name]
+
+    def lineup(path, first=None):
+        new = make_engine(runs("hstu"), tmp_path / "next", served=served("hstu"))
+        Notes(path, first=first).follow(new, load)
+        main, other = new.lineup.main, new.lineup.other
+        return main.name.split("/")[0], other and other.name.split("/")[0], new.lineup.share
+
+    assert lineup(tmp_path / "notes.json") == ("hstu", "fuxi", 0.5)
+    Notes(tmp_path / "notes.json").keep(Told(run=fuxi))
+    assert lineup(tmp_path / "notes.json", Told(compared=fuxi, share=0.1)) == ("fuxi", None, 0.0)
+    assert lineup(tmp_path / "none.json", Told(compared=fuxi, share=0.1)) == ("hstu", "fuxi", 0.1)
+    Notes(tmp_path / "notes.json").keep(Told(run=fuxi, compared="runs/gone", share=0.3))
+    assert lineup(tmp_path / "notes.json") == ("hstu", None, 0.0)
+    assert "runs/gone is gone); the models of the command line are" in caplog.text
+    with pytest.raises(ConfigError, match="gone"):
+        lineup(None, Told(compared="runs/gone", share=0.1))
+    (tmp_path / "notes.json").write_text('{"run": 3, "st')
+    assert lineup(tmp_path / "notes.json") == ("hstu", None, 0.0)
