@@ -10,10 +10,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import tyro
 from torch import Tensor
 
+from nestpipe.data.schema import Label
 from nestpipe.data.sequences import Sequences
 from nestpipe.errors import ConfigError, DataError
 from nestpipe.instruct.item_text import Encoder, encode_texts
@@ -61,13 +63,14 @@ def main(argv: list[str]) -> int:
     arguments = tyro.cli(_Arguments, prog="nestpipe think", description=text, args=argv)
     if found := list(arguments.think.problems()):
         raise ConfigError("the configuration has problems:\n" + "\n".join(f"  - think.{one}" for one in found))
-    job, store = _open(arguments)
+    job, store, words = _open(arguments)
     line = _Line(job, quiet=arguments.quiet)
     try:
         with job.ledger.only_one():
             job.run(line.show)
             while arguments.follow:
                 time.sleep(arguments.every_s)
+                job.builder = words.builder()
                 job.run(line.show)
     except sqlite3.Error as error:
         raise DataError(
@@ -80,21 +83,47 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _open(arguments: _Arguments) -> tuple[SlowPath, SqliteStore]:
+class _FolderBacked(Feed, Protocol):
+    @property
+    def sequences(self) -> Sequences: ...
+
+
+class _Words:
+    """What requests are made with, from the folder that is there now: who is forgotten leaves what others did, too."""
+
+    def __init__(self, feed: _FolderBacked, behaviour: Label | None, weights: tuple[float, ...]):
+        self._feed, self._behaviour, self._weights = feed, behaviour, weights
+        self._read: Sequences | None = None
+        self._made = RequestBuilder(texts={})
+
+    def builder(self) -> RequestBuilder:
+        """Another one if the folder is another."""
+        if (now := self._feed.sequences) is not self._read:
+            self._read = now
+            self._made = RequestBuilder(
+                texts=item_texts(now),
+                co_visits=None if now.times is None else CoVisits(now),
+                behaviour=self._behaviour,
+                behaviour_weights=self._weights,
+            )
+        return self._made
+
+
+def _open(arguments: _Arguments) -> tuple[SlowPath, SqliteStore, _Words]:
     provider: InstructionProvider = TemplateProvider()
     if arguments.endpoint.url:
         key = arguments.api_key_file.read_text().strip() if arguments.api_key_file else ""
         provider = OpenAICompatibleProvider(arguments.endpoint, api_key=key)
-    feed: Feed
+    feed: _FolderBacked
     if Run.exists(arguments.path):
         run = Run.open(arguments.path)
         if not isinstance(model := run.config.model, EncDecConfig):
             raise ConfigError(f"{arguments.path} is a run of another kind; instructions steer generative models alone.")
         folder = run.folder / "serve"
         store = arguments.store or folder / INSTRUCTIONS
-        sequences, ids = run.sequences, arguments.ids or Path(model.ids)
+        ids = arguments.ids or Path(model.ids)
         feed = RunFeed(run, folder / EVENTS)
-        labels = sequences.schema.labels_named((model.behaviour,)) if model.behaviour else ()
+        labels = run.sequences.schema.labels_named((model.behaviour,)) if model.behaviour else ()
         behaviour, weights = (labels[0] if labels else None), model.behaviour_weights
     else:
         sequences = Sequences.open(arguments.path)
@@ -103,16 +132,10 @@ def _open(arguments: _Arguments) -> tuple[SlowPath, SqliteStore]:
         store, ids = arguments.store, arguments.ids
         feed, behaviour, weights = FolderFeed(sequences), None, (1.0,)
     encode, version = text_encoder(Registry.load(ids))
-    builder = RequestBuilder(
-        texts=item_texts(sequences),
-        co_visits=None if sequences.times is None else CoVisits(sequences),
-        behaviour=behaviour,
-        behaviour_weights=weights,
-    )
-    kept = SqliteStore(store)
+    kept, words = SqliteStore(store), _Words(feed, behaviour, weights)
     job = SlowPath(
         feed=feed,
-        builder=builder,
+        builder=words.builder(),
         provider=provider,
         store=kept,
         ledger=Ledger(ledger_of(store)),
@@ -120,7 +143,7 @@ def _open(arguments: _Arguments) -> tuple[SlowPath, SqliteStore]:
         version=version,
         config=arguments.think,
     )
-    return job, kept
+    return job, kept, words
 
 
 def text_encoder(registry: Registry) -> tuple[partial[Tensor], str]:
@@ -160,6 +183,11 @@ class RunFeed:
         users |= {user for _, user in self._events[number if is_known else 0 :]}
         last = self._events[-1][0] if self._events else ""
         return sorted(users), json.dumps([own.digest, len(self._events), last])
+
+    @property
+    def sequences(self) -> Sequences:
+        self._histories.refresh()
+        return self._histories.sequences
 
     def history(self, user: int) -> History | None:
         self._histories.refresh()

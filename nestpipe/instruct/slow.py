@@ -63,17 +63,18 @@ class FolderFeed:
         self._sequences, self._place = sequences, place_of(sequences.path)
 
     def news(self, mark: str) -> tuple[Iterable[int], str]:
-        own = self._now()
+        own = self.sequences
         return ([] if mark == own.digest else own.users.tolist()), own.digest
 
     def history(self, user: int) -> History | None:
-        own = self._now()
+        own = self.sequences
         row = int(np.searchsorted(own.users, user))
         if row == len(own.users) or own.users[row] != user or own.offsets[row] == own.offsets[row + 1]:
             return None
         return History(own, row, int(own.offsets[row + 1] - own.offsets[row]))
 
-    def _now(self) -> Sequences:
+    @property
+    def sequences(self) -> Sequences:
         """The folder that is there now: users that it has not any more must not be read."""
         if (place := place_of(self._sequences.path)) not in (None, self._place):
             self._sequences, self._place = Sequences.open(self._sequences.path), place

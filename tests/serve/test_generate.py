@@ -6,6 +6,7 @@ import ast
 import asyncio
 import gc
 import json
+import shutil
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -18,9 +19,11 @@ import torch
 import nestpipe
 from nestpipe.cli import main
 from nestpipe.client import AsyncClient, Client, ServiceError
+from nestpipe.data.forget import forget_user
 from nestpipe.data.sequences import Sequences
 from nestpipe.errors import DataError, PrefixError
 from nestpipe.instruct import providers
+from nestpipe.instruct.requests import CoVisits
 from nestpipe.instruct.slow import Ledger, ledger_of
 from nestpipe.instruct.store import ANY, Instruction, SqliteStore
 from nestpipe.run import Run
@@ -542,6 +545,29 @@ def test_following_goes_on_until_it_is_interrupted(run, tmp_path, monkeypatch, c
     said = capsys.readouterr().err
     assert "41 written" in said
     assert "1 pending" in said
+
+
+def test_who_is_forgotten_leaves_what_following_knows_of_everybody(run, tmp_path, monkeypatch):
+    folder, naps, read = tmp_path / "log", [], []
+    shutil.copytree(run.sequences.path, folder)
+
+    class Watched(CoVisits):
+        def __init__(self, sequences):
+            read.append(len(sequences.users))
+            super().__init__(sequences)
+
+    def nap(seconds):
+        naps.append(seconds)
+        if len(naps) == 3:
+            raise KeyboardInterrupt
+        if len(naps) == 1:
+            forget_user(Sequences.open(folder), USER, announce=lambda digest: None)
+
+    monkeypatch.setattr("nestpipe.think_command.CoVisits", Watched)
+    monkeypatch.setattr("nestpipe.think_command.time.sleep", nap)
+    command = ["think", str(folder), "--ids", run.config.model.ids, "--store", str(tmp_path / "s.sqlite"), "--follow"]
+    assert main([*command, "--quiet"]) == 130
+    assert read == [40, 39], "read again when the folder is another, and only then"
 
 
 def test_the_mark_of_a_run_names_no_event(run, generator, tmp_path):
