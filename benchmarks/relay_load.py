@@ -83,6 +83,7 @@ class Outcome:
     num_unsent: int = 0
     num_failed: int = 0
     seconds: float = 0.0
+    cpu_s: float = 0.0  # of the instances, if somebody measured it
 
     @property
     def num_asked(self) -> int:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
+from contextlib import ExitStack
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -57,6 +60,22 @@ def test_more_than_the_bound_is_not_sent_and_counts_as_bad(monkeypatch):
     cascade, found = offered([1] * 8, most=3)
     assert len(cascade.asked) + found.num_unsent == 8
     assert found.good_share(9.0) == len(cascade.asked) / 8
+
+
+def test_the_cpu_of_a_load_is_not_that_of_void_ones_before_it(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(relay_load.__file__).parent))
+    relay = importlib.import_module("relay")
+    spent_s, lags_ms = iter([0.0, 5.0, 5.0, 6.0]), iter([9.0, 0.0])
+
+    async def offer(*_: Any, **__: Any) -> Any:
+        return relay.relay_load.Outcome(rank_ms=[1.0], lag_ms=[next(lags_ms)])
+
+    monkeypatch.setattr(relay.relay_load, "offer", offer)
+    monkeypatch.setattr(relay.Running, "cpu_s", lambda arm: next(spent_s))
+    world = SimpleNamespace(items=np.arange(9), users=np.arange(4), num_candidates=3)
+    bench = relay.Bench(world, seconds=1.0, stack=ExitStack())
+    found = bench.offer(relay.Running("full", [], []), lambda: None, 10.0)
+    assert (found.cpu_s, bench.num_loads, bench.num_void) == (1.0, 2, 0)
 
 
 @pytest.mark.parametrize("limit", [-1, 0, 7, 12, 19])
