@@ -6,7 +6,8 @@ every candidate of a model trains without the last two items of a user; recorded
 last item, its number of epochs fixed beforehand; the test items are ranked once, at its end. Without a choice on record a
 model runs with the published settings, its first candidate.
 
-`--sizes` trains HSTU with 2, 4 and 8 blocks for equally many epochs, fewer than published: what more parameters give.
+`--sizes` trains HSTU with 2, 4 and 8 blocks for equally many epochs, fewer than published: what more parameters give. `--stale`
+trains HSTU exactly and with rows one update old (the first epoch exact), and compares the two user by user.
 
 Each (model, seed) is appended to results/quality_ml1m.jsonl when it is done; what is there already is not run again, and a run
 that was interrupted goes on. `--write` renders the file into docs/quality.md.
@@ -25,6 +26,7 @@ import measure
 from quality import Record, collect, done, settings_of, spread
 
 from nestpipe import recipes
+from nestpipe.compare import compare
 from nestpipe.config import Config
 from nestpipe.data.sequences import Sequences
 from nestpipe.data.splits import make_split
@@ -55,15 +57,25 @@ BASES: dict[str, Callable[[], Config]] = {
     "fuxi": recipes.ml1m_fuxi,
 }
 SIZES = {f"hstu, {blocks} blocks": _with_blocks(blocks) for blocks in (2, 4, 8)}
-BASE_EPOCHS, SIZES_EPOCHS = 101, 10
+BASE_EPOCHS, SIZES_EPOCHS, STALE_EPOCHS = 101, 10, 20
 STEPS_PER_EPOCH = 48  # 6,040 users in batches of 128
+
+
+def _stale() -> Config:
+    base = recipes.ml1m_hstu()
+    return replace(base, pipeline=replace(base.pipeline, staleness=1, sync_steps=STEPS_PER_EPOCH))
+
+
+STALE = {"hstu, exact": recipes.ml1m_hstu, "hstu, one update old": _stale}
+DIFFERENCE = {"model": "hstu, one update old minus exact", "epochs": STALE_EPOCHS}
+EPOCHS = dict.fromkeys(SIZES, SIZES_EPOCHS) | dict.fromkeys(STALE, STALE_EPOCHS)
 FLOOR = {"model": "popularity"}
 METRICS = ("hr@10", "ndcg@10", "hr@50", "hr@200")
 
 
 def candidates(model: str, epochs: int) -> dict[str, Config]:
     """Settings to choose from, by name; the published ones first."""
-    base = (BASES | SIZES)[model]()
+    base = (BASES | SIZES | STALE)[model]()
     base = replace(base, train=replace(base.train, epochs=epochs, save_steps=10 * STEPS_PER_EPOCH))
     falling = replace(base, train=replace(base.train, decay_epochs=epochs))
     return {"published": base, "falling rate": falling}
@@ -128,6 +140,24 @@ def run_popularity(data: Path) -> dict[str, object]:
     return figures_of(report)
 
 
+def stale_difference(runs: Path) -> dict[str, object]:
+    """What rows that are one update old change, user by user: mean difference and its 95 % interval."""
+    exact, stale = (Report.load(folder_of(runs, model, "published", 0) / "eval" / "test") for model in STALE)
+    found = compare(exact, stale, seed=0).differences
+    return {
+        name: {
+            "difference": round(one.interval.mean, 5),
+            "95 %": [round(one.interval.low, 5), round(one.interval.high, 5)],
+        }
+        for name, one in found.items()
+        if name in METRICS
+    }
+
+
+def folder_of(runs: Path, model: str, choice: str, seed: int) -> Path:
+    return runs / f"{model}-{choice}-{seed}".replace(",", "").replace(" ", "-")
+
+
 def rows_of(model: str, records: list[Record], choice: str) -> list[str]:
     figures = [one["figures"] for one in records]
     shown = []
@@ -152,12 +182,12 @@ def page(rows: list[list[str]]) -> str:
 def recorded_rows(epochs: int) -> tuple[list[list[str]], Mapping[str, object]]:
     """A row for every model with a finished test on record, and the figures by model."""
     rows, keys = [rows_of("popularity", floor, "-") for floor in [done(NAME, FLOOR)] if floor], {}
-    for model in BASES | SIZES:
-        num_epochs = SIZES_EPOCHS if model in SIZES else epochs
+    for model in BASES | SIZES | STALE:
+        num_epochs = EPOCHS.get(model, epochs)
         choice, config = chosen(model, num_epochs)
         records = done(NAME, settings_of(config, model))
         if records:
-            shown = f"{choice}, {num_epochs} epochs" if model in SIZES else choice
+            shown = f"{choice}, {num_epochs} epochs" if model in EPOCHS else choice
             rows.append(rows_of(model, records, shown))
             keys[model] = {
                 f"{name}10": spread([one["figures"][f"{name}@10"] for one in records])[0] for name in ("hr", "ndcg")
@@ -169,7 +199,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--data", type=Path, help="MovieLens-1M as written by 'nestpipe data movielens'")
     parser.add_argument("--runs", type=Path, default=Path("runs/quality_ml1m"), help="where runs lie, to go on with")
-    parser.add_argument("--models", nargs="+", default=["hstu", "sasrec"], choices=list(BASES))
+    parser.add_argument("--models", nargs="+", choices=list(BASES | SIZES | STALE), help="by default hstu and sasrec")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--epochs", type=int, default=BASE_EPOCHS, help="as published; part of the settings")
     parser.add_argument("--choose", action="store_true", help="try the candidates on the second-last item first")
@@ -177,14 +207,18 @@ def main() -> None:
     parser.add_argument(
         "--sizes", action="store_true", help=f"HSTU of three sizes, {SIZES_EPOCHS} epochs each, instead"
     )
+    parser.add_argument(
+        "--stale", action="store_true", help=f"HSTU exact and with rows one update old, {STALE_EPOCHS} epochs, instead"
+    )
     parser.add_argument("--quick", action="store_true", help="show what is on record and popularity; train nothing")
     parser.add_argument("--write", action="store_true", help="put the table into docs/quality.md")
     options = parser.parse_args()
-    if options.sizes:
-        options.models, options.epochs = list(SIZES), SIZES_EPOCHS
+    kinds = list(SIZES) * options.sizes + list(STALE) * options.stale
+    options.models = options.models or kinds or ["hstu", "sasrec"]
     for model in [] if options.quick or not options.data else options.models:
+        epochs = EPOCHS.get(model, options.epochs)
         if options.choose:
-            for name, config in candidates(model, options.epochs).items():
+            for name, config in candidates(model, epochs).items():
                 own = held_out(config)
                 folder = options.runs / f"choose-{model}-{name.replace(' ', '-')}"
                 collect(
@@ -196,7 +230,7 @@ def main() -> None:
                         placed(own, data=options.data, seed=seed, threads=options.threads), folder
                     ),
                 )
-        choice, config = chosen(model, options.epochs)
+        choice, config = chosen(model, epochs)
         collect(
             NAME,
             f"{model}, {choice}",
@@ -204,12 +238,14 @@ def main() -> None:
             settings_of(config, model),
             lambda seed, config=config, choice=choice, model=model: run_once(
                 placed(config, data=options.data, seed=seed, threads=options.threads),
-                options.runs / f"{model}-{choice}-{seed}".replace(",", "").replace(" ", "-"),
+                folder_of(options.runs, model, choice, seed),
             ),
         )
     if options.data:
         collect(NAME, "popularity", [0], FLOOR, lambda seed: run_popularity(options.data))
-    rows, keys = recorded_rows(BASE_EPOCHS if options.sizes else options.epochs)
+    if options.stale and options.data:
+        collect(NAME, "difference", [0], DIFFERENCE, lambda seed: stale_difference(options.runs))
+    rows, keys = recorded_rows(options.epochs)
     if rows:
         print(measure.table(HEADER, rows))
     if options.write:
