@@ -65,11 +65,6 @@ class Jagged:
         """The same rows with other values."""
         return Jagged(values, self.offsets, self.max_len)
 
-    def between(self, first: int, last: int) -> Jagged:
-        """Rows first .. last - 1, without a copy of their values."""
-        start, end = int(self.offsets[first]), int(self.offsets[last])
-        return Jagged(self.values[start:end], self.offsets[first : last + 1] - start, self.max_len)
-
     def select(self, rows: Tensor) -> Jagged:
         """The given rows, in the given order."""
         lengths = self.lengths().index_select(0, rows)

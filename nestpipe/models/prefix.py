@@ -98,7 +98,7 @@ def _records(batch: Batch, first: int, last: int) -> np.ndarray[Any, np.dtype[np
     if batch.times is not None and batch.query_times is not None:
         columns |= {"time": _singles(batch.times), "query_time": _singles(batch.query_times)}
     columns |= dict(sorted(batch.event_features.items()))
-    parts = [one.between(first, last) for one in columns.values()]
+    parts = [one.slice(first, last) for one in columns.values()]
     bags = [(part.lengths().numpy(), _words(part.values)) for part in parts]
     widths = [lengths * (words.shape[1] if words.ndim > 1 else 1) + 1 for lengths, words in bags]
     out = np.empty(int(sum(width.sum() for width in widths)), dtype=np.int64)

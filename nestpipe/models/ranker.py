@@ -299,7 +299,7 @@ def _cut_one(batch: Batch, start: int, end: int) -> Batch:
         times=cut(batch.times),
         query_times=cut(batch.query_times),
         targets=None,
-        event_features={name: one.between(start, end) for name, one in batch.event_features.items()},
+        event_features={name: one.slice(start, end) for name, one in batch.event_features.items()},
         target_features={},
     )
 

@@ -154,5 +154,8 @@ def test_work_on_rows_speaks_against_groups():
 
 def test_more_groups_must_be_worth_their_memory():
     table = replace(TABLE, distinct=dict.fromkeys(divisors(8), 10_000))
-    nearly = {1: Wires(SLOW, SLOW), 2: Wires(Wire(1e-4, 1.01e8), SLOW)}
-    assert chosen(nearly, table, row_s=0.0)[0] == 1
+    for rate, gain, number in ((1.03e8, 0.016, 1), (1.05e8, 0.032, 2)):
+        faster = {1: Wires(SLOW, SLOW), 2: Wires(Wire(1e-4, rate), SLOW)}
+        one, two = (cost(8, groups, [table], faster[groups], num_parts=1, row_s=0.0).total_s for groups in (1, 2))
+        assert 1 - two / one == pytest.approx(gain, abs=1e-3)
+        assert chosen(faster, table, row_s=0.0)[0] == number
