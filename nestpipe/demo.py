@@ -24,7 +24,7 @@ from nestpipe import checkpoint
 from nestpipe.data.sequences import Sequences
 from nestpipe.demo_generation import generate
 from nestpipe.demo_serving import relay, serve, shut_down
-from nestpipe.demo_stage import Demo, InterruptedDemo, check, signals_interrupt
+from nestpipe.demo_stage import Demo, InterruptedDemo, check, scratch_in, signals_interrupt
 from nestpipe.errors import NestPipeError
 from nestpipe.evaluate import Report
 from nestpipe.overlap import CAUSES, steps_of
@@ -53,12 +53,11 @@ def main(argv: list[str]) -> int:
     arguments = tyro.cli(_Arguments, prog="nestpipe demo", description=description, args=argv)
     _empty_folder(arguments.out)
     demo = Demo(arguments.out, quick=arguments.quick, console=Console(emoji=False))
-    with signals_interrupt():
+    with signals_interrupt(), scratch_in(demo.out / "scratch"):
         try:
             return _run(demo)
         finally:
             demo.crew.end()
-            shutil.rmtree(demo.out / "scratch", ignore_errors=True)
 
 
 def _run(demo: Demo) -> int:

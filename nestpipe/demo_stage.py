@@ -10,9 +10,11 @@ import contextlib
 import os
 import secrets
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -60,21 +62,34 @@ def signals_interrupt() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-class Crew:
-    """The processes of a demo, whoever of them started which; scratch files of theirs go to its folder."""
+@contextlib.contextmanager
+def scratch_in(folder: Path) -> Iterator[None]:
+    """Temporary files and caches, of this process and of those it starts, go to a folder that is removed at the end."""
+    before = dict(os.environ)
+    for name, part in {"TMPDIR": "tmp", "XDG_CACHE_HOME": "cache"}.items():
+        (folder / part).mkdir(parents=True)
+        os.environ[name] = str((folder / part).resolve())
+    tempfile.tempdir = None  # it is looked for anew
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+        tempfile.tempdir = None
+        shutil.rmtree(folder, ignore_errors=True)
 
-    def __init__(self, scratch: Path):
+
+class Crew:
+    """The processes of a demo, whoever of them started which."""
+
+    def __init__(self) -> None:
         self._value = secrets.token_hex(16)
         self._started: list[subprocess.Popen[str]] = []
-        places = {"TMPDIR": "tmp", "XDG_CACHE_HOME": "cache"}
-        self._folders = {name: str((scratch / folder).resolve()) for name, folder in places.items()}
 
     def start(
         self, command: Sequence[str], *, stdout: int = subprocess.PIPE, stderr: int = subprocess.PIPE
     ) -> subprocess.Popen[str]:
-        for folder in self._folders.values():
-            Path(folder).mkdir(parents=True, exist_ok=True)
-        environment = {**os.environ, **self._folders, _MARK: self._value}
+        environment = {**os.environ, _MARK: self._value}
         process = subprocess.Popen(
             command, stdout=stdout, stderr=stderr, text=True, env=environment, start_new_session=True
         )
@@ -129,7 +144,7 @@ class Demo:
 
     def __init__(self, out: Path, *, quick: bool, console: Console):
         self.out, self.quick, self.console = out, quick, console
-        self.crew = Crew(out / "scratch")
+        self.crew = Crew()
         self.services: dict[str, Service] = {}
 
     @property

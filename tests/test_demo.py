@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import socket
 import subprocess
+import tempfile
 import time
 from pathlib import Path
 
@@ -55,6 +56,7 @@ def test_every_step_holds(capsys, tmp_path, monkeypatch, programs, guard):
     assert str(out / "run" / "report.html") in said.replace("\n", "").rpartition("steps held")[2]
     assert (out / "run" / "report.html").exists()
     assert not (out / "scratch").exists()
+    assert str(out) not in tempfile.gettempdir()
 
 
 def test_a_folder_that_is_not_its_own_is_refused(capsys, tmp_path):
