@@ -108,8 +108,8 @@ def free_ports(host: str, size: int, *, tries: int = 100) -> int:
 
 
 def notes_of(run: Path, instance: Instance) -> Path:
-    """Where an instance writes what it is told to serve, for its next process."""
-    return run / "serve" / f"{instance.name}.notes.json"
+    """Where an instance writes what it is told to serve, for its next process; another fleet of the run has other ports."""
+    return run / "serve" / f"{instance.name}-{instance.url.rpartition(':')[2]}.notes.json"
 
 
 def flags_of(prefix: str, section: Any) -> list[str]:

@@ -125,7 +125,7 @@ def test_instances_are_started_with_the_settings_of_the_command():
         ("serve", "runs/r"),
         ("--port", "9001"),
         ("--admin-port", "9101"),
-        ("--notes", "runs/r/serve/i1.notes.json"),
+        ("--notes", "runs/r/serve/i1-9001.notes.json"),
         ("--trigger.mode", "off"),
     ):
         place_of = first.command.index(words[0])
