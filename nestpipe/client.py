@@ -17,6 +17,7 @@ from typing import Any, Generic, Self, TypeVar
 import httpx
 
 from nestpipe.errors import NestPipeError
+from nestpipe.serve.router import SESSION_HEADER, USER_HEADER, session_of
 
 Event = Mapping[str, Any]
 Result = TypeVar("Result")
@@ -92,6 +93,7 @@ class _Call(Generic[Result]):
     path: str
     body: dict[str, Any]
     read: Callable[[dict[str, Any]], Result]
+    headers: dict[str, str] = field(default_factory=dict)
 
 
 def _recommend(user: int, k: int, options: Mapping[str, Any]) -> _Call[Recommended]:
@@ -100,20 +102,30 @@ def _recommend(user: int, k: int, options: Mapping[str, Any]) -> _Call[Recommend
 
 def _preinfer(user: int, request: str, candidates: int, options: Mapping[str, Any]) -> _Call[Preinferred]:
     body = {"user": user, "request": request, "candidates": candidates, **_given(options)}
-    return _Call("/v1/preinfer", body, _reader(Preinferred))
+    return _Call("/v1/preinfer", body, _reader(Preinferred), _place(user))
 
 
 def _rank(user: int, request: str, candidates: Sequence[int], options: Mapping[str, Any]) -> _Call[Ranking]:
     body = {"user": user, "request": request, "candidates": list(candidates), **_given(options)}
-    return _Call("/v1/rank", body, _reader(Ranking))
+    return _Call("/v1/rank", body, _reader(Ranking), _place(user, body.get("ticket")))
 
 
 def _generate(user: int, k: int, options: Mapping[str, Any]) -> _Call[Generated]:
     return _Call("/v1/generate", {"user": user, "k": k, **_given(options)}, _reader(Generated))
 
 
+def _release(ticket: str) -> _Call[None]:
+    return _Call("/v1/release", {"ticket": ticket}, lambda answer: None, _place(None, ticket))
+
+
 def _nothing(path: str, body: dict[str, Any]) -> _Call[None]:
     return _Call(path, body, lambda answer: None)
+
+
+def _place(user: int | None, ticket: str | None = None) -> dict[str, str]:
+    """What nginx and Ray Serve route by, since they do not read bodies; a gateway and an instance do not look at it."""
+    named = {} if user is None else {USER_HEADER: str(user)}
+    return {SESSION_HEADER: session_of(user, ticket), **named}
 
 
 class Client:
@@ -180,7 +192,7 @@ class Client:
 
     def release(self, ticket: str) -> None:
         """Gives back a prefix that no ranking will follow."""
-        self._send(_nothing("/v1/release", {"ticket": ticket}))
+        self._send(_release(ticket))
 
     def send_events(self, events: Sequence[Event]) -> None:
         """Adds events (id, user, item, time, features) to histories; sending the same id again changes nothing."""
@@ -209,7 +221,7 @@ class Client:
 
     def _send(self, call: _Call[Result]) -> Result:
         try:
-            return _read(self._http.post(call.path, json=call.body), call)
+            return _read(self._http.post(call.path, json=call.body, headers=call.headers), call)
         except httpx.HTTPError as error:
             raise _unreachable(self._http.base_url, call.path, error) from error
 
@@ -277,7 +289,7 @@ class AsyncClient:
         return await self._send(_generate(user, k, options))
 
     async def release(self, ticket: str) -> None:
-        await self._send(_nothing("/v1/release", {"ticket": ticket}))
+        await self._send(_release(ticket))
 
     async def send_events(self, events: Sequence[Event]) -> None:
         await self._send(_nothing("/v1/events", {"events": list(events)}))
@@ -298,7 +310,7 @@ class AsyncClient:
 
     async def _send(self, call: _Call[Result]) -> Result:
         try:
-            return _read(await self._http.post(call.path, json=call.body), call)
+            return _read(await self._http.post(call.path, json=call.body, headers=call.headers), call)
         except httpx.HTTPError as error:
             raise _unreachable(self._http.base_url, call.path, error) from error
 

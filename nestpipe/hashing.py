@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import hashlib
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
-from torch import Tensor
+if TYPE_CHECKING:  # who only hashes numbers, as a router does, need not wait for torch
+    from torch import Tensor
 
 _MASK = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15

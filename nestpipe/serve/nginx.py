@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 from nestpipe.errors import ConfigError
-
-HEADER = "X-Nestpipe-User"
+from nestpipe.serve.router import USER_HEADER as HEADER
 
 
 def nginx_config(urls: Sequence[str], *, listen: str = "127.0.0.1:8700", timeout_ms: int = 200) -> str:

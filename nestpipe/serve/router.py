@@ -24,10 +24,15 @@ from nestpipe.errors import NestPipeError
 from nestpipe.hashing import GOLDEN, hash_text, mix64
 
 VERSION = "v1"
+USER_HEADER = "X-Nestpipe-User"
+"""For nginx, which hashes it."""
+SESSION_HEADER = "X-Session-Id"
+"""Ray Serve's own name for it."""
 MAX_TICKET_CHARS = 1024
 MAX_TICKET_S = 300.0
 """A ticket that would live longer was made under another clock; clocks that jump back must not make tickets immortal."""
 _MIN_SECRET_BYTES = 16
+_MAX_USER_CHARS = 20  # of 64 bits with a sign
 _MAX_TIME = 2.0**53  # NaN and infinity compare false too
 
 
@@ -181,6 +186,26 @@ class Members:
         if name not in self._instances:
             raise RouterError(f"there is no instance '{name}'; there are: {', '.join(self._instances) or 'none'}.")
         return self._instances[name]
+
+
+def session_of(user: int | None, ticket: str | None = None) -> str:
+    """Where a request belongs, in one text, for those who route by a header: 'USER', 'USER/TICKET' or '/TICKET'."""
+    return f"{'' if user is None else user}{'' if ticket is None else f'/{ticket}'}"
+
+
+def order_of(session: str, loads: Mapping[str, int], *, request: str) -> list[str]:
+    """The names of all instances in the order to try them, from such a text, whatever a caller has written there.
+
+    A request of nobody goes by its own id: anywhere.
+    """
+    said, slash, ticket = session.partition("/")
+    is_user = said.isascii() and said.removeprefix("-").isdecimal() and len(said) <= _MAX_USER_CHARS
+    user = int(said) if is_user else hash_text(request)
+    members = Members(Instance(name=name, url="") for name in loads)
+    if slash:
+        return [one.name for one in members.follow(ticket, user)]
+    first = members.choose(user, loads)
+    return [first.name, *(one.name for one in members.order(user) if one != first)]
 
 
 def rendezvous(user: int, instance: str) -> int:

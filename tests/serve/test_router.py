@@ -21,8 +21,10 @@ from nestpipe.serve.router import (
     RouterError,
     Ticket,
     TicketError,
+    order_of,
     peek_instance,
     rendezvous,
+    session_of,
     sign,
     verify,
 )
@@ -124,6 +126,29 @@ def test_those_thought_down_are_asked_last():
     down = members.order(5)[0].name
     assert members.order(5, last={down})[-1].name == down
     assert members.choose(5, {}, last={down}).name == members.order(5)[1].name
+
+
+@given(INT64, st.dictionaries(st.sampled_from(NAMES), st.integers(0, 50), min_size=1))
+def test_a_header_routes_as_a_gateway_does(user, loads):
+    """The signal by the user and the load, the ranking by its ticket, and every instance once."""
+    own = fleet(*loads)
+    order = order_of(session_of(user), loads, request="q")
+    assert order[0] == own.choose(user, loads).name
+    assert order[1:] == [one.name for one in own.order(user) if one.name != order[0]]
+    for name in NAMES:
+        ticket = sign(replace(TICKET, instance=name), SECRET)
+        follow = [one.name for one in own.follow(ticket, user)]
+        assert order_of(session_of(user, ticket), loads, request="q") == follow
+        assert follow[0] == (name if name in loads else own.order(user)[0].name)
+        assert name not in loads or order_of(session_of(None, ticket), loads, request="q")[0] == name
+
+
+@pytest.mark.parametrize("session", ["", "x", "-", "٣", "1e3", "9" * 21, "4 2"])
+def test_a_header_without_a_user_goes_anywhere(session):
+    loads = dict.fromkeys(NAMES, 0)
+    found = {order_of(session, loads, request=f"q{number}")[0] for number in range(100)}
+    assert found == set(NAMES)
+    assert sorted(order_of(f"{session}/no ticket", loads, request="q")) == sorted(NAMES)
 
 
 def test_a_ticket_comes_back_as_it_was():
