@@ -59,6 +59,8 @@ async def run_apps(
         _Server(
             uvicorn.Config(
                 app,
+                loop="asyncio",  # and not what else is installed: this is what is tested and measured
+                http="h11",
                 log_level="warning",
                 access_log=False,
                 ws="none",

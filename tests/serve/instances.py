@@ -38,7 +38,9 @@ class Served:
         self._socket = bind("127.0.0.1", port)
         self.port: int = self._socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        config = uvicorn.Config(app, log_level="critical", ws="none", timeout_graceful_shutdown=1)
+        config = uvicorn.Config(
+            app, loop="asyncio", http="h11", log_level="critical", ws="none", timeout_graceful_shutdown=1
+        )
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._socket]}, daemon=True)
         self._thread.start()
