@@ -7,6 +7,7 @@ import os
 import secrets
 import socket
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,7 +33,9 @@ _SECRET_BYTES = 32
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Arguments:
+class ServeArguments:
+    """The flags of the command."""
+
     run: tyro.conf.Positional[Path | None] = None
     """Folder of a run that ranks, or of one that generates."""
     step: int | None = None
@@ -60,6 +63,8 @@ class _Arguments:
     limits: Limits = field(default_factory=Limits)
     instances: int = 0
     """Start so many instances and a gateway in front of them, which takes --port; docs/fleet.md says more."""
+    ray: int = 0
+    """Start so many replicas under Ray Serve instead, whose proxy takes --port; docs/fleet.md says more."""
     retrieval: Path | None = None
     """Folder of a trained retrieval run for the gateway [default: means of this run's item vectors]."""
     stages: Stages = field(default_factory=Stages)
@@ -79,15 +84,31 @@ class _Arguments:
             found.append(f"instances is {self.instances}; it must be 0 (no gateway) or more")
         if self.notes is not None and (self.instances or self.demo):
             found.append(f"notes is {self.notes}; that is for one instance, those of a fleet have files of their own")
+        if self.ray < 0:
+            found.append(f"ray is {self.ray}; it must be 0 (no Ray) or more")
+        beside = [name for name in ("instances", "demo", "print_nginx", "compare", "retrieval", "notes") if getattr(self, name)]
+        if self.ray and beside:
+            found.append(f"ray is {self.ray}, and {beside[0].replace('_', '-')} is for a gateway or a single instance")
         if found:
             raise ConfigError("the configuration has problems:\n" + "\n".join(f"  - {problem}" for problem in found))
 
 
-def main(argv: list[str]) -> int:
+def parse(argv: Sequence[str]) -> ServeArguments:
+    """The flags of a command line, checked."""
     example = "Example: nestpipe serve runs/ranking --port 8701 --trigger.budget-ms 50"
     text = f"Serves a run that ranks or generates, as one instance; docs/serving.md says more.\n\n{example}"
-    arguments = tyro.cli(_Arguments, prog="nestpipe serve", description=text, args=argv)
+    arguments = tyro.cli(ServeArguments, prog="nestpipe serve", description=text, args=argv)
     arguments.check()
+    return arguments
+
+
+def main(argv: list[str]) -> int:
+    arguments = parse(argv)
+    if arguments.ray:
+        from nestpipe.serve.ray_command import serve_on_ray
+
+        _refuse_generative(open_run(arguments), True, "--ray")
+        return serve_on_ray(arguments)
     if arguments.print_nginx or arguments.instances or arguments.demo:
         return _fleet(arguments)
     try:
@@ -98,7 +119,7 @@ def main(argv: list[str]) -> int:
         raise ConfigError(
             f"serving needs the package '{error.name}'; install it with: pip install 'nestpipe[serve]'"
         ) from None
-    run = _open_run(arguments)
+    run = open_run(arguments)
     if isinstance(run.config.model, EncDecConfig):
         _refuse_generative(run, arguments.compare is not None, "--compare")
         _refuse_generative(run, arguments.notes is not None, "--notes")
@@ -145,7 +166,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _generative(run: Run, arguments: _Arguments) -> int:
+def _generative(run: Run, arguments: ServeArguments) -> int:
     """An instance that generates instead of ranking."""
     from nestpipe.serve.generate_command import GenerativePlace, open_generator, serve_generative
 
@@ -165,7 +186,7 @@ def _generative(run: Run, arguments: _Arguments) -> int:
     return serve_generative(generator, place)
 
 
-def _fleet(arguments: _Arguments) -> int:
+def _fleet(arguments: ServeArguments) -> int:
     """A gateway and its instances, or a configuration of nginx for them."""
     try:
         from nestpipe.serve.fleet_command import (
@@ -192,7 +213,7 @@ def _fleet(arguments: _Arguments) -> int:
     if arguments.print_nginx:
         print(place.nginx(), end="")
         return 0
-    run = _open_run(arguments)
+    run = open_run(arguments)
     _refuse_generative(run, True, "a gateway (--instances, --demo)")
     folder = run.folder / "serve"
     flags = ["--num-threads", str(arguments.num_threads), "--label", arguments.label]
@@ -221,7 +242,8 @@ def _refuse_generative(run: Run, is_asked: bool, what: str) -> None:
         raise ConfigError(f"{run.folder} generates, and {what} is for runs that rank; serve it as one instance.")
 
 
-def _open_run(arguments: _Arguments) -> Run:
+def open_run(arguments: ServeArguments) -> Run:
+    """The run to serve; raises ConfigError if none was named."""
     if arguments.run is None:
         raise ConfigError("name the folder of a run that ranks: nestpipe serve RUN.")
     return Run.open(arguments.run)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import threading
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,8 +13,6 @@ from nestpipe.data.sequences import truncate
 from nestpipe.errors import DataError, PrefixError
 from nestpipe.jagged import Batch, Cursor, Jagged, offsets_of
 from nestpipe.models.ranking import Ranking
-from nestpipe.peeking import peek_rows
-from nestpipe.rank_eval import RankingScorer
 from nestpipe.serve.cache import State
 from nestpipe.serve.config import TriggerConfig
 from nestpipe.serve.engine import Engine
@@ -25,7 +22,19 @@ from nestpipe.serve.jobs import BusyError, LateError
 from nestpipe.serve.lineup import Lineup
 from nestpipe.serve.measure import measure
 from nestpipe.serve.prefix import Served
-from tests.serve.world import ASKED, BLOCK, MAX_LEN, NUM_ITEMS, Clock, costs, make_engine, rank, settle, signal
+from tests.serve.world import (
+    ASKED,
+    BLOCK,
+    MAX_LEN,
+    NUM_ITEMS,
+    Clock,
+    costs,
+    evaluated,
+    make_engine,
+    rank,
+    settle,
+    signal,
+)
 
 EXACT = 1e-5  # of scores of order one in 32 bits: the contract's tolerance
 ITEMS = tuple(range(NUM_ITEMS))
@@ -108,22 +117,10 @@ def test_every_path_gives_the_scores_of_full_inference(runs, served, tmp_path, c
 
 
 def test_the_served_top_ten_is_that_of_evaluation(runs, served, engine):
-    """100 users, the whole catalogue: the scores of `nestpipe eval`'s own code, which computes sequence by sequence."""
-    run = runs("hstu")
-    scorer = run.scorer()
-    assert isinstance(scorer, RankingScorer)
-    assert isinstance(scorer._model, Ranking)
+    """100 users, the whole catalogue."""
+    scorer = runs("hstu").scorer()
     for user in range(100):
-        history = asked_of(engine, user).history
-        one = history.select(torch.zeros(NUM_ITEMS, dtype=torch.int64))
-        ends = one.items.offsets[1:] - 1
-        targets = one.items.values.index_copy(0, ends, torch.arange(NUM_ITEMS))
-        batch = replace(
-            one, targets=one.items.with_values(targets), target_features=scorer.builder.item_features(targets.numpy())
-        )
-        rows = peek_rows(scorer._state.embedding, scorer._model.target_lookups(batch))
-        with torch.no_grad():
-            predicted = scorer._model.tasks.predict(scorer._model.target_scores(rows, batch, None))[ends, 0].numpy()
+        predicted = evaluated(scorer, asked_of(engine, user).history)
         if user % 2:
             signal(engine, user, f"r{user}")
             settle(engine)

@@ -6,8 +6,13 @@ from collections import Counter
 from copy import copy
 from dataclasses import replace
 
+import torch
+
 from nestpipe import train
 from nestpipe.data.clicks import ClicksConfig, ingest_clicks
+from nestpipe.models.ranking import Ranking
+from nestpipe.peeking import peek_rows
+from nestpipe.rank_eval import RankingScorer
 from nestpipe.serve.config import EngineConfig, TriggerConfig
 from nestpipe.serve.engine import Engine
 from nestpipe.serve.event_log import EventLog
@@ -91,3 +96,18 @@ def settle(engine):
     """Steps until nothing is left to do."""
     while engine.step():
         engine.cache.check()
+
+
+def evaluated(scorer, history):
+    """Predictions for every item after a history, by the code of `nestpipe eval`, which computes sequence by sequence."""
+    assert isinstance(scorer, RankingScorer)
+    assert isinstance(scorer._model, Ranking)
+    one = history.select(torch.zeros(NUM_ITEMS, dtype=torch.int64))
+    ends = one.items.offsets[1:] - 1
+    targets = one.items.values.index_copy(0, ends, torch.arange(NUM_ITEMS))
+    batch = replace(
+        one, targets=one.items.with_values(targets), target_features=scorer.builder.item_features(targets.numpy())
+    )
+    rows = peek_rows(scorer._state.embedding, scorer._model.target_lookups(batch))
+    with torch.no_grad():
+        return scorer._model.tasks.predict(scorer._model.target_scores(rows, batch, None))[ends, 0].numpy()
