@@ -52,6 +52,8 @@ class ServeArguments:
     """Port for requests; 0 takes a free one."""
     admin_port: int = 8751
     """Port for administration; 0 takes a free one. Its token is in RUN/serve/token."""
+    admin_host: str = "127.0.0.1"
+    """Address for administration: another one than --host, so that who is let in for requests is not let in there."""
     name: str = ""
     """Name of the instance, which must outlive restarts [default: host name and port]."""
     notes: Path | None = None
@@ -88,7 +90,7 @@ class ServeArguments:
             found.append(f"ray is {self.ray}; it must be 0 (no Ray) or more")
         beside = [name for name in ("instances", "demo", "print_nginx", "compare", "retrieval", "notes") if getattr(self, name)]
         if self.ray and beside:
-            found.append(f"ray is {self.ray}, and {beside[0].replace('_', '-')} is for a gateway or a single instance")
+            found.append(f"ray is {self.ray}, but {beside[0].replace('_', '-')} is for a gateway or a single instance")
         if found:
             raise ConfigError("the configuration has problems:\n" + "\n".join(f"  - {problem}" for problem in found))
 
@@ -125,7 +127,7 @@ def main(argv: list[str]) -> int:
         _refuse_generative(run, arguments.notes is not None, "--notes")
         return _generative(run, arguments)
     folder = tables = run.folder / "serve"
-    with bind(arguments.host, arguments.port) as public, bind(arguments.host, arguments.admin_port) as private:
+    with bind(arguments.host, arguments.port) as public, bind(arguments.admin_host, arguments.admin_port) as private:
         port, admin_port = (one.getsockname()[1] for one in (public, private))
         torch.set_num_threads(arguments.num_threads)
         engine = open_engine(
@@ -155,7 +157,7 @@ def main(argv: list[str]) -> int:
                 print("stopping: what is under way is answered first", file=sys.stderr, flush=True)
 
         def started() -> None:
-            where = f"http://{arguments.host}:{port}, admin on port {admin_port}"
+            where = f"http://{arguments.host}:{port}, admin on port {admin_port} of {arguments.admin_host}"
             print(f"serving {engine.lineup.main.name} as {instance.name} on {where}", flush=True)
 
         engine.start()
@@ -177,6 +179,7 @@ def _generative(run: Run, arguments: ServeArguments) -> int:
     place = GenerativePlace(
         host=arguments.host,
         port=arguments.port,
+        admin_host=arguments.admin_host,
         admin_port=arguments.admin_port,
         name=arguments.name,
         token=kept_secret(folder / "token"),
@@ -204,6 +207,7 @@ def _fleet(arguments: ServeArguments) -> int:
     place = Place(
         host=arguments.host,
         port=arguments.port,
+        admin_host=arguments.admin_host,
         admin_port=arguments.admin_port,
         num_instances=max(arguments.instances, 1),
     )

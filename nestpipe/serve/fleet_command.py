@@ -1,7 +1,7 @@
 """`nestpipe serve RUN --instances N`: a gateway in this process, N instances in processes of their own.
 
 --port P            the gateway; instances listen on P + 1, P + 2, ...; 0 takes free ones
---admin-port A      its administration; the instances' on A + 1, A + 2, ...; likewise
+--admin-port A      its administration, on --admin-host; the instances' on A + 1, A + 2, ...; likewise
 --retrieval RUN     vectors and queries of a trained retrieval run; else means of the ranking run's own item vectors
 """
 
@@ -46,6 +46,7 @@ class Place:
 
     host: str
     port: int
+    admin_host: str
     admin_port: int
     num_instances: int
 
@@ -65,7 +66,7 @@ class Place:
         if not self.port and not self.admin_port:
             first = free_ports(self.host, 2 * size)
             return replace(self, port=first, admin_port=first + size)
-        port, admin_port = (one or free_ports(self.host, size) for one in (self.port, self.admin_port))
+        port, admin_port = self.port or free_ports(self.host, size), self.admin_port or free_ports(self.admin_host, size)
         return replace(self, port=port, admin_port=admin_port)
 
     def members(self) -> list[Instance]:
@@ -85,7 +86,7 @@ class Place:
                 command=(
                     *start,
                     *("--name", one.name, "--port", str(self.port + number)),
-                    *("--admin-port", str(self.admin_port + number)),
+                    *("--admin-host", self.admin_host, "--admin-port", str(self.admin_port + number)),
                     *("--notes", str(notes_of(run, one))),
                     *flags,
                 ),
@@ -136,7 +137,7 @@ def serve_fleet(
     with (
         ThreadPoolExecutor(2, thread_name_prefix="retrieval") as executor,
         bind(place.host, place.port) as public,
-        bind(place.host, place.admin_port) as private,
+        bind(place.admin_host, place.admin_port) as private,
     ):
 
         async def body() -> None:

@@ -46,6 +46,7 @@ class GenerativePlace:
 
     host: str
     port: int
+    admin_host: str
     admin_port: int
     name: str
     token: str
@@ -58,7 +59,7 @@ def serve_generative(generator: Generator, place: GenerativePlace) -> int:
     from nestpipe.serve.generate_http import GenerativeInstance
     from nestpipe.serve.server import bind, run_apps
 
-    with bind(place.host, place.port) as public, bind(place.host, place.admin_port) as private:
+    with bind(place.host, place.port) as public, bind(place.admin_host, place.admin_port) as private:
         port, admin_port = (one.getsockname()[1] for one in (public, private))
         name = place.name or f"{socket.gethostname()}-{port}"
         instance = GenerativeInstance(generator, name=name, budget_ms=place.budget_ms, limits=place.limits)
@@ -69,7 +70,7 @@ def serve_generative(generator: Generator, place: GenerativePlace) -> int:
                 print("stopping: what is under way is answered first", file=sys.stderr, flush=True)
 
         def started() -> None:
-            where = f"http://{place.host}:{port}, admin on port {admin_port}"
+            where = f"http://{place.host}:{port}, admin on port {admin_port} of {place.admin_host}"
             print(f"serving {generator.served.name} as {name} on {where}", flush=True)
 
         generator.start()

@@ -22,7 +22,7 @@ class _Arguments:
     share: float | None = None
     """Compare: only this share of the users (0 .. 1, by a hash) gets the new model; 0 ends the comparison."""
     host: str = "127.0.0.1"
-    """Address of the instances."""
+    """As --admin-host given to 'nestpipe serve'."""
     admin_port: int = 8751
     """As given to 'nestpipe serve'."""
     instances: int = 0

@@ -107,6 +107,8 @@ def process(runs, guard):
         "nestpipe.cli",
         "serve",
         str(runs("hstu").folder),
+        "--host",
+        "127.0.0.2",
         "--port",
         "0",
         "--admin-port",
@@ -126,6 +128,10 @@ def test_it_answers_and_ctrl_c_drains(process, guard, runs):
     found = re.search(r"serving hstu/step-\d+/\w+ as \S+ on (http://\S+), admin on port (\d+)", line)
     assert found, line + process.stderr.read()
     url, admin = found[1], f"http://127.0.0.1:{found[2]}"
+    with socket.socket() as stranger:
+        assert stranger.connect_ex(("127.0.0.2", int(found[2]))) == errno.ECONNREFUSED, (
+            "--host is not for the admin port"
+        )
     body = {"user": 7, "request": "r", "candidates": list(range(20)), "query_time": ASKED, "deadline_ms": 60_000}
     with httpx.Client(timeout=60) as http:
         assert http.get(f"{url}/readyz").status_code == 200

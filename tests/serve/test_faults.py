@@ -341,6 +341,11 @@ def _assert_nothing_is_held(node: Node, *, except_for: set[str]) -> None:
     engine.cache.check()
 
 
+def is_open(host: str, port: int) -> bool:
+    with socket.socket() as one:
+        return one.connect_ex((host, port)) == 0
+
+
 def free_ports(count: int) -> int:
     """The first of so many ports in a row that nobody listens on."""
     for first in range(20_000 + os.getpid() % 10_000, 32_000, count):
@@ -355,7 +360,8 @@ def free_ports(count: int) -> int:
 
 def test_one_command_starts_a_fleet_that_survives_the_kill_of_an_instance(runs, tmp_path):
     run, first = runs("hstu"), free_ports(8)
-    flags = ["--port", str(first), "--admin-port", str(first + 4), "--instances", "2", "--trigger.mode", "always"]
+    flags = ["--host", "127.0.0.2", "--port", str(first), "--admin-port", str(first + 4)]
+    flags += ["--instances", "2", "--trigger.mode", "always"]
     for stage in ("retrieval", "prerank", "rank"):
         flags += [f"--stages.{stage}-ms", "30000"]
     flags += ["--stages.num-retrieved", "40", "--stages.num-candidates", "20"]
@@ -363,8 +369,11 @@ def test_one_command_starts_a_fleet_that_survives_the_kill_of_an_instance(runs, 
         command = [sys.executable, "-m", "nestpipe.cli", "serve", str(run.folder), *flags]
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
         try:
-            with Client(f"http://127.0.0.1:{first}", timeout_s=60) as client:
+            with Client(f"http://127.0.0.2:{first}", timeout_s=60) as client:
                 _wait(lambda: "gateway with 2 instances" in (tmp_path / "log").read_text(), process)
+                ports = range(first + 4, first + 7)
+                found = {host: [is_open(host, port) for port in ports] for host in ("127.0.0.1", "127.0.0.2")}
+                assert found == {"127.0.0.1": [True] * 3, "127.0.0.2": [False] * 3}, "--host is not for admin ports"
                 before = {user: client.recommend(user, query_time=ASKED) for user in USERS[:8]}
                 assert {one.instance for one in before.values()} == {"i1", "i2"}
                 client.send_events([{"id": "x", "user": 99, "item": 3, "time": ASKED, "click": 1}])

@@ -107,6 +107,9 @@ def test_the_command_prints_an_nginx_configuration_for_the_instances_it_would_st
         (["--instances", "2", "--port", "8750"], "are too near for 2 instances"),
         (["--instances", "2", "--port", "65534"], "leaves no room for 2 instances"),
         (["--instances", "-1"], "instances is -1"),
+        (["--ray", "-1"], "ray is -1"),
+        (["--ray", "2", "--instances", "2"], "instances is for a gateway"),
+        (["--ray", "2"], "name the folder of a run"),
         (["--instances", "1", "--stages.rank-ms", "0"], "stages.rank_ms is 0.0"),
         (["--instances", "1", "--stages.num-candidates", "513"], "num_candidates is 513 of num_retrieved 512"),
         ([], "name the folder of a run"),
@@ -118,12 +121,13 @@ def test_a_fleet_that_cannot_be_is_refused_in_words(capsys, flags, message):
 
 
 def test_instances_are_started_with_the_settings_of_the_command():
-    place = Place(host="127.0.0.1", port=9000, admin_port=9100, num_instances=2)
+    place = Place(host="127.0.0.1", port=9000, admin_host="127.0.0.2", admin_port=9100, num_instances=2)
     first, second = place.workers(Path("runs/r"), flags_of("trigger", TriggerConfig(mode="off")))
     assert (first.name, second.name) == ("i1", "i2")
     for words in (
         ("serve", "runs/r"),
         ("--port", "9001"),
+        ("--admin-host", "127.0.0.2"),
         ("--admin-port", "9101"),
         ("--notes", "runs/r/serve/i1-9001.notes.json"),
         ("--trigger.mode", "off"),
@@ -135,7 +139,7 @@ def test_instances_are_started_with_the_settings_of_the_command():
 def test_ports_that_nobody_named_are_free_ones_beside_each_other(monkeypatch):
     from nestpipe.serve import fleet_command
 
-    place = Place(host="127.0.0.1", port=0, admin_port=0, num_instances=2)
+    place = Place(host="127.0.0.1", port=0, admin_host="127.0.0.1", admin_port=0, num_instances=2)
     settled = place.settled()
     settled.check()
     assert settled.settled() == settled

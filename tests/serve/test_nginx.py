@@ -12,6 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from nestpipe.client import Client
 from nestpipe.errors import ConfigError
 from nestpipe.serve.nginx import HEADER, nginx_config
 from tests.serve.instances import FakeInstance, true_ranking
@@ -72,6 +73,9 @@ def test_a_users_signal_and_ranking_meet_at_one_instance_and_move_only_if_it_is_
             client.post(f"{url}/v1/preinfer", json=signal, headers={HEADER: str(user)}).raise_for_status()
             answer = rank(client, url, user).json()
             assert answer["items"] == true_ranking(user, [1, 2, 3], 3)
+        with Client(url) as own:  # which sends the header, also with a ticket
+            ticket = own.preinfer(7, request="r", candidates=3, query_time=1).ticket
+            assert own.rank(7, [1, 2, 3], request="r", ticket=ticket, k=3, query_time=1).path == "hit_device"
         met = [{body["user"] for _, body in one.calls} for one in fleet]
         assert sorted(set().union(*met)) == list(range(60))
         assert sum(map(len, met)) == 60, "no user was seen by two instances"
