@@ -17,10 +17,9 @@ def serve_on_ray(arguments: ServeArguments) -> int:
     """Runs until SIGINT or SIGTERM."""
     os.environ |= {  # Ray reads some of them when it is imported
         "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # its name for 'one machine': all its ports are on loopback
-        "RAY_AUTH_TOKEN": secrets.token_hex(
-            32
-        ),  # but a replica's inner port is on every address, so Ray wants this from callers
+        "RAY_USAGE_STATS_REPORT_URL": "http://127.0.0.1:9",  # Ray may report that it does not report
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # its name for 'one machine': ports are on loopback
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),  # but a replica's inner port is on every address, and wants this
     }
     try:
         import ray
