@@ -66,7 +66,10 @@ class Place:
         if not self.port and not self.admin_port:
             first = free_ports(self.host, 2 * size)
             return replace(self, port=first, admin_port=first + size)
-        port, admin_port = self.port or free_ports(self.host, size), self.admin_port or free_ports(self.admin_host, size)
+        port, admin_port = (
+            self.port or free_ports(self.host, size),
+            self.admin_port or free_ports(self.admin_host, size),
+        )
         return replace(self, port=port, admin_port=admin_port)
 
     def members(self) -> list[Instance]:

@@ -1,6 +1,6 @@
 """A generative instance over HTTP: every field is checked and every limit applied before anything is queued.
 
-POST /v1/generate /v1/events /v1/invalidate      GET /healthz /readyz /metrics
+POST /v1/generate /v1/events /v1/invalidate      GET /healthz /readyz /metrics /openapi.json
 admin, on its own port with a token:  GET /state, POST /drain
 """
 
@@ -34,9 +34,9 @@ from nestpipe.serve.bodies import (
 from nestpipe.serve.config import BUCKETS_S, Limits
 from nestpipe.serve.generate import FailedError, Generate, Generator
 from nestpipe.serve.jobs import refuse_busy
+from nestpipe.serve.openapi import generative_bodies, generative_document
 
 Body = dict[str, Any]
-_FIELDS = frozenset({"user", "k", "scenario", "trigger", "deadline_ms", "history"})
 
 
 class GenerativeInstance:
@@ -46,7 +46,14 @@ class GenerativeInstance:
         """`budget_ms` is the deadline of requests that name none."""
         self.generator, self.name, self.is_draining = generator, name, False
         self._budget_ms, self._limits = budget_ms, limits or Limits()
-        config = generator.config
+        config, schema, beam = (
+            generator.config,
+            generator.histories.sequences.schema,
+            generator.served.model.config.beam,
+        )
+        taken = generative_bodies(schema, self._limits, beam=beam, scenarios=list(generator.scenarios))
+        self._fields = {call: frozenset(own) for call, (own, _) in taken.items()}
+        self._openapi = generative_document(taken)
         self._guard = Guard(
             max_under_way=config.max_queue + config.max_batch,
             max_bytes=self._limits.body_bytes,
@@ -62,7 +69,7 @@ class GenerativeInstance:
             "invalidate": self._invalidate,
         }
         routes = [Route(f"/v1/{name}", self._handler(name, call), methods=["POST"]) for name, call in calls.items()]
-        gets = {"healthz": self._alive, "readyz": self._ready, "metrics": self._metrics}
+        gets = {"healthz": self._alive, "readyz": self._ready, "metrics": self._metrics, "openapi.json": self._document}
         routes += [Route(f"/{name}", handler) for name, handler in gets.items()]
         return Starlette(routes=routes, exception_handlers={404: http_refusal, 405: http_refusal})
 
@@ -102,7 +109,7 @@ class GenerativeInstance:
         return self._guard.handler(call, refuse=_refuse, counted=lambda status: count(name, str(status)).inc())
 
     async def _generate(self, body: Body) -> Body:
-        arrived, fields, generator = self.generator.clock(), Fields(body, _FIELDS), self.generator
+        arrived, fields, generator = self.generator.clock(), Fields(body, self._fields["generate"]), self.generator
         beam = generator.served.model.config.beam
         user, sent = fields.integer("user"), fields.history(most=self._limits.history)
         scenario = None if body.get("scenario") is None else fields.text("scenario")
@@ -135,7 +142,7 @@ class GenerativeInstance:
         return {"accepted": accepted, "duplicates": duplicates}
 
     async def _invalidate(self, body: Body) -> Body:
-        user = Fields(body, frozenset({"user"})).integer("user")
+        user = Fields(body, self._fields["invalidate"]).integer("user")
         return {"entries": self.generator.cache.invalidate(user)}
 
     async def _alive(self, http: Request) -> Response:
@@ -147,6 +154,9 @@ class GenerativeInstance:
 
     async def _metrics(self, http: Request) -> Response:
         return Response(self.numbers.text(), media_type="text/plain; version=0.0.4")
+
+    async def _document(self, http: Request) -> Response:
+        return JSONResponse(self._openapi)
 
 
 def _refuse(error: NestPipeError) -> tuple[int, str] | None:

@@ -1,7 +1,8 @@
-"""What an instance and a gateway take and give, as OpenAPI documents. The names of fields here are those that are accepted."""
+"""What instances and a gateway take and give, as OpenAPI documents. The names of fields here are those that are accepted."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from nestpipe.data.schema import Schema
@@ -34,30 +35,61 @@ def event_properties(schema: Schema) -> Properties:
 
 def bodies(schema: Schema, limits: Limits) -> dict[str, tuple[Properties, list[str]]]:
     """The fields of each call's body, and which it must have."""
-    event = event_properties(schema)
-    needed = ["item", *(["time"] if schema.time else [])]
-    history = {**_list(_object(event, needed), limits.history), "type": ["array", "null"]}
     request = {"type": "string", "minLength": 1, "maxLength": MAX_REQUEST_CHARS}
     ticket = {"type": "string", "minLength": 1, "maxLength": MAX_TICKET_CHARS}
     asked = {
         "user": _INT64,
         "request": request,
         "query_time": {**_SECONDS, "type": ["integer", "null"]},
-        "history": history,
+        "history": _history(schema, limits),
     }
-    deadline = {"type": ["number", "null"], "exclusiveMinimum": 0, "maximum": limits.deadline_ms}
     items = {**_list(_INT64, limits.candidates), "minItems": 1}
     given = {"type": ["integer", "null"], "minimum": 1, "maximum": limits.candidates}
     count = {"type": "integer", "minimum": 1, "maximum": limits.candidates}
     rank = {**asked, "candidates": items, "k": given, "ticket": {**ticket, "type": ["string", "null"]}}
-    posted = _object({"id": request, "user": _INT64, **event}, ["id", "user", *needed])
     return {
         "preinfer": ({**asked, "candidates": count}, ["user", "request", "candidates"]),
-        "rank": ({**rank, "deadline_ms": deadline}, ["user", "request", "candidates"]),
+        "rank": ({**rank, "deadline_ms": _deadline(limits)}, ["user", "request", "candidates"]),
         "release": ({"ticket": ticket}, ["ticket"]),
+        **_writes(schema, limits),
+    }
+
+
+def generative_bodies(
+    schema: Schema, limits: Limits, *, beam: int, scenarios: Sequence[str]
+) -> dict[str, tuple[Properties, list[str]]]:
+    """The same of an instance that generates."""
+    generate = {
+        "user": _INT64,
+        "k": {"type": "integer", "minimum": 1, "maximum": beam},
+        "scenario": {"enum": [*scenarios, None]},
+        "trigger": {**_INT64, "type": ["integer", "null"]},
+        "deadline_ms": _deadline(limits),
+        "history": _history(schema, limits),
+    }
+    return {"generate": (generate, ["user"]), **_writes(schema, limits)}
+
+
+def _writes(schema: Schema, limits: Limits) -> dict[str, tuple[Properties, list[str]]]:
+    own = {"id": {"type": "string", "minLength": 1, "maxLength": MAX_REQUEST_CHARS}, "user": _INT64}
+    posted = _object({**own, **event_properties(schema)}, ["id", "user", *_needed(schema)])
+    return {
         "events": ({"events": _list(posted, limits.events)}, ["events"]),
         "invalidate": ({"user": _INT64}, ["user"]),
     }
+
+
+def _history(schema: Schema, limits: Limits) -> Properties:
+    event = _object(event_properties(schema), _needed(schema))
+    return {**_list(event, limits.history), "type": ["array", "null"]}
+
+
+def _needed(schema: Schema) -> list[str]:
+    return ["item", *(["time"] if schema.time else [])]
+
+
+def _deadline(limits: Limits) -> Properties:
+    return {"type": ["number", "null"], "exclusiveMinimum": 0, "maximum": limits.deadline_ms}
 
 
 _ANSWERS: dict[str, tuple[str, Properties]] = {
@@ -83,6 +115,21 @@ _ANSWERS: dict[str, tuple[str, Properties]] = {
             "times_ms": {"type": "object", "additionalProperties": _NUMBER},
         },
     ),
+    "generate": (
+        "Generates items, best first.",
+        {
+            "items": {"type": "array", "items": _INT64},
+            "log_probabilities": {"type": "array", "items": _NUMBER},
+            "path": _TEXT,
+            "degraded": {"type": "boolean"},
+            "instruction": {"type": "object"},
+            "num_events": {"type": "integer"},
+            "beam": {"type": "integer"},
+            "model": _TEXT,
+            "semantic_ids": _TEXT,
+            "times_ms": {"type": "object", "additionalProperties": _NUMBER},
+        },
+    ),
     "release": ("Gives back a prefix that no ranking will use.", {"released": {"type": "boolean"}}),
     "events": (
         "Adds events to histories, each id once.",
@@ -103,6 +150,11 @@ _REFUSALS = {
 def document(schema: Schema, limits: Limits) -> dict[str, Any]:
     """The document of an instance."""
     return _whole("An instance of nestpipe", bodies(schema, limits), _ANSWERS, _REFUSALS)
+
+
+def generative_document(calls: dict[str, tuple[Properties, list[str]]]) -> dict[str, Any]:
+    """The document of an instance that generates, from its `generative_bodies`."""
+    return _whole("A generative instance of nestpipe", calls, _ANSWERS, _REFUSALS)
 
 
 def gateway_bodies(limits: GatewayLimits) -> dict[str, tuple[Properties, list[str]]]:

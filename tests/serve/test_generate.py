@@ -36,6 +36,7 @@ from nestpipe.serve.generate_http import GenerativeInstance
 from nestpipe.serve.generate_model import Steering, open_generative
 from nestpipe.serve.jobs import BusyError, LateError
 from nestpipe.think_command import RunFeed
+from tests.serve.documented import check_answers
 from tests.serve.generative import MAX_LEN, NUM_ITEMS, answer, make_generator, make_ids, make_run, submit
 from tests.serve.instances import Served as Server
 from tests.serve.world import Clock
@@ -612,3 +613,18 @@ def test_many_threads_get_their_own_answers(service):
     for thread in threads:
         thread.join(60)
     assert not wrong
+
+
+def test_every_answer_is_as_documented(generator, scale):
+    instance = GenerativeInstance(generator, name="one", budget_ms=60_000, limits=Limits(history=40, events=20))
+    generator.start()
+    server = Server(instance.app())
+    try:
+        with Client(server.url, timeout_s=60) as client:
+            before = client.generate(USER, 5)
+            check_answers(server.url, num_operations=5, num_examples=scale(10, 500))
+            client.invalidate(USER)
+            assert client.generate(USER, 5).log_probabilities == pytest.approx(before.log_probabilities, abs=EXACT)
+    finally:
+        server.close()
+        generator.stop()
