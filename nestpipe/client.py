@@ -124,6 +124,7 @@ def _nothing(path: str, body: dict[str, Any]) -> _Call[None]:
 
 def _place(user: int | None, ticket: str | None = None) -> dict[str, str]:
     """What nginx and Ray Serve route by, since they do not read bodies; a gateway and an instance do not look at it."""
+    user = user if isinstance(user, int) else None  # else it is for the service to refuse
     named = {} if user is None else {USER_HEADER: str(user)}
     return {SESSION_HEADER: session_of(user, ticket), **named}
 

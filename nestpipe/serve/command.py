@@ -88,7 +88,11 @@ class ServeArguments:
             found.append(f"notes is {self.notes}; that is for one instance, those of a fleet have files of their own")
         if self.ray < 0:
             found.append(f"ray is {self.ray}; it must be 0 (no Ray) or more")
-        beside = [name for name in ("instances", "demo", "print_nginx", "compare", "retrieval", "notes") if getattr(self, name)]
+        beside = [
+            name
+            for name in ("instances", "demo", "print_nginx", "compare", "retrieval", "notes")
+            if getattr(self, name)
+        ]
         if self.ray and beside:
             found.append(f"ray is {self.ray}, but {beside[0].replace('_', '-')} is for a gateway or a single instance")
         if found:

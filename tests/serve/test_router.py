@@ -143,6 +143,15 @@ def test_a_header_routes_as_a_gateway_does(user, loads):
         assert name not in loads or order_of(session_of(None, ticket), loads, request="q")[0] == name
 
 
+@given(st.text() | st.none())
+def test_what_is_no_ticket_is_not_put_into_a_header(text):
+    session = session_of(7, text)
+    assert session in {f"7/{text}", "7"}
+    assert session.isascii()
+    assert session.isprintable()
+    assert session_of(None, sign(TICKET, SECRET)) == f"/{sign(TICKET, SECRET)}"
+
+
 @pytest.mark.parametrize("session", ["", "x", "-", "٣", "1e3", "9" * 21, "4 2"])
 def test_a_header_without_a_user_goes_anywhere(session):
     loads = dict.fromkeys(NAMES, 0)
