@@ -95,9 +95,8 @@ def _commands() -> dict[str, list[str]]:
     """The flags of every command; those of a run's settings stand under 'settings'."""
     found = {}
     for name, (module, _) in COMMANDS.items():
-        arguments = getattr(importlib.import_module(module), "_Arguments", None)
-        if arguments is not None:
-            found[name] = _flags(arguments)
+        own = vars(importlib.import_module(module))
+        found |= {name: _flags(own[kind]) for kind in ("_Arguments", "ServeArguments") if kind in own}
     for name, (module, _) in TUNERS.items():
         found[f"tune {name}"] = _flags(importlib.import_module(module)._Arguments)
     of_data = [
