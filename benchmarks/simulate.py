@@ -1,6 +1,7 @@
 """Does the model of nestpipe/simulate foresee what it has not seen? Constants from 2 ranks, then 4, 8 and 16 predicted and measured.
 
-    constants   traces of 2 ranks at 1 Gbit/s, a sequential and a nested run (simulate_ranks.py)
+    constants   traces of 2 ranks at 1 Gbit/s, a sequential and a nested run (simulate_ranks.py); what a further peer of a message
+                costs, from small messages between the same two
     predicted   sequential and nested on 4, 8 and 16 ranks, at 1 Gbit/s and at 250 Mbit/s + 5 ms, before any of them is measured
     measured    the same, block by block in turn, as weak_scaling.py does it
 
@@ -85,7 +86,8 @@ def seen(options: argparse.Namespace) -> tuple[Constants, dict[str, object]]:
         traces = [trace for mode in MODES for trace in load(Path(folder) / mode)]
     device_s = options.dense_ms / 1e3
     cpu_s: float = found["cpu_ms"]["sequential"] / 1e3  # type: ignore[index]
-    return calibrate(traces, device_s=device_s, cpu_s=cpu_s, source="2 ranks at 1 Gbit/s"), found
+    peer_s: float = found["peer_s"]  # type: ignore[assignment]
+    return calibrate(traces, device_s=device_s, cpu_s=cpu_s, peer_s=peer_s, source="2 ranks at 1 Gbit/s"), found
 
 
 def on_network(constants: Constants, rate: str, delay_ms: float, relay_bytes_per_s: float) -> Constants:

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import measure
+import torch
 import train_arms
 
 from nestpipe.comm import World
@@ -51,13 +52,29 @@ def main() -> None:
         times = measure.alternate({name: timed(name) for name in arms}, num_blocks=settings.num_blocks)
         digests = {train_arms.digest(arm.state) for arm in arms.values()}
         equal = all(row[0] for row in lanes.control.all_gather_ints([len(digests) == 1]))
+        peer_s = 0.0
         if folder:
+            peer_s = peer_seconds(world)
             for name, arm in arms.items():
                 trace(arm, SERIAL[name], world, Path(folder) / name)
         lanes.control.barrier()
         cpu_ms = {name: 1e3 * statistics.median(one) for name, one in cpu_s.items()}
-        print(json.dumps({"times": times, "cpu_ms": cpu_ms, "bitwise_equal": equal}))
+        print(json.dumps({"times": times, "cpu_ms": cpu_ms, "bitwise_equal": equal, "peer_s": peer_s}))
         world.close()
+
+
+def peer_seconds(world: World, *, num: int = 300) -> float:
+    """CPU time of this thread for one more peer of a message that is opened or sent: two ranks beside a lane of one."""
+    found = []
+    for lane in (world.lane("alone", ranks=[world.rank]), world.lane("pair")):
+        send = [torch.zeros(64) for _ in range(lane.world.size)]
+        rooms = [torch.empty(64) for _ in send]
+        lane.exchange("probe", send, rooms).wait()
+        start = time.thread_time()
+        for _ in range(num):
+            lane.exchange("probe", send, rooms).wait()
+        found.append((time.thread_time() - start) / num / 2)
+    return max(found[1] - found[0], 0.0) / (world.size - 1)
 
 
 def trace(arm: train_arms.OurArm, mode: str, world: World, folder: Path) -> None:

@@ -58,12 +58,18 @@ class _Line:
 
 
 def calibrate(
-    traces: Sequence[RankTrace], *, device_s: float = 0.0, cpu_s: float | None = None, source: str = "recorded traces"
+    traces: Sequence[RankTrace],
+    *,
+    device_s: float = 0.0,
+    cpu_s: float | None = None,
+    peer_s: float | None = None,
+    source: str = "recorded traces",
 ) -> Constants:
     """Constants of the runs that these traces are of; raises DataError if they do not tell.
 
     `device_s` of a batch's compute takes no core (a sleep); `cpu_s` is what a rank's process used for a step, if
-    somebody measured it: what is more than the work of its events went into moving bytes.
+    somebody measured it: what is more than the work of its events went into moving bytes. `peer_s` is what one more peer
+    costs a message, if somebody measured it; otherwise all of what opening a receive took, which is more.
     """
     runs = _runs(traces)
     fewest = min(run.world_size for run in runs)
@@ -81,8 +87,12 @@ def calibrate(
         )
     num_rows, row_bytes, key_bytes, dense_bytes = (mean(column) for column in zip(*map(_sizes, small), strict=True))
     per_message = mean(_work_s(run, "post") / (2 * run.num_parts) / (run.world_size - 1) for run in quiet)
-    lines = [(run.world_size, _line(run)) for run in runs]
+    if peer_s is not None:
+        per_message = min(per_message, peer_s)
+    lines = [(run.world_size, line) for run in runs if (line := _line(run))]
     own = [line for size, line in lines if size == fewest]
+    if not own:
+        raise DataError("messages took no longer when they were larger; the traces do not tell the bandwidth.")
     num_bytes = 2 * (num_rows * row_bytes + dense_bytes) + num_rows * key_bytes
     sent = num_bytes * (fewest - 1) / fewest
     left = 0.0 if cpu_s is None else max(cpu_s - (sum(work.values()) - device_s), 0.0)
@@ -191,8 +201,11 @@ def _first_use(run: _Recorded) -> float:
     return float(np.clip((places * np.log(seen)).sum() / (places * places).sum(), 0.0, 1.0))
 
 
-def _line(run: _Recorded) -> _Line:
-    """Bandwidth and delay of a run, from its messages of rows and gradients."""
+def _line(run: _Recorded) -> _Line | None:
+    """Bandwidth and delay of a run, from its messages of rows and gradients; None if large ones took no longer than small ones.
+
+    That happens where most messages were hidden: few were waited for.
+    """
     messages = sorted(_messages(run), key=lambda message: message.sent_s)
     line, delay_s = _Line(0.0, 0.0), _delay_s(run)
     for _ in range(_ROUNDS):
@@ -208,9 +221,7 @@ def _line(run: _Recorded) -> _Line:
                 "no rank ever waited for rows or gradients, so the traces do not tell how long messages take."
             )
         line = _straight([tuple(map(median, zip(*own, strict=True))) for own in found.values()], delay_s)
-    if not line.per_byte_s:
-        raise DataError("messages took no longer when they were larger; the traces do not tell the bandwidth.")
-    return line
+    return line if line.per_byte_s else None
 
 
 class _Sent(NamedTuple):
@@ -240,7 +251,7 @@ def _messages(run: _Recorded) -> Iterator[_Sent]:
             yield _Sent(sent_s, opened_s, median(ends) / 1e9 if ends else None, num_bytes, kind, part)
         elif kind in ("keys", "dense sum") and all(span.waits for span in own):
             again_s = max(span.waits[0].end_ns for span in own) / 1e9
-            first = 0.0 if kind == "keys" else num_bytes / 2  # how many keys, and then which
+            first = 0.0 if kind == "keys" else num_bytes / dense_trips(run.world_size)  # how many keys, and then which
             yield _Sent(max(span.begin_ns for span in own) / 1e9, 0.0, None, first, kind, 0)
             yield _Sent(again_s, again_s, None, num_bytes - first, kind, 1)
 
