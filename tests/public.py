@@ -96,7 +96,8 @@ def _commands() -> dict[str, list[str]]:
     found = {}
     for name, (module, _) in COMMANDS.items():
         own = vars(importlib.import_module(module))
-        found |= {name: _flags(own[kind]) for kind in ("_Arguments", "ServeArguments") if kind in own}
+        for arguments in [own[kind] for kind in ("_Arguments", "ServeArguments") if kind in own]:
+            found[name] = _flags(arguments)
     for name, (module, _) in TUNERS.items():
         found[f"tune {name}"] = _flags(importlib.import_module(module)._Arguments)
     of_data = [
