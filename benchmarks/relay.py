@@ -6,7 +6,7 @@ Open-loop load (relay_load.py) on one model instance on core 0; generator and ga
 99 % of all that was asked are. `relay-ml1m` has short histories: there the trigger should stay out, and what is measured is CPU per
 answer over that of full inference.
 
-    python benchmarks/relay.py                 # relay-long, all arms; about 40 minutes, and 2 to make the data once
+    python benchmarks/relay.py                 # relay-long, all arms; long: 100 requests of each load, few per second
     python benchmarks/relay.py --ml1m FOLDER   # relay-ml1m, on a sequence folder of MovieLens-1M; about 4 minutes
     python benchmarks/relay.py --curve         # goodput over budgets, host tier off and on
     python benchmarks/relay.py --overload      # three times the capacity, then half of it: what is refused, and who recovers when

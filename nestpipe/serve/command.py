@@ -117,6 +117,11 @@ def main(argv: list[str]) -> int:
         return serve_on_ray(arguments)
     if arguments.print_nginx or arguments.instances or arguments.demo:
         return _fleet(arguments)
+    return _one(arguments)
+
+
+def _one(arguments: ServeArguments) -> int:
+    """One instance, until it is told to stop."""
     try:
         from nestpipe.serve.admin import Admin
         from nestpipe.serve.http import Instance
