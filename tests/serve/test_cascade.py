@@ -258,12 +258,16 @@ def test_a_stage_that_fails_or_is_late_ends_the_request_and_releases_the_prefix(
         async def break_it() -> None:
             if fault == "fails":
                 raise NestPipeError("the index is gone")
-            await asyncio.sleep(5)
+            await asyncio.sleep(30)
 
         upstream.before[stage] = break_it
         await cascade.recommend(Request(user=USER, request="r"))
 
-    stages = Stages(retrieval_ms=200, prerank_ms=200, rank_ms=1000)
+    deadlines = {
+        "retrieval_ms": 10_000.0,
+        "prerank_ms": 10_000.0,
+    }  # the other stage is not late, however slow the machine
+    stages = Stages(rank_ms=1000, **{**deadlines, f"{stage}_ms": 200.0})
     message = f"{stage} was not done after its 200 ms" if fault == "late" else f"{stage}: the index is gone"
     with pytest.raises(StageError, match=message) as caught:
         run(fleet, act, stages=stages)
