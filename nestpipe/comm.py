@@ -292,7 +292,7 @@ class Lane:
         if self.broken is None:
             own = self.world.number(self.world.rank)
             self.broken = CommError(f"it was given up: {reason}.", ranks=ranks or (own,))
-            notes.leave(self.world.store, own, notes.Note("", reason, self.broken.ranks))
+            notes.leave(self.world.store, own, notes.Note("", reason, self.broken.ranks, own))
         if self.group is not None and self.world.device.type == "cpu":
             # What ends a wait in another thread is closed connections, and what closes them is a wait that times out.
             peer, nothing = (self.world.rank + 1) % self.world.size, torch.empty(1, dtype=torch.uint8)

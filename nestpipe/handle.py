@@ -178,7 +178,7 @@ class Handle:
             late = {peer, *(other for other, work in rest if not _arrived(work))}
             absent = tuple(sorted(map(number, late)))
             reason = f"{named_ranks(absent)} never entered it"
-            note = notes.Note(self._key, f"{self._title}: {reason}", absent)
+            note = notes.Note(self._key, f"{self._title}: {reason}", absent, own)
             notes.leave(store, own, note)
             found = notes.find(store, absent, elsewhere=self._key, within_s=self._late_s)
             ranks = notes.follow(store, [note, *found])
@@ -189,12 +189,12 @@ class Handle:
             if note.exchange:  # those blamed, or another thread of this rank, may wait for one that is really lost
                 found += notes.find(store, note.ranks, elsewhere=note.exchange, within_s=self._late_s)
             ranks = notes.follow(store, found)
-            reason = f"rank {number(peer)} gave up: {note.reason}" + _beyond(note.ranks, ranks)
+            reason = f"rank {note.by} gave up: {note.reason}" + _beyond(note.ranks, ranks)
         elif self._lane.broken:  # meanwhile, in another thread
             self._fail(error, peer, rest, elapsed_s)
         else:
             reason, ranks = f"rank {number(peer)} closed the connection: it has ended", (number(peer),)
-            notes.leave(store, own, notes.Note("", f"{self._title}: {reason}", ranks))
+            notes.leave(store, own, notes.Note("", f"{self._title}: {reason}", ranks, own))
         message = f"{self._title} not finished after {in_seconds(elapsed_s)}; {reason}."
         self._error = CommError(message + dump_stacks(self._world), ranks=ranks)
         self._lane.broken = self._lane.broken or self._error

@@ -25,12 +25,13 @@ class Note:
     exchange: str  # in which it missed them until the deadline; "" if it did not wait so long
     reason: str
     ranks: tuple[int, ...]
+    by: int  # the rank that gave up; others pass its note on
 
 
 def leave(store: Store, rank: int, note: Note) -> None:
     """Adds a note of this rank; a courtesy: without the store the others still see the closed connection."""
     with contextlib.suppress(RuntimeError):
-        line = json.dumps([note.exchange, note.reason, note.ranks]) + "\n"
+        line = json.dumps([note.exchange, note.reason, note.ranks, note.by]) + "\n"
         store.append(_key(rank), line)  # type: ignore[attr-defined]  # in every store, but not in torch's stubs
 
 
@@ -67,5 +68,5 @@ def _read(store: Store, rank: int) -> list[Note]:
     with contextlib.suppress(RuntimeError):  # likewise
         if store.check([_key(rank)]):
             lines = [json.loads(line) for line in store.get(_key(rank)).decode().splitlines()]
-            return [Note(exchange, reason, tuple(ranks)) for exchange, reason, ranks in lines]
+            return [Note(exchange, reason, tuple(ranks), by) for exchange, reason, ranks, by in lines]
     return []

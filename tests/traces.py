@@ -37,13 +37,17 @@ def made_up(
     programs = {lane: iter(events) for lane, events in schedule.events(num_steps).items()}
     waiting = {lane: next(program, None) for lane, program in programs.items()}
     free, done, spans = dict.fromkeys(programs, START_NS), {}, []
+
+    def befores(event):
+        return [one for one in schedule.needs(event) + schedule.lets_pass(event) if one.batch < num_steps]
+
     while any(waiting.values()):
         lane, event = next(
-            (lane, event) for lane, event in waiting.items() if event and all(n in done for n in schedule.needs(event))
+            (lane, event) for lane, event in waiting.items() if event and all(one in done for one in befores(event))
         )
         kind, batch, part = event
         ready = free[lane]
-        begin = max([ready, *(done[need] for need in schedule.needs(event))]) + int(random.integers(2_000, 9_000))
+        begin = max([ready, *(done[one] for one in befores(event))]) + int(random.integers(2_000, 9_000))
         waits, work = (), begin
         if kind in WAITS:
             name, sender = WAITS[kind]

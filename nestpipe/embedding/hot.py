@@ -55,11 +55,6 @@ class Cut:
         pieces = buffer.split(self.cold_counts + self.hot_counts)
         return list(pieces[: len(self.cold_counts)]), list(pieces[len(self.cold_counts) :])
 
-    def pick(self, values: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """The values [n] of each rank in the cold half and in the hot one."""
-        cold, hot = values.index_select(0, self.cold), values.index_select(0, self.hot)
-        return list(cold.split(self.cold_counts)), list(hot.split(self.hot_counts))
-
 
 def hot_bits(known: Tensor | None, size: int) -> Tensor:
     """The bits, all 0 where nobody shares anything."""

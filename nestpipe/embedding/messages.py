@@ -46,9 +46,10 @@ class SentRows:
     """One message of rows of a table, to every asker and from every owner."""
 
     handle: Handle
-    wanted: list[Tensor]  # of each asker: places in the owner's union
+    wanted: Tensor  # places in the owner's union of the rows that travel, asker after asker
+    counts: list[int]  # of each asker
     room: list[Tensor]  # for each owner: where its rows belong
-    own: bool  # whether own rows travel with the others; else they are copied to where they belong
+    own: Tensor | None = None  # places of the rows that are copied to where they belong; None if own rows travel too
     packed: list[Tensor] | None = None  # from each owner: bytes, if some rows travel in 16 bits
 
 

@@ -222,7 +222,10 @@ class Window:
         room = [asked.leaves[part][fresh] for fresh in asked.plan.fresh(part)]
         packed = None if asked.narrow is None else asked.narrow.rooms(part, room)
         handle = self.home.rows.post(f"rows/{name}", packed or room, where=where, own=False)
-        message = SentRows(handle, self._owned[name].requests.wanted(part), room, own=False, packed=packed)
+        wanted = self._owned[name].requests.wanted(part)
+        own, wanted[self.home.rank] = wanted[self.home.rank], wanted[self.home.rank][:0]
+        counts = [len(places) for places in wanted]
+        message = SentRows(handle, torch.cat(wanted), counts, room, own, packed)
         self._rows.setdefault((part, False), {})[name] = message
 
     def _post_sums(self, name: str, part: int, where: str) -> None:
@@ -242,11 +245,12 @@ class Window:
         there = Cut.of(bits, [len(own) for own in places])
         here = Cut.of(hot_bits(asked.hot.into, len(asked.leaves[part])), [own[part] for own in asked.plan.leaf_counts])
         asked.halves = torch.empty_like(asked.leaves[part]), here.order()
-        for cold, wanted, room in zip(
-            (True, False), there.pick(torch.cat(places)), here.halves(asked.halves[0]), strict=True
-        ):
+        wanted = torch.cat(places)
+        halves = (there.cold, there.cold_counts), (there.hot, there.hot_counts)
+        for cold, (chosen, counts), room in zip((True, False), halves, here.halves(asked.halves[0]), strict=True):
             handle = self.home.rows.post(f"rows/{name}", room, where=f"{where}, {'cold' if cold else 'hot'}")
-            self._rows.setdefault((part, cold), {})[name] = SentRows(handle, wanted, room, own=True)
+            message = SentRows(handle, wanted.index_select(0, chosen), counts, room)
+            self._rows.setdefault((part, cold), {})[name] = message
 
     def _post_sum_halves(self, name: str, part: int, where: str) -> None:
         asked, owned = self._asked[name], self._owned[name]
@@ -265,26 +269,19 @@ class Window:
         """Sends the rows that askers use in this part for the first time."""
         rank = self.home.rank
         for name, message in self._rows[part, cold].items():
-            holder, held, wanted = self.home.holders[name], held_of(self._owned[name]), message.wanted
-            if not message.own:
-                holder.gather(held, wanted[rank], message.room[rank])
-                wanted = [places[:0] if asker == rank else places for asker, places in enumerate(wanted)]
-            sends = list(holder.gather(held, torch.cat(wanted)).split([len(places) for places in wanted]))
-            if not message.own:
-                sends[rank] = message.room[rank]
-            if message.packed is not None:
-                self._pack(name, sends, part)
+            holder, held, narrow = self.home.holders[name], held_of(self._owned[name]), self._owned[name].narrow
+            sends = list(holder.gather(held, message.wanted).split(message.counts))
+            if message.own is None:
+                message.handle.launch(sends)
+                continue
+            sends[rank] = message.room[rank]
+            if narrow is not None:
+                others = enumerate(sends)
+                sends = [rows if asker == rank else narrow.pack(rows, asker, part) for asker, rows in others]
             message.handle.launch(sends)
-
-    def _pack(self, name: str, sends: list[Tensor], part: int) -> None:
-        """Rows for others become bytes, some of them in 16 bits; the own ones are rounded where they are."""
-        narrow = self._owned[name].narrow
-        assert narrow is not None
-        for asker, rows in enumerate(sends):
-            if asker == self.home.rank:
-                narrow.round_(rows, asker, part)
-            else:
-                sends[asker] = narrow.pack(rows, asker, part)
+            holder.gather(held, message.own, message.room[rank])  # nobody else waits for these
+            if narrow is not None:
+                narrow.round_(message.room[rank], rank, part)
 
     def leaves(self, part: int) -> dict[str, Tensor]:
         """Leaf rows [u, D] of the part's distinct ids, table by table, once those of all parts so far have arrived."""

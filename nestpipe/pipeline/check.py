@@ -2,8 +2,8 @@
 
 Every rank runs the programs of its lanes, each in order, and an event starts when all it needs is done. A stage with
 messages counts as one event of all ranks: it is done when every rank has come. Nothing waits for ever if and only if the
-graph of all `needs` and of the program order of all lanes has no cycle. (That ranks use one group in the same order is
-necessary, but proves nothing alone.)
+graph of all `needs`, all `lets_pass` and the program order of all lanes has no cycle. (That ranks use one group in the same
+order is necessary, but proves nothing alone.)
 
     check(Schedule.of("nested", 8, depth=2), num_batches=6, world_size=4)      # raises ScheduleError, or all is well
 """
@@ -114,6 +114,9 @@ def _waits(schedule: Schedule, programs: Programs, num_batches: int, rank: int) 
             for need in schedule.needs(event):
                 if need.batch < num_batches:  # what will never be is not waited for
                     yield _node(need, rank), _node(event, rank), "needs it"
+            for first in schedule.lets_pass(event):
+                if first.batch < num_batches:
+                    yield _node(first, rank), _node(event, rank), "lets it pass"
 
 
 def _node(event: Event, rank: int) -> Node:

@@ -51,18 +51,17 @@ class Board:
 
     def wait(self, lane: str, event: Event, needs: list[Event]) -> bool:
         """Returns when all needs are done; False if the event turns out to be beyond the last batch."""
-        for need in needs:
-            while True:
-                with self._lock:
-                    if self.failure is not None:
-                        raise _Abandoned
-                    if self.num_batches is not None and event.batch >= self.num_batches:
-                        return False
-                    if self._is_done(need):
-                        break
-                    self._waiting[lane] = need
-                self._gates[lane].acquire()
-        return True
+        while True:
+            with self._lock:
+                if self.failure is not None:
+                    raise _Abandoned
+                if self.num_batches is not None and event.batch >= self.num_batches:
+                    return False
+                missing = next((need for need in needs if not self._is_done(need)), None)
+                if missing is None:
+                    return True
+                self._waiting[lane] = missing
+            self._gates[lane].acquire()
 
     def _is_done(self, event: Event) -> bool:
         """Also true of what will never be."""
@@ -169,7 +168,7 @@ class Runner:
             with place.lane(lane):
                 for event in self.schedule.program(lane, lambda: board.num_batches):
                     ready, needs = time.monotonic_ns(), self.schedule.needs(event)
-                    if not board.wait(lane, event, needs):
+                    if not board.wait(lane, event, [*needs, *self.schedule.lets_pass(event)]):
                         continue
                     self.before(lane, event)
                     begin = time.monotonic_ns()

@@ -1,10 +1,13 @@
 """When stages run: pure data, to be printed, checked and drawn without running anything.
 
-An `Event` is one stage of one batch (and part) on one rank. Two things decide when it runs:
+An `Event` is one stage of one batch (and part) on one rank. Three things decide when it runs:
 
-`needs(event)`   what must be done before, here and, for messages, on every rank. These are the true dependencies: any order
-                 that respects them has the bits of the sequential step (docs/consistency.md).
-`program(lane)`  the order in which a lane, one thread, takes its events. It loses freedom, never correctness.
+`needs(event)`      what must be done before, here and, for messages, on every rank. These are the true dependencies: any
+                    order that respects them has the bits of the sequential step (docs/consistency.md).
+`program(lane)`     the order in which a lane, one thread, takes its events.
+`lets_pass(event)`  what goes first though the event does not need it: cores are for what other ranks wait for.
+
+The last two lose freedom, never correctness.
 
 A mode is a placement of stages on lanes, a depth (how many batches ahead rows are retrieved) and an inner order:
 
@@ -143,19 +146,41 @@ class Schedule:
 
     def needs(self, event: Event) -> list[Event]:
         """What must be done before; of message stages, on every rank."""
-        relative = self._all_needs[event.kind][event.part]
-        return [Event(kind, event.batch + back, part) for kind, back, part in relative if event.batch + back >= 0]
+        return _moved(self._all_needs[event.kind][event.part], event.batch)
+
+    def lets_pass(self, event: Event) -> list[Event]:
+        """What goes first though the event does not need it.
+
+        When a batch is updated, all ranks wait for the first rows of the next one. What looks further ahead starts when they
+        have left, and not on their cores.
+        """
+        return _moved(self._all_let_pass.get(event.kind, []), event.batch)
 
     @property
     def _all_needs(self) -> dict[Kind, list[list[Event]]]:
         return _needs(self.num_parts, self.depth, self.clip_rows, self.stale, self.split, self.groups)
 
+    @property
+    def _all_let_pass(self) -> dict[Kind, list[Event]]:
+        if not self.looks_ahead:
+            return {}
+        last = self.num_parts - 1
+        return {
+            "read": [Event("grads", -self.depth - 1 - _READ_AHEAD, last)],
+            "keys": [Event("rows", -self.depth - 1, last)],
+            "write": [Event("rows", 1, last)],
+        }
+
     def program(self, lane: str, num_batches: Callable[[], int | None]) -> Iterator[Event]:
         """The events of a lane in the order in which it takes them, without end until the number of batches is known."""
+        own = [
+            [event for event in self._window(t) if self.lane_of(event.kind) == lane] for t in (-2, -1, 0)
+        ]  # they differ while the pipeline fills
         for t in count(-(self.depth + 1 + _READ_AHEAD)):
-            for event in self._window(t):
+            usual = min(max(t, -2), 0)
+            for event in _moved(own[usual + 2], t - usual):
                 total = num_batches()
-                if event.batch >= 0 and self.lane_of(event.kind) == lane and (total is None or event.batch < total):
+                if total is None or event.batch < total:
                     yield event
             total = num_batches()
             if total is not None and t >= total:  # the last window holds what is written after the last batch
@@ -220,10 +245,13 @@ class Schedule:
                 yield from (Event("cold grads", t - 1), Event("cold collect", t - 1), Event("cold update", t - 1))
             if i > 0:
                 yield from (Event("grads", t, i - 1), *self._collected(t, i - 1))
-            if i == last and post > t >= 0:
+            if i == last and post > t >= 0 and self.split:  # cold rows leave early
                 yield from self._posted(post)
             yield Event("compute", t, i)
-        yield from (Event("grads", t, last), Event("flag", t), *self._collected(t, last))
+        yield Event("grads", t, last)
+        if post > t >= 0 and not self.split:  # while the last gradients travel a core is free
+            yield from self._posted(post)
+        yield from (Event("flag", t), *self._collected(t, last))
 
     def _collected(self, t: int, part: int) -> Iterator[Event]:
         """Owners have the gradients of a part, their own and with groups those of their replicas."""
@@ -238,6 +266,11 @@ class Schedule:
             yield Event("cold rows", t)
 
 
+def _moved(events: list[Event], batches: int) -> list[Event]:
+    """The same so many batches later; what would be before the first batch is not there."""
+    return [Event(kind, batch + batches, part) for kind, batch, part in events if batch + batches >= 0]
+
+
 @cache
 def _needs(
     num_parts: int, depth: int, clip_rows: bool, stale: bool, split: bool, groups: bool
@@ -250,7 +283,7 @@ def _needs(
     summed = Event("merge" if groups else "collect", 0, last)
     once: dict[Kind, list[Event]] = {
         # Two bounds on what is ahead, and the order of the data.
-        "read": [Event("read", -1), Event("dense step", -depth - 1 - _READ_AHEAD)],
+        "read": [Event("read", -1), Event("dense step", -depth - 2 - _READ_AHEAD)],
         "keys": [Event("read", 0), Event("dense step", -depth - 2)],
         # R: rows that nobody holds come from tables to which all batches before those in flight have written theirs.
         "retrieve": [Event("keys", 0), Event("write", -depth - 1), Event("retrieve", -1)],

@@ -13,7 +13,7 @@ from nestpipe.comm import World
 from nestpipe.overlap import CAUSES, steps_of
 from nestpipe.overlap_report import choose, report
 from nestpipe.pipeline.runner import Feed, Runner
-from nestpipe.pipeline.schedule import MODES, Schedule
+from nestpipe.pipeline.schedule import MODES, Event, Schedule
 from nestpipe.pipeline.stages import Work
 from nestpipe.run import Lanes
 from nestpipe.trace import Recorder, load
@@ -67,6 +67,13 @@ def test_every_event_is_recorded_once(log, tmp_path, mode):
             expected.update((lane, event.kind, first + event.batch, event.part) for event in events)
     for trace in traces:
         assert Counter((span.lane, span.kind, span.batch, span.part) for span in trace.spans) == expected
+        for begin, end in zip((0, *BARRIERS), BARRIERS, strict=False):
+            spans = {
+                Event(one.kind, one.batch - begin, one.part): one for one in trace.spans if begin <= one.batch < end
+            }
+            for event, span in spans.items():
+                first = [spans[one] for one in schedule.lets_pass(event) if one in spans]
+                assert all(one.end_ns <= span.begin_ns for one in first), f"{event} let nobody pass"
         steps = steps_of(trace)
         assert [step.batch for step in steps] == [1, 2, 3, 4, 5, 6]
         for step in steps:

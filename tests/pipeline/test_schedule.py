@@ -79,6 +79,15 @@ def test_the_checker_finds_a_cycle(event, before):
     assert any(f"comes later on lane '{NESTED.lane_of(event.kind)}'" in line for line in lines)
 
 
+def test_the_checker_finds_a_cycle_of_what_lets_others_pass(monkeypatch):
+    """Rows two batches later come from tables that are written only then."""
+    monkeypatch.setattr(
+        Schedule, "lets_pass", lambda self, event: [Event("rows", event.batch + 2)] if event.kind == "write" else []
+    )
+    with pytest.raises(ScheduleError, match=r"write\(0\) on rank 0 waits for rows\(2.0\) on all ranks: lets it pass"):
+        check(NESTED, 6, 1)
+
+
 def test_ranks_with_different_programs_are_refused():
     """Each alone would run; together, one sends rows first and the other gradients."""
     programs = NESTED.events(3)
@@ -110,7 +119,7 @@ def test_description():
         "read     read(0) · read(1)",
         "keys     keys(0) · keys(1)",
         "fetch    retrieve(0) · retrieve(1) · write(0) · write(1)",
-        "rows     post(0) · rows(0.0) · rows(0.1) · grads(0.0) · post(1) · grads(0.1) · "
+        "rows     post(0) · rows(0.0) · rows(0.1) · grads(0.0) · grads(0.1) · post(1) · "
         "rows(1.0) · rows(1.1) · grads(1.0) · grads(1.1)",
         "table    collect(0.0) · flag(0) · collect(0.1) · update(0) · collect(1.0) · flag(1) · collect(1.1) · update(1)",
         "dense    dense sum(0) · dense sum(1)",
