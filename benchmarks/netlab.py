@@ -59,6 +59,11 @@ def bits_per_s(rate: str) -> float:
     return float(found[1]) * _BITS[found[2]]
 
 
+def burst_bytes(rate: str) -> int:
+    """What an idle line of this rate passes at once."""
+    return max(round(bits_per_s(rate) / 8 * _BURST_S), _MIN_BURST_BYTES)
+
+
 def refusal() -> str | None:
     """Why no lab can be made here, or None."""
     if os.geteuid() != 0:
@@ -169,8 +174,7 @@ class Lab(Loopback):
         self._shape(name, DEVICE)
 
     def _shape(self, namespace: str, device: str) -> None:
-        burst = max(round(bits_per_s(self.rate) / 8 * _BURST_S), _MIN_BURST_BYTES)
-        shape = ("tbf", "rate", self.rate, "burst", str(burst), "latency", "50ms")
+        shape = ("tbf", "rate", self.rate, "burst", str(burst_bytes(self.rate)), "latency", "50ms")
         _call("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", *shape)
 
     def _remove(self) -> None:

@@ -27,10 +27,11 @@ from pathlib import Path
 
 import measure
 import netlab
+import weak_scaling
 
 from nestpipe.pipeline.schedule import Schedule
 from nestpipe.simulate.arms import seconds_of_block
-from nestpipe.simulate.calibrate import calibrate
+from nestpipe.simulate.calibrate import Probes, calibrate
 from nestpipe.simulate.constants import Constants
 from nestpipe.simulate.costs import Cluster
 from nestpipe.trace import load
@@ -65,17 +66,9 @@ class Case:
 
 
 def ran(num_ranks: int, rate: str, delay_ms: float, options: argparse.Namespace, trace: str = "") -> dict[str, object]:
-    """Times by arm and block, and CPU time; with `trace`, traces of both modes are left in that folder."""
-    settings = {key: getattr(options, key) for key in ("samples", "parts", "depth")}
-    settings |= {"dense": f"sleep:{options.dense_ms}", "arms": list(MODES), "num_steps": options.steps}
-    settings |= {"num_blocks": options.blocks}
-    command = [sys.executable, str(PROGRAM), json.dumps(settings), trace]
-    with netlab.Lab(num_ranks, rate=rate, delay_ms=delay_ms) as lab:
-        said = lab.run(command, timeout_s=3600)
-    found: dict[str, object] = json.loads(said[0].splitlines()[-1])
-    if found["bitwise_equal"] is not True:
-        raise SystemExit(f"on {num_ranks} ranks the exact modes did not end with the same bits; no figure counts.")
-    return found
+    """Times by arm and block; with `trace` also probes, and traces of both modes are left in that folder."""
+    settings = weak_scaling.settings_of(options, MODES, num_blocks=options.blocks)
+    return weak_scaling.ran(num_ranks, [str(PROGRAM), settings, trace], rate=rate, delay_ms=delay_ms)
 
 
 def seen(options: argparse.Namespace) -> tuple[Constants, dict[str, object]]:
@@ -84,18 +77,16 @@ def seen(options: argparse.Namespace) -> tuple[Constants, dict[str, object]]:
     with tempfile.TemporaryDirectory() as folder:
         found = ran(2, rate, delay_ms, options, folder)
         traces = [trace for mode in MODES for trace in load(Path(folder) / mode)]
-    device_s = options.dense_ms / 1e3
-    cpu_s: float = found["cpu_ms"]["sequential"] / 1e3  # type: ignore[index]
-    peer_s: float = found["peer_s"]  # type: ignore[assignment]
-    return calibrate(traces, device_s=device_s, cpu_s=cpu_s, peer_s=peer_s, source="2 ranks at 1 Gbit/s"), found
+    probes = Probes(**found["probes"])  # type: ignore[arg-type]
+    return calibrate(traces, device_s=options.dense_ms / 1e3, probes=probes, source="2 ranks at 1 Gbit/s"), found
 
 
 def on_network(constants: Constants, rate: str, delay_ms: float, relay_bytes_per_s: float) -> Constants:
-    """The same workers on another network: bandwidth in proportion, delay added."""
-    share = netlab.bits_per_s(rate) / netlab.bits_per_s(SEEN[0])
+    """The same workers on a network of which this was asked; the delay is added."""
     return replace(
         constants,
-        bytes_per_s=constants.bytes_per_s * share,
+        bytes_per_s=netlab.bits_per_s(rate) / 8,
+        burst_bytes=netlab.burst_bytes(rate),
         delay_s=constants.delay_s + (delay_ms - SEEN[1]) / 1e3,
         fabric_bytes_per_s=relay_bytes_per_s if delay_ms else float("inf"),
     )
@@ -198,7 +189,8 @@ def main() -> None:
     for arm, mode in MODES.items():  # what was fitted, for comparison; it counts nowhere
         schedule = Schedule.of(mode, options.parts, depth=options.depth)  # type: ignore[arg-type]
         cluster = Cluster(workers=2, cores=os.cpu_count())
-        again = seconds_of_block(schedule, constants, cluster, num_batches=options.steps)
+        own = on_network(constants, *SEEN, float("inf"))
+        again = seconds_of_block(schedule, own, cluster, num_batches=options.steps)
         took = measure.Spread.of(base["times"][arm]).median  # type: ignore[index]
         print(f"2 ranks, {arm}: model {1e3 * again:.1f} ms, measured {1e3 * took:.1f} ms (fitted)", flush=True)
     cases = list(measured(list(predicted(constants, options)), options))

@@ -6,20 +6,18 @@ simulate_ranks.py SETTINGS [FOLDER]      FOLDER/sequential and FOLDER/nested are
 from __future__ import annotations
 
 import json
-import statistics
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
-import measure
 import torch
 import train_arms
 
-from nestpipe.comm import World
+from nestpipe.comm import Lane, World
 from nestpipe.process import exact_arithmetic, keep_freed_memory
 from nestpipe.run import Lanes
+from nestpipe.simulate.calibrate import Probes
 from nestpipe.trace import Recorder
 
 SERIAL = {"sequential": "serial", "nested": "nested"}  # the schedule whose events are those of an arm
@@ -31,50 +29,67 @@ def main() -> None:
     with exact_arithmetic(1):
         world = World.from_environment()
         lanes = Lanes.of(world)
+        idle = idle_share(lanes.control) if folder else 0.0
         data = train_arms.batches(settings, world.rank)
         arms = {
             name: train_arms.OurArm(name, settings, train_arms.our_state(settings, lanes), data, Recorder.off())
             for name in settings.arms
         }
-        cpu_s: dict[str, list[float]] = {name: [] for name in arms}
-
-        def timed(name: str) -> Callable[[], float]:
-            def block() -> float:
-                lanes.control.barrier()
-                start, cpu = time.perf_counter(), time.process_time()
-                arms[name].run(settings.num_steps)
-                cpu_s[name].append((time.process_time() - cpu) / settings.num_steps)
-                own = round((time.perf_counter() - start) * 1e9)
-                return max(row[0] for row in lanes.control.all_gather_ints([own])) / 1e9 / settings.num_steps
-
-            return block
-
-        times = measure.alternate({name: timed(name) for name in arms}, num_blocks=settings.num_blocks)
-        digests = {train_arms.digest(arm.state) for arm in arms.values()}
-        equal = all(row[0] for row in lanes.control.all_gather_ints([len(digests) == 1]))
-        peer_s = 0.0
+        for arm in arms.values():
+            see_all_rows(arm)
+        times, cpu = train_arms.timed({name: arm.run for name, arm in arms.items()}, settings, lanes.control)
+        result = {"times": times, "bitwise_equal": train_arms.same_bits(list(arms.values()), lanes.control)}
         if folder:
-            peer_s = peer_seconds(world)
             for name, arm in arms.items():
                 trace(arm, SERIAL[name], world, Path(folder) / name)
+            probes = Probes(
+                beside_s=cpu["sequential"].process_s - cpu["sequential"].thread_s,
+                idle_share=idle,
+                peer_s=peer_seconds(world, lanes.control),
+            )
+            result["probes"] = asdict(probes)
         lanes.control.barrier()
-        cpu_ms = {name: 1e3 * statistics.median(one) for name, one in cpu_s.items()}
-        print(json.dumps({"times": times, "cpu_ms": cpu_ms, "bitwise_equal": equal, "peer_s": peer_s}))
+        print(json.dumps(result))
         world.close()
 
 
-def peer_seconds(world: World, *, num: int = 300) -> float:
-    """CPU time of this thread for one more peer of a message that is opened or sent: two ranks beside a lane of one."""
-    found = []
-    for lane in (world.lane("alone", ranks=[world.rank]), world.lane("pair")):
+def see_all_rows(arm: train_arms.OurArm) -> None:
+    """Trains on every batch once without the wait: a row is made when it is first seen, which later steps do not pay for."""
+    waiting = arm.state.model.dense  # type: ignore[attr-defined]
+    seconds, waiting.s_per_sample = waiting.s_per_sample, 0.0
+    arm.run(train_arms.NUM_BATCHES)
+    waiting.s_per_sample = seconds
+
+
+def idle_share(control: Lane, *, seconds: float = 2.0) -> float:
+    """CPU time of a rank whose lanes are open and which does nothing, over that time: its threads look for messages."""
+    control.barrier()
+    start, cpu = time.perf_counter(), time.process_time()
+    time.sleep(seconds)
+    return (time.process_time() - cpu) / (time.perf_counter() - start)
+
+
+def peer_seconds(world: World, pair: Lane, *, at_once: int = 17, rounds: int = 20, tries: int = 5) -> float:
+    """CPU time of this thread for one more peer of a message that is opened or sent: more messages at once to the same one.
+
+    Less what the same calls take without a peer; the least of some tries.
+    """
+
+    def more_s(lane: Lane) -> float:
         send = [torch.zeros(64) for _ in range(lane.world.size)]
-        rooms = [torch.empty(64) for _ in send]
-        lane.exchange("probe", send, rooms).wait()
-        start = time.thread_time()
-        for _ in range(num):
-            lane.exchange("probe", send, rooms).wait()
-        found.append((time.thread_time() - start) / num / 2)
-    return max(found[1] - found[0], 0.0) / (world.size - 1)
+        rooms = [[torch.empty(64) for _ in send] for _ in range(at_once)]
+
+        def took(number: int) -> float:
+            start = time.thread_time()
+            for _ in range(rounds):
+                for handle in [lane.exchange("probe", send, room) for room in rooms[:number]]:
+                    handle.wait()
+            return (time.thread_time() - start) / rounds
+
+        return min(took(at_once) for _ in range(tries)) - min(took(1) for _ in range(tries))
+
+    beside = more_s(world.lane("alone", ranks=[world.rank]))
+    return max(more_s(pair) - beside, 0.0) / (at_once - 1) / 2 / (world.size - 1)
 
 
 def trace(arm: train_arms.OurArm, mode: str, world: World, folder: Path) -> None:

@@ -6,8 +6,9 @@ import hashlib
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count, islice
 
 import measure
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nestpipe.comm import World
+from nestpipe.comm import Lane, World
 from nestpipe.draw import Draw
 from nestpipe.embedding.config import DenseConfig, EmbeddingConfig
 from nestpipe.embedding.optim import AdaGrad
@@ -109,11 +110,11 @@ class Waiting(nn.Module):
 
     def __init__(self, settings: Settings) -> None:
         super().__init__()
-        self._s_per_sample = float(settings.dense.partition(":")[2]) / 1e3 / settings.samples
+        self.s_per_sample = float(settings.dense.partition(":")[2]) / 1e3 / settings.samples
         self.out = nn.Linear(DIM, 1)
 
     def forward(self, vectors: Tensor, batch: Batch) -> Tensor:
-        time.sleep(self._s_per_sample * batch.num_samples)
+        time.sleep(self.s_per_sample * batch.num_samples)
         logits: Tensor = self.out(vectors.view(batch.num_samples, batch.items.max_len, DIM).mean(1)).squeeze(1)
         return logits
 
@@ -231,6 +232,42 @@ def digest(state: TrainState) -> str:
     return found.hexdigest()
 
 
+def same_bits(arms: Sequence[OurArm], control: Lane) -> bool:
+    """Whether arms left the same behind, on every rank."""
+    return all(row[0] for row in control.all_gather_ints([len({digest(arm.state) for arm in arms}) == 1]))
+
+
+@dataclass(frozen=True, slots=True)
+class Cpu:
+    """CPU seconds of a step on this rank, median of blocks: of the process, and of the thread that called for it."""
+
+    process_s: float
+    thread_s: float
+
+
+def timed(
+    runs: Mapping[str, Callable[[int], None]], settings: Settings, control: Lane
+) -> tuple[dict[str, list[float]], dict[str, Cpu]]:
+    """Seconds per step by arm and block, the slowest rank's, and what CPU time they took here."""
+    used: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
+
+    def block(name: str) -> float:
+        control.barrier()
+        # Peers run as they are; ours as training runs them (exact_arithmetic).
+        torch.use_deterministic_algorithms(not name.startswith("torchrec"))
+        start, process_s, thread_s = time.perf_counter(), time.process_time(), time.thread_time()
+        runs[name](settings.num_steps)
+        used[name].append((time.process_time() - process_s, time.thread_time() - thread_s))
+        own = round((time.perf_counter() - start) * 1e9)
+        return max(row[0] for row in control.all_gather_ints([own])) / 1e9 / settings.num_steps
+
+    times = measure.alternate({name: partial(block, name) for name in runs}, num_blocks=settings.num_blocks)
+    columns = {name: zip(*one, strict=True) for name, one in used.items()}
+    return times, {
+        name: Cpu(*(statistics.median(column) / settings.num_steps for column in own)) for name, own in columns.items()
+    }
+
+
 def rank_program(settings: Settings) -> None:
     keep_freed_memory()
     with exact_arithmetic(1):
@@ -254,32 +291,12 @@ def _measure(settings: Settings) -> None:
             ours[name] = OurArm(name, own, our_state(own, lanes), data, recorder)
             runs[name] = ours[name].run
 
-    cpu_s: dict[str, list[float]] = {}
-
-    def timed(name: str, run: Callable[[int], None], *, peer: bool) -> Callable[[], float]:
-        def block() -> float:
-            lanes.control.barrier()
-            # Peers run as they are; ours as training runs them (exact_arithmetic).
-            torch.use_deterministic_algorithms(not peer)
-            start, cpu = time.perf_counter(), time.process_time()
-            run(settings.num_steps)
-            cpu_s.setdefault(name, []).append((time.process_time() - cpu) / settings.num_steps)
-            own = round((time.perf_counter() - start) * 1e9)
-            return max(row[0] for row in lanes.control.all_gather_ints([own])) / 1e9 / settings.num_steps
-
-        return block
-
-    times = measure.alternate(
-        {name: timed(name, run, peer=name.startswith("torchrec")) for name, run in runs.items()},
-        num_blocks=settings.num_blocks,
-    )
-    exact = [digest(arm.state) for name, arm in ours.items() if name not in ("stale", "sequential-1")]
-    equal = all(row[0] for row in lanes.control.all_gather_ints([len(set(exact)) == 1])) if len(exact) > 1 else None
-    cpu_ms = {name: round(1e3 * statistics.median(one), 2) for name, one in cpu_s.items()}
+    times, cpu = timed(runs, settings, lanes.control)
+    exact = [arm for name, arm in ours.items() if name not in ("stale", "sequential-1")]
     result = {
         "times": times,
-        "cpu_ms": cpu_ms,
-        "bitwise_equal": equal,
+        "cpu_ms": {name: round(1e3 * one.process_s, 2) for name, one in cpu.items()},
+        "bitwise_equal": same_bits(exact, lanes.control) if len(exact) > 1 else None,
         "trace": _trace(ours["nested"]) if "nested" in ours else {},
     }
     gathered = lanes.control.all_gather_bytes(json.dumps(result["trace"]).encode())

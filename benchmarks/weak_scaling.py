@@ -17,6 +17,7 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import measure
@@ -27,14 +28,20 @@ RANKS = (2, 4, 8, 16)
 PROGRAM = Path(__file__).resolve().with_name("train_step.py")
 
 
-def measured(num_ranks: int, options: argparse.Namespace) -> dict[str, object]:
-    """Times by mode and block, CPU time and equality, as the ranks found them."""
-    settings = {key: getattr(options, key) for key in ("samples", "parts", "depth", "ramp")}
-    settings |= {"dense": f"sleep:{options.dense_ms}", "arms": list(MODES)}
-    settings |= {"num_blocks": measure.MIN_BLOCKS, "num_steps": options.steps}
-    with netlab.Lab(num_ranks, rate=options.rate) as lab:
-        said = lab.run([sys.executable, str(PROGRAM), "--as-rank", json.dumps(settings)], timeout_s=3600)
+def settings_of(options: argparse.Namespace, modes: Iterable[str], **more: object) -> str:
+    """What ranks whose dense part waits are told, as train_arms.Settings in JSON."""
+    settings = {key: getattr(options, key) for key in ("samples", "parts", "depth")}
+    settings |= {"dense": f"sleep:{options.dense_ms}", "arms": list(modes), "num_steps": options.steps}
+    return json.dumps(settings | more)
+
+
+def ran(num_ranks: int, command: Sequence[str], *, rate: str, delay_ms: float = 0) -> dict[str, object]:
+    """Times by mode and block, CPU time and more, as rank 0 found them; exits unless the exact modes end with the same bits."""
+    with netlab.Lab(num_ranks, rate=rate, delay_ms=delay_ms) as lab:
+        said = lab.run([sys.executable, *command], timeout_s=3600)
     found: dict[str, object] = json.loads(said[0].splitlines()[-1])
+    if found["bitwise_equal"] is not True:
+        raise SystemExit(f"on {num_ranks} ranks the exact modes did not end with the same bits; no figure counts.")
     return found
 
 
@@ -95,9 +102,8 @@ def main() -> None:
     found: dict[int, dict[str, object]] = {}
     figures: dict[str, object] = {}
     for num_ranks in options.ranks:
-        found[num_ranks] = measured(num_ranks, options)
-        if found[num_ranks]["bitwise_equal"] is not True:
-            raise SystemExit(f"on {num_ranks} ranks the exact modes did not end with the same bits; no figure counts.")
+        settings = settings_of(options, MODES, ramp=options.ramp, num_blocks=measure.MIN_BLOCKS)
+        found[num_ranks] = ran(num_ranks, [str(PROGRAM), "--as-rank", settings], rate=options.rate)
         figures = figures_of(found)
         report(figures, options)
     busiest = max(own[mode]["cpu_share"] for own in figures.values() for mode in MODES)  # type: ignore[index]
@@ -105,8 +111,8 @@ def main() -> None:
         raise SystemExit(f"the cores were busy for {busiest:.0%} of a step: this measured them. Raise --dense-ms.")
     if not options.no_record:
         keys = ("ranks", "dense_ms", "rate", "samples", "parts", "depth", "ramp", "steps", "quick")
-        settings = {**{key: getattr(options, key) for key in keys}, "dense": "emulated"}
-        measure.append("weak_scaling", measure.record(seed=0, figures=figures, settings=settings))
+        used = {**{key: getattr(options, key) for key in keys}, "dense": "emulated"}
+        measure.append("weak_scaling", measure.record(seed=0, figures=figures, settings=used))
     print(json.dumps(figures))
 
 

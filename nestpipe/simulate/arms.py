@@ -84,5 +84,5 @@ def _step(arm: Arm, constants: Constants, workers: int, settings: Settings) -> t
 
 def seconds_of_block(schedule: Schedule, constants: Constants, cluster: Cluster, *, num_batches: int) -> float:
     """A step in a run of so few batches that filling and emptying the pipeline count: the whole run over its steps."""
-    trace = run_of(schedule, constants, cluster, num_batches=num_batches).trace()
-    return max(span.end_ns for span in trace.spans) / 1e9 / num_batches
+    traces = run_of(schedule, constants, cluster, num_batches=num_batches).traces()
+    return max(span.end_ns for trace in traces for span in trace.spans) / 1e9 / num_batches

@@ -57,19 +57,27 @@ class _Line:
     per_byte_s: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probes:
+    """What no trace tells, measured on the same ranks: where the CPU time of a rank goes."""
+
+    beside_s: float  # in a sequential step, of all threads but that of its one lane
+    idle_share: float  # of a core, when nothing is to be done
+    peer_s: float  # of a lane, for one more peer of a message
+
+
 def calibrate(
     traces: Sequence[RankTrace],
     *,
     device_s: float = 0.0,
-    cpu_s: float | None = None,
-    peer_s: float | None = None,
+    probes: Probes | None = None,
     source: str = "recorded traces",
 ) -> Constants:
     """Constants of the runs that these traces are of; raises DataError if they do not tell.
 
-    `device_s` of a batch's compute takes no core (a sleep); `cpu_s` is what a rank's process used for a step, if
-    somebody measured it: what is more than the work of its events went into moving bytes. `peer_s` is what one more peer
-    costs a message, if somebody measured it; otherwise all of what opening a receive took, which is more.
+    `device_s` of a batch's compute takes no core (a sleep). With `probes`, what threads beside the lanes use, less what they use
+    when nothing is to be done, is the price of moving bytes. Without them both are 0, and a peer costs all of what
+    opening a receive took, which is more than one more peer does.
     """
     runs = _runs(traces)
     fewest = min(run.world_size for run in runs)
@@ -87,15 +95,15 @@ def calibrate(
         )
     num_rows, row_bytes, key_bytes, dense_bytes = (mean(column) for column in zip(*map(_sizes, small), strict=True))
     per_message = mean(_work_s(run, "post") / (2 * run.num_parts) / (run.world_size - 1) for run in quiet)
-    if peer_s is not None:
-        per_message = min(per_message, peer_s)
+    if probes:
+        per_message = min(per_message, probes.peer_s)
     lines = [(run.world_size, line) for run in runs if (line := _line(run))]
     own = [line for size, line in lines if size == fewest]
     if not own:
         raise DataError("messages took no longer when they were larger; the traces do not tell the bandwidth.")
     num_bytes = 2 * (num_rows * row_bytes + dense_bytes) + num_rows * key_bytes
     sent = num_bytes * (fewest - 1) / fewest
-    left = 0.0 if cpu_s is None else max(cpu_s - (sum(work.values()) - device_s), 0.0)
+    moving_s = _moving_s(probes, quiet) if probes else 0.0
     return Constants(
         source=source,
         base_workers=fewest,
@@ -109,7 +117,8 @@ def calibrate(
         bytes_per_s=1 / mean(line.per_byte_s for line in own),
         delay_s=mean(line.delay_s for line in own),
         peer_s=per_message,
-        wire_cpu_s=left / sent if sent else 0.0,
+        wire_cpu_s=moving_s / sent if sent else 0.0,
+        idle_share=probes.idle_share if probes else 0.0,
         congestion=_congestion(lines),
         jitter=_jitter(compute_s),
     )
@@ -152,6 +161,12 @@ def _sums(run: _Recorded, kind: str) -> dict[tuple[int, int], float]:
 
 def _work_s(run: _Recorded, kind: str) -> float:
     return median(found) if (found := list(_sums(run, kind).values())) else 0.0
+
+
+def _moving_s(probes: Probes, runs: Sequence[_Recorded]) -> float:
+    """CPU time of a sequential step in which threads beside the lane move bytes."""
+    step_s = median(step.total_ns for run in runs for trace in run.traces for step in steps_of(trace)) / 1e9
+    return max(probes.beside_s - probes.idle_share * step_s, 0.0)
 
 
 def _beside_messages(work: dict[str, float], launch_s: float, runs: Sequence[_Recorded]) -> dict[str, float]:

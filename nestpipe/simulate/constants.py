@@ -30,10 +30,12 @@ class Constants:
     first_use: float = 1.0  # after a share x of the batch, x ** first_use of its rows have been used; 1: no row twice
     duplicates: float = 1.0  # uses of a row in a batch: what is sent without dedupe, over what is sent with it
     bytes_per_s: float = float("inf")  # of a worker's line, in each direction
+    burst_bytes: float = 0.0  # that an idle line passes at once
     fabric_bytes_per_s: float = float("inf")  # of what all workers send together
     delay_s: float = 0.0  # from the last byte sent to the last byte there
     peer_s: float = 0.0  # of a core, for each peer of each message, beyond those in `work_s`
     wire_cpu_s: float = 0.0  # of a core beside the lanes, for each byte sent
+    idle_share: float = 0.0  # of a core, all the time: what a worker's threads take to see that there is nothing to do
     congestion: float = 0.0  # bytes take (workers in the exchange / base) ** congestion times as long
     lookup_growth: float = 0.0  # key routing and retrieval take (workers / base) ** lookup_growth times as long
     jitter: float = 0.0  # spread of compute between workers and steps, over its median

@@ -12,11 +12,14 @@ and all-gather).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from random import Random
 from statistics import NormalDist
 
 from nestpipe.pipeline.schedule import Event, Kind, Schedule
 from nestpipe.simulate.constants import Constants, dense_trips
+from nestpipe.simulate.cores import Turns
 from nestpipe.simulate.engine import Message, Phase, Run, Send, Wait, Work
 
 _GROWS: frozenset[Kind] = frozenset(("keys", "retrieve"))
@@ -30,7 +33,7 @@ class Cluster:
 
     workers: int
     group_size: int | None = None  # workers that hold the table once; None: all of them
-    cores: float | None = None  # that all workers share (ranks on one machine); None: each lane has its own
+    cores: int | None = None  # that all workers share (ranks on one machine); None: each lane has its own
     dedupe: bool = True
 
     def __post_init__(self) -> None:
@@ -55,9 +58,13 @@ def run_of(schedule: Schedule, constants: Constants, cluster: Cluster, *, num_ba
         raise ValueError(
             "the model has no constants for hot and cold halves of messages; take a schedule that is not split"
         )
-    cores = float("inf") if cluster.cores is None else cluster.cores / cluster.workers
     costs = Costs(schedule, constants, cluster)
-    return Run(schedule, costs.phases, num_batches, cores=cores, world_size=cluster.workers)
+    run = Run(schedule, costs.phases, num_batches, world_size=cluster.workers)
+    if cluster.cores is None:
+        return run
+    speed = 1 - constants.idle_share * cluster.workers / cluster.cores
+    cores = partial(Turns, cluster.cores, speed=speed)
+    return replace(run, cores=cores, num_ranks=cluster.workers, late=costs.late)
 
 
 def slowest(workers: int) -> float:
@@ -107,8 +114,15 @@ class Costs:
         seconds = self._cpu_s(event)
         if event.kind != "compute":
             return Work(seconds)
-        late, parts = 1 + self.constants.jitter * slowest(self.cluster.workers), self.schedule.num_parts
+        alone, parts = self.cluster.cores is None, self.schedule.num_parts
+        late = 1 + self.constants.jitter * slowest(self.cluster.workers) if alone else 1.0
         return Work(seconds * late, self.constants.device_s * late / parts)
+
+    def late(self, rank: int, event: Event) -> float:
+        """How many times as long one rank computes a batch, where each is simulated; the same in every simulation."""
+        if event.kind != "compute":
+            return 1.0
+        return max(1 + self.constants.jitter * Random(f"{rank}/{event.batch}").gauss(), 0.0)
 
     def _cpu_s(self, event: Event) -> float:
         """Seconds of a core; messages have a share for each peer that is new."""
@@ -168,15 +182,18 @@ class Costs:
     def _send(self, message: Message, num_bytes: float, size: float, opened: Event | None, num_rows: int) -> Send:
         """What all workers of an exchange send each other; each keeps its own share."""
         constants = self.constants
-        leaving = num_bytes * (size - 1) / size
-        congested = (size / constants.base_workers) ** constants.congestion / constants.bytes_per_s
-        per_byte = max(congested, self.cluster.workers / constants.fabric_bytes_per_s)
+        leaving, one_by_one = num_bytes * (size - 1) / size, self.cluster.cores is not None
+        per_byte = (size / constants.base_workers) ** constants.congestion / constants.bytes_per_s
+        if not one_by_one:  # all workers send at the same moment
+            per_byte = max(per_byte, self.cluster.workers / constants.fabric_bytes_per_s)
         return Send(
             message,
-            leaving * per_byte,
-            constants.delay_s,
-            leaving * constants.wire_cpu_s,
-            opened,
-            round(leaving),
-            num_rows,
+            wire_s=leaving * per_byte,
+            delay_s=constants.delay_s,
+            burst_s=constants.burst_bytes * per_byte,
+            fabric_s=leaving / constants.fabric_bytes_per_s if one_by_one else 0.0,
+            cpu_s=leaving * constants.wire_cpu_s,
+            opened=opened,
+            num_bytes=round(leaving),
+            num_rows=num_rows,
         )

@@ -1,7 +1,11 @@
 """When events happen: a schedule's programs and edges, with what each event does given as phases.
 
-One worker stands for all of them: they run the same programs at the same time, and what a straggler costs is part of the work.
-Its lanes take their events in the order of their programs and wait for what each needs, as the runner does. An event is
+Where every worker has cores of its own, one stands for all: they run the same programs at the same time, and what a straggler costs
+is part of the work. Workers that share the cores of a machine are simulated one by one, because they do not run at the same
+time (cores.py). Each then sends its share of a message, which a core moves half at the sender and half at the receivers, and
+the message has arrived at a rank when it has the shares of all others.
+
+The lanes of a worker take their events in the order of their programs and wait for what each needs, as the runner does. An event is
 
     Work     its lane is busy: on a core, which it may have to share, then elsewhere (a device, a sleep)
     Send     a message leaves; it takes its turn on the worker's wire, and arrives a delay after its last byte
@@ -12,16 +16,17 @@ The result is a trace like those of real runs, so overlap.py divides its steps a
 
 from __future__ import annotations
 
+import heapq
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import NamedTuple
 
 from nestpipe.pipeline.schedule import Event, Schedule
+from nestpipe.simulate.cores import Cores, Job, Sharing
 from nestpipe.trace import RankTrace, Span
 from nestpipe.trace import Wait as Waited
-
-_NOTHING_S = 1e-12  # what is left of work after so many subtractions
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +51,8 @@ class Send:
     message: Message
     wire_s: float
     delay_s: float = 0.0
+    burst_s: float = 0.0  # of the wire's time, which an idle wire has saved up
+    fabric_s: float = 0.0  # of what all workers share, one message after the other
     cpu_s: float = 0.0  # of a core, beside the lanes, to move the bytes
     opened: Event | None = None  # the event that opened its receives; None: they are opened when it is sent
     num_bytes: int = 0
@@ -71,19 +78,26 @@ class Run:
     schedule: Schedule
     plan: Plan
     num_batches: int
-    cores: float = float("inf")  # of this worker; busy lanes share them
+    cores: Callable[[], Cores] = Sharing  # of all workers that are simulated
     world_size: int = 1  # what the trace says
+    num_ranks: int = 1  # simulated one by one; 1 stands for all
+    late: Callable[[int, Event], float] | None = None  # how many times as long a rank works on an event
     needs: Callable[[Event], Sequence[Event]] | None = None  # other edges than the schedule's
 
+    def traces(self) -> list[RankTrace]:
+        """What each simulated rank would have recorded; raises ValueError if the lanes wait for each other."""
+        found = _Clock(self).run()
+        return [RankTrace("model", rank, self.world_size, tuple(spans), {}) for rank, spans in enumerate(found)]
+
     def trace(self, rank: int = 0) -> RankTrace:
-        """What one rank would have recorded; raises ValueError if the lanes wait for each other."""
-        spans = _Clock(self).run()
-        return RankTrace("model", rank, self.world_size, tuple(spans), {})
+        """What one rank would have recorded, where one stands for all."""
+        return replace(self.traces()[0], rank=rank)
 
 
 @dataclass(slots=True, eq=False)
 class _Lane:
     name: str
+    rank: int
     program: Iterator[Event]
     event: Event | None = None
     needs: list[Event] = field(default_factory=list)  # those that are not done
@@ -91,44 +105,63 @@ class _Lane:
     begun: bool = False
     ready_s: float = 0.0
     begin_s: float = 0.0
-    cpu_left: float = 0.0
+    job: Job | None = None  # the work it is at
     device_until: float | None = None
+    had_s: float = 0.0
     waits_since: float | None = None
-    working: bool = False
     waits: list[Waited] = field(default_factory=list)
     num_bytes: int = 0
     num_rows: int = 0
 
 
 @dataclass(slots=True, eq=False)
-class _Moving:
-    """A message that still needs a core to be moved."""
+class _Line:
+    """What a rank sends on: a byte's turn comes when those before it are through, less what may pass at once."""
+
+    free_s: float = 0.0
+
+    def pass_on(self, begin: float, send: Send) -> float:
+        """When the last byte has left."""
+        self.free_s = max(begin, self.free_s) + send.wire_s
+        return max(self.free_s - send.burst_s, begin)
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """What one rank sends of a message, on its way."""
 
     message: Message
-    cpu_left: float
-    wire_until: float
+    sender: int
+    arrives_s: float
+    receive_s: float  # of a core of each receiver
 
 
 class _Clock:
     def __init__(self, run: Run):
         self._run, self._needs = run, run.needs or run.schedule.needs
-        self._lanes = [_Lane(name, iter(events)) for name, events in _programs(run.schedule, run.num_batches)]
-        self._now = self._wire_free = 0.0
-        self._done: dict[Event, float] = {}
-        self._under_way: dict[Message, float] = {}  # and when they will arrive
-        self._arrived: set[Message] = set()
-        self._moving: list[_Moving] = []
-        self._spans: list[Span] = []
+        programs = _programs(run.schedule, run.num_batches)
+        self._lanes = [[_Lane(name, rank, iter(own)) for name, own in programs] for rank in range(run.num_ranks)]
+        self._lines, self._fabric_free = [_Line() for _ in self._lanes], 0.0
+        self._now, self._cores = 0.0, run.cores()
+        self._done: list[dict[Event, float]] = [{} for _ in self._lanes]
+        self._num_shares = max(run.num_ranks - 1, 1)  # of a message; one that stands for all waits for its own
+        self._num_arrived: Counter[tuple[Message, int]] = Counter()  # by receiver
+        self._timers: list[tuple[float, int, int | _Share]] = []  # a rank has something to do, or a share arrives
+        self._num_timers = 0
+        self._jobs: dict[Job, int | _Share | tuple[Message, int]] = {}  # of a rank's lane; sending; receiving
+        self._spans: list[list[Span]] = [[] for _ in self._lanes]
 
-    def run(self) -> list[Span]:
-        for lane in self._lanes:
+    def run(self) -> list[list[Span]]:
+        for lane in (lane for own in self._lanes for lane in own):
             self._take(lane)
+        awake = set(range(len(self._lanes)))
         while True:
-            while sum(self._go_on(lane) for lane in self._lanes):  # an end may free another lane
-                pass
-            if all(lane.event is None for lane in self._lanes):
+            for rank in sorted(awake):
+                while sum(self._go_on(lane) for lane in self._lanes[rank]):  # an end may free another lane
+                    pass
+            if all(lane.event is None for own in self._lanes for lane in own):
                 return self._spans
-            self._advance()
+            awake = self._advance()
 
     def _take(self, lane: _Lane) -> None:
         lane.event = next(lane.program, None)
@@ -140,7 +173,7 @@ class _Clock:
         if lane.event is None:
             return False
         if not lane.begun:
-            while lane.needs and self._is_done(lane.needs[-1]):
+            while lane.needs and self._is_done(lane.rank, lane.needs[-1]):
                 lane.needs.pop()
             if lane.needs:
                 return False
@@ -148,83 +181,106 @@ class _Clock:
             lane.phases, lane.waits = list(self._run.plan(lane.event)), []
             lane.num_bytes = lane.num_rows = 0
         while lane.phases:
-            if not self._phase(lane, lane.phases[0]):
+            if not self._phase(lane, lane.event, lane.phases[0]):
                 return False
             lane.phases.pop(0)
-        self._done[lane.event] = self._now
+        self._done[lane.rank][lane.event] = self._now
         times = (_ns(lane.ready_s), _ns(lane.begin_s), _ns(self._now))
         span = Span(lane.name, *lane.event, *times, lane.num_bytes, lane.num_rows, tuple(lane.waits))
-        self._spans.append(span)
+        self._spans[lane.rank].append(span)
         self._take(lane)
         return True
 
-    def _is_done(self, need: Event) -> bool:
+    def _is_done(self, rank: int, need: Event) -> bool:
         """Also true of what will never be."""
-        return need in self._done or need.batch >= self._run.num_batches
+        return need in self._done[rank] or need.batch >= self._run.num_batches
 
-    def _phase(self, lane: _Lane, phase: Phase) -> bool:
+    def _phase(self, lane: _Lane, event: Event, phase: Phase) -> bool:
         """Whether the phase is over."""
         if isinstance(phase, Send):
-            self._send(phase)
+            self._send(lane.rank, phase)
             lane.num_bytes += phase.num_bytes
             lane.num_rows += phase.num_rows
             return True
         if isinstance(phase, Wait):
             lane.waits_since = self._now if lane.waits_since is None else lane.waits_since
-            if phase.message not in self._arrived:
+            if self._num_arrived[phase.message, lane.rank] < self._num_shares:
                 return False
             lane.waits.append(Waited(phase.name, _ns(lane.waits_since), _ns(self._now)))
             lane.waits_since = None
             return True
-        if not lane.working:
-            lane.working, lane.cpu_left, lane.device_until = True, phase.cpu_s, None
-        if lane.cpu_left > _NOTHING_S:
+        late = self._run.late(lane.rank, event) if self._run.late else 1.0
+        if lane.job is None:
+            lane.job = Job(phase.cpu_s * late, lane.had_s)
+            if not lane.job.is_done:
+                self._begin(lane.job, lane.rank)
+        if not lane.job.is_done:
             return False
         if lane.device_until is None:
-            lane.device_until = self._now + phase.device_s
+            lane.device_until = self._now + phase.device_s * late
+            if phase.device_s:
+                self._wake_at(lane.device_until, lane.rank)
         if lane.device_until > self._now:
             return False
-        lane.working = False
+        lane.had_s, lane.job, lane.device_until = lane.job.had_s, None, None
         return True
 
-    def _send(self, send: Send) -> None:
+    def _send(self, rank: int, send: Send) -> None:
         """A sender that has not yet heard of the open receives waits for word of them, which takes a delay."""
-        opened = self._now if send.opened is None else self._done[send.opened]
-        begin = max(self._now, self._wire_free, opened + send.delay_s)
-        self._wire_free = begin + send.wire_s
-        arrives = self._wire_free + send.delay_s
-        if send.cpu_s > _NOTHING_S:
-            self._moving.append(_Moving(send.message, send.cpu_s, arrives))
-        elif arrives > self._now:
-            self._under_way[send.message] = arrives
+        opened = self._now if send.opened is None else self._done[rank][send.opened]
+        left = self._lines[rank].pass_on(max(self._now, opened + send.delay_s), send)
+        if send.fabric_s:
+            self._fabric_free = left = max(left, self._fabric_free + send.fabric_s)
+        receive_s = send.cpu_s / 2 if self._run.num_ranks > 1 else 0.0  # one that stands for all does both at once
+        share = _Share(send.message, rank, left + send.delay_s, receive_s / self._num_shares)
+        job = Job(send.cpu_s - receive_s)
+        if job.is_done:
+            self._wake_at(share.arrives_s, share)
         else:
-            self._arrived.add(send.message)
+            self._begin(job, share)
 
-    def _advance(self) -> None:
-        """To the next moment at which something ends."""
-        busy = [lane for lane in self._lanes if lane.working and lane.cpu_left > _NOTHING_S]
-        jobs: list[_Lane | _Moving] = [*busy, *self._moving]
-        rate = min(1.0, self._run.cores / len(jobs)) if jobs else 1.0
-        ends = [self._now + job.cpu_left / rate for job in jobs]
-        ends += [
-            lane.device_until
-            for lane in self._lanes
-            if lane.working and lane.device_until is not None and lane.device_until > self._now
-        ]
-        ends += self._under_way.values()
-        if not ends:
-            stuck = ", ".join(f"{lane.name}: {lane.event}" for lane in self._lanes if lane.event)
+    def _begin(self, job: Job, of: int | _Share | tuple[Message, int]) -> None:
+        self._jobs[job] = of
+        self._cores.add(job)
+
+    def _wake_at(self, time_s: float, what: int | _Share) -> None:
+        self._num_timers += 1
+        heapq.heappush(self._timers, (time_s, self._num_timers, what))
+
+    def _advance(self) -> set[int]:
+        """To the next moment at which something ends; the ranks that may go on."""
+        until = self._cores.until_s()
+        end = min(self._now + until, self._timers[0][0] if self._timers else float("inf"))
+        if end == float("inf"):
+            stuck = ", ".join(f"{lane.name}: {lane.event}" for own in self._lanes for lane in own if lane.event)
             raise ValueError(f"no lane can go on: {stuck}. The edges and the programs of the schedule contradict.")
-        end = min(ends)
-        passed, self._now = (end - self._now) * rate, end
-        for job in jobs:
-            job.cpu_left = 0.0 if job.cpu_left - passed <= _NOTHING_S else job.cpu_left - passed
-        for moved in [one for one in self._moving if one.cpu_left == 0.0]:
-            self._under_way[moved.message] = max(moved.wire_until, self._now)
-            self._moving.remove(moved)
-        for message in [message for message, time in self._under_way.items() if time <= self._now]:
-            self._arrived.add(message)
-            del self._under_way[message]
+        passed, self._now, awake = min(end - self._now, until), end, set[int]()
+        for job in self._cores.go_on(passed):
+            of = self._jobs.pop(job)
+            if isinstance(of, _Share):
+                self._wake_at(max(of.arrives_s, self._now), of)
+            else:
+                awake.add(of if isinstance(of, int) else self._received(*of))
+        while self._timers and self._timers[0][0] <= self._now:
+            _, _, what = heapq.heappop(self._timers)
+            awake |= {what} if isinstance(what, int) else self._came(what)
+        return awake
+
+    def _came(self, share: _Share) -> set[int]:
+        """A share is there, for a core to be received; the ranks that have it already."""
+        found = set[int]()
+        for rank in range(self._run.num_ranks):
+            if rank != share.sender or self._run.num_ranks == 1:
+                job = Job(share.receive_s)
+                if job.is_done:
+                    found.add(self._received(share.message, rank))
+                else:
+                    self._begin(job, (share.message, rank))
+        return found
+
+    def _received(self, message: Message, rank: int) -> int:
+        self._num_arrived[message, rank] += 1
+        return rank
 
 
 @lru_cache(maxsize=64)  # the same for every number of workers

@@ -54,8 +54,7 @@ def test_errors_stand_beside_their_limits(benchmark, monkeypatch, capsys):
 
 
 def test_another_network_changes_what_was_asked_of_it(benchmark):
-    slow = benchmark.on_network(KNOWN, "250mbit", 5.0, 1e8)
-    assert slow == replace(
-        KNOWN, bytes_per_s=KNOWN.bytes_per_s / 4, delay_s=KNOWN.delay_s + 0.005, fabric_bytes_per_s=1e8
-    )
-    assert benchmark.on_network(KNOWN, "1gbit", 0.0, 1e8) == KNOWN
+    line = {"bytes_per_s": 31.25e6, "burst_bytes": 64_000, "delay_s": KNOWN.delay_s + 0.005, "fabric_bytes_per_s": 1e8}
+    assert benchmark.on_network(KNOWN, "250mbit", 5.0, 1e8) == replace(KNOWN, **line)
+    seen = replace(KNOWN, bytes_per_s=125e6, burst_bytes=125_000)
+    assert benchmark.on_network(KNOWN, "1gbit", 0.0, 1e8) == seen

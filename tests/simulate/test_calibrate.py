@@ -5,9 +5,10 @@ from dataclasses import asdict, replace
 import pytest
 
 from nestpipe.errors import DataError
+from nestpipe.overlap import steps_of
 from nestpipe.pipeline.schedule import Event, Schedule
-from nestpipe.simulate.arms import ARMS, Settings, results
-from nestpipe.simulate.calibrate import calibrate
+from nestpipe.simulate.arms import ARMS, Settings, results, seconds_of_block
+from nestpipe.simulate.calibrate import Probes, calibrate
 from nestpipe.simulate.constants import Constants
 from nestpipe.simulate.costs import Cluster, Costs, run_of, slowest
 from nestpipe.simulate.engine import Work
@@ -64,13 +65,30 @@ def test_congestion_is_found_from_two_numbers_of_workers_and_is_0_from_one():
     assert calibrate(both, device_s=0.05).congestion == pytest.approx(0.4, rel=0.01)
 
 
-def test_cpu_time_beyond_the_events_moves_bytes():
-    found = calibrate(traced(KNOWN), device_s=0.05)
-    events_s = sum(KNOWN.work_s.values()) + KNOWN.peer_s * (4 + 4 + 4 + 4 + 8)
+def test_cpu_time_beside_the_lanes_moves_bytes_unless_it_is_spent_when_idle_too():
+    found, step_s = calibrate(traced(KNOWN), device_s=0.05), steps_of(traced(KNOWN)[0])[2].total_ns / 1e9
     sent = (2 * (KNOWN.num_rows * KNOWN.row_bytes + KNOWN.dense_bytes) + KNOWN.num_rows * KNOWN.key_bytes) / 2
-    busy = calibrate(traced(KNOWN), device_s=0.05, cpu_s=events_s + 0.006)
+    probes = Probes(beside_s=0.006 + 0.02 * step_s, idle_share=0.02, peer_s=KNOWN.peer_s / 2)
+    busy = calibrate(traced(KNOWN), device_s=0.05, probes=probes)
     assert busy.wire_cpu_s == pytest.approx(0.006 / sent, rel=0.01)
-    assert found.wire_cpu_s == 0
+    assert (busy.idle_share, busy.peer_s) == (0.02, KNOWN.peer_s / 2)
+    assert (found.wire_cpu_s, found.idle_share) == (0, 0)
+
+
+def test_ranks_that_share_cores_are_simulated_one_by_one():
+    """With a core for every thread they take as long as one that stands for all; with fewer longer, also for what runs when idle."""
+    schedule = Schedule.of("nested", 4)
+
+    def seconds(cores, constants=KNOWN):
+        return seconds_of_block(schedule, constants, Cluster(workers=4, cores=cores), num_batches=3)
+
+    assert seconds(64) == pytest.approx(seconds(None), rel=1e-3)
+    assert seconds(64) < seconds(2) < seconds(1)
+    assert seconds(1) < seconds(1, replace(KNOWN, idle_share=0.05))
+    shaken = replace(KNOWN, jitter=0.1)
+    assert seconds(64) < seconds(64, shaken) == seconds(64, shaken)  # drawn, but the same each time
+    narrow = replace(KNOWN, fabric_bytes_per_s=KNOWN.bytes_per_s)
+    assert seconds(64) < seconds(64, narrow)
 
 
 def test_a_clock_that_is_not_ours():

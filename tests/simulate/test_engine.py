@@ -1,5 +1,6 @@
 """The clock of the model against steps computed by hand, and against what must hold for any durations."""
 
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 
 from nestpipe.overlap import steps_of
 from nestpipe.pipeline.schedule import MODES, Event, Schedule
+from nestpipe.simulate.cores import Job, Sharing, Turns, slice_s
 from nestpipe.simulate.engine import Message, Run, Send, Wait, Work
 
 AWAITED = {"compute": ("rows", "rows"), "collect": ("grads", "grads")}
@@ -31,7 +33,7 @@ def plan(work, wire, *, device=()):
 
 
 def seconds_of(run):
-    return max(span.end_ns for span in run.trace().spans) / 1e9
+    return max(span.end_ns for trace in run.traces() for span in trace.spans) / 1e9
 
 
 def steady(run):
@@ -80,9 +82,10 @@ def test_lanes_share_cores_and_a_device_shares_nothing():
     # While 20 s of compute run, so do 4 s of retrieval: on one core they take as long as both.
     schedule, durations = Schedule.of("nested", 2), plan(WORK, {})
     assert steady(Run(schedule, durations, 6))[0] == 20
-    assert steady(Run(schedule, durations, 6, cores=1))[0] == pytest.approx(24, abs=1e-6)  # ns in the trace
-    assert steady(Run(schedule, plan(WORK, {}, device=("compute",)), 6, cores=1))[0] == 20
-    assert steady(Run(schedule, plan(WORK, {}, device=("compute",)), 6, cores=0.1))[0] == pytest.approx(40, abs=1e-6)
+    one, little = partial(Sharing, 1), partial(Sharing, 0.1)
+    assert steady(Run(schedule, durations, 6, cores=one))[0] == pytest.approx(24, abs=1e-6)  # ns in the trace
+    assert steady(Run(schedule, plan(WORK, {}, device=("compute",)), 6, cores=one))[0] == 20
+    assert steady(Run(schedule, plan(WORK, {}, device=("compute",)), 6, cores=little))[0] == pytest.approx(40, abs=1e-6)
 
 
 def test_messages_take_their_turn_and_wait_for_open_receives():
@@ -106,7 +109,84 @@ def test_messages_take_their_turn_and_wait_for_open_receives():
         return []
 
     assert seconds_of(Run(Schedule.of("serial", 1), moved_by_a_core, 1)) == 5
-    assert seconds_of(Run(Schedule.of("serial", 1), moved_by_a_core, 1, cores=0.5)) == 10
+    assert seconds_of(Run(Schedule.of("serial", 1), moved_by_a_core, 1, cores=partial(Sharing, 0.5))) == 10
+
+
+def test_an_idle_line_passes_a_burst_at_once_and_then_its_rate():
+    def phases(event):
+        sends = [Send(Message(event, number), 3.0, burst_s=2.0) for number in (0, 1)]
+        waits = [Wait(send.message, "keys") for send in sends]
+        return [*sends, *waits] if event.kind == "keys" else []
+
+    (keys,) = [span for span in Run(Schedule.of("serial", 1), phases, 1).trace().spans if span.kind == "keys"]
+    assert [wait.end_ns for wait in keys.waits] == [1_000_000_000, 4_000_000_000]  # the burst is spent by the first
+
+
+def many(phases, num_ranks, *, cores=1, late=None, speed=1.0):
+    """Ranks that share cores, each with two batches."""
+    turns = partial(Turns, cores, speed=speed)
+    return Run(Schedule.of("serial", 1), phases, 2, cores=turns, num_ranks=num_ranks, late=late)
+
+
+@pytest.mark.parametrize(("num_ranks", "cores"), [(1, 2), (2, 2), (2, 1), (3, 1), (6, 2)])
+def test_ranks_that_always_want_a_core_get_their_share_of_it(num_ranks, cores):
+    run = many(plan({"keys": 0.02, "update": 0.03}, {}), num_ranks, cores=cores)
+    alone_s = 2 * 0.05
+    assert seconds_of(run) == pytest.approx(alone_s * max(num_ranks / cores, 1), abs=1e-6)
+    slow = many(plan({"keys": 0.02, "update": 0.03}, {}), num_ranks, cores=cores, speed=0.5)
+    assert seconds_of(slow) == pytest.approx(2 * seconds_of(run), abs=1e-6)
+
+
+def test_ranks_that_never_want_a_core_together_take_no_longer():
+    """The second rank's first wait is half as long, so each works while the other waits."""
+    phases = plan({"compute": 0.1, "update": 0.04}, {}, device=("compute",))
+
+    def late(rank, event):
+        return 0.5 if rank and event == Event("compute", 0) else 1.0
+
+    first, second = (max(span.end_ns for span in one.spans) / 1e9 for one in many(phases, 2, late=late).traces())
+    assert first == pytest.approx(2 * 0.14, abs=1e-6)
+    assert second == pytest.approx(2 * 0.14 - 0.05, abs=1e-6)
+    # In step with each other both want it at the same time, and the one that comes second is late.
+    assert seconds_of(many(phases, 2)) > 2 * 0.14 + 0.04
+
+
+def test_equal_ranks_drift_apart_on_one_core():
+    """They take turns of a slice: who is first waits for its device while the other works, so it does not take twice as long."""
+    work_s = 0.9 * slice_s(1)
+    phases = plan({"keys": work_s, "compute": 1.0}, {}, device=("compute",))
+    ends = [max(span.end_ns for span in one.spans) / 1e9 for one in many(phases, 2).traces()]
+    assert ends == pytest.approx([2 * (work_s + 1), 2 * (work_s + 1) + work_s], abs=1e-6)
+
+
+def test_a_thread_that_had_less_goes_first_and_sleeping_saves_up_nothing():
+    turns, long, slept = Turns(1), Job(1.0), Job(1.0)
+    turns.add(long)
+    for _ in range(10):
+        turns.go_on(turns.until_s())
+    turns.add(slept)
+    for _ in range(10):
+        turns.go_on(turns.until_s())
+    # One slice later at most they are even from the moment at which the second came.
+    assert slept.left_s - long.left_s == pytest.approx(10 * slice_s(1), abs=1.01 * slice_s(1))
+    with pytest.raises(ValueError, match="nothing would ever be done"):
+        Turns(2, speed=-0.1)
+
+
+def test_a_message_is_there_when_all_ranks_have_sent_it_and_a_core_has_received_it():
+    def phases(event):
+        if event.kind != "keys":
+            return []
+        return [Work(0.0, 1.0), Send(Message(event), 0.5, cpu_s=0.4, fabric_s=0.3), Wait(Message(event), "keys")]
+
+    def late(rank, event):
+        return 3.0 if rank == 2 else 1.0
+
+    run = Run(Schedule.of("serial", 1), phases, 1, cores=partial(Turns, 3), num_ranks=3, late=late)
+    ends = [max(span.end_ns for span in one.spans) / 1e9 for one in run.traces()]
+    # The last sends at 3 s and 0.5 s later its share is there, of which each of two receives a half for 0.1 s; it has those
+    # of the others, two after each other through what all share (1.5 and 1.8 s), long before.
+    assert ends == pytest.approx([3.6, 3.6, 3.0], abs=1e-6)
 
 
 def random_plan(seed):
