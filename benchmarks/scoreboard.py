@@ -87,7 +87,7 @@ def _many_ranks() -> Iterator[Row]:
         rest = max(abs(each["error_beyond_dense"]) for each in cases)
         beside = f"worst {found['worst_error']:.1%} (without the dense part {rest:.0%}); limits 10 % and 20 %"
         title = (
-            f"median error of the model of many workers, {len(cases)} cases of 4 to 16 real ranks that it has not seen"
+            f"median error of the model of many workers, constants of 2 ranks, {len(cases)} cases of 4 to 16 real ranks"
         )
         yield title, f"{found['median_error']:.1%}", beside, "simulate.py"
 

@@ -1,13 +1,14 @@
 """Does the model of nestpipe/simulate foresee what it has not seen? Constants from 2 ranks, then 4, 8 and 16 predicted and measured.
 
-    constants   traces of 2 ranks at 1 Gbit/s, a sequential and a nested run (simulate_ranks.py); what a further peer of a message
-                costs, from small messages between the same two
+    constants   traces of 2 ranks at 1 Gbit/s, a sequential and a nested run (simulate_ranks.py), and CPU times of the same two: of
+                threads beside the lanes in a step, of a rank that does nothing, and of one more small message at once
     predicted   sequential and nested on 4, 8 and 16 ranks, at 1 Gbit/s and at 250 Mbit/s + 5 ms, before any of them is measured
     measured    the same, block by block in turn, as weak_scaling.py does it
 
 Ranks are real, and their dense part waits (--dense-ms) instead of computing, so that 16 fit on a few cores; the model knows how
-many cores they share. Another network changes bandwidth and delay by what was asked of it, nothing else; with a delay
-all packets pass one process, whose rate is measured without training (netlab.py) and limits what all ranks send together.
+many cores they share. A network is the rate, the burst and the delay that were asked of it; with a delay all packets pass one
+process, whose rate is measured without training (netlab.py) and limits what all ranks send together. Every row is seen
+once before anything is measured or recorded: making rows is no part of a later step.
 
 Most of a step is the wait of the dense part, which no model can get wrong. So beside the error of the step stands that of
 the rest, which has no limit but says more. Needs root, ip and tc, and a quiet machine.

@@ -17,7 +17,10 @@ _NOTHING_S = 1e-12  # what is left of work after so many subtractions
 
 
 def slice_s(cores: int) -> float:
-    """For how long Linux lets a thread run while others wait (sched_base_slice of 6.14 and later, as it is by default)."""
+    """For how long Linux lets a thread run while others wait: sched_base_slice of the kernel's defaults, 0.7 ms scaled.
+
+    It notices the end of one when a thread wakes or its clock ticks; where ranks share cores, threads wake all the time.
+    """
     return 0.7e-3 * (1 + math.floor(math.log2(min(cores, 8))))
 
 
