@@ -39,7 +39,7 @@ def made_up(
     free, done, spans = dict.fromkeys(programs, START_NS), {}, []
 
     def befores(event):
-        return [one for one in schedule.needs(event) + schedule.lets_pass(event) if one.batch < num_steps]
+        return [one for one in schedule.waits_for(event) if one.batch < num_steps]
 
     while any(waiting.values()):
         lane, event = next(

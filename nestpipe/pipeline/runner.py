@@ -167,8 +167,8 @@ class Runner:
         try:
             with place.lane(lane):
                 for event in self.schedule.program(lane, lambda: board.num_batches):
-                    ready, needs = time.monotonic_ns(), self.schedule.needs(event)
-                    if not board.wait(lane, event, [*needs, *self.schedule.lets_pass(event)]):
+                    ready, needs = time.monotonic_ns(), self.schedule.waits_for(event)
+                    if not board.wait(lane, event, needs):
                         continue
                     self.before(lane, event)
                     begin = time.monotonic_ns()

@@ -156,6 +156,10 @@ class Schedule:
         """
         return _moved(self._all_let_pass.get(event.kind, []), event.batch)
 
+    def waits_for(self, event: Event) -> list[Event]:
+        """What its lane waits for before the event: what it needs, and what it lets pass."""
+        return self.needs(event) + self.lets_pass(event)
+
     @property
     def _all_needs(self) -> dict[Kind, list[list[Event]]]:
         return _needs(self.num_parts, self.depth, self.clip_rows, self.stale, self.split, self.groups)

@@ -138,7 +138,7 @@ class _Share:
 
 class _Clock:
     def __init__(self, run: Run):
-        self._run, self._needs = run, run.needs or run.schedule.needs
+        self._run, self._needs = run, run.needs or run.schedule.waits_for
         programs = _programs(run.schedule, run.num_batches)
         self._lanes = [[_Lane(name, rank, iter(own)) for name, own in programs] for rank in range(run.num_ranks)]
         self._lines, self._fabric_free = [_Line() for _ in self._lanes], 0.0
