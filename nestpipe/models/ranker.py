@@ -9,7 +9,8 @@ appended, `extend` adds the former last event, whose next time is now known.
 
     prefill(prefix) -> Prefix       extend(Prefix, new) -> Prefix       score(Prefix, suffix, candidates)       full(...)
 
-All four are `_run`: rows before (kept), rows now, candidates. `full` keeps nothing and is the oracle of the others.
+All four are `_run`: rows before (kept), rows now, candidates. `full` keeps nothing and is the oracle of the others; on its way
+it makes the rows of the prefix too, and `full_and_prefixes` hands them out.
 
 A model that lets a prefix row see something of the request (places counted from the end, a divisor that depends on the
 batch) says `anchored = True`. Its anchor is then part of the key, and a longer history is a new prefill.
@@ -17,7 +18,7 @@ batch) says `anchored = True`. Its anchor is then part of the key, and a longer 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -48,6 +49,7 @@ class Suffix:
 
     batch: Batch
     follows: tuple[PrefixKey, ...]
+    digests: tuple[InputDigest, ...] = ()  # of the prefixes' inputs, to go on from
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,26 +62,33 @@ class _Ran:
 
 
 class _Order:
-    """Rows come in three heaps, kept | events | candidates; attention wants them user by user, in this order."""
+    """Rows come in three heaps, kept | events | candidates; attention wants them user by user, in this order.
+
+    Of a single user they lie so already, and nothing is moved.
+    """
 
     def __init__(self, kept: Tensor, events: Tensor, candidates: Tensor):
         self.num_kept, self.num_events, self.num_candidates = kept, events, candidates
         self._keys = _interleave([kept, events, candidates])
         self._queries = _interleave([events, candidates])
+        self._is_alone, self._num_events = len(events) == 1, int(events.sum())
         self._back = torch.empty_like(self._queries).index_copy_(0, self._queries, torch.arange(len(self._queries)))
 
     def queries(self, events: Tensor, candidates: Tensor) -> Tensor:
-        return torch.cat([events, candidates]).index_select(0, self._queries)
+        rows = torch.cat([events, candidates])
+        return rows if self._is_alone else rows.index_select(0, self._queries)
 
-    def keys(self, kept: Tensor, events: Tensor, candidates: Tensor) -> Tensor:
-        return torch.cat([kept, events, candidates]).index_select(0, self._keys)
+    def keys(self, kept: Iterable[Tensor], events: Tensor, candidates: Tensor) -> Tensor:
+        rows = torch.cat([*kept, events, candidates])
+        return rows if self._is_alone else rows.index_select(0, self._keys)
 
     def heaps(self, queries: Tensor) -> tuple[Tensor, Tensor]:
         """Events and candidates apart again."""
-        num_events = int(self.num_events.sum())
+        if self._is_alone:
+            return queries[: self._num_events], queries[self._num_events :]
         return (
-            queries.index_select(0, self._back[:num_events]),
-            queries.index_select(0, self._back[num_events:]),
+            queries.index_select(0, self._back[: self._num_events]),
+            queries.index_select(0, self._back[self._num_events :]),
         )
 
     def query_rows(self, values: Tensor | None = None) -> Jagged:
@@ -107,8 +116,9 @@ class Ranker:
         lengths = history.items.lengths()
         prefix = cut_events(history, torch.zeros_like(lengths), (lengths - 1).clamp(min=0))
         suffix = cut_events(history, (lengths - 1).clamp(min=0), lengths)
-        keys = (self._key(prefix, row, InputDigest().then(prefix, row)) for row in range(prefix.num_samples))
-        return prefix, Suffix(suffix, tuple(keys))
+        digests = tuple(InputDigest().then(prefix, row) for row in range(prefix.num_samples))
+        keys = (self._key(prefix, row, digest) for row, digest in enumerate(digests))
+        return prefix, Suffix(suffix, tuple(keys), digests)
 
     def prefill(self, prefix: Batch) -> list[Prefix]:
         """Keys and values of each user's prefix: all events but the last, each with the time of its next event."""
@@ -146,6 +156,31 @@ class Ranker:
         """The same scores from the whole history, with nothing kept."""
         return self._scores(history, [], candidates)
 
+    def full_and_prefixes(
+        self, history: Batch, candidates: Candidates, suffixes: Sequence[Suffix]
+    ) -> tuple[Tensor, Callable[[int], Prefix]]:
+        """Scores in full, and who asks for it gets the prefix of a user, copied out of the rows that were computed anyway.
+
+        `suffixes` are those of `split`, one per user.
+        """
+        ran, cuts = self._run(history, [], candidates), history.items.offsets.tolist()
+        with torch.no_grad():
+            scores = self.model.score(ran.states)
+
+        def prefix(user: int) -> Prefix:
+            (key,), (digest,) = suffixes[user].follows, suffixes[user].digests
+            own, times = slice(cuts[user], cuts[user] + key.length), history.times
+            return Prefix(
+                key=key,
+                keys=tuple(one[own].clone() for one in ran.keys),
+                values=tuple(one[own].clone() for one in ran.values),
+                times=None if times is None or history.query_times is None else times.values[own].clone(),
+                next_time=_next_time(history, own),
+                digest=digest,
+            )
+
+        return scores, prefix
+
     def _scores(self, batch: Batch, before: Sequence[Prefix], candidates: Candidates) -> Tensor:
         with torch.no_grad():
             return self.model.score(self._run(batch, before, candidates).states)
@@ -168,12 +203,16 @@ class Ranker:
             (own_k, asked_k), (own_v, asked_v) = order.heaps(own.k), order.heaps(own.v)
             keys.append(own_k)
             values.append(own_v)
-            if candidates is None and number + 1 == len(model.units):
-                break  # a prefix needs nothing behind its last keys and values
-            k = order.keys(torch.cat([own_k[:0], *(one.keys[number] for one in before)]), own_k, asked_k)
-            v = order.keys(torch.cat([own_v[:0], *(one.values[number] for one in before)]), own_v, asked_v)
-            x = unit.finish(x, own.gate, unit.attend(own.q, k, v, layout), drop, "")
-        return _Ran(tuple(keys), tuple(values), order.heaps(x)[1])
+            q, gate, is_last = own.q, own.gate, number + 1 == len(model.units)
+            if is_last:  # of events nobody needs anything behind their last keys and values
+                if candidates is None:
+                    break
+                (_, x), (_, q), (_, gate) = order.heaps(x), order.heaps(q), order.heaps(gate)
+                layout = self._layout(batch, before, asked, order, is_last=True)
+            k = order.keys((one.keys[number] for one in before), own_k, asked_k)
+            v = order.keys((one.values[number] for one in before), own_v, asked_v)
+            x = unit.finish(x, gate, unit.attend(q, k, v, layout), drop, "")
+        return _Ran(tuple(keys), tuple(values), x)
 
     def _inputs(self, batch: Batch, asked: Candidates, order: _Order, *, is_request: bool) -> tuple[Tensor, Tensor]:
         """Input vectors of events and candidates."""
@@ -198,15 +237,19 @@ class Ranker:
         states = model.candidates(rows, asked.features, batch.sample_features, model.place_of(last, last), user)
         return events, states
 
-    def _layout(self, batch: Batch, before: Sequence[Prefix], asked: Candidates, order: _Order) -> Layout:
+    def _layout(
+        self, batch: Batch, before: Sequence[Prefix], asked: Candidates, order: _Order, *, is_last: bool = False
+    ) -> Layout:
+        """Who sees whom; in the last block only candidates look."""
         times = query_times = None
         if batch.times is not None and batch.query_times is not None:
             now = _asked_times(batch).index_select(0, asked.items.row_of_value())
-            kept = torch.cat([now[:0], *(one.times for one in before if one.times is not None)])
+            kept = (one.times for one in before if one.times is not None)
             times = order.key_rows(order.keys(kept, batch.times.values, now))
-            query_times = order.query_rows(order.queries(batch.query_times.values, now))
+            queries = now if is_last else order.queries(batch.query_times.values, now)
+            query_times = asked.items.with_values(queries) if is_last else order.query_rows(queries)
         return attention_layout(
-            order.query_rows(),
+            asked.items if is_last else order.query_rows(),
             keys=order.key_rows(),
             times=times,
             query_times=query_times,
@@ -223,8 +266,7 @@ class Ranker:
             times, next_time = None, old.next_time if old else None
             if batch.times is not None and batch.query_times is not None:
                 (times,) = _longer(() if old is None or old.times is None else [old.times], [batch.times.values[own]])
-                if own.stop > own.start:
-                    next_time = int(batch.query_times.values[own.stop - 1])
+                next_time = _next_time(batch, own) if own.stop > own.start else next_time
             found.append(
                 Prefix(
                     key=self._key(batch, row, digest, old),
@@ -312,6 +354,13 @@ def _asked_times(batch: Batch) -> Tensor:
     return values.index_select(0, last)
 
 
+def _next_time(batch: Batch, rows: slice) -> int | None:
+    """The time for which the last of some events answers."""
+    if batch.times is None or batch.query_times is None or rows.stop == rows.start:
+        return None
+    return int(batch.query_times.values[rows.stop - 1])
+
+
 def _rows_of(values: Tensor, lengths: Tensor) -> Jagged:
     return Jagged(values, offsets_of(lengths), int(lengths.max()) if len(lengths) else 0)
 
@@ -319,6 +368,8 @@ def _rows_of(values: Tensor, lengths: Tensor) -> Jagged:
 def _interleave(lengths: Sequence[Tensor]) -> Tensor:
     """Places in heaps laid back to back (one per length vector [B]), read row by row over all heaps."""
     counts = torch.stack(list(lengths), dim=1)  # [B, heaps]
+    if len(counts) == 1:
+        return torch.arange(int(counts.sum()))
     starts = offsets_of(counts.T.flatten())[:-1].reshape(counts.T.shape).T
     return ranges(starts.flatten(), counts.flatten())
 
