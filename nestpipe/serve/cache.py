@@ -126,8 +126,7 @@ class Cache(Generic[Value]):
                 raise ValueError(f"the key is {self._entries[key].state} already; join it")  # no user: this is logged
             if not self._make_room(self.device, num_bytes):
                 return None
-            entry = self._entries[key] = Entry[Value](key, user, num_bytes)
-            self._of_user.setdefault(user, {})[key] = entry
+            entry = self._enter(Entry[Value](key, user, num_bytes))
             self.device.reserved += num_bytes
             return entry
 
@@ -155,9 +154,24 @@ class Cache(Generic[Value]):
             self.device.reserved -= lease.num_bytes
             self.device.used += lease.num_bytes
             self._enter_device(lease, value)
-            for other in list(self._of_user[lease.user].values()):
-                if other is not lease and other.settle(self._clock()) in _AT_REST:
-                    self._remove(other)
+            self._remove_others(lease)
+            return True
+
+    def keep(self, key: Hashable, *, user: int, num_bytes: int, make: Callable[[], Value]) -> bool:
+        """A value that was computed without any work on its key, to the host at once; False if it is live or has no room."""
+        with self._lock:
+            if key in self._entries or not self._make_room(self.host, num_bytes):
+                return False
+            entry = self._enter(Entry[Value](key, user, num_bytes, State.DEMOTING, consumed=True))
+            self.host.reserved += num_bytes
+        value = self._made(entry, make)
+        with self._lock:
+            if not self._holds(entry):
+                return False
+            self.host.take_copy(num_bytes)
+            entry.host, entry.state, entry.used_at = value, State.HOST, self._clock()
+            entry.expires = entry.used_at + self._host_ttl_s
+            self._remove_others(entry)
             return True
 
     def fail(self, lease: Entry[Value]) -> None:
@@ -222,7 +236,7 @@ class Cache(Generic[Value]):
                 return False
             entry.state = State.DEMOTING
             self.host.reserved += entry.num_bytes if copied is None else 0
-        new = self._copied(entry, value) if copied is None else copied
+        new = self._made(entry, lambda: self._copy(value)) if copied is None else copied
         with self._lock:
             if not self._holds(entry):
                 return False
@@ -243,7 +257,7 @@ class Cache(Generic[Value]):
                 return False
             entry.state, value = State.PROMOTING, entry.host
             self.device.reserved += entry.num_bytes
-        new = self._copied(entry, value)
+        new = self._made(entry, lambda: self._copy(value))
         with self._lock:
             if not self._holds(entry):
                 return False
@@ -251,10 +265,10 @@ class Cache(Generic[Value]):
             self._enter_device(entry, new)
             return True
 
-    def _copied(self, entry: Entry[Value], value: Value) -> Value:
-        """A copy; if none can be made the entry goes, because it would be moving for ever."""
+    def _made(self, entry: Entry[Value], make: Callable[[], Value]) -> Value:
+        """A copy for an entry; if none can be made the entry goes, because it would be moving for ever."""
         try:
-            return self._copy(value)
+            return make()
         except BaseException:
             self.fail(entry)
             raise
@@ -289,6 +303,17 @@ class Cache(Generic[Value]):
             for tier, used, reserved in ((self.device, device_used, device_reserved), (self.host, host_used, moving)):
                 if (tier.used, tier.reserved) != (used, reserved) or tier.free < 0:
                     raise AssertionError(f"{tier}, but its entries use {used:,} and reserve {reserved:,} bytes")
+
+    def _enter(self, entry: Entry[Value]) -> Entry[Value]:
+        self._entries[entry.key] = entry
+        self._of_user.setdefault(entry.user, {})[entry.key] = entry
+        return entry
+
+    def _remove_others(self, entry: Entry[Value]) -> None:
+        """What the user had before and nobody holds: a user has one history."""
+        for other in list(self._of_user[entry.user].values()):
+            if other is not entry and other.settle(self._clock()) in _AT_REST:
+                self._remove(other)
 
     def _holds(self, entry: Entry[Value]) -> bool:
         return self._entries.get(entry.key) is entry

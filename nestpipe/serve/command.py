@@ -269,7 +269,7 @@ def open_engine(
     folder = run.folder / "serve"
     served = open_served(run, step=step, label=label, folder=folder)
     histories = Histories(run.sequences, EventLog(folder / EVENTS))
-    served.costs = measure(served, histories)
+    served.costs = measure(served, histories, chunk=engine.chunk)
     return Engine(served, histories, config=engine, trigger=trigger)
 
 

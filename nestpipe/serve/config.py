@@ -24,7 +24,7 @@ class EngineConfig:
     """How long a prefix waits on the device for its request."""
     host_ttl_s: float = 600.0
     """How long it is kept on the host."""
-    chunk: int = 256
+    chunk: int = 512
     """Events of a prefill between two looks at the queue: what a rank may have to wait for."""
     max_batch: int = 8
     """Ranks answered together."""

@@ -16,6 +16,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -35,6 +36,8 @@ _log = logging.getLogger("nestpipe.serve")
 _LOOK_S = 0.5  # between two looks for what has expired
 _BREAKER_S = 5.0  # how far the breaker looks back
 _PROBE_EVERY = 16  # signals that the breaker stops; the last of them is let through
+_QUEUE_S = 10.0  # how far back what ranks waited is looked at
+_FEW = 32  # of which no percentile says anything
 
 
 @dataclass(slots=True, eq=False)
@@ -59,6 +62,7 @@ class _Plan:
     asked: Asked
     choice: Choice
     prefix: Prefix | None = None
+    take_made: Callable[[], Prefix] | None = None  # the prefix that full inference made on its way
 
 
 class Engine(Turns):
@@ -87,10 +91,11 @@ class Engine(Turns):
         )
         self.counts: Counter[tuple[str, str]] = Counter()  # ('path' or 'reason', which): how often
         self._latencies: deque[tuple[float, float]] = deque(maxlen=512)  # when, how many milliseconds
+        self._waits: deque[tuple[float, float]] = deque(maxlen=512)  # the same of what ranks stood in the queue
+        self.queue_ms = 0.0  # their 99th percentile
         self._bucket = Bucket(per_s=trigger.rate_ms_per_s, most=trigger.burst_ms, now=clock())
         self._inbox: deque[Rank | Signal] = deque()
         self._ranks: list[Rank] = []  # a heap by deadline
-        self._waiting: list[Rank] = []  # joined a prefill
         self._works: deque[_Work] = deque()
         self._spent: deque[PrefixKey] = deque()  # to demote
         self._held: dict[str, tuple[Served, PrefixKey, float]] = {}  # request -> what waits for it, until when
@@ -107,7 +112,7 @@ class Engine(Turns):
 
     @property
     def num_waiting(self) -> int:
-        return len(self._inbox) + len(self._ranks) + len(self._waiting)
+        return len(self._inbox) + len(self._ranks)
 
     def release(self, request: str) -> bool:
         """Lets go of the prefix that is held for a request which will not come."""
@@ -122,19 +127,16 @@ class Engine(Turns):
 
     def rank_p99_ms(self) -> float:
         """Of late; nothing if there were only few."""
-        since = self.clock() - _BREAKER_S
-        late = [ms for at, ms in list(self._latencies) if at > since]
-        return float(np.percentile(late, 99)) if len(late) >= 32 else 0.0
+        return _p99_since(self._latencies, self.clock() - _BREAKER_S)
 
     # The engine's own thread.
-
-    def _pause_s(self) -> float:
-        return 0.001 if self._waiting else super()._pause_s()
 
     def step(self) -> bool:
         """One turn; False if there was nothing to do."""
         self._take_in()  # 1 signals are decided, ranks wait by deadline
         plans = self._next_batch()  # 2 the most urgent ranks, each with the best path that fits before its deadline
+        if plans and plans[0].choice.path == "join":
+            return self._prefill(plans[0].asked.key)  # the most urgent one waits for its prefix: one more chunk of it
         if plans:
             for mates in self._get_prefixes(plans):  # 3 found on the device, copied from the host, or made longer
                 self._score(mates)  # 4 together: one call of each model with prefixes, and one without
@@ -164,12 +166,6 @@ class Engine(Turns):
                     heapq.heappush(self._ranks, job)
             except Exception as error:
                 settle(job.reply, error)
-        waiting, self._waiting = self._waiting, []
-        for rank in waiting:
-            if rank.joined is None or rank.joined.done() or rank.reply.cancelled() or self.clock() >= rank.join_until:
-                heapq.heappush(self._ranks, rank)
-            else:
-                self._waiting.append(rank)
 
     def _look_around(self) -> None:
         """Others may have written, and time has passed: what nobody may see any more goes."""
@@ -179,6 +175,7 @@ class Engine(Turns):
             self.cache.invalidate()
         if (now := self.clock()) - self._looked > _LOOK_S:
             self._looked = now
+            self.queue_ms = _p99_since(self._waits, now - _QUEUE_S)
             before, self._known = self._known, {one.name for one in self.models}
             is_other = before != self._known
             self.cache.sweep((lambda key: any(one.ranker.made(key) for one in self.models)) if is_other else None)
@@ -199,6 +196,7 @@ class Engine(Turns):
             work_ms=work_ms,
             wait_ms=self._backlog_ms(key) if is_live else self._backlog_ms() + work_ms,
             rank_p99_ms=self.rank_p99_ms(),
+            queue_ms=self.queue_ms,
         )
         reason = decide(self.trigger, costs, view, num_events=asked.num_events, num_candidates=signal.num_candidates)
         num_stopped = self.counts["reason", "breaker"] + self.counts["reason", "probe"]
@@ -227,12 +225,14 @@ class Engine(Turns):
         kept = sorted(self.cache.peek_user(asked.key.user), key=lambda one: -one.key.length)
         return next((one for one in kept if asked.served.ranker.begins(one, asked.prefix)), None)
 
-    def _prefill(self) -> bool:
-        """One chunk, first of what ranks are waiting for."""
-        if not self._works:
+    def _work_on(self, key: PrefixKey) -> _Work | None:
+        return next((work for work in self._works if work.asked.key == key), None)
+
+    def _prefill(self, key: PrefixKey | None = None) -> bool:
+        """One chunk: of a key, else of what was asked for first."""
+        work = self._work_on(key) if key else self._works[0] if self._works else None
+        if work is None:
             return False
-        wanted = {rank.asked.key for rank in self._waiting if rank.asked}
-        work = next((one for one in self._works if one.asked.key in wanted), self._works[0])
         began, (length, before), costs = time.perf_counter(), work.rest, work.asked.served.costs
         try:
             if self.cache.start(work.lease):
@@ -268,13 +268,18 @@ class Engine(Turns):
                 self._latencies.append((self.clock(), 1000 * (self.clock() - rank.arrived)))
                 settle(rank.reply, LateError("the deadline passed before the request could be ranked."))
             elif (plan := self._plan(rank, slack_ms - total_ms)).choice.path == "join":
-                self._join(plan, slack_ms)
+                heapq.heappush(self._ranks, rank)
+                if not plans:
+                    self._join(rank)
+                    plans.append(plan)
+                break
             elif plans and (total_ms + plan.choice.cost_ms > until_ms or plan.choice.path in {"shorter", "upstream"}):
                 heapq.heappush(self._ranks, rank)
                 break
             elif plan.choice.path == "upstream":
                 self._reply(plan, np.zeros(len(rank.items)))
             else:
+                self._note_wait(rank)
                 plans.append(plan)
                 total_ms += plan.choice.cost_ms
                 until_ms = min(until_ms, slack_ms)
@@ -287,7 +292,8 @@ class Engine(Turns):
         if state is None:
             begun = self._begun(asked)
         elif state in {State.RESERVED, State.COMPUTING}:
-            begun = next((work.kept for work in self._works if work.asked.key == asked.key), None)
+            work = self._work_on(asked.key)
+            begun = work.kept if work else None
         choice = choose(
             asked.served.costs,
             state=state,
@@ -296,19 +302,21 @@ class Engine(Turns):
             num_candidates=len(rank.items),
             num_bytes=asked.num_bytes,
             begun=_length(begun),
-            joinable=rank.joined is None,
             block=max(asked.served.max_len // 8, 1),
         )
         return _Plan(rank, asked, choice, begun if choice.path == "extend" else None)
 
-    def _join(self, plan: _Plan, slack_ms: float) -> None:
-        """Waits for the prefill: as long as full inference still fits behind it, or where that never did, as a hit does."""
-        rank, costs = plan.rank, plan.asked.served.costs
-        rank.joined = self.cache.join(plan.asked.key)
-        full_ms = costs.full_ms(plan.asked.num_events, len(rank.items))
-        last_ms = full_ms if full_ms <= slack_ms else costs.hit_ms(plan.asked.num_events, len(rank.items))
-        rank.join_until = rank.deadline - last_ms / 1000
-        self._waiting.append(rank)
+    def _join(self, rank: Rank) -> None:
+        """Its prefix is in work, which goes on with the urgency of the rank. Whether it still can wait is asked before every chunk."""
+        assert rank.asked is not None
+        if rank.joined is None:
+            self._note_wait(rank)
+            rank.joined = self.cache.join(rank.asked.key)
+
+    def _note_wait(self, rank: Rank) -> None:
+        if rank.joined is None:
+            now = self.clock()
+            self._waits.append((now, 1000 * (now - rank.arrived)))
 
     def _get_prefixes(self, plans: Sequence[_Plan]) -> list[list[_Plan]]:
         """Pins what is on the device, or brings it there; what is lost meanwhile is ranked in full. Who is scored together."""
@@ -361,12 +369,43 @@ class Engine(Turns):
         costs.observe(kind, (1000 * (time.perf_counter() - began) - expected) / len(plans))
         for plan, scores in zip(plans, found, strict=True):
             self._reply(plan, scores)
+        for plan in plans:
+            self._keep(plan)
 
     def _call(self, plans: Sequence[_Plan]) -> list[Any]:
         candidates = [plan.rank.candidates for plan in plans if plan.rank.candidates is not None]
         prefixes = [plan.prefix for plan in plans if plan.prefix is not None]
-        found = plans[0].asked.served.scores([plan.asked for plan in plans], candidates, prefixes or None)
+        served, asked = plans[0].asked.served, [plan.asked for plan in plans]
+        if keeping := [number for number, plan in enumerate(plans) if self._pays(plan)]:
+            found, prefix_of = served.scores_and_prefixes(asked, candidates)
+            for number in keeping:
+                plans[number].take_made = partial(prefix_of, number)
+        else:
+            found = served.scores(asked, candidates, prefixes or None)
         return [scores.numpy().astype(np.float64) for scores in found]
+
+    def _pays(self, plan: _Plan) -> bool:
+        """Whether to keep what full inference makes: somebody asked for it, or the next request would take half as long."""
+        asked, num_candidates = plan.asked, len(plan.rank.items)
+        if plan.choice.path != "full" or asked.served.ranker.model.anchored:
+            return False
+        if self.trigger.mode == "on" and asked.served.costs.halves(asked.num_events, num_candidates, asked.num_bytes):
+            return True
+        return self._work_on(asked.key) is not None
+
+    def _keep(self, plan: _Plan) -> None:
+        """Nobody waits for this any more: one copy to the host; or the end of a prefill that came too late for its rank."""
+        if plan.take_made is None:
+            return
+        key = plan.asked.key
+        try:
+            if (work := self._work_on(key)) is not None:
+                self._works.remove(work)
+                self.cache.finish(work.lease, plan.take_made())
+            elif self.cache.peek_state(key) is None:
+                self.cache.keep(key, user=key.user, num_bytes=plan.asked.num_bytes, make=plan.take_made)
+        except Exception:
+            _log.exception("a prefix that was made could not be kept")
 
     def _alone(self, plan: _Plan) -> Any:
         plan.choice, plan.prefix = Choice("full", plan.choice.cost_ms), None
@@ -400,6 +439,12 @@ class Engine(Turns):
             times_ms={"total": total_ms, "estimated": plan.choice.cost_ms},
         )
         settle(rank.reply, answer)
+
+
+def _p99_since(measured: deque[tuple[float, float]], since: float) -> float:
+    """Of milliseconds with their times; nothing if there are only few."""
+    late = [ms for at, ms in list(measured) if at > since]
+    return float(np.percentile(late, 99)) if len(late) >= _FEW else 0.0
 
 
 def _length(prefix: Prefix | None) -> int:

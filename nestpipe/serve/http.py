@@ -30,7 +30,7 @@ from nestpipe.serve.jobs import Rank, Signal, refuse_busy
 from nestpipe.serve.numbers import Numbers
 from nestpipe.serve.openapi import bodies, document
 from nestpipe.serve.router import MAX_TICKET_CHARS, Ticket, TicketError, sign, verify
-from nestpipe.serve.trigger import ADMITTED, Reason
+from nestpipe.serve.trigger import ADMITTED, Reason, decide_early
 
 Body = dict[str, Any]
 _LATEST_S = 2**43 - 1
@@ -139,9 +139,9 @@ class Instance:
         a signal costs next to nothing."""
         engine, served = self.engine, self.engine.lineup.of(user)
         kept = num_events - truncate(num_events, served.max_len, served.block)
-        full_ms = served.costs.full_ms(kept, num_candidates)
-        is_safe = engine.trigger.mode != "always" and (full_ms <= engine.trigger.budget_ms or kept < 2)
-        reason: Reason | None = "off" if engine.trigger.mode == "off" else "not_at_risk" if is_safe else None
+        reason = decide_early(
+            engine.trigger, served.costs, queue_ms=engine.queue_ms, num_events=kept, num_candidates=num_candidates
+        )
         if reason is not None:
             engine.counts["reason", reason] += 1
         return reason

@@ -13,9 +13,10 @@ from nestpipe.models.prefix import Prefix
 from nestpipe.models.ranker import Candidates
 from nestpipe.serve.cache import State
 from nestpipe.serve.prefix import Asked
-from nestpipe.serve.trigger import Costs, Reason
+from nestpipe.serve.trigger import Costs, Kind, Reason
 
 Path = Literal["hit_device", "join", "hit_host", "extend", "full", "shorter", "upstream"]
+_BOTH: tuple[Kind, Kind] = ("hit", "full")
 HITS = frozenset({"hit_device", "join", "hit_host", "extend"})
 
 
@@ -76,7 +77,6 @@ class Rank:
     asked: Asked | None = None
     candidates: Candidates | None = None
     joined: Future[Prefix] | None = None
-    join_until: float = 0.0
 
     def __lt__(self, other: Rank) -> bool:
         return self.deadline < other.deadline
@@ -120,20 +120,19 @@ def choose(
     num_candidates: int,
     num_bytes: int,
     begun: int,
-    joinable: bool,
     block: int,
 ) -> Choice:
-    """The first path that fits into the slack.
+    """The first path that fits into the slack. Nobody waits for what would take longer than full inference, if that fits too.
 
     `begun` is how many events of the prefix are there: those done if it is in work, those of a shorter one if there is none.
     """
-    hit_ms, full_ms = costs.hit_ms(num_events, num_candidates), costs.full_ms(num_events, num_candidates)
-    rest_ms, copy_ms = costs.pre_ms(max(num_events - 1, 0), begun), costs.copy_ms(num_bytes)
+    hit_ms, full_ms = (costs.usual_ms(kind, num_events, num_candidates) for kind in _BOTH)
+    rest_ms, copy_ms = costs.usual_ms("pre", max(num_events - 1, 0), before=begun), costs.copy_ms(num_bytes)
     in_work = state in {State.RESERVED, State.COMPUTING}
     tries: tuple[tuple[Path, bool, float], ...] = (
         ("hit_device", state in {State.READY, State.PINNED}, hit_ms),
-        ("join", in_work and joinable, rest_ms + hit_ms),
-        ("hit_host", state == State.HOST and copy_ms < costs.pre_ms(num_events), copy_ms + hit_ms),
+        ("join", in_work and (rest_ms + hit_ms <= full_ms or full_ms > slack_ms), rest_ms + hit_ms),
+        ("hit_host", state == State.HOST and copy_ms < costs.usual_ms("pre", num_events), copy_ms + hit_ms),
         ("extend", state is None and begun > 0 and rest_ms + hit_ms <= full_ms, rest_ms + hit_ms),
         ("full", True, full_ms),
     )
@@ -141,6 +140,6 @@ def choose(
         if is_open and cost_ms <= slack_ms:
             return Choice(path, cost_ms)
     for kept in range(num_events - block, 0, -block):
-        if (cost_ms := costs.full_ms(kept, num_candidates)) <= slack_ms:
+        if (cost_ms := costs.usual_ms("full", kept, num_candidates)) <= slack_ms:
             return Choice("shorter", cost_ms, kept)
     return Choice("upstream", 0.0)

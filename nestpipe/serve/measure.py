@@ -24,16 +24,16 @@ class Sample:
     ms: float
 
 
-def measure(served: Served, histories: Histories, *, num_candidates: int = 256, repeats: int = 3) -> Costs:
-    """Times histories and candidates of several sizes, the shortest of some repeats each."""
+def measure(served: Served, histories: Histories, *, chunk: int, num_candidates: int = 256, repeats: int = 3) -> Costs:
+    """Times histories and candidates of several sizes, the shortest of some repeats each; prefills chunk by chunk, as they run."""
     longest = served.max_len
     catalogue = histories.sequences.catalogue.tolist()
     samples, copy_ms_per_byte = [], 0.0
     for length in sorted({max(longest // 16, 2), max(longest // 4, 2), max(longest // 2, 2), max(longest, 2)}):
         events = histories.sample(length)
         asked = served.ask(events, int(events.times[-1] // 1000) if events.times is not None else 0)
-        kept = served.fill(asked, None, chunk=length)
-        samples.append(Sample("pre", length, 0, _shortest(lambda: served.fill(asked, None, chunk=length), repeats)))  # noqa: B023
+        kept = served.fill_all(asked, chunk=chunk)
+        samples.append(Sample("pre", length, 0, _shortest(lambda: served.fill_all(asked, chunk=chunk), repeats)))  # noqa: B023
         for count in {max(num_candidates // 16, 1), max(num_candidates // 4, 1), num_candidates}:
             items = [catalogue[place % len(catalogue)] for place in range(count)]
             wanted = served.candidates(items, histories.sequences)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -80,6 +80,13 @@ class Served:
         (filled,) = self.ranker.prefill(part) if kept is None else self.ranker.extend([kept], part)
         return filled
 
+    def fill_all(self, asked: Asked, *, chunk: int) -> Prefix:
+        """A whole prefix, chunk by chunk."""
+        kept = self.fill(asked, None, chunk=chunk)
+        while kept.key.length < asked.key.length:
+            kept = self.fill(asked, kept, chunk=chunk)
+        return kept
+
     def scores(
         self, asked: Sequence[Asked], candidates: Sequence[Candidates], prefixes: Sequence[Prefix] | None = None
     ) -> list[Tensor]:
@@ -90,6 +97,18 @@ class Served:
         else:
             suffixes = Batch.concat([one.suffix.batch for one in asked])
             found = self.ranker.score(prefixes, Suffix(suffixes, tuple(one.key for one in asked)), wanted)
+        return self._predicted(found, candidates)
+
+    def scores_and_prefixes(
+        self, asked: Sequence[Asked], candidates: Sequence[Candidates]
+    ) -> tuple[list[Tensor], Callable[[int], Prefix]]:
+        """The same in full, and the prefix of any of the requests, which were made on the way."""
+        history = Batch.concat([one.history for one in asked])
+        found, prefix_of = self.ranker.full_and_prefixes(history, _together(candidates), [one.suffix for one in asked])
+        return self._predicted(found, candidates), prefix_of
+
+    def _predicted(self, found: Tensor, candidates: Sequence[Candidates]) -> list[Tensor]:
+        """What candidates are predicted for the label that orders them."""
         with torch.no_grad():
             column = self.ranker.model.tasks.predict(found)[:, self._column]
         return list(column.split([len(one.items.values) for one in candidates]))

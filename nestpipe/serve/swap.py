@@ -43,7 +43,7 @@ def load_beside(
         )
     served = open_served(run, step=step, label=label, folder=tables)
     check_parity(served, histories, chunk=chunk)
-    served.costs = measure(served, histories)
+    served.costs = measure(served, histories, chunk=chunk)
     return served
 
 
@@ -55,9 +55,7 @@ def check_parity(served: Served, histories: Histories, *, chunk: int) -> None:
         events = histories.of(user)
         last = 0 if events.times is None else int(events.times[-1] // 1000)
         asked = served.ask(events, last + 60)
-        kept = served.fill(asked, None, chunk=chunk)
-        while kept.key.length < asked.key.length:
-            kept = served.fill(asked, kept, chunk=chunk)
+        kept = served.fill_all(asked, chunk=chunk)
         (full,), (cached,) = served.scores([asked], [wanted]), served.scores([asked], [wanted], [kept])
         apart = float((full - cached).abs().max() / full.abs().max().clamp(min=1.0))
         if not apart <= allowed:  # not a number is not allowed either

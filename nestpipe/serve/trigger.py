@@ -4,8 +4,9 @@
     T_hit(L, C)  = b0 + b1 C + b2 L C                      the last event and the candidates, beside a prefix of L events
     T_pre(L)     = c0 + c1 L + c2 L²                       the prefix alone
 
-The constants are fitted by profiling when an instance starts, and corrected while it runs by the 99th percentile of what
-was measured beyond them. The gain depends on both L and C, so a rule by length alone would be wrong.
+The constants are fitted by profiling when an instance starts, and corrected while it runs by what was measured beyond them: for
+the trigger, which asks what may happen, by its 99th percentile; for a rank that has come, which takes a worse path for certain
+if it does not try a better one, by its median. The gain depends on both L and C, so a rule by length alone would be wrong.
 """
 
 from __future__ import annotations
@@ -38,9 +39,11 @@ class Costs:
         self._constants = constants or {kind: 0 * terms(kind, 0, 0) for kind in get_args(Kind)}
         self._beyond: dict[Kind, deque[float]] = {kind: deque(maxlen=_WINDOW) for kind in get_args(Kind)}
         self._extra: dict[Kind, float] = dict.fromkeys(self._beyond, 0.0)
+        self._usual = dict(self._extra)
         self._num_seen = 0
 
     def full_ms(self, length: int, candidates: int) -> float:
+        """At its 99th percentile, as `hit_ms` and `pre_ms`."""
         return self.expected("full", length, candidates) + self._extra["full"]
 
     def hit_ms(self, length: int, candidates: int) -> float:
@@ -48,8 +51,21 @@ class Costs:
 
     def pre_ms(self, length: int, before: int = 0) -> float:
         """From a prefix of `before` events to one of `length`."""
+        return self._rest_ms(length, before) + self._extra["pre"]
+
+    def usual_ms(self, kind: Kind, length: int, candidates: int = 0, *, before: int = 0) -> float:
+        """What it takes as often as not."""
+        expected = self._rest_ms(length, before) if kind == "pre" else self.expected(kind, length, candidates)
+        return max(expected + self._usual[kind], 0.0)
+
+    def _rest_ms(self, length: int, before: int) -> float:
         done = self.expected("pre", before, 0) if before else 0.0
-        return max(self.expected("pre", length, 0) - done, 0.0) + self._extra["pre"]
+        return max(self.expected("pre", length, 0) - done, 0.0)
+
+    def halves(self, length: int, candidates: int, num_bytes: int) -> bool:
+        """Whether a request whose prefix was kept takes at most half as long as one in full."""
+        kept_ms = self.expected("hit", length, candidates) + self.copy_ms(num_bytes)
+        return kept_ms <= self.expected("full", length, candidates) / 2
 
     def copy_ms(self, num_bytes: int) -> float:
         return num_bytes * self._copy_ms_per_byte
@@ -63,18 +79,22 @@ class Costs:
         self._beyond[kind].append(beyond_ms)
         self._num_seen += 1
         if self._num_seen % _EVERY == 0:
-            self._extra = {
-                name: float(np.percentile(values, 99)) if len(values) >= _EVERY else 0.0
-                for name, values in self._beyond.items()
-            }
+            for name, values in self._beyond.items():
+                if len(values) >= _EVERY:
+                    self._usual[name], self._extra[name] = np.percentile(values, [50, 99]).tolist()
 
     def relax(self) -> None:
         """Something was not tried because of its cost. Unless corrections fade, it would never be tried again."""
-        self._extra = {kind: 0.9 * extra for kind, extra in self._extra.items()}
+        for kind in self._extra:
+            self._extra[kind] *= 0.9
+            self._usual[kind] *= 0.9
 
     def as_dict(self) -> dict[str, Any]:
         """For people."""
-        return {kind: {"constants": c.tolist(), "extra_ms": self._extra[kind]} for kind, c in self._constants.items()}
+        return {
+            kind: {"constants": c.tolist(), "extra_ms": self._extra[kind], "usual_ms": self._usual[kind]}
+            for kind, c in self._constants.items()
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,22 +107,37 @@ class View:
     work_ms: float  # what is left to compute of the prefix
     wait_ms: float  # until it would be there
     rank_p99_ms: float
+    queue_ms: float  # what ranks wait for their turn, at the 99th percentile
+
+
+def decide_early(
+    config: TriggerConfig, costs: Costs, *, queue_ms: float, num_events: int, num_candidates: int
+) -> Reason | None:
+    """The reasons against a prefix that need nothing but costs, and None if there is none of them."""
+    left_ms = config.budget_ms - queue_ms  # for the ranking itself
+    if config.mode == "off":
+        return "off"
+    if config.mode == "always":
+        return None
+    if num_events < 2 or costs.full_ms(num_events, num_candidates) <= left_ms:
+        return "not_at_risk"
+    return "no_rescue" if costs.hit_ms(num_events, num_candidates) > left_ms else None
 
 
 def decide(config: TriggerConfig, costs: Costs, view: View, *, num_events: int, num_candidates: int) -> Reason:
     """'admitted', or the first reason against computing the prefix of such a request now."""
-    full_ms, hit_ms = costs.full_ms(num_events, num_candidates), costs.hit_ms(num_events, num_candidates)
+    early = decide_early(config, costs, queue_ms=view.queue_ms, num_events=num_events, num_candidates=num_candidates)
+    if early is not None:
+        return early
+    hit_ms = costs.hit_ms(num_events, num_candidates)
     tests: tuple[tuple[Reason, bool], ...] = (
-        ("off", config.mode == "off"),
-        ("not_at_risk", full_ms <= config.budget_ms or num_events < 2),
-        ("no_rescue", hit_ms > config.budget_ms),
         ("too_late", view.wait_ms > config.lead_ms + config.budget_ms - hit_ms),
         ("already_live", view.is_live),
         ("no_room", not view.has_room),
         ("over_rate", view.tokens_ms < view.work_ms),
         ("breaker", view.rank_p99_ms > config.budget_ms),
     )
-    asked = {"off", "already_live", "no_room", "over_rate"} if config.mode == "always" else REASONS
+    asked = {"already_live", "no_room", "over_rate"} if config.mode == "always" else REASONS
     first = next((reason for reason, fails in tests if fails and reason in asked), None)
     return first or ("shadow" if config.mode == "shadow" else "admitted")
 

@@ -95,6 +95,14 @@ class Books(RuleBasedStateMachine):
     def unpin(self, key, holder, consumed):
         self.cache.unpin(key, holder, consumed=consumed)
 
+    @rule(key=key, num_bytes=st.integers(0, 60))
+    def keep(self, key, num_bytes):
+        is_new, pinned = self.cache.peek_state(key) is None, self.pinned()
+        done = self.cache.keep(key, user=user_of(key), num_bytes=num_bytes, make=lambda: [key])
+        assert is_new or not done
+        assert not done or self.cache.peek_state(key) == State.HOST
+        assert self.pinned() == pinned, "what is held is never evicted"
+
     @rule(key=key)
     def demote(self, key):
         could = self.cache.peek_state(key) == State.READY

@@ -20,7 +20,7 @@ from nestpipe.serve.event_log import EventLog
 from nestpipe.serve.histories import of_user, stored
 from nestpipe.serve.jobs import BusyError, LateError
 from nestpipe.serve.lineup import Lineup
-from nestpipe.serve.measure import measure
+from nestpipe.serve.measure import Sample, fit, measure
 from nestpipe.serve.prefix import Served
 from tests.serve.world import (
     ASKED,
@@ -106,9 +106,9 @@ def test_every_path_gives_the_scores_of_full_inference(runs, served, tmp_path, c
     engine._take_in()
     assert engine._prefill()
     assert engine.cache.peek_state(engine._works[0].asked.key) == State.COMPUTING
-    joined, other = rank(engine, 4, ITEMS), rank(engine, 5, ITEMS)
+    joined, other = rank(engine, 4, ITEMS), rank(engine, 5, ITEMS, slack_s=50.0)
     engine.step()
-    assert other.reply.result(0).path == "full", "a rank does not wait for a whole prefill"
+    assert other.reply.result(0).path == "full", "a rank that is more urgent does not wait for a whole prefill"
     assert not joined.reply.done()
     settle(engine)
     assert joined.reply.result(0).path == "join"
@@ -273,7 +273,9 @@ def test_an_anchored_model_is_filled_at_once_and_never_extended(runs, tmp_path, 
 
 
 def test_what_cannot_be_afforded_is_degraded_and_says_so(runs, served, tmp_path, clock):
-    known = measure(served(), make_engine(runs("hstu"), tmp_path / "a", served=served()).histories, num_candidates=40)
+    known = measure(
+        served(), make_engine(runs("hstu"), tmp_path / "a", served=served()).histories, chunk=8, num_candidates=40
+    )
     engine = make_engine(runs("hstu"), tmp_path, clock=clock, served=served(), known=known)
     num = asked_of(engine, 3).num_events
     full_ms, short_ms = (known.expected("full", n, NUM_ITEMS) for n in (num, num - 8))
@@ -290,8 +292,6 @@ def test_what_cannot_be_afforded_is_degraded_and_says_so(runs, served, tmp_path,
 
 
 def test_a_shorter_history_is_scored_as_that_history(runs, served, tmp_path, clock):
-    from nestpipe.serve.measure import Sample, fit
-
     sized = [Sample(k, n, c, float(n + c)) for n in (1, 8, 32) for c in (1, 40) for k in ("full", "hit", "pre")]
     engine = make_engine(runs("hstu"), tmp_path, clock=clock, served=served(), known=fit(sized))
     num = asked_of(engine, 3).num_events
@@ -305,24 +305,34 @@ def test_a_shorter_history_is_scored_as_that_history(runs, served, tmp_path, clo
     assert same(found, alone)
 
 
-def test_a_joiner_waits_as_long_as_full_inference_still_fits(runs, served, tmp_path, clock):
-    engine = make_engine(runs("hstu"), tmp_path, clock=clock, served=served(), known=costs(full=10, hit=1, pre=8))
+def test_a_joiner_waits_as_long_as_waiting_is_in_time(runs, served, tmp_path, clock, monkeypatch):
+    """And not until full inference does not fit any more, to get a shorter history then."""
+    sized = [Sample(k, n, 1, float(n)) for n in (8, 16, 32) for k in ("full", "pre")]
+    known = fit([*sized, *(Sample("hit", n, 1, 1.0) for n in (8, 16, 32))])
+    engine = make_engine(runs("hstu"), tmp_path, clock=clock, served=served(), known=known)
+    fill = Served.fill
+
+    def slow(self, *arguments, **options):
+        clock.now += 0.007
+        return fill(self, *arguments, **options)
+
+    monkeypatch.setattr(Served, "fill", slow)
+    user = next(one for one in range(50) if asked_of(engine, one).num_events >= 24)
+    signal(engine, user)
+    engine._take_in()
+    job = rank(engine, user, (1,), slack_s=(asked_of(engine, user).num_events + 5.0) / 1000)
+    settle(engine)
+    assert job.reply.result(0).path == "join"
+
+
+def test_a_prefix_that_a_rank_waits_for_goes_before_less_urgent_ranks(engine):
     signal(engine, 3)
     engine._take_in()
-    job = rank(engine, 3, ITEMS, slack_s=0.020)
-    engine._take_in()
-    assert engine._next_batch() == []
-    assert engine.num_waiting == 1
-    clock.now += 0.0099
-    engine._take_in()
-    assert engine.num_waiting == 1
-    assert not engine._ranks
-    clock.now += 0.0002
-    engine._take_in()
-    assert len(engine._ranks) == 1, "now full inference must begin"
-    clock.now -= 0.0102
-    settle(engine)
-    assert job.reply.result(0).path == "full"
+    urgent, other = rank(engine, 3, ITEMS, slack_s=1.0), rank(engine, 5, ITEMS, slack_s=2.0)
+    while not urgent.reply.done():
+        assert engine.step()
+        assert not (other.reply.done() and not urgent.reply.done())
+    assert urgent.reply.result(0).path == "join"
 
 
 def test_where_full_never_fits_a_joiner_waits_as_long_as_a_hit_does(runs, served, tmp_path, clock):
@@ -428,6 +438,77 @@ def test_shadow_computes_nothing(runs, served, tmp_path, clock):
     assert not len(engine.cache)
 
 
+def test_what_full_inference_made_is_kept_if_it_pays(runs, served, tmp_path, clock):
+    def opened(name, full=10.0, **options):
+        own = TriggerConfig(budget_ms=1e6, **options)
+        return make_engine(
+            runs("hstu"), tmp_path / name, clock=clock, served=served(), known=costs(full=full), trigger=own
+        )
+
+    engine = opened("on")
+    first, second = answer(engine, 3), answer(engine, 3)
+    assert (first.path, second.path) == ("full", "hit_host")
+    assert same(first, second)
+    assert engine.cache.host.copies == 1
+    add(engine, "a", 3, click=1, dwell=3.0, device=1)
+    longer = answer(engine, 3)
+    assert longer.path == "extend", "it can be gone on from"
+    engine.cache.invalidate(3)
+    assert same(longer, answer(engine, 3))
+
+    jobs = [rank(engine, user, ITEMS) for user in (4, 5, 6)]
+    settle(engine)
+    again = [answer(engine, user) for user in (4, 5, 6)]
+    assert {one.path for one in again} == {"hit_host"}
+    assert all(same(job.reply.result(0), one) for job, one in zip(jobs, again, strict=True)), (
+        "mates have their own rows"
+    )
+
+    for useless in (opened("cheap", full=1.5), opened("off", mode="off"), opened("shadow", mode="shadow")):
+        assert answer(useless, 3).path == "full"
+        assert not len(useless.cache)
+
+
+def test_full_inference_ends_a_prefill_that_came_too_late(runs, served, tmp_path, clock):
+    trigger = TriggerConfig(budget_ms=9.0, lead_ms=35.0, burst_ms=1e9)
+    engine = make_engine(
+        runs("hstu"), tmp_path, clock=clock, served=served(), known=costs(full=10, hit=1, pre=12), trigger=trigger
+    )
+    signal(engine, 3)
+    engine._take_in()
+    assert len(engine._works) == 1
+    job = rank(engine, 3, ITEMS, slack_s=0.011)
+    assert engine.step()
+    assert job.reply.result(0).path == "full"
+    assert not engine._works, "nothing is computed twice"
+    found = answer(engine, 3)
+    assert found.path == "hit_device"
+    assert same(found, job.reply.result(0))
+
+
+def test_waiting_for_a_turn_is_what_makes_risk(runs, served, tmp_path, clock):
+    trigger, known = TriggerConfig(budget_ms=20.0, lead_ms=35.0, burst_ms=1e9), costs(full=15, hit=1, pre=12)
+    known.observe = lambda *_: None  # what it takes here is nothing to learn from
+    engine = make_engine(runs("hstu"), tmp_path, clock=clock, served=served(), known=known, trigger=trigger)
+
+    def said():
+        job = signal(engine, 3, f"r{clock.now}")
+        clock.now += 1
+        settle(engine)
+        return job.reply.result(0).reason
+
+    assert said() == "not_at_risk"
+    for user in range(40):
+        late = rank(engine, user, slack_s=1.0)
+        clock.now += 0.008
+        settle(engine)
+        assert late.reply.result(0).path in {"full", "hit_host"}
+    engine.cache.invalidate()
+    assert said() == "admitted"
+    clock.now += 20
+    assert said() in {"not_at_risk", "already_live"}, "what was long ago does not count"
+
+
 def test_bytes_stay_under_the_cap_and_full_inference_takes_over(runs, served, tmp_path, clock):
     size = 31 * 136  # a prefix of 31 events, at most
     engine = make_engine(runs("hstu"), tmp_path, clock=clock, served=served(), device_bytes=2 * size, host_bytes=size)
@@ -473,7 +554,7 @@ def test_invalidate_leaves_nothing_of_the_user_in_tiers_or_in_flight(engine):
     engine._prefill()
     joined = rank(engine, 3, ITEMS, history=sent)
     engine._take_in()
-    assert engine._next_batch() == []
+    assert [plan.choice.path for plan in engine._next_batch()] == ["join"]
     assert engine.cache.host.used > 0
     assert engine.cache.invalidate(3) == 2, "one on the host, one in work"
     assert not engine.cache.peek_user(3)

@@ -14,6 +14,7 @@ from tests.serve.world import costs
 
 CONFIG = TriggerConfig(budget_ms=20.0, lead_ms=35.0)
 OPEN = {"is_live": False, "has_room": True, "tokens_ms": 1000.0, "work_ms": 40.0, "wait_ms": 40.0, "rank_p99_ms": 5.0}
+OPEN |= {"queue_ms": 0.0}
 RISKY = {"full": 50.0, "hit": 5.0, "pre": 40.0}
 # Each case also has every problem that is looked at later, so that only the order can make it the answer.
 LATER = (
@@ -37,6 +38,27 @@ def test_every_reason_in_its_order():
         assert alone == reason
 
 
+def test_what_ranks_wait_for_their_turn_is_part_of_the_risk_and_of_the_rescue():
+    def found(queue_ms, **known):
+        view = View(**(OPEN | {"queue_ms": queue_ms}))
+        return decide(CONFIG, costs(**(RISKY | known)), view, num_events=9, num_candidates=9)
+
+    assert found(0.0, full=15.0) == "not_at_risk"
+    assert found(6.0, full=15.0) == "admitted", "15 ms behind a queue of 6 ms are more than 20 ms"
+    assert found(16.0, full=15.0) == "no_rescue", "and behind one of 16 ms a hit is late as well"
+
+
+def test_what_is_kept_must_halve_the_next_request():
+    sized = [
+        Sample(kind, n, c, true_ms(kind, n, c)) for n in (64, 512, 4096) for c in (16, 256, 2048) for kind in KINDS
+    ]
+    known = fit(sized, copy_ms_per_byte=1e-6)
+    assert known.halves(4096, 128, 4_000_000)
+    assert not known.halves(64, 128, 64_000), "full inference takes no time either"
+    assert not known.halves(512, 8192, 500_000), "most of it are the candidates"
+    assert not known.halves(4096, 128, 400_000_000), "so much is not copied for nothing"
+
+
 def test_shadow_decides_off_does_not_and_always_asks_for_room_and_rate_alone():
     def found(mode, known=RISKY, **seen):
         return decide(
@@ -54,6 +76,9 @@ def test_shadow_decides_off_does_not_and_always_asks_for_room_and_rate_alone():
     assert found("always", has_room=False) == "no_room"
     assert found("always", tokens_ms=1.0) == "over_rate"
     assert found("always", is_live=True) == "already_live"
+
+
+KINDS = ("full", "hit", "pre")
 
 
 def true_ms(kind, n, c):
@@ -89,7 +114,10 @@ def test_corrections_follow_the_tail_and_fade_when_nothing_is_tried():
     for turn in range(64):
         known.observe("full", 30.0 if turn % 10 == 0 else 0.0)
     assert known.full_ms(2, 2) == pytest.approx(40.0, abs=2.0)
+    assert known.usual_ms("full", 2, 2) == pytest.approx(10.0), "most of the time it is no more"
     assert known.hit_ms(2, 2) == pytest.approx(1.0), "of one kind alone"
+    tail = choose(known, state=None, slack_ms=11.0, num_events=2, num_candidates=2, num_bytes=9, begun=0, block=1)
+    assert tail.path == "full", "a worse path for certain is no answer to a tail that may not come"
     for _ in range(100):
         known.relax()
     assert known.full_ms(2, 2) == pytest.approx(10.0, abs=0.1)
@@ -103,7 +131,7 @@ def test_tokens_are_milliseconds_of_compute():
     assert bucket.level(9.0) == 50.0
 
 
-FREE = {"num_events": 9, "num_candidates": 9, "num_bytes": 100, "begun": 0, "joinable": True, "block": 2}
+FREE = {"num_events": 9, "num_candidates": 9, "num_bytes": 100, "begun": 0, "block": 2}
 SIZED = [
     Sample(kind, n, c, ms)
     for n, c in ((1, 1), (9, 9), (5, 3), (3, 9))
@@ -118,7 +146,8 @@ SIZED = [
         (State.PINNED, 2.0, {}, "hit_device"),
         (State.COMPUTING, 75.0, {}, "join"),
         (State.COMPUTING, 12.0, {"begun": 7}, "join"),
-        (State.COMPUTING, 100.0, {"joinable": False}, "full"),
+        (State.COMPUTING, 100.0, {}, "join"),
+        (State.COMPUTING, 100.0, {"num_candidates": 1}, "full"),
         (State.HOST, 3.0, {}, "hit_host"),
         (None, 12.0, {"begun": 7}, "extend"),
         (None, 100.0, {}, "full"),
