@@ -12,226 +12,36 @@ answer over that of full inference.
     python benchmarks/relay.py --overload      # three times the capacity, then half of it: what is refused, and who recovers when
     python benchmarks/relay.py --quick
 
+Arms that keep prefixes are warm before they are measured (relay_bench.py); the table has the share of hits. The longest history
+is found at the rate that full inference reached on the workload. A load ends as soon as it cannot keep the budget any more.
 Loads in which the generator was late are void and repeated; if some stay void, the figures say so and are not recorded.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import measure
 import numpy as np
 import relay_load
 import relay_worlds
-from relay_worlds import ARMS, SEED, World
+from relay_bench import Bench
+from relay_worlds import ARMS, SEED
 
-from nestpipe.serve.cascade import Cascade, Request
-from nestpipe.serve.config import Stages
-from nestpipe.serve.remote import Asked, Remote, Signal, make_client
-from nestpipe.serve.retrieval import Candidates
-from nestpipe.serve.router import Instance, Members
-
-Draw = Callable[[int], np.ndarray]
 BUDGET = 2.0
 CURVE = (1.2, 1.5, 2.0, 3.0, 5.0)
-GOOD_SHARE = 0.99
-HISTORY_STEP = 1.15
-RATE_STEP = 1.25
-MIN_REQUESTS = 100  # in a load, however slow; few say nothing about a 99th percentile
-SIDE_BLOCKS = 3  # of arms that explain the ratio and are not part of it
-TRIES = 3  # of a load that is void
+MAIN = ("full", "everything")  # the arms of the ratio; others explain it
+SIDE_BLOCKS = 3  # of those
+HISTORY_BLOCKS = 3
+WARM_S = {"always": 60.0, "no affinity": 60.0, "everything": 140.0}
 RECOVERY_S = 5.0
-
-
-class Scattered(Members):
-    """No affinity: every call goes to any instance."""
-
-    def __init__(self, instances: Sequence[Instance]):
-        super().__init__(instances)
-        self._random = np.random.default_rng(SEED)
-
-    def choose(self, *arguments: object, **options: object) -> Instance:
-        return self._shuffled()[0]
-
-    def follow(self, *arguments: object, **options: object) -> list[Instance]:
-        return self._shuffled()
-
-    def _shuffled(self) -> list[Instance]:
-        members = list(self)
-        return [members[place] for place in self._random.permutation(len(members))]
-
-
-class Silent(Remote):
-    """Full inference alone: nobody is told ahead."""
-
-    async def signal(self, asked: Asked, instance: Instance, *, timeout_s: float) -> Signal:
-        return Signal(instance=instance, reason="off")
-
-
-@dataclass(slots=True)
-class Running:
-    """An arm's instances, and what was learned about its rate."""
-
-    name: str
-    instances: list[Instance]
-    pids: list[int]
-    rate: float = 0.0
-    is_found: bool = False  # whether the rate is near what the arm can do
-    outcomes: list[relay_load.Outcome] = field(default_factory=list)
-
-    def members(self) -> Members:
-        return Scattered(self.instances) if self.name == "no affinity" else Members(self.instances)
-
-    def cpu_s(self) -> float:
-        return sum(map(relay_worlds.cpu_s, self.pids))
-
-
-class Bench:
-    """Starts arms and offers loads to them."""
-
-    def __init__(self, world: World, *, seconds: float, stack: ExitStack, dry: bool = False):
-        self.world, self.seconds, self._stack, self._dry = world, seconds, stack, dry
-        self._seed = SEED
-        self.num_loads = self.num_void = 0
-        random = np.random.default_rng(SEED)
-        chosen = random.choice(world.items, min(world.num_candidates, len(world.items)), replace=False)
-        self._candidates = Candidates(chosen, np.zeros(len(chosen), dtype=np.float32))
-        self.draw = relay_load.zipf(len(world.users), 0.8, SEED)
-
-    def start(self, name: str, *, budget_ms: float) -> Running:
-        arm, found = ARMS[name], Running(name, [], [])
-        for number in range(arm.num_instances):
-            own = f"{name.replace(' ', '-')}-{number}"
-            started = relay_worlds.instance(self.world, arm, name=own, budget_ms=budget_ms, core=0)
-            one, pid = self._stack.enter_context(started)
-            found.instances.append(one)
-            found.pids.append(pid)
-        return found
-
-    def with_cascade(self, arm: Running, rank_ms: float, act: Callable[[Cascade], Awaitable[object]]) -> None:
-        async def body() -> None:
-            stages = Stages(
-                retrieval_ms=1000, prerank_ms=1000, rank_ms=rank_ms, num_candidates=len(self._candidates.items)
-            )
-            kind = Silent if arm.name == "full" else Remote
-            remote = kind(arm.members(), make_client(), first_share=1.0)
-            try:
-                await act(Cascade(remote, relay_load.Waiting(self._candidates), stages))
-            finally:
-                await remote.close()
-
-        asyncio.run(body())
-
-    def unloaded_ms(self, arm: Running, length: int, *, repeats: int) -> float:
-        """The median latency of the rank stage, one request at a time, for users with about this many events."""
-        near = np.argsort(np.abs(self.world.lengths - length))[:repeats]
-        found: list[float] = []
-
-        async def act(cascade: Cascade) -> None:
-            for warm in (True, False):
-                for place in near[:3] if warm else near:
-                    request = Request(
-                        user=int(self.world.users[place]),
-                        request=f"unloaded-{warm}-{place}",
-                        query_time=int(self.world.last_s[place]) + 60,
-                    )
-                    answer = await cascade.recommend(request)
-                    if answer.path != "full":
-                        raise RuntimeError(f"full inference was to be measured, but the path was '{answer.path}'")
-                    found.extend([] if warm else [answer.stages["rank"].ms])
-
-        self.with_cascade(arm, 60_000, act)
-        return float(np.median(found))
-
-    def poisson(self, rate: float, *, seconds: float, draw: Draw | None = None) -> relay_load.Load:
-        """A load of its own: no two are the same."""
-        self._seed += 1
-        found = relay_load.poisson(rate, seconds, draw or self.draw, self.world.last_s + 60, self._seed)
-        return relay_load.Load(found.at_s, self.world.users[found.users], found.query_times)
-
-    def offer(self, arm: Running, make: Callable[[], relay_load.Load], budget_ms: float) -> relay_load.Outcome:
-        """One load; a void one is repeated, and counted if it stays so."""
-        for attempt in range(TRIES):
-            load, outcomes, before_s = make(), list[relay_load.Outcome](), arm.cpu_s()
-            self.num_loads += 1
-
-            async def act(
-                cascade: Cascade,
-                load: relay_load.Load = load,
-                outcomes: list[relay_load.Outcome] = outcomes,
-                name: str = f"{arm.name}-{self.num_loads}",
-            ) -> None:
-                outcomes.append(await relay_load.offer(cascade, load, name=name))
-
-            self.with_cascade(arm, budget_ms, act)
-            outcomes[0].cpu_s = arm.cpu_s() - before_s
-            if not outcomes[0].is_void or self._dry or attempt == TRIES - 1:
-                break
-            print(f"  void: the generator was {outcomes[0].lag_p99_ms:.1f} ms late at its 99th percentile; again")
-        self.num_void += outcomes[0].is_void
-        arm.outcomes.append(outcomes[0])
-        return outcomes[0]
-
-    def is_met(self, arm: Running, rate: float, budget_ms: float, *, seconds: float = 0.0) -> float:
-        """Good answers per second at a rate if the budget is kept, else 0."""
-        seconds = seconds or max(self.seconds, MIN_REQUESTS / rate)
-        outcome = self.offer(arm, lambda: self.poisson(rate, seconds=seconds), budget_ms)
-        share = outcome.good_share(budget_ms)
-        print(
-            f"  {arm.name:<13} {rate:7.1f}/s  good {share:6.1%}  p99 {outcome.p99_ms():7.1f} ms"
-            f"  lag {outcome.lag_p99_ms:.1f} ms{' VOID' if outcome.is_void else ''}  {dict(outcome.paths.most_common(4))}",
-            flush=True,
-        )
-        return rate * share if share >= GOOD_SHARE else 0.0
-
-    def goodput(self, arm: Running, budget_ms: float) -> float:
-        """Good answers per second at the highest rate of the ladder that keeps the budget."""
-        if not arm.is_found:  # first in large steps and short loads, which also fills the caches
-            short = self.seconds / 2
-            arm.rate = (
-                relay_load.highest_rate(
-                    lambda rate: self.is_met(arm, rate, budget_ms, seconds=max(short, 20 / rate)) > 0,
-                    start=arm.rate,
-                    step=RATE_STEP**3,
-                )
-                or arm.rate
-            )
-            arm.is_found = True
-        best: dict[float, float] = {}
-
-        def is_met(rate: float) -> bool:
-            best[rate] = self.is_met(arm, rate, budget_ms)
-            return best[rate] > 0
-
-        arm.rate = relay_load.highest_rate(is_met, start=arm.rate, step=RATE_STEP) or arm.rate / RATE_STEP
-        return max(best.values())
-
-    def longest_history(self, arm: Running, rate: float, budget_ms: float) -> float:
-        """The longest history, the same for all users, that keeps the budget at a rate."""
-        shortest = self.world.max_len / 16
-        rungs = [shortest * HISTORY_STEP**n for n in range(int(np.log(16) / np.log(HISTORY_STEP)) + 1)]
-
-        def is_met(rung: int) -> bool:
-            order = np.argsort(np.abs(self.world.lengths - rungs[rung]), kind="stable")
-            near = order[: max(len(order) // 10, 50)]
-            draw = relay_load.zipf(len(near), 0.8, SEED)
-            seconds = max(self.seconds, MIN_REQUESTS / rate)
-            load = lambda: self.poisson(rate, seconds=seconds, draw=lambda count: near[draw(count)])  # noqa: E731
-            share = self.offer(arm, load, budget_ms).good_share(budget_ms)
-            print(f"  {arm.name:<13} {rungs[rung]:7.0f} events at {rate:.1f}/s  good {share:6.1%}", flush=True)
-            return share >= GOOD_SHARE
-
-        found = relay_load.last_met(is_met, len(rungs))
-        return rungs[found] if found >= 0 else 0.0
 
 
 def relay_long(bench: Bench, options: argparse.Namespace) -> dict[str, object]:
@@ -243,16 +53,16 @@ def relay_long(bench: Bench, options: argparse.Namespace) -> dict[str, object]:
     print(f"full inference, unloaded, {p90} events: {unloaded_ms:.1f} ms; budget {budget_ms:.1f} ms")
     for name in names[1:]:
         arms[name] = bench.start(name, budget_ms=budget_ms)
-    for arm in arms.values():
+    for name, arm in arms.items():
         arm.rate = 300 / unloaded_ms
+        if warm_s := options.warm * WARM_S.get(name, 0.0):
+            bench.warm_up(arm, warm_s)
+        bench.goodput(arm, budget_ms)  # the first one finds the rate
     found: dict[str, list[float]] = {name: [] for name in names}
-    for block in range(options.blocks + 1):
+    for block in range(options.blocks):
         for name, arm in arms.items():
-            if block > SIDE_BLOCKS and name in {"always", "no affinity"}:
-                continue
-            goodput = bench.goodput(arm, budget_ms)
-            if block:  # the first finds the rates and fills the caches
-                found[name].append(goodput)
+            if block < SIDE_BLOCKS or name in MAIN:
+                found[name].append(bench.goodput(arm, budget_ms))
     if min(found["full"]) == 0:
         raise RuntimeError(
             "full inference alone missed the budget at every rate: the machine is not quiet; nothing is reported"
@@ -271,11 +81,25 @@ def relay_long(bench: Bench, options: argparse.Namespace) -> dict[str, object]:
         figures |= {key: round(spread.median, 3), f"{key}_range": spread.range}
         figures[f"goodput_per_s {name}"] = [round(one, 2) for one in found[name]]
         figures[f"paths {name}"] = relay_load.summary(arms[name].outcomes)
-        rows.append([name, f"{np.median(found[name]):.1f}", str(spread), measure.verdict(spread, at_least=3.6)])
-    lengths = {}
-    rate = options.history_load * arms["full"].rate
-    for name in ("full", "everything"):
-        lengths[name] = [bench.longest_history(arms[name], rate, budget_ms) for _ in range(2 if options.quick else 3)]
+        figures |= {f"hit_share {name}": round(arms[name].hit_share(), 3), f"warm_requests {name}": arms[name].num_warm}
+        rows.append(
+            [
+                name,
+                f"{np.median(found[name]):.1f}",
+                str(spread),
+                measure.verdict(spread, at_least=3.6),
+                f"{arms[name].hit_share():.0%}",
+                f"{ARMS[name].host_bytes * ARMS[name].num_instances / 2**30:.0f} GiB",
+            ]
+        )
+    lengths: dict[str, list[float]] = {}
+    rate = options.history_load * float(np.median(found["full"]))
+    for _ in range(1 + (2 if options.quick else HISTORY_BLOCKS)):
+        for name in MAIN:
+            lengths.setdefault(name, []).append(bench.longest_history(arms[name], rate, budget_ms))
+    lengths = {
+        name: values[1:] for name, values in lengths.items()
+    }  # the first one halves its way, also through caches
     history = measure.ratio(lengths["everything"], [max(one, 1.0) for one in lengths["full"]])
     figures |= {
         "history_ratio": round(history.median, 3),
@@ -283,7 +107,7 @@ def relay_long(bench: Bench, options: argparse.Namespace) -> dict[str, object]:
         "history_rate": round(rate, 2),
     }
     figures["history_events"] = lengths
-    print(measure.table(["arm", "goodput / s", "over full inference", "at least 3.6"], rows))
+    print(measure.table(["arm", "goodput / s", "over full inference", "at least 3.6", "hits", "host tier"], rows))
     print(
         f"longest history at {rate:.1f}/s: {lengths}; ratio {history}, at least 1.5: {measure.verdict(history, at_least=1.5)}"
     )
@@ -299,6 +123,7 @@ def curve(bench: Bench, options: argparse.Namespace) -> dict[str, object]:
     rows = []
     for factor in CURVE:
         arms = [full, *(bench.start(name, budget_ms=factor * unloaded_ms) for name in ("no host tier", "everything"))]
+        bench.warm_up(arms[-1], options.warm * WARM_S["everything"])
         reached = {}
         for arm in arms:
             arm.rate, arm.is_found = 300 / unloaded_ms, False
@@ -400,9 +225,13 @@ def main() -> None:
     )
     parser.add_argument("--seconds", type=float, default=0.0, help="of each load")
     parser.add_argument("--blocks", type=int, default=0)
-    parser.add_argument("--history-load", type=float, default=0.5, help="of the rate that full inference reached")
+    parser.add_argument("--history-load", type=float, default=1.0, help="of the rate that full inference reached")
+    parser.add_argument(
+        "--warm", type=float, default=0.0, help="how much of the usual warm-up; 1 by default, 0.05 with --quick"
+    )
     options = parser.parse_args()
     seconds, began = options.seconds or (1.0 if options.quick else 5.0), time.monotonic()
+    options.warm = options.warm or (0.05 if options.quick else 1.0)
     options.blocks = options.blocks or (2 if options.quick else measure.MIN_BLOCKS)
     if hasattr(os, "sched_setaffinity") and (os.cpu_count() or 1) > 1:
         os.sched_setaffinity(0, {1})
@@ -427,6 +256,8 @@ def main() -> None:
         "blocks": options.blocks,
         "curve": options.curve,
         "overload": options.overload,
+        "warm_up_s": {name: options.warm * seconds for name, seconds in WARM_S.items()},
+        "host_bytes": {name: arm.host_bytes for name, arm in ARMS.items()},
     }
     if bench.num_void:
         print(f"VOID: in {bench.num_void} of {bench.num_loads} loads the generator was late; nothing is recorded")

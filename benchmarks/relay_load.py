@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import sys
 import threading
@@ -47,12 +48,25 @@ def poisson(rate: float, seconds: float, draw_user: Callable[[int], Ints], times
     return Load(at_s, users, times[users])
 
 
-def zipf(num_users: int, exponent: float, seed: int) -> Callable[[int], Ints]:
+class Zipf:
     """Draws users; who is popular is a permutation, so that popularity and length of history are independent."""
-    random = np.random.default_rng(seed)
-    weights = 1.0 / np.arange(1, num_users + 1) ** exponent
-    ends, who = np.cumsum(weights / weights.sum()), random.permutation(num_users)
-    return lambda count: who[np.minimum(np.searchsorted(ends, random.random(count)), num_users - 1)]
+
+    def __init__(self, num_users: int, exponent: float, seed: int):
+        self._random = np.random.default_rng(seed)
+        weights = 1.0 / np.arange(1, num_users + 1) ** exponent
+        self._weights = np.empty(num_users)
+        self._weights[self._random.permutation(num_users)] = weights
+        self._all = self.among(np.arange(num_users))
+
+    def __call__(self, count: int) -> Ints:
+        return self._all(count)
+
+    def among(self, users: Ints) -> Callable[[int], Ints]:
+        """Draws of these users alone, each as popular as among all."""
+        ends = np.cumsum(self._weights[users])
+        return lambda count: users[
+            np.minimum(np.searchsorted(ends, ends[-1] * self._random.random(count)), len(users) - 1)
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +115,7 @@ class Outcome:
 
     def good(self, budget_ms: float) -> int:
         """Answers inside the budget that were not degraded."""
-        return sum(ms <= budget_ms and not bad for ms, bad in zip(self.rank_ms, self.degraded, strict=True))
+        return sum(ms <= budget_ms and not bad for ms, bad in zip(self.rank_ms, self.degraded, strict=False))
 
     def good_share(self, budget_ms: float) -> float:
         return self.good(budget_ms) / max(self.num_asked, 1)
@@ -112,8 +126,10 @@ class Outcome:
         return float(np.percentile([*self.rank_ms, *worst], 99, method="higher")) if self.num_asked else 0.0
 
 
-async def offer(cascade: Cascade, load: Load, *, name: str) -> Outcome:
-    """Sends a load and waits for the last answer."""
+async def offer(
+    cascade: Cascade, load: Load, *, name: str, budget_ms: float = math.inf, most_bad: float = math.inf
+) -> Outcome:
+    """Sends a load and waits for the last answer; sends no more of it when more answers than `most_bad` were bad."""
     outcome, under_way, loop = Outcome(), set[asyncio.Task[None]](), asyncio.get_running_loop()
     requests = [
         Request(user=int(user), request=f"{name}-{number}", k=10, query_time=int(asked))
@@ -126,9 +142,9 @@ async def offer(cascade: Cascade, load: Load, *, name: str) -> Outcome:
         except Exception:
             outcome.num_failed += 1
             raise
+        outcome.degraded.append(answer.degraded)  # first: the sender counts what has both
         outcome.rank_ms.append(answer.stages["rank"].ms)
         outcome.at_s.append(float(load.at_s[number]))
-        outcome.degraded.append(answer.degraded)
         outcome.paths[answer.path] += 1
         outcome.problems.update([answer.problem] if answer.problem else [])
 
@@ -140,10 +156,15 @@ async def offer(cascade: Cascade, load: Load, *, name: str) -> Outcome:
         under_way.add(task)
         task.add_done_callback(under_way.discard)
 
+    def is_lost() -> bool:
+        return outcome.num_asked - outcome.good(budget_ms) > most_bad
+
     def send() -> None:
         with contextlib.suppress(PermissionError):  # else it waits for a slice of its own gateway's, which is 3 ms
             os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))  # of this thread alone
         for number, at_s in enumerate(load.at_s):
+            if is_lost():
+                break
             wait_s = start + at_s - time.monotonic()
             if wait_s > 0:
                 time.sleep(wait_s)
@@ -184,8 +205,16 @@ def highest_rate(
     return 0.0
 
 
-def last_met(is_met: Callable[[int], bool], num_rungs: int) -> int:
-    """The last of some rungs, of which the first ones are met, by halving; -1 if none is."""
+def last_met(is_met: Callable[[int], bool], num_rungs: int, *, near: int = -1) -> int:
+    """The last of some rungs, of which the first ones are met; -1 if none is. By halving, or step by step from a rung."""
+    if near >= 0:
+        if is_met(near):
+            while near + 1 < num_rungs and is_met(near + 1):
+                near += 1
+            return near
+        while near > 0 and not is_met(near - 1):
+            near -= 1
+        return near - 1
     low, high = -1, num_rungs
     while high - low > 1:
         middle = (low + high) // 2
@@ -199,3 +228,20 @@ def summary(outcomes: Sequence[Outcome]) -> dict[str, int]:
     for one in outcomes:
         total.update(one.paths)
     return dict(total.most_common())
+
+
+async def warm_up(cascade: Cascade, users: Sequence[int], times: Sequence[int], *, seconds: float, at_once: int) -> int:
+    """Asks for users one after the other, so many at once and as fast as answers come, until the time is up; how many."""
+    asked, until = iter(list(zip(users, times, strict=True))), time.monotonic() + seconds
+    num_done = 0
+
+    async def worker(number: int) -> None:
+        nonlocal num_done
+        for user, query_time in asked:
+            if time.monotonic() > until:
+                return
+            await cascade.recommend(Request(user=user, request=f"warm-{number}-{num_done}", query_time=query_time))
+            num_done += 1
+
+    await asyncio.gather(*(worker(number) for number in range(at_once)))
+    return num_done

@@ -20,6 +20,7 @@ from pathlib import Path
 import httpx
 import numpy as np
 import polars as pl
+import torch
 
 from nestpipe import checkpoint, recipes
 from nestpipe.config import Config
@@ -34,6 +35,7 @@ from nestpipe.serve.router import Instance
 SEED = 0
 NUM_ITEMS = 10_000
 _START_S = 1_700_000_000
+_NUM_SMALL_IDS = 4096  # of other tables than that of items; levels of actions and features are far below
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +96,7 @@ def _fields(config: DataConfig) -> dict[str, object]:
 
 
 def _new_run(config: Config, folder: Path) -> None:
-    """A run with the weights of a new model."""
+    """A run with the weights of a new model, and a row for every id: after training there are no initial ones to draw."""
     from nestpipe.data.batches import BatchBuilder
     from nestpipe.models.build import inputs_of
 
@@ -102,7 +104,10 @@ def _new_run(config: Config, folder: Path) -> None:
     builder = BatchBuilder(run.sequences, run.split, inputs_of(config, run.sequences))
     run.folder.mkdir(parents=True, exist_ok=True)
     run.write(statistics=builder.statistics, facts={"recipe": None, "num_ranks": 1})
-    checkpoint.save(run.checkpoints, 1, Cursor(0, 0), {"settings": run.settings}, files_of(run.new_state()))
+    state, ids = run.new_state(), torch.from_numpy(np.array(run.sequences.catalogue))
+    for name, table in state.embedding.tables.items():
+        table.advance(ids if name == "item" else torch.arange(_NUM_SMALL_IDS), 0)
+    checkpoint.save(run.checkpoints, 1, Cursor(0, 0), {"settings": run.settings}, files_of(state))
 
 
 def _world(run: Path, *, num_candidates: int) -> World:
@@ -120,15 +125,15 @@ class Arm:
     """How an instance is set: when it computes ahead, and what it may keep."""
 
     mode: str = "on"
-    host_bytes: int = 4 << 30
+    host_bytes: int = 8 << 30
     device_bytes: int = 1 << 30
     num_instances: int = 1
 
 
 ARMS = {
-    "full": Arm(mode="off"),
+    "full": Arm(mode="off", host_bytes=0),
     "always": Arm(mode="always"),
-    "no affinity": Arm(num_instances=2),
+    "no affinity": Arm(host_bytes=4 << 30, num_instances=2),
     "no host tier": Arm(host_bytes=0),
     "everything": Arm(),
 }

@@ -64,18 +64,60 @@ def test_more_than_the_bound_is_not_sent_and_counts_as_bad(monkeypatch):
 
 def test_the_cpu_of_a_load_is_not_that_of_void_ones_before_it(monkeypatch):
     monkeypatch.syspath_prepend(str(Path(relay_load.__file__).parent))
-    relay = importlib.import_module("relay")
+    relay_bench = importlib.import_module("relay_bench")
     spent_s, lags_ms = iter([0.0, 5.0, 5.0, 6.0]), iter([9.0, 0.0])
 
     async def offer(*_: Any, **__: Any) -> Any:
-        return relay.relay_load.Outcome(rank_ms=[1.0], lag_ms=[next(lags_ms)])
+        return relay_bench.relay_load.Outcome(rank_ms=[1.0], lag_ms=[next(lags_ms)])
 
-    monkeypatch.setattr(relay.relay_load, "offer", offer)
-    monkeypatch.setattr(relay.Running, "cpu_s", lambda arm: next(spent_s))
+    monkeypatch.setattr(relay_bench.relay_load, "offer", offer)
+    monkeypatch.setattr(relay_bench.Running, "cpu_s", lambda arm: next(spent_s))
     world = SimpleNamespace(items=np.arange(9), users=np.arange(4), num_candidates=3)
-    bench = relay.Bench(world, seconds=1.0, stack=ExitStack())
-    found = bench.offer(relay.Running("full", [], []), lambda: None, 10.0)
+    bench = relay_bench.Bench(world, seconds=1.0, stack=ExitStack())
+    found = bench.offer(relay_bench.Running("full", [], []), lambda: SimpleNamespace(at_s=[0.0]), 10.0)
     assert (found.cpu_s, bench.num_loads, bench.num_void) == (1.0, 2, 0)
+
+
+def test_a_load_that_is_lost_is_not_sent_to_its_end():
+    async def body(most_bad: float) -> relay_load.Outcome:
+        cascade, users = Cascade(), np.array([1, 9, 9, *[1] * 300])
+        cascade.is_open.set()
+        load = Load(np.arange(len(users)) * 1e-3, users, users)
+        return await relay_load.offer(cascade, load, name="n", budget_ms=5.0, most_bad=most_bad)  # type: ignore[arg-type]
+
+    lost, kept = asyncio.run(body(1.0)), asyncio.run(body(2.0))
+    assert 3 <= lost.num_asked < 200
+    assert lost.num_asked - lost.good(5.0) == 2
+    assert kept.num_asked == 303
+
+
+def test_users_are_as_popular_among_some_as_among_all():
+    draw = relay_load.Zipf(50, 0.8, 0)
+    counts = np.bincount(draw(40_000), minlength=50)
+    some = np.argsort(-counts)[:20:2]
+    among = np.bincount(draw.among(some)(20_000), minlength=50)
+    assert set(np.flatnonzero(among)) == set(some.tolist())
+    shares, wanted = among[some] / among.sum(), counts[some] / counts[some].sum()
+    assert np.abs(shares - wanted).max() < 0.02  # six deviations of 20,000 draws
+    weights = np.sort(counts / counts.sum())[::-1]
+    assert weights[0] / weights[9] == pytest.approx(10**0.8, rel=0.15)
+
+
+def test_the_most_frequent_users_are_asked_first_as_long_as_there_is_time():
+    async def body() -> tuple[int, Cascade]:
+        cascade = Cascade()
+        cascade.is_open.set()
+        return await relay_load.warm_up(cascade, [5, 6, 7], [1, 2, 3], seconds=9.0, at_once=2), cascade  # type: ignore[arg-type]
+
+    count, cascade = asyncio.run(body())
+    assert count == 3
+    assert sorted((one.user, one.query_time) for one in cascade.asked) == [(5, 1), (6, 2), (7, 3)]
+
+
+@pytest.mark.parametrize("limit", [-1, 0, 7, 12, 19])
+@pytest.mark.parametrize("near", [0, 8, 19])
+def test_steps_from_a_rung_find_the_same(limit, near):
+    assert relay_load.last_met(lambda rung: rung <= limit, 20, near=near) == limit
 
 
 @pytest.mark.parametrize("limit", [-1, 0, 7, 12, 19])
