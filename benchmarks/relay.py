@@ -40,12 +40,12 @@ CURVE = (1.2, 1.5, 2.0, 3.0, 5.0)
 MAIN = ("full", "everything")  # the arms of the ratio; others explain it
 SIDE_BLOCKS = 3  # of those
 HISTORY_BLOCKS = 3
-WARM_S = {"always": 60.0, "no affinity": 60.0, "everything": 140.0}
+WARM_S = {"always": 40.0, "no affinity": 40.0, "everything": 140.0}
 RECOVERY_S = 5.0
 
 
 def relay_long(bench: Bench, options: argparse.Namespace) -> dict[str, object]:
-    names = ["full", "no host tier", "everything"] if options.quick else list(ARMS)
+    names = [name for name in ARMS if name in {*MAIN, *options.arms}]
     arms = {"full": bench.start("full", budget_ms=1000.0)}
     p90 = int(np.percentile(bench.world.lengths, 90))
     unloaded_ms = bench.unloaded_ms(arms["full"], p90, repeats=9 if options.quick else 31)
@@ -97,9 +97,7 @@ def relay_long(bench: Bench, options: argparse.Namespace) -> dict[str, object]:
     for _ in range(1 + (2 if options.quick else HISTORY_BLOCKS)):
         for name in MAIN:
             lengths.setdefault(name, []).append(bench.longest_history(arms[name], rate, budget_ms))
-    lengths = {
-        name: values[1:] for name, values in lengths.items()
-    }  # the first one halves its way, also through caches
+    lengths = {name: values[1:] for name, values in lengths.items()}  # the first of them finds where to look
     history = measure.ratio(lengths["everything"], [max(one, 1.0) for one in lengths["full"]])
     figures |= {
         "history_ratio": round(history.median, 3),
@@ -223,6 +221,7 @@ def main() -> None:
     parser.add_argument(
         "--dry", action="store_true", help="void loads count too and nothing is recorded: checks the script"
     )
+    parser.add_argument("--arms", nargs="*", choices=list(ARMS), help="beside full and everything; default: all")
     parser.add_argument("--seconds", type=float, default=0.0, help="of each load")
     parser.add_argument("--blocks", type=int, default=0)
     parser.add_argument("--history-load", type=float, default=1.0, help="of the rate that full inference reached")
@@ -232,6 +231,8 @@ def main() -> None:
     options = parser.parse_args()
     seconds, began = options.seconds or (1.0 if options.quick else 5.0), time.monotonic()
     options.warm = options.warm or (0.05 if options.quick else 1.0)
+    if options.arms is None:
+        options.arms = ["no host tier"] if options.quick else list(ARMS)
     options.blocks = options.blocks or (2 if options.quick else measure.MIN_BLOCKS)
     if hasattr(os, "sched_setaffinity") and (os.cpu_count() or 1) > 1:
         os.sched_setaffinity(0, {1})

@@ -15,7 +15,6 @@ import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from weakref import WeakSet
@@ -23,11 +22,12 @@ from weakref import WeakSet
 import numpy as np
 
 from nestpipe.models.prefix import Prefix, PrefixKey
-from nestpipe.serve.cache import Cache, Entry, State, settle
+from nestpipe.serve.cache import Cache, State, settle
 from nestpipe.serve.config import EngineConfig, TriggerConfig
 from nestpipe.serve.histories import Histories
 from nestpipe.serve.jobs import HITS, Answer, Choice, Decision, LateError, Rank, Signal, choose
 from nestpipe.serve.lineup import Lineup
+from nestpipe.serve.plans import Plan, Recent, Work, length_of
 from nestpipe.serve.prefix import Asked, Served, copy_prefix
 from nestpipe.serve.trigger import ADMITTED, Bucket, Kind, View, decide
 from nestpipe.serve.turns import Turns
@@ -37,32 +37,6 @@ _LOOK_S = 0.5  # between two looks for what has expired
 _BREAKER_S = 5.0  # how far the breaker looks back
 _PROBE_EVERY = 16  # signals that the breaker stops; the last of them is let through
 _QUEUE_S = 10.0  # how far back what ranks waited is looked at
-_FEW = 32  # of which no percentile says anything
-
-
-@dataclass(slots=True, eq=False)
-class _Work:
-    """A prefill under way, perhaps from a shorter prefix on."""
-
-    asked: Asked
-    lease: Entry[Prefix]
-    kept: Prefix | None
-
-    @property
-    def rest(self) -> tuple[int, int]:
-        """From how many events to how many."""
-        return self.asked.key.length, _length(self.kept)
-
-
-@dataclass(slots=True, eq=False)
-class _Plan:
-    """A rank, the path it takes, and what that needs."""
-
-    rank: Rank
-    asked: Asked
-    choice: Choice
-    prefix: Prefix | None = None
-    take_made: Callable[[], Prefix] | None = None  # the prefix that full inference made on its way
 
 
 class Engine(Turns):
@@ -90,13 +64,15 @@ class Engine(Turns):
             clock=clock,
         )
         self.counts: Counter[tuple[str, str]] = Counter()  # ('path' or 'reason', which): how often
-        self._latencies: deque[tuple[float, float]] = deque(maxlen=512)  # when, how many milliseconds
-        self._waits: deque[tuple[float, float]] = deque(maxlen=512)  # the same of what ranks stood in the queue
-        self.queue_ms = 0.0  # their 99th percentile
+        self._latencies = Recent(clock, window_s=_BREAKER_S)
+        self._waits, self.queue_ms = (
+            Recent(clock, window_s=_QUEUE_S),
+            0.0,
+        )  # of ranks for their turn; at the 99th percentile
         self._bucket = Bucket(per_s=trigger.rate_ms_per_s, most=trigger.burst_ms, now=clock())
         self._inbox: deque[Rank | Signal] = deque()
         self._ranks: list[Rank] = []  # a heap by deadline
-        self._works: deque[_Work] = deque()
+        self._works: deque[Work] = deque()
         self._spent: deque[PrefixKey] = deque()  # to demote
         self._held: dict[str, tuple[Served, PrefixKey, float]] = {}  # request -> what waits for it, until when
         self._looked, self._num_removals = -math.inf, histories.num_removals
@@ -126,8 +102,8 @@ class Engine(Turns):
         self.lineup = lineup
 
     def rank_p99_ms(self) -> float:
-        """Of late; nothing if there were only few."""
-        return _p99_since(self._latencies, self.clock() - _BREAKER_S)
+        """Of late."""
+        return self._latencies.p99()
 
     # The engine's own thread.
 
@@ -175,7 +151,7 @@ class Engine(Turns):
             self.cache.invalidate()
         if (now := self.clock()) - self._looked > _LOOK_S:
             self._looked = now
-            self.queue_ms = _p99_since(self._waits, now - _QUEUE_S)
+            self.queue_ms = self._waits.p99()
             before, self._known = self._known, {one.name for one in self.models}
             is_other = before != self._known
             self.cache.sweep((lambda key: any(one.ranker.made(key) for one in self.models)) if is_other else None)
@@ -188,7 +164,7 @@ class Engine(Turns):
         key, costs, now = asked.key, asked.served.costs, self.clock()
         is_live = self.cache.peek_state(key) is not None
         begun = None if is_live else self._begun(asked)
-        work_ms = costs.pre_ms(key.length, _length(begun))
+        work_ms = costs.pre_ms(key.length, length_of(begun))
         view = View(
             is_live=is_live,
             has_room=self.cache.has_room(asked.num_bytes),
@@ -206,7 +182,7 @@ class Engine(Turns):
         if reason in ADMITTED:
             lease = self.cache.reserve(key, user=signal.user, num_bytes=asked.num_bytes)
             assert lease is not None, "there was room a moment ago, and this thread alone reserves"
-            self._works.append(_Work(asked, lease, begun))
+            self._works.append(Work(asked, lease, begun))
             self._bucket.take(work_ms, now)
         if reason not in ADMITTED | {"already_live"}:
             return Decision(reason)
@@ -225,7 +201,7 @@ class Engine(Turns):
         kept = sorted(self.cache.peek_user(asked.key.user), key=lambda one: -one.key.length)
         return next((one for one in kept if asked.served.ranker.begins(one, asked.prefix)), None)
 
-    def _work_on(self, key: PrefixKey) -> _Work | None:
+    def _work_on(self, key: PrefixKey) -> Work | None:
         return next((work for work in self._works if work.asked.key == key), None)
 
     def _prefill(self, key: PrefixKey | None = None) -> bool:
@@ -237,7 +213,7 @@ class Engine(Turns):
         try:
             if self.cache.start(work.lease):
                 work.kept = work.asked.served.fill(work.asked, work.kept, chunk=self.config.chunk)
-                done = _length(work.kept)
+                done = length_of(work.kept)
                 expected = costs.expected("pre", done, 0) - costs.expected("pre", before, 0)
                 costs.observe("pre", 1000 * (time.perf_counter() - began) - expected)
                 if done < length:
@@ -254,9 +230,9 @@ class Engine(Turns):
 
     # Ranks.
 
-    def _next_batch(self) -> list[_Plan]:
+    def _next_batch(self) -> list[Plan]:
         """Ranks by deadline, as long as all of them together are done before the first deadline."""
-        plans: list[_Plan] = []
+        plans: list[Plan] = []
         total_ms, until_ms = 0.0, math.inf
         while self._ranks and len(plans) < self.config.max_batch:
             rank = heapq.heappop(self._ranks)
@@ -265,7 +241,7 @@ class Engine(Turns):
                 self.release(rank.request)
             elif slack_ms <= 0:
                 self.release(rank.request)
-                self._latencies.append((self.clock(), 1000 * (self.clock() - rank.arrived)))
+                self._latencies.note(1000 * (self.clock() - rank.arrived))
                 settle(rank.reply, LateError("the deadline passed before the request could be ranked."))
             elif (plan := self._plan(rank, slack_ms - total_ms)).choice.path == "join":
                 heapq.heappush(self._ranks, rank)
@@ -285,7 +261,7 @@ class Engine(Turns):
                 until_ms = min(until_ms, slack_ms)
         return plans
 
-    def _plan(self, rank: Rank, slack_ms: float) -> _Plan:
+    def _plan(self, rank: Rank, slack_ms: float) -> Plan:
         assert rank.asked is not None
         asked, state = rank.asked, self.cache.peek_state(rank.asked.key)
         begun: Prefix | None = None
@@ -301,10 +277,10 @@ class Engine(Turns):
             num_events=asked.num_events,
             num_candidates=len(rank.items),
             num_bytes=asked.num_bytes,
-            begun=_length(begun),
+            begun=length_of(begun),
             block=max(asked.served.max_len // 8, 1),
         )
-        return _Plan(rank, asked, choice, begun if choice.path == "extend" else None)
+        return Plan(rank, asked, choice, begun if choice.path == "extend" else None)
 
     def _join(self, rank: Rank) -> None:
         """Its prefix is in work, which goes on with the urgency of the rank. Whether it still can wait is asked before every chunk."""
@@ -315,12 +291,11 @@ class Engine(Turns):
 
     def _note_wait(self, rank: Rank) -> None:
         if rank.joined is None:
-            now = self.clock()
-            self._waits.append((now, 1000 * (now - rank.arrived)))
+            self._waits.note(1000 * (self.clock() - rank.arrived))
 
-    def _get_prefixes(self, plans: Sequence[_Plan]) -> list[list[_Plan]]:
+    def _get_prefixes(self, plans: Sequence[Plan]) -> list[list[Plan]]:
         """Pins what is on the device, or brings it there; what is lost meanwhile is ranked in full. Who is scored together."""
-        groups: dict[tuple[Served, bool], list[_Plan]] = {}
+        groups: dict[tuple[Served, bool], list[Plan]] = {}
         for plan in plans:
             key = plan.asked.key
             try:
@@ -342,7 +317,7 @@ class Engine(Turns):
             groups.setdefault((plan.asked.served, plan.prefix is None), []).append(plan)
         return sorted(groups.values(), key=lambda mates: mates[0].prefix is None)
 
-    def _extend(self, plan: _Plan) -> Prefix:
+    def _extend(self, plan: Plan) -> Prefix:
         """The longer prefix; it takes the place of the shorter one if there is room for both while it is made."""
         asked = plan.asked
         lease = self.cache.reserve(asked.key, user=asked.key.user, num_bytes=asked.num_bytes)
@@ -356,7 +331,7 @@ class Engine(Turns):
             self.cache.finish(lease, made)
         return made
 
-    def _score(self, plans: Sequence[_Plan]) -> None:
+    def _score(self, plans: Sequence[Plan]) -> None:
         """One call for all of them, who share a model and the kind of path; if that fails, one in full for each."""
         kind: Kind = "hit" if plans[0].prefix else "full"
         costs, began = plans[0].asked.served.costs, time.perf_counter()
@@ -372,7 +347,7 @@ class Engine(Turns):
         for plan in plans:
             self._keep(plan)
 
-    def _call(self, plans: Sequence[_Plan]) -> list[Any]:
+    def _call(self, plans: Sequence[Plan]) -> list[Any]:
         candidates = [plan.rank.candidates for plan in plans if plan.rank.candidates is not None]
         prefixes = [plan.prefix for plan in plans if plan.prefix is not None]
         served, asked = plans[0].asked.served, [plan.asked for plan in plans]
@@ -384,7 +359,7 @@ class Engine(Turns):
             found = served.scores(asked, candidates, prefixes or None)
         return [scores.numpy().astype(np.float64) for scores in found]
 
-    def _pays(self, plan: _Plan) -> bool:
+    def _pays(self, plan: Plan) -> bool:
         """Whether to keep what full inference makes: somebody asked for it, or the next request would take half as long."""
         asked, num_candidates = plan.asked, len(plan.rank.items)
         if plan.choice.path != "full" or asked.served.ranker.model.anchored:
@@ -393,7 +368,7 @@ class Engine(Turns):
             return True
         return self._work_on(asked.key) is not None
 
-    def _keep(self, plan: _Plan) -> None:
+    def _keep(self, plan: Plan) -> None:
         """Nobody waits for this any more: one copy to the host; or the end of a prefill that came too late for its rank."""
         if plan.take_made is None:
             return
@@ -407,7 +382,7 @@ class Engine(Turns):
         except Exception:
             _log.exception("a prefix that was made could not be kept")
 
-    def _alone(self, plan: _Plan) -> Any:
+    def _alone(self, plan: Plan) -> Any:
         plan.choice, plan.prefix = Choice("full", plan.choice.cost_ms), None
         try:
             return self._call([plan])[0]
@@ -415,7 +390,7 @@ class Engine(Turns):
             _log.exception("a request could not be ranked; it gets its own order back")
             return np.full(len(plan.rank.items), np.nan)
 
-    def _reply(self, plan: _Plan, scores: Any) -> None:
+    def _reply(self, plan: Plan, scores: Any) -> None:
         rank, path = plan.rank, plan.choice.path
         if path == "upstream" or not np.isfinite(scores).all():
             path, plan.prefix, scores = "upstream", None, np.zeros(len(rank.items))
@@ -426,7 +401,7 @@ class Engine(Turns):
             self._spent.append(plan.asked.key)
         self.release(rank.request)
         total_ms = 1000 * (self.clock() - rank.arrived)
-        self._latencies.append((self.clock(), total_ms))
+        self._latencies.note(total_ms)
         self.counts["path", path] += 1
         plan.asked.served.counts[path] += 1
         order = np.argsort(-scores, kind="stable")[: rank.k]
@@ -434,18 +409,8 @@ class Engine(Turns):
             items=[int(rank.items[place]) for place in order],
             scores=scores[order].tolist(),
             path=path,
-            prefix_len=_length(plan.prefix),
+            prefix_len=length_of(plan.prefix),
             model=plan.asked.served.name,
             times_ms={"total": total_ms, "estimated": plan.choice.cost_ms},
         )
         settle(rank.reply, answer)
-
-
-def _p99_since(measured: deque[tuple[float, float]], since: float) -> float:
-    """Of milliseconds with their times; nothing if there are only few."""
-    late = [ms for at, ms in list(measured) if at > since]
-    return float(np.percentile(late, 99)) if len(late) >= _FEW else 0.0
-
-
-def _length(prefix: Prefix | None) -> int:
-    return prefix.key.length if prefix else 0

@@ -34,6 +34,7 @@ from nestpipe.serve.trigger import ADMITTED, Reason, decide_early
 
 Body = dict[str, Any]
 _LATEST_S = 2**43 - 1
+_QUIET_S = 1.0  # without signals, where no request is at risk
 
 
 class Instance:
@@ -107,7 +108,8 @@ class Instance:
         query_time, sent = self._query_time(body, fields), fields.history(most=self._limits.history)
         num_events = self.engine.histories.num_events(user) if sent is None else len(sent)
         if (reason := self._at_once(user, num_events, num_candidates)) is not None:
-            return {"ticket": None, "admitted": False, "reason": reason, "instance": self.name, "epoch": self.epoch}
+            said = {"ticket": None, "admitted": False, "reason": reason, "instance": self.name, "epoch": self.epoch}
+            return said | {"quiet_s": self._quiet_s(num_candidates)}
         job = Signal(
             user=user,
             num_candidates=num_candidates,
@@ -132,7 +134,23 @@ class Instance:
             "reason": decision.reason,
             "instance": self.name,
             "epoch": self.epoch,
+            "quiet_s": 0.0,
         }
+
+    def _quiet_s(self, num_candidates: int) -> float:
+        """How long no signals are needed: some time, if not even the longest history is at risk with any model."""
+        engine, main, other = self.engine, self.engine.lineup.main, self.engine.lineup.other
+        said = {
+            decide_early(
+                engine.trigger,
+                served.costs,
+                queue_ms=engine.queue_ms,
+                num_events=served.max_len,
+                num_candidates=num_candidates,
+            )
+            for served in (main, other or main)
+        }
+        return _QUIET_S if said <= {"off", "not_at_risk"} else 0.0
 
     def _at_once(self, user: int, num_events: int, num_candidates: int) -> Reason | None:
         """The first reasons against a prefix, which need neither the events nor the engine: where the relay is of no use,

@@ -101,6 +101,7 @@ _ANSWERS: dict[str, tuple[str, Properties]] = {
             "reason": _TEXT,
             "instance": _TEXT,
             "epoch": _TEXT,
+            "quiet_s": _NUMBER,
         },
     ),
     "rank": (
@@ -194,8 +195,10 @@ def gateway_document(limits: GatewayLimits) -> dict[str, Any]:
         name: {"type": kind} for name, kind in (("request", "string"), ("signal", "string"), ("problem", "string"))
     }
     more = {"instance": {"type": ["string", "null"]}, "attempts": {"type": "integer"}, "stages": {"type": "object"}}
+    text, said_ahead = _ANSWERS["preinfer"]
     answers = {
         **_ANSWERS,
+        "preinfer": (text, {name: one for name, one in said_ahead.items() if name != "quiet_s"}),
         "recommend": ("Recommends items through the whole cascade.", {**_ANSWERS["rank"][1], **texts, **more}),
         "events": (_ANSWERS["events"][0], said),
         "invalidate": (_ANSWERS["invalidate"][0], said),

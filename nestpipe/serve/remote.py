@@ -20,6 +20,7 @@ from nestpipe.errors import NestPipeError
 from nestpipe.serve.router import Instance, Members, peek_instance
 
 _MIN_ATTEMPT_S = 0.002  # with less time left an answer cannot come
+_MAX_QUIET_S = 5.0  # that an instance may ask for
 _TIMEOUTS = 3  # in a row, and an instance is thought to be down; slow ones keep their users
 
 
@@ -104,6 +105,7 @@ class Remote:
         self._suspects: dict[str, float] = {}  # who could not be reached, until when it is asked last
         self._unready: set[str] = set()  # who said so, or nothing, when it was last looked at
         self._timeouts: Counter[str] = Counter()  # in a row
+        self._quiet: dict[str, tuple[float, int]] = {}  # who needs no signals: until when, up to how many candidates
         self._loads: Counter[str] = Counter()
         self._background: set[asyncio.Task[None]] = set()
 
@@ -126,13 +128,21 @@ class Remote:
             self._loads[instance.name] -= 1
 
     async def signal(self, asked: Asked, instance: Instance, *, timeout_s: float) -> Signal:
-        """Asks for the prefix of a user ahead of ranking. Does not raise: without a ticket ranking is done in full."""
+        """Asks for the prefix of a user ahead of ranking. Does not raise: without a ticket ranking is done in full.
+
+        An instance at which not even the longest history is at risk says so, and for how long it is not asked again.
+        """
+        until, most = self._quiet.get(instance.name, (0.0, 0))
+        if asked.num_candidates <= most and self._clock() < until:
+            return Signal(instance=instance, reason="not_at_risk")
         body = asked.body() | {"candidates": asked.num_candidates}
         try:
             answer = await self._post(instance, "/v1/preinfer", body, timeout_s=timeout_s)
         except RemoteError as error:
             return Signal(instance=instance, reason=error.code)
-        ticket = answer.get("ticket")
+        ticket, quiet_s = answer.get("ticket"), answer.get("quiet_s")
+        if isinstance(quiet_s, int | float) and quiet_s > 0:
+            self._quiet[instance.name] = self._clock() + min(quiet_s, _MAX_QUIET_S), asked.num_candidates
         return Signal(
             instance=instance,
             ticket=ticket if isinstance(ticket, str) else None,

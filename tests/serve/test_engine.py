@@ -305,36 +305,6 @@ def test_a_shorter_history_is_scored_as_that_history(runs, served, tmp_path, clo
     assert same(found, alone)
 
 
-def test_a_joiner_waits_as_long_as_waiting_is_in_time(runs, served, tmp_path, clock, monkeypatch):
-    """And not until full inference does not fit any more, to get a shorter history then."""
-    sized = [Sample(k, n, 1, float(n)) for n in (8, 16, 32) for k in ("full", "pre")]
-    known = fit([*sized, *(Sample("hit", n, 1, 1.0) for n in (8, 16, 32))])
-    engine = make_engine(runs("hstu"), tmp_path, clock=clock, served=served(), known=known)
-    fill = Served.fill
-
-    def slow(self, *arguments, **options):
-        clock.now += 0.007
-        return fill(self, *arguments, **options)
-
-    monkeypatch.setattr(Served, "fill", slow)
-    user = next(one for one in range(50) if asked_of(engine, one).num_events >= 24)
-    signal(engine, user)
-    engine._take_in()
-    job = rank(engine, user, (1,), slack_s=(asked_of(engine, user).num_events + 5.0) / 1000)
-    settle(engine)
-    assert job.reply.result(0).path == "join"
-
-
-def test_a_prefix_that_a_rank_waits_for_goes_before_less_urgent_ranks(engine):
-    signal(engine, 3)
-    engine._take_in()
-    urgent, other = rank(engine, 3, ITEMS, slack_s=1.0), rank(engine, 5, ITEMS, slack_s=2.0)
-    while not urgent.reply.done():
-        assert engine.step()
-        assert not (other.reply.done() and not urgent.reply.done())
-    assert urgent.reply.result(0).path == "join"
-
-
 def test_where_full_never_fits_a_joiner_waits_as_long_as_a_hit_does(runs, served, tmp_path, clock):
     engine = make_engine(runs("hstu"), tmp_path, clock=clock, served=served(), known=costs(full=50, hit=1, pre=8))
     signal(engine, 3)
@@ -436,77 +406,6 @@ def test_shadow_computes_nothing(runs, served, tmp_path, clock):
     settle(engine)
     assert (job.reply.result(0).reason, job.reply.result(0).held) == ("shadow", "")
     assert not len(engine.cache)
-
-
-def test_what_full_inference_made_is_kept_if_it_pays(runs, served, tmp_path, clock):
-    def opened(name, full=10.0, **options):
-        own = TriggerConfig(budget_ms=1e6, **options)
-        return make_engine(
-            runs("hstu"), tmp_path / name, clock=clock, served=served(), known=costs(full=full), trigger=own
-        )
-
-    engine = opened("on")
-    first, second = answer(engine, 3), answer(engine, 3)
-    assert (first.path, second.path) == ("full", "hit_host")
-    assert same(first, second)
-    assert engine.cache.host.copies == 1
-    add(engine, "a", 3, click=1, dwell=3.0, device=1)
-    longer = answer(engine, 3)
-    assert longer.path == "extend", "it can be gone on from"
-    engine.cache.invalidate(3)
-    assert same(longer, answer(engine, 3))
-
-    jobs = [rank(engine, user, ITEMS) for user in (4, 5, 6)]
-    settle(engine)
-    again = [answer(engine, user) for user in (4, 5, 6)]
-    assert {one.path for one in again} == {"hit_host"}
-    assert all(same(job.reply.result(0), one) for job, one in zip(jobs, again, strict=True)), (
-        "mates have their own rows"
-    )
-
-    for useless in (opened("cheap", full=1.5), opened("off", mode="off"), opened("shadow", mode="shadow")):
-        assert answer(useless, 3).path == "full"
-        assert not len(useless.cache)
-
-
-def test_full_inference_ends_a_prefill_that_came_too_late(runs, served, tmp_path, clock):
-    trigger = TriggerConfig(budget_ms=9.0, lead_ms=35.0, burst_ms=1e9)
-    engine = make_engine(
-        runs("hstu"), tmp_path, clock=clock, served=served(), known=costs(full=10, hit=1, pre=12), trigger=trigger
-    )
-    signal(engine, 3)
-    engine._take_in()
-    assert len(engine._works) == 1
-    job = rank(engine, 3, ITEMS, slack_s=0.011)
-    assert engine.step()
-    assert job.reply.result(0).path == "full"
-    assert not engine._works, "nothing is computed twice"
-    found = answer(engine, 3)
-    assert found.path == "hit_device"
-    assert same(found, job.reply.result(0))
-
-
-def test_waiting_for_a_turn_is_what_makes_risk(runs, served, tmp_path, clock):
-    trigger, known = TriggerConfig(budget_ms=20.0, lead_ms=35.0, burst_ms=1e9), costs(full=15, hit=1, pre=12)
-    known.observe = lambda *_: None  # what it takes here is nothing to learn from
-    engine = make_engine(runs("hstu"), tmp_path, clock=clock, served=served(), known=known, trigger=trigger)
-
-    def said():
-        job = signal(engine, 3, f"r{clock.now}")
-        clock.now += 1
-        settle(engine)
-        return job.reply.result(0).reason
-
-    assert said() == "not_at_risk"
-    for user in range(40):
-        late = rank(engine, user, slack_s=1.0)
-        clock.now += 0.008
-        settle(engine)
-        assert late.reply.result(0).path in {"full", "hit_host"}
-    engine.cache.invalidate()
-    assert said() == "admitted"
-    clock.now += 20
-    assert said() in {"not_at_risk", "already_live"}, "what was long ago does not count"
 
 
 def test_bytes_stay_under_the_cap_and_full_inference_takes_over(runs, served, tmp_path, clock):

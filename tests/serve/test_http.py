@@ -220,6 +220,7 @@ def test_where_the_relay_is_of_no_use_a_signal_does_not_reach_the_engine(open_wo
     for user in (7, 10**15):
         said = world.preinfer(user)
         assert (said["ticket"], said["admitted"], said["reason"]) == (None, False, reason)
+        assert said["quiet_s"] == 1.0, "no other signal is needed for a while"
     assert f'nestpipe_reason_total{{reason="{reason}"}} 2.0' in world.http.get(f"{world.url}/metrics").text
 
 
