@@ -30,7 +30,7 @@ GOOD_SHARE = 0.99
 HISTORY_STEP = 1.15
 RATE_STEP = 1.25
 MIN_REQUESTS = 100  # in a load, however slow; few say nothing about a 99th percentile
-TRIES = 3  # of a load that is void
+TRIES = 5  # of a load that is void
 WARM_DRAWS, WARM_AT_ONCE = 20_000, 8
 
 
