@@ -373,14 +373,17 @@ class Engine(Turns):
         if plan.take_made is None:
             return
         key = plan.asked.key
+        work = self._work_on(key)
         try:
-            if (work := self._work_on(key)) is not None:
+            if work is not None:
                 self._works.remove(work)
                 self.cache.finish(work.lease, plan.take_made())
             elif self.cache.peek_state(key) is None:
                 self.cache.keep(key, user=key.user, num_bytes=plan.asked.num_bytes, make=plan.take_made)
         except Exception:
             _log.exception("a prefix that was made could not be kept")
+            if work is not None:
+                self.cache.fail(work.lease)
 
     def _alone(self, plan: Plan) -> Any:
         plan.choice, plan.prefix = Choice("full", plan.choice.cost_ms), None

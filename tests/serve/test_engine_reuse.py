@@ -120,3 +120,24 @@ def test_waiting_for_a_turn_is_what_makes_risk(runs, served, tmp_path, clock):
     assert said() == "admitted"
     clock.now += 20
     assert said() in {"not_at_risk", "already_live"}, "what was long ago does not count"
+
+
+@pytest.mark.parametrize("signalled", [False, True])
+def test_what_cannot_be_kept_leaves_nothing_behind(runs, served, tmp_path, clock, monkeypatch, caplog, signalled):
+    trigger = TriggerConfig(budget_ms=9.0, lead_ms=35.0, burst_ms=1e9)
+    known = costs(full=10, hit=1, pre=12)
+    engine = make_engine(runs("hstu"), tmp_path, clock=clock, served=served(), known=known, trigger=trigger)
+    made = Served.scores_and_prefixes
+
+    def broken(self, *arguments):
+        return made(self, *arguments)[0], lambda _: 1 / 0
+
+    monkeypatch.setattr(Served, "scores_and_prefixes", broken)
+    if signalled:
+        signal(engine, 3)
+        engine._take_in()
+    job = rank(engine, 3, ITEMS, slack_s=0.011)
+    settle(engine)
+    assert job.reply.result(0).path == "full"
+    assert "could not be kept" in caplog.text
+    assert (len(engine.cache), engine.cache.device.reserved, engine.cache.host.reserved) == (0, 0, 0)
