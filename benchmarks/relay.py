@@ -94,10 +94,9 @@ def relay_long(bench: Bench, options: argparse.Namespace) -> dict[str, object]:
         )
     lengths: dict[str, list[float]] = {}
     rate = options.history_load * float(np.median(found["full"]))
-    for _ in range(1 + (2 if options.quick else HISTORY_BLOCKS)):
+    for _ in range(HISTORY_BLOCKS):
         for name in MAIN:
             lengths.setdefault(name, []).append(bench.longest_history(arms[name], rate, budget_ms))
-    lengths = {name: values[1:] for name, values in lengths.items()}  # the first of them finds where to look
     history = measure.ratio(lengths["everything"], [max(one, 1.0) for one in lengths["full"]])
     figures |= {
         "history_ratio": round(history.median, 3),
@@ -257,6 +256,7 @@ def main() -> None:
         "blocks": options.blocks,
         "curve": options.curve,
         "overload": options.overload,
+        "arms": options.arms,
         "warm_up_s": {name: options.warm * seconds for name, seconds in WARM_S.items()},
         "host_bytes": {name: arm.host_bytes for name, arm in ARMS.items()},
     }
