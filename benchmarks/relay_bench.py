@@ -30,7 +30,8 @@ GOOD_SHARE = 0.99
 HISTORY_STEP = 1.15
 RATE_STEP = 1.25
 MIN_REQUESTS = 100  # in a load, however slow; few say nothing about a 99th percentile
-TRIES = 5  # of a load that is void
+TRIES = 2  # of a load that is void
+BLOCK_TRIES = 4  # of a block in which one stays so
 WARM_DRAWS, WARM_AT_ONCE = 20_000, 8
 
 
@@ -90,7 +91,7 @@ class Bench:
     def __init__(self, world: World, *, seconds: float, stack: ExitStack, dry: bool = False):
         self.world, self.seconds, self._stack, self._dry = world, seconds, stack, dry
         self._seed = SEED
-        self.num_loads = self.num_void = 0
+        self.num_loads = self.num_void = self.num_dropped = 0
         random = np.random.default_rng(SEED)
         chosen = random.choice(world.items, min(world.num_candidates, len(world.items)), replace=False)
         self._candidates = Candidates(chosen, np.zeros(len(chosen), dtype=np.float32))
@@ -158,6 +159,16 @@ class Bench:
         self._seed += 1
         found = relay_load.poisson(rate, seconds, draw or self.draw, self.world.last_s + 60, self._seed)
         return relay_load.Load(found.at_s, self.world.users[found.users], found.query_times)
+
+    def block(self, act: Callable[[], None]) -> None:
+        """Something measured on all arms in turn. If a load of it stays void it is dropped as a whole, and done again."""
+        for attempt in range(BLOCK_TRIES):
+            before = self.num_void
+            act()
+            if self.num_void == before or self._dry or attempt == BLOCK_TRIES - 1:
+                return
+            self.num_void, self.num_dropped = before, self.num_dropped + 1
+            print("  the block is dropped and done again", flush=True)
 
     def offer(
         self, arm: Running, make: Callable[[], relay_load.Load], budget_ms: float, *, good_share: float = 0.0
