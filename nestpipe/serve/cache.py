@@ -107,7 +107,7 @@ class Cache(Generic[Value]):
         host_ttl_s: float = 600.0,
     ):
         self.device, self.host = Tier(device_bytes), Tier(host_bytes)
-        self.num_evicted = 0
+        self.num_evicted = self.num_invalidations = 0
         self._copy, self._clock = copy, clock
         self._device_ttl_s, self._host_ttl_s = device_ttl_s, host_ttl_s
         self._entries: dict[Hashable, Entry[Value]] = {}
@@ -157,10 +157,13 @@ class Cache(Generic[Value]):
             self._remove_others(lease)
             return True
 
-    def keep(self, key: Hashable, *, user: int, num_bytes: int, make: Callable[[], Value]) -> bool:
-        """A value that was computed without any work on its key, to the host at once; False if it is live or has no room."""
+    def keep(self, key: Hashable, *, user: int, num_bytes: int, make: Callable[[], Value], since: int) -> bool:
+        """A value that was computed without any work on its key, to the host at once; False if it is live or has no room.
+
+        `since` is what `num_invalidations` was before it was computed: if a user was invalidated meanwhile, it is dropped.
+        """
         with self._lock:
-            if key in self._entries or not self._make_room(self.host, num_bytes):
+            if since != self.num_invalidations or key in self._entries or not self._make_room(self.host, num_bytes):
                 return False
             entry = self._enter(Entry[Value](key, user, num_bytes, State.DEMOTING, consumed=True))
             self.host.reserved += num_bytes
@@ -278,6 +281,7 @@ class Cache(Generic[Value]):
     def invalidate(self, user: int | None = None) -> int:
         """Drops everything of a user, or of all, from both tiers and from work in flight; says how many entries."""
         with self._lock:
+            self.num_invalidations += 1
             doomed = list((self._entries if user is None else self._of_user.get(user, {})).values())
             for entry in doomed:
                 self._remove(entry)

@@ -65,10 +65,8 @@ class Engine(Turns):
         )
         self.counts: Counter[tuple[str, str]] = Counter()  # ('path' or 'reason', which): how often
         self._latencies = Recent(clock, window_s=_BREAKER_S)
-        self._waits, self.queue_ms = (
-            Recent(clock, window_s=_QUEUE_S),
-            0.0,
-        )  # of ranks for their turn; at the 99th percentile
+        self._waits = Recent(clock, window_s=_QUEUE_S)  # of ranks for their turn
+        self.queue_ms = 0.0  # their 99th percentile
         self._bucket = Bucket(per_s=trigger.rate_ms_per_s, most=trigger.burst_ms, now=clock())
         self._inbox: deque[Rank | Signal] = deque()
         self._ranks: list[Rank] = []  # a heap by deadline
@@ -352,9 +350,10 @@ class Engine(Turns):
         prefixes = [plan.prefix for plan in plans if plan.prefix is not None]
         served, asked = plans[0].asked.served, [plan.asked for plan in plans]
         if keeping := [number for number, plan in enumerate(plans) if self._pays(plan)]:
+            since = self.cache.num_invalidations
             found, prefix_of = served.scores_and_prefixes(asked, candidates)
             for number in keeping:
-                plans[number].take_made = partial(prefix_of, number)
+                plans[number].take_made, plans[number].since = partial(prefix_of, number), since
         else:
             found = served.scores(asked, candidates, prefixes or None)
         return [scores.numpy().astype(np.float64) for scores in found]
@@ -379,7 +378,8 @@ class Engine(Turns):
                 self._works.remove(work)
                 self.cache.finish(work.lease, plan.take_made())
             elif self.cache.peek_state(key) is None:
-                self.cache.keep(key, user=key.user, num_bytes=plan.asked.num_bytes, make=plan.take_made)
+                num_bytes, since = plan.asked.num_bytes, plan.since
+                self.cache.keep(key, user=key.user, num_bytes=num_bytes, make=plan.take_made, since=since)
         except Exception:
             _log.exception("a prefix that was made could not be kept")
             if work is not None:

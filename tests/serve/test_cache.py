@@ -98,7 +98,8 @@ class Books(RuleBasedStateMachine):
     @rule(key=key, num_bytes=st.integers(0, 60))
     def keep(self, key, num_bytes):
         is_new, pinned = self.cache.peek_state(key) is None, self.pinned()
-        done = self.cache.keep(key, user=user_of(key), num_bytes=num_bytes, make=lambda: [key])
+        since = self.cache.num_invalidations
+        done = self.cache.keep(key, user=user_of(key), num_bytes=num_bytes, make=lambda: [key], since=since)
         assert is_new or not done
         assert not done or self.cache.peek_state(key) == State.HOST
         assert self.pinned() == pinned, "what is held is never evicted"

@@ -141,3 +141,23 @@ def test_what_cannot_be_kept_leaves_nothing_behind(runs, served, tmp_path, clock
     assert job.reply.result(0).path == "full"
     assert "could not be kept" in caplog.text
     assert (len(engine.cache), engine.cache.device.reserved, engine.cache.host.reserved) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("signalled", [False, True])
+def test_what_was_made_while_its_user_was_invalidated_is_dropped(runs, served, tmp_path, clock, monkeypatch, signalled):
+    trigger, known = TriggerConfig(budget_ms=9.0, lead_ms=35.0, burst_ms=1e9), costs(full=10, hit=1, pre=12)
+    engine = make_engine(runs("hstu"), tmp_path, clock=clock, served=served(), known=known, trigger=trigger)
+    made = Served.scores_and_prefixes
+
+    def interrupted(self, *arguments):
+        engine.cache.invalidate(3)  # by another thread, in the middle of it
+        return made(self, *arguments)
+
+    monkeypatch.setattr(Served, "scores_and_prefixes", interrupted)
+    if signalled:
+        signal(engine, 3)
+        engine._take_in()
+    job = rank(engine, 3, ITEMS, slack_s=0.011)
+    settle(engine)
+    assert job.reply.result(0).path == "full"
+    assert not len(engine.cache), "a byte of the user came back"
