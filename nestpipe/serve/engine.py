@@ -36,7 +36,7 @@ _log = logging.getLogger("nestpipe.serve")
 _LOOK_S = 0.5  # between two looks for what has expired
 _BREAKER_S = 5.0  # how far the breaker looks back
 _PROBE_EVERY = 16  # signals that the breaker stops; the last of them is let through
-_QUEUE_S = 10.0  # how far back what ranks waited is looked at
+_QUEUE_S = 30.0  # how far back what ranks waited is looked at
 
 
 class Engine(Turns):
@@ -110,7 +110,7 @@ class Engine(Turns):
         self._take_in()  # 1 signals are decided, ranks wait by deadline
         plans = self._next_batch()  # 2 the most urgent ranks, each with the best path that fits before its deadline
         if plans and plans[0].choice.path == "join":
-            return self._prefill(plans[0].asked.key)  # the most urgent one waits for its prefix: one more chunk of it
+            return self._prefill(plans[0].asked.key)  # the most urgent one waits for its prefix: all that is left of it
         if plans:
             for mates in self._get_prefixes(plans):  # 3 found on the device, copied from the host, or made longer
                 self._score(mates)  # 4 together: one call of each model with prefixes, and one without
@@ -203,14 +203,15 @@ class Engine(Turns):
         return next((work for work in self._works if work.asked.key == key), None)
 
     def _prefill(self, key: PrefixKey | None = None) -> bool:
-        """One chunk: of a key, else of what was asked for first."""
+        """One chunk of what was asked for first; or all that is left for a key, because a rank waits for it."""
         work = self._work_on(key) if key else self._works[0] if self._works else None
         if work is None:
             return False
         began, (length, before), costs = time.perf_counter(), work.rest, work.asked.served.costs
         try:
             if self.cache.start(work.lease):
-                work.kept = work.asked.served.fill(work.asked, work.kept, chunk=self.config.chunk)
+                chunk = length if key else self.config.chunk
+                work.kept = work.asked.served.fill(work.asked, work.kept, chunk=chunk)
                 done = length_of(work.kept)
                 expected = costs.expected("pre", done, 0) - costs.expected("pre", before, 0)
                 costs.observe("pre", 1000 * (time.perf_counter() - began) - expected)
@@ -281,7 +282,7 @@ class Engine(Turns):
         return Plan(rank, asked, choice, begun if choice.path == "extend" else None)
 
     def _join(self, rank: Rank) -> None:
-        """Its prefix is in work, which goes on with the urgency of the rank. Whether it still can wait is asked before every chunk."""
+        """Its prefix is in work, which goes on at once."""
         assert rank.asked is not None
         if rank.joined is None:
             self._note_wait(rank)

@@ -122,18 +122,19 @@ def choose(
     begun: int,
     block: int,
 ) -> Choice:
-    """The first path that fits into the slack. Nobody waits for what would take longer than full inference, if that fits too.
+    """The first path that fits into the slack.
 
+    Of a prefill that has not begun there is nothing to join: full inference makes the same, and the prefill is done with it.
     `begun` is how many events of the prefix are there: those done if it is in work, those of a shorter one if there is none.
     """
     hit_ms, full_ms = (costs.usual_ms(kind, num_events, num_candidates) for kind in _BOTH)
-    rest_ms, copy_ms = costs.usual_ms("pre", max(num_events - 1, 0), before=begun), costs.copy_ms(num_bytes)
+    rest_ms, copy_ms = costs.rest_ms(num_events, num_candidates, before=begun), costs.copy_ms(num_bytes)
     in_work = state in {State.RESERVED, State.COMPUTING}
     tries: tuple[tuple[Path, bool, float], ...] = (
         ("hit_device", state in {State.READY, State.PINNED}, hit_ms),
-        ("join", in_work and (rest_ms + hit_ms <= full_ms or full_ms > slack_ms), rest_ms + hit_ms),
+        ("join", in_work and begun > 0, rest_ms),
         ("hit_host", state == State.HOST and copy_ms < costs.usual_ms("pre", num_events), copy_ms + hit_ms),
-        ("extend", state is None and begun > 0 and rest_ms + hit_ms <= full_ms, rest_ms + hit_ms),
+        ("extend", state is None and begun > 0 and rest_ms <= full_ms, rest_ms),
         ("full", True, full_ms),
     )
     for path, is_open, cost_ms in tries:

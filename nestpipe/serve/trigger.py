@@ -58,6 +58,16 @@ class Costs:
         expected = self._rest_ms(length, before) if kind == "pre" else self.expected(kind, length, candidates)
         return max(expected + self._usual[kind], 0.0)
 
+    def rest_ms(self, length: int, candidates: int, *, before: int) -> float:
+        """As often as not, for a rank that goes on from a prefix of `before` events in one go and not chunk by chunk.
+
+        Full inference makes the prefix too, so what is saved is what full inference of those events takes beyond a hit on them.
+        """
+        saved = self.expected("full", before, candidates) - self.expected("hit", before, candidates)
+        return max(
+            self.usual_ms("full", length, candidates) - max(saved, 0.0), self.usual_ms("hit", length, candidates)
+        )
+
     def _rest_ms(self, length: int, before: int) -> float:
         done = self.expected("pre", before, 0) if before else 0.0
         return max(self.expected("pre", length, 0) - done, 0.0)

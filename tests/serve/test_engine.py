@@ -309,6 +309,7 @@ def test_where_full_never_fits_a_joiner_waits_as_long_as_a_hit_does(runs, served
     engine = make_engine(runs("hstu"), tmp_path, clock=clock, served=served(), known=costs(full=50, hit=1, pre=8))
     signal(engine, 3)
     engine._take_in()
+    engine._prefill()
     job = rank(engine, 3, ITEMS, slack_s=0.020)
     settle(engine)
     assert job.reply.result(0).path == "join"
@@ -317,6 +318,7 @@ def test_where_full_never_fits_a_joiner_waits_as_long_as_a_hit_does(runs, served
 def test_cancelled_joiners_do_not_cancel_the_work(engine):
     signal(engine, 3)
     engine._take_in()
+    engine._prefill()
     gone, stays = (rank(engine, 3, ITEMS) for _ in range(2))
     engine._take_in()
     engine._next_batch()
@@ -467,6 +469,7 @@ def test_a_failing_prefill_frees_its_room_and_full_inference_answers(engine, mon
     fill = engine.lineup.main.fill
     signal(engine, 3)
     engine._take_in()
+    engine._prefill()
     joined = rank(engine, 3)
     monkeypatch.setattr(type(engine.lineup.main), "fill", lambda *a, **k: 1 / 0)
     settle(engine)

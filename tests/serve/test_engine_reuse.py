@@ -36,6 +36,7 @@ def test_a_joiner_waits_as_long_as_waiting_is_in_time(runs, served, tmp_path, cl
     user = next(one for one in range(50) if asked_of(engine, one).num_events >= 24)
     signal(engine, user)
     engine._take_in()
+    engine._prefill()
     job = rank(engine, user, (1,), slack_s=(asked_of(engine, user).num_events + 5.0) / 1000)
     settle(engine)
     assert job.reply.result(0).path == "join"
@@ -44,11 +45,24 @@ def test_a_joiner_waits_as_long_as_waiting_is_in_time(runs, served, tmp_path, cl
 def test_a_prefix_that_a_rank_waits_for_goes_before_less_urgent_ranks(engine):
     signal(engine, 3)
     engine._take_in()
+    engine._prefill()
     urgent, other = rank(engine, 3, ITEMS, slack_s=1.0), rank(engine, 5, ITEMS, slack_s=2.0)
     while not urgent.reply.done():
         assert engine.step()
         assert not (other.reply.done() and not urgent.reply.done())
     assert urgent.reply.result(0).path == "join"
+
+
+def test_what_a_rank_waits_for_is_ended_in_one_go(engine, monkeypatch):
+    """Chunk by chunk it would take longer than full inference, and what is there of it would be thrown away."""
+    user = next(one for one in range(50) if asked_of(engine, one).num_events >= 26)
+    signal(engine, user)
+    engine._take_in()
+    engine._prefill()
+    chunks, fill = [], Served.fill
+    monkeypatch.setattr(Served, "fill", lambda self, *a, **k: chunks.append(k["chunk"]) or fill(self, *a, **k))
+    assert answer(engine, user).path == "join"
+    assert len(chunks) == 1
 
 
 def test_what_full_inference_made_is_kept_if_it_pays(runs, served, tmp_path, clock):
@@ -118,7 +132,7 @@ def test_waiting_for_a_turn_is_what_makes_risk(runs, served, tmp_path, clock):
         assert late.reply.result(0).path in {"full", "hit_host"}
     engine.cache.invalidate()
     assert said() == "admitted"
-    clock.now += 20
+    clock.now += 40
     assert said() in {"not_at_risk", "already_live"}, "what was long ago does not count"
 
 

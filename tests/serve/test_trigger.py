@@ -144,10 +144,10 @@ SIZED = [
     [
         (State.READY, 2.0, {}, "hit_device"),
         (State.PINNED, 2.0, {}, "hit_device"),
-        (State.COMPUTING, 75.0, {}, "join"),
+        (State.COMPUTING, 75.0, {}, "shorter"),
         (State.COMPUTING, 12.0, {"begun": 7}, "join"),
-        (State.COMPUTING, 100.0, {}, "join"),
-        (State.COMPUTING, 100.0, {"num_candidates": 1}, "full"),
+        (State.COMPUTING, 100.0, {"begun": 1}, "join"),
+        (State.RESERVED, 100.0, {}, "full"),
         (State.HOST, 3.0, {}, "hit_host"),
         (None, 12.0, {"begun": 7}, "extend"),
         (None, 100.0, {}, "full"),
