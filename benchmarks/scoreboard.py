@@ -132,7 +132,9 @@ def _serving() -> Iterator[Row]:
     measured = records("relay", lambda one: one["workload"] == "relay-long" and not (one["overload"] or one["curve"]))
     for one in [one for one in measured if "goodput_ratio" in one["figures"]][-1:]:
         found = one["figures"]
-        without = f"without reuse {figure(found, 'goodput_ratio_no_reuse')}; published 3.6x"
+        hits = f"{found['hit_share everything']:.0%} hits; " if "hit_share everything" in found else ""
+        no_reuse = "goodput_ratio_no_reuse"
+        without = f"{hits}{f'without reuse {figure(found, no_reuse)}; ' if no_reuse in found else ''}published 3.6x"
         yield (
             "goodput over full inference at the P99 budget, relay-long",
             figure(found, "goodput_ratio"),
