@@ -174,14 +174,19 @@ def relay_ml1m(bench: Bench, options: argparse.Namespace) -> dict[str, object]:
         asked = bench.world.last_s[chosen]
         at_s = (asked - asked[0]) / max(asked[-1] - asked[0], 1) * (count / rate)
         load = relay_load.Load(at_s, bench.world.users[chosen], asked + 60)
-        for name, arm in arms.items():
-            outcome = bench.offer(arm, lambda load=load: load, budget_ms)
-            spent_ms = 1000 * outcome.cpu_s / max(len(outcome.rank_ms), 1)
-            print(
-                f"  {name:<13} {spent_ms:.2f} ms of CPU per answer  lag {outcome.lag_p99_ms:.1f} ms  {dict(outcome.paths)}"
-            )
-            if block:
-                per_answer[name].append(spent_ms)
+        spent: dict[str, float] = {}
+
+        def act(load: relay_load.Load = load, spent: dict[str, float] = spent) -> None:
+            for name, arm in arms.items():
+                outcome = bench.offer(arm, lambda: load, budget_ms)
+                spent[name] = 1000 * outcome.cpu_s / max(len(outcome.rank_ms), 1)
+                print(
+                    f"  {name:<13} {spent[name]:.2f} ms of CPU per answer  lag {outcome.lag_p99_ms:.1f} ms  {dict(outcome.paths)}"
+                )
+
+        bench.block(act)
+        for name, values in per_answer.items() if block else ():
+            values.append(spent[name])
     overhead = measure.ratio(per_answer["everything"], per_answer["full"])
     figures |= {
         "idle_cpu_overhead": round(overhead.median - 1, 4),
