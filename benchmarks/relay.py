@@ -168,17 +168,23 @@ def relay_ml1m(bench: Bench, options: argparse.Namespace) -> dict[str, object]:
     order = np.argsort(bench.world.last_s, kind="stable")
     per_answer: dict[str, list[float]] = {name: [] for name in arms}
     count = min(int(rate * bench.seconds), len(order) // 2)
-    for block in range(options.blocks + 1):
-        start = int(np.random.default_rng(block).integers(0, len(order) - count))
+    random = np.random.default_rng(SEED)
+
+    def load() -> relay_load.Load:
+        """Some hours of the log; never the same again, whose users would be known."""
+        start = int(random.integers(0, len(order) - count))
         chosen = order[start : start + count]
         asked = bench.world.last_s[chosen]
         at_s = (asked - asked[0]) / max(asked[-1] - asked[0], 1) * (count / rate)
-        load = relay_load.Load(at_s, bench.world.users[chosen], asked + 60)
+        return relay_load.Load(at_s, bench.world.users[chosen], asked + 60)
+
+    for block in range(options.blocks + 1):
         spent: dict[str, float] = {}
 
-        def act(load: relay_load.Load = load, spent: dict[str, float] = spent) -> None:
+        def act(spent: dict[str, float] = spent) -> None:
+            own = load()
             for name, arm in arms.items():
-                outcome = bench.offer(arm, lambda: load, budget_ms)
+                outcome = bench.offer(arm, lambda: own, budget_ms)
                 spent[name] = 1000 * outcome.cpu_s / max(len(outcome.rank_ms), 1)
                 print(
                     f"  {name:<13} {spent[name]:.2f} ms of CPU per answer  lag {outcome.lag_p99_ms:.1f} ms  {dict(outcome.paths)}"

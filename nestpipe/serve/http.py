@@ -30,7 +30,7 @@ from nestpipe.serve.jobs import Rank, Signal, refuse_busy
 from nestpipe.serve.numbers import Numbers
 from nestpipe.serve.openapi import bodies, document
 from nestpipe.serve.router import MAX_TICKET_CHARS, Ticket, TicketError, sign, verify
-from nestpipe.serve.trigger import ADMITTED, Reason, decide_early
+from nestpipe.serve.trigger import ADMITTED, Reason, decide_early, helps_nobody
 
 Body = dict[str, Any]
 _LATEST_S = 2**43 - 1
@@ -138,19 +138,19 @@ class Instance:
         }
 
     def _quiet_s(self, num_candidates: int) -> float:
-        """How long no signals are needed: some time, if not even the longest history is at risk with any model."""
+        """How long no signals are needed: some time, if they would help no history with any model."""
         engine, main, other = self.engine, self.engine.lineup.main, self.engine.lineup.other
-        said = {
-            decide_early(
+        is_quiet = all(
+            helps_nobody(
                 engine.trigger,
                 served.costs,
                 queue_ms=engine.queue_ms,
-                num_events=served.max_len,
+                max_events=served.max_len,
                 num_candidates=num_candidates,
             )
             for served in (main, other or main)
-        }
-        return _QUIET_S if said <= {"off", "not_at_risk"} else 0.0
+        )
+        return _QUIET_S if is_quiet else 0.0
 
     def _at_once(self, user: int, num_events: int, num_candidates: int) -> Reason | None:
         """The first reasons against a prefix, which need neither the events nor the engine: where the relay is of no use,

@@ -134,6 +134,14 @@ def decide_early(
     return "no_rescue" if costs.hit_ms(num_events, num_candidates) > left_ms else None
 
 
+def helps_nobody(config: TriggerConfig, costs: Costs, *, queue_ms: float, max_events: int, num_candidates: int) -> bool:
+    """Whether no signal would be admitted, however long its history: the longest is not at risk, or no hit is in time."""
+    left_ms = config.budget_ms - queue_ms
+    longest = decide_early(config, costs, queue_ms=queue_ms, num_events=max_events, num_candidates=num_candidates)
+    is_safe = longest in {"off", "not_at_risk"}
+    return is_safe or (config.mode != "always" and costs.hit_ms(0, num_candidates) > left_ms)
+
+
 def decide(config: TriggerConfig, costs: Costs, view: View, *, num_events: int, num_candidates: int) -> Reason:
     """'admitted', or the first reason against computing the prefix of such a request now."""
     early = decide_early(config, costs, queue_ms=view.queue_ms, num_events=num_events, num_candidates=num_candidates)

@@ -9,7 +9,7 @@ from nestpipe.serve.cache import State
 from nestpipe.serve.config import TriggerConfig
 from nestpipe.serve.jobs import choose
 from nestpipe.serve.measure import Sample, fit
-from nestpipe.serve.trigger import Bucket, View, decide
+from nestpipe.serve.trigger import Bucket, View, decide, helps_nobody
 from tests.serve.world import costs
 
 CONFIG = TriggerConfig(budget_ms=20.0, lead_ms=35.0)
@@ -46,6 +46,16 @@ def test_what_ranks_wait_for_their_turn_is_part_of_the_risk_and_of_the_rescue():
     assert found(0.0, full=15.0) == "not_at_risk"
     assert found(6.0, full=15.0) == "admitted", "15 ms behind a queue of 6 ms are more than 20 ms"
     assert found(16.0, full=15.0) == "no_rescue", "and behind one of 16 ms a hit is late as well"
+
+
+def test_no_signals_are_needed_where_nobody_is_at_risk_or_nobody_can_be_rescued():
+    def is_quiet(queue_ms, **options):
+        own, known = TriggerConfig(budget_ms=20.0, **options), costs(full=15.0, hit=5.0)
+        return helps_nobody(own, known, queue_ms=queue_ms, max_events=9, num_candidates=9)
+
+    assert [is_quiet(0.0), is_quiet(6.0), is_quiet(16.0)] == [True, False, True]
+    assert is_quiet(6.0, mode="off")
+    assert not is_quiet(16.0, mode="always")
 
 
 def test_what_is_kept_must_halve_the_next_request():
