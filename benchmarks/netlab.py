@@ -327,7 +327,7 @@ def measured(lab: Lab) -> dict[str, float]:
 
 
 def end_on_sigterm() -> None:
-    """Makes SIGTERM an exception, so that a lab is removed then too."""
+    """Makes SIGTERM an exception, so that what was started is ended then too, and a lab removed."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 
 

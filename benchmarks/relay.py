@@ -31,6 +31,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import measure
+import netlab
 import numpy as np
 import relay_load
 import relay_worlds
@@ -260,6 +261,7 @@ def main() -> None:
         "--warm", type=float, default=0.0, help="how much of the usual warm-up; 1 by default, 0.05 with --quick"
     )
     options = parser.parse_args()
+    netlab.end_on_sigterm()  # the instances end then too
     seconds, began = options.seconds or (1.0 if options.quick else 5.0), time.monotonic()
     options.warm = options.warm or (0.05 if options.quick else 1.0)
     if options.arms is None:

@@ -80,6 +80,8 @@ def figures_of(name: str, found: Mapping[str, object]) -> dict[str, object]:
             figures |= _spread(key, measure.ratio(times[base], times["nested"]))
     if sequential and "nested" in times:
         figures |= _spread("vs_sequential", measure.ratio(sequential, times["nested"]))
+    if {"sequential", "nested"} <= times.keys():
+        figures |= _spread("vs_same_parts", measure.ratio(times["sequential"], times["nested"]))
     if sequential and "torchrec-plain" in times:
         figures |= _spread("sequential_vs_torchrec_plain", measure.ratio(times["torchrec-plain"], sequential))
     if {"dense-only", "nested"} <= times.keys():
