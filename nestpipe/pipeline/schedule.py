@@ -168,11 +168,10 @@ class Schedule:
     def _all_let_pass(self) -> dict[Kind, list[Event]]:
         if not self.looks_ahead:
             return {}
-        last = self.num_parts - 1
         return {
-            "read": [Event("grads", -self.depth - 1 - _READ_AHEAD, last)],
-            "keys": [Event("rows", -self.depth - 1, last)],
-            "write": [Event("rows", 1, last)],
+            "read": [Event("grads", -self.depth - 1 - _READ_AHEAD, self.num_parts - 1)],
+            "keys": [Event("rows", -self.depth - 1)],
+            "write": [Event("rows", 1)],
         }
 
     def program(self, lane: str, num_batches: Callable[[], int | None]) -> Iterator[Event]:

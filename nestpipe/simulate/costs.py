@@ -14,8 +14,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from random import Random
 from statistics import NormalDist
+
+import numpy as np
 
 from nestpipe.pipeline.schedule import Event, Kind, Schedule
 from nestpipe.simulate.constants import Constants, dense_trips
@@ -122,7 +123,7 @@ class Costs:
         """How many times as long one rank computes a batch, where each is simulated; the same in every simulation."""
         if event.kind != "compute":
             return 1.0
-        return max(1 + self.constants.jitter * Random(f"{rank}/{event.batch}").gauss(), 0.0)
+        return max(1 + self.constants.jitter * float(np.random.default_rng([rank, event.batch]).standard_normal()), 0.0)
 
     def _cpu_s(self, event: Event) -> float:
         """Seconds of a core; messages have a share for each peer that is new."""
