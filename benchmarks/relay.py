@@ -238,7 +238,7 @@ def _settled(late: Sequence[float], count: int) -> float:
     return kept[-1] if kept else 0.0
 
 
-def main() -> None:
+def options_of() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--folder", type=Path, default=Path(tempfile.gettempdir()) / "nestpipe-relay", help="for data and runs"
@@ -261,12 +261,17 @@ def main() -> None:
         "--warm", type=float, default=0.0, help="how much of the usual warm-up; 1 by default, 0.05 with --quick"
     )
     options = parser.parse_args()
-    netlab.end_on_sigterm()  # the instances end then too
-    seconds, began = options.seconds or (1.0 if options.quick else 5.0), time.monotonic()
+    options.seconds = options.seconds or (1.0 if options.quick else 5.0)
     options.warm = options.warm or (0.05 if options.quick else 1.0)
     if options.arms is None:
         options.arms = ["no host tier"] if options.quick else list(ARMS)
     options.blocks = options.blocks or (2 if options.quick else measure.MIN_BLOCKS)
+    return options
+
+
+def main() -> None:
+    options, began = options_of(), time.monotonic()
+    netlab.end_on_sigterm()  # the instances end then too
     if hasattr(os, "sched_setaffinity") and (os.cpu_count() or 1) > 1:
         os.sched_setaffinity(0, {1})
     if options.ml1m:
@@ -278,7 +283,7 @@ def main() -> None:
         act = overload if options.overload else curve if options.curve else longest if options.history else relay_long
         workload = "relay-long"
     with ExitStack() as stack:
-        bench = Bench(world, seconds=seconds, stack=stack, dry=options.dry)
+        bench = Bench(world, seconds=options.seconds, stack=stack, dry=options.dry)
         figures = act(bench, options)
     minutes = (time.monotonic() - began) / 60
     figures |= {
@@ -291,7 +296,7 @@ def main() -> None:
     settings = {
         "workload": workload,
         "quick": options.quick,
-        "seconds": seconds,
+        "seconds": options.seconds,
         "blocks": options.blocks,
         "curve": options.curve,
         "history": options.history,

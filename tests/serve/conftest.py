@@ -1,11 +1,11 @@
-"""One log and two trained rankers for all tests of serving."""
+"""One log and two trained rankers for all tests of serving, and an engine whose clock stands still."""
 
 from __future__ import annotations
 
 import pytest
 
 from nestpipe.serve.model import open_served
-from tests.serve.world import make_log, make_run
+from tests.serve.world import Clock, make_engine, make_log, make_run
 
 
 @pytest.fixture(scope="session")
@@ -36,3 +36,13 @@ def served(runs, tmp_path_factory):
         return found[backbone]
 
     return of
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def engine(runs, served, tmp_path, clock):
+    return make_engine(runs("hstu"), tmp_path, clock=clock, served=served())

@@ -27,7 +27,6 @@ from tests.serve.world import (
     BLOCK,
     MAX_LEN,
     NUM_ITEMS,
-    Clock,
     costs,
     evaluated,
     make_engine,
@@ -38,16 +37,6 @@ from tests.serve.world import (
 
 EXACT = 1e-5  # of scores of order one in 32 bits: the contract's tolerance
 ITEMS = tuple(range(NUM_ITEMS))
-
-
-@pytest.fixture
-def clock():
-    return Clock()
-
-
-@pytest.fixture
-def engine(runs, served, tmp_path, clock):
-    return make_engine(runs("hstu"), tmp_path, clock=clock, served=served())
 
 
 def answer(engine, user, items=ITEMS, **fields):

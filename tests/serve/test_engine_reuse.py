@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from nestpipe.serve.config import TriggerConfig
 from nestpipe.serve.measure import Sample, fit
 from nestpipe.serve.prefix import Served
 from tests.serve.test_engine import ITEMS, add, answer, asked_of, same
-from tests.serve.world import Clock, costs, make_engine, rank, settle, signal
-
-
-@pytest.fixture
-def clock():
-    return Clock()
-
-
-@pytest.fixture
-def engine(runs, served, tmp_path, clock):
-    return make_engine(runs("hstu"), tmp_path, clock=clock, served=served())
+from tests.serve.world import costs, make_engine, rank, settle, signal
 
 
 def test_a_joiner_waits_as_long_as_waiting_is_in_time(runs, served, tmp_path, clock, monkeypatch):
@@ -136,42 +128,36 @@ def test_waiting_for_a_turn_is_what_makes_risk(runs, served, tmp_path, clock):
     assert said() in {"not_at_risk", "already_live"}, "what was long ago does not count"
 
 
-@pytest.mark.parametrize("signalled", [False, True])
-def test_what_cannot_be_kept_leaves_nothing_behind(runs, served, tmp_path, clock, monkeypatch, caplog, signalled):
-    trigger = TriggerConfig(budget_ms=9.0, lead_ms=35.0, burst_ms=1e9)
-    known = costs(full=10, hit=1, pre=12)
+def ranked_late(runs, served, tmp_path, clock, monkeypatch, *, signalled, wrap):
+    """The engine after a request that comes too late for its prefix, with full inference wrapped."""
+    trigger, known = TriggerConfig(budget_ms=9.0, lead_ms=35.0, burst_ms=1e9), costs(full=10, hit=1, pre=12)
     engine = make_engine(runs("hstu"), tmp_path, clock=clock, served=served(), known=known, trigger=trigger)
     made = Served.scores_and_prefixes
-
-    def broken(self, *arguments):
-        return made(self, *arguments)[0], lambda _: 1 / 0
-
-    monkeypatch.setattr(Served, "scores_and_prefixes", broken)
+    monkeypatch.setattr(Served, "scores_and_prefixes", lambda self, *asked: wrap(engine, partial(made, self, *asked)))
     if signalled:
         signal(engine, 3)
         engine._take_in()
     job = rank(engine, 3, ITEMS, slack_s=0.011)
     settle(engine)
     assert job.reply.result(0).path == "full"
+    return engine
+
+
+@pytest.mark.parametrize("signalled", [False, True])
+def test_what_cannot_be_kept_leaves_nothing_behind(runs, served, tmp_path, clock, monkeypatch, caplog, signalled):
+    def broken(engine, make):
+        return make()[0], lambda _: 1 / 0
+
+    engine = ranked_late(runs, served, tmp_path, clock, monkeypatch, signalled=signalled, wrap=broken)
     assert "could not be kept" in caplog.text
     assert (len(engine.cache), engine.cache.device.reserved, engine.cache.host.reserved) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("signalled", [False, True])
 def test_what_was_made_while_its_user_was_invalidated_is_dropped(runs, served, tmp_path, clock, monkeypatch, signalled):
-    trigger, known = TriggerConfig(budget_ms=9.0, lead_ms=35.0, burst_ms=1e9), costs(full=10, hit=1, pre=12)
-    engine = make_engine(runs("hstu"), tmp_path, clock=clock, served=served(), known=known, trigger=trigger)
-    made = Served.scores_and_prefixes
-
-    def interrupted(self, *arguments):
+    def interrupted(engine, make):
         engine.cache.invalidate(3)  # by another thread, in the middle of it
-        return made(self, *arguments)
+        return make()
 
-    monkeypatch.setattr(Served, "scores_and_prefixes", interrupted)
-    if signalled:
-        signal(engine, 3)
-        engine._take_in()
-    job = rank(engine, 3, ITEMS, slack_s=0.011)
-    settle(engine)
-    assert job.reply.result(0).path == "full"
+    engine = ranked_late(runs, served, tmp_path, clock, monkeypatch, signalled=signalled, wrap=interrupted)
     assert not len(engine.cache), "a byte of the user came back"
