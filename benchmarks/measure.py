@@ -16,11 +16,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar, cast
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).resolve().parent / "results"
 MIN_BLOCKS = 9
+T = TypeVar("T")
 Verdict = Literal["met", "missed", "undecided"]
 
 
@@ -125,6 +126,36 @@ def append(name: str, line: Mapping[str, object], *, folder: Path = RESULTS) -> 
     with path.open("a") as file:
         file.write(json.dumps(line) + "\n")
     return path
+
+
+class Kept:
+    """Parts of a long run, each written when it is done: the same command goes on after the last of them.
+
+    Parts are of one commit and one set of settings; those of another are not taken over.
+    """
+
+    def __init__(self, path: Path, settings: Mapping[str, object]):
+        self._path, key = path, json.loads(json.dumps({"commit": commit(), "settings": settings}))
+        lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        self._found: dict[str, object] = {}
+        if lines and lines[0] == key:
+            self._found = {name: value for line in lines[1:] for name, value in line.items()}
+            print(f"goes on after {', '.join(self._found) or 'nothing'} ({path})")
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(key) + "\n")
+
+    def once(self, name: str, act: Callable[[], T]) -> T:
+        """What was found under a name, now or in a run before; it has to be what JSON can hold."""
+        if name not in self._found:
+            self._found[name] = act()
+            with self._path.open("a") as file:
+                file.write(json.dumps({name: self._found[name]}) + "\n")
+        return cast(T, self._found[name])
+
+    def clear(self) -> None:
+        """All parts are in a record."""
+        self._path.unlink(missing_ok=True)
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

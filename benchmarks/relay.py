@@ -16,7 +16,7 @@ answer over that of full inference.
 Arms that keep prefixes are warm before they are measured (relay_bench.py); the table has the share of hits. The longest history
 is found at the rate that full inference reached on the workload. A load ends as soon as it cannot keep the budget any more.
 Loads in which the generator was late are void and repeated; a block in which one stays void is dropped for all arms and done
-again; if even that stays void, the figures say so and are not recorded.
+again; if even that stays void, the run ends. Blocks are kept in --folder: the same command goes on after the last of them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -35,8 +36,10 @@ import netlab
 import numpy as np
 import relay_load
 import relay_worlds
-from relay_bench import Bench
+from relay_bench import Bench, Reached, Running
 from relay_worlds import ARMS, SEED
+
+from nestpipe.serve.jobs import HITS
 
 BUDGET = 2.0
 CURVE = (1.2, 1.5, 2.0, 3.0, 5.0)
@@ -47,76 +50,91 @@ WARM_S = {"always": 40.0, "no affinity": 40.0, "everything": 140.0}
 RECOVERY_S = 5.0
 
 
-def relay_long(bench: Bench, options: argparse.Namespace) -> dict[str, object]:
+def unloaded(bench: Bench, full: Running, kept: measure.Kept, *, repeats: int = 31) -> float:
+    """The latency that sets the budget: measured once, before any arm runs."""
+    p90 = int(np.percentile(bench.world.lengths, 90))
+    found = kept.once("unloaded_ms", lambda: bench.unloaded_ms(full, p90, repeats=repeats))
+    print(f"full inference, unloaded, {p90} events: {found:.1f} ms; budget {BUDGET * found:.1f} ms")
+    return found
+
+
+def relay_long(bench: Bench, options: argparse.Namespace, kept: measure.Kept) -> dict[str, object]:
     names = [name for name in ARMS if name in {*MAIN, *options.arms}]
     arms = {"full": bench.start("full", budget_ms=1000.0)}
-    p90 = int(np.percentile(bench.world.lengths, 90))
-    unloaded_ms = bench.unloaded_ms(arms["full"], p90, repeats=9 if options.quick else 31)
+    unloaded_ms = unloaded(bench, arms["full"], kept, repeats=9 if options.quick else 31)
     budget_ms = BUDGET * unloaded_ms
-    print(f"full inference, unloaded, {p90} events: {unloaded_ms:.1f} ms; budget {budget_ms:.1f} ms")
     for name in names[1:]:
         arms[name] = bench.start(name, budget_ms=budget_ms)
-    for name, arm in arms.items():
-        arm.rate = 300 / unloaded_ms
         if warm_s := options.warm * WARM_S.get(name, 0.0):
-            bench.warm_up(arm, warm_s)
-        bench.goodput(arm, budget_ms)  # the first one finds the rate
+            bench.warm_up(arms[name], warm_s)
+
+    def search(arm: Running) -> float:
+        arm.rate = 300 / unloaded_ms
+        bench.goodput(arm, budget_ms)
+        return arm.rate
+
+    for name, arm in arms.items():
+        arm.rate, arm.is_found = kept.once(f"rate of {name}", lambda arm=arm: search(arm)), True
     bench.num_void = 0  # rates are found again in every block
-    blocks: list[dict[str, float]] = []
+    blocks = []
     for number in range(options.blocks):
-        asked = {name: arm for name, arm in arms.items() if number < SIDE_BLOCKS or name in MAIN}
-        blocks.append({})
-        bench.block(lambda: blocks[-1].update({name: bench.goodput(arm, budget_ms) for name, arm in asked.items()}))  # noqa: B023
-    found = {name: [block[name] for block in blocks if name in block] for name in names}
-    if min(found["full"]) == 0:
-        raise RuntimeError(
-            "full inference alone missed the budget at every rate: the machine is not quiet; nothing is reported"
-        )
-    figures: dict[str, object] = {
-        "p90_events": p90,
+        asked = [arm for name, arm in arms.items() if number < SIDE_BLOCKS or name in MAIN]
+        act = lambda: {arm.name: bench.reached(arm, budget_ms) for arm in asked}  # noqa: B023, E731
+        blocks.append(kept.once(f"block {number + 1}", lambda: bench.block(act)))  # noqa: B023
+        for arm in asked:
+            arm.rate = blocks[-1][arm.name]["rate"]
+    return {
+        "p90_events": int(np.percentile(bench.world.lengths, 90)),
         "unloaded_ms": round(unloaded_ms, 2),
         "budget_ms": round(budget_ms, 2),
+        **goodput_figures(names, blocks),
+        **{f"warm_requests {name}": arm.num_warm for name, arm in arms.items() if arm.num_warm},
     }
+
+
+def goodput_figures(names: Sequence[str], blocks: Sequence[Mapping[str, Reached]]) -> dict[str, object]:
+    """Each arm over full inference, block by block; what paths its answers took."""
+    figures: dict[str, object] = {}
     rows = []
     for name in names:
-        spread = measure.ratio(found[name], found["full"][: len(found[name])])
+        own = [block[name] for block in blocks if name in block]
+        full = [block["full"]["per_s"] for block in blocks if name in block]
+        if min(full) == 0:
+            raise SystemExit(
+                "full inference alone missed the budget at every rate: the machine is not quiet; no figures"
+            )
+        spread = measure.ratio([one["per_s"] for one in own], full)
         key = {"everything": "goodput_ratio", "no host tier": "goodput_ratio_no_reuse"}.get(
             name, f"goodput_ratio {name}"
         )
-        figures |= {key: round(spread.median, 3), f"{key}_range": spread.range}
-        figures[f"goodput_per_s {name}"] = [round(one, 2) for one in found[name]]
-        figures[f"paths {name}"] = relay_load.summary(arms[name].outcomes)
-        figures |= {f"hit_share {name}": round(arms[name].hit_share(), 3), f"warm_requests {name}": arms[name].num_warm}
-        rows.append(
-            [
-                name,
-                f"{np.median(found[name]):.1f}",
-                str(spread),
-                measure.verdict(spread, at_least=3.6),
-                f"{arms[name].hit_share():.0%}",
-                f"{ARMS[name].host_bytes * ARMS[name].num_instances / 2**30:.0f} GiB",
-            ]
-        )
+        paths = sum((Counter(one["paths"]) for one in own), Counter[str]())
+        hits = sum(paths[path] for path in HITS) / max(paths.total(), 1)
+        figures |= {
+            key: round(spread.median, 3),
+            f"{key}_range": spread.range,
+            f"goodput_per_s {name}": [round(one["per_s"], 2) for one in own],
+            f"paths {name}": dict(paths.most_common()),
+            f"hit_share {name}": round(hits, 3),
+        }
+        host = f"{ARMS[name].host_bytes * ARMS[name].num_instances / 2**30:.0f} GiB"
+        goodput = f"{np.median([one['per_s'] for one in own]):.1f}"
+        rows.append([name, goodput, str(spread), measure.verdict(spread, at_least=3.6), f"{hits:.0%}", host])
     print(measure.table(["arm", "goodput / s", "over full inference", "at least 3.6", "hits", "host tier"], rows))
     return figures
 
 
-def longest(bench: Bench, options: argparse.Namespace) -> dict[str, object]:
+def longest(bench: Bench, options: argparse.Namespace, kept: measure.Kept) -> dict[str, object]:
     """The longest history at the rate that full inference reaches on the workload."""
     full = bench.start("full", budget_ms=1000.0)
-    unloaded_ms = bench.unloaded_ms(full, int(np.percentile(bench.world.lengths, 90)), repeats=31)
+    unloaded_ms = unloaded(bench, full, kept)
     budget_ms = BUDGET * unloaded_ms
     arms = {"full": full, "everything": bench.start("everything", budget_ms=budget_ms)}
     bench.warm_up(arms["everything"], options.warm * WARM_S["everything"])
     full.rate = 300 / unloaded_ms
-    rate = options.history_load * bench.goodput(full, budget_ms)
+    rate = options.history_load * kept.once("rate of full", lambda: bench.goodput(full, budget_ms))
     bench.num_void = 0  # if that one was, the rate is another one, and the same for both
-    blocks: list[dict[str, float]] = []
-    for _ in range(HISTORY_BLOCKS):
-        blocks.append({})
-        bench.block(
-            lambda: blocks[-1].update({name: bench.longest_history(arms[name], rate, budget_ms) for name in MAIN})
-        )
+    act = lambda: {name: bench.longest_history(arms[name], rate, budget_ms) for name in MAIN}  # noqa: E731
+    blocks = [kept.once(f"block {number + 1}", lambda: bench.block(act)) for number in range(HISTORY_BLOCKS)]
     lengths = {name: [block[name] for block in blocks] for name in MAIN}
     history = measure.ratio(lengths["everything"], [max(one, 1.0) for one in lengths["full"]])
     print(
@@ -132,34 +150,35 @@ def longest(bench: Bench, options: argparse.Namespace) -> dict[str, object]:
     }
 
 
-def curve(bench: Bench, options: argparse.Namespace) -> dict[str, object]:
+def curve(bench: Bench, options: argparse.Namespace, kept: measure.Kept) -> dict[str, object]:
     """Goodput over budgets; instances are started for each, because the trigger knows its budget."""
     full = bench.start("full", budget_ms=1000.0)
-    p90 = int(np.percentile(bench.world.lengths, 90))
-    unloaded_ms = bench.unloaded_ms(full, p90, repeats=31)
-    figures: dict[str, object] = {"unloaded_ms": round(unloaded_ms, 2)}
-    rows = []
-    for factor in CURVE:
-        arms = [full, *(bench.start(name, budget_ms=factor * unloaded_ms) for name in ("no host tier", "everything"))]
-        bench.warm_up(arms[-1], options.warm * WARM_S["everything"])
-        reached = {}
-        for arm in arms:
-            arm.rate, arm.is_found = 300 / unloaded_ms, False
-            reached[arm.name] = float(np.median([bench.goodput(arm, factor * unloaded_ms) for _ in range(3)]))
-        figures[f"{factor}"] = {name: round(value, 2) for name, value in reached.items()}
-        base = max(reached["full"], 1e-9)
-        rows.append(
-            [
-                f"{factor}x",
-                f"{reached['full']:.1f}",
-                *(f"{reached[one] / base:.2f}x" for one in ("no host tier", "everything")),
+    unloaded_ms = unloaded(bench, full, kept)
+
+    def at(factor: float) -> dict[str, float]:
+        budget_ms = factor * unloaded_ms
+        with ExitStack() as stack:
+            arms = [
+                full,
+                *(bench.start(name, budget_ms=budget_ms, stack=stack) for name in ("no host tier", "everything")),
             ]
-        )
+            bench.warm_up(arms[-1], options.warm * WARM_S["everything"])
+            for arm in arms:
+                arm.rate, arm.is_found = 300 / unloaded_ms, False
+            act = lambda: {arm.name: bench.goodput(arm, budget_ms) for arm in arms}  # noqa: E731
+            blocks = [bench.block(act) for _ in range(SIDE_BLOCKS)]
+        return {arm.name: round(float(np.median([block[arm.name] for block in blocks])), 2) for arm in arms}
+
+    found = {factor: kept.once(f"{factor}x", lambda factor=factor: at(factor)) for factor in CURVE}
+    rows = [
+        [f"{factor}x", f"{one['full']:.1f}", *(f"{one[name] / max(one['full'], 1e-9):.2f}x" for name in list(one)[1:])]
+        for factor, one in found.items()
+    ]
     print(measure.table(["budget", "full / s", "host tier off", "host tier on"], rows))
-    return figures
+    return {"unloaded_ms": round(unloaded_ms, 2), **{f"{factor}": one for factor, one in found.items()}}
 
 
-def relay_ml1m(bench: Bench, options: argparse.Namespace) -> dict[str, object]:
+def relay_ml1m(bench: Bench, options: argparse.Namespace, _: measure.Kept) -> dict[str, object]:
     """CPU per answer at a moderate load: real users, asked in the order and at the distances of the log, scaled."""
     arms = {"full": bench.start("full", budget_ms=1000.0)}
     unloaded_ms = bench.unloaded_ms(arms["full"], int(np.percentile(bench.world.lengths, 90)), repeats=31)
@@ -204,7 +223,7 @@ def relay_ml1m(bench: Bench, options: argparse.Namespace) -> dict[str, object]:
     return figures
 
 
-def overload(bench: Bench, options: argparse.Namespace) -> dict[str, object]:
+def overload(bench: Bench, options: argparse.Namespace, _: measure.Kept) -> dict[str, object]:
     """Three times what an instance can do, then half of it: good answers, fast refusals, and the way back."""
     arm = bench.start("full", budget_ms=1000.0)
     unloaded_ms = bench.unloaded_ms(arm, int(np.percentile(bench.world.lengths, 90)), repeats=9)
@@ -282,17 +301,6 @@ def main() -> None:
         )
         act = overload if options.overload else curve if options.curve else longest if options.history else relay_long
         workload = "relay-long"
-    with ExitStack() as stack:
-        bench = Bench(world, seconds=options.seconds, stack=stack, dry=options.dry)
-        figures = act(bench, options)
-    minutes = (time.monotonic() - began) / 60
-    figures |= {
-        "void_loads": bench.num_void,
-        "dropped_blocks": bench.num_dropped,
-        "loads": bench.num_loads,
-        "minutes": round(minutes, 1),
-    }
-    figures["void"] = bench.num_void > 0
     settings = {
         "workload": workload,
         "quick": options.quick,
@@ -305,10 +313,23 @@ def main() -> None:
         "warm_up_s": {name: options.warm * seconds for name, seconds in WARM_S.items()},
         "host_bytes": {name: arm.host_bytes for name, arm in ARMS.items()},
     }
+    kept = measure.Kept(options.folder / "kept.jsonl", settings)
+    with ExitStack() as stack:
+        bench = Bench(world, seconds=options.seconds, stack=stack, dry=options.dry)
+        figures = act(bench, options, kept)
+    minutes = (time.monotonic() - began) / 60
+    figures |= {
+        "void_loads": bench.num_void,
+        "dropped_blocks": bench.num_dropped,
+        "loads": bench.num_loads,
+        "minutes": round(minutes, 1),
+    }
+    figures["void"] = bench.num_void > 0
     if bench.num_void:
         print(f"VOID: in {bench.num_void} of {bench.num_loads} loads the generator was late; nothing is recorded")
     elif not options.dry:
         measure.append("relay", measure.record(seed=SEED, figures=figures, settings=settings))
+    kept.clear()
     print(json.dumps(figures))
 
 

@@ -12,6 +12,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from typing import TypedDict, TypeVar
 
 import numpy as np
 import relay_load
@@ -20,11 +21,11 @@ from relay_worlds import ARMS, SEED, World
 
 from nestpipe.serve.cascade import Cascade, Request
 from nestpipe.serve.config import Stages
-from nestpipe.serve.jobs import HITS
 from nestpipe.serve.remote import Asked, Remote, Signal, make_client
 from nestpipe.serve.retrieval import Candidates
 from nestpipe.serve.router import Instance, Members
 
+T = TypeVar("T")
 Draw = Callable[[int], np.ndarray]
 GOOD_SHARE = 0.99
 HISTORY_STEP = 1.15
@@ -60,6 +61,14 @@ class Silent(Remote):
         return Signal(instance=instance, reason="off")
 
 
+class Reached(TypedDict):
+    """Of a block: good answers per second, the rate of the ladder at which they were, and the paths of all answers."""
+
+    per_s: float
+    rate: float
+    paths: dict[str, int]
+
+
 @dataclass(slots=True)
 class Running:
     """An arm's instances, and what was learned about its rate."""
@@ -79,11 +88,6 @@ class Running:
     def cpu_s(self) -> float:
         return sum(map(relay_worlds.cpu_s, self.pids))
 
-    def hit_share(self) -> float:
-        """Of all that was answered, what had a prefix."""
-        paths = relay_load.summary(self.outcomes)
-        return sum(paths.get(path, 0) for path in HITS) / max(sum(paths.values()), 1)
-
 
 class Bench:
     """Starts arms and offers loads to them."""
@@ -97,12 +101,13 @@ class Bench:
         self._candidates = Candidates(chosen, np.zeros(len(chosen), dtype=np.float32))
         self.draw = relay_load.Zipf(len(world.users), 0.8, SEED)
 
-    def start(self, name: str, *, budget_ms: float) -> Running:
+    def start(self, name: str, *, budget_ms: float, stack: ExitStack | None = None) -> Running:
+        """Starts an arm's instances, which end with the stack or with the bench."""
         arm, found = ARMS[name], Running(name, [], [])
         for number in range(arm.num_instances):
             own = f"{name.replace(' ', '-')}-{number}"
             started = relay_worlds.instance(self.world, arm, name=own, budget_ms=budget_ms, core=0)
-            one, pid = self._stack.enter_context(started)
+            one, pid = (stack or self._stack).enter_context(started)
             found.instances.append(one)
             found.pids.append(pid)
         return found
@@ -160,15 +165,19 @@ class Bench:
         found = relay_load.poisson(rate, seconds, draw or self.draw, self.world.last_s + 60, self._seed)
         return relay_load.Load(found.at_s, self.world.users[found.users], found.query_times)
 
-    def block(self, act: Callable[[], None]) -> None:
+    def block(self, act: Callable[[], T]) -> T:
         """Something measured on all arms in turn. If a load of it stays void it is dropped as a whole, and done again."""
-        for attempt in range(BLOCK_TRIES):
+        for _ in range(BLOCK_TRIES):
             before = self.num_void
-            act()
-            if self.num_void == before or self._dry or attempt == BLOCK_TRIES - 1:
-                return
+            found = act()
+            if self.num_void == before or self._dry:
+                return found
             self.num_void, self.num_dropped = before, self.num_dropped + 1
             print("  the block is dropped and done again", flush=True)
+        raise SystemExit(
+            f"VOID: in each of {BLOCK_TRIES} tries the generator was late in a load: the machine is not quiet. What was"
+            " measured before is kept; the same command goes on from there"
+        )
 
     def offer(
         self, arm: Running, make: Callable[[], relay_load.Load], budget_ms: float, *, good_share: float = 0.0
@@ -232,6 +241,12 @@ class Bench:
 
         arm.rate = relay_load.highest_rate(is_met, start=arm.rate, step=RATE_STEP) or arm.rate / RATE_STEP
         return max(best.values())
+
+    def reached(self, arm: Running, budget_ms: float) -> Reached:
+        """The same, with its rate and its paths, as a block keeps it."""
+        before = len(arm.outcomes)
+        per_s = self.goodput(arm, budget_ms)
+        return {"per_s": per_s, "rate": arm.rate, "paths": relay_load.summary(arm.outcomes[before:])}
 
     def longest_history(self, arm: Running, rate: float, budget_ms: float) -> float:
         """The longest history, about the same for all users, that keeps the budget at a rate; users stay as popular as they are."""

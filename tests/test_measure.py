@@ -100,3 +100,28 @@ def test_what_searching_cost_counts_against_settings_that_choose_themselves(monk
     assert found["short"]["adaptive_over_best_median"] == 1.0
     assert found["short"]["worst_fixed_over_best"] == pytest.approx(1.1905)
     assert [found[half]["verdict"] for half in ("short", "long")] == ["missed", "met"]
+
+
+def test_parts_of_a_long_run_are_kept_until_it_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, calls = tmp_path / "new" / "kept.jsonl", []
+
+    def part(name: str) -> dict[str, float]:
+        calls.append(name)
+        return {name: 0.1 + len(calls)}
+
+    first = measure.Kept(path, {"blocks": 9})
+    found = first.once("a", lambda: part("a"))
+    with pytest.raises(KeyboardInterrupt):
+        first.once("b", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
+    again = measure.Kept(path, {"blocks": 9})
+    assert again.once("a", lambda: part("a")) == found == {"a": 1.1}
+    assert again.once("b", lambda: part("b")) == {"b": 2.1}
+    assert calls == ["a", "b"], "a was there, b had not been measured to its end"
+    measure.Kept(path, {"blocks": 3}).once("a", lambda: part("a"))
+    assert calls == ["a", "b", "a"], "other settings: nothing is taken over"
+    monkeypatch.setattr(measure, "commit", lambda: "another")
+    last = measure.Kept(path, {"blocks": 3})
+    last.once("a", lambda: part("a"))
+    assert len(calls) == 4, "another commit: nothing is taken over"
+    last.clear()
+    assert not path.exists()
