@@ -23,6 +23,7 @@ import numpy as np
 
 from nestpipe.serve.cascade import Cascade, Request
 from nestpipe.serve.retrieval import Candidates, Ints
+from nestpipe.serve.server import spare_what_is_loaded
 
 MAX_LAG_MS = 2.0
 MAX_UNDER_WAY = 512
@@ -171,6 +172,7 @@ async def offer(
             outcome.lag_ms.append(max(time.monotonic() - start - at_s, 0.0) * 1e3)
             loop.call_soon_threadsafe(start_one, number)
 
+    spare_what_is_loaded()
     before = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_S)
     start = time.monotonic()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import os
 import re
 import signal
@@ -14,11 +15,12 @@ import threading
 
 import httpx
 import pytest
+from starlette.applications import Starlette
 
 from nestpipe.cli import main
 from nestpipe.errors import ConfigError
 from nestpipe.serve.command import kept_secret
-from nestpipe.serve.server import bind
+from nestpipe.serve.server import bind, run_apps
 from tests.loopback import LoopbackOnly
 from tests.serve.world import ASKED
 from tests.worlds import small_config, small_log
@@ -162,3 +164,22 @@ def test_it_answers_and_ctrl_c_drains(process, guard, runs):
     assert "what is under way is answered first" in process.stderr.read()
     assert guard.num_processes() >= 1
     assert not guard.refused(), "an instance talks to nobody but those who ask it"
+
+
+def test_the_collector_leaves_alone_what_was_loaded_before_the_first_request() -> None:
+    async def serve() -> tuple[int, int]:
+        found: list[tuple[int, int]] = []
+
+        def started() -> None:
+            found.append((gc.get_freeze_count(), len(gc.get_objects())))
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        await run_apps([(Starlette(), bind("127.0.0.1", 0))], on_stop=lambda: None, started=started)
+        return found[0]
+
+    try:
+        num_spared, num_looked_at = asyncio.run(serve())
+        assert num_spared > 10_000, "a process with torch has many more"
+        assert num_looked_at < num_spared / 10
+    finally:
+        gc.unfreeze()
