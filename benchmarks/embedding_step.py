@@ -56,9 +56,10 @@ def our_step() -> Callable[[torch.Tensor], None]:
     from nestpipe.embedding.optim import AdaGrad
     from nestpipe.embedding.owner import Owners
     from nestpipe.embedding.route import route
-    from nestpipe.embedding.sharded import Sharded, Window
+    from nestpipe.embedding.sharded import Sharded
     from nestpipe.embedding.spec import Lookup, TableSpec
     from nestpipe.embedding.table import Table
+    from nestpipe.embedding.window import Window
 
     config = EmbeddingConfig(optimizer="adagrad", lr=LR, eps=1e-8)
     table = Table(TableSpec(name="item", dim=DIM), AdaGrad(config), seed=SEED)

@@ -12,7 +12,9 @@ import os
 import platform
 import statistics
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -156,6 +158,32 @@ class Kept:
     def clear(self) -> None:
         """All parts are in a record."""
         self._path.unlink(missing_ok=True)
+
+
+@contextmanager
+def cores_awake() -> Iterator[None]:
+    """Keeps all cores from falling asleep, by a process on each that runs only when nothing else does.
+
+    A virtual core that sleeps is woken by its host, which on a shared one takes milliseconds now and then: a thread that waited
+    for 50 ms was up to 2.4 ms late at its 99th percentile, and 0.5 ms with this (one machine, 300 waits each).
+    """
+    if not hasattr(os, "SCHED_IDLE"):
+        yield
+        return
+    program = "import os, sys\nos.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))\n"
+    program += "os.sched_setaffinity(0, {int(sys.argv[1])})\nparent = os.getppid()\n"
+    program += (
+        "while os.getppid() == parent:\n    for _ in range(10**6): pass\n"  # ends with its parent, however that ends
+    )
+    idlers = [
+        subprocess.Popen([sys.executable, "-S", "-c", program, str(core)]) for core in sorted(os.sched_getaffinity(0))
+    ]
+    try:
+        yield
+    finally:
+        for one in idlers:
+            one.kill()
+            one.wait()
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -289,8 +289,13 @@ def options_of() -> argparse.Namespace:
 
 
 def main() -> None:
-    options, began = options_of(), time.monotonic()
     netlab.end_on_sigterm()  # the instances end then too
+    with measure.cores_awake():
+        measured()
+
+
+def measured() -> None:
+    options, began = options_of(), time.monotonic()
     if hasattr(os, "sched_setaffinity") and (os.cpu_count() or 1) > 1:
         os.sched_setaffinity(0, {1})
     if options.ml1m:

@@ -30,7 +30,7 @@ from nestpipe.jagged import Batch, Cursor, Jagged
 from nestpipe.model import Coupling, Output
 from nestpipe.models.config import HSTUConfig
 from nestpipe.models.hstu import HSTU
-from nestpipe.overlap import CAUSES, steps_of
+from nestpipe.overlap import CAUSES, steps_of, waited_for_others_ns
 from nestpipe.pipeline import stages
 from nestpipe.pipeline.dense import Dense
 from nestpipe.pipeline.parts import PartsConfig
@@ -295,9 +295,9 @@ def _measure(settings: Settings) -> None:
     exact = [arm for name, arm in ours.items() if name not in ("stale", "sequential-1")]
     result = {
         "times": times,
-        "cpu_ms": {name: round(1e3 * one.process_s, 2) for name, one in cpu.items()},
+        "cpu_ms": _of_busiest(cpu, lanes.control),
         "bitwise_equal": same_bits(exact, lanes.control) if len(exact) > 1 else None,
-        "trace": _trace(ours["nested"]) if "nested" in ours else {},
+        "trace": _trace(ours["nested"], lanes.control) if "nested" in ours else {},
     }
     gathered = lanes.control.all_gather_bytes(json.dumps(result["trace"]).encode())
     result["trace"] = [json.loads(one) for one in gathered]
@@ -306,6 +306,12 @@ def _measure(settings: Settings) -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     world.close()
+
+
+def _of_busiest(cpu: Mapping[str, Cpu], control: Lane) -> dict[str, float]:
+    """CPU milliseconds of a step by arm, of the rank that takes most."""
+    ranks = control.all_gather_floats([1e3 * one.process_s for one in cpu.values()])
+    return {name: round(max(own), 2) for name, own in zip(cpu, zip(*ranks, strict=True), strict=True)}
 
 
 def _peer(settings: Settings, data: list[Batch], world: World, *, pipelined: bool) -> Callable[[int], None]:
@@ -324,10 +330,13 @@ def _peer(settings: Settings, data: list[Batch], world: World, *, pipelined: boo
     )
 
 
-def _trace(arm: OurArm) -> dict[str, object]:
-    """Sums over the recorded steps of the nested arm."""
+def _trace(arm: OurArm, control: Lane) -> dict[str, object]:
+    """Sums over the recorded steps of the nested arm. Every rank must call it."""
     # A block begins with an empty pipeline, and before its first step other arms ran.
     found = [one for one in steps_of(arm.recorder.snapshot()) if one.batch % arm.settings.num_steps >= _FILLING]
+    ends = control.all_gather_bytes(json.dumps({one.batch: one.computed_ns for one in found}).encode())
+    computed = [json.loads(own) for own in ends]
+    untils = [max(own.get(str(one.batch), 0) for own in computed) for one in found]
     time_ns = {cause: sum(step.time_ns(cause) for step in found) for cause in CAUSES}
     seen_ns = {cause: sum(step.seen_ns.get(cause, 0) for step in found) for cause in CAUSES}
     edges = (("rows", 0), ("grads", arm.settings.parts - 1))  # if these are split, their hot halves
@@ -338,6 +347,7 @@ def _trace(arm: OurArm) -> dict[str, object]:
         "total_ns": sum(step.total_ns for step in found),
         "time_ns": time_ns,
         "seen_ns": seen_ns,
+        "others_ns": sum(map(waited_for_others_ns, found, untils)),
         "edge_bytes": 2 * sum(edge_bytes) / len(edge_bytes),
         "num_rows": {kind: sum(step.num_rows.get(kind, 0) for step in found) for kind in kinds},
         "num_bytes": sum(sum(step.num_bytes.values()) for step in found),

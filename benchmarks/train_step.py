@@ -87,7 +87,8 @@ def figures_of(name: str, found: Mapping[str, object]) -> dict[str, object]:
     if {"dense-only", "nested"} <= times.keys():
         figures |= _spread("over_dense_only", measure.ratio(times["nested"], times["dense-only"]))
     if "nested" in times:
-        figures |= _overlap(name, found["trace"])  # type: ignore[arg-type]
+        step_ms = 1e3 * measure.Spread.of(times["nested"]).median
+        figures |= _overlap(name, found["trace"], step_ms, found["cpu_ms"]["nested"])  # type: ignore[arg-type,index]
     return figures
 
 
@@ -95,8 +96,14 @@ def _spread(key: str, spread: measure.Spread) -> dict[str, object]:
     return {key: round(spread.median, 4), f"{key}_range": spread.range}
 
 
-def _overlap(name: str, ranks: list[dict[str, object]]) -> dict[str, object]:
-    """What the traces of the nested arm say; exposed = time that compute waits / time that it takes."""
+def _overlap(name: str, ranks: list[dict[str, object]], step_ms: float, cpu_ms: float) -> dict[str, object]:
+    """What the traces of the nested arm say; exposed = time that compute waits / time that it takes.
+
+    Communication is exposed at least for as long as the first rows and the last gradients (of a split schedule: their hot
+    halves) need on the line, with a delay each; and for as long as the line needs for all messages of a step beyond what compute
+    takes. No step is shorter than its bytes on the line or the CPU time of its rank. Time in which another rank still computes the
+    batch is told apart: no message could have come.
+    """
 
     def total(key: str, cause: str) -> int:
         return sum(rank[key][cause] for rank in ranks)  # type: ignore[index]
@@ -104,21 +111,36 @@ def _overlap(name: str, ranks: list[dict[str, object]]) -> dict[str, object]:
     rate, delay_ms = NETWORKS[name]
     steps = sum(rank["num_steps"] for rank in ranks)  # type: ignore[misc]
     all_ns: int = sum(rank["total_ns"] for rank in ranks)  # type: ignore[misc]
+    others_ns: int = sum(rank["others_ns"] for rank in ranks)  # type: ignore[misc]
     rows = {kind: total("num_rows", kind) for kind in ("rows", "grads", "keys")}
+    exposed_ms = (total("time_ns", "communication") - others_ns) / steps / 1e6
     figures: dict[str, object] = {
+        "step_ms": round(step_ms, 2),
         "busy_share": round(total("time_ns", "busy") / all_ns, 4),
         "exposed_lookup": round(total("time_ns", "lookup") / max(total("seen_ns", "lookup"), 1), 4),
         "exposed_comm": round(total("time_ns", "communication") / max(total("seen_ns", "communication"), 1), 4),
+        "busy_ms": round(total("time_ns", "busy") / steps / 1e6, 2),
         "exposed_lookup_ms": round(total("time_ns", "lookup") / steps / 1e6, 2),
-        "exposed_comm_ms": round(total("time_ns", "communication") / steps / 1e6, 2),
+        "exposed_comm_ms": round(exposed_ms, 2),
+        "slower_rank_ms": round(others_ns / steps / 1e6, 2),
         "bubble_ms": round(total("time_ns", "bubble") / steps / 1e6, 2),
         "rows_sent_ratio": round((rows["rows"] + rows["grads"]) / 2 / max(rows["keys"], 1), 4),
     }
+    bound_ms = cpu_ms
     if rate:
-        edge_s = max(rank["edge_bytes"] for rank in ranks) * 8 / netlab.bits_per_s(rate) + 2e-3 * delay_ms  # type: ignore[type-var,operator]
-        seen_s = total("seen_ns", "communication") / steps / 1e9
-        figures |= {"exposed_comm_floor": round(edge_s / seen_s, 4), "exposed_comm_floor_ms": round(1e3 * edge_s, 2)}
-    return figures
+        ms_per_byte = 8e3 / netlab.bits_per_s(rate)
+        edge_ms = max(rank["edge_bytes"] for rank in ranks) * ms_per_byte + 2 * delay_ms  # type: ignore[type-var,operator]
+        wire_ms = max(rank["num_bytes"] / rank["num_steps"] for rank in ranks) * ms_per_byte  # type: ignore[type-var,operator]
+        floor_ms = max(edge_ms, wire_ms - total("time_ns", "busy") / steps / 1e6)
+        bound_ms = max(wire_ms, cpu_ms)
+        figures |= {
+            "exposed_comm_floor": round(floor_ms * 1e6 * steps / total("seen_ns", "communication"), 4),
+            "exposed_comm_floor_ms": round(floor_ms, 2),
+            "edge_ms": round(edge_ms, 2),
+            "wire_ms": round(wire_ms, 2),
+            "exposed_comm_over_floor": round(exposed_ms / floor_ms, 4),
+        }
+    return figures | {"step_over_bound": round(step_ms / bound_ms, 4)}
 
 
 def report(name: str, found: Mapping[str, object], figures: Mapping[str, object], options: argparse.Namespace) -> None:

@@ -19,6 +19,9 @@ be the reason. An instant belongs to the first of these that is true:
     4  lookup          read, keys or retrieve is not finished
     5  communication   post, rows, grads, merge, flag, dense sum or norm is not finished
     6  bubble
+
+Ranks of a synchronous step wait for the slowest of them, and what they wait with is a message. `waited_for_others_ns` says how
+much of the communication that was: after this rank had computed the batch, and before the last one had.
 """
 
 from __future__ import annotations
@@ -65,6 +68,7 @@ class Step:
     seen_ns: dict[Cause, int]  # how long lookup and communication of the batch were seen to take, hidden or not
     num_bytes: dict[str, int]  # sent, by kind of event
     num_rows: dict[str, int]  # rows and grads sent, keys asked for
+    computed_ns: int = 0  # when the last part was computed
 
     @property
     def begin_ns(self) -> int:
@@ -80,6 +84,12 @@ class Step:
 
     def time_ns(self, cause: Cause) -> int:
         return sum(piece.end_ns - piece.begin_ns for piece in self.pieces if piece.cause == cause)
+
+
+def waited_for_others_ns(step: Step, until_ns: int) -> int:
+    """Of the communication of a step: what passed while another rank still computed the batch, which the last did until then."""
+    own = (piece for piece in step.pieces if piece.cause == "communication")
+    return sum(max(min(piece.end_ns, until_ns) - max(piece.begin_ns, step.computed_ns), 0) for piece in own)
 
 
 def steps_of(trace: RankTrace) -> list[Step]:
@@ -133,7 +143,8 @@ def _step(rank: int, batch: int, pieces: tuple[Piece, ...], spans: list[Span]) -
         num_rows[span.kind.removeprefix("cold ")] += span.num_rows  # both halves of a message
     sent = {kind: number for kind, number in num_bytes.items() if number}
     rows = {kind: number for kind, number in num_rows.items() if number}
-    return Step(rank, batch, pieces, seen, sent, rows)
+    computed_ns = max((span.end_ns for span in spans if span.kind == "compute"), default=0)
+    return Step(rank, batch, pieces, seen, sent, rows, computed_ns)
 
 
 def _divide(begin_ns: int, spans: Iterable[Span], others: _Others) -> Iterator[Piece]:

@@ -11,7 +11,7 @@ from rich.console import Group
 from rich.table import Table
 
 from nestpipe.errors import DataError
-from nestpipe.overlap import CAUSES, Cause, Step, steps_of
+from nestpipe.overlap import CAUSES, Cause, Step, steps_of, waited_for_others_ns
 from nestpipe.trace import KINDS, RankTrace
 
 NAMES: dict[Cause, str] = {
@@ -66,6 +66,7 @@ class Report:
     last_batch: int
     num_steps: int
     ranks: dict[int, Division]
+    waited_for_others: dict[int, float]  # by rank, of its time: communication while another rank still computed
     slowest: Division  # of each step the rank that took longest
     busy_share: float  # of the slowest rank
     exposed_lookup: float  # time that compute waited for it / its total time
@@ -85,7 +86,7 @@ class Report:
         ranks = Table(pad_edge=False)
         for table, heads in (
             (slowest, ("slowest rank of each step", "median ms", "10-90 %", "of the time")),
-            (ranks, ("rank", "median ms", *CAUSES)),
+            (ranks, ("rank", "median ms", *CAUSES, "slower rank")),
         ):
             for number, head in enumerate(heads):
                 table.add_column(head, justify="right" if number else "left", no_wrap=True)
@@ -94,7 +95,9 @@ class Report:
             slowest.add_row(name, *self.slowest.ms[cause].cells(), f"{100 * self.slowest.share[cause]:.1f} %")
         for rank, one in self.ranks.items():
             shares = (f"{100 * one.share[cause]:.1f} %" for cause in CAUSES)
-            ranks.add_row(str(rank), f"{one.step_ms.median:.2f}", *shares)
+            ranks.add_row(
+                str(rank), f"{one.step_ms.median:.2f}", *shares, f"{100 * self.waited_for_others[rank]:.1f} %"
+            )
         lines = [
             f"exposed: lookup {100 * self.exposed_lookup:.1f} %, communication {100 * self.exposed_communication:.1f} % of their time",
             "rows sent / unique keys: "
@@ -147,6 +150,7 @@ def report(
         last_batch=slowest[-1].batch,
         num_steps=len(slowest),
         ranks={own[0].rank: Division.of(own) for own in steps},
+        waited_for_others=_waited_for_others(steps),
         slowest=division,
         busy_share=division.share["busy"],
         exposed_lookup=_exposed(slowest, "lookup", totals),
@@ -159,6 +163,13 @@ def report(
 
 def _exposed(steps: Sequence[Step], cause: Cause, totals: dict[Cause, float]) -> float:
     return sum(step.time_ns(cause) for step in steps) / totals[cause] if totals[cause] else 0.0
+
+
+def _waited_for_others(steps: Sequence[Sequence[Step]]) -> dict[int, float]:
+    untils = [max(step.computed_ns for step in same) for same in zip(*steps, strict=True)]
+    return {
+        own[0].rank: sum(map(waited_for_others_ns, own, untils)) / sum(step.total_ns for step in own) for own in steps
+    }
 
 
 def _rows_sent_ratio(steps: Sequence[Sequence[Step]]) -> dict[str, float]:

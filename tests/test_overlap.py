@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nestpipe.errors import DataError
-from nestpipe.overlap import CAUSES, steps_of
+from nestpipe.overlap import CAUSES, steps_of, waited_for_others_ns
 from nestpipe.overlap_report import choose, report
 from nestpipe.pipeline.schedule import MODES
 from nestpipe.trace import KINDS, LANES, WAITS, Span, Wait
@@ -224,6 +224,25 @@ def test_a_report_of_two_ranks():
         "dense sum": 100_000,
     }
     assert json.loads(result.to_json())["slowest"]["share"]["busy"] == result.busy_share
+
+
+def test_waiting_for_a_slower_rank_is_told_from_messages():
+    """Rank 0 has computed batch 1 at 200, rank 1 at 260; then the dense sum takes 40 more on both."""
+
+    def rank(number, computed):
+        spans = (
+            compute(0, 0, 100),
+            compute(1, 100, computed),
+            event("dense", "dense sum", 1, computed, 300),
+            compute(1, 300, 310, kind="dense step", ready=computed),
+        )
+        return replace(trace_of(*spans), rank=number)
+
+    traces = [rank(0, 200), rank(1, 260)]
+    fast, slow = (steps_of(trace)[0] for trace in traces)
+    assert (fast.time_ns("communication"), slow.time_ns("communication")) == (100, 40)
+    assert (waited_for_others_ns(fast, 260), waited_for_others_ns(slow, 260)) == (60, 0)
+    assert report(traces, choose(traces)).waited_for_others == {0: 60 / fast.total_ns, 1: 0.0}
 
 
 def test_rows_that_travel_twice_show_in_the_ratio():

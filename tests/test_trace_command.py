@@ -61,7 +61,8 @@ def test_the_tables_say_where_the_time_went(capsys, monkeypatch, run):
         spread = result["slowest"]["ms"][cause]
         assert row[1:3] == [f"{spread['median']:.2f}", f"{spread['low']:.2f} - {spread['high']:.2f}"]
     assert [row[0] for row in own] == ["0", "1"]
-    for shares in ([row[3] for row in slowest[1:]], *(row[2:] for row in own)):
+    assert [row[6] for row in own] == [f"{100 * share:.1f} %" for share in result["waited_for_others"].values()]
+    for shares in ([row[3] for row in slowest[1:]], *(row[2:6] for row in own)):
         numbers = [float(share.removesuffix(" %")) for share in shares]
         assert len(numbers) == 4
         assert sum(numbers) == pytest.approx(100, abs=0.2)  # four numbers rounded to a tenth

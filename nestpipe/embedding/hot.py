@@ -15,6 +15,7 @@ hot out, the first one after it nothing that is hot in.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,29 +32,28 @@ class Hot:
     out: Tensor | None = None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Cut:
-    """Places 0 .. n-1 of something that ranks share, so many each, cut into a cold and a hot half."""
+class Half(NamedTuple):
+    """Places of one half, ascending, and how many of them each rank has."""
 
-    cold: Tensor
-    hot: Tensor
-    cold_counts: list[int]  # of each rank
-    hot_counts: list[int]
+    places: Tensor
+    counts: list[int]
+
+
+class Cut(NamedTuple):
+    """Places 0 .. n-1 of something that ranks share, so many each, cut into two halves."""
+
+    cold: Half
+    hot: Half
 
     @staticmethod
-    def of(bits: Tensor, counts: list[int]) -> Cut:
-        """By the bit of each place."""
-        cold, hot, hot_counts = cut(bits, counts)
-        return Cut(cold, hot, [count - own for count, own in zip(counts, hot_counts, strict=True)], hot_counts)
-
-    def order(self) -> Tensor:
-        """The places of the cold half, then those of the hot one."""
-        return torch.cat([self.cold, self.hot])
-
-    def halves(self, buffer: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """Room in a buffer [n, ...] for what each rank has in the cold half and in the hot one."""
-        pieces = buffer.split(self.cold_counts + self.hot_counts)
-        return list(pieces[: len(self.cold_counts)]), list(pieces[len(self.cold_counts) :])
+    def of(bits: Tensor | None, among: Tensor | int, counts: list[int]) -> Cut:
+        """By the bit of each place: of all n, or of the members `among` [n] to whom the bits belong."""
+        if not isinstance(among, int):
+            bits, among = None if bits is None else bits.index_select(0, among), len(among)
+        cold, hot, hot_counts = cut(hot_bits(bits, among), counts)
+        return Cut(
+            Half(cold, [count - own for count, own in zip(counts, hot_counts, strict=True)]), Half(hot, hot_counts)
+        )
 
 
 def hot_bits(known: Tensor | None, size: int) -> Tensor:
@@ -63,7 +63,8 @@ def hot_bits(known: Tensor | None, size: int) -> Tensor:
 
 def order_of_halves(requests: Requests, last: Cut) -> Tensor:
     """`requests.arrivals`, if those of the last part are counted through its cold half first and then through the hot one."""
-    before = len(requests.arrivals) - len(last.cold) - len(last.hot)
+    places = torch.cat([last.cold.places, last.hot.places])
+    before = len(requests.arrivals) - len(places)
     number = torch.arange(len(requests.arrivals))
-    number[before:].index_copy_(0, last.order(), torch.arange(before, len(number)))
+    number[before:].index_copy_(0, places, torch.arange(before, len(number)))
     return number.index_select(0, requests.arrivals)

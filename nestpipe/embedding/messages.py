@@ -1,4 +1,4 @@
-"""What a window knows of one table: what this rank asks for, what it owns, and the messages under way (sharded.py)."""
+"""What a window knows of one table: what this rank asks for, what it owns, and the messages under way (window.py)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ class Asked:
     grads: list[Tensor | None]  # [part]: sums [u, D] of the parts up to this one, once it has computed
     narrow: Narrow | None = None  # if some rows travel in 16 bits
     hot: Hot = field(default_factory=Hot)  # of the first leaf, and of the last one
-    halves: tuple[Tensor, Tensor] | None = None  # rows of the first leaf as they arrive, and their positions
+    halves: dict[bool, tuple[Tensor, Tensor]] = field(
+        default_factory=dict
+    )  # cold and hot rows of the first leaf, and their places
 
 
 @dataclass(slots=True, eq=False)
@@ -49,7 +51,7 @@ class SentRows:
     wanted: Tensor  # places in the owner's union of the rows that travel, asker after asker
     counts: list[int]  # of each asker
     room: list[Tensor]  # for each owner: where its rows belong
-    own: Tensor | None = None  # places of the rows that are copied to where they belong; None if own rows travel too
+    own: Tensor  # places of the rows that do not travel, but are copied to where they belong
     packed: list[Tensor] | None = None  # from each owner: bytes, if some rows travel in 16 bits
 
 
@@ -58,10 +60,12 @@ class SentSums:
     """One message of gradient sums of a table, to every owner and from every asker."""
 
     handle: Handle
-    leaving: Tensor | None  # positions in the leaf of the part, owner by owner; None for all of it
-    counts: list[int]  # for each owner
+    leaving: (
+        Tensor | None
+    )  # positions in the leaf of the part, owner by owner, of what travels; None for all of the leaf
+    own: Tensor | None  # positions of what is copied; None if it is used where it is
+    sent: list[int]  # to each owner
     arrivals: list[Tensor]  # of each asker
-    own: bool  # whether own sums travel with the others; else they are used where they are
 
 
 def computed(grads: Tensor | None) -> Tensor:

@@ -25,7 +25,8 @@ from nestpipe.comm import Handle, Lane
 from nestpipe.draw import Draw
 from nestpipe.embedding.lagging import Lagging
 from nestpipe.embedding.route import Plan, route
-from nestpipe.embedding.sharded import Sharded, Window, larger
+from nestpipe.embedding.sharded import Sharded
+from nestpipe.embedding.window import Window, larger
 from nestpipe.errors import ConfigError, TrainError
 from nestpipe.jagged import Batch
 from nestpipe.model import Model, Output, Selecting

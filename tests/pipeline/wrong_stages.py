@@ -14,14 +14,15 @@ from unittest.mock import patch
 import torch
 
 from nestpipe.comm import World
-from nestpipe.embedding import groups, sharded
+from nestpipe.embedding import groups
+from nestpipe.embedding import window as window_module
 from nestpipe.embedding.held import InPlace, Pool
 from nestpipe.embedding.ids import among
 from nestpipe.embedding.ledger import Ledger
 from nestpipe.embedding.route import own_requests
 from nestpipe.embedding.rows import Arrived
-from nestpipe.embedding.sharded import Window
 from nestpipe.embedding.table import WEIGHTS, Table
+from nestpipe.embedding.window import Window
 from nestpipe.pipeline import sequential, stages
 from nestpipe.pipeline.schedule import Kind
 from tests.pipeline import orders
@@ -59,7 +60,7 @@ def state_not_brought_home(case: Case) -> AbstractContextManager[object]:
 
 def reordered(key: Callable[[int, int], Any]) -> AbstractContextManager[object]:
     """The owner adds what arrives for a row by another key of (part, asking rank)."""
-    return patch.object(sharded, "own_requests", _sorted_by(key))
+    return patch.object(window_module, "own_requests", _sorted_by(key))
 
 
 def _sorted_by(key: Callable[[int, int], Any]) -> Callable[..., Any]:
@@ -246,7 +247,7 @@ def hot_by_one_rank(case: Case) -> AbstractContextManager[object]:
             both = torch.isin(ids, own[0]) & torch.isin(ids, own[1])
             return among(ids, others) & both.to(torch.uint8)
 
-        with patch.object(sharded, "among", among_own):
+        with patch.object(window_module, "among", among_own):
             tell(window, before, where)
 
     return patch.object(Window, "_tell_hot", telling)
