@@ -269,11 +269,13 @@ class Window:
         for name, message in self._grads[part, cold].items():
             sums, own = computed(self._asked[name].grads[part]), message.arrivals[self.home.rank]
             leaving = sums if message.leaving is None else gather_rows(sums, message.leaving)
-            sends = leaving.split(message.sent)
-            message.handle.launch(sends)
+            sends = list(leaving.split(message.sent))
             if message.own is None:
                 message.arrivals[self.home.rank] = sends[self.home.rank]
             else:
+                sends[self.home.rank] = own
+            message.handle.launch(sends)
+            if message.own is not None:
                 gather_rows(sums, message.own, own)  # nobody else waits for these
             # All of the last part leaves: its hot half comes first, and the flag that travels with it is about both.
             for values in () if cold else (sums,) if is_last else (leaving, own):
