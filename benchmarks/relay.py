@@ -13,7 +13,8 @@ answer over that of full inference.
     python benchmarks/relay.py --overload      # three times the capacity, then half of it: what is refused, and who recovers when
     python benchmarks/relay.py --quick
 
-Arms that keep prefixes are warm before they are measured (relay_bench.py); the table has the share of hits. The longest history
+Arms that keep prefixes are warm before they are measured (relay_bench.py); the table has the share of hits, and the CPU of the
+instance for each answer: on one core the arms can be no further apart than that, but for what waits behind long requests. The longest history
 is found at the rate that full inference reached on the workload. A load ends as soon as it cannot keep the budget any more.
 Loads in which the generator was late are void and repeated; a block in which one stays void is dropped for all arms and done
 again; if even that stays void, the run ends. Blocks are kept in --folder: the same command goes on after the last of them.
@@ -69,7 +70,7 @@ def relay_long(bench: Bench, options: argparse.Namespace, kept: measure.Kept) ->
             bench.warm_up(arms[name], warm_s)
 
     def search(arm: Running) -> float:
-        arm.rate = 300 / unloaded_ms
+        arm.rate = 1000 / unloaded_ms
         bench.goodput(arm, budget_ms)
         return arm.rate
 
@@ -109,17 +110,25 @@ def goodput_figures(names: Sequence[str], blocks: Sequence[Mapping[str, Reached]
         )
         paths = sum((Counter(one["paths"]) for one in own), Counter[str]())
         hits = sum(paths[path] for path in HITS) / max(paths.total(), 1)
+        cpu_ms = float(np.median([one["cpu_ms"] for one in own]))
         figures |= {
             key: round(spread.median, 3),
             f"{key}_range": spread.range,
             f"goodput_per_s {name}": [round(one["per_s"], 2) for one in own],
             f"paths {name}": dict(paths.most_common()),
             f"hit_share {name}": round(hits, 3),
+            f"cpu_ms_per_answer {name}": round(cpu_ms, 2),
         }
         host = f"{ARMS[name].host_bytes * ARMS[name].num_instances / 2**30:.0f} GiB"
         goodput = f"{np.median([one['per_s'] for one in own]):.1f}"
-        rows.append([name, goodput, str(spread), measure.verdict(spread, at_least=3.6), f"{hits:.0%}", host])
-    print(measure.table(["arm", "goodput / s", "over full inference", "at least 3.6", "hits", "host tier"], rows))
+        rows.append(
+            [name, goodput, str(spread), measure.verdict(spread, at_least=3.6), f"{hits:.0%}", f"{cpu_ms:.1f} ms", host]
+        )
+    print(
+        measure.table(
+            ["arm", "goodput / s", "over full inference", "at least 3.6", "hits", "CPU of an answer", "host tier"], rows
+        )
+    )
     return figures
 
 
@@ -130,7 +139,7 @@ def longest(bench: Bench, options: argparse.Namespace, kept: measure.Kept) -> di
     budget_ms = BUDGET * unloaded_ms
     arms = {"full": full, "everything": bench.start("everything", budget_ms=budget_ms)}
     bench.warm_up(arms["everything"], options.warm * WARM_S["everything"])
-    full.rate = 300 / unloaded_ms
+    full.rate = 1000 / unloaded_ms
     rate = options.history_load * kept.once("rate of full", lambda: bench.goodput(full, budget_ms))
     bench.num_void = 0  # if that one was, the rate is another one, and the same for both
     act = lambda: {name: bench.longest_history(arms[name], rate, budget_ms) for name in MAIN}  # noqa: E731
@@ -218,6 +227,7 @@ def relay_ml1m(bench: Bench, options: argparse.Namespace, _: measure.Kept) -> di
         "idle_cpu_overhead": round(overhead.median - 1, 4),
         "idle_cpu_overhead_range": [round(one - 1, 4) for one in overhead.range],
         "paths everything": relay_load.summary(arms["everything"].outcomes),
+        "signals everything": arms["everything"].signals(),
     }
     print(f"CPU per answer over full inference: {overhead}; at most 1.03: {measure.verdict(overhead, at_most=1.03)}")
     return figures
@@ -228,7 +238,7 @@ def overload(bench: Bench, options: argparse.Namespace, _: measure.Kept) -> dict
     arm = bench.start("full", budget_ms=1000.0)
     unloaded_ms = bench.unloaded_ms(arm, int(np.percentile(bench.world.lengths, 90)), repeats=9)
     budget_ms = BUDGET * unloaded_ms
-    arm.rate = 300 / unloaded_ms
+    arm.rate = 1000 / unloaded_ms
     capacity = bench.goodput(arm, budget_ms)
     too_much = bench.offer(arm, lambda: bench.poisson(3 * capacity, seconds=2 * bench.seconds), budget_ms)
     after = bench.offer(arm, lambda: bench.poisson(capacity / 2, seconds=3 * RECOVERY_S), budget_ms)

@@ -9,11 +9,14 @@ share of the measured requests were hits stands beside the result.
 from __future__ import annotations
 
 import asyncio
+import re
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TypedDict, TypeVar
 
+import httpx
 import numpy as np
 import relay_load
 import relay_worlds
@@ -34,6 +37,7 @@ MIN_REQUESTS = 100  # in a load, however slow; few say nothing about a 99th perc
 TRIES = 2  # of a load that is void
 BLOCK_TRIES = 4  # of a block in which one stays so
 WARM_DRAWS, WARM_AT_ONCE = 20_000, 8
+_REASON = re.compile(r'^nestpipe_reason_total\{reason="(\w+)"\} ([\d.e+]+)$', re.MULTILINE)
 
 
 class Scattered(Members):
@@ -62,11 +66,12 @@ class Silent(Remote):
 
 
 class Reached(TypedDict):
-    """Of a block: good answers per second, the rate of the ladder at which they were, and the paths of all answers."""
+    """Of a block: good answers per second, the rate of the ladder at which they were, paths of all answers and CPU for each."""
 
     per_s: float
     rate: float
     paths: dict[str, int]
+    cpu_ms: float
 
 
 @dataclass(slots=True)
@@ -81,6 +86,14 @@ class Running:
     rung: int = -1  # of histories; -1 before one is found
     num_warm: int = 0  # requests of the warm-up
     outcomes: list[relay_load.Outcome] = field(default_factory=list)
+
+    def signals(self) -> dict[str, int]:
+        """What became of the signals that its instances got so far, by reason."""
+        found: Counter[str] = Counter()
+        for one in self.instances:
+            text = httpx.get(f"{one.url}/metrics", timeout=5, trust_env=False).text
+            found.update({reason: round(float(n)) for reason, n in _REASON.findall(text)})
+        return dict(found.most_common())
 
     def members(self) -> Members:
         return Scattered(self.instances) if self.name == "no affinity" else Members(self.instances)
@@ -246,7 +259,9 @@ class Bench:
         """The same, with its rate and its paths, as a block keeps it."""
         before = len(arm.outcomes)
         per_s = self.goodput(arm, budget_ms)
-        return {"per_s": per_s, "rate": arm.rate, "paths": relay_load.summary(arm.outcomes[before:])}
+        own = arm.outcomes[before:]
+        cpu_ms = 1e3 * sum(one.cpu_s for one in own) / max(sum(len(one.rank_ms) for one in own), 1)
+        return {"per_s": per_s, "rate": arm.rate, "paths": relay_load.summary(own), "cpu_ms": cpu_ms}
 
     def longest_history(self, arm: Running, rate: float, budget_ms: float) -> float:
         """The longest history, about the same for all users, that keeps the budget at a rate; users stay as popular as they are."""

@@ -72,6 +72,11 @@ class Costs:
         done = self.expected("pre", before, 0) if before else 0.0
         return max(self.expected("pre", length, 0) - done, 0.0)
 
+    def rescues(self, length: int, candidates: int, budget_ms: float) -> bool:
+        """Whether a hit may keep a budget that full inference may miss: as often as not, and by taking half as long."""
+        is_in_time = self.usual_ms("hit", length, candidates) <= budget_ms
+        return is_in_time and self.halves(length, candidates, 0)
+
     def halves(self, length: int, candidates: int, num_bytes: int) -> bool:
         """Whether a request whose prefix was kept takes at most half as long as one in full."""
         kept_ms = self.expected("hit", length, candidates) + self.copy_ms(num_bytes)
@@ -131,15 +136,16 @@ def decide_early(
         return None
     if num_events < 2 or costs.full_ms(num_events, num_candidates) <= left_ms:
         return "not_at_risk"
-    return "no_rescue" if costs.hit_ms(num_events, num_candidates) > left_ms else None
+    return None if costs.rescues(num_events, num_candidates, config.budget_ms) else "no_rescue"
 
 
 def helps_nobody(config: TriggerConfig, costs: Costs, *, queue_ms: float, max_events: int, num_candidates: int) -> bool:
     """Whether no signal would be admitted, however long its history: the longest is not at risk, or no hit is in time."""
-    left_ms = config.budget_ms - queue_ms
     longest = decide_early(config, costs, queue_ms=queue_ms, num_events=max_events, num_candidates=num_candidates)
-    is_safe = longest in {"off", "not_at_risk"}
-    return is_safe or (config.mode != "always" and costs.hit_ms(0, num_candidates) > left_ms)
+    if config.mode == "always" or longest in {"off", "not_at_risk"}:
+        return longest is not None
+    # Said for so many candidates it holds for fewer too: of those most of the time is the history's.
+    return not costs.rescues(max_events, 1, config.budget_ms)
 
 
 def decide(config: TriggerConfig, costs: Costs, view: View, *, num_events: int, num_candidates: int) -> Reason:
