@@ -201,6 +201,12 @@ def our_state(settings: Settings, lanes: Lanes) -> TrainState:
     )
 
 
+def meet(state: TrainState, ids: Tensor) -> None:
+    """Gives ids their rows, those that this rank owns: no arm is measured while it meets new ones."""
+    own = ids.index_select(0, (state.embedding.owners.owner_of(ids) == state.embedding.rank).nonzero().flatten())
+    state.embedding.tables["item"].advance(own, 0)
+
+
 def dense_only(state: TrainState, data: list[Batch]) -> Callable[[int], None]:
     """The same parts on rows that are already there, with dense sum and dense step: what no overlap can hide."""
     works = [stages.read(state, batch, RATES, number) for number, batch in enumerate(data)]
@@ -277,7 +283,9 @@ def rank_program(settings: Settings) -> None:
 def _measure(settings: Settings) -> None:
     """Run by each rank: prints seconds per step by arm and block (the slowest rank counts), and what the traces say."""
     world = World.from_environment()
-    lanes, data = Lanes.of(world), batches(settings, world.rank)
+    lanes, everyones = Lanes.of(world), [batches(settings, rank) for rank in range(world.size)]
+    data, ids = everyones[world.rank], torch.cat([one.items.values for own in everyones for one in own]).unique()
+    del everyones
     ours: dict[str, OurArm] = {}
     runs: dict[str, Callable[[int], None]] = {}
     for name in settings.arms:
@@ -289,13 +297,14 @@ def _measure(settings: Settings) -> None:
             own = replace(settings, parts=1, ramp=1.0, cluster=False) if name == "sequential-1" else settings
             recorder = Recorder(world.rank, world.size, capacity=1 << 15, on=name == "nested")
             ours[name] = OurArm(name, own, our_state(own, lanes), data, recorder)
+            meet(ours[name].state, ids)
             runs[name] = ours[name].run
 
     times, cpu = timed(runs, settings, lanes.control)
     exact = [arm for name, arm in ours.items() if name not in ("stale", "sequential-1")]
     result = {
         "times": times,
-        "cpu_ms": _of_busiest(cpu, lanes.control),
+        "cpu_ms": _of_ranks(cpu, lanes.control),
         "bitwise_equal": same_bits(exact, lanes.control) if len(exact) > 1 else None,
         "trace": _trace(ours["nested"], lanes.control) if "nested" in ours else {},
     }
@@ -308,10 +317,10 @@ def _measure(settings: Settings) -> None:
     world.close()
 
 
-def _of_busiest(cpu: Mapping[str, Cpu], control: Lane) -> dict[str, float]:
-    """CPU milliseconds of a step by arm, of the rank that takes most."""
+def _of_ranks(cpu: Mapping[str, Cpu], control: Lane) -> dict[str, float]:
+    """CPU milliseconds of a step of a rank by arm, the mean of all ranks."""
     ranks = control.all_gather_floats([1e3 * one.process_s for one in cpu.values()])
-    return {name: round(max(own), 2) for name, own in zip(cpu, zip(*ranks, strict=True), strict=True)}
+    return {name: round(statistics.fmean(own), 2) for name, own in zip(cpu, zip(*ranks, strict=True), strict=True)}
 
 
 def _peer(settings: Settings, data: list[Batch], world: World, *, pipelined: bool) -> Callable[[int], None]:
@@ -332,8 +341,9 @@ def _peer(settings: Settings, data: list[Batch], world: World, *, pipelined: boo
 
 def _trace(arm: OurArm, control: Lane) -> dict[str, object]:
     """Sums over the recorded steps of the nested arm. Every rank must call it."""
-    # A block begins with an empty pipeline, and before its first step other arms ran.
-    found = [one for one in steps_of(arm.recorder.snapshot()) if one.batch % arm.settings.num_steps >= _FILLING]
+    # A block begins with an empty pipeline, and before its first step other arms ran; the first one is to warm up.
+    every = arm.settings.num_steps
+    found = [one for one in steps_of(arm.recorder.snapshot(every)) if one.batch % every >= _FILLING]
     ends = control.all_gather_bytes(json.dumps({one.batch: one.computed_ns for one in found}).encode())
     computed = [json.loads(own) for own in ends]
     untils = [max(own.get(str(one.batch), 0) for own in computed) for one in found]

@@ -114,8 +114,8 @@ def _generate(user: int, k: int, options: Mapping[str, Any]) -> _Call[Generated]
     return _Call("/v1/generate", {"user": user, "k": k, **_given(options)}, _reader(Generated))
 
 
-def _release(ticket: str) -> _Call[None]:
-    return _Call("/v1/release", {"ticket": ticket}, lambda answer: None, _place(None, ticket))
+def _release(ticket: str, user: int | None) -> _Call[None]:
+    return _Call("/v1/release", {"ticket": ticket}, lambda answer: None, _place(user, ticket))
 
 
 def _nothing(path: str, body: dict[str, Any]) -> _Call[None]:
@@ -191,9 +191,9 @@ class Client:
         options = {"scenario": scenario, "trigger": trigger, "history": history, "deadline_ms": deadline_ms}
         return self._send(_generate(user, k, options))
 
-    def release(self, ticket: str) -> None:
-        """Gives back a prefix that no ranking will follow."""
-        self._send(_release(ticket))
+    def release(self, ticket: str, *, user: int | None = None) -> None:
+        """Gives back a prefix that no ranking will follow. Behind nginx, which routes by the user, say whose it is."""
+        self._send(_release(ticket, user))
 
     def send_events(self, events: Sequence[Event]) -> None:
         """Adds events (id, user, item, time, features) to histories; sending the same id again changes nothing."""
@@ -289,8 +289,8 @@ class AsyncClient:
         options = {"scenario": scenario, "trigger": trigger, "history": history, "deadline_ms": deadline_ms}
         return await self._send(_generate(user, k, options))
 
-    async def release(self, ticket: str) -> None:
-        await self._send(_release(ticket))
+    async def release(self, ticket: str, *, user: int | None = None) -> None:
+        await self._send(_release(ticket, user))
 
     async def send_events(self, events: Sequence[Event]) -> None:
         await self._send(_nothing("/v1/events", {"events": list(events)}))

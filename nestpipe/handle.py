@@ -70,8 +70,8 @@ class Handle:
             for peer in self._peers():
                 self._operate(self._lane.group.recv, self._arrivals[peer], peer)
 
-    def launch(self, send: Sequence[Tensor]) -> Handle:
-        """Sends; the tensors must not change before `wait` has returned."""
+    def launch(self, send: Sequence[Tensor], *, num_rows: int | None = None) -> Handle:
+        """Sends; the tensors must not change before `wait` has returned. `num_rows` is for who watches, if they are no rows."""
         if len(send) != self._world.size:
             raise ValueError(f"{self._title} has {len(send)} sends for {self._world.size} ranks.")
         rank = self._world.rank
@@ -92,7 +92,7 @@ class Handle:
             self._launch_all_to_all(self._send)
         if watch := self._lane.watch:
             num_bytes = sum(self._send[peer].nbytes for peer in self._peers())
-            watch.launched(self._name, num_bytes, sum(map(len, send)))
+            watch.launched(self._name, num_bytes, sum(map(len, send)) if num_rows is None else num_rows)
         return self
 
     def wait_arrived(self) -> None:

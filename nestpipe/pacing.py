@@ -177,7 +177,10 @@ class Pace:
             raise ConfigError(
                 f"{path} does not exist: {other} neither tuned nor adapted its settings; leave follow out."
             )
-        return read_jsonl(path)
+        first, lines = self._state.num_steps, read_jsonl(path)
+        # What this run did before it began to follow is not what the other one did.
+        before = [line | {"step": first} for line in lines if line["step"] <= first]
+        return before[-1:] + [line for line in lines if line["step"] > first]
 
     def _write(self) -> None:
         lines = "".join(json.dumps(one) + "\n" for one in self.history).encode()
@@ -193,9 +196,9 @@ class Pace:
         recorded = max(settings.trace_steps, settings.adapt)
         if not recorded:
             return Recorder.off(), Runner(state, schedule)
-        largest = (
-            replace(settings, parts=max(settings.parts, MOST_PARTS), depth=MOST_DEPTH) if settings.adapt else settings
-        )
+        largest = settings
+        if settings.adapt or settings.tune or settings.follow or (self._run.folder / FILE).exists():  # parts may change
+            largest = replace(settings, parts=max(settings.parts, MOST_PARTS), depth=MOST_DEPTH)
         most = largest.schedule(state.num_steps, clip_rows=self._clip_rows).most_events
         name, world = uuid.uuid4().hex.encode(), state.control.world
         recorder = Recorder(

@@ -63,7 +63,7 @@ def profile(run: Run, lanes: Lanes, batches_of: Batches, *, clip_rows: bool) -> 
 
 def observe(recorder: Recorder, choice: Choice, first: int, num_samples: int) -> Observed | None:
     """What the recorded steps of one rank took, from the batch `first` on; None if they are too few."""
-    trace = recorder.snapshot()
+    trace = recorder.snapshot(first)
     steps = [step for step in steps_of(trace) if step.batch >= first + _FILLING]
     if len(steps) < _FEWEST:
         return None

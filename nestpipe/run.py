@@ -63,6 +63,7 @@ FREE_KEYS = (
     "pipeline.mode",
     "pipeline.depth",
     "pipeline.rows",
+    "pipeline.split",
     "pipeline.tune",
     "pipeline.adapt",
     "pipeline.follow",

@@ -26,6 +26,7 @@ _COLOURS = {  # kind -> fill; the text on all of them is dark
     "compute": "#6cc28a",
     "grads": "#a99ae6",
     "collect": "#d3c8f2",
+    "merge": "#8fa3c9",
     "flag": "#e58fb5",
     "dense sum": "#7fd0cf",
     "norm": "#9fdcc8",

@@ -205,12 +205,13 @@ class Recorder:
         awaited = _WAIT_OF_EXCHANGE.get(name.partition("/")[0])
         return self.wait(awaited) if awaited else _NO_WAIT
 
-    def snapshot(self) -> RankTrace:
-        """What was recorded so far; no lane may be adding."""
+    def snapshot(self, first: int = 0) -> RankTrace:
+        """What was recorded so far, of batches from `first` on; no lane may be adding."""
         spans = tuple(
             Span(lane, kind, batch, part, ready, begin, end, num_bytes, num_rows, tuple(Wait(*wait) for wait in waits))
             for lane, track in self._tracks.items()
             for kind, batch, part, ready, begin, end, num_bytes, num_rows, waits in track.spans
+            if batch >= first
         )
         num_dropped = {
             lane: track.num_added - len(track.spans)

@@ -12,7 +12,9 @@ from nestpipe.cli import main
 from nestpipe.demo import differing_tensors
 from nestpipe.errors import ConfigError
 from nestpipe.metrics import read_jsonl
+from nestpipe.overlap import steps_of
 from nestpipe.pipeline.tune import Choice
+from nestpipe.trace import load
 from nestpipe.trainer import train_to_end
 from tests.ranks import run_ranks
 from tests.worlds import small_config, small_log
@@ -85,6 +87,32 @@ def test_the_plain_loop_repeats_them_bit_for_bit(adapted, log, tmp_path):
     assert not differing_tensors(folder, tmp_path / "run")
     run_ranks(2, train, config_of(log, "sequential", parts=2), tmp_path / "fixed")
     assert differing_tensors(folder, tmp_path / "fixed"), "other parts have other bits"
+
+
+def test_a_run_that_begins_to_follow_later_says_so(adapted, log, tmp_path):
+    """Its first steps had settings of its own; whoever follows it must not take the other run's for them."""
+    folder, _ = adapted
+    alone = config_of(log, "sequential", parts=3)
+    run_ranks(2, train, replace(alone, train=replace(alone.train, steps=5)), tmp_path / "late")
+    run_ranks(2, train, config_of(log, "sequential", parts=3, follow=str(folder)), tmp_path / "late")
+    assert [(line["step"], line["parts"]) for line in read_jsonl(tmp_path / "late" / "settings.jsonl")] == [
+        *((5, 2), (8, 3), (16, 2), (24, 5))
+    ]
+    run_ranks(2, train, config_of(log, "nested", parts=3, follow=str(tmp_path / "late")), tmp_path / "again")
+    assert not differing_tensors(tmp_path / "late", tmp_path / "again")
+
+
+def sixteen(found, **_):
+    return Choice(parts=16), "many"
+
+
+def test_a_tuned_run_keeps_as_many_traced_steps_as_were_asked_for(log, tmp_path):
+    run_ranks(2, train, config_of(log, "nested", tune=True, trace_steps=4), tmp_path / "run", sixteen)
+    assert [step.batch for step in steps_of(load(tmp_path / "run")[0])][-3:] == [
+        NUM_STEPS - 3,
+        NUM_STEPS - 2,
+        NUM_STEPS - 1,
+    ]
 
 
 def never(found, **_):

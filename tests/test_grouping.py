@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from nestpipe import checkpoint
+from nestpipe.cli import main
 from nestpipe.demo import differing_tensors
 from nestpipe.errors import ConfigError
 from nestpipe.trainer import train_to_end
@@ -47,6 +48,7 @@ def test_a_run_in_groups_goes_on_in_any_grid(log, tmp_path):
     run_ranks(4, train, config_of(log, 9, groups=2, mode="nested", trace_steps=3), cut)
     assert not differing_tensors(calm, cut)
     assert "merge" in (cut / "trace" / "rank-003.jsonl").read_text()
+    assert main(["trace", str(cut)]) == 0
     # On another grid sums are in another order: the same rows, and close.
     run_ranks(2, train, config_of(log, 7, groups=2), tmp_path / "other")
     run_ranks(3, train, config_of(log, 9, groups=1), tmp_path / "other")

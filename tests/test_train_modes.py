@@ -77,8 +77,10 @@ def test_every_checkpoint_and_every_logged_value_is_that_of_the_sequential_run(c
 
 def test_a_run_may_change_its_mode_when_it_goes_on(calm, log, tmp_path):
     validation, folder = calm
-    for steps, mode in ((4, "nested"), (7, "sequential"), (9, "dual-buffer"), (0, "nested")):
-        run_ranks(2, train, config_of(log, mode, validation=validation, steps=steps), tmp_path / "run")
+    for steps, mode in ((3, "nested"), (5, "split"), (7, "sequential"), (9, "dual-buffer"), (0, "nested")):
+        config = config_of(log, mode.replace("split", "nested"), validation=validation, steps=steps)
+        config = replace(config, pipeline=replace(config.pipeline, split=mode == "split"))
+        run_ranks(2, train, config, tmp_path / "run")
     assert not differing_tensors(folder, tmp_path / "run")
 
 

@@ -73,7 +73,7 @@ class Rows:
 
     def gather(self) -> Tensor:
         """One vector per id [n, D], or one per bag."""
-        vectors = gather_each(self.unique, self.index.reshape(-1))
+        vectors = gather_each(self.rounded(), self.index.reshape(-1))
         if self.lookup.offsets is None:
             return vectors.reshape(*self.index.shape, self.unique.shape[1])
         if self.lookup.weights is not None:

@@ -232,7 +232,7 @@ class Window:
             if narrow is not None:
                 others = enumerate(sends)
                 sends = [rows if asker == rank else narrow.pack(rows, asker, part) for asker, rows in others]
-            message.handle.launch(sends)
+            message.handle.launch(sends, num_rows=len(message.wanted) + len(message.own))
             holder.gather(held, message.own, message.room[rank])  # nobody else waits for these
             if narrow is not None:
                 narrow.round_(message.room[rank], rank, part)

@@ -63,6 +63,15 @@ int64_t gap_of(int64_t x, int64_t y) {
   return static_cast<int64_t>(std::clamp<uint64_t>(gap, 1, std::numeric_limits<int64_t>::max()));
 }
 
+// Whether a query and the one before it are targets that see the same keys at the same time, themselves included.
+bool same_as_before(const Sequence& s, int64_t query, const int64_t* query_times,
+                    const int64_t* key_times) {
+  if (query == 0 || !s.is_target(query) || !s.is_target(query - 1) || s.seen(query) != s.seen(query - 1)) return false;
+  const int64_t number = s.first_query + query;
+  return query_times[number] == query_times[number - 1] &&
+         key_times[s.first_key + s.place(query)] == key_times[s.first_key + s.place(query - 1)];
+}
+
 }  // namespace
 
 extern "C" {
@@ -89,6 +98,12 @@ void nestpipe_attention_pairs(const Attention* a, const int64_t* query_times, co
     for (int64_t query = 0; query < s.num_queries; ++query) {
       const int64_t asked = query_times[s.first_query + query], start = a->starts[s.first_query + query];
       const int64_t seen = s.seen(query), count = seen + s.is_target(query);
+      if (same_as_before(s, query, query_times, key_times)) {  // candidates of one request: most rows of a served one
+        const int64_t before = a->starts[s.first_query + query - 1];
+        if (buckets != nullptr) std::copy_n(buckets + before, count, buckets + start);
+        if (log_gaps != nullptr) std::copy_n(log_gaps + before, round_up(count, kWidth), log_gaps + start);
+        continue;
+      }
       for (int64_t i = 0; i < count; ++i) {
         const int64_t gap = gap_of(asked, key_times[s.first_key + (i < seen ? i : s.place(query))]);
         if (buckets != nullptr) buckets[start + i] = search.of(gap);

@@ -127,6 +127,7 @@ class Engine(Turns):
                 continue
             try:
                 self._look_around()
+                job.since = self.cache.num_invalidations  # what is made of the events is of that time
                 events = self.histories.of(job.user) if job.history is None else job.history
                 held = self._held.get(job.request)  # what was begun with a model is ended with it
                 served = held[0] if held else self.lineup.of(job.user)
@@ -139,6 +140,8 @@ class Engine(Turns):
                     job.asked = asked
                     heapq.heappush(self._ranks, job)
             except Exception as error:
+                if isinstance(job, Rank):
+                    self.release(job.request)
                 settle(job.reply, error)
 
     def _look_around(self) -> None:
@@ -153,7 +156,9 @@ class Engine(Turns):
             before, self._known = self._known, {one.name for one in self.models}
             is_other = before != self._known
             self.cache.sweep((lambda key: any(one.ranker.made(key) for one in self.models)) if is_other else None)
-            self._spent = deque(key for key in self._spent if self.cache.peek_state(key) is not None)
+            known = self.cache.peek_state
+            self._spent = deque(key for key in self._spent if known(key) is not None)
+            self._works = deque(work for work in self._works if known(work.asked.key) is not None)
             self._held = {request: held for request, held in list(self._held.items()) if held[2] > now}
 
     # Signals and prefills.
@@ -319,7 +324,9 @@ class Engine(Turns):
     def _extend(self, plan: Plan) -> Prefix:
         """The longer prefix; it takes the place of the shorter one if there is room for both while it is made."""
         asked = plan.asked
-        lease = self.cache.reserve(asked.key, user=asked.key.user, num_bytes=asked.num_bytes)
+        lease = None
+        if plan.rank.since == self.cache.num_invalidations:
+            lease = self.cache.reserve(asked.key, user=asked.key.user, num_bytes=asked.num_bytes)
         try:
             made = asked.served.fill(asked, plan.prefix, chunk=asked.key.length)
         except Exception:
@@ -351,10 +358,9 @@ class Engine(Turns):
         prefixes = [plan.prefix for plan in plans if plan.prefix is not None]
         served, asked = plans[0].asked.served, [plan.asked for plan in plans]
         if keeping := [number for number, plan in enumerate(plans) if self._pays(plan)]:
-            since = self.cache.num_invalidations
             found, prefix_of = served.scores_and_prefixes(asked, candidates)
             for number in keeping:
-                plans[number].take_made, plans[number].since = partial(prefix_of, number), since
+                plans[number].take_made = partial(prefix_of, number)
         else:
             found = served.scores(asked, candidates, prefixes or None)
         return [scores.numpy().astype(np.float64) for scores in found]
@@ -379,7 +385,7 @@ class Engine(Turns):
                 self._works.remove(work)
                 self.cache.finish(work.lease, plan.take_made())
             elif self.cache.peek_state(key) is None:
-                num_bytes, since = plan.asked.num_bytes, plan.since
+                num_bytes, since = plan.asked.num_bytes, plan.rank.since
                 self.cache.keep(key, user=key.user, num_bytes=num_bytes, make=plan.take_made, since=since)
         except Exception:
             _log.exception("a prefix that was made could not be kept")
@@ -387,7 +393,9 @@ class Engine(Turns):
                 self.cache.fail(work.lease)
 
     def _alone(self, plan: Plan) -> Any:
-        plan.choice, plan.prefix = Choice("full", plan.choice.cost_ms), None
+        plan.prefix = None
+        if plan.choice.path != "shorter":  # that stays what it is
+            plan.choice = Choice("full", plan.choice.cost_ms)
         try:
             return self._call([plan])[0]
         except Exception:

@@ -49,8 +49,8 @@ class EventLog:
         file, begin = (os.open(self.path, os.O_RDONLY), 0) if is_other else (self._file, self._end)
         try:
             size = os.fstat(file).st_size - begin
-            events, length = _whole_records(os.pread(file, size, begin), self.path, begin) if size > 0 else ([], 0)
-            yield is_other, events
+            records, length = _whole_records(_read(file, size, begin), self.path, begin)
+            yield is_other, [event for record in records for event in record]
         except BaseException:
             if is_other:
                 os.close(file)
@@ -80,15 +80,15 @@ class EventLog:
     def rewrite(self, keep: Callable[[Event], bool]) -> int:
         """Another file with the events to keep takes the place of this one; says how many are gone. Raises DataError."""
         with self.writing():
-            data = self.path.read_bytes()
-            events, _ = _whole_records(data, self.path)
-            kept = [event for event in events if keep(event)]
+            records, _ = _whole_records(self.path.read_bytes(), self.path)
+            kept = [[event for event in record if keep(event)] for record in records]
             draft = self.path.with_name(f".{self.path.name}.tmp")
-            draft.write_bytes(_record(kept) if kept else b"")
+            # As many records as before: in one, damage anywhere would look like an end that was cut off.
+            draft.write_bytes(b"".join(_record(record) for record in kept if record))
             flush(draft)
             draft.replace(self.path)
             flush(self.path.parent)
-            return len(events) - len(kept)
+            return sum(map(len, records)) - sum(map(len, kept))
 
     def _hold(self, file: int) -> None:
         """It stays open, so that no other file can get its number."""
@@ -101,19 +101,28 @@ def _record(events: list[Event]) -> bytes:
     return _HEAD.pack(_MAGIC, len(payload), zlib.crc32(payload)) + payload
 
 
-def _whole_records(data: bytes, path: Path, begin: int = 0) -> tuple[list[Event], int]:
-    """The events of whole records from a byte of the file on, and how many bytes those take; raises DataError for damage."""
-    events: list[Event] = []
+def _read(file: int, size: int, begin: int) -> bytes:
+    """So many bytes from a place on, however many one call gives: Linux ends at 2 GiB."""
+    pieces: list[bytes] = []
+    while size > 0 and (piece := os.pread(file, size, begin)):
+        pieces.append(piece)
+        size, begin = size - len(piece), begin + len(piece)
+    return b"".join(pieces)
+
+
+def _whole_records(data: bytes, path: Path, begin: int = 0) -> tuple[list[list[Event]], int]:
+    """The events of each whole record from a byte of the file on, and how many bytes those take; raises DataError for damage."""
+    records: list[list[Event]] = []
     place = 0
     while (payload := _payload_at(data, place)) is not None:
-        events += json.loads(payload)["events"]
+        records.append(json.loads(payload)["events"])
         place += _HEAD.size + len(payload)
     if place < len(data) and (later := _next_record(data, place + 1)) is not None:
         raise DataError(
             f"{path} is damaged at byte {begin + place:,}: a record there does not fit its checksum, but whole "
             f"records follow from byte {begin + later:,} on. Restore the file, or cut the damaged part out."
         )
-    return events, place
+    return records, place
 
 
 def _payload_at(data: bytes, place: int) -> bytes | None:

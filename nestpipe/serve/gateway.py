@@ -137,8 +137,14 @@ class Gateway:
         deadline_ms = fields.deadline_ms(most=self._limits.deadline_ms, default=self.cascade.stages.rank_ms)
         chosen = self._remote.choose(asked.user)
         signal = Signal(instance=chosen, ticket=ticket, reason="")
-        with self._remote.holding(chosen):
-            ranked = await self._remote.rank(asked, signal, items, k, deadline_s=deadline_ms / 1e3)
+        is_used = False  # the prefix, by the instance that holds it
+        try:
+            with self._remote.holding(chosen):
+                ranked = await self._remote.rank(asked, signal, items, k, deadline_s=deadline_ms / 1e3)
+            is_used = ranked.num_attempts == 1
+        finally:
+            if ticket and not is_used:
+                self._remote.start(self._remote.let_go(ticket))
         return ranked.answer
 
     async def _release(self, body: dict[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,9 @@ import hashlib
 import time
 import uuid
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from starlette.applications import Starlette
@@ -35,6 +37,7 @@ from nestpipe.serve.trigger import ADMITTED, Reason, decide_early, helps_nobody
 Body = dict[str, Any]
 _LATEST_S = 2**43 - 1
 _QUIET_S = 1.0  # without signals, where no request is at risk
+_MAX_WRITES, _NUM_WRITERS = 64, 2  # posts of events under way, and threads for them
 
 
 class Instance:
@@ -60,6 +63,9 @@ class Instance:
             max_bytes=self._limits.body_bytes,
             body_s=self._limits.body_s,
         )
+        # Writers take turns and wait for the disk: they have places and threads of their own, so that ranks keep theirs.
+        self._writes = Guard(max_under_way=_MAX_WRITES, max_bytes=self._limits.body_bytes, body_s=self._limits.body_s)
+        self._writers = ThreadPoolExecutor(_NUM_WRITERS, thread_name_prefix="events")
         self.numbers = Numbers(engine)
         self.is_draining = False
 
@@ -95,8 +101,8 @@ class Instance:
         }
 
     def _handler(self, name: str, call: Call) -> Handler:
-        count = self.numbers.answers.labels
-        return self._guard.handler(call, refuse=_refuse, counted=lambda status: count(name, str(status)).inc())
+        count, guard = self.numbers.answers.labels, self._writes if name == "events" else self._guard
+        return guard.handler(call, refuse=_refuse, counted=lambda status: count(name, str(status)).inc())
 
     async def _preinfer(self, body: Body) -> Body:
         fields = Fields(body, self._fields["preinfer"])
@@ -203,7 +209,8 @@ class Instance:
 
     async def _events(self, body: Body) -> Body:
         events = posted_events(body, most=self._limits.events)
-        accepted, duplicates = await run_in_threadpool(self.engine.histories.add, events, self._check)
+        add = partial(self.engine.histories.add, events, self._check)
+        accepted, duplicates = await asyncio.get_running_loop().run_in_executor(self._writers, add)
         return {"accepted": accepted, "duplicates": duplicates}
 
     def _check(self, events: Sequences) -> None:

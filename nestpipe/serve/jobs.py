@@ -74,6 +74,7 @@ class Rank:
     reply: Future[Answer] = field(default_factory=Future)
     # What the engine notes.
     arrived: float = 0.0
+    since: int = 0  # how often users had been invalidated before its events were read
     asked: Asked | None = None
     candidates: Candidates | None = None
     joined: Future[Prefix] | None = None
@@ -93,6 +94,7 @@ class Signal:
     until: float
     history: Sequences | None = None
     reply: Future[Decision] = field(default_factory=Future)
+    since: int = 0  # as in a rank
 
 
 @dataclass(frozen=True, slots=True)

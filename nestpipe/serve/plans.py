@@ -39,7 +39,6 @@ class Plan:
     choice: Choice
     prefix: Prefix | None = None
     take_made: Callable[[], Prefix] | None = None  # the prefix that full inference made on its way
-    since: int = 0  # how often users had been invalidated before that
 
 
 class Recent:

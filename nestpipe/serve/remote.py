@@ -185,6 +185,10 @@ class Remote:
 
         self.start(free())
 
+    async def let_go(self, ticket: str) -> None:
+        """`release_ticket`, whatever becomes of it; for `start`."""
+        await self.release_ticket(ticket)
+
     async def release_ticket(self, ticket: str) -> bool:
         """Frees the prefix of a ticket; if that fails, its pin ends with its time, or has ended with the instance."""
         instance = self.members.find(peek_instance(ticket))
@@ -240,11 +244,12 @@ class Remote:
         return found
 
     async def to_any(self, path: str, body: Mapping[str, Any], *, timeout_s: float) -> str:
-        """Sends to the first member that takes it, and says which; raises RemoteError if none does, or the body is refused."""
+        """Sends to the least busy member that takes it, and says which; raises RemoteError if none does, or the body is refused."""
         down, problem = self._down(), RemoteError("there are no instances")
-        for instance in sorted(self.members, key=lambda one: one.name in down):
+        for instance in sorted(self.members, key=lambda one: (one.name in down, self._loads[one.name])):
             try:
-                await self._post(instance, path, body, timeout_s=timeout_s)
+                with self.holding(instance):
+                    await self._post(instance, path, body, timeout_s=timeout_s)
             except RemoteError as error:
                 if error.is_final:
                     raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import gc
+import resource
 import signal
 import socket
 from collections.abc import Callable, Iterator, Sequence
@@ -12,10 +13,12 @@ from contextlib import contextmanager
 
 import uvicorn
 from starlette.applications import Starlette
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from nestpipe.errors import NestPipeError
 
 _DRAIN_S = 10
+_OTHER_FILES = 128  # that a process has open beside its connections
 
 
 class PortError(NestPipeError):
@@ -44,6 +47,44 @@ def bind(host: str, port: int) -> socket.socket:
     return found
 
 
+class _Limited(H11Protocol):
+    """A connection that brings no whole head of a request in time is closed, and so is one too many.
+
+    uvicorn's own timer ends with the first byte; the limits of a service begin with a whole head.
+    """
+
+    _late: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > max_connections():
+            transport.close()
+        self._await_head()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._late is not None:
+            self._late.cancel()
+        super().connection_lost(exc)
+
+    def _await_head(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+        self._late = self.loop.call_later(self.timeout_keep_alive, self._close_unless_busy)
+
+    def _close_unless_busy(self) -> None:
+        if self.cycle is None or self.cycle.response_complete:
+            self.transport.close()
+
+
+def max_connections() -> int:
+    """What the limit on open files leaves for connections."""
+    return max(resource.getrlimit(resource.RLIMIT_NOFILE)[0] - _OTHER_FILES, _OTHER_FILES)
+
+
 class _Server(uvicorn.Server):
     """Leaves signals to whoever runs several servers."""
 
@@ -62,20 +103,27 @@ def spare_what_is_loaded() -> None:
 
 
 async def run_apps(
-    apps: Sequence[tuple[Starlette, socket.socket]], *, on_stop: Callable[[], None], started: Callable[[], None]
+    apps: Sequence[tuple[Starlette, socket.socket]],
+    *,
+    on_stop: Callable[[], None],
+    started: Callable[[], None],
+    head_s: int = 30,
 ) -> None:
-    """Serves until SIGINT or SIGTERM; `on_stop` is called at once, before the last answers."""
+    """Serves until SIGINT or SIGTERM; `on_stop` is called at once, before the last answers.
+
+    A connection is closed when no whole head of a request has come for `head_s` seconds.
+    """
     servers = [
         _Server(
             uvicorn.Config(
                 app,
                 loop="asyncio",  # and not what else is installed: this is what is tested and measured
-                http="h11",
+                http=_Limited,
                 log_level="warning",
                 access_log=False,
                 ws="none",
                 lifespan="off",
-                timeout_keep_alive=30,
+                timeout_keep_alive=head_s,
                 timeout_graceful_shutdown=_DRAIN_S,
             )
         )

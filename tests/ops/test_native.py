@@ -103,10 +103,13 @@ def test_a_cached_prefix_changes_no_bit(kind: str, mode: str) -> None:
         assert torch.equal(attend(case, everything[first:], everything, 20, kind), whole[first:])
 
 
+@pytest.mark.parametrize("at_once", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_other_targets_change_no_bit(kind: str) -> None:
-    """A candidate scored alone, in another order or among others: all the same."""
+def test_other_targets_change_no_bit(kind: str, at_once: bool) -> None:
+    """A candidate scored alone, in another order or among others: all the same, also if they are asked for at once."""
     case = make(Shape((90,), heads=2, qk=12, v=12), "position+time+decay").to(torch.float32)
+    for one in case.layout.times if at_once else ():
+        one[70:] = one[-1]
     history, targets = torch.arange(70), torch.arange(70, 90)
     together = attend(case, targets, torch.cat([history, targets]), 20, kind)
     backwards = attend(case, targets.flip(0), torch.cat([history, targets.flip(0)]), 20, kind)

@@ -43,6 +43,7 @@ def test_every_mode_has_the_bits_of_sequential(log, kind):
         {"mode": "nested", "pool": True, "depth": 2, "seed": 0},
         {"mode": "dual-buffer", "pool": False, "depth": 1, "seed": 1},
         {"mode": "frozen-window", "pool": False, "depth": 1, "seed": 2},
+        {"mode": "nested", "pool": False, "depth": 1, "seed": 3, "split": True},
     ]
     found = run_ranks(3, differences, log, {**settings_of(kind), "parts": 3}, 5, arms)
     assert [line for lines in found for line in lines] == []
@@ -85,6 +86,7 @@ def test_a_row_that_came_whole_is_rounded_where_it_is_a_negative():
     rows = torch.tensor([[1.001, 2.0]], requires_grad=True)
     lookup = Lookup(table="item", ids=torch.tensor([5]), wire=torch.bfloat16)
     rounded = Rows(rows, torch.tensor([0]), lookup).rounded()
+    assert torch.equal(Rows(rows, torch.tensor([0]), lookup).gather(), rounded[:1]), "however a model reads them"
     assert rounded.tolist() == [[1.0, 2.0]]
     rounded.sum().backward()
     assert rows.grad.tolist() == [[1.0, 1.0]]

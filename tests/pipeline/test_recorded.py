@@ -57,8 +57,9 @@ def log(tmp_path_factory):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_every_event_is_recorded_once(log, tmp_path, mode):
-    sent = run_ranks(2, record, log, tmp_path, {"mode": mode, "parts": 3})
+@pytest.mark.parametrize("loss", ["sampled", "shared"])  # the latter has rows in 16 bits, which travel as bytes
+def test_every_event_is_recorded_once(log, tmp_path, mode, loss):
+    sent = run_ranks(2, record, log, tmp_path, {"mode": mode, "parts": 3, "loss": loss})
     traces = load(tmp_path)
     schedule = Schedule.of(mode, 3)
     expected: Counter[tuple[str, str, int, int]] = Counter()

@@ -122,7 +122,7 @@ def fused_optimizer(case: Case) -> AbstractContextManager[object]:
         for name, owned in work.window._owned.items():
             dim, requests = state.embedding.tables[name].spec.dim, owned.requests
             came = [
-                owned.arrivals[number][asker] if number == part else torch.zeros(count, dim)
+                work.window._grads[part, False][name].arrivals[asker] if number == part else torch.zeros(count, dim)
                 for number, counts in enumerate(requests.arrival_counts)
                 for asker, count in enumerate(counts)
             ]

@@ -294,6 +294,21 @@ def test_a_shorter_history_is_scored_as_that_history(runs, served, tmp_path, clo
     assert same(found, alone)
 
 
+def test_a_shorter_history_stays_one_if_its_batch_fails(runs, served, tmp_path, clock, monkeypatch):
+    sized = [Sample(k, n, c, float(n + c)) for n in (1, 8, 32) for c in (1, 40) for k in ("full", "hit", "pre")]
+    engine = make_engine(runs("hstu"), tmp_path, clock=clock, served=served(), known=fit(sized))
+    call, failures = engine._call, [RuntimeError("no memory for so many")]
+
+    def once(plans):
+        if failures:
+            raise failures.pop()
+        return call(plans)
+
+    monkeypatch.setattr(engine, "_call", once)
+    found = answer(engine, 3, slack_s=(asked_of(engine, 3).num_events + NUM_ITEMS - 5) / 1000)
+    assert (found.path, found.degraded) == ("shorter", True)
+
+
 def test_where_full_never_fits_a_joiner_waits_as_long_as_a_hit_does(runs, served, tmp_path, clock):
     engine = make_engine(runs("hstu"), tmp_path, clock=clock, served=served(), known=costs(full=50, hit=1, pre=8))
     signal(engine, 3)

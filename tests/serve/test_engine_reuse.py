@@ -6,7 +6,9 @@ from functools import partial
 
 import pytest
 
+from nestpipe.errors import DataError
 from nestpipe.serve.config import TriggerConfig
+from nestpipe.serve.event_log import EventLog
 from nestpipe.serve.measure import Sample, fit
 from nestpipe.serve.prefix import Served
 from tests.serve.test_engine import ITEMS, add, answer, asked_of, same
@@ -161,3 +163,43 @@ def test_what_was_made_while_its_user_was_invalidated_is_dropped(runs, served, t
 
     engine = ranked_late(runs, served, tmp_path, clock, monkeypatch, signalled=signalled, wrap=interrupted)
     assert not len(engine.cache), "a byte of the user came back"
+
+
+@pytest.mark.parametrize("how", ["invalidated", "forgotten"])
+def test_a_rank_that_waited_while_its_user_went_brings_nothing_back(runs, served, tmp_path, clock, how):
+    """Its events were read before; what is made of them afterwards is of a user who is gone."""
+    trigger, known = TriggerConfig(budget_ms=9.0, lead_ms=35.0, burst_ms=1e9), costs(full=10, hit=1, pre=12)
+    engine = make_engine(runs("hstu"), tmp_path, clock=clock, served=served(), known=known, trigger=trigger)
+    add(engine, "a", 3)
+    job = rank(engine, 3, ITEMS, slack_s=0.011)
+    engine._take_in()
+    if how == "invalidated":
+        engine.cache.invalidate(3)
+    else:
+        EventLog(tmp_path / "events.log").rewrite(lambda event: event["user"] != 3)
+        engine._look_around()
+    settle(engine)
+    assert job.reply.result(0).path == "full"
+    assert not engine.cache.peek_user(3)
+
+
+def test_a_prefill_whose_user_was_invalidated_is_forgotten(engine, clock):
+    signal(engine, 3)
+    engine._take_in()
+    engine._prefill()
+    assert engine._works
+    engine.cache.invalidate(3)
+    clock.now += 1
+    rank(engine, 5, ITEMS)
+    engine._take_in()
+    assert not engine._works, "its events and what was made of them would wait until nobody else does"
+
+
+def test_a_rank_that_is_refused_holds_nothing(engine):
+    signal(engine, 3, "r", ttl_s=1000)
+    settle(engine)
+    assert engine._held
+    job = rank(engine, 3, (10**9,), request="r")
+    settle(engine)
+    assert isinstance(job.reply.exception(0), DataError)
+    assert not engine._held

@@ -343,3 +343,14 @@ def test_the_client_says_when_an_answer_was_late_or_strange(world):
     with Client(world.admin) as client, pytest.raises(ServiceError, match="is this a nestpipe service"):
         client.recommend(8)
     wait_until(lambda: not world.pins())
+
+
+def test_a_ranking_that_went_elsewhere_leaves_no_pin(world):
+    """The caller got its answer and has no reason to give its ticket back."""
+    user = 7
+    with Client(world.url, verify=TLS) as client:
+        ticket = client.preinfer(user, request="r", candidates=3, query_time=1).ticket
+        assert world.pins() == 1
+        world.owner(user).status["rank"] = 429
+        assert client.rank(user, [1, 2, 3], request="r", ticket=ticket, k=3, query_time=1).items
+    wait_until(lambda: not world.pins())

@@ -13,6 +13,7 @@ import pytest
 from nestpipe.data.batches import BatchBuilder, Inputs
 from nestpipe.data.sequences import Sequences
 from nestpipe.errors import DataError
+from nestpipe.serve import event_log
 from nestpipe.serve.event_log import EventLog
 from nestpipe.serve.histories import Histories
 from tests.serve.world import ASKED
@@ -217,6 +218,29 @@ def test_damage_before_the_end_is_an_error_that_says_where(log, tmp_path):
         with pytest.raises(DataError, match=rf"damaged at byte {second}"):
             EventLog(path).rewrite(lambda one: one["user"] != 3)
         assert path.read_bytes() == broken, "what stands behind the damage is not thrown away"
+
+
+def test_damage_is_found_in_a_log_that_was_rewritten_too(log, tmp_path):
+    """In one record it would look like an end that was cut off, and the next writer would take all of it away."""
+    histories, path = open_histories(log, tmp_path), tmp_path / "events.log"
+    for name in "abc":
+        histories.add([event(name), event(f"{name}2", user=5)], fine)
+    assert EventLog(path).rewrite(lambda one: one["user"] != 5) == 3
+    data = bytearray(path.read_bytes())
+    data[data.find(b"NPEV", 1) + 20] ^= 0xFF
+    path.write_bytes(data)
+    with pytest.raises(DataError, match="damaged at byte"):
+        open_histories(log, tmp_path)
+
+
+def test_a_read_that_brings_less_than_was_asked_for_goes_on(log, tmp_path, monkeypatch):
+    one, other = (open_histories(log, tmp_path) for _ in range(2))
+    for name in "abc":
+        one.add([event(name)], fine)
+    pread = os.pread
+    monkeypatch.setattr(event_log.os, "pread", lambda file, size, begin: pread(file, min(size, 100), begin))
+    other.add([event("d")], fine)
+    assert (tmp_path / "events.log").read_bytes().count(b"NPEV") == 4
 
 
 def test_instances_of_a_run_see_each_others_events(log, tmp_path):

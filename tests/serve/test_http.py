@@ -10,6 +10,7 @@ import shutil
 import socket
 import threading
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from nestpipe.data.sequences import Sequences
 from nestpipe.errors import DataError
 from nestpipe.models.prefix import Prefix
 from nestpipe.run import Run
+from nestpipe.serve import event_log
 from nestpipe.serve.admin import Admin
 from nestpipe.serve.bodies import lacks_token
 from nestpipe.serve.config import Limits, TriggerConfig
@@ -144,8 +146,9 @@ def test_cached_equals_full_through_http(open_world, backbone):
     assert same(third, fourth)
 
 
-def test_a_sent_history_gives_the_scores_of_the_stored_one(world, log):
-    rows = slice(*log.offsets[7:9].tolist())
+def sent_history(log, user):
+    """What is stored of a user, as a caller sends it."""
+    rows = slice(*log.offsets[user : user + 2].tolist())
     device = log.event_features["device"]
     sent = []
     for n in range(rows.start, rows.stop):
@@ -154,7 +157,11 @@ def test_a_sent_history_gives_the_scores_of_the_stored_one(world, log):
             value = float(log.event_features[name].values[n])
             event[name] = None if np.isnan(value) else value
         sent.append(event)
-    stored = world.rank(7)
+    return sent
+
+
+def test_a_sent_history_gives_the_scores_of_the_stored_one(world, log):
+    sent, stored = sent_history(log, 7), world.rank(7)
     assert same(world.rank(7, history=sent), stored)
     world.preinfer(7)
     world.settle()
@@ -409,6 +416,30 @@ def test_what_is_too_much_is_refused_before_its_history_is_read(open_world, monk
     assert (found.status_code, found.json()["error"]["code"], found.headers["retry-after"]) == (429, "overloaded", "1")
     assert sorted(parsed) == [1, 2]
     assert world.post("rank", {"user": 1, "request": "a", "candidates": [1], **SLOW}).status_code == 200
+
+
+def test_posts_of_events_that_wait_for_the_disk_keep_no_rank_waiting(open_world, log, monkeypatch):
+    """As many as there are threads and places for ranks: those with a history, and those without, are answered meanwhile."""
+    world, disk = open_world(), threading.Event()
+    monkeypatch.setattr(event_log.os, "fsync", lambda file: disk.wait(30))
+    many = world.instance.engine.config.max_queue + world.instance.engine.config.max_batch
+
+    def post(number):
+        event = {"id": f"e{number}", "user": 9, "item": 5, "time": ASKED - 50}
+        return client.post(f"{world.url}/v1/events", json={"events": [event]}).status_code
+
+    unlimited = httpx.Limits(max_connections=None)
+    with httpx.Client(timeout=60, limits=unlimited) as client, ThreadPoolExecutor(many) as executor:
+        posts = [executor.submit(post, number) for number in range(many)]
+        wait_until(lambda: sum(one.done() for one in posts) >= many - 64)  # the others wait for the disk
+        try:
+            assert world.rank(7)["items"]
+            assert world.rank(7, history=sent_history(log, 7))["items"]
+        finally:
+            disk.set()
+        codes = Counter(one.result() for one in posts)
+    assert set(codes) == {200, 429}
+    assert codes[200] == 64
 
 
 def test_a_deadline_that_passed_is_a_503_or_the_callers_order(shared):

@@ -76,6 +76,9 @@ def test_a_users_signal_and_ranking_meet_at_one_instance_and_move_only_if_it_is_
         with Client(url) as own:  # which sends the header, also with a ticket
             ticket = own.preinfer(7, request="r", candidates=3, query_time=1).ticket
             assert own.rank(7, [1, 2, 3], request="r", ticket=ticket, k=3, query_time=1).path == "hit_device"
+            unused = own.preinfer(7, request="s", candidates=3, query_time=1).ticket
+            own.release(unused, user=7)
+            assert not any(unused in one.pinned for one in fleet)
         met = [{body["user"] for _, body in one.calls} for one in fleet]
         assert sorted(set().union(*met)) == list(range(60))
         assert sum(map(len, met)) == 60, "no user was seen by two instances"

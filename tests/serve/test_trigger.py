@@ -9,7 +9,7 @@ from nestpipe.serve.cache import State
 from nestpipe.serve.config import TriggerConfig
 from nestpipe.serve.jobs import choose
 from nestpipe.serve.measure import Sample, fit
-from nestpipe.serve.trigger import Bucket, View, decide, helps_nobody
+from nestpipe.serve.trigger import Bucket, View, decide, decide_early, helps_nobody
 from tests.serve.world import costs
 
 CONFIG = TriggerConfig(budget_ms=20.0, lead_ms=35.0)
@@ -38,24 +38,42 @@ def test_every_reason_in_its_order():
         assert alone == reason
 
 
-def test_what_ranks_wait_for_their_turn_is_part_of_the_risk_and_of_the_rescue():
+def test_what_ranks_wait_for_their_turn_is_part_of_the_risk():
     def found(queue_ms, **known):
         view = View(**(OPEN | {"queue_ms": queue_ms}))
         return decide(CONFIG, costs(**(RISKY | known)), view, num_events=9, num_candidates=9)
 
     assert found(0.0, full=15.0) == "not_at_risk"
     assert found(6.0, full=15.0) == "admitted", "15 ms behind a queue of 6 ms are more than 20 ms"
-    assert found(16.0, full=15.0) == "no_rescue", "and behind one of 16 ms a hit is late as well"
+    assert found(18.0, full=15.0) == "admitted", (
+        "the worst wait and the worst hit seldom meet: a hit may still be in time"
+    )
+    assert found(6.0, full=15.0, hit=8.0) == "no_rescue", "more than half as long is not worth computing twice"
 
 
 def test_no_signals_are_needed_where_nobody_is_at_risk_or_nobody_can_be_rescued():
-    def is_quiet(queue_ms, **options):
-        own, known = TriggerConfig(budget_ms=20.0, **options), costs(full=15.0, hit=5.0)
+    def is_quiet(queue_ms, hit=5.0, **options):
+        own, known = TriggerConfig(budget_ms=20.0, **options), costs(full=15.0, hit=hit)
         return helps_nobody(own, known, queue_ms=queue_ms, max_events=9, num_candidates=9)
 
-    assert [is_quiet(0.0), is_quiet(6.0), is_quiet(16.0)] == [True, False, True]
+    assert [is_quiet(0.0), is_quiet(6.0), is_quiet(6.0, hit=8.0)] == [True, False, True]
     assert is_quiet(6.0, mode="off")
-    assert not is_quiet(16.0, mode="always")
+    assert not is_quiet(6.0, hit=8.0, mode="always")
+
+
+def test_what_helps_nobody_holds_for_fewer_candidates_too():
+    """A gateway takes it so: one request with many candidates must not silence the signals of all others."""
+    sized = [
+        Sample(kind, n, c, {"full": 2 + 0.05 * n + 0.1 * c, "hit": 1 + 0.1 * c, "pre": 0.05 * n}[kind])
+        for n in (8, 64, 512)
+        for c in (1, 64, 2048)
+        for kind in KINDS
+    ]
+    known, own = fit(sized), TriggerConfig(budget_ms=20.0)
+    ask = {"queue_ms": 0.0, "max_events": 512}
+    assert decide_early(own, known, queue_ms=0.0, num_events=512, num_candidates=2048) == "no_rescue"
+    assert decide_early(own, known, queue_ms=0.0, num_events=512, num_candidates=64) is None
+    assert not helps_nobody(own, known, num_candidates=2048, **ask)
 
 
 def test_what_is_kept_must_halve_the_next_request():
