@@ -348,7 +348,7 @@ def test_the_client_says_when_an_answer_was_late_or_strange(world):
 def test_a_ranking_that_went_elsewhere_leaves_no_pin(world):
     """The caller got its answer and has no reason to give its ticket back."""
     user = 7
-    with Client(world.url, verify=TLS) as client:
+    with Client(world.url) as client:
         ticket = client.preinfer(user, request="r", candidates=3, query_time=1).ticket
         assert world.pins() == 1
         world.owner(user).status["rank"] = 429

@@ -79,7 +79,7 @@ def test_a_users_signal_and_ranking_meet_at_one_instance_and_move_only_if_it_is_
             unused = own.preinfer(7, request="s", candidates=3, query_time=1).ticket
             own.release(unused, user=7)
             assert not any(unused in one.pinned for one in fleet)
-        met = [{body["user"] for _, body in one.calls} for one in fleet]
+        met = [{body["user"] for name, body in one.calls if name != "release"} for one in fleet]
         assert sorted(set().union(*met)) == list(range(60))
         assert sum(map(len, met)) == 60, "no user was seen by two instances"
         assert all(met), "users are spread over all instances"

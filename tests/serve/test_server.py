@@ -22,7 +22,7 @@ HEAD_S = 1
 @pytest.fixture
 def port(monkeypatch):
     """An app behind `run_apps`, which runs in a thread of its own and so without signals."""
-    monkeypatch.setattr(asyncio.BaseEventLoop, "add_signal_handler", lambda *_: None, raising=False)
+    monkeypatch.setattr(asyncio.SelectorEventLoop, "add_signal_handler", lambda *_: None)
     loops, ready = [], threading.Event()
     app = Starlette(routes=[Route("/", lambda request: PlainTextResponse("here"))])
 
