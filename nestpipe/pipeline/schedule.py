@@ -171,7 +171,7 @@ class Schedule:
         # While the last gradients travel a core is free, but not for long if only their hot half is waited for.
         last_grads = Event("grads", -self.depth - 1 - _READ_AHEAD, self.num_parts - 1)
         return {
-            "read": [Event("rows", -self.depth - _READ_AHEAD) if self.split else last_grads],
+            "read": [Event("compute", -self.depth - _READ_AHEAD) if self.split else last_grads],
             "keys": [Event("rows", -self.depth - 1)],
             "write": [Event("rows", 1)],
         }
