@@ -25,7 +25,7 @@ from nestpipe.errors import ConfigError
 from nestpipe.metrics import read_jsonl, replace_file
 from nestpipe.pipeline.runner import Runner
 from nestpipe.pipeline.stages import TrainState
-from nestpipe.pipeline.tune import MOST_DEPTH, MOST_PARTS, Choice, Observed, choose, same_workload
+from nestpipe.pipeline.tune import MOST_DEPTH, MOST_PARTS, Choice, Observed, choose, is_new, same_workload
 from nestpipe.profile_steps import Batches, observe, profile
 from nestpipe.run import Lanes, Run
 from nestpipe.trace import Recorder
@@ -129,8 +129,12 @@ class Pace:
         found = [Observed.from_json(one) for one in map(json.loads, gathered) if one]
         if len(found) < len(gathered):
             return ""  # too few steps since the run was started
-        self._observed = same_workload(self._observed, Observed.of_ranks(found))
-        choice, why = choose(self._observed, most_parts=self._most_parts, most_depth=self._most_depth)
+        latest = Observed.of_ranks(found)
+        is_other, self._observed = is_new(self._observed, latest), same_workload(self._observed, latest)
+        if is_other:
+            return ""  # and is looked at once more
+        limits = {"most_parts": self._most_parts, "most_depth": self._most_depth}
+        choice, why = choose(self._observed, **limits, explore=True)
         return self._decide(Setting(number, choice, why))
 
     def save_trace(self) -> None:

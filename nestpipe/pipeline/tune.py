@@ -5,6 +5,8 @@
 *busy* and *exposed* are medians of recorded steps (overlap.py). Two settings that were tried give a and b of compute and of
 messages, one gives a guess. How many rows the first part needs is a power of its share of samples, from the rows that were
 sent. A setting that was tried counts with the time it took, any other with what the model says and a margin; the best wins.
+A run that looks again and again can afford to *explore*: where nothing promises more, half and twice as many parts are tried
+once for a workload, unless the model says that they take far longer. The model is a guess where it has seen one setting.
 
 Everything here is a function of its arguments, so ranks that hold the same observations choose the same.
 """
@@ -31,6 +33,7 @@ _EXPOSED_LOOKUP = 0.01  # of a step: above that, rows are retrieved further ahea
 _LITTLE, _MUCH = 0.02, 0.25
 _EXPONENT = 0.8  # rows of a share s of the samples are s ** 0.8 of all rows, until two parts have been seen
 _POOL_ROOM = 1.25
+_FAR_LONGER = 1.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,12 +170,21 @@ def edge_share(choice: Choice, num_samples: int) -> float:
 
 def same_workload(found: Iterable[Observed], now: Observed) -> list[Observed]:
     """Those with as many rows per step as now, the latest of each choice; now stands last."""
-    latest = {one.choice.cut: one for one in found if abs(one.rows - now.rows) <= _SAME_ROWS * now.rows}
+    latest = {one.choice.cut: one for one in found if _is_alike(one, now)}
     return [*(one for cut, one in latest.items() if cut != now.choice.cut), now]
 
 
+def _is_alike(one: Observed, now: Observed) -> bool:
+    return abs(one.rows - now.rows) <= _SAME_ROWS * now.rows
+
+
+def is_new(found: Sequence[Observed], now: Observed) -> bool:
+    """Whether the workload has just become another one: then many rows were met for the first time, and times say little."""
+    return bool(found) and not any(_is_alike(one, now) for one in found)
+
+
 def choose(
-    found: Sequence[Observed], *, most_parts: int = MOST_PARTS, most_depth: int = MOST_DEPTH
+    found: Sequence[Observed], *, most_parts: int = MOST_PARTS, most_depth: int = MOST_DEPTH, explore: bool = False
 ) -> tuple[Choice, str]:
     """The best choice after these observations of one workload, the present one last, and why."""
     now, model = found[-1], Model.of(found)
@@ -189,6 +201,14 @@ def choose(
     best = min(times, key=lambda one: (times[one], one.parts, -one.ramp))
     if times[best] >= now.step_s * (1 - _MARGIN):
         best = own
+        if explore:
+            expected = {
+                one: model.step_s(one)
+                for parts in (now.choice.parts // 2, now.choice.parts * 2)
+                if (one := Choice(parts=max(parts, 1))).cut not in tried and one.parts <= most_parts
+            }
+            near = [one for one, step_s in expected.items() if step_s <= _FAR_LONGER * now.step_s]
+            best = min(near, key=expected.__getitem__, default=own)
     depth, why_depth = _depth(now, most_depth)
     pool_rows = math.ceil(_POOL_ROOM * now.held_rows * (depth + 2))
     reasons = [_why(now, best, model, tried), why_depth]
