@@ -24,9 +24,8 @@ class Asked:
     grads: list[Tensor | None]  # [part]: sums [u, D] of the parts up to this one, once it has computed
     narrow: Narrow | None = None  # if some rows travel in 16 bits
     hot: Hot = field(default_factory=Hot)  # of the first leaf, and of the last one
-    halves: dict[bool, tuple[Tensor, Tensor]] = field(
-        default_factory=dict
-    )  # cold and hot rows of the first leaf, and their places
+    # Of the first leaf, cold and hot rows as they arrive, and their positions.
+    halves: dict[bool, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)
@@ -60,9 +59,7 @@ class SentSums:
     """One message of gradient sums of a table, to every owner and from every asker."""
 
     handle: Handle
-    leaving: (
-        Tensor | None
-    )  # positions in the leaf of the part, owner by owner, of what travels; None for all of the leaf
+    leaving: Tensor | None  # positions in the leaf, owner by owner, of what travels; None for all of it
     own: Tensor | None  # positions of what is copied; None if it is used where it is
     sent: list[int]  # to each owner
     arrivals: list[Tensor]  # of each asker
