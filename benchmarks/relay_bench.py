@@ -112,7 +112,8 @@ class Bench:
         random = np.random.default_rng(SEED)
         chosen = random.choice(world.items, min(world.num_candidates, len(world.items)), replace=False)
         self._candidates = Candidates(chosen, np.zeros(len(chosen), dtype=np.float32))
-        self.draw = relay_load.Zipf(len(world.users), 0.8, SEED)
+        self.zipf = relay_load.Zipf(len(world.users), 0.8, SEED)
+        self.draw: Draw = self.zipf
 
     def start(self, name: str, *, budget_ms: float, stack: ExitStack | None = None) -> Running:
         """Starts an arm's instances, which end with the stack or with the bench."""
@@ -270,7 +271,7 @@ class Bench:
 
         def is_met(rung: int) -> bool:
             order = np.argsort(np.abs(self.world.lengths - rungs[rung]), kind="stable")
-            draw = self.draw.among(order[: max(len(order) // 10, 50)])
+            draw = self.zipf.among(order[: max(len(order) // 10, 50)])
             seconds = max(self.seconds, MIN_REQUESTS / rate)
             load = lambda: self.poisson(rate, seconds=seconds, draw=draw)  # noqa: E731
             outcome = self.offer(arm, load, budget_ms, good_share=GOOD_SHARE)
