@@ -127,7 +127,7 @@ class Engine(Turns):
                 continue
             try:
                 self._look_around()
-                job.since = self.cache.num_invalidations  # what is made of the events is of that time
+                since = self.cache.num_invalidations  # what is made of the events is of that time
                 events = self.histories.of(job.user) if job.history is None else job.history
                 held = self._held.get(job.request)  # what was begun with a model is ended with it
                 served = held[0] if held else self.lineup.of(job.user)
@@ -137,7 +137,7 @@ class Engine(Turns):
                         self.release(job.request)
                 else:
                     job.candidates = served.candidates(job.items, self.histories.sequences)
-                    job.asked = asked
+                    job.asked, job.since = asked, since
                     heapq.heappush(self._ranks, job)
             except Exception as error:
                 if isinstance(job, Rank):

@@ -94,7 +94,6 @@ class Signal:
     until: float
     history: Sequences | None = None
     reply: Future[Decision] = field(default_factory=Future)
-    since: int = 0  # as in a rank
 
 
 @dataclass(frozen=True, slots=True)
