@@ -304,7 +304,8 @@ def _measure(settings: Settings) -> None:
     exact = [arm for name, arm in ours.items() if name not in ("stale", "sequential-1")]
     result = {
         "times": times,
-        "cpu_ms": _of_ranks(cpu, lanes.control),
+        "cpu_ms": _of_ranks({name: one.process_s for name, one in cpu.items()}, lanes.control),
+        "compute_ms": _of_ranks({name: one.thread_s for name, one in cpu.items()}, lanes.control),
         "bitwise_equal": same_bits(exact, lanes.control) if len(exact) > 1 else None,
         "trace": _trace(ours["nested"], lanes.control) if "nested" in ours else {},
     }
@@ -317,10 +318,10 @@ def _measure(settings: Settings) -> None:
     world.close()
 
 
-def _of_ranks(cpu: Mapping[str, Cpu], control: Lane) -> dict[str, float]:
-    """CPU milliseconds of a step of a rank by arm, the mean of all ranks."""
-    ranks = control.all_gather_floats([1e3 * one.process_s for one in cpu.values()])
-    return {name: round(statistics.fmean(own), 2) for name, own in zip(cpu, zip(*ranks, strict=True), strict=True)}
+def _of_ranks(seconds: Mapping[str, float], control: Lane) -> dict[str, float]:
+    """Milliseconds by arm, the mean of all ranks."""
+    ranks = control.all_gather_floats([1e3 * one for one in seconds.values()])
+    return {name: round(statistics.fmean(own), 2) for name, own in zip(seconds, zip(*ranks, strict=True), strict=True)}
 
 
 def _peer(settings: Settings, data: list[Batch], world: World, *, pipelined: bool) -> Callable[[int], None]:

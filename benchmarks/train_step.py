@@ -90,7 +90,8 @@ def figures_of(name: str, found: Mapping[str, object], dense: str, num_ranks: in
     if "nested" in times:
         step_ms = 1e3 * measure.Spread.of(times["nested"]).median
         cores_ms = found["cpu_ms"]["nested"] * num_ranks / min(os.cpu_count() or 1, num_ranks)  # type: ignore[index]
-        least_ms = max(cores_ms, float(dense.partition(":")[2] or 0))
+        emulated_ms = float(dense.partition(":")[2] or 0)
+        least_ms = max(cores_ms, found["compute_ms"]["nested"] + emulated_ms)  # type: ignore[index]
         figures |= _overlap(name, found["trace"], step_ms, least_ms)  # type: ignore[arg-type]
     return figures
 
@@ -104,8 +105,8 @@ def _overlap(name: str, ranks: list[dict[str, object]], step_ms: float, least_ms
 
     Communication is exposed at least for as long as the first rows and the last gradients (of a split schedule: their hot
     halves) need on the line, with a delay each; and for as long as the line needs for all messages of a step beyond what compute
-    takes. No step is shorter than its bytes on the line, the CPU time of all ranks on their cores, or an emulated dense part (`least_ms` has the
-    last two). Time in which another rank still computes the batch is told apart: no message could have come.
+    takes. No step is shorter than its bytes on the line, the CPU time of all ranks on their cores, or what the compute lane does itself: its
+    CPU time and what it emulates (`least_ms` has the last two). Time in which another rank still computes the batch is told apart: no message could have come.
     """
 
     def total(key: str, cause: str) -> int:

@@ -38,7 +38,7 @@ from nestpipe.trace import KINDS, RankTrace, Span
 Cause = Literal["busy", "lookup", "communication", "bubble"]
 CAUSES: tuple[Cause, ...] = ("busy", "lookup", "communication", "bubble")
 CAUSE_OF_KIND: dict[str, Cause] = {
-    **dict.fromkeys(("compute", "dense step"), "busy"),
+    **dict.fromkeys(("arrive", "compute", "dense step"), "busy"),
     **dict.fromkeys(("read", "keys", "retrieve"), "lookup"),
     **dict.fromkeys(("post", "rows", "grads", "merge", "flag", "dense sum", "norm"), "communication"),
     **dict.fromkeys(("cold rows", "cold grads"), "communication"),

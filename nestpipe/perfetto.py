@@ -25,6 +25,7 @@ LETTERS = {
     "dense step": "step",
     "update": "U",
     "write": "W",
+    "arrive": "A",
     "cold rows": "Fc",
     "cold grads": "Bc",
     "cold collect": "Sc",

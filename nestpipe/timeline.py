@@ -33,6 +33,7 @@ _COLOURS = {  # kind -> fill; the text on all of them is dark
     "dense step": "#3f9e63",
     "update": "#d98880",
     "write": "#b9a7a0",
+    "arrive": "#a8dbba",
     "cold rows": "#b3d6f3",
     "cold grads": "#cfc6f1",
     "cold collect": "#e6e0f8",

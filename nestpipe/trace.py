@@ -36,7 +36,7 @@ LANES = ("read", "keys", "fetch", "rows", "compute", "table", "groups", "dense")
 KINDS = (
     *("read", "keys", "retrieve", "post", "rows", "compute", "grads", "collect", "merge"),
     *("flag", "dense sum", "norm", "dense step", "update", "write"),
-    *("cold rows", "cold grads", "cold collect", "cold update"),
+    *("arrive", "cold rows", "cold grads", "cold collect", "cold update"),
 )
 # One for each part; the others are of a whole batch.
 PART_KINDS = frozenset(("rows", "compute", "grads", "collect", "merge"))

@@ -157,7 +157,7 @@ def check_division(trace):
         assert (step.begin_ns, step.end_ns) == (before[-1].end_ns, own[-1].end_ns)
         assert sum(step.time_ns(cause) for cause in CAUSES) == own[-1].end_ns - before[-1].end_ns
         assert all(one.begin_ns < one.end_ns == other.begin_ns for one, other in pairwise(step.pieces))
-        work = [span for span in own if span.kind in {"compute", "dense step"}]
+        work = [span for span in own if span.kind in {"arrive", "compute", "dense step"}]
         waits = [(span.begin_ns, wait) for span in work for wait in span.waits]
         waited = sum(max(wait.end_ns - max(wait.begin_ns, begin), 0) for begin, wait in waits)
         assert step.time_ns("busy") == sum(span.end_ns - span.begin_ns for span in work) - waited
@@ -199,8 +199,8 @@ def test_steps_whose_lookup_ran_before_the_recording_are_left_out():
     begin = next(span.begin_ns for span in whole.spans if span.kind == "compute" and span.batch == 3)
     late = trace_of(*(span for span in whole.spans if span.ready_ns >= begin))
     firsts = {kind: min(span.batch for span in late.spans if span.kind == kind) for kind in ("read", "keys", "compute")}
-    assert firsts == {"read": 7, "keys": 6, "compute": 3}
-    assert [step.batch for step in steps_of(late)] == [7, 8, 9, 10, 11]
+    assert firsts == {"read": 8, "keys": 6, "compute": 3}
+    assert [step.batch for step in steps_of(late)] == [8, 9, 10, 11]
     assert steps_of(trace_of()) == []
 
 

@@ -241,6 +241,11 @@ class Window:
         """Leaf rows [u, D] of the part's distinct ids, table by table, once those of all parts so far have arrived."""
         for asked in self._asked.values():  # needs no message of this part
             copy_from(asked.leaves[part], asked.plan.again[part], asked.plan.source[part], asked.leaves)
+        self.arrive(part)
+        return {name: asked.leaves[part].detach().requires_grad_() for name, asked in self._asked.items()}
+
+    def arrive(self, part: int) -> None:
+        """Waits for the part's rows and brings them to their places, once."""
         for cold in (True, False):  # cold rows are long there, and are brought to their places while hot ones travel
             for name, message in self._rows.get((part, cold), {}).items():
                 asked = self._asked[name]
@@ -249,10 +254,9 @@ class Window:
                     for owner, (data, room) in enumerate(zip(message.packed, message.room, strict=True)):
                         if owner != self.home.rank:
                             asked.narrow.unpack(data, owner, part, room)
-                if self.split and part == 0:
-                    rows, places = asked.halves.pop(cold)
+                if part == 0 and (half := asked.halves.pop(cold, None)):
+                    rows, places = half
                     scatter_rows(asked.leaves[part], places, rows)
-        return {name: asked.leaves[part].detach().requires_grad_() for name, asked in self._asked.items()}
 
     def add_grads(self, part: int, leaves: Mapping[str, Tensor]) -> None:
         """Adds the sums so far to the part's gradients, for the ids that it shares with parts before."""

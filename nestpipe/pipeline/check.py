@@ -58,13 +58,14 @@ def all_events(schedule: Schedule, num_batches: int) -> list[Event]:
     after: tuple[Kind, ...] = ("flag", "dense sum", *norm, "dense step", "update", *cold, "write")
     merge: tuple[Kind, ...] = ("merge",) if schedule.groups else ()
     each: tuple[Kind, ...] = ("rows", "compute", "grads", "collect", *merge)
+    first: tuple[Kind, ...] = ("rows", "arrive", *each[1:]) if schedule.split else each
     parts = range(schedule.num_parts)
     return [
         event
         for t in range(num_batches)
         for event in (
             *(Event(kind, t) for kind in once),
-            *(Event(kind, t, part) for part in parts for kind in each),
+            *(Event(kind, t, part) for part in parts for kind in (each if part else first)),
             *(Event(kind, t) for kind in after),
         )
     ]  # fmt: skip

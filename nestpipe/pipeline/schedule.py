@@ -15,11 +15,11 @@ A mode is a placement of stages on lanes, a depth (how many batches ahead rows a
     serial         0       -                                nothing: the plain order on one lane
     dual-buffer    d       read, keys, fetch                reading, key routing and retrieval of the next d batches
     frozen-window  0       read, rows, table                row and gradient messages of the parts of one batch
-    nested         d       read, keys, fetch, rows, table, dense      both
+    nested         d       read, keys, fetch, rows, dense   both
 
 `split` sends the first rows and the last gradients of a batch in two messages each (embedding/hot.py): only what
 neighbouring batches share, the hot half, makes them wait for each other. The cold rows of the next batch leave and the cold
-gradients of the last one are applied while a batch computes.
+gradients of the last one are applied (on a lane of their own, table) while a batch computes. `arrive` says when hot rows are there.
 
 `groups` of ranks (embedding/groups.py) exchange their sums after each part: collect → merge → update, on a lane of its own where
 gradients have one.
@@ -39,7 +39,7 @@ from typing import Literal, NamedTuple
 Kind = Literal[
     "read", "keys", "retrieve", "post", "rows", "compute", "grads", "collect", "merge",
     "flag", "dense sum", "norm", "dense step", "update", "write",
-    "cold rows", "cold grads", "cold collect", "cold update",
+    "arrive", "cold rows", "cold grads", "cold collect", "cold update",
 ]  # fmt: skip
 Mode = Literal["serial", "dual-buffer", "frozen-window", "nested"]
 MODES: tuple[Mode, ...] = ("serial", "dual-buffer", "frozen-window", "nested")
@@ -56,6 +56,8 @@ _ALONE: dict[Kind, str] = {
     "collect": "table", "merge": "groups", "flag": "table", "update": "table", "dense sum": "dense", "norm": "dense",
     "cold rows": "rows", "cold grads": "rows", "cold collect": "table", "cold update": "table",
 }  # fmt: skip
+# Between the last gradients of a batch and the first rows of the next.
+_BETWEEN: frozenset[Kind] = frozenset(("flag", "collect", "update"))
 _OUTER = ("read", "keys", "fetch")
 _LANES: dict[Mode, tuple[str, ...]] = {  # lanes of their own; everything else is on the main lane
     "serial": (),
@@ -137,12 +139,17 @@ class Schedule:
     @property
     def lanes(self) -> tuple[str, ...]:
         """The main lane and those that are threads of their own."""
-        own = _LANES[self.mode]
+        own = [lane for lane in _LANES[self.mode] if lane != "table" or self.split or not self._in_a_row]
         return (MAIN, *own, *(["groups"] if self.groups and "rows" in own else []))
 
     def lane_of(self, kind: Kind) -> str:
-        lane = _ALONE.get(kind, MAIN)
+        lane = "rows" if self._in_a_row and kind in _BETWEEN else _ALONE.get(kind, MAIN)
         return lane if lane in self.lanes else MAIN
+
+    @property
+    def _in_a_row(self) -> bool:
+        """All ranks wait while a batch is updated: from its last gradients to the next rows no other thread takes over."""
+        return self.mode == "nested" and not self.stale and not self.groups
 
     def needs(self, event: Event) -> list[Event]:
         """What must be done before; of message stages, on every rank."""
@@ -152,8 +159,10 @@ class Schedule:
         """What goes first though the event does not need it.
 
         When a batch is updated, all ranks wait for the first rows of the next one. What looks further ahead starts when they
-        have left, and not on their cores.
+        have left, and not on their cores; if only hot rows are waited for, when they have arrived, and not on their line.
         """
+        if event.kind == "rows" and event.part == 0:  # they wait for nobody
+            return []
         return _moved(self._all_let_pass.get(event.kind, []), event.batch)
 
     def waits_for(self, event: Event) -> list[Event]:
@@ -168,12 +177,21 @@ class Schedule:
     def _all_let_pass(self) -> dict[Kind, list[Event]]:
         if not self.looks_ahead:
             return {}
-        # While the last gradients travel a core is free, but not for long if only their hot half is waited for.
-        last_grads = Event("grads", -self.depth - 1 - _READ_AHEAD, self.num_parts - 1)
+        last, here, read = self.num_parts - 1, -self.depth - 1, -self.depth - 1 - _READ_AHEAD
+        if not self.split:  # while the last gradients travel a core is free
+            return {
+                "read": [Event("grads", read, last)],
+                "keys": [Event("rows", here)],
+                "write": [Event("rows", 1)],
+            }
         return {
-            "read": [Event("compute", -self.depth - _READ_AHEAD) if self.split else last_grads],
-            "keys": [Event("rows", -self.depth - 1)],
-            "write": [Event("rows", 1)],
+            "read": [Event("compute", read + 1)],
+            "keys": [Event("arrive", here)],
+            "write": [Event("arrive", 1)],
+            "rows": [Event("arrive", 0)],
+            "cold grads": [Event("arrive", 1)],
+            "dense sum": [Event("grads", 0, last)],
+            "dense step": [Event("update", 0)],
         }
 
     def program(self, lane: str, num_batches: Callable[[], int | None]) -> Iterator[Event]:
@@ -240,6 +258,7 @@ class Schedule:
     def _overlapped(self, t: int, post: int) -> Iterator[Event]:
         """Rows of the next part and gradients of the last one travel while a part computes."""
         last = self.num_parts - 1
+        later = 2 if self._in_a_row else 1  # gradients that have arrived keep no lane waiting that has others to send
         if t in (post, -1):
             yield from self._posted(post)
         yield Event("rows", t, 0)
@@ -247,16 +266,21 @@ class Schedule:
             if i < last:
                 yield Event("rows", t, i + 1)
             if i == 0 and self.split:
+                yield Event("arrive", t)
                 yield from (Event("cold grads", t - 1), Event("cold collect", t - 1), Event("cold update", t - 1))
             if i > 0:
-                yield from (Event("grads", t, i - 1), *self._collected(t, i - 1))
+                yield Event("grads", t, i - 1)
+            if i >= later:
+                yield from self._collected(t, i - later)
             if i == last and post > t >= 0 and self.split:  # cold rows leave early
                 yield from self._posted(post)
             yield Event("compute", t, i)
         yield Event("grads", t, last)
         if post > t >= 0 and not self.split:  # while the last gradients travel a core is free
             yield from self._posted(post)
-        yield from (Event("flag", t), *self._collected(t, last))
+        yield Event("flag", t)
+        for i in range(max(self.num_parts - later, 0), self.num_parts):
+            yield from self._collected(t, i)
 
     def _collected(self, t: int, part: int) -> Iterator[Event]:
         """Owners have the gradients of a part, their own and with groups those of their replicas."""
@@ -329,6 +353,7 @@ def _split(once: dict[Kind, list[Event]], each: dict[Kind, list[list[Event]]], d
     once["cold rows"] = [Event("retrieve", 0), Event("post", 0), *updated]
     each["rows"] = [[*needs, *(updated[:1] if part else [])] for part, needs in enumerate(each["rows"])]
     each["compute"][0] += [Event("cold rows", 0)]
+    once["arrive"] = [Event("rows", 0), Event("cold rows", 0)]
     once["cold grads"] = [Event("compute", 0, last), Event("post", 0)]
     once["cold collect"] = [Event("cold grads", 0), Event("collect", 0, last)]
     once["cold update"] = [Event("cold collect", 0), Event("flag", 0)]

@@ -9,7 +9,8 @@
 `merge` is for groups of ranks (embedding/groups.py) and does nothing without them.
 
 In a schedule that is split, `rows` of the first part, `grads` and `collect` of the last one and `update` are about what
-neighbouring batches share; `cold rows`, `cold grads`, `cold collect` and `cold update` about the rest.
+neighbouring batches share; `cold rows`, `cold grads`, `cold collect` and `cold update` about the rest. `arrive` waits for the
+rows of the first part.
 """
 
 from __future__ import annotations
@@ -164,6 +165,11 @@ def rows(state: TrainState, work: Work, part: int) -> None:
 def cold_rows(state: TrainState, work: Work) -> None:
     """Rows of the first part that the batch before does not hold travel to their askers."""
     work.window.launch_rows(0, cold=True)
+
+
+def arrive(state: TrainState, work: Work) -> None:
+    """The rows of the first part are there; `compute` would wait for them too, but then nobody else knows when they are."""
+    work.window.arrive(0)
 
 
 def compute(state: TrainState, work: Work, part: int) -> None:
@@ -335,6 +341,7 @@ BATCH_STAGES: dict[str, BatchStage] = {
     "dense step": dense_step,
     "update": update,
     "write": write,
+    "arrive": arrive,
     "cold rows": cold_rows,
     "cold grads": cold_grads,
     "cold collect": cold_collect,

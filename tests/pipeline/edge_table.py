@@ -43,6 +43,8 @@ WITHOUT = {
     ("cold update", "cold rows"): "rows without an update two batches ago",
     ("cold update", "rows"): "rows without an update two batches ago",
     ("cold rows", "compute"): "computes with rows that have not been sent",
+    ("rows", "arrive"): "waits for what has not been sent",
+    ("cold rows", "arrive"): "waits for what has not been sent",
     ("compute", "cold grads"): "gradients leave before they are whole",
     ("cold grads", "cold collect"): "adds what has not been sent",
     ("collect", "cold collect"): "an update without the last part",

@@ -44,6 +44,8 @@ BETWEEN_SPLIT = BETWEEN | {
     ("cold grads", "cold collect"),
     ("cold collect", "cold update"),
     ("flag", "cold update"),
+    ("rows", "arrive"),
+    ("cold rows", "arrive"),
 }
 
 

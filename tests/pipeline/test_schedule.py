@@ -100,12 +100,12 @@ def test_ranks_with_different_programs_are_refused():
 
 def test_what_is_missing_or_twice_is_named():
     programs = NESTED.events(3)
-    table, dense = programs["table"], programs["dense"]
+    rows, dense = programs["rows"], programs["dense"]
     for changed, message in (
-        ({"table": [event for event in table if event != Event("flag", 1)]}, r"rank 0 lack flag\(1\)"),
-        ({"table": [*table, table[-1]]}, r"rank 0 have too often update\(2\)"),
+        ({"rows": [event for event in rows if event != Event("flag", 1)]}, r"rank 0 lack flag\(1\)"),
+        ({"rows": [*rows, rows[-1]]}, r"rank 0 have too often update\(2\)"),
         (
-            {"table": table[:-1], "dense": [*dense, table[-1]]},
+            {"rows": rows[:-1], "dense": [*dense, rows[-1]]},
             r"lane 'dense' of rank 0 runs update\(2\), which belongs",
         ),
     ):
@@ -120,7 +120,20 @@ def test_description():
         "keys     keys(0) · keys(1)",
         "fetch    retrieve(0) · retrieve(1) · write(0) · write(1)",
         "rows     post(0) · rows(0.0) · rows(0.1) · grads(0.0) · grads(0.1) · post(1) · "
-        "rows(1.0) · rows(1.1) · grads(1.0) · grads(1.1)",
-        "table    collect(0.0) · flag(0) · collect(0.1) · update(0) · collect(1.0) · flag(1) · collect(1.1) · update(1)",
+        "flag(0) · collect(0.0) · collect(0.1) · update(0) · "
+        "rows(1.0) · rows(1.1) · grads(1.0) · grads(1.1) · flag(1) · collect(1.0) · collect(1.1) · update(1)",
         "dense    dense sum(0) · dense sum(1)",
     ]
+
+
+def test_hot_rows_travel_alone():
+    """Between the last gradients of a batch and the arrival of the next first rows nothing else is on the line or takes over."""
+    split = Schedule.of("nested", 2, depth=1, split=True)
+    assert split.events(4)["rows"][-10:] == [
+        *(Event("rows", 3, 0), Event("rows", 3, 1), Event("cold grads", 2), Event("grads", 3, 0), Event("grads", 3, 1)),
+        *(Event("flag", 3), Event("collect", 3, 0), Event("collect", 3, 1), Event("update", 3), Event("cold grads", 3)),
+    ]
+    arrived = Event("arrive", 3)
+    for later in (Event("rows", 3, 1), Event("cold grads", 2), Event("keys", 5), Event("write", 2)):
+        assert split.lets_pass(later) == [arrived], later
+    assert split.lets_pass(Event("rows", 3, 0)) == []

@@ -67,7 +67,8 @@ def test_a_lane_that_takes_longer_than_the_rest_is_the_step():
 
 def test_without_an_edge_a_step_ends_too_early():
     """Rows that do not wait for the update of the batch before arrive earlier; so the edges are what is simulated."""
-    schedule, durations = Schedule.of("nested", 2), plan({**WORK, "update": 1.5}, WIRE)
+    # With groups of ranks another lane than that of rows updates; without them its order alone keeps rows waiting.
+    schedule, durations = Schedule.of("nested", 2, groups=True), plan({**WORK, "update": 1.5}, WIRE)
     right, _ = steady(Run(schedule, durations, 6))
     assert right == 3 + 2 * 10 + 2 + 1.5
 
