@@ -21,7 +21,7 @@ import measure
 import netlab
 
 LENGTHS = {"short": 10, "long": 100}
-FIXED = (1, 2, 4, 8, 16)
+FIXED = (1, 2, 4, 8)
 START = 4
 AIM = 1.02
 
@@ -122,8 +122,8 @@ def main() -> None:
     if options.as_rank:
         rank_program(json.loads(options.as_rank))
         return
-    options.blocks = options.blocks or (measure.MIN_BLOCKS if options.quick else 20)
-    options.steps = options.steps or (8 if options.quick else 30)
+    options.blocks = options.blocks or (measure.MIN_BLOCKS if options.quick else 50)
+    options.steps = options.steps or (8 if options.quick else 50)
     netlab.end_on_sigterm()
     settings = {"blocks": options.blocks, "steps": options.steps}
     with netlab.Lab(2, rate=options.rate) as lab:

@@ -205,6 +205,12 @@ class Recorder:
         awaited = _WAIT_OF_EXCHANGE.get(name.partition("/")[0])
         return self.wait(awaited) if awaited else _NO_WAIT
 
+    @property
+    def last_batch(self) -> int:
+        """That of the latest event on the compute lane; -1 if there is none."""
+        spans = self._tracks["compute"].spans
+        return int(spans[-1][1]) if spans else -1
+
     def snapshot(self, first: int = 0) -> RankTrace:
         """What was recorded so far, of batches from `first` on; no lane may be adding."""
         spans = tuple(

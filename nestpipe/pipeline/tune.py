@@ -5,8 +5,10 @@
 *busy* and *exposed* are medians of recorded steps (overlap.py). Two settings that were tried give a and b of compute and of
 messages, one gives a guess. How many rows the first part needs is a power of its share of samples, from the rows that were
 sent. A setting that was tried counts with the time it took, any other with what the model says and a margin; the best wins.
-A run that looks again and again can afford to *explore*: where nothing promises more, half and twice as many parts are tried
-once for a workload, unless the model says that they take far longer. The model is a guess where it has seen one setting.
+
+The model is a guess where it has seen one setting, and machines are noisy. A run that looks again and again can afford to
+*explore*: it begins with half as many parts, which never cost much; where nothing promises more, half and twice as many are tried
+once for a workload, unless they would take far longer; and what is nearly as fast is tried again before it is given up.
 
 Everything here is a function of its arguments, so ranks that hold the same observations choose the same.
 """
@@ -33,7 +35,8 @@ _EXPOSED_LOOKUP = 0.01  # of a step: above that, rows are retrieved further ahea
 _LITTLE, _MUCH = 0.02, 0.25
 _EXPONENT = 0.8  # rows of a share s of the samples are s ** 0.8 of all rows, until two parts have been seen
 _POOL_ROOM = 1.25
-_FAR_LONGER = 1.5
+_FAR_LONGER, _NEARLY = 1.5, 1.05
+_ENOUGH, _MEMORY = 3, 8  # periods that say how long a setting takes, and that are remembered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +70,15 @@ class Observed:
     edge_rows: float  # sent with the first part, and gradients sent with the last one
     held_rows: float = 0.0  # that an owner holds for a batch
     samples: float = 0.0  # of a rank
+    num_periods: int = 1  # of which these are the means
+
+    def after(self, before: Observed) -> Observed:
+        """Together with what was observed before."""
+        weight = min(before.num_periods, _MEMORY - 1)
+        means = {
+            name: (weight * getattr(before, name) + getattr(self, name)) / (weight + 1) for name in (*_MEANS, "step_s")
+        }
+        return replace(self, **means, num_periods=weight + 1)
 
     @staticmethod
     def of_ranks(found: Sequence[Observed]) -> Observed:
@@ -169,9 +181,10 @@ def edge_share(choice: Choice, num_samples: int) -> float:
 
 
 def same_workload(found: Iterable[Observed], now: Observed) -> list[Observed]:
-    """Those with as many rows per step as now, the latest of each choice; now stands last."""
-    latest = {one.choice.cut: one for one in found if _is_alike(one, now)}
-    return [*(one for cut, one in latest.items() if cut != now.choice.cut), now]
+    """Those with as many rows per step as now, one for each choice; the present one stands last, together with its own before."""
+    alike = {one.choice.cut: one for one in found if _is_alike(one, now)}
+    before = alike.pop(now.choice.cut, None)
+    return [*alike.values(), now.after(before) if before else now]
 
 
 def _is_alike(one: Observed, now: Observed) -> bool:
@@ -199,22 +212,32 @@ def choose(
     own = next((one for one in times if one.cut == now.choice.cut), replace(now.choice, depth=1, pool_rows=0))
     times.setdefault(own, now.step_s)
     best = min(times, key=lambda one: (times[one], one.parts, -one.ramp))
-    if times[best] >= now.step_s * (1 - _MARGIN):
+    promises = times[best] < now.step_s * (1 - _MARGIN)
+    if not promises:
         best = own
-        if explore:
-            expected = {
-                one: model.step_s(one)
-                for parts in (now.choice.parts // 2, now.choice.parts * 2)
-                if (one := Choice(parts=max(parts, 1))).cut not in tried and one.parts <= most_parts
-            }
-            near = [one for one, step_s in expected.items() if step_s <= _FAR_LONGER * now.step_s]
-            best = min(near, key=expected.__getitem__, default=own)
+    if explore and (len(found) == 1 or not promises):
+        best = _trial(found, model, most_parts) or best
     depth, why_depth = _depth(now, most_depth)
     pool_rows = math.ceil(_POOL_ROOM * now.held_rows * (depth + 2))
     reasons = [_why(now, best, model, tried), why_depth]
     if pool_rows:
         reasons.append(f"pool of {pool_rows:,} rows: {depth + 2} batches of {now.held_rows:,.0f}, and a quarter")
     return replace(best, depth=depth, pool_rows=pool_rows), "; ".join(reasons)
+
+
+def _trial(found: Sequence[Observed], model: Model, most_parts: int) -> Choice | None:
+    """What should be tried, though it promises nothing; None if enough has been."""
+    now, tried = found[-1], {one.choice.cut for one in found}
+    beside = [
+        Choice(parts=parts) for parts in (now.choice.parts // 2, now.choice.parts * 2) if 1 <= parts <= most_parts
+    ]
+    untried = [one for one in beside if one.cut not in tried]
+    if len(found) == 1:
+        return next(iter(untried), None)
+    if near := [one for one in untried if model.step_s(one) <= _FAR_LONGER * now.step_s]:
+        return min(near, key=model.step_s)
+    doubtful = [one for one in found if one.num_periods < _ENOUGH and one.step_s <= _NEARLY * now.step_s]
+    return min(doubtful, key=lambda one: one.num_periods).choice if doubtful else None
 
 
 def _depth(now: Observed, most: int) -> tuple[int, str]:
