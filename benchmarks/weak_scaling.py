@@ -91,6 +91,7 @@ def main() -> None:
     parser.add_argument("--parts", type=int, default=8)
     parser.add_argument("--depth", type=int, default=1)
     parser.add_argument("--ramp", type=float, default=1.0)
+    parser.add_argument("--split", action="store_true", help="nested: hot and cold messages")
     parser.add_argument("--steps", type=int, help="steps of a block")
     parser.add_argument("--cpu-limit", type=float, default=0.6, help="largest CPU share at which a figure counts")
     parser.add_argument("--no-record", action="store_true", help="do not append to results/weak_scaling.jsonl")
@@ -102,7 +103,7 @@ def main() -> None:
     found: dict[int, dict[str, object]] = {}
     figures: dict[str, object] = {}
     for num_ranks in options.ranks:
-        settings = settings_of(options, MODES, ramp=options.ramp, num_blocks=measure.MIN_BLOCKS)
+        settings = settings_of(options, MODES, ramp=options.ramp, split=options.split, num_blocks=measure.MIN_BLOCKS)
         found[num_ranks] = ran(num_ranks, [str(PROGRAM), "--as-rank", settings], rate=options.rate)
         figures = figures_of(found)
         report(figures, options)
@@ -110,7 +111,7 @@ def main() -> None:
     if busiest > options.cpu_limit:
         raise SystemExit(f"the cores were busy for {busiest:.0%} of a step: this measured them. Raise --dense-ms.")
     if not options.no_record:
-        keys = ("ranks", "dense_ms", "rate", "samples", "parts", "depth", "ramp", "steps", "quick")
+        keys = ("ranks", "dense_ms", "rate", "samples", "parts", "depth", "ramp", "split", "steps", "quick")
         used = {**{key: getattr(options, key) for key in keys}, "dense": "emulated"}
         measure.append("weak_scaling", measure.record(seed=0, figures=figures, settings=used))
     print(json.dumps(figures))
