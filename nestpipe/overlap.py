@@ -3,7 +3,7 @@
 A rank's step t is what its compute lane did from the end of batch t-1 to the end of batch t, so steps follow each other
 without a gap. Each nanosecond of it has one cause, and the four add up to the step exactly:
 
-    busy            the lane computed
+    busy            the lane computed, or brought rows that had arrived to their places
     lookup          it waited because reading, key routing or retrieval of batch t was not done
     communication   it waited for rows, gradients, flags or dense sums on their way
     bubble          all the rest: table work in the way, lanes handing over, what nobody recorded
@@ -13,7 +13,7 @@ checkpoint or a validation between two runs of the pipeline. From then on, the n
 batch t is what it waits for, and only spans of the same rank, of batches up to t, that ended before the event began can
 be the reason. An instant belongs to the first of these that is true:
 
-    1  lookup          read, keys or retrieve runs
+    1  lookup          read, keys or retrieve runs, or the lane of rows waits for the ids of batch t+1 before it goes on with t
     2  communication   post, rows, grads, merge, flag, dense sum or norm runs, or a lane waits for such messages
     3  bubble          table work runs: collect, update, write
     4  lookup          read, keys or retrieve is not finished
@@ -187,13 +187,18 @@ class _Others:
         """Why the compute lane was idle before an event."""
         ended = self._spans[bisect_right(self._ends, begin_ns) : bisect_right(self._ends, awaited.begin_ns)]
         spans = [span for span in ended if span.batch <= awaited.batch]
-        bounds = {begin_ns, end_ns}
+        ahead = [span for span in ended if span.batch > awaited.batch and span.kind in ("read", "keys")]
+        posts = [span for span in ended if span.batch == awaited.batch + 1 and span.kind == "post"]
+        bounds = {begin_ns, end_ns, *(span.end_ns for span in ahead), *(post.ready_ns for post in posts)}
         for span in spans:
             bounds |= {span.begin_ns, span.end_ns, *(wait.begin_ns for wait in span.waits)}
             bounds |= {wait.end_ns for wait in span.waits}
         inside = sorted(bound for bound in bounds if begin_ns <= bound <= end_ns)
         for first, last in pairwise(inside):
-            yield Piece(first, last, _reason(first, spans))
+            late = any(
+                post.ready_ns <= first < span.end_ns <= post.begin_ns for post in posts for span in ahead
+            )  # a lane that batch t needs waits for ids of batch t+1
+            yield Piece(first, last, "lookup" if late else _reason(first, spans))
 
 
 def _reason(instant: int, spans: Sequence[Span]) -> Cause:

@@ -19,7 +19,7 @@ from nestpipe.trace import Recorder
 PROBES = (2, 8)  # parts: far enough apart to tell what a part costs
 NUM_STEPS = 12
 _FILLING = 2  # steps in which the pipeline is not full yet
-_FEWEST, _MOST = 3, 16  # steps that say something, and more than which say no more: looking at one takes 0.3 ms
+_FEWEST, _MOST = 3, 16  # steps that say what they take, and more than which need not be looked at: one takes 0.3 ms
 Batches = Callable[[], AbstractContextManager[Iterator[Batch]]]
 
 
@@ -63,9 +63,9 @@ def profile(run: Run, lanes: Lanes, batches_of: Batches, *, clip_rows: bool) -> 
 
 def observe(recorder: Recorder, choice: Choice, first: int, num_samples: int) -> Observed | None:
     """What the latest recorded steps of one rank took, from the batch `first` on; None if they are too few."""
-    first = max(first, recorder.last_batch + 1 - _MOST - _FILLING)
-    trace = recorder.snapshot(first)
-    steps = [step for step in steps_of(trace) if step.batch >= first + _FILLING]
+    whole, recent = recorder.snapshot(first), max(first, recorder.last_batch + 1 - _MOST - _FILLING)
+    trace = replace(whole, spans=tuple(span for span in whole.spans if span.batch >= recent))
+    steps = [step for step in steps_of(trace) if step.batch >= recent + _FILLING]
     if len(steps) < _FEWEST:
         return None
     batches = {step.batch for step in steps}
@@ -80,7 +80,7 @@ def observe(recorder: Recorder, choice: Choice, first: int, num_samples: int) ->
         busy_s=median(step.time_ns("busy") for step in steps) / 1e9,
         lookup_s=median(step.time_ns("lookup") for step in steps) / 1e9,
         comm_s=median(step.time_ns("communication") for step in steps) / 1e9,
-        rows=fmean(step.num_rows.get("keys", 0) for step in steps),
+        rows=fmean(span.num_rows for span in whole.spans if span.kind == "keys"),
         edge_rows=sum(ends) / len(steps),
         held_rows=max(step.num_rows.get("rows", 0) for step in steps),
         samples=num_samples,

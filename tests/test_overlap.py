@@ -103,6 +103,15 @@ def test_the_nested_pipeline_hides_what_its_edges_allow():
         assert step.seen_ns["communication"] > step.time_ns("communication")
 
 
+def test_ids_that_come_late_are_lookup_wherever_lanes_wait_for_them():
+    """The lane of rows opens the receives of the next batch before it collects the last gradients of this one."""
+    late = steps_of(made_up(num_steps=8, read_ms=40.0))[2:-1]
+    usual = steps_of(made_up(num_steps=8))[2:-1]
+    for step, other in zip(late, usual, strict=True):
+        assert step.time_ns("lookup") > 20_000_000
+        assert step.time_ns("communication") < 1.2 * other.time_ns("communication")
+
+
 def test_each_mode_hides_what_it_can():
     """Lookup takes 8.5 ms, messages 2 ms each way."""
     middle = {mode: steps_of(made_up(mode, num_steps=8))[3] for mode in MODES}

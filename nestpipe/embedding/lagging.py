@@ -101,7 +101,8 @@ class Lagging:
         self.inner.release(held)
 
     def _forget(self, held: Held) -> None:
-        if self._first is not None and self._first[0] is held:
+        first = self._first  # another lane may forget it meanwhile
+        if first is not None and first[0] is held:
             self._first = None
 
 

@@ -15,7 +15,7 @@ A mode is a placement of stages on lanes, a depth (how many batches ahead rows a
     serial         0       -                                nothing: the plain order on one lane
     dual-buffer    d       read, keys, fetch                reading, key routing and retrieval of the next d batches
     frozen-window  0       read, rows, table                row and gradient messages of the parts of one batch
-    nested         d       read, keys, fetch, rows, dense   both
+    nested         d       read, keys, fetch, rows, dense   both (stale or in groups it has a lane `table` too)
 
 `split` sends the first rows and the last gradients of a batch in two messages each (embedding/hot.py): only what
 neighbouring batches share, the hot half, makes them wait for each other. The cold rows of the next batch leave and the cold
@@ -148,7 +148,7 @@ class Schedule:
 
     @property
     def _in_a_row(self) -> bool:
-        """All ranks wait while a batch is updated: from its last gradients to the next rows no other thread takes over."""
+        """Whether the lane of rows also collects and updates: while it does all ranks wait, and handing over would take longer."""
         return self.mode == "nested" and not self.stale and not self.groups
 
     def needs(self, event: Event) -> list[Event]:
@@ -258,7 +258,7 @@ class Schedule:
     def _overlapped(self, t: int, post: int) -> Iterator[Event]:
         """Rows of the next part and gradients of the last one travel while a part computes."""
         last = self.num_parts - 1
-        later = 2 if self._in_a_row else 1  # gradients that have arrived keep no lane waiting that has others to send
+        later = 2 if self._in_a_row else 1  # a lane that also sends does not wait for what it has just sent
         if t in (post, -1):
             yield from self._posted(post)
         yield Event("rows", t, 0)
@@ -352,7 +352,7 @@ def _split(once: dict[Kind, list[Event]], each: dict[Kind, list[list[Event]]], d
     once["post"] += [Event("keys", 1)]
     once["cold rows"] = [Event("retrieve", 0), Event("post", 0), *updated]
     each["rows"] = [[*needs, *(updated[:1] if part else [])] for part, needs in enumerate(each["rows"])]
-    each["compute"][0] += [Event("cold rows", 0)]
+    each["compute"][0] += [Event("cold rows", 0), Event("arrive", 0)]
     once["arrive"] = [Event("rows", 0), Event("cold rows", 0)]
     once["cold grads"] = [Event("compute", 0, last), Event("post", 0)]
     once["cold collect"] = [Event("cold grads", 0), Event("collect", 0, last)]

@@ -7,8 +7,9 @@ messages, one gives a guess. How many rows the first part needs is a power of it
 sent. A setting that was tried counts with the time it took, any other with what the model says and a margin; the best wins.
 
 The model is a guess where it has seen one setting, and machines are noisy. A run that looks again and again can afford to
-*explore*: it begins with half as many parts, which never cost much; where nothing promises more, half and twice as many are tried
-once for a workload, unless they would take far longer; and what is nearly as fast is tried again before it is given up.
+*explore*: it begins with half as many parts, because many cost more than few; where nothing promises more, half and twice as
+many are tried once for a workload, unless the model expects them to take far longer; and what is nearly as fast is tried again
+before it is given up.
 
 Everything here is a function of its arguments, so ranks that hold the same observations choose the same.
 """
@@ -37,6 +38,7 @@ _EXPONENT = 0.8  # rows of a share s of the samples are s ** 0.8 of all rows, un
 _POOL_ROOM = 1.25
 _FAR_LONGER, _NEARLY = 1.5, 1.05
 _ENOUGH, _MEMORY = 3, 8  # periods that say how long a setting takes, and that are remembered
+_OTHER_TIMES = 0.25  # a period that differs by more from those before is no noise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,11 +75,12 @@ class Observed:
     num_periods: int = 1  # of which these are the means
 
     def after(self, before: Observed) -> Observed:
-        """Together with what was observed before."""
+        """Together with what was observed before of the same parts, unless times have changed; lookup, for depth, is of now."""
+        if abs(self.step_s - before.step_s) > _OTHER_TIMES * before.step_s:
+            return self
         weight = min(before.num_periods, _MEMORY - 1)
-        means = {
-            name: (weight * getattr(before, name) + getattr(self, name)) / (weight + 1) for name in (*_MEANS, "step_s")
-        }
+        names = ("step_s", "busy_s", "comm_s", "rows", "edge_rows")
+        means = {name: (weight * getattr(before, name) + getattr(self, name)) / (weight + 1) for name in names}
         return replace(self, **means, num_periods=weight + 1)
 
     @staticmethod
@@ -215,11 +218,12 @@ def choose(
     promises = times[best] < now.step_s * (1 - _MARGIN)
     if not promises:
         best = own
-    if explore and (len(found) == 1 or not promises):
-        best = _trial(found, model, most_parts) or best
+    trial = _trial(found, model, most_parts) if explore and (len(found) == 1 or not promises) else None
+    best = trial or best
     depth, why_depth = _depth(now, most_depth)
     pool_rows = math.ceil(_POOL_ROOM * now.held_rows * (depth + 2))
-    reasons = [_why(now, best, model, tried), why_depth]
+    on_trial = trial is not None and trial.cut != now.choice.cut
+    reasons = [("on trial, " if on_trial else "") + _why(now, best, model, tried), why_depth]
     if pool_rows:
         reasons.append(f"pool of {pool_rows:,} rows: {depth + 2} batches of {now.held_rows:,.0f}, and a quarter")
     return replace(best, depth=depth, pool_rows=pool_rows), "; ".join(reasons)
@@ -229,14 +233,18 @@ def _trial(found: Sequence[Observed], model: Model, most_parts: int) -> Choice |
     """What should be tried, though it promises nothing; None if enough has been."""
     now, tried = found[-1], {one.choice.cut for one in found}
     beside = [
-        Choice(parts=parts) for parts in (now.choice.parts // 2, now.choice.parts * 2) if 1 <= parts <= most_parts
+        Choice(parts=parts) for parts in ((now.choice.parts + 1) // 2, now.choice.parts * 2) if parts <= most_parts
     ]
     untried = [one for one in beside if one.cut not in tried]
-    if len(found) == 1:
-        return next(iter(untried), None)
+    if len(found) == 1 and untried:
+        return untried[0]
     if near := [one for one in untried if model.step_s(one) <= _FAR_LONGER * now.step_s]:
         return min(near, key=model.step_s)
-    doubtful = [one for one in found if one.num_periods < _ENOUGH and one.step_s <= _NEARLY * now.step_s]
+    doubtful = [
+        one
+        for one in found
+        if one.num_periods < _ENOUGH and one.step_s <= _NEARLY * now.step_s and one.choice.parts <= most_parts
+    ]
     return min(doubtful, key=lambda one: one.num_periods).choice if doubtful else None
 
 

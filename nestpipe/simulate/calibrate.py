@@ -23,6 +23,7 @@ from nestpipe.simulate.constants import Constants, dense_trips
 from nestpipe.trace import KINDS, RankTrace, Span
 
 _ROUNDS = 5  # of guessing when a message began from bandwidth and delay, and these from the messages
+_OTHER_NAMES = {"arrive": "compute"}  # a schedule that is split has more stages
 _REAL_WAIT_NS = 20_000  # shorter ones are the price of asking
 
 
@@ -153,7 +154,7 @@ def _sums(run: _Recorded, kind: str) -> dict[tuple[int, int], float]:
     """Seconds of work by rank and batch, all parts and both halves together."""
     found: dict[tuple[int, int], float] = defaultdict(float)
     for rank, span in run.spans():
-        if span.kind.removeprefix("cold ") == kind:
+        if _OTHER_NAMES.get(span.kind, span.kind.removeprefix("cold ")) == kind:
             waited = sum(wait.end_ns - max(wait.begin_ns, span.begin_ns) for wait in span.waits)
             found[rank, span.batch] += (span.end_ns - span.begin_ns - waited) / 1e9
     return found
@@ -260,6 +261,8 @@ def _messages(run: _Recorded) -> Iterator[_Sent]:
         if kind in ("rows", "grads"):
             opened_s = max((span.end_ns for span in spans.get(("post", batch, 0), [])), default=0) / 1e9
             waiting = {("compute", batch, part): "rows"} if kind == "rows" else {("collect", batch, part): "grads"}
+            if kind == "rows" and part == 0:  # if they are split
+                waiting["arrive", batch, 0] = "rows"
             if kind == "grads" and part == run.num_parts - 1:
                 waiting["flag", batch, 0] = "flag"  # travels with the last gradients; some lanes wait for it first
             ends = [end for event, name in waiting.items() for end in _waited(spans.get(event, []), name)]

@@ -42,7 +42,7 @@ WITHOUT = {
     ("post", "cold rows"): "a send without its receive",
     ("cold update", "cold rows"): "rows without an update two batches ago",
     ("cold update", "rows"): "rows without an update two batches ago",
-    ("cold rows", "compute"): "computes with rows that have not been sent",
+    ("arrive", "compute"): "nothing: both wait for the same messages, but not at the same time",
     ("rows", "arrive"): "waits for what has not been sent",
     ("cold rows", "arrive"): "waits for what has not been sent",
     ("compute", "cold grads"): "gradients leave before they are whole",

@@ -46,6 +46,7 @@ BETWEEN_SPLIT = BETWEEN | {
     ("flag", "cold update"),
     ("rows", "arrive"),
     ("cold rows", "arrive"),
+    ("arrive", "compute"),
 }
 
 

@@ -24,10 +24,11 @@ IMPLIED = {
     "rows(t.0) -> update(t)",
     "rows(t.1) -> update(t)",
 }
-IMPLIED_IF_SPLIT = {"post(t) -> cold grads(t)"}
+IMPLIED_IF_SPLIT = {"post(t) -> cold grads(t)", "rows(t.0) -> compute(t.0)", "cold rows(t) -> compute(t.0)"}
 IMPLIED_WITH_NORM = {"dense sum(t) -> dense step(t)", "collect(t.1) -> update(t)"}
 # They bound how far reading and key routing run ahead, hence memory; no bit depends on them.
-BOUNDS = {("dense step", "read"), ("dense step", "keys")}
+# Both of the last wait for the same messages: they must not at the same time, which no order of whole stages shows.
+BOUNDS = {("dense step", "read"), ("dense step", "keys"), ("arrive", "compute")}
 # One event too early is not enough to go wrong. Without the edge rows of t are retrieved, and victims chosen, while rows
 # of t-d-1 are out; those are protected (P = d+1), but those of t-d-2 are not, and nothing else keeps them back.
 ONE_TO_SPARE = {("write", "retrieve")}

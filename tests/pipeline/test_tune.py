@@ -128,13 +128,43 @@ def test_what_is_nearly_as_fast_is_tried_again_before_it_is_given_up():
 
 
 def test_periods_with_one_setting_count_together():
-    fast, slow = LONG.observed(Choice(parts=4)), LONG.observed(Choice(parts=4), noise=1.4)
+    fast, slow = LONG.observed(Choice(parts=4)), LONG.observed(Choice(parts=4), noise=1.2)
     (both,) = same_workload([fast], slow)
     assert both.num_periods == 2
     assert both.step_s == pytest.approx((fast.step_s + slow.step_s) / 2)
     (many,) = same_workload([replace(fast, num_periods=100)], slow)
     assert many.num_periods == 8, "what was long ago is forgotten"
     assert many.step_s == pytest.approx((7 * fast.step_s + slow.step_s) / 8)
+
+
+def test_depth_goes_by_what_the_present_depth_left():
+    """Periods of other depths count together with the present one, but not for lookup."""
+    slow, hidden = replace(LONG, lookup_s=0.02), LONG
+    found = same_workload([], slow.observed(Choice(parts=4)))
+    for depth in (2, 2, 2):
+        found = same_workload(found, hidden.observed(Choice(parts=4, depth=depth)))
+        assert choose(found)[0].depth == 2
+
+
+def test_other_times_are_no_noise():
+    """Another job on the machine: what was faster before is looked at again once, and not for ever."""
+    _, found, choice = adapted(LONG, Choice(parts=4), rounds=30)
+    slower = replace(LONG, compute_s=2 * LONG.compute_s, part_s=2 * LONG.part_s, row_s=2 * LONG.row_s)
+    chosen = []
+    for _ in range(40):
+        found = same_workload(found, slower.observed(choice))
+        choice, _ = choose(found, explore=True)
+        chosen.append(choice.cut)
+    assert len(set(chosen[12:])) == 1, "it goes on trying"
+    assert slower.observed(choice).step_s <= 1.02 * slower.best_s()
+
+
+def test_a_trial_is_called_one():
+    seen = [LONG.observed(Choice(parts=4))]
+    assert choose(seen, explore=True)[1].startswith("on trial, 2 parts: ")
+    assert "on trial" not in choose([*seen, LONG.observed(Choice(parts=2))], explore=True)[1]
+    settled = [replace(LONG.observed(Choice(parts=parts)), num_periods=3) for parts in (4, 16, 8)]
+    assert "on trial" not in choose(settled, explore=True)[1]
 
 
 def test_noise_leads_nobody_astray():
