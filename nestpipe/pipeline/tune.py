@@ -86,8 +86,8 @@ class Observed:
     @staticmethod
     def of_ranks(found: Sequence[Observed]) -> Observed:
         """One for all ranks: as slow as the slowest, the mean of the rest, the fullest pool."""
-        means = {name: fmean(getattr(one, name) for one in found) for name in _MEANS}
-        most = {name: max(getattr(one, name) for one in found) for name in ("step_s", "held_rows")}
+        means: dict[str, Any] = {name: fmean(getattr(one, name) for one in found) for name in _MEANS}
+        most: dict[str, Any] = {name: max(getattr(one, name) for one in found) for name in ("step_s", "held_rows")}
         return Observed(choice=found[0].choice, **means, **most)
 
     def to_json(self) -> dict[str, Any]:
