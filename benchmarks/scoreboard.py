@@ -84,7 +84,10 @@ def _emulated() -> Iterator[Row]:
     for (samples, emulated_ms, network), (own, found) in sorted(latest.items()):
         command = f"train_step.py --dense {own['dense']} --samples {samples} --parts {own['parts']}{' --split' * own['split']}"
         title = f"exposed communication over its floor, hot and cold messages: zipf-{samples}, dense part emulated ({emulated_ms} ms), {network}"
-        beside = f"{found['exposed_comm_ms']:.1f} of {found['exposed_comm_floor_ms']:.1f} ms; limit 1.3x; step over the longest of line, CPU and compute lane {found['step_over_bound']:.2f}x, limit 1.05x; bitwise equal"
+        # A block of few steps pays for filling the pipeline; what its trace says is without that.
+        steady = found["busy_ms"] / found["busy_share"] / (found["step_ms"] / found["step_over_bound"])
+        beside = f"{found['exposed_comm_ms']:.1f} of {found['exposed_comm_floor_ms']:.1f} ms; limit 1.3x"
+        beside += f"; step over the longest of line, CPU and compute lane {steady:.3f}x, with filling {found['step_over_bound']:.3f}x; limit 1.05x; bitwise equal"
         yield title, f"{found['exposed_comm_over_floor']:.2f}x", beside, command
 
 
@@ -240,7 +243,8 @@ def _weak_scaling(figures: Figures, settings: Figures) -> Row:
     title = f"weak scaling {few} to {many} ranks, dense part emulated ({settings['dense_ms']} ms), {settings['rate']} per host"
     others = ", ".join(f"{mode} {own[mode]['efficiency']:.1%}" for mode in ("sequential", "stale"))
     beside = f"{others}; bitwise equal; cores {own['nested']['cpu_share']:.0%} busy"
-    return title, f"{own['nested']['efficiency']:.1%} ({low:.1%}-{high:.1%})", beside, "weak_scaling.py"
+    command = f"weak_scaling.py --parts {settings['parts']}{' --split' * settings.get('split', False)}"
+    return title, f"{own['nested']['efficiency']:.1%} ({low:.1%}-{high:.1%})", beside, command
 
 
 def table() -> str:

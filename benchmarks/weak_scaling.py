@@ -17,14 +17,16 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import measure
 import netlab
 
 MODES = {"sequential": "sequential", "nested": "nested", "stale": "stale by one step"}
 RANKS = (2, 4, 8, 16)
+Figures = Mapping[str, Any]
 PROGRAM = Path(__file__).resolve().with_name("train_step.py")
 
 
@@ -61,8 +63,18 @@ def figures_of(found: dict[int, dict[str, object]]) -> dict[str, object]:
                 "efficiency_range": efficiency.range,
                 "cpu_share": round(busy, 3),
             }
+        own["nested_ms"] = _divided(one["trace"])  # type: ignore[arg-type]
         figures[str(num_ranks)] = own
     return figures
+
+
+def _divided(ranks: Sequence[Figures]) -> dict[str, float]:
+    """Where the time of a nested step went, by the traces of all ranks: milliseconds by cause."""
+    steps = sum(rank["num_steps"] for rank in ranks)
+    ns = {cause: sum(rank["time_ns"][cause] for rank in ranks) for cause in ranks[0]["time_ns"]}
+    ns["slower rank"] = sum(rank["others_ns"] for rank in ranks)
+    ns["communication"] -= ns["slower rank"]
+    return {cause: round(one / steps / 1e6, 1) for cause, one in ns.items()}
 
 
 def report(figures: dict[str, object], options: argparse.Namespace) -> None:
@@ -78,7 +90,13 @@ def report(figures: dict[str, object], options: argparse.Namespace) -> None:
     print(
         f"\nweak scaling, dense part emulated ({options.dense_ms} ms), zipf-{options.samples} per rank, {options.rate} per host"
     )
-    print(measure.table(["", "mode", "step", "efficiency (10-90 %)", "CPU share"], rows), flush=True)
+    print(measure.table(["", "mode", "step", "efficiency (10-90 %)", "CPU share"], rows))
+    causes = [
+        [f"{num_ranks} ranks", *(f"{one:.0f} ms" for one in own["nested_ms"].values())]  # type: ignore[index]
+        for num_ranks, own in figures.items()
+    ]
+    names = list(next(iter(figures.values()))["nested_ms"])  # type: ignore[index]
+    print("\na nested step, by its traces\n" + measure.table(["", *names], causes), flush=True)
 
 
 def main() -> None:
