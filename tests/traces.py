@@ -12,7 +12,7 @@ from nestpipe.trace import RankTrace, Span, Wait
 MS = 1_000_000
 START_NS = 10**12
 NUM_KEYS = 1_000  # of each batch and rank
-TIMES_MS = {"keys": 1.5, "post": 0.05, "collect": 0.1, "flag": 0.05, "dense sum": 2.0, "norm": 0.2}
+TIMES_MS = {"read": 3.0, "keys": 1.5, "post": 0.05, "collect": 0.1, "flag": 0.05, "dense sum": 2.0, "norm": 0.2}
 TIMES_MS |= {"rows": 0.2, "grads": 0.2, "dense step": 0.7, "update": 0.8, "write": 1.0}
 WAITS = {"compute": ("rows", "rows"), "collect": ("grads", "grads"), "flag": ("flag", "grads")}  # kind -> wait, sender
 BYTES = {"keys": 8_000, "dense sum": 50_000}
@@ -25,7 +25,7 @@ def made_up(
     num_steps=6,
     num_parts=4,
     compute_ms=10.0,
-    read_ms=3.0,
+    read_ms=TIMES_MS["read"],
     retrieve_ms=4.0,
     message_ms=2.0,
     seed=0,
