@@ -35,7 +35,7 @@ def rank_program(options: dict[str, int]) -> None:  # noqa: PLR0915 - one progra
     from nestpipe.pipeline.parts import PartsConfig
     from nestpipe.pipeline.runner import Feed, Runner
     from nestpipe.pipeline.schedule import Schedule
-    from nestpipe.pipeline.tune import Choice, Observed, choose, is_new, same_workload
+    from nestpipe.pipeline.tune import Choice, Observed, after_period
     from nestpipe.process import exact_arithmetic, keep_freed_memory
     from nestpipe.profile_steps import observe
     from nestpipe.run import Lanes
@@ -73,9 +73,9 @@ def rank_program(options: dict[str, int]) -> None:  # noqa: PLR0915 - one progra
     def adapt(own: Observed | None) -> None:
         gathered = lanes.control.all_gather_bytes(json.dumps(own and own.to_json()).encode())
         now = Observed.of_ranks([Observed.from_json(one) for one in map(json.loads, gathered) if one])
-        is_other, seen[:] = is_new(seen, now), same_workload(seen, now)
-        if not is_other:
-            choices["adaptive"], why = choose(seen, explore=True)
+        seen[:], found_out = after_period(seen, now)
+        if found_out:
+            choices["adaptive"], why = found_out
             chosen.append(why)
 
     with exact_arithmetic(1):

@@ -25,7 +25,7 @@ from nestpipe.errors import ConfigError
 from nestpipe.metrics import read_jsonl, replace_file
 from nestpipe.pipeline.runner import Runner
 from nestpipe.pipeline.stages import TrainState
-from nestpipe.pipeline.tune import MOST_DEPTH, MOST_PARTS, Choice, Observed, choose, is_new, same_workload
+from nestpipe.pipeline.tune import MOST_DEPTH, MOST_PARTS, Choice, Observed, after_period, choose
 from nestpipe.profile_steps import Batches, observe, profile
 from nestpipe.run import Lanes, Run
 from nestpipe.trace import Recorder
@@ -129,13 +129,9 @@ class Pace:
         found = [Observed.from_json(one) for one in map(json.loads, gathered) if one]
         if len(found) < len(gathered):
             return ""  # too few steps since the run was started
-        latest = Observed.of_ranks(found)
-        is_other, self._observed = is_new(self._observed, latest), same_workload(self._observed, latest)
-        if is_other:
-            return ""  # and is looked at once more
         limits = {"most_parts": self._most_parts, "most_depth": self._most_depth}
-        choice, why = choose(self._observed, **limits, explore=True)
-        return self._decide(Setting(number, choice, why))
+        self._observed, chosen = after_period(self._observed, Observed.of_ranks(found), **limits)
+        return self._decide(Setting(number, *chosen)) if chosen else ""
 
     def save_trace(self) -> None:
         if self._settings.trace_steps:

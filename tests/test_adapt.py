@@ -13,6 +13,7 @@ from nestpipe.demo import differing_tensors
 from nestpipe.errors import ConfigError
 from nestpipe.metrics import read_jsonl
 from nestpipe.overlap import steps_of
+from nestpipe.pipeline import tune
 from nestpipe.pipeline.tune import Choice
 from nestpipe.trace import load
 from nestpipe.trainer import train_to_end
@@ -53,7 +54,8 @@ def train(world, config, folder, choose=None):
     SEEN.clear()
     with pytest.MonkeyPatch.context() as patch:
         if choose:
-            patch.setattr(pacing, "choose", choose)
+            for module in (pacing, tune):
+                patch.setattr(module, "choose", choose)
         train_to_end(config, folder, resume=True, quiet=True, world=world)
     return [one.choice for one in SEEN]
 

@@ -148,7 +148,7 @@ class Schedule:
 
     @property
     def _in_a_row(self) -> bool:
-        """Whether the lane of rows also collects and updates: while it does all ranks wait, and handing over would take longer."""
+        """Whether the lane of rows also collects and updates: while it does all ranks wait, and handing over takes time."""
         return self.mode == "nested" and not self.stale and not self.groups
 
     def needs(self, event: Event) -> list[Event]:

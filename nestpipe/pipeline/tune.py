@@ -199,6 +199,16 @@ def is_new(found: Sequence[Observed], now: Observed) -> bool:
     return bool(found) and not any(_is_alike(one, now) for one in found)
 
 
+def after_period(
+    found: Sequence[Observed], now: Observed, *, most_parts: int = MOST_PARTS, most_depth: int = MOST_DEPTH
+) -> tuple[list[Observed], tuple[Choice, str] | None]:
+    """What is known after one more period, and how to go on and why; None if the workload is new, and is looked at once more."""
+    known = same_workload(found, now)
+    if is_new(found, now):
+        return known, None
+    return known, choose(known, most_parts=most_parts, most_depth=most_depth, explore=True)
+
+
 def choose(
     found: Sequence[Observed], *, most_parts: int = MOST_PARTS, most_depth: int = MOST_DEPTH, explore: bool = False
 ) -> tuple[Choice, str]:

@@ -15,6 +15,7 @@ from nestpipe.pipeline.tune import (
     Line,
     Model,
     Observed,
+    after_period,
     choose,
     edge_share,
     is_new,
@@ -186,6 +187,11 @@ def test_a_workload_that_has_just_changed_is_looked_at_twice():
     assert not is_new([short], short)
     assert is_new([short], long)
     assert not is_new(same_workload([short], long), long)
+    known, chosen = after_period([short], long)
+    assert (known, chosen) == ([long], None)
+    known, chosen = after_period(known, long, most_parts=2)
+    assert known[-1].num_periods == 2
+    assert chosen == choose(known, most_parts=2, explore=True)
 
 
 def test_two_probes_tell_what_a_part_and_a_row_cost():

@@ -376,9 +376,12 @@ def test_one_command_starts_a_fleet_that_survives_the_kill_of_an_instance(runs, 
                 assert found == {"127.0.0.1": [True] * 3, "127.0.0.2": [False] * 3}, "--host is not for admin ports"
                 # An instance that misses a probe on a busy machine is not asked until the next one.
                 before = {}
-                while {one.instance for one in before.values()} != {"i1", "i2"}:
-                    assert process.poll() is None
-                    before = {user: client.recommend(user, query_time=ASKED) for user in USERS[:8]}
+
+                def both_answer() -> bool:
+                    before.update({user: client.recommend(user, query_time=ASKED) for user in USERS[:8]})
+                    return {one.instance for one in before.values()} == {"i1", "i2"}
+
+                _wait(both_answer, process)
                 client.send_events([{"id": "x", "user": 99, "item": 3, "time": ASKED, "click": 1}])
                 pids = {int(line) for line in _children(process.pid)}
                 os.kill(min(pids), signal.SIGKILL)
