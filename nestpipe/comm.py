@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -352,11 +353,22 @@ def _new_group(whole: World, name: str, world: World) -> Any:
     """The process group of a lane of `world`, which is the whole or a part of it."""
     backend, timeout = EXCHANGES[world.device.type], timedelta(seconds=world.deadline_s)
     if backend == "gloo":  # stands alone, so that many worlds can follow each other in one process
-        return dist.ProcessGroupGloo(PrefixStore(f"group/{name}", world.store), world.rank, world.size, timeout)
+        gloo: Any = dist.ProcessGroupGloo  # its type stubs lack the options
+        options = gloo._Options()
+        options._devices, options._timeout = _gloo_devices(os.environ.get("GLOO_SOCKET_IFNAME", "")), timeout
+        return gloo(PrefixStore(f"group/{name}", world.store), world.rank, world.size, options)
     if not dist.is_initialized():
         dist.init_process_group(backend, store=whole.store, rank=whole.rank, world_size=whole.size, timeout=timeout)
     some = list(world.members) or None
     return dist.new_group(some, backend=backend, timeout=timeout, use_local_synchronization=some is not None)
+
+
+@cache
+def _gloo_devices(interfaces: str) -> list[Any]:
+    """What gloo sends through, once for all lanes: each device has a thread that looks for work 100 times a second."""
+    make = dist.ProcessGroupGloo
+    named = [make.create_device(interface=name) for name in interfaces.split(",") if name]
+    return named or [make.create_default_device()]
 
 
 def _first_line(error: Exception) -> str:

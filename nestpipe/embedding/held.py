@@ -28,13 +28,25 @@ from nestpipe.embedding.table import WEIGHTS, Table
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Held:
-    """The rows of one batch: distinct ids, ascending, and where each is."""
+    """The rows of one batch, or some of them, and where each is."""
 
-    ids: Tensor  # [K]
+    step: int  # of the batch
+    ids: Tensor  # [K] of a batch: distinct and ascending
     homes: Tensor  # [K] slot in the table, -1 for an id without a row
     slots: Tensor  # [K] where the row is held; the same as homes if that is in place
     rowless: Tensor  # [k] places among the ids of those without a row
     initial: Tensor  # [k, D] in place: what those read
+
+    def at(self, places: Tensor) -> Held:
+        """Those at these places, in this order."""
+        homes = self.homes.index_select(0, places)
+        slots = homes if self.slots is self.homes else self.slots.index_select(0, places)
+        rowless, initial = self.rowless, self.initial
+        if len(rowless):
+            rowless = (homes < 0).nonzero().flatten()
+        if len(initial):
+            initial = initial.index_select(0, torch.searchsorted(self.rowless, places.index_select(0, rowless)))
+        return Held(self.step, self.ids.index_select(0, places), homes, slots, rowless, initial)
 
     @property
     def row_slots(self) -> Tensor:
@@ -51,12 +63,12 @@ class Holder(Protocol):
         """Decides which of a batch's distinct ascending ids have a row, and holds them."""
         ...
 
-    def gather(self, held: Held, places: Tensor, out: Tensor | None = None) -> Tensor:
-        """A copy of the weights [n, D] of the ids at these places; into `out` if given."""
+    def gather(self, held: Held, out: Tensor | None = None) -> Tensor:
+        """A copy of the weights [n, D]; into `out` if given. They may be some of a batch's, and repeat."""
         ...
 
-    def update(self, held: Held, grads: Tensor | Arrived, lr: float, skip: Tensor | None = None) -> None:
-        """One optimizer step on each row of the batch that is not skipped (uint8 [K]); without a row there is none."""
+    def update(self, held: Held, grads: Tensor | Arrived, lr: float) -> None:
+        """One optimizer step on each row; without a row there is none. They may be some of a batch's."""
         ...
 
     def release(self, held: Held) -> None:
@@ -73,20 +85,18 @@ class InPlace:
     def take(self, ids: Tensor, step: int) -> Held:
         homes = self.table.advance(ids, step)
         rowless = (homes < 0).nonzero().flatten()
-        return Held(ids, homes, homes, rowless, self.table.initial(ids.index_select(0, rowless)))
+        return Held(step, ids, homes, homes, rowless, self.table.initial(ids.index_select(0, rowless)))
 
-    def gather(self, held: Held, places: Tensor, out: Tensor | None = None) -> Tensor:
-        slots = held.slots.index_select(0, places)
+    def gather(self, held: Held, out: Tensor | None = None) -> Tensor:
         if not len(held.rowless):
-            return self.table.gather(slots, out)
-        rows = self.table.empty_rows(len(places)) if out is None else out
-        known, unknown = ((slots >= 0).nonzero().flatten(), (slots < 0).nonzero().flatten())
-        rows.index_copy_(0, known, self.table.gather(slots.index_select(0, known)))
-        spare = torch.searchsorted(held.rowless, places.index_select(0, unknown))
-        return rows.index_copy_(0, unknown, held.initial.index_select(0, spare))
+            return self.table.gather(held.slots, out)
+        rows = self.table.empty_rows(len(held.slots)) if out is None else out
+        known = (held.slots >= 0).nonzero().flatten()
+        rows.index_copy_(0, known, self.table.gather(held.slots.index_select(0, known)))
+        return rows.index_copy_(0, held.rowless, held.initial)
 
-    def update(self, held: Held, grads: Tensor | Arrived, lr: float, skip: Tensor | None = None) -> None:
-        self.table.update(held.row_slots, grads, lr, skip)
+    def update(self, held: Held, grads: Tensor | Arrived, lr: float) -> None:
+        self.table.update(held.row_slots, grads, lr)
 
     def release(self, held: Held) -> None:
         pass
@@ -119,13 +129,13 @@ class Pool:
         self._count(slots, 1)
         self._load(ids.index_select(0, fresh), homes.index_select(0, fresh), slots.index_select(0, fresh))
         rowless = (homes < 0).nonzero().flatten()
-        return Held(ids, homes, slots, rowless, self.table.empty_rows(0))
+        return Held(step, ids, homes, slots, rowless, self.table.empty_rows(0))
 
-    def gather(self, held: Held, places: Tensor, out: Tensor | None = None) -> Tensor:
-        return self._columns.gather(WEIGHTS, held.slots.index_select(0, places), out)
+    def gather(self, held: Held, out: Tensor | None = None) -> Tensor:
+        return self._columns.gather(WEIGHTS, held.slots, out)
 
-    def update(self, held: Held, grads: Tensor | Arrived, lr: float, skip: Tensor | None = None) -> None:
-        self.table.step(self._columns, held.row_slots, grads, lr, skip)
+    def update(self, held: Held, grads: Tensor | Arrived, lr: float) -> None:
+        self.table.step(self._columns, held.row_slots, grads, lr)
 
     def release(self, held: Held) -> None:
         holders = self._count(held.slots, -1)

@@ -64,14 +64,14 @@ class Lagging:
         self.table, self.inner = holder.table, holder
         self.kept: Kept | None = None  # for the next batch that is taken
         self._sync_steps = sync_steps
-        self._first: tuple[Held, Kept] | None = None  # a batch after a barrier, and what it reads
+        self._first: tuple[int, Kept] | None = None  # a batch after a barrier, and what it reads
         self._before: Tensor | None = None  # ids of the batch before, as far as they are known
         self._shares: dict[int, tuple[int, int]] = {}
 
     def take(self, ids: Tensor, step: int) -> Held:
         held = self.inner.take(ids, step)
         if self.kept is not None:
-            self._first, self._before, self.kept = (held, self.kept), self.kept.ids, None
+            self._first, self._before, self.kept = (step, self.kept), self.kept.ids, None
         misses = step > self._sync_steps and self._before is not None
         self._shares[step] = (_num_shared(ids, self._before) if misses else 0, len(ids))
         self._before = ids
@@ -81,20 +81,18 @@ class Lagging:
         """How many rows of a batch that was taken lack an update of the batch before, and how many there are."""
         return self._shares.pop(step)
 
-    def gather(self, held: Held, places: Tensor, out: Tensor | None = None) -> Tensor:
-        rows = self.inner.gather(held, places, out)
+    def gather(self, held: Held, out: Tensor | None = None) -> Tensor:
+        rows = self.inner.gather(held, out)
         first = self._first  # another lane may forget it meanwhile: that of a batch that is skipped
-        if first is None or first[0] is not held:
-            return rows
-        return first[1].lay_over(rows, held.ids.index_select(0, places))
+        return rows if first is None or first[0] != held.step else first[1].lay_over(rows, held.ids)
 
     def keep(self, held: Held) -> None:
         """Notes the rows of the last batch before a barrier; called before its update."""
-        self.kept = Kept(held.ids, self.inner.gather(held, torch.arange(len(held.ids))))
+        self.kept = Kept(held.ids, self.inner.gather(held))
 
-    def update(self, held: Held, grads: Tensor | Arrived, lr: float, skip: Tensor | None = None) -> None:
+    def update(self, held: Held, grads: Tensor | Arrived, lr: float) -> None:
         self._forget(held)  # its rows have left
-        self.inner.update(held, grads, lr, skip)
+        self.inner.update(held, grads, lr)
 
     def release(self, held: Held) -> None:
         self._forget(held)  # a batch that is skipped has no update
@@ -102,7 +100,7 @@ class Lagging:
 
     def _forget(self, held: Held) -> None:
         first = self._first  # another lane may forget it meanwhile
-        if first is not None and first[0] is held:
+        if first is not None and first[0] == held.step:
             self._first = None
 
 

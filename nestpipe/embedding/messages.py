@@ -11,6 +11,7 @@ from nestpipe.embedding.groups import Union
 from nestpipe.embedding.held import Held
 from nestpipe.embedding.hot import Hot
 from nestpipe.embedding.route import Requests, TablePlan
+from nestpipe.embedding.rows import Arrived
 from nestpipe.embedding.wire import Narrow
 from nestpipe.errors import CommError
 
@@ -35,11 +36,17 @@ class Owned:
     requests: Requests
     narrow: Narrow | None = None  # if some rows travel in 16 bits
     hot: Hot = field(default_factory=Hot)  # of the ids of all askers
-    order: Tensor | None = None  # [n] in which arrivals are added
     num_collected: int = 0  # messages of gradients that have come
     held: Held | None = None
+    halves: dict[bool, tuple[Held, Arrived]] = field(
+        default_factory=dict
+    )  # cold and hot rows, and their sums, if split
     union: Union | None = None  # of all groups; then these are the requests that it has
     totals: Tensor | None = None  # [K, D] what they add up to, if somebody asked
+
+    def check_collected(self, num_messages: int) -> None:
+        if self.num_collected < num_messages:
+            raise CommError("an update before its gradients were collected: a dependency is missing in the schedule.")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,10 +54,11 @@ class SentRows:
     """One message of rows of a table, to every asker and from every owner."""
 
     handle: Handle
-    wanted: Tensor  # places in the owner's union of the rows that travel, asker after asker
-    counts: list[int]  # of each asker
+    wanted: Held  # the rows that travel, asker after asker
+    leaving: Tensor  # room for them
+    sends: list[Tensor]  # to each asker: its part of that
     room: list[Tensor]  # for each owner: where its rows belong
-    own: Tensor  # places of the rows that do not travel, but are copied to where they belong
+    own: Held  # the rows that do not travel, but are copied to where they belong
     packed: list[Tensor] | None = None  # from each owner: bytes, if some rows travel in 16 bits
 
 
@@ -62,6 +70,7 @@ class SentSums:
     leaving: Tensor | None  # positions in the leaf, owner by owner, of what travels; None for all of it
     own: Tensor | None  # positions of what is copied; None if it is used where it is
     sent: list[int]  # to each owner
+    room: Tensor  # for what leaves, if that is not all of the leaf
     arrivals: list[Tensor]  # of each asker
 
 

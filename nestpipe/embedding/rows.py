@@ -10,7 +10,7 @@ import math
 import struct
 from collections.abc import Iterator, Sequence
 from ctypes import POINTER, Structure, byref, c_int64, c_uint32, c_void_p
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -110,6 +110,17 @@ class Arrived:
     segments: Sequence[Tensor]  # [n, D] each
     starts: Tensor  # [K + 1]: where the rows of each sum start in `order`; each has at least one
     order: Tensor  # their numbers, in the order in which they are added
+    found: Tensor | None = None  # what `pointers` answers, if somebody looked before
+
+    def at(self, places: Tensor) -> Arrived:
+        """The sums at these places alone, in this order; where their rows are is looked up now."""
+        begins, ends = self.starts.index_select(0, places), self.starts.index_select(0, places + 1)
+        counts = ends - begins
+        starts = torch.zeros(len(places) + 1, dtype=torch.int64)
+        torch.cumsum(counts, 0, out=starts[1:])
+        there = (begins - starts[:-1]).repeat_interleave(counts).add_(torch.arange(int(starts[-1])))
+        some = Arrived(self.segments, starts, self.order.index_select(0, there))
+        return replace(some, found=some.pointers())
 
     def total(self, out: Tensor | None = None, *, native: bool | None = None) -> Tensor:
         """The sums [K, D]; into `out` if given."""
@@ -118,11 +129,9 @@ class Arrived:
         functions = _functions_for(native, out, *self.segments) if first.dtype == torch.float32 else None
         if functions is None:
             return out.copy_(self._total())
-        addresses, starts, order = self.addresses(), self.starts.contiguous(), self.order.contiguous()
-        functions.sum(
-            *(out.data_ptr(), len(out), row_bytes(out) // out.itemsize),
-            *(starts.data_ptr(), order.data_ptr(), addresses.data_ptr()),
-        )
+        pointers, starts = self.pointers(), self.starts.contiguous()
+        size = len(out), row_bytes(out) // out.itemsize
+        functions.sum(out.data_ptr(), *size, starts.data_ptr(), pointers.data_ptr())
         return out
 
     def _total(self) -> Tensor:
@@ -132,11 +141,12 @@ class Arrived:
         sums = rows.new_full((len(self.starts) - 1, *rows.shape[1:]), -0.0)
         return sums.index_add_(0, number, rows.index_select(0, self.order))
 
-    def addresses(self) -> Tensor:
-        """Where each row is in memory; for native code."""
-        return torch.cat(
-            [torch.arange(one.data_ptr(), one.data_ptr() + one.nbytes, row_bytes(one)) for one in self.segments]
-        )
+    def pointers(self) -> Tensor:
+        """Where in memory the rows are, in the order in which they are added; for native code."""
+        if self.found is not None:
+            return self.found
+        ends = [(one.data_ptr(), one.data_ptr() + one.nbytes, row_bytes(one)) for one in self.segments]
+        return torch.cat([torch.arange(*own) for own in ends]).index_select(0, self.order)
 
 
 def gather_each(unique: Tensor, index: Tensor, *, native: bool | None = None) -> Tensor:
@@ -214,7 +224,7 @@ class _Functions:
         self.copy_from = native.function("nestpipe_rows_copy_from", number, POINTER(_Moves))
         self.add_from = native.function("nestpipe_rows_add_from", number, POINTER(_Moves))
         self.largest = native.function("nestpipe_rows_largest", c_uint32, rows, number)
-        self.sum = native.function("nestpipe_rows_sum", None, rows, number, number, slots, slots, rows)
+        self.sum = native.function("nestpipe_rows_sum", None, rows, number, number, slots, rows)
 
 
 @cache

@@ -26,13 +26,12 @@ def update_slots(
     grads: Tensor | Arrived,
     lr: float,
     *,
-    skip: Tensor | None = None,
     native: bool | None = None,
     num_threads: int = 1,
 ) -> None:
     """One update of the rows [S, D] and state [S, ...] at distinct slots [n] by gradients [n, D], which may still have to be added.
 
-    Places at which `skip` (uint8 [n]) is not 0 are left alone and need no slot. Threads share the rows, which changes no bits.
+    A slot of -1 is left out, as often as it is there. Threads share the rows, which changes no bits.
     """
     given = [grads] if isinstance(grads, Tensor) else grads.segments
     columns = [rows, *state.values()]
@@ -45,17 +44,15 @@ def update_slots(
         raise ValueError(f"gradients {list(grads.shape)} for {len(slots):,} slots do not fit rows {list(rows.shape)}")
     if functions is None:
         assert isinstance(grads, Tensor)
-        _update_copies(optimizer, rows, state, slots, grads, lr, skip)
+        _update_copies(optimizer, rows, state, slots, grads, lr)
         return
     slots = slots.contiguous()
-    skip = None if skip is None else skip.to(torch.uint8).contiguous()
     call = _Call(
         weights=rows.data_ptr(),
         num_slots=len(rows),
         dim=rows.shape[1],
         slots=slots.data_ptr(),
         n=len(slots),
-        skip=None if skip is None else skip.data_ptr(),
         lr=lr,
         keep=1 - lr * optimizer.config.weight_decay,
         num_threads=num_threads,
@@ -64,17 +61,16 @@ def update_slots(
         grads = grads.contiguous()
         call.grads = grads.data_ptr()
     else:
-        addresses = grads.addresses()
-        call.starts, call.arrivals, call.rows = (one.data_ptr() for one in (grads.starts, grads.order, addresses))
+        pointers = grads.pointers()
+        call.starts, call.rows = grads.starts.data_ptr(), pointers.data_ptr()
     check_slots(functions.update(optimizer, state, call), slots, len(rows))
 
 
 def _update_copies(
-    optimizer: RowOptimizer, rows: Tensor, state: State, slots: Tensor, grads: Tensor, lr: float, skip: Tensor | None
+    optimizer: RowOptimizer, rows: Tensor, state: State, slots: Tensor, grads: Tensor, lr: float
 ) -> None:
-    if skip is not None:
-        kept = (skip == 0).nonzero().flatten()
-        slots, grads = slots.index_select(0, kept), grads.index_select(0, kept)
+    known = (slots != -1).nonzero().flatten()
+    slots, grads = slots.index_select(0, known), grads.index_select(0, known)
     own, own_state = gather_rows(rows, slots), {name: gather_rows(column, slots) for name, column in state.items()}
     optimizer.update(own, own_state, grads, lr)
     scatter_rows(rows, slots, own)
@@ -92,12 +88,10 @@ class _Call(Structure):
         ("slots", c_void_p),
         ("n", c_int64),
         ("grads", c_void_p),
-        ("skip", c_void_p),
         ("lr", c_float),
         ("keep", c_float),
         ("num_threads", c_int64),
         ("starts", c_void_p),
-        ("arrivals", c_void_p),
         ("rows", c_void_p),
     )
 

@@ -119,25 +119,22 @@ class Table:
             rows.index_copy_(0, unknown, self.initial(ids.index_select(0, unknown)))
         return rows
 
-    def update(self, slots: Tensor, grads: Tensor | Arrived, lr: float, skip: Tensor | None = None) -> None:
-        """One optimizer step on the rows in distinct slots; a slot of -1, or one to skip, and its gradient are left out."""
+    def update(self, slots: Tensor, grads: Tensor | Arrived, lr: float) -> None:
+        """One optimizer step on the rows in distinct slots; a slot of -1 and its gradient are left out."""
         if self._rows.in_memory:
-            self.step(self._rows, slots, grads, lr, skip)
+            self.step(self._rows, slots, grads, lr)
             return
-        known = (_left_out(slots, skip) == 0).nonzero().flatten()
+        known = (slots >= 0).nonzero().flatten()
         sums = grads if isinstance(grads, Tensor) else grads.total()
         slots, sums = slots.index_select(0, known), sums.index_select(0, known)
         rows = self.read(slots)
         self._optimizer.update(rows[WEIGHTS], _state_of(rows), sums, lr * self._lr_factor)
         self.write(slots, rows)
 
-    def step(
-        self, columns: Store, slots: Tensor, grads: Tensor | Arrived, lr: float, skip: Tensor | None = None
-    ) -> None:
-        """One optimizer step on whole rows in distinct slots of columns in memory, where they are."""
+    def step(self, columns: Store, slots: Tensor, grads: Tensor | Arrived, lr: float) -> None:
+        """The same on columns in memory, where the rows are."""
         own = {name: columns[name] for name in columns}
-        lr *= self._lr_factor
-        update_slots(self._optimizer, own[WEIGHTS], _state_of(own), slots, grads, lr, skip=_left_out(slots, skip))
+        update_slots(self._optimizer, own[WEIGHTS], _state_of(own), slots, grads, lr * self._lr_factor)
 
     def export(self) -> dict[str, Tensor]:
         """Everything there is to know, in ascending order of ids; `pending.*`, if any, has ids of its own."""
@@ -181,12 +178,6 @@ class Table:
         """Gives ids that are new their first values; what an evicted row left in a slot is gone."""
         self._rows.grow(self._index.num_slots)
         self.write(slots, self.new_rows(ids))
-
-
-def _left_out(slots: Tensor, skip: Tensor | None) -> Tensor:
-    """Which places (uint8) have no slot or are to be skipped."""
-    rowless = (slots < 0).to(torch.uint8)
-    return rowless if skip is None else rowless | skip
 
 
 def _state_of(rows: Mapping[str, Tensor]) -> State:

@@ -181,13 +181,18 @@ class Window:
 
     def _post_sum_halves(self, name: str, part: int, where: str) -> None:
         asked, owned = self._asked[name], self._owned[name]
-        places = torch.cat(owned.requests.ending())
-        there = Cut.of(owned.hot.out, places, owned.requests.arrival_counts[part])
+        requests = owned.requests
+        there = Cut.of(owned.hot.out, torch.cat(requests.ending()), requests.arrival_counts[part])
         here = Cut.of(asked.hot.out, len(asked.leaves[part]), [own[part] for own in asked.plan.leaf_counts])
-        owned.order = order_of_halves(owned.requests, there)
         for cold, theirs, ours in zip((True, False), there, here, strict=True):
             said = f"{where}, {'cold' if cold else 'hot'}"
             self._open_sums(name, (part, cold), ours.places, ours.counts, theirs.counts, where=said)
+        # While these travel all ranks wait: the rest of an update is made ready before.
+        sums = Arrived(self._arrivals(name), requests.starts, order_of_halves(requests, there))
+        for cold, half in zip(
+            (True, False), Cut.of(owned.hot.out, len(requests.ids), [len(requests.ids)]), strict=True
+        ):
+            owned.halves[cold] = held_of(owned).at(half.places), sums.at(half.places)
 
     def _open_rows(
         self,
@@ -200,10 +205,14 @@ class Window:
         where: str,
     ) -> None:
         """Opens receives of rows: of each owner into its room. Own rows do not travel."""
+        rank, held = self.home.rank, held_of(self._owned[name])
         handle = self.home.rows.post(f"rows/{name}", packed or room, where=where, own=False)
-        own, wanted[self.home.rank] = wanted[self.home.rank], wanted[self.home.rank][:0]
-        sent = SentRows(handle, torch.cat(wanted), [len(places) for places in wanted], room, own, packed)
-        self._rows.setdefault(message, {})[name] = sent
+        own, wanted[rank] = held.at(wanted[rank]), wanted[rank][:0]
+        travel = held.at(torch.cat(wanted))
+        leaving = self.home.tables[name].empty_rows(len(travel.ids))
+        sends = list(leaving.split([len(places) for places in wanted]))
+        sends[rank] = room[rank]
+        self._rows.setdefault(message, {})[name] = SentRows(handle, travel, leaving, sends, room, own, packed)
 
     def _open_sums(
         self, name: str, message: _Message, leaving: Tensor | None, sent: list[int], counts: list[int], *, where: str
@@ -217,23 +226,24 @@ class Window:
             leaving, sent = torch.cat(pieces), [len(piece) for piece in pieces]
         else:
             counts = [0 if asker == rank else count for asker, count in enumerate(counts)]
-        arrivals = list(self.home.tables[name].empty_rows(sum(counts)).split(counts))
+        table = self.home.tables[name]
+        arrivals = list(table.empty_rows(sum(counts)).split(counts))
         handle = self.home.rows.post(f"gradients/{name}", arrivals, where=where, own=False)
-        self._grads.setdefault(message, {})[name] = SentSums(handle, leaving, own, sent, arrivals)
+        room = table.empty_rows(0 if leaving is None else len(leaving))
+        self._grads.setdefault(message, {})[name] = SentSums(handle, leaving, own, sent, room, arrivals)
 
     def launch_rows(self, part: int, *, cold: bool = False) -> None:
         """Sends the rows that askers use in this part for the first time."""
         rank = self.home.rank
         for name, message in self._rows[part, cold].items():
-            holder, held = self.home.holders[name], held_of(self._owned[name])
+            holder, sends = self.home.holders[name], message.sends
             narrow = self._owned[name].narrow if message.packed is not None else None
-            sends = list(holder.gather(held, message.wanted).split(message.counts))
-            sends[rank] = message.room[rank]
+            holder.gather(message.wanted, message.leaving)
             if narrow is not None:
                 others = enumerate(sends)
                 sends = [rows if asker == rank else narrow.pack(rows, asker, part) for asker, rows in others]
-            message.handle.launch(sends, num_rows=len(message.wanted) + len(message.own))
-            holder.gather(held, message.own, message.room[rank])  # nobody else waits for these
+            message.handle.launch(sends, num_rows=len(message.wanted.ids) + len(message.own.ids))
+            holder.gather(message.own, message.room[rank])  # nobody else waits for these
             if narrow is not None:
                 narrow.round_(message.room[rank], rank, part)
 
@@ -272,7 +282,7 @@ class Window:
         is_last = part == self.plan.num_parts - 1
         for name, message in self._grads[part, cold].items():
             sums, own = computed(self._asked[name].grads[part]), message.arrivals[self.home.rank]
-            leaving = sums if message.leaving is None else gather_rows(sums, message.leaving)
+            leaving = sums if message.leaving is None else gather_rows(sums, message.leaving, message.room)
             sends = list(leaving.split(message.sent))
             if message.own is None:
                 message.arrivals[self.home.rank] = sends[self.home.rank]
@@ -308,7 +318,7 @@ class Window:
         """The full gradient sums [K, D] of the rows that this rank owns, by ascending id, once all are collected."""
         found = {}
         for name, owned in self._owned.items():
-            grads = self._sums(name, len(self._grads))
+            grads = self._sums(name)
             owned.totals = found[name] = grads.total() if isinstance(grads, Arrived) else grads
             owned.totals.index_fill_(0, held_of(owned).rowless, 0.0)  # they are dropped and count nowhere
         return found
@@ -323,24 +333,24 @@ class Window:
     def update(self, lr: float, *, cold: bool = False) -> None:
         """One optimizer step for each row of the window that this rank owns, in a split one for each hot or cold row."""
         for name, owned in self._owned.items():
-            grads = self._sums(name, len(self._grads) if cold or not self.split else self.plan.num_parts)
-            skip = None
             if self.split:
-                hot = hot_bits(owned.hot.out, len(owned.requests.ids))
-                skip = hot if cold else 1 - hot
-            self.home.holders[name].update(held_of(owned), grads, lr, skip)
+                owned.check_collected(self.plan.num_parts + cold)  # the cold half comes after the hot one
+            held, grads = owned.halves[cold] if self.split else (held_of(owned), self._sums(name))
+            self.home.holders[name].update(held, grads, lr)
 
-    def _sums(self, name: str, num_messages: int) -> Tensor | Arrived:
-        """The gradients of the rows that this rank owns, added in (part, rank) order; so many messages must have come."""
+    def _sums(self, name: str) -> Tensor | Arrived:
+        """The gradients of the rows that this rank owns, added in (part, rank) order."""
         owned = self._owned[name]
-        if owned.num_collected < num_messages:
-            raise CommError("an update before its gradients were collected: a dependency is missing in the schedule.")
+        owned.check_collected(self.plan.num_parts)
         if owned.totals is not None:
             return owned.totals
         if owned.union is not None:
             return owned.union.sums(self.plan.num_parts)
-        segments = [one for key in sorted(self._grads, key=_as_counted) for one in self._grads[key][name].arrivals]
-        return Arrived(segments, owned.requests.starts, owned.requests.arrivals if owned.order is None else owned.order)
+        return Arrived(self._arrivals(name), owned.requests.starts, owned.requests.arrivals)
+
+    def _arrivals(self, name: str) -> list[Tensor]:
+        """Sums as they arrive, message by message."""
+        return [one for key in sorted(self._grads, key=_as_counted) for one in self._grads[key][name].arrivals]
 
     def release(self) -> None:
         """The window is done with its rows, and all it sent has left."""
@@ -356,7 +366,7 @@ class Window:
         found = {}
         for name, owned in self._owned.items():
             ids = owned.requests.ids
-            found[name] = (ids, self.home.holders[name].gather(held_of(owned), torch.arange(len(ids))))
+            found[name] = (ids, self.home.holders[name].gather(held_of(owned)))
         return found
 
     def peek_hot(self) -> dict[str, Tensor]:

@@ -24,6 +24,7 @@ constexpr int64_t kLine = 64;
 constexpr int64_t kMaxLines = 16;  // of a row that is prefetched; the processor follows the rest by itself
 constexpr int64_t kMinShare = 1 << 10;  // fewer rows are not worth a thread
 constexpr int64_t kBlock = 32;  // bytes copied at a time
+constexpr int64_t kNone = -1;  // the slot of a place that has none
 
 int64_t first_wrong(const int64_t* slots, int64_t n, int64_t num_slots) {
   uint64_t largest = 0;  // a negative slot is a huge number
@@ -68,16 +69,14 @@ struct nestpipe_rows {
   float* weights;  // [num_slots, dim]
   int64_t num_slots;
   int64_t dim;
-  const int64_t* slots;  // [n], distinct
+  const int64_t* slots;  // [n], distinct; or kNone, which is left out
   int64_t n;
   const float* grads;  // [n, dim]; or null, if they are sums of what arrived
-  const uint8_t* skip;  // [n], not 0 where the row is left alone; or null
   float lr;
   float keep;  // what weight decay leaves of a weight: 1 without
   int64_t num_threads;
-  const int64_t* starts;  // [n + 1]: where the arrivals of each place start in `arrivals`; at least one each
-  const int64_t* arrivals;  // their numbers, in the order of the sum
-  const float* const* rows;  // of each arrival
+  const int64_t* starts;  // [n + 1]: where what arrived for each place starts in `rows`; at least one each
+  const float* const* rows;  // in the order of the sums
 };
 
 // target[places[i]] = or += the row sources[i] & 0xffffffff of the column bases[sources[i] >> 32].
@@ -100,11 +99,9 @@ struct Column {
   int64_t row_bytes;
 };
 
-// What is skipped needs no slot.
 int64_t first_wrong(const nestpipe_rows& call) {
   int64_t i = first_wrong(call.slots, call.n, call.num_slots);
-  if (call.skip == nullptr) return i;
-  while (i < call.n && (call.skip[i] || (call.slots[i] >= 0 && call.slots[i] < call.num_slots))) ++i;
+  while (i < call.n && call.slots[i] >= kNone && call.slots[i] < call.num_slots) ++i;
   return i;
 }
 
@@ -126,17 +123,17 @@ int64_t move_rows(const nestpipe_moves& moves, const Move& move) {
 // The gradient of a place: given, or the sum of what arrived for it, the first being copied; valid until the next call of the
 // thread.
 const float* gradient(const nestpipe_rows& call, int64_t i) {
-  if (call.arrivals == nullptr) return call.grads + i * call.dim;
-  const int64_t *arrival = call.arrivals + call.starts[i], *end = call.arrivals + call.starts[i + 1];
-  const float* first = call.rows[*arrival];
-  if (++arrival == end) return first;
+  if (call.rows == nullptr) return call.grads + i * call.dim;
+  const float *const *row = call.rows + call.starts[i], *const *end = call.rows + call.starts[i + 1];
+  const float* first = *row;
+  if (++row == end) return first;
   thread_local std::vector<float> sum;
   sum.assign(first, first + call.dim);
-  for (; arrival != end; ++arrival) add_row(sum.data(), call.rows[*arrival], call.dim);
+  for (; row != end; ++row) add_row(sum.data(), *row, call.dim);
   return sum.data();
 }
 
-// Calls row(slot, gradient) for every place that is not skipped, with the rows to come prefetched: those of the weights, of
+// Calls row(slot, gradient) for every place that has a slot, with the rows to come prefetched: those of the weights, of
 // the columns in `others` (with the bytes of a row) and of what arrived.
 template <typename Row>
 int64_t update(const nestpipe_rows& call, std::initializer_list<Column> others, const Row& row) {
@@ -145,16 +142,15 @@ int64_t update(const nestpipe_rows& call, std::initializer_list<Column> others, 
   const int64_t row_bytes = call.dim * static_cast<int64_t>(sizeof(float));
   nestpipe::share(call.n, call.num_threads, kMinShare, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      if (i + kAhead < end && (call.skip == nullptr || !call.skip[i + kAhead])) {
+      if (i + kAhead < end && call.slots[i + kAhead] != kNone) {
         const int64_t next = call.slots[i + kAhead];
         prefetch<1>(call.weights + next * call.dim, row_bytes);
         for (const Column& other : others) {
           prefetch<1>(static_cast<const char*>(other.start) + next * other.row_bytes, other.row_bytes);
         }
-        if (call.arrivals != nullptr) prefetch<0>(call.rows[call.arrivals[call.starts[i + kAhead]]], row_bytes);
+        if (call.rows != nullptr) prefetch<0>(call.rows[call.starts[i + kAhead]], row_bytes);
       }
-      if (call.skip != nullptr && call.skip[i]) continue;
-      row(call.slots[i], gradient(call, i));
+      if (call.slots[i] != kNone) row(call.slots[i], gradient(call, i));
     }
   });
   return call.n;
@@ -226,13 +222,12 @@ uint32_t nestpipe_rows_largest(const float* values, int64_t n) {
 }
 
 // sums [n, dim] of rows that arrived, as an update adds them: see nestpipe_rows.
-void nestpipe_rows_sum(float* sums, int64_t n, int64_t dim, const int64_t* starts, const int64_t* arrivals,
-                       const float* const* rows) {
+void nestpipe_rows_sum(float* sums, int64_t n, int64_t dim, const int64_t* starts, const float* const* rows) {
   nestpipe_rows call{};
-  call.dim = dim, call.starts = starts, call.arrivals = arrivals, call.rows = rows;
+  call.dim = dim, call.starts = starts, call.rows = rows;
   const int64_t row_bytes = dim * static_cast<int64_t>(sizeof(float));
   for (int64_t i = 0; i < n; ++i) {
-    if (i + kAhead < n) prefetch<0>(rows[arrivals[starts[i + kAhead]]], row_bytes);
+    if (i + kAhead < n) prefetch<0>(rows[starts[i + kAhead]], row_bytes);
     std::memcpy(sums + i * dim, gradient(call, i), row_bytes);
   }
 }
@@ -296,7 +291,7 @@ int64_t nestpipe_rows_adam(const nestpipe_rows* call, const nestpipe_adam* adam)
   if (wrong < call->n) return wrong;
   int64_t needed = 0;
   for (int64_t i = 0; i < call->n; ++i) {
-    if (call->skip != nullptr && call->skip[i]) continue;
+    if (call->slots[i] == kNone) continue;
     needed = std::max<int64_t>(needed, int64_t{state.step[call->slots[i]]} + 2);
   }
   if (needed > state.num_corrections) return -needed;
@@ -306,7 +301,7 @@ int64_t nestpipe_rows_adam(const nestpipe_rows* call, const nestpipe_adam* adam)
         float* __restrict weights = call->weights + slot * dim;
         float* __restrict mean = state.mean + slot * dim;
         float* __restrict square = state.square + slot * dim;
-            const float* corrections = state.corrections + 2 * static_cast<int64_t>(++state.step[slot]);
+        const float* corrections = state.corrections + 2 * static_cast<int64_t>(++state.step[slot]);
         const float first = corrections[0], second = corrections[1];
         for (int64_t k = 0; k < dim; ++k) {
           const float grad = grads[k];

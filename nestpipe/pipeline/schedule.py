@@ -316,7 +316,7 @@ def _needs(
         "keys": [Event("read", 0), Event("dense step", -depth - 2)],
         # R: rows that nobody holds come from tables to which all batches before those in flight have written theirs.
         "retrieve": [Event("keys", 0), Event("write", -depth - 1), Event("retrieve", -1)],
-        "post": [Event("keys", 0)],
+        "post": [Event("retrieve", 0)],
         "flag": [Event("grads", 0, last)],
         "dense sum": [Event("compute", 0, last)],
         **({"norm": [Event("dense sum", 0), summed]} if clip_rows else {}),
@@ -327,8 +327,8 @@ def _needs(
         "write": [Event("update", 0), Event("write", -1)],
     }
     each: dict[Kind, list[list[Event]]] = {
-        # F: a row leaves when it was retrieved and the batch before has updated it.
-        "rows": [[Event("retrieve", 0), Event("post", 0), Event("update", -2 if stale else -1)] for _ in parts],
+        # F: a row leaves when it was retrieved (before post) and the batch before has updated it.
+        "rows": [[Event("post", 0), Event("update", -2 if stale else -1)] for _ in parts],
         # C: with all rows that have been sent so far, after the part before or with the dense weights of the batch before.
         "compute": [[Event("compute", 0, i - 1) if i else Event("dense step", -1), *all_rows[: i + 1]] for i in parts],
         # B
@@ -350,7 +350,7 @@ def _split(once: dict[Kind, list[Event]], each: dict[Kind, list[list[Event]]], d
     updated = [Event("cold update", -back) for back in range(2, depth + 1)]
     once["keys"] += [Event("keys", -1)]  # what is hot is told by the ids of neighbours
     once["post"] += [Event("keys", 1)]
-    once["cold rows"] = [Event("retrieve", 0), Event("post", 0), *updated]
+    once["cold rows"] = [Event("post", 0), *updated]
     each["rows"] = [[*needs, *(updated[:1] if part else [])] for part, needs in enumerate(each["rows"])]
     each["compute"][0] += [Event("cold rows", 0), Event("arrive", 0)]
     once["arrive"] = [Event("rows", 0), Event("cold rows", 0)]

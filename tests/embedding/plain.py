@@ -33,7 +33,7 @@ class Plain:
     def fetch(self, ids: Tensor) -> Tensor:
         if self.table.config.has_limits and not self._holds(ids):
             return self.table.peek(ids)
-        return self._holder.gather(self._hold(ids), torch.arange(len(ids)))
+        return self._holder.gather(self._hold(ids))
 
     def update(self, ids: Tensor, grads: Tensor, lr: float) -> None:
         self._holder.update(self._hold(ids), grads, lr)

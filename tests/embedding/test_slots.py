@@ -30,14 +30,15 @@ def run(optimizer, content, slots, grads, lr=0.0123, **settings):
 
 
 def steps(kind, dim, *, num_steps=6, weight_decay=0.0, **settings):
-    """The columns after some updates of random rows, of which a third is skipped."""
+    """The columns after some updates of random rows, of which a third has no slot."""
     optimizer = OPTIMIZERS[kind](OptimizerConfig(optimizer=kind, weight_decay=weight_decay, eps=1e-7))
     content = columns(optimizer, dim)
     for step in range(num_steps):
         generator = torch.Generator().manual_seed(step)
         slots = torch.randperm(NUM_SLOTS, generator=generator)[: 7 * step]
-        skip = None if step % 2 else (torch.rand(len(slots), generator=generator) < 0.3).to(torch.uint8)
-        run(optimizer, content, slots, numbers(step, len(slots), dim), skip=skip, **settings)
+        if step % 2:
+            slots[torch.rand(len(slots), generator=generator) < 0.3] = -1
+        run(optimizer, content, slots, numbers(step, len(slots), dim), **settings)
     return content
 
 
@@ -105,12 +106,11 @@ def test_threads_change_no_bits(kind):
 
 @both
 @pytest.mark.parametrize("kind", KINDS)
-def test_skipped_places_are_left_alone_and_need_no_slot(kind, native):
+def test_places_without_a_slot_are_left_out(kind, native):
     optimizer = OPTIMIZERS[kind](OptimizerConfig(optimizer=kind, weight_decay=0.1))
     content, expected = columns(optimizer, 5), columns(optimizer, 5)
     grads = numbers(1, 4, 5)
-    skip = torch.tensor([0, 1, 1, 0], dtype=torch.uint8)
-    run(optimizer, content, torch.tensor([3, -1, 9, 5]), grads, native=native, skip=skip)
+    run(optimizer, content, torch.tensor([3, -1, -1, 5]), grads, native=native)
     run(optimizer, expected, torch.tensor([3, 5]), grads[[0, 3]], native=False)
     same(content, expected)
 
@@ -121,8 +121,9 @@ def test_a_slot_that_does_not_exist_is_named_and_nothing_changes(kind):
     optimizer = OPTIMIZERS[kind](OptimizerConfig(optimizer=kind))
     content = columns(optimizer, 5)
     before = {name: column.clone() for name, column in content.items()}
-    with pytest.raises(IndexError, match=r"slot 60 \(place 1 of 3\)"):
-        run(optimizer, content, torch.tensor([0, NUM_SLOTS, 1]), torch.ones(3, 5), skip=torch.tensor([0, 0, 1]))
+    for wrong in (NUM_SLOTS, -2):
+        with pytest.raises(IndexError, match=rf"slot {wrong} \(place 2 of 4\)"):
+            run(optimizer, content, torch.tensor([0, -1, wrong, 1]), torch.ones(4, 5))
     same(content, before)
 
 
@@ -160,10 +161,12 @@ def test_sums_on_the_way_have_the_bits_of_sums_made_before(kind, dim):
     optimizer = OPTIMIZERS[kind](OptimizerConfig(optimizer=kind))
     segments = [numbers(seed, size, dim) for seed, size in ((1, 20), (2, 0), (3, 15))]
     arrived = Arrived(segments, torch.tensor([0, 1, 4, 5, 30, 35]), torch.randperm(35))
-    slots, skip = torch.tensor([7, 3, -1, 50, 0]), torch.tensor([0, 0, 1, 0, 1], dtype=torch.uint8)
-    contents = [columns(optimizer, dim) for _ in range(3)]
-    run(optimizer, contents[0], slots, arrived, skip=skip)
-    run(optimizer, contents[1], slots, arrived.total(), skip=skip)
-    run(optimizer, contents[2], slots, arrived, skip=skip, native=False)
-    same(contents[0], contents[1])
-    same(contents[0], contents[2])
+    slots = torch.tensor([7, 3, -1, 50, -1])
+    contents = [columns(optimizer, dim) for _ in range(4)]
+    run(optimizer, contents[0], slots, arrived)
+    run(optimizer, contents[1], slots, arrived.total())
+    run(optimizer, contents[2], slots, arrived, native=False)
+    for some in (torch.tensor([3, 0]), torch.tensor([], dtype=torch.int64), torch.tensor([1, 2, 4])):
+        run(optimizer, contents[3], slots[some], arrived.at(some))
+    for other in contents[1:]:
+        same(contents[0], other)

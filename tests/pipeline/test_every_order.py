@@ -23,8 +23,6 @@ BETWEEN = {
     ("dense step", "read"),
     ("dense step", "keys"),
     ("keys", "retrieve"),
-    ("keys", "post"),
-    ("post", "rows"),
     ("grads", "collect"),
     ("grads", "flag"),
     ("compute", "dense sum"),
@@ -38,7 +36,7 @@ BETWEEN = {
 # Likewise if rows and gradients are split; what is hot is a fact of the model, told by nobody.
 BETWEEN_SPLIT = BETWEEN | {
     ("keys", "keys"),
-    ("post", "cold rows"),
+    ("keys", "post"),
     ("collect", "cold collect"),
     ("compute", "cold grads"),
     ("cold grads", "cold collect"),

@@ -151,15 +151,15 @@ def test_a_stop_that_nobody_planned_leaves_no_trace():
     assert run_ranks(2, stop_and_go_on) == [9] * 2
 
 
-def keep_late(holder, held, grads, lr, skip=None, update=Lagging.update):
-    update(holder, held, grads, lr, skip)
+def keep_late(holder, held, grads, lr, update=Lagging.update):
+    update(holder, held, grads, lr)
     if holder.kept is not None:
         Lagging.keep(holder, held)
 
 
-def gather_for_all(holder, held, places, out=None):
+def gather_for_all(holder, held, out=None):
     kept = holder._first[1] if holder._first else Kept(held.ids[:0], holder.table.empty_rows(0))
-    return kept.lay_over(holder.inner.gather(held, places, out), held.ids.index_select(0, places))
+    return kept.lay_over(holder.inner.gather(held, out), held.ids)
 
 
 def keep_nothing(holder, held):

@@ -206,11 +206,11 @@ def admission_at_update(case: Case) -> Iterator[None]:
     """Whether an id has a row is looked up when its gradient is applied, not remembered from the batch's turn."""
 
     def late(update):
-        def updating(holder, held, grads, lr, skip=None):
+        def updating(holder, held, grads, lr):
             homes = holder.table._index.find(held.ids)
             slots = homes if isinstance(holder, InPlace) else held.slots
             rowless = (homes < 0).nonzero().flatten()
-            update(holder, replace(held, homes=homes, slots=slots, rowless=rowless), grads, lr, skip)
+            update(holder, replace(held, homes=homes, slots=slots, rowless=rowless), grads, lr)
 
         return updating
 
