@@ -106,7 +106,8 @@ def _overlap(name: str, ranks: list[dict[str, object]], step_ms: float, least_ms
     Communication is exposed at least for as long as the first rows and the last gradients (of a split schedule: their hot
     halves) need on the line, with a delay each; and for as long as the line needs for all messages of a step beyond what compute
     takes. No step is shorter than its bytes on the line, the CPU time of all ranks on their cores, or what the compute lane does itself: its
-    CPU time and what it emulates (`least_ms` has the last two). Time in which another rank still computes the batch is told apart: no message could have come.
+    CPU time and what it emulates (`least_ms` has the last two, means of ranks; `slowest` takes in each step the rank that computes
+    longest). Time in which another rank still computes the batch is told apart: no message could have come.
     """
 
     def total(key: str, cause: str) -> int:
@@ -130,13 +131,13 @@ def _overlap(name: str, ranks: list[dict[str, object]], step_ms: float, least_ms
         "bubble_ms": round(total("time_ns", "bubble") / steps / 1e6, 2),
         "rows_sent_ratio": round((rows["rows"] + rows["grads"]) / 2 / max(rows["keys"], 1), 4),
     }
-    bound_ms = least_ms
+    bound_ms, slowest_ms = least_ms, least_ms + others_ns / steps / 1e6
     if rate:
         ms_per_byte = 8e3 / netlab.bits_per_s(rate)
         edge_ms = max(rank["edge_bytes"] for rank in ranks) * ms_per_byte + 2 * delay_ms  # type: ignore[type-var,operator]
         wire_ms = max(rank["num_bytes"] / rank["num_steps"] for rank in ranks) * ms_per_byte  # type: ignore[type-var,operator]
         floor_ms = max(edge_ms, wire_ms - total("time_ns", "busy") / steps / 1e6)
-        bound_ms = max(wire_ms, least_ms)
+        bound_ms, slowest_ms = max(wire_ms, least_ms), max(wire_ms, slowest_ms)
         figures |= {
             "exposed_comm_floor": round(floor_ms * 1e6 * steps / total("seen_ns", "communication"), 4),
             "exposed_comm_floor_ms": round(floor_ms, 2),
@@ -149,6 +150,7 @@ def _overlap(name: str, ranks: list[dict[str, object]], step_ms: float, least_ms
     return figures | {
         "step_over_bound": round(step_ms / bound_ms, 4),
         "steady_over_bound": round(steady_ms / bound_ms, 4),
+        "steady_over_slowest": round(steady_ms / slowest_ms, 4),
     }
 
 
