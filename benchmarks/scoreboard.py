@@ -51,6 +51,7 @@ def rows() -> Iterator[Row]:
         latest = {network: one for one in found for network, own in one["figures"].items() if "vs_torchrec" in own}
         for network, one in sorted(latest.items()):
             yield from _train_step(network, one["figures"][network], one["settings"])
+    yield from _beside_dense()
     yield from _emulated()
     yield from _many_ranks()
     for one in records("adapt")[-1:]:
@@ -71,6 +72,23 @@ def rows() -> Iterator[Row]:
     yield from _generative_training()
     yield from _serving()
     yield from _quality()
+
+
+def _beside_dense() -> Iterator[Row]:
+    """A real dense part of some hundred milliseconds: what is left of all else."""
+    split = records("train_step", lambda one: one["dense"] == "hstu" and one.get("ranks", 2) == 2 and one["split"])
+    latest = {
+        network: (one["settings"], found)
+        for one in split
+        for network, found in one["figures"].items()
+        if "steady_over_bound" in found and "over_dense_only" in found
+    }
+    for network, (own, found) in sorted(latest.items()):
+        where = f"zipf-{own['samples']}, hstu, {own['parts']} parts, hot and cold messages, {network}"
+        beside = f"aim 1.05x; busy {found['busy_share']:.1%}, aim 94%; exposed comm {found['exposed_comm_ms']:.1f} of {found['exposed_comm_floor_ms']:.1f} ms"
+        beside += f"; step over the longest of line, CPU and compute lane {found['steady_over_bound']:.3f}x, limit 1.05x"
+        command = f"train_step.py --dense hstu --samples {own['samples']} --parts {own['parts']} --split"
+        yield f"step over the dense part alone: {where}", figure(found, "over_dense_only"), beside, command
 
 
 def _emulated() -> Iterator[Row]:
@@ -243,7 +261,8 @@ def _weak_scaling(figures: Figures, settings: Figures) -> Row:
     title = f"weak scaling {few} to {many} ranks, dense part emulated ({settings['dense_ms']} ms), {settings['rate']} per host"
     others = ", ".join(f"{mode} {own[mode]['efficiency']:.1%}" for mode in ("sequential", "stale"))
     beside = f"{others}; bitwise equal; cores {own['nested']['cpu_share']:.0%} busy"
-    command = f"weak_scaling.py --parts {settings['parts']}{' --split' * settings.get('split', False)}"
+    command = f"weak_scaling.py --dense-ms {settings['dense_ms']} --steps {settings['steps']}"
+    command += f" --parts {settings['parts']}{' --split' * settings.get('split', False)}"
     return title, f"{own['nested']['efficiency']:.1%} ({low:.1%}-{high:.1%})", beside, command
 
 
