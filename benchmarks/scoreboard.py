@@ -86,7 +86,9 @@ def _beside_dense() -> Iterator[Row]:
     for network, (own, found) in sorted(latest.items()):
         where = f"zipf-{own['samples']}, hstu, {own['parts']} parts, hot and cold messages, {network}"
         beside = f"aim 1.05x; busy {found['busy_share']:.1%}, aim 94%; exposed comm {found['exposed_comm_ms']:.1f} of {found['exposed_comm_floor_ms']:.1f} ms"
-        beside += f"; step over the longest of line, CPU and compute lane {found['steady_over_bound']:.3f}x, limit 1.05x"
+        beside += (
+            f"; step over the longest of line, CPU and compute lane {found['steady_over_bound']:.3f}x, limit 1.05x"
+        )
         command = f"train_step.py --dense hstu --samples {own['samples']} --parts {own['parts']} --split"
         yield f"step over the dense part alone: {where}", figure(found, "over_dense_only"), beside, command
 
