@@ -17,7 +17,6 @@ import contextlib
 import os
 import threading
 import time
-import uuid
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -35,6 +34,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from nestpipe import notes
 from nestpipe.errors import CommError
 from nestpipe.handle import Handle, dump_stacks, in_seconds, named_ranks
+from nestpipe.meeting import meet
 
 __all__ = ["DEADLINE_S", "EXCHANGES", "MAX_TAG", "Handle", "Lane", "Watch", "World"]
 
@@ -86,7 +86,7 @@ class World:
         except RuntimeError as error:
             raise CommError(f"rank {rank} cannot open the store at {host}:{port}: {_first_line(error)}") from error
         # Not TORCHELASTIC_RESTART_COUNT: every machine's agent counts its own failures, so after one they differ.
-        life = _meet(PrefixStore("nestpipe/meeting", store), int(rank), int(size), deadline_s)
+        life = meet(PrefixStore("nestpipe/meeting", store), int(rank), int(size), deadline_s)
         return World.from_store(
             store, int(rank), int(size), restart=life, device=device, deadline_s=deadline_s, stacks=stacks
         )
@@ -315,38 +315,6 @@ class Lane:
                 f"lane '{self.name}' belongs to another thread; two threads on one group mix their messages. "
                 "Use a lane of its own, or hand_over() between them."
             )
-
-
-def _meet(store: Store, rank: int, size: int, deadline_s: float) -> str:
-    """A name for this life of the group, chosen by rank 0, in a store that still holds what dead groups wrote.
-
-    Each rank greets with a word of its own, and only the answer to that very word counts: what a dead rank greeted is
-    overwritten, and what a dead rank 0 answered was another word. Raises CommError naming the ranks that did not come.
-    """
-    own, end = uuid.uuid4().hex, time.monotonic() + deadline_s
-    if rank:
-        store.set(f"greeting/{rank}", own)
-        while not store.check([f"answer/{rank}/{own}"]):
-            if time.monotonic() > end:
-                raise CommError(
-                    f"rank {rank} was not answered in {in_seconds(deadline_s)}; rank 0 never came.", ranks=(0,)
-                )
-            time.sleep(0.01)
-        life = store.get(f"answer/{rank}/{own}").decode()
-        store.set(f"taken/{life}/{rank}", "")
-        return life
-    missing = set(range(1, size))
-    while missing:
-        for other in tuple(missing):
-            if store.check([f"taken/{own}/{other}"]):
-                missing.discard(other)
-            elif store.check([f"greeting/{other}"]):
-                store.set(f"answer/{other}/{store.get(f'greeting/{other}').decode()}", own)
-        if missing and time.monotonic() > end:
-            absent = tuple(sorted(missing))
-            raise CommError(f"{named_ranks(absent)} did not come in {in_seconds(deadline_s)}.", ranks=absent)
-        time.sleep(0.01)
-    return own
 
 
 def _new_group(whole: World, name: str, world: World) -> Any:

@@ -63,8 +63,8 @@ def profile(run: Run, lanes: Lanes, batches_of: Batches, *, clip_rows: bool) -> 
 
 def observe(recorder: Recorder, choice: Choice, first: int, num_samples: int) -> Observed | None:
     """What the latest recorded steps of one rank took, from the batch `first` on; None if they are too few."""
-    whole, recent = recorder.snapshot(first), max(first, recorder.last_batch + 1 - _MOST - _FILLING)
-    trace = replace(whole, spans=tuple(span for span in whole.spans if span.batch >= recent))
+    recent = max(first, recorder.last_batch + 1 - _MOST - _FILLING)
+    trace = recorder.snapshot(recent)
     steps = [step for step in steps_of(trace) if step.batch >= recent + _FILLING]
     if len(steps) < _FEWEST:
         return None
@@ -80,7 +80,7 @@ def observe(recorder: Recorder, choice: Choice, first: int, num_samples: int) ->
         busy_s=median(step.time_ns("busy") for step in steps) / 1e9,
         lookup_s=median(step.time_ns("lookup") for step in steps) / 1e9,
         comm_s=median(step.time_ns("communication") for step in steps) / 1e9,
-        rows=fmean(span.num_rows for span in whole.spans if span.kind == "keys"),
+        rows=fmean(recorder.num_rows("keys", first)),  # of all: batches differ
         edge_rows=sum(ends) / len(steps),
         held_rows=max(step.num_rows.get("rows", 0) for step in steps),
         samples=num_samples,

@@ -226,6 +226,11 @@ class Recorder:
         }
         return replace(self._facts, spans=spans, num_dropped=num_dropped)
 
+    def num_rows(self, kind: str, first: int = 0) -> list[int]:
+        """The rows of each recorded event of a kind, of batches from `first` on; no lane may be adding."""
+        spans = (span for track in self._tracks.values() for span in track.spans)
+        return [num_rows for own, batch, *_, num_rows, _ in spans if own == kind and batch >= first]
+
     def save(self, folder: Path) -> Path:
         """Writes RUN/trace/rank-NNN.jsonl, whole or not at all; returns its path."""
         return self.snapshot().save(folder)

@@ -93,6 +93,17 @@ def test_a_runners_batches_are_counted_from_the_first():
     assert Recorder.off().observer(0) is None
 
 
+def test_rows_of_a_kind_are_those_of_its_spans():
+    recorder = Recorder(capacity=3)
+    for batch in range(5):
+        recorder.launched("ids/items", 8, 10 + batch)
+        recorder.add("keys", "keys", batch, 0, 10 * batch, 10 * batch + 1, 10 * batch + 9)
+        recorder.add("fetch", "retrieve", batch, 0, 10 * batch, 10 * batch + 1, 10 * batch + 9)
+    spans = recorder.snapshot(3).spans
+    assert recorder.num_rows("keys", 3) == [span.num_rows for span in spans if span.kind == "keys"] == [13, 14]
+    assert recorder.num_rows("keys") == [12, 13, 14], "older ones were dropped"
+
+
 def test_mistakes_of_a_caller():
     with pytest.raises(ValueError, match="no kind of event 'comptue'"):
         Recorder(capacity=1).add("compute", "comptue", 0, 0, 0, 0, 0)
