@@ -323,7 +323,10 @@ def _new_group(whole: World, name: str, world: World) -> Any:
     if backend == "gloo":  # stands alone, so that many worlds can follow each other in one process
         gloo: Any = dist.ProcessGroupGloo  # its type stubs lack the options
         options = gloo._Options()
-        options._devices, options._timeout = _gloo_devices(os.environ.get("GLOO_SOCKET_IFNAME", "")), timeout
+        options._devices, options._timeout = (
+            _gloo_devices(os.environ.get("GLOO_SOCKET_IFNAME", ""), os.getpid()),
+            timeout,
+        )
         return gloo(PrefixStore(f"group/{name}", world.store), world.rank, world.size, options)
     if not dist.is_initialized():
         dist.init_process_group(backend, store=whole.store, rank=whole.rank, world_size=whole.size, timeout=timeout)
@@ -332,8 +335,8 @@ def _new_group(whole: World, name: str, world: World) -> Any:
 
 
 @cache
-def _gloo_devices(interfaces: str) -> list[Any]:
-    """What gloo sends through, once for all lanes: each device has a thread that looks for work 100 times a second."""
+def _gloo_devices(interfaces: str, process: int) -> list[Any]:
+    """What gloo sends through, once for all lanes of a process: each has a thread that looks for work 100 times a second."""
     make = dist.ProcessGroupGloo
     named = [make.create_device(interface=name) for name in interfaces.split(",") if name]
     return named or [make.create_default_device()]

@@ -13,7 +13,7 @@ checkpoint or a validation between two runs of the pipeline. From then on, the n
 batch t is what it waits for, and only spans of the same rank, of batches up to t, that ended before the event began can
 be the reason. An instant belongs to the first of these that is true:
 
-    1  lookup          read, keys or retrieve runs, or the lane of rows waits for the ids of batch t+1 before it goes on with t
+    1  lookup          read, keys or retrieve runs, or the lane of rows waits for those of batch t+1 before it goes on with t
     2  communication   post, rows, grads, merge, flag, dense sum or norm runs, or a lane waits for such messages
     3  bubble          table work runs: collect, update, write
     4  lookup          read, keys or retrieve is not finished
@@ -187,7 +187,7 @@ class _Others:
         """Why the compute lane was idle before an event."""
         ended = self._spans[bisect_right(self._ends, begin_ns) : bisect_right(self._ends, awaited.begin_ns)]
         spans = [span for span in ended if span.batch <= awaited.batch]
-        ahead = [span for span in ended if span.batch > awaited.batch and span.kind in ("read", "keys")]
+        ahead = [span for span in ended if span.batch > awaited.batch and span.kind in ("read", "keys", "retrieve")]
         posts = [span for span in ended if span.batch == awaited.batch + 1 and span.kind == "post"]
         bounds = {begin_ns, end_ns, *(span.end_ns for span in ahead), *(post.ready_ns for post in posts)}
         for span in spans:
@@ -197,7 +197,7 @@ class _Others:
         for first, last in pairwise(inside):
             late = any(
                 post.ready_ns <= first < span.end_ns <= post.begin_ns for post in posts for span in ahead
-            )  # a lane that batch t needs waits for ids of batch t+1
+            )  # a lane that batch t needs waits for ids or rows of batch t+1
             yield Piece(first, last, "lookup" if late else _reason(first, spans))
 
 

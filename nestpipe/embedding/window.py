@@ -144,7 +144,7 @@ class Window:
             owned.held = self.home.holders[name].take(owned.requests.ids, self.number)
 
     def post(self, *, where: str = "") -> None:
-        """Opens the receives of all row and gradient messages of the window, so that none of them waits for its peer."""
+        """Opens the receives of all row and gradient messages, so that none of them waits for its peer, and finds what is sent."""
         last = self.plan.num_parts - 1
         for part in range(self.plan.num_parts):
             for name in self._asked:
@@ -316,6 +316,8 @@ class Window:
 
     def owned_grads(self) -> dict[str, Tensor]:
         """The full gradient sums [K, D] of the rows that this rank owns, by ascending id, once all are collected."""
+        if self.split:
+            raise ValueError("the sums of a split window are never whole: its halves are updated one after the other.")
         found = {}
         for name, owned in self._owned.items():
             grads = self._sums(name)

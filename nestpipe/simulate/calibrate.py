@@ -95,6 +95,7 @@ def calibrate(
             f"compute took {1e3 * work['compute']:.1f} ms of a batch, less than the {1e3 * device_s:.1f} ms said to need no core."
         )
     num_rows, row_bytes, key_bytes, dense_bytes = (mean(column) for column in zip(*map(_sizes, small), strict=True))
+    # At most: post also finds what is sent.
     per_message = mean(_work_s(run, "post") / (2 * run.num_parts) / (run.world_size - 1) for run in quiet)
     if probes:
         per_message = min(per_message, probes.peer_s)

@@ -16,7 +16,7 @@ WITHOUT = {
     ("keys", "retrieve"): "the owner does not know what is asked for",
     ("write", "retrieve"): "a row loses its home while a batch still holds it; one event to spare, see below",
     ("retrieve", "retrieve"): "counts, admissions and victims of a later batch come first",
-    ("retrieve", "post"): "nobody knows what is asked for nor where it is",
+    ("retrieve", "post"): "nobody knows where the rows are that are asked for",
     ("keys", "post"): "receives of unknown size",
     ("post", "rows"): "a send without its receive",
     ("update", "rows"): "**rows one step old**: what asynchronous prefetch does",
