@@ -323,10 +323,8 @@ def _new_group(whole: World, name: str, world: World) -> Any:
     if backend == "gloo":  # stands alone, so that many worlds can follow each other in one process
         gloo: Any = dist.ProcessGroupGloo  # its type stubs lack the options
         options = gloo._Options()
-        options._devices, options._timeout = (
-            _gloo_devices(os.environ.get("GLOO_SOCKET_IFNAME", ""), os.getpid()),
-            timeout,
-        )
+        options._devices = _gloo_devices(os.environ.get("GLOO_SOCKET_IFNAME", ""), os.getpid())
+        options._timeout = timeout
         return gloo(PrefixStore(f"group/{name}", world.store), world.rank, world.size, options)
     if not dist.is_initialized():
         dist.init_process_group(backend, store=whole.store, rank=whole.rank, world_size=whole.size, timeout=timeout)

@@ -4,7 +4,8 @@
 
 A line is written before the step that it begins with, and a copy of all lines is in every checkpoint. What was decided once is
 never decided again: a run that goes on takes the lines that are there, also those beyond its checkpoint, so it repeats the same
-parts, and any mode that follows them (`--pipeline.follow RUN`) has the same bits. Only where the lines end is the clock looked at.
+parts, and any mode that follows them (`--pipeline.follow RUN`) has the same bits. Only where the lines end is the clock looked at;
+that the settings stayed after the last line is not written, and may be looked at again.
 
 Settings change at barriers, when no batch is in flight; all ranks decide alike from what all of them measured.
 """
@@ -25,8 +26,18 @@ from nestpipe.errors import ConfigError
 from nestpipe.metrics import read_jsonl, replace_file
 from nestpipe.pipeline.runner import Runner
 from nestpipe.pipeline.stages import TrainState
-from nestpipe.pipeline.tune import MOST_DEPTH, MOST_PARTS, Choice, Observed, after_period, choose
-from nestpipe.profile_steps import Batches, observe, profile
+from nestpipe.pipeline.tune import (
+    LOOK_STEPS,
+    MOST_DEPTH,
+    MOST_PARTS,
+    Choice,
+    Decision,
+    Observed,
+    after_period,
+    choose,
+    steps_to_look,
+)
+from nestpipe.profile_steps import Batches, observe, of_all_ranks, profile
 from nestpipe.run import Lanes, Run
 from nestpipe.trace import Recorder
 
@@ -58,6 +69,7 @@ class Pace:
         self._settings = run.config.pipeline
         self._history: list[Setting] = []
         self._observed: list[Observed] = []
+        self._since = self._due = state.num_steps  # what is being looked at began and ends with these steps
         clip = run.config.train
         self._clip_rows = clip.clip == "all" and clip.clip_norm > 0
         self.recorder, self.runner = self._new_runner()
@@ -73,6 +85,7 @@ class Pace:
         `saved`: the history in the checkpoint from which the run goes on. `batches_of()` opens batches for a profile.
         """
         control, settings = self._lanes.control, self._settings
+        self._look_next(on_trial=True)  # nothing has been seen yet
         known = together(control, "settings read", lambda: self._read(saved) if self._leads else [])
         said = json.loads(control.broadcast_bytes(json.dumps(known).encode(), 0, name="settings"))
         self._history = [Setting.from_json(one) for one in said]
@@ -81,12 +94,12 @@ class Pace:
             return ""
         if settings.tune:
             found = profile(self._run, self._lanes, batches_of, clip_rows=self._clip_rows)
-            choice, why = choose(found, most_parts=self._most_parts, most_depth=self._most_depth)
+            chosen = choose(found, most_parts=self._most_parts, most_depth=self._most_depth)
             self._observed = [] if settings.sync_steps else found
-            return self._decide(Setting(self._state.num_steps, choice, why))
+            return self._decide(chosen)
         if settings.adapt:
             start = Choice(parts=settings.parts, ramp=settings.ramp, depth=settings.depth)
-            return self._decide(Setting(self._state.num_steps, start, "as configured"))
+            return self._decide(Decision(start, "as configured"))
         return ""
 
     def begin(self) -> None:
@@ -101,37 +114,39 @@ class Pace:
         self._state.cut = settings
         if self.runner is not None:
             self.runner.schedule = settings.schedule(number, clip_rows=self._clip_rows)
-            self.runner.observe = self.recorder.observer(number)
+            self.runner.observe = self.recorder.observer(number, 0 if settings.trace_steps else self._due - LOOK_STEPS)
 
     def steps_to_change(self) -> int | None:
         """After how many steps other settings may begin, which takes a barrier; None for never."""
         number = self._state.num_steps
         found = [one.first - number for one in self._history if one.first > number]
         if self._settings.adapt:
-            found.append(self._settings.adapt - number % self._settings.adapt)
+            found.append(self._due - number)
         if switch := self._settings.steps_to_switch(number):
             found.append(switch)
         return min(found, default=None)
 
     def end(self) -> str:
         """At a barrier: new settings if they are due and nobody has decided before; returns what there is to say."""
-        number, period = self._state.num_steps, self._settings.adapt
-        if not period or number % period or self.runner is None or any(one.first >= number for one in self._history):
+        number, stale = self._state.num_steps, self._settings.is_stale
+        if not self._settings.adapt or number < self._due or self.runner is None:
             return ""
-        stale = self._settings.is_stale
-        if stale(number - 1) != stale(max(number - period - 1, 0)):
+        first = max([self._since, *(one.first for one in self._history if one.first < number)])
+        self._look_next()
+        if any(one.first >= number for one in self._history):
+            return ""
+        if stale(number - 1) != stale(max(first - 1, 0)):
             self._observed.clear()  # what was seen of exact steps says nothing about stale ones
-        if stale(number - 1) != stale(number - period):
+        if stale(number - 1) != stale(first):
             return ""
         now = self._choice(number - 1)
-        own = observe(self.recorder, now or Choice(parts=self._state.cut.parts), number - period, self._num_samples)
-        gathered = self._lanes.control.all_gather_bytes(json.dumps(own and own.to_json()).encode(), name="observed")
-        found = [Observed.from_json(one) for one in map(json.loads, gathered) if one]
-        if len(found) < len(gathered):
+        own = observe(self.recorder, now or Choice(parts=self._state.cut.parts), first, self._num_samples)
+        if (seen := of_all_ranks(self._lanes.control, own)) is None:
             return ""  # too few steps since the run was started
         limits = {"most_parts": self._most_parts, "most_depth": self._most_depth}
-        self._observed, chosen = after_period(self._observed, Observed.of_ranks(found), **limits)
-        return self._decide(Setting(number, *chosen)) if chosen else ""
+        self._observed, chosen = after_period(self._observed, seen, **limits)
+        self._look_next(on_trial=chosen.on_trial)
+        return "" if now and chosen.choice.is_within(now) else self._decide(chosen)
 
     def save_trace(self) -> None:
         if self._settings.trace_steps:
@@ -160,7 +175,14 @@ class Pace:
         held = [one.choice for one in self._history if one.first <= number]
         return held[-1] if held else None
 
-    def _decide(self, setting: Setting) -> str:
+    def _look_next(self, *, on_trial: bool = False) -> None:
+        """Looks from now on to the end of a period or a trial."""
+        self._since = number = self._state.num_steps
+        if period := self._settings.adapt:
+            self._due = number + steps_to_look(number, period, on_trial=on_trial)
+
+    def _decide(self, chosen: Decision) -> str:
+        setting = Setting(self._state.num_steps, chosen.choice, chosen.why)
         self._history.append(setting)
         self._write()
         return f"step {setting.first:,}: {setting.choice}. {setting.why}"
@@ -193,7 +215,7 @@ class Pace:
         if settings.mode == "sequential" and not settings.trace_steps:
             return Recorder.off(), None
         schedule = settings.schedule(state.num_steps, clip_rows=self._clip_rows)
-        recorded = max(settings.trace_steps, settings.adapt)
+        recorded = max(settings.trace_steps, LOOK_STEPS if settings.adapt else 0)
         if not recorded:
             return Recorder.off(), Runner(state, schedule)
         largest = settings

@@ -6,8 +6,10 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from itertools import pairwise
 from statistics import fmean, median
 
+from nestpipe.comm import Lane
 from nestpipe.jagged import Batch
 from nestpipe.overlap import steps_of
 from nestpipe.pipeline.runner import Feed, Runner
@@ -19,7 +21,8 @@ from nestpipe.trace import Recorder
 PROBES = (2, 8)  # parts: far enough apart to tell what a part costs
 NUM_STEPS = 12
 _FILLING = 2  # steps in which the pipeline is not full yet
-_FEWEST, _MOST = 3, 16  # steps that say what they take, and more than which need not be looked at: one takes 0.3 ms
+_FEWEST = 3  # steps that say what they take
+_CLOSELY = 5  # steps of which is asked where their time went, which takes 0.3 ms for each
 Batches = Callable[[], AbstractContextManager[Iterator[Batch]]]
 
 
@@ -49,21 +52,21 @@ def profile(run: Run, lanes: Lanes, batches_of: Batches, *, clip_rows: bool) -> 
         finally:
             for lane, watch in zip(watched, before, strict=True):
                 lane.watch = watch
-        seen = observe(recorder, choice, first, num_samples)
-        gathered = lanes.control.all_gather_bytes(json.dumps(seen and seen.to_json()).encode(), name="profile")
-        return Observed.of_ranks([Observed.from_json(one) for one in map(json.loads, gathered) if one])
+        seen = of_all_ranks(lanes.control, observe(recorder, choice, first, num_samples))
+        assert seen is not None, f"{NUM_STEPS} steps are enough"
+        return seen
 
     for parts in PROBES:
         found.append(measure(Choice(parts=min(parts, max(num_samples, 1)), depth=settings.depth)))
-    suggested, _ = choose(found, most_depth=settings.depth)
+    suggested = choose(found, most_depth=settings.depth).choice
     if suggested.cut not in [one.choice.cut for one in found]:
         found.append(measure(replace(suggested, depth=settings.depth)))
     return sorted(found, key=lambda one: -one.step_s)
 
 
 def observe(recorder: Recorder, choice: Choice, first: int, num_samples: int) -> Observed | None:
-    """What the latest recorded steps of one rank took, from the batch `first` on; None if they are too few."""
-    recent = max(first, recorder.last_batch + 1 - _MOST - _FILLING)
+    """What the recorded steps of one rank took, from the batch `first` on; None if they are too few."""
+    recent = max(first, recorder.last_batch + 1 - _CLOSELY - _FILLING)
     trace = recorder.snapshot(recent)
     steps = [step for step in steps_of(trace) if step.batch >= recent + _FILLING]
     if len(steps) < _FEWEST:
@@ -74,14 +77,22 @@ def observe(recorder: Recorder, choice: Choice, first: int, num_samples: int) ->
         for span in trace.spans
         if span.batch in batches and (span.kind, span.part) in (("rows", 0), ("grads", choice.parts - 1))
     ]
+    done_ns = recorder.batch_ends(first)[_FILLING - 1 :]
     return Observed(
         choice=choice,
-        step_s=median(step.total_ns for step in steps) / 1e9,
+        step_s=median(after - before for before, after in pairwise(done_ns)) / 1e9,
         busy_s=median(step.time_ns("busy") for step in steps) / 1e9,
         lookup_s=median(step.time_ns("lookup") for step in steps) / 1e9,
         comm_s=median(step.time_ns("communication") for step in steps) / 1e9,
-        rows=fmean(recorder.num_rows("keys", first)),  # of all: batches differ
+        rows=fmean(recorder.num_rows("keys", "keys", first)),  # of all: batches differ
         edge_rows=sum(ends) / len(steps),
         held_rows=max(step.num_rows.get("rows", 0) for step in steps),
         samples=num_samples,
     )
+
+
+def of_all_ranks(lane: Lane, own: Observed | None) -> Observed | None:
+    """What all ranks saw, as one; None if the steps of some rank were too few. Every rank must call it."""
+    gathered = lane.all_gather_bytes(json.dumps(own and own.to_json()).encode(), name="observed")
+    found = [Observed.from_json(one) for one in map(json.loads, gathered) if one]
+    return Observed.of_ranks(found) if len(found) == len(gathered) else None

@@ -81,7 +81,8 @@ def tuned(config: Config, world: World) -> tuple[list[Observed], Choice, str]:
         found = profile(
             groups.run, groups.lanes, lambda: contextlib.closing(loader.iterate(Cursor(0, 0))), clip_rows=clip_rows
         )
-    return found, *choose(found)
+    chosen = choose(found)
+    return found, chosen.choice, chosen.why
 
 
 def _report(found: list[Observed], choice: Choice, why: str, *, as_json: bool) -> None:

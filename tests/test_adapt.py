@@ -14,7 +14,7 @@ from nestpipe.errors import ConfigError
 from nestpipe.metrics import read_jsonl
 from nestpipe.overlap import steps_of
 from nestpipe.pipeline import tune
-from nestpipe.pipeline.tune import Choice
+from nestpipe.pipeline.tune import Choice, Decision
 from nestpipe.trace import load
 from nestpipe.trainer import train_to_end
 from tests.ranks import run_ranks
@@ -38,22 +38,23 @@ def restless(found, **_):
     """Other settings every time, as if the workload changed; what it was shown must be of the settings that were in force."""
     number, now = len(SEEN), found[-1]
     SEEN.append(now)
-    assert now.step_s > 0
+    assert 0 < now.busy_s < 5 * now.step_s, "one is of all steps, the other of the last ones"
     assert now.rows > 0
     assert 0 < now.edge_rows <= 2 * now.rows
-    return Choice(
-        parts=(3, 2, 5, 4)[number % 4], ramp=(0.5, 1.0)[number % 2], depth=1 + number % 2, pool_rows=64
-    ), "restless"
+    parts, ramp = (3, 2, 5, 4)[number % 4], (0.5, 1.0)[number % 2]
+    return Decision(Choice(parts=parts, ramp=ramp, depth=1 + number % 2, pool_rows=64), "restless")
 
 
 SEEN = []
 
 
-def train(world, config, folder, choose=None):
-    """Trains with another way to choose, if one is given."""
+def train(world, config, folder, choose=None, trial=PERIOD):
+    """Trains with another way to choose, if one is given, that is asked from the first look on."""
     SEEN.clear()
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tune, "TRIAL_STEPS", trial)
         if choose:
+            patch.setattr(tune, "is_new", lambda *_: False)
             for module in (pacing, tune):
                 patch.setattr(module, "choose", choose)
         train_to_end(config, folder, resume=True, quiet=True, world=world)
@@ -91,6 +92,51 @@ def test_the_plain_loop_repeats_them_bit_for_bit(adapted, log, tmp_path):
     assert differing_tensors(folder, tmp_path / "fixed"), "other parts have other bits"
 
 
+def on_trial(found, **_):
+    """As restless, but with trials: whatever is new takes a few steps."""
+    return restless(found)._replace(on_trial=len(SEEN) % 3 != 0)
+
+
+def test_trials_are_short_and_repeated_too(log, tmp_path):
+    """Three short looks, then the rest of the period, and so on; a run that was killed in the middle of one repeats it."""
+    config = config_of(log, "nested", parts=2, adapt=2 * PERIOD)
+    config = replace(config, train=replace(config.train, steps=6 * PERIOD))
+    run_ranks(2, train, config, tmp_path / "run", on_trial, 6)
+    lines = (tmp_path / "run" / "settings.jsonl").read_bytes()
+    assert [json.loads(line)["step"] for line in lines.splitlines()] == [0, 6, 12, 18, 32, 38, 44]
+    killed = replace(config, train=replace(config.train, steps=14))
+    run_ranks(2, train, killed, tmp_path / "killed", on_trial, 6)
+    (tmp_path / "killed" / "settings.jsonl").write_bytes(lines)
+    run_ranks(2, train, config, tmp_path / "killed", never, 6)
+    assert not differing_tensors(tmp_path / "run", tmp_path / "killed")
+    follow = config_of(log, "sequential", parts=2, follow=str(tmp_path / "run"))
+    run_ranks(2, train, replace(follow, train=config.train), tmp_path / "plain")
+    assert not differing_tensors(tmp_path / "run", tmp_path / "plain")
+
+
+def content(found, **_):
+    """Stays with what there is."""
+    SEEN.append(found[-1])
+    return Decision(found[-1].choice, "content")
+
+
+def test_what_stays_is_not_written(log, tmp_path):
+    seen = run_ranks(2, train, config_of(log, "nested", parts=2, adapt=PERIOD), tmp_path / "run", content)
+    assert [one.parts for one in seen[0]] == [2, 2, 2]
+    (line,) = read_jsonl(tmp_path / "run" / "settings.jsonl")
+    assert line["why"] == "as configured"
+
+
+def test_a_run_that_goes_on_looks_before_it_decides(log, tmp_path):
+    """Of the steps since it was started, all with one setting, though the last line is older; and at first it stays."""
+    config = config_of(log, "nested", parts=2, adapt=2 * PERIOD)
+    run_ranks(2, train, replace(config, train=replace(config.train, steps=14)), tmp_path / "run", on_trial, 6)
+    seen = run_ranks(2, train, config, tmp_path / "run", on_trial, 6)
+    lines = read_jsonl(tmp_path / "run" / "settings.jsonl")
+    assert [line["step"] for line in lines] == [0, 6, 12, 20]
+    assert [one.parts for one in seen[0]] == [lines[2]["parts"]]
+
+
 def test_a_run_that_begins_to_follow_later_says_so(adapted, log, tmp_path):
     """Its first steps had settings of its own; whoever follows it must not take the other run's for them."""
     folder, _ = adapted
@@ -105,7 +151,7 @@ def test_a_run_that_begins_to_follow_later_says_so(adapted, log, tmp_path):
 
 
 def sixteen(found, **_):
-    return Choice(parts=16), "many"
+    return Decision(Choice(parts=16), "many")
 
 
 def test_a_tuned_run_keeps_as_many_traced_steps_as_were_asked_for(log, tmp_path):

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from nestpipe.embedding.owner import Owners
 from nestpipe.embedding.route import own_requests, plan_table, route
 from nestpipe.embedding.spec import Lookup
+from nestpipe.embedding.window import Window
 from nestpipe.pipeline.stages import Clip
 from tests.embedding.test_ids import needs_compiler
 from tests.pipeline_ranks import merged, train_steps
@@ -159,6 +160,11 @@ def test_a_non_finite_value_on_one_rank_stops_all_before_any_update(log):
         assert "at step 1 on rank 1; no parameter was updated" in message
         assert dense_same
         assert rows_same
+
+
+def test_a_split_window_has_no_sums_of_all_parts():
+    with pytest.raises(ValueError, match="halves are updated one after the other"):
+        Window(home=None, plan=None, number=0, weight=1.0, split=True).owned_grads()
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7, 64])

@@ -99,9 +99,43 @@ def test_rows_of_a_kind_are_those_of_its_spans():
         recorder.launched("ids/items", 8, 10 + batch)
         recorder.add("keys", "keys", batch, 0, 10 * batch, 10 * batch + 1, 10 * batch + 9)
         recorder.add("fetch", "retrieve", batch, 0, 10 * batch, 10 * batch + 1, 10 * batch + 9)
+        recorder.add("compute", "compute", batch, 0, 10 * batch, 10 * batch + 1, 10 * batch + 5)
+        recorder.add("compute", "compute", batch, 1, 10 * batch, 10 * batch + 6, 10 * batch + 8)
     spans = recorder.snapshot(3).spans
-    assert recorder.num_rows("keys", 3) == [span.num_rows for span in spans if span.kind == "keys"] == [13, 14]
-    assert recorder.num_rows("keys") == [12, 13, 14], "older ones were dropped"
+    assert recorder.num_rows("keys", "keys", 3) == [span.num_rows for span in spans if span.kind == "keys"] == [13, 14]
+    assert recorder.num_rows("keys", "keys") == [12, 13, 14], "older ones were dropped"
+    assert recorder.num_rows("keys", "retrieve") == []
+    assert recorder.batch_ends(4) == [48]
+    assert recorder.batch_ends() == [38, 48]
+
+
+def test_batches_before_the_first_to_take_leave_nothing_behind():
+    """A lane is busy with an earlier batch when another one begins to record: what it sent then is of no recorded event."""
+    recorder = Recorder(capacity=9)
+    observe = recorder.observer(100, 103)
+    for batch in range(5):
+        recorder.launched("ids/items", 8, 7)
+        if batch == 2:
+            observe("read", ("read", 3, 0), 0, 0, 0)  # counts nothing in this thread's event
+            recorder.launched("ids/items", 8, 1000)
+        with recorder.waiting("ids/items"):
+            pass
+        observe("keys", ("keys", batch, 0), 0, 1, 2)
+    assert [(one.batch, one.num_rows, len(one.waits)) for one in recorder.snapshot().lane("keys")] == [
+        (103, 7, 1),
+        (104, 7, 1),
+    ]
+    recorder.observer(105)("keys", ("keys", 0, 0), 0, 1, 2)
+    assert recorder.num_rows("keys", "keys", 105) == [0], "and all is taken again"
+
+
+def test_late_spans_are_found_behind_those_of_batches_ahead():
+    recorder = Recorder(capacity=100)
+    for batch in range(40):
+        recorder.add("rows", "post", batch + 9, 0, 0, 0, 0)
+        recorder.add("rows", "rows", batch, 0, 0, 0, 0)
+    for first in (0, 20, 39, 48, 49):
+        assert recorder.snapshot(first).spans == tuple(one for one in recorder.snapshot().spans if one.batch >= first)
 
 
 def test_mistakes_of_a_caller():

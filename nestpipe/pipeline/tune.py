@@ -8,8 +8,9 @@ sent. A setting that was tried counts with the time it took, any other with what
 
 The model is a guess where it has seen one setting, and machines are noisy. A run that looks again and again can afford to
 *explore*: it begins with half as many parts, because many cost more than few; where nothing promises more, half and twice as
-many are tried once for a workload, unless the model expects them to take far longer; and what is nearly as fast is tried again
-before it is given up.
+many are tried for a workload, unless the model expects them to take far longer. A trial takes a few steps instead of a period.
+One trial may be unlucky, so everything is tried twice and what is nearly as fast thrice before it is given up, and most of it again
+after 16, 64, ... periods; and a setting that has had many periods counts with their median: one bad period does not end it.
 
 Everything here is a function of its arguments, so ranks that hold the same observations choose the same.
 """
@@ -20,8 +21,8 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
-from statistics import fmean
-from typing import Any
+from statistics import fmean, median_low
+from typing import Any, NamedTuple
 
 from nestpipe.pipeline.cluster import part_sizes
 
@@ -36,9 +37,13 @@ _EXPOSED_LOOKUP = 0.01  # of a step: above that, rows are retrieved further ahea
 _LITTLE, _MUCH = 0.02, 0.25
 _EXPONENT = 0.8  # rows of a share s of the samples are s ** 0.8 of all rows, until two parts have been seen
 _POOL_ROOM = 1.25
-_FAR_LONGER, _NEARLY = 1.5, 1.05
-_ENOUGH, _MEMORY = 3, 8  # periods that say how long a setting takes, and that are remembered
-_OTHER_TIMES = 0.25  # a period that differs by more from those before is no noise
+LOOK_STEPS = 24  # at the end of a period, that are recorded
+TRIAL_STEPS = 18  # that tell what a setting takes, those that fill the pipeline included
+_FAR_LONGER, _NEARLY = 1.6, 1.05
+_TWICE, _ENOUGH = 2, 3  # looks: so that one unlucky moment does not decide, and that say how long a setting takes
+_MEMORY = 8  # periods that are remembered
+_OTHER_TIMES = 0.25  # so many periods in a row that differ by more from those before are no noise
+_Times = tuple[float, float, float]  # of step, busy and comm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +58,10 @@ class Choice:
     @property
     def cut(self) -> tuple[int, float]:
         return self.parts, self.ramp
+
+    def is_within(self, other: Choice) -> bool:
+        """Whether the other is the same, but for a pool that may be larger."""
+        return (self.cut, self.depth) == (other.cut, other.depth) and self.pool_rows <= other.pool_rows
 
     def __str__(self) -> str:
         ramp = f", ramp {self.ramp:g}" if self.parts > 2 and self.ramp < 1 else ""
@@ -72,16 +81,36 @@ class Observed:
     edge_rows: float  # sent with the first part, and gradients sent with the last one
     held_rows: float = 0.0  # that an owner holds for a batch
     samples: float = 0.0  # of a rank
-    num_periods: int = 1  # of which these are the means
+    num_periods: int = 1  # so far
+    periods: tuple[_Times, ...] = ()  # the last of them, if there were several
 
     def after(self, before: Observed) -> Observed:
-        """Together with what was observed before of the same parts, unless times have changed; lookup, for depth, is of now."""
-        if abs(self.step_s - before.step_s) > _OTHER_TIMES * before.step_s:
-            return self
+        """Together with what was observed before of the same parts; lookup, for depth, is of now."""
         weight = min(before.num_periods, _MEMORY - 1)
-        names = ("step_s", "busy_s", "comm_s", "rows", "edge_rows")
-        means = {name: (weight * getattr(before, name) + getattr(self, name)) / (weight + 1) for name in names}
-        return replace(self, **means, num_periods=weight + 1)
+        means = {
+            name: (weight * getattr(before, name) + getattr(self, name)) / (weight + 1)
+            for name in ("rows", "edge_rows")
+        }
+        return replace(self, **means).lasting((*before.recent, *self.recent)[-_MEMORY:], before.num_periods + 1)
+
+    @property
+    def recent(self) -> tuple[_Times, ...]:
+        return self.periods or ((self.step_s, self.busy_s, self.comm_s),)
+
+    def lasting(self, periods: tuple[_Times, ...], num_periods: int) -> Observed:
+        """With the times of the median period, and of two the shorter one: noise mostly makes steps longer."""
+        step_s, busy_s, comm_s = median_low(periods)
+        return replace(self, step_s=step_s, busy_s=busy_s, comm_s=comm_s, num_periods=num_periods, periods=periods)
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether steps have become slower or faster for good, with the same parts and rows: another job on the machine."""
+        times = [step_s for step_s, *_ in self.recent]
+        before, late = times[:-_ENOUGH], times[-_ENOUGH:]
+        if len(before) < 2:
+            return False
+        usual, share = median_low(before), 1 + _OTHER_TIMES
+        return min(late) > usual * share or max(late) * share < usual
 
     @staticmethod
     def of_ranks(found: Sequence[Observed]) -> Observed:
@@ -95,7 +124,7 @@ class Observed:
 
     @staticmethod
     def from_json(content: dict[str, Any]) -> Observed:
-        return Observed(**{**content, "choice": Choice(**content["choice"])})
+        return Observed(**{**content, "choice": Choice(**content["choice"]), "periods": ()})
 
 
 _MEANS = ("busy_s", "lookup_s", "comm_s", "rows", "edge_rows", "samples")
@@ -183,11 +212,30 @@ def edge_share(choice: Choice, num_samples: int) -> float:
     return max(sizes[0] + sizes[-1], 1) / 2 / num_samples
 
 
+class Decision(NamedTuple):
+    """How to go on, and why."""
+
+    choice: Choice
+    why: str
+    on_trial: bool = False  # a few steps are enough to tell
+
+
+def steps_to_look(number: int, period: int, *, on_trial: bool = False) -> int:
+    """After how many steps from `number` on to look again: at the end of a trial, or of a period if that is no shorter."""
+    short, left = min(TRIAL_STEPS, period), period - number % period
+    if on_trial:
+        return short
+    return left if left >= short else left + period
+
+
 def same_workload(found: Iterable[Observed], now: Observed) -> list[Observed]:
     """Those with as many rows per step as now, one for each choice; the present one stands last, together with its own before."""
     alike = {one.choice.cut: one for one in found if _is_alike(one, now)}
     before = alike.pop(now.choice.cut, None)
-    return [*alike.values(), now.after(before) if before else now]
+    both = now.after(before) if before else now
+    if both.is_changed:  # what others took before says nothing any more
+        return [both.lasting(both.recent[-_ENOUGH:], 1)]
+    return [*alike.values(), both]
 
 
 def _is_alike(one: Observed, now: Observed) -> bool:
@@ -195,24 +243,25 @@ def _is_alike(one: Observed, now: Observed) -> bool:
 
 
 def is_new(found: Sequence[Observed], now: Observed) -> bool:
-    """Whether the workload has just become another one: then many rows were met for the first time, and times say little."""
-    return bool(found) and not any(_is_alike(one, now) for one in found)
+    """Whether the workload has just begun: then many rows were met for the first time, and times say little."""
+    return not any(_is_alike(one, now) for one in found)
 
 
 def after_period(
     found: Sequence[Observed], now: Observed, *, most_parts: int = MOST_PARTS, most_depth: int = MOST_DEPTH
-) -> tuple[list[Observed], tuple[Choice, str] | None]:
-    """What is known after one more period, and how to go on and why; None if the workload is new, and is looked at once more."""
+) -> tuple[list[Observed], Decision]:
+    """What is known after one more period, and how to go on."""
     known = same_workload(found, now)
     if is_new(found, now):
-        return known, None
+        why = f"{now.rows:,.0f} rows per step are new: looked at once more before anything else"
+        return known, Decision(now.choice, why, on_trial=True)
     return known, choose(known, most_parts=most_parts, most_depth=most_depth, explore=True)
 
 
 def choose(
     found: Sequence[Observed], *, most_parts: int = MOST_PARTS, most_depth: int = MOST_DEPTH, explore: bool = False
-) -> tuple[Choice, str]:
-    """The best choice after these observations of one workload, the present one last, and why."""
+) -> Decision:
+    """The best choice after these observations of one workload, the present one last."""
     now, model = found[-1], Model.of(found)
     tried = {one.choice.cut: one.step_s for one in found}
     low, high = min(cut[0] for cut in tried) / 2, max(cut[0] for cut in tried) * 2  # further away the model is a guess
@@ -232,11 +281,11 @@ def choose(
     best = trial or best
     depth, why_depth = _depth(now, most_depth)
     pool_rows = math.ceil(_POOL_ROOM * now.held_rows * (depth + 2))
-    on_trial = trial is not None and trial.cut != now.choice.cut
+    on_trial = explore and best.cut != now.choice.cut and (trial is not None or best.cut not in tried)
     reasons = [("on trial, " if on_trial else "") + _why(now, best, model, tried), why_depth]
     if pool_rows:
         reasons.append(f"pool of {pool_rows:,} rows: {depth + 2} batches of {now.held_rows:,.0f}, and a quarter")
-    return replace(best, depth=depth, pool_rows=pool_rows), "; ".join(reasons)
+    return Decision(replace(best, depth=depth, pool_rows=pool_rows), "; ".join(reasons), on_trial)
 
 
 def _trial(found: Sequence[Observed], model: Model, most_parts: int) -> Choice | None:
@@ -250,12 +299,16 @@ def _trial(found: Sequence[Observed], model: Model, most_parts: int) -> Choice |
         return untried[0]
     if near := [one for one in untried if model.step_s(one) <= _FAR_LONGER * now.step_s]:
         return min(near, key=model.step_s)
-    doubtful = [
-        one
-        for one in found
-        if one.num_periods < _ENOUGH and one.step_s <= _NEARLY * now.step_s and one.choice.parts <= most_parts
-    ]
+    doubtful = [one for one in found if one.num_periods < _looks(one, now) and one.choice.parts <= most_parts]
     return min(doubtful, key=lambda one: one.num_periods).choice if doubtful else None
+
+
+def _looks(one: Observed, now: Observed) -> int:
+    """How often something is tried before it is given up: now and then again, unless it is far slower."""
+    if one.step_s > _FAR_LONGER * now.step_s:
+        return _TWICE
+    enough = _TWICE if one.step_s > _NEARLY * now.step_s else _ENOUGH
+    return max(enough, 1 + math.floor(math.log(now.num_periods, 4)))
 
 
 def _depth(now: Observed, most: int) -> tuple[int, str]:

@@ -43,8 +43,7 @@ def steps(kind, dim, *, num_steps=6, weight_decay=0.0, **settings):
 
 
 def same(one, other):
-    assert one.keys() == other.keys()
-    assert all(same_bits(one[name], other[name]) for name in one)
+    return one.keys() == other.keys() and all(same_bits(one[name], other[name]) for name in one)
 
 
 @needs_compiler
@@ -52,7 +51,7 @@ def same(one, other):
 @pytest.mark.parametrize("dim", DIMS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_native_updates_have_the_bits_of_torch(kind, dim, weight_decay):
-    same(
+    assert same(
         steps(kind, dim, weight_decay=weight_decay, native=True),
         steps(kind, dim, weight_decay=weight_decay, native=False),
     )
@@ -72,7 +71,7 @@ def test_any_shape_has_the_bits_of_torch(kind, dim, picked, lr, seed):
     slots, grads = torch.tensor(picked, dtype=torch.int64), numbers(seed, len(picked), dim)
     for content, native in zip(contents, (True, False), strict=True):
         run(optimizer, content, slots, grads, lr, native=native)
-    same(*contents)
+    assert same(*contents)
 
 
 @both
@@ -87,7 +86,7 @@ def test_a_row_alone_has_the_bits_of_a_row_in_company(kind, dim, native):
         run(optimizer, together, slots, grads, native=native)
         for place in range(len(slots)):
             run(optimizer, alone, slots[place : place + 1], grads[place : place + 1], native=native)
-    same(together, alone)
+    assert same(together, alone)
 
 
 @needs_compiler
@@ -101,7 +100,7 @@ def test_threads_change_no_bits(kind):
         slots = torch.randperm(5000, generator=torch.Generator().manual_seed(0))[:4100]
         update_slots(optimizer, rows, state, slots, numbers(1, 4100, 7), 0.1, num_threads=num_threads)
         found.append({"rows": rows, **state})
-    same(*found)
+    assert same(*found)
 
 
 @both
@@ -112,7 +111,7 @@ def test_places_without_a_slot_are_left_out(kind, native):
     grads = numbers(1, 4, 5)
     run(optimizer, content, torch.tensor([3, -1, -1, 5]), grads, native=native)
     run(optimizer, expected, torch.tensor([3, 5]), grads[[0, 3]], native=False)
-    same(content, expected)
+    assert same(content, expected)
 
 
 @needs_compiler
@@ -124,7 +123,7 @@ def test_a_slot_that_does_not_exist_is_named_and_nothing_changes(kind):
     for wrong in (NUM_SLOTS, -2):
         with pytest.raises(IndexError, match=rf"slot {wrong} \(place 2 of 4\)"):
             run(optimizer, content, torch.tensor([0, -1, wrong, 1]), torch.ones(4, 5))
-    same(content, before)
+    assert same(content, before)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -136,7 +135,7 @@ def test_64_bit_rows_are_updated_in_64_bits(kind):
         run(optimizer, ours, torch.arange(NUM_SLOTS), grads)
         state = {name: column for name, column in plain.items() if name != "rows"}
         optimizer.update(plain["rows"], state, grads, 0.0123)
-    same(ours, plain)
+    assert same(ours, plain)
     assert not torch.equal(ours["rows"].float().double(), ours["rows"])
 
 
@@ -169,4 +168,4 @@ def test_sums_on_the_way_have_the_bits_of_sums_made_before(kind, dim):
     for some in (torch.tensor([3, 0]), torch.tensor([], dtype=torch.int64), torch.tensor([1, 2, 4])):
         run(optimizer, contents[3], slots[some], arrived.at(some))
     for other in contents[1:]:
-        same(contents[0], other)
+        assert same(contents[0], other)

@@ -1,0 +1,127 @@
+"""The arms of adapt.py on one rank: blocks of steps with fixed parts, and blocks whose settings choose themselves."""
+
+from __future__ import annotations
+
+import json
+import time
+from functools import partial
+from itertools import count
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+
+import measure
+import train_arms
+from train_arms import RATES, Settings
+
+from nestpipe.checkpoint import together
+from nestpipe.comm import World
+from nestpipe.jagged import Batch
+from nestpipe.metrics import replace_file
+from nestpipe.pipeline.parts import PartsConfig
+from nestpipe.pipeline.runner import Feed, Runner
+from nestpipe.pipeline.schedule import Schedule
+from nestpipe.pipeline.tune import LOOK_STEPS, Choice, Observed, after_period, steps_to_look
+from nestpipe.process import exact_arithmetic, keep_freed_memory
+from nestpipe.profile_steps import observe, of_all_ranks
+from nestpipe.run import Lanes
+from nestpipe.trace import Recorder
+
+# After so many rounds a fixed arm that nearly always takes so much longer than the best one is not run any more.
+TELLING, SLOWER = 12, 1.05
+
+
+class Arms:
+    """All of them run on one state. The adaptive one does what `Pace` does (nestpipe/pacing.py), on batches that are there."""
+
+    def __init__(self, lanes: Lanes, fixed: list[int], start: int, period: int, folder: Path):
+        self.fixed = [str(parts) for parts in fixed]
+        self.chosen: list[str] = []
+        self._lanes, self._settings, self._period, self._folder = lanes, Settings(samples=512), period, folder
+        self._state = train_arms.our_state(self._settings, lanes)
+        self._choices = {str(parts): Choice(parts=parts) for parts in fixed} | {"adaptive": Choice(parts=start)}
+        self._recorder = Recorder(capacity=1 << 15)
+        self._seen: list[Observed] = []
+        self._done, self._due = 0, steps_to_look(0, period, on_trial=True)  # of the adaptive arm
+
+    def batches(self, length: int) -> list[Batch]:
+        return train_arms.batches(self._settings, self._lanes.control.world.rank, length=length)
+
+    def block(self, name: str, data: list[Batch]) -> float:
+        """Seconds of a period of one arm, on the slowest rank; what choosing takes is part of it."""
+        self._lanes.control.barrier()
+        start = time.perf_counter()
+        if name == "adaptive":
+            self._adaptive(data)
+        else:
+            self._stretch(name, data, self._period)
+        own = round((time.perf_counter() - start) * 1e9)
+        return max(row[0] for row in self._lanes.control.all_gather_ints([own])) / 1e9
+
+    def _stretch(self, name: str, data: list[Batch], num_steps: int) -> None:
+        state, choice, observer = self._state, self._choices[name], None
+        first = state.num_steps
+        state.cut = PartsConfig(parts=choice.parts, ramp=choice.ramp)
+        if name == "adaptive":
+            observer = self._recorder.observer(first, first + self._due - self._done - LOOK_STEPS)
+        for lane in (state.embedding.keys, state.embedding.rows, state.dense.lane):
+            lane.watch = self._recorder if observer else None
+        runner = Runner(state, Schedule.of("nested", choice.parts, depth=choice.depth), observe=observer)
+        stream = (data[number % len(data)] for number in count(first))
+        runner.run(Feed(batches=stream, rates=lambda _: RATES, num_batches=num_steps))
+
+    def _adaptive(self, data: list[Batch]) -> None:
+        end = self._done + self._period
+        while self._done < end:
+            first, num_steps = self._state.num_steps, min(self._due, end) - self._done
+            self._stretch("adaptive", data, num_steps)
+            self._done += num_steps
+            if self._done == self._due:
+                self._due += steps_to_look(self._due, self._period, on_trial=self._choose(first))
+
+    def _choose(self, first: int) -> bool:
+        """Whether what is chosen is on trial."""
+        now, lane = self._choices["adaptive"], self._lanes.control
+        seen = of_all_ranks(lane, observe(self._recorder, now, first, self._settings.samples))
+        if seen is None:
+            return False
+        self._seen, decision = after_period(self._seen, seen)
+        if not decision.choice.is_within(now):
+            self._choices["adaptive"] = decision.choice
+            self.chosen.append(f"step {self._done}: {decision.why}")
+            write = partial(replace_file, self._folder / "settings.jsonl", json.dumps(self.chosen).encode())
+            together(lane, "settings written", write if lane.world.rank == 0 else lambda: None)
+        return decision.on_trial
+
+
+def seconds_of(arms: Arms, data: list[Batch], num_rounds: int) -> dict[str, list[float]]:
+    """The seconds of every block, by arm; each round begins with another one."""
+    for name in arms.fixed:
+        arms.block(name, data)  # meets new rows
+    names = [*arms.fixed, "adaptive"]
+    found: dict[str, list[float]] = {name: [] for name in names}
+    for number in range(num_rounds):
+        turn = number % len(names)
+        for name in names[turn:] + names[:turn]:
+            found[name].append(arms.block(name, data))
+        if number + 1 == TELLING:
+            best = min((found[name] for name in arms.fixed), key=median)
+            slow = {name for name in arms.fixed if measure.ratio(found[name], best).low > SLOWER}
+            names = [name for name in names if name not in slow]
+    return found
+
+
+def rank_program(
+    fixed: list[int], start: int, *, lengths: dict[str, int], num_rounds: dict[str, int], steps: int
+) -> None:
+    """Run by each rank; rank 0's last line has the seconds of every block by half and arm, and what was chosen."""
+    keep_freed_memory()
+    world = World.from_environment()
+    lanes = Lanes.of(world)
+    with exact_arithmetic(1), TemporaryDirectory() as folder:
+        arms = Arms(lanes, fixed, start, steps, Path(folder))
+        found = {half: seconds_of(arms, arms.batches(length), num_rounds[half]) for half, length in lengths.items()}
+    if world.rank == 0:
+        print(json.dumps({"times": found, "chosen": arms.chosen}))
+    lanes.control.barrier()
+    world.close()
