@@ -40,9 +40,6 @@ FLAGS = (
     "-fPIC",
     "-shared",
     "-pthread",
-    "-Wall",
-    "-Wextra",
-    "-Werror",
     "-fno-math-errno",  # else a square root is a call; it changes no bits
     "-ffp-contract=off",  # else the compiler's choice of fused multiply-adds would change bits
 )

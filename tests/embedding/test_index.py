@@ -295,6 +295,17 @@ def test_processes_that_start_together_compile_it_once(tiny, tmp_path):
     assert sorted(path.suffix for path in (tmp_path / "cache").iterdir()) == ["", ".so"]  # the lock and the library
 
 
+@needs_compiler
+def test_a_warning_ends_no_build_but_we_have_none(tmp_path):
+    """What a user's compiler warns about, we cannot know: g++ 12 finds fault with its own headers for AVX-512."""
+    (tmp_path / "unused.cpp").write_text("static int unused(int number) { return 1; }\n" + TINY)
+    build.build(build.Sources(tmp_path, COMPILER), [tmp_path / "cache"])
+    strict = ["-fsyntax-only", "-march=native", "-std=c++17", "-Wall", "-Wextra", "-Werror"]
+    for folder, outcome in ((build.HERE, 0), (tmp_path, 1)):
+        files = map(str, build.Sources(folder, COMPILER).files())
+        assert subprocess.run([COMPILER, *strict, *files], check=False, capture_output=True).returncode == outcome
+
+
 def test_the_digest_depends_on_everything_that_matters(tmp_path, monkeypatch):
     sources = build.Sources(tmp_path, compiler_script(tmp_path / "one", "exit 1"))
     (tmp_path / "a.cpp").write_text(TINY)
