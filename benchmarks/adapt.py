@@ -1,14 +1,14 @@
 """Do settings that choose themselves keep up with the best fixed ones? Nested steps on a workload whose lengths change half-way.
 
 First half: 512 samples x 10 Zipf(1.05) ids per rank, second half: x 100, on a table of 1M x 64, a small MLP, two ranks. Arms are
-fixed numbers of parts and one that starts in the middle and chooses again after every block (nestpipe/pipeline/tune.py), and
-after every trial inside one, from the exposed times and row counts of that stretch, as a run with `--pipeline.adapt` does. Blocks
-of all arms alternate on one state (of two tables the one that was made first was 3 % faster), and each round begins with another
-arm. A fixed arm that is clearly slower after twelve rounds is not run any more.
+fixed numbers of parts and one that starts with four and chooses by itself (nestpipe/pipeline/tune.py), as a run with
+`--pipeline.adapt K` does; K is the length of a block. Blocks of all arms alternate on one state (of two tables the one that was made
+first was 3 % faster), and each round begins with another arm. A fixed arm that is clearly slower after twelve rounds is not run
+any more.
 
 The figure of a half is the adaptive arm's time for all blocks over that of the best fixed arm, with the 10-90 % range of rounds
-drawn again; it contains searching, looking, agreeing and writing down. Aim: at most 1.02 in each half. Before a half, a block of
-each fixed arm that does not count meets the new rows.
+drawn again; it contains noticing the change, searching, looking with a barrier of its own, agreeing and writing down. Aim: at most
+1.02 in each half. Before a half, a block of each fixed arm that does not count meets the new rows.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -21,7 +22,8 @@ from nestpipe.metrics import replace_file
 from nestpipe.pipeline.parts import PartsConfig
 from nestpipe.pipeline.runner import Feed, Runner
 from nestpipe.pipeline.schedule import Schedule
-from nestpipe.pipeline.tune import LOOK_STEPS, Choice, Observed, after_period, steps_to_look
+from nestpipe.pipeline.stages import Work
+from nestpipe.pipeline.tune import LOOK_STEPS, Choice, Observed, RowWatch, after_look, steps_to_look
 from nestpipe.process import exact_arithmetic, keep_freed_memory
 from nestpipe.profile_steps import observe, of_all_ranks
 from nestpipe.run import Lanes
@@ -42,7 +44,10 @@ class Arms:
         self._choices = {str(parts): Choice(parts=parts) for parts in fixed} | {"adaptive": Choice(parts=start)}
         self._recorder = Recorder(capacity=1 << 15)
         self._seen: list[Observed] = []
-        self._done, self._due = 0, steps_to_look(0, period, on_trial=True)  # of the adaptive arm
+        self._watch = RowWatch()
+        # Steps of the adaptive arm: its periods end in the middle of blocks, so that a look also pays for its barrier.
+        self._looked = self._done = period // 2
+        self._due = self._done + steps_to_look(self._done, period, 0)
 
     def batches(self, length: int) -> list[Batch]:
         return train_arms.batches(self._settings, self._lanes.control.world.rank, length=length)
@@ -58,40 +63,58 @@ class Arms:
         own = round((time.perf_counter() - start) * 1e9)
         return max(row[0] for row in self._lanes.control.all_gather_ints([own])) / 1e9
 
-    def _stretch(self, name: str, data: list[Batch], num_steps: int) -> None:
-        state, choice, observer = self._state, self._choices[name], None
+    def _stretch(self, name: str, data: list[Batch], num_steps: int) -> int:
+        """Returns how many steps were done: fewer if a rank of the adaptive arm asked for a look."""
+        state, choice, adaptive, observer = self._state, self._choices[name], name == "adaptive", None
         first = state.num_steps
         state.cut = PartsConfig(parts=choice.parts, ramp=choice.ramp)
-        if name == "adaptive":
+        if adaptive:
             observer = self._recorder.observer(first, first + self._due - self._done - LOOK_STEPS)
         for lane in (state.embedding.keys, state.embedding.rows, state.dense.lane):
             lane.watch = self._recorder if observer else None
         runner = Runner(state, Schedule.of("nested", choice.parts, depth=choice.depth), observe=observer)
         stream = (data[number % len(data)] for number in count(first))
-        runner.run(Feed(batches=stream, rates=lambda _: RATES, num_batches=num_steps))
+        feed = Feed(batches=stream, rates=lambda _: RATES, num_batches=num_steps)
+        if adaptive:
+            feed = replace(feed, asks_to_stop=self._asks_to_look, on_step=self._on_step)
+        return runner.run(feed)
+
+    def _asks_to_look(self) -> bool:
+        return self._watch.is_surprised
+
+    def _on_step(self, work: Work) -> None:
+        self._watch.saw(work.plan.num_rows)
 
     def _adaptive(self, data: list[Batch]) -> None:
-        end = self._done + self._period
+        end, trial = self._done + self._period, steps_to_look(0, self._period, 0)
+        self._due = max(self._due, self._done + trial)  # other arms have cut a trial in two
         while self._done < end:
             first, num_steps = self._state.num_steps, min(self._due, end) - self._done
-            self._stretch("adaptive", data, num_steps)
-            self._done += num_steps
-            if self._done == self._due:
-                self._due += steps_to_look(self._due, self._period, on_trial=self._choose(first))
+            num_done = self._stretch("adaptive", data, num_steps)
+            self._done += num_done
+            if num_done < num_steps:
+                self._watch.expect(0)
+                self._looked = self._done
+                self._due = self._done + steps_to_look(self._done, self._period, 0)
+            elif self._done == self._due:
+                self._due += steps_to_look(self._due, self._period, self._choose(first))
 
-    def _choose(self, first: int) -> bool:
-        """Whether what is chosen is on trial."""
+    def _choose(self, first: int) -> int:
+        """Says for how many periods the choice is good."""
         now, lane = self._choices["adaptive"], self._lanes.control
-        seen = of_all_ranks(lane, observe(self._recorder, now, first, self._settings.samples))
+        own = observe(self._recorder, now, first, self._settings.samples)
+        self._watch.expect(own.rows if own else 0)
+        seen = of_all_ranks(lane, own)
         if seen is None:
-            return False
-        self._seen, decision = after_period(self._seen, seen)
+            return 1
+        self._seen, decision = after_look(self._seen, replace(seen, num_steps=self._done - self._looked))
+        self._looked = self._done
         if not decision.choice.is_within(now):
             self._choices["adaptive"] = decision.choice
-            self.chosen.append(f"step {self._done}: {decision.why}")
+            self.chosen.append(f"step {self._done - self._period // 2}: {decision.why}")
             write = partial(replace_file, self._folder / "settings.jsonl", json.dumps(self.chosen).encode())
             together(lane, "settings written", write if lane.world.rank == 0 else lambda: None)
-        return decision.on_trial
+        return decision.patience
 
 
 def seconds_of(arms: Arms, data: list[Batch], num_rounds: int) -> dict[str, list[float]]:

@@ -7,7 +7,8 @@ never decided again: a run that goes on takes the lines that are there, also tho
 parts, and any mode that follows them (`--pipeline.follow RUN`) has the same bits. Only where the lines end is the clock looked at;
 that the settings stayed after the last line is not written, and may be looked at again.
 
-Settings change at barriers, when no batch is in flight; all ranks decide alike from what all of them measured.
+Settings change at barriers, when no batch is in flight; all ranks decide alike from what all of them measured. While nothing
+changes there are ever fewer such barriers; a rank whose batches ask for other numbers of rows brings the next one about.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from nestpipe.embedding.lagging import Lagging
 from nestpipe.errors import ConfigError
 from nestpipe.metrics import read_jsonl, replace_file
 from nestpipe.pipeline.runner import Runner
-from nestpipe.pipeline.stages import TrainState
+from nestpipe.pipeline.stages import TrainState, Work
 from nestpipe.pipeline.tune import (
     LOOK_STEPS,
     MOST_DEPTH,
@@ -33,7 +34,8 @@ from nestpipe.pipeline.tune import (
     Choice,
     Decision,
     Observed,
-    after_period,
+    RowWatch,
+    after_look,
     choose,
     steps_to_look,
 )
@@ -69,6 +71,7 @@ class Pace:
         self._settings = run.config.pipeline
         self._history: list[Setting] = []
         self._observed: list[Observed] = []
+        self._watch = RowWatch()
         self._since = self._due = state.num_steps  # what is being looked at began and ends with these steps
         clip = run.config.train
         self._clip_rows = clip.clip == "all" and clip.clip_norm > 0
@@ -85,7 +88,7 @@ class Pace:
         `saved`: the history in the checkpoint from which the run goes on. `batches_of()` opens batches for a profile.
         """
         control, settings = self._lanes.control, self._settings
-        self._look_next(on_trial=True)  # nothing has been seen yet
+        self._look_next(patience=0)  # nothing has been seen yet
         known = together(control, "settings read", lambda: self._read(saved) if self._leads else [])
         said = json.loads(control.broadcast_bytes(json.dumps(known).encode(), 0, name="settings"))
         self._history = [Setting.from_json(one) for one in said]
@@ -126,10 +129,26 @@ class Pace:
             found.append(switch)
         return min(found, default=None)
 
-    def end(self) -> str:
-        """At a barrier: new settings if they are due and nobody has decided before; returns what there is to say."""
+    def saw(self, work: Work) -> None:
+        """A step is done."""
+        self._watch.saw(work.plan.num_rows)
+
+    def asks_to_look(self) -> bool:
+        """Whether this rank wants a barrier because its batches have become others."""
+        return self._watch.is_surprised
+
+    def end(self, *, early: bool) -> str:
+        """At a barrier: new settings if they are due and nobody has decided before; returns what there is to say.
+
+        `early`: a rank asked for it, maybe to look. Then its steps are of two kinds, so what comes now is looked at.
+        """
         number, stale = self._state.num_steps, self._settings.is_stale
-        if not self._settings.adapt or number < self._due or self.runner is None:
+        if not self._settings.adapt or self.runner is None:
+            return ""
+        if early:
+            self._watch.expect(0)
+            self._look_next(patience=0)
+        if number < self._due:
             return ""
         first = max([self._since, *(one.first for one in self._history if one.first < number)])
         self._look_next()
@@ -141,11 +160,12 @@ class Pace:
             return ""
         now = self._choice(number - 1)
         own = observe(self.recorder, now or Choice(parts=self._state.cut.parts), first, self._num_samples)
+        self._watch.expect(own.rows if own else 0)
         if (seen := of_all_ranks(self._lanes.control, own)) is None:
             return ""  # too few steps since the run was started
         limits = {"most_parts": self._most_parts, "most_depth": self._most_depth}
-        self._observed, chosen = after_period(self._observed, seen, **limits)
-        self._look_next(on_trial=chosen.on_trial)
+        self._observed, chosen = after_look(self._observed, seen, **limits)
+        self._look_next(patience=chosen.patience)
         return "" if now and chosen.choice.is_within(now) else self._decide(chosen)
 
     def save_trace(self) -> None:
@@ -175,11 +195,11 @@ class Pace:
         held = [one.choice for one in self._history if one.first <= number]
         return held[-1] if held else None
 
-    def _look_next(self, *, on_trial: bool = False) -> None:
-        """Looks from now on to the end of a period or a trial."""
+    def _look_next(self, *, patience: int = 1) -> None:
+        """Looks from now on to the end of so many periods, or of a trial."""
         self._since = number = self._state.num_steps
         if period := self._settings.adapt:
-            self._due = number + steps_to_look(number, period, on_trial=on_trial)
+            self._due = number + steps_to_look(number, period, patience)
 
     def _decide(self, chosen: Decision) -> str:
         setting = Setting(self._state.num_steps, chosen.choice, chosen.why)

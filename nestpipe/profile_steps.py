@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from statistics import fmean, median
 
 from nestpipe.comm import Lane
@@ -14,7 +14,7 @@ from nestpipe.jagged import Batch
 from nestpipe.overlap import steps_of
 from nestpipe.pipeline.runner import Feed, Runner
 from nestpipe.pipeline.stages import Clip, Rates
-from nestpipe.pipeline.tune import Choice, Observed, choose
+from nestpipe.pipeline.tune import NUMBERS, Choice, Observed, choose
 from nestpipe.run import Lanes, Run
 from nestpipe.trace import Recorder
 
@@ -80,7 +80,7 @@ def observe(recorder: Recorder, choice: Choice, first: int, num_samples: int) ->
     done_ns = recorder.batch_ends(first)[_FILLING - 1 :]
     return Observed(
         choice=choice,
-        step_s=median(after - before for before, after in pairwise(done_ns)) / 1e9,
+        step_s=_middle(after - before for before, after in pairwise(done_ns)) / 1e9,
         busy_s=median(step.time_ns("busy") for step in steps) / 1e9,
         lookup_s=median(step.time_ns("lookup") for step in steps) / 1e9,
         comm_s=median(step.time_ns("communication") for step in steps) / 1e9,
@@ -88,11 +88,20 @@ def observe(recorder: Recorder, choice: Choice, first: int, num_samples: int) ->
         edge_rows=sum(ends) / len(steps),
         held_rows=max(step.num_rows.get("rows", 0) for step in steps),
         samples=num_samples,
+        num_steps=recorder.last_batch + 1 - first,
     )
+
+
+def _middle(times: Iterable[int]) -> float:
+    """The mean of the middle half: hardly moved by a burst, and by noise less than the median is."""
+    ordered = sorted(times)
+    left_out = len(ordered) // 4
+    return fmean(ordered[left_out : len(ordered) - left_out])
 
 
 def of_all_ranks(lane: Lane, own: Observed | None) -> Observed | None:
     """What all ranks saw, as one; None if the steps of some rank were too few. Every rank must call it."""
-    gathered = lane.all_gather_bytes(json.dumps(own and own.to_json()).encode(), name="observed")
-    found = [Observed.from_json(one) for one in map(json.loads, gathered) if one]
-    return Observed.of_ranks(found) if len(found) == len(gathered) else None
+    told = lane.all_gather_floats(own.numbers if own else [math.nan] * len(NUMBERS), name="observed")
+    if own is None or any(map(math.isnan, chain.from_iterable(told))):
+        return None
+    return own.of_ranks([dict(zip(NUMBERS, row, strict=True)) for row in told])

@@ -201,15 +201,19 @@ class _Loop:
         reason = self._reason_to_stop(asked=False)
         with (
             stop_signals() as stop,
-            _closing(self._loader.iterate(self._cursor)) as batches,
+            contextlib.ExitStack() as reading,
             profiled(self._run.folder / "profile", enabled=profile and self._leads and reason is None) as profile_step,
         ):
             if self._warm:
                 self._save()  # from here on the run does not need its origin any more
             if reason is None:
                 self._say(self._pace.start(self._saved_settings, self._first_batches))
+            early = True
             while reason is None:
-                self._run_to_barrier(batches, stop.is_set, profile_step)
+                if early:  # what was read beyond the barrier is read again
+                    reading.close()
+                    batches = reading.enter_context(_closing(self._loader.iterate(self._cursor)))
+                early = self._run_to_barrier(batches, stop.is_set, profile_step)
                 reason = self._reason_to_stop(asked=stop.is_set())
                 if reason is None and self._state.num_steps % self._config.train.save_steps == 0:
                     self._save()
@@ -227,12 +231,16 @@ class _Loop:
 
     def _run_to_barrier(
         self, batches: Iterator[Batch], asked: Callable[[], bool], profile_step: Callable[[], None]
-    ) -> None:
-        """Trains to the next batch after which the state may be needed: every batch, or the next save, validation or end."""
+    ) -> bool:
+        """Trains to the next batch after which the state may be needed: every batch, or the next save, validation or end.
+
+        Returns whether a rank asked to stop before.
+        """
         start = self._cursor
         if (every := self._refresh_steps) and self._state.num_steps % every == 0:
             cast(Selecting, self._state.model).refresh(self._state.num_steps)
         self._pace.begin()
+        early = False
         if self._pace.runner is None:
             batch = next(batches)
             run = step_to_barrier if self._config.pipeline.is_stale(self._state.num_steps) else step
@@ -242,20 +250,24 @@ class _Loop:
 
             def on_step(work: Work) -> None:
                 self._after_step(work.batch, work.means)
+                self._pace.saw(work)
                 profile_step()
 
-            self._pace.runner.run(
+            num_batches = self._steps_to_barrier()
+            num_done = self._pace.runner.run(
                 Feed(
                     batches=batches,
                     rates=self._rates,
-                    num_batches=self._steps_to_barrier(),
-                    asks_to_stop=lambda: asked() or self._late() or self._saver.failed,
+                    num_batches=num_batches,
+                    asks_to_stop=lambda: asked() or self._late() or self._saver.failed or self._pace.asks_to_look(),
                     on_step=on_step,
                 )
             )
-        self._say(self._pace.end())
+            early = num_done < num_batches
+        self._say(self._pace.end(early=early))
         if self._cursor.epoch > start.epoch and self._validates_after(self._cursor.epoch - 1):
             self._validate()
+        return early
 
     def _steps_to_barrier(self) -> int:
         """How many batches from now on can overlap: up to a save, a validation or a limit, none of which comes earlier."""

@@ -87,7 +87,7 @@ def tuned(config: Config, world: World) -> tuple[list[Observed], Choice, str]:
 
 def _report(found: list[Observed], choice: Choice, why: str, *, as_json: bool) -> None:
     if as_json:
-        print(json.dumps({"measured": [one.to_json() for one in found], "choice": asdict(choice), "why": why}))
+        print(json.dumps({"measured": [asdict(one) for one in found], "choice": asdict(choice), "why": why}))
         return
     console, shown = Console(highlight=False, markup=False), Shown(title="steps measured, medians")
     for title in ("", "step", "busy", "exposed messages", "exposed lookup", "rows", "of first and last part"):

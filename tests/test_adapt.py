@@ -94,7 +94,7 @@ def test_the_plain_loop_repeats_them_bit_for_bit(adapted, log, tmp_path):
 
 def on_trial(found, **_):
     """As restless, but with trials: whatever is new takes a few steps."""
-    return restless(found)._replace(on_trial=len(SEEN) % 3 != 0)
+    return restless(found)._replace(patience=int(len(SEEN) % 3 == 0))
 
 
 def test_trials_are_short_and_repeated_too(log, tmp_path):
@@ -125,6 +125,34 @@ def test_what_stays_is_not_written(log, tmp_path):
     assert [one.parts for one in seen[0]] == [2, 2, 2]
     (line,) = read_jsonl(tmp_path / "run" / "settings.jsonl")
     assert line["why"] == "as configured"
+
+
+def patient(found, **_):
+    """Stays with what there is for a long time."""
+    return content(found)._replace(patience=3)
+
+
+def train_with_other_batches(world, config, folder, rank):
+    """From step 12 on, what this rank asks for looks like twice as many rows; returns the steps of each look."""
+
+    def saw(self, work):
+        self._watch.saw(work.plan.num_rows * (2 if work.number >= 12 and world.rank == rank else 1))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pacing.Pace, "saw", saw)
+        train(world, config, folder, patient)
+    return [one.num_steps for one in SEEN]
+
+
+@pytest.mark.parametrize(("rank", "steps"), [(None, [8, 24]), (1, [8, 8])])
+def test_a_rank_whose_batches_become_others_makes_all_look(log, tmp_path, rank, steps):
+    """At step 8, and then not before step 32, unless one of them asks for it: then at the new batches alone."""
+    config = config_of(log, "nested", parts=2, adapt=PERIOD)
+    config = replace(config, train=replace(config.train, steps=5 * PERIOD))
+    assert run_ranks(2, train_with_other_batches, config, tmp_path / "run", rank) == [steps, steps]
+    plain = replace(config, pipeline=replace(config.pipeline, mode="sequential", adapt=0))
+    run_ranks(2, train, plain, tmp_path / "plain")
+    assert not differing_tensors(tmp_path / "run", tmp_path / "plain")
 
 
 def test_a_run_that_goes_on_looks_before_it_decides(log, tmp_path):

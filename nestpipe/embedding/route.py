@@ -101,6 +101,11 @@ class Plan:
     def num_parts(self) -> int:
         return len(self.lookups)
 
+    @property
+    def num_rows(self) -> int:
+        """That the rank asks for."""
+        return sum(len(plan.ids) for plan in self.tables.values())
+
     def rows(self, part: int, leaves: Mapping[str, Tensor]) -> dict[str, Rows]:
         """The model's view of a part's rows: one leaf per table."""
         lookups, index = self.lookups[part], self.index[part]

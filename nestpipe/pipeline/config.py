@@ -31,7 +31,7 @@ class PipelineConfig(PartsConfig):
     tune: bool = False
     """Choose parts, ramp, depth and the pool's size from a short profile when the run starts; kept in RUN/settings.jsonl."""
     adapt: int = 0
-    """Choose them again after every so many steps, from what these took; 0 for never."""
+    """Choose them again after so many steps, from what these took, and when batches change; rarely if nothing does. 0: never."""
     follow: str = ""
     """A run that was tuned or adapted: take the settings of each step from there, in whatever mode."""
     trace_steps: int = 0

@@ -2,7 +2,7 @@
 
     step = busy + a + b · parts + exposed messages of the first and the last part + what is left over
 
-*busy* and *exposed* are medians of recorded steps (overlap.py). Two settings that were tried give a and b of compute and of
+*busy* and *exposed* are medians of a few recorded steps (overlap.py). Two settings that were tried give a and b of compute and of
 messages, one gives a guess. How many rows the first part needs is a power of its share of samples, from the rows that were
 sent. A setting that was tried counts with the time it took, any other with what the model says and a margin; the best wins.
 
@@ -10,7 +10,10 @@ The model is a guess where it has seen one setting, and machines are noisy. A ru
 *explore*: it begins with half as many parts, because many cost more than few; where nothing promises more, half and twice as
 many are tried for a workload, unless the model expects them to take far longer. A trial takes a few steps instead of a period.
 One trial may be unlucky, so everything is tried twice and what is nearly as fast thrice before it is given up, and most of it again
-after 16, 64, ... periods; and a setting that has had many periods counts with their median: one bad period does not end it.
+after some thousand steps; and a setting that was looked at often counts with the median: one bad look does not end it.
+
+A look takes about as long as a short step, and its barrier another one, so a run that has found its settings looks ever more
+rarely. That batches have become others needs no look: a rank sees it in the rows that it asks for, and says so with its keys.
 
 Everything here is a function of its arguments, so ranks that hold the same observations choose the same.
 """
@@ -18,8 +21,8 @@ Everything here is a function of its arguments, so ranks that hold the same obse
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from statistics import fmean, median_low
 from typing import Any, NamedTuple
@@ -30,19 +33,22 @@ PARTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 RAMPS = (1.0, 0.5, 0.25)
 MOST_PARTS, MOST_DEPTH = 32, 4
 _SAME_ROWS = 0.1  # rows per step that differ by more are another workload
-_MARGIN = 0.01  # what has not been tried must promise more than this
+_MARGIN = 0.01  # what is chosen must be better by more than this, and once more by as much if it has not been tried
 _EXPOSED_LOOKUP = 0.01  # of a step: above that, rows are retrieved further ahead
 # What a part costs by itself, of its compute, until two numbers of parts have been tried: little for more parts and much
 # for fewer, so that either is tried if there is something to gain.
 _LITTLE, _MUCH = 0.02, 0.25
 _EXPONENT = 0.8  # rows of a share s of the samples are s ** 0.8 of all rows, until two parts have been seen
 _POOL_ROOM = 1.25
-LOOK_STEPS = 24  # at the end of a period, that are recorded
+LOOK_STEPS = 32  # before a look, that are recorded
 TRIAL_STEPS = 18  # that tell what a setting takes, those that fill the pipeline included
-_FAR_LONGER, _NEARLY = 1.6, 1.05
+_FAR_LONGER, _NEARLY = 1.6, 1.15
+_SOON, _LATER = 3000, 12_000  # steps after which it is worth trying again what is nearly as fast, and what is not
+_NO_CHANCE = 12  # batches in a row that ask for more rows than usual, or for fewer
+_MOST_PATIENCE = 8  # periods; so long it takes to notice what rows do not show, say another job on the machine
 _TWICE, _ENOUGH = 2, 3  # looks: so that one unlucky moment does not decide, and that say how long a setting takes
-_MEMORY = 8  # periods that are remembered
-_OTHER_TIMES = 0.25  # so many periods in a row that differ by more from those before are no noise
+_MEMORY = 16  # looks that are remembered
+_OTHER_TIMES = 0.25  # so many looks in a row that differ by more from those before are no noise
 _Times = tuple[float, float, float]  # of step, busy and comm
 
 
@@ -70,7 +76,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observed:
-    """Steps with one choice: medians, in seconds per step, and rows per step."""
+    """Steps with one choice: what is usual, in seconds per step, and rows per step."""
 
     choice: Choice
     step_s: float
@@ -81,26 +87,28 @@ class Observed:
     edge_rows: float  # sent with the first part, and gradients sent with the last one
     held_rows: float = 0.0  # that an owner holds for a batch
     samples: float = 0.0  # of a rank
-    num_periods: int = 1  # so far
-    periods: tuple[_Times, ...] = ()  # the last of them, if there were several
+    num_looks: int = 1  # so far
+    looks: tuple[_Times, ...] = ()  # the last of them, if there were several
+    num_steps: int = 0  # since the look before, whatever that was at
+    idle_steps: int = 0  # with other settings, since the last look
 
     def after(self, before: Observed) -> Observed:
         """Together with what was observed before of the same parts; lookup, for depth, is of now."""
-        weight = min(before.num_periods, _MEMORY - 1)
+        weight = min(before.num_looks, _MEMORY - 1)
         means = {
             name: (weight * getattr(before, name) + getattr(self, name)) / (weight + 1)
             for name in ("rows", "edge_rows")
         }
-        return replace(self, **means).lasting((*before.recent, *self.recent)[-_MEMORY:], before.num_periods + 1)
+        return replace(self, **means).lasting((*before.recent, *self.recent)[-_MEMORY:], before.num_looks + 1)
 
     @property
     def recent(self) -> tuple[_Times, ...]:
-        return self.periods or ((self.step_s, self.busy_s, self.comm_s),)
+        return self.looks or ((self.step_s, self.busy_s, self.comm_s),)
 
-    def lasting(self, periods: tuple[_Times, ...], num_periods: int) -> Observed:
-        """With the times of the median period, and of two the shorter one: noise mostly makes steps longer."""
-        step_s, busy_s, comm_s = median_low(periods)
-        return replace(self, step_s=step_s, busy_s=busy_s, comm_s=comm_s, num_periods=num_periods, periods=periods)
+    def lasting(self, looks: tuple[_Times, ...], num_looks: int) -> Observed:
+        """With the times of the median look, and of two the shorter one: noise mostly makes steps longer."""
+        step_s, busy_s, comm_s = median_low(looks)
+        return replace(self, step_s=step_s, busy_s=busy_s, comm_s=comm_s, num_looks=num_looks, looks=looks)
 
     @property
     def is_changed(self) -> bool:
@@ -112,22 +120,31 @@ class Observed:
         usual, share = median_low(before), 1 + _OTHER_TIMES
         return min(late) > usual * share or max(late) * share < usual
 
-    @staticmethod
-    def of_ranks(found: Sequence[Observed]) -> Observed:
-        """One for all ranks: as slow as the slowest, the mean of the rest, the fullest pool."""
-        means: dict[str, Any] = {name: fmean(getattr(one, name) for one in found) for name in _MEANS}
-        most: dict[str, Any] = {name: max(getattr(one, name) for one in found) for name in ("step_s", "held_rows")}
-        return Observed(choice=found[0].choice, **means, **most)
+    @property
+    def patience(self) -> int:
+        """Periods until it is worth looking again: ever more while it takes what it took, none before that is known."""
+        if self.num_looks < _ENOUGH:
+            return 0
+        last_s, usual_s = self.recent[-1][0], self.step_s
+        if max(last_s, usual_s) > (1 + _OTHER_TIMES) * min(last_s, usual_s):
+            return 1
+        return int(min(2 ** (self.num_looks - _ENOUGH), _MOST_PATIENCE))
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+    @property
+    def numbers(self) -> list[float]:
+        """What a rank saw, in the order of NUMBERS."""
+        return [getattr(self, name) for name in NUMBERS]
 
-    @staticmethod
-    def from_json(content: dict[str, Any]) -> Observed:
-        return Observed(**{**content, "choice": Choice(**content["choice"]), "periods": ()})
+    def of_ranks(self, numbers: Sequence[Mapping[str, float]]) -> Observed:
+        """This one with the numbers of all ranks: as slow as the slowest, the mean of the rest, the fullest pool."""
+        of_all: dict[str, Any] = {
+            name: (max if name in ("step_s", "held_rows") else fmean)([own[name] for own in numbers])
+            for name in NUMBERS
+        }
+        return replace(self, **of_all)
 
 
-_MEANS = ("busy_s", "lookup_s", "comm_s", "rows", "edge_rows", "samples")
+NUMBERS = ("step_s", "busy_s", "lookup_s", "comm_s", "rows", "edge_rows", "held_rows", "samples")
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,20 +234,44 @@ class Decision(NamedTuple):
 
     choice: Choice
     why: str
-    on_trial: bool = False  # a few steps are enough to tell
+    patience: int = 1  # periods until it is worth looking again; 0 if a few steps are enough to tell
 
 
-def steps_to_look(number: int, period: int, *, on_trial: bool = False) -> int:
-    """After how many steps from `number` on to look again: at the end of a trial, or of a period if that is no shorter."""
+def steps_to_look(number: int, period: int, patience: int) -> int:
+    """After how many steps from `number` on to look again: at the end of a trial, or of so many periods."""
     short, left = min(TRIAL_STEPS, period), period - number % period
-    if on_trial:
+    if not patience:
         return short
-    return left if left >= short else left + period
+    return left + period * (patience - (left >= short))
+
+
+class RowWatch:
+    """Whether the batches of this rank have become others than those that were looked at, by the rows that they ask for."""
+
+    def __init__(self) -> None:
+        self._usual, self._side, self._num = 0.0, 0, 0
+
+    def expect(self, rows: float) -> None:
+        """From now on batches ask for so many; 0 if nobody knows."""
+        self._usual, self._side, self._num = rows, 0, 0
+
+    def saw(self, rows: int) -> None:
+        """Of one batch."""
+        side = (rows > self._usual * (1 + _SAME_ROWS)) - (rows < self._usual * (1 - _SAME_ROWS))
+        self._num = self._num + 1 if side == self._side else 1
+        self._side = side
+
+    @property
+    def is_surprised(self) -> bool:
+        """Whether so many in a row were larger, or smaller, that it is no chance."""
+        return bool(self._usual and self._side) and self._num >= _NO_CHANCE
 
 
 def same_workload(found: Iterable[Observed], now: Observed) -> list[Observed]:
     """Those with as many rows per step as now, one for each choice; the present one stands last, together with its own before."""
-    alike = {one.choice.cut: one for one in found if _is_alike(one, now)}
+    alike = {
+        one.choice.cut: replace(one, idle_steps=one.idle_steps + now.num_steps) for one in found if _is_alike(one, now)
+    }
     before = alike.pop(now.choice.cut, None)
     both = now.after(before) if before else now
     if both.is_changed:  # what others took before says nothing any more
@@ -247,14 +288,14 @@ def is_new(found: Sequence[Observed], now: Observed) -> bool:
     return not any(_is_alike(one, now) for one in found)
 
 
-def after_period(
+def after_look(
     found: Sequence[Observed], now: Observed, *, most_parts: int = MOST_PARTS, most_depth: int = MOST_DEPTH
 ) -> tuple[list[Observed], Decision]:
-    """What is known after one more period, and how to go on."""
+    """What is known after one more look, and how to go on."""
     known = same_workload(found, now)
     if is_new(found, now):
         why = f"{now.rows:,.0f} rows per step are new: looked at once more before anything else"
-        return known, Decision(now.choice, why, on_trial=True)
+        return known, Decision(now.choice, why, patience=0)
     return known, choose(known, most_parts=most_parts, most_depth=most_depth, explore=True)
 
 
@@ -280,12 +321,15 @@ def choose(
     trial = _trial(found, model, most_parts) if explore and (len(found) == 1 or not promises) else None
     best = trial or best
     depth, why_depth = _depth(now, most_depth)
-    pool_rows = math.ceil(_POOL_ROOM * now.held_rows * (depth + 2))
+    pool_rows = now.choice.pool_rows
+    if pool_rows < now.held_rows * (depth + 2):
+        pool_rows = math.ceil(_POOL_ROOM * now.held_rows * (depth + 2))
     on_trial = explore and best.cut != now.choice.cut and (trial is not None or best.cut not in tried)
     reasons = [("on trial, " if on_trial else "") + _why(now, best, model, tried), why_depth]
     if pool_rows:
         reasons.append(f"pool of {pool_rows:,} rows: {depth + 2} batches of {now.held_rows:,.0f}, and a quarter")
-    return Decision(replace(best, depth=depth, pool_rows=pool_rows), "; ".join(reasons), on_trial)
+    patience = 0 if on_trial else next((one.patience for one in found if one.choice.cut == best.cut), 0)
+    return Decision(replace(best, depth=depth, pool_rows=pool_rows), "; ".join(reasons), patience)
 
 
 def _trial(found: Sequence[Observed], model: Model, most_parts: int) -> Choice | None:
@@ -299,16 +343,16 @@ def _trial(found: Sequence[Observed], model: Model, most_parts: int) -> Choice |
         return untried[0]
     if near := [one for one in untried if model.step_s(one) <= _FAR_LONGER * now.step_s]:
         return min(near, key=model.step_s)
-    doubtful = [one for one in found if one.num_periods < _looks(one, now) and one.choice.parts <= most_parts]
-    return min(doubtful, key=lambda one: one.num_periods).choice if doubtful else None
+    doubtful = [one for one in found[:-1] if _is_doubtful(one, now) and one.choice.parts <= most_parts]
+    return min(doubtful, key=lambda one: one.num_looks).choice if doubtful else None
 
 
-def _looks(one: Observed, now: Observed) -> int:
-    """How often something is tried before it is given up: now and then again, unless it is far slower."""
+def _is_doubtful(one: Observed, now: Observed) -> bool:
+    """Whether something should be tried again: it has had few looks, or the last was long ago, and it is not far slower."""
     if one.step_s > _FAR_LONGER * now.step_s:
-        return _TWICE
-    enough = _TWICE if one.step_s > _NEARLY * now.step_s else _ENOUGH
-    return max(enough, 1 + math.floor(math.log(now.num_periods, 4)))
+        return one.num_looks < _TWICE
+    near = one.step_s <= _NEARLY * now.step_s
+    return one.num_looks < (_ENOUGH if near else _TWICE) or one.idle_steps >= (_SOON if near else _LATER)
 
 
 def _depth(now: Observed, most: int) -> tuple[int, str]:

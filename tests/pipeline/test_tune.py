@@ -10,13 +10,15 @@ from statistics import fmean
 import pytest
 
 from nestpipe.pipeline.tune import (
+    NUMBERS,
     PARTS,
     RAMPS,
     Choice,
     Line,
     Model,
     Observed,
-    after_period,
+    RowWatch,
+    after_look,
     choose,
     edge_share,
     is_new,
@@ -70,11 +72,12 @@ WIRE = Workload(compute_s=0.020, part_s=0.0002, row_s=4e-6, latency_s=0.002)
 
 def adapted(workload, choice, found=(), periods=12):
     """Periods of a hundred steps with trials between, and choosing: the time of each step over the best there is, what was seen."""
-    ratios, found, on_trial = [], list(found), False
-    while len(ratios) < 100 * periods:
-        now = workload.observed(choice)
-        ratios += [now.step_s / workload.best_s()] * steps_to_look(len(ratios), 100, on_trial=on_trial)
-        found, (choice, _, on_trial) = after_period(found, now)
+    ratios, found, patience = [], list(found), 0
+    while len(ratios) < 100 * periods or not patience:  # a trial comes to its end
+        num_steps = steps_to_look(len(ratios), 100, patience)
+        now = replace(workload.observed(choice), num_steps=num_steps)
+        ratios += [now.step_s / workload.best_s()] * num_steps
+        found, (choice, _, patience) = after_look(found, now)
     return ratios, found, choice
 
 
@@ -97,8 +100,8 @@ def test_a_workload_that_changes_is_followed():
 
 
 def looked_at(seen, times):
-    """As if so many periods had taken the same."""
-    return seen.lasting(((seen.step_s, seen.busy_s, seen.comm_s),) * min(times, 8), times)
+    """As if it had taken the same so many times."""
+    return seen.lasting(((seen.step_s, seen.busy_s, seen.comm_s),) * min(times, 16), times)
 
 
 def test_what_the_model_does_not_see_is_tried():
@@ -122,28 +125,33 @@ def test_the_first_trial_is_a_cheap_one():
     assert choose([LONG.observed(Choice(parts=1))], most_parts=1, explore=True)[0].cut == (1, 1.0)
 
 
-@pytest.mark.parametrize(("factor", "looks"), [(1.04, 3), (1.06, 2), (1.5, 2), (1.7, 2)])
-def test_what_may_have_been_unlucky_is_tried_again_before_it_is_given_up(factor, looks):
+@pytest.mark.parametrize(
+    ("factor", "looks", "again"), [(1.04, 3, 3000), (1.16, 2, 12_000), (1.5, 2, 12_000), (1.7, 2, 0)]
+)
+def test_what_may_have_been_unlucky_is_tried_again_before_it_is_given_up(factor, looks, again):
     one = LONG.observed(Choice(parts=4))
     seen = [looked_at(replace(one, choice=Choice(parts=parts), step_s=3 * one.step_s), 4) for parts in (2, 1)]
     unlucky, now = replace(one, choice=Choice(parts=8), step_s=factor * one.step_s), looked_at(one, 3)
     for times in (1, 2, 3):
         chosen = choose([*seen, looked_at(unlucky, times), now], explore=True)
-        assert chosen.on_trial == (times < looks)
+        assert (chosen.patience == 0) == (times < looks)
         assert chosen.choice.parts == (8 if times < looks else 4)
-    later = looked_at(one, 64)
-    for times, again in ((3, factor < 1.6), (4, False)):
-        assert choose([*seen, looked_at(unlucky, times), later], explore=True).on_trial == again
+    for num_steps in (2999, 3000, 11_999, 12_000, 90_000):
+        known = same_workload([*seen, looked_at(unlucky, 4), now], replace(one, num_steps=num_steps))
+        chosen = choose(known, explore=True)
+        assert (chosen.patience == 0) == (again > 0 and num_steps >= again), "how long ago the last look was decides"
+    known = same_workload(known, replace(unlucky, num_steps=18))
+    assert known[-1].idle_steps == 0
 
 
 def test_periods_with_one_setting_count_together():
     fast, slow = LONG.observed(Choice(parts=4)), LONG.observed(Choice(parts=4), noise=1.2)
     (both,) = same_workload([fast], slow)
-    assert both.num_periods == 2
+    assert both.num_looks == 2
     assert both.step_s == fast.step_s, "noise makes steps longer"
     assert both.busy_s == fast.busy_s, "and what it was spent on is of the same period"
-    (many,) = same_workload([looked_at(fast, 8)], slow)
-    assert (many.num_periods, len(many.recent)) == (9, 8), "what was long ago is forgotten"
+    (many,) = same_workload([looked_at(fast, 16)], slow)
+    assert (many.num_looks, len(many.recent)) == (17, 16), "what was long ago is forgotten"
     assert many.step_s == fast.step_s
 
 
@@ -184,14 +192,46 @@ def test_a_trial_is_called_one():
     seen = [LONG.observed(Choice(parts=4))]
     for more, parts in (([], 2), ([LONG.observed(Choice(parts=2))], 6)):
         chosen = choose([*seen, *more], explore=True)
-        assert (chosen.choice.parts, chosen.on_trial) == (parts, True)
-        assert not choose([*seen, *more]).on_trial, "nobody looks at it again"
+        assert (chosen.choice.parts, chosen.patience) == (parts, 0)
         assert chosen.why.startswith(f"on trial, {parts} parts")
+        assert "on trial" not in choose([*seen, *more]).why, "nobody looks at it again"
     _, found, choice = adapted(LONG, Choice(parts=4), periods=40)
     for now in (choice, found[0].choice):
         found = same_workload(found, LONG.observed(now))
         chosen = choose(found, explore=True)
-        assert (chosen.choice.cut, chosen.on_trial, "on trial" in chosen.why) == (choice.cut, False, False)
+        assert (chosen.choice.cut, chosen.patience > 0, "on trial" in chosen.why) == (choice.cut, True, False)
+
+
+def test_what_is_known_is_looked_at_ever_more_rarely():
+    """A few short looks, then after one period, two, four, eight; sooner while it takes another time than usual."""
+    fast, slow = LONG.observed(Choice(parts=4)), LONG.observed(Choice(parts=4), noise=1.3)
+    assert [looked_at(fast, times).patience for times in range(1, 9)] == [0, 0, 1, 2, 4, 8, 8, 8]
+    for before, now in ((fast, slow), (slow, fast)):
+        (both,) = same_workload([looked_at(before, 8)], now)
+        assert both.patience == 1
+        (both,) = same_workload([both], before)
+        assert both.patience == 8
+
+
+@pytest.mark.parametrize(
+    ("usual", "rows", "surprised"), [(100, 111, True), (100, 89, True), (100, 109, False), (0, 9, False)]
+)
+def test_batches_that_have_become_others_are_noticed(usual, rows, surprised):
+    watch = RowWatch()
+    watch.expect(usual)
+    for number in range(24):
+        assert watch.is_surprised == (surprised and number >= 12)
+        watch.saw(rows)
+    watch.expect(rows)
+    assert not watch.is_surprised
+
+
+def test_batches_that_differ_among_each_other_surprise_nobody():
+    watch = RowWatch()
+    watch.expect(100)
+    for number in range(200):
+        watch.saw(150 if number % 3 else 50)
+        assert not watch.is_surprised
 
 
 def test_what_changes_nothing():
@@ -202,10 +242,11 @@ def test_what_changes_nothing():
 
 
 def test_when_to_look_again():
-    assert [steps_to_look(number, 100) for number in (0, 18, 82, 83, 99, 100)] == [100, 82, 18, 117, 101, 100]
-    assert steps_to_look(90, 100, on_trial=True) == 18
-    assert [steps_to_look(number, 10) for number in (0, 5)] == [10, 15]
-    assert steps_to_look(5, 10, on_trial=True) == 10
+    assert [steps_to_look(number, 100, 1) for number in (0, 18, 82, 83, 99, 100)] == [100, 82, 18, 117, 101, 100]
+    assert [steps_to_look(number, 100, 4) for number in (0, 82, 83)] == [400, 318, 417]
+    assert steps_to_look(90, 100, 0) == 18
+    assert [steps_to_look(number, 10, 1) for number in (0, 5)] == [10, 15]
+    assert steps_to_look(5, 10, 0) == 10
 
 
 @pytest.mark.parametrize("workload", [SHORT, LONG], ids=["short", "long"])
@@ -215,14 +256,15 @@ def test_noise_leads_nobody_astray(workload, bursts, most):
     lost, ends, period = [], [], 100
     for seed in range(20):
         noise, level, choice, found, number = random.Random(seed), 0.0, Choice(parts=4), [], 0
-        on_trial = False
-        while number < 50 * period:
-            num_steps = steps_to_look(number, period, on_trial=on_trial)
+        patience = 0
+        while number < 50 * period or not patience:
+            num_steps = steps_to_look(number, period, patience)
             number += num_steps
             level = 0.5 * level + noise.gauss(0, 0.04)
             burst = noise.uniform(1.3, 2.0) if noise.random() < bursts else 1.0
             lost += [workload.observed(choice).step_s / workload.best_s()] * num_steps
-            found, (choice, _, on_trial) = after_period(found, workload.observed(choice, noise=burst * math.exp(level)))
+            now = replace(workload.observed(choice, noise=burst * math.exp(level)), num_steps=num_steps)
+            found, (choice, _, patience) = after_look(found, now)
         ends.append(workload.observed(choice).step_s / workload.best_s())
     assert fmean(lost) <= most
     assert sorted(ends)[-2] <= 1.05, "more than one run in twenty ends with something bad"
@@ -234,10 +276,10 @@ def test_a_workload_that_has_just_changed_is_looked_at_twice():
     assert not is_new([short], short)
     assert is_new([short], long)
     assert not is_new(same_workload([short], long), long)
-    known, chosen = after_period([short], long)
-    assert (known, chosen.choice, chosen.on_trial) == ([long], long.choice, True)
-    known, chosen = after_period(known, long, most_parts=2)
-    assert known[-1].num_periods == 2
+    known, chosen = after_look([short], long)
+    assert (known, chosen.choice, chosen.patience) == ([long], long.choice, 0)
+    known, chosen = after_look(known, long, most_parts=2)
+    assert known[-1].num_looks == 2
     assert chosen == choose(known, most_parts=2, explore=True)
 
 
@@ -286,10 +328,12 @@ def test_the_choice_is_explained():
 
 def test_ranks_together():
     one, other = LONG.observed(Choice(parts=4)), LONG.observed(Choice(parts=4), noise=1.5)
-    both = Observed.of_ranks([one, other])
+    told = [dict(zip(NUMBERS, seen.numbers, strict=True)) for seen in (one, other)]
+    both = one.of_ranks(told)
+    assert both == other.of_ranks(told)
     assert both.step_s == other.step_s
     assert both.busy_s == pytest.approx((one.busy_s + other.busy_s) / 2)
-    assert Observed.from_json(both.to_json()) == both
+    assert (both.choice, both.rows) == (one.choice, one.rows)
 
 
 def test_a_part_needs_a_sample_and_more_than_a_margin_is_promised():
