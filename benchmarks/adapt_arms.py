@@ -19,13 +19,14 @@ from nestpipe.checkpoint import together
 from nestpipe.comm import World
 from nestpipe.jagged import Batch
 from nestpipe.metrics import replace_file
+from nestpipe.pipeline.looks import LOOK_STEPS, Looks
 from nestpipe.pipeline.parts import PartsConfig
 from nestpipe.pipeline.runner import Feed, Runner
 from nestpipe.pipeline.schedule import Schedule
 from nestpipe.pipeline.stages import Work
-from nestpipe.pipeline.tune import LOOK_STEPS, Choice, Observed, RowWatch, after_look, steps_to_look
+from nestpipe.pipeline.tune import Choice
 from nestpipe.process import exact_arithmetic, keep_freed_memory
-from nestpipe.profile_steps import observe, of_all_ranks
+from nestpipe.profile_steps import observe, of_all_ranks, size_of
 from nestpipe.run import Lanes
 from nestpipe.trace import Recorder
 
@@ -43,11 +44,9 @@ class Arms:
         self._state = train_arms.our_state(self._settings, lanes)
         self._choices = {str(parts): Choice(parts=parts) for parts in fixed} | {"adaptive": Choice(parts=start)}
         self._recorder = Recorder(capacity=1 << 15)
-        self._seen: list[Observed] = []
-        self._watch = RowWatch()
         # Steps of the adaptive arm: its periods end in the middle of blocks, so that a look also pays for its barrier.
-        self._looked = self._done = period // 2
-        self._due = self._done + steps_to_look(self._done, period, 0)
+        self._done = period // 2
+        self._looks = Looks(period=period, number=self._done)
 
     def batches(self, length: int) -> list[Batch]:
         return train_arms.batches(self._settings, self._lanes.control.world.rank, length=length)
@@ -69,7 +68,7 @@ class Arms:
         first = state.num_steps
         state.cut = PartsConfig(parts=choice.parts, ramp=choice.ramp)
         if adaptive:
-            observer = self._recorder.observer(first, first + self._due - self._done - LOOK_STEPS)
+            observer = self._recorder.observer(first, first + self._looks.due - self._done - LOOK_STEPS)
         for lane in (state.embedding.keys, state.embedding.rows, state.dense.lane):
             lane.watch = self._recorder if observer else None
         runner = Runner(state, Schedule.of("nested", choice.parts, depth=choice.depth), observe=observer)
@@ -80,41 +79,34 @@ class Arms:
         return runner.run(feed)
 
     def _asks_to_look(self) -> bool:
-        return self._watch.is_surprised
+        return self._looks.are_wanted
 
     def _on_step(self, work: Work) -> None:
-        self._watch.saw(work.plan.num_rows)
+        self._looks.saw(size_of(work))
 
     def _adaptive(self, data: list[Batch]) -> None:
-        end, trial = self._done + self._period, steps_to_look(0, self._period, 0)
-        self._due = max(self._due, self._done + trial)  # other arms have cut a trial in two
+        end = self._done + self._period
         while self._done < end:
-            first, num_steps = self._state.num_steps, min(self._due, end) - self._done
+            first, num_steps = self._state.num_steps, min(self._looks.due, end) - self._done
             num_done = self._stretch("adaptive", data, num_steps)
             self._done += num_done
             if num_done < num_steps:
-                self._watch.expect(0)
-                self._looked = self._done
-                self._due = self._done + steps_to_look(self._done, self._period, 0)
-            elif self._done == self._due:
-                self._due += steps_to_look(self._due, self._period, self._choose(first))
+                self._looks.restart(self._done)
+            elif self._done == self._looks.due:
+                self._choose(first)
 
-    def _choose(self, first: int) -> int:
-        """Says for how many periods the choice is good."""
+    def _choose(self, first: int) -> None:
         now, lane = self._choices["adaptive"], self._lanes.control
-        own = observe(self._recorder, now, first, self._settings.samples)
-        self._watch.expect(own.rows if own else 0)
-        seen = of_all_ranks(lane, own)
+        seen = of_all_ranks(lane, observe(self._recorder, now, first, self._settings.samples, self._looks.size))
         if seen is None:
-            return 1
-        self._seen, decision = after_look(self._seen, replace(seen, num_steps=self._done - self._looked))
-        self._looked = self._done
+            self._looks.restart(self._done)  # other arms have cut a trial in two
+            return
+        decision = self._looks.take(self._done, seen)
         if not decision.choice.is_within(now):
             self._choices["adaptive"] = decision.choice
             self.chosen.append(f"step {self._done - self._period // 2}: {decision.why}")
             write = partial(replace_file, self._folder / "settings.jsonl", json.dumps(self.chosen).encode())
             together(lane, "settings written", write if lane.world.rank == 0 else lambda: None)
-        return decision.patience
 
 
 def seconds_of(arms: Arms, data: list[Batch], num_rounds: int) -> dict[str, list[float]]:

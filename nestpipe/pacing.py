@@ -8,7 +8,7 @@ parts, and any mode that follows them (`--pipeline.follow RUN`) has the same bit
 that the settings stayed after the last line is not written, and may be looked at again.
 
 Settings change at barriers, when no batch is in flight; all ranks decide alike from what all of them measured. While nothing
-changes there are ever fewer such barriers; a rank whose batches ask for other numbers of rows brings the next one about.
+changes there are ever fewer such barriers; a rank whose batches have become others brings the next one about (pipeline/looks.py).
 """
 
 from __future__ import annotations
@@ -25,21 +25,11 @@ from nestpipe.embedding.held import Pool
 from nestpipe.embedding.lagging import Lagging
 from nestpipe.errors import ConfigError
 from nestpipe.metrics import read_jsonl, replace_file
+from nestpipe.pipeline.looks import LOOK_STEPS, Looks
 from nestpipe.pipeline.runner import Runner
 from nestpipe.pipeline.stages import TrainState, Work
-from nestpipe.pipeline.tune import (
-    LOOK_STEPS,
-    MOST_DEPTH,
-    MOST_PARTS,
-    Choice,
-    Decision,
-    Observed,
-    RowWatch,
-    after_look,
-    choose,
-    steps_to_look,
-)
-from nestpipe.profile_steps import Batches, observe, of_all_ranks, profile
+from nestpipe.pipeline.tune import MOST_DEPTH, MOST_PARTS, Choice, Decision, choose
+from nestpipe.profile_steps import Batches, observe, of_all_ranks, profile, size_of
 from nestpipe.run import Lanes, Run
 from nestpipe.trace import Recorder
 
@@ -70,9 +60,7 @@ class Pace:
         self._run, self._state, self._lanes = run, state, lanes
         self._settings = run.config.pipeline
         self._history: list[Setting] = []
-        self._observed: list[Observed] = []
-        self._watch = RowWatch()
-        self._since = self._due = state.num_steps  # what is being looked at began and ends with these steps
+        self._looks = Looks(period=self._settings.adapt, number=state.num_steps) if self._settings.adapt else None
         clip = run.config.train
         self._clip_rows = clip.clip == "all" and clip.clip_norm > 0
         self.recorder, self.runner = self._new_runner()
@@ -88,7 +76,6 @@ class Pace:
         `saved`: the history in the checkpoint from which the run goes on. `batches_of()` opens batches for a profile.
         """
         control, settings = self._lanes.control, self._settings
-        self._look_next(patience=0)  # nothing has been seen yet
         known = together(control, "settings read", lambda: self._read(saved) if self._leads else [])
         said = json.loads(control.broadcast_bytes(json.dumps(known).encode(), 0, name="settings"))
         self._history = [Setting.from_json(one) for one in said]
@@ -98,7 +85,8 @@ class Pace:
         if settings.tune:
             found = profile(self._run, self._lanes, batches_of, clip_rows=self._clip_rows)
             chosen = choose(found, most_parts=self._most_parts, most_depth=self._most_depth)
-            self._observed = [] if settings.sync_steps else found
+            if self._looks and not settings.sync_steps:
+                self._looks = Looks(period=settings.adapt, number=self._state.num_steps, found=found)
             return self._decide(chosen)
         if settings.adapt:
             start = Choice(parts=settings.parts, ramp=settings.ramp, depth=settings.depth)
@@ -117,55 +105,53 @@ class Pace:
         self._state.cut = settings
         if self.runner is not None:
             self.runner.schedule = settings.schedule(number, clip_rows=self._clip_rows)
-            self.runner.observe = self.recorder.observer(number, 0 if settings.trace_steps else self._due - LOOK_STEPS)
+            first = self._looks.due - LOOK_STEPS if self._looks and not settings.trace_steps else 0
+            self.runner.observe = self.recorder.observer(number, first)
 
     def steps_to_change(self) -> int | None:
         """After how many steps other settings may begin, which takes a barrier; None for never."""
         number = self._state.num_steps
         found = [one.first - number for one in self._history if one.first > number]
-        if self._settings.adapt:
-            found.append(self._due - number)
+        if self._looks:
+            found.append(self._looks.due - number)
         if switch := self._settings.steps_to_switch(number):
             found.append(switch)
         return min(found, default=None)
 
     def saw(self, work: Work) -> None:
         """A step is done."""
-        self._watch.saw(work.plan.num_rows)
+        if self._looks:
+            self._looks.saw(size_of(work))
 
     def asks_to_look(self) -> bool:
         """Whether this rank wants a barrier because its batches have become others."""
-        return self._watch.is_surprised
+        return self._looks is not None and self._looks.are_wanted
 
     def end(self, *, early: bool) -> str:
         """At a barrier: new settings if they are due and nobody has decided before; returns what there is to say.
 
-        `early`: a rank asked for it, maybe to look. Then its steps are of two kinds, so what comes now is looked at.
+        `early`: a rank asked for it, maybe to look.
         """
-        number, stale = self._state.num_steps, self._settings.is_stale
-        if not self._settings.adapt or self.runner is None:
+        number, stale, looks = self._state.num_steps, self._settings.is_stale, self._looks
+        if looks is None or self.runner is None:
             return ""
-        if early:
-            self._watch.expect(0)
-            self._look_next(patience=0)
-        if number < self._due:
+        if switched := stale(number) != stale(number - 1):
+            looks.forget()  # what was seen of exact steps says nothing about stale ones
+        if early or switched:
+            looks.restart(number)
+        if number < looks.due:
             return ""
-        first = max([self._since, *(one.first for one in self._history if one.first < number)])
-        self._look_next()
         if any(one.first >= number for one in self._history):
-            return ""
-        if stale(number - 1) != stale(max(first - 1, 0)):
-            self._observed.clear()  # what was seen of exact steps says nothing about stale ones
-        if stale(number - 1) != stale(first):
+            looks.postpone(number)
             return ""
         now = self._choice(number - 1)
-        own = observe(self.recorder, now or Choice(parts=self._state.cut.parts), first, self._num_samples)
-        self._watch.expect(own.rows if own else 0)
+        first = max([looks.since, *(one.first for one in self._history)])
+        choice = now or Choice(parts=self._state.cut.parts)
+        own = observe(self.recorder, choice, first, self._num_samples, looks.size)
         if (seen := of_all_ranks(self._lanes.control, own)) is None:
-            return ""  # too few steps since the run was started
-        limits = {"most_parts": self._most_parts, "most_depth": self._most_depth}
-        self._observed, chosen = after_look(self._observed, seen, **limits)
-        self._look_next(patience=chosen.patience)
+            looks.postpone(number)  # too few steps since the settings changed
+            return ""
+        chosen = looks.take(number, seen, most_parts=self._most_parts, most_depth=self._most_depth)
         return "" if now and chosen.choice.is_within(now) else self._decide(chosen)
 
     def save_trace(self) -> None:
@@ -194,12 +180,6 @@ class Pace:
     def _choice(self, number: int) -> Choice | None:
         held = [one.choice for one in self._history if one.first <= number]
         return held[-1] if held else None
-
-    def _look_next(self, *, patience: int = 1) -> None:
-        """Looks from now on to the end of so many periods, or of a trial."""
-        self._since = number = self._state.num_steps
-        if period := self._settings.adapt:
-            self._due = number + steps_to_look(number, period, patience)
 
     def _decide(self, chosen: Decision) -> str:
         setting = Setting(self._state.num_steps, chosen.choice, chosen.why)

@@ -12,8 +12,9 @@ from statistics import fmean, median
 from nestpipe.comm import Lane
 from nestpipe.jagged import Batch
 from nestpipe.overlap import steps_of
+from nestpipe.pipeline.looks import Size
 from nestpipe.pipeline.runner import Feed, Runner
-from nestpipe.pipeline.stages import Clip, Rates
+from nestpipe.pipeline.stages import Clip, Rates, Work
 from nestpipe.pipeline.tune import NUMBERS, Choice, Observed, choose
 from nestpipe.run import Lanes, Run
 from nestpipe.trace import Recorder
@@ -46,13 +47,18 @@ def profile(run: Run, lanes: Lanes, batches_of: Batches, *, clip_rows: bool) -> 
         before = [lane.watch for lane in watched]
         for lane in watched:
             lane.watch = recorder
+        sizes: list[Size] = []
+
+        def on_step(work: Work) -> None:
+            sizes.append(size_of(work))
+
         try:
             with batches_of() as batches:
-                runner.run(Feed(batches=batches, rates=lambda _: rates, num_batches=NUM_STEPS))
+                runner.run(Feed(batches=batches, rates=lambda _: rates, num_batches=NUM_STEPS, on_step=on_step))
         finally:
             for lane, watch in zip(watched, before, strict=True):
                 lane.watch = watch
-        seen = of_all_ranks(lanes.control, observe(recorder, choice, first, num_samples))
+        seen = of_all_ranks(lanes.control, observe(recorder, choice, first, num_samples, Size.mean(sizes)))
         assert seen is not None, f"{NUM_STEPS} steps are enough"
         return seen
 
@@ -64,8 +70,13 @@ def profile(run: Run, lanes: Lanes, batches_of: Batches, *, clip_rows: bool) -> 
     return sorted(found, key=lambda one: -one.step_s)
 
 
-def observe(recorder: Recorder, choice: Choice, first: int, num_samples: int) -> Observed | None:
-    """What the recorded steps of one rank took, from the batch `first` on; None if they are too few."""
+def size_of(work: Work) -> Size:
+    """Of a rank's batch."""
+    return Size(work.plan.num_rows, work.batch.num_tokens)
+
+
+def observe(recorder: Recorder, choice: Choice, first: int, num_samples: int, size: Size) -> Observed | None:
+    """What the recorded steps of one rank took, from the batch `first` on, with batches of that size; None if they are too few."""
     recent = max(first, recorder.last_batch + 1 - _CLOSELY - _FILLING)
     trace = recorder.snapshot(recent)
     steps = [step for step in steps_of(trace) if step.batch >= recent + _FILLING]
@@ -84,11 +95,11 @@ def observe(recorder: Recorder, choice: Choice, first: int, num_samples: int) ->
         busy_s=median(step.time_ns("busy") for step in steps) / 1e9,
         lookup_s=median(step.time_ns("lookup") for step in steps) / 1e9,
         comm_s=median(step.time_ns("communication") for step in steps) / 1e9,
-        rows=fmean(recorder.num_rows("keys", "keys", first)),  # of all: batches differ
+        rows=size.rows,
+        tokens=size.tokens,
         edge_rows=sum(ends) / len(steps),
         held_rows=max(step.num_rows.get("rows", 0) for step in steps),
         samples=num_samples,
-        num_steps=recorder.last_batch + 1 - first,
     )
 
 

@@ -238,10 +238,6 @@ class Recorder:
         }
         return replace(self._facts, spans=spans, num_dropped=num_dropped)
 
-    def num_rows(self, lane: str, kind: str, first: int = 0) -> list[int]:
-        """The rows of each recorded event of a kind, of batches from `first` on; no lane may be adding."""
-        return [num_rows for own, *_, num_rows, _ in self._tracks[lane].since(first) if own == kind]
-
     def batch_ends(self, first: int = 0) -> list[int]:
         """When the compute lane was done with each batch, from `first` on; no lane may be adding."""
         return list({batch: end for _, batch, _, _, _, end, *_ in self._tracks["compute"].since(first)}.values())

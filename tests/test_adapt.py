@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from nestpipe import checkpoint, pacing
+from nestpipe import checkpoint, pacing, profile_steps
 from nestpipe.cli import main
 from nestpipe.demo import differing_tensors
 from nestpipe.errors import ConfigError
 from nestpipe.metrics import read_jsonl
 from nestpipe.overlap import steps_of
-from nestpipe.pipeline import tune
+from nestpipe.pipeline import looks, tune
 from nestpipe.pipeline.tune import Choice, Decision
 from nestpipe.trace import load
 from nestpipe.trainer import train_to_end
@@ -52,7 +52,7 @@ def train(world, config, folder, choose=None, trial=PERIOD):
     """Trains with another way to choose, if one is given, that is asked from the first look on."""
     SEEN.clear()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tune, "TRIAL_STEPS", trial)
+        patch.setattr(looks, "TRIAL_STEPS", trial)
         if choose:
             patch.setattr(tune, "is_new", lambda *_: False)
             for module in (pacing, tune):
@@ -129,14 +129,15 @@ def test_what_stays_is_not_written(log, tmp_path):
 
 def patient(found, **_):
     """Stays with what there is for a long time."""
-    return content(found)._replace(patience=3)
+    return content(found)._replace(patience=5)
 
 
 def train_with_other_batches(world, config, folder, rank):
-    """From step 12 on, what this rank asks for looks like twice as many rows; returns the steps of each look."""
+    """From step 12 on, this rank's batches look twice as long; returns the steps of each look."""
 
     def saw(self, work):
-        self._watch.saw(work.plan.num_rows * (2 if work.number >= 12 and world.rank == rank else 1))
+        size = profile_steps.size_of(work)
+        self._looks.saw(size._replace(tokens=2 * size.tokens) if work.number >= 12 and world.rank == rank else size)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pacing.Pace, "saw", saw)
@@ -144,15 +145,45 @@ def train_with_other_batches(world, config, folder, rank):
     return [one.num_steps for one in SEEN]
 
 
-@pytest.mark.parametrize(("rank", "steps"), [(None, [8, 24]), (1, [8, 8])])
-def test_a_rank_whose_batches_become_others_makes_all_look(log, tmp_path, rank, steps):
-    """At step 8, and then not before step 32, unless one of them asks for it: then at the new batches alone."""
+@pytest.mark.parametrize(("rank", "least", "most"), [(None, 40, 40), (1, 24, 36)], ids=["nobody", "one"])
+def test_a_rank_whose_batches_become_others_makes_all_look(log, tmp_path, rank, least, most):
+    """At step 8, and then not before step 48, unless one of them asks for it: then at the new batches alone."""
     config = config_of(log, "nested", parts=2, adapt=PERIOD)
-    config = replace(config, train=replace(config.train, steps=5 * PERIOD))
-    assert run_ranks(2, train_with_other_batches, config, tmp_path / "run", rank) == [steps, steps]
+    config = replace(config, train=replace(config.train, steps=6 * PERIOD))
+    looks, same = run_ranks(2, train_with_other_batches, config, tmp_path / "run", rank)
+    assert looks == same
+    assert looks[0] == 8
+    assert least <= looks[1] <= most
     plain = replace(config, pipeline=replace(config.pipeline, mode="sequential", adapt=0))
     run_ranks(2, train, plain, tmp_path / "plain")
-    assert not differing_tensors(tmp_path / "run", tmp_path / "plain")
+    assert not differing_tensors(tmp_path / "run", tmp_path / "plain"), "batches were lost or came twice"
+
+
+@pytest.mark.parametrize("mode", ["dual-buffer", "frozen-window"])
+def test_other_modes_choose_too(log, tmp_path, mode):
+    config = config_of(log, mode, parts=2, tune=True, adapt=PERIOD)
+    seen = run_ranks(2, train, config, tmp_path / "run", content)
+    assert seen[0] == seen[1]
+    assert len(seen[0]) >= 3
+
+
+def test_stale_steps_are_looked_at_anew(log, tmp_path):
+    """What was seen of exact ones is forgotten, and nobody waits for the end of a long period."""
+    config = config_of(log, "nested", parts=2, adapt=PERIOD, staleness=1, sync_steps=12)
+    looks, same = run_ranks(2, train_and_count, config, tmp_path / "run")
+    assert looks == same == [(8, 1), (12, 1)]
+
+
+def train_and_count(world, config, folder):
+    """The steps of each look, and how many settings were known then."""
+    counts = []
+
+    def counting(found, **_):
+        counts.append((found[-1].num_steps, len(found)))
+        return Decision(replace(found[-1].choice, parts=2 + len(counts)), "counting", patience=5)
+
+    train(world, config, folder, counting)
+    return counts
 
 
 def test_a_run_that_goes_on_looks_before_it_decides(log, tmp_path):

@@ -150,6 +150,9 @@ class Loader:
                 yield entry
         finally:
             stop.set()
+            with contextlib.suppress(queue.Empty):  # whoever waits to put something does so at once
+                while True:
+                    ready.get_nowait()
             thread.join()
 
     def next_cursor(self, cursor: Cursor) -> Cursor:

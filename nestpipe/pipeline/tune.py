@@ -12,9 +12,6 @@ many are tried for a workload, unless the model expects them to take far longer.
 One trial may be unlucky, so everything is tried twice and what is nearly as fast thrice before it is given up, and most of it again
 after some thousand steps; and a setting that was looked at often counts with the median: one bad look does not end it.
 
-A look takes about as long as a short step, and its barrier another one, so a run that has found its settings looks ever more
-rarely. That batches have become others needs no look: a rank sees it in the rows that it asks for, and says so with its keys.
-
 Everything here is a function of its arguments, so ranks that hold the same observations choose the same.
 """
 
@@ -32,7 +29,7 @@ from nestpipe.pipeline.cluster import part_sizes
 PARTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 RAMPS = (1.0, 0.5, 0.25)
 MOST_PARTS, MOST_DEPTH = 32, 4
-_SAME_ROWS = 0.1  # rows per step that differ by more are another workload
+SAME_SIZE = 0.1  # batches whose rows or tokens differ by more are another workload
 _MARGIN = 0.01  # what is chosen must be better by more than this, and once more by as much if it has not been tried
 _EXPOSED_LOOKUP = 0.01  # of a step: above that, rows are retrieved further ahead
 # What a part costs by itself, of its compute, until two numbers of parts have been tried: little for more parts and much
@@ -40,11 +37,8 @@ _EXPOSED_LOOKUP = 0.01  # of a step: above that, rows are retrieved further ahea
 _LITTLE, _MUCH = 0.02, 0.25
 _EXPONENT = 0.8  # rows of a share s of the samples are s ** 0.8 of all rows, until two parts have been seen
 _POOL_ROOM = 1.25
-LOOK_STEPS = 32  # before a look, that are recorded
-TRIAL_STEPS = 18  # that tell what a setting takes, those that fill the pipeline included
 _FAR_LONGER, _NEARLY = 1.6, 1.15
 _SOON, _LATER = 3000, 12_000  # steps after which it is worth trying again what is nearly as fast, and what is not
-_NO_CHANCE = 12  # batches in a row that ask for more rows than usual, or for fewer
 _MOST_PATIENCE = 8  # periods; so long it takes to notice what rows do not show, say another job on the machine
 _TWICE, _ENOUGH = 2, 3  # looks: so that one unlucky moment does not decide, and that say how long a setting takes
 _MEMORY = 16  # looks that are remembered
@@ -84,6 +78,7 @@ class Observed:
     lookup_s: float  # exposed
     comm_s: float  # exposed
     rows: float  # that a rank asks for
+    tokens: float  # of a rank
     edge_rows: float  # sent with the first part, and gradients sent with the last one
     held_rows: float = 0.0  # that an owner holds for a batch
     samples: float = 0.0  # of a rank
@@ -97,7 +92,7 @@ class Observed:
         weight = min(before.num_looks, _MEMORY - 1)
         means = {
             name: (weight * getattr(before, name) + getattr(self, name)) / (weight + 1)
-            for name in ("rows", "edge_rows")
+            for name in ("rows", "tokens", "edge_rows")
         }
         return replace(self, **means).lasting((*before.recent, *self.recent)[-_MEMORY:], before.num_looks + 1)
 
@@ -144,7 +139,7 @@ class Observed:
         return replace(self, **of_all)
 
 
-NUMBERS = ("step_s", "busy_s", "lookup_s", "comm_s", "rows", "edge_rows", "held_rows", "samples")
+NUMBERS = ("step_s", "busy_s", "lookup_s", "comm_s", "rows", "tokens", "edge_rows", "held_rows", "samples")
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,36 +232,6 @@ class Decision(NamedTuple):
     patience: int = 1  # periods until it is worth looking again; 0 if a few steps are enough to tell
 
 
-def steps_to_look(number: int, period: int, patience: int) -> int:
-    """After how many steps from `number` on to look again: at the end of a trial, or of so many periods."""
-    short, left = min(TRIAL_STEPS, period), period - number % period
-    if not patience:
-        return short
-    return left + period * (patience - (left >= short))
-
-
-class RowWatch:
-    """Whether the batches of this rank have become others than those that were looked at, by the rows that they ask for."""
-
-    def __init__(self) -> None:
-        self._usual, self._side, self._num = 0.0, 0, 0
-
-    def expect(self, rows: float) -> None:
-        """From now on batches ask for so many; 0 if nobody knows."""
-        self._usual, self._side, self._num = rows, 0, 0
-
-    def saw(self, rows: int) -> None:
-        """Of one batch."""
-        side = (rows > self._usual * (1 + _SAME_ROWS)) - (rows < self._usual * (1 - _SAME_ROWS))
-        self._num = self._num + 1 if side == self._side else 1
-        self._side = side
-
-    @property
-    def is_surprised(self) -> bool:
-        """Whether so many in a row were larger, or smaller, that it is no chance."""
-        return bool(self._usual and self._side) and self._num >= _NO_CHANCE
-
-
 def same_workload(found: Iterable[Observed], now: Observed) -> list[Observed]:
     """Those with as many rows per step as now, one for each choice; the present one stands last, together with its own before."""
     alike = {
@@ -280,7 +245,9 @@ def same_workload(found: Iterable[Observed], now: Observed) -> list[Observed]:
 
 
 def _is_alike(one: Observed, now: Observed) -> bool:
-    return abs(one.rows - now.rows) <= _SAME_ROWS * now.rows
+    return all(
+        abs(before - after) <= SAME_SIZE * after for before, after in ((one.rows, now.rows), (one.tokens, now.tokens))
+    )
 
 
 def is_new(found: Sequence[Observed], now: Observed) -> bool:
@@ -294,7 +261,7 @@ def after_look(
     """What is known after one more look, and how to go on."""
     known = same_workload(found, now)
     if is_new(found, now):
-        why = f"{now.rows:,.0f} rows per step are new: looked at once more before anything else"
+        why = f"{now.rows:,.0f} rows of {now.tokens:,.0f} tokens per step are new: looked at once more before anything else"
         return known, Decision(now.choice, why, patience=0)
     return known, choose(known, most_parts=most_parts, most_depth=most_depth, explore=True)
 
@@ -328,7 +295,8 @@ def choose(
     reasons = [("on trial, " if on_trial else "") + _why(now, best, model, tried), why_depth]
     if pool_rows:
         reasons.append(f"pool of {pool_rows:,} rows: {depth + 2} batches of {now.held_rows:,.0f}, and a quarter")
-    patience = 0 if on_trial else next((one.patience for one in found if one.choice.cut == best.cut), 0)
+    new = on_trial or depth != now.choice.depth
+    patience = 0 if new else next((one.patience for one in found if one.choice.cut == best.cut), 0)
     return Decision(replace(best, depth=depth, pool_rows=pool_rows), "; ".join(reasons), patience)
 
 

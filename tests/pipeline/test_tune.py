@@ -9,6 +9,7 @@ from statistics import fmean
 
 import pytest
 
+from nestpipe.pipeline.looks import steps_to_look
 from nestpipe.pipeline.tune import (
     NUMBERS,
     PARTS,
@@ -17,13 +18,11 @@ from nestpipe.pipeline.tune import (
     Line,
     Model,
     Observed,
-    RowWatch,
     after_look,
     choose,
     edge_share,
     is_new,
     same_workload,
-    steps_to_look,
 )
 
 
@@ -52,6 +51,7 @@ class Workload:
             lookup_s=self.lookup_s,
             comm_s=comm + between,
             rows=self.rows,
+            tokens=2.5 * self.rows,
             edge_rows=edge,
             held_rows=2 * self.rows,
             samples=self.samples,
@@ -213,40 +213,11 @@ def test_what_is_known_is_looked_at_ever_more_rarely():
         assert both.patience == 8
 
 
-@pytest.mark.parametrize(
-    ("usual", "rows", "surprised"), [(100, 111, True), (100, 89, True), (100, 109, False), (0, 9, False)]
-)
-def test_batches_that_have_become_others_are_noticed(usual, rows, surprised):
-    watch = RowWatch()
-    watch.expect(usual)
-    for number in range(24):
-        assert watch.is_surprised == (surprised and number >= 12)
-        watch.saw(rows)
-    watch.expect(rows)
-    assert not watch.is_surprised
-
-
-def test_batches_that_differ_among_each_other_surprise_nobody():
-    watch = RowWatch()
-    watch.expect(100)
-    for number in range(200):
-        watch.saw(150 if number % 3 else 50)
-        assert not watch.is_surprised
-
-
 def test_what_changes_nothing():
     now = Choice(parts=4, depth=2, pool_rows=100)
     assert replace(now, pool_rows=90).is_within(now)
     for other in (replace(now, pool_rows=101), replace(now, depth=1), replace(now, ramp=0.5), replace(now, parts=2)):
         assert not other.is_within(now)
-
-
-def test_when_to_look_again():
-    assert [steps_to_look(number, 100, 1) for number in (0, 18, 82, 83, 99, 100)] == [100, 82, 18, 117, 101, 100]
-    assert [steps_to_look(number, 100, 4) for number in (0, 82, 83)] == [400, 318, 417]
-    assert steps_to_look(90, 100, 0) == 18
-    assert [steps_to_look(number, 10, 1) for number in (0, 5)] == [10, 15]
-    assert steps_to_look(5, 10, 0) == 10
 
 
 @pytest.mark.parametrize("workload", [SHORT, LONG], ids=["short", "long"])
@@ -274,6 +245,7 @@ def test_a_workload_that_has_just_changed_is_looked_at_twice():
     short, long = SHORT.observed(Choice(parts=4)), LONG.observed(Choice(parts=4))
     assert is_new([], short)
     assert not is_new([short], short)
+    assert is_new([short], replace(short, tokens=1.2 * short.tokens)), "lengths may change and rows stay"
     assert is_new([short], long)
     assert not is_new(same_workload([short], long), long)
     known, chosen = after_look([short], long)
@@ -312,6 +284,10 @@ def test_depth_rises_while_lookup_is_exposed():
     choice, why, _ = choose([slow.observed(Choice(parts=4, depth=2))])
     assert choice.depth == 3
     assert "of a step waited for lookup at depth 2" in why
+    known = looked_at(slow.observed(Choice(parts=4, depth=2)), 9)
+    assert [choose([known], most_depth=most, explore=False).patience for most in (3, 2)] == [0, 8], (
+        "a new depth is looked at"
+    )
     assert choose([slow.observed(Choice(parts=4, depth=2))], most_depth=2)[0].depth == 2
     assert choose([LONG.observed(Choice(parts=4, depth=2))])[0].depth == 2
 

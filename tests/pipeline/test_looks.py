@@ -1,0 +1,92 @@
+"""When a run looks at itself: plain numbers in, plain numbers out."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from nestpipe.pipeline.looks import Looks, Size, steps_to_look
+from nestpipe.pipeline.tune import Choice
+from tests.pipeline.test_tune import LONG
+
+PERIOD = 100
+SEEN = LONG.observed(Choice(parts=4))
+
+
+def test_when_to_look_again():
+    assert [steps_to_look(number, 100, 1) for number in (0, 18, 82, 83, 99, 100)] == [100, 82, 18, 117, 101, 100]
+    assert [steps_to_look(number, 100, 4) for number in (0, 82, 83)] == [400, 318, 417]
+    assert steps_to_look(90, 100, 0) == 18
+    assert [steps_to_look(number, 10, 1) for number in (0, 5)] == [10, 15]
+    assert steps_to_look(5, 10, 0) == 10
+
+
+def settled(size):
+    """After a first look at batches of one size, and a period."""
+    looks = Looks(period=PERIOD, number=0)
+    for _ in range(looks.due):
+        looks.saw(size)
+    looks.take(looks.due, SEEN)
+    for _ in range(PERIOD):
+        looks.saw(size)
+    return looks
+
+
+@pytest.mark.parametrize(
+    ("size", "wanted"),
+    [(Size(111, 1000), True), (Size(89, 1000), True), (Size(100, 1110), True), (Size(109, 910), False)],
+    ids=["more rows", "fewer rows", "longer, of the same items", "nearly the same"],
+)
+def test_batches_that_have_become_others_are_noticed(size, wanted):
+    looks = settled(Size(100, 1000))
+    for number in range(24):
+        assert looks.are_wanted == (wanted and number >= 12)
+        looks.saw(size)
+    looks.restart(200)
+    assert not looks.are_wanted
+    assert (looks.since, looks.due) == (200, 218)
+    looks.saw(size)
+    assert looks.size == size, "what was before counts no more"
+
+
+def test_nobody_is_asked_twice_in_a_period():
+    """Batches that change to and fro all the time cost a barrier in a period, and no more."""
+    looks = Looks(period=PERIOD, number=0)
+    for _ in range(looks.due):
+        looks.saw(Size(100, 100))
+    looks.take(looks.due, SEEN)
+    assert [looks.saw(Size(200, 100)) or looks.are_wanted for _ in range(PERIOD)] == [False] * (PERIOD - 1) + [True]
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [lambda chance: 100 if chance.random() < 0.8 else 500, lambda chance: chance.lognormvariate(5, 1)],
+    ids=["few are large", "log-normal"],
+)
+def test_batches_that_differ_among_each_other_surprise_nobody(rows):
+    chance = random.Random(0)
+    looks = Looks(period=PERIOD, number=0)
+    for number in range(1, 20_000):
+        looks.saw(Size(rows(chance), 1))
+        if number == looks.due:
+            looks.take(number, SEEN)
+        assert not looks.are_wanted, number
+
+
+def test_steps_are_counted_from_look_to_look():
+    """Also if one was put off, or a barrier came early: how long ago something was tried decides when it is tried again."""
+    looks = Looks(period=PERIOD, number=0)
+    for barrier in (looks.restart, looks.postpone):
+        looks.saw(Size(1, 1))
+        barrier(30)
+    looks.saw(Size(1, 1))
+    looks.take(500, SEEN)
+    looks.saw(Size(1, 1))
+    decision = looks.take(518, SEEN)
+    assert decision.choice.parts == 2, "what else there is"
+    looks.saw(Size(1, 1))
+    looks.take(536, LONG.observed(decision.choice))
+    assert [(one.choice.parts, one.num_steps, one.idle_steps) for one in looks.found] == [(4, 18, 18), (2, 18, 0)]
+    looks.forget()
+    assert not looks.found
