@@ -133,11 +133,11 @@ def patient(found, **_):
 
 
 def train_with_other_batches(world, config, folder, rank):
-    """From step 12 on, this rank's batches look twice as long; returns the steps of each look."""
+    """From step 12 on, this rank's batches look four times as long; returns the steps of each look."""
 
     def saw(self, work):
         size = profile_steps.size_of(work)
-        self._looks.saw(size._replace(tokens=2 * size.tokens) if work.number >= 12 and world.rank == rank else size)
+        self._looks.saw(size._replace(tokens=4 * size.tokens) if work.number >= 12 and world.rank == rank else size)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pacing.Pace, "saw", saw)

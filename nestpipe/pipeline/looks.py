@@ -23,7 +23,10 @@ from nestpipe.pipeline.tune import MOST_DEPTH, MOST_PARTS, SAME_SIZE, Decision, 
 
 LOOK_STEPS = 32  # before a look, that are recorded
 TRIAL_STEPS = 18  # that tell what a setting takes, those that fill the pipeline included
-_NO_CHANCE = 12  # batches in a row that are larger than usual, or smaller
+_NO_CHANCE, _DOUBT = (
+    12,
+    2,
+)  # batches larger than usual, or smaller, each that is not takes back two: the last of an epoch is small
 
 
 class Size(NamedTuple):
@@ -53,7 +56,7 @@ class Looks:
         self._period, self.found, self._last = period, list(found), number
         self._seen: deque[Size] = deque(maxlen=LOOK_STEPS)  # since the last look
         self._num_seen, self._usual = 0, Size(0, 0)
-        self._runs = [0, 0]  # for rows and tokens: how many batches in a row were larger, or smaller if negative
+        self._evidence = [0, 0, 0, 0]  # for more and fewer rows, more and fewer tokens than usual
         self.since = self.due = number
         self._look_after(number, 0)
 
@@ -61,9 +64,11 @@ class Looks:
         """Of the batch of a step that is done."""
         self._seen.append(size)
         self._num_seen += 1
-        for place, (now, usual) in enumerate(zip(size, self._usual, strict=True)):
-            side, run = (now > usual * (1 + SAME_SIZE)) - (now < usual * (1 - SAME_SIZE)), self._runs[place]
-            self._runs[place] = run + side if side * run > 0 else side
+        shares = [now / usual if usual else 1.0 for now, usual in zip(size, self._usual, strict=True)]
+        differs = [other for share in shares for other in (share > 1 + SAME_SIZE, share < 1 - SAME_SIZE)]
+        self._evidence = [
+            max(count + (1 if other else -_DOUBT), 0) for count, other in zip(self._evidence, differs, strict=True)
+        ]
 
     @property
     def size(self) -> Size:
@@ -72,8 +77,8 @@ class Looks:
 
     @property
     def are_wanted(self) -> bool:
-        """Whether so many batches were larger than usual, or smaller, that it is no chance; not twice in a period."""
-        return any(self._usual) and self._num_seen >= self._period and max(map(abs, self._runs)) >= _NO_CHANCE
+        """Whether so many batches are larger than usual, or smaller, that it is no chance; not twice in a period."""
+        return any(self._usual) and self._num_seen >= self._period and max(self._evidence) >= _NO_CHANCE
 
     def restart(self, number: int) -> None:
         """What was seen since the last look is of two kinds: looks at what comes now."""
@@ -102,4 +107,4 @@ class Looks:
     def _look_after(self, number: int, patience: int) -> None:
         self.since, self.due = number, number + steps_to_look(number, self._period, patience)
         self._seen.clear()
-        self._num_seen, self._runs = 0, [0, 0]
+        self._num_seen, self._evidence = 0, [0, 0, 0, 0]

@@ -284,10 +284,10 @@ def test_depth_rises_while_lookup_is_exposed():
     choice, why, _ = choose([slow.observed(Choice(parts=4, depth=2))])
     assert choice.depth == 3
     assert "of a step waited for lookup at depth 2" in why
-    known = looked_at(slow.observed(Choice(parts=4, depth=2)), 9)
-    assert [choose([known], most_depth=most, explore=False).patience for most in (3, 2)] == [0, 8], (
-        "a new depth is looked at"
-    )
+    calm = Workload(compute_s=1.0, part_s=1e-4, row_s=1e-9, latency_s=0.0, lookup_s=0.02)
+    known = [looked_at(calm.observed(Choice(parts=parts, depth=2)), 9) for parts in (2, 8, 4)]
+    for most, patience in ((3, 0), (2, 8)):
+        assert choose(known, most_depth=most, explore=True).patience == patience, "a new depth is looked at soon"
     assert choose([slow.observed(Choice(parts=4, depth=2))], most_depth=2)[0].depth == 2
     assert choose([LONG.observed(Choice(parts=4, depth=2))])[0].depth == 2
 
