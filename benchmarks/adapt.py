@@ -24,7 +24,7 @@ import netlab
 import numpy as np
 
 LENGTHS = {"short": 10, "long": 100}
-ROUNDS = {"short": 3, "long": 1}  # of one, so that halves take about as long as each other
+ROUNDS = {"short": 6, "long": 1}  # of one, so that halves take about as long as each other
 FIXED = [1, 2, 4]  # more cost more than they hide: 8 took 2.6 and 1.3 times as long as the best in earlier records
 START = 4
 FIRST = 12  # rounds, in which most is searched
@@ -64,7 +64,7 @@ def main() -> None:
         "--quick", action="store_true", help="short blocks, in which searching is most of it; about 80 seconds"
     )
     parser.add_argument("--rate", default="1gbit", help="of each host's line")
-    parser.add_argument("--blocks", type=int, help="rounds of the long half; the short one has three times as many")
+    parser.add_argument("--blocks", type=int, help="rounds of the long half; the short one has six times as many")
     parser.add_argument("--steps", type=int, help="steps of a block")
     parser.add_argument("--no-record", action="store_true", help="do not append to results/adapt.jsonl")
     parser.add_argument("--as-rank", help=argparse.SUPPRESS)

@@ -67,10 +67,11 @@ class Arms:
         state, choice, adaptive, observer = self._state, self._choices[name], name == "adaptive", None
         first = state.num_steps
         state.cut = PartsConfig(parts=choice.parts, ramp=choice.ramp)
+        for lane in state.lanes:
+            lane.watch = None
         if adaptive:
-            observer = self._recorder.observer(first, first + self._looks.due - self._done - LOOK_STEPS)
-        for lane in (state.embedding.keys, state.embedding.rows, state.dense.lane):
-            lane.watch = self._recorder if observer else None
+            start = first + self._looks.due - self._done - LOOK_STEPS
+            observer = self._recorder.observer(first, start, lanes=state.lanes)
         runner = Runner(state, Schedule.of("nested", choice.parts, depth=choice.depth), observe=observer)
         stream = (data[number % len(data)] for number in count(first))
         feed = Feed(batches=stream, rates=lambda _: RATES, num_batches=num_steps)

@@ -175,9 +175,8 @@ class OurArm:
             split=self.settings.split and self.name == "nested",
             groups=self.state.embedding.replicas is not None,
         )
-        runner = Runner(self.state, schedule, observe=self.recorder.observer(self.state.num_steps))
-        for lane in self.state.lanes:
-            lane.watch = self.recorder if self.recorder.on else None
+        observer = self.recorder.observer(self.state.num_steps, lanes=self.state.lanes)
+        runner = Runner(self.state, schedule, observe=observer)
         runner.run(Feed(batches=stream, rates=lambda number: RATES, num_batches=num_steps))
         for lane in self.state.lanes:
             lane.watch = None

@@ -106,7 +106,7 @@ class Pace:
         if self.runner is not None:
             self.runner.schedule = settings.schedule(number, clip_rows=self._clip_rows)
             first = self._looks.due - LOOK_STEPS if self._looks and not settings.trace_steps else 0
-            self.runner.observe = self.recorder.observer(number, first)
+            self.runner.observe = self.recorder.observer(number, first, lanes=self._state.lanes)
 
     def steps_to_change(self) -> int | None:
         """After how many steps other settings may begin, which takes a barrier; None for never."""
@@ -229,6 +229,4 @@ class Pace:
             capacity=(recorded + schedule.depth + 3) * most,
             run=state.control.broadcast_bytes(name, 0, name="trace").decode(),
         )
-        for lane in state.lanes:
-            lane.watch = recorder
         return recorder, Runner(state, schedule)

@@ -42,11 +42,9 @@ def profile(run: Run, lanes: Lanes, batches_of: Batches, *, clip_rows: bool) -> 
         schedule, first = own.schedule(number, clip_rows=clip_rows), state.num_steps
         recorder = Recorder(capacity=(NUM_STEPS + 8) * schedule.most_events)
         state.cut = own
-        runner = Runner(state, schedule, observe=recorder.observer(first))
         watched = state.lanes
         before = [lane.watch for lane in watched]
-        for lane in watched:
-            lane.watch = recorder
+        runner = Runner(state, schedule, observe=recorder.observer(first, lanes=watched))
         sizes: list[Size] = []
 
         def on_step(work: Work) -> None:

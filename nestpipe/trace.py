@@ -28,10 +28,13 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from nestpipe.errors import DataError
 from nestpipe.metrics import replace_file
+
+if TYPE_CHECKING:
+    from nestpipe.comm import Lane
 
 LANES = ("read", "keys", "fetch", "rows", "compute", "table", "groups", "dense")
 KINDS = (
@@ -130,8 +133,7 @@ class RankTrace:
 class Recorder:
     """Takes the spans of one rank.
 
-        runner.observe = recorder.observer(first)      # every event, with its times
-        lane.watch = recorder                          # what each message lane sends, and waits for it
+        runner.observe = recorder.observer(first, lanes=state.lanes)    # every event, with its times, and what lanes send
 
     Without a runner: take `ready_ns`, `begin_ns` and `end_ns` with `now`, and call `add` in the thread that ran the event,
     after `wait` and `count` inside it. Look at `on` first; what is off needs no clock.
@@ -151,7 +153,6 @@ class Recorder:
         if capacity < 1:
             raise ValueError(f"a recorder needs room for at least one span per lane, got {capacity}")
         self.on = on
-        self._begun = True  # whether the first batch to take has come
         self._facts = RankTrace(run, rank, world_size, (), {}, clock_offset_ns)
         self._tracks = {lane: _Track(capacity) for lane in LANES}
         self._event = _Event()
@@ -176,22 +177,31 @@ class Recorder:
         track.spans.append((kind, batch, part, ready_ns, begin_ns, end_ns, *sent, waits))
         sent[:] = _NOTHING
 
-    def observer(self, first: int, start: int = 0) -> Callable[[str, tuple[str, int, int], int, int, int], None] | None:
+    def observer(
+        self, first: int, start: int = 0, *, lanes: Sequence[Lane] = ()
+    ) -> Callable[[str, tuple[str, int, int], int, int, int], None] | None:
         """What a runner calls with lane, event and times; its batches are counted from `first`. None if this is off.
 
-        Batches before `start` are left out: recording takes about one hundredth of a short step.
+        Batches before `start` are left out, and `lanes` are watched from then on: recording takes about one hundredth of a
+        short step.
         """
         if not self.on:
             return None
         self._event.own[1][:] = _NOTHING  # what this thread sent before is of no event
-        self._begun = first >= start
+        begun = first >= start
+        for one in lanes:
+            one.watch = self if begun else None
 
         def observe(lane: str, event: tuple[str, int, int], ready_ns: int, begin_ns: int, end_ns: int) -> None:
+            nonlocal begun
             kind, batch, part = event
             if first + batch >= start:
-                self._begun = True
+                if not begun:
+                    begun = True
+                    for one in lanes:
+                        one.watch = self
                 self.add(lane, kind, first + batch, part, ready_ns, begin_ns, end_ns)
-            elif self._begun:  # by another lane, while this one was busy with an earlier batch
+            elif begun:  # by another lane, while this one was busy with an earlier batch
                 marks, sent = self._event.own
                 marks.clear()
                 sent[:] = _NOTHING
@@ -200,11 +210,11 @@ class Recorder:
 
     def wait(self, name: str) -> AbstractContextManager[None]:
         """Marks the time in which this thread waits for messages, inside an event."""
-        return _Waiting(self._event.own[0], name) if self.on and self._begun else _NO_WAIT
+        return _Waiting(self._event.own[0], name) if self.on else _NO_WAIT
 
     def count(self, num_bytes: int, num_rows: int = 0) -> None:
         """Adds what this thread's event sends: bytes to other ranks, rows to all ranks or unique keys asked for."""
-        if self.on and self._begun:
+        if self.on:
             sent = self._event.own[1]
             sent[0] += num_bytes
             sent[1] += num_rows

@@ -1,7 +1,8 @@
 """The training loop: epochs, logging, validation, checkpoints, and every way to stop.
 
 A run is a function of its configuration and data. What the clock decides is only when to stop, never what is computed:
-a run that was killed and resumed ends with the bits of one that was left alone.
+a run that was killed and resumed ends with the bits of one that was left alone. (Settings that choose themselves are decided by
+the clock too; they are written down, and repeated from there: pacing.py.)
 
 On several ranks all of them run this loop in step. Rank 0 alone writes metrics, talks to the terminal and looks at the
 clock; whatever could make a rank stop is agreed on after every step, or with the ids of a batch where batches overlap.

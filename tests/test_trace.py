@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import get_args
 
 import pytest
@@ -105,15 +106,17 @@ def test_when_batches_were_done():
 
 def test_batches_before_the_first_to_take_leave_nothing_behind():
     """A lane is busy with an earlier batch when another one begins to record: what it sent then is of no recorded event."""
-    recorder = Recorder(capacity=9)
-    observe = recorder.observer(100, 103)
+    recorder, lane = Recorder(capacity=9), SimpleNamespace(watch="somebody else")
+    observe = recorder.observer(100, 103, lanes=[lane])
+    assert lane.watch is None
     for batch in range(5):
-        recorder.launched("ids/items", 8, 7)
         if batch == 2:
-            observe("read", ("read", 3, 0), 0, 0, 0)  # counts nothing in this thread's event
-            recorder.launched("ids/items", 8, 1000)
-        with recorder.waiting("ids/items"):
-            pass
+            observe("read", ("read", 3, 0), 0, 0, 0)
+            assert lane.watch is recorder
+        if lane.watch:
+            lane.watch.launched("ids/items", 8, 7 if batch > 2 else 1000)
+            with lane.watch.waiting("ids/items"):
+                pass
         observe("keys", ("keys", batch, 0), 0, 1, 2)
     assert [(one.batch, one.num_rows, len(one.waits)) for one in recorder.snapshot().lane("keys")] == [
         (103, 7, 1),

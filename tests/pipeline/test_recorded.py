@@ -39,12 +39,10 @@ def record(world: World, path: Path, folder: Path, settings: dict[str, Any]) -> 
     lanes = Lanes.of(world)
     state, loader = prepared(world, path, settings, lanes)
     recorder = Recorder(world.rank, world.size, capacity=1000, run="recorded")
-    for lane in (lanes.keys, lanes.rows, lanes.dense):
-        lane.watch = recorder
     runner, sent = Runner(state, schedule_of(settings["mode"], settings["parts"])), list[int]()
     for end in BARRIERS:
         first = state.num_steps
-        runner.observe = recorder.observer(first)
+        runner.observe = recorder.observer(first, lanes=state.lanes)
         feed = Feed(
             batches=batches_of(loader, first),
             rates=rates_of(settings),
