@@ -101,8 +101,9 @@ class Observed:
         return self.looks or ((self.step_s, self.busy_s, self.comm_s),)
 
     def lasting(self, looks: tuple[_Times, ...], num_looks: int) -> Observed:
-        """With the times of the median look, and of two the shorter one: noise mostly makes steps longer."""
-        step_s, busy_s, comm_s = median_low(looks)
+        """With the times of the middle look, or of the two in the middle; of two the shorter one, as noise makes steps longer."""
+        middle = sorted(looks)[(len(looks) - 1) // 2 : len(looks) // 2 + (len(looks) != 2)]
+        step_s, busy_s, comm_s = map(fmean, zip(*middle, strict=True))
         return replace(self, step_s=step_s, busy_s=busy_s, comm_s=comm_s, num_looks=num_looks, looks=looks)
 
     @property
@@ -296,7 +297,7 @@ def choose(
     if pool_rows:
         reasons.append(f"pool of {pool_rows:,} rows: {depth + 2} batches of {now.held_rows:,.0f}, and a quarter")
     new = on_trial or depth != now.choice.depth
-    patience = 0 if new else next((one.patience for one in found if one.choice.cut == best.cut), 0)
+    patience = 0 if new else next((_patience(one, found) for one in found if one.choice.cut == best.cut), 0)
     return Decision(replace(best, depth=depth, pool_rows=pool_rows), "; ".join(reasons), patience)
 
 
@@ -321,6 +322,12 @@ def _is_doubtful(one: Observed, now: Observed) -> bool:
         return one.num_looks < _TWICE
     near = one.step_s <= _NEARLY * now.step_s
     return one.num_looks < (_ENOUGH if near else _TWICE) or one.idle_steps >= (_SOON if near else _LATER)
+
+
+def _patience(one: Observed, found: Sequence[Observed]) -> int:
+    """That of settings to stay with: what takes the place of something better known is watched closely."""
+    newcomer = one.num_looks < min(max(other.num_looks for other in found), _MEMORY)
+    return min(one.patience, 1) if newcomer else one.patience
 
 
 def _depth(now: Observed, most: int) -> tuple[int, str]:

@@ -149,7 +149,11 @@ def test_periods_with_one_setting_count_together():
     (both,) = same_workload([fast], slow)
     assert both.num_looks == 2
     assert both.step_s == fast.step_s, "noise makes steps longer"
-    assert both.busy_s == fast.busy_s, "and what it was spent on is of the same period"
+    assert both.busy_s == fast.busy_s, "and what it was spent on is of the same look"
+    (three,) = same_workload([both], slow)
+    assert (three.step_s, three.busy_s) == (slow.step_s, slow.busy_s)
+    (four,) = same_workload([three], fast)
+    assert four.step_s == pytest.approx((fast.step_s + slow.step_s) / 2), "an even number of looks favours nothing"
     (many,) = same_workload([looked_at(fast, 16)], slow)
     assert (many.num_looks, len(many.recent)) == (17, 16), "what was long ago is forgotten"
     assert many.step_s == fast.step_s
@@ -169,6 +173,15 @@ def test_depth_goes_by_what_the_present_depth_left():
     for depth in (2, 2, 2):
         found = same_workload(found, hidden.observed(Choice(parts=4, depth=depth)))
         assert choose(found)[0].depth == 2
+
+
+def test_what_takes_the_place_of_something_better_known_is_watched_closely():
+    home, calm = Choice(parts=2), replace(LONG, compute_s=1.0, row_s=0.0)
+    for looks, patience in ((2, 0), (4, 1), (8, 1), (9, 8), (15, 8)):
+        known = [looked_at(calm.observed(home), 9), looked_at(calm.observed(Choice(parts=1)), 4)]
+        newcomer = replace(calm.observed(Choice(parts=4)), step_s=0.9 * known[0].step_s)
+        chosen = choose([*known, looked_at(newcomer, looks)])
+        assert (chosen.choice.parts, chosen.patience) == (4, patience)
 
 
 @pytest.mark.parametrize("factor", [2.0, 0.5])
