@@ -186,6 +186,7 @@ SIZED = [
     ],
 )
 def test_the_first_path_that_fits(state, slack, more, path):
+    slack += 1e-6  # costs are fitted, and their last bits depend on the processor
     found = choose(fit(SIZED, copy_ms_per_byte=0.01), state=state, slack_ms=slack, **(FREE | more))
     assert found.path == path
     assert found.cost_ms <= slack
