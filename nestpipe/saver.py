@@ -38,6 +38,7 @@ class Saver:
         self._parent, self._lane, self._keep_last, self._mirror = parent, lane, keep_last, mirror
         self._background = background
         self._under_way: Future[None] | None = None
+        self._thread = threading.Thread()
 
     @property
     def failed(self) -> bool:
@@ -65,13 +66,17 @@ class Saver:
         self._lane.hand_over()
         self._under_way = done
         # A daemon: a rank that must end does not stay for a peer that hangs.
-        threading.Thread(target=write, name="saver", daemon=True).start()
+        self._thread = threading.Thread(target=write, name="saver", daemon=True)
+        self._thread.start()
 
     def wait(self) -> None:
         """Returns when nothing is under way; raises what ended the last save."""
         if self._under_way is not None:
             done, self._under_way = self._under_way, None
-            done.result()
+            try:
+                done.result()
+            finally:
+                self._thread.join()  # it still frees its copies: a process that ends meanwhile is aborted
 
     def give_up(self, patience_s: float) -> str:
         """For a run that has failed: waits no longer than this; says what became of the save under way if it is lost."""

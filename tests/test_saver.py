@@ -70,6 +70,21 @@ def content(value=0.0):
     return {"dense": {"w": torch.full((2,), value)}}.items()
 
 
+class SlowToFree(dict):
+    def __del__(self):
+        time.sleep(0.3)
+
+
+def test_who_has_waited_may_end_the_process(tmp_path):
+    """The writer is done with its copies too: threads that free tensors while Python ends abort it."""
+    files = [("dense", SlowToFree(w=torch.zeros(2)))]
+    own = saver(tmp_path)
+    own.save(1, Cursor(0, 1), {}, iter(files))
+    files.clear()
+    own.wait()
+    assert "saver" not in [thread.name for thread in threading.enumerate()]
+
+
 def test_one_save_is_under_way_at_a_time_and_old_ones_are_pruned(tmp_path, monkeypatch):
     save, running, most = checkpoint.save, [0], [0]
 
