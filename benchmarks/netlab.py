@@ -39,7 +39,8 @@ from types import TracebackType
 
 DEVICE = "lab0"
 _PREFIX = "nestpipe-lab"
-_MTU_OF_TUN = 16_000  # larger packets are fewer packets for the relay, which handles each one in Python
+_MTU_OF_TUN = 60_000  # larger packets are fewer packets for the relay, which handles each one in Python
+_MTU_OF_VETH, _IP_AND_TCP = 1500, 52  # the latter with time stamps
 _BURST_S = 1e-3  # tbf lets so much pass at once; with less, a CPU that is busy for a moment costs bandwidth
 _MIN_BURST_BYTES = 64_000  # it must hold the largest packet
 _KEPT = ("PATH", "HOME", "LANG", "VIRTUAL_ENV", "PYTHONPATH", "OMP_NUM_THREADS")
@@ -57,6 +58,12 @@ def bits_per_s(rate: str) -> float:
     if not found:
         raise LabError(f"rate '{rate}' is not understood; write it like 1gbit or 500mbit.")
     return float(found[1]) * _BITS[found[2]]
+
+
+def payload_share(delay_ms: float) -> float:
+    """How much of what a line carries is payload of a long stream; the rest of each packet are headers."""
+    packet, link_header = (_MTU_OF_TUN, 0) if delay_ms else (_MTU_OF_VETH, 14)
+    return (packet - _IP_AND_TCP) / (packet + link_header)
 
 
 def burst_bytes(rate: str) -> int:

@@ -51,6 +51,7 @@ def rows() -> Iterator[Row]:
         latest = {network: one for one in found for network, own in one["figures"].items() if "vs_torchrec" in own}
         for network, one in sorted(latest.items()):
             yield from _train_step(network, one["figures"][network], one["settings"])
+    yield from _in_slices()
     yield from _beside_dense()
     yield from _emulated()
     yield from _many_ranks()
@@ -89,6 +90,22 @@ def _beside_dense() -> Iterator[Row]:
         )
         command = f"train_step.py --dense hstu --samples {own['samples']} --parts {own['parts']} --split"
         yield f"step over the dense part alone: {where}", figure(found, "over_dense_only"), beside, command
+
+
+def _in_slices() -> Iterator[Row]:
+    """The small dense part, where the line is the limit: what is left between its bytes."""
+    latest = {}
+    for one in records("train_step", lambda one: one["dense"] == "mlp" and one.get("ranks", 2) == 2):
+        for network, found in one["figures"].items():
+            if one["settings"].get("slices", 1) > 1 and "wire_ms" in found:
+                latest[one["settings"]["samples"], network] = one["settings"], found
+    for (samples, network), (own, found) in sorted(latest.items()):
+        cut = f"--parts {own['parts']} --slices {own['slices']}"
+        title = f"step over the longest of line, CPU and compute lane: zipf-{samples}, mlp, {own['parts']} parts, {own['slices']} slices, {network}"
+        beside = f"limit 1.05x; with filling {found['step_over_bound']:.3f}x; line {found['wire_ms']:.1f} of {found['step_ms']:.1f} ms"
+        beside += f"; exposed comm {found['exposed_comm_over_floor']:.2f}x of its floor, limit 1.3x"
+        beside += "; bitwise equal" * bool(found["bitwise_equal"])
+        yield title, f"{found['steady_over_bound']:.3f}x", beside, f"train_step.py --samples {samples} {cut}"
 
 
 def _emulated() -> Iterator[Row]:
@@ -233,9 +250,12 @@ def _is_test(settings: Figures, model: str) -> bool:
 
 
 def _train_step(network: str, found: Figures, settings: Figures) -> Iterator[Row]:
-    where = f"zipf-{settings['samples']}, {settings['dense']}, {settings['parts']} parts, {network}"
+    slices = settings.get("slices", 1)
+    parts = f"{settings['parts']} parts" + f", {slices} slices" * (slices > 1)
+    where = f"zipf-{settings['samples']}, {settings['dense']}, {parts}, {network}"
     command = f"train_step.py --dense {settings['dense']} --samples {settings['samples']} --parts {settings['parts']}"
     command += f" --depth {settings['depth']} --ramp {settings['ramp']}" + " --cluster" * settings["cluster"]
+    command += f" --slices {slices}" * (slices > 1)
     overlap = f"busy {found['busy_share']:.0%}, exposed lookup {found['exposed_lookup']:.1%}"
     if "exposed_comm_floor_ms" in found:
         overlap += f", exposed comm {found['exposed_comm_ms']:.1f} ms (floor {found['exposed_comm_floor_ms']:.1f})"

@@ -59,6 +59,7 @@ class Settings:
     ramp: float = 1.0
     cluster: bool = False
     split: bool = False  # of the nested arm: hot and cold messages
+    slices: int = 1  # of the nested arm: of last gradients, update and next first rows
     arms: Sequence[str] = ()
     num_blocks: int = 9
     num_steps: int = 10  # of a block
@@ -173,6 +174,7 @@ class OurArm:
             depth=self.settings.depth + stale,
             stale=stale,
             split=self.settings.split and self.name == "nested",
+            slices=self.settings.slices if self.name == "nested" else 1,
             groups=self.state.embedding.replicas is not None,
         )
         observer = self.recorder.observer(self.state.num_steps, lanes=self.state.lanes)
@@ -349,8 +351,12 @@ def _trace(arm: OurArm, control: Lane) -> dict[str, object]:
     untils = [max(own.get(str(one.batch), 0) for own in computed) for one in found]
     time_ns = {cause: sum(step.time_ns(cause) for step in found) for cause in CAUSES}
     seen_ns = {cause: sum(step.seen_ns.get(cause, 0) for step in found) for cause in CAUSES}
-    edges = (("rows", 0), ("grads", arm.settings.parts - 1))  # if these are split, their hot halves
-    edge_bytes = [span.num_bytes for span in arm.recorder.snapshot().spans if (span.kind, span.part) in edges]
+    edges = (("rows", 0), ("grads", arm.settings.parts - 1))  # if these are split, their hot halves; and all slices
+    at_edges = [
+        span
+        for span in arm.recorder.snapshot().spans
+        if (span.kind, span.part) in edges or span.kind in ("next rows", "next grads")
+    ]
     kinds = ("rows", "grads", "keys")
     return {
         "num_steps": len(found),
@@ -358,7 +364,7 @@ def _trace(arm: OurArm, control: Lane) -> dict[str, object]:
         "time_ns": time_ns,
         "seen_ns": seen_ns,
         "others_ns": sum(map(waited_for_others_ns, found, untils)),
-        "edge_bytes": 2 * sum(edge_bytes) / len(edge_bytes),
+        "edge_bytes": sum(span.num_bytes for span in at_edges) / len({span.batch for span in at_edges}),
         "num_rows": {kind: sum(step.num_rows.get(kind, 0) for step in found) for kind in kinds},
         "num_bytes": sum(sum(step.num_bytes.values()) for step in found),
     }

@@ -9,6 +9,9 @@ counts. That nested, frozen-window and dual-buffer end with the bits of sequenti
     stale          the nested schedule with rows one step old: what exactness is measured against (its bits are others)
     dense-only     the same parts on rows that are already there, with dense sum and dense step
 
+--split and --slices are for the nested arm. A line carries headers too: of 1 Gbit/s 956 Mbit/s are payload, with a delay (longer
+packets) 999; bounds are made with that.
+
 With --dense sleep:MS the dense part is linear and waits instead of computing; all else is real (threads, messages, tables,
 schedules, bits). So more ranks than cores can be measured: weak_scaling.py.
 
@@ -57,7 +60,8 @@ def dense_part(name: str) -> str:
 def measured_on(name: str, options: argparse.Namespace) -> dict[str, object]:
     rate, delay_ms = NETWORKS[name]
     settings = {
-        key: getattr(options, key) for key in ("samples", "dense", "parts", "depth", "ramp", "cluster", "split", "arms")
+        key: getattr(options, key)
+        for key in ("samples", "dense", "parts", "depth", "ramp", "cluster", "split", "slices", "arms")
     }
     settings |= {"num_blocks": options.blocks, "num_steps": options.steps}
     command = [options.python, str(Path(__file__)), "--as-rank", json.dumps(settings)]
@@ -69,7 +73,9 @@ def measured_on(name: str, options: argparse.Namespace) -> dict[str, object]:
     return found
 
 
-def figures_of(name: str, found: Mapping[str, object], dense: str, num_ranks: int) -> dict[str, object]:
+def figures_of(
+    name: str, found: Mapping[str, object], dense: str, num_ranks: int, *, in_slices: bool = False
+) -> dict[str, object]:
     """The keys that benchmarks.md names, each ratio with its range; a speedup is a peer's time over ours."""
     times: Mapping[str, list[float]] = found["times"]  # type: ignore[assignment]
     figures: dict[str, object] = {"bitwise_equal": found["bitwise_equal"], "cpu_ms": found["cpu_ms"]}
@@ -92,7 +98,7 @@ def figures_of(name: str, found: Mapping[str, object], dense: str, num_ranks: in
         cores_ms = found["cpu_ms"]["nested"] * num_ranks / min(os.cpu_count() or 1, num_ranks)  # type: ignore[index]
         emulated_ms = float(dense.partition(":")[2] or 0)
         least_ms = max(cores_ms, found["compute_ms"]["nested"] + emulated_ms)  # type: ignore[index]
-        figures |= _overlap(name, found["trace"], step_ms, least_ms)  # type: ignore[arg-type]
+        figures |= _overlap(name, found["trace"], step_ms, least_ms, in_slices=in_slices)  # type: ignore[arg-type]
     return figures
 
 
@@ -100,14 +106,17 @@ def _spread(key: str, spread: measure.Spread) -> dict[str, object]:
     return {key: round(spread.median, 4), f"{key}_range": spread.range}
 
 
-def _overlap(name: str, ranks: list[dict[str, object]], step_ms: float, least_ms: float) -> dict[str, object]:
+def _overlap(
+    name: str, ranks: list[dict[str, object]], step_ms: float, least_ms: float, *, in_slices: bool
+) -> dict[str, object]:
     """What the traces of the nested arm say; exposed = time that compute waits / time that it takes.
 
     Communication is exposed at least for as long as the first rows and the last gradients (of a split schedule: their hot
     halves) need on the line, with a delay each; and for as long as the line needs for all messages of a step beyond what compute
-    takes. No step is shorter than its bytes on the line, the CPU time of all ranks on their cores, or what the compute lane does itself: its
+    takes. No step is shorter than its bytes, with their headers, on the line, the CPU time of all ranks on their cores, or what the compute lane does itself: its
     CPU time and what it emulates (`least_ms` has the last two, means of ranks; `slowest` takes in each step the rank that computes
-    longest). Time in which another rank still computes the batch is told apart: no message could have come.
+    longest). Time in which another rank still computes the batch is told apart: no message could have come. While a slice is
+    updated others are on the line, so with slices an update that compute waits for counts as exposed communication.
     """
 
     def total(key: str, cause: str) -> int:
@@ -118,7 +127,8 @@ def _overlap(name: str, ranks: list[dict[str, object]], step_ms: float, least_ms
     all_ns: int = sum(rank["total_ns"] for rank in ranks)  # type: ignore[misc]
     others_ns: int = sum(rank["others_ns"] for rank in ranks)  # type: ignore[misc]
     rows = {kind: total("num_rows", kind) for kind in ("rows", "grads", "keys")}
-    exposed_ms = (total("time_ns", "communication") - others_ns) / steps / 1e6
+    exposed_ns = total("time_ns", "communication") + total("time_ns", "bubble") * in_slices - others_ns
+    exposed_ms = exposed_ns / steps / 1e6
     figures: dict[str, object] = {
         "step_ms": round(step_ms, 2),
         "busy_share": round(total("time_ns", "busy") / all_ns, 4),
@@ -133,7 +143,7 @@ def _overlap(name: str, ranks: list[dict[str, object]], step_ms: float, least_ms
     }
     bound_ms, slowest_ms = least_ms, least_ms + others_ns / steps / 1e6
     if rate:
-        ms_per_byte = 8e3 / netlab.bits_per_s(rate)
+        ms_per_byte = 8e3 / netlab.bits_per_s(rate) / netlab.payload_share(delay_ms)
         edge_ms = max(rank["edge_bytes"] for rank in ranks) * ms_per_byte + 2 * delay_ms  # type: ignore[type-var,operator]
         wire_ms = max(rank["num_bytes"] / rank["num_steps"] for rank in ranks) * ms_per_byte  # type: ignore[type-var,operator]
         floor_ms = max(edge_ms, wire_ms - total("time_ns", "busy") / steps / 1e6)
@@ -189,6 +199,7 @@ def main() -> None:
     parser.add_argument("--ramp", type=float, default=1.0)
     parser.add_argument("--cluster", action="store_true")
     parser.add_argument("--split", action="store_true", help="nested: hot and cold messages")
+    parser.add_argument("--slices", type=int, default=1, help="nested: of last gradients, update and next first rows")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=None)
     parser.add_argument("--blocks", type=int)
     parser.add_argument("--steps", type=int, help="steps of a block")
@@ -215,12 +226,25 @@ def main() -> None:
     everything: dict[str, object] = {}
     for name in networks:
         found = measured_on(name, options)
-        everything[name] = figures_of(name, found, options.dense, options.ranks)
+        everything[name] = figures_of(name, found, options.dense, options.ranks, in_slices=options.slices > 1)
         report(name, found, everything[name], options)  # type: ignore[arg-type]
         if found["bitwise_equal"] is False:
             raise SystemExit("the exact modes did not end with the same bits; no figure of this run counts.")
     if not options.no_record:
-        keys = ("samples", "dense", "parts", "depth", "ramp", "cluster", "split", "blocks", "steps", "quick", "ranks")
+        keys = (
+            "samples",
+            "dense",
+            "parts",
+            "depth",
+            "ramp",
+            "cluster",
+            "split",
+            "slices",
+            "blocks",
+            "steps",
+            "quick",
+            "ranks",
+        )
         settings = {key: getattr(options, key) for key in keys}
         measure.append("train_step", measure.record(seed=0, figures=everything, settings=settings))
     print(json.dumps(everything))

@@ -33,7 +33,7 @@ from itertools import groupby, pairwise
 from typing import Literal, NamedTuple
 
 from nestpipe.errors import DataError
-from nestpipe.trace import KINDS, RankTrace, Span
+from nestpipe.trace import KINDS, RankTrace, Span, stage_of
 
 Cause = Literal["busy", "lookup", "communication", "bubble"]
 CAUSES: tuple[Cause, ...] = ("busy", "lookup", "communication", "bubble")
@@ -41,8 +41,9 @@ CAUSE_OF_KIND: dict[str, Cause] = {
     **dict.fromkeys(("arrive", "compute", "dense step"), "busy"),
     **dict.fromkeys(("read", "keys", "retrieve"), "lookup"),
     **dict.fromkeys(("post", "rows", "grads", "merge", "flag", "dense sum", "norm"), "communication"),
-    **dict.fromkeys(("cold rows", "cold grads"), "communication"),
-    **dict.fromkeys(("collect", "update", "write", "cold collect", "cold update"), "bubble"),
+    **dict.fromkeys(("cold rows", "cold grads", "next rows", "next grads"), "communication"),
+    **dict.fromkeys(("collect", "update", "write"), "bubble"),
+    **dict.fromkeys(("cold collect", "cold update", "next collect", "next update"), "bubble"),
 }
 CAUSE_OF_WAIT: dict[str, Cause] = {
     "keys": "lookup",
@@ -140,7 +141,7 @@ def _step(rank: int, batch: int, pieces: tuple[Piece, ...], spans: list[Span]) -
     num_bytes, num_rows = dict.fromkeys(KINDS, 0), dict.fromkeys(KINDS, 0)
     for span in spans:
         num_bytes[span.kind] += span.num_bytes
-        num_rows[span.kind.removeprefix("cold ")] += span.num_rows  # both halves of a message
+        num_rows[stage_of(span.kind)] += span.num_rows  # all halves or slices of a message
     sent = {kind: number for kind, number in num_bytes.items() if number}
     rows = {kind: number for kind, number in num_rows.items() if number}
     computed_ns = max((span.end_ns for span in spans if span.kind == "compute"), default=0)

@@ -30,6 +30,10 @@ LETTERS = {
     "cold grads": "Bc",
     "cold collect": "Sc",
     "cold update": "Uc",
+    "next rows": "Fn",
+    "next grads": "Bn",
+    "next collect": "Sn",
+    "next update": "Un",
 }
 _SENDERS = {
     "keys": "keys",
@@ -41,8 +45,10 @@ _STEPS = len(LANES)  # the thread below the lanes
 
 
 def title(span: Span, num_parts: int) -> str:
-    """Like 'C 2/8 (t=14)': the event, its part of so many, its batch."""
+    """Like 'C 2/8 (t=14)': the event, its part of so many, or its slice, its batch."""
     part = f" {span.part + 1}/{num_parts}" if span.kind in PART_KINDS else ""
+    if span.kind.startswith("next "):
+        part = f" slice {span.part + 2}"
     return f"{LETTERS[span.kind]}{part} (t={span.batch})"
 
 
@@ -100,7 +106,10 @@ def _arrows(traces: Sequence[RankTrace], start: int) -> Iterator[dict[str, Any]]
     for trace in traces:
         for span in trace.spans:
             for wait in span.waits:
-                senders = sent.get((_SENDERS.get(wait.name, ""), span.batch, span.part), ())
+                kind = _SENDERS.get(wait.name, "")
+                if span.kind.endswith(" collect"):  # of a half or slice
+                    kind = f"{span.kind.removesuffix('collect')}{kind}"
+                senders = sent.get((kind, span.batch, span.part), ())
                 before = [(rank, one) for rank, one in senders if one is not span and one.begin_ns <= wait.end_ns]
                 if before:
                     rank, last = max(before, key=lambda pair: pair[1].begin_ns)

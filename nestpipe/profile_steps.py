@@ -81,10 +81,11 @@ def observe(recorder: Recorder, choice: Choice, first: int, num_samples: int, si
     if len(steps) < _FEWEST:
         return None
     batches = {step.batch for step in steps}
+    edges = (("rows", 0), ("grads", choice.parts - 1))  # if these are split, their hot halves; and all slices
     ends = [
         span.num_rows
         for span in trace.spans
-        if span.batch in batches and (span.kind, span.part) in (("rows", 0), ("grads", choice.parts - 1))
+        if span.batch in batches and ((span.kind, span.part) in edges or span.kind in ("next rows", "next grads"))
     ]
     done_ns = recorder.batch_ends(first)[_FILLING - 1 :]
     return Observed(

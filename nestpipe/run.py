@@ -64,6 +64,7 @@ FREE_KEYS = (
     "pipeline.depth",
     "pipeline.rows",
     "pipeline.split",
+    "pipeline.slices",
     "pipeline.tune",
     "pipeline.adapt",
     "pipeline.follow",

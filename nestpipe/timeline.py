@@ -38,6 +38,10 @@ _COLOURS = {  # kind -> fill; the text on all of them is dark
     "cold grads": "#cfc6f1",
     "cold collect": "#e6e0f8",
     "cold update": "#ecc3be",
+    "next rows": "#94c4ee",
+    "next grads": "#bfb4ec",
+    "next collect": "#dfd7f6",
+    "next update": "#e4a9a2",
 }
 _PALE = {"lookup": "#e9a94c", "communication": "#5c9fe0", "bubble": "#999999"}  # causes of idle time
 _STYLE = """
@@ -132,7 +136,8 @@ def _bar(span: Span, scale: _Scale, top: int, num_parts: int) -> Iterator[str]:
         reached = last
     widest = max(widest, (reached, right), key=lambda pair: pair[1] - pair[0])
     letter = LETTERS[span.kind]
-    names = (f"{letter}{span.part + 1}",) if span.kind in PART_KINDS else (f"{letter} t={span.batch}", letter)
+    first = 2 if span.kind.startswith("next ") else 1  # the first slice is in the plain stages
+    names = (f"{letter}{span.part + first}",) if span.kind in PART_KINDS else (f"{letter} t={span.batch}", letter)
     for name in names:
         if len(name) * _LETTER + 4 <= widest[1] - widest[0]:
             yield _text((widest[0] + widest[1]) / 2, top + 14, name, "on", anchor="middle")

@@ -41,9 +41,10 @@ KINDS = (
     *("read", "keys", "retrieve", "post", "rows", "compute", "grads", "collect", "merge"),
     *("flag", "dense sum", "norm", "dense step", "update", "write"),
     *("arrive", "cold rows", "cold grads", "cold collect", "cold update"),
+    *("next rows", "next grads", "next collect", "next update"),
 )
-# One for each part; the others are of a whole batch.
-PART_KINDS = frozenset(("rows", "compute", "grads", "collect", "merge"))
+# One for each part, or for each slice but the first; the others are of a whole batch.
+PART_KINDS = frozenset(("rows", "compute", "grads", "collect", "merge", *KINDS[-4:]))
 WAITS = ("keys", "rows", "grads", "flag", "dense")  # the messages that somebody may wait for inside an event
 
 now = time.monotonic_ns
@@ -398,3 +399,8 @@ def _problems(spans: Sequence[Span]) -> list[tuple[int, str]]:
                 found.append((number, f"begins while the compute lane is still busy with {before}: {span}"))
             before = span
     return found
+
+
+def stage_of(kind: str) -> str:
+    """The stage of which a kind of event is all, a half or a slice."""
+    return kind.removeprefix("cold ").removeprefix("next ")

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nestpipe.embedding.owner import Owners
+from nestpipe.embedding.owner import EIGHTHS, Owners
 from nestpipe.embedding.route import own_requests, plan_table, route
 from nestpipe.embedding.spec import Lookup
 from nestpipe.embedding.window import Window
@@ -163,7 +163,7 @@ def test_a_non_finite_value_on_one_rank_stops_all_before_any_update(log):
 
 
 def test_a_split_window_has_no_sums_of_all_parts():
-    with pytest.raises(ValueError, match="halves are updated one after the other"):
+    with pytest.raises(ValueError, match="pieces are updated one after the other"):
         Window(home=None, plan=None, number=0, weight=1.0, split=True).owned_grads()
 
 
@@ -194,7 +194,8 @@ def test_a_plan_sends_each_id_once_with_its_first_part_and_back_with_its_last():
     first, last = {5: 0, 9: 0, 2: 2, 7: 3}, {5: 0, 9: 2, 2: 3, 7: 3}
     ids = plan.ids.tolist()
     assert sorted(ids) == [2, 5, 7, 9]
-    keys = [(int(owners.owner_of(torch.tensor([one]))), first[one], one) for one in ids]
+    number = {one: divmod(int(owners.eighths_of(torch.tensor([one]))), EIGHTHS) for one in ids}
+    keys = [(number[one][0], first[one], number[one][1], one) for one in ids]
     assert keys == sorted(keys)
     assert plan.last_part.tolist() == [last[one] for one in ids]
     leaves = [sorted((one for one in set(part["x"].ids.tolist())), key=ids.index) for part in parts]

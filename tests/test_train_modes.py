@@ -77,9 +77,17 @@ def test_every_checkpoint_and_every_logged_value_is_that_of_the_sequential_run(c
 
 def test_a_run_may_change_its_mode_when_it_goes_on(calm, log, tmp_path):
     validation, folder = calm
-    for steps, mode in ((3, "nested"), (5, "split"), (7, "sequential"), (9, "dual-buffer"), (0, "nested")):
-        config = config_of(log, mode.replace("split", "nested"), validation=validation, steps=steps)
-        config = replace(config, pipeline=replace(config.pipeline, split=mode == "split"))
+    cut = {"split": {"split": True}, "slices": {"slices": 2}}
+    for steps, mode in (
+        (3, "nested"),
+        (5, "split"),
+        (6, "slices"),
+        (7, "sequential"),
+        (9, "dual-buffer"),
+        (0, "nested"),
+    ):
+        config = config_of(log, "nested" if mode in cut else mode, validation=validation, steps=steps)
+        config = replace(config, pipeline=replace(config.pipeline, **cut.get(mode, {})))
         run_ranks(2, train, config, tmp_path / "run")
     assert not differing_tensors(folder, tmp_path / "run")
 

@@ -39,7 +39,7 @@ class Admission:
         self._step = -1
 
     def advance(self, ids: Tensor, step: int) -> tuple[Tensor, Tensor]:
-        """Counts a batch of distinct ascending ids; returns the ids that got a row, ascending, and their slots."""
+        """Counts a batch of distinct ids, ascending in each bucket; returns those that got a row, in order, and their slots."""
         if step <= self._step:
             raise ValueError(f"batch {step} is counted after batch {self._step}; batches are counted once, in order")
         self._step = step
@@ -80,7 +80,7 @@ class Admission:
         self._step = -1
 
     def _count(self, ids: Tensor, step: int) -> tuple[Tensor, Tensor]:
-        """Counts ids without a row; returns those that ask for one, ascending, and in how many batches they were."""
+        """Counts ids without a row; returns those that ask for one, in order, and in how many batches they were."""
         if self._config.admit_after == 1:
             return ids, torch.ones_like(ids)
         pending = self._pending
@@ -93,7 +93,7 @@ class Admission:
         return ids[ready], counts[ready]
 
     def _make_room(self, ids: Tensor, step: int) -> Tensor:
-        """Evicts as many rows as needed and allowed; returns which of the asking ids, ascending, get a row."""
+        """Evicts as many rows as needed and allowed; returns which of the asking ids, ascending in each bucket, get a row."""
         limit = self._config.max_rows_per_bucket
         if not limit or not len(ids):
             return torch.arange(len(ids))

@@ -14,6 +14,7 @@ gradient still has to be dropped.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -31,7 +32,7 @@ class Held:
     """The rows of one batch, or some of them, and where each is."""
 
     step: int  # of the batch
-    ids: Tensor  # [K] of a batch: distinct and ascending
+    ids: Tensor  # [K] of a batch: distinct, and ascending in each bucket
     homes: Tensor  # [K] slot in the table, -1 for an id without a row
     slots: Tensor  # [K] where the row is held; the same as homes if that is in place
     rowless: Tensor  # [k] places among the ids of those without a row
@@ -48,6 +49,20 @@ class Held:
             initial = initial.index_select(0, torch.searchsorted(self.rowless, places.index_select(0, rowless)))
         return Held(self.step, self.ids.index_select(0, places), homes, slots, rowless, initial)
 
+    def split(self, sizes: Sequence[int]) -> Iterator[Held]:
+        """Pieces of these sizes, one after the other."""
+        if len(sizes) == 1:
+            yield self
+            return
+        begin = 0
+        for size in sizes:
+            own = slice(begin, begin + size)
+            homes = self.homes[own]
+            slots = homes if self.slots is self.homes else self.slots[own]
+            rowless = slice(*torch.searchsorted(self.rowless, torch.tensor([own.start, own.stop])).tolist())
+            yield Held(self.step, self.ids[own], homes, slots, self.rowless[rowless] - begin, self.initial[rowless])
+            begin += size
+
     @property
     def row_slots(self) -> Tensor:
         """Where each row is held [K], -1 for an id without one."""
@@ -60,7 +75,7 @@ class Holder(Protocol):
     table: Table
 
     def take(self, ids: Tensor, step: int) -> Held:
-        """Decides which of a batch's distinct ascending ids have a row, and holds them."""
+        """Decides which of a batch's distinct ids, in each bucket ascending, have a row, and holds them."""
         ...
 
     def gather(self, held: Held, out: Tensor | None = None) -> Tensor:

@@ -31,7 +31,7 @@ class Asked:
 
 @dataclass(slots=True, eq=False)
 class Owned:
-    """An owner's side of one table in a window."""
+    """An owner's side of one table in a window, or of a slice of it."""
 
     requests: Requests
     narrow: Narrow | None = None  # if some rows travel in 16 bits
@@ -41,6 +41,7 @@ class Owned:
     halves: dict[bool, tuple[Held, Arrived]] = field(
         default_factory=dict
     )  # cold and hot rows, and their sums, if split
+    sums: Arrived | None = None  # of a slice, where they will be
     union: Union | None = None  # of all groups; then these are the requests that it has
     totals: Tensor | None = None  # [K, D] what they add up to, if somebody asked
 

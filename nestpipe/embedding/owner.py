@@ -12,6 +12,8 @@ from torch import Tensor
 
 from nestpipe.embedding.ids import owner_of
 
+EIGHTHS = 8
+
 
 @dataclass(frozen=True, slots=True)
 class Owners:
@@ -33,6 +35,10 @@ class Owners:
     def owner_of(self, ids: Tensor) -> Tensor:
         """The rank [n] that holds each id."""
         return owner_of(ids, self.num_buckets, self.world_size)
+
+    def eighths_of(self, ids: Tensor) -> Tensor:
+        """In which eighth of its owner's buckets each id is [n]: eighth e of rank r is number 8 r + e."""
+        return owner_of(ids, self.num_buckets, EIGHTHS * self.world_size)  # of few buckets some have none
 
     def buckets_of(self, rank: int) -> range:
         """The buckets that a rank owns."""

@@ -3,11 +3,12 @@
 A *window* is the parts (micro-batches) between two updates. Each distinct id of a window travels once in each
 direction: its row with the first part that uses it, its gradient with the last. So the ids of a table are sorted by
 
-    (owner, first part, id)
+    (owner, first part, eighth of the owner's buckets, id)
 
 and what owner o sends for part i is one contiguous range. The rows of a part, its *leaf*, stand in the same order: for each
 owner first those that an earlier part has used, then those that come with this one. So rows arrive where they are used, and
-gradients of the last part leave from where they arose.
+gradients of the last part leave from where they arose. Eighths are for messages in slices (slices.py): what a model computes may
+depend on the order of a leaf, so it is the same whether there are any.
 
 Native where that can be built (plan.cpp), with the same answers in torch.
 """
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor
 
 from nestpipe.embedding.ids import check_memory, dedupe, group
-from nestpipe.embedding.owner import Owners
+from nestpipe.embedding.owner import EIGHTHS, Owners
 from nestpipe.embedding.spec import Lookup, Rows
 from nestpipe.native import library
 
@@ -35,8 +36,9 @@ Counts = list[list[int]]
 class TablePlan:
     """The distinct ids of one table in a window. Positions are those in a part's leaf, ascending."""
 
-    ids: Tensor  # [U] by (owner, first part, id)
+    ids: Tensor  # [U] by (owner, first part, eighth, id)
     last_part: Tensor  # [U] uint8: the part whose gradients take the id's sum home
+    eighths: Tensor  # [U] uint8
     first_counts: Counts  # [owner][part]: ids that travel with the part
     last_counts: Counts  # [owner][part]: ids whose sum goes home with the part
     leaf_counts: Counts  # [owner][part]: ids of the part
@@ -64,7 +66,7 @@ class TablePlan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Requests:
-    """What the owner of a table is asked for in a window, asker after asker. Arrivals are counted in (part, asker) order."""
+    """What the owner of a table, or of a slice of it, is asked for in a window, asker after asker. Arrivals are counted in (part, asker) order."""
 
     ids: Tensor  # [K] union over the askers, ascending
     places: Tensor  # [n] of each request in the union
@@ -174,10 +176,11 @@ def _plan_in_torch(ids: Tensor, sizes: Sequence[int], owners: Owners) -> tuple[T
     part_of = torch.arange(num_parts).repeat_interleave(torch.tensor(sizes))
     first = torch.full_like(unique, num_parts).scatter_reduce_(0, number, part_of, "amin")
     last = torch.zeros_like(unique).scatter_reduce_(0, number, part_of, "amax")
-    owner = owners.owner_of(unique)
-    order, first_counts = group(owner * num_parts + first, size * num_parts)
+    eighths = owners.eighths_of(unique)
+    owner, eighths = eighths // EIGHTHS, eighths % EIGHTHS
+    order, counts = group((owner * num_parts + first) * EIGHTHS + eighths, size * num_parts * EIGHTHS)
     place = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order)))
-    first, last, owner = (column.index_select(0, order) for column in (first, last, owner))
+    first, last, owner, eighths = (column.index_select(0, order) for column in (first, last, owner, eighths))
     seen = torch.empty_like(order)  # where each place was last
     index, again, source, leaving, leaf_counts, last_counts = [], [], [], [], [], []
     for part, own in enumerate(place.index_select(0, number).split(list(sizes))):
@@ -193,7 +196,8 @@ def _plan_in_torch(ids: Tensor, sizes: Sequence[int], owners: Owners) -> tuple[T
     plan = TablePlan(
         ids=unique.index_select(0, order),
         last_part=last.to(torch.uint8),
-        first_counts=first_counts.reshape(size, num_parts).tolist(),
+        eighths=eighths.to(torch.uint8),
+        first_counts=counts.reshape(size, num_parts, EIGHTHS).sum(2).tolist(),
         last_counts=torch.stack(last_counts, 1).tolist(),
         leaf_counts=torch.stack(leaf_counts, 1).tolist(),
         again=tuple(again),
@@ -209,11 +213,11 @@ def _plan_natively(
     n, num_parts, size = len(ids), len(sizes), owners.world_size
     ids, ends = ids.contiguous(), torch.tensor(sizes).cumsum(0)
     unique, index, again, source, leaving = (torch.empty_like(ids) for _ in range(5))
-    last_part = torch.empty(n, dtype=torch.uint8)
+    last_part, eighths = torch.empty(2, n, dtype=torch.uint8)
     counts = torch.zeros(3, size, num_parts, dtype=torch.int64)
     call = _Plan(
         *(ids.data_ptr(), ends.data_ptr(), n, num_parts, owners.num_buckets, size),
-        *(unique.data_ptr(), last_part.data_ptr(), index.data_ptr()),
+        *(unique.data_ptr(), last_part.data_ptr(), eighths.data_ptr(), index.data_ptr()),
         *(again.data_ptr(), source.data_ptr(), leaving.data_ptr()),
         *(one.data_ptr() for one in counts),
     )
@@ -224,6 +228,7 @@ def _plan_natively(
     plan = TablePlan(
         ids=unique[:num_unique].clone(),  # so that the room of repeated ids is not kept as long as the distinct ones
         last_part=last_part[:num_unique],
+        eighths=eighths[:num_unique],
         first_counts=first_counts,
         last_counts=last_counts,
         leaf_counts=leaf_counts,
@@ -240,7 +245,7 @@ class _Plan(Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("ids", "part_ends")),
         *((name, c_int64) for name in ("n", "num_parts", "num_buckets", "world_size")),
-        *((name, c_void_p) for name in ("unique", "last_part", "index", "again", "source", "leaving")),
+        *((name, c_void_p) for name in ("unique", "last_part", "eighths", "index", "again", "source", "leaving")),
         *((name, c_void_p) for name in ("first_counts", "last_counts", "leaf_counts")),
     )
 

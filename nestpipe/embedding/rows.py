@@ -119,8 +119,11 @@ class Arrived:
         starts = torch.zeros(len(places) + 1, dtype=torch.int64)
         torch.cumsum(counts, 0, out=starts[1:])
         there = (begins - starts[:-1]).repeat_interleave(counts).add_(torch.arange(int(starts[-1])))
-        some = Arrived(self.segments, starts, self.order.index_select(0, there))
-        return replace(some, found=some.pointers())
+        return Arrived(self.segments, starts, self.order.index_select(0, there)).located()
+
+    def located(self) -> Arrived:
+        """The same, with where their rows are looked up now."""
+        return replace(self, found=self.pointers())
 
     def total(self, out: Tensor | None = None, *, native: bool | None = None) -> Tensor:
         """The sums [K, D]; into `out` if given."""

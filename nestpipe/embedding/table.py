@@ -31,7 +31,7 @@ _NO_LIMITS = EmbeddingConfig()
 
 
 class Table:
-    """Rows of one table. `advance` wants distinct ids in ascending order, as an owner's union has them."""
+    """Rows of one table. `advance` wants distinct ids, those of each bucket in ascending order, as owners have them."""
 
     def __init__(
         self,

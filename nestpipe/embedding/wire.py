@@ -2,7 +2,7 @@
 
 A lookup may name a 16-bit type (negatives do). An id is *narrow* if all its uses in a window have that type; its row travels in
 it. Others travel once, whole. A message holds its whole rows, then its narrow ones, as bytes; both ends know which are which.
-Messages that are split into hot and cold (hot.py) bring all rows whole: who reads them rounds them (`Rows.rounded`).
+Messages in halves or slices (pieces.py) bring all rows whole: who reads them rounds them (`Rows.rounded`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 // Who needs which rows in a window: the asker's plan, and what an owner makes of the requests of all askers.
 //
 // A window is parts 0 .. P-1; ids are those of all parts, back to back. Its distinct ids stand at *places*, sorted by
-// (owner, first part, id). The rows of one part, its *leaf*, are those of its distinct ids in the order of their places.
+// (owner, first part, eighth of the owner's buckets, id). The rows of one part, its *leaf*, are those of its distinct ids in
+// the order of their places.
 // Answers are functions of the arguments alone. No function throws: one that runs out of memory returns kFailed.
 
 #include <cstdint>
@@ -25,6 +26,7 @@ struct nestpipe_plan {
   int64_t world_size;
   int64_t* unique;  // room for n: the distinct ids, place by place
   uint8_t* last_part;  // room for n: of each place
+  uint8_t* eighths;  // room for n: of each place
   int64_t* index;  // [n]: where the id's row is in the leaf of its part
   int64_t* again;  // room for n: leaf positions of rows that an earlier part has, part after part
   int64_t* source;  // room for n: the part that had each of them last, << 32, and its position there
@@ -40,6 +42,7 @@ namespace {
 
 constexpr int64_t kFailed = -1;
 constexpr int kWordBits = 64;
+constexpr int64_t kEighths = 8;
 
 // Sets [0, n) with the rank of each member.
 class Ranked {
@@ -89,7 +92,7 @@ int64_t make_plan(const nestpipe_plan& plan) {
   std::vector<int64_t> ids(n), place_of(n);  // the distinct ids, ascending; first their numbers, then their places
   const int64_t num_unique = nestpipe_ids_dedupe(plan.ids, n, ids.data(), plan.index);
   if (num_unique < 0) return kFailed;
-  std::vector<int64_t> first(num_unique, parts), owner(num_unique);
+  std::vector<int64_t> first(num_unique, parts), eighth(num_unique);
   std::vector<uint8_t> last(num_unique);
   for (int64_t part = 0, i = 0; part < parts; ++part) {
     for (; i < plan.part_ends[part]; ++i) {
@@ -98,16 +101,20 @@ int64_t make_plan(const nestpipe_plan& plan) {
       last[number] = static_cast<uint8_t>(part);
     }
   }
-  for (int64_t u = 0; u < num_unique; ++u) owner[u] = owner_of(ids[u], plan.num_buckets, ranks);
-  std::vector<int64_t> first_of(num_unique), owner_of_place(num_unique);
-  const auto key = [&](int64_t u) { return owner[u] * parts + first[u]; };
-  sort_by(num_unique, ranks * parts, plan.first_counts, key, [&](int64_t u, int64_t place) {
+  for (int64_t u = 0; u < num_unique; ++u) eighth[u] = owner_of(ids[u], plan.num_buckets, ranks * kEighths);
+  std::vector<int64_t> first_of(num_unique), owner_of_place(num_unique), counts(ranks * parts * kEighths);
+  const auto key = [&](int64_t u) {
+    return (eighth[u] / kEighths * parts + first[u]) * kEighths + eighth[u] % kEighths;
+  };
+  sort_by(num_unique, ranks * parts * kEighths, counts.data(), key, [&](int64_t u, int64_t place) {
     place_of[u] = place;
     plan.unique[place] = ids[u];
     plan.last_part[place] = last[u];
     first_of[place] = first[u];
-    owner_of_place[place] = owner[u];
+    owner_of_place[place] = eighth[u] / kEighths;
+    plan.eighths[place] = static_cast<uint8_t>(eighth[u] % kEighths);
   });
+  for (size_t i = 0; i < counts.size(); ++i) plan.first_counts[i / kEighths] += counts[i];
   Ranked members(num_unique);
   std::vector<int64_t> seen(num_unique);  // where each place was last
   int64_t num_again = 0, num_leaving = 0;

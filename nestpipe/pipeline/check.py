@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 
-from nestpipe.pipeline.schedule import MESSAGES, Event, Kind, Schedule
+from nestpipe.pipeline.schedule import MESSAGES, SLICE_KINDS, Event, Kind, Schedule
 
 Programs = Mapping[str, Sequence[Event]]  # lane -> events in order
 Node = tuple[Event, int]  # an event on a rank; messages are on EVERY_RANK
@@ -53,6 +53,7 @@ def check_programs(schedule: Schedule, ranks: Sequence[Programs], num_batches: i
 def all_events(schedule: Schedule, num_batches: int) -> list[Event]:
     """Every event of so many batches, batch by batch in the order of the sequential step."""
     once: tuple[Kind, ...] = ("read", "keys", "retrieve", "post", *(("cold rows",) if schedule.split else ()))
+    more = range(schedule.slices - 1)
     cold: tuple[Kind, ...] = ("cold grads", "cold collect", "cold update") if schedule.split else ()
     norm: tuple[Kind, ...] = ("norm",) if schedule.clip_rows else ()
     after: tuple[Kind, ...] = ("flag", "dense sum", *norm, "dense step", "update", *cold, "write")
@@ -65,8 +66,11 @@ def all_events(schedule: Schedule, num_batches: int) -> list[Event]:
         for t in range(num_batches)
         for event in (
             *(Event(kind, t) for kind in once),
+            *(Event("next rows", t, n) for n in more),
             *(Event(kind, t, part) for part in parts for kind in (each if part else first)),
-            *(Event(kind, t) for kind in after),
+            *(Event(kind, t) for kind in after[:-1]),
+            *(Event(kind, t, n) for n in more for kind in SLICE_KINDS[1:]),
+            Event(after[-1], t),
         )
     ]  # fmt: skip
 

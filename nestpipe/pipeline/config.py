@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from nestpipe.embedding.slices import MOST_SLICES
 from nestpipe.pipeline.parts import PartsConfig
 from nestpipe.pipeline.schedule import Mode, Schedule
 
@@ -26,6 +27,8 @@ class PipelineConfig(PartsConfig):
     """Where rows of batches in flight are used: in their table, or copied to a pool. auto: a pool for rows in files."""
     split: bool = False
     """nested: of the first rows and last gradients of a batch, what its neighbours do not hold travels apart, hidden."""
+    slices: int = 1
+    """nested: the last gradients, the update and the next first rows in so many slices, one updated while others travel."""
     groups: int = 1
     """Groups of ranks with all tables each: rows stay in a group, sums of gradients travel between groups. 0: measure, choose."""
     tune: bool = False
@@ -44,6 +47,7 @@ class PipelineConfig(PartsConfig):
             yield f"depth is {self.depth}; it must be in 1 .. 8"
         if self.split and self.mode != "nested":
             yield f"split is for mode nested, but the mode is {self.mode}"
+        yield from self._problems_of_slices()
         if self.staleness not in (0, 1):
             yield f"staleness is {self.staleness}; it must be 0 (exact) or 1 (rows one update old)"
         if self.staleness and self.mode not in ("sequential", "nested"):
@@ -72,6 +76,16 @@ class PipelineConfig(PartsConfig):
                 "or use groups 1"
             )
 
+    def _problems_of_slices(self) -> Iterator[str]:
+        if not 1 <= self.slices <= MOST_SLICES:
+            yield f"slices is {self.slices}; it must be in 1 .. {MOST_SLICES}"
+        if self.slices > 1 and self.mode != "nested":
+            yield f"slices is {self.slices}, which is for mode nested, but the mode is {self.mode}"
+        if self.slices > 1 and self.split:
+            yield f"slices is {self.slices}, but split cuts the same messages otherwise; use one of them"
+        if self.slices > 1 and self.groups != 1:
+            yield f"slices is {self.slices}, but groups is {self.groups}, and groups exchange whole sums; use one of them"
+
     @property
     def looks_ahead(self) -> bool:
         """Whether rows are retrieved before the batch before is done."""
@@ -91,10 +105,17 @@ class PipelineConfig(PartsConfig):
         mode: Mode = "serial" if self.mode == "sequential" else self.mode
         stale = self.is_stale(number)
         # A norm over all rows needs all gradients: then none may be late.
-        split = self.split and not clip_rows and not stale
-        depth = self.depth + stale
-        named = {"clip_rows": clip_rows, "stale": stale, "split": split, "groups": self.groups > 1}
-        return Schedule.of(mode, self.parts, depth=depth, **named)
+        may_be_late = not clip_rows and not stale
+        return Schedule.of(
+            mode,
+            self.parts,
+            depth=self.depth + stale,
+            clip_rows=clip_rows,
+            stale=stale,
+            split=self.split and may_be_late,
+            groups=self.groups > 1,
+            slices=self.slices if may_be_late else 1,
+        )
 
     def steps_to_switch(self, number: int) -> int | None:
         """After how many steps another schedule begins, which takes a barrier; None for never."""

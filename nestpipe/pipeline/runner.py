@@ -191,9 +191,9 @@ class Runner:
             data = next(feed.batches, None)
             if data is None:
                 raise TrainError(f"the data ended before batch {number}; say so beforehand with `num_batches`.")
-            stop, split = feed.asks_to_stop(), self.schedule.split
-            work = stages.read(self.state, data, feed.rates(number), number, asks_to_stop=stop, split=split)
-            segment.works[batch] = work
+            rates, stop = feed.rates(number), feed.asks_to_stop()
+            cut = self.schedule.split, self.schedule.slices
+            segment.works[batch] = stages.read(self.state, data, rates, number, *cut, asks_to_stop=stop)
             return
         work = segment.works[batch]
         if kind == "update" and self.schedule.stale and batch + 1 == segment.board.num_batches:

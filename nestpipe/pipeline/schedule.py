@@ -21,6 +21,10 @@ A mode is a placement of stages on lanes, a depth (how many batches ahead rows a
 neighbouring batches share, the hot half, makes them wait for each other. The cold rows of the next batch leave and the cold
 gradients of the last one are applied (on a lane of their own, table) while a batch computes. `arrive` says when hot rows are there.
 
+`slices` cuts the same messages, and the update between them, by the buckets of each owner: while one slice of the last gradients
+travels the one before is updated, and its rows are on their way to the next batch before the last slice has come. The first is
+in the plain stages; `next rows`, `next grads`, `next collect` and `next update` have the others, counted from 0.
+
 `groups` of ranks (embedding/groups.py) exchange their sums after each part: collect → merge → update, on a lane of its own where
 gradients have one.
 
@@ -40,21 +44,24 @@ Kind = Literal[
     "read", "keys", "retrieve", "post", "rows", "compute", "grads", "collect", "merge",
     "flag", "dense sum", "norm", "dense step", "update", "write",
     "arrive", "cold rows", "cold grads", "cold collect", "cold update",
+    "next rows", "next grads", "next collect", "next update",
 ]  # fmt: skip
 Mode = Literal["serial", "dual-buffer", "frozen-window", "nested"]
 MODES: tuple[Mode, ...] = ("serial", "dual-buffer", "frozen-window", "nested")
 
 # Stages that exchange messages: done means that every rank's share has been launched.
 MESSAGES: frozenset[Kind] = frozenset(
-    ("keys", "rows", "cold rows", "grads", "cold grads", "merge", "dense sum", "norm")
+    ("keys", "rows", "cold rows", "next rows", "grads", "cold grads", "next grads", "merge", "dense sum", "norm")
 )
-PART_KINDS: frozenset[Kind] = frozenset(("rows", "compute", "grads", "collect", "merge"))
+SLICE_KINDS: tuple[Kind, ...] = ("next rows", "next grads", "next collect", "next update")
+PART_KINDS: frozenset[Kind] = frozenset(("rows", "compute", "grads", "collect", "merge", *SLICE_KINDS))
 MAIN = "compute"  # the lane of the calling thread
 
 _ALONE: dict[Kind, str] = {
     "read": "read", "keys": "keys", "retrieve": "fetch", "write": "fetch", "post": "rows", "rows": "rows", "grads": "rows",
     "collect": "table", "merge": "groups", "flag": "table", "update": "table", "dense sum": "dense", "norm": "dense",
     "cold rows": "rows", "cold grads": "rows", "cold collect": "table", "cold update": "table",
+    **dict.fromkeys(SLICE_KINDS, "rows"),
 }  # fmt: skip
 # Between the last gradients of a batch and the first rows of the next.
 _BETWEEN: frozenset[Kind] = frozenset(("flag", "collect", "update"))
@@ -69,7 +76,7 @@ _READ_AHEAD = 2  # batches read beyond those whose ids are out
 
 
 class Event(NamedTuple):
-    """One stage of one batch, and of one part where it has parts."""
+    """One stage of one batch, and of one part (or further slice) where it has several."""
 
     kind: Kind
     batch: int
@@ -93,6 +100,7 @@ class Schedule:
     )
     split: bool = False  # rows of the first part and gradients of the last in a hot and a cold message
     groups: bool = False  # of ranks: replicas exchange their sums before the update
+    slices: int = 1  # in which the last gradients, the update and the next first rows come
 
     def __post_init__(self) -> None:
         if self.stale and self.mode != "nested":
@@ -101,6 +109,8 @@ class Schedule:
             raise ValueError("only nested can be split, and only if no norm of rows is needed and no rows are stale")
         if self.split and self.groups:
             raise ValueError("groups of ranks exchange whole sums; a split schedule has them in halves")
+        if self.slices > 1 and (self.mode != "nested" or self.clip_rows or self.stale or self.split or self.groups):
+            raise ValueError("only nested has slices, and only without a norm of rows, stale rows, split and groups")
         if self.looks_ahead != (self.depth > 0):
             raise ValueError(f"mode '{self.mode}' {'needs' if self.looks_ahead else 'has no'} depth, got {self.depth}")
         if not 1 <= self.num_parts <= 256:
@@ -116,9 +126,11 @@ class Schedule:
         stale: bool = False,
         split: bool = False,
         groups: bool = False,
+        slices: int = 1,
     ) -> Schedule:
         """A schedule; the depth counts only where the mode looks ahead."""
-        return Schedule(mode, num_parts, depth if "keys" in _LANES[mode] else 0, clip_rows, stale, split, groups)
+        depth = depth if "keys" in _LANES[mode] else 0
+        return Schedule(mode, num_parts, depth, clip_rows, stale, split, groups, slices)
 
     @property
     def looks_ahead(self) -> bool:
@@ -171,7 +183,7 @@ class Schedule:
 
     @property
     def _all_needs(self) -> dict[Kind, list[list[Event]]]:
-        return _needs(self.num_parts, self.depth, self.clip_rows, self.stale, self.split, self.groups)
+        return _needs(self)
 
     @property
     def _all_let_pass(self) -> dict[Kind, list[Event]]:
@@ -179,10 +191,11 @@ class Schedule:
             return {}
         last, here, read = self.num_parts - 1, -self.depth - 1, -self.depth - 1 - _READ_AHEAD
         if not self.split:  # while the last gradients travel a core is free
+            gradients = Event("next grads", read, self.slices - 2) if self.slices > 1 else Event("grads", read, last)
             return {
-                "read": [Event("grads", read, last)],
-                "keys": [Event("rows", here)],
-                "write": [Event("rows", 1)],
+                "read": [gradients],
+                "keys": [self._first_rows(here)],
+                "write": [self._first_rows(1)],
             }
         return {
             "read": [Event("compute", read + 1)],
@@ -193,6 +206,10 @@ class Schedule:
             "dense sum": [Event("grads", 0, last)],
             "dense step": [Event("update", 0)],
         }
+
+    def _first_rows(self, t: int) -> Event:
+        """The last of those that batch t begins with."""
+        return Event("next rows", t, self.slices - 2) if self.slices > 1 else Event("rows", t)
 
     def program(self, lane: str, num_batches: Callable[[], int | None]) -> Iterator[Event]:
         """The events of a lane in the order in which it takes them, without end until the number of batches is known."""
@@ -262,6 +279,8 @@ class Schedule:
         if t in (post, -1):
             yield from self._posted(post)
         yield Event("rows", t, 0)
+        for n in range(self.slices - 1):
+            yield from (Event("next collect", t - 1, n), Event("next update", t - 1, n), Event("next rows", t, n))
         for i in range(self.num_parts):
             if i < last:
                 yield Event("rows", t, i + 1)
@@ -276,6 +295,8 @@ class Schedule:
                 yield from self._posted(post)
             yield Event("compute", t, i)
         yield Event("grads", t, last)
+        for n in range(self.slices - 1):
+            yield Event("next grads", t, n)
         if post > t >= 0 and not self.split:  # while the last gradients travel a core is free
             yield from self._posted(post)
         yield Event("flag", t)
@@ -301,11 +322,10 @@ def _moved(events: list[Event], batches: int) -> list[Event]:
 
 
 @cache
-def _needs(
-    num_parts: int, depth: int, clip_rows: bool, stale: bool, split: bool, groups: bool
-) -> dict[Kind, list[list[Event]]]:
+def _needs(schedule: Schedule) -> dict[Kind, list[list[Event]]]:
     """For each stage and part: what it needs, with batches relative to its own."""
-    last, parts = num_parts - 1, range(num_parts)
+    depth, stale, clip_rows, groups = schedule.depth, schedule.stale, schedule.clip_rows, schedule.groups
+    last, parts = schedule.num_parts - 1, range(schedule.num_parts)
     all_rows = [Event("rows", 0, i) for i in parts]
     missing = [Event("update", -1), *(Event("rows", 1, i) for i in parts)] if stale else []
     after_norm = [Event("norm", 0)] if clip_rows else []
@@ -339,8 +359,10 @@ def _needs(
     if groups:
         # X: replicas have what this one's group adds up to, in part order.
         each["merge"] = [[Event("collect", 0, i), *([Event("merge", 0, i - 1)] if i else [])] for i in parts]
-    if split:
+    if schedule.split:
         _split(once, each, depth, last)
+    if schedule.slices > 1:
+        _slice(once, each, schedule.slices - 1, last)
     return {**{kind: [needs] for kind, needs in once.items()}, **each}
 
 
@@ -358,3 +380,17 @@ def _split(once: dict[Kind, list[Event]], each: dict[Kind, list[list[Event]]], d
     once["cold collect"] = [Event("cold grads", 0), Event("collect", 0, last)]
     once["cold update"] = [Event("cold collect", 0), Event("flag", 0)]
     once["write"] += [Event("cold update", 0)]
+
+
+def _slice(once: dict[Kind, list[Event]], each: dict[Kind, list[list[Event]]], num: int, last: int) -> None:
+    """What is needed when the last gradients, the update and the first rows come in slices; plain stages have the first."""
+    more = range(num)
+    updated = [Event("next update", -1, n) for n in more]
+    each["rows"] = [[*needs, *(updated if part else [])] for part, needs in enumerate(each["rows"])]
+    each["next rows"] = [[Event("post", 0), updated[n]] for n in more]
+    each["compute"][0] += [Event("next rows", 0, n) for n in more]
+    each["next grads"] = [[Event("compute", 0, last), Event("post", 0)] for _ in more]
+    before = [Event("collect", 0, last - 1)] if last else []  # the sums of earlier parts are in
+    each["next collect"] = [[Event("next grads", 0, n), *before] for n in more]
+    each["next update"] = [[Event("next collect", 0, n), Event("flag", 0)] for n in more]
+    once["write"] += [Event("next update", 0, n) for n in more]

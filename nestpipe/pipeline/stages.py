@@ -10,13 +10,15 @@
 
 In a schedule that is split, `rows` of the first part, `grads` and `collect` of the last one and `update` are about what
 neighbouring batches share; `cold rows`, `cold grads`, `cold collect` and `cold update` about the rest. `arrive` waits for the
-rows of the first part.
+rows of the first part. In one that has slices, the same stages are about the first slice, and `next rows`, `next grads`,
+`next collect` and `next update` about the others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import cast
 
 import torch
@@ -27,6 +29,7 @@ from nestpipe.draw import Draw
 from nestpipe.embedding.lagging import Lagging
 from nestpipe.embedding.route import Plan, route
 from nestpipe.embedding.sharded import Sharded
+from nestpipe.embedding.slices import Slices
 from nestpipe.embedding.window import Window, larger
 from nestpipe.errors import ConfigError, TrainError
 from nestpipe.jagged import Batch
@@ -105,7 +108,14 @@ class Work:
 
 
 def read(
-    state: TrainState, batch: Batch, rates: Rates, number: int, *, asks_to_stop: bool = False, split: bool = False
+    state: TrainState,
+    batch: Batch,
+    rates: Rates,
+    number: int,
+    split: bool = False,
+    slices: int = 1,
+    *,
+    asks_to_stop: bool = False,
 ) -> Work:
     """Cuts the batch into parts and finds out which rows each needs and who owns them."""
     check_coupling(state, batch)
@@ -115,7 +125,8 @@ def read(
     plan = route(
         [state.model.lookups(part, draw) for part in parts], list(state.embedding.tables), state.embedding.owners
     )
-    window = Window(state.embedding, plan, number, state.model.weight(chosen), asks_to_stop, split)
+    cuts = {name: Slices.of(own, slices) for name, own in plan.tables.items()} if slices > 1 else {}
+    window = Window(state.embedding, plan, number, state.model.weight(chosen), asks_to_stop, split, cuts)
     return Work(number, batch, rates, draw, parts, plan, window)
 
 
@@ -158,13 +169,8 @@ def post(state: TrainState, work: Work) -> None:
 
 
 def rows(state: TrainState, work: Work, part: int) -> None:
-    """Rows of first use travel to their askers."""
+    """Rows of first use travel to their askers; of the first part those of the first slice, if there are any."""
     work.window.launch_rows(part)
-
-
-def cold_rows(state: TrainState, work: Work) -> None:
-    """Rows of the first part that the batch before does not hold travel to their askers."""
-    work.window.launch_rows(0, cold=True)
 
 
 def arrive(state: TrainState, work: Work) -> None:
@@ -204,16 +210,6 @@ def collect(state: TrainState, work: Work, part: int) -> None:
 def merge(state: TrainState, work: Work, part: int) -> None:
     """Replicas of an owner, one in each group of ranks, exchange the sums that are whole with a part."""
     work.window.merge(part, where=f"{work.where}, part {part}")
-
-
-def cold_grads(state: TrainState, work: Work) -> None:
-    """Gradients of the last part that the batch after does not wait for go home."""
-    work.window.launch_grads(work.plan.num_parts - 1, cold=True)
-
-
-def cold_collect(state: TrainState, work: Work) -> None:
-    """Owners have them."""
-    work.window.collect(work.plan.num_parts - 1, cold=True)
 
 
 def flag(state: TrainState, work: Work) -> None:
@@ -268,7 +264,7 @@ def dense_step(state: TrainState, work: Work) -> None:
 
 
 def update(state: TrainState, work: Work) -> None:
-    """One optimizer step for each row of the batch."""
+    """One optimizer step for each row of the batch, or of its first slice."""
     if not work.skipped:
         if work.row_factor < 1.0:
             for sums in work.window.owned_grads().values():
@@ -276,10 +272,25 @@ def update(state: TrainState, work: Work) -> None:
         work.window.update(work.rates.rows)
 
 
-def cold_update(state: TrainState, work: Work) -> None:
-    """The same for rows that the batch after does not hold, where those that it holds were updated before."""
+def next_rows(state: TrainState, work: Work, number: int) -> None:
+    """Rows of the first part travel to their askers: those of a further slice, or those that the batch before does not hold."""
+    work.window.launch_rows(0, number + 1)
+
+
+def next_grads(state: TrainState, work: Work, number: int) -> None:
+    """Gradients of the last part go home: those of a further slice, or those that the batch after does not wait for."""
+    work.window.launch_grads(work.plan.num_parts - 1, number + 1)
+
+
+def next_collect(state: TrainState, work: Work, number: int) -> None:
+    """Owners have them."""
+    work.window.collect(work.plan.num_parts - 1, number + 1)
+
+
+def next_update(state: TrainState, work: Work, number: int) -> None:
+    """One optimizer step for each row of a further slice, or for each that the batch after does not hold."""
     if not work.skipped:
-        work.window.update(work.rates.rows, cold=True)
+        work.window.update(work.rates.rows, number + 1)
 
 
 def write(state: TrainState, work: Work) -> None:
@@ -330,6 +341,10 @@ PART_STAGES: dict[str, PartStage] = {
     "grads": grads,
     "collect": collect,
     "merge": merge,
+    "next rows": next_rows,
+    "next grads": next_grads,
+    "next collect": next_collect,
+    "next update": next_update,
 }
 BATCH_STAGES: dict[str, BatchStage] = {
     "keys": keys,
@@ -342,8 +357,9 @@ BATCH_STAGES: dict[str, BatchStage] = {
     "update": update,
     "write": write,
     "arrive": arrive,
-    "cold rows": cold_rows,
-    "cold grads": cold_grads,
-    "cold collect": cold_collect,
-    "cold update": cold_update,
+    # The cold half is the second piece, like the second slice.
+    "cold rows": partial(next_rows, number=0),
+    "cold grads": partial(next_grads, number=0),
+    "cold collect": partial(next_collect, number=0),
+    "cold update": partial(next_update, number=0),
 }

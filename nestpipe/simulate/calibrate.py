@@ -20,7 +20,7 @@ import numpy as np
 from nestpipe.errors import DataError
 from nestpipe.overlap import steps_of
 from nestpipe.simulate.constants import Constants, dense_trips
-from nestpipe.trace import KINDS, RankTrace, Span
+from nestpipe.trace import KINDS, RankTrace, Span, stage_of
 
 _ROUNDS = 5  # of guessing when a message began from bandwidth and delay, and these from the messages
 _OTHER_NAMES = {"arrive": "compute"}  # a schedule that is split has more stages
@@ -141,6 +141,10 @@ def _runs(traces: Sequence[RankTrace]) -> list[_Recorded]:
             raise DataError(
                 f"run '{name}' trained in groups, whose messages go to some ranks only; record one without groups."
             )
+        if any(span.kind == "next rows" for trace in own for span in trace.spans):
+            raise DataError(
+                f"run '{name}' sent its first rows in slices, of which a trace does not tell when each arrived; record one without slices."
+            )
         batches = frozenset.intersection(*(frozenset(step.batch for step in steps_of(trace)) for trace in own))
         if not batches:
             raise DataError(f"run '{name}' has no batch that all ranks recorded whole; record more steps.")
@@ -155,7 +159,7 @@ def _sums(run: _Recorded, kind: str) -> dict[tuple[int, int], float]:
     """Seconds of work by rank and batch, all parts and both halves together."""
     found: dict[tuple[int, int], float] = defaultdict(float)
     for rank, span in run.spans():
-        if _OTHER_NAMES.get(span.kind, span.kind.removeprefix("cold ")) == kind:
+        if _OTHER_NAMES.get(span.kind, stage_of(span.kind)) == kind:
             waited = sum(wait.end_ns - max(wait.begin_ns, span.begin_ns) for wait in span.waits)
             found[rank, span.batch] += (span.end_ns - span.begin_ns - waited) / 1e9
     return found
@@ -184,7 +188,7 @@ def _beside_messages(work: dict[str, float], launch_s: float, runs: Sequence[_Re
     return {
         kind: max(seconds - num_messages.get(kind, 0) * launch_s, 0.0)
         for kind, seconds in work.items()
-        if not kind.startswith("cold ")
+        if kind == stage_of(kind)
     }
 
 
@@ -192,8 +196,8 @@ def _sizes(run: _Recorded) -> tuple[float, float, float, float]:
     """Rows of a rank and batch, bytes of a row, of a key and of the dense gradients."""
     rows, num_bytes = defaultdict[str, int](int), defaultdict[str, int](int)
     for _, span in run.spans():
-        rows[span.kind.removeprefix("cold ")] += span.num_rows
-        num_bytes[span.kind.removeprefix("cold ")] += span.num_bytes
+        rows[stage_of(span.kind)] += span.num_rows
+        num_bytes[stage_of(span.kind)] += span.num_bytes
     batches, crossing = len(run.batches) * run.world_size, (run.world_size - 1) / run.world_size
     if not rows["keys"] or not rows["rows"]:
         raise DataError("the traces count no rows: nothing was looked up, or the lanes were not watched.")
@@ -209,7 +213,7 @@ def _first_use(run: _Recorded) -> float:
     """The exponent with which the share of rows that have been used grows with the share of parts."""
     counts = np.zeros(run.num_parts)
     for _, span in run.spans():
-        if span.kind in {"rows", "cold rows"}:
+        if stage_of(span.kind) == "rows":
             counts[span.part] += span.num_rows
     if run.num_parts == 1:
         return 1.0

@@ -55,9 +55,9 @@ class Cluster:
 
 def run_of(schedule: Schedule, constants: Constants, cluster: Cluster, *, num_batches: int) -> Run:
     """The schedule on this cluster, to be executed."""
-    if schedule.split:
+    if schedule.split or schedule.slices > 1:
         raise ValueError(
-            "the model has no constants for hot and cold halves of messages; take a schedule that is not split"
+            "the model has no constants for halves and slices of messages; take a schedule that is not split and has none"
         )
     costs = Costs(schedule, constants, cluster)
     run = Run(schedule, costs.phases, num_batches, world_size=cluster.workers)

@@ -50,6 +50,16 @@ WITHOUT = {
     ("cold collect", "cold update"): "an update without the last part",
     ("flag", "cold update"): "a batch that is not finite reaches the rows",
     ("cold update", "write"): "rows go home as they were before the update",
+    ("post", "next rows"): "a send without its receive",
+    ("next update", "next rows"): "**rows one step old**, some of them",
+    ("next update", "rows"): "**rows one step old**, some of them",
+    ("next rows", "compute"): "computes with rows that have not been sent",
+    ("compute", "next grads"): "gradients leave before they are whole",
+    ("next grads", "next collect"): "adds what has not been sent",
+    ("collect", "next collect"): "an update without a part before the last",
+    ("next collect", "next update"): "an update without the last part",
+    ("flag", "next update"): "a batch that is not finite reaches the rows",
+    ("next update", "write"): "rows go home as they were before the update",
 }
 
 
@@ -64,7 +74,12 @@ def measured(case: Case) -> dict[str, list[str]]:
 
 
 if __name__ == "__main__":
-    for case in (Case(pool=True), Case(pool=True, depth=2, split=True), Case(pool=True, groups=2)):
+    for case in (
+        Case(pool=True),
+        Case(pool=True, depth=2, split=True),
+        Case(pool=True, groups=2),
+        Case(pool=True, slices=2),
+    ):
         print("\n| edge | without it | pool | in place |\n|---|---|---|---|")
         for edge, verdicts in measured(case).items():
             ends = tuple(one.partition("(")[0] for one in edge.split(" -> "))

@@ -71,7 +71,7 @@ def plain(case: Case, lanes: Lanes) -> Result:
     log: Log = []
     state = new_toy(replace(case, pool=False), lanes)
     batches = islice(toy_batches(state.control.world.rank), NUM_BATCHES)
-    update = tapped(log)["update"]
+    update = tapped(log).batch["update"]
     with patch.object(sequential, "update", update), patch.object(semi_async, "update", update):
         if case.stale:
             one_update_old(state, batches, case.rates)
@@ -88,26 +88,27 @@ def ordered(case: Case, lanes: Lanes, order: list[Event]) -> Result:
     feed = Feed(batches=toy_batches(state.control.world.rank), rates=case.rates)
     for lane in state.lanes:
         lane.hand_over()
-    with patch.dict(stages.BATCH_STAGES, tapped(log, stages.BATCH_STAGES)):
+    taps = tapped(log, stages.BATCH_STAGES, stages.PART_STAGES)
+    with patch.dict(stages.BATCH_STAGES, taps.batch), patch.dict(stages.PART_STAGES, taps.part):
         run_in_order(state, order, feed, schedule_of(case))
     return sorted(log), content(state)
 
 
 def schedule_of(case: Case) -> Schedule:
     named = {"depth": case.depth, "clip_rows": case.clip.rows, "stale": case.stale, "split": case.split}
-    named["groups"] = case.groups > 1
+    named |= {"groups": case.groups > 1, "slices": case.slices}
     return Schedule.of("nested", case.num_parts, **named)
 
 
 def broken_edges(world: World, cases: list[Case], only: Collection[str] = ()) -> list[tuple[Case, str, dict[str, str]]]:
     """Every kind of edge that is not implied, broken in forced orders until one of them is caught: verdict by order.
 
-    Of a training that is split or in groups only those that the same training has not otherwise.
+    Of a training that is split, in groups or in slices only those that the same training has not otherwise.
     """
     arena, found = Arena(world), []
     for case in cases:
         schedule, expected = schedule_of(case), plain(case, arena.lanes(case))
-        plainer = replace(case, split=False, groups=1)
+        plainer = replace(case, split=False, groups=1, slices=1)
         known = set(orders.edges_of(schedule_of(plainer))) if plainer != case else set()
         edges = [one for one in orders.edges_of(schedule) if one not in known and (not only or str(one) in only)]
         for edge in edges:
@@ -155,8 +156,9 @@ def legal_orders(world: World, cases: list[Case], num_random: int) -> list[str]:
         needs = orders.needs_without(schedule, NUM_BATCHES)
         tried = {f"random {seed}": orders.random_order(needs, seed) for seed in range(num_random)}
         cold = ("cold grads", "cold update") if case.split else ()
+        cold += ("next grads", "next update") if case.slices > 1 else ()
         tried |= {f"late {kind}": orders.late(needs, kind, 0) for kind in ("update", "write", "dense step", *cold)}
-        early = ("cold rows",) if case.split else ()
+        early = ("cold rows",) if case.split else ("next rows",) if case.slices > 1 else ()
         tried |= {f"early {kind}": orders.early(needs, kind, 0) for kind in ("retrieve", "post", *early)}
         for name, order in tried.items():
             said = arena.verdict(expected, case, order)

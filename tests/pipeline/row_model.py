@@ -10,7 +10,8 @@ of one row to another, which is what a late write or update must not meet.
     dense step  the dense weights change                                write     values go home
 
 In a schedule that is split, rows and update are about the keys that the batch before or after holds too; cold rows and cold
-update are about the others.
+update are about the others. In one with two slices, rows and update are about every second key, next rows and next update about
+the others.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ from tests.pipeline.orders import Edge, ancestors, needs_without
 KINDS: tuple[Kind, ...] = ("retrieve", "rows", "compute", "dense step", "update", "write")
 SPLIT_KINDS: tuple[Kind, ...] = (
     *("retrieve", "cold rows", "rows", "compute", "dense step", "update", "cold update", "write"),
+)
+SLICE_KINDS: tuple[Kind, ...] = (
+    *("retrieve", "rows", "next rows", "compute", "dense step", "update", "next update", "write"),
 )
 Pattern = tuple[tuple[int, ...], ...]  # the keys of each batch
 
@@ -56,6 +60,7 @@ class RowModel:
     protect_steps: int
     pool: bool
     split: bool = False
+    slices: int = 1
     _names: dict[Any, int] = field(default_factory=dict)  # history -> value
 
     @property
@@ -76,7 +81,7 @@ class RowModel:
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
-        return SPLIT_KINDS if self.split else KINDS
+        return SPLIT_KINDS if self.split else SLICE_KINDS if self.slices > 1 else KINDS
 
     def sequential(self) -> State:
         """The state after all batches, one after the other."""
@@ -125,7 +130,13 @@ class RowModel:
         return place if key < 0 or age < t - self.protect_steps else -1
 
     def _rows(self, state: State, t: int) -> State:
-        return self._send(state, t, self._shared(t, t - 1) if self.split else set(self.pattern[t]))
+        return self._send(state, t, self._shared(t, t - 1) if self.split else self._slice(t, 0))
+
+    def _next_rows(self, state: State, t: int) -> State:
+        return self._send(state, t, self._slice(t, 1))
+
+    def _slice(self, t: int, number: int) -> set[int]:
+        return {key for key in self.pattern[t] if key % self.slices == number}
 
     def _cold_rows(self, state: State, t: int) -> State:
         return self._send(state, t, set(self.pattern[t]) - self._shared(t, t - 1))
@@ -152,7 +163,10 @@ class RowModel:
         return state._replace(dense=self._value("dense", state.dense, state.dense_grad))
 
     def _update(self, state: State, t: int) -> State:
-        return self._change(state, t, self._shared(t, t + 1) if self.split else set(self.pattern[t]))
+        return self._change(state, t, self._shared(t, t + 1) if self.split else self._slice(t, 0))
+
+    def _next_update(self, state: State, t: int) -> State:
+        return self._change(state, t, self._slice(t, 1))
 
     def _cold_update(self, state: State, t: int) -> State:
         return self._change(state, t, set(self.pattern[t]) - self._shared(t, t + 1))
@@ -199,7 +213,7 @@ def projected(schedule: Schedule, num_batches: int, dropped: Edge | None = None)
 
 
 def kinds_of(schedule: Schedule) -> tuple[Kind, ...]:
-    return SPLIT_KINDS if schedule.split else KINDS
+    return SPLIT_KINDS if schedule.split else SLICE_KINDS if schedule.slices > 1 else KINDS
 
 
 def events_of(num_batches: int, kinds: tuple[Kind, ...] = KINDS) -> list[Event]:

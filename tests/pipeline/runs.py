@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from itertools import count, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -15,14 +16,16 @@ import torch
 from nestpipe.comm import World
 from nestpipe.data.loader import Loader
 from nestpipe.embedding.held import Pool
+from nestpipe.embedding.hot import hot_bits
 from nestpipe.embedding.lagging import Lagging
 from nestpipe.embedding.ledger import Ledger
+from nestpipe.embedding.window import COLD, Window
 from nestpipe.jagged import Batch, Cursor
 from nestpipe.pipeline import semi_async, stages
 from nestpipe.pipeline import sequential as sequential_module
 from nestpipe.pipeline.runner import Feed, Runner
 from nestpipe.pipeline.schedule import Event, Schedule
-from nestpipe.pipeline.stages import BatchStage, Clip, Rates, TrainState, Work
+from nestpipe.pipeline.stages import BatchStage, Clip, PartStage, Rates, TrainState, Work
 from nestpipe.run import Lanes
 from tests.pipeline_ranks import new_state
 
@@ -45,27 +48,56 @@ def rates_of(settings: dict[str, Any]) -> Callable[[int], Rates]:
     )
 
 
-def tapped(log: Log, plain: Mapping[str, BatchStage] = stages.BATCH_STAGES) -> dict[str, BatchStage]:
-    """Updates that note the bits of the rows they leave: of a split batch when both are done, each row as its update left it."""
-    halves: dict[tuple[int, str], torch.Tensor] = {}  # rows after the update that came first
+def peek(window: Window, name: str, piece: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Ids [K] that this rank owns in a window, ascending, their weights [K, D] as they are now, and which are in a half or slice."""
+    slices = window.owned[name]
+    ids, order = torch.cat([owned.requests.ids for owned in slices]).sort()
+    rows = window.home.holders[name].gather(window.held[name]).index_select(0, order)
+    if window.split:
+        return ids, rows, hot_bits(slices[0].hot.out, len(ids)).bool() ^ (piece == COLD)
+    return ids, rows, torch.isin(ids, slices[piece].requests.ids)
 
-    def tap(kind: str) -> BatchStage:
-        change = plain[kind]  # as it is now
 
+class Taps(NamedTuple):
+    """Updates that note the bits of the rows they leave."""
+
+    batch: dict[str, BatchStage]
+    part: dict[str, PartStage]
+
+
+def tapped(
+    log: Log,
+    batch_stages: Mapping[str, BatchStage] = stages.BATCH_STAGES,
+    part_stages: Mapping[str, PartStage] = stages.PART_STAGES,
+) -> Taps:
+    """Of a batch in halves or slices the bits are noted when all of it is done, each row as its own update left it."""
+    left: dict[tuple[int, str], torch.Tensor] = {}  # rows after the updates so far
+    num_left: Counter[tuple[int, str]] = Counter()
+
+    def note(work: Work, piece: int) -> None:
+        window = work.window
+        for name in window.owned:
+            key, (ids, rows, is_own) = (work.number, name), peek(window, name, piece)
+            left[key] = torch.where(is_own.unsqueeze(1), rows, left.get(key, rows))
+            num_left[key] += 1
+            if num_left[key] == (2 if window.split else window.slices):
+                log.append((*key, ids.numpy().tobytes(), left.pop(key).numpy().tobytes()))
+
+    def tap(change: BatchStage, piece: int) -> BatchStage:
         def update(state: TrainState, work: Work) -> None:
             change(state, work)
-            for name, (ids, rows) in work.window.peek_owned().items():
-                other = halves.pop((work.number, name), None)
-                if work.window.split and other is None:
-                    halves[work.number, name] = rows
-                    continue
-                is_own = work.window.peek_hot()[name].bool() ^ (kind == "cold update")
-                left = rows if other is None else torch.where(is_own.unsqueeze(1), rows, other)
-                log.append((work.number, name, ids.numpy().tobytes(), left.numpy().tobytes()))
+            note(work, piece)
 
         return update
 
-    return {kind: tap(kind) for kind in ("update", "cold update")}
+    change_slice = part_stages["next update"]  # as it is now
+
+    def next_update(state: TrainState, work: Work, number: int) -> None:
+        change_slice(state, work, number)
+        note(work, number + 1)
+
+    pieces = {"update": 0, "cold update": COLD}
+    return Taps({kind: tap(batch_stages[kind], piece) for kind, piece in pieces.items()}, {"next update": next_update})
 
 
 def delays(seed: int, longest_s: float) -> Callable[[str, Event], None]:
@@ -104,7 +136,7 @@ def sequential(
     """The plain loop, with the tap where the update is; rows are used in place."""
     state, loader = prepared(world, path, {**settings, "pool": False}, lanes)
     log: Log = []
-    plain, sequential_module.update = sequential_module.update, tapped(log)["update"]
+    plain, sequential_module.update = sequential_module.update, tapped(log).batch["update"]
     try:
         for number, batch in enumerate(islice(batches_of(loader), num_steps)):
             sequential_module.step(state, batch, rates_of(settings)(number))
@@ -129,8 +161,8 @@ def sequential_stale(
     state, loader = prepared(world, path, {**settings, "pool": False, "stale": False}, lanes)
     log: Log = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sequential_module, "update", tapped(log)["update"])
-        patch.setattr(semi_async, "update", tapped(log)["update"])
+        patch.setattr(sequential_module, "update", tapped(log).batch["update"])
+        patch.setattr(semi_async, "update", tapped(log).batch["update"])
         batches, rates = islice(batches_of(loader), num_steps), rates_of(settings)
         for number, batch in enumerate(islice(batches, settings.get("sync_steps", 0))):
             sequential_module.step(state, batch, rates(number))
@@ -146,10 +178,17 @@ def pipelined(
     clip_rows = settings.get("clip", Clip()).rows
     split = settings.get("split", False) and not clip_rows
     chosen = {"depth": settings.get("depth", 1), "clip_rows": clip_rows, "split": split}
+    chosen["slices"] = 1 if clip_rows else settings.get("slices", 1)
     chosen["groups"] = state.embedding.replicas is not None
     log: Log = []
     schedule = Schedule.of(settings["mode"], state.cut.parts, **chosen)
-    runner = Runner(state, schedule, batch_stages={**stages.BATCH_STAGES, **tapped(log)})
+    taps = tapped(log)
+    runner = Runner(
+        state,
+        schedule,
+        batch_stages={**stages.BATCH_STAGES, **taps.batch},
+        part_stages={**stages.PART_STAGES, **taps.part},
+    )
     sync_steps = settings.get("sync_steps", 0) if settings.get("stale") else num_steps
     if "seed" in settings:
         runner.before = delays(settings["seed"] * 97 + world.rank, settings.get("longest_s", 0.002))

@@ -13,7 +13,7 @@ import pytest
 from nestpipe.pipeline.schedule import Schedule
 from tests.pipeline.order_model import explore
 from tests.pipeline.orders import breaks, edges_of, is_implied
-from tests.pipeline.row_model import SPLIT_KINDS, RowModel, events_of, kinds_of, patterns, projected
+from tests.pipeline.row_model import RowModel, events_of, kinds_of, patterns, projected
 
 NUM_BATCHES, NUM_KEYS = 4, 3
 # Both ends lie between two stages of the model that other needs order too; real ranks show what they are for.
@@ -48,8 +48,18 @@ BETWEEN_SPLIT = BETWEEN | {
 }
 
 
-def nested(depth, *, split=False):
-    return Schedule.of("nested", 1, depth=depth, split=split)
+# Or if they come in slices.
+BETWEEN_SLICES = BETWEEN | {
+    ("compute", "next grads"),
+    ("next grads", "next collect"),
+    ("next collect", "next update"),
+    ("flag", "next update"),
+}
+CUT = {"split": {"split": True}, "slices": {"slices": 2}}
+
+
+def nested(depth, **cut):
+    return Schedule.of("nested", 1, depth=depth, **cut)
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
@@ -68,21 +78,22 @@ def test_every_order_of_every_pattern_ends_like_sequential(depth, scale):
     print(f"depth {depth}: {', '.join(f'{value:,} {name}' for name, value in total.items())}, none differs")
 
 
+@pytest.mark.parametrize("cut", CUT.values(), ids=CUT.keys())
 @pytest.mark.parametrize("depth", [1, 2])
-def test_every_order_of_a_split_schedule_ends_like_sequential(depth, scale):
-    schedule, num_keys = nested(depth, split=True), scale(2, 3)
-    events, order = events_of(NUM_BATCHES, SPLIT_KINDS), projected(schedule, NUM_BATCHES)
+def test_every_order_of_a_schedule_in_pieces_ends_like_sequential(depth, scale, cut):
+    schedule, num_keys = nested(depth, **cut), scale(2, 3)
+    events, order = events_of(NUM_BATCHES, kinds_of(schedule)), projected(schedule, NUM_BATCHES)
     every = [(pool, num_homes) for pool in (True, False) for num_homes in range(1, num_keys + 1)]
     total: Counter[str] = Counter()
     for number, pattern in enumerate(patterns(NUM_BATCHES, num_keys)):
         pool, num_homes = every[number % len(every)]
-        model = RowModel(pattern, num_keys, num_homes, depth + 1, pool, split=True)
+        model = RowModel(pattern, num_keys, num_homes, depth + 1, pool, **cut)
         plain = RowModel(pattern, num_keys, num_homes, depth + 1, pool, _names=model._names)
         found = explore(events, order, model.apply, model.start)
         differing = found.differing(plain.sequential())
         assert differing is None, f"{pattern}, pool {pool}, {num_homes} homes: {' '.join(map(str, differing))}"
         total += Counter(trainings=1, orders=sum(found.finals.values()), states=found.num_states)
-    print(f"depth {depth}, split: {', '.join(f'{value:,} {name}' for name, value in total.items())}, none differs")
+    print(f"depth {depth}, {cut}: {', '.join(f'{value:,} {name}' for name, value in total.items())}, none differs")
 
 
 def candidates(depth):
@@ -103,7 +114,7 @@ def counterexample(schedule, edge, pool):
     depth = schedule.depth
     for pattern, num_homes in candidates(depth):
         events, order = events_of(len(pattern), kinds_of(schedule)), projected(schedule, len(pattern), edge)
-        model = RowModel(pattern, NUM_KEYS, num_homes, depth + 1, pool, schedule.split)
+        model = RowModel(pattern, NUM_KEYS, num_homes, depth + 1, pool, schedule.split, schedule.slices)
         found = explore(events, order, model.apply, model.start)
         if differing := found.differing(model.sequential()):
             return model, order, differing
@@ -111,9 +122,9 @@ def counterexample(schedule, edge, pool):
 
 
 @pytest.mark.parametrize("pool", [True, False], ids=["pool", "in place"])
-@pytest.mark.parametrize(("depth", "split"), [(1, False), (2, False), (3, False), (2, True)])
-def test_without_an_edge_some_order_differs(depth, pool, split):
-    schedule, length = nested(depth, split=split), depth + 4
+@pytest.mark.parametrize(("depth", "cut"), [(1, ""), (2, ""), (3, ""), (2, "split"), (1, "slices"), (2, "slices")])
+def test_without_an_edge_some_order_differs(depth, pool, cut):
+    schedule, length = nested(depth, **CUT.get(cut, {})), depth + 4
     between, free = set(), set()
     for edge in edges_of(schedule):
         if is_implied(schedule, edge):
@@ -134,7 +145,9 @@ def test_without_an_edge_some_order_differs(depth, pool, split):
             state = model.apply(state, event)
         assert state != model.sequential()
         print(f"depth {depth}, {'pool' if pool else 'in place'}, without {edge}: {' '.join(map(str, differing))}")
-    assert between == (BETWEEN_SPLIT if split else BETWEEN)
+    assert between == {"split": BETWEEN_SPLIT, "slices": BETWEEN_SLICES}.get(cut, BETWEEN)
     # Rows that stay in place and that the next batch holds too are kept from eviction by what that batch waits for.
-    unneeded = {("write", "write"), *([("update", "write")] if split else [])}
+    # Of slices one alone may be forgotten: what the next batch waits for keeps its rows back.
+    updates = {"split": [("update", "write")], "slices": [("update", "write"), ("next update", "write")]}
+    unneeded = {("write", "write"), *updates.get(cut, [])}
     assert free == (set() if pool else unneeded), "these edges could go"

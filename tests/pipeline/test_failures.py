@@ -26,11 +26,12 @@ from tests.ranks import run_ranks
 VICTIM = 1
 DEADLINE_S = 4.0
 CASE = Case(pool=True)
-MODES = ("serial", "dual-buffer", "frozen-window", "nested")
+MODES = ("serial", "dual-buffer", "frozen-window", "nested", "slices")
 
 
 def runner_of(state, mode="nested", **wrapped):
-    schedule = Schedule.of(mode, state.cut.parts, depth=1)
+    slices = 2 if mode == "slices" else 1
+    schedule = Schedule.of("nested" if slices > 1 else mode, state.cut.parts, depth=1, slices=slices)
     parts = {**stages.PART_STAGES, **{kind: stage for kind, stage in wrapped.items() if kind in stages.PART_STAGES}}
     return Runner(state, schedule, part_stages=parts)
 
@@ -120,7 +121,7 @@ def stop_and_go_on(world: World, mode: str):
     return done
 
 
-@pytest.mark.parametrize("mode", ["frozen-window", "nested"])
+@pytest.mark.parametrize("mode", ["frozen-window", "nested", "slices"])
 def test_the_wish_of_one_rank_stops_all_after_the_same_batch(mode):
     assert run_ranks(3, stop_and_go_on, mode) == [[5, 3]] * 3
 
@@ -131,9 +132,11 @@ def skip_not_finite(world: World):
     for mode in (None, *MODES):
         log, logs = [], []
         state = new_toy(replace(CASE, pool=mode is not None), lanes)
+        taps = tapped(log)
         with (
-            patch.object(sequential, "update", tapped(log)["update"]),
-            patch.dict(stages.BATCH_STAGES, tapped(log)),
+            patch.object(sequential, "update", taps.batch["update"]),
+            patch.dict(stages.BATCH_STAGES, taps.batch),
+            patch.dict(stages.PART_STAGES, taps.part),
         ):
             if mode is None:
                 for number, batch in enumerate(islice(toy_batches(world.rank), 6)):

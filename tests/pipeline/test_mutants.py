@@ -25,6 +25,7 @@ IMPLIED = {
     "rows(t.1) -> update(t)",
 }
 IMPLIED_IF_SPLIT = {"post(t) -> cold grads(t)", "rows(t.0) -> compute(t.0)", "cold rows(t) -> compute(t.0)"}
+IMPLIED_WITH_SLICES = {"post(t) -> next grads(t.0)"}
 IMPLIED_WITH_NORM = {"dense sum(t) -> dense step(t)", "collect(t.1) -> update(t)"}
 # They bound how far reading and key routing run ahead, hence memory; no bit depends on them.
 # Both of the last wait for the same messages: they must not at the same time, which no order of whole stages shows.
@@ -33,7 +34,7 @@ BOUNDS = {("dense step", "read"), ("dense step", "keys"), ("arrive", "compute")}
 # of t-d-1 are out; those are protected (P = d+1), but those of t-d-2 are not, and nothing else keeps them back.
 ONE_TO_SPARE = {("write", "retrieve")}
 # Where rows are used in place, nothing is written back.
-NOTHING_TO_WRITE = {("update", "write"), ("write", "write")}
+NOTHING_TO_WRITE = {("update", "write"), ("next update", "write"), ("write", "write")}
 
 SPLIT = Case(pool=False, split=True)
 CASES = {
@@ -41,8 +42,13 @@ CASES = {
         Case(pool=True),
         Case(pool=True, clip=Clip(0.05, rows=True)),
         SPLIT,
+        Case(pool=False, slices=2),
     ],
-    3: [Case(pool=True, depth=2, optimizer="adam"), Case(pool=True, depth=2, split=True)],
+    3: [
+        Case(pool=True, depth=2, optimizer="adam"),
+        Case(pool=True, depth=2, split=True),
+        Case(pool=True, depth=2, slices=2),
+    ],
 }
 EVERY_CASE = [
     Case(pool=pool, depth=depth, optimizer=optimizer, clip=clip)
@@ -50,7 +56,13 @@ EVERY_CASE = [
     for depth in (1, 2, 3)
     for optimizer in ("adagrad", "adam")
     for clip in (Clip(), Clip(0.05, rows=True))
-] + [Case(pool=pool, depth=depth, split=True) for pool in (True, False) for depth in (1, 2, 3)]
+]
+EVERY_CASE += [
+    Case(pool=pool, depth=depth, **cut)
+    for pool in (True, False)
+    for depth in (1, 2, 3)
+    for cut in ({"split": True}, {"slices": 2})  # of three slices of so few buckets one would be empty
+]
 
 
 def ends(name):
@@ -65,8 +77,9 @@ def ends(name):
         ({"clip_rows": True}, IMPLIED_WITH_NORM),
         ({"split": True}, IMPLIED_IF_SPLIT),
         ({"groups": True}, set()),
+        ({"slices": 2}, IMPLIED_WITH_SLICES),
     ],
-    ids=["plain", "clip rows", "split", "groups"],
+    ids=["plain", "clip rows", "split", "groups", "slices"],
 )
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_the_edges_that_others_imply(depth, named, more):

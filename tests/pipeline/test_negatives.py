@@ -44,6 +44,7 @@ def test_every_mode_has_the_bits_of_sequential(log, kind):
         {"mode": "dual-buffer", "pool": False, "depth": 1, "seed": 1},
         {"mode": "frozen-window", "pool": False, "depth": 1, "seed": 2},
         {"mode": "nested", "pool": False, "depth": 1, "seed": 3, "split": True},
+        {"mode": "nested", "pool": False, "depth": 1, "seed": 4, "slices": 2},
     ]
     found = run_ranks(3, differences, log, {**settings_of(kind), "parts": 3}, 5, arms)
     assert [line for lines in found for line in lines] == []

@@ -16,7 +16,7 @@ from nestpipe.pipeline.runner import Feed, Runner
 from nestpipe.pipeline.schedule import MODES, Event, Schedule
 from nestpipe.pipeline.stages import Work
 from nestpipe.run import Lanes
-from nestpipe.trace import Recorder, load
+from nestpipe.trace import Recorder, load, stage_of
 from tests.pipeline.runs import batches_of, prepared, rates_of
 from tests.ranks import run_ranks
 from tests.worlds import small_log
@@ -26,12 +26,13 @@ BARRIERS = (3, 7)  # the run stops and goes on after 3 batches
 
 def asked_rows(work: Work) -> int:
     """The rows that all ranks together asked this one for."""
-    return sum(len(owned.requests.places) for owned in work.window._owned.values())
+    return sum(len(owned.requests.places) for slices in work.window.owned.values() for owned in slices)
 
 
 def schedule_of(mode: str, parts: int) -> Schedule:
-    """Of a mode, or nested with hot and cold messages."""
-    return Schedule.of("nested", parts, split=True) if mode == "split" else Schedule.of(mode, parts)
+    """Of a mode, or nested with hot and cold messages, or in slices."""
+    more = {"split": {"split": True}, "slices": {"slices": 3}}
+    return Schedule.of("nested", parts, **more[mode]) if mode in more else Schedule.of(mode, parts)
 
 
 def record(world: World, path: Path, folder: Path, settings: dict[str, Any]) -> list[int]:
@@ -59,7 +60,7 @@ def log(tmp_path_factory):
     return small_log(tmp_path_factory.mktemp("recorded") / "log").path
 
 
-@pytest.mark.parametrize("mode", [*MODES, "split"])
+@pytest.mark.parametrize("mode", [*MODES, "split", "slices"])
 @pytest.mark.parametrize("loss", ["sampled", "shared"])  # the latter has rows in 16 bits, which travel as bytes
 def test_every_event_is_recorded_once(log, tmp_path, mode, loss):
     sent = run_ranks(2, record, log, tmp_path, {"mode": mode, "parts": 3, "loss": loss})
@@ -85,7 +86,7 @@ def test_every_event_is_recorded_once(log, tmp_path, mode, loss):
             assert step.num_rows["rows"] == sent[trace.rank][step.batch]
     result = report(traces, choose(traces))
     assert result.rows_sent_ratio == {"rows": 1.0, "grads": 1.0}
-    assert {kind.removeprefix("cold ") for kind in result.num_bytes} == {"keys", "rows", "grads", "dense sum"}
+    assert {stage_of(kind) for kind in result.num_bytes} == {"keys", "rows", "grads", "dense sum"}
     assert 0 < result.busy_share < 1
 
 

@@ -30,7 +30,7 @@ def sequentially(case, lanes, batches):
     """All that training leaves behind, and the bits of every update."""
     state, log = new_toy(case, lanes), []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sequential, "update", tapped(log)["update"])
+        patch.setattr(sequential, "update", tapped(log).batch["update"])
         for number, batch in enumerate(batches):
             sequential.step(state, batch, case.rates(number))
     return state, sorted(log)
@@ -40,7 +40,9 @@ def beside_each_other(case, lanes, batches, mode, seed):
     state, log = new_toy(replace(case, pool=True), lanes), []
     clipped = {"clip_rows": case.clip.rows, "groups": case.groups > 1}
     schedule = Schedule.of(mode, case.num_parts, depth=case.depth, **clipped)
-    runner = Runner(state, schedule, batch_stages={**stages.BATCH_STAGES, **tapped(log)}, before=delays(seed, 0.001))
+    runner = Runner(
+        state, schedule, batch_stages={**stages.BATCH_STAGES, **tapped(log).batch}, before=delays(seed, 0.001)
+    )
     runner.run(Feed(batches=batches, rates=case.rates, num_batches=NUM_STEPS))
     return state, sorted(log)
 

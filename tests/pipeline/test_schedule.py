@@ -30,6 +30,7 @@ def test_no_schedule_can_get_stuck(scale):
         check(Schedule.of("nested", 2, depth=2, stale=True, groups=groups), 6, 2)
     for num_parts, depth, num_batches in product((1, 2, 5), (1, 3), (1, 2, 6)):
         check(Schedule.of("nested", num_parts, depth=depth, split=True), num_batches, 2)
+        check(Schedule.of("nested", num_parts, depth=depth, slices=3), num_batches, 2)
     for schedule in schedules((*range(1, 9), 32), range(1, 5)) if scale(0, 1) else ():
         for num_batches, world_size in product(range(1, 7), range(1, 5)):
             check(schedule, num_batches, world_size)
@@ -38,8 +39,8 @@ def test_no_schedule_can_get_stuck(scale):
 def test_every_batch_has_the_same_number_of_events():
     for schedule in schedules((1, 3), (1, 2)):
         assert len(all_events(schedule, 5)) == 5 * schedule.num_events
-    split = Schedule.of("nested", 3, split=True)
-    assert len(all_events(split, 5)) == 5 * split.num_events
+    for schedule in (Schedule.of("nested", 3, split=True), Schedule.of("nested", 3, slices=4)):
+        assert len(all_events(schedule, 5)) == 5 * schedule.num_events
 
 
 NESTED = Schedule.of("nested", 2, depth=1)
@@ -124,6 +125,33 @@ def test_description():
         "rows(1.0) · rows(1.1) · grads(1.0) · grads(1.1) · flag(1) · collect(1.0) · collect(1.1) · update(1)",
         "dense    dense sum(0) · dense sum(1)",
     ]
+
+
+def test_a_slice_is_updated_and_its_rows_leave_while_the_next_one_travels():
+    sliced = Schedule.of("nested", 2, depth=1, slices=2)
+    assert [str(event) for event in sliced.events(2)["rows"]] == [
+        *(
+            "post(0)",
+            "rows(0.0)",
+            "next rows(0.0)",
+            "rows(0.1)",
+            "grads(0.0)",
+            "grads(0.1)",
+            "next grads(0.0)",
+            "post(1)",
+        ),
+        *("flag(0)", "collect(0.0)", "collect(0.1)", "update(0)", "rows(1.0)"),
+        *("next collect(0.0)", "next update(0.0)", "next rows(1.0)", "rows(1.1)"),
+        *("grads(1.0)", "grads(1.1)", "next grads(1.0)", "flag(1)", "collect(1.0)", "collect(1.1)", "update(1)"),
+        *("next collect(1.0)", "next update(1.0)"),
+    ]
+    for later in (Event("keys", 5), Event("write", 2)):
+        assert sliced.lets_pass(later) == [Event("next rows", 3, 0)], later
+    for wrong in ({"clip_rows": True}, {"stale": True}, {"split": True}, {"groups": True}):
+        with pytest.raises(ValueError, match="only nested has slices"):
+            Schedule.of("nested", 2, slices=2, **wrong)
+    with pytest.raises(ValueError, match="only nested has slices"):
+        Schedule.of("dual-buffer", 2, slices=2)
 
 
 def test_hot_rows_travel_alone():

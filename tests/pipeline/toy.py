@@ -72,6 +72,7 @@ class Case:
     stale: bool = False  # rows always miss the update of the batch before
     split: bool = False  # hot and cold messages
     groups: int = 1  # of ranks
+    slices: int = 1  # of last gradients, update and first rows
     dtype: torch.dtype = torch.float32
 
     def rates(self, number: int) -> Rates:

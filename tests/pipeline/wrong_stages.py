@@ -14,8 +14,7 @@ from unittest.mock import patch
 import torch
 
 from nestpipe.comm import World
-from nestpipe.embedding import groups
-from nestpipe.embedding import window as window_module
+from nestpipe.embedding import asking, groups, pieces
 from nestpipe.embedding.held import InPlace, Pool
 from nestpipe.embedding.ids import among
 from nestpipe.embedding.ledger import Ledger
@@ -60,7 +59,7 @@ def state_not_brought_home(case: Case) -> AbstractContextManager[object]:
 
 def reordered(key: Callable[[int, int], Any]) -> AbstractContextManager[object]:
     """The owner adds what arrives for a row by another key of (part, asking rank)."""
-    return patch.object(window_module, "own_requests", _sorted_by(key))
+    return patch.object(asking, "own_requests", _sorted_by(key))
 
 
 def _sorted_by(key: Callable[[int, int], Any]) -> Callable[..., Any]:
@@ -96,7 +95,7 @@ def parts_backwards(case: Case) -> AbstractContextManager[object]:
     seen: dict[int, list[Any]] = {}
 
     def add_grads(window, part, leaves):
-        (name, asked), *_ = window._asked.items()
+        (name, asked), *_ = window.asked.items()
         parts = seen.setdefault(id(window), [window])  # kept, so that no other window gets its id
         grad = leaves[name].grad
         parts.append(torch.zeros_like(asked.leaves[part]) if grad is None else grad)
@@ -119,10 +118,10 @@ def fused_optimizer(case: Case) -> AbstractContextManager[object]:
 
     def collect(state, work, part):
         stages.collect(state, work, part)
-        for name, owned in work.window._owned.items():
+        for name, (owned,) in work.window.owned.items():
             dim, requests = state.embedding.tables[name].spec.dim, owned.requests
             came = [
-                work.window._grads[part, False][name].arrivals[asker] if number == part else torch.zeros(count, dim)
+                work.window.sent_sums[part, 0][name].arrivals[asker] if number == part else torch.zeros(count, dim)
                 for number, counts in enumerate(requests.arrival_counts)
                 for asker, count in enumerate(counts)
             ]
@@ -141,6 +140,28 @@ def flag_ignored_by_rows(case: Case) -> AbstractContextManager[object]:
         stages.update(state, work)
 
     return patch.dict(stages.BATCH_STAGES, {"update": update})
+
+
+def flag_ignored_by_slices(case: Case) -> AbstractContextManager[object]:
+    """The rows of all slices but the first are updated whatever the flags say."""
+
+    def next_update(state, work, number):
+        skipped, work.skipped = work.skipped, False
+        stages.next_update(state, work, number)
+        work.skipped = skipped
+
+    return patch.dict(stages.PART_STAGES, {"next update": next_update})
+
+
+def slices_one_ahead(case: Case) -> AbstractContextManager[object]:
+    """The first rows of a slice leave with those of the slice before, when that one is updated."""
+
+    def rows(state, work, part):
+        stages.rows(state, work, part)
+        if part == 0:
+            stages.next_rows(state, work, 0)
+
+    return patch.dict(stages.PART_STAGES, {"rows": rows, "next rows": lambda state, work, number: None})
 
 
 def flag_of_own_rank(case: Case) -> AbstractContextManager[object]:
@@ -233,10 +254,10 @@ def values_drawn_in_turn(case: Case) -> Iterator[None]:
 
 def hot_by_one_rank(case: Case) -> AbstractContextManager[object]:
     """A row counts as shared by neighbouring batches only if rank 1 asks for it in both; other ranks are not looked at."""
-    tell = Window._tell_hot
+    tell = pieces.tell_hot
 
     def asked_by_one(window):
-        requests = window._owned["item"].requests
+        requests = window.owned["item"][0].requests
         begin, size = (sum(counts) for counts in requests.first_counts[:2])
         return requests.ids.index_select(0, requests.places[begin : begin + size])
 
@@ -247,10 +268,10 @@ def hot_by_one_rank(case: Case) -> AbstractContextManager[object]:
             both = torch.isin(ids, own[0]) & torch.isin(ids, own[1])
             return among(ids, others) & both.to(torch.uint8)
 
-        with patch.object(window_module, "among", among_own):
+        with patch.object(pieces, "among", among_own):
             tell(window, before, where)
 
-    return patch.object(Window, "_tell_hot", telling)
+    return patch.object(pieces, "tell_hot", telling)
 
 
 def groups_backwards(case: Case) -> AbstractContextManager[object]:
@@ -312,6 +333,10 @@ WRONG = [
     Wrong(hot_by_one_rank, replace(IN_PLACE, split=True), ("early", "cold rows")),
     Wrong(hot_by_one_rank, replace(POOL, split=True), ("late", "cold update")),
     Wrong(ranks_backwards, replace(IN_PLACE, split=True), min_ranks=3),
+    Wrong(ranks_backwards, replace(IN_PLACE, slices=2), min_ranks=3),
+    Wrong(flag_ignored_by_slices, replace(IN_PLACE, slices=2)),
+    Wrong(slices_one_ahead, replace(IN_PLACE, slices=2), ("late", "next update")),
+    Wrong(slices_one_ahead, replace(POOL, slices=2), ("late", "next update")),
     Wrong(groups_backwards, replace(IN_PLACE, groups=3, admit_after=1), min_ranks=3),
     Wrong(own_group_first, replace(IN_PLACE, groups=3, admit_after=1), min_ranks=3),
     Wrong(weight_of_own_group, replace(POOL, groups=3), min_ranks=3),
