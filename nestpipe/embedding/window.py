@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from nestpipe.embedding import pieces
-from nestpipe.embedding.asking import ask_owners
+from nestpipe.embedding.asking import Announced, Asking, announce
 from nestpipe.embedding.groups import Replicas
 from nestpipe.embedding.held import Held
 from nestpipe.embedding.lagging import Lagging
@@ -56,6 +56,7 @@ class Window:
     asks_to_stop: bool = False  # of this rank; of any rank once the ids have been asked for
     split: bool = False
     cuts: Mapping[str, Slices] = field(default_factory=dict)
+    announced: Announced | None = None
     largest: dict[str, float] = field(default_factory=dict)  # the largest |gradient| sent, table by table
     asked: dict[str, Asked] = field(default_factory=dict)
     owned: dict[str, list[Owned]] = field(default_factory=dict)  # slice by slice
@@ -63,14 +64,24 @@ class Window:
     sent_rows: dict[Message, dict[str, SentRows]] = field(default_factory=dict)  # table by table
     sent_sums: dict[Message, dict[str, SentSums]] = field(default_factory=dict)
 
-    def ask(self, before: Window | None = None, *, where: str = "") -> None:
+    def announce(self, *, where: str = "") -> Announced:
+        """Tells the owners how many ids the window will ask for, and all ranks its weight and whether to stop."""
+        flags = [*struct.unpack("<q", struct.pack("<d", self.weight)), int(self.asks_to_stop)]
+        return announce(self.home, self.plan, self.cuts, flags, where=where)
+
+    def ask(self, before: Window | None = None, after: Window | None = None, *, where: str = "") -> None:
         """Tells the owners which ids the window needs; agrees on the global weight and on whether to stop.
 
-        If it is split, the owners tell what it shares with the window before, if there is one.
+        If it is split, the owners tell what it shares with the window before, if there is one. The window after, if it is given (on
+        every rank or on none) and there will be one, is announced meanwhile.
         """
-        flags = [*struct.unpack("<q", struct.pack("<d", self.weight)), int(self.asks_to_stop)]
-        answers = ask_owners(self.home, self.plan, self.cuts, flags, where=where)
-        self.asked, self.owned, told = answers.asked, answers.owned, answers.told
+        announced = self.announced or self.announce(where=where)
+        heard = announced.told()
+        told = [row[-2:] for row in heard]
+        asking = Asking.of(self.home, self.plan, announced.own, heard, where=where)
+        if after is not None and not any(asks for _, asks in told):
+            after.announced = after.announce(where=f"the one after {where}")
+        self.asked, self.owned = asking.answers()
         if self.home.replicas:
             told = self._unite(self.home.replicas, told, where)
         self.weight = sum(struct.unpack("<d", struct.pack("<q", weight))[0] for weight, _ in told)  # in rank order

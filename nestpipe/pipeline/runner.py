@@ -193,13 +193,15 @@ class Runner:
                 raise TrainError(f"the data ended before batch {number}; say so beforehand with `num_batches`.")
             rates, stop = feed.rates(number), feed.asks_to_stop()
             cut = self.schedule.split, self.schedule.slices
-            segment.works[batch] = stages.read(self.state, data, rates, number, *cut, asks_to_stop=stop)
+            segment.works[batch] = stages.read(self.state, data, rates, number, *cut, stop)
             return
         work = segment.works[batch]
         if kind == "update" and self.schedule.stale and batch + 1 == segment.board.num_batches:
             work.window.keep()
-        if kind == "keys" and self.schedule.split and batch:
-            work.before = segment.works[batch - 1].window
+        if kind == "keys" and self.schedule.split:
+            work.before = segment.works[batch - 1].window if batch else None
+        elif kind == "keys" and self.schedule.looks_ahead and (after := segment.works.get(batch + 1)):
+            work.after = after.window  # on every rank: keys let reading pass
         if kind in self.part_stages:
             self.part_stages[kind](self.state, work, part)
         else:

@@ -191,10 +191,9 @@ class Schedule:
             return {}
         last, here, read = self.num_parts - 1, -self.depth - 1, -self.depth - 1 - _READ_AHEAD
         if not self.split:  # while the last gradients travel a core is free
-            gradients = Event("next grads", read, self.slices - 2) if self.slices > 1 else Event("grads", read, last)
             return {
-                "read": [gradients],
-                "keys": [self._first_rows(here)],
+                "read": [Event("next grads", read, self.slices - 2) if self.slices > 1 else Event("grads", read, last)],
+                "keys": [self._first_rows(here), Event("read", 1)],
                 "write": [self._first_rows(1)],
             }
         return {

@@ -96,6 +96,7 @@ class Work:
     sums: dict[str, float] = field(default_factory=dict)  # this rank's loss and logs
     means: dict[str, float] = field(default_factory=dict)  # of all ranks, once the flags are in; empty for no weight
     before: Window | None = None  # of the batch before, in a split schedule
+    after: Window | None = None  # of the batch after, where it has been read
     largest_dense: float = 0.0
     skipped: bool = False  # nothing is updated
     row_factor: float = 1.0  # by which row gradients are scaled
@@ -108,14 +109,7 @@ class Work:
 
 
 def read(
-    state: TrainState,
-    batch: Batch,
-    rates: Rates,
-    number: int,
-    split: bool = False,
-    slices: int = 1,
-    *,
-    asks_to_stop: bool = False,
+    state: TrainState, batch: Batch, rates: Rates, number: int, split: bool = False, slices: int = 1, stop: bool = False
 ) -> Work:
     """Cuts the batch into parts and finds out which rows each needs and who owns them."""
     check_coupling(state, batch)
@@ -126,7 +120,7 @@ def read(
         [state.model.lookups(part, draw) for part in parts], list(state.embedding.tables), state.embedding.owners
     )
     cuts = {name: Slices.of(own, slices) for name, own in plan.tables.items()} if slices > 1 else {}
-    window = Window(state.embedding, plan, number, state.model.weight(chosen), asks_to_stop, split, cuts)
+    window = Window(state.embedding, plan, number, state.model.weight(chosen), stop, split, cuts)
     return Work(number, batch, rates, draw, parts, plan, window)
 
 
@@ -147,8 +141,8 @@ def check_coupling(state: TrainState, batch: Batch) -> None:
 
 def keys(state: TrainState, work: Work) -> None:
     """Ids go to their owners; the global weight and a wish to stop are agreed on."""
-    work.window.ask(work.before, where=work.where)
-    work.before = None
+    work.window.ask(work.before, work.after, where=work.where)
+    work.before = work.after = None
 
 
 def retrieve(state: TrainState, work: Work) -> None:
