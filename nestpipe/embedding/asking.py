@@ -39,7 +39,7 @@ def announce(home: Sharded, plan: Plan, cuts: Mapping[str, Slices], beside: list
     """Tells each owner how many ids it will be asked for, and some numbers beside; every rank must call it."""
     own = {name: cuts[name].first_counts if cuts else one.first_counts for name, one in plan.tables.items()}
     wanted = [[n for counts in own.values() for n in counts[rank]] + beside for rank in range(home.world_size)]
-    sends = torch.tensor(wanted, dtype=torch.int64)
+    sends = torch.tensor(wanted, dtype=torch.int64, device=home.keys.world.device)
     rooms = torch.empty_like(sends)
     return Announced(own, rooms, home.keys.exchange("counts", sends.unbind(), rooms.unbind(), where=where))
 

@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -70,8 +71,10 @@ class Ray:
         """Ports that are open, each with its address (as the kernel writes it) and who opened it."""
         owners = {}
         for pid, name in self.processes().items():
-            for link in Path(f"/proc/{pid}/fd").iterdir():
-                owners[str(link.readlink())] = name
+            with suppress(FileNotFoundError):  # it has ended
+                for link in Path(f"/proc/{pid}/fd").iterdir():
+                    with suppress(FileNotFoundError):  # closed meanwhile, so nobody listens there
+                        owners[str(link.readlink())] = name
         found = {}
         for table in ("tcp", "tcp6"):
             for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
