@@ -40,7 +40,7 @@ types: install  ## mypy --strict
 peers: $(PEERS)/.installed  ## make .venv-peers, where benchmarks run TorchRec beside nestpipe
 
 clean:  ## remove what make made: environments, builds and caches
-	rm -rf $(VENV) $(PEERS) build nestpipe/native/build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) build nestpipe/ops/csrc/build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 # The plain name brings gigabytes of CUDA on Linux, so the CPU build is asked for first. A torch of the right version
 # that is already in the environment stays, whatever device it was built for.
@@ -65,7 +65,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PIP) install --quiet -c constraints.txt setuptools
 	$(call install_torch,$(VENV))
 	$(PIP) install --quiet -c constraints.txt --no-build-isolation -e ".[dev]"
-	@$(BIN)/python -c "from nestpipe.native import status; print('native extension:', status())" || \
+	@$(BIN)/python -c "from nestpipe.ops.native_library import status; print('native extension:', status())" || \
 		echo "native extension: could not be tried; 'nestpipe doctor' explains"
 	@touch $@
 

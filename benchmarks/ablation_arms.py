@@ -10,24 +10,23 @@ import torch
 from ablation_world import NUM_SCENARIOS, TEXT_DIM, Stage
 from torch import Tensor
 
-from nestpipe.comm import World as Ranks
-from nestpipe.draw import Draw, permutation
+from nestpipe.data.synthetic_scenarios import ScenarioLog, ScenarioLogConfig
+from nestpipe.distributed.process_group import World as Ranks
+from nestpipe.embedding.buckets import Owners
 from nestpipe.embedding.config import DenseConfig, EmbeddingConfig
-from nestpipe.embedding.held import InPlace
-from nestpipe.embedding.optim import OPTIMIZERS
-from nestpipe.embedding.owner import Owners
-from nestpipe.embedding.sharded import Sharded
+from nestpipe.embedding.prefetch_buffer import InPlaceRows
+from nestpipe.embedding.row_optimizer import OPTIMIZERS
+from nestpipe.embedding.sharding import ShardedTables
 from nestpipe.embedding.table import Table
-from nestpipe.instruct.beam import expand, search
-from nestpipe.instruct.policy import Kind, Policy, PolicyConfig
-from nestpipe.instruct.rollout import draw_paths, path_log_probs
-from nestpipe.instruct.world import World, WorldConfig
+from nestpipe.generative.beam import expand, search
+from nestpipe.generative.policy_optimisation import Kind, Policy, PolicyConfig, draw_paths, path_log_probs
 from nestpipe.jagged import Batch
+from nestpipe.models.config import EncDecConfig
 from nestpipe.models.encdec import EncDec, build_encdec
-from nestpipe.models.encdec_config import EncDecConfig
-from nestpipe.pipeline.dense import Dense
+from nestpipe.pipeline.dense_params import DenseParams
 from nestpipe.pipeline.sequential import step
 from nestpipe.pipeline.stages import Rates, TrainState
+from nestpipe.rng import Rng, permutation
 
 # Fixed before the first run, the same for every arm. Items have no rows: their codes name them.
 MODEL = EncDecConfig(
@@ -84,7 +83,7 @@ ARMS: dict[str, Arm] = {
 def run(arm: Arm, seed: int) -> dict[str, object]:
     """Trains and measures one arm; world, weights and draws are those of the seed."""
     began, busy = time.monotonic(), time.process_time()
-    stage = Stage(World.make(WorldConfig(accuracy=arm.accuracy, seed=seed)))
+    stage = Stage(ScenarioLog.make(ScenarioLogConfig(accuracy=arm.accuracy, seed=seed)))
     if arm.policy or arm.start_only:
         model = trained(arm, stage, seed, epochs=POLICY_START_EPOCHS)
         figures = improve(model, stage, arm.policy, seed) if arm.policy else {}
@@ -129,7 +128,7 @@ def _batches(arm: Arm, stage: Stage, seed: int, epochs: int, scenario: int | Non
             yield from (stage.histories(users, groups=groups) for users in order.split(NUM_USERS_OF_BATCH))
         return
     for number in range(REQUEST_STEPS // (NUM_SCENARIOS if arm.per_scenario else 1)):
-        users, places = stage.draw_requests(Draw(seed, number), NUM_REQUESTS_OF_BATCH, scenario)
+        users, places = stage.draw_requests(Rng(seed, number), NUM_REQUESTS_OF_BATCH, scenario)
         yield stage.requests(users, places, newest=arm.newest, groups=groups)
 
 
@@ -151,15 +150,13 @@ def improve(model: EncDec, stage: Stage, kind: Kind, seed: int) -> dict[str, obj
     policy = Policy(PolicyConfig(kind=kind, warn_every=10**6))
     optimizer = torch.optim.Adam(model.parameters(), lr=POLICY_LR)
     for number in range(POLICY_STEPS):
-        draw = Draw(seed, 10_000 + number)
-        users, places = stage.draw_requests(draw, POLICY_REQUESTS)
+        rng = Rng(seed, 10_000 + number)
+        users, places = stage.draw_requests(rng, POLICY_REQUESTS)
         batch = stage.requests(users, places, newest=47)
         asked, utilities = stage.asked(batch), stage.utilities(users, places)
         samples = torch.arange(len(users))
         with torch.no_grad():
-            drawn = draw_paths(
-                model.decoding({}, asked), stage.trie, num=policy.config.group, draw=draw, samples=samples
-            )
+            drawn = draw_paths(model.decoding({}, asked), stage.trie, num=policy.config.group, rng=rng, samples=samples)
         items = stage.trie.leaf_items.index_select(0, drawn.leaves.flatten()).view_as(drawn.leaves)
         last = batch.items.offsets[1:] - 1
         assert batch.targets is not None
@@ -186,7 +183,7 @@ def state_of(model: EncDec, seed: int) -> TrainState:
     """A model ready for the engine, on one rank."""
     ranks, rows = Ranks.single(), EmbeddingConfig(num_buckets=1)
     tables = {one.name: Table(one, OPTIMIZERS[rows.optimizer](rows), seed=seed, config=rows) for one in model.tables}
-    embedding = Sharded(tables, ranks.lane("keys"), ranks.lane("rows"), Owners(1, 1))
-    embedding.holders = {name: InPlace(table) for name, table in tables.items()}
-    dense = Dense(model, DenseConfig(), ranks.lane("dense"))
-    return TrainState(model=model, embedding=embedding, dense=dense, control=ranks.lane("control"), seed=seed)
+    embedding = ShardedTables(tables, ranks.channel("keys"), ranks.channel("rows"), Owners(1, 1))
+    embedding.row_access = {name: InPlaceRows(table) for name, table in tables.items()}
+    dense = DenseParams(model, DenseConfig(), ranks.channel("dense"))
+    return TrainState(model=model, embedding=embedding, dense=dense, control=ranks.channel("control"), seed=seed)

@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from nestpipe.draw import Draw, integers
-from nestpipe.instruct.item_text import hashed_words
-from nestpipe.instruct.trie import Trie
-from nestpipe.instruct.world import SCENARIOS, World
+from nestpipe.data.synthetic_scenarios import SCENARIOS, ScenarioLog
+from nestpipe.generative.text_encoder import hashed_words
+from nestpipe.generative.trie import Trie
 from nestpipe.jagged import Batch, Cursor, Jagged, offsets_of, ranges
+from nestpipe.rng import Rng, integers
 
 TEXT_DIM = 48
 FIRST_TARGET = 12  # requests are made from here on, so that all have a history
@@ -26,7 +26,7 @@ Ints = NDArray[np.int64]
 class Stage:
     """A world with what models need of it: the tree of its ids (topic, style, place), and vectors of its texts."""
 
-    world: World
+    world: ScenarioLog
 
     @cached_property
     def trie(self) -> Trie:
@@ -78,14 +78,14 @@ class Stage:
             sample_features=given,
         )
 
-    def draw_requests(self, draw: Draw, num: int, scenario: int | None = None) -> tuple[Tensor, Tensor]:
+    def draw_requests(self, rng: Rng, num: int, scenario: int | None = None) -> tuple[Tensor, Tensor]:
         """Users and places of training events, of one scenario or of all."""
         places = np.arange(FIRST_TARGET, self.test_place)
         fits = np.ones_like(self.world.scenarios[:, places], dtype=bool)
         if scenario is not None:
             fits = self.world.scenarios[:, places] == scenario
         users, columns = np.nonzero(fits)
-        picks = integers(draw.keys("requests", torch.arange(num)), width=1, high=len(users)).flatten().numpy()
+        picks = integers(rng.keys("requests", torch.arange(num)), width=1, high=len(users)).flatten().numpy()
         return torch.from_numpy(users[picks]), torch.from_numpy(places[columns[picks]])
 
     def utilities(self, users: Tensor, places: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Do settings that choose themselves keep up with the best fixed ones? Nested steps on a workload whose lengths change half-way.
 
 First half: 512 samples x 10 Zipf(1.05) ids per rank, second half: x 100, on a table of 1M x 64, a small MLP, two ranks. Arms are
-fixed numbers of parts and one that starts with four and chooses by itself (nestpipe/pipeline/tune.py), as a run with
+fixed numbers of parts and one that starts with four and chooses by itself (nestpipe/autotune/search.py), as a run with
 `--pipeline.adapt K` does; K is the length of a block. Blocks of all arms alternate on one state (of two tables the one that was made
 first was 3 % faster), and each round begins with another arm. A fixed arm that is clearly slower after twelve rounds is not run
 any more.
@@ -40,7 +40,7 @@ def figures_of(times: dict[str, dict[str, list[float]]]) -> dict[str, object]:
         drawn = _drawn_again(arms["adaptive"], arms[best])
         ratio = measure.ratio(arms["adaptive"], arms[best])
         figures[half] = {
-            "best_fixed_parts": int(best),
+            "best_fixed_micro_batches": int(best),
             "adaptive_over_best": round(sum(arms["adaptive"]) / sum(arms[best]), 4),
             "adaptive_over_best_range": drawn.range,
             "adaptive_over_best_first_rounds": round(sum(arms["adaptive"][:FIRST]) / sum(arms[best][:FIRST]), 4),
@@ -92,7 +92,10 @@ def main() -> None:
             ]
             for name, times in arms.items()
         ]
-        print(f"\n{half}: {LENGTHS[half]} ids per sample\n" + measure.table(["parts", "step, median", "mean"], rows))
+        print(
+            f"\n{half}: {LENGTHS[half]} ids per sample\n"
+            + measure.table(["micro_batches", "step, median", "mean"], rows)
+        )
     print("\n" + "\n".join(found["chosen"]), flush=True)
     if not options.no_record:
         settings = {name: getattr(options, name) for name in ("blocks", "steps", "rate", "quick")}

@@ -15,75 +15,77 @@ import measure
 import train_arms
 from train_arms import RATES, Settings
 
-from nestpipe.checkpoint import together
-from nestpipe.comm import World
+from nestpipe.atomic_files import replace_file
+from nestpipe.autotune.backoff import MEASURE_STEPS, MeasurementTimer
+from nestpipe.autotune.measure import observe, of_all_ranks, size_of
+from nestpipe.autotune.search import PipelineChoice
+from nestpipe.distributed.agreement import all_ranks_or_none
+from nestpipe.distributed.process_group import World
 from nestpipe.jagged import Batch
-from nestpipe.metrics import replace_file
-from nestpipe.pipeline.looks import LOOK_STEPS, Looks
-from nestpipe.pipeline.parts import PartsConfig
-from nestpipe.pipeline.runner import Feed, Runner
+from nestpipe.pipeline.channels import Channels
+from nestpipe.pipeline.config import MicroBatchConfig
+from nestpipe.pipeline.runner import BatchFeed, Runner
 from nestpipe.pipeline.schedule import Schedule
-from nestpipe.pipeline.stages import Work
-from nestpipe.pipeline.tune import Choice
-from nestpipe.process import exact_arithmetic, keep_freed_memory
-from nestpipe.profile_steps import observe, of_all_ranks, size_of
-from nestpipe.run import Lanes
-from nestpipe.trace import Recorder
+from nestpipe.pipeline.stages import BatchWork
+from nestpipe.profiling.recorder import Recorder
+from nestpipe.training.process import exact_arithmetic, keep_freed_memory
 
 # After so many rounds a fixed arm that nearly always takes so much longer than the best one is not run any more.
 TELLING, SLOWER = 12, 1.05
 
 
 class Arms:
-    """All of them run on one state. The adaptive one does what `Pace` does (nestpipe/pacing.py), on batches that are there."""
+    """All of them run on one state. The adaptive one does what `Pace` does (nestpipe/autotune/controller.py), on batches that are there."""
 
-    def __init__(self, lanes: Lanes, fixed: list[int], start: int, period: int, folder: Path):
-        self.fixed = [str(parts) for parts in fixed]
+    def __init__(self, channels: Channels, fixed: list[int], start: int, period: int, folder: Path):
+        self.fixed = [str(micro_batches) for micro_batches in fixed]
         self.chosen: list[str] = []
-        self._lanes, self._settings, self._period, self._folder = lanes, Settings(samples=512), period, folder
-        self._state = train_arms.our_state(self._settings, lanes)
-        self._choices = {str(parts): Choice(parts=parts) for parts in fixed} | {"adaptive": Choice(parts=start)}
+        self._channels, self._settings, self._period, self._folder = channels, Settings(samples=512), period, folder
+        self._state = train_arms.our_state(self._settings, channels)
+        self._choices = {str(micro_batches): PipelineChoice(micro_batches=micro_batches) for micro_batches in fixed} | {
+            "adaptive": PipelineChoice(micro_batches=start)
+        }
         self._recorder = Recorder(capacity=1 << 15)
         # Steps of the adaptive arm: its periods end in the middle of blocks, so that a look also pays for its barrier.
         self._done = period // 2
-        self._looks = Looks(period=period, number=self._done)
+        self._looks = MeasurementTimer(period=period, number=self._done)
 
     def batches(self, length: int) -> list[Batch]:
-        return train_arms.batches(self._settings, self._lanes.control.world.rank, length=length)
+        return train_arms.batches(self._settings, self._channels.control.world.rank, length=length)
 
     def block(self, name: str, data: list[Batch]) -> float:
         """Seconds of a period of one arm, on the slowest rank; what choosing takes is part of it."""
-        self._lanes.control.barrier()
+        self._channels.control.barrier()
         start = time.perf_counter()
         if name == "adaptive":
             self._adaptive(data)
         else:
             self._stretch(name, data, self._period)
         own = round((time.perf_counter() - start) * 1e9)
-        return max(row[0] for row in self._lanes.control.all_gather_ints([own])) / 1e9
+        return max(row[0] for row in self._channels.control.all_gather_ints([own])) / 1e9
 
     def _stretch(self, name: str, data: list[Batch], num_steps: int) -> int:
         """Returns how many steps were done: fewer if a rank of the adaptive arm asked for a look."""
         state, choice, adaptive, observer = self._state, self._choices[name], name == "adaptive", None
         first = state.num_steps
-        state.cut = PartsConfig(parts=choice.parts, ramp=choice.ramp)
-        for lane in state.lanes:
-            lane.watch = None
+        state.micro_batching = MicroBatchConfig(micro_batches=choice.micro_batches, ramp=choice.ramp)
+        for stream in state.channels:
+            stream.watch = None
         if adaptive:
-            start = first + self._looks.due - self._done - LOOK_STEPS
-            observer = self._recorder.observer(first, start, lanes=state.lanes)
-        runner = Runner(state, Schedule.of("nested", choice.parts, depth=choice.depth), observe=observer)
+            start = first + self._looks.due - self._done - MEASURE_STEPS
+            observer = self._recorder.observer(first, start, channels=state.channels)
+        runner = Runner(state, Schedule.of("nested", choice.micro_batches, depth=choice.depth), observe=observer)
         stream = (data[number % len(data)] for number in count(first))
-        feed = Feed(batches=stream, rates=lambda _: RATES, num_batches=num_steps)
+        feed = BatchFeed(batches=stream, rates=lambda _: RATES, num_batches=num_steps)
         if adaptive:
-            feed = replace(feed, asks_to_stop=self._asks_to_look, on_step=self._on_step)
+            feed = replace(feed, stop_requested=self._asks_to_look, on_step=self._on_step)
         return runner.run(feed)
 
     def _asks_to_look(self) -> bool:
-        return self._looks.are_wanted
+        return self._looks.is_requested
 
-    def _on_step(self, work: Work) -> None:
-        self._looks.saw(size_of(work))
+    def _on_step(self, work: BatchWork) -> None:
+        self._looks.record(size_of(work))
 
     def _adaptive(self, data: list[Batch]) -> None:
         end = self._done + self._period
@@ -97,17 +99,17 @@ class Arms:
                 self._choose(first)
 
     def _choose(self, first: int) -> None:
-        now, lane = self._choices["adaptive"], self._lanes.control
-        seen = of_all_ranks(lane, observe(self._recorder, now, first, self._settings.samples, self._looks.size))
+        now, stream = self._choices["adaptive"], self._channels.control
+        seen = of_all_ranks(stream, observe(self._recorder, now, first, self._settings.samples, self._looks.size))
         if seen is None:
             self._looks.restart(self._done)  # other arms have cut a trial in two
             return
-        decision = self._looks.take(self._done, seen)
+        decision = self._looks.decide(self._done, seen)
         if not decision.choice.is_within(now):
             self._choices["adaptive"] = decision.choice
             self.chosen.append(f"step {self._done - self._period // 2}: {decision.why}")
             write = partial(replace_file, self._folder / "settings.jsonl", json.dumps(self.chosen).encode())
-            together(lane, "settings written", write if lane.world.rank == 0 else lambda: None)
+            all_ranks_or_none(stream, "settings written", write if stream.world.rank == 0 else lambda: None)
 
 
 def seconds_of(arms: Arms, data: list[Batch], num_rounds: int) -> dict[str, list[float]]:
@@ -133,11 +135,11 @@ def rank_program(
     """Run by each rank; rank 0's last line has the seconds of every block by half and arm, and what was chosen."""
     keep_freed_memory()
     world = World.from_environment()
-    lanes = Lanes.of(world)
+    channels = Channels.of(world)
     with exact_arithmetic(1), TemporaryDirectory() as folder:
-        arms = Arms(lanes, fixed, start, steps, Path(folder))
+        arms = Arms(channels, fixed, start, steps, Path(folder))
         found = {half: seconds_of(arms, arms.batches(length), num_rounds[half]) for half, length in lengths.items()}
     if world.rank == 0:
         print(json.dumps({"times": found, "chosen": arms.chosen}))
-    lanes.control.barrier()
+    channels.control.barrier()
     world.close()

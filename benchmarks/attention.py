@@ -3,7 +3,7 @@
 Lengths are `lengths-kuai` (log-normal(6.0, 1.1) cut at 2,048), scaled to the longest length of each shape. The padded arm is
 what TorchEasyRec and generative-recommenders run on a CPU: padded q, k and v, L x L bias matrices gathered from tables, one
 masked silu, autograd. All arms get the same jagged q, k, v and gradient and return the same gradients. Work is counted as
-in nestpipe.flops; `of_sgemm` is its rate over that of a large sgemm in the same block.
+in nestpipe.training.mfu; `of_sgemm` is its rate over that of a large sgemm in the same block.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from nestpipe.jagged import Jagged, offsets_of
 from nestpipe.ops.attention import Bias, Layout, attention_layout, jagged_attention
-from nestpipe.ops.inputs import bucket_boundaries
+from nestpipe.ops.kernel_args import bucket_boundaries
 
 SEED, NUM_BUCKETS = 0, 128
 ARMS = ("native", "blocks", "padded")  # the arms whose memory is measured

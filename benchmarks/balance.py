@@ -27,18 +27,20 @@ import torch
 import torch.distributed as dist
 
 from nestpipe import recipes
-from nestpipe.comm import World
+from nestpipe.cli.tune_balance import tuned
 from nestpipe.config import Config
-from nestpipe.data.balance import Cost, Imbalance, Ints, assign, fixed, loads_of
-from nestpipe.data.build import write_sequences
+from nestpipe.data.ingest import write_sequences
+from nestpipe.data.load_balance import Imbalance, Ints, SampleCost, assign, fixed, loads_of
 from nestpipe.data.loader import Loader
 from nestpipe.data.schema import Schema
+from nestpipe.distributed.process_group import World
 from nestpipe.jagged import Cursor
 from nestpipe.models.config import HSTUConfig
+from nestpipe.pipeline.channels import Channels
 from nestpipe.pipeline.stages import (
+    BatchWork,
     Rates,
     TrainState,
-    Work,
     collect,
     compute,
     dense_step,
@@ -54,12 +56,12 @@ from nestpipe.pipeline.stages import (
     update,
     write,
 )
-from nestpipe.run import Lanes, Run
-from nestpipe.tune_balance import tuned
+from nestpipe.training.run_folder import Run
+from nestpipe.training.run_state import new_state
 
 SEED, WORLD_SIZE, MAX_LEN = 0, 4, 512
 SHAPES = {"8x8": (8, 8, 0.01), "6x16": (6, 16, 0.015)}  # samples of a rank, ranks, and what the wait has to be
-# b / a. By its arithmetic (nestpipe.flops), an HSTU of width 512 with 128 negatives has the first: a size that is trained on
+# b / a. By its arithmetic (nestpipe.training.mfu), an HSTU of width 512 with 128 negatives has the first: a size that is trained on
 # 2,048 events. The second is what `nestpipe tune balance` finds for one of width 50.
 RATIOS = (0.0005, 0.002)
 ARMS = ("fixed", "balanced")
@@ -71,7 +73,7 @@ def lengths_kuai(num: int, seed: int) -> Ints:
 
 def modelled(ratio: float, samples: int, world_size: int, num_batches: int) -> dict[str, Imbalance]:
     """The imbalance of each way to share batches, averaged over them."""
-    cost, found = Cost(1.0, ratio), {name: [] for name in ("fixed", "tokens", "cost", "swaps", "bound")}
+    cost, found = SampleCost(1.0, ratio), {name: [] for name in ("fixed", "tokens", "cost", "swaps", "bound")}
     for number in range(num_batches):
         lengths = lengths_kuai(samples * world_size, SEED + number)
         costs, ids = cost.of(lengths), np.arange(len(lengths))
@@ -123,28 +125,28 @@ class Steps:
 def timed_step(state: TrainState, loader: Loader, cursor: Cursor, rates: Rates) -> tuple[float, float]:
     """`sequential.step` with a look at the clocks around what a rank does by itself."""
     batch, began = loader.batch(cursor), time.perf_counter()
-    work: Work = read(state, batch, rates, state.num_steps)
+    work: BatchWork = read(state, batch, rates, state.num_steps)
     for stage in (keys, retrieve, post):
         stage(state, work)
     busy = 0.0
-    for part in range(state.cut.parts):
-        rows(state, work, part)
-        work.window.leaves(part)  # waits for the rows, so that no waiting is counted below
+    for micro_batch in range(state.micro_batching.micro_batches):
+        rows(state, work, micro_batch)
+        work.window.local_rows(micro_batch)  # waits for the rows, so that no waiting is counted below
         start = time.thread_time()
-        compute(state, work, part)
+        compute(state, work, micro_batch)
         busy += time.thread_time() - start
-        grads(state, work, part)
-        collect(state, work, part)
+        grads(state, work, micro_batch)
+        collect(state, work, micro_batch)
     for stage in (flag, dense_sum, norm, dense_step, update, write):
         stage(state, work)
     return busy, time.perf_counter() - began
 
 
-def _rank(rank: int, store: str, path: Path, cost: Cost, num_steps: int, answers: object) -> None:
+def _rank(rank: int, store: str, path: Path, cost: SampleCost, num_steps: int, answers: object) -> None:
     torch.set_num_threads(1)
     world = World.from_store(dist.FileStore(store, WORLD_SIZE), rank, WORLD_SIZE, deadline_s=600)
-    config, lanes = config_of(path), Lanes.of(world)
-    state = Run(Path(), config).new_state(lanes)
+    config, channels = config_of(path), Channels.of(world)
+    state = new_state(Run(Path(), config), channels)
     found = {arm: Steps([], []) for arm in ARMS}
     run = Run(Path(), config)
     loaders = {}
@@ -163,7 +165,7 @@ def _rank(rank: int, store: str, path: Path, cost: Cost, num_steps: int, answers
     answers.put((rank, found))  # type: ignore[attr-defined]
 
 
-def measured(path: Path, cost: Cost, num_steps: int) -> dict[str, list[Steps]]:
+def measured(path: Path, cost: SampleCost, num_steps: int) -> dict[str, list[Steps]]:
     """What the ranks measured, by arm."""
     context = multiprocessing.get_context("spawn")
     answers = context.SimpleQueue()

@@ -18,13 +18,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nestpipe.embedding.owner import Owners
-from nestpipe.embedding.route import route
-from nestpipe.instruct.beam import search
-from nestpipe.instruct.trie import Trie
+from nestpipe.embedding.buckets import Owners
+from nestpipe.embedding.routing import route
+from nestpipe.generative.beam import search
+from nestpipe.generative.trie import Trie
 from nestpipe.jagged import Batch, Cursor, Jagged
+from nestpipe.models.config import EncDecConfig
 from nestpipe.models.encdec import Decoding, EncDec, build_encdec
-from nestpipe.models.encdec_config import EncDecConfig
 
 NAME = "beam"
 AT_LEAST = 10.0

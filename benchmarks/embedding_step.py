@@ -51,13 +51,13 @@ def timed(step: Callable[[torch.Tensor], None], num_repeats: int) -> Callable[[]
 
 
 def our_step() -> Callable[[torch.Tensor], None]:
-    from nestpipe.comm import World
+    from nestpipe.distributed.process_group import World
+    from nestpipe.embedding.buckets import Owners
     from nestpipe.embedding.config import EmbeddingConfig
-    from nestpipe.embedding.optim import AdaGrad
-    from nestpipe.embedding.owner import Owners
-    from nestpipe.embedding.route import route
-    from nestpipe.embedding.sharded import Sharded
-    from nestpipe.embedding.spec import Lookup, TableSpec
+    from nestpipe.embedding.lookup import Lookup, TableSpec
+    from nestpipe.embedding.routing import route
+    from nestpipe.embedding.row_optimizer import AdaGrad
+    from nestpipe.embedding.sharding import ShardedTables
     from nestpipe.embedding.table import Table
     from nestpipe.embedding.window import Window
 
@@ -65,18 +65,18 @@ def our_step() -> Callable[[torch.Tensor], None]:
     table = Table(TableSpec(name="item", dim=DIM), AdaGrad(config), seed=SEED)
     table.advance(torch.arange(NUM_ROWS), -1)
     world = World.single()
-    embedding = Sharded({"item": table}, world.lane("keys"), world.lane("rows"), Owners(64, 1))
+    embedding = ShardedTables({"item": table}, world.channel("keys"), world.channel("rows"), Owners(64, 1))
     grads = gradient()
     count = iter(range(1 << 40))
 
     def step(ids: torch.Tensor) -> None:
         plan = route([{"x": Lookup(table="item", ids=ids)}], ["item"], embedding.owners)
         window = Window(embedding, plan, next(count), 1.0)
-        window.ask()
+        window.exchange_ids()
         window.retrieve()
-        window.post()
+        window.post_receives()
         window.launch_rows(0)
-        leaves = window.leaves(0)
+        leaves = window.local_rows(0)
         plan.rows(0, leaves)["x"].gather().backward(grads)
         window.add_grads(0, leaves)
         window.launch_grads(0)

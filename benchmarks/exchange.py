@@ -26,7 +26,7 @@ import netlab
 import torch
 import torch.distributed as dist
 
-from nestpipe.comm import World
+from nestpipe.distributed.process_group import World
 
 NUM_BYTES = 8 << 20
 RATE = "1gbit"
@@ -45,21 +45,21 @@ def rank_program(num_blocks: int, num_repeats: int) -> None:
     torch.set_num_threads(1)
     world = World.from_environment()
     dist.init_process_group("gloo", store=world.store, rank=world.rank, world_size=world.size)
-    lane = world.lane("rows")
+    stream = world.channel("rows")
     generator = torch.Generator().manual_seed(SEED + world.rank)
     send = torch.randn(NUM_BYTES // 4, generator=generator)
     at_once, gloo, *ahead = (torch.zeros_like(send) for _ in range(4))
 
     def exchange() -> None:
         for _ in range(num_repeats):
-            lane.exchange("rows", send.chunk(world.size), at_once.chunk(world.size)).wait()
+            stream.exchange("rows", send.chunk(world.size), at_once.chunk(world.size)).wait()
 
     def exchange_ahead() -> None:
-        posted = lane.post("rows", ahead[0].chunk(world.size))
+        posted = stream.post("rows", ahead[0].chunk(world.size))
         for number in range(1, num_repeats + 1):
             present = posted
             if number < num_repeats:
-                posted = lane.post("rows", ahead[number % 2].chunk(world.size))
+                posted = stream.post("rows", ahead[number % 2].chunk(world.size))
             present.launch(send.chunk(world.size)).wait()
 
     def all_to_all() -> None:
@@ -68,18 +68,18 @@ def rank_program(num_blocks: int, num_repeats: int) -> None:
 
     def timed(work: Callable[[], None]) -> Callable[[], float]:
         def block() -> float:
-            lane.barrier()
+            stream.barrier()
             start = time.perf_counter()
             work()
             nanoseconds = round((time.perf_counter() - start) * 1e9)
-            return max(row[0] for row in lane.all_gather_ints([nanoseconds])) / 1e9 / num_repeats
+            return max(row[0] for row in stream.all_gather_ints([nanoseconds])) / 1e9 / num_repeats
 
         return block
 
     arms = {"ours": timed(exchange), "ahead": timed(exchange_ahead), "gloo": timed(all_to_all)}
     found = measure.alternate(arms, num_blocks=num_blocks)
     assert all(torch.equal(gloo, one) for one in (at_once, *ahead)), "the arms did not deliver the same"
-    lane.barrier()
+    stream.barrier()
     print(json.dumps(found))
     dist.destroy_process_group()
     world.close()

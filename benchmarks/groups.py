@@ -1,6 +1,6 @@
 """How many groups of ranks are best, and does `--pipeline.groups 0` find them? A sweep on 8 real ranks; dense part emulated.
 
-Every group holds all tables, so rows travel inside a group and sums of gradients between groups (nestpipe/embedding/groups.py). More
+Every group holds all tables, so rows travel inside a group and sums of gradients between groups (nestpipe/embedding/replica_groups.py). More
 groups never send less; they pay where the ranks of a group are close to each other. So ranks live on hosts: those of one host
 reach each other at the speed of memory and share one line of --rate to all others (network namespaces). Numbers of hosts:
 
@@ -32,7 +32,7 @@ import measure
 import netlab
 
 if TYPE_CHECKING:
-    from nestpipe.comm import World
+    from nestpipe.distributed.process_group import World
 
 NUM_RANKS = 8
 HOSTS = (2, 8)
@@ -41,8 +41,8 @@ WITHIN = 1.05
 
 def rank_program(content: dict[str, object]) -> None:
     """Run by each rank: prints what it found."""
-    from nestpipe.comm import World
-    from nestpipe.process import exact_arithmetic, keep_freed_memory
+    from nestpipe.distributed.process_group import World
+    from nestpipe.training.process import exact_arithmetic, keep_freed_memory
 
     keep_freed_memory()
     with exact_arithmetic(1):
@@ -57,28 +57,28 @@ def swept(world: World, content: dict[str, object]) -> dict[str, object]:
 
     import train_arms
 
-    from nestpipe.embedding.groups import divisors
-    from nestpipe.grouping import choose
-    from nestpipe.run import Lanes
-    from nestpipe.trace import Recorder
+    from nestpipe.autotune.group_choice import choose
+    from nestpipe.embedding.replica_groups import divisors
+    from nestpipe.pipeline.channels import Channels
+    from nestpipe.profiling.recorder import Recorder
 
     num_batches = content.pop("num_batches")
     settings = train_arms.Settings(**content)  # type: ignore[arg-type]
-    lanes, data = Lanes.of(world), train_arms.batches(settings, world.rank)[:num_batches]
-    auto, why = choose(train_arms.our_state(settings, lanes), lanes, data[0], num_parts=1)
+    channels, data = Channels.of(world), train_arms.batches(settings, world.rank)[:num_batches]
+    auto, why = choose(train_arms.our_state(settings, channels), channels, data[0], num_micro_batches=1)
     arms = {}
     for groups in divisors(world.size):
-        state = train_arms.our_state(settings, lanes.in_groups(groups))
+        state = train_arms.our_state(settings, channels.in_groups(groups))
         arms[groups] = train_arms.OurArm("nested", settings, state, data, Recorder.off())
     cpu_s: dict[int, list[float]] = {groups: [] for groups in arms}
 
     def block(groups: int, num_steps: int) -> float:
-        lanes.control.barrier()
+        channels.control.barrier()
         start, cpu = time.perf_counter(), time.process_time()
         arms[groups].run(num_steps)
         cpu_s[groups].append((time.process_time() - cpu) / num_steps)
         own = (time.perf_counter() - start) / num_steps
-        return max(value for (value,) in lanes.control.all_gather_floats([own]))
+        return max(value for (value,) in channels.control.all_gather_floats([own]))
 
     for groups in arms:
         block(groups, len(data))  # every row exists from here on
@@ -87,7 +87,7 @@ def swept(world: World, content: dict[str, object]) -> dict[str, object]:
         num_blocks=settings.num_blocks,
     )
     digests = {str(groups): train_arms.digest(arm.state) for groups, arm in arms.items()}
-    said = [json.loads(one) for one in lanes.control.all_gather_bytes(json.dumps(digests).encode())]
+    said = [json.loads(one) for one in channels.control.all_gather_bytes(json.dumps(digests).encode())]
     equal = all(
         one[str(groups)] == said[rank % (world.size // groups)][str(groups)]
         for groups in arms
@@ -99,7 +99,7 @@ def swept(world: World, content: dict[str, object]) -> dict[str, object]:
 
 def measured(num_hosts: int, options: argparse.Namespace) -> dict[str, object]:
     """What the ranks found."""
-    settings = {key: getattr(options, key) for key in ("samples", "parts", "depth", "num_batches")}
+    settings = {key: getattr(options, key) for key in ("samples", "micro_batches", "depth", "num_batches")}
     settings |= {"dense": f"sleep:{options.dense_ms}", "num_blocks": measure.MIN_BLOCKS, "num_steps": options.steps}
     with netlab.Lab(NUM_RANKS, rate=options.rate, ranks_per_host=NUM_RANKS // num_hosts) as lab:
         command = [sys.executable, str(Path(__file__).resolve()), "--as-rank", json.dumps(settings)]
@@ -144,7 +144,7 @@ def report(num_hosts: int, figures: dict[str, object], options: argparse.Namespa
         rows.append([shape, step, f"{one['cpu_share']:.0%}", ", ".join(marks)])
     print(
         f"\n{NUM_RANKS} ranks on {num_hosts} hosts, {options.rate} each, dense part emulated ({options.dense_ms} ms), "
-        f"zipf-{options.samples} per rank, nested, {options.parts} parts"
+        f"zipf-{options.samples} per rank, nested, {options.micro_batches} parts"
     )
     print(measure.table(["groups x shards", "step (10-90 %)", "CPU share", ""], rows))
     ratio = f"{figures['auto_over_best']:.3f}, {figures['within_5_percent']} (at most {WITHIN})"
@@ -158,7 +158,7 @@ def main() -> None:
     parser.add_argument("--dense-ms", type=int, help="how long the dense part of a batch takes")
     parser.add_argument("--rate", default="200mbit", help="of each host's line, in each direction")
     parser.add_argument("--samples", type=int, help="per rank")
-    parser.add_argument("--parts", type=int, default=8)
+    parser.add_argument("--micro-batches", type=int, default=8)
     parser.add_argument("--depth", type=int, default=1)
     parser.add_argument("--steps", type=int, help="steps of a block")
     parser.add_argument("--num-batches", type=int, help="distinct ones, which then come again")
@@ -187,7 +187,7 @@ def main() -> None:
     if busiest > options.cpu_limit and not options.quick:
         raise SystemExit(f"the cores were busy for {busiest:.0%} of a step: this measured them. Raise --dense-ms.")
     if not options.no_record:
-        keys = ("hosts", "dense_ms", "rate", "samples", "parts", "depth", "steps", "num_batches", "quick")
+        keys = ("hosts", "dense_ms", "rate", "samples", "micro_batches", "depth", "steps", "num_batches", "quick")
         settings = {**{key: getattr(options, key) for key in keys}, "dense": "emulated"}
         measure.append("groups", measure.record(seed=0, figures=everything, settings=settings))
     print(json.dumps(everything))

@@ -2,7 +2,7 @@
 
 A step is the whole of training in one process: routing, lookup, forward, loss with 128 negatives per event, backward, row
 update, dense update. Lengths are `lengths-kuai` scaled to the model's longest history. `mfu_effective` counts true lengths
-and causal pairs (nestpipe.flops) over an sgemm measured in the same block; `mfu_padded` is the published convention and
+and causal pairs (nestpipe.training.mfu) over an sgemm measured in the same block; `mfu_padded` is the published convention and
 stands beside the fill. The second table is torch's profiler over one more step, by kind of work.
 """
 
@@ -19,22 +19,22 @@ import measure
 import torch
 from attention import SEED, lengths_kuai, sgemm_step, timed
 
-from nestpipe.comm import World
 from nestpipe.config import Config
-from nestpipe.embedding.optim import OPTIMIZERS
-from nestpipe.embedding.owner import Owners
-from nestpipe.embedding.sharded import Sharded
+from nestpipe.distributed.process_group import World
+from nestpipe.embedding.buckets import Owners
+from nestpipe.embedding.row_optimizer import OPTIMIZERS
+from nestpipe.embedding.sharding import ShardedTables
 from nestpipe.embedding.table import Table
-from nestpipe.flops import measure_peak, mfu_effective, work_of
 from nestpipe.jagged import Batch, Cursor, Jagged, offsets_of
 from nestpipe.models.retrieval import build_retrieval
-from nestpipe.pipeline.dense import Dense
-from nestpipe.pipeline.parts import PartsConfig
+from nestpipe.pipeline.channels import Channels
+from nestpipe.pipeline.config import MicroBatchConfig
+from nestpipe.pipeline.dense_params import DenseParams
 from nestpipe.pipeline.sequential import step
 from nestpipe.pipeline.stages import Rates, TrainState
-from nestpipe.process import exact_arithmetic
 from nestpipe.recipes import RECIPES
-from nestpipe.run import Lanes
+from nestpipe.training.mfu import measure_peak, mfu_effective, work_of
+from nestpipe.training.process import exact_arithmetic
 
 NUM_ITEMS, AIM = 20_000, 0.4
 # Recipe -> sequences per step: enough tokens to be typical, few enough for a laptop.
@@ -71,13 +71,18 @@ def state_of(config: Config) -> TrainState:
     model = build_retrieval(
         config.model, config.loss, catalogue=torch.arange(NUM_ITEMS), max_len=config.data.max_len, seed=SEED
     )
-    lanes = Lanes.of(World.single())
+    channels = Channels.of(World.single())
     optimizer = OPTIMIZERS[config.embedding.optimizer](config.embedding)
     tables = {spec.name: Table(spec, optimizer, seed=SEED, config=config.embedding) for spec in model.tables}
-    embedding = Sharded(tables, lanes.keys, lanes.rows, Owners(config.embedding.num_buckets, 1))
-    dense = Dense(model, config.dense, lanes.dense)
+    embedding = ShardedTables(tables, channels.keys, channels.rows, Owners(config.embedding.num_buckets, 1))
+    dense = DenseParams(model, config.dense, channels.dense)
     return TrainState(
-        model=model, embedding=embedding, dense=dense, control=lanes.control, seed=SEED, cut=PartsConfig(parts=1)
+        model=model,
+        embedding=embedding,
+        dense=dense,
+        control=channels.control,
+        seed=SEED,
+        micro_batching=MicroBatchConfig(micro_batches=1),
     )
 
 

@@ -29,19 +29,19 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from nestpipe import recipes
-from nestpipe.data.synthetic import SyntheticConfig, ingest_synthetic
-from nestpipe.draw import Draw
-from nestpipe.embedding.owner import Owners
-from nestpipe.embedding.route import route
-from nestpipe.embedding.rows import gather_rows
-from nestpipe.embedding.spec import Lookup
-from nestpipe.eval_command import evaluate_run
+from nestpipe.cli.eval import evaluate_run
+from nestpipe.data.synthetic_sequences import SyntheticConfig, ingest_synthetic
+from nestpipe.embedding.buckets import Owners
+from nestpipe.embedding.lookup import Lookup
+from nestpipe.embedding.routing import route
+from nestpipe.embedding.row_ops import gather_rows
 from nestpipe.jagged import Batch, Cursor, Jagged
 from nestpipe.models.config import HSTUConfig, LossConfig
-from nestpipe.models.negatives import blocks_of, draw_negatives
+from nestpipe.models.negative_sampling import blocks_of, draw_negatives
 from nestpipe.ops.negatives import plain_sampled_softmax, sampled_softmax
-from nestpipe.process import keep_freed_memory
-from nestpipe.trainer import train
+from nestpipe.rng import Rng
+from nestpipe.training.loop import train
+from nestpipe.training.process import keep_freed_memory
 
 SEED, LENGTH = 0, 160
 AIM = 1.3
@@ -79,8 +79,8 @@ class World:
         queries = F.normalize(torch.randn(num_tokens, width, generator=generator)) / 0.05
         return World(torch.randn(num_items, width, generator=generator), queries.requires_grad_(), batch)
 
-    def lookups(self, loss: LossConfig, draw: Draw) -> dict[str, Lookup]:
-        negatives = draw_negatives(loss, self.batch, draw, len(self.table))
+    def lookups(self, loss: LossConfig, rng: Rng) -> dict[str, Lookup]:
+        negatives = draw_negatives(loss, self.batch, rng, len(self.table))
         return {
             "negatives": Lookup(table="item", ids=negatives),
             "targets": Lookup(table="item", ids=self.batch.targets.values),
@@ -99,9 +99,9 @@ class Arm:
     loss_s: float = 0.0
 
     def block(self) -> float:
-        start, draw = time.process_time(), Draw(SEED, self.step)
+        start, rng = time.process_time(), Rng(SEED, self.step)
         self.step += 1
-        plan = route([self.world.lookups(self.loss, draw)], ["item"], Owners(1, 1))
+        plan = route([self.world.lookups(self.loss, rng)], ["item"], Owners(1, 1))
         leaf = gather_rows(self.world.table, plan.tables["item"].ids).requires_grad_()
         rows = plan.rows(0, {"item": leaf})
         items = F.normalize(leaf, dim=1)
@@ -112,7 +112,7 @@ class Arm:
             rows["targets"].index,
             rows["negatives"].index,
             segment=self.loss.segment,
-            blocks=blocks_of(self.loss, self.world.batch, draw),
+            blocks=blocks_of(self.loss, self.world.batch, rng),
             way=self.way,
         )
         _, d_items = torch.autograd.grad(loss, (self.world.queries, items))
@@ -180,7 +180,7 @@ def _measure_memory(way: str, answers: multiprocessing.SimpleQueue[float]) -> No
 
     def run(world: World) -> None:
         items = F.normalize(world.table).requires_grad_()
-        negatives = draw_negatives(ARMS["R = 128"], world.batch, Draw(SEED, 0), len(items))
+        negatives = draw_negatives(ARMS["R = 128"], world.batch, Rng(SEED, 0), len(items))
         positives = world.batch.targets.values
         nonlocal before
         ctypes.CDLL("libc.so.6").malloc_trim(0)

@@ -19,16 +19,18 @@ import torch
 from quality import done
 
 from nestpipe import recipes
+from nestpipe.cli.sid import item_vectors
 from nestpipe.config import Config
 from nestpipe.data.sequences import Sequences
 from nestpipe.data.splits import make_split
-from nestpipe.evaluate import EvalConfig, Report
-from nestpipe.instruct.command import item_vectors
-from nestpipe.instruct.diagnostics import diagnose
-from nestpipe.instruct.semantic_ids import Registry, SidConfig
-from nestpipe.models.encdec_config import EncDecConfig
-from nestpipe.scoring import make_scorer, popularity
-from nestpipe.trainer import INTERRUPTED, train_to_end
+from nestpipe.eval.config import EvalConfig
+from nestpipe.eval.predictor import make_predictor, popularity
+from nestpipe.eval.retrieval_eval import EvalReport
+from nestpipe.generative.semantic_ids import Registry, SidConfig
+from nestpipe.generative.sid_stats import diagnose
+from nestpipe.models.config import EncDecConfig
+from nestpipe.training.loop import INTERRUPTED, train_to_end
+from nestpipe.training.run_state import load_state
 
 NAME = "quality_beauty"
 KS = (1, 5, 10, 20)
@@ -57,7 +59,7 @@ def config_of(arm: str, options: argparse.Namespace) -> Config:
     )
 
 
-def measured(report: Report) -> Figures:
+def measured(report: EvalReport) -> Figures:
     """HR and NDCG with their 95 % intervals over users."""
     names = ("hr@1", "hr@5", "hr@10", "hr@20", "ndcg@5", "ndcg@10")
     found: Figures = {name: round(report.metrics[name].mean, 5) for name in names}
@@ -78,11 +80,11 @@ def run_model(config: Config, folder: Path) -> Figures:
     if outcome.stopped == INTERRUPTED:
         raise SystemExit("interrupted; the same command goes on from here")
     run = outcome.run
-    memory = run.load_state()[1].progress
+    memory = load_state(run)[1].progress
     best = memory["best"]
-    state, manifest = run.load_state(best["step"] if best else None)
-    report = make_scorer(state, run.sequences, run.split, run.config).evaluate("test")
-    assert isinstance(report, Report)
+    state, manifest = load_state(run, best["step"] if best else None)
+    report = make_predictor(state.model, state.embedding, run.sequences, run.split, run.config).evaluate("test")
+    assert isinstance(report, EvalReport)
     return {
         **measured(report),
         "validation": {"metric": config.train.metric, "value": round(best["value"], 5)},

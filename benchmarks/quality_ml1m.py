@@ -26,13 +26,14 @@ import measure
 from quality import Record, collect, done, settings_of, spread
 
 from nestpipe import recipes
-from nestpipe.compare import compare
 from nestpipe.config import Config
 from nestpipe.data.sequences import Sequences
 from nestpipe.data.splits import make_split
-from nestpipe.evaluate import Report
-from nestpipe.scoring import popularity
-from nestpipe.trainer import INTERRUPTED, train_to_end
+from nestpipe.eval.compare import compare
+from nestpipe.eval.predictor import popularity
+from nestpipe.eval.retrieval_eval import EvalReport
+from nestpipe.training.loop import INTERRUPTED, train_to_end
+from nestpipe.training.run_state import load_state
 
 NAME = "quality_ml1m"
 ROOT = Path(__file__).resolve().parent.parent
@@ -97,13 +98,13 @@ def run_once(config: Config, folder: Path) -> dict[str, object]:
     if outcome.stopped == INTERRUPTED:
         raise SystemExit("interrupted; the same command goes on from here")
     target = "validation" if config.data.validation else "test"
-    report = outcome.run.scorer(outcome.run.load_state()[1].step).evaluate(target)
-    assert isinstance(report, Report)
+    report = outcome.run.predictor(load_state(outcome.run)[1].step).evaluate(target)
+    assert isinstance(report, EvalReport)
     report.save(folder / "eval" / target)
     return {"target": target, **figures_of(report), "minutes": round((time.monotonic() - start) / 60, 1)}
 
 
-def figures_of(report: Report) -> dict[str, object]:
+def figures_of(report: EvalReport) -> dict[str, object]:
     intervals = {name: report.metrics[name] for name in ("hr@10", "ndcg@10")}
     return {
         **{name: round(report.metrics[name].mean, 5) for name in METRICS},
@@ -142,7 +143,7 @@ def run_popularity(data: Path) -> dict[str, object]:
 
 def stale_difference(runs: Path) -> dict[str, object]:
     """What rows that are one update old change, user by user: mean difference and its 95 % interval."""
-    exact, stale = (Report.load(folder_of(runs, model, "published", 0) / "eval" / "test") for model in STALE)
+    exact, stale = (EvalReport.load(folder_of(runs, model, "published", 0) / "eval" / "test") for model in STALE)
     found = compare(exact, stale, seed=0).differences
     return {
         name: {

@@ -27,16 +27,17 @@ from quality import collect, settings_of, spread
 
 from nestpipe import recipes, train
 from nestpipe.config import Config
-from nestpipe.data.clicks import ClicksConfig, ClickTruth, ingest_clicks
 from nestpipe.data.sequences import truncate
 from nestpipe.data.splits import parse_time_ms
+from nestpipe.data.synthetic_clicks import ClicksConfig, ClickTruth, ingest_clicks
+from nestpipe.eval.label_metrics import Ratio, gauc, ratio_difference
+from nestpipe.eval.ranking_eval import Predictions, RankingPredictor, baselines
 from nestpipe.jagged import Jagged, offsets_of
-from nestpipe.models.ranker import Candidates
-from nestpipe.models.ranking_config import RankingConfig
-from nestpipe.rank_eval import Predictions, RankingScorer, baselines
-from nestpipe.run import Run
-from nestpipe.task_metrics import Ratio, gauc, ratio_difference
-from nestpipe.trainer import INTERRUPTED, train_to_end
+from nestpipe.models.config import RankingConfig
+from nestpipe.models.prefix_inference import CandidateBatch
+from nestpipe.training.loop import INTERRUPTED, train_to_end
+from nestpipe.training.run_folder import Run
+from nestpipe.training.run_state import load_state
 
 NAME = "quality_ranking"
 NUM_BY_SECOND = 60  # users
@@ -75,8 +76,8 @@ def run_ml1m(config: Config, folder: Path, until: str | None) -> dict[str, objec
     if outcome.stopped == INTERRUPTED:
         raise SystemExit("interrupted; the same command goes on from here")
     run = outcome.run
-    scorer = run.scorer()
-    assert isinstance(scorer, RankingScorer)
+    scorer = run.predictor()
+    assert isinstance(scorer, RankingPredictor)
     found = scorer.predict()
     if until:
         assert run.sequences.times is not None
@@ -96,12 +97,12 @@ def run_ml1m(config: Config, folder: Path, until: str | None) -> dict[str, objec
             "over the better, 95 % over users": [round(better.low, 5), round(better.high, 5)],
         }
     figures["by_second"] = by_second(scorer, run, floors["user and item bias"], found)
-    figures["steps"] = run.load_state()[1].step
+    figures["steps"] = load_state(run)[1].step
     figures["minutes"] = round((time.monotonic() - start) / 60, 1)
     return figures
 
 
-def by_second(scorer: RankingScorer, run: Run, floor: Predictions, found: Predictions) -> dict[str, object]:
+def by_second(scorer: RankingPredictor, run: Run, floor: Predictions, found: Predictions) -> dict[str, object]:
     """GAUC of some users when the events of a second are candidates of one request, ranked with `full`."""
     sequences, data = run.sequences, run.config.data
     ranker = scorer.ranker("of the run")
@@ -131,7 +132,7 @@ def by_second(scorer: RankingScorer, run: Run, floor: Predictions, found: Predic
         )
         items = sequences.items[found.event[kept[np.concatenate(part)]]]
         lengths = torch.tensor([len(rows) for rows in part])
-        wanted = Candidates(
+        wanted = CandidateBatch(
             Jagged(torch.from_numpy(items), offsets_of(lengths), int(lengths.max())),
             scorer.builder.item_features(items),
         )
@@ -168,7 +169,7 @@ def run_dcn(seed: int, *, quick: bool) -> dict[str, object]:
             data=replace(config.data, path=str(folder / "clicks")),
             train=replace(config.train, num_threads=1),
         )
-        report = train(config, folder / "run", quiet=not quick).scorer().evaluate()
+        report = train(config, folder / "run", quiet=not quick).predictor().evaluate()
         truth = ClickTruth.read(folder / "clicks")
         found = report.scalars()["auc/clicked"]
         return {"auc": round(found, 5), "best_auc": round(truth.auc, 5), "of_best": round(found / truth.auc, 5)}

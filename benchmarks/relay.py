@@ -40,7 +40,7 @@ import relay_worlds
 from relay_bench import Bench, Reached, Running
 from relay_worlds import ARMS, SEED
 
-from nestpipe.serve.jobs import HITS
+from nestpipe.serve.requests import HITS
 
 BUDGET = 2.0
 CURVE = (1.2, 1.5, 2.0, 3.0, 5.0)

@@ -22,11 +22,11 @@ import relay_load
 import relay_worlds
 from relay_worlds import ARMS, SEED, World
 
-from nestpipe.serve.cascade import Cascade, Request
+from nestpipe.gateway.candidates import CandidateItems
+from nestpipe.gateway.cascade import Cascade, CascadeRequest
+from nestpipe.gateway.instance_client import InstanceClient, PrefillAnswer, PrefillCall, make_client
+from nestpipe.gateway.router import InstanceAddress, Members
 from nestpipe.serve.config import Stages
-from nestpipe.serve.remote import Asked, Remote, Signal, make_client
-from nestpipe.serve.retrieval import Candidates
-from nestpipe.serve.router import Instance, Members
 
 T = TypeVar("T")
 Draw = Callable[[int], np.ndarray]
@@ -43,26 +43,26 @@ _REASON = re.compile(r'^nestpipe_reason_total\{reason="(\w+)"\} ([\d.e+]+)$', re
 class Scattered(Members):
     """No affinity: every call goes to any instance."""
 
-    def __init__(self, instances: Sequence[Instance]):
+    def __init__(self, instances: Sequence[InstanceAddress]):
         super().__init__(instances)
         self._random = np.random.default_rng(SEED)
 
-    def choose(self, *arguments: object, **options: object) -> Instance:
+    def choose(self, *arguments: object, **options: object) -> InstanceAddress:
         return self._shuffled()[0]
 
-    def follow(self, *arguments: object, **options: object) -> list[Instance]:
+    def follow(self, *arguments: object, **options: object) -> list[InstanceAddress]:
         return self._shuffled()
 
-    def _shuffled(self) -> list[Instance]:
+    def _shuffled(self) -> list[InstanceAddress]:
         members = list(self)
         return [members[place] for place in self._random.permutation(len(members))]
 
 
-class Silent(Remote):
+class Silent(InstanceClient):
     """Full inference alone: nobody is told ahead."""
 
-    async def signal(self, asked: Asked, instance: Instance, *, timeout_s: float) -> Signal:
-        return Signal(instance=instance, reason="off")
+    async def signal(self, asked: PrefillAnswer, instance: InstanceAddress, *, timeout_s: float) -> PrefillCall:
+        return PrefillCall(instance=instance, reason="off")
 
 
 class Reached(TypedDict):
@@ -79,7 +79,7 @@ class Running:
     """An arm's instances, and what was learned about its rate."""
 
     name: str
-    instances: list[Instance]
+    instances: list[InstanceAddress]
     pids: list[int]
     rate: float = 0.0
     is_found: bool = False  # whether the rate is near what the arm can do
@@ -111,7 +111,7 @@ class Bench:
         self.num_loads = self.num_void = self.num_dropped = 0
         random = np.random.default_rng(SEED)
         chosen = random.choice(world.items, min(world.num_candidates, len(world.items)), replace=False)
-        self._candidates = Candidates(chosen, np.zeros(len(chosen), dtype=np.float32))
+        self._candidates = CandidateItems(chosen, np.zeros(len(chosen), dtype=np.float32))
         self.zipf = relay_load.Zipf(len(world.users), 0.8, SEED)
         self.draw: Draw = self.zipf
 
@@ -131,7 +131,7 @@ class Bench:
             stages = Stages(
                 retrieval_ms=1000, prerank_ms=1000, rank_ms=rank_ms, num_candidates=len(self._candidates.items)
             )
-            kind = Silent if arm.name == "full" else Remote
+            kind = Silent if arm.name == "full" else InstanceClient
             remote = kind(arm.members(), make_client(), first_share=1.0)
             try:
                 await act(Cascade(remote, relay_load.Waiting(self._candidates), stages))
@@ -160,7 +160,7 @@ class Bench:
         async def act(cascade: Cascade) -> None:
             for warm in (True, False):
                 for place in near[:3] if warm else near:
-                    request = Request(
+                    request = CascadeRequest(
                         user=int(self.world.users[place]),
                         request=f"unloaded-{warm}-{place}",
                         query_time=int(self.world.last_s[place]) + 60,

@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from nestpipe.serve.cascade import Cascade, Request
-from nestpipe.serve.retrieval import Candidates, Ints
+from nestpipe.gateway.candidates import CandidateItems, Ints
+from nestpipe.gateway.cascade import Cascade, CascadeRequest
 from nestpipe.serve.server import spare_what_is_loaded
 
 MAX_LAG_MS = 2.0
@@ -74,15 +74,15 @@ class Zipf:
 class Waiting:
     """Retrieval and pre-rank that take their time and no CPU: the candidates are given."""
 
-    candidates: Candidates
+    candidates: CandidateItems
     retrieval_s: float = 0.030
     prerank_s: float = 0.005
 
-    async def retrieve(self, request: Request, count: int) -> Candidates:
+    async def retrieve(self, request: CascadeRequest, count: int) -> CandidateItems:
         await asyncio.sleep(self.retrieval_s)
         return self.candidates
 
-    async def prerank(self, request: Request, found: Candidates, count: int) -> Candidates:
+    async def prerank(self, request: CascadeRequest, found: CandidateItems, count: int) -> CandidateItems:
         await asyncio.sleep(self.prerank_s)
         return found
 
@@ -133,7 +133,7 @@ async def offer(
     """Sends a load and waits for the last answer; sends no more of it when more answers than `most_bad` were bad."""
     outcome, under_way, loop = Outcome(), set[asyncio.Task[None]](), asyncio.get_running_loop()
     requests = [
-        Request(user=int(user), request=f"{name}-{number}", k=10, query_time=int(asked))
+        CascadeRequest(user=int(user), request=f"{name}-{number}", k=10, query_time=int(asked))
         for number, (user, asked) in enumerate(zip(load.users, load.query_times, strict=True))
     ]
 
@@ -242,7 +242,9 @@ async def warm_up(cascade: Cascade, users: Sequence[int], times: Sequence[int], 
         for user, query_time in asked:
             if time.monotonic() > until:
                 return
-            await cascade.recommend(Request(user=user, request=f"warm-{number}-{num_done}", query_time=query_time))
+            await cascade.recommend(
+                CascadeRequest(user=user, request=f"warm-{number}-{num_done}", query_time=query_time)
+            )
             num_done += 1
 
     await asyncio.gather(*(worker(number) for number in range(at_once)))

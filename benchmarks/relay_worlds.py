@@ -22,15 +22,18 @@ import numpy as np
 import polars as pl
 import torch
 
-from nestpipe import checkpoint, recipes
+from nestpipe import recipes
+from nestpipe.checkpoint import writer as checkpoint_writer
+from nestpipe.checkpoint.state import checkpoint_files
 from nestpipe.config import Config
-from nestpipe.data.build import write_sequences
 from nestpipe.data.config import DataConfig
+from nestpipe.data.ingest import write_sequences
 from nestpipe.data.schema import Feature, Label, Schema
+from nestpipe.gateway.router import InstanceAddress
 from nestpipe.jagged import Cursor
-from nestpipe.models.ranking_config import RankingConfig
-from nestpipe.run import Run, files_of
-from nestpipe.serve.router import Instance
+from nestpipe.models.config import RankingConfig
+from nestpipe.training.run_folder import Run
+from nestpipe.training.run_state import new_state
 
 SEED = 0
 NUM_ITEMS = 10_000
@@ -97,17 +100,19 @@ def _fields(config: DataConfig) -> dict[str, object]:
 
 def _new_run(config: Config, folder: Path) -> None:
     """A run with the weights of a new model, and a row for every id: after training there are no initial ones to draw."""
-    from nestpipe.data.batches import BatchBuilder
-    from nestpipe.models.build import inputs_of
+    from nestpipe.data.batch_builder import BatchBuilder
+    from nestpipe.models.build_model import inputs_of
 
     run = Run.create(config, folder)
     builder = BatchBuilder(run.sequences, run.split, inputs_of(config, run.sequences))
     run.folder.mkdir(parents=True, exist_ok=True)
     run.write(statistics=builder.statistics, facts={"recipe": None, "num_ranks": 1})
-    state, ids = run.new_state(), torch.from_numpy(np.array(run.sequences.catalogue))
+    state, ids = new_state(run), torch.from_numpy(np.array(run.sequences.catalogue))
     for name, table in state.embedding.tables.items():
         table.advance(ids if name == "item" else torch.arange(_NUM_SMALL_IDS), 0)
-    checkpoint.save(run.checkpoints, 1, Cursor(0, 0), {"settings": run.settings}, files_of(state))
+    checkpoint_writer.save_checkpoint(
+        run.checkpoints, 1, Cursor(0, 0), {"settings": run.settings}, checkpoint_files(state)
+    )
 
 
 def _world(run: Path, *, num_candidates: int) -> World:
@@ -140,7 +145,9 @@ ARMS = {
 
 
 @contextmanager
-def instance(world: World, arm: Arm, *, name: str, budget_ms: float, core: int) -> Iterator[tuple[Instance, int]]:
+def instance(
+    world: World, arm: Arm, *, name: str, budget_ms: float, core: int
+) -> Iterator[tuple[InstanceAddress, int]]:
     """A process of `nestpipe serve` on a core, when it is ready; its address and process id."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -166,7 +173,7 @@ def instance(world: World, arm: Arm, *, name: str, budget_ms: float, core: int) 
             if process.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"instance {name} did not start")
             time.sleep(0.1)
-        yield Instance(name=name, url=url), process.pid
+        yield InstanceAddress(name=name, url=url), process.pid
     finally:
         process.terminate()
         process.wait(timeout=30)

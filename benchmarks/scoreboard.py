@@ -83,12 +83,14 @@ def _beside_dense() -> Iterator[Row]:
         if "steady_over_bound" in found and "over_dense_only" in found
     }
     for network, (own, found) in sorted(latest.items()):
-        where = f"zipf-{own['samples']}, hstu, {own['parts']} parts, hot and cold messages, {network}"
+        where = f"zipf-{own['samples']}, hstu, {own['micro_batches']} parts, hot and cold messages, {network}"
         beside = f"aim 1.05x; busy {found['busy_share']:.1%}, aim 94%; exposed comm {found['exposed_comm_ms']:.1f} of {found['exposed_comm_floor_ms']:.1f} ms"
         beside += (
             f"; step over the longest of line, CPU and compute lane {found['steady_over_bound']:.3f}x, limit 1.05x"
         )
-        command = f"train_step.py --dense hstu --samples {own['samples']} --parts {own['parts']} --split"
+        command = (
+            f"train_step.py --dense hstu --samples {own['samples']} --micro-batches {own['micro_batches']} --split"
+        )
         yield f"step over the dense part alone: {where}", figure(found, "over_dense_only"), beside, command
 
 
@@ -97,11 +99,11 @@ def _in_slices() -> Iterator[Row]:
     latest = {}
     for one in records("train_step", lambda one: one["dense"] == "mlp" and one.get("ranks", 2) == 2):
         for network, found in one["figures"].items():
-            if one["settings"].get("slices", 1) > 1 and "wire_ms" in found:
+            if one["settings"].get("chunks", 1) > 1 and "wire_ms" in found:
                 latest[one["settings"]["samples"], network] = one["settings"], found
     for (samples, network), (own, found) in sorted(latest.items()):
-        cut = f"--parts {own['parts']} --slices {own['slices']}"
-        title = f"step over the longest of line, CPU and compute lane: zipf-{samples}, mlp, {own['parts']} parts, {own['slices']} slices, {network}"
+        cut = f"--micro-batches {own['micro_batches']} --chunks {own['chunks']}"
+        title = f"step over the longest of line, CPU and compute lane: zipf-{samples}, mlp, {own['micro_batches']} parts, {own['chunks']} slices, {network}"
         beside = f"limit 1.05x; with filling {found['step_over_bound']:.3f}x; line {found['wire_ms']:.1f} of {found['step_ms']:.1f} ms"
         beside += f"; exposed comm {found['exposed_comm_over_floor']:.2f}x of its floor, limit 1.3x"
         beside += "; bitwise equal" * bool(found["bitwise_equal"])
@@ -117,7 +119,7 @@ def _emulated() -> Iterator[Row]:
                 emulated_ms = int(one["settings"]["dense"].partition(":")[2])
                 latest[one["settings"]["samples"], emulated_ms, network] = one["settings"], found
     for (samples, emulated_ms, network), (own, found) in sorted(latest.items()):
-        command = f"train_step.py --dense {own['dense']} --samples {samples} --parts {own['parts']}{' --split' * own['split']}"
+        command = f"train_step.py --dense {own['dense']} --samples {samples} --micro-batches {own['micro_batches']}{' --split' * own['split']}"
         title = f"exposed communication over its floor, hot and cold messages: zipf-{samples}, dense part emulated ({emulated_ms} ms), {network}"
         # A block of few steps pays for filling the pipeline; what its trace says is without that.
         steady = found["busy_ms"] / found["busy_share"] / (found["step_ms"] / found["step_over_bound"])
@@ -250,20 +252,20 @@ def _is_test(settings: Figures, model: str) -> bool:
 
 
 def _train_step(network: str, found: Figures, settings: Figures) -> Iterator[Row]:
-    slices = settings.get("slices", 1)
-    parts = f"{settings['parts']} parts" + f", {slices} slices" * (slices > 1)
+    slices = settings.get("chunks", 1)
+    parts = f"{settings['micro_batches']} parts" + f", {slices} slices" * (slices > 1)
     where = f"zipf-{settings['samples']}, {settings['dense']}, {parts}, {network}"
-    command = f"train_step.py --dense {settings['dense']} --samples {settings['samples']} --parts {settings['parts']}"
+    command = f"train_step.py --dense {settings['dense']} --samples {settings['samples']} --micro-batches {settings['micro_batches']}"
     command += f" --depth {settings['depth']} --ramp {settings['ramp']}" + " --cluster" * settings["cluster"]
-    command += f" --slices {slices}" * (slices > 1)
+    command += f" --chunks {slices}" * (slices > 1)
     overlap = f"busy {found['busy_share']:.0%}, exposed lookup {found['exposed_lookup']:.1%}"
     if "exposed_comm_floor_ms" in found:
         overlap += f", exposed comm {found['exposed_comm_ms']:.1f} ms (floor {found['exposed_comm_floor_ms']:.1f})"
     if "step_over_bound" in found:
         overlap += f", step over the longer of line and CPU {found['step_over_bound']:.2f}x"
     equal = "bitwise equal" if found["bitwise_equal"] else "NOT EQUAL"
-    if "vs_same_parts" in found:
-        equal += f", over sequential with the same parts {figure(found, 'vs_same_parts')}"
+    if "vs_same_micro_batches" in found:
+        equal += f", over sequential with the same parts {figure(found, 'vs_same_micro_batches')}"
     yield f"nested over our fastest sequential: {where}", figure(found, "vs_sequential"), f"{equal}; {overlap}", command
     beside = f"nested / dense part alone {figure(found, 'over_dense_only')}"
     yield f"nested over stale: {where}", figure(found, "vs_stale"), beside, command
@@ -282,7 +284,7 @@ def _weak_scaling(figures: Figures, settings: Figures) -> Row:
     others = ", ".join(f"{mode} {own[mode]['efficiency']:.1%}" for mode in ("sequential", "stale"))
     beside = f"{others}; bitwise equal; cores {own['nested']['cpu_share']:.0%} busy"
     command = f"weak_scaling.py --dense-ms {settings['dense_ms']} --steps {settings['steps']}"
-    command += f" --parts {settings['parts']}{' --split' * settings.get('split', False)}"
+    command += f" --micro-batches {settings['micro_batches']}{' --split' * settings.get('split', False)}"
     return title, f"{own['nested']['efficiency']:.1%} ({low:.1%}-{high:.1%})", beside, command
 
 

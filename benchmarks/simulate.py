@@ -31,11 +31,11 @@ import netlab
 import weak_scaling
 
 from nestpipe.pipeline.schedule import Schedule
-from nestpipe.simulate.arms import seconds_of_block
+from nestpipe.profiling.recorder import load
 from nestpipe.simulate.calibrate import Probes, calibrate
+from nestpipe.simulate.cases import seconds_of_block
 from nestpipe.simulate.constants import Constants
 from nestpipe.simulate.costs import Cluster
-from nestpipe.trace import load
 
 MODES = {"sequential": "serial", "nested": "nested"}  # arm -> mode of the schedule
 SEEN = ("1gbit", 0.0)
@@ -101,7 +101,7 @@ def predicted(constants: Constants, options: argparse.Namespace) -> Iterator[Cas
         for num_ranks in options.ranks:
             cluster = Cluster(workers=num_ranks, cores=os.cpu_count())
             for arm, mode in MODES.items():
-                schedule = Schedule.of(mode, options.parts, depth=options.depth)  # type: ignore[arg-type]
+                schedule = Schedule.of(mode, options.micro_batches, depth=options.depth)  # type: ignore[arg-type]
                 seconds = seconds_of_block(schedule, own, cluster, num_batches=options.steps)
                 yield Case(num_ranks, rate, delay_ms, arm, seconds)
 
@@ -167,7 +167,7 @@ def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--ranks", nargs="+", type=int)
     parser.add_argument("--dense-ms", type=int, help="how long the dense part of a batch takes")
     parser.add_argument("--samples", type=int, help="per rank")
-    parser.add_argument("--parts", type=int, default=4)
+    parser.add_argument("--micro-batches", type=int, default=4)
     parser.add_argument("--depth", type=int, default=1)
     parser.add_argument("--steps", type=int, help="steps of a block")
     parser.add_argument("--blocks", type=int, default=measure.MIN_BLOCKS)
@@ -188,7 +188,7 @@ def main() -> None:
     shown = {key: value for key, value in asdict(constants).items() if key != "source"}
     print(f"constants of {constants.source}: {json.dumps(shown)}")
     for arm, mode in MODES.items():  # what was fitted, for comparison; it counts nowhere
-        schedule = Schedule.of(mode, options.parts, depth=options.depth)  # type: ignore[arg-type]
+        schedule = Schedule.of(mode, options.micro_batches, depth=options.depth)  # type: ignore[arg-type]
         cluster = Cluster(workers=2, cores=os.cpu_count())
         own = on_network(constants, *SEEN, float("inf"))
         again = seconds_of_block(schedule, own, cluster, num_batches=options.steps)
@@ -197,7 +197,7 @@ def main() -> None:
     cases = list(measured(list(predicted(constants, options)), options))
     figures = report(cases, options)
     if not options.no_record:
-        keys = ("ranks", "networks", "dense_ms", "samples", "parts", "depth", "steps", "blocks", "quick")
+        keys = ("ranks", "networks", "dense_ms", "samples", "micro_batches", "depth", "steps", "blocks", "quick")
         settings = {**{key: getattr(options, key) for key in keys}, "dense": "emulated"}
         measure.append("simulate", measure.record(seed=0, figures=figures, settings=settings))
     print(json.dumps(figures))

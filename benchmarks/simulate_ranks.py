@@ -14,11 +14,11 @@ from pathlib import Path
 import torch
 import train_arms
 
-from nestpipe.comm import Lane, World
-from nestpipe.process import exact_arithmetic, keep_freed_memory
-from nestpipe.run import Lanes
+from nestpipe.distributed.process_group import Channel, World
+from nestpipe.pipeline.channels import Channels
+from nestpipe.profiling.recorder import Recorder
 from nestpipe.simulate.calibrate import Probes
-from nestpipe.trace import Recorder
+from nestpipe.training.process import exact_arithmetic, keep_freed_memory
 
 SERIAL = {"sequential": "serial", "nested": "nested"}  # the schedule whose events are those of an arm
 
@@ -28,27 +28,27 @@ def main() -> None:
     keep_freed_memory()
     with exact_arithmetic(1):
         world = World.from_environment()
-        lanes = Lanes.of(world)
-        idle = idle_share(lanes.control) if folder else 0.0
+        channels = Channels.of(world)
+        idle = idle_share(channels.control) if folder else 0.0
         data = train_arms.batches(settings, world.rank)
         arms = {
-            name: train_arms.OurArm(name, settings, train_arms.our_state(settings, lanes), data, Recorder.off())
+            name: train_arms.OurArm(name, settings, train_arms.our_state(settings, channels), data, Recorder.off())
             for name in settings.arms
         }
         for arm in arms.values():
             see_all_rows(arm)
-        times, cpu = train_arms.timed({name: arm.run for name, arm in arms.items()}, settings, lanes.control)
-        result = {"times": times, "bitwise_equal": train_arms.same_bits(list(arms.values()), lanes.control)}
+        times, cpu = train_arms.timed({name: arm.run for name, arm in arms.items()}, settings, channels.control)
+        result = {"times": times, "bitwise_equal": train_arms.same_bits(list(arms.values()), channels.control)}
         if folder:
             for name, arm in arms.items():
                 trace(arm, SERIAL[name], world, Path(folder) / name)
             probes = Probes(
                 beside_s=cpu["sequential"].process_s - cpu["sequential"].thread_s,
                 idle_share=idle,
-                peer_s=peer_seconds(world, lanes.control),
+                peer_s=peer_seconds(world, channels.control),
             )
             result["probes"] = asdict(probes)
-        lanes.control.barrier()
+        channels.control.barrier()
         print(json.dumps(result))
         world.close()
 
@@ -61,7 +61,7 @@ def see_all_rows(arm: train_arms.OurArm) -> None:
     waiting.s_per_sample = seconds
 
 
-def idle_share(control: Lane, *, seconds: float = 2.0) -> float:
+def idle_share(control: Channel, *, seconds: float = 2.0) -> float:
     """CPU time of a rank whose lanes are open and which does nothing, over that time: its threads look for messages."""
     control.barrier()
     start, cpu = time.perf_counter(), time.process_time()
@@ -69,26 +69,26 @@ def idle_share(control: Lane, *, seconds: float = 2.0) -> float:
     return (time.process_time() - cpu) / (time.perf_counter() - start)
 
 
-def peer_seconds(world: World, pair: Lane, *, at_once: int = 17, rounds: int = 20, tries: int = 5) -> float:
+def peer_seconds(world: World, pair: Channel, *, at_once: int = 17, rounds: int = 20, tries: int = 5) -> float:
     """CPU time of this thread for one more peer of a message that is opened or sent: more messages at once to the same one.
 
     Less what the same calls take without a peer; the least of some tries.
     """
 
-    def more_s(lane: Lane) -> float:
-        send = [torch.zeros(64) for _ in range(lane.world.size)]
+    def more_s(stream: Channel) -> float:
+        send = [torch.zeros(64) for _ in range(stream.world.size)]
         rooms = [[torch.empty(64) for _ in send] for _ in range(at_once)]
 
         def took(number: int) -> float:
             start = time.thread_time()
             for _ in range(rounds):
-                for handle in [lane.exchange("probe", send, room) for room in rooms[:number]]:
+                for handle in [stream.exchange("probe", send, room) for room in rooms[:number]]:
                     handle.wait()
             return (time.thread_time() - start) / rounds
 
         return min(took(at_once) for _ in range(tries)) - min(took(1) for _ in range(tries))
 
-    beside = more_s(world.lane("alone", ranks=[world.rank]))
+    beside = more_s(world.channel("alone", ranks=[world.rank]))
     return max(more_s(pair) - beside, 0.0) / (at_once - 1) / 2 / (world.size - 1)
 
 

@@ -18,29 +18,29 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nestpipe.comm import Lane, World
-from nestpipe.draw import Draw
+from nestpipe.distributed.process_group import Channel, World
+from nestpipe.embedding.buckets import Owners
 from nestpipe.embedding.config import DenseConfig, EmbeddingConfig
-from nestpipe.embedding.optim import AdaGrad
-from nestpipe.embedding.owner import Owners
-from nestpipe.embedding.sharded import Sharded
-from nestpipe.embedding.spec import Lookup, Rows, TableSpec
+from nestpipe.embedding.lookup import Lookup, Rows, TableSpec
+from nestpipe.embedding.row_optimizer import AdaGrad
+from nestpipe.embedding.sharding import ShardedTables
 from nestpipe.embedding.table import Table
 from nestpipe.jagged import Batch, Cursor, Jagged
-from nestpipe.model import Coupling, Output
 from nestpipe.models.config import HSTUConfig
+from nestpipe.models.contract import Coupling, Output
 from nestpipe.models.hstu import HSTU
-from nestpipe.overlap import CAUSES, steps_of, waited_for_others_ns
 from nestpipe.pipeline import stages
-from nestpipe.pipeline.dense import Dense
-from nestpipe.pipeline.parts import PartsConfig
-from nestpipe.pipeline.runner import Feed, Runner
+from nestpipe.pipeline.channels import Channels
+from nestpipe.pipeline.config import MicroBatchConfig
+from nestpipe.pipeline.dense_params import DenseParams
+from nestpipe.pipeline.runner import BatchFeed, Runner
 from nestpipe.pipeline.schedule import Schedule
 from nestpipe.pipeline.sequential import step
 from nestpipe.pipeline.stages import Rates, TrainState
-from nestpipe.process import exact_arithmetic, keep_freed_memory
-from nestpipe.run import Lanes
-from nestpipe.trace import Recorder
+from nestpipe.profiling.overlap import CAUSES, steps_of, waited_for_others_ns
+from nestpipe.profiling.recorder import Recorder
+from nestpipe.rng import Rng
+from nestpipe.training.process import exact_arithmetic, keep_freed_memory
 
 NUM_ROWS, DIM, LENGTH, ZIPF, SEED, LR = 1_000_000, 64, 50, 1.05, 0, 0.01
 NUM_BATCHES = 24  # distinct ones, which then come again
@@ -54,12 +54,12 @@ class Settings:
 
     samples: int = 512  # per rank
     dense: str = "mlp"  # mlp, hstu, sleep:MS
-    parts: int = 4
+    micro_batches: int = 4
     depth: int = 1
     ramp: float = 1.0
     cluster: bool = False
     split: bool = False  # of the nested arm: hot and cold messages
-    slices: int = 1  # of the nested arm: of last gradients, update and next first rows
+    chunks: int = 1  # of the nested arm: of last gradients, update and next first rows
     arms: Sequence[str] = ()
     num_blocks: int = 9
     num_steps: int = 10  # of a block
@@ -141,13 +141,13 @@ class Clicks(nn.Module):
         self.dense = dense
         self.tables = (TableSpec(name="item", dim=DIM),)
 
-    def lookups(self, batch: Batch, draw: Draw) -> dict[str, Lookup]:
+    def lookups(self, batch: Batch, rng: Rng) -> dict[str, Lookup]:
         return {"items": Lookup(table="item", ids=batch.items.values)}
 
     def weight(self, batch: Batch) -> float:
         return float(batch.num_samples)
 
-    def forward(self, rows: dict[str, Rows], batch: Batch, draw: Draw) -> Output:
+    def forward(self, rows: dict[str, Rows], batch: Batch, rng: Rng) -> Output:
         return Output(loss_sum(self.dense, rows["items"].gather(), batch))
 
 
@@ -170,35 +170,37 @@ class OurArm:
         stale = self.name == "stale"
         schedule = Schedule.of(
             "nested" if stale else self.name,
-            self.settings.parts,
+            self.settings.micro_batches,
             depth=self.settings.depth + stale,
             stale=stale,
             split=self.settings.split and self.name == "nested",
-            slices=self.settings.slices if self.name == "nested" else 1,
+            num_chunks=self.settings.chunks if self.name == "nested" else 1,
             groups=self.state.embedding.replicas is not None,
         )
-        observer = self.recorder.observer(self.state.num_steps, lanes=self.state.lanes)
+        observer = self.recorder.observer(self.state.num_steps, channels=self.state.channels)
         runner = Runner(self.state, schedule, observe=observer)
-        runner.run(Feed(batches=stream, rates=lambda number: RATES, num_batches=num_steps))
-        for lane in self.state.lanes:
-            lane.watch = None
+        runner.run(BatchFeed(batches=stream, rates=lambda number: RATES, num_batches=num_steps))
+        for stream in self.state.channels:
+            stream.watch = None
 
     def _endless(self) -> Iterator[Batch]:
         return (self.data[number % len(self.data)] for number in count())
 
 
-def our_state(settings: Settings, lanes: Lanes) -> TrainState:
+def our_state(settings: Settings, channels: Channels) -> TrainState:
     model = Clicks(new_dense(settings))
     config = EmbeddingConfig(optimizer="adagrad", lr=LR, eps=1e-8)
     table = Table(model.tables[0], AdaGrad(config), seed=SEED, config=config)
-    owners = Owners(64, lanes.rows.world.size)
+    owners = Owners(64, channels.rows.world.size)
     return TrainState(
         model=model,
-        embedding=Sharded({"item": table}, lanes.keys, lanes.rows, owners, lanes.replicas),
-        dense=Dense(model, DenseConfig(optimizer="adam"), lanes.dense),
-        control=lanes.control,
+        embedding=ShardedTables({"item": table}, channels.keys, channels.rows, owners, channels.replicas),
+        dense=DenseParams(model, DenseConfig(optimizer="adam"), channels.dense),
+        control=channels.control,
         seed=SEED,
-        cut=PartsConfig(parts=settings.parts, ramp=settings.ramp, cluster=settings.cluster),
+        micro_batching=MicroBatchConfig(
+            micro_batches=settings.micro_batches, ramp=settings.ramp, cluster=settings.cluster
+        ),
     )
 
 
@@ -211,7 +213,11 @@ def meet(state: TrainState, ids: Tensor) -> None:
 def dense_only(state: TrainState, data: list[Batch]) -> Callable[[int], None]:
     """The same parts on rows that are already there, with dense sum and dense step: what no overlap can hide."""
     works = [stages.read(state, batch, RATES, number) for number, batch in enumerate(data)]
-    sizes = {work.plan.tables["item"].leaf_size(part) for work in works for part in range(state.cut.parts)}
+    sizes = {
+        work.plan.tables["item"].num_local(micro_batch)
+        for work in works
+        for micro_batch in range(state.micro_batching.micro_batches)
+    }
     rows = {size: torch.randn(size, DIM) for size in sorted(sizes)}
     numbers = count()
 
@@ -219,9 +225,11 @@ def dense_only(state: TrainState, data: list[Batch]) -> Callable[[int], None]:
         for number in islice(numbers, num_steps):
             work = works[number % NUM_BATCHES]
             state.dense.zero_grads()
-            for part in range(state.cut.parts):
-                leaf = rows[work.plan.tables["item"].leaf_size(part)].requires_grad_()
-                output = state.model.forward(work.plan.rows(part, {"item": leaf}), work.parts[part], work.draw)
+            for micro_batch in range(state.micro_batching.micro_batches):
+                leaf = rows[work.plan.tables["item"].num_local(micro_batch)].requires_grad_()
+                output = state.model.forward(
+                    work.plan.rows(micro_batch, {"item": leaf}), work.micro_batches[micro_batch], work.rng
+                )
                 (output.loss_sum / work.batch.num_samples).backward()
                 leaf.grad = None
             stages.dense_sum(state, work)
@@ -239,7 +247,7 @@ def digest(state: TrainState) -> str:
     return found.hexdigest()
 
 
-def same_bits(arms: Sequence[OurArm], control: Lane) -> bool:
+def same_bits(arms: Sequence[OurArm], control: Channel) -> bool:
     """Whether arms left the same behind, on every rank."""
     return all(row[0] for row in control.all_gather_ints([len({digest(arm.state) for arm in arms}) == 1]))
 
@@ -253,7 +261,7 @@ class Cpu:
 
 
 def timed(
-    runs: Mapping[str, Callable[[int], None]], settings: Settings, control: Lane
+    runs: Mapping[str, Callable[[int], None]], settings: Settings, control: Channel
 ) -> tuple[dict[str, list[float]], dict[str, Cpu]]:
     """Seconds per step by arm and block, the slowest rank's, and what CPU time they took here."""
     used: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
@@ -284,7 +292,7 @@ def rank_program(settings: Settings) -> None:
 def _measure(settings: Settings) -> None:
     """Run by each rank: prints seconds per step by arm and block (the slowest rank counts), and what the traces say."""
     world = World.from_environment()
-    lanes, everyones = Lanes.of(world), [batches(settings, rank) for rank in range(world.size)]
+    channels, everyones = Channels.of(world), [batches(settings, rank) for rank in range(world.size)]
     data, ids = everyones[world.rank], torch.cat([one.items.values for own in everyones for one in own]).unique()
     del everyones
     ours: dict[str, OurArm] = {}
@@ -293,33 +301,33 @@ def _measure(settings: Settings) -> None:
         if name.startswith("torchrec"):
             runs[name] = _peer(settings, data, world, pipelined=name == "torchrec")
         elif name == "dense-only":
-            runs[name] = dense_only(our_state(settings, lanes), data)
+            runs[name] = dense_only(our_state(settings, channels), data)
         else:
-            own = replace(settings, parts=1, ramp=1.0, cluster=False) if name == "sequential-1" else settings
+            own = replace(settings, micro_batches=1, ramp=1.0, cluster=False) if name == "sequential-1" else settings
             recorder = Recorder(world.rank, world.size, capacity=1 << 15, on=name == "nested")
-            ours[name] = OurArm(name, own, our_state(own, lanes), data, recorder)
+            ours[name] = OurArm(name, own, our_state(own, channels), data, recorder)
             meet(ours[name].state, ids)
             runs[name] = ours[name].run
 
-    times, cpu = timed(runs, settings, lanes.control)
+    times, cpu = timed(runs, settings, channels.control)
     exact = [arm for name, arm in ours.items() if name not in ("stale", "sequential-1")]
     result = {
         "times": times,
-        "cpu_ms": _of_ranks({name: one.process_s for name, one in cpu.items()}, lanes.control),
-        "compute_ms": _of_ranks({name: one.thread_s for name, one in cpu.items()}, lanes.control),
-        "bitwise_equal": same_bits(exact, lanes.control) if len(exact) > 1 else None,
-        "trace": _trace(ours["nested"], lanes.control) if "nested" in ours else {},
+        "cpu_ms": _of_ranks({name: one.process_s for name, one in cpu.items()}, channels.control),
+        "compute_ms": _of_ranks({name: one.thread_s for name, one in cpu.items()}, channels.control),
+        "bitwise_equal": same_bits(exact, channels.control) if len(exact) > 1 else None,
+        "trace": _trace(ours["nested"], channels.control) if "nested" in ours else {},
     }
-    gathered = lanes.control.all_gather_bytes(json.dumps(result["trace"]).encode())
+    gathered = channels.control.all_gather_bytes(json.dumps(result["trace"]).encode())
     result["trace"] = [json.loads(one) for one in gathered]
-    lanes.control.barrier()
+    channels.control.barrier()
     print(json.dumps(result))
     if dist.is_initialized():
         dist.destroy_process_group()
     world.close()
 
 
-def _of_ranks(seconds: Mapping[str, float], control: Lane) -> dict[str, float]:
+def _of_ranks(seconds: Mapping[str, float], control: Channel) -> dict[str, float]:
     """Milliseconds by arm, the mean of all ranks."""
     ranks = control.all_gather_floats([1e3 * one for one in seconds.values()])
     return {name: round(statistics.fmean(own), 2) for name, own in zip(seconds, zip(*ranks, strict=True), strict=True)}
@@ -341,7 +349,7 @@ def _peer(settings: Settings, data: list[Batch], world: World, *, pipelined: boo
     )
 
 
-def _trace(arm: OurArm, control: Lane) -> dict[str, object]:
+def _trace(arm: OurArm, control: Channel) -> dict[str, object]:
     """Sums over the recorded steps of the nested arm. Every rank must call it."""
     # A block begins with an empty pipeline, and before its first step other arms ran; the first one is to warm up.
     every = arm.settings.num_steps
@@ -351,11 +359,14 @@ def _trace(arm: OurArm, control: Lane) -> dict[str, object]:
     untils = [max(own.get(str(one.batch), 0) for own in computed) for one in found]
     time_ns = {cause: sum(step.time_ns(cause) for step in found) for cause in CAUSES}
     seen_ns = {cause: sum(step.seen_ns.get(cause, 0) for step in found) for cause in CAUSES}
-    edges = (("rows", 0), ("grads", arm.settings.parts - 1))  # if these are split, their hot halves; and all slices
+    edges = (
+        ("rows", 0),
+        ("grads", arm.settings.micro_batches - 1),
+    )  # if these are split, their hot halves; and all slices
     at_edges = [
         span
         for span in arm.recorder.snapshot().spans
-        if (span.kind, span.part) in edges or span.kind in ("next rows", "next grads")
+        if (span.kind, span.micro_batch) in edges or span.kind in ("chunk rows", "chunk grads")
     ]
     kinds = ("rows", "grads", "keys")
     return {

@@ -9,7 +9,7 @@ counts. That nested, frozen-window and dual-buffer end with the bits of sequenti
     stale          the nested schedule with rows one step old: what exactness is measured against (its bits are others)
     dense-only     the same parts on rows that are already there, with dense sum and dense step
 
---split and --slices are for the nested arm. A line carries headers too: of 1 Gbit/s 956 Mbit/s are payload, with a delay (longer
+--split and --chunks are for the nested arm. A line carries headers too: of 1 Gbit/s 956 Mbit/s are payload, with a delay (longer
 packets) 999; bounds are made with that.
 
 With --dense sleep:MS the dense part is linear and waits instead of computing; all else is real (threads, messages, tables,
@@ -49,7 +49,7 @@ TITLES = {
 }
 
 
-def dense_part(name: str) -> str:
+def dense_micro_batch(name: str) -> str:
     """The value of --dense."""
     kind, _, ms = name.partition(":")
     if not (name in ("mlp", "hstu") or (kind == "sleep" and ms.isdigit() and int(ms))):
@@ -61,7 +61,7 @@ def measured_on(name: str, options: argparse.Namespace) -> dict[str, object]:
     rate, delay_ms = NETWORKS[name]
     settings = {
         key: getattr(options, key)
-        for key in ("samples", "dense", "parts", "depth", "ramp", "cluster", "split", "slices", "arms")
+        for key in ("samples", "dense", "micro_batches", "depth", "ramp", "cluster", "split", "chunks", "arms")
     }
     settings |= {"num_blocks": options.blocks, "num_steps": options.steps}
     command = [options.python, str(Path(__file__)), "--as-rank", json.dumps(settings)]
@@ -88,7 +88,7 @@ def figures_of(
     if sequential and "nested" in times:
         figures |= _spread("vs_sequential", measure.ratio(sequential, times["nested"]))
     if {"sequential", "nested"} <= times.keys():
-        figures |= _spread("vs_same_parts", measure.ratio(times["sequential"], times["nested"]))
+        figures |= _spread("vs_same_micro_batches", measure.ratio(times["sequential"], times["nested"]))
     if sequential and "torchrec-plain" in times:
         figures |= _spread("sequential_vs_torchrec_plain", measure.ratio(times["torchrec-plain"], sequential))
     if {"dense-only", "nested"} <= times.keys():
@@ -179,7 +179,7 @@ def report(name: str, found: Mapping[str, object], figures: Mapping[str, object]
     ]
     emulated = " (emulated)" if options.dense.startswith("sleep:") else ""
     print(
-        f"\n{name}: zipf-{options.samples}, dense part {options.dense}{emulated}, {options.ranks} ranks, {options.parts} parts, depth {options.depth}"
+        f"\n{name}: zipf-{options.samples}, dense part {options.dense}{emulated}, {options.ranks} ranks, {options.micro_batches} parts, depth {options.depth}"
     )
     print(measure.table(["", "steps/s", "per step", "CPU of a rank", f"over {base} (10-90 %)"], rows))
     shown = {key: value for key, value in figures.items() if not key.endswith("_range")}
@@ -192,14 +192,16 @@ def main() -> None:
     parser.add_argument("--mode", choices=[*EXACT, "all"], default="all", help="one of our modes beside TorchRec")
     parser.add_argument("--networks", nargs="+", choices=list(NETWORKS), default=None)
     parser.add_argument("--samples", type=int, default=512, help="per rank: 512 and 2048 are the fixed workloads")
-    parser.add_argument("--dense", type=dense_part, default="mlp", help="mlp, hstu, or sleep:MS, which waits instead")
+    parser.add_argument(
+        "--dense", type=dense_micro_batch, default="mlp", help="mlp, hstu, or sleep:MS, which waits instead"
+    )
     parser.add_argument("--ranks", type=int, default=2, help="more than the machine has cores: with --dense sleep:MS")
-    parser.add_argument("--parts", type=int, default=4)
+    parser.add_argument("--micro-batches", type=int, default=4)
     parser.add_argument("--depth", type=int, default=1)
     parser.add_argument("--ramp", type=float, default=1.0)
     parser.add_argument("--cluster", action="store_true")
     parser.add_argument("--split", action="store_true", help="nested: hot and cold messages")
-    parser.add_argument("--slices", type=int, default=1, help="nested: of last gradients, update and next first rows")
+    parser.add_argument("--chunks", type=int, default=1, help="nested: of last gradients, update and next first rows")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=None)
     parser.add_argument("--blocks", type=int)
     parser.add_argument("--steps", type=int, help="steps of a block")
@@ -226,7 +228,7 @@ def main() -> None:
     everything: dict[str, object] = {}
     for name in networks:
         found = measured_on(name, options)
-        everything[name] = figures_of(name, found, options.dense, options.ranks, in_slices=options.slices > 1)
+        everything[name] = figures_of(name, found, options.dense, options.ranks, in_slices=options.chunks > 1)
         report(name, found, everything[name], options)  # type: ignore[arg-type]
         if found["bitwise_equal"] is False:
             raise SystemExit("the exact modes did not end with the same bits; no figure of this run counts.")
@@ -234,12 +236,12 @@ def main() -> None:
         keys = (
             "samples",
             "dense",
-            "parts",
+            "micro_batches",
             "depth",
             "ramp",
             "cluster",
             "split",
-            "slices",
+            "chunks",
             "blocks",
             "steps",
             "quick",

@@ -32,7 +32,7 @@ PROGRAM = Path(__file__).resolve().with_name("train_step.py")
 
 def settings_of(options: argparse.Namespace, modes: Iterable[str], **more: object) -> str:
     """What ranks whose dense part waits are told, as train_arms.Settings in JSON."""
-    settings = {key: getattr(options, key) for key in ("samples", "parts", "depth")}
+    settings = {key: getattr(options, key) for key in ("samples", "micro_batches", "depth")}
     settings |= {"dense": f"sleep:{options.dense_ms}", "arms": list(modes), "num_steps": options.steps}
     return json.dumps(settings | more)
 
@@ -106,7 +106,7 @@ def main() -> None:
     parser.add_argument("--dense-ms", type=int, help="how long the dense part of a batch takes")
     parser.add_argument("--rate", default="200mbit", help="of each host's line, in each direction")
     parser.add_argument("--samples", type=int, default=512, help="per rank")
-    parser.add_argument("--parts", type=int, default=8)
+    parser.add_argument("--micro-batches", type=int, default=8)
     parser.add_argument("--depth", type=int, default=1)
     parser.add_argument("--ramp", type=float, default=1.0)
     parser.add_argument("--split", action="store_true", help="nested: hot and cold messages")
@@ -129,7 +129,7 @@ def main() -> None:
     if busiest > options.cpu_limit:
         raise SystemExit(f"the cores were busy for {busiest:.0%} of a step: this measured them. Raise --dense-ms.")
     if not options.no_record:
-        keys = ("ranks", "dense_ms", "rate", "samples", "parts", "depth", "ramp", "split", "steps", "quick")
+        keys = ("ranks", "dense_ms", "rate", "samples", "micro_batches", "depth", "ramp", "split", "steps", "quick")
         used = {**{key: getattr(options, key) for key in keys}, "dense": "emulated"}
         measure.append("weak_scaling", measure.record(seed=0, figures=figures, settings=used))
     print(json.dumps(figures))

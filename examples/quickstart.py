@@ -1,4 +1,4 @@
-"""Train and recommend in a minute: generated logs -> sequences -> model -> evaluation -> ten items for a user.
+"""Train and recommend in a minute: generated log -> sequences -> model -> evaluation -> ten items for a user.
 
 python examples/quickstart.py
 """
@@ -10,11 +10,11 @@ from tempfile import TemporaryDirectory
 import rich
 
 import nestpipe
-from nestpipe.data.synthetic import SyntheticConfig, ingest_synthetic
+from nestpipe.data.synthetic_sequences import SyntheticConfig, ingest_synthetic
 
 
 def main(folder: Path) -> None:
-    # 1. A log becomes a sequence folder. Your own log: nestpipe data ingest LOG.csv --user U --item I --time T --out DIR
+    # 1. A log becomes a sequence folder. Your own log: examples/own_data.py
     sequences = ingest_synthetic(folder / "data", SyntheticConfig(num_users=1000, num_items=300))
 
     # 2. A recipe is a plain configuration; change what you like.
@@ -26,11 +26,11 @@ def main(folder: Path) -> None:
     )
     run = nestpipe.train(config, folder / "run")
 
-    # 3. Evaluate on held-out events, by full ranking, and recommend.
-    scorer = run.scorer()
-    rich.print(scorer.evaluate())
+    # 3. Evaluate on held-out events, by ranking the whole catalogue, and recommend.
+    predictor = run.predictor()
+    rich.print(predictor.evaluate())
     user = int(sequences.users[0])
-    best = scorer.recommend(user, k=10)
+    best = predictor.recommend(user, k=10)
     for item, score in zip(best.items, best.scores, strict=True):
         print(f"user {user}: item {item:4d}  score {score:.3f}")
 

@@ -1,6 +1,6 @@
 """NestPipe turns interaction logs into recommendations, exactly and fast.
 
-Names are imported when they are first used: `import nestpipe` alone costs nothing, and torch is loaded when needed.
+Names are imported on first use: `import nestpipe` alone costs nothing, torch is loaded when it is needed.
 """
 
 from importlib import import_module
@@ -11,54 +11,81 @@ if TYPE_CHECKING:
     from nestpipe.config import Config
     from nestpipe.data.schema import Feature, Schema
     from nestpipe.data.sequences import Sequences
-    from nestpipe.draw import Draw
-    from nestpipe.embedding.spec import Lookup, Rows, TableSpec
+    from nestpipe.embedding.config import DenseConfig, EmbeddingConfig
+    from nestpipe.embedding.lookup import Lookup, Rows, TableSpec
     from nestpipe.errors import NestPipeError
-    from nestpipe.jagged import Batch, Jagged
-    from nestpipe.model import Model, Output
-    from nestpipe.run import Run
-    from nestpipe.trainer import train
+    from nestpipe.jagged import Batch, Cursor, Jagged
+    from nestpipe.models.contract import Backbone, Model, ModelData, Output, Recommender
+    from nestpipe.pipeline.build_state import build_state
+    from nestpipe.pipeline.config import PipelineConfig
+    from nestpipe.pipeline.train_batches import train_batches
+    from nestpipe.registry import register_backbone, register_model
+    from nestpipe.rng import Rng
+    from nestpipe.training.loop import train
+    from nestpipe.training.run_folder import Run
 
-_HOMES = {
+_MODULES = {
+    "Backbone": "models.contract",
     "Batch": "jagged",
     "Config": "config",
-    "Draw": "draw",
+    "Cursor": "jagged",
+    "DenseConfig": "embedding.config",
+    "EmbeddingConfig": "embedding.config",
     "Feature": "data.schema",
     "Jagged": "jagged",
-    "Lookup": "embedding.spec",
-    "Model": "model",
+    "Lookup": "embedding.lookup",
+    "Model": "models.contract",
+    "ModelData": "models.contract",
     "NestPipeError": "errors",
-    "Output": "model",
-    "Rows": "embedding.spec",
-    "Run": "run",
+    "Output": "models.contract",
+    "PipelineConfig": "pipeline.config",
+    "Recommender": "models.contract",
+    "Rng": "rng",
+    "Rows": "embedding.lookup",
+    "Run": "training.run_folder",
     "Schema": "data.schema",
     "Sequences": "data.sequences",
-    "TableSpec": "embedding.spec",
-    "train": "trainer",
+    "TableSpec": "embedding.lookup",
+    "build_state": "pipeline.build_state",
+    "register_backbone": "registry",
+    "register_model": "registry",
+    "train": "training.loop",
+    "train_batches": "pipeline.train_batches",
 }
 __all__ = [
+    "Backbone",
     "Batch",
     "Config",
-    "Draw",
+    "Cursor",
+    "DenseConfig",
+    "EmbeddingConfig",
     "Feature",
     "Jagged",
     "Lookup",
     "Model",
+    "ModelData",
     "NestPipeError",
     "Output",
+    "PipelineConfig",
+    "Recommender",
+    "Rng",
     "Rows",
     "Run",
     "Schema",
     "Sequences",
     "TableSpec",
+    "build_state",
     "recipes",
+    "register_backbone",
+    "register_model",
     "train",
+    "train_batches",
 ]
 
 
 def __getattr__(name: str) -> Any:
     if name == "recipes":
         return import_module("nestpipe.recipes")
-    if name in _HOMES:
-        return getattr(import_module(f"nestpipe.{_HOMES[name]}"), name)
+    if name in _MODULES:
+        return getattr(import_module(f"nestpipe.{_MODULES[name]}"), name)
     raise AttributeError(f"module 'nestpipe' has no attribute '{name}'")

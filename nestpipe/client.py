@@ -17,7 +17,7 @@ from typing import Any, Generic, Self, TypeVar
 import httpx
 
 from nestpipe.errors import NestPipeError
-from nestpipe.serve.router import SESSION_HEADER, USER_HEADER, session_of
+from nestpipe.gateway.router import SESSION_HEADER, USER_HEADER, session_of
 
 Event = Mapping[str, Any]
 Result = TypeVar("Result")
@@ -32,7 +32,7 @@ class ServiceError(NestPipeError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ranking:
+class RankedItems:
     """Items with scores, best first; `path` says how they were ranked, `degraded` whether less was done than asked."""
 
     items: list[int]
@@ -48,7 +48,7 @@ class Ranking:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recommended(Ranking):
+class RecommendedItems(RankedItems):
     """A ranking by the cascade: `stages` has the time, deadline and number of items of each stage."""
 
     request: str
@@ -60,7 +60,7 @@ class Recommended(Ranking):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Generated:
+class GeneratedItems:
     """Items with the log-probabilities of their ids, best first; `instruction` says what steered them."""
 
     items: list[int]
@@ -76,7 +76,7 @@ class Generated:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Preinferred:
+class PrefillReply:
     """What became of a signal; hand the ticket to `rank`."""
 
     ticket: str | None
@@ -96,22 +96,22 @@ class _Call(Generic[Result]):
     headers: dict[str, str] = field(default_factory=dict)
 
 
-def _recommend(user: int, k: int, options: Mapping[str, Any]) -> _Call[Recommended]:
-    return _Call("/v1/recommend", {"user": user, "k": k, **_given(options)}, _reader(Recommended))
+def _recommend(user: int, k: int, options: Mapping[str, Any]) -> _Call[RecommendedItems]:
+    return _Call("/v1/recommend", {"user": user, "k": k, **_given(options)}, _reader(RecommendedItems))
 
 
-def _preinfer(user: int, request: str, candidates: int, options: Mapping[str, Any]) -> _Call[Preinferred]:
+def _preinfer(user: int, request: str, candidates: int, options: Mapping[str, Any]) -> _Call[PrefillReply]:
     body = {"user": user, "request": request, "candidates": candidates, **_given(options)}
-    return _Call("/v1/preinfer", body, _reader(Preinferred), _place(user))
+    return _Call("/v1/preinfer", body, _reader(PrefillReply), _place(user))
 
 
-def _rank(user: int, request: str, candidates: Sequence[int], options: Mapping[str, Any]) -> _Call[Ranking]:
+def _rank(user: int, request: str, candidates: Sequence[int], options: Mapping[str, Any]) -> _Call[RankedItems]:
     body = {"user": user, "request": request, "candidates": list(candidates), **_given(options)}
-    return _Call("/v1/rank", body, _reader(Ranking), _place(user, body.get("ticket")))
+    return _Call("/v1/rank", body, _reader(RankedItems), _place(user, body.get("ticket")))
 
 
-def _generate(user: int, k: int, options: Mapping[str, Any]) -> _Call[Generated]:
-    return _Call("/v1/generate", {"user": user, "k": k, **_given(options)}, _reader(Generated))
+def _generate(user: int, k: int, options: Mapping[str, Any]) -> _Call[GeneratedItems]:
+    return _Call("/v1/generate", {"user": user, "k": k, **_given(options)}, _reader(GeneratedItems))
 
 
 def _release(ticket: str, user: int | None) -> _Call[None]:
@@ -144,7 +144,7 @@ class Client:
         exclude: Sequence[int] | None = None,
         query_time: int | None = None,
         request: str | None = None,
-    ) -> Recommended:
+    ) -> RecommendedItems:
         """The best k items for a user; `history` replaces the one on file, `exclude` names items not to show."""
         options = {"history": history, "exclude": exclude, "query_time": query_time, "request": request}
         return self._send(_recommend(user, k, options))
@@ -157,7 +157,7 @@ class Client:
         candidates: int,
         history: Sequence[Event] | None = None,
         query_time: int | None = None,
-    ) -> Preinferred:
+    ) -> PrefillReply:
         """Says ahead that a ranking of so many candidates will follow; its ticket goes to `rank`."""
         return self._send(_preinfer(user, request, candidates, {"history": history, "query_time": query_time}))
 
@@ -172,7 +172,7 @@ class Client:
         history: Sequence[Event] | None = None,
         query_time: int | None = None,
         deadline_ms: float | None = None,
-    ) -> Ranking:
+    ) -> RankedItems:
         """The candidates in order, the best k of them or all."""
         options = {"ticket": ticket, "k": k, "history": history, "query_time": query_time, "deadline_ms": deadline_ms}
         return self._send(_rank(user, request, candidates, options))
@@ -186,7 +186,7 @@ class Client:
         trigger: int | None = None,
         history: Sequence[Event] | None = None,
         deadline_ms: float | None = None,
-    ) -> Generated:
+    ) -> GeneratedItems:
         """The best k items of a generative run; `scenario` and `trigger` (an item) steer it."""
         options = {"scenario": scenario, "trigger": trigger, "history": history, "deadline_ms": deadline_ms}
         return self._send(_generate(user, k, options))
@@ -242,7 +242,7 @@ class AsyncClient:
         exclude: Sequence[int] | None = None,
         query_time: int | None = None,
         request: str | None = None,
-    ) -> Recommended:
+    ) -> RecommendedItems:
         """See `Client.recommend`."""
         options = {"history": history, "exclude": exclude, "query_time": query_time, "request": request}
         return await self._send(_recommend(user, k, options))
@@ -255,7 +255,7 @@ class AsyncClient:
         candidates: int,
         history: Sequence[Event] | None = None,
         query_time: int | None = None,
-    ) -> Preinferred:
+    ) -> PrefillReply:
         """See `Client.preinfer`."""
         return await self._send(_preinfer(user, request, candidates, {"history": history, "query_time": query_time}))
 
@@ -270,7 +270,7 @@ class AsyncClient:
         history: Sequence[Event] | None = None,
         query_time: int | None = None,
         deadline_ms: float | None = None,
-    ) -> Ranking:
+    ) -> RankedItems:
         """See `Client.rank`."""
         options = {"ticket": ticket, "k": k, "history": history, "query_time": query_time, "deadline_ms": deadline_ms}
         return await self._send(_rank(user, request, candidates, options))
@@ -284,7 +284,7 @@ class AsyncClient:
         trigger: int | None = None,
         history: Sequence[Event] | None = None,
         deadline_ms: float | None = None,
-    ) -> Generated:
+    ) -> GeneratedItems:
         """See `Client.generate`."""
         options = {"scenario": scenario, "trigger": trigger, "history": history, "deadline_ms": deadline_ms}
         return await self._send(_generate(user, k, options))

@@ -15,21 +15,11 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from nestpipe.data.config import DataConfig
 from nestpipe.embedding.config import DenseConfig, EmbeddingConfig
 from nestpipe.errors import ConfigError
-from nestpipe.evaluate import EvalConfig
-from nestpipe.models.config import FuXiConfig, HSTUConfig, LossConfig, ModelConfig, SASRecConfig
-from nestpipe.models.encdec_config import EncDecConfig
-from nestpipe.models.ranking_config import DCNConfig, RankingConfig
+from nestpipe.eval.config import EvalConfig
+from nestpipe.models.config import EncDecConfig, HSTUConfig, LossConfig
 from nestpipe.pipeline.config import PipelineConfig
-from nestpipe.train_config import TrainConfig
-
-MODELS: dict[str, type[Any]] = {
-    "sasrec": SASRecConfig,
-    "hstu": HSTUConfig,
-    "fuxi": FuXiConfig,
-    "ranking": RankingConfig,
-    "dcn": DCNConfig,
-    "encdec": EncDecConfig,
-}
+from nestpipe.registry import entry_named, entry_of
+from nestpipe.training.config import TrainConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +29,7 @@ class Config:
     seed: int = 0
     """Decides every random draw: order of samples, initial weights, dropout, negatives."""
     data: DataConfig = field(default_factory=DataConfig)
-    model: ModelConfig = field(default_factory=HSTUConfig)
+    model: Any = field(default_factory=HSTUConfig)  # the settings of a registered model (registry.py)
     loss: LossConfig = field(default_factory=LossConfig)
     embedding: EmbeddingConfig = field(default_factory=EmbeddingConfig)
     dense: DenseConfig = field(default_factory=DenseConfig)
@@ -50,8 +40,8 @@ class Config:
     def problems(self) -> Iterator[str]:
         """Everything wrong, section by section, then between sections."""
         for name, section in _sections(self):
-            for problem in section.problems():
-                yield f"{name}.{problem}"
+            check = getattr(section, "problems", None)  # which a user's model settings may leave out
+            yield from (f"{name}.{problem}" for problem in (check() if check else ()))
         if not 0 <= self.seed < 2**63:
             yield f"seed is {self.seed}; it must be in 0 .. 2**63 - 1"
         least = self.pipeline.protect_steps
@@ -76,8 +66,7 @@ class Config:
 
     def to_json(self) -> str:
         content = dataclasses.asdict(self)
-        kind = next(name for name, section in MODELS.items() if type(self.model) is section)
-        content["model"] = {"kind": kind, **content["model"]}
+        content["model"] = {"kind": entry_of(self.model).kind, **content["model"]}
         return json.dumps(content, indent=2) + "\n"
 
     @staticmethod
@@ -86,9 +75,9 @@ class Config:
         content = json.loads(text)
         section = content.get("model") if isinstance(content, dict) else None
         kind = section.pop("kind", None) if isinstance(section, dict) else None
-        if kind not in MODELS:
-            raise ConfigError(f"model.kind is {kind!r}; known kinds are {', '.join(MODELS)}.")
-        config: Config = _read(Config, content, "", {"model": MODELS[kind]})
+        if not isinstance(kind, str):
+            raise ConfigError(f"model.kind is {kind!r}; it must be the name of a model, such as 'hstu'.")
+        config: Config = _read(Config, content, "", {"model": entry_named(kind).config})
         config.validate()
         return config
 

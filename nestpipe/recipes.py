@@ -9,14 +9,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from nestpipe.config import Config
-from nestpipe.data.clicks import SPLIT_TIME
-from nestpipe.data.config import DataConfig
+from nestpipe.data.config import CLICKS_SPLIT_TIME, DataConfig
 from nestpipe.embedding.config import DenseConfig, EmbeddingConfig
-from nestpipe.evaluate import EvalConfig
-from nestpipe.models.config import FuXiConfig, HSTUConfig, LossConfig, SASRecConfig
-from nestpipe.models.encdec_config import EncDecConfig
-from nestpipe.models.ranking_config import DCNConfig, RankingConfig
-from nestpipe.train_config import TrainConfig
+from nestpipe.eval.config import EvalConfig
+from nestpipe.models.config import (
+    DCNConfig,
+    EncDecConfig,
+    FuXiConfig,
+    HSTUConfig,
+    LossConfig,
+    RankingConfig,
+    SASRecConfig,
+)
+from nestpipe.training.config import TrainConfig
 
 
 def tiny() -> Config:
@@ -126,7 +131,7 @@ def ml1m_fuxi() -> Config:
 
 
 @dataclass(frozen=True, slots=True)
-class Size:
+class RecipeSize:
     """A step of the ladder of models: widths, blocks, heads and the longest history."""
 
     dim: int
@@ -137,11 +142,11 @@ class Size:
 
 
 SIZES = {
-    "tiny": Size(dim=64, num_blocks=2, num_heads=2, max_len=200, batch_size=128),
-    "small": Size(dim=128, num_blocks=4, num_heads=4, max_len=512, batch_size=64),
-    "medium": Size(dim=256, num_blocks=8, num_heads=4, max_len=1024, batch_size=32),
-    "large": Size(dim=512, num_blocks=12, num_heads=8, max_len=2048, batch_size=16),
-    "long": Size(dim=1024, num_blocks=16, num_heads=8, max_len=2048, batch_size=8),
+    "tiny": RecipeSize(dim=64, num_blocks=2, num_heads=2, max_len=200, batch_size=128),
+    "small": RecipeSize(dim=128, num_blocks=4, num_heads=4, max_len=512, batch_size=64),
+    "medium": RecipeSize(dim=256, num_blocks=8, num_heads=4, max_len=1024, batch_size=32),
+    "large": RecipeSize(dim=512, num_blocks=12, num_heads=8, max_len=2048, batch_size=16),
+    "long": RecipeSize(dim=1024, num_blocks=16, num_heads=8, max_len=2048, batch_size=8),
 }
 
 
@@ -195,19 +200,19 @@ def fuxi_long() -> Config:
     return _fuxi(SIZES["long"])
 
 
-def _hstu(size: Size) -> Config:
+def _hstu(size: RecipeSize) -> Config:
     width = size.dim // size.num_heads
     model = HSTUConfig(dim=size.dim, num_blocks=size.num_blocks, num_heads=size.num_heads, qk_dim=width, v_dim=width)
     return _kuairand(model, size)
 
 
-def _fuxi(size: Size) -> Config:
+def _fuxi(size: RecipeSize) -> Config:
     width = size.dim // size.num_heads
     model = FuXiConfig(dim=size.dim, num_blocks=size.num_blocks, num_heads=size.num_heads, qk_dim=width, v_dim=width)
     return _kuairand(model, size)
 
 
-def _kuairand(model: HSTUConfig | FuXiConfig, size: Size) -> Config:
+def _kuairand(model: HSTUConfig | FuXiConfig, size: RecipeSize) -> Config:
     return Config(
         data=DataConfig(path="data/kuairand", max_len=size.max_len, batch_size=size.batch_size),
         model=model,
@@ -242,7 +247,7 @@ def dcn() -> Config:
         data=DataConfig(
             path="data/clicks",
             split="time",
-            split_time=str(SPLIT_TIME),
+            split_time=str(CLICKS_SPLIT_TIME),
             max_len=100,
             truncate_block=100,
             windows="all",

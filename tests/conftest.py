@@ -14,8 +14,9 @@ import hypothesis
 import pytest
 import torch
 
-from tests.ranks import close_ranks
+from tests.rank_pool import close_ranks
 
+pytest_plugins = ["tests.serve.fixtures"]  # trained rankers, for the tests of serve, gateway and cli
 Report = pytest.TestReport | pytest.CollectReport
 
 # Ordinary runs try the same examples every time, so CI never fails by luck; a soak looks for new ones.

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.warm import warm_program
+from tests.warm_program import warm_program
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -25,9 +25,9 @@ import sys
 from pathlib import Path
 import nestpipe
 from nestpipe.cli import main
-from nestpipe.native import build
+from nestpipe.ops import native_library
 print(Path(nestpipe.__file__).parent)
-print(len(list(Path(build.__file__).parent.glob("*.cpp"))))
+print(len(list(native_library.HERE.glob("*.cpp"))))
 sys.exit(main(["--help"]))
 """
 
@@ -63,8 +63,8 @@ def test_sdist_and_wheel_hold_every_file_that_the_package_reads(built: tuple[Pat
     sdist, wheel = built
     wanted = {str(path.relative_to(ROOT)) for path in PACKAGE.rglob("*.py")}
     wanted |= {str(path.relative_to(ROOT)) for pattern in NOT_CODE for path in PACKAGE.rglob(pattern)}
-    wanted = {name for name in wanted if not name.startswith("nestpipe/native/build/")}
-    assert {"nestpipe/py.typed", "nestpipe/native/rows.cpp", "nestpipe/cli.py"} < wanted
+    wanted = {name for name in wanted if not name.startswith("nestpipe/ops/csrc/build/")}
+    assert {"nestpipe/py.typed", "nestpipe/ops/csrc/rows.cpp", "nestpipe/cli/__init__.py"} < wanted
     with zipfile.ZipFile(wheel) as archive:
         inside = set(archive.namelist())
         entry = next(name for name in inside if name.endswith("entry_points.txt"))
@@ -82,6 +82,6 @@ def test_the_installed_wheel_runs_alone(built: tuple[Path, Path], tmp_path: Path
     run(*pip, "--no-compile", "--target", target, built[1])
     where, num_native, *usage = run(sys.executable, "-P", "-c", _USE, path=target).splitlines()
     assert Path(where) == target / "nestpipe"
-    assert int(num_native) == len(list((PACKAGE / "native").glob("*.cpp")))
+    assert int(num_native) == len(list((PACKAGE / "ops" / "csrc").glob("*.cpp")))
     assert usage[0] == "usage: nestpipe COMMAND ..."
     assert (target / "bin" / "nestpipe").stat().st_mode & 0o111

@@ -6,6 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+# Of the generated click log; a recipe splits it, and recipes are read without loading anything that generates.
+CLICKS_START = 1_700_000_000  # seconds since 1970
+CLICKS_DAYS, CLICKS_TRAIN_DAYS = 30, 24
+CLICKS_SPLIT_TIME = CLICKS_START + CLICKS_TRAIN_DAYS * 86_400
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataConfig:

@@ -18,16 +18,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nestpipe.data.balance import Cost, assign
-from nestpipe.data.batches import BatchBuilder, Inputs
+from nestpipe.data.batch_builder import BatchBuilder, ModelInputs
 from nestpipe.data.config import DataConfig
-from nestpipe.data.numbers import NumberStats
+from nestpipe.data.features import NumberStats
+from nestpipe.data.load_balance import SampleCost, assign
 from nestpipe.data.sequences import Sequences, truncate
-from nestpipe.data.splits import Split
-from nestpipe.data.windows import Windows, alone, cover
-from nestpipe.draw import permutation
+from nestpipe.data.splits import Split, Windows, alone, cover
 from nestpipe.errors import DataError
 from nestpipe.jagged import Batch, Cursor
+from nestpipe.rng import permutation
 
 
 class Loader:
@@ -42,11 +41,11 @@ class Loader:
         seed: int,
         rank: int = 0,
         world_size: int = 1,
-        inputs: Inputs | None = None,
+        inputs: ModelInputs | None = None,
     ):
         self._config, self._seed = config, seed
         self._rank, self._world_size = rank, world_size
-        inputs = inputs or Inputs()
+        inputs = inputs or ModelInputs()
         self._builder = BatchBuilder(sequences, split, inputs)
         num_rows = split.train_end - (inputs.layout == "next")
         if config.windows == "all":
@@ -110,7 +109,7 @@ class Loader:
         """The same with ranks of equal cost; every rank works out the whole assignment and takes its own."""
         size, places = self._config.group_size, torch.arange(first, last)
         samples = order[first:last]
-        costs = Cost(self._config.cost_linear, self._config.cost_square).of(self.lengths(samples).numpy())
+        costs = SampleCost(self._config.cost_linear, self._config.cost_square).of(self.lengths(samples).numpy())
         if size == 1:
             rank_of = assign(costs, samples.numpy(), self._world_size)
             return places[torch.from_numpy(rank_of == self._rank)], None

@@ -8,7 +8,7 @@
     event.NAME.values.npy, .offsets.npy, .weights.npy     likewise item.NAME and user.NAME
     meta.json      schema, counts, encodings, size and SHA-256 of every file
 
-`nestpipe.data.build` writes such folders; they never change.
+`nestpipe.data.ingest` writes such folders; they never change.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from nestpipe.data.folder import FORMAT, META, file_entry, load_array
+from nestpipe.data.array_files import FORMAT, META, file_entry, load_array
 from nestpipe.data.schema import Schema, Scope
 from nestpipe.errors import DataError
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nestpipe.data.config import DataConfig
-from nestpipe.data.sequences import Sequences
+from nestpipe.data.sequences import Sequences, truncate
 from nestpipe.errors import ConfigError
 
 Ints = NDArray[np.int64]
@@ -78,3 +78,39 @@ def train_mask(sequences: Sequences, split: Split) -> NDArray[np.bool_]:
     users: Any = np.repeat(np.arange(len(sequences.users)), np.diff(sequences.offsets))
     places = np.arange(len(users)) - sequences.offsets[users]
     return np.asarray(places < split.train_end[users])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Windows:
+    """Rows start .. end - 1 of a user (its place in the folder); those from `counted` on count."""
+
+    user: Ints
+    start: Ints
+    counted: Ints
+    end: Ints
+
+    def __len__(self) -> int:
+        return len(self.user)
+
+    def pick(self, places: Ints) -> Windows:
+        return Windows(self.user[places], self.start[places], self.counted[places], self.end[places])
+
+
+def cover(first: Ints, end: Ints, *, max_len: int, block: int) -> Windows:
+    """The windows in which rows first[u] .. end[u] - 1 of each user count exactly once; none where there are no rows."""
+    users = np.flatnonzero(end > first)
+    start = truncate(first[users] + 1, max_len, block)
+    beyond = np.maximum(end[users] - (start + max_len), 0)
+    num = 1 + -(-beyond // block)
+    number = np.arange(num.sum()) - np.repeat(np.cumsum(num) - num, num)
+    user = np.repeat(users, num)
+    starts = np.repeat(start, num) + number * block
+    counted = np.where(number == 0, first[user], starts + max_len - block)
+    return Windows(user, starts, counted, np.minimum(starts + max_len, end[user]))
+
+
+def alone(first: Ints, end: Ints, *, max_len: int) -> Windows:
+    """Windows for events that need none before them: rows first[u] .. end[u] - 1 of each user, without overlap."""
+    found = cover(np.zeros_like(first), end - first, max_len=max_len, block=max_len)
+    shift = first[found.user]
+    return Windows(found.user, found.start + shift, found.counted + shift, found.end + shift)

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+MAX_CHUNKS = 8  # into which the messages of a batch can be cut
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerConfig:

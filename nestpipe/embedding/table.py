@@ -13,16 +13,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nestpipe.draw import Draw, bell
 from nestpipe.embedding.admission import PENDING, Admission
+from nestpipe.embedding.buckets import Owners
 from nestpipe.embedding.config import EmbeddingConfig
-from nestpipe.embedding.index import make_index
-from nestpipe.embedding.optim import RowOptimizer, State
-from nestpipe.embedding.owner import Owners
-from nestpipe.embedding.rows import Arrived
-from nestpipe.embedding.slots import update_slots
-from nestpipe.embedding.spec import TableSpec
-from nestpipe.embedding.store import Files, Store
+from nestpipe.embedding.id_index import make_index
+from nestpipe.embedding.lookup import TableSpec
+from nestpipe.embedding.row_ops import ArrivedGrads
+from nestpipe.embedding.row_optimizer import RowOptimizer, State, update_slots
+from nestpipe.embedding.row_store import RowFiles, RowStore
+from nestpipe.rng import Rng, bell
 
 _INIT_ROWS = 1024  # rows made at a time: the integers behind a row take eight times its size
 WEIGHTS = "rows"  # the column of weights; the others are optimizer state
@@ -52,8 +51,8 @@ class Table:
         self._dtype = dtype
         self._admission = Admission(config, native=native) if config.has_limits else None
         self._index = self._admission.rows.index if self._admission else make_index(native=native)
-        files = Files(Path(config.mmap_folder), config.memory_bytes) if config.tier == "mmap" else None
-        self._rows = Store({WEIGHTS: self.empty_rows(0), **self._new_state(0)}, files)
+        files = RowFiles(Path(config.mmap_folder), config.memory_bytes) if config.tier == "mmap" else None
+        self._rows = RowStore({WEIGHTS: self.empty_rows(0), **self._new_state(0)}, files)
 
     def __len__(self) -> int:
         return len(self._index)
@@ -62,7 +61,7 @@ class Table:
         """The rows [n, D] that these ids start with."""
         if not len(ids):
             return self.empty_rows(0)  # the common case of a warm table
-        keys = Draw(self._seed, 0).keys(f"init/{self.spec.name}", ids)
+        keys = Rng(self._seed, 0).keys(f"init/{self.spec.name}", ids)
         rows = torch.empty(len(ids), self.spec.dim, dtype=self._dtype)
         for part, own in zip(rows.split(_INIT_ROWS), keys.split(_INIT_ROWS), strict=True):
             part.copy_(bell(own, self.spec.dim).mul_(self.spec.init_std))
@@ -119,7 +118,7 @@ class Table:
             rows.index_copy_(0, unknown, self.initial(ids.index_select(0, unknown)))
         return rows
 
-    def update(self, slots: Tensor, grads: Tensor | Arrived, lr: float) -> None:
+    def update(self, slots: Tensor, grads: Tensor | ArrivedGrads, lr: float) -> None:
         """One optimizer step on the rows in distinct slots; a slot of -1 and its gradient are left out."""
         if self._rows.in_memory:
             self.step(self._rows, slots, grads, lr)
@@ -131,7 +130,7 @@ class Table:
         self._optimizer.update(rows[WEIGHTS], _state_of(rows), sums, lr * self._lr_factor)
         self.write(slots, rows)
 
-    def step(self, columns: Store, slots: Tensor, grads: Tensor | Arrived, lr: float) -> None:
+    def step(self, columns: RowStore, slots: Tensor, grads: Tensor | ArrivedGrads, lr: float) -> None:
         """The same on columns in memory, where the rows are."""
         own = {name: columns[name] for name in columns}
         update_slots(self._optimizer, own[WEIGHTS], _state_of(own), slots, grads, lr * self._lr_factor)

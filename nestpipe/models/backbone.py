@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
-from nestpipe.draw import Draw, dropout
 from nestpipe.jagged import Batch
+from nestpipe.rng import Rng, dropout, hash_text, mix64
 
 
-class Backbone(Protocol):
-    """Turns item vectors [T, D] into hidden states [T, D]; row i knows events up to i and the time it answers for."""
-
-    def __call__(self, vectors: Tensor, batch: Batch, draw: Draw | None) -> Tensor: ...
+@contextmanager
+def initial_weights(seed: int) -> Iterator[None]:
+    """Modules made inside start with weights that are a function of the seed; torch's generator is left as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(mix64(seed ^ hash_text("dense")) >> 1)
+        yield
 
 
 class TokenDropout:
     """Dropout for the tokens of one batch; without a `draw` (inference) it does nothing."""
 
-    def __init__(self, probability: float, batch: Batch, draw: Draw | None):
+    def __init__(self, probability: float, batch: Batch, rng: Rng | None):
         self._probability = probability
-        self._draw = draw if probability > 0 else None
+        self._draw = rng if probability > 0 else None
         if self._draw is not None:
             self._sample, self._position = batch.sample_of_token(), batch.items.positions()
 

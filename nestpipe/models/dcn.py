@@ -16,16 +16,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nestpipe.data.schema import Feature, Schema
-from nestpipe.draw import Draw
-from nestpipe.embedding.spec import Lookup, Rows, TableSpec
+from nestpipe.embedding.lookup import Lookup, Rows, TableSpec
 from nestpipe.errors import ConfigError
-from nestpipe.hashing import hash_text, mix64
 from nestpipe.jagged import Batch
-from nestpipe.model import Coupling, Output
-from nestpipe.models.features import Features, feature_tables
+from nestpipe.models.config import DCNConfig
+from nestpipe.models.contract import Coupling, Output
+from nestpipe.models.feature_encoder import FeatureEncoder, feature_tables
+from nestpipe.models.heads import LabelHeads
 from nestpipe.models.ranking import named_labels
-from nestpipe.models.ranking_config import DCNConfig
-from nestpipe.models.tasks import Tasks
+from nestpipe.rng import Rng, hash_text, mix64
 
 
 class DCN(nn.Module):
@@ -43,8 +42,8 @@ class DCN(nn.Module):
             raise ConfigError(
                 f"features {asked} are known only when asked for and not in the log; they cannot be learned."
             )
-        self.event = Features("event", (f for f in chosen if f.scope in {"event", "item"}), dim=config.dim)
-        self.user = Features("user", (f for f in chosen if f.scope == "user"), dim=config.dim)
+        self.event = FeatureEncoder("event", (f for f in chosen if f.scope in {"event", "item"}), dim=config.dim)
+        self.user = FeatureEncoder("user", (f for f in chosen if f.scope == "user"), dim=config.dim)
         self._ids = tuple(name for name in ids if name in config.features)
         self.tables: tuple[TableSpec, ...] = (
             *(TableSpec(name=name, dim=config.dim) for name in self._ids),
@@ -54,9 +53,9 @@ class DCN(nn.Module):
         self.cross = nn.ModuleList(_Cross(width, config.rank) for _ in range(config.num_cross))
         sizes = [width, *config.hidden]
         self.deep = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(sizes))
-        self.tasks = Tasks(named_labels(schema, config.labels), dim=width + sizes[-1], hidden=config.hidden[-1])
+        self.tasks = LabelHeads(named_labels(schema, config.labels), dim=width + sizes[-1], hidden=config.hidden[-1])
 
-    def lookups(self, batch: Batch, draw: Draw) -> dict[str, Lookup]:
+    def lookups(self, batch: Batch, rng: Rng) -> dict[str, Lookup]:
         return self.event_lookups(batch)
 
     def event_lookups(self, batch: Batch) -> dict[str, Lookup]:
@@ -70,7 +69,7 @@ class DCN(nn.Module):
     def weight(self, batch: Batch) -> float:
         return self.tasks.weight(batch.event_features)
 
-    def forward(self, rows: Mapping[str, Rows], batch: Batch, draw: Draw) -> Output:
+    def forward(self, rows: Mapping[str, Rows], batch: Batch, rng: Rng) -> Output:
         loss, logs = self.tasks.loss(self.event_scores(rows, batch), batch.event_features)
         return Output(loss, logs)
 

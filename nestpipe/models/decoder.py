@@ -17,17 +17,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nestpipe.draw import Draw, dropout
 from nestpipe.jagged import Jagged
 from nestpipe.ops.attention import Bias, Layout, jagged_attention
+from nestpipe.rng import Rng, dropout
 
 
 class TargetDropout:
     """Dropout whose mask belongs to (sample, event, token); without a `draw` it does nothing."""
 
-    def __init__(self, probability: float, samples: Tensor, positions: Tensor, num_tokens: int, draw: Draw | None):
+    def __init__(self, probability: float, samples: Tensor, positions: Tensor, num_tokens: int, rng: Rng | None):
         self._probability = probability
-        self._draw = draw if probability > 0 else None
+        self._draw = rng if probability > 0 else None
         self._sample = samples.repeat_interleave(num_tokens)
         self._place = (positions.unsqueeze(1) * num_tokens + torch.arange(num_tokens)).flatten()
 
@@ -85,7 +85,7 @@ class DecoderBlock(nn.Module):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Memory:
+class CrossAttentionMemory:
     """Keys and values [R, H, L, E] of a block, and what is added to scores [R, 1, L]: a bias by distance, -inf for padding."""
 
     keys: Tensor
@@ -93,7 +93,7 @@ class Memory:
     bias: Tensor
 
     @staticmethod
-    def of(block: DecoderBlock, memory: Tensor, rows: Jagged) -> Memory:
+    def of(block: DecoderBlock, memory: Tensor, rows: Jagged) -> CrossAttentionMemory:
         """From the encoder's output [M, D], rows as in `rows`; padded once, whatever the number of beams."""
         lengths = rows.lengths()
         place = torch.arange(rows.max_len)
@@ -106,7 +106,7 @@ class Memory:
 
         distance = (lengths.unsqueeze(1) - 1 - place).clamp(min=0, max=len(block.distance) - 1)
         bias = block.distance.index_select(0, distance.flatten()).view_as(distance)
-        return Memory(
+        return CrossAttentionMemory(
             padded(block.memory_key), padded(block.memory_value), bias.masked_fill(~inside, -torch.inf).unsqueeze(1)
         )
 
@@ -116,7 +116,9 @@ class DecoderCache:
 
     def __init__(self, blocks: nn.ModuleList, memory: Tensor, rows: Jagged):
         self._blocks = blocks
-        self._memory = [Memory.of(block, memory, rows) for block in blocks if isinstance(block, DecoderBlock)]
+        self._memory = [
+            CrossAttentionMemory.of(block, memory, rows) for block in blocks if isinstance(block, DecoderBlock)
+        ]
         self._tokens: list[tuple[Tensor, Tensor]] = []
 
     def reorder(self, parents: Tensor) -> None:
@@ -149,7 +151,7 @@ class DecoderCache:
         seen: Tensor = (weights * v).sum(2).flatten(2)
         return seen
 
-    def _on_memory(self, memory: Memory, block: DecoderBlock, normed: Tensor) -> Tensor:
+    def _on_memory(self, memory: CrossAttentionMemory, block: DecoderBlock, normed: Tensor) -> Tensor:
         q = block.heads(block.ask(normed)).transpose(1, 2)  # [R, H, W, E]
         scores = q @ memory.keys.transpose(2, 3) * q.shape[3] ** -0.5 + memory.bias.unsqueeze(1)
         # A request without a memory has the softmax of nothing, which is nan.

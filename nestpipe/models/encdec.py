@@ -24,20 +24,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nestpipe.draw import Draw
-from nestpipe.embedding.spec import Lookup, Rows, TableSpec
-from nestpipe.hashing import hash_text, mix64, mix64_
+from nestpipe.embedding.lookup import Lookup, Rows, TableSpec
 from nestpipe.jagged import Batch, Jagged
-from nestpipe.model import Coupling, Output
-from nestpipe.models.config import SASRecConfig
+from nestpipe.models.config import EncDecConfig, SASRecConfig
+from nestpipe.models.contract import Coupling, Output
 from nestpipe.models.decoder import DecoderBlock, DecoderCache, Layouts, TargetDropout
-from nestpipe.models.encdec_config import EncDecConfig
 from nestpipe.models.igr import Igr, same_instructions
-from nestpipe.models.instruction import Instruction, Queries, queries_of
+from nestpipe.models.instruction import InstructionEncoder, Queries, queries_of
 from nestpipe.models.losses import query_to_item
-from nestpipe.models.negatives import group_runs
+from nestpipe.models.negative_sampling import group_runs
 from nestpipe.models.sasrec import SASRec
 from nestpipe.ops.attention import attention_layout
+from nestpipe.rng import Rng, hash_text, mix64, mix64_
 
 
 class SemanticIds(Protocol):
@@ -89,7 +87,7 @@ class EncDec(nn.Module):
             ),
             max_len=max_len + config.user_rows,
         )
-        self.instruction = Instruction(config)
+        self.instruction = InstructionEncoder(config)
         self.begin = nn.Parameter(torch.empty(dim).normal_(std=0.02))
         self.state = nn.Linear(dim, dim)
         self.place = nn.Parameter(torch.empty(self.num_tokens, dim).normal_(std=0.02))
@@ -106,7 +104,7 @@ class EncDec(nn.Module):
 
     # What the engine asks for
 
-    def lookups(self, batch: Batch, draw: Draw) -> dict[str, Lookup]:
+    def lookups(self, batch: Batch, rng: Rng) -> dict[str, Lookup]:
         if batch.targets is None:
             raise ValueError("a training batch needs targets")
         return self._lookups(batch, queries_of(batch, self.config.queries).given)
@@ -118,14 +116,14 @@ class EncDec(nn.Module):
         weights = self._weights(queries_of(batch, self.config.queries))
         return float(weights.sum(dtype=torch.float64))  # the same for any division over ranks
 
-    def forward(self, rows: Mapping[str, Rows], batch: Batch, draw: Draw) -> Output:
+    def forward(self, rows: Mapping[str, Rows], batch: Batch, rng: Rng) -> Output:
         asked = queries_of(batch, self.config.queries)
         weights = self._weights(asked)
-        losses = self.target_losses(rows, batch, draw) * weights.unsqueeze(1)
+        losses = self.target_losses(rows, batch, rng) * weights.unsqueeze(1)
         logs = {f"code{level}": one for level, one in enumerate(losses.detach().sum(0).unbind())}
         total = losses.sum()
         if self.config.q2i:
-            near = self._query_to_item(batch, asked, weights.to(losses.dtype), draw)
+            near = self._query_to_item(batch, asked, weights.to(losses.dtype), rng)
             logs["q2i"] = near.detach()
             total = total + self.config.q2i * near
         return Output(total, logs)
@@ -135,30 +133,30 @@ class EncDec(nn.Module):
         if self.igr is not None:
             self.igr.refresh(self._code_vectors(torch.arange(len(self.ids.item_codes))), num_steps)
 
-    def select(self, batch: Batch, draw: Draw | None) -> Batch:
+    def select(self, batch: Batch, rng: Rng | None) -> Batch:
         if self.igr is None or not self.refresh_steps:
             return batch
         given: Mapping[str, Jagged] = batch.sample_features
         if batch.targets is not None:
             asked = queries_of(batch, "last")
-            given = asked.of_samples(asked.instructions(self.config.reasoning_dropout, draw))
+            given = asked.of_samples(asked.instructions(self.config.reasoning_dropout, rng))
         triggers = given["trigger"].values if "trigger" in given else batch.items.values[:0]
         positions = self.ids.positions(batch.items.values)
-        return self.igr.select(batch, given, positions, self.ids.positions(triggers), draw)
+        return self.igr.select(batch, given, positions, self.ids.positions(triggers), rng)
 
     # Training
 
-    def target_losses(self, rows: Mapping[str, Rows], batch: Batch, draw: Draw | None) -> Tensor:
+    def target_losses(self, rows: Mapping[str, Rows], batch: Batch, rng: Rng | None) -> Tensor:
         """The loss of each code of each target, [T, levels]; without smoothing their sum is -log p(item)."""
         asked = queries_of(batch, self.config.queries)
         positions = self.ids.positions(asked.targets)
         codes = self.ids.item_codes.index_select(0, positions)
-        memory, keys = self._memory(rows, batch, draw)
+        memory, keys = self._memory(rows, batch, rng)
         states = memory if keys is batch.items else memory.index_select(0, _without_first(keys))
         if self.config.queries == "last":
             states = states.index_select(0, asked.events)
-        drop = TargetDropout(self.config.dropout, asked.samples, asked.places, self.num_tokens, draw)
-        token = self._instruction(rows, asked.instructions(self.config.reasoning_dropout, draw), len(codes))
+        drop = TargetDropout(self.config.dropout, asked.samples, asked.places, self.num_tokens, rng)
+        token = self._instruction(rows, asked.instructions(self.config.reasoning_dropout, rng), len(codes))
         x = drop(self._tokens(states, token, codes), "decoder")
         num = torch.full((len(codes),), self.num_tokens, dtype=torch.int64)
         tokens = Jagged(torch.empty(len(codes) * self.num_tokens), F.pad(num.cumsum(0), (1, 0)), self.num_tokens)
@@ -229,10 +227,10 @@ class EncDec(nn.Module):
             found["trigger"] = Lookup(table="item", ids=instructions["trigger"].values)
         return found
 
-    def _query_to_item(self, batch: Batch, asked: Queries, weights: Tensor, draw: Draw) -> Tensor:
+    def _query_to_item(self, batch: Batch, asked: Queries, weights: Tensor, rng: Rng) -> Tensor:
         """The Q2I loss, times the weight of each group."""
         assert self.igr is not None
-        given = asked.instructions(self.config.reasoning_dropout, draw)
+        given = asked.instructions(self.config.reasoning_dropout, rng)
         triggers = self.ids.positions(given["trigger"].values if "trigger" in given else asked.targets[:0])
         at_trigger = self.igr.vectors(triggers, self._code_vectors(triggers)).detach()
         positions = self.ids.positions(asked.targets)
@@ -256,7 +254,7 @@ class EncDec(nn.Module):
         vectors = self._code_vectors(self.ids.positions(ids))
         return vectors if rows is None else vectors + rows.gather()
 
-    def _memory(self, rows: Mapping[str, Rows], batch: Batch, draw: Draw | None) -> tuple[Tensor, Jagged]:
+    def _memory(self, rows: Mapping[str, Rows], batch: Batch, rng: Rng | None) -> tuple[Tensor, Jagged]:
         """What the encoder makes of each token [M, D], and the tokens as rows."""
         vectors = self._item_vectors(rows.get("history"), batch.items.values)
         if self.related is not None:
@@ -267,12 +265,12 @@ class EncDec(nn.Module):
         if self.config.num_scenarios and "scenario" in batch.event_features:
             vectors = vectors + F.embedding(batch.event_features["scenario"].values + 1, self.instruction.scenario)
         if not self.config.user_rows:
-            return self.encoder(vectors, batch, draw), batch.items
+            return self.encoder(vectors, batch, rng), batch.items
         keys = _with_first(batch.items)
         joined = vectors.new_zeros(len(keys.values), vectors.shape[1])
         joined = joined.index_copy(0, _without_first(keys), vectors)
         joined = joined.index_copy(0, keys.offsets[:-1], rows["user"].gather())
-        return self.encoder(joined, dataclasses.replace(batch, items=keys), draw), keys
+        return self.encoder(joined, dataclasses.replace(batch, items=keys), rng), keys
 
     def _instruction(self, rows: Mapping[str, Rows], given: Mapping[str, Jagged], num_rows: int) -> Tensor | None:
         if self.config.placement == "none":

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nestpipe.draw import Draw
 from nestpipe.jagged import Batch
 from nestpipe.models.backbone import InputLayer, TokenDropout
 from nestpipe.models.config import FuXiConfig
 from nestpipe.ops.attention import Bias, Layout, attention_layout, jagged_attention
+from nestpipe.rng import Rng
 
 NUM_CHANNELS = 3
 _NORM_EPS = 1e-6
@@ -34,9 +34,9 @@ class FuXi(nn.Module):
         super().__init__()
         self.config = config
         self.input = InputLayer(config.dim, max_len)
-        self.blocks = nn.ModuleList(_Unit(config, max_len) for _ in range(config.num_blocks))
+        self.blocks = nn.ModuleList(_FuXiUnit(config, max_len) for _ in range(config.num_blocks))
 
-    def forward(self, vectors: Tensor, batch: Batch, draw: Draw | None) -> Tensor:
+    def forward(self, vectors: Tensor, batch: Batch, rng: Rng | None) -> Tensor:
         decay = self.config.time == "decay"
         layout = attention_layout(
             batch.items,
@@ -45,14 +45,14 @@ class FuXi(nn.Module):
             num_buckets=0 if decay else self.config.num_time_buckets,
             decay=decay,
         )
-        drop = TokenDropout(self.config.dropout, batch, draw)
+        drop = TokenDropout(self.config.dropout, batch, rng)
         x = drop(self.input(vectors, batch), "input")
         for number, block in enumerate(self.blocks):
             x = block(x, layout, drop, f"block{number}")
         return x
 
 
-class _Unit(nn.Module):
+class _FuXiUnit(nn.Module):
     def __init__(self, config: FuXiConfig, max_len: int):
         super().__init__()
         self.num_heads, self.max_len = config.num_heads, max_len

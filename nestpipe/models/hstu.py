@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nestpipe.draw import Draw
 from nestpipe.jagged import Batch
 from nestpipe.models.backbone import InputLayer, TokenDropout
 from nestpipe.models.config import HSTUConfig
 from nestpipe.ops.attention import Bias, Layout, attention_layout, jagged_attention
+from nestpipe.rng import Rng
 
 _NORM_EPS = 1e-6
 
@@ -29,20 +29,20 @@ class HSTU(nn.Module):
         super().__init__()
         self.config = config
         self.input = InputLayer(config.dim, max_len)
-        self.blocks = nn.ModuleList(_Unit(config, max_len) for _ in range(config.num_blocks))
+        self.blocks = nn.ModuleList(_HSTUUnit(config, max_len) for _ in range(config.num_blocks))
 
-    def forward(self, vectors: Tensor, batch: Batch, draw: Draw | None) -> Tensor:
+    def forward(self, vectors: Tensor, batch: Batch, rng: Rng | None) -> Tensor:
         layout = attention_layout(
             batch.items, times=batch.times, query_times=batch.query_times, num_buckets=self.config.num_time_buckets
         )
-        drop = TokenDropout(self.config.dropout, batch, draw)
+        drop = TokenDropout(self.config.dropout, batch, rng)
         x = drop(self.input(vectors, batch), "input")
         for number, block in enumerate(self.blocks):
             x = block(x, layout, drop, f"block{number}")
         return x
 
 
-class _Unit(nn.Module):
+class _HSTUUnit(nn.Module):
     def __init__(self, config: HSTUConfig, max_len: int):
         super().__init__()
         self.num_heads, self.max_len = config.num_heads, max_len

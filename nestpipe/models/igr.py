@@ -20,14 +20,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nestpipe.draw import Draw, lanes16
 from nestpipe.jagged import Batch, Jagged, offsets_of
-from nestpipe.models.encdec_config import EncDecConfig
+from nestpipe.models.config import EncDecConfig
+from nestpipe.rng import Rng, lanes16
 
 _FROZEN = "frozen_"
 
 
-class Ask(nn.Module):
+class IgrQuery(nn.Module):
     """psi_q: what an instruction asks for."""
 
     def __init__(self, config: EncDecConfig):
@@ -79,7 +79,7 @@ class Igr(nn.Module):
         super().__init__()
         self.config = config
         self.register_buffer("text", torch.zeros(num_items, 0) if text is None else text, persistent=False)
-        self.ask = Ask(config)
+        self.ask = IgrQuery(config)
         self.item = nn.Linear(config.dim + self.text.shape[1], config.igr_dim, bias=False)
         if self.ask.reasoning is not None and self.text.shape[1] == config.reasoning_dim:
             with torch.no_grad():
@@ -105,7 +105,7 @@ class Igr(nn.Module):
 
     @torch.no_grad()
     def select(
-        self, batch: Batch, given: Mapping[str, Jagged], positions: Tensor, triggers: Tensor, draw: Draw | None
+        self, batch: Batch, given: Mapping[str, Jagged], positions: Tensor, triggers: Tensor, rng: Rng | None
     ) -> Batch:
         """The batch with the kept events only; `given` has the instruction of each sample, positions are in the catalogue."""
         rows, places = batch.items.row_of_value(), batch.items.positions()
@@ -116,7 +116,7 @@ class Igr(nn.Module):
                 asked = self._frozen_queries(given, triggers, batch.num_samples)
                 scores = (asked.index_select(0, rows) * self.items.double().index_select(0, positions)).sum(1)
             case "random":
-                keys = (draw or Draw(0, 0)).keys("igr", batch.sample_of_token(), places)
+                keys = (rng or Rng(0, 0)).keys("igr", batch.sample_of_token(), places)
                 scores = lanes16(keys, 1).flatten().double()
             case _:
                 scores = places.double()

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nestpipe.draw import Draw, lanes16
 from nestpipe.jagged import Batch, Jagged, offsets_of
-from nestpipe.models.encdec_config import EncDecConfig
+from nestpipe.models.config import EncDecConfig
+from nestpipe.rng import Rng, lanes16
 
 
-class Instruction(nn.Module):
+class InstructionEncoder(nn.Module):
     """The instruction token of each row of some features."""
 
     def __init__(self, config: EncDecConfig):
@@ -58,11 +58,11 @@ class Queries:
     samples: Tensor  # the global sample id of each
     places: Tensor  # what tells the queries of a sample apart; does not depend on which other events were kept
 
-    def instructions(self, dropout: float, draw: Draw | None) -> Mapping[str, Jagged]:
+    def instructions(self, dropout: float, rng: Rng | None) -> Mapping[str, Jagged]:
         """The instruction of each; in training some lose their reasoning, so that both states are learned."""
-        if draw is None or not dropout or "reasoning" not in self.given:
+        if rng is None or not dropout or "reasoning" not in self.given:
             return self.given
-        keys = draw.keys("reasoning", self.samples, self.places)
+        keys = rng.keys("reasoning", self.samples, self.places)
         kept = (lanes16(keys, 1) >= round(dropout * 65536) - 32768).flatten()
         rows = self.given["reasoning"]
         values = kept.index_select(0, rows.row_of_value()).nonzero().flatten()

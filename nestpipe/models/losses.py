@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from nestpipe.embedding.ids import dedupe
+from nestpipe.embedding.unique_ids import dedupe
 
 _LEAST_VARIANCE = 1e-4
 

@@ -19,18 +19,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nestpipe.data.schema import Label, Schema
-from nestpipe.draw import Draw
-from nestpipe.embedding.spec import Lookup, Rows, TableSpec
+from nestpipe.embedding.lookup import Lookup, Rows, TableSpec
 from nestpipe.errors import ConfigError
-from nestpipe.hashing import hash_text, mix64
 from nestpipe.jagged import Batch, Jagged
-from nestpipe.model import Coupling, Output
 from nestpipe.models.backbone import TokenDropout
-from nestpipe.models.features import Features, feature_tables
-from nestpipe.models.ranking_config import RankingConfig
+from nestpipe.models.config import RankingConfig
+from nestpipe.models.contract import Coupling, Output
+from nestpipe.models.feature_encoder import FeatureEncoder, feature_tables
+from nestpipe.models.heads import LabelHeads
 from nestpipe.models.ranking_units import UNITS, HSTUUnit
-from nestpipe.models.tasks import Tasks
 from nestpipe.ops.attention import attention_layout
+from nestpipe.rng import Rng, hash_text, mix64
 
 
 class Ranking(nn.Module):
@@ -46,15 +45,15 @@ class Ranking(nn.Module):
         known = {feature.name: feature for feature in schema.features}
         chosen = tuple(known[name] for name in config.features if name in known)
         self.declared = (*chosen, *labels)
-        self.history = Features("history", (f for f in chosen if f.scope in {"event", "item"}), dim=config.dim)
-        self.candidate = Features("candidate", (f for f in chosen if f.scope == "item"), dim=config.dim)
-        self.user = Features("user", (f for f in chosen if f.scope == "user"), dim=config.dim)
+        self.history = FeatureEncoder("history", (f for f in chosen if f.scope in {"event", "item"}), dim=config.dim)
+        self.candidate = FeatureEncoder("candidate", (f for f in chosen if f.scope == "item"), dim=config.dim)
+        self.user = FeatureEncoder("user", (f for f in chosen if f.scope == "user"), dim=config.dim)
         self.actions = Actions(labels, dim=config.dim)
         # As many places as there are events, and one behind them for candidates.
         self.place = nn.Parameter(torch.empty(max_len + 1, config.dim))
         nn.init.trunc_normal_(self.place, std=config.dim**-0.5)
         self.units = nn.ModuleList(UNITS[config.backbone](config, max_len) for _ in range(config.num_blocks))
-        self.tasks = Tasks(labels, dim=config.dim, hidden=config.head_dim)
+        self.tasks = LabelHeads(labels, dim=config.dim, hidden=config.head_dim)
         self.tables: tuple[TableSpec, ...] = (
             TableSpec(name="item", dim=config.dim),
             TableSpec(name="action", dim=config.dim),
@@ -63,7 +62,7 @@ class Ranking(nn.Module):
 
     # What the engine trains.
 
-    def lookups(self, batch: Batch, draw: Draw) -> dict[str, Lookup]:
+    def lookups(self, batch: Batch, rng: Rng) -> dict[str, Lookup]:
         return self.target_lookups(batch)
 
     def target_lookups(self, batch: Batch) -> dict[str, Lookup]:
@@ -77,16 +76,16 @@ class Ranking(nn.Module):
     def weight(self, batch: Batch) -> float:
         return self.tasks.weight(batch.target_features)
 
-    def forward(self, rows: Mapping[str, Rows], batch: Batch, draw: Draw) -> Output:
-        loss, logs = self.tasks.loss(self.target_scores(rows, batch, draw), batch.target_features)
+    def forward(self, rows: Mapping[str, Rows], batch: Batch, rng: Rng) -> Output:
+        loss, logs = self.tasks.loss(self.target_scores(rows, batch, rng), batch.target_features)
         return Output(loss, logs)
 
-    def target_scores(self, rows: Mapping[str, Rows], batch: Batch, draw: Draw | None) -> Tensor:
+    def target_scores(self, rows: Mapping[str, Rows], batch: Batch, rng: Rng | None) -> Tensor:
         """Scores [T, labels] of the target of each event, as a candidate that sees the events up to that one."""
         layout = attention_layout(
             batch.items, times=batch.times, query_times=batch.query_times, num_buckets=self.config.num_time_buckets
         )
-        drop = TokenDropout(self.config.dropout, batch, draw)
+        drop = TokenDropout(self.config.dropout, batch, rng)
         place, user = batch.items.positions(), batch.items.row_of_value()
         events = drop(self.events(rows, batch, place), "input")
         candidates = drop(self.candidates(rows, batch.target_features, batch.sample_features, place + 1, user), "asked")

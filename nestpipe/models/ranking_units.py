@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nestpipe.models.backbone import TokenDropout
-from nestpipe.models.ranking_config import RankingConfig
+from nestpipe.models.config import RankingConfig
 from nestpipe.ops.attention import Bias, Layout, jagged_attention
 
 _NORM_EPS = 1e-6

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nestpipe.draw import Draw
-from nestpipe.embedding.spec import Lookup, Rows, TableSpec
+from nestpipe.embedding.lookup import Lookup, Rows, TableSpec
 from nestpipe.errors import ConfigError
-from nestpipe.hashing import hash_text, mix64
 from nestpipe.jagged import Batch
-from nestpipe.model import Coupling, Output
-from nestpipe.models.backbone import Backbone
-from nestpipe.models.config import FuXiConfig, HSTUConfig, LossConfig, RetrievalConfig, SASRecConfig
-from nestpipe.models.fuxi import FuXi
-from nestpipe.models.hstu import HSTU
+from nestpipe.models.backbone import initial_weights
+from nestpipe.models.config import LossConfig
+from nestpipe.models.contract import Backbone, Coupling, Output
 from nestpipe.models.losses import full_softmax, in_batch_softmax
-from nestpipe.models.negatives import blocks_of, draw_negatives, group_runs
-from nestpipe.models.sasrec import SASRec
+from nestpipe.models.negative_sampling import blocks_of, draw_negatives, group_runs
 from nestpipe.ops.negatives import sampled_softmax
+from nestpipe.registry import entry_of
+from nestpipe.rng import Rng
 
 _WIRES = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -45,6 +44,7 @@ class Retrieval(nn.Module):
         if loss.kind == "in_batch" and counts is None:
             raise ValueError("loss.kind 'in_batch' corrects scores by popularity and needs the events of each item")
         self.backbone = backbone
+        self._draws = "rng" in inspect.signature(getattr(backbone, "forward", backbone)).parameters
         self.loss = loss
         self.coupling = "group" if loss.mixes_groups else "none"
         self.tables: tuple[TableSpec, ...] = (TableSpec(name="item", dim=dim),)
@@ -52,7 +52,7 @@ class Retrieval(nn.Module):
         shares = torch.empty(0) if counts is None else counts.clamp(min=1) / counts.sum()
         self.register_buffer("log_q", shares.log(), persistent=False)
 
-    def lookups(self, batch: Batch, draw: Draw) -> dict[str, Lookup]:
+    def lookups(self, batch: Batch, rng: Rng) -> dict[str, Lookup]:
         if batch.targets is None:
             raise ValueError("a training batch needs targets")
         found = self.encode_lookups(batch)
@@ -60,7 +60,7 @@ class Retrieval(nn.Module):
             # The target's place in the catalogue is found by its row, so both lookups share the table's rows.
             found["catalogue"] = Lookup(table="item", ids=self.catalogue)
         elif self.loss.kind == "sampled":
-            places = draw_negatives(self.loss, batch, draw, len(self.catalogue))
+            places = draw_negatives(self.loss, batch, rng, len(self.catalogue))
             ids = self.catalogue.index_select(0, places.flatten()).reshape(places.shape)
             found["negatives"] = Lookup(table="item", ids=ids, wire=_WIRES[self.loss.wire])
         found["targets"] = Lookup(table="item", ids=batch.targets.values)
@@ -69,8 +69,8 @@ class Retrieval(nn.Module):
     def weight(self, batch: Batch) -> float:
         return float(batch.num_tokens)
 
-    def forward(self, rows: Mapping[str, Rows], batch: Batch, draw: Draw) -> Output:
-        hidden = self.backbone(rows["history"].gather(), batch, draw)
+    def forward(self, rows: Mapping[str, Rows], batch: Batch, rng: Rng) -> Output:
+        hidden = self._hidden(rows, batch, rng)
         queries = self._unit(hidden) / self.loss.temperature
         items = self._unit(rows["targets"].unique)
         positives, segment = rows["targets"].index, self.loss.segment
@@ -92,7 +92,7 @@ class Retrieval(nn.Module):
                 negatives.index,
                 segment=segment,
                 positive_rows=items,
-                blocks=blocks_of(self.loss, batch, draw),
+                blocks=blocks_of(self.loss, batch, rng),
             )
         return Output(loss)
 
@@ -100,7 +100,7 @@ class Retrieval(nn.Module):
         return {"history": Lookup(table="item", ids=batch.items.values)}
 
     def encode(self, rows: Mapping[str, Rows], batch: Batch) -> Tensor:
-        hidden = self.backbone(rows["history"].gather(), batch, None)
+        hidden = self._hidden(rows, batch, None)
         has_history = batch.items.lengths() > 0
         last = (batch.items.offsets[1:] - 1).clamp(min=0)
         padded = torch.cat([hidden, hidden.new_zeros(1, hidden.shape[1])])
@@ -109,12 +109,16 @@ class Retrieval(nn.Module):
     def item_vectors(self, rows: Tensor) -> Tensor:
         return self._unit(rows)
 
+    def _hidden(self, rows: Mapping[str, Rows], batch: Batch, rng: Rng | None) -> Tensor:
+        vectors = rows["history"].gather()
+        return self.backbone(vectors, batch, rng) if self._draws else self.backbone(vectors, batch)  # type: ignore[call-arg]
+
     def _unit(self, vectors: Tensor) -> Tensor:
         return F.normalize(vectors, dim=1, eps=1e-6) if self.loss.normalise else vectors
 
 
 def build_retrieval(
-    config: RetrievalConfig,
+    config: Any,
     loss: LossConfig,
     *,
     catalogue: Tensor,
@@ -123,15 +127,10 @@ def build_retrieval(
     dtype: torch.dtype = torch.float32,
     counts: Tensor | None = None,
 ) -> Retrieval:
-    """A model whose initial dense weights are a function of the seed. `counts`: training events of each item."""
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(mix64(seed ^ hash_text("dense")) >> 1)
-        backbone: Backbone
-        match config:
-            case SASRecConfig():
-                backbone = SASRec(config, max_len=max_len)
-            case HSTUConfig():
-                backbone = HSTU(config, max_len=max_len)
-            case FuXiConfig():
-                backbone = FuXi(config, max_len=max_len)
+    """A next-item model around a registered backbone; its initial dense weights are a function of the seed.
+
+    `counts` has the training events of each item.
+    """
+    with initial_weights(seed):
+        backbone = entry_of(config).load()(config, max_len=max_len)
     return Retrieval(backbone, loss, catalogue, dim=config.dim, counts=counts).to(dtype)

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nestpipe.draw import Draw
 from nestpipe.jagged import Batch
 from nestpipe.models.backbone import InputLayer, TokenDropout
 from nestpipe.models.config import SASRecConfig
 from nestpipe.ops.attention import Layout, attention_layout, jagged_attention
+from nestpipe.rng import Rng
 
 
 class SASRec(nn.Module):
@@ -20,12 +20,12 @@ class SASRec(nn.Module):
         super().__init__()
         self.config = config
         self.input = InputLayer(config.dim, max_len)
-        self.blocks = nn.ModuleList(_Block(config) for _ in range(config.num_blocks))
+        self.blocks = nn.ModuleList(_SASRecBlock(config) for _ in range(config.num_blocks))
         self.norm = nn.LayerNorm(config.dim)
 
-    def forward(self, vectors: Tensor, batch: Batch, draw: Draw | None) -> Tensor:
+    def forward(self, vectors: Tensor, batch: Batch, rng: Rng | None) -> Tensor:
         layout = attention_layout(batch.items)
-        drop = TokenDropout(self.config.dropout, batch, draw)
+        drop = TokenDropout(self.config.dropout, batch, rng)
         x = drop(self.input(vectors, batch), "input")
         for number, block in enumerate(self.blocks):
             x = block(x, layout, drop, f"block{number}")
@@ -33,7 +33,7 @@ class SASRec(nn.Module):
         return normed
 
 
-class _Block(nn.Module):
+class _SASRecBlock(nn.Module):
     def __init__(self, config: SASRecConfig):
         super().__init__()
         dim, hidden = config.dim, config.hidden_dim or config.dim

@@ -39,9 +39,10 @@ import torch
 from torch import Tensor
 
 from nestpipe.jagged import Jagged
-from nestpipe.ops import backends, reference
-from nestpipe.ops.backends import Wish
-from nestpipe.ops.inputs import MAX_BUCKETS, Inputs, Kind, Mode
+from nestpipe.ops import attention_reference, backends
+from nestpipe.ops.backends import BackendRequest
+from nestpipe.ops.kernel_args import KernelInputs, Kind, Mode
+from nestpipe.ops.limits import MAX_BUCKETS
 
 _SCHEMA = (
     "(Tensor q, Tensor k, Tensor v, Tensor query_offsets, Tensor key_offsets, Tensor num_targets, Tensor? query_times, "
@@ -154,12 +155,12 @@ def jagged_attention(
     if bias.decay is not None and layout.times is not None and not layout.decay:
         raise ValueError("a decay bias needs a layout made with decay=True.")
     if backend is None:
-        backend = backends.choose(Wish(q.device.type, q.dtype, kind, bias.mode, bias.decay is not None))
+        backend = backends.choose(BackendRequest(q.device.type, q.dtype, kind, bias.mode, bias.decay is not None))
     tensors = (q, k, v, layout.query_offsets, layout.key_offsets, layout.num_targets, *(layout.times or (None, None)))
     tensors += (bias.position, bias.time, bias.decay)
     numbers = (kind, bias.mode, float(scale), float(norm))
     if backend == "reference":
-        out = reference.attend(_inputs((*tensors, [], *numbers)))
+        out = attention_reference.attend(_inputs((*tensors, [], *numbers)))
     else:
         out, _ = _forward(*tensors, layout.plan(backend), *numbers, backend)
     result: Tensor = out.squeeze(1) if bias.mode == "add" else out
@@ -183,8 +184,8 @@ def _backward(*arguments: Any) -> list[Tensor]:
     return [one for one in found if one is not None]
 
 
-def _inputs(arguments: Sequence[Any]) -> Inputs:
-    return Inputs(**dict(zip(_FIELDS, arguments, strict=True)))
+def _inputs(arguments: Sequence[Any]) -> KernelInputs:
+    return KernelInputs(**dict(zip(_FIELDS, arguments, strict=True)))
 
 
 @_forward.register_fake

@@ -15,9 +15,8 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from nestpipe.native import load
-from nestpipe.native.build import Native
-from nestpipe.ops.inputs import Gradients, Inputs
+from nestpipe.ops.kernel_args import Gradients, KernelInputs
+from nestpipe.ops.native_library import Native, load
 
 log = logging.getLogger("nestpipe")
 
@@ -40,15 +39,15 @@ class Backend(Protocol):
         """What depends on lengths and times alone."""
         ...
 
-    def forward(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    def forward(self, inputs: KernelInputs) -> tuple[Tensor, Tensor]:
         """The output [Q, channels, H, V], and what backward wants to have kept."""
         ...
 
-    def backward(self, inputs: Inputs, grad: Tensor, out: Tensor, kept: Tensor) -> Gradients: ...
+    def backward(self, inputs: KernelInputs, grad: Tensor, out: Tensor, kept: Tensor) -> Gradients: ...
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class BackendEntry:
     """One backend: what it is, where it runs, and how far that was tried."""
 
     about: str
@@ -57,19 +56,21 @@ class Entry:
     npu: Standing
 
 
-TABLE: dict[str, Entry] = {
-    "reference": Entry(
+TABLE: dict[str, BackendEntry] = {
+    "reference": BackendEntry(
         "padded matrices and autograd: the oracle", "tested here", "written, not run", "written, not run"
     ),
-    "blocks": Entry("plain PyTorch, groups of similar length", "tested here", "written, not run", "written, not run"),
-    "native": Entry("C++, fp32; bits independent of batch and threads", "tested here", "absent", "absent"),
-    "triton": Entry("fused kernels: silu, add mode, tables", "tested here", "written, not run", "absent"),
+    "blocks": BackendEntry(
+        "plain PyTorch, groups of similar length", "tested here", "written, not run", "written, not run"
+    ),
+    "native": BackendEntry("C++, fp32; bits independent of batch and threads", "tested here", "absent", "absent"),
+    "triton": BackendEntry("fused kernels: silu, add mode, tables", "tested here", "written, not run", "absent"),
 }
 """Fastest last, per device. On the CPU, triton means its interpreter, which tests use and training never does."""
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class BackendRequest:
     """What a call needs of a backend."""
 
     device: str
@@ -82,12 +83,12 @@ class Wish:
 def module(name: str) -> Backend:
     if name not in TABLE:
         raise ValueError(f"unknown attention backend '{name}'; there are {', '.join(TABLE)}.")
-    found: Any = importlib.import_module(f"nestpipe.ops.{name}")
+    found: Any = importlib.import_module(f"nestpipe.ops.attention_{name}")
     backend: Backend = found
     return backend
 
 
-def choose(wish: Wish) -> str:
+def choose(wish: BackendRequest) -> str:
     """The fastest backend that can do it; the log says once which and why."""
     backend, reason = decide(wish)
     _say(backend, reason)
@@ -95,7 +96,7 @@ def choose(wish: Wish) -> str:
 
 
 @cache
-def decide(wish: Wish) -> tuple[str, str]:
+def decide(wish: BackendRequest) -> tuple[str, str]:
     """The backend and the reason, for people."""
     if wish.device != "cpu":
         problem = _triton_problem(wish)
@@ -107,7 +108,7 @@ def decide(wish: Wish) -> tuple[str, str]:
     return "blocks", f"{found}; 'nestpipe doctor' explains. Expect about 4x slower"
 
 
-def _triton_problem(wish: Wish) -> str | None:
+def _triton_problem(wish: BackendRequest) -> str | None:
     if wish.device != "cuda":
         return f"there is no kernel of our own for {wish.device}"
     if importlib.util.find_spec("triton") is None:

@@ -29,8 +29,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from nestpipe.jagged import ranges
-from nestpipe.native import Native, load
 from nestpipe.ops import negatives_native, negatives_torch
+from nestpipe.ops.native_library import Native, load
 
 log = logging.getLogger("nestpipe")
 
@@ -121,7 +121,9 @@ def sampled_softmax(
             f"{len(blocks.of_token)} tokens with {int(blocks.unit_blocks[-1])} blocks"
         )
     way = way or choose(rows, negatives, blocks)
-    task = negatives_torch.Task(positives, negatives, blocks.of_token, blocks.unit_tokens, blocks.unit_blocks, segment)
+    task = negatives_torch.LossTask(
+        positives, negatives, blocks.of_token, blocks.unit_tokens, blocks.unit_blocks, segment
+    )
     same = rows if positive_rows is None else positive_rows
     loss: Tensor = _SampledSoftmax.apply(queries, rows, same, task, WAYS[way])  # type: ignore[no-untyped-call]
     return loss
@@ -184,7 +186,7 @@ class _Run(Protocol):
     """Loss, and gradients of queries, rows and rows of positives; the last two may be the same tensor."""
 
     def __call__(
-        self, queries: Tensor, rows: Tensor, positive_rows: Tensor, task: negatives_torch.Task
+        self, queries: Tensor, rows: Tensor, positive_rows: Tensor, task: negatives_torch.LossTask
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...
 
 
@@ -199,7 +201,7 @@ WAYS: dict[Way, _Run] = {
 class _SampledSoftmax(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, queries: Tensor, rows: Tensor, positive_rows: Tensor, task: negatives_torch.Task, run: _Run
+        ctx: Any, queries: Tensor, rows: Tensor, positive_rows: Tensor, task: negatives_torch.LossTask, run: _Run
     ) -> Tensor:
         ctx.same = positive_rows is rows
         loss, *ctx.grads = run(queries, rows, positive_rows, task)

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from nestpipe.embedding.ids import group
+from nestpipe.embedding.unique_ids import group
 from nestpipe.jagged import offsets_of
-from nestpipe.native import library
-from nestpipe.ops.negatives_torch import Found, Task
+from nestpipe.ops.native_library import library
+from nestpipe.ops.negatives_torch import Found, LossTask
 
 _LINE = 16  # floats; rows are whole cache lines
 
@@ -33,7 +33,7 @@ class _Negatives(ctypes.Structure):
     )
 
 
-def run(queries: Tensor, rows: Tensor, positive_rows: Tensor, task: Task) -> Found:
+def run(queries: Tensor, rows: Tensor, positive_rows: Tensor, task: LossTask) -> Found:
     """Loss and gradients; raises IndexError for a place that does not exist."""
     native = library()
     if native is None:
@@ -87,7 +87,7 @@ def _whole_lines(values: Tensor) -> Tensor:
     return F.pad(values, (0, pad)) if pad else values.contiguous()
 
 
-def _receivers(task: Task) -> tuple[Tensor, Tensor]:
+def _receivers(task: LossTask) -> tuple[Tensor, Tensor]:
     """The tokens for which each block is scored, ascending, and where each block's begin."""
     blocks, count = task.of_token.flatten(), task.of_token.shape[1]
     entries = (blocks >= 0).nonzero().flatten()

@@ -20,7 +20,7 @@ Found = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Task:
+class LossTask:
     """What is scored against what, as places."""
 
     positives: Tensor  # [T]
@@ -41,7 +41,7 @@ class Task:
         return torch.where(of_token.unsqueeze(2) < 0, self.positives[part, None, None], found).flatten(1)
 
 
-class _Sums:
+class _LossSums:
     """Where loss and gradients of all segments meet."""
 
     def __init__(self, queries: Tensor, rows: Tensor, positive_rows: Tensor):
@@ -69,9 +69,9 @@ class _Sums:
         return self.loss, self.grad_queries, self.grad_rows, self.grad_positive_rows
 
 
-def gather(queries: Tensor, rows: Tensor, positive_rows: Tensor, task: Task) -> Found:
+def gather(queries: Tensor, rows: Tensor, positive_rows: Tensor, task: LossTask) -> Found:
     """Vectors of a segment's negatives, one after the other."""
-    sums = _Sums(queries, rows, positive_rows)
+    sums = _LossSums(queries, rows, positive_rows)
     for part in task.segments(0, len(queries)):
         places = task.places(part)
         vectors = rows.index_select(0, places.flatten()).reshape(*places.shape, -1)
@@ -83,9 +83,9 @@ def gather(queries: Tensor, rows: Tensor, positive_rows: Tensor, task: Task) -> 
     return sums.found()
 
 
-def gemm(queries: Tensor, rows: Tensor, positive_rows: Tensor, task: Task) -> Found:
+def gemm(queries: Tensor, rows: Tensor, positive_rows: Tensor, task: LossTask) -> Found:
     """All rows are scored."""
-    sums = _Sums(queries, rows, positive_rows)
+    sums = _LossSums(queries, rows, positive_rows)
     for part in task.segments(0, len(queries)):
         places = task.places(part)
         every = queries[part] @ rows.T
@@ -97,9 +97,9 @@ def gemm(queries: Tensor, rows: Tensor, positive_rows: Tensor, task: Task) -> Fo
     return sums.found()
 
 
-def product(queries: Tensor, rows: Tensor, positive_rows: Tensor, task: Task) -> Found:
+def product(queries: Tensor, rows: Tensor, positive_rows: Tensor, task: LossTask) -> Found:
     """The tokens of a unit by the rows of its one block."""
-    sums = _Sums(queries, rows, positive_rows)
+    sums = _LossSums(queries, rows, positive_rows)
     bounds = task.unit_tokens.tolist()
     for block, (first, last) in enumerate(itertools.pairwise(bounds)):
         places = task.negatives[block]

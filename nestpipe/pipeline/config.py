@@ -6,85 +6,101 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from nestpipe.embedding.slices import MOST_SLICES
-from nestpipe.pipeline.parts import PartsConfig
-from nestpipe.pipeline.schedule import Mode, Schedule
+from nestpipe.embedding.config import MAX_CHUNKS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PipelineConfig(PartsConfig):
-    """How a batch is cut, and what runs beside what. Every mode ends with the same bits, given parts and staleness."""
+class MicroBatchConfig:
+    """How a batch is divided. This decides the order of sums, hence the bits, in every mode."""
 
-    mode: Literal["sequential", "dual-buffer", "frozen-window", "nested"] = "sequential"
-    """dual-buffer hides the lookup of the next batches, frozen-window the messages between parts, nested both."""
-    depth: int = 1
-    """dual-buffer, nested: batches whose rows are retrieved ahead."""
-    staleness: int = 0
-    """1 is semi-asynchronous: rows of a batch always miss the update of the batch before. Not exact; sequential and nested."""
-    sync_steps: int = 0
-    """With staleness 1: so many steps are exact before, while most is learned."""
-    rows: Literal["auto", "table", "pool"] = "auto"
-    """Where rows of batches in flight are used: in their table, or copied to a pool. auto: a pool for rows in files."""
-    split: bool = False
-    """nested: of the first rows and last gradients of a batch, what its neighbours do not hold travels apart, hidden."""
-    slices: int = 1
-    """nested: the last gradients, the update and the next first rows in so many slices, one updated while others travel."""
-    groups: int = 1
-    """Groups of ranks with all tables each: rows stay in a group, sums of gradients travel between groups. 0: measure, choose."""
-    tune: bool = False
-    """Choose parts, ramp, depth and the pool's size from a short profile when the run starts; kept in RUN/settings.jsonl."""
-    adapt: int = 0
-    """Choose them again after so many steps, from what these took, and when batches change; rarely if nothing does. 0: never."""
-    follow: str = ""
-    """A run that was tuned or adapted: take the settings of each step from there, in whatever mode."""
-    trace_steps: int = 0
-    """Record what every lane does in the last so many steps, for `nestpipe trace RUN`."""
+    micro_batches: int = 1
+    """Micro-batches per batch. Rows are updated once per batch, after the last micro-batch."""
+    ramp: float = 1.0
+    """Size of the first and last micro-batch relative to the others: their messages are not hidden, so smaller may be faster."""
+    cluster: bool = False
+    """Put samples that share ids into one micro-batch, so that the first and the last one need few rows."""
 
     def problems(self) -> Iterator[str]:
-        yield from PartsConfig.problems(self)
-        yield from self._problems_of_groups()
+        if not 1 <= self.micro_batches <= 256:
+            yield f"micro_batches is {self.micro_batches}; it must be in 1 .. 256"
+        if not 0 < self.ramp <= 1:
+            yield f"ramp is {self.ramp}; it must be in (0, 1]"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineConfig(MicroBatchConfig):
+    """How a batch is divided and which stages overlap. Given micro-batches and staleness, every mode gives the same bits."""
+
+    mode: Literal["sequential", "dual-buffer", "frozen-window", "nested"] = "sequential"
+    """dual-buffer hides the lookup of the next batches, frozen-window the exchanges between micro-batches, nested both."""
+    depth: int = 1
+    """dual-buffer, nested: number of batches whose rows are prefetched."""
+    staleness: int = 0
+    """1 is semi-asynchronous: the rows of a batch always miss the update of the previous batch. Not exact; sequential and nested."""
+    sync_steps: int = 0
+    """With staleness 1: number of exact steps at the start, when most is learned."""
+    rows: Literal["auto", "table", "buffer"] = "auto"
+    """Where rows of batches in flight are: in their table or in a prefetch buffer. auto: a buffer if rows are in files."""
+    split: bool = False
+    """nested: send rows that neighbouring batches do not share in messages of their own, which are hidden."""
+    chunks: int = 1
+    """nested: send the last gradients and the next first rows in so many chunks; one is updated while others are in flight."""
+    groups: int = 1
+    """Replica groups: each holds all tables; rows stay inside a group, gradient sums travel between groups. 0: measure and choose."""
+    tune: bool = False
+    """Choose micro-batches, ramp, depth and buffer size from a short profile at the start; recorded in RUN/settings.jsonl."""
+    adapt: int = 0
+    """Re-measure and choose again after so many steps, less often while nothing changes. 0: never."""
+    follow: str = ""
+    """A tuned or adapted run: take the settings of each step from its RUN/settings.jsonl, in any mode."""
+    trace_steps: int = 0
+    """Record the last so many steps for `nestpipe trace RUN`."""
+
+    def problems(self) -> Iterator[str]:
+        yield from MicroBatchConfig.problems(self)
+        yield from self._group_problems()
         if not 1 <= self.depth <= 8:
             yield f"depth is {self.depth}; it must be in 1 .. 8"
         if self.split and self.mode != "nested":
             yield f"split is for mode nested, but the mode is {self.mode}"
-        yield from self._problems_of_slices()
+        yield from self._chunk_problems()
         if self.staleness not in (0, 1):
-            yield f"staleness is {self.staleness}; it must be 0 (exact) or 1 (rows one update old)"
+            yield f"staleness is {self.staleness}; it must be 0 (exact) or 1 (rows stale by one step)"
         if self.staleness and self.mode not in ("sequential", "nested"):
             yield f"staleness is {self.staleness}, but mode {self.mode} has no stale rows; use nested (or sequential, slowly)"
         if self.staleness and self.mode == "sequential" and self.trace_steps:
-            yield "trace_steps records lanes, but there is none in mode sequential with staleness 1; use nested"
+            yield "trace_steps records streams, but mode sequential with staleness 1 has none; use nested"
         if self.adapt < 0 or 0 < self.adapt < 8:
-            yield f"adapt is {self.adapt}; it must be 0 for never, or at least 8 steps, which can be measured"
+            yield f"adapt is {self.adapt}; it must be 0 (never) or at least 8 steps, enough for a measurement"
         if self.adapt and self.mode == "sequential":
-            yield "adapt measures what runs beside compute, but mode is sequential; use nested"
+            yield "adapt measures overlap, but mode sequential has none; use nested"
         if self.follow and (self.tune or self.adapt):
-            yield "follow takes settings from another run, so tune and adapt have nothing to choose; leave them out"
+            yield "follow takes settings from another run, so tune and adapt have nothing to choose; remove them"
         if self.sync_steps < 0:
             yield f"sync_steps is {self.sync_steps}; it must not be negative"
         if self.sync_steps and not self.staleness:
-            yield "sync_steps come before stale ones, but staleness is 0, so that all steps are exact"
+            yield "sync_steps come before stale steps, but staleness is 0: all steps are exact"
         if self.trace_steps < 0:
             yield f"trace_steps is {self.trace_steps}; it must not be negative"
 
-    def _problems_of_groups(self) -> Iterator[str]:
+    def _group_problems(self) -> Iterator[str]:
         if self.groups < 0:
             yield f"groups is {self.groups}; it must divide the number of ranks, or be 0 to choose"
         if self.groups != 1 and self.split:
             yield (
-                f"groups is {self.groups}, but groups exchange whole sums and split sends halves of them; leave split out, "
-                "or use groups 1"
+                f"groups is {self.groups}, but groups exchange whole sums and split sends them in two messages; "
+                "remove split or use groups 1"
             )
 
-    def _problems_of_slices(self) -> Iterator[str]:
-        if not 1 <= self.slices <= MOST_SLICES:
-            yield f"slices is {self.slices}; it must be in 1 .. {MOST_SLICES}"
-        if self.slices > 1 and self.mode != "nested":
-            yield f"slices is {self.slices}, which is for mode nested, but the mode is {self.mode}"
-        if self.slices > 1 and self.split:
-            yield f"slices is {self.slices}, but split cuts the same messages otherwise; use one of them"
-        if self.slices > 1 and self.groups != 1:
-            yield f"slices is {self.slices}, but groups is {self.groups}, and groups exchange whole sums; use one of them"
+    def _chunk_problems(self) -> Iterator[str]:
+        if not 1 <= self.chunks <= MAX_CHUNKS:
+            yield f"chunks is {self.chunks}; it must be in 1 .. {MAX_CHUNKS}"
+        if self.chunks > 1 and self.mode != "nested":
+            yield f"chunks is {self.chunks}, which is for mode nested, but the mode is {self.mode}"
+        if self.chunks > 1 and self.split:
+            yield f"chunks is {self.chunks}, but split divides the same messages in another way; use one of them"
+        if self.chunks > 1 and self.groups != 1:
+            yield f"chunks is {self.chunks}, but groups is {self.groups}, and groups exchange whole sums; use one of them"
 
     @property
     def looks_ahead(self) -> bool:
@@ -99,23 +115,6 @@ class PipelineConfig(PartsConfig):
     def is_stale(self, number: int) -> bool:
         """Whether the step of a batch runs as a stale one; the first of them has no update to miss."""
         return self.staleness > 0 and number >= self.sync_steps
-
-    def schedule(self, number: int, *, clip_rows: bool) -> Schedule:
-        """When stages run, from a batch on to the next barrier. Stale rows leave a batch earlier, so they are taken earlier."""
-        mode: Mode = "serial" if self.mode == "sequential" else self.mode
-        stale = self.is_stale(number)
-        # A norm over all rows needs all gradients: then none may be late.
-        may_be_late = not clip_rows and not stale
-        return Schedule.of(
-            mode,
-            self.parts,
-            depth=self.depth + stale,
-            clip_rows=clip_rows,
-            stale=stale,
-            split=self.split and may_be_late,
-            groups=self.groups > 1,
-            slices=self.slices if may_be_late else 1,
-        )
 
     def steps_to_switch(self, number: int) -> int | None:
         """After how many steps another schedule begins, which takes a barrier; None for never."""

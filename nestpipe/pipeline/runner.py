@@ -21,9 +21,9 @@ import torch
 from nestpipe.errors import CommError, ConfigError, NestPipeError, TrainError
 from nestpipe.jagged import Batch
 from nestpipe.pipeline import stages
-from nestpipe.pipeline.lanes import Host, Place, place_of
 from nestpipe.pipeline.schedule import MAIN, Event, Schedule
-from nestpipe.pipeline.stages import BatchStage, PartStage, Rates, TrainState, Work
+from nestpipe.pipeline.stages import BatchStage, BatchWork, MicroBatchStage, Rates, TrainState
+from nestpipe.pipeline.streams import HostStreams, StreamBackend, place_of
 
 _GRACE_S = 2.0  # after a failure: for messages that other ranks still need, say that a value is not finite
 _MEMORY = (
@@ -35,21 +35,21 @@ class _Abandoned(Exception):  # noqa: N818 - not an error: how a lane leaves whe
     pass
 
 
-class Board:
+class EventBoard:
     """Which events are done, how many batches there will be, and whether a lane has failed."""
 
-    def __init__(self, lanes: tuple[str, ...], num_batches: int | None = None):
+    def __init__(self, streams: tuple[str, ...], num_batches: int | None = None):
         self.num_batches = num_batches
         self.failure: BaseException | None = None
         self._lock = threading.Lock()
         self._done: dict[int, set[Event]] = {}
         self._forgotten = 0  # batches before this one are done with
-        self._gates = {lane: threading.Lock() for lane in lanes}  # held while its lane waits
+        self._gates = {stream: threading.Lock() for stream in streams}  # held while its lane waits
         for gate in self._gates.values():
             gate.acquire()
         self._waiting: dict[str, Event] = {}
 
-    def wait(self, lane: str, event: Event, needs: list[Event]) -> bool:
+    def wait(self, stream: str, event: Event, needs: list[Event]) -> bool:
         """Returns when all needs are done; False if the event turns out to be beyond the last batch."""
         while True:
             with self._lock:
@@ -60,8 +60,8 @@ class Board:
                 missing = next((need for need in needs if not self._is_done(need)), None)
                 if missing is None:
                     return True
-                self._waiting[lane] = missing
-            self._gates[lane].acquire()
+                self._waiting[stream] = missing
+            self._gates[stream].acquire()
 
     def _is_done(self, event: Event) -> bool:
         """Also true of what will never be."""
@@ -76,7 +76,7 @@ class Board:
             if event.kind == "write":
                 self._done.pop(self._forgotten - 1, None)
                 self._forgotten = max(self._forgotten, event.batch - _MEMORY)
-            self._wake([lane for lane, need in self._waiting.items() if need == event])
+            self._wake([stream for stream, need in self._waiting.items() if need == event])
             return len(done)
 
     def end_after(self, batch: int) -> None:
@@ -91,32 +91,32 @@ class Board:
             self.failure = self.failure or failure
             self._wake(list(self._waiting))
 
-    def _wake(self, lanes: list[str]) -> None:
-        for lane in lanes:
-            del self._waiting[lane]
-            self._gates[lane].release()
+    def _wake(self, streams: list[str]) -> None:
+        for stream in streams:
+            del self._waiting[stream]
+            self._gates[stream].release()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Feed:
+class BatchFeed:
     """What a run takes in, and whom it tells."""
 
     batches: Iterator[Batch]
     rates: Callable[[int], Rates]  # of a batch, by its number from the start of training
     num_batches: int | None = None  # the barrier, if it is known beforehand
-    asks_to_stop: Callable[[], bool] = lambda: False  # any rank's wish ends the run after the batch that carries it
-    on_step: Callable[[Work], None] = lambda work: None  # called in the main thread after each dense step
+    stop_requested: Callable[[], bool] = lambda: False  # any rank's wish ends the run after the batch that carries it
+    on_step: Callable[[BatchWork], None] = lambda work: None  # called in the main thread after each dense step
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Segment:
     """One run to a barrier."""
 
-    feed: Feed
-    board: Board
-    place: Place
+    feed: BatchFeed
+    board: EventBoard
+    place: StreamBackend
     first: int  # number of its first batch, from the start of training
-    works: dict[int, Work] = field(default_factory=dict)  # batches in flight, counted from the first
+    works: dict[int, BatchWork] = field(default_factory=dict)  # batches in flight, counted from the first
 
 
 @dataclass(slots=True, eq=False)
@@ -126,27 +126,27 @@ class Runner:
     state: TrainState
     schedule: Schedule
     batch_stages: Mapping[str, BatchStage] = field(default_factory=lambda: stages.BATCH_STAGES)
-    part_stages: Mapping[str, PartStage] = field(default_factory=lambda: stages.PART_STAGES)
-    before: Callable[[str, Event], None] = lambda lane, event: None
+    micro_batch_stages: Mapping[str, MicroBatchStage] = field(default_factory=lambda: stages.MICRO_BATCH_STAGES)
+    before: Callable[[str, Event], None] = lambda stream, event: None
     observe: Callable[[str, Event, int, int, int], None] | None = None  # lane, event, ready, begin and end in ns
 
-    def run(self, feed: Feed) -> int:
+    def run(self, feed: BatchFeed) -> int:
         """Trains until the barrier; returns the number of batches. Raises what a lane raised, with no lane running."""
         self._protect_rows()
-        board = Board(self.schedule.lanes, feed.num_batches)
-        place = place_of(self.state.embedding.rows.world.device, self.schedule.lanes)
+        board = EventBoard(self.schedule.streams, feed.num_batches)
+        place = place_of(self.state.embedding.row_channel.world.device, self.schedule.streams)
         segment, num_threads = _Segment(feed, board, place, self.state.num_steps), torch.get_num_threads()
         self._hand_over()
 
-        def lane_of_its_own(lane: str) -> None:
+        def lane_of_its_own(stream: str) -> None:
             torch.set_num_threads(num_threads)
             with torch.no_grad():
-                self._take(lane, segment)
+                self._take(stream, segment)
 
         threads = [
-            threading.Thread(target=lane_of_its_own, args=(lane,), name=f"nestpipe-{lane}", daemon=True)
-            for lane in self.schedule.lanes
-            if lane != MAIN
+            threading.Thread(target=lane_of_its_own, args=(stream,), name=f"nestpipe-{stream}", daemon=True)
+            for stream in self.schedule.streams
+            if stream != MAIN
         ]
         for thread in threads:
             thread.start()
@@ -161,22 +161,22 @@ class Runner:
             raise board.failure
         return board.num_batches or 0
 
-    def _take(self, lane: str, segment: _Segment) -> None:
+    def _take(self, stream: str, segment: _Segment) -> None:
         """Takes the events of a lane until there are no more."""
         board, place = segment.board, segment.place
         try:
-            with place.lane(lane):
-                for event in self.schedule.program(lane, lambda: board.num_batches):
+            with place.stream(stream):
+                for event in self.schedule.program(stream, lambda: board.num_batches):
                     ready, needs = time.monotonic_ns(), self.schedule.waits_for(event)
-                    if not board.wait(lane, event, needs):
+                    if not board.wait(stream, event, needs):
                         continue
-                    self.before(lane, event)
+                    self.before(stream, event)
                     begin = time.monotonic_ns()
-                    place.begin(lane, needs)
+                    place.begin(stream, needs)
                     self._execute(event, segment)
-                    place.end(lane, event)
+                    place.end(stream, event)
                     if self.observe:
-                        self.observe(lane, event, ready, begin, time.monotonic_ns())
+                        self.observe(stream, event, ready, begin, time.monotonic_ns())
                     if board.done(event) == self.schedule.num_events:
                         del segment.works[event.batch]
         except _Abandoned:
@@ -185,28 +185,28 @@ class Runner:
             board.fail(failure)
 
     def _execute(self, event: Event, segment: _Segment) -> None:
-        kind, batch, part = event
+        kind, batch, micro_batch = event
         feed, number = segment.feed, segment.first + batch
         if kind == "read":
             data = next(feed.batches, None)
             if data is None:
                 raise TrainError(f"the data ended before batch {number}; say so beforehand with `num_batches`.")
-            rates, stop = feed.rates(number), feed.asks_to_stop()
-            cut = self.schedule.split, self.schedule.slices
+            rates, stop = feed.rates(number), feed.stop_requested()
+            cut = self.schedule.split, self.schedule.num_chunks
             segment.works[batch] = stages.read(self.state, data, rates, number, *cut, stop)
             return
         work = segment.works[batch]
         if kind == "update" and self.schedule.stale and batch + 1 == segment.board.num_batches:
-            work.window.keep()
+            work.window.keep_previous()
         if kind == "keys" and self.schedule.split:
-            work.before = segment.works[batch - 1].window if batch else None
+            work.previous = segment.works[batch - 1].window if batch else None
         elif kind == "keys" and self.schedule.looks_ahead and (after := segment.works.get(batch + 1)):
-            work.after = after.window  # on every rank: keys let reading pass
-        if kind in self.part_stages:
-            self.part_stages[kind](self.state, work, part)
+            work.next = after.window  # on every rank: keys let reading pass
+        if kind in self.micro_batch_stages:
+            self.micro_batch_stages[kind](self.state, work, micro_batch)
         else:
             self.batch_stages[kind](self.state, work)
-        if kind == "keys" and work.window.asks_to_stop:
+        if kind == "keys" and work.window.stop_requested:
             segment.board.end_after(batch)
         elif kind == "dense step":
             feed.on_step(work)
@@ -230,20 +230,20 @@ class Runner:
             thread.join(max(end - time.monotonic(), 0.0))
         missing = failure.ranks if isinstance(failure, CommError) else ()
         reason = str(failure) if isinstance(failure, NestPipeError) else f"{type(failure).__name__}: {failure}"
-        for lane in self.state.lanes:
-            lane.give_up(reason.rstrip("."), ranks=missing)
+        for stream in self.state.channels:
+            stream.give_up(reason.rstrip("."), ranks=missing)
         for thread in threads:
             thread.join(_GRACE_S)
 
     def _hand_over(self) -> None:
         """Message lanes belong to the threads of this run, and afterwards to the caller's again."""
-        for lane in self.state.lanes:
-            lane.hand_over()
+        for stream in self.state.channels:
+            stream.hand_over()
 
 
-def run_in_order(state: TrainState, order: list[Event], feed: Feed, schedule: Schedule) -> None:
+def run_in_order(state: TrainState, order: list[Event], feed: BatchFeed, schedule: Schedule) -> None:
     """Runs events one after the other in the given order, whatever they need: how tests force an order on a schedule."""
     runner = Runner(state, schedule)
-    segment = _Segment(feed, Board(()), Host(), state.num_steps)
+    segment = _Segment(feed, EventBoard(()), HostStreams(), state.num_steps)
     for event in order:
         runner._execute(event, segment)

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from nestpipe.jagged import Batch
 from nestpipe.pipeline.stages import (
+    BatchWork,
     Rates,
     TrainState,
-    Work,
     collect,
     compute,
     dense_step,
@@ -35,21 +35,21 @@ from nestpipe.pipeline.stages import (
 )
 
 
-def step(state: TrainState, batch: Batch, rates: Rates, before: Work | None) -> Work:
+def step(state: TrainState, batch: Batch, rates: Rates, before: BatchWork | None) -> BatchWork:
     """Trains on one rank's share of a batch, all but the update of its rows, which the next step does, or `finish`."""
     work = read(state, batch, rates, state.num_steps)  # 1 parts; which rows each needs, who owns them
     keys(state, work)  # 2 ids out, global weight agreed
     retrieve(state, work)  # 3 who has a row is decided, rows are taken
     post(state, work)
-    for part in range(state.cut.parts):
-        rows(state, work, part)  # 4 all rows leave as they are
+    for micro_batch in range(state.micro_batching.micro_batches):
+        rows(state, work, micro_batch)  # 4 all rows leave as they are
     if before is not None:
         finish(state, before)  # 5 then the rows of the batch before change
-    for part in range(state.cut.parts):
-        compute(state, work, part)  # 6 dense forward and backward, row gradients
-        grads(state, work, part)  # 7 gradients of last use go home
-        collect(state, work, part)  # 8 and are added there, in rank order
-        merge(state, work, part)
+    for micro_batch in range(state.micro_batching.micro_batches):
+        compute(state, work, micro_batch)  # 6 dense forward and backward, row gradients
+        grads(state, work, micro_batch)  # 7 gradients of last use go home
+        collect(state, work, micro_batch)  # 8 and are added there, in rank order
+        merge(state, work, micro_batch)
     flag(state, work)  # 9 nothing is updated if any rank saw a non-finite value
     dense_sum(state, work)  # 10 dense gradients agree on every rank
     norm(state, work)
@@ -57,10 +57,10 @@ def step(state: TrainState, batch: Batch, rates: Rates, before: Work | None) -> 
     return work
 
 
-def finish(state: TrainState, work: Work, *, at_barrier: bool = False) -> None:
+def finish(state: TrainState, work: BatchWork, *, at_barrier: bool = False) -> None:
     """One step per touched row of a batch. At a barrier the rows as they were are kept for the batch after it."""
     if at_barrier:
-        work.window.keep()
+        work.window.keep_previous()
     update(state, work)
     write(state, work)
 

@@ -30,12 +30,12 @@ def step(state: TrainState, batch: Batch, rates: Rates) -> dict[str, float]:
     keys(state, work)  # 2 ids out, global weight agreed
     retrieve(state, work)  # 3 who has a row is decided, rows are taken
     post(state, work)
-    for part in range(state.cut.parts):
-        rows(state, work, part)  # 4 rows of first use travel
-        compute(state, work, part)  # 5 dense forward and backward, row gradients
-        grads(state, work, part)  # 6 gradients of last use go home
-        collect(state, work, part)  # 7 and are added there, in rank order,
-        merge(state, work, part)  # then in the order of groups, if there are any
+    for micro_batch in range(state.micro_batching.micro_batches):
+        rows(state, work, micro_batch)  # 4 rows of first use travel
+        compute(state, work, micro_batch)  # 5 dense forward and backward, row gradients
+        grads(state, work, micro_batch)  # 6 gradients of last use go home
+        collect(state, work, micro_batch)  # 7 and are added there, in rank order,
+        merge(state, work, micro_batch)  # then in the order of groups, if there are any
     flag(state, work)  # 8 nothing is updated if any rank saw a non-finite value
     dense_sum(state, work)  # 9 dense gradients agree on every rank
     norm(state, work)

@@ -6,12 +6,12 @@
     read ─ keys ─ retrieve ─ post ─┬─ rows ─ compute ─ grads ─ collect ─ merge ─┬─ flag ─┬─ dense sum ─ dense step
                                    └──────────────── for each part ─────────────┘        └─ update ─ write
 
-`merge` is for groups of ranks (embedding/groups.py) and does nothing without them.
+`merge` is for groups of ranks (embedding/replica_groups.py) and does nothing without them.
 
 In a schedule that is split, `rows` of the first part, `grads` and `collect` of the last one and `update` are about what
-neighbouring batches share; `cold rows`, `cold grads`, `cold collect` and `cold update` about the rest. `arrive` waits for the
-rows of the first part. In one that has slices, the same stages are about the first slice, and `next rows`, `next grads`,
-`next collect` and `next update` about the others.
+neighbouring batches share; `unshared rows`, `unshared grads`, `unshared collect` and `unshared update` about the rest. `arrive` waits for the
+rows of the first part. In one that has slices, the same stages are about the first slice, and `chunk rows`, `chunk grads`,
+`chunk collect` and `chunk update` about the others.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from nestpipe.comm import Handle, Lane
-from nestpipe.draw import Draw
-from nestpipe.embedding.lagging import Lagging
-from nestpipe.embedding.route import Plan, route
-from nestpipe.embedding.sharded import Sharded
-from nestpipe.embedding.slices import Slices
+from nestpipe.distributed.process_group import Channel, Handle
+from nestpipe.embedding.chunked_exchange import Chunks
+from nestpipe.embedding.routing import Plan, route
+from nestpipe.embedding.sharding import ShardedTables
+from nestpipe.embedding.stale_rows import StaleRows
 from nestpipe.embedding.window import Window, larger
 from nestpipe.errors import ConfigError, TrainError
 from nestpipe.jagged import Batch
-from nestpipe.model import Model, Output, Selecting
-from nestpipe.pipeline.dense import Dense
-from nestpipe.pipeline.parts import PartsConfig
+from nestpipe.models.contract import Model, Output, Selecting
+from nestpipe.pipeline.config import MicroBatchConfig
+from nestpipe.pipeline.dense_params import DenseParams
+from nestpipe.pipeline.micro_batch import cut_batch
+from nestpipe.rng import Rng
 
 _MAX_LOGS = 30  # the message that carries a batch's flags and logs has room for so many
 _FLAGS = 2
@@ -64,39 +65,39 @@ class TrainState:
     """All that a step reads and changes."""
 
     model: Model
-    embedding: Sharded
-    dense: Dense
-    control: Lane  # for what all ranks must agree on
+    embedding: ShardedTables
+    dense: DenseParams
+    control: Channel  # for what all ranks must agree on
     seed: int
-    cut: PartsConfig = field(default_factory=PartsConfig)
+    micro_batching: MicroBatchConfig = field(default_factory=MicroBatchConfig)
     skip_nonfinite: bool = False  # a batch with a non-finite value is skipped; otherwise it ends the training
     num_steps: int = 0  # steps done
 
     @property
     def num_ranks(self) -> int:
-        return self.embedding.everyone.world.size
+        return self.embedding.all_ranks.world.size
 
     @property
-    def lanes(self) -> tuple[Lane, ...]:
+    def channels(self) -> tuple[Channel, ...]:
         """All lanes that stages send on."""
-        return *self.embedding.lanes, self.dense.lane
+        return *self.embedding.channels, self.dense.channel
 
 
 @dataclass(slots=True, eq=False)
-class Work:
+class BatchWork:
     """One batch on its way through the stages."""
 
     number: int  # of the batch, from the start of training
     batch: Batch  # as it was read
     rates: Rates
-    draw: Draw
-    parts: list[Batch]  # of what the model chose of it
+    rng: Rng
+    micro_batches: list[Batch]  # of what the model chose of it
     plan: Plan
     window: Window
     sums: dict[str, float] = field(default_factory=dict)  # this rank's loss and logs
     means: dict[str, float] = field(default_factory=dict)  # of all ranks, once the flags are in; empty for no weight
-    before: Window | None = None  # of the batch before, in a split schedule
-    after: Window | None = None  # of the batch after, where it has been read
+    previous: Window | None = None  # of the batch before, in a split schedule
+    next: Window | None = None  # of the batch after, where it has been read
     largest_dense: float = 0.0
     skipped: bool = False  # nothing is updated
     row_factor: float = 1.0  # by which row gradients are scaled
@@ -109,28 +110,30 @@ class Work:
 
 
 def read(
-    state: TrainState, batch: Batch, rates: Rates, number: int, split: bool = False, slices: int = 1, stop: bool = False
-) -> Work:
+    state: TrainState, batch: Batch, rates: Rates, number: int, split: bool = False, chunks: int = 1, stop: bool = False
+) -> BatchWork:
     """Cuts the batch into parts and finds out which rows each needs and who owns them."""
     check_coupling(state, batch)
-    draw = Draw(state.seed, number)
-    chosen = state.model.select(batch, draw) if isinstance(state.model, Selecting) else batch
-    parts = state.cut.cut(chosen)
+    rng = Rng(state.seed, number)
+    chosen = state.model.select(batch, rng) if isinstance(state.model, Selecting) else batch
+    micro_batches = cut_batch(chosen, state.micro_batching)
     plan = route(
-        [state.model.lookups(part, draw) for part in parts], list(state.embedding.tables), state.embedding.owners
+        [state.model.lookups(micro_batch, rng) for micro_batch in micro_batches],
+        list(state.embedding.tables),
+        state.embedding.owners,
     )
-    cuts = {name: Slices.of(own, slices) for name, own in plan.tables.items()} if slices > 1 else {}
+    cuts = {name: Chunks.of(own, chunks) for name, own in plan.tables.items()} if chunks > 1 else {}
     window = Window(state.embedding, plan, number, state.model.weight(chosen), stop, split, cuts)
-    return Work(number, batch, rates, draw, parts, plan, window)
+    return BatchWork(number, batch, rates, rng, micro_batches, plan, window)
 
 
 def check_coupling(state: TrainState, batch: Batch) -> None:
     """Raises ConfigError if the loss mixes samples that parts or ranks would keep apart."""
     coupling, name = state.model.coupling, type(state.model).__name__
-    if coupling == "batch" and (state.cut.parts > 1 or state.num_ranks > 1):
+    if coupling == "batch" and (state.micro_batching.micro_batches > 1 or state.num_ranks > 1):
         raise ConfigError(
-            f"the loss of {name} mixes all samples of a batch (coupling 'batch'), but {state.cut.parts} parts on "
-            f"{state.num_ranks} ranks would keep them apart. Use --pipeline.parts 1 on one rank, or define the loss "
+            f"the loss of {name} mixes all samples of a batch (coupling 'batch'), but {state.micro_batching.micro_batches} parts on "
+            f"{state.num_ranks} ranks would keep them apart. Use --pipeline.micro-batches 1 on one rank, or define the loss "
             "inside groups (coupling 'group', --data.group-size)."
         )
     if coupling == "group" and batch.groups is None:
@@ -139,56 +142,58 @@ def check_coupling(state: TrainState, batch: Batch) -> None:
         )
 
 
-def keys(state: TrainState, work: Work) -> None:
+def keys(state: TrainState, work: BatchWork) -> None:
     """Ids go to their owners; the global weight and a wish to stop are agreed on."""
-    work.window.ask(work.before, work.after, where=work.where)
-    work.before = work.after = None
+    work.window.exchange_ids(work.previous, work.next, where=work.where)
+    work.previous = work.next = None
 
 
-def retrieve(state: TrainState, work: Work) -> None:
+def retrieve(state: TrainState, work: BatchWork) -> None:
     """Owners decide which ids have rows, and take the rows."""
     work.window.retrieve()
-    lagging = [one for one in state.embedding.holders.values() if isinstance(one, Lagging)]
+    lagging = [one for one in state.embedding.row_access.values() if isinstance(one, StaleRows)]
     if lagging:
         shares = [one.pop_shares(work.number) for one in lagging]
         work.sums[_STALE], work.sums[_HELD] = (float(sum(column)) for column in zip(*shares, strict=True))
 
 
-def post(state: TrainState, work: Work) -> None:
+def post(state: TrainState, work: BatchWork) -> None:
     """Opens the receives of all messages of the window."""
-    work.window.post(where=work.where)
+    work.window.post_receives(where=work.where)
     room = torch.zeros(state.num_ranks, _FLAGS + _MAX_LOGS, dtype=torch.float64)
     work._flag_room = list(room.unbind())
-    work._flags = state.embedding.everyone.post("flags", work._flag_room, where=work.where)
+    work._flags = state.embedding.all_ranks.post("flags", work._flag_room, where=work.where)
 
 
-def rows(state: TrainState, work: Work, part: int) -> None:
+def rows(state: TrainState, work: BatchWork, micro_batch: int) -> None:
     """Rows of first use travel to their askers; of the first part those of the first slice, if there are any."""
-    work.window.launch_rows(part)
+    work.window.launch_rows(micro_batch)
 
 
-def arrive(state: TrainState, work: Work) -> None:
+def arrive(state: TrainState, work: BatchWork) -> None:
     """The rows of the first part are there; `compute` would wait for them too, but then nobody else knows when they are."""
-    work.window.arrive(0)
+    work.window.wait_rows(0)
 
 
-def compute(state: TrainState, work: Work, part: int) -> None:
+def compute(state: TrainState, work: BatchWork, micro_batch: int) -> None:
     """Dense forward and backward of one part; its row gradients join those of the parts before."""
-    if part == 0:
+    if micro_batch == 0:
         state.dense.zero_grads()
-    leaves = work.window.leaves(part)
-    output = cast(nn.Module, state.model)(work.plan.rows(part, leaves), work.parts[part], work.draw)
+    local_rows = work.window.local_rows(micro_batch)
+    output = cast(nn.Module, state.model)(
+        work.plan.rows(micro_batch, local_rows), work.micro_batches[micro_batch], work.rng
+    )
     (output.loss_sum / (work.window.weight or 1.0)).backward()
-    work.window.add_grads(part, leaves)
+    work.window.add_grads(micro_batch, local_rows)
     _add(work.sums, output)
-    if part == work.plan.num_parts - 1:
+    if micro_batch == work.plan.num_micro_batches - 1:
         work.largest_dense = larger(0.0, state.dense.grads)
 
 
-def grads(state: TrainState, work: Work, part: int) -> None:
+def grads(state: TrainState, work: BatchWork, micro_batch: int) -> None:
     """Gradients of last use go home; flags and logs travel with those of the last part."""
-    work.window.launch_grads(part)
-    if part == work.plan.num_parts - 1:
+    work.window.launch_grads(micro_batch)
+    if micro_batch == work.plan.num_micro_batches - 1:
         if len(work.sums) > _MAX_LOGS:
             raise TrainError(f"the model logs {len(work.sums) - 1} values; there is room for {_MAX_LOGS - 1}.")
         values = [*_not_finite(state, work), *work.sums.values()]
@@ -196,17 +201,17 @@ def grads(state: TrainState, work: Work, part: int) -> None:
         _posted(work).launch([flags] * state.num_ranks)
 
 
-def collect(state: TrainState, work: Work, part: int) -> None:
+def collect(state: TrainState, work: BatchWork, micro_batch: int) -> None:
     """Owners have the gradients that come with a part."""
-    work.window.collect(part)
+    work.window.collect(micro_batch)
 
 
-def merge(state: TrainState, work: Work, part: int) -> None:
+def merge(state: TrainState, work: BatchWork, micro_batch: int) -> None:
     """Replicas of an owner, one in each group of ranks, exchange the sums that are whole with a part."""
-    work.window.merge(part, where=f"{work.where}, part {part}")
+    work.window.merge(micro_batch, where=f"{work.where}, part {micro_batch}")
 
 
-def flag(state: TrainState, work: Work) -> None:
+def flag(state: TrainState, work: BatchWork) -> None:
     """All ranks learn whether one saw a non-finite value; raises TrainError on every rank if that ends the training."""
     _posted(work).wait_arrived()
     gathered = [values.tolist() for values in work._flag_room]
@@ -231,12 +236,12 @@ def flag(state: TrainState, work: Work) -> None:
         work.means["skipped"] = 1.0
 
 
-def dense_sum(state: TrainState, work: Work) -> None:
+def dense_sum(state: TrainState, work: BatchWork) -> None:
     """Dense gradients are summed over all ranks."""
     state.dense.sync()
 
 
-def norm(state: TrainState, work: Work) -> None:
+def norm(state: TrainState, work: BatchWork) -> None:
     """With a norm over dense part and rows: rows by ascending id, squares in fp64, owners (of group 0) in rank order."""
     clip = work.rates.clip
     if not (clip.norm and clip.rows):
@@ -245,11 +250,11 @@ def norm(state: TrainState, work: Work) -> None:
     for sums in work.window.owned_grads().values():
         own += sums.double().square().sum(1).sum().item() if state.embedding.group == 0 else 0.0
     square = state.dense.grads.double().square().sum().item()
-    square += sum(value for (value,) in state.dense.lane.all_gather_floats([own], name="norm"))
+    square += sum(value for (value,) in state.dense.channel.all_gather_floats([own], name="norm"))
     work.row_factor = min(1.0, clip.norm / max(square**0.5, 1e-300))
 
 
-def dense_step(state: TrainState, work: Work) -> None:
+def dense_step(state: TrainState, work: BatchWork) -> None:
     """The dense optimizer's step; ends the batch for the compute lane."""
     if not work.skipped:
         _clip_dense(state, work)
@@ -257,7 +262,7 @@ def dense_step(state: TrainState, work: Work) -> None:
     state.num_steps = work.number + 1
 
 
-def update(state: TrainState, work: Work) -> None:
+def update(state: TrainState, work: BatchWork) -> None:
     """One optimizer step for each row of the batch, or of its first slice."""
     if not work.skipped:
         if work.row_factor < 1.0:
@@ -266,28 +271,28 @@ def update(state: TrainState, work: Work) -> None:
         work.window.update(work.rates.rows)
 
 
-def next_rows(state: TrainState, work: Work, number: int) -> None:
+def chunk_rows(state: TrainState, work: BatchWork, number: int) -> None:
     """Rows of the first part travel to their askers: those of a further slice, or those that the batch before does not hold."""
     work.window.launch_rows(0, number + 1)
 
 
-def next_grads(state: TrainState, work: Work, number: int) -> None:
+def chunk_grads(state: TrainState, work: BatchWork, number: int) -> None:
     """Gradients of the last part go home: those of a further slice, or those that the batch after does not wait for."""
-    work.window.launch_grads(work.plan.num_parts - 1, number + 1)
+    work.window.launch_grads(work.plan.num_micro_batches - 1, number + 1)
 
 
-def next_collect(state: TrainState, work: Work, number: int) -> None:
+def chunk_collect(state: TrainState, work: BatchWork, number: int) -> None:
     """Owners have them."""
-    work.window.collect(work.plan.num_parts - 1, number + 1)
+    work.window.collect(work.plan.num_micro_batches - 1, number + 1)
 
 
-def next_update(state: TrainState, work: Work, number: int) -> None:
+def chunk_update(state: TrainState, work: BatchWork, number: int) -> None:
     """One optimizer step for each row of a further slice, or for each that the batch after does not hold."""
     if not work.skipped:
         work.window.update(work.rates.rows, number + 1)
 
 
-def write(state: TrainState, work: Work) -> None:
+def write(state: TrainState, work: BatchWork) -> None:
     """Rows that no later batch in flight holds go back to where they came from."""
     _posted(work).wait()
     work.window.release()
@@ -298,13 +303,13 @@ def _add(sums: dict[str, float], output: Output) -> None:
         sums[name] = sums.get(name, 0.0) + value.item()
 
 
-def _posted(work: Work) -> Handle:
+def _posted(work: BatchWork) -> Handle:
     if work._flags is None:
         raise TrainError(f"flags of {work.where} before their receives were opened: the schedule lacks a dependency.")
     return work._flags
 
 
-def _not_finite(state: TrainState, work: Work) -> tuple[float, float]:
+def _not_finite(state: TrainState, work: BatchWork) -> tuple[float, float]:
     """Which of loss, dense gradients and row gradients as sent is too large to be summed over all ranks: a code, a value."""
     limit = torch.finfo(state.dense.grads.dtype).max / state.num_ranks
     found = [
@@ -318,7 +323,7 @@ def _not_finite(state: TrainState, work: Work) -> tuple[float, float]:
     return 0, 0.0
 
 
-def _clip_dense(state: TrainState, work: Work) -> None:
+def _clip_dense(state: TrainState, work: BatchWork) -> None:
     clip, factor = work.rates.clip, work.row_factor
     if clip.norm and not clip.rows:
         total = state.dense.grads.double().square().sum().item() ** 0.5
@@ -327,18 +332,18 @@ def _clip_dense(state: TrainState, work: Work) -> None:
         state.dense.grads.mul_(factor)
 
 
-PartStage = Callable[[TrainState, Work, int], None]
-BatchStage = Callable[[TrainState, Work], None]
-PART_STAGES: dict[str, PartStage] = {
+MicroBatchStage = Callable[[TrainState, BatchWork, int], None]
+BatchStage = Callable[[TrainState, BatchWork], None]
+MICRO_BATCH_STAGES: dict[str, MicroBatchStage] = {
     "rows": rows,
     "compute": compute,
     "grads": grads,
     "collect": collect,
     "merge": merge,
-    "next rows": next_rows,
-    "next grads": next_grads,
-    "next collect": next_collect,
-    "next update": next_update,
+    "chunk rows": chunk_rows,
+    "chunk grads": chunk_grads,
+    "chunk collect": chunk_collect,
+    "chunk update": chunk_update,
 }
 BATCH_STAGES: dict[str, BatchStage] = {
     "keys": keys,
@@ -352,8 +357,8 @@ BATCH_STAGES: dict[str, BatchStage] = {
     "write": write,
     "arrive": arrive,
     # The cold half is the second piece, like the second slice.
-    "cold rows": partial(next_rows, number=0),
-    "cold grads": partial(next_grads, number=0),
-    "cold collect": partial(next_collect, number=0),
-    "cold update": partial(next_update, number=0),
+    "unshared rows": partial(chunk_rows, number=0),
+    "unshared grads": partial(chunk_grads, number=0),
+    "unshared collect": partial(chunk_collect, number=0),
+    "unshared update": partial(chunk_update, number=0),
 }

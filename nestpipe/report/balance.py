@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from nestpipe.embedding.owner import Owners
-from nestpipe.report.facts import Facts, Missing, Saved, Traced
-from nestpipe.report.markup import Markup, note, paragraph, table
-from nestpipe.report.numbers import count, milliseconds, num_bytes, share, significant
+from nestpipe.embedding.buckets import Owners
+from nestpipe.report.inputs import Missing, RunFacts, SavedCheckpoint, TracedSteps
+from nestpipe.report.number_format import count, milliseconds, num_bytes, share, significant
+from nestpipe.report.svg import Markup, note, paragraph, table
 
 _MOST_RANKS = 64
 
 
-def balance(facts: Facts) -> Iterator[Markup]:
+def balance(facts: RunFacts) -> Iterator[Markup]:
     yield from _ranks(facts)
     if isinstance(facts.saved, Missing):
         yield note(facts.saved.text)
@@ -21,7 +21,7 @@ def balance(facts: Facts) -> Iterator[Markup]:
     yield _tables(facts.saved)
 
 
-def _ranks(facts: Facts) -> Iterator[Markup]:
+def _ranks(facts: RunFacts) -> Iterator[Markup]:
     """A row per rank with whatever was recorded about it."""
     number = facts.num_ranks
     if number is None:
@@ -38,42 +38,42 @@ def _ranks(facts: Facts) -> Iterator[Markup]:
         yield note("Memory and tokens of each rank are written when a run ends; there are none yet.")
 
 
-def _columns(facts: Facts, number: int) -> dict[str, list[str]]:
+def _columns(facts: RunFacts, number: int) -> dict[str, list[str]]:
     own = of_ranks(facts, number)
     found = {
         "tokens": [count(one["num_tokens"]) for one in own],
         "peak memory": [num_bytes(one["memory_bytes"]) for one in own],
         "rows": [count(rows) for rows in rows_of_ranks(facts, number)],
     }
-    if isinstance(facts.traced, Traced) and len(facts.traced.report.ranks) == number:
+    if isinstance(facts.traced, TracedSteps) and len(facts.traced.report.ranks) == number:
         ranks = facts.traced.report.ranks.values()
         found["median step, ms"] = [milliseconds(one.step_ms.median) for one in ranks]
         found["busy"] = [share(one.share["busy"]) for one in ranks]
     return found
 
 
-def _evenness(facts: Facts, number: int) -> str:
+def _evenness(facts: RunFacts, number: int) -> str:
     """The fullest rank over the mean: 1 is even."""
     own = of_ranks(facts, number)
-    parts: dict[str, list[float]] = {
+    per_rank: dict[str, list[float]] = {
         "tokens": [one["num_tokens"] for one in own],
         "rows": list(rows_of_ranks(facts, number)),
     }
     shown = [
         f"{name} {significant(max(values) * len(values) / sum(values))}"
-        for name, values in parts.items()
+        for name, values in per_rank.items()
         if sum(values)
     ]
     return f"Fullest rank over the mean, 1 is even: {', '.join(shown) or 'nothing to compare'}. Tokens are those since the last start."
 
 
-def of_ranks(facts: Facts, number: int) -> list[dict[str, Any]]:
+def of_ranks(facts: RunFacts, number: int) -> list[dict[str, Any]]:
     """What the ranks wrote at the end; empty if they did not, or were others."""
     found = facts.summary.get("ranks", [])
     return found if len(found) == number else []
 
 
-def rows_of_ranks(facts: Facts, number: int) -> list[int]:
+def rows_of_ranks(facts: RunFacts, number: int) -> list[int]:
     """Embedding rows that each rank owns, by the latest checkpoint."""
     if isinstance(facts.saved, Missing) or not facts.saved.tables:
         return []
@@ -84,7 +84,7 @@ def rows_of_ranks(facts: Facts, number: int) -> list[int]:
     return [sum(buckets[bucket] for bucket in owners.buckets_of(rank)) for rank in range(number)]
 
 
-def _tables(saved: Saved) -> Markup:
+def _tables(saved: SavedCheckpoint) -> Markup:
     rows = []
     for one in saved.tables:
         number = sum(one.rows_per_bucket)

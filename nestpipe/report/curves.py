@@ -8,17 +8,16 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from nestpipe.report.facts import Facts
-from nestpipe.report.markup import Markup, note, plots
-from nestpipe.report.numbers import num_bytes, share, significant
-from nestpipe.report.plot import Lines, Series, draw_lines
+from nestpipe.report.inputs import RunFacts
+from nestpipe.report.number_format import num_bytes, share, significant
+from nestpipe.report.svg import LinePlot, Markup, Series, draw_lines, note, plots
 
 _NO_CURVES = frozenset(("step", "epoch", "seconds"))  # they are what others are drawn over
 Points = list[tuple[float, float]]
 
 
 @dataclass(frozen=True, slots=True)
-class _Kind:
+class _CurveKind:
     """How the curves of a family are drawn."""
 
     title: str
@@ -28,16 +27,16 @@ class _Kind:
 
 
 _KINDS = {
-    "loss": _Kind("Training loss", "loss, mean of a batch"),
-    "steps_per_s": _Kind("Steps per second", "steps/s, with saves and validations", True),
-    "tokens_per_s": _Kind("Tokens per second", "tokens/s of rank 0, mean since its start", True),
-    "mfu_effective": _Kind("Use of the arithmetic", "share of the measured peak, rank 0", True, share),
-    "lr": _Kind("Learning rates", "learning rate", True),
-    "memory_bytes": _Kind("Memory", "resident bytes of rank 0, highest so far", True, num_bytes),
+    "loss": _CurveKind("Training loss", "loss, mean of a batch"),
+    "steps_per_s": _CurveKind("Steps per second", "steps/s, with saves and validations", True),
+    "tokens_per_s": _CurveKind("Tokens per second", "tokens/s of rank 0, mean since its start", True),
+    "mfu_effective": _CurveKind("Use of the arithmetic", "share of the measured peak, rank 0", True, share),
+    "lr": _CurveKind("Learning rates", "learning rate", True),
+    "memory_bytes": _CurveKind("Memory", "resident bytes of rank 0, highest so far", True, num_bytes),
 }
 
 
-def curves(facts: Facts) -> Iterator[Markup]:
+def curves(facts: RunFacts) -> Iterator[Markup]:
     if facts.no_records:
         yield note(facts.no_records.text)
         return
@@ -90,9 +89,9 @@ def _families(found: dict[str, Points]) -> dict[str, dict[str, Points]]:
 
 def _plot(family: str, named: dict[str, Points]) -> Markup:
     metric = family.removeprefix("validation/")
-    kind = _KINDS.get(family) or _Kind(f"Validation {metric}" if metric != family else family, metric)
+    kind = _KINDS.get(family) or _CurveKind(f"Validation {metric}" if metric != family else family, metric)
     return draw_lines(
-        Lines(
+        LinePlot(
             title=kind.title,
             x_label="step",
             y_label=kind.unit,

@@ -7,10 +7,9 @@ from typing import NamedTuple
 
 from nestpipe.report.balance import of_ranks
 from nestpipe.report.curves import series_of
-from nestpipe.report.evaluation import Evaluation
-from nestpipe.report.facts import Facts, Missing, Saved, Traced
-from nestpipe.report.markup import Markup, element
-from nestpipe.report.numbers import count, duration, metric, num_bytes, share, significant
+from nestpipe.report.inputs import Evaluation, Missing, RunFacts, SavedCheckpoint, TracedSteps
+from nestpipe.report.number_format import count, duration, metric, num_bytes, share, significant
+from nestpipe.report.svg import Markup, element
 
 
 class Figure(NamedTuple):
@@ -21,7 +20,7 @@ class Figure(NamedTuple):
     about: str = ""
 
 
-def headline(facts: Facts) -> Markup:
+def headline(facts: RunFacts) -> Markup:
     """The tiles."""
     tiles = [
         element("div", element("dt", one.label), element("dd", one.value), element("dd", one.about, class_="soft"))
@@ -30,27 +29,27 @@ def headline(facts: Facts) -> Markup:
     return element("dl", *tiles, class_="tiles")
 
 
-def figures(facts: Facts) -> Iterator[Figure]:
+def figures(facts: RunFacts) -> Iterator[Figure]:
     """Whatever of it is known."""
     yield from _quality(facts)
     yield from _training(facts)
     yield from _machine(facts)
 
 
-def _quality(facts: Facts) -> Iterator[Figure]:
+def _quality(facts: RunFacts) -> Iterator[Figure]:
     for target, found in facts.evaluations.items():
         if isinstance(found, Evaluation) and (line := found.headline):
             low, high = line.overall.low, line.overall.high
-            parts = [f"95 % in {metric(low)} – {metric(high)}"] if low is not None and high is not None else []
-            parts += [f"{found.floor} {metric(line.floors[found.floor].mean)}"] if found.floor else []
-            yield Figure(f"{line.name}, {target}", metric(line.overall.mean), "; ".join(parts))
+            details = [f"95 % in {metric(low)} – {metric(high)}"] if low is not None and high is not None else []
+            details += [f"{found.floor} {metric(line.floors[found.floor].mean)}"] if found.floor else []
+            yield Figure(f"{line.name}, {target}", metric(line.overall.mean), "; ".join(details))
     best = facts.summary.get("best")
     if isinstance(best, dict):
         name = "ndcg@10" if isinstance(facts.settings, Missing) else str(facts.settings.get("train.metric"))
         yield Figure(f"best validation {name}", metric(best["value"]), f"at step {best['step']:,}")
 
 
-def _training(facts: Facts) -> Iterator[Figure]:
+def _training(facts: RunFacts) -> Iterator[Figure]:
     found = series_of(facts.records)
     if losses := found.get("loss"):
         yield Figure("training loss", significant(losses[-1][1]), f"from {significant(losses[0][1])}")
@@ -64,18 +63,18 @@ def _training(facts: Facts) -> Iterator[Figure]:
         yield Figure("tokens per second", count(tokens[-1][1]), "rank 0, mean since its start")
 
 
-def _machine(facts: Facts) -> Iterator[Figure]:
+def _machine(facts: RunFacts) -> Iterator[Figure]:
     number = facts.num_ranks
     if number is not None:
         mode = "" if isinstance(facts.settings, Missing) else str(facts.settings.get("pipeline.mode", ""))
         yield Figure("ranks", count(number), mode)
-    if isinstance(facts.traced, Traced):
+    if isinstance(facts.traced, TracedSteps):
         found = facts.traced.report
         about = f"slowest rank; step {significant(found.slowest.step_ms.median)} ms"
         yield Figure("busy", share(found.busy_share), about)
     if number is not None and (own := of_ranks(facts, number)):
         most = max(one["memory_bytes"] for one in own)
         yield Figure("peak memory", num_bytes(most), "fullest rank" if number > 1 else "")
-    if isinstance(facts.saved, Saved):
+    if isinstance(facts.saved, SavedCheckpoint):
         rows = sum(sum(one.rows_per_bucket) for one in facts.saved.tables)
         yield Figure("embedding rows", count(rows), f"{count(facts.saved.num_dense)} dense weights")

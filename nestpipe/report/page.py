@@ -9,14 +9,14 @@ from importlib.resources import files
 
 from nestpipe.report.balance import balance
 from nestpipe.report.curves import curves
-from nestpipe.report.facts import Facts, Missing, attempt
 from nestpipe.report.headline import headline
-from nestpipe.report.markup import Markup, element, joined, note
+from nestpipe.report.inputs import Missing, RunFacts, attempt
 from nestpipe.report.quality import quality
 from nestpipe.report.settings import environment, recipe_of, settings
 from nestpipe.report.steps import steps
+from nestpipe.report.svg import Markup, element, joined, note
 
-SECTIONS: dict[str, tuple[str, Callable[[Facts], Iterator[Markup]]]] = {
+SECTIONS: dict[str, tuple[str, Callable[[RunFacts], Iterator[Markup]]]] = {
     "quality": ("Quality", quality),
     "curves": ("Curves", curves),
     "steps": ("Pipeline", steps),
@@ -28,7 +28,7 @@ SECTIONS: dict[str, tuple[str, Callable[[Facts], Iterator[Markup]]]] = {
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 
-def page(facts: Facts, *, now: datetime | None = None) -> str:
+def page(facts: RunFacts, *, now: datetime | None = None) -> str:
     """The report of a run as HTML."""
     style = files("nestpipe.report").joinpath("style.css").read_text()
     title = f"{facts.name} · nestpipe report"
@@ -54,7 +54,7 @@ def page(facts: Facts, *, now: datetime | None = None) -> str:
     return f'<!doctype html>\n<html lang="en">\n<head>{head}</head>\n<body>\n{body}\n</body>\n</html>\n'
 
 
-def _top(facts: Facts) -> Iterator[Markup]:
+def _top(facts: RunFacts) -> Iterator[Markup]:
     yield element("p", "nestpipe run report", class_="soft")
     yield element("h1", facts.name)
     yield element("p", element("b", facts.state.word, class_=f"state {facts.state.word}"), f" {facts.state.text}")
@@ -70,7 +70,7 @@ def _top(facts: Facts) -> Iterator[Markup]:
     yield note(tiles.text) if isinstance(tiles, Missing) else tiles
 
 
-def _section(key: str, facts: Facts) -> Markup:
+def _section(key: str, facts: RunFacts) -> Markup:
     """A section; if the run's files hold what nobody expects, a line that says so."""
     name, build = SECTIONS[key]
     content = attempt(f"the section {name}", lambda: list(build(facts)))
@@ -78,5 +78,5 @@ def _section(key: str, facts: Facts) -> Markup:
     return element("section", element("h2", name), *shown, id=key)
 
 
-def _origin(facts: Facts, now: datetime) -> str:
+def _origin(facts: RunFacts, now: datetime) -> str:
     return f"Made by nestpipe {version('nestpipe')} from {facts.folder} at {now:%Y-%m-%d %H:%M} UTC. No script, nothing is loaded from elsewhere."

@@ -5,14 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from nestpipe.report.evaluation import Evaluation, Line, Value
-from nestpipe.report.facts import Facts, Missing
-from nestpipe.report.markup import Markup, element, note, paragraph, plots, table
-from nestpipe.report.numbers import interval, metric
-from nestpipe.report.plot import Row, draw_intervals
+from nestpipe.report.inputs import Evaluation, MetricLine, MetricValue, Missing, RunFacts
+from nestpipe.report.number_format import interval, metric
+from nestpipe.report.svg import IntervalRow, Markup, draw_intervals, element, note, paragraph, plots, table
 
 
-def quality(facts: Facts) -> Iterator[Markup]:
+def quality(facts: RunFacts) -> Iterator[Markup]:
     for found in facts.evaluations.values():
         if isinstance(found, Missing):
             yield note(found.text)
@@ -20,7 +18,7 @@ def quality(facts: Facts) -> Iterator[Markup]:
             yield from _evaluation(found, facts)
 
 
-def _evaluation(found: Evaluation, facts: Facts) -> Iterator[Markup]:
+def _evaluation(found: Evaluation, facts: RunFacts) -> Iterator[Markup]:
     step = f", checkpoint of step {found.step:,}" if found.step is not None else ""
     yield paragraph(element("strong", f"{found.target} targets"), f": {found.about}{step}.")
     if not found.floors:
@@ -57,14 +55,14 @@ def _plots(found: Evaluation) -> Iterator[Markup]:
         )
 
 
-def _said(line: Line, floor: str | None) -> str:
+def _said(line: MetricLine, floor: str | None) -> str:
     beside = line.floors.get(floor) if floor else None
     return f"{line.name} is {_shown(line.overall)}" + (f", {floor} has {metric(beside.mean)}" if beside else "")
 
 
-def _row(name: str, value: Value, floor: Value | None) -> Row:
+def _row(name: str, value: MetricValue, floor: MetricValue | None) -> IntervalRow:
     low, high = (bound if bound is not None and math.isfinite(bound) else None for bound in (value.low, value.high))
-    return Row(name, value.mean, low, high, floor.mean if floor and math.isfinite(floor.mean) else None)
+    return IntervalRow(name, value.mean, low, high, floor.mean if floor and math.isfinite(floor.mean) else None)
 
 
 def _table(found: Evaluation) -> Markup:
@@ -78,11 +76,11 @@ def _table(found: Evaluation) -> Markup:
     return table(heads, rows, caption=f"All metrics; slices by the {found.sliced_by}")
 
 
-def _shown(value: Value) -> str:
+def _shown(value: MetricValue) -> str:
     if value.low is None or value.high is None:
         return metric(value.mean)
     return interval(value.mean, value.low, value.high)
 
 
-def _mean(value: Value | None) -> str:
+def _mean(value: MetricValue | None) -> str:
     return "–" if value is None else metric(value.mean)

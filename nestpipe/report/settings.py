@@ -8,13 +8,13 @@ from functools import cache
 from typing import Any
 
 from nestpipe.recipes import RECIPES
-from nestpipe.report.facts import Facts, Missing, flattened
-from nestpipe.report.markup import Markup, element, joined, note, paragraph, table
+from nestpipe.report.inputs import Missing, RunFacts, flattened
+from nestpipe.report.svg import Markup, element, joined, note, paragraph, table
 
 _NOTHING = object()
 
 
-def settings(facts: Facts) -> Iterator[Markup]:
+def settings(facts: RunFacts) -> Iterator[Markup]:
     """All settings; those that differ from the recipe's are marked, with the recipe's value beside them."""
     if isinstance(facts.settings, Missing):
         yield note(facts.settings.text)
@@ -45,7 +45,7 @@ def settings(facts: Facts) -> Iterator[Markup]:
     yield element("div", *boxes, class_="boxes")
 
 
-def recipe_of(facts: Facts) -> tuple[str, bool]:
+def recipe_of(facts: RunFacts) -> tuple[str, bool]:
     """The recipe's name and whether the run recorded it; else the one from which the fewest settings differ."""
     known = facts.about.get("recipe")
     if known in RECIPES:
@@ -64,7 +64,7 @@ def _settings_of(recipe: str) -> dict[str, Any]:
     return flattened(json.loads(RECIPES[recipe]().to_json()))
 
 
-def environment(facts: Facts) -> Iterator[Markup]:
+def environment(facts: RunFacts) -> Iterator[Markup]:
     about = facts.about
     if not about:
         yield note("There is no run.json, so nobody can tell which versions and which machine trained this run.")

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from nestpipe.overlap import CAUSES
-from nestpipe.overlap_report import NAMES
-from nestpipe.report.facts import Facts, Missing, Traced
-from nestpipe.report.markup import Markup, element, note, paragraph, plots, scrolled, table
-from nestpipe.report.numbers import count, milliseconds, num_bytes, share, significant
-from nestpipe.report.plot import draw_shares
-from nestpipe.timeline import draw, middle
+from nestpipe.profiling.overlap import CAUSES, NAMES
+from nestpipe.profiling.timeline import draw, middle
+from nestpipe.report.inputs import Missing, RunFacts, TracedSteps
+from nestpipe.report.number_format import count, milliseconds, num_bytes, share, significant
+from nestpipe.report.svg import Markup, draw_shares, element, note, paragraph, plots, scrolled, table
 
 _DRAWN_STEPS = 3
 _DRAWN_RANKS = 4
 _MOST_BARS = 32
 
 
-def steps(facts: Facts) -> Iterator[Markup]:
+def steps(facts: RunFacts) -> Iterator[Markup]:
     if isinstance(facts.traced, Missing):
         yield note(facts.traced.text)
         return
@@ -33,7 +31,7 @@ def steps(facts: Facts) -> Iterator[Markup]:
         )
 
 
-def _bars(traced: Traced) -> Markup:
+def _bars(traced: TracedSteps) -> Markup:
     """The median step of each rank, divided as all its steps together."""
     ranks = list(traced.report.ranks.items())[:_MOST_BARS]
     rows = [
@@ -50,19 +48,24 @@ def _bars(traced: Traced) -> Markup:
     )
 
 
-def _division(traced: Traced) -> Markup:
+def _division(traced: TracedSteps) -> Markup:
     slowest = traced.report.slowest
     rows = [("step", slowest.step_ms, 1.0)]
     rows += [(name, slowest.ms[cause], slowest.share[cause]) for cause, name in NAMES.items()]
     cells = [
-        (name, milliseconds(spread.median), f"{milliseconds(spread.low)} – {milliseconds(spread.high)}", share(part))
-        for name, spread, part in rows
+        (
+            name,
+            milliseconds(spread.median),
+            f"{milliseconds(spread.low)} – {milliseconds(spread.high)}",
+            share(part_share),
+        )
+        for name, spread, part_share in rows
     ]
     heads = ("slowest rank", "median", "10–90 %", "of all")
     return table(heads, cells, caption="Where the time of a step went, ms")
 
 
-def _traffic(traced: Traced) -> Markup:
+def _traffic(traced: TracedSteps) -> Markup:
     rows = [
         (kind, num_bytes(spread.median), f"{num_bytes(spread.low)} – {num_bytes(spread.high)}")
         for kind, spread in traced.report.num_bytes.items()
@@ -72,7 +75,7 @@ def _traffic(traced: Traced) -> Markup:
     return table(("kind of message", "median", "10–90 %"), rows, caption="Bytes sent per step, all ranks together")
 
 
-def _exposed(traced: Traced) -> Markup:
+def _exposed(traced: TracedSteps) -> Markup:
     found = traced.report
     ratios = ", ".join(f"{kind} {significant(ratio)}" for kind, ratio in found.rows_sent_ratio.items())
     return paragraph(
@@ -82,7 +85,7 @@ def _exposed(traced: Traced) -> Markup:
     )
 
 
-def _timeline(traced: Traced) -> Iterator[Markup]:
+def _timeline(traced: TracedSteps) -> Iterator[Markup]:
     shown = traced.traces[:_DRAWN_RANKS]
     drawn = middle(traced.steps[: len(shown)], _DRAWN_STEPS)
     what = f"Lanes of {_ranks(len(shown))} over {len(drawn[0])} steps"

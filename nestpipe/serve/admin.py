@@ -21,12 +21,18 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from nestpipe.errors import NestPipeError
-from nestpipe.serve.bodies import BadRequestError, Fields, answer_of, http_refusal, lacks_token, read_json, refusal
-from nestpipe.serve.http import Instance
-from nestpipe.serve.lineup import Lineup
-from nestpipe.serve.notes import Notes
-from nestpipe.serve.prefix import Served
-from nestpipe.serve.swap import Load, ParityError
+from nestpipe.serve.api import Instance
+from nestpipe.serve.model_versions import Load, ModelVersions, ParityError, VersionFile
+from nestpipe.serve.prefill import ServedModel
+from nestpipe.serve.schemas import (
+    BadRequestError,
+    RequestFields,
+    answer_of,
+    http_refusal,
+    lacks_token,
+    read_json,
+    refusal,
+)
 
 _log = logging.getLogger("nestpipe.serve")
 
@@ -34,9 +40,9 @@ _log = logging.getLogger("nestpipe.serve")
 class Admin:
     """The handlers; one model is loaded at a time."""
 
-    def __init__(self, instance: Instance, token: str, load: Load, notes: Notes | None = None):
+    def __init__(self, instance: Instance, token: str, load: Load, notes: VersionFile | None = None):
         self._instance, self._token, self._load = instance, token, load
-        self._notes = notes or Notes()
+        self._notes = notes or VersionFile()
         self._is_loading = False
 
     def app(self) -> Starlette:
@@ -71,19 +77,19 @@ class Admin:
                 self._instance.is_draining = True
             case "/swap":
                 body = await read_json(http, max_bytes=4096, timeout_s=5.0)
-                new, run, step = await self._loaded(body, Fields(body, frozenset({"run", "step"})))
+                new, run, step = await self._loaded(body, RequestFields(body, frozenset({"run", "step"})))
                 self._notes.keep(replace(self._notes.told, run=run, step=step))
                 engine = self._instance.engine
                 engine.use(replace(engine.lineup, main=new))
             case "/compare":
                 body = await read_json(http, max_bytes=4096, timeout_s=5.0)
-                await self._compare(body, Fields(body, frozenset({"run", "step", "share"})))
+                await self._compare(body, RequestFields(body, frozenset({"run", "step", "share"})))
 
-    async def _compare(self, body: dict[str, Any], fields: Fields) -> None:
+    async def _compare(self, body: dict[str, Any], fields: RequestFields) -> None:
         engine, notes, share = self._instance.engine, self._notes, fields.share("share")
         if share == 0:
             notes.keep(replace(notes.told, compared=None, compared_step=None, share=0.0))
-            engine.use(Lineup(engine.lineup.main))
+            engine.use(ModelVersions(engine.lineup.main))
         elif not body.keys() & {"run", "step"} and engine.lineup.other is not None:
             notes.keep(replace(notes.told, share=share))
             engine.use(replace(engine.lineup, share=share))
@@ -92,7 +98,7 @@ class Admin:
             notes.keep(replace(notes.told, compared=run, compared_step=step, share=share))
             engine.use(replace(engine.lineup, other=new, share=share))
 
-    async def _loaded(self, body: dict[str, Any], fields: Fields) -> tuple[Served, str, int | None]:
+    async def _loaded(self, body: dict[str, Any], fields: RequestFields) -> tuple[ServedModel, str, int | None]:
         """A model, and what it is known by."""
         run = fields.text("run", most=1024)
         step = None if body.get("step") is None else fields.integer("step", low=0)

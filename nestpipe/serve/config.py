@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from nestpipe.serve.router import MAX_TICKET_S
+from nestpipe.gateway.router import MAX_TICKET_S
 
 BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
 """Of all histograms of times."""

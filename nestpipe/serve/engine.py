@@ -21,16 +21,28 @@ from weakref import WeakSet
 
 import numpy as np
 
-from nestpipe.models.prefix import Prefix, PrefixKey
-from nestpipe.serve.cache import Cache, State, settle
+from nestpipe.models.kv_prefix import KVPrefix, PrefixKey
 from nestpipe.serve.config import EngineConfig, TriggerConfig
-from nestpipe.serve.histories import Histories
-from nestpipe.serve.jobs import HITS, Answer, Choice, Decision, LateError, Rank, Signal, choose
-from nestpipe.serve.lineup import Lineup
-from nestpipe.serve.plans import Plan, Recent, Work, length_of
-from nestpipe.serve.prefix import Asked, Served, copy_prefix
-from nestpipe.serve.trigger import ADMITTED, Bucket, Kind, View, decide
-from nestpipe.serve.turns import Turns
+from nestpipe.serve.kv_cache import EntryState, KVCache, settle
+from nestpipe.serve.model_versions import ModelVersions
+from nestpipe.serve.prefill import HistoryRequest, ServedModel, copy_prefix
+from nestpipe.serve.prefill_policy import ADMITTED, InstanceLoad, Kind, TokenBucket, decide
+from nestpipe.serve.requests import (
+    HITS,
+    HintDecision,
+    LateError,
+    PrefillHint,
+    PrefillWork,
+    RankingAnswer,
+    RankingPath,
+    RankingPlan,
+    RankingRequest,
+    RecentTimes,
+    choose,
+    length_of,
+)
+from nestpipe.serve.user_history import UserHistories
+from nestpipe.serve.worker_thread import WorkerThread
 
 _log = logging.getLogger("nestpipe.serve")
 _LOOK_S = 0.5  # between two looks for what has expired
@@ -39,23 +51,23 @@ _PROBE_EVERY = 16  # signals that the breaker stops; the last of them is let thr
 _QUEUE_S = 30.0  # how far back what ranks waited is looked at
 
 
-class Engine(Turns):
+class Engine(WorkerThread):
     """Answers ranks and signals."""
 
     def __init__(
         self,
-        served: Served,
-        histories: Histories,
+        served: ServedModel,
+        histories: UserHistories,
         *,
         config: EngineConfig,
         trigger: TriggerConfig,
         clock: Callable[[], float] = time.monotonic,
     ):
         super().__init__("engine", max_queue=config.max_queue)
-        self.lineup, self.histories = Lineup(served), histories
+        self.lineup, self.histories = ModelVersions(served), histories
         self.models, self._known = WeakSet([served]), {served.name}  # also old ones that something refers to
         self.config, self.trigger, self.clock = config, trigger, clock
-        self.cache = Cache[Prefix](
+        self.cache = KVCache[KVPrefix](
             device_bytes=config.device_bytes,
             host_bytes=config.host_bytes,
             device_ttl_s=config.device_ttl_s,
@@ -64,23 +76,23 @@ class Engine(Turns):
             clock=clock,
         )
         self.counts: Counter[tuple[str, str]] = Counter()  # ('path' or 'reason', which): how often
-        self._latencies = Recent(clock, window_s=_BREAKER_S)
-        self._waits = Recent(clock, window_s=_QUEUE_S)  # of ranks for their turn
+        self._latencies = RecentTimes(clock, window_s=_BREAKER_S)
+        self._waits = RecentTimes(clock, window_s=_QUEUE_S)  # of ranks for their turn
         self.queue_ms = 0.0  # their 99th percentile
-        self._bucket = Bucket(per_s=trigger.rate_ms_per_s, most=trigger.burst_ms, now=clock())
-        self._inbox: deque[Rank | Signal] = deque()
-        self._ranks: list[Rank] = []  # a heap by deadline
-        self._works: deque[Work] = deque()
+        self._bucket = TokenBucket(per_s=trigger.rate_ms_per_s, most=trigger.burst_ms, now=clock())
+        self._inbox: deque[RankingRequest | PrefillHint] = deque()
+        self._ranks: list[RankingRequest] = []  # a heap by deadline
+        self._works: deque[PrefillWork] = deque()
         self._spent: deque[PrefixKey] = deque()  # to demote
-        self._held: dict[str, tuple[Served, PrefixKey, float]] = {}  # request -> what waits for it, until when
+        self._held: dict[str, tuple[ServedModel, PrefixKey, float]] = {}  # request -> what waits for it, until when
         self._looked, self._num_removals = -math.inf, histories.num_removals
 
     # From any thread.
 
-    def submit(self, job: Rank | Signal) -> None:
+    def submit(self, job: RankingRequest | PrefillHint) -> None:
         """Queues a job, whose `reply` will have the answer; raises BusyError."""
         with self.while_open():
-            if isinstance(job, Rank):
+            if isinstance(job, RankingRequest):
                 job.arrived = self.clock()
             self._inbox.append(job)
 
@@ -94,7 +106,7 @@ class Engine(Turns):
             self.cache.unpin(held[1], request)
         return held is not None
 
-    def use(self, lineup: Lineup) -> None:
+    def use(self, lineup: ModelVersions) -> None:
         """Answers new requests with other models; what was begun with a model is ended with it."""
         self.models = WeakSet([*self.models, lineup.main, lineup.other or lineup.main])
         self.lineup = lineup
@@ -132,7 +144,7 @@ class Engine(Turns):
                 held = self._held.get(job.request)  # what was begun with a model is ended with it
                 served = held[0] if held else self.lineup.of(job.user)
                 asked = served.ask(events, job.query_time)
-                if isinstance(job, Signal):
+                if isinstance(job, PrefillHint):
                     if not settle(job.reply, self._decide(job, asked)):
                         self.release(job.request)
                 else:
@@ -140,7 +152,7 @@ class Engine(Turns):
                     job.asked, job.since = asked, since
                     heapq.heappush(self._ranks, job)
             except Exception as error:
-                if isinstance(job, Rank):
+                if isinstance(job, RankingRequest):
                     self.release(job.request)
                 settle(job.reply, error)
 
@@ -163,12 +175,12 @@ class Engine(Turns):
 
     # Signals and prefills.
 
-    def _decide(self, signal: Signal, asked: Asked) -> Decision:
+    def _decide(self, signal: PrefillHint, asked: HistoryRequest) -> HintDecision:
         key, costs, now = asked.key, asked.served.costs, self.clock()
         is_live = self.cache.peek_state(key) is not None
         begun = None if is_live else self._begun(asked)
         work_ms = costs.pre_ms(key.length, length_of(begun))
-        view = View(
+        view = InstanceLoad(
             is_live=is_live,
             has_room=self.cache.has_room(asked.num_bytes),
             tokens_ms=self._bucket.level(now),
@@ -185,13 +197,13 @@ class Engine(Turns):
         if reason in ADMITTED:
             lease = self.cache.reserve(key, user=signal.user, num_bytes=asked.num_bytes)
             assert lease is not None, "there was room a moment ago, and this thread alone reserves"
-            self._works.append(Work(asked, lease, begun))
+            self._works.append(PrefillWork(asked, lease, begun))
             self._bucket.take(work_ms, now)
         if reason not in ADMITTED | {"already_live"}:
-            return Decision(reason)
+            return HintDecision(reason)
         self.cache.pin(key, signal.request, until=signal.until)
         self._held[signal.request] = asked.served, key, signal.until
-        return Decision(reason, key.digest)
+        return HintDecision(reason, key.digest)
 
     def _backlog_ms(self, key: PrefixKey | None = None) -> float:
         """Until all prefills are done, or that of a key; nothing if that is done already."""
@@ -199,12 +211,12 @@ class Engine(Turns):
         end = len(keys) if key is None else keys.index(key) + 1 if key in keys else 0
         return sum(work.asked.served.costs.pre_ms(*work.rest) for work in list(self._works)[:end])
 
-    def _begun(self, asked: Asked) -> Prefix | None:
+    def _begun(self, asked: HistoryRequest) -> KVPrefix | None:
         """The longest kept prefix of the user with which the one asked for begins."""
         kept = sorted(self.cache.peek_user(asked.key.user), key=lambda one: -one.key.length)
         return next((one for one in kept if asked.served.ranker.begins(one, asked.prefix)), None)
 
-    def _work_on(self, key: PrefixKey) -> Work | None:
+    def _work_on(self, key: PrefixKey) -> PrefillWork | None:
         return next((work for work in self._works if work.asked.key == key), None)
 
     def _prefill(self, key: PrefixKey | None = None) -> bool:
@@ -234,9 +246,9 @@ class Engine(Turns):
 
     # Ranks.
 
-    def _next_batch(self) -> list[Plan]:
+    def _next_batch(self) -> list[RankingPlan]:
         """Ranks by deadline, as long as all of them together are done before the first deadline."""
-        plans: list[Plan] = []
+        plans: list[RankingPlan] = []
         total_ms, until_ms = 0.0, math.inf
         while self._ranks and len(plans) < self.config.max_batch:
             rank = heapq.heappop(self._ranks)
@@ -265,13 +277,13 @@ class Engine(Turns):
                 until_ms = min(until_ms, slack_ms)
         return plans
 
-    def _plan(self, rank: Rank, slack_ms: float) -> Plan:
+    def _plan(self, rank: RankingRequest, slack_ms: float) -> RankingPlan:
         assert rank.asked is not None
         asked, state = rank.asked, self.cache.peek_state(rank.asked.key)
-        begun: Prefix | None = None
+        begun: KVPrefix | None = None
         if state is None:
             begun = self._begun(asked)
-        elif state in {State.RESERVED, State.COMPUTING}:
+        elif state in {EntryState.RESERVED, EntryState.COMPUTING}:
             work = self._work_on(asked.key)
             begun = work.kept if work else None
         choice = choose(
@@ -284,22 +296,22 @@ class Engine(Turns):
             begun=length_of(begun),
             block=max(asked.served.max_len // 8, 1),
         )
-        return Plan(rank, asked, choice, begun if choice.path == "extend" else None)
+        return RankingPlan(rank, asked, choice, begun if choice.path == "extend" else None)
 
-    def _join(self, rank: Rank) -> None:
+    def _join(self, rank: RankingRequest) -> None:
         """Its prefix is in work, which goes on at once."""
         assert rank.asked is not None
         if rank.joined is None:
             self._note_wait(rank)
             rank.joined = self.cache.join(rank.asked.key)
 
-    def _note_wait(self, rank: Rank) -> None:
+    def _note_wait(self, rank: RankingRequest) -> None:
         if rank.joined is None:
             self._waits.note(1000 * (self.clock() - rank.arrived))
 
-    def _get_prefixes(self, plans: Sequence[Plan]) -> list[list[Plan]]:
+    def _get_prefixes(self, plans: Sequence[RankingPlan]) -> list[list[RankingPlan]]:
         """Pins what is on the device, or brings it there; what is lost meanwhile is ranked in full. Who is scored together."""
-        groups: dict[tuple[Served, bool], list[Plan]] = {}
+        groups: dict[tuple[ServedModel, bool], list[RankingPlan]] = {}
         for plan in plans:
             key = plan.asked.key
             try:
@@ -315,13 +327,13 @@ class Engine(Turns):
                 _log.exception("a prefix could not be had; its user is ranked in full")
                 plan.prefix = None
             if plan.choice.path in HITS and plan.prefix is None:
-                plan.choice = Choice("full", plan.choice.cost_ms)
+                plan.choice = RankingPath("full", plan.choice.cost_ms)
             elif plan.choice.path == "hit_device" and plan.rank.joined is not None:
-                plan.choice = Choice("join", plan.choice.cost_ms)
+                plan.choice = RankingPath("join", plan.choice.cost_ms)
             groups.setdefault((plan.asked.served, plan.prefix is None), []).append(plan)
         return sorted(groups.values(), key=lambda mates: mates[0].prefix is None)
 
-    def _extend(self, plan: Plan) -> Prefix:
+    def _extend(self, plan: RankingPlan) -> KVPrefix:
         """The longer prefix; it takes the place of the shorter one if there is room for both while it is made."""
         asked = plan.asked
         lease = None
@@ -337,7 +349,7 @@ class Engine(Turns):
             self.cache.finish(lease, made)
         return made
 
-    def _score(self, plans: Sequence[Plan]) -> None:
+    def _score(self, plans: Sequence[RankingPlan]) -> None:
         """One call for all of them, who share a model and the kind of path; if that fails, one in full for each."""
         kind: Kind = "hit" if plans[0].prefix else "full"
         costs, began = plans[0].asked.served.costs, time.perf_counter()
@@ -353,7 +365,7 @@ class Engine(Turns):
         for plan in plans:
             self._keep(plan)
 
-    def _call(self, plans: Sequence[Plan]) -> list[Any]:
+    def _call(self, plans: Sequence[RankingPlan]) -> list[Any]:
         candidates = [plan.rank.candidates for plan in plans if plan.rank.candidates is not None]
         prefixes = [plan.prefix for plan in plans if plan.prefix is not None]
         served, asked = plans[0].asked.served, [plan.asked for plan in plans]
@@ -365,7 +377,7 @@ class Engine(Turns):
             found = served.scores(asked, candidates, prefixes or None)
         return [scores.numpy().astype(np.float64) for scores in found]
 
-    def _pays(self, plan: Plan) -> bool:
+    def _pays(self, plan: RankingPlan) -> bool:
         """Whether to keep what full inference makes: somebody asked for it, or the next request would take half as long."""
         asked, num_candidates = plan.asked, len(plan.rank.items)
         if plan.choice.path != "full" or asked.served.ranker.model.anchored:
@@ -374,7 +386,7 @@ class Engine(Turns):
             return True
         return self._work_on(asked.key) is not None
 
-    def _keep(self, plan: Plan) -> None:
+    def _keep(self, plan: RankingPlan) -> None:
         """Nobody waits for this any more: one copy to the host; or the end of a prefill that came too late for its rank."""
         if plan.take_made is None:
             return
@@ -392,17 +404,17 @@ class Engine(Turns):
             if work is not None:
                 self.cache.fail(work.lease)
 
-    def _alone(self, plan: Plan) -> Any:
+    def _alone(self, plan: RankingPlan) -> Any:
         plan.prefix = None
         if plan.choice.path != "shorter":  # that stays what it is
-            plan.choice = Choice("full", plan.choice.cost_ms)
+            plan.choice = RankingPath("full", plan.choice.cost_ms)
         try:
             return self._call([plan])[0]
         except Exception:
             _log.exception("a request could not be ranked; it gets its own order back")
             return np.full(len(plan.rank.items), np.nan)
 
-    def _reply(self, plan: Plan, scores: Any) -> None:
+    def _reply(self, plan: RankingPlan, scores: Any) -> None:
         rank, path = plan.rank, plan.choice.path
         if path == "upstream" or not np.isfinite(scores).all():
             path, plan.prefix, scores = "upstream", None, np.zeros(len(rank.items))
@@ -417,7 +429,7 @@ class Engine(Turns):
         self.counts["path", path] += 1
         plan.asked.served.counts[path] += 1
         order = np.argsort(-scores, kind="stable")[: rank.k]
-        answer = Answer(
+        answer = RankingAnswer(
             items=[int(rank.items[place]) for place in order],
             scores=scores[order].tolist(),
             path=path,

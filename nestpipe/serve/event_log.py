@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from nestpipe.disk import flush
+from nestpipe.atomic_files import flush
 from nestpipe.errors import DataError
 
 Event = dict[str, Any]

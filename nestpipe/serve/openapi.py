@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from nestpipe.data.schema import Schema
-from nestpipe.serve.bodies import MAX_REQUEST_CHARS
+from nestpipe.gateway.router import MAX_TICKET_CHARS
 from nestpipe.serve.config import GatewayLimits, Limits
-from nestpipe.serve.router import MAX_TICKET_CHARS
+from nestpipe.serve.schemas import MAX_REQUEST_CHARS
 
 Properties = dict[str, Any]
 _INT64 = {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}

@@ -18,9 +18,9 @@ from typing import NamedTuple
 import numpy as np
 
 from nestpipe.errors import DataError
-from nestpipe.overlap import steps_of
+from nestpipe.profiling.overlap import steps_of
+from nestpipe.profiling.recorder import KINDS, RankTrace, Span, stage_of
 from nestpipe.simulate.constants import Constants, dense_trips
-from nestpipe.trace import KINDS, RankTrace, Span, stage_of
 
 _ROUNDS = 5  # of guessing when a message began from bandwidth and delay, and these from the messages
 _OTHER_NAMES = {"arrive": "compute"}  # a schedule that is split has more stages
@@ -33,7 +33,7 @@ class _Recorded:
 
     traces: Sequence[RankTrace]
     batches: frozenset[int]
-    num_parts: int
+    num_micro_batches: int
 
     @property
     def world_size(self) -> int:
@@ -42,7 +42,7 @@ class _Recorded:
     @property
     def is_plain(self) -> bool:
         """Nothing ran beside anything."""
-        return all(span.lane == "compute" for trace in self.traces for span in trace.spans)
+        return all(span.stream == "compute" for trace in self.traces for span in trace.spans)
 
     def spans(self) -> Iterator[tuple[int, Span]]:
         """Of whole batches, with the rank."""
@@ -51,7 +51,7 @@ class _Recorded:
 
 
 @dataclass(frozen=True, slots=True)
-class _Line:
+class _LinkFit:
     """A network: seconds = delay + bytes x per_byte."""
 
     delay_s: float
@@ -96,7 +96,7 @@ def calibrate(
         )
     num_rows, row_bytes, key_bytes, dense_bytes = (mean(column) for column in zip(*map(_sizes, small), strict=True))
     # At most: post also finds what is sent.
-    per_message = mean(_work_s(run, "post") / (2 * run.num_parts) / (run.world_size - 1) for run in quiet)
+    per_message = mean(_work_s(run, "post") / (2 * run.num_micro_batches) / (run.world_size - 1) for run in quiet)
     if probes:
         per_message = min(per_message, probes.peer_s)
     lines = [(run.world_size, line) for run in runs if (line := _line(run))]
@@ -141,15 +141,15 @@ def _runs(traces: Sequence[RankTrace]) -> list[_Recorded]:
             raise DataError(
                 f"run '{name}' trained in groups, whose messages go to some ranks only; record one without groups."
             )
-        if any(span.kind == "next rows" for trace in own for span in trace.spans):
+        if any(span.kind == "chunk rows" for trace in own for span in trace.spans):
             raise DataError(
                 f"run '{name}' sent its first rows in slices, of which a trace does not tell when each arrived; record one without slices."
             )
         batches = frozenset.intersection(*(frozenset(step.batch for step in steps_of(trace)) for trace in own))
         if not batches:
             raise DataError(f"run '{name}' has no batch that all ranks recorded whole; record more steps.")
-        num_parts = 1 + max(span.part for trace in own for span in trace.spans)
-        found.append(_Recorded(own, batches, num_parts))
+        num_micro_batches = 1 + max(span.micro_batch for trace in own for span in trace.spans)
+        found.append(_Recorded(own, batches, num_micro_batches))
     if not found:
         raise DataError("there is no trace to take constants from.")
     return found
@@ -177,13 +177,13 @@ def _moving_s(probes: Probes, runs: Sequence[_Recorded]) -> float:
 
 def _beside_messages(work: dict[str, float], launch_s: float, runs: Sequence[_Recorded]) -> dict[str, float]:
     """Work without what launching messages takes, which grows with the number of peers (costs.py)."""
-    parts = mean(run.num_parts for run in runs)
+    micro_batches = mean(run.num_micro_batches for run in runs)
     num_messages = {
-        "rows": parts,
-        "grads": parts,
+        "rows": micro_batches,
+        "grads": micro_batches,
         "keys": 4,
         "dense sum": 2 * dense_trips(runs[0].world_size),
-        "post": 2 * parts,
+        "post": 2 * micro_batches,
     }
     return {
         kind: max(seconds - num_messages.get(kind, 0) * launch_s, 0.0)
@@ -211,24 +211,24 @@ def _sizes(run: _Recorded) -> tuple[float, float, float, float]:
 
 def _first_use(run: _Recorded) -> float:
     """The exponent with which the share of rows that have been used grows with the share of parts."""
-    counts = np.zeros(run.num_parts)
+    counts = np.zeros(run.num_micro_batches)
     for _, span in run.spans():
         if stage_of(span.kind) == "rows":
-            counts[span.part] += span.num_rows
-    if run.num_parts == 1:
+            counts[span.micro_batch] += span.num_rows
+    if run.num_micro_batches == 1:
         return 1.0
     seen = np.cumsum(counts)[:-1] / counts.sum()
-    places = np.log(np.arange(1, run.num_parts) / run.num_parts)
+    places = np.log(np.arange(1, run.num_micro_batches) / run.num_micro_batches)
     return float(np.clip((places * np.log(seen)).sum() / (places * places).sum(), 0.0, 1.0))
 
 
-def _line(run: _Recorded) -> _Line | None:
+def _line(run: _Recorded) -> _LinkFit | None:
     """Bandwidth and delay of a run, from its messages of rows and gradients; None if large ones took no longer than small ones.
 
     That happens where most messages were hidden: few were waited for.
     """
     messages = sorted(_messages(run), key=lambda message: message.sent_s)
-    line, delay_s = _Line(0.0, 0.0), _delay_s(run)
+    line, delay_s = _LinkFit(0.0, 0.0), _delay_s(run)
     for _ in range(_ROUNDS):
         found: dict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
         free = 0.0
@@ -236,7 +236,7 @@ def _line(run: _Recorded) -> _Line | None:
             begin = max(one.sent_s, free, one.opened_s + line.delay_s)
             free = begin + one.num_bytes * line.per_byte_s
             if one.arrived_s is not None and one.arrived_s > begin:
-                found[one.kind, one.part].append((one.num_bytes, one.arrived_s - begin))
+                found[one.kind, one.micro_batch].append((one.num_bytes, one.arrived_s - begin))
         if not found:
             raise DataError(
                 "no rank ever waited for rows or gradients, so the traces do not tell how long messages take."
@@ -253,25 +253,29 @@ class _Sent(NamedTuple):
     arrived_s: float | None
     num_bytes: float
     kind: str
-    part: int
+    micro_batch: int
 
 
 def _messages(run: _Recorded) -> Iterator[_Sent]:
     """Rows and gradients; and keys and dense sums, which only keep the wire busy."""
     spans: dict[tuple[str, int, int], list[Span]] = defaultdict(list)
     for _, span in run.spans():
-        spans[span.kind, span.batch, span.part].append(span)
-    for (kind, batch, part), own in spans.items():
+        spans[span.kind, span.batch, span.micro_batch].append(span)
+    for (kind, batch, micro_batch), own in spans.items():
         sent_s, num_bytes = max(span.end_ns for span in own) / 1e9, mean(span.num_bytes for span in own)
         if kind in ("rows", "grads"):
             opened_s = max((span.end_ns for span in spans.get(("post", batch, 0), [])), default=0) / 1e9
-            waiting = {("compute", batch, part): "rows"} if kind == "rows" else {("collect", batch, part): "grads"}
-            if kind == "rows" and part == 0:  # if they are split
+            waiting = (
+                {("compute", batch, micro_batch): "rows"}
+                if kind == "rows"
+                else {("collect", batch, micro_batch): "grads"}
+            )
+            if kind == "rows" and micro_batch == 0:  # if they are split
                 waiting["arrive", batch, 0] = "rows"
-            if kind == "grads" and part == run.num_parts - 1:
+            if kind == "grads" and micro_batch == run.num_micro_batches - 1:
                 waiting["flag", batch, 0] = "flag"  # travels with the last gradients; some lanes wait for it first
             ends = [end for event, name in waiting.items() for end in _waited(spans.get(event, []), name)]
-            yield _Sent(sent_s, opened_s, median(ends) / 1e9 if ends else None, num_bytes, kind, part)
+            yield _Sent(sent_s, opened_s, median(ends) / 1e9 if ends else None, num_bytes, kind, micro_batch)
         elif kind in ("keys", "dense sum") and all(span.waits for span in own):
             again_s = max(span.waits[0].end_ns for span in own) / 1e9
             first = 0.0 if kind == "keys" else num_bytes / dense_trips(run.world_size)  # how many keys, and then which
@@ -295,7 +299,7 @@ def _delay_s(run: _Recorded) -> float:
     return min(shortest) / 2e9 if shortest else 0.0
 
 
-def _straight(points: Sequence[tuple[float, ...]], delay_s: float) -> _Line:
+def _straight(points: Sequence[tuple[float, ...]], delay_s: float) -> _LinkFit:
     """The line through (bytes, seconds) with the least squares among those that are never negative.
 
     Messages of one size do not tell delay and bandwidth apart; for them the delay is given.
@@ -304,15 +308,15 @@ def _straight(points: Sequence[tuple[float, ...]], delay_s: float) -> _Line:
     if np.ptp(sizes) > 0.2 * sizes.max():
         per_byte, delay = np.polyfit(sizes, seconds, 1)
         if per_byte >= 0 and delay >= 0:
-            return _Line(float(delay), float(per_byte))
+            return _LinkFit(float(delay), float(per_byte))
         if per_byte < 0:
-            return _Line(float(seconds.mean()), 0.0)
+            return _LinkFit(float(seconds.mean()), 0.0)
         delay_s = 0.0
     delay_s = min(delay_s, float(seconds.min()))
-    return _Line(delay_s, float((sizes * (seconds - delay_s)).sum() / (sizes * sizes).sum()))
+    return _LinkFit(delay_s, float((sizes * (seconds - delay_s)).sum() / (sizes * sizes).sum()))
 
 
-def _congestion(lines: Sequence[tuple[int, _Line]]) -> float:
+def _congestion(lines: Sequence[tuple[int, _LinkFit]]) -> float:
     """How bytes take longer between more workers, as an exponent; 0 if only one number of workers was seen."""
     sizes = np.log([size for size, _ in lines])
     if np.ptp(sizes) == 0:

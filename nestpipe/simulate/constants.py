@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from nestpipe.atomic_files import replace_file
 from nestpipe.errors import DataError
-from nestpipe.metrics import replace_file
-from nestpipe.trace import KINDS
+from nestpipe.profiling.recorder import KINDS
 
 _FORMAT, _VERSION = "nestpipe constants", 1
 

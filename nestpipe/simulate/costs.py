@@ -20,8 +20,8 @@ import numpy as np
 
 from nestpipe.pipeline.schedule import Event, Kind, Schedule
 from nestpipe.simulate.constants import Constants, dense_trips
-from nestpipe.simulate.cores import Turns
-from nestpipe.simulate.engine import Message, Phase, Run, Send, Wait, Work
+from nestpipe.simulate.cpu_model import CoreTurns
+from nestpipe.simulate.event_simulator import Message, MessageWait, Phase, Send, SimulatedRun, StageWork
 
 _GROWS: frozenset[Kind] = frozenset(("keys", "retrieve"))
 _BY_SHARE: frozenset[Kind] = frozenset(("rows", "grads", "collect"))
@@ -53,18 +53,18 @@ class Cluster:
         return self.workers / self.own_group
 
 
-def run_of(schedule: Schedule, constants: Constants, cluster: Cluster, *, num_batches: int) -> Run:
+def run_of(schedule: Schedule, constants: Constants, cluster: Cluster, *, num_batches: int) -> SimulatedRun:
     """The schedule on this cluster, to be executed."""
-    if schedule.split or schedule.slices > 1:
+    if schedule.split or schedule.num_chunks > 1:
         raise ValueError(
             "the model has no constants for halves and slices of messages; take a schedule that is not split and has none"
         )
-    costs = Costs(schedule, constants, cluster)
-    run = Run(schedule, costs.phases, num_batches, world_size=cluster.workers)
+    costs = StageCosts(schedule, constants, cluster)
+    run = SimulatedRun(schedule, costs.phases, num_batches, world_size=cluster.workers)
     if cluster.cores is None:
         return run
     speed = 1 - constants.idle_share * cluster.workers / cluster.cores
-    cores = partial(Turns, cluster.cores, speed=speed)
+    cores = partial(CoreTurns, cluster.cores, speed=speed)
     return replace(run, cores=cores, num_ranks=cluster.workers, late=costs.late)
 
 
@@ -74,7 +74,7 @@ def slowest(workers: int) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Costs:
+class StageCosts:
     """The phases of a schedule's events."""
 
     schedule: Schedule
@@ -88,14 +88,14 @@ class Costs:
         return [*self._before(event), self._work(event), *self._after(event)]
 
     def _before(self, event: Event) -> Sequence[Phase]:
-        kind, batch, part = event
+        kind, batch, micro_batch = event
         if kind in ("compute", "collect"):
             sender: Kind = "rows" if kind == "compute" else "grads"
-            return [Wait(Message(Event(sender, batch, part)), sender)]
+            return [MessageWait(Message(Event(sender, batch, micro_batch)), sender)]
         if kind == "merge":
             return self._replicas(event)
         if kind == "flag":  # flags travel with the last gradients
-            return [Wait(Message(Event("grads", batch, self.schedule.num_parts - 1)), "flag")]
+            return [MessageWait(Message(Event("grads", batch, self.schedule.num_micro_batches - 1)), "flag")]
         if kind == "dense sum":
             trips = dense_trips(self.cluster.workers)
             num_bytes = 2 * self.constants.dense_bytes / trips
@@ -111,13 +111,13 @@ class Costs:
             return [*self._exchange(event, 0, 0.0, "keys"), *self._exchange(event, 1, num_bytes, "keys")]
         return []
 
-    def _work(self, event: Event) -> Work:
+    def _work(self, event: Event) -> StageWork:
         seconds = self._cpu_s(event)
         if event.kind != "compute":
-            return Work(seconds)
-        alone, parts = self.cluster.cores is None, self.schedule.num_parts
+            return StageWork(seconds)
+        alone, micro_batches = self.cluster.cores is None, self.schedule.num_micro_batches
         late = 1 + self.constants.jitter * slowest(self.cluster.workers) if alone else 1.0
-        return Work(seconds * late, self.constants.device_s * late / parts)
+        return StageWork(seconds * late, self.constants.device_s * late / micro_batches)
 
     def late(self, rank: int, event: Event) -> float:
         """How many times as long one rank computes a batch, where each is simulated; the same in every simulation."""
@@ -130,7 +130,7 @@ class Costs:
         kind, constants, cluster = event.kind, self.constants, self.cluster
         seconds = constants.work_s.get(kind, 0.0)
         if kind == "compute":
-            seconds /= self.schedule.num_parts
+            seconds /= self.schedule.num_micro_batches
         if kind in _GROWS:
             seconds *= (cluster.workers / constants.base_workers) ** constants.lookup_growth
         if kind in _BY_SHARE:
@@ -144,16 +144,16 @@ class Costs:
             "keys": 4,
             "dense sum": 2 * dense_trips(cluster.workers),
             "merge": 4,
-            "post": 2 * self.schedule.num_parts,
+            "post": 2 * self.schedule.num_micro_batches,
         }
         peers = {"dense sum": cluster.workers, "merge": cluster.replicas}.get(kind, cluster.own_group) - 1
         return seconds + num_messages.get(kind, 0) * constants.peer_s * peers
 
     def _share(self, event: Event) -> float:
         """Of the batch's rows: those that a part is the first to use, or the last."""
-        parts, power = self.schedule.num_parts, self.constants.first_use
-        place = event.part if event.kind == "rows" else parts - 1 - event.part
-        return float(((place + 1) / parts) ** power - (place / parts) ** power)
+        micro_batches, power = self.schedule.num_micro_batches, self.constants.first_use
+        place = event.micro_batch if event.kind == "rows" else micro_batches - 1 - event.micro_batch
+        return float(((place + 1) / micro_batches) ** power - (place / micro_batches) ** power)
 
     @property
     def _uses(self) -> float:
@@ -170,7 +170,7 @@ class Costs:
         share, found = self._share(event), list[Phase]()
         for number in (1, 2):
             send = self._rows(event, share, size=self.cluster.replicas, opened=None, number=number)
-            found += [send, Wait(send.message, "grads")]
+            found += [send, MessageWait(send.message, "grads")]
         return found
 
     def _exchange(self, event: Event, number: int, num_bytes: float, name: str) -> list[Phase]:
@@ -178,7 +178,7 @@ class Costs:
         size = self.cluster.own_group if event.kind == "keys" else self.cluster.workers
         rows = round(self.constants.num_rows * self._uses) if event.kind == "keys" and number else 0
         send = self._send(Message(event, number), num_bytes, size, None, rows)
-        return [send, Wait(send.message, name)]
+        return [send, MessageWait(send.message, name)]
 
     def _send(self, message: Message, num_bytes: float, size: float, opened: Event | None, num_rows: int) -> Send:
         """What all workers of an exchange send each other; each keeps its own share."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 
-from nestpipe.report.markup import Markup, element, joined
-from nestpipe.report.numbers import significant, ticks
-from nestpipe.simulate.arms import Result
+from nestpipe.report.number_format import significant, ticks
+from nestpipe.report.svg import Markup, element, joined
+from nestpipe.simulate.cases import CaseResult
 
 _PANEL, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 470, 380, 58, 16, 78, 44
 _LETTER = 6.4  # width of a letter at 11 px
@@ -27,7 +27,7 @@ _STYLE = """
 _DARK = """.simulated text{fill:#e4e6ea}.simulated .soft{fill:#a2a9b3}.simulated .back{fill:#15181c}.simulated .grid{stroke:#3a4048}"""
 
 
-def draw(series: Sequence[Sequence[Result]], *, title: str) -> str:
+def draw(series: Sequence[Sequence[CaseResult]], *, title: str) -> str:
     """Step time and efficiency of each arm (one sequence of results each) as an SVG that says it is a model."""
     steps = [[(one.workers, 1e3 * one.step_s) for one in own] for own in series]
     shares = [[(one.workers, 100 * one.efficiency) for one in own] for own in series]

@@ -19,15 +19,15 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from nestpipe.simulate.arms import ARMS, Arm, Settings, results
+from nestpipe.simulate.cases import ARMS, Case, CaseSettings, results
 from nestpipe.simulate.constants import Constants
 
-WORKERS, BASE, PARTS, SMALL_PARTS = 1_536, 128, 8, 32
+WORKERS, BASE, MICRO_BATCHES, SMALL_MICRO_BATCHES = 1_536, 128, 8, 32
 GROUP_SIZES = (64, 128, 256)  # the middle one is what the table shows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class PublishedRow:
     """A row of the published table, in ms; None where it says nothing."""
 
     title: str
@@ -37,10 +37,10 @@ class Row:
     communication: float | None = None  # that compute waits for
     raw: float | None = None  # all communication, hidden or not
     efficiency: float | None = None
-    parts: int = PARTS
+    micro_batches: int = MICRO_BATCHES
 
 
-TORCHREC = Row(
+TORCHREC = PublishedRow(
     title="TorchRec",
     arm="torchrec",
     step=5793.83,
@@ -50,13 +50,15 @@ TORCHREC = Row(
     efficiency=0.4434,
 )
 ROWS = (
-    Row(title="2D-SP", arm="2d", step=4914.01, communication=438.36, efficiency=0.4932),
-    Row(title="UniEmb (asynchronous prefetch)", arm="prefetch", step=2919.76, lookup=23.49, efficiency=0.6762),
-    Row(title="NestPipe", arm="nested", step=1895.98, lookup=30.19, communication=154.23, raw=1185, efficiency=0.9407),
-    Row(
+    PublishedRow(title="2D-SP", arm="2d", step=4914.01, communication=438.36, efficiency=0.4932),
+    PublishedRow(title="UniEmb (asynchronous prefetch)", arm="prefetch", step=2919.76, lookup=23.49, efficiency=0.6762),
+    PublishedRow(
+        title="NestPipe", arm="nested", step=1895.98, lookup=30.19, communication=154.23, raw=1185, efficiency=0.9407
+    ),
+    PublishedRow(
         title="NestPipe + 2D-SP", arm="nested-2d", step=5793.83 / 3.18, communication=55.64, raw=452, efficiency=0.9717
     ),
-    Row(title="small parts (micro-batches of 16)", arm="nested", raw=1331, parts=SMALL_PARTS),
+    PublishedRow(title="small parts (micro-batches of 16)", arm="nested", raw=1331, micro_batches=SMALL_MICRO_BATCHES),
 )
 
 
@@ -74,7 +76,7 @@ class Prediction:
         return self.model / self.published - 1
 
 
-def fit(row: Row = TORCHREC) -> Constants:
+def fit(row: PublishedRow = TORCHREC) -> Constants:
     """The constants of a row of a system in which nothing is hidden."""
     if row.step is None or row.lookup is None or row.communication is None or row.efficiency is None:
         raise ValueError(f"row '{row.title}' lacks a figure that the constants come from")
@@ -98,18 +100,18 @@ def fit(row: Row = TORCHREC) -> Constants:
 
 
 def predictions(
-    constants: Constants, *, rows: Sequence[Row] = ROWS, group_size: int = GROUP_SIZES[1]
+    constants: Constants, *, rows: Sequence[PublishedRow] = ROWS, group_size: int = GROUP_SIZES[1]
 ) -> Iterator[Prediction]:
     """Every figure of rows that were not fitted."""
     arms = {arm.name: arm for arm in ARMS}
     for row in rows:
-        arm, settings = arms[row.arm], Settings(parts=row.parts, group_size=group_size)
+        arm, settings = arms[row.arm], CaseSettings(micro_batches=row.micro_batches, group_size=group_size)
         if row.step is not None:
             (found,) = results(arm, constants, [WORKERS], settings)
             figures = {
                 "step": (row.step, 1e3 * found.step_s),
-                "exposed lookup": (row.lookup, 1e3 * found.part_s["lookup"]),
-                "exposed communication": (row.communication, 1e3 * found.part_s["communication"]),
+                "exposed lookup": (row.lookup, 1e3 * found.cause_s["lookup"]),
+                "exposed communication": (row.communication, 1e3 * found.cause_s["communication"]),
                 "efficiency": (row.efficiency, found.efficiency),
             }
             for name, (published, model) in figures.items():
@@ -119,11 +121,18 @@ def predictions(
             yield Prediction(row.title, "all communication", row.raw, 1e3 * _raw_s(arm, constants, settings))
 
 
-def _raw_s(arm: Arm, constants: Constants, settings: Settings) -> float:
+def _raw_s(arm: Case, constants: Constants, settings: CaseSettings) -> float:
     """All communication of a step: what the same parts wait for when nothing is hidden."""
-    plain = Arm(name="plain", title="plain", mode="serial", in_parts=arm.in_parts, dedupe=arm.dedupe, groups=arm.groups)
+    plain = Case(
+        name="plain",
+        title="plain",
+        mode="serial",
+        in_micro_batches=arm.in_micro_batches,
+        dedupe=arm.dedupe,
+        groups=arm.groups,
+    )
     (found,) = results(plain, constants, [WORKERS], settings)
-    return found.part_s["communication"]
+    return found.cause_s["communication"]
 
 
 def table() -> str:

@@ -5,13 +5,13 @@ import numpy as np
 import pytest
 import torch
 
-from nestpipe.data.batches import Inputs
+from nestpipe.data.batch_builder import ModelInputs
 from nestpipe.data.config import DataConfig
 from nestpipe.data.loader import Loader
 from nestpipe.data.splits import make_split, parse_time_ms, train_mask
 from nestpipe.errors import ConfigError, DataError
 from nestpipe.jagged import Cursor
-from tests.worlds import small_log, write_log
+from tests.small_runs import small_log, write_log
 
 HISTORIES = {1: [1], 2: [1, 2], 3: [1, 2, 3], 4: [1, 2, 3, 4]}
 
@@ -148,12 +148,14 @@ def test_an_error_while_reading_ahead_reaches_the_consumer(log):
 
 
 def test_features_follow_their_events(tmp_path):
-    from nestpipe.data.synthetic import SyntheticConfig, ingest_synthetic
+    from nestpipe.data.synthetic_sequences import SyntheticConfig, ingest_synthetic
 
     log = ingest_synthetic(tmp_path / "log", SyntheticConfig(num_users=30, num_items=60, max_len=30))
     config = DataConfig(path="", max_len=6, batch_size=9)
     split = make_split(log, config)
-    source = Loader(log, split, config, seed=0, inputs=Inputs(features=("watch", "action", "tags", "price", "age")))
+    source = Loader(
+        log, split, config, seed=0, inputs=ModelInputs(features=("watch", "action", "tags", "price", "age"))
+    )
     batch = source.batch(Cursor(0, 0))
     actions, tags = log.event_features["action"], log.item_features["tags"]
     place = 0
@@ -175,14 +177,14 @@ def test_features_follow_their_events(tmp_path):
     assert place == batch.num_tokens == len(batch.event_features["watch"].values)
     assert batch.sample_features["age"].num_rows == batch.num_samples
     with pytest.raises(ConfigError, match="has no feature"):
-        Loader(log, split, config, seed=0, inputs=Inputs(features=("wtach",)))
+        Loader(log, split, config, seed=0, inputs=ModelInputs(features=("wtach",)))
 
 
 def test_number_statistics_see_only_training_events(tmp_path):
     """Poisoned held-out events must not move them."""
     import polars as pl
 
-    from nestpipe.data.build import write_sequences
+    from nestpipe.data.ingest import write_sequences
     from nestpipe.data.schema import Feature, Schema
 
     values = [float(k) for k in range(12)]
@@ -193,7 +195,7 @@ def test_number_statistics_see_only_training_events(tmp_path):
     for name, frame in (("clean", log), ("poisoned", poisoned)):
         sequences = write_sequences(tmp_path / name, schema=schema, log=frame)
         config = DataConfig(path="")
-        source = Loader(sequences, make_split(sequences, config), config, seed=0, inputs=Inputs(features=("x",)))
+        source = Loader(sequences, make_split(sequences, config), config, seed=0, inputs=ModelInputs(features=("x",)))
         means.append(source._builder.statistics["x"])
     assert means[0] == means[1]
     assert means[0].mean == pytest.approx(np.mean([0, 1, 2, 3, 4, 6, 7, 8, 9, 10]))
@@ -208,7 +210,7 @@ def test_targets_have_what_their_request_would_name(tmp_path):
     """The features of the target's own event, not of the event before it; what is missing is an empty row."""
     import polars as pl
 
-    from nestpipe.data.build import write_sequences
+    from nestpipe.data.ingest import write_sequences
     from nestpipe.data.schema import Feature, Schema
 
     schema = Schema(
@@ -224,7 +226,7 @@ def test_targets_have_what_their_request_would_name(tmp_path):
         }
     )
     sequences, config = write_sequences(tmp_path / "log", schema=schema, log=log), DataConfig(path="")
-    inputs = Inputs(requests=("scenario", "reasoning"))
+    inputs = ModelInputs(requests=("scenario", "reasoning"))
     source = Loader(sequences, make_split(sequences, config), config, seed=0, inputs=inputs)
     batch = source.batch(Cursor(0, 0))
     assert batch.targets.values.tolist() == [1, 2, 3]
@@ -235,4 +237,4 @@ def test_targets_have_what_their_request_would_name(tmp_path):
     asked = source._builder.requests(np.array([4]))
     assert (asked["scenario"].values.tolist(), asked["reasoning"].values.tolist()) == ([3], [[5, 6]])
     with pytest.raises(ConfigError, match="has no feature"):
-        Loader(sequences, make_split(sequences, config), config, seed=0, inputs=Inputs(requests=("trigger",)))
+        Loader(sequences, make_split(sequences, config), config, seed=0, inputs=ModelInputs(requests=("trigger",)))

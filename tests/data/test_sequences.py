@@ -19,15 +19,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nestpipe.data.build import BuildOptions, SideTable, write_sequences
-from nestpipe.data.folder import save_array
-from nestpipe.data.numbers import NumberStats, apply_number, fit_number
+from nestpipe.data.array_files import save_array
+from nestpipe.data.external_sort import Spool
+from nestpipe.data.features import NumberStats, apply_number, fit_number
+from nestpipe.data.ingest import BuildOptions, SideTable, write_sequences
+from nestpipe.data.log_reader import LogSource
 from nestpipe.data.schema import Feature, Schema
 from nestpipe.data.sequences import Sequences, StoredFeature, truncate
-from nestpipe.data.source import LogSource
-from nestpipe.data.spool import Spool
 from nestpipe.errors import ConfigError, DataError
-from nestpipe.hashing import hash_text
+from nestpipe.rng import hash_text
 
 LOW, HIGH = -(2**63), 2**63 - 1
 RICH = Schema(
@@ -293,7 +293,7 @@ def test_failure_leaves_nothing(tmp_path: Path) -> None:
 CRASH = """
 import os, sys, time
 import polars as pl
-from nestpipe.data.build import BuildOptions, write_sequences
+from nestpipe.data.ingest import BuildOptions, write_sequences
 from nestpipe.data.schema import Schema
 
 def stop(phase, num_rows):

@@ -8,14 +8,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nestpipe.embedding import admission, ledger
+from nestpipe.embedding import admission
+from nestpipe.embedding.admission import UsageLedger
+from nestpipe.embedding.buckets import Owners
 from nestpipe.embedding.config import EmbeddingConfig
-from nestpipe.embedding.ledger import Ledger
-from nestpipe.embedding.optim import OPTIMIZERS
-from nestpipe.embedding.owner import Owners
-from nestpipe.embedding.spec import TableSpec
+from nestpipe.embedding.lookup import TableSpec
+from nestpipe.embedding.row_optimizer import OPTIMIZERS
 from nestpipe.embedding.table import Table, split_buckets
-from tests.embedding.plain import Plain
+from tests.embedding.one_batch_table import Plain
 
 DIM = 3
 IDS = st.one_of(st.integers(-6, 12), st.integers(-6, 12), st.sampled_from([-(2**63), 2**63 - 1]))
@@ -127,7 +127,7 @@ def check_same(ours, oracle):
 def reloaded(old, config, **settings):
     """A new table with the content of an old one, over bucket files as a checkpoint has them, in another order."""
     owners = Owners(config.num_buckets, 1)
-    buckets = [part for _, part in split_buckets(old.export(), owners, owners.buckets_of(0))][::-1]
+    buckets = [micro_batch for _, micro_batch in split_buckets(old.export(), owners, owners.buckets_of(0))][::-1]
     new = table(config, **settings)
     new.load({name: torch.cat([bucket[name] for bucket in buckets]) for name in buckets[0]})
     return new
@@ -186,7 +186,7 @@ def test_every_row_of_a_large_table_is_the_oracles(scale):
 @pytest.mark.parametrize("most", [2, 60, 10**6])
 def test_the_first_of_many_are_those_of_a_sort(order, spread, most):
     """However many tie, and whether the guess how far to look is good, bad or hopeless."""
-    ledger, generator = Ledger(7), torch.Generator().manual_seed(0)
+    ledger, generator = UsageLedger(7), torch.Generator().manual_seed(0)
     ids = torch.randperm(30_000, generator=generator) - 9_000
     last_step, frequency = torch.randint(0, spread, (2, len(ids)), generator=generator)
     ledger.add(ids, last_step=last_step, frequency=frequency)
@@ -215,19 +215,19 @@ def looked_at(monkeypatch):
     """How many rows each choice looked at in the end."""
     numbers = []
 
-    def near(*arguments, really=ledger._near):
+    def near(*arguments, really=admission._near):
         places = really(*arguments)
         numbers.append(len(places))
         return places
 
-    monkeypatch.setattr(ledger, "_near", near)
+    monkeypatch.setattr(admission, "_near", near)
     return numbers
 
 
 @pytest.mark.parametrize("counts", [[3, 3, 3], [900, 2, 1], [3, 3, 0]])
 def test_a_bucket_whose_rows_are_all_young_is_looked_for_until_it_has_enough(counts, looked_at):
     """The first look finds rows in plenty, but none of the bucket that is young all through."""
-    ours, ids = Ledger(3), torch.arange(60_000)
+    ours, ids = UsageLedger(3), torch.arange(60_000)
     bucket = ours.bucket_of(ids)
     last_step = ids % 1000 + 1000 * (bucket == 2)
     ours.add(ids, last_step=last_step, frequency=torch.ones_like(ids))
@@ -239,7 +239,7 @@ def test_a_bucket_whose_rows_are_all_young_is_looked_for_until_it_has_enough(cou
 @pytest.mark.parametrize("order", ["lru", "lfu"])
 def test_of_equal_rows_those_with_low_ids_are_looked_at(order, looked_at):
     """All tie, so without the ids there would be nothing to look at, or everything."""
-    ours, ids = Ledger(2), torch.arange(60_000).flip(0) - 30_000
+    ours, ids = UsageLedger(2), torch.arange(60_000).flip(0) - 30_000
     ones = torch.ones_like(ids)
     ours.add(ids, last_step=ones, frequency=ones)
     assert ours.choose(torch.tensor([4, 2]), order, before=2).tolist() == first_of(ours, ids, ones, [4, 2])
@@ -248,7 +248,7 @@ def test_of_equal_rows_those_with_low_ids_are_looked_at(order, looked_at):
 
 @pytest.mark.parametrize("num_ties", [1, 7, 20_000])
 def test_old_rows_with_high_ids_go_before_young_rows_with_low_ids(num_ties, looked_at):
-    ours, ids = Ledger(2), torch.arange(60_000)
+    ours, ids = UsageLedger(2), torch.arange(60_000)
     last_step = (59_999 - ids) // num_ties  # the highest ids are the oldest
     ours.add(ids, last_step=last_step, frequency=torch.ones_like(ids))
     chosen = ours.choose(torch.tensor([5, 9]), "lru", before=60_000)

@@ -3,14 +3,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nestpipe.embedding.buckets import Owners
 from nestpipe.embedding.config import EmbeddingConfig
-from nestpipe.embedding.ids import dedupe
-from nestpipe.embedding.optim import OPTIMIZERS
-from nestpipe.embedding.owner import Owners
-from nestpipe.embedding.route import route
-from nestpipe.embedding.spec import Lookup, TableSpec
+from nestpipe.embedding.lookup import Lookup, TableSpec
+from nestpipe.embedding.routing import route
+from nestpipe.embedding.row_optimizer import OPTIMIZERS
 from nestpipe.embedding.table import Table
-from tests.embedding.plain import Plain
+from nestpipe.embedding.unique_ids import dedupe
+from tests.embedding.one_batch_table import Plain
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
 IDS = st.one_of(st.integers(-20, 20), INT64, st.sampled_from([-(2**63), 2**63 - 1, 0, -1]))
@@ -123,9 +123,9 @@ def test_export_and_load_keep_every_bit():
     one.update(ids, grads_of(ids, 6, 0), 0.1)
     other = table()
     other.load(one.export())
-    for part in (one, other):
-        part.fetch(torch.tensor([-4, 0, 7]))
-        part.update(torch.tensor([-4, 0, 7]), grads_of([0] * 3, 6, 1), 0.1)
+    for micro_batch in (one, other):
+        micro_batch.fetch(torch.tensor([-4, 0, 7]))
+        micro_batch.update(torch.tensor([-4, 0, 7]), grads_of([0] * 3, 6, 1), 0.1)
     assert all(torch.equal(a, b) for a, b in zip(one.export().values(), other.export().values(), strict=True))
 
 

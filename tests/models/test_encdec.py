@@ -7,15 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nestpipe.draw import Draw
-from nestpipe.embedding.owner import Owners
-from nestpipe.embedding.route import route
-from nestpipe.hashing import mix64_
-from nestpipe.instruct.beam import search
+from nestpipe.embedding.buckets import Owners
+from nestpipe.embedding.routing import route
+from nestpipe.generative.beam import search
 from nestpipe.jagged import Batch, Cursor, Jagged
+from nestpipe.models.config import EncDecConfig
 from nestpipe.models.encdec import build_encdec
-from nestpipe.models.encdec_config import EncDecConfig
-from tests.instruct.worlds import random_trie
+from nestpipe.rng import Rng, mix64_
+from tests.generative.known_trees import random_trie
 
 SIZES = (4, 3, 3)
 TRIE = random_trie(20, SIZES)
@@ -72,8 +71,8 @@ def batch_of(histories, *, targets=True, **instruction):
     )
 
 
-def losses_of(model, batch, draw=None):
-    return model.target_losses(rows_of(model._lookups(batch, batch.target_features)), batch, draw).detach()
+def losses_of(model, batch, rng=None):
+    return model.target_losses(rows_of(model._lookups(batch, batch.target_features)), batch, rng).detach()
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
@@ -123,13 +122,13 @@ def test_a_request_without_events_can_be_answered():
 
 
 def _one():
-    from nestpipe.embedding.spec import Lookup
+    from nestpipe.embedding.lookup import Lookup
 
     return Lookup(table="item", ids=TRIE.items[:1])
 
 
 def _no_rows():
-    from nestpipe.embedding.spec import Lookup, Rows
+    from nestpipe.embedding.lookup import Lookup, Rows
 
     none = torch.empty(0, dtype=torch.int64)
     return {"history": Rows(torch.empty(0, 8, dtype=torch.float64), none, Lookup(table="item", ids=none))}
@@ -148,7 +147,7 @@ def test_reasoning_dropout_trains_both_states():
     model = model_of(reasoning_dropout=0.2)
     batch = batch_of([[row % 20 for row in range(start, start + 7)] for start in range(200)], reasoning=1.0)
     with_it, without = losses_of(model, batch), losses_of(model, replace(batch, target_features={}))
-    mixed = losses_of(model, batch, Draw(seed=1, step=1))
+    mixed = losses_of(model, batch, Rng(seed=1, step=1))
     kept = (mixed == with_it).all(1)
     assert bool((kept | (mixed - without).abs().lt(1e-12).all(1)).all())
     # 1200 targets: the standard deviation of the share is 0.012.
@@ -166,7 +165,7 @@ def test_targets_count_by_their_behaviour():
     )
     assert model.weight(batch) == 4.0
     losses = losses_of(model, batch).sum(1)
-    output = model(rows_of(model.lookups(batch, Draw(0, 0))), batch, Draw(0, 0))
+    output = model(rows_of(model.lookups(batch, Rng(0, 0))), batch, Rng(0, 0))
     assert float(output.loss_sum.detach()) == pytest.approx(float(losses[0] + 2 * losses[1] + losses[2]))
     other = replace(batch, event_features={"kind": Jagged.singles(torch.tensor([2.0, 0.0, 2.0]))})
     assert not torch.equal(losses_of(model, other), losses_of(model, batch))
@@ -202,7 +201,7 @@ def test_rows_are_sharded_and_codes_are_dense():
     names = dict(model.named_parameters())
     assert [list(names[f"codes.{level}"].shape) for level in range(3)] == [[4, 8], [3, 8], [3, 8]]
     batch = batch_of([[0, 5, 9]], trigger=3)
-    found = model.lookups(batch, Draw(0, 0))
+    found = model.lookups(batch, Rng(0, 0))
     assert {name: one.ids.tolist() for name, one in found.items()} == {
         "history": TRIE.items[[0, 5]].tolist(),
         "user": [0],

@@ -12,15 +12,15 @@ import torch
 
 from nestpipe.config import Config
 from nestpipe.data.config import DataConfig
-from nestpipe.draw import Draw
 from nestpipe.jagged import Batch, Cursor, Jagged
+from nestpipe.models.config import EncDecConfig
 from nestpipe.models.encdec import build_encdec
-from nestpipe.models.encdec_config import EncDecConfig
 from nestpipe.models.igr import best, keep_events, same_instructions
-from nestpipe.pipeline.parts import PartsConfig
+from nestpipe.pipeline.config import MicroBatchConfig
 from nestpipe.pipeline.sequential import step
 from nestpipe.pipeline.stages import Rates, read
-from tests.instruct.worlds import random_trie, state_of
+from nestpipe.rng import Rng
+from tests.generative.known_trees import random_trie, state_of
 
 TRIE = random_trie(20, (4, 3, 3))
 TEXT = torch.nn.functional.normalize(torch.from_numpy(np.random.default_rng(5).normal(size=(20, 12))), dim=1).float()
@@ -83,7 +83,7 @@ def asked_scores(model, batch, sample):
 
 def test_the_best_of_the_old_events_stay_in_time_order_and_everything_with_them():
     model, batch = model_of(reasoning_dropout=0.0), batch_of(HISTORIES)
-    kept = model.select(batch, Draw(0, 0))
+    kept = model.select(batch, Rng(0, 0))
     for sample, history in enumerate(HISTORIES):
         old = max(0, len(history) - 2)
         scores = asked_scores(model, batch, sample)[:old] if history else []
@@ -114,18 +114,18 @@ def test_the_best_of_each_row_ties_to_the_later(rows, num):
 
 def test_recency_and_random_are_what_they_say():
     batch = batch_of(HISTORIES)
-    newest = model_of(igr="recency").select(batch, Draw(0, 0))
+    newest = model_of(igr="recency").select(batch, Rng(0, 0))
     assert newest.times.slice(0, 1).values.tolist() == [3, 4, 5, 6, 7]
-    drawn = [model_of(igr="random").select(batch, Draw(0, one)).times.values.tolist() for one in (0, 0, 1, 2, 3)]
+    drawn = [model_of(igr="random").select(batch, Rng(0, one)).times.values.tolist() for one in (0, 0, 1, 2, 3)]
     assert drawn[0] == drawn[1]
     assert len({tuple(one) for one in drawn[1:]}) > 1
-    assert model_of(igr="off").select(batch, Draw(0, 0)) is batch
+    assert model_of(igr="off").select(batch, Rng(0, 0)) is batch
 
 
 def test_lookups_ask_for_selected_rows_only():
     model, batch = model_of(torch.float32), batch_of(HISTORIES)
     work = read(state_of(model), batch, Rates(0.0, 0.0), 0)
-    kept = model.select(batch, Draw(0, 0))
+    kept = model.select(batch, Rng(0, 0))
     asked = work.plan.lookups[0]
     assert torch.equal(asked["history"].ids, kept.items.values)
     assert len(asked["trigger"].ids) == 4, "one instruction for each history that is not empty"
@@ -148,14 +148,14 @@ def test_text_decides_before_anything_was_learned():
 
 def test_a_selection_depends_on_the_snapshot_alone():
     model, batch = model_of(), batch_of(HISTORIES * 4)
-    before = model.select(batch, Draw(0, 0)).times.values
+    before = model.select(batch, Rng(0, 0)).times.values
     with torch.no_grad():
         for parameter in model.igr.parameters():
             parameter.add_(torch.sin(torch.arange(parameter.numel()).view_as(parameter).double()))
-    assert torch.equal(before, model.select(batch, Draw(0, 0)).times.values)
+    assert torch.equal(before, model.select(batch, Rng(0, 0)).times.values)
     model.refresh(7)
     assert int(model.igr.version) == 7
-    assert not torch.equal(before, model.select(batch, Draw(0, 0)).times.values)
+    assert not torch.equal(before, model.select(batch, Rng(0, 0)).times.values)
 
 
 def test_a_selection_does_not_touch_what_another_thread_trains():
@@ -197,18 +197,18 @@ def test_nothing_is_learned_through_a_selection():
     assert model.codes[0].grad.abs().sum() > 0
 
 
-def gradients(parts, **settings):
+def gradients(micro_batches, **settings):
     """Means and dense gradients of a step in groups of two samples."""
     model = model_of(torch.float64, q2i=0.5, **settings)
-    state = state_of(model, cut=PartsConfig(parts=parts))
+    state = state_of(model, cut=MicroBatchConfig(micro_batches=micro_batches))
     batch = batch_of([[(one * 3 + place) % 20 for place in range(3 + one)] for one in range(8)])
     means = step(state, replace(batch, groups=torch.arange(8) // 2), Rates(0.0, 0.0))
     return means, {name: one.grad.clone() for name, one in model.named_parameters()}
 
 
 @pytest.mark.parametrize("settings", [{}, {"igr": "off", "queries": "all"}])
-def test_q2i_does_not_depend_on_the_number_of_parts(settings):
-    (one, grads), (four, others) = (gradients(parts, **settings) for parts in (1, 4))
+def test_q2i_does_not_depend_on_the_number_of_micro_batches(settings):
+    (one, grads), (four, others) = (gradients(micro_batches, **settings) for micro_batches in (1, 4))
     assert model_of(q2i=0.5).coupling == "group"
     # The same sums in another order, in fp64.
     assert one == pytest.approx(four, rel=1e-12)
@@ -239,7 +239,7 @@ def test_equal_instructions_have_equal_numbers():
 def test_without_item_rows_no_item_row_is_asked_for():
     model = model_of(torch.float32, item_rows=False)
     batch = batch_of(HISTORIES)
-    assert model.lookups(model.select(batch, None), Draw(0, 0)) == {}
+    assert model.lookups(model.select(batch, None), Rng(0, 0)) == {}
     assert model.encode_lookups(replace(batch, targets=None)) == {}
     state = state_of(model)
     first = step(state, batch, Rates(0.05, 0.05))["loss"]

@@ -9,14 +9,14 @@ import torch
 from torch.nn import functional as F
 
 from nestpipe.data.schema import Label, Schema
-from nestpipe.draw import Draw
 from nestpipe.errors import ConfigError
 from nestpipe.jagged import Jagged
+from nestpipe.models.config import DCNConfig, RankingConfig
 from nestpipe.models.dcn import build_dcn
+from nestpipe.models.heads import LabelHeads
 from nestpipe.models.ranking import build_ranking
-from nestpipe.models.ranking_config import DCNConfig, RankingConfig
-from nestpipe.models.tasks import Tasks
-from tests.models.ranking_world import CONFIG, MAX_LEN, SCHEMA, build, events, history, item_features, table_rows
+from nestpipe.rng import Rng
+from tests.models.small_ranking import CONFIG, MAX_LEN, SCHEMA, build, events, history, item_features, table_rows
 
 DCN = DCNConfig(dim=8, num_cross=2, hidden=(6, 5), features=("user", "item", "hour", "tags", "price", "age"))
 
@@ -45,8 +45,8 @@ MODELS = dict(models())
 
 
 def loss_of(model, batch, step=3, leaves=None):
-    draw = Draw(0, step)
-    return model(table_rows(model.lookups(batch, draw), leaves=leaves), batch, draw)
+    rng = Rng(0, step)
+    return model(table_rows(model.lookups(batch, rng), leaves=leaves), batch, rng)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -90,7 +90,7 @@ def test_unobserved_labels_add_nothing(name):
 
 def test_losses_are_their_formulas():
     labels = (*SCHEMA.labels[:2], replace(SCHEMA.labels[2], weights="watch"))
-    tasks = Tasks(labels, dim=4, hidden=3).double()
+    tasks = LabelHeads(labels, dim=4, hidden=3).double()
     with torch.no_grad():
         tasks.cuts["level"].copy_(torch.tensor([-1.0, 0.3, -2.0, 1.5]))
     scores = torch.randn(6, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -176,6 +176,6 @@ def test_initial_weights_are_a_function_of_the_seed():
 
 
 def test_ordinal_cuts_start_evenly_around_zero():
-    cuts = Tasks((Label(name="x", kind="ordinal", feature="y", num_levels=5),), dim=2, hidden=2).cuts["x"]
+    cuts = LabelHeads((Label(name="x", kind="ordinal", feature="y", num_levels=5),), dim=2, hidden=2).cuts["x"]
     steps = torch.cat([cuts[:1], F.softplus(cuts[1:])]).cumsum(0)
     assert torch.allclose(steps, torch.tensor([-1.5, -0.5, 0.5, 1.5]))

@@ -7,10 +7,10 @@ import torch
 from torch.nn import functional as F
 
 from nestpipe.jagged import Jagged, offsets_of
-from nestpipe.ops import blocks
+from nestpipe.ops import attention_blocks
 from nestpipe.ops.attention import Bias, attention_layout, jagged_attention
-from nestpipe.ops.inputs import bucket_boundaries
-from tests.ops.cases import NUM_BUCKETS, Shape, make
+from nestpipe.ops.kernel_args import bucket_boundaries
+from tests.ops.attention_cases import NUM_BUCKETS, Shape, make
 
 LENGTHS = {
     "mixed": [3, 0, 17, 1, 1, 40, 0, 9],
@@ -87,8 +87,8 @@ def test_small_score_limit_changes_nothing(monkeypatch):
     q, k, v, sequences, _, bias = inputs(LENGTHS["mixed"])
     bias = Bias(position=bias.position)
     whole = jagged_attention(q, k, v, attention_layout(sequences), kind="silu", bias=bias)
-    monkeypatch.setattr(blocks, "_MAX_SCORES", 1)
-    monkeypatch.setattr(blocks, "_QUERY_BLOCK", 4)
+    monkeypatch.setattr(attention_blocks, "_MAX_SCORES", 1)
+    monkeypatch.setattr(attention_blocks, "_QUERY_BLOCK", 4)
     layout = attention_layout(sequences)
     assert len(layout.plan("blocks")) > 100
     assert torch.allclose(whole, jagged_attention(q, k, v, layout, kind="silu", bias=bias), rtol=1e-12, atol=1e-12)

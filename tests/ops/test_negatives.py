@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from nestpipe import native
 from nestpipe.jagged import offsets_of
+from nestpipe.ops import native_library
 from nestpipe.ops import negatives as op
 from nestpipe.ops.negatives import Blocks, draw_shifts, plain_sampled_softmax, sampled_softmax
 
@@ -23,7 +23,7 @@ SEGMENTS = (1, 4, 7, 100)
 
 @pytest.fixture
 def compiler() -> None:
-    if not isinstance(native.load(), native.Native):
+    if not isinstance(native_library.load(), native_library.Native):
         pytest.skip("no C++ compiler")
 
 

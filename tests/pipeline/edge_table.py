@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tests.pipeline.mutants import broken_edges
-from tests.pipeline.toy import Case
-from tests.ranks import close_ranks, run_ranks
+from tests.pipeline.toy_training import Case
+from tests.rank_pool import close_ranks, run_ranks
 
 WITHOUT = {
     ("read", "read"): "a batch gets the data of another",
@@ -38,28 +38,28 @@ WITHOUT = {
     ("merge", "merge"): "an update without the sums of a part",
     ("merge", "update"): "an update without the other groups",
     ("keys", "keys"): "nobody knows what the batch before holds",
-    ("post", "cold rows"): "a send without its receive",
-    ("cold update", "cold rows"): "rows without an update two batches ago",
-    ("cold update", "rows"): "rows without an update two batches ago",
+    ("post", "unshared rows"): "a send without its receive",
+    ("unshared update", "unshared rows"): "rows without an update two batches ago",
+    ("unshared update", "rows"): "rows without an update two batches ago",
     ("arrive", "compute"): "nothing: both wait for the same messages, but not at the same time",
     ("rows", "arrive"): "waits for what has not been sent",
-    ("cold rows", "arrive"): "waits for what has not been sent",
-    ("compute", "cold grads"): "gradients leave before they are whole",
-    ("cold grads", "cold collect"): "adds what has not been sent",
-    ("collect", "cold collect"): "an update without the last part",
-    ("cold collect", "cold update"): "an update without the last part",
-    ("flag", "cold update"): "a batch that is not finite reaches the rows",
-    ("cold update", "write"): "rows go home as they were before the update",
-    ("post", "next rows"): "a send without its receive",
-    ("next update", "next rows"): "**rows one step old**, some of them",
-    ("next update", "rows"): "**rows one step old**, some of them",
-    ("next rows", "compute"): "computes with rows that have not been sent",
-    ("compute", "next grads"): "gradients leave before they are whole",
-    ("next grads", "next collect"): "adds what has not been sent",
-    ("collect", "next collect"): "an update without a part before the last",
-    ("next collect", "next update"): "an update without the last part",
-    ("flag", "next update"): "a batch that is not finite reaches the rows",
-    ("next update", "write"): "rows go home as they were before the update",
+    ("unshared rows", "arrive"): "waits for what has not been sent",
+    ("compute", "unshared grads"): "gradients leave before they are whole",
+    ("unshared grads", "unshared collect"): "adds what has not been sent",
+    ("collect", "unshared collect"): "an update without the last part",
+    ("unshared collect", "unshared update"): "an update without the last part",
+    ("flag", "unshared update"): "a batch that is not finite reaches the rows",
+    ("unshared update", "write"): "rows go home as they were before the update",
+    ("post", "chunk rows"): "a send without its receive",
+    ("chunk update", "chunk rows"): "**rows one step old**, some of them",
+    ("chunk update", "rows"): "**rows one step old**, some of them",
+    ("chunk rows", "compute"): "computes with rows that have not been sent",
+    ("compute", "chunk grads"): "gradients leave before they are whole",
+    ("chunk grads", "chunk collect"): "adds what has not been sent",
+    ("collect", "chunk collect"): "an update without a part before the last",
+    ("chunk collect", "chunk update"): "an update without the last part",
+    ("flag", "chunk update"): "a batch that is not finite reaches the rows",
+    ("chunk update", "write"): "rows go home as they were before the update",
 }
 
 
@@ -78,7 +78,7 @@ if __name__ == "__main__":
         Case(pool=True),
         Case(pool=True, depth=2, split=True),
         Case(pool=True, groups=2),
-        Case(pool=True, slices=2),
+        Case(pool=True, chunks=2),
     ):
         print("\n| edge | without it | pool | in place |\n|---|---|---|---|")
         for edge, verdicts in measured(case).items():

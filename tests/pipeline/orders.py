@@ -10,8 +10,8 @@ import random
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from nestpipe.pipeline.check import all_events
-from nestpipe.pipeline.schedule import PART_KINDS, Event, Kind, Schedule
+from nestpipe.pipeline.deadlock_check import all_events
+from nestpipe.pipeline.schedule import MICRO_BATCH_KINDS, Event, Kind, Schedule
 
 Needs = dict[Event, list[Event]]
 
@@ -20,25 +20,25 @@ class Edge(NamedTuple):
     """`after` of batch t needs `before` of batch t - back."""
 
     before: Kind
-    before_part: int
+    before_micro_batch: int
     back: int
     after: Kind
-    after_part: int
+    after_micro_batch: int
 
     def __str__(self) -> str:
-        first = _name(self.before, f"t{-self.back:+}" if self.back else "t", self.before_part)
-        return f"{first} -> {_name(self.after, 't', self.after_part)}"
+        first = _name(self.before, f"t{-self.back:+}" if self.back else "t", self.before_micro_batch)
+        return f"{first} -> {_name(self.after, 't', self.after_micro_batch)}"
 
 
-def _name(kind: Kind, batch: str, part: int) -> str:
-    return f"{kind}({batch}{f'.{part}' if kind in PART_KINDS else ''})"
+def _name(kind: Kind, batch: str, micro_batch: int) -> str:
+    return f"{kind}({batch}{f'.{micro_batch}' if kind in MICRO_BATCH_KINDS else ''})"
 
 
 def edges_of(schedule: Schedule) -> list[Edge]:
     """Every kind of edge, in the order of the sequential step."""
     far = 2 * schedule.depth + 8  # further on than any need looks back
     return [
-        Edge(need.kind, need.part, far - need.batch, event.kind, event.part)
+        Edge(need.kind, need.micro_batch, far - need.batch, event.kind, event.micro_batch)
         for event in all_events(schedule, far + 1)
         if event.batch == far
         for need in schedule.needs(event)
@@ -54,7 +54,7 @@ def needs_without(schedule: Schedule, num_batches: int, dropped: Edge | None = N
     for event in all_events(schedule, num_batches):
         needs = dict.fromkeys(need for need in schedule.needs(event) if need.batch < num_batches)
         for need in list(needs):
-            if Edge(need.kind, need.part, event.batch - need.batch, event.kind, event.part) == dropped:
+            if Edge(need.kind, need.micro_batch, event.batch - need.batch, event.kind, event.micro_batch) == dropped:
                 del needs[need]
                 inherited = schedule.needs(need) if inherit else ()
                 needs |= dict.fromkeys(one for one in inherited if one.batch < num_batches)
@@ -65,7 +65,7 @@ def needs_without(schedule: Schedule, num_batches: int, dropped: Edge | None = N
 def pairs_of(edge: Edge, num_batches: int) -> list[tuple[Event, Event]]:
     """All (before, after) of a kind of edge."""
     return [
-        (Event(edge.before, t - edge.back, edge.before_part), Event(edge.after, t, edge.after_part))
+        (Event(edge.before, t - edge.back, edge.before_micro_batch), Event(edge.after, t, edge.after_micro_batch))
         for t in range(max(edge.back, 0), num_batches + min(edge.back, 0))
     ]
 
@@ -111,18 +111,18 @@ def random_order(needs: Needs, seed: int | str) -> list[Event]:
     return in_order(needs, source.choice)
 
 
-def late(needs: Needs, kind: Kind, part: int) -> list[Event]:
+def late(needs: Needs, kind: Kind, micro_batch: int) -> list[Event]:
     """The sequential order, but events of one kind wait until nothing else can go on, and then the last comes first."""
     place = {event: number for number, event in enumerate(needs)}
 
     def key(event: Event) -> tuple[bool, int]:
-        waits = (event.kind, event.part) == (kind, part)
+        waits = (event.kind, event.micro_batch) == (kind, micro_batch)
         return waits, -place[event] if waits else place[event]
 
     return in_order(needs, lambda ready: min(ready, key=key))
 
 
-def early(needs: Needs, kind: Kind, part: int) -> list[Event]:
+def early(needs: Needs, kind: Kind, micro_batch: int) -> list[Event]:
     """The sequential order, but events of one kind come as soon as what they need is done, and that as soon as possible."""
     place = {event: number for number, event in enumerate(needs)}
     order: dict[Event, None] = {}
@@ -133,7 +133,7 @@ def early(needs: Needs, kind: Kind, part: int) -> list[Event]:
                 run(need)
         order[event] = None
 
-    for event in [*(one for one in needs if (one.kind, one.part) == (kind, part)), *needs]:
+    for event in [*(one for one in needs if (one.kind, one.micro_batch) == (kind, micro_batch)), *needs]:
         if event not in order:
             run(event)
     return list(order)

@@ -26,10 +26,10 @@ from tests.pipeline.orders import Edge, ancestors, needs_without
 
 KINDS: tuple[Kind, ...] = ("retrieve", "rows", "compute", "dense step", "update", "write")
 SPLIT_KINDS: tuple[Kind, ...] = (
-    *("retrieve", "cold rows", "rows", "compute", "dense step", "update", "cold update", "write"),
+    *("retrieve", "unshared rows", "rows", "compute", "dense step", "update", "unshared update", "write"),
 )
-SLICE_KINDS: tuple[Kind, ...] = (
-    *("retrieve", "rows", "next rows", "compute", "dense step", "update", "next update", "write"),
+CHUNK_KINDS: tuple[Kind, ...] = (
+    *("retrieve", "rows", "chunk rows", "compute", "dense step", "update", "chunk update", "write"),
 )
 Pattern = tuple[tuple[int, ...], ...]  # the keys of each batch
 
@@ -60,7 +60,7 @@ class RowModel:
     protect_steps: int
     pool: bool
     split: bool = False
-    slices: int = 1
+    num_chunks: int = 1
     _names: dict[Any, int] = field(default_factory=dict)  # history -> value
 
     @property
@@ -81,7 +81,7 @@ class RowModel:
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
-        return SPLIT_KINDS if self.split else SLICE_KINDS if self.slices > 1 else KINDS
+        return SPLIT_KINDS if self.split else CHUNK_KINDS if self.num_chunks > 1 else KINDS
 
     def sequential(self) -> State:
         """The state after all batches, one after the other."""
@@ -132,13 +132,13 @@ class RowModel:
     def _rows(self, state: State, t: int) -> State:
         return self._send(state, t, self._shared(t, t - 1) if self.split else self._slice(t, 0))
 
-    def _next_rows(self, state: State, t: int) -> State:
+    def _chunk_rows(self, state: State, t: int) -> State:
         return self._send(state, t, self._slice(t, 1))
 
     def _slice(self, t: int, number: int) -> set[int]:
-        return {key for key in self.pattern[t] if key % self.slices == number}
+        return {key for key in self.pattern[t] if key % self.num_chunks == number}
 
-    def _cold_rows(self, state: State, t: int) -> State:
+    def _unshared_rows(self, state: State, t: int) -> State:
         return self._send(state, t, set(self.pattern[t]) - self._shared(t, t - 1))
 
     def _send(self, state: State, t: int, keys: set[int]) -> State:
@@ -165,10 +165,10 @@ class RowModel:
     def _update(self, state: State, t: int) -> State:
         return self._change(state, t, self._shared(t, t + 1) if self.split else self._slice(t, 0))
 
-    def _next_update(self, state: State, t: int) -> State:
+    def _chunk_update(self, state: State, t: int) -> State:
         return self._change(state, t, self._slice(t, 1))
 
-    def _cold_update(self, state: State, t: int) -> State:
+    def _unshared_update(self, state: State, t: int) -> State:
         return self._change(state, t, set(self.pattern[t]) - self._shared(t, t + 1))
 
     def _change(self, state: State, t: int, keys: set[int]) -> State:
@@ -213,7 +213,7 @@ def projected(schedule: Schedule, num_batches: int, dropped: Edge | None = None)
 
 
 def kinds_of(schedule: Schedule) -> tuple[Kind, ...]:
-    return SPLIT_KINDS if schedule.split else SLICE_KINDS if schedule.slices > 1 else KINDS
+    return SPLIT_KINDS if schedule.split else CHUNK_KINDS if schedule.num_chunks > 1 else KINDS
 
 
 def events_of(num_batches: int, kinds: tuple[Kind, ...] = KINDS) -> list[Event]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from nestpipe.pipeline.stages import Clip
-from tests.pipeline.runs import differences
-from tests.ranks import run_ranks
-from tests.worlds import write_log
+from tests.pipeline.recorded_runs import differences
+from tests.rank_pool import run_ranks
+from tests.small_runs import write_log
 
 MODES = ("serial", "dual-buffer", "frozen-window", "nested")
 
@@ -36,10 +36,10 @@ def check(world_size, log, settings, arms, num_steps=8):
 def test_random_delays_change_no_bit(log, scale, world_size):
     arms = [
         {"mode": MODES[1 + seed % 3], "pool": seed % 2 == 0, "depth": 1 + seed // 3 % 3, "seed": seed}
-        | ({"split": seed // 9 % 3 == 0, "slices": 1 + 2 * (seed // 9 % 3 == 1)} if seed % 3 == 2 else {})
+        | ({"split": seed // 9 % 3 == 0, "chunks": 1 + 2 * (seed // 9 % 3 == 1)} if seed % 3 == 2 else {})
         for seed in range(scale(50, 500))
     ]
-    check(world_size, log, {"optimizer": "adagrad", "batch_size": 7, "parts": 3}, arms)
+    check(world_size, log, {"optimizer": "adagrad", "batch_size": 7, "micro_batches": 3}, arms)
 
 
 CROSS = {
@@ -51,8 +51,8 @@ CROSS = {
         "batch_size": 3,
         "num_steps": 14,
     },
-    "one part": {"parts": 1},
-    "more parts than samples": {"parts": 6, "batch_size": 2},
+    "one part": {"micro_batches": 1},
+    "more parts than samples": {"micro_batches": 6, "batch_size": 2},
     "all items": {"loss": "full"},
 }
 
@@ -61,10 +61,10 @@ CROSS = {
 @pytest.mark.parametrize("more", CROSS.values(), ids=CROSS.keys())
 def test_every_mode_and_setting(log, wide_log, scale, world_size, more):
     arms = [
-        {"mode": mode, "pool": pool, "split": split, "slices": slices, "depth": depth, "seed": seed}
+        {"mode": mode, "pool": pool, "split": split, "chunks": chunks, "depth": depth, "seed": seed}
         for depth in scale([2], [1, 2])
         for seed in range(scale(1, 8))
-        for mode, pool, split, slices in [
+        for mode, pool, split, chunks in [
             ("serial", True, False, 1),
             ("dual-buffer", True, False, 1),
             ("frozen-window", False, False, 1),
@@ -75,11 +75,11 @@ def test_every_mode_and_setting(log, wide_log, scale, world_size, more):
             ("nested", False, False, 3),
         ]
     ]
-    settings = {"batch_size": 7, "parts": 3, **more}
+    settings = {"batch_size": 7, "micro_batches": 3, **more}
     check(world_size, wide_log if "limits" in more else log, settings, arms, num_steps=settings.pop("num_steps", 6))
 
 
 def test_barriers_leave_no_trace(log):
     arms = [{"mode": mode, "pool": True, "barriers": (1, 4), "depth": 2} for mode in MODES]
-    arms += [{**arms[-1], "split": True}, {**arms[-1], "slices": 2}]
-    check(2, log, {"batch_size": 7, "parts": 2}, arms, num_steps=7)
+    arms += [{**arms[-1], "split": True}, {**arms[-1], "chunks": 2}]
+    check(2, log, {"batch_size": 7, "micro_batches": 2}, arms, num_steps=7)

@@ -37,25 +37,25 @@ BETWEEN = {
 BETWEEN_SPLIT = BETWEEN | {
     ("keys", "keys"),
     ("keys", "post"),
-    ("collect", "cold collect"),
-    ("compute", "cold grads"),
-    ("cold grads", "cold collect"),
-    ("cold collect", "cold update"),
-    ("flag", "cold update"),
+    ("collect", "unshared collect"),
+    ("compute", "unshared grads"),
+    ("unshared grads", "unshared collect"),
+    ("unshared collect", "unshared update"),
+    ("flag", "unshared update"),
     ("rows", "arrive"),
-    ("cold rows", "arrive"),
+    ("unshared rows", "arrive"),
     ("arrive", "compute"),
 }
 
 
 # Or if they come in slices.
 BETWEEN_SLICES = BETWEEN | {
-    ("compute", "next grads"),
-    ("next grads", "next collect"),
-    ("next collect", "next update"),
-    ("flag", "next update"),
+    ("compute", "chunk grads"),
+    ("chunk grads", "chunk collect"),
+    ("chunk collect", "chunk update"),
+    ("flag", "chunk update"),
 }
-CUT = {"split": {"split": True}, "slices": {"slices": 2}}
+CUT = {"split": {"split": True}, "chunks": {"num_chunks": 2}}
 
 
 def nested(depth, **cut):
@@ -114,7 +114,7 @@ def counterexample(schedule, edge, pool):
     depth = schedule.depth
     for pattern, num_homes in candidates(depth):
         events, order = events_of(len(pattern), kinds_of(schedule)), projected(schedule, len(pattern), edge)
-        model = RowModel(pattern, NUM_KEYS, num_homes, depth + 1, pool, schedule.split, schedule.slices)
+        model = RowModel(pattern, NUM_KEYS, num_homes, depth + 1, pool, schedule.split, schedule.num_chunks)
         found = explore(events, order, model.apply, model.start)
         if differing := found.differing(model.sequential()):
             return model, order, differing
@@ -122,7 +122,7 @@ def counterexample(schedule, edge, pool):
 
 
 @pytest.mark.parametrize("pool", [True, False], ids=["pool", "in place"])
-@pytest.mark.parametrize(("depth", "cut"), [(1, ""), (2, ""), (3, ""), (2, "split"), (1, "slices"), (2, "slices")])
+@pytest.mark.parametrize(("depth", "cut"), [(1, ""), (2, ""), (3, ""), (2, "split"), (1, "chunks"), (2, "chunks")])
 def test_without_an_edge_some_order_differs(depth, pool, cut):
     schedule, length = nested(depth, **CUT.get(cut, {})), depth + 4
     between, free = set(), set()
@@ -145,9 +145,9 @@ def test_without_an_edge_some_order_differs(depth, pool, cut):
             state = model.apply(state, event)
         assert state != model.sequential()
         print(f"depth {depth}, {'pool' if pool else 'in place'}, without {edge}: {' '.join(map(str, differing))}")
-    assert between == {"split": BETWEEN_SPLIT, "slices": BETWEEN_SLICES}.get(cut, BETWEEN)
+    assert between == {"split": BETWEEN_SPLIT, "chunks": BETWEEN_SLICES}.get(cut, BETWEEN)
     # Rows that stay in place and that the next batch holds too are kept from eviction by what that batch waits for.
     # Of slices one alone may be forgotten: what the next batch waits for keeps its rows back.
-    updates = {"split": [("update", "write")], "slices": [("update", "write"), ("next update", "write")]}
+    updates = {"split": [("update", "write")], "chunks": [("update", "write"), ("chunk update", "write")]}
     unneeded = {("write", "write"), *updates.get(cut, [])}
     assert free == (set() if pool else unneeded), "these edges could go"

@@ -13,31 +13,36 @@ from unittest.mock import patch
 
 import pytest
 
-from nestpipe.comm import World
+from nestpipe.distributed.process_group import World
 from nestpipe.errors import CommError, TrainError
 from nestpipe.pipeline import sequential, stages
-from nestpipe.pipeline.runner import Feed, Runner
+from nestpipe.pipeline.channels import Channels
+from nestpipe.pipeline.runner import BatchFeed, Runner
 from nestpipe.pipeline.schedule import Schedule
-from nestpipe.run import Lanes
-from tests.pipeline.runs import content, tapped
-from tests.pipeline.toy import NOT_FINITE, Case, new_toy, toy_batches
-from tests.ranks import run_ranks
+from tests.pipeline.recorded_runs import content, tapped
+from tests.pipeline.toy_training import NOT_FINITE, Case, new_toy, toy_batches
+from tests.rank_pool import run_ranks
 
 VICTIM = 1
 DEADLINE_S = 4.0
 CASE = Case(pool=True)
-MODES = ("serial", "dual-buffer", "frozen-window", "nested", "slices")
+MODES = ("serial", "dual-buffer", "frozen-window", "nested", "chunks")
 
 
 def runner_of(state, mode="nested", **wrapped):
-    slices = 2 if mode == "slices" else 1
-    schedule = Schedule.of("nested" if slices > 1 else mode, state.cut.parts, depth=1, slices=slices)
-    parts = {**stages.PART_STAGES, **{kind: stage for kind, stage in wrapped.items() if kind in stages.PART_STAGES}}
-    return Runner(state, schedule, part_stages=parts)
+    chunks = 2 if mode == "chunks" else 1
+    schedule = Schedule.of(
+        "nested" if chunks > 1 else mode, state.micro_batching.micro_batches, depth=1, num_chunks=chunks
+    )
+    micro_batches = {
+        **stages.MICRO_BATCH_STAGES,
+        **{kind: stage for kind, stage in wrapped.items() if kind in stages.MICRO_BATCH_STAGES},
+    }
+    return Runner(state, schedule, micro_batch_stages=micro_batches)
 
 
 def feed_of(rank, case=CASE, start=0, **more):
-    return Feed(batches=toy_batches(rank, start), rates=case.rates, **more)
+    return BatchFeed(batches=toy_batches(rank, start), rates=case.rates, **more)
 
 
 def stop(_):
@@ -60,15 +65,15 @@ def lanes_left():
 
 def lose_one(world: World, accident, deadline_s: float):
     """A run in whose third batch something happens to one rank: what each rank says, whom it blames, and when."""
-    lanes = Lanes.of(world)
-    for lane in (lanes.keys, lanes.rows, lanes.dense):
-        lane.deadline_s = deadline_s  # of exchanges; to start with, ranks take their time
-    state = new_toy(CASE, lanes)
+    channels = Channels.of(world)
+    for stream in (channels.keys, channels.rows, channels.dense):
+        stream.deadline_s = deadline_s  # of exchanges; to start with, ranks take their time
+    state = new_toy(CASE, channels)
 
-    def compute(state, work, part):
-        if (world.rank, work.number, part) == (VICTIM, 2, 0):
+    def compute(state, work, micro_batch):
+        if (world.rank, work.number, micro_batch) == (VICTIM, 2, 0):
             accident(work)
-        stages.compute(state, work, part)
+        stages.compute(state, work, micro_batch)
 
     start = time.monotonic()
     try:
@@ -103,12 +108,12 @@ def test_a_rank_that_fails_ends_the_others_at_once():
 
 def stop_and_go_on(world: World, mode: str):
     """One rank asks to stop while its fifth batch is read; all stop, look at what they have, and go on."""
-    lanes = Lanes.of(world)
-    state, plain = new_toy(CASE, lanes), new_toy(replace(CASE, pool=False), lanes)
+    channels = Channels.of(world)
+    state, plain = new_toy(CASE, channels), new_toy(replace(CASE, pool=False), channels)
     runner = runner_of(state, mode)
     asked = iter([False, False, False, False, True])
     wish = (lambda: next(asked, True)) if world.rank == VICTIM else (lambda: False)
-    done = [runner.run(feed_of(world.rank, asks_to_stop=wish))]
+    done = [runner.run(feed_of(world.rank, stop_requested=wish))]
     batches = toy_batches(world.rank)
     for number, batch in enumerate(islice(batches, done[0])):
         sequential.step(plain, batch, CASE.rates(number))
@@ -121,22 +126,22 @@ def stop_and_go_on(world: World, mode: str):
     return done
 
 
-@pytest.mark.parametrize("mode", ["frozen-window", "nested", "slices"])
+@pytest.mark.parametrize("mode", ["frozen-window", "nested", "chunks"])
 def test_the_wish_of_one_rank_stops_all_after_the_same_batch(mode):
     assert run_ranks(3, stop_and_go_on, mode) == [[5, 3]] * 3
 
 
 def skip_not_finite(world: World):
     """The updates and what is left in every mode; a batch is not finite on one rank."""
-    lanes, found = Lanes.of(world), []
+    channels, found = Channels.of(world), []
     for mode in (None, *MODES):
         log, logs = [], []
-        state = new_toy(replace(CASE, pool=mode is not None), lanes)
+        state = new_toy(replace(CASE, pool=mode is not None), channels)
         taps = tapped(log)
         with (
             patch.object(sequential, "update", taps.batch["update"]),
             patch.dict(stages.BATCH_STAGES, taps.batch),
-            patch.dict(stages.PART_STAGES, taps.part),
+            patch.dict(stages.MICRO_BATCH_STAGES, taps.micro_batch),
         ):
             if mode is None:
                 for number, batch in enumerate(islice(toy_batches(world.rank), 6)):
@@ -154,8 +159,8 @@ def test_a_batch_that_is_not_finite_is_skipped_alike_in_every_mode():
 
 
 def meet_not_finite(world: World, mode: str):
-    lanes = Lanes.of(world)
-    state = new_toy(replace(CASE, skip_nonfinite=False), lanes)
+    channels = Channels.of(world)
+    state = new_toy(replace(CASE, skip_nonfinite=False), channels)
     with pytest.raises(TrainError) as caught:
         runner_of(state, mode).run(feed_of(world.rank, num_batches=6))
     return str(caught.value), state.num_steps, lanes_left()

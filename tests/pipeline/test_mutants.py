@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from nestpipe.comm import World
+from nestpipe.distributed.process_group import World
 from nestpipe.errors import ConfigError
-from nestpipe.pipeline.runner import Feed, Runner
+from nestpipe.pipeline.channels import Channels
+from nestpipe.pipeline.runner import BatchFeed, Runner
 from nestpipe.pipeline.schedule import Schedule
 from nestpipe.pipeline.stages import Clip
-from nestpipe.run import Lanes
 from tests.pipeline import orders
 from tests.pipeline.mutants import broken_edges, legal_orders, random_orders
-from tests.pipeline.toy import Case, new_toy, toy_batches
+from tests.pipeline.toy_training import Case, new_toy, toy_batches
 from tests.pipeline.wrong_stages import WRONG, unprotected, weights_only_with_sgd, wrong_stages
-from tests.ranks import run_ranks
+from tests.rank_pool import run_ranks
 
 # Other needs order these anyway: what computes has its rows, and what has computed has them behind it.
 IMPLIED = {
@@ -24,8 +24,8 @@ IMPLIED = {
     "rows(t.0) -> update(t)",
     "rows(t.1) -> update(t)",
 }
-IMPLIED_IF_SPLIT = {"post(t) -> cold grads(t)", "rows(t.0) -> compute(t.0)", "cold rows(t) -> compute(t.0)"}
-IMPLIED_WITH_SLICES = {"post(t) -> next grads(t.0)"}
+IMPLIED_IF_SPLIT = {"post(t) -> unshared grads(t)", "rows(t.0) -> compute(t.0)", "unshared rows(t) -> compute(t.0)"}
+IMPLIED_WITH_SLICES = {"post(t) -> chunk grads(t.0)"}
 IMPLIED_WITH_NORM = {"dense sum(t) -> dense step(t)", "collect(t.1) -> update(t)"}
 # They bound how far reading and key routing run ahead, hence memory; no bit depends on them.
 # Both of the last wait for the same messages: they must not at the same time, which no order of whole stages shows.
@@ -34,7 +34,7 @@ BOUNDS = {("dense step", "read"), ("dense step", "keys"), ("arrive", "compute")}
 # of t-d-1 are out; those are protected (P = d+1), but those of t-d-2 are not, and nothing else keeps them back.
 ONE_TO_SPARE = {("write", "retrieve")}
 # Where rows are used in place, nothing is written back.
-NOTHING_TO_WRITE = {("update", "write"), ("next update", "write"), ("write", "write")}
+NOTHING_TO_WRITE = {("update", "write"), ("chunk update", "write"), ("write", "write")}
 
 SPLIT = Case(pool=False, split=True)
 CASES = {
@@ -42,12 +42,12 @@ CASES = {
         Case(pool=True),
         Case(pool=True, clip=Clip(0.05, rows=True)),
         SPLIT,
-        Case(pool=False, slices=2),
+        Case(pool=False, chunks=2),
     ],
     3: [
         Case(pool=True, depth=2, optimizer="adam"),
         Case(pool=True, depth=2, split=True),
-        Case(pool=True, depth=2, slices=2),
+        Case(pool=True, depth=2, chunks=2),
     ],
 }
 EVERY_CASE = [
@@ -61,7 +61,7 @@ EVERY_CASE += [
     Case(pool=pool, depth=depth, **cut)
     for pool in (True, False)
     for depth in (1, 2, 3)
-    for cut in ({"split": True}, {"slices": 2})  # of three slices of so few buckets one would be empty
+    for cut in ({"split": True}, {"chunks": 2})  # of three slices of so few buckets one would be empty
 ]
 
 
@@ -77,9 +77,9 @@ def ends(name):
         ({"clip_rows": True}, IMPLIED_WITH_NORM),
         ({"split": True}, IMPLIED_IF_SPLIT),
         ({"groups": True}, set()),
-        ({"slices": 2}, IMPLIED_WITH_SLICES),
+        ({"num_chunks": 2}, IMPLIED_WITH_SLICES),
     ],
-    ids=["plain", "clip rows", "split", "groups", "slices"],
+    ids=["plain", "clip rows", "split", "groups", "chunks"],
 )
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_the_edges_that_others_imply(depth, named, more):
@@ -138,9 +138,9 @@ def test_sgd_would_hide_state_that_stays_behind():
 
 def test_rows_in_flight_must_be_protected():
     assert run_ranks(2, unprotected) == ["differs"] * 2
-    state = new_toy(Case(pool=True, depth=2, protect_steps=2), Lanes.of(World.single()))
-    runner = Runner(state, Schedule.of("nested", state.cut.parts, depth=2))
-    feed = Feed(batches=toy_batches(0), rates=Case(pool=True).rates, num_batches=1)
+    state = new_toy(Case(pool=True, depth=2, protect_steps=2), Channels.of(World.single()))
+    runner = Runner(state, Schedule.of("nested", state.micro_batching.micro_batches, depth=2))
+    feed = BatchFeed(batches=toy_batches(0), rates=Case(pool=True).rates, num_batches=1)
     with pytest.raises(
         ConfigError, match=r"table 'item' .* 2 batches ahead: set embedding.protect_steps to at least 3"
     ):

@@ -5,17 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nestpipe.comm import World
-from nestpipe.draw import Draw
-from nestpipe.embedding.owner import Owners
-from nestpipe.embedding.route import route
-from nestpipe.embedding.spec import Lookup, Rows
-from nestpipe.embedding.wire import Narrow, narrow_of
+from nestpipe.distributed.process_group import World
+from nestpipe.embedding.buckets import Owners
+from nestpipe.embedding.lookup import Lookup, Rows
+from nestpipe.embedding.routing import route
+from nestpipe.embedding.wire_format import NarrowRows, narrow_of
 from nestpipe.jagged import Cursor
-from tests.pipeline.runs import differences
-from tests.pipeline_ranks import merged, new_state, train_steps
-from tests.ranks import run_ranks
-from tests.worlds import write_log
+from nestpipe.pipeline.micro_batch import cut_batch
+from nestpipe.rng import Rng
+from tests.embedding.sharding_ranks import merged, new_state, train_steps
+from tests.pipeline.recorded_runs import differences
+from tests.rank_pool import run_ranks
+from tests.small_runs import write_log
 
 KINDS = {
     "sample": {},
@@ -44,30 +45,34 @@ def test_every_mode_has_the_bits_of_sequential(log, kind):
         {"mode": "dual-buffer", "pool": False, "depth": 1, "seed": 1},
         {"mode": "frozen-window", "pool": False, "depth": 1, "seed": 2},
         {"mode": "nested", "pool": False, "depth": 1, "seed": 3, "split": True},
-        {"mode": "nested", "pool": False, "depth": 1, "seed": 4, "slices": 2},
+        {"mode": "nested", "pool": False, "depth": 1, "seed": 4, "chunks": 2},
     ]
-    found = run_ranks(3, differences, log, {**settings_of(kind), "parts": 3}, 5, arms)
+    found = run_ranks(3, differences, log, {**settings_of(kind), "micro_batches": 3}, 5, arms)
     assert [line for lines in found for line in lines] == []
 
 
 # fp64: sums of the same numbers in another order.
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_number_of_ranks_and_parts_trains_the_same(log, kind):
+def test_every_number_of_ranks_and_micro_batches_trains_the_same(log, kind):
     one = merged(run_ranks(1, train_steps, log, settings_of(kind), 4))
-    for world_size, parts in ((2, 3), (3, 1)):
-        other = merged(run_ranks(world_size, train_steps, log, {**settings_of(kind), "parts": parts}, 4))
+    for world_size, micro_batches in ((2, 3), (3, 1)):
+        other = merged(
+            run_ranks(world_size, train_steps, log, {**settings_of(kind), "micro_batches": micro_batches}, 4)
+        )
         for name, value in one.items():
             assert torch.allclose(value.double(), other[name].double(), rtol=1e-11, atol=1e-12), (
                 world_size,
-                parts,
+                micro_batches,
                 name,
             )
 
 
 def test_ids_that_are_only_negatives_travel_in_16_bits_and_all_others_whole(log):
-    state, loader = new_state(World.single(), log, {"loss": "shared", "parts": 2})
-    parts = state.cut.cut(loader.batch(Cursor(0, 0)))
-    plan = route([state.model.lookups(part, Draw(0, 0)) for part in parts], ["item"], state.embedding.owners)
+    state, loader = new_state(World.single(), log, {"loss": "shared", "micro_batches": 2})
+    micro_batches = cut_batch(loader.batch(Cursor(0, 0)), state.micro_batching)
+    plan = route(
+        [state.model.lookups(micro_batch, Rng(0, 0)) for micro_batch in micro_batches], ["item"], state.embedding.owners
+    )
     item, narrow = plan.tables["item"], narrow_of(plan)["item"]
     assert narrow.wire == torch.bfloat16
     used = {
@@ -103,9 +108,9 @@ def test_two_wires_for_a_table_are_refused():
 
 def test_a_message_holds_whole_rows_and_narrow_ones_in_half_the_bytes():
     rows = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
-    narrow = Narrow(torch.float16, torch.tensor([True, False, True, True, False]), [[1, 4]])
+    narrow = NarrowRows(torch.float16, torch.tensor([True, False, True, True, False]), [[1, 4]])
     data, found = narrow.pack(rows[1:], 0, 1), torch.zeros(4, 3)
-    assert data.numel() == narrow.rooms(1, [rows])[0].numel() == 3 * (2 * 4 + 2 * 2)
+    assert data.numel() == narrow.buffers(1, [rows])[0].numel() == 3 * (2 * 4 + 2 * 2)
     narrow.unpack(data, 0, 1, found)
     rounded = rows[1:].clone()
     narrow.round_(rounded, 0, 1)

@@ -6,18 +6,20 @@ from itertools import product
 
 import pytest
 
-from nestpipe.pipeline.check import ScheduleError, all_events, check, check_programs
+from nestpipe.pipeline.deadlock_check import ScheduleError, all_events, check, check_programs
 from nestpipe.pipeline.schedule import MODES, Event, Schedule
 
 
-def schedules(parts, depths):
+def schedules(micro_batches, depths):
     """Every mode with every number of parts and, where it counts, every depth."""
     return sorted(
         {
-            Schedule.of(mode, num_parts, depth=depth, clip_rows=clip_rows, groups=groups)
-            for mode, num_parts, depth, clip_rows, groups in product(MODES, parts, depths, (False, True), (False, True))
+            Schedule.of(mode, num_micro_batches, depth=depth, clip_rows=clip_rows, groups=groups)
+            for mode, num_micro_batches, depth, clip_rows, groups in product(
+                MODES, micro_batches, depths, (False, True), (False, True)
+            )
         },
-        key=lambda one: (one.mode, one.num_parts, one.depth, one.clip_rows, one.groups),
+        key=lambda one: (one.mode, one.num_micro_batches, one.depth, one.clip_rows, one.groups),
     )
 
 
@@ -28,9 +30,9 @@ def test_no_schedule_can_get_stuck(scale):
     check(Schedule.of("nested", 32, depth=4, clip_rows=True), 6, 2)
     for groups in (False, True):
         check(Schedule.of("nested", 2, depth=2, stale=True, groups=groups), 6, 2)
-    for num_parts, depth, num_batches in product((1, 2, 5), (1, 3), (1, 2, 6)):
-        check(Schedule.of("nested", num_parts, depth=depth, split=True), num_batches, 2)
-        check(Schedule.of("nested", num_parts, depth=depth, slices=3), num_batches, 2)
+    for num_micro_batches, depth, num_batches in product((1, 2, 5), (1, 3), (1, 2, 6)):
+        check(Schedule.of("nested", num_micro_batches, depth=depth, split=True), num_batches, 2)
+        check(Schedule.of("nested", num_micro_batches, depth=depth, num_chunks=3), num_batches, 2)
     for schedule in schedules((*range(1, 9), 32), range(1, 5)) if scale(0, 1) else ():
         for num_batches, world_size in product(range(1, 7), range(1, 5)):
             check(schedule, num_batches, world_size)
@@ -39,7 +41,7 @@ def test_no_schedule_can_get_stuck(scale):
 def test_every_batch_has_the_same_number_of_events():
     for schedule in schedules((1, 3), (1, 2)):
         assert len(all_events(schedule, 5)) == 5 * schedule.num_events
-    for schedule in (Schedule.of("nested", 3, split=True), Schedule.of("nested", 3, slices=4)):
+    for schedule in (Schedule.of("nested", 3, split=True), Schedule.of("nested", 3, num_chunks=4)):
         assert len(all_events(schedule, 5)) == 5 * schedule.num_events
 
 
@@ -48,10 +50,10 @@ NESTED = Schedule.of("nested", 2, depth=1)
 
 def moved(programs, event, before):
     """The programs with one event moved before another of its lane."""
-    lane = NESTED.lane_of(event.kind)
-    program = [one for one in programs[lane] if one != event]
+    stream = NESTED.stream_of(event.kind)
+    program = [one for one in programs[stream] if one != event]
     program.insert(program.index(before), event)
-    return {**programs, lane: program}
+    return {**programs, stream: program}
 
 
 @pytest.mark.parametrize(
@@ -77,13 +79,13 @@ def test_the_checker_finds_a_cycle(event, before):
     lines = str(caught.value).splitlines()[1:]
     waits = [line.strip().partition(":")[0].split(" waits for ") for line in lines]
     assert [one[1] for one in waits] == [one[0] for one in waits[1:] + waits[:1]], "the printed events are no cycle"
-    assert any(f"comes later on lane '{NESTED.lane_of(event.kind)}'" in line for line in lines)
+    assert any(f"comes later on lane '{NESTED.stream_of(event.kind)}'" in line for line in lines)
 
 
 def test_the_checker_finds_a_cycle_of_what_lets_others_pass(monkeypatch):
     """Rows two batches later come from tables that are written only then."""
     monkeypatch.setattr(
-        Schedule, "lets_pass", lambda self, event: [Event("rows", event.batch + 2)] if event.kind == "write" else []
+        Schedule, "yields_to", lambda self, event: [Event("rows", event.batch + 2)] if event.kind == "write" else []
     )
     with pytest.raises(ScheduleError, match=r"write\(0\) on rank 0 waits for rows\(2.0\) on all ranks: lets it pass"):
         check(NESTED, 6, 1)
@@ -128,40 +130,52 @@ def test_description():
 
 
 def test_a_slice_is_updated_and_its_rows_leave_while_the_next_one_travels():
-    sliced = Schedule.of("nested", 2, depth=1, slices=2)
+    sliced = Schedule.of("nested", 2, depth=1, num_chunks=2)
     assert [str(event) for event in sliced.events(2)["rows"]] == [
         *(
             "post(0)",
             "rows(0.0)",
-            "next rows(0.0)",
+            "chunk rows(0.0)",
             "rows(0.1)",
             "grads(0.0)",
             "grads(0.1)",
-            "next grads(0.0)",
+            "chunk grads(0.0)",
             "post(1)",
         ),
         *("flag(0)", "collect(0.0)", "collect(0.1)", "update(0)", "rows(1.0)"),
-        *("next collect(0.0)", "next update(0.0)", "next rows(1.0)", "rows(1.1)"),
-        *("grads(1.0)", "grads(1.1)", "next grads(1.0)", "flag(1)", "collect(1.0)", "collect(1.1)", "update(1)"),
-        *("next collect(1.0)", "next update(1.0)"),
+        *("chunk collect(0.0)", "chunk update(0.0)", "chunk rows(1.0)", "rows(1.1)"),
+        *("grads(1.0)", "grads(1.1)", "chunk grads(1.0)", "flag(1)", "collect(1.0)", "collect(1.1)", "update(1)"),
+        *("chunk collect(1.0)", "chunk update(1.0)"),
     ]
-    assert sliced.lets_pass(Event("write", 2)) == [Event("next rows", 3, 0)]
-    assert sliced.lets_pass(Event("keys", 5)) == [Event("next rows", 3, 0), Event("read", 6)]
+    assert sliced.yields_to(Event("write", 2)) == [Event("chunk rows", 3, 0)]
+    assert sliced.yields_to(Event("keys", 5)) == [Event("chunk rows", 3, 0), Event("read", 6)]
     for wrong in ({"clip_rows": True}, {"stale": True}, {"split": True}, {"groups": True}):
         with pytest.raises(ValueError, match="only nested has slices"):
-            Schedule.of("nested", 2, slices=2, **wrong)
+            Schedule.of("nested", 2, num_chunks=2, **wrong)
     with pytest.raises(ValueError, match="only nested has slices"):
-        Schedule.of("dual-buffer", 2, slices=2)
+        Schedule.of("dual-buffer", 2, num_chunks=2)
 
 
 def test_hot_rows_travel_alone():
     """Between the last gradients of a batch and the arrival of the next first rows nothing else is on the line or takes over."""
     split = Schedule.of("nested", 2, depth=1, split=True)
     assert split.events(4)["rows"][-10:] == [
-        *(Event("rows", 3, 0), Event("rows", 3, 1), Event("cold grads", 2), Event("grads", 3, 0), Event("grads", 3, 1)),
-        *(Event("flag", 3), Event("collect", 3, 0), Event("collect", 3, 1), Event("update", 3), Event("cold grads", 3)),
+        *(
+            Event("rows", 3, 0),
+            Event("rows", 3, 1),
+            Event("unshared grads", 2),
+            Event("grads", 3, 0),
+            Event("grads", 3, 1),
+        ),
+        *(
+            Event("flag", 3),
+            Event("collect", 3, 0),
+            Event("collect", 3, 1),
+            Event("update", 3),
+            Event("unshared grads", 3),
+        ),
     ]
     arrived = Event("arrive", 3)
-    for later in (Event("rows", 3, 1), Event("cold grads", 2), Event("keys", 5), Event("write", 2)):
-        assert split.lets_pass(later) == [arrived], later
-    assert split.lets_pass(Event("rows", 3, 0)) == []
+    for later in (Event("rows", 3, 1), Event("unshared grads", 2), Event("keys", 5), Event("write", 2)):
+        assert split.yields_to(later) == [arrived], later
+    assert split.yields_to(Event("rows", 3, 0)) == []

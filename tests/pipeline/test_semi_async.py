@@ -9,29 +9,29 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from nestpipe.comm import World
-from nestpipe.embedding.lagging import Kept, Lagging
+from nestpipe.distributed.process_group import World
+from nestpipe.embedding.stale_rows import PreviousRows, StaleRows
 from nestpipe.pipeline import sequential
-from nestpipe.pipeline.check import check
-from nestpipe.pipeline.runner import Feed, Runner
+from nestpipe.pipeline.channels import Channels
+from nestpipe.pipeline.deadlock_check import check
+from nestpipe.pipeline.runner import BatchFeed, Runner
 from nestpipe.pipeline.schedule import Schedule
 from nestpipe.pipeline.stages import Clip
-from nestpipe.run import Lanes
 from tests.pipeline.mutants import broken_edges, legal_orders, schedule_of
 from tests.pipeline.order_model import explore
 from tests.pipeline.orders import edges_of, is_implied
+from tests.pipeline.recorded_runs import content, differences, one_update_old, pipelined, sequential_stale
+from tests.pipeline.recorded_runs import sequential as sequential_run
 from tests.pipeline.row_model import RowModel, events_of, patterns, projected
-from tests.pipeline.runs import content, differences, one_update_old, pipelined, sequential_stale
-from tests.pipeline.runs import sequential as sequential_run
-from tests.pipeline.toy import Case, new_toy, toy_batches
-from tests.ranks import run_ranks
-from tests.worlds import write_log
+from tests.pipeline.toy_training import Case, new_toy, toy_batches
+from tests.rank_pool import run_ranks
+from tests.small_runs import write_log
 
 NUM_STEPS = 8
 # What makes rows one update old, and no older.
 STALE_EDGES = {"update(t-1) -> update(t)"}
-STALE_EDGES |= {f"rows(t+1.{part}) -> update(t)" for part in (0, 1)} | {
-    f"update(t-2) -> rows(t.{part})" for part in (0, 1)
+STALE_EDGES |= {f"rows(t+1.{micro_batch}) -> update(t)" for micro_batch in (0, 1)} | {
+    f"update(t-2) -> rows(t.{micro_batch})" for micro_batch in (0, 1)
 }
 
 
@@ -66,15 +66,15 @@ def arms_of(count, **more):
 
 
 CROSS = {
-    1: {"optimizer": "adam", "parts": 3},
-    2: {"optimizer": "adagrad", "parts": 3},
+    1: {"optimizer": "adam", "micro_batches": 3},
+    2: {"optimizer": "adagrad", "micro_batches": 3},
     3: {
-        "parts": 2,
+        "micro_batches": 2,
         "clip": Clip(0.05, rows=True),
         "limits": {"num_buckets": 8, "admit_after": 2, "max_rows_per_bucket": 30, "evict": "lfu", "protect_steps": 4},
         "batch_size": 3,
     },
-    4: {"optimizer": "adam", "parts": 1},
+    4: {"optimizer": "adam", "micro_batches": 1},
 }
 
 
@@ -88,11 +88,11 @@ def test_random_delays_and_barriers_change_no_bit(log, wide_log, scale, world_si
 
 def compared(world, log):
     """Whether these have the bits of the synchronous loop: staleness 1, staleness 0, staleness 1 after the last step."""
-    lanes, settings = Lanes.of(world), {"batch_size": 5, "parts": 2, "mode": "nested", "stale": True}
-    expected = sequential_run(world, log, settings, NUM_STEPS, lanes)
+    channels, settings = Channels.of(world), {"batch_size": 5, "micro_batches": 2, "mode": "nested", "stale": True}
+    expected = sequential_run(world, log, settings, NUM_STEPS, channels)
     never = {**settings, "sync_steps": NUM_STEPS}
     return [
-        run(world, log, one, NUM_STEPS, lanes) == expected
+        run(world, log, one, NUM_STEPS, channels) == expected
         for run, one in ((sequential_stale, settings), (sequential_stale, never), (pipelined, never))
     ]
 
@@ -104,7 +104,7 @@ def test_staleness_0_is_sequential(log):
 @pytest.mark.parametrize("period", [1, 2], ids=["shared", "apart"])
 def test_where_neighbours_share_no_ids_nothing_is_stale(period):
     """Batches of even and of odd numbers have ids of their own; with one kind of batch the same loop differs."""
-    lanes, case = Lanes.of(World.single()), Case(pool=False, admit_after=1)
+    channels, case = Channels.of(World.single()), Case(pool=False, admit_after=1)
 
     def batches(start=0):
         for number, batch in enumerate(toy_batches(0), start):
@@ -112,12 +112,12 @@ def test_where_neighbours_share_no_ids_nothing_is_stale(period):
             yield replace(batch, items=moved)
 
     ends, rates = [], []
-    plain, stale, nested = (new_toy(case, lanes) for _ in range(3))
+    plain, stale, nested = (new_toy(case, channels) for _ in range(3))
     for number, batch in enumerate(islice(batches(), 9)):
         sequential.step(plain, batch, case.rates(number))
     one_update_old(stale, islice(batches(), 9), case.rates)
-    nested.embedding.holders = {name: Lagging(one) for name, one in nested.embedding.holders.items()}
-    feed = Feed(
+    nested.embedding.row_access = {name: StaleRows(one) for name, one in nested.embedding.row_access.items()}
+    feed = BatchFeed(
         batches=batches(),
         rates=case.rates,
         num_batches=9,
@@ -135,13 +135,13 @@ def test_where_neighbours_share_no_ids_nothing_is_stale(period):
 
 def stop_and_go_on(world):
     """A wish to stop ends a stale run at a barrier that nobody had planned; going on leaves no trace of it."""
-    lanes, case = Lanes.of(world), Case(pool=True, depth=2)
-    state, plain = new_toy(case, lanes), new_toy(case, lanes)
-    state.embedding.holders = {name: Lagging(one) for name, one in state.embedding.holders.items()}
+    channels, case = Channels.of(world), Case(pool=True, depth=2)
+    state, plain = new_toy(case, channels), new_toy(case, channels)
+    state.embedding.row_access = {name: StaleRows(one) for name, one in state.embedding.row_access.items()}
     runner, asked = Runner(state, Schedule.of("nested", 2, depth=2, stale=True)), iter([False] * 4 + [True])
     wish = (lambda: next(asked, True)) if world.rank == 1 else (lambda: False)
-    done = runner.run(Feed(batches=toy_batches(world.rank), rates=case.rates, asks_to_stop=wish))
-    done += runner.run(Feed(batches=toy_batches(world.rank, done), rates=case.rates, num_batches=4))
+    done = runner.run(BatchFeed(batches=toy_batches(world.rank), rates=case.rates, stop_requested=wish))
+    done += runner.run(BatchFeed(batches=toy_batches(world.rank, done), rates=case.rates, num_batches=4))
     one_update_old(plain, islice(toy_batches(world.rank), done), case.rates)
     assert content(state) == content(plain)
     return done
@@ -151,14 +151,14 @@ def test_a_stop_that_nobody_planned_leaves_no_trace():
     assert run_ranks(2, stop_and_go_on) == [9] * 2
 
 
-def keep_late(holder, held, grads, lr, update=Lagging.update):
+def keep_late(holder, held, grads, lr, update=StaleRows.update):
     update(holder, held, grads, lr)
-    if holder.kept is not None:
-        Lagging.keep(holder, held)
+    if holder.previous is not None:
+        StaleRows.keep_previous(holder, held)
 
 
 def gather_for_all(holder, held, out=None):
-    kept = holder._first[1] if holder._first else Kept(held.ids[:0], holder.table.empty_rows(0))
+    kept = holder._first[1] if holder._first else PreviousRows(held.ids[:0], holder.table.empty_rows(0))
     return kept.lay_over(holder.inner.gather(held, out), held.ids)
 
 
@@ -167,14 +167,14 @@ def keep_nothing(holder, held):
 
 
 def caught(world, log, name, wrong):
-    settings = {"batch_size": 5, "parts": 2, "stale": True}
-    with patch.object(Lagging, name, wrong):
+    settings = {"batch_size": 5, "micro_batches": 2, "stale": True}
+    with patch.object(StaleRows, name, wrong):
         return bool(differences(world, log, settings, 6, arms_of(2, barriers=(2, 3))))
 
 
 @pytest.mark.parametrize(
     ("name", "wrong"),
-    [("keep", keep_nothing), ("update", keep_late), ("gather", gather_for_all)],
+    [("keep_previous", keep_nothing), ("update", keep_late), ("gather", gather_for_all)],
     ids=["nothing", "late", "for all"],
 )
 def test_mistakes_at_a_barrier_are_caught(log, name, wrong):
@@ -183,9 +183,9 @@ def test_mistakes_at_a_barrier_are_caught(log, name, wrong):
 
 
 def test_no_stale_schedule_can_get_stuck(scale):
-    for parts, depth in ((1, 1), (3, 1), (2, 3), (5, 2)):
+    for micro_batches, depth in ((1, 1), (3, 1), (2, 3), (5, 2)):
         for clip_rows in (False, True):
-            schedule = Schedule.of("nested", parts, depth=depth, clip_rows=clip_rows, stale=True)
+            schedule = Schedule.of("nested", micro_batches, depth=depth, clip_rows=clip_rows, stale=True)
             for num_batches in scale([1, 5], [1, 2, 3, 4, 5, 6]):
                 check(schedule, num_batches, 3)
 
@@ -257,9 +257,9 @@ def test_every_order_of_every_pattern_ends_like_the_loop(depth, scale):
 
 
 def test_kept_rows_are_found_by_id():
-    kept = Kept.read({"kept.ids": torch.tensor([7, 3, 5]), "kept.rows": torch.tensor([[7.0], [3.0], [5.0]])})
+    kept = PreviousRows.read({"kept.ids": torch.tensor([7, 3, 5]), "kept.rows": torch.tensor([[7.0], [3.0], [5.0]])})
     rows = kept.lay_over(torch.zeros(4, 1), torch.tensor([5, 4, 8, 3]))
     assert rows.flatten().tolist() == [5.0, 0.0, 0.0, 3.0]
-    assert Kept.read({}) is None
-    none = Kept(torch.empty(0, dtype=torch.int64), torch.empty(0, 1))
+    assert PreviousRows.read({}) is None
+    none = PreviousRows(torch.empty(0, dtype=torch.int64), torch.empty(0, 1))
     assert none.lay_over(torch.ones(1, 1), torch.tensor([3])).tolist() == [[1.0]]

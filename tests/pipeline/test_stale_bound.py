@@ -10,21 +10,21 @@ import pytest
 import torch
 from torch import nn
 
-from nestpipe.comm import World
+from nestpipe.distributed.process_group import World
+from nestpipe.embedding.buckets import Owners
 from nestpipe.embedding.config import DenseConfig, EmbeddingConfig
-from nestpipe.embedding.lagging import Lagging
-from nestpipe.embedding.optim import OPTIMIZERS
-from nestpipe.embedding.owner import Owners
-from nestpipe.embedding.sharded import Sharded
-from nestpipe.embedding.spec import Lookup, TableSpec
+from nestpipe.embedding.lookup import Lookup, TableSpec
+from nestpipe.embedding.row_optimizer import OPTIMIZERS
+from nestpipe.embedding.sharding import ShardedTables
+from nestpipe.embedding.stale_rows import StaleRows
 from nestpipe.embedding.table import Table
 from nestpipe.jagged import Batch, Cursor, Jagged
-from nestpipe.model import Output
+from nestpipe.models.contract import Output
 from nestpipe.pipeline import semi_async, sequential
-from nestpipe.pipeline.dense import Dense
-from nestpipe.pipeline.parts import PartsConfig
+from nestpipe.pipeline.channels import Channels
+from nestpipe.pipeline.config import MicroBatchConfig
+from nestpipe.pipeline.dense_params import DenseParams
 from nestpipe.pipeline.stages import Rates, TrainState
-from nestpipe.run import Lanes
 
 NUM_ROWS, DIM, NUM_DENSE = 5, 3, 3
 SIZE = NUM_ROWS * DIM + NUM_DENSE  # of the vector that is sought; a batch has as many samples
@@ -58,13 +58,13 @@ class Quadratic(nn.Module):
             self._known[number] = (turned * spectrum.sqrt()).T, self._noise * slope / slope.norm()
         return self._known[number]
 
-    def lookups(self, batch, draw):
+    def lookups(self, batch, rng):
         return {"rows": Lookup(table="row", ids=batch.items.values)}
 
     def weight(self, batch):
         return 1.0
 
-    def forward(self, rows, batch, draw):
+    def forward(self, rows, batch, rng):
         own, (directions, slope) = batch.sample_ids % SIZE, self.of(batch.cursor.number)
         x = rows["rows"].gather().view(batch.num_samples, NUM_ROWS * DIM)
         away = torch.cat([x, self.x.expand(batch.num_samples, -1)], 1) - self.optimum
@@ -80,13 +80,18 @@ def batch_of(number):
 
 def distances(model, rate, num_steps, *, stale):
     """From the optimum, at the start and after every step, by the real stages on a real table."""
-    lanes, config = Lanes.of(World.single()), EmbeddingConfig(optimizer="sgd")
+    channels, config = Channels.of(World.single()), EmbeddingConfig(optimizer="sgd")
     table = Table(model.tables[0], OPTIMIZERS["sgd"](config), seed=0, config=config, dtype=torch.float64)
-    embedding = Sharded({"row": table}, lanes.keys, lanes.rows, Owners(64, 1))
-    embedding.holders = {"row": Lagging(embedding.holders["row"])}
-    dense = Dense(model, DenseConfig(optimizer="sgd"), lanes.dense)
+    embedding = ShardedTables({"row": table}, channels.keys, channels.rows, Owners(64, 1))
+    embedding.row_access = {"row": StaleRows(embedding.row_access["row"])}
+    dense = DenseParams(model, DenseConfig(optimizer="sgd"), channels.dense)
     state = TrainState(
-        model=model, embedding=embedding, dense=dense, control=lanes.control, seed=0, cut=PartsConfig(parts=2)
+        model=model,
+        embedding=embedding,
+        dense=dense,
+        control=channels.control,
+        seed=0,
+        micro_batching=MicroBatchConfig(micro_batches=2),
     )
     run, found = semi_async.step_to_barrier if stale else sequential.step, []
     for number in range(num_steps + 1):

@@ -13,20 +13,20 @@ from unittest.mock import patch
 
 import torch
 
-from nestpipe.comm import World
-from nestpipe.embedding import asking, groups, pieces
-from nestpipe.embedding.held import InPlace, Pool
-from nestpipe.embedding.ids import among
-from nestpipe.embedding.ledger import Ledger
-from nestpipe.embedding.route import own_requests
-from nestpipe.embedding.rows import Arrived
+from nestpipe.distributed.process_group import World
+from nestpipe.embedding import chunked_exchange, id_exchange, replica_groups
+from nestpipe.embedding.admission import UsageLedger
+from nestpipe.embedding.prefetch_buffer import InPlaceRows, PrefetchBuffer
+from nestpipe.embedding.routing import own_requests
+from nestpipe.embedding.row_ops import ArrivedGrads
 from nestpipe.embedding.table import WEIGHTS, Table
+from nestpipe.embedding.unique_ids import among
 from nestpipe.embedding.window import Window
 from nestpipe.pipeline import sequential, stages
 from nestpipe.pipeline.schedule import Kind
 from tests.pipeline import orders
 from tests.pipeline.mutants import NUM_BATCHES, Arena, plain, schedule_of
-from tests.pipeline.toy import Case
+from tests.pipeline.toy_training import Case
 
 Patch = Callable[[Case], AbstractContextManager[object]]
 
@@ -40,12 +40,12 @@ def state_not_taken(case: Case) -> AbstractContextManager[object]:
         weights = pool.table.gather(homes.index_select(0, known))
         pool._columns.scatter(WEIGHTS, slots.index_select(0, known), weights)
 
-    return patch.object(Pool, "_load", load)
+    return patch.object(PrefetchBuffer, "_load", load)
 
 
 def state_not_brought_home(case: Case) -> AbstractContextManager[object]:
     """Only weights are written back to the table."""
-    write, release = Table.write, Pool.release
+    write, release = Table.write, PrefetchBuffer.release
 
     def only_weights(table, slots, rows):
         write(table, slots, {WEIGHTS: rows[WEIGHTS]})
@@ -54,23 +54,23 @@ def state_not_brought_home(case: Case) -> AbstractContextManager[object]:
         with patch.object(Table, "write", only_weights):
             release(pool, held)
 
-    return patch.object(Pool, "release", releasing)
+    return patch.object(PrefetchBuffer, "release", releasing)
 
 
 def reordered(key: Callable[[int, int], Any]) -> AbstractContextManager[object]:
     """The owner adds what arrives for a row by another key of (part, asking rank)."""
-    return patch.object(asking, "own_requests", _sorted_by(key))
+    return patch.object(id_exchange, "own_requests", _sorted_by(key))
 
 
 def _sorted_by(key: Callable[[int, int], Any]) -> Callable[..., Any]:
     """`own_requests` with another order of sums."""
 
-    def own(ids, last_part, first_counts):
-        found = own_requests(ids, last_part, first_counts)
+    def own(ids, last_micro_batch, first_counts):
+        found = own_requests(ids, last_micro_batch, first_counts)
         keys = [
-            key(part, asker)
-            for part, counts in enumerate(found.arrival_counts)
-            for asker, count in enumerate(counts)
+            key(micro_batch, requester)
+            for micro_batch, counts in enumerate(found.arrival_counts)
+            for requester, count in enumerate(counts)
             for _ in range(count)
         ]
         pieces = found.arrivals.split(found.starts.diff().tolist())
@@ -82,33 +82,33 @@ def _sorted_by(key: Callable[[int, int], Any]) -> Callable[..., Any]:
 
 def ranks_backwards(case: Case) -> AbstractContextManager[object]:
     """Arrivals of a part are added from the last rank to the first."""
-    return reordered(lambda part, asker: (part, -asker))
+    return reordered(lambda micro_batch, requester: (micro_batch, -requester))
 
 
 def rank_by_rank(case: Case) -> AbstractContextManager[object]:
     """Arrivals are added by (rank, part) instead of (part, rank)."""
-    return reordered(lambda part, asker: (asker, part))
+    return reordered(lambda micro_batch, requester: (requester, micro_batch))
 
 
-def parts_backwards(case: Case) -> AbstractContextManager[object]:
+def micro_batches_backwards(case: Case) -> AbstractContextManager[object]:
     """The asker adds the gradients of its parts from the last to the first."""
     seen: dict[int, list[Any]] = {}
 
-    def add_grads(window, part, leaves):
-        (name, asked), *_ = window.asked.items()
-        parts = seen.setdefault(id(window), [window])  # kept, so that no other window gets its id
+    def add_grads(window, micro_batch, leaves):
+        (name, asked), *_ = window.requester.items()
+        micro_batches = seen.setdefault(id(window), [window])  # kept, so that no other window gets its id
         grad = leaves[name].grad
-        parts.append(torch.zeros_like(asked.leaves[part]) if grad is None else grad)
+        micro_batches.append(torch.zeros_like(asked.local_rows[micro_batch]) if grad is None else grad)
         before = [
             dict(zip(again.tolist(), source.tolist(), strict=True))
-            for again, source in zip(asked.plan.again, asked.plan.source, strict=True)
+            for again, source in zip(asked.plan.repeated, asked.plan.source, strict=True)
         ]
-        asked.grads[part] = parts[-1].clone()
-        for position in before[part]:
-            number, place = part, position
+        asked.grads[micro_batch] = micro_batches[-1].clone()
+        for position in before[micro_batch]:
+            number, place = micro_batch, position
             while place in before[number]:
                 number, place = divmod(before[number][place], 1 << 32)
-                asked.grads[part][position] += parts[1 + number][place]
+                asked.grads[micro_batch][position] += micro_batches[1 + number][place]
 
     return patch.object(Window, "add_grads", add_grads)
 
@@ -116,20 +116,22 @@ def parts_backwards(case: Case) -> AbstractContextManager[object]:
 def fused_optimizer(case: Case) -> AbstractContextManager[object]:
     """Rows are updated by the gradients of each part as they come, instead of once by their sum."""
 
-    def collect(state, work, part):
-        stages.collect(state, work, part)
-        for name, (owned,) in work.window.owned.items():
+    def collect(state, work, micro_batch):
+        stages.collect(state, work, micro_batch)
+        for name, (owned,) in work.window.owner_chunks.items():
             dim, requests = state.embedding.tables[name].spec.dim, owned.requests
             came = [
-                work.window.sent_sums[part, 0][name].arrivals[asker] if number == part else torch.zeros(count, dim)
+                work.window.grad_messages[micro_batch, 0][name].received[requester]
+                if number == micro_batch
+                else torch.zeros(count, dim)
                 for number, counts in enumerate(requests.arrival_counts)
-                for asker, count in enumerate(counts)
+                for requester, count in enumerate(counts)
             ]
-            sums = Arrived(came, requests.starts, requests.arrivals).total()
-            state.embedding.holders[name].update(owned.held, sums, work.rates.rows)
+            sums = ArrivedGrads(came, requests.starts, requests.arrivals).total()
+            state.embedding.row_access[name].update(owned.row_refs, sums, work.rates.rows)
             owned.totals = torch.zeros_like(sums)
 
-    return patch.dict(stages.PART_STAGES, {"collect": collect})
+    return patch.dict(stages.MICRO_BATCH_STAGES, {"collect": collect})
 
 
 def flag_ignored_by_rows(case: Case) -> AbstractContextManager[object]:
@@ -147,21 +149,21 @@ def flag_ignored_by_slices(case: Case) -> AbstractContextManager[object]:
 
     def next_update(state, work, number):
         skipped, work.skipped = work.skipped, False
-        stages.next_update(state, work, number)
+        stages.chunk_update(state, work, number)
         work.skipped = skipped
 
-    return patch.dict(stages.PART_STAGES, {"next update": next_update})
+    return patch.dict(stages.MICRO_BATCH_STAGES, {"chunk update": next_update})
 
 
 def slices_one_ahead(case: Case) -> AbstractContextManager[object]:
     """The first rows of a slice leave with those of the slice before, when that one is updated."""
 
-    def rows(state, work, part):
-        stages.rows(state, work, part)
-        if part == 0:
-            stages.next_rows(state, work, 0)
+    def rows(state, work, micro_batch):
+        stages.rows(state, work, micro_batch)
+        if micro_batch == 0:
+            stages.chunk_rows(state, work, 0)
 
-    return patch.dict(stages.PART_STAGES, {"rows": rows, "next rows": lambda state, work, number: None})
+    return patch.dict(stages.MICRO_BATCH_STAGES, {"rows": rows, "chunk rows": lambda state, work, number: None})
 
 
 def flag_of_own_rank(case: Case) -> AbstractContextManager[object]:
@@ -189,7 +191,7 @@ def rate_not_captured(case: Case) -> Iterator[None]:
 @contextmanager
 def victims_pinned_by_flight(case: Case) -> Iterator[None]:
     """A row may be evicted unless it is in this batch or in the pool at this moment."""
-    take, choose = Pool.take, Ledger.choose
+    take, choose = PrefetchBuffer.take, UsageLedger.choose
     held: list[torch.Tensor] = []
 
     def taking(pool, ids, step):
@@ -207,7 +209,7 @@ def victims_pinned_by_flight(case: Case) -> Iterator[None]:
         steps.index_copy_(0, slots, kept)
         return victims
 
-    with patch.object(Pool, "take", taking), patch.object(Ledger, "choose", choosing):
+    with patch.object(PrefetchBuffer, "take", taking), patch.object(UsageLedger, "choose", choosing):
         yield
 
 
@@ -229,13 +231,16 @@ def admission_at_update(case: Case) -> Iterator[None]:
     def late(update):
         def updating(holder, held, grads, lr):
             homes = holder.table._index.find(held.ids)
-            slots = homes if isinstance(holder, InPlace) else held.slots
+            slots = homes if isinstance(holder, InPlaceRows) else held.slots
             rowless = (homes < 0).nonzero().flatten()
-            update(holder, replace(held, homes=homes, slots=slots, rowless=rowless), grads, lr)
+            update(holder, replace(held, table_slots=homes, slots=slots, rowless=rowless), grads, lr)
 
         return updating
 
-    with patch.object(Pool, "update", late(Pool.update)), patch.object(InPlace, "update", late(InPlace.update)):
+    with (
+        patch.object(PrefetchBuffer, "update", late(PrefetchBuffer.update)),
+        patch.object(InPlaceRows, "update", late(InPlaceRows.update)),
+    ):
         yield
 
 
@@ -254,10 +259,10 @@ def values_drawn_in_turn(case: Case) -> Iterator[None]:
 
 def hot_by_one_rank(case: Case) -> AbstractContextManager[object]:
     """A row counts as shared by neighbouring batches only if rank 1 asks for it in both; other ranks are not looked at."""
-    tell = pieces.tell_hot
+    tell = chunked_exchange.exchange_shared
 
     def asked_by_one(window):
-        requests = window.owned["item"][0].requests
+        requests = window.owner_chunks["item"][0].requests
         begin, size = (sum(counts) for counts in requests.first_counts[:2])
         return requests.ids.index_select(0, requests.places[begin : begin + size])
 
@@ -268,37 +273,39 @@ def hot_by_one_rank(case: Case) -> AbstractContextManager[object]:
             both = torch.isin(ids, own[0]) & torch.isin(ids, own[1])
             return among(ids, others) & both.to(torch.uint8)
 
-        with patch.object(pieces, "among", among_own):
+        with patch.object(chunked_exchange, "among", among_own):
             tell(window, before, where)
 
-    return patch.object(pieces, "tell_hot", telling)
+    return patch.object(chunked_exchange, "exchange_shared", telling)
 
 
 def groups_backwards(case: Case) -> AbstractContextManager[object]:
     """Replicas add the sums of groups from the last group to the first."""
-    return patch.object(groups, "own_requests", _sorted_by(lambda part, group: -group))
+    return patch.object(replica_groups, "own_requests", _sorted_by(lambda micro_batch, group: -group))
 
 
 def own_group_first(case: Case) -> AbstractContextManager[object]:
     """Replicas add the sum of their own group first, so that each has bits of its own."""
-    unite = groups.Union.of
+    unite = replica_groups.GroupUnion.of
 
     def united(own, ids, counts, order, *, group):
-        with patch.object(groups, "own_requests", _sorted_by(lambda part, other: (other != group, other))):
+        with patch.object(
+            replica_groups, "own_requests", _sorted_by(lambda micro_batch, other: (other != group, other))
+        ):
             return unite(own, ids, counts, order, group=group)
 
-    return patch.object(groups.Union, "of", united)
+    return patch.object(replica_groups.GroupUnion, "of", united)
 
 
 def weight_of_own_group(case: Case) -> AbstractContextManager[object]:
     """Each group divides by the weight of its own ranks."""
-    unite = Window._unite
+    unite = Window._unite_groups
 
     def united(window, replicas, told, where):
         unite(window, replicas, told, where)
         return told
 
-    return patch.object(Window, "_unite", united)
+    return patch.object(Window, "_unite_groups", united)
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,8 +326,8 @@ WRONG = [
     Wrong(state_not_brought_home, POOL),
     Wrong(state_not_brought_home, replace(POOL, optimizer="adam")),
     Wrong(ranks_backwards, IN_PLACE, min_ranks=3),
-    Wrong(rank_by_rank, replace(IN_PLACE, num_parts=3, admit_after=1), min_ranks=3),
-    Wrong(parts_backwards, replace(IN_PLACE, num_parts=3, admit_after=1)),
+    Wrong(rank_by_rank, replace(IN_PLACE, num_micro_batches=3, admit_after=1), min_ranks=3),
+    Wrong(micro_batches_backwards, replace(IN_PLACE, num_micro_batches=3, admit_after=1)),
     Wrong(fused_optimizer, IN_PLACE),
     Wrong(flag_ignored_by_rows, IN_PLACE),
     Wrong(flag_of_own_rank, POOL),
@@ -330,13 +337,13 @@ WRONG = [
     Wrong(admission_at_update, IN_PLACE, everywhere=True),
     Wrong(admission_at_update, POOL, everywhere=True),
     Wrong(values_drawn_in_turn, POOL, everywhere=True),
-    Wrong(hot_by_one_rank, replace(IN_PLACE, split=True), ("early", "cold rows")),
-    Wrong(hot_by_one_rank, replace(POOL, split=True), ("late", "cold update")),
+    Wrong(hot_by_one_rank, replace(IN_PLACE, split=True), ("early", "unshared rows")),
+    Wrong(hot_by_one_rank, replace(POOL, split=True), ("late", "unshared update")),
     Wrong(ranks_backwards, replace(IN_PLACE, split=True), min_ranks=3),
-    Wrong(ranks_backwards, replace(IN_PLACE, slices=2), min_ranks=3),
-    Wrong(flag_ignored_by_slices, replace(IN_PLACE, slices=2)),
-    Wrong(slices_one_ahead, replace(IN_PLACE, slices=2), ("late", "next update")),
-    Wrong(slices_one_ahead, replace(POOL, slices=2), ("late", "next update")),
+    Wrong(ranks_backwards, replace(IN_PLACE, chunks=2), min_ranks=3),
+    Wrong(flag_ignored_by_slices, replace(IN_PLACE, chunks=2)),
+    Wrong(slices_one_ahead, replace(IN_PLACE, chunks=2), ("late", "chunk update")),
+    Wrong(slices_one_ahead, replace(POOL, chunks=2), ("late", "chunk update")),
     Wrong(groups_backwards, replace(IN_PLACE, groups=3, admit_after=1), min_ranks=3),
     Wrong(own_group_first, replace(IN_PLACE, groups=3, admit_after=1), min_ranks=3),
     Wrong(weight_of_own_group, replace(POOL, groups=3), min_ranks=3),
@@ -349,12 +356,12 @@ def wrong_stages(world: World) -> list[tuple[str, Case, str]]:
     for wrong in (one for one in WRONG if one.min_ranks <= world.size):
         needs = orders.needs_without(schedule_of(wrong.case), NUM_BATCHES)
         order = getattr(orders, wrong.order[0])(needs, wrong.order[1], 0)
-        expected = plain(wrong.case, arena.lanes(wrong.case))
+        expected = plain(wrong.case, arena.channels(wrong.case))
         right = arena.verdict(expected, wrong.case, order)
         assert right == "equal", f"{wrong} shows nothing: its order differs anyhow"
         with wrong.patch(wrong.case):
             if wrong.everywhere:
-                expected = plain(wrong.case, arena.lanes(wrong.case))
+                expected = plain(wrong.case, arena.channels(wrong.case))
             said = arena.verdict(expected, wrong.case, order)
         found.append((wrong.patch.__name__, wrong.case, said))
     return found
@@ -364,7 +371,7 @@ def unprotected(world: World) -> str:
     """Eviction of rows that a batch in flight holds: `protect_steps` far below the depth."""
     arena, case = Arena(world), Case(pool=False, depth=2, protect_steps=1)
     order = orders.early(orders.needs_without(schedule_of(case), NUM_BATCHES), "retrieve", 0)
-    return arena.verdict(plain(case, arena.lanes(case)), case, order)
+    return arena.verdict(plain(case, arena.channels(case)), case, order)
 
 
 def weights_only_with_sgd(world: World) -> str:
@@ -372,4 +379,4 @@ def weights_only_with_sgd(world: World) -> str:
     arena, case = Arena(world), Case(pool=True, optimizer="sgd")
     order = orders.early(orders.needs_without(schedule_of(case), NUM_BATCHES), "retrieve", 0)
     with state_not_brought_home(case), state_not_taken(case):
-        return arena.verdict(plain(case, arena.lanes(case)), case, order)
+        return arena.verdict(plain(case, arena.channels(case)), case, order)

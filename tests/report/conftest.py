@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.report.runs import ranking_run, retrieval_run
+from tests.report.reported_runs import ranking_run, retrieval_run
 
 
 @pytest.fixture(scope="session")

@@ -6,10 +6,10 @@ import shutil
 
 import pytest
 
-from nestpipe.report.command import write_report
+from nestpipe.cli.report import write_report
 from nestpipe.report.page import SECTIONS
 from tests.report.browser import browser, is_there
-from tests.report.runs import on_two_ranks
+from tests.report.reported_runs import on_two_ranks
 
 NAME = '<script>document.title="owned"<img src=x onerror=alert(1)>'
 _OVERFLOW = """

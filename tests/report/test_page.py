@@ -10,12 +10,12 @@ from html.parser import HTMLParser
 import pytest
 
 from nestpipe.cli import main
+from nestpipe.cli.report import write_report
 from nestpipe.config import Config, flat
 from nestpipe.recipes import RECIPES
-from nestpipe.report.command import write_report
-from nestpipe.report.facts import read_facts
+from nestpipe.report.inputs import read_facts
 from nestpipe.report.page import SECTIONS, page
-from tests.report.runs import on_two_ranks
+from tests.report.reported_runs import on_two_ranks
 
 VOID = {"meta", "link"}
 

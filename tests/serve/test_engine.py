@@ -13,16 +13,16 @@ from nestpipe.data.sequences import truncate
 from nestpipe.errors import DataError, PrefixError
 from nestpipe.jagged import Batch, Cursor, Jagged, offsets_of
 from nestpipe.models.ranking import Ranking
-from nestpipe.serve.cache import State
 from nestpipe.serve.config import TriggerConfig
 from nestpipe.serve.engine import Engine
 from nestpipe.serve.event_log import EventLog
-from nestpipe.serve.histories import of_user, stored
-from nestpipe.serve.jobs import BusyError, LateError
-from nestpipe.serve.lineup import Lineup
-from nestpipe.serve.measure import Sample, fit, measure
-from nestpipe.serve.prefix import Served
-from tests.serve.world import (
+from nestpipe.serve.kv_cache import EntryState
+from nestpipe.serve.latency_model import LatencySample, fit, measure_costs
+from nestpipe.serve.model_versions import ModelVersions
+from nestpipe.serve.prefill import ServedModel
+from nestpipe.serve.requests import BusyError, LateError
+from nestpipe.serve.user_history import of_user, stored
+from tests.serve.small_rankers import (
     ASKED,
     BLOCK,
     MAX_LEN,
@@ -94,7 +94,7 @@ def test_every_path_gives_the_scores_of_full_inference(runs, served, tmp_path, c
     signal(engine, 4)
     engine._take_in()
     assert engine._prefill()
-    assert engine.cache.peek_state(engine._works[0].asked.key) == State.COMPUTING
+    assert engine.cache.peek_state(engine._works[0].asked.key) == EntryState.COMPUTING
     joined, other = rank(engine, 4, ITEMS), rank(engine, 5, ITEMS, slack_s=50.0)
     engine.step()
     assert other.reply.result(0).path == "full", "a rank that is more urgent does not wait for a whole prefill"
@@ -107,7 +107,7 @@ def test_every_path_gives_the_scores_of_full_inference(runs, served, tmp_path, c
 
 def test_the_served_top_ten_is_that_of_evaluation(runs, served, engine):
     """100 users, the whole catalogue."""
-    scorer = runs("hstu").scorer()
+    scorer = runs("hstu").predictor()
     for user in range(100):
         predicted = evaluated(scorer, asked_of(engine, user).history)
         if user % 2:
@@ -132,7 +132,7 @@ def test_a_history_is_cut_as_in_training(engine, log):
 
 def test_test_events_get_the_numbers_of_the_report(runs, engine, log):
     """Held-out events, each asked for with the history that the caller sends, as evaluation predicts them."""
-    found = runs("hstu").scorer().predict()
+    found = runs("hstu").predictor().predict()
     for place in range(0, len(found.event), 23):
         user = int(log.users[found.user[place]])
         first = int(log.offsets[found.user[place]])
@@ -209,7 +209,7 @@ def test_prefixes_of_other_weights_are_not_found_and_not_accepted(runs, served, 
     (kept,) = engine.cache.peek_user(3)
     old = engine.lineup.main.ranker
     changed = type(old)(old.model, old._rows, weights="another digest", schema="")
-    engine.use(Lineup(Served(changed, engine.lineup.main._builder, name="new", block=BLOCK)))
+    engine.use(ModelVersions(ServedModel(changed, engine.lineup.main._builder, name="new", block=BLOCK)))
     found = answer(engine, 3)
     assert (found.path, found.model) == ("full", "new")
     now = asked_of(engine, 3)
@@ -224,7 +224,7 @@ def test_a_prefix_that_the_contract_refuses_is_ranked_in_full(engine, monkeypatc
     signal(engine, 4)
     settle(engine)
     (wrong,) = engine.cache.peek_user(4)
-    monkeypatch.setattr(engine.cache, "peek_state", lambda key: State.READY)
+    monkeypatch.setattr(engine.cache, "peek_state", lambda key: EntryState.READY)
     monkeypatch.setattr(engine.cache, "pin", lambda key, holder, **_: wrong)
     found = answer(engine, 3)
     assert (found.path, found.prefix_len) == ("full", 0)
@@ -262,7 +262,7 @@ def test_an_anchored_model_is_filled_at_once_and_never_extended(runs, tmp_path, 
 
 
 def test_what_cannot_be_afforded_is_degraded_and_says_so(runs, served, tmp_path, clock):
-    known = measure(
+    known = measure_costs(
         served(), make_engine(runs("hstu"), tmp_path / "a", served=served()).histories, chunk=8, num_candidates=40
     )
     engine = make_engine(runs("hstu"), tmp_path, clock=clock, served=served(), known=known)
@@ -281,7 +281,7 @@ def test_what_cannot_be_afforded_is_degraded_and_says_so(runs, served, tmp_path,
 
 
 def test_a_shorter_history_is_scored_as_that_history(runs, served, tmp_path, clock):
-    sized = [Sample(k, n, c, float(n + c)) for n in (1, 8, 32) for c in (1, 40) for k in ("full", "hit", "pre")]
+    sized = [LatencySample(k, n, c, float(n + c)) for n in (1, 8, 32) for c in (1, 40) for k in ("full", "hit", "pre")]
     engine = make_engine(runs("hstu"), tmp_path, clock=clock, served=served(), known=fit(sized))
     num = asked_of(engine, 3).num_events
     found = answer(engine, 3, slack_s=(num + NUM_ITEMS - 5) / 1000)
@@ -295,7 +295,7 @@ def test_a_shorter_history_is_scored_as_that_history(runs, served, tmp_path, clo
 
 
 def test_a_shorter_history_stays_one_if_its_batch_fails(runs, served, tmp_path, clock, monkeypatch):
-    sized = [Sample(k, n, c, float(n + c)) for n in (1, 8, 32) for c in (1, 40) for k in ("full", "hit", "pre")]
+    sized = [LatencySample(k, n, c, float(n + c)) for n in (1, 8, 32) for c in (1, 40) for k in ("full", "hit", "pre")]
     engine = make_engine(runs("hstu"), tmp_path, clock=clock, served=served(), known=fit(sized))
     call, failures = engine._call, [RuntimeError("no memory for so many")]
 
@@ -436,11 +436,11 @@ def test_a_held_prefix_is_released_by_its_request_alone(engine):
     signal(engine, 3, "mine", ttl_s=1000.0)
     settle(engine)
     key = asked_of(engine, 3).key
-    assert engine.cache.peek_state(key) == State.PINNED
+    assert engine.cache.peek_state(key) == EntryState.PINNED
     assert not engine.release("another")
-    assert engine.cache.peek_state(key) == State.PINNED
+    assert engine.cache.peek_state(key) == EntryState.PINNED
     assert engine.release("mine")
-    assert engine.cache.peek_state(key) == State.READY
+    assert engine.cache.peek_state(key) == EntryState.READY
     assert not engine.release("mine")
 
 
@@ -508,7 +508,7 @@ def test_whatever_becomes_of_a_hit_nothing_stays_pinned(engine, monkeypatch):
         monkeypatch.setattr(engine, "_call", way)
         assert answer(engine, 3, request=path).path == path
         key = asked_of(engine, 3).key
-        assert engine.cache.peek_state(key) in {State.READY, State.HOST}
+        assert engine.cache.peek_state(key) in {EntryState.READY, EntryState.HOST}
         monkeypatch.undo()
 
 

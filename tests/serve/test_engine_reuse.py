@@ -9,24 +9,24 @@ import pytest
 from nestpipe.errors import DataError
 from nestpipe.serve.config import TriggerConfig
 from nestpipe.serve.event_log import EventLog
-from nestpipe.serve.measure import Sample, fit
-from nestpipe.serve.prefix import Served
+from nestpipe.serve.latency_model import LatencySample, fit
+from nestpipe.serve.prefill import ServedModel
+from tests.serve.small_rankers import costs, make_engine, rank, settle, signal
 from tests.serve.test_engine import ITEMS, add, answer, asked_of, same
-from tests.serve.world import costs, make_engine, rank, settle, signal
 
 
 def test_a_joiner_waits_as_long_as_waiting_is_in_time(runs, served, tmp_path, clock, monkeypatch):
     """And not until full inference does not fit any more, to get a shorter history then."""
-    sized = [Sample(k, n, 1, float(n)) for n in (8, 16, 32) for k in ("full", "pre")]
-    known = fit([*sized, *(Sample("hit", n, 1, 1.0) for n in (8, 16, 32))])
+    sized = [LatencySample(k, n, 1, float(n)) for n in (8, 16, 32) for k in ("full", "pre")]
+    known = fit([*sized, *(LatencySample("hit", n, 1, 1.0) for n in (8, 16, 32))])
     engine = make_engine(runs("hstu"), tmp_path, clock=clock, served=served(), known=known)
-    fill = Served.fill
+    fill = ServedModel.fill
 
     def slow(self, *arguments, **options):
         clock.now += 0.007
         return fill(self, *arguments, **options)
 
-    monkeypatch.setattr(Served, "fill", slow)
+    monkeypatch.setattr(ServedModel, "fill", slow)
     user = next(one for one in range(50) if asked_of(engine, one).num_events >= 24)
     signal(engine, user)
     engine._take_in()
@@ -53,8 +53,8 @@ def test_what_a_rank_waits_for_is_ended_in_one_go(engine, monkeypatch):
     signal(engine, user)
     engine._take_in()
     engine._prefill()
-    chunks, fill = [], Served.fill
-    monkeypatch.setattr(Served, "fill", lambda self, *a, **k: chunks.append(k["chunk"]) or fill(self, *a, **k))
+    chunks, fill = [], ServedModel.fill
+    monkeypatch.setattr(ServedModel, "fill", lambda self, *a, **k: chunks.append(k["chunk"]) or fill(self, *a, **k))
     assert answer(engine, user).path == "join"
     assert len(chunks) == 1
 
@@ -134,8 +134,10 @@ def ranked_late(runs, served, tmp_path, clock, monkeypatch, *, signalled, wrap):
     """The engine after a request that comes too late for its prefix, with full inference wrapped."""
     trigger, known = TriggerConfig(budget_ms=9.0, lead_ms=35.0, burst_ms=1e9), costs(full=10, hit=1, pre=12)
     engine = make_engine(runs("hstu"), tmp_path, clock=clock, served=served(), known=known, trigger=trigger)
-    made = Served.scores_and_prefixes
-    monkeypatch.setattr(Served, "scores_and_prefixes", lambda self, *asked: wrap(engine, partial(made, self, *asked)))
+    made = ServedModel.scores_and_prefixes
+    monkeypatch.setattr(
+        ServedModel, "scores_and_prefixes", lambda self, *asked: wrap(engine, partial(made, self, *asked))
+    )
     if signalled:
         signal(engine, 3)
         engine._take_in()

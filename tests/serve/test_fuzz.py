@@ -7,18 +7,18 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from nestpipe.serve.cascade import Cascade, LocalUpstream
+from nestpipe.gateway.candidates import retriever_of
+from nestpipe.gateway.cascade import Cascade, LocalCandidateStages
+from nestpipe.gateway.gateway import Gateway
+from nestpipe.gateway.instance_client import InstanceClient
+from nestpipe.gateway.router import InstanceAddress as Member
+from nestpipe.gateway.router import Members
+from nestpipe.serve.api import Instance
 from nestpipe.serve.config import Limits, Stages, TriggerConfig
-from nestpipe.serve.gateway import Gateway
-from nestpipe.serve.http import Instance
-from nestpipe.serve.remote import Remote
-from nestpipe.serve.retrieval import retriever_of
-from nestpipe.serve.router import Instance as Member
-from nestpipe.serve.router import Members
-from tests.serve.documented import check_answers
-from tests.serve.instances import Served as Server
-from tests.serve.test_cascade import TLS
-from tests.serve.world import make_engine
+from tests.gateway.fake_instances import Served as Server
+from tests.gateway.test_cascade import TLS
+from tests.serve.openapi_requests import check_answers
+from tests.serve.small_rankers import make_engine
 
 LIMITS = Limits(candidates=50, history=40, events=20)
 SLOW_MS = 60_000  # the machine may be busy
@@ -34,8 +34,8 @@ def urls(runs, served, tmp_path_factory):
     stages = Stages(retrieval_ms=SLOW_MS, prerank_ms=SLOW_MS, rank_ms=SLOW_MS, num_retrieved=20, num_candidates=10)
     with ThreadPoolExecutor(1) as executor:
         members = Members([Member(name="one", url=instance.url)])
-        remote = Remote(members, httpx.AsyncClient(timeout=None, verify=TLS))
-        upstream = LocalUpstream(retriever_of(runs("hstu")), executor)
+        remote = InstanceClient(members, httpx.AsyncClient(timeout=None, verify=TLS))
+        upstream = LocalCandidateStages(retriever_of(runs("hstu")), executor)
         gateway = Server(Gateway(Cascade(remote, upstream, stages)).app())
         yield {"instance": instance.url, "gateway": gateway.url}
         gateway.close()

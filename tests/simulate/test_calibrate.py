@@ -5,14 +5,14 @@ from dataclasses import asdict, replace
 import pytest
 
 from nestpipe.errors import DataError
-from nestpipe.overlap import steps_of
 from nestpipe.pipeline.schedule import Event, Schedule
-from nestpipe.simulate.arms import ARMS, Settings, results, seconds_of_block
+from nestpipe.profiling.overlap import steps_of
 from nestpipe.simulate.calibrate import Probes, calibrate
+from nestpipe.simulate.cases import ARMS, CaseSettings, results, seconds_of_block
 from nestpipe.simulate.constants import Constants
-from nestpipe.simulate.costs import Cluster, Costs, run_of, slowest
-from nestpipe.simulate.engine import Work
-from tests.traces import TIMES_MS, ranks
+from nestpipe.simulate.costs import Cluster, StageCosts, run_of, slowest
+from nestpipe.simulate.event_simulator import StageWork
+from tests.profiling.made_up_traces import TIMES_MS, ranks
 
 WORK_S = {
     "read": 0.004, "keys": 0.002, "retrieve": 0.003, "rows": 0.002, "grads": 0.0015, "compute": 0.01, "collect": 0.001,
@@ -34,8 +34,8 @@ KNOWN = Constants(
 )
 
 
-def traced(constants, mode="serial", *, workers=2, parts=4, run=None):
-    made = run_of(Schedule.of(mode, parts), constants, Cluster(workers=workers), num_batches=6)
+def traced(constants, mode="serial", *, workers=2, micro_batches=4, run=None):
+    made = run_of(Schedule.of(mode, micro_batches), constants, Cluster(workers=workers), num_batches=6)
     return [replace(made.trace(rank), run=run or mode) for rank in range(workers)]
 
 
@@ -92,7 +92,7 @@ def test_ranks_that_share_cores_are_simulated_one_by_one():
 
 
 def test_a_clock_that_is_not_ours():
-    """tests/traces.py draws its own times: messages take 2 ms of whatever size, compute 10 ms +- 10 %."""
+    """tests/profiling/made_up_traces.py draws its own times: messages take 2 ms of whatever size, compute 10 ms +- 10 %."""
     (one,) = ranks(1, "serial", num_steps=12)
     found = calibrate(
         [replace(one, rank=rank, world_size=2) for rank in (0, 1)]
@@ -118,10 +118,10 @@ def test_traces_that_do_not_tell_are_refused():
 
 def test_every_message_costs_its_own_peers():
     """In groups rows go to the group, dense gradients to all, and sums of parts to the replicas."""
-    costs = Costs(Schedule.of("nested", 4, groups=True), KNOWN, Cluster(workers=64, group_size=16))
+    costs = StageCosts(Schedule.of("nested", 4, groups=True), KNOWN, Cluster(workers=64, group_size=16))
 
     def messages(kind):
-        (work,) = (phase for phase in costs.phases(Event(kind, 3, 0)) if isinstance(phase, Work))
+        (work,) = (phase for phase in costs.phases(Event(kind, 3, 0)) if isinstance(phase, StageWork))
         share = 0.25**0.7 if kind == "rows" else 1.0  # of the first part
         return (work.cpu_s - share * KNOWN.work_s.get(kind, 0.0)) / KNOWN.peer_s
 
@@ -140,7 +140,7 @@ def test_constants_are_kept_as_json(tmp_path):
 
 
 def test_more_bandwidth_is_never_slower_and_more_stragglers_never_faster():
-    settings = Settings(parts=2, group_size=8)
+    settings = CaseSettings(micro_batches=2, group_size=8)
     for arm in ARMS:
         steps = [
             results(arm, replace(KNOWN, bytes_per_s=rate, jitter=jitter), [64], settings)[0].step_s
@@ -154,9 +154,9 @@ def test_more_bandwidth_is_never_slower_and_more_stragglers_never_faster():
 
 def test_dedupe_groups_and_staleness_do_what_they_should():
     constants = replace(KNOWN, duplicates=3.0, congestion=0.5)
-    step = {arm.name: results(arm, constants, [256], Settings(parts=4, group_size=16))[0] for arm in ARMS}
+    step = {arm.name: results(arm, constants, [256], CaseSettings(micro_batches=4, group_size=16))[0] for arm in ARMS}
     assert step["torchrec"].step_s > step["2d"].step_s  # smaller exchanges are less congested
     assert step["prefetch"].step_s > step["nested"].step_s > step["stale"].step_s
-    assert step["torchrec"].part_s["communication"] > 2.5 * step["prefetch"].part_s["communication"]
+    assert step["torchrec"].cause_s["communication"] > 2.5 * step["prefetch"].cause_s["communication"]
     for one in step.values():
-        assert sum(one.part_s.values()) == pytest.approx(one.step_s)
+        assert sum(one.cause_s.values()) == pytest.approx(one.step_s)

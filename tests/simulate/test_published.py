@@ -6,17 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from nestpipe.simulate.arms import ARMS, Settings, results
-from nestpipe.simulate.published import PARTS, ROWS, TORCHREC, WORKERS, by_group_size, fit, predictions, table
+from nestpipe.simulate.cases import ARMS, CaseSettings, results
+from nestpipe.simulate.published import MICRO_BATCHES, ROWS, TORCHREC, WORKERS, by_group_size, fit, predictions, table
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "simulate.md"
 
 
 def test_the_fitted_row_is_met():
-    found = results(ARMS[0], fit(), [WORKERS], Settings(parts=PARTS))[0]
+    found = results(ARMS[0], fit(), [WORKERS], CaseSettings(micro_batches=MICRO_BATCHES))[0]
     assert 1e3 * found.step_s == pytest.approx(TORCHREC.step)
-    assert 1e3 * found.part_s["lookup"] == pytest.approx(TORCHREC.lookup)
-    assert 1e3 * found.part_s["communication"] == pytest.approx(TORCHREC.communication)
+    assert 1e3 * found.cause_s["lookup"] == pytest.approx(TORCHREC.lookup)
+    assert 1e3 * found.cause_s["communication"] == pytest.approx(TORCHREC.communication)
     assert found.efficiency == pytest.approx(TORCHREC.efficiency)
 
 

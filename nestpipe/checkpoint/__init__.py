@@ -1,0 +1,1 @@
+"""Checkpoints: their format, reading, background writing, remote copies, warm start."""

@@ -1,0 +1,210 @@
+"""A new run that starts from the weights of another: what is taken over, what starts anew, what must be allowed.
+
+Tables and dense tensors are matched by name and shape. What does not match, and whatever else differs about the two
+runs, is refused until `allow` has the word for it:
+
+    added       is only in the new model, and starts with its initial values
+    dropped     is only in the checkpoint, and is left behind
+    reshaped    has another shape, and starts with its initial values
+    optimizer   has the state of another optimizer: weights are taken over, the state starts anew
+    model       another kind of model or other settings of it, which may give the same weights another meaning
+    data        the checkpoint was trained on other data
+
+A row keeps its optimizer state if the optimizer keeps the same values for it. The dense part counts its steps once for
+all tensors, so its state is kept whole, if all of them are taken over, or not at all. Which ids wait for a row, and when
+and how often rows were used, belongs to the old run: rows count as used once, before the first batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.table import Table as Shown
+from torch import Tensor
+
+from nestpipe.checkpoint import reader as checkpoint_reader
+from nestpipe.checkpoint.manifest import Manifest
+from nestpipe.checkpoint.origin import Origin, Word
+from nestpipe.checkpoint.reader import bucket_files, table_facts, tensor_shapes
+from nestpipe.embedding.row_optimizer import OPTIMIZERS
+from nestpipe.embedding.table import Table
+from nestpipe.errors import ConfigError
+from nestpipe.pipeline.stages import TrainState
+
+_WEIGHTS, _STATE = "weights.", "state."
+_HARMLESS = ("model.dropout",)  # has no part in what weights mean
+
+
+@dataclass(frozen=True, slots=True)
+class WarmStartLine:
+    """What happens to one table, tensor or setting."""
+
+    name: str
+    before: str
+    now: str
+    what: str  # loaded, initialised, dropped, or differs
+    state: str = ""  # of the optimizer: kept or fresh
+    word: Word | None = None  # that must be allowed
+
+    def __str__(self) -> str:
+        fresh = ", its optimizer state fresh" if self.what == "loaded" else ""
+        return f"{self.name}: {self.before or 'nothing'} there, {self.now or 'nothing'} here; {self.what}{fresh} ({self.word})"
+
+
+@dataclass(frozen=True, slots=True)
+class WarmStartReport:
+    """What was taken over from where."""
+
+    origin: Origin
+    lines: tuple[WarmStartLine, ...]
+
+    def __rich__(self) -> Shown:
+        shown = Shown("", "there", "here", "weights", "optimizer state")
+        shown.title = f"initialised from {self.origin.checkpoint} (step {self.origin.step:,})"
+        shown.caption = (
+            "a row's state is kept if the optimizer is the same; that of the dense part if every tensor is loaded too"
+        )
+        for line in self.lines:
+            shown.add_row(line.name, line.before, line.now, line.what, line.state)
+        return shown
+
+
+def compare(
+    state: TrainState, folder: Path, manifest: Manifest, *, settings: Mapping[str, str], data_digest: str
+) -> list[WarmStartLine]:
+    """Everything there is to say about starting a new state from a checkpoint; reads headers only."""
+    lines = list(_compare_tables(state, folder, manifest))
+    lines += _compare_dense(state, tensor_shapes(folder / "dense.safetensors"))
+    before = manifest.progress.get("settings", {})
+    for key in sorted(before | settings):
+        decides = key in {"model", "data.max_len"} or (key.startswith("model.") and key not in _HARMLESS)
+        if decides and before.get(key) != settings.get(key):
+            lines.append(WarmStartLine(key, before.get(key, ""), settings.get(key, ""), "differs", word="model"))
+    digest = manifest.progress.get("data", "unknown")
+    if digest != data_digest:
+        lines.append(WarmStartLine("data", digest[:12], data_digest[:12], "differs", word="data"))
+    return lines
+
+
+def _compare_tables(state: TrainState, folder: Path, manifest: Manifest) -> Iterator[WarmStartLine]:
+    found, tables = {facts.name: facts for facts in table_facts(folder, manifest)}, state.embedding.tables
+    for name, table in tables.items():
+        title, now, facts = f"table '{name}'", f"dim {table.spec.dim}", found.get(name)
+        if facts is None:
+            yield WarmStartLine(title, "", now, "initialised", "fresh", "added")
+        elif facts.dim != table.spec.dim:
+            yield WarmStartLine(title, f"dim {facts.dim}", now, "initialised", "fresh", "reshaped")
+        else:
+            kept = facts.state == _row_state(table)
+            there = f"dim {facts.dim}, {sum(facts.rows_per_bucket):,} rows"
+            if kept:
+                yield WarmStartLine(title, there, now, "loaded", "kept")
+            else:
+                there, now = f"{there}, {_listed(facts.state)}", f"{now}, {_listed(_row_state(table))}"
+                yield WarmStartLine(title, there, now, "loaded", "fresh", "optimizer")
+    for name, facts in found.items():
+        if name not in tables:
+            yield WarmStartLine(
+                f"table '{name}'", f"dim {facts.dim}, {sum(facts.rows_per_bucket):,} rows", "", "dropped", "", "dropped"
+            )
+
+
+def _compare_dense(state: TrainState, there: Mapping[str, list[int]]) -> Iterator[WarmStartLine]:
+    here = {name: list(tensor.shape) for name, tensor in state.dense.export().items()}
+    own, old = ({key: one for key, one in shapes.items() if key.startswith(_WEIGHTS)} for shapes in (here, there))
+    kept = "kept" if here == dict(there) else "fresh"
+    for key in own | old:
+        title = f"dense '{key.removeprefix(_WEIGHTS)}'"
+        if key not in old:
+            yield WarmStartLine(title, "", str(own[key]), "initialised", "fresh", "added")
+        elif key not in own:
+            yield WarmStartLine(title, str(old[key]), "", "dropped", "", "dropped")
+        elif own[key] != old[key]:
+            yield WarmStartLine(title, str(old[key]), str(own[key]), "initialised", "fresh", "reshaped")
+        else:
+            yield WarmStartLine(title, str(old[key]), str(own[key]), "loaded", kept)
+    state_there, state_here = _dense_state(there), _dense_state(here)
+    if state_there != state_here:
+        yield WarmStartLine("dense state", _listed(state_there), _listed(state_here), "differs", "fresh", "optimizer")
+
+
+def check(lines: Sequence[WarmStartLine], origin: Origin, folder: Path) -> None:
+    """Raises ConfigError that lists all that is not allowed, with the words that would allow it."""
+    refused = [line for line in lines if line.word and line.word not in origin.allow]
+    if refused:
+        words = dict.fromkeys((*origin.allow, *(line.word for line in refused if line.word)))
+        raise ConfigError(
+            f"{folder} does not fit {origin.checkpoint}, which it should start from:\n"
+            + "\n".join(f"  - {line}" for line in refused)
+            + f"\nAdd --allow {' '.join(words)} to start all the same, or change the recipe."
+        )
+    if not any(line.what == "loaded" for line in lines):
+        raise ConfigError(f"nothing in {origin.checkpoint} fits the model of {folder}; start without --init-from.")
+
+
+def load_into(state: TrainState, folder: Path, manifest: Manifest, lines: Sequence[WarmStartLine]) -> None:
+    """Takes over what the lines call loaded: the dense part, and of the tables the rows of this rank."""
+    loaded = {line.name: line for line in lines if line.what == "loaded"}
+    _, content = checkpoint_reader.load_checkpoint(folder, lambda name: name == "dense")
+    dense = state.dense.export()
+    keeps_state = all(line.state == "kept" for line in lines if line.name.startswith("dense "))
+    for key, tensor in content["dense"].items():
+        if keeps_state if key.startswith(_STATE) else f"dense '{key.removeprefix(_WEIGHTS)}'" in loaded:
+            dense[key] = tensor
+    state.dense.load(dense)
+    for name, table in state.embedding.tables.items():
+        if line := loaded.get(f"table '{name}'"):
+            files = bucket_files(manifest)[name]
+            table.load(_own_rows(state, folder, files, table, keep_state=line.state == "kept"))
+
+
+def _own_rows(
+    state: TrainState, folder: Path, files: Sequence[str], table: Table, *, keep_state: bool
+) -> dict[str, Tensor]:
+    """The rows that this rank owns, from the buckets that can have some: there may be another number of buckets now."""
+    embedding = state.embedding
+    own = embedding.owners.buckets_of(embedding.rank)
+    num_now, num_before = embedding.owners.num_buckets, len(files)
+    # A bucket is a range of hashes, whatever their number.
+    wanted = [
+        file.removesuffix(".safetensors")
+        for number, file in enumerate(files)
+        if number * num_now < own.stop * num_before and (number + 1) * num_now > own.start * num_before
+    ]
+    _, content = checkpoint_reader.load_checkpoint(folder, lambda name: name in wanted)
+    names = ["ids", "rows", *(_STATE + name for name in (_row_state(table) if keep_state else ()))]
+    parts: dict[str, list[Tensor]] = {name: [] for name in names}
+    for bucket in content.values():
+        mine = (embedding.owners.owner_of(bucket["ids"]) == embedding.rank).nonzero().flatten()
+        for name in names:
+            parts[name].append(bucket[name].index_select(0, mine))
+    rows = {name: torch.cat(tensors) for name, tensors in parts.items()}
+    if keep_state:
+        return rows
+    settings = table.spec.optimizer or table.config
+    fresh = OPTIMIZERS[settings.optimizer](settings).new_state(len(rows["ids"]), table.spec.dim)
+    return {**rows, **{_STATE + name: values for name, values in fresh.items()}}
+
+
+def _row_state(table: Table) -> dict[str, list[int]]:
+    """The optimizer's values for one row of an empty table: name -> shape."""
+    return {
+        name.removeprefix(_STATE): list(values.shape[1:])
+        for name, values in sorted(table.export().items())
+        if name.startswith(_STATE)
+    }
+
+
+def _dense_state(shapes: Mapping[str, list[int]]) -> dict[str, bool]:
+    """The optimizer's values for the dense part: name -> whether there is one for each weight."""
+    num_weights = sum(math.prod(shape) for key, shape in shapes.items() if key.startswith(_WEIGHTS))
+    states = {key.removeprefix(_STATE): shape for key, shape in sorted(shapes.items()) if key.startswith(_STATE)}
+    return {name: math.prod(shape) == num_weights for name, shape in states.items()}
+
+
+def _listed(state: Mapping[str, object]) -> str:
+    return ", ".join(state) or "none"

@@ -1,0 +1,240 @@
+"""`nestpipe demo`: the product once, on generated data. Each step is an ordinary command, printed, checked and timed.
+
+A step is a function that returns what it saw or raises `StepError`; the list `STEPS` is the demo.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import tyro
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from nestpipe.checkpoint import folders as checkpoint_folders
+from nestpipe.checkpoint import reader as checkpoint_reader
+from nestpipe.cli.demo_generation import generate
+from nestpipe.cli.demo_serving import relay, serve, shut_down
+from nestpipe.cli.demo_stage import DemoStage, InterruptedDemo, check, scratch_in, signals_interrupt
+from nestpipe.data.sequences import Sequences
+from nestpipe.errors import NestPipeError
+from nestpipe.eval.predictor import RetrievalPredictor
+from nestpipe.eval.retrieval_eval import EvalReport
+from nestpipe.profiling.overlap import CAUSES, steps_of
+from nestpipe.profiling.recorder import load as load_trace
+from nestpipe.training.run_folder import Run
+
+_MARKER = "made-by-nestpipe-demo"
+_MICRO_BATCHES = ("--pipeline.micro-batches", "3", "--train.num-threads", "1")
+_NESTED = (*_MICRO_BATCHES, "--pipeline.mode", "nested")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoArguments:
+    out: Path = Path("demo-out")
+    """Folder for everything the demo writes; an earlier demo's folder is replaced."""
+    quick: bool = False
+    """Train for a moment only: checks the commands, not the quality."""
+
+
+def main(argv: list[str]) -> int:
+    description = (
+        "Runs the product once on generated data and checks every step: ingest, train, compare, evaluate, serve, generate, shut "
+        "down. Ctrl-C ends every process it started.\n\nExample: nestpipe demo --out demo-out"
+    )
+    arguments = tyro.cli(DemoArguments, prog="nestpipe demo", description=description, args=argv)
+    _empty_folder(arguments.out)
+    demo = DemoStage(arguments.out, quick=arguments.quick, console=Console(emoji=False))
+    with signals_interrupt(), scratch_in(demo.out / "scratch"):
+        try:
+            return _run(demo)
+        finally:
+            demo.crew.end()
+
+
+def _run(demo: DemoStage) -> int:
+    """All steps, as far as they hold; an exit code."""
+    table, name, held = Table("step", "held", "seconds", "what was seen"), "", True
+    try:
+        for name, step in STEPS:
+            demo.console.rule(name)
+            held = _run_step(demo, name, step, table)
+            if not held:
+                break  # later steps build on earlier ones
+    except InterruptedDemo as stopped:
+        demo.crew.end()
+        end = f"its processes are ended, its files are in {demo.out}."
+        print(f"nestpipe demo: {stopped} in step '{name}'; {end}", file=sys.stderr)
+        return 128 + stopped.number
+    demo.console.print(table)
+    if not held:
+        demo.say(f"The demo stopped at a step that did not hold; its files are in {demo.out}.")
+        return 1
+    run = shlex.quote(str(demo.out / "ranking"))
+    demo.say(f"All {len(STEPS)} steps held. The report of the run: {demo.report}")
+    demo.say(f"Next: nestpipe serve {run} --instances 2 --port 8700 --demo, and open http://127.0.0.1:8700/")
+    demo.say("      nestpipe train tiny --help; your own log: docs/own-data.md; the code: docs/tour.md")
+    return 0
+
+
+def _run_step(demo: DemoStage, name: str, step: Callable[[DemoStage], str], table: Table) -> bool:
+    """Whether the step held, after it is in the table."""
+    started = time.monotonic()
+    try:
+        seen, held = step(demo), True
+    except NestPipeError as error:
+        seen, held = str(error), False
+    demo.say(seen)
+    table.add_row(name, "yes" if held else "NO", f"{time.monotonic() - started:.1f}", escape(seen))
+    return held
+
+
+def ingest(demo: DemoStage) -> str:
+    """A log with planted signal becomes a sequence folder."""
+    demo.command("data", "synthetic", "--out", str(demo.data), *(["--num-users", "300"] if demo.quick else []))
+    demo.command("data", "verify", str(demo.data))
+    counts = Sequences.open(demo.data).meta["counts"]
+    check(counts["read"] == counts["kept"] + counts["quarantined"] > 0, f"records do not add up: {counts}")
+    return f"{counts['read']:,} records read = {counts['kept']:,} kept + {counts['quarantined']:,} quarantined"
+
+
+def train_nested(demo: DemoStage) -> str:
+    """The tiny recipe from start to end on two ranks, lookup and communication hidden behind compute."""
+    traced = ["--pipeline.trace-steps", "20"]
+    demo.command(
+        "train", "tiny", "--run", str(demo.out / "run"), *_NESTED, *traced, *_data(demo), *_few_epochs(demo), ranks=2
+    )
+    lines = [json.loads(line) for line in (demo.out / "run" / "metrics.jsonl").read_text().splitlines()]
+    losses = [line["loss"] for line in lines if "loss" in line]
+    check(losses[-1] < losses[0], f"the loss did not fall: {losses[0]:.3f} -> {losses[-1]:.3f}")
+    return f"loss {losses[0]:.3f} -> {losses[-1]:.3f} in {lines[-1]['summary']['steps']:,} steps"
+
+
+def show_overlap(demo: DemoStage) -> str:
+    """Where the time of a step went: the four parts add up to it exactly."""
+    demo.say(demo.command("trace", str(demo.out / "run")))
+    steps = [step for trace in load_trace(demo.out / "run") for step in steps_of(trace)]
+    total = sum(step.total_ns for step in steps)
+    shares = {cause: sum(step.time_ns(cause) for step in steps) for cause in CAUSES}
+    check(bool(steps) and sum(shares.values()) == total, f"{shares} do not add up to {total}")
+    return ", ".join(f"{cause} {share / total:.0%}" for cause, share in shares.items()) + f" of {len(steps)} steps"
+
+
+def survive_a_kill(demo: DemoStage) -> str:
+    """A nested run of which a rank is killed without warning ends with the bits of a sequential one that was left alone."""
+    limits = [
+        *_data(demo),
+        "--train.steps",
+        "40",
+        "--train.save-steps",
+        "10",
+        "--train.keep-last",
+        "9",
+        *_MICRO_BATCHES,
+    ]
+    calm, killed = demo.out / "calm", demo.out / "killed"
+    demo.command("train", "tiny", "--run", str(calm), *limits, ranks=2)
+    marker = killed / "checkpoints" / "step-000020" / "manifest.json"
+    demo.kill_a_rank(
+        marker, "train", "tiny", "--run", str(killed), "--resume", *limits, "--pipeline.mode", "nested", ranks=2
+    )
+    differing = differing_tensors(calm, killed)
+    check(not differing, f"these tensors differ: {differing}")
+    return "nested, a rank killed after step 20: every tensor has the bits of the sequential run"
+
+
+def evaluate(demo: DemoStage) -> str:
+    """Quality against the popularity floor and against the best possible ranking, which the generator knows."""
+    demo.say(demo.command("eval", str(demo.out / "run")))
+    report = EvalReport.load(demo.out / "run" / "eval" / "test")
+    best = json.loads((demo.data / "truth.json").read_text())["hr10"]
+    hr10 = report.metrics["hr@10"].mean
+    check(demo.quick or hr10 >= 0.95 * best, f"HR@10 {hr10:.4f} is below 95 % of the known optimum {best:.4f}")
+    return f"HR@10 {hr10:.4f}, the best possible is {best:.4f}"
+
+
+def recommend(demo: DemoStage) -> str:
+    """Ten items for one user, none of which it has had."""
+    run = Run.open(demo.out / "run")
+    user = int(run.sequences.users[0])
+    scorer = run.predictor()
+    assert isinstance(scorer, RetrievalPredictor)
+    items = scorer.recommend(user, 10).items
+    had = set(run.sequences.items[: run.sequences.offsets[1]].tolist())
+    check(
+        len(set(items)) == 10 and not had & set(items), f"bad recommendation {items} for a user who had {sorted(had)}"
+    )
+    return f"user {user}: {items}"
+
+
+def write_report(demo: DemoStage) -> str:
+    """One file about the run, with a curve, the timeline and the quality in it, that loads nothing."""
+    demo.say(demo.command("report", str(demo.out / "run")))
+    text = demo.report.read_text()
+    missing = [word for word in ("Training loss", 'class="timeline"', "popularity floor") if word not in text]
+    check(not missing, f"{demo.report} lacks {missing}")
+    check("<script" not in text and " src=" not in text, f"{demo.report} would load or run something")
+    return f"{demo.report}: {len(text) / 1000:,.0f} kB, nothing to load"
+
+
+STEPS: list[tuple[str, Callable[[DemoStage], str]]] = [
+    ("ingest", ingest),
+    ("train", train_nested),
+    ("overlap", show_overlap),
+    ("kill, resume, compare", survive_a_kill),
+    ("evaluate", evaluate),
+    ("recommend", recommend),
+    ("report", write_report),
+    ("serve", serve),
+    ("relay", relay),
+    ("generate", generate),
+    ("shut down", shut_down),
+]
+
+
+def differing_tensors(a: Path, b: Path) -> list[str]:
+    """Names of the tensors whose bits differ between the latest checkpoints of two runs."""
+    contents = [
+        checkpoint_reader.load_checkpoint(checkpoint_folders.checkpoint_folder(run / "checkpoints"))[1]
+        for run in (a, b)
+    ]
+    flat = [
+        {f"{file}/{name}": tensor for file, tensors in content.items() for name, tensor in tensors.items()}
+        for content in contents
+    ]
+    return [
+        name
+        for name in flat[0] | flat[1]
+        if name not in flat[0] or name not in flat[1] or not _same_bits(flat[0][name], flat[1][name])
+    ]
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def _data(demo: DemoStage) -> list[str]:
+    return ["--data.path", str(demo.data)]
+
+
+def _few_epochs(demo: DemoStage) -> list[str]:
+    return ["--train.epochs", "3", "--train.log-steps", "1"] if demo.quick else []
+
+
+def _empty_folder(folder: Path) -> None:
+    """Makes the folder, replacing that of an earlier demo; refuses any other folder with something in it."""
+    if folder.exists() and any(folder.iterdir()):
+        if not (folder / _MARKER).exists():
+            raise NestPipeError(f"{folder} is not empty and was not made by the demo; name another folder with --out.")
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / _MARKER).touch()

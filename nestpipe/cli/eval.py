@@ -1,0 +1,117 @@
+"""`nestpipe eval`: full ranking of a run's held-out targets, the popularity floor beside it, or two runs compared."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+import tyro
+from rich.console import Console
+
+from nestpipe.atomic_files import replace_file
+from nestpipe.checkpoint import folders as checkpoint_folders
+from nestpipe.checkpoint.manifest import Manifest
+from nestpipe.errors import ConfigError
+from nestpipe.eval.compare import Comparison, compare
+from nestpipe.eval.label_report import LabelComparison, LabelReport, compare_tasks
+from nestpipe.eval.predictor import popularity
+from nestpipe.eval.ranking_eval import RankingPredictor, baselines, report_of
+from nestpipe.eval.retrieval_eval import EvalReport
+from nestpipe.eval.topk_metrics import Interval
+from nestpipe.training.run_folder import Run
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalArguments:
+    run: tyro.conf.Positional[Path]
+    """Folder of the run."""
+    compare: Path | None = None
+    """Another run on the same data: each metric with the paired 95 % interval of its difference."""
+    step: int | None = None
+    """Checkpoint of RUN to evaluate [default: the best one if the run validated, else the latest]."""
+    target: Literal["test", "validation"] = "test"
+    """Which held-out events to rank."""
+    json: bool = False
+    """Print JSON instead of tables."""
+
+
+def main(argv: list[str]) -> int:
+    example = "Example: nestpipe eval runs/a --compare runs/b"
+    arguments = tyro.cli(EvalArguments, prog="nestpipe eval", description=f"Evaluates a run.\n\n{example}", args=argv)
+    run = Run.open(arguments.run)
+    report = evaluate_run(run, step=arguments.step, target=arguments.target)
+    if arguments.compare is not None:
+        other = evaluate_run(Run.open(arguments.compare), target=arguments.target)
+        _print(_compare(report, other, run.config.seed), arguments.json, f"a: {arguments.run}   b: {arguments.compare}")
+        return 0
+    _print(report, arguments.json, f"{arguments.run}, {arguments.target} targets")
+    if not arguments.json:
+        floors = _floors(run, report, arguments.target)
+        for name, metrics in floors.items():
+            shown = (f"{metric} {one.mean:.4f}" for metric, one in metrics.items())
+            Console().print(f"{name}: " + "   ".join(shown), highlight=False)
+        write_beside(run, arguments.target, step=_step(run, arguments.step), floors=floors)
+    return 0
+
+
+def _compare(a: EvalReport | LabelReport, b: EvalReport | LabelReport, seed: int) -> Comparison | LabelComparison:
+    if isinstance(a, EvalReport) and isinstance(b, EvalReport):
+        return compare(a, b, seed)
+    if isinstance(a, LabelReport) and isinstance(b, LabelReport):
+        return compare_tasks(a, b, seed)
+    raise ConfigError("one run retrieves items, the other ranks events by labels; their metrics cannot be compared.")
+
+
+def _floors(
+    run: Run, report: EvalReport | LabelReport, target: Literal["test", "validation"]
+) -> dict[str, dict[str, Interval]]:
+    """What any model must beat, on the same targets: name -> metric -> value."""
+    if isinstance(report, EvalReport):
+        return {"popularity floor": popularity(run.sequences, run.split, run.config, target).metrics}
+    scorer = run.predictor()
+    assert isinstance(scorer, RankingPredictor)
+    floors = {}
+    for name, found in baselines(scorer.predict(target), run.sequences, run.split).items():
+        tasks = report_of(found, run.sequences, run.split, run.config).tasks
+        floors[name] = {
+            f"gauc/{label}": one.intervals["gauc"] for label, one in tasks.items() if "gauc" in one.intervals
+        }
+    return floors
+
+
+def evaluate_run(
+    run: Run, *, step: int | None = None, target: Literal["test", "validation"] = "test"
+) -> EvalReport | LabelReport:
+    """Evaluates a run and keeps the report in its folder."""
+    chosen = _step(run, step)
+    report = run.predictor(chosen).evaluate(target)
+    folder = run.folder / "eval" / target
+    (folder / "beside.json").unlink(missing_ok=True)  # it is about the report before
+    report.save(folder)
+    write_beside(run, target, step=chosen, floors={})
+    return report
+
+
+def write_beside(run: Run, target: str, *, step: int, floors: Mapping[str, Mapping[str, Interval]]) -> None:
+    """Keeps beside a report which checkpoint it is about, and the floors where they were worked out."""
+    content = {
+        "step": step,
+        "floors": {name: {key: asdict(one) for key, one in own.items()} for name, own in floors.items()},
+    }
+    replace_file(run.folder / "eval" / target / "beside.json", json.dumps(content, indent=2).encode())
+
+
+def _step(run: Run, step: int | None) -> int:
+    """The step asked for, else that of the best checkpoint, else of the latest."""
+    return Manifest.read(checkpoint_folders.best_checkpoint(run.checkpoints)).step if step is None else step
+
+
+def _print(result: EvalReport | LabelReport | Comparison | LabelComparison, as_json: bool, title: str) -> None:
+    if as_json:
+        print(json.dumps(json.loads(result.to_json())))
+    else:
+        Console().print(title, markup=False)
+        Console().print(result)

@@ -1,0 +1,117 @@
+"""`nestpipe forget`: a user's events leave the histories of a run, on the disk and in every instance that serves it."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from nestpipe.atomic_files import replace_file
+from nestpipe.config import Config
+from nestpipe.data.array_files import remove_stale
+from nestpipe.data.erase_user import forget_user
+from nestpipe.data.sequences import Sequences
+from nestpipe.errors import ConfigError
+from nestpipe.generative.instruction_store import INSTRUCTIONS, SqliteStore
+from nestpipe.generative.nearline_job import JobLedger, ledger_of
+from nestpipe.serve.event_log import EventLog
+from nestpipe.serve.service_folder import EVENTS
+from nestpipe.training.run_folder import Run
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForgetArguments:
+    runs: tyro.conf.Positional[tuple[Path, ...]]
+    """Folders of all runs on one sequence folder."""
+    user: int
+    """Id of the user."""
+
+
+def main(argv: list[str]) -> int:
+    text = (
+        "Removes a user from the sequence folder of some runs and from their event logs. Instances that serve them notice "
+        "within a second and drop all prefixes. A run on the same data that is not named will refuse it as other data.\n\n"
+        "Example: nestpipe forget runs/ranking --user 42"
+    )
+    arguments = tyro.cli(ForgetArguments, prog="nestpipe forget", description=text, args=argv)
+    num_stored, num_logged = forget(arguments.runs, arguments.user)
+    print(f"user {arguments.user}: {num_stored:,} stored and {num_logged:,} logged events are gone")
+    print("weights that were trained with them stay as they are; train again to have them without")
+    if num_stored:
+        print("evaluation reports, which list users, are gone too; 'nestpipe eval' makes them again")
+    return 0
+
+
+def forget(runs: Sequence[Path], user: int) -> tuple[int, int]:
+    """How many events left the sequence folder, how many the event logs; raises ConfigError unless it is one folder.
+
+    Whenever it is cut off, the runs can be opened. Forgetting anybody finishes what was begun with folders, forgetting the
+    same user what was not begun.
+    """
+    folders = {Path(Config.load(run / "config.json").data.path).resolve() for run in runs}
+    if len(folders) != 1:
+        raise ConfigError(f"the runs have {len(folders)} sequence folders; name runs on one of them at a time.")
+    (folder,) = folders
+
+    def announce(digest: str) -> None:
+        for run in runs:
+            _note(run, next_digest=digest)
+
+    with _writing(folder):
+        remove_stale(folder)
+        sequences = Sequences.open(folder)
+        for run in runs:
+            Run.open(run)  # raises if it is on other data
+            _settle(run, sequences.digest)
+        logs = [run / "serve" / EVENTS for run in runs]
+        num_logged = sum(EventLog(log).rewrite(lambda event: event["user"] != user) for log in logs if log.exists())
+        num_stored = forget_user(sequences, user, announce=announce)
+        for run in runs:
+            _forget_instructions(run / "serve", user)
+        digest = Sequences.open(folder).digest
+        for run in runs:
+            _settle(run, digest)
+    return num_stored, num_logged
+
+
+def _forget_instructions(folder: Path, user: int) -> None:
+    """What was written about the user, after the events: whoever writes about them now sees that they are gone."""
+    path = folder / INSTRUCTIONS
+    if path.exists():
+        store = SqliteStore(path)
+        store.forget(user)
+        store.close()
+    if ledger_of(path).exists():
+        ledger = JobLedger(ledger_of(path))
+        ledger.forget(user)
+        ledger.close()
+
+
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """Nobody else forgets in this folder meanwhile; the lock stands beside it, because the folder is replaced."""
+    with folder.with_name(f".{folder.name}.lock").open("ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _settle(run: Path, digest: str) -> None:
+    """A folder that was announced is there, or will not come: the run is on the one that is there now."""
+    facts = json.loads((run / "run.json").read_text())
+    if facts["data_digest"] != digest:
+        shutil.rmtree(run / "eval", ignore_errors=True)
+    if "next_digest" in facts:
+        _note(run, data_digest=digest)
+
+
+def _note(run: Path, **digests: str) -> None:
+    """Of the folder that the run is on, and of the one that is about to take its place."""
+    facts = json.loads((run / "run.json").read_text())
+    facts.pop("next_digest", None)
+    replace_file(run / "run.json", (json.dumps({**facts, **digests}, indent=2) + "\n").encode())

@@ -1,0 +1,40 @@
+"""`nestpipe report`: one HTML file about a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from nestpipe.atomic_files import replace_file
+from nestpipe.errors import ConfigError
+from nestpipe.report.inputs import read_facts
+from nestpipe.report.page import page
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportArguments:
+    run: tyro.conf.Positional[Path]
+    """Folder of the run, finished or not."""
+    out: Path | None = None
+    """File to write [default: RUN/report.html]."""
+
+
+def main(argv: list[str]) -> int:
+    example = "Example: nestpipe report runs/tiny"
+    description = f"Writes one self-contained HTML file about a run.\n\n{example}"
+    arguments = tyro.cli(ReportArguments, prog="nestpipe report", description=description, args=argv)
+    print(write_report(arguments.run, arguments.out))
+    return 0
+
+
+def write_report(run: Path, out: Path | None = None) -> Path:
+    """The file with the report of a run; raises ConfigError if there is no run or no place for it."""
+    path = out or run / "report.html"
+    facts = read_facts(run)
+    if path.is_dir():
+        raise ConfigError(f"--out is {path}, a folder; name a file, such as {path / 'report.html'}.")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(path, page(facts).encode("utf-8", "replace"))  # a lone surrogate in a name is no reason to fail
+    return path

@@ -1,0 +1,202 @@
+"""`nestpipe serve RUN --instances N`: a gateway in this process, N instances in processes of their own.
+
+--port P            the gateway; instances listen on P + 1, P + 2, ...; 0 takes free ones
+--admin-port A      its administration, on --admin-host; the instances' on A + 1, A + 2, ...; likewise
+--retrieval RUN     vectors and queries of a trained retrieval run; else means of the ranking run's own item vectors
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import socket
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from nestpipe.errors import ConfigError
+from nestpipe.gateway.candidates import PastEvents, Retriever, retriever_of
+from nestpipe.gateway.cascade import Cascade, LocalCandidateStages
+from nestpipe.gateway.gateway import Gateway, admin_app
+from nestpipe.gateway.instance_client import InstanceClient, make_client
+from nestpipe.gateway.nginx import nginx_config
+from nestpipe.gateway.router import InstanceAddress, Members
+from nestpipe.gateway.supervisor import Fleet, Worker
+from nestpipe.serve.config import Stages
+from nestpipe.serve.demo_page import DemoPage
+from nestpipe.serve.event_log import EventLog
+from nestpipe.serve.server import PortError, bind, run_apps
+from nestpipe.serve.user_history import UserHistories
+from nestpipe.training.run_folder import Run
+
+_log = logging.getLogger("nestpipe.serve")
+_READY_S = 0.25  # between two looks whether instances are ready
+# Below the ports that systems give to outgoing connections, so that none is gone before its instance has started.
+_FREE_PORTS = range(10_000, 32_000)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetAddresses:
+    """Where a fleet of this machine listens."""
+
+    host: str
+    port: int
+    admin_host: str
+    admin_port: int
+    num_instances: int
+
+    def check(self) -> None:
+        for name, first in (("port", self.port), ("admin-port", self.admin_port)):
+            if not 0 < first < 2**16 - self.num_instances:
+                raise ConfigError(f"--{name} {first} leaves no room for {self.num_instances} instances behind it.")
+        if 0 <= abs(self.port - self.admin_port) <= self.num_instances:
+            raise ConfigError(
+                f"--port {self.port} and --admin-port {self.admin_port} are too near for {self.num_instances} instances: "
+                f"each takes {self.num_instances + 1} ports."
+            )
+
+    def settled(self) -> FleetAddresses:
+        """The same with free ports where 0 was asked for; raises PortError if there are none."""
+        size = self.num_instances + 1
+        if not self.port and not self.admin_port:
+            first = free_ports(self.host, 2 * size)
+            return replace(self, port=first, admin_port=first + size)
+        port, admin_port = (
+            self.port or free_ports(self.host, size),
+            self.admin_port or free_ports(self.admin_host, size),
+        )
+        return replace(self, port=port, admin_port=admin_port)
+
+    def members(self) -> list[InstanceAddress]:
+        numbers = range(1, self.num_instances + 1)
+        return [InstanceAddress(name=f"i{one}", url=f"http://{self.host}:{self.port + one}") for one in numbers]
+
+    def nginx(self) -> str:
+        """A configuration for nginx in the gateway's place."""
+        return nginx_config([one.url for one in self.members()], listen=f"{self.host}:{self.port}")
+
+    def workers(self, run: Path, flags: Sequence[str]) -> list[Worker]:
+        """The instances as commands; `flags` are those that all of them share."""
+        start = (sys.executable, "-m", "nestpipe.cli", "serve", str(run), "--host", self.host)
+        return [
+            Worker(
+                name=one.name,
+                command=(
+                    *start,
+                    *("--name", one.name, "--port", str(self.port + number)),
+                    *("--admin-host", self.admin_host, "--admin-port", str(self.admin_port + number)),
+                    *("--notes", str(notes_of(run, one))),
+                    *flags,
+                ),
+            )
+            for number, one in enumerate(self.members(), start=1)
+        ]
+
+
+def free_ports(host: str, size: int, *, tries: int = 100) -> int:
+    """The first of some neighbouring ports that nobody has; raises PortError."""
+    for _ in range(tries):
+        first = _FREE_PORTS[secrets.randbelow(len(_FREE_PORTS) - size)]
+        with suppress(OSError), ExitStack() as held:
+            for port in range(first, first + size):
+                held.enter_context(socket.socket()).bind((host, port))
+            return first
+    raise PortError(
+        f"{host} has no {size} neighbouring free ports in {_FREE_PORTS[0]} .. {_FREE_PORTS[-1]}; name --port."
+    )
+
+
+def notes_of(run: Path, instance: InstanceAddress) -> Path:
+    """Where an instance writes what it is told to serve, for its next process; another fleet of the run has other ports."""
+    return run / "serve" / f"{instance.name}-{instance.url.rpartition(':')[2]}.notes.json"
+
+
+def flags_of(prefix: str, section: Any) -> list[str]:
+    """The command-line flags that make a section of a configuration."""
+    return [
+        word
+        for one in fields(section)
+        for word in (f"--{prefix}.{one.name.replace('_', '-')}", str(getattr(section, one.name)))
+    ]
+
+
+def serve_fleet(
+    place: FleetAddresses,
+    workers: Sequence[Worker],
+    *,
+    histories: UserHistories,
+    retriever: Retriever,
+    stages: Stages,
+    token: str,
+    demo: bool,
+) -> int:
+    """Runs until SIGINT or SIGTERM."""
+    place.check()
+    with (
+        ThreadPoolExecutor(2, thread_name_prefix="retrieval") as executor,
+        bind(place.host, place.port) as public,
+        bind(place.admin_host, place.admin_port) as private,
+    ):
+
+        async def body() -> None:
+            remote, fleet = InstanceClient(Members(place.members()), make_client()), Fleet(workers)
+            cascade = Cascade(remote, LocalCandidateStages(retriever, executor), stages)
+            page = DemoPage(lambda: histories.sequences, retriever.past_of).routes() if demo else []
+            gateway = Gateway(cascade, shared_log=True).app(*page)
+            await fleet.start()
+            tasks = (remote.watch(), keep_fresh(histories), _say_ready(remote, place, demo=demo))
+            watches = [asyncio.create_task(one) for one in tasks]
+
+            def stopping() -> None:
+                print("stopping: what is under way is answered first", file=sys.stderr, flush=True)
+
+            try:
+                apps = [(gateway, public), (admin_app(cascade, token), private)]
+                await run_apps(apps, on_stop=stopping, started=lambda: None)
+            finally:
+                for one in watches:
+                    one.cancel()
+                await asyncio.gather(*watches, return_exceptions=True)
+                await remote.close()
+                await fleet.stop()
+
+        asyncio.run(body())
+    return 0
+
+
+def fleet_histories(run: Run, events: Path) -> UserHistories:
+    """What the gateway knows of users: also events that instances have taken in since the log was ingested."""
+    return UserHistories(run.sequences, EventLog(events))
+
+
+def fleet_retriever(run: Run, histories: UserHistories) -> Retriever:
+    """Vector search from what users have done up to now."""
+
+    def past_of(user: int) -> PastEvents:
+        histories.refresh()
+        found = histories.of(user)
+        return PastEvents(found.items, found.times)
+
+    return retriever_of(run, past_of=past_of)
+
+
+async def keep_fresh(histories: UserHistories, *, every_s: float = 1.0) -> None:
+    """Lets go of users that are forgotten, also while nobody asks for anything."""
+    while True:
+        try:
+            await asyncio.to_thread(histories.refresh)
+        except Exception:
+            _log.exception("what was written could not be read; the gateway tries again")
+        await asyncio.sleep(every_s)
+
+
+async def _say_ready(remote: InstanceClient, place: FleetAddresses, *, demo: bool) -> None:
+    while not all((await remote.ready(timeout_s=1.0)).values()):
+        await asyncio.sleep(_READY_S)
+    page = f"; open http://{place.host}:{place.port}/ in a browser" if demo else ""
+    print(f"gateway with {place.num_instances} instances on http://{place.host}:{place.port}{page}", flush=True)

@@ -1,0 +1,58 @@
+"""`nestpipe serve RUN --ray N`: Ray on this machine alone, with Serve's proxy on --host and --port."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import threading
+
+from nestpipe.errors import ConfigError
+from nestpipe.serve.arguments import ServeArguments
+
+_OBJECT_STORE_BYTES = 80 << 20  # about the least that Ray takes; no request goes through it
+
+
+def serve_on_ray(arguments: ServeArguments) -> int:
+    """Runs until SIGINT or SIGTERM."""
+    os.environ |= {  # Ray reads some of them when it is imported
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_USAGE_STATS_REPORT_URL": "http://127.0.0.1:9",  # Ray may report that it does not report
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # its name for 'one machine': ports are on loopback
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),  # but a replica's inner port is on every address, and wants this
+    }
+    try:
+        import ray
+        from ray import serve
+
+        from nestpipe.gateway.ray_deployment import application
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"--ray needs the package '{error.name}'; install it with: pip install 'nestpipe[ray]'"
+        ) from None
+    ray.init(
+        address="local",
+        num_cpus=arguments.ray * arguments.num_threads,
+        num_gpus=0,
+        object_store_memory=_OBJECT_STORE_BYTES,
+        include_dashboard=False,
+        logging_level="WARNING",
+    )
+    try:
+        limits = arguments.limits
+        longest_s = limits.body_s + limits.deadline_ms / 1000
+        serve.start(
+            proxy_location="HeadOnly",
+            http_options={"host": arguments.host, "port": arguments.port, "request_timeout_s": longest_s},
+            logging_config={"log_level": "WARNING", "enable_access_log": False},
+        )
+        stopping = threading.Event()
+        for name in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(name, lambda *_: stopping.set())
+        serve.run(application(arguments), name="nestpipe")
+        print(f"{arguments.ray} replicas under Ray Serve on http://{arguments.host}:{arguments.port}", flush=True)
+        stopping.wait()
+        serve.shutdown()
+    finally:
+        ray.shutdown()
+    return 0

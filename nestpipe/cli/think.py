@@ -1,0 +1,230 @@
+"""`nestpipe think`: instructions for the users of a run or a log, as far as events came since the last time."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+import tyro
+from torch import Tensor
+
+from nestpipe.data.schema import Label
+from nestpipe.data.sequences import Sequences
+from nestpipe.errors import ConfigError, DataError
+from nestpipe.generative.instruction_store import INSTRUCTIONS, SqliteStore, version_of
+from nestpipe.generative.llm_provider import EndpointConfig, OpenAICompatibleProvider, TemplateProvider
+from nestpipe.generative.nearline_job import (
+    FolderHistoryFeed,
+    History,
+    HistoryFeed,
+    JobLedger,
+    NearlineJob,
+    ThinkConfig,
+    ledger_of,
+)
+from nestpipe.generative.prompt_builder import CoVisits, InstructionProvider, RequestBuilder, item_texts
+from nestpipe.generative.semantic_ids import Registry
+from nestpipe.generative.text_encoder import Encoder, encode_texts
+from nestpipe.models.config import EncDecConfig
+from nestpipe.serve.event_log import EventLog
+from nestpipe.serve.open_service import open_histories
+from nestpipe.serve.service_folder import EVENTS
+from nestpipe.serve.user_history import id_of
+from nestpipe.training.run_folder import Run
+
+_LINE_S = 15.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ThinkArguments:
+    path: tyro.conf.Positional[Path]
+    """Folder of a generative run, whose event log is read too; or a sequence folder."""
+    ids: Path | None = None
+    """Folder of semantic ids [default: those of the run]; a sequence folder needs it."""
+    store: Path | None = None
+    """File of the instructions [default: RUN/serve/instructions.sqlite]; a sequence folder needs it."""
+    think: ThinkConfig = field(default_factory=ThinkConfig)
+    endpoint: EndpointConfig = field(default_factory=EndpointConfig)
+    api_key_file: Path | None = None
+    """File with the endpoint's key, if it wants one."""
+    follow: bool = False
+    """Go on until interrupted, looking for new events every few seconds."""
+    every_s: float = 5.0
+    """With --follow: seconds between two looks."""
+    quiet: bool = False
+    """Print nothing but errors."""
+
+
+def main(argv: list[str]) -> int:
+    text = (
+        "Writes instructions for a generative model, near-line: for users with new events, at most once in a window, skipping what is "
+        "unchanged. Ctrl-C or a crash loses nothing; the next start goes on. Without --endpoint.url a template writes the texts.\n\n"
+        "Example: nestpipe think runs/beauty_sid --endpoint.url http://127.0.0.1:8000/v1 --endpoint.model Qwen/Qwen3-8B"
+    )
+    arguments = tyro.cli(ThinkArguments, prog="nestpipe think", description=text, args=argv)
+    if found := list(arguments.think.problems()):
+        raise ConfigError("the configuration has problems:\n" + "\n".join(f"  - think.{one}" for one in found))
+    job, store, words = _open(arguments)
+    line = _ProgressLine(job, quiet=arguments.quiet)
+    try:
+        with job.ledger.only_one():
+            job.run(line.show)
+            while arguments.follow:
+                time.sleep(arguments.every_s)
+                job.builder = words.builder()
+                job.run(line.show)
+    except sqlite3.Error as error:
+        raise DataError(
+            f"{job.ledger.path} cannot be used ({error}); nothing is lost, start again when it can."
+        ) from error
+    finally:
+        line.end()
+        job.ledger.close()
+        store.close()
+    return 0
+
+
+class _FolderBacked(HistoryFeed, Protocol):
+    @property
+    def sequences(self) -> Sequences: ...
+
+
+class _Words:
+    """What requests are made with, from the folder that is there now: who is forgotten leaves what others did, too."""
+
+    def __init__(self, feed: _FolderBacked, behaviour: Label | None, weights: tuple[float, ...]):
+        self._feed, self._behaviour, self._weights = feed, behaviour, weights
+        self._read: Sequences | None = None
+        self._made = RequestBuilder(texts={})
+
+    def builder(self) -> RequestBuilder:
+        """Another one if the folder is another."""
+        if (now := self._feed.sequences) is not self._read:
+            self._read = now
+            self._made = RequestBuilder(
+                texts=item_texts(now),
+                co_visits=None if now.times is None else CoVisits(now),
+                behaviour=self._behaviour,
+                behaviour_weights=self._weights,
+            )
+        return self._made
+
+
+def _open(arguments: ThinkArguments) -> tuple[NearlineJob, SqliteStore, _Words]:
+    provider: InstructionProvider = TemplateProvider()
+    if arguments.endpoint.url:
+        key = arguments.api_key_file.read_text().strip() if arguments.api_key_file else ""
+        provider = OpenAICompatibleProvider(arguments.endpoint, api_key=key)
+    feed: _FolderBacked
+    if Run.exists(arguments.path):
+        run = Run.open(arguments.path)
+        if not isinstance(model := run.config.model, EncDecConfig):
+            raise ConfigError(f"{arguments.path} is a run of another kind; instructions steer generative models alone.")
+        folder = run.folder / "serve"
+        store = arguments.store or folder / INSTRUCTIONS
+        ids = arguments.ids or Path(model.ids)
+        feed = RunFeed(run, folder / EVENTS)
+        labels = run.sequences.schema.labels_named((model.behaviour,)) if model.behaviour else ()
+        behaviour, weights = (labels[0] if labels else None), model.behaviour_weights
+    else:
+        sequences = Sequences.open(arguments.path)
+        if arguments.store is None or arguments.ids is None:
+            raise ConfigError(f"{arguments.path} is a sequence folder; name --store FILE and --ids FOLDER with it.")
+        store, ids = arguments.store, arguments.ids
+        feed, behaviour, weights = FolderHistoryFeed(sequences), None, (1.0,)
+    encode, version = text_encoder(Registry.load(ids))
+    kept, words = SqliteStore(store), _Words(feed, behaviour, weights)
+    job = NearlineJob(
+        feed=feed,
+        builder=words.builder(),
+        provider=provider,
+        store=kept,
+        ledger=JobLedger(ledger_of(store)),
+        encode=encode,
+        version=version,
+        config=arguments.think,
+    )
+    return job, kept, words
+
+
+def text_encoder(registry: Registry) -> tuple[partial[Tensor], str]:
+    """What makes vectors of instructions, that of the item texts; and the version of what it makes."""
+    made_by = registry.encoder.partition("/")[0]
+    if not made_by.startswith(("minilm", "hashed-words")):
+        raise ConfigError(
+            f"the semantic ids are made from vectors of '{made_by}', which nestpipe cannot make of other texts; "
+            "write instructions with `SlowPath` and that encoder, or build ids from texts."
+        )
+    kind: Encoder = "minilm" if made_by.startswith("minilm") else "words"
+    return partial(_encode, kind), version_of(registry.version, made_by)
+
+
+def _encode(kind: Encoder, texts: Sequence[str]) -> Tensor:
+    return encode_texts(texts, encoder=kind, cache=None)[0]
+
+
+class RunFeed:
+    """The sequence folder of a run, then its event log: the mark is the folder's digest, and the last event that was read."""
+
+    def __init__(self, run: Run, log: Path):
+        self._histories = open_histories(run, log)
+        self._log = EventLog(log)
+        self._events: list[tuple[str, int]] = []  # digest of the id, and user
+
+    def news(self, mark: str) -> tuple[Iterable[int], str]:
+        with self._log.news() as (is_other, events):
+            found = [(id_of(event).hex(), event["user"]) for event in events]
+            self._events = found if is_other else self._events + found
+        self._histories.refresh()
+        folder, number, last = json.loads(mark) if mark else ("", 0, "")
+        own = self._histories.sequences
+        users = set[int]() if folder == own.digest else set(own.users.tolist())
+        # A log that somebody was taken out of is read again from its beginning.
+        is_known = not number or (number <= len(self._events) and self._events[number - 1][0] == last)
+        users |= {user for _, user in self._events[number if is_known else 0 :]}
+        last = self._events[-1][0] if self._events else ""
+        return sorted(users), json.dumps([own.digest, len(self._events), last])
+
+    @property
+    def sequences(self) -> Sequences:
+        self._histories.refresh()
+        return self._histories.sequences
+
+    def history(self, user: int) -> History | None:
+        self._histories.refresh()
+        own = self._histories.of(user)
+        return History(own, 0, len(own.items)) if len(own.items) else None
+
+
+class _ProgressLine:
+    """How far it is: one line that moves on a terminal, one now and then elsewhere."""
+
+    def __init__(self, job: NearlineJob, *, quiet: bool):
+        self._job, self._quiet, self._said = job, quiet, time.monotonic()
+        self._moves = sys.stderr.isatty()
+
+    def show(self, job: NearlineJob) -> None:
+        if self._moves and not self._quiet:
+            print(f"\r{self._text()}\x1b[K", end="", file=sys.stderr, flush=True)
+        elif not self._quiet and time.monotonic() - self._said > _LINE_S:
+            self._said = time.monotonic()
+            print(self._text(), file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        if not self._quiet:
+            print(("\r\x1b[K" if self._moves else "") + self._text(), file=sys.stderr, flush=True)
+
+    def _text(self) -> str:
+        counts, pending = self._job.counts, self._job.ledger.num_pending
+        parts = [f"{counts['written']:,} written", f"{counts['unchanged']:,} users unchanged", f"{pending:,} pending"]
+        if isinstance(self._job.provider, OpenAICompatibleProvider):
+            seen = ", ".join(f"{name} {count:,}" for name, count in sorted(self._job.provider.counts.items()) if count)
+            parts.append(f"endpoint: {seen or 'not asked'}")
+        return "think: " + " · ".join(parts)

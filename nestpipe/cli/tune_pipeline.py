@@ -1,0 +1,105 @@
+"""`nestpipe tune pipeline RECIPE`: a few steps in a few settings, and which of all settings fits best, and why."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import tyro
+from rich.console import Console
+from rich.table import Table as Shown
+
+from nestpipe.autotune.group_choice import grouped
+from nestpipe.autotune.measure import profile
+from nestpipe.autotune.search import Measurement, PipelineChoice, choose
+from nestpipe.cli.train import check_keys, recipe_of
+from nestpipe.config import Config, keys
+from nestpipe.data.loader import Loader
+from nestpipe.distributed.process_group import World
+from nestpipe.jagged import Cursor
+from nestpipe.models.build_model import inputs_of
+from nestpipe.pipeline.channels import Channels
+from nestpipe.recipes import RECIPES
+from nestpipe.training.process import exact_arithmetic, keep_freed_memory
+from nestpipe.training.run_folder import Run
+
+_EXAMPLE = "Example: nestpipe tune pipeline tiny --data.path data/tiny"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TunePipelineArguments:
+    json: bool = False
+    """Print JSON instead of a table."""
+    config: Annotated[Config, tyro.conf.arg(name=""), tyro.conf.AvoidSubcommands]
+
+
+def main(argv: list[str]) -> int:
+    if not argv or argv[0] in {"-h", "--help"}:
+        print(
+            f"usage: nestpipe tune pipeline RECIPE [--section.field VALUE ...]\n\nrecipes: {', '.join(RECIPES)}\n\n{_EXAMPLE}"
+        )
+        return 0
+    name, *rest = argv
+    defaults = TunePipelineArguments(config=recipe_of(name))
+    check_keys(rest, ["json", *keys(defaults.config)])
+    arguments = tyro.cli(
+        TunePipelineArguments,
+        prog=f"nestpipe tune pipeline {name}",
+        description="Trains a few steps that are thrown away, under torchrun on all ranks, and says which settings fit.\n\n"
+        + _EXAMPLE,
+        args=rest,
+        default=defaults,
+    )
+    with contextlib.closing(World.from_environment()) as world:
+        found, choice, why = tuned(arguments.config, world)
+        if world.rank == 0:
+            _report(found, choice, why, as_json=arguments.json)
+    return 0
+
+
+def tuned(config: Config, world: World) -> tuple[list[Measurement], PipelineChoice, str]:
+    """What was measured, the choice, and why; the same on every rank."""
+    config.validate()
+    keep_freed_memory()
+    config = replace(config, data=replace(config.data, path=str(Path(config.data.path).resolve())))
+    run, channels = Run(Path(), config), Channels.of(world)
+    loader = Loader(
+        run.sequences,
+        run.split,
+        config.data,
+        seed=config.seed,
+        rank=world.rank,
+        world_size=world.size,
+        inputs=inputs_of(config, run.sequences),
+    )
+    groups = grouped(run, channels, lambda: loader.batch(Cursor(0, 0)))
+    clip_rows = config.train.clip == "all" and config.train.clip_norm > 0
+    with exact_arithmetic(config.train.num_threads or torch.get_num_threads()):
+        found = profile(
+            groups.run, groups.channels, lambda: contextlib.closing(loader.iterate(Cursor(0, 0))), clip_rows=clip_rows
+        )
+    chosen = choose(found)
+    return found, chosen.choice, chosen.why
+
+
+def _report(found: list[Measurement], choice: PipelineChoice, why: str, *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps({"measured": [asdict(one) for one in found], "choice": asdict(choice), "why": why}))
+        return
+    console, shown = Console(highlight=False, markup=False), Shown(title="steps measured, medians")
+    for title in ("", "step", "busy", "exposed messages", "exposed lookup", "rows", "of first and last part"):
+        shown.add_column(title, justify="left" if not title else "right")
+    for one in found:
+        times = [f"{1e3 * seconds:.1f} ms" for seconds in (one.step_s, one.busy_s, one.comm_s, one.lookup_s)]
+        shown.add_row(str(one.choice), *times, f"{one.rows:,.0f}", f"{one.edge_rows:,.0f}")
+    console.print(shown)
+    console.print(why, soft_wrap=True)
+    console.print(
+        f"--pipeline.micro-batches {choice.micro_batches} --pipeline.ramp {choice.ramp:g} --pipeline.depth {choice.depth}, or "
+        "--pipeline.tune to measure when a run starts",
+        soft_wrap=True,
+    )

@@ -1,0 +1,218 @@
+"""Builds a `Batch` from memory-mapped sequences: the events of some users between two positions, with their features."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from nestpipe.data.features import NumberStats, apply_number, fit_number, label_values, label_weights
+from nestpipe.data.schema import Feature
+from nestpipe.data.sequences import Sequences, StoredFeature
+from nestpipe.data.splits import Ints, Split, Windows, train_mask
+from nestpipe.errors import ConfigError, DataError
+from nestpipe.jagged import Batch, Cursor, Jagged, offsets_of, ranges
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInputs:
+    """What a model reads beside items and times. The features 'user' and 'item' are the ids themselves."""
+
+    features: tuple[str, ...] = ()
+    labels: tuple[str, ...] = ()
+    requests: tuple[str, ...] = ()  # features of events that a request names before its event is known
+    layout: Literal["next", "events"] = "next"  # each event with the next one as its target, or the events alone
+
+
+class BatchBuilder:
+    """Reads sequences; numbers are transformed by statistics fitted on the events that the split trains on."""
+
+    def __init__(
+        self,
+        sequences: Sequences,
+        split: Split | None,
+        inputs: ModelInputs | None = None,
+        *,
+        statistics: Mapping[str, NumberStats] | None = None,
+    ):
+        """Needs a split, or the statistics that were fitted on one."""
+        inputs = inputs or ModelInputs()
+        self._sequences, self._layout = sequences, inputs.layout
+        known = {feature.name: feature for feature in sequences.schema.features if feature.scope != "request"}
+        own = tuple(name for name in inputs.features if name not in {"user", "item"})
+        if missing := [name for name in (*own, *inputs.requests) if name not in known]:
+            raise ConfigError(f"{sequences.path} has no feature {missing}; it has {sorted(known)}.")
+        self._features = tuple(known[name] for name in own)
+        self._requests = tuple(known[name] for name in inputs.requests)
+        self._with_user = "user" in inputs.features
+        self._labels = sequences.schema.labels_named(inputs.labels) if inputs.labels else ()
+        if statistics is None:
+            assert split is not None, "statistics are fitted on the events that a split trains on"
+            statistics = self._fit(split)
+        self.statistics = dict(statistics)
+
+    def over(self, sequences: Sequences) -> BatchBuilder:
+        """The same inputs and statistics over other events of the same schema."""
+        other = copy.copy(self)
+        other._sequences = sequences
+        return other
+
+    def training(self, cursor: Cursor, samples: Tensor, windows: Windows) -> Batch:
+        """The rows of some windows, each event with the next one as its target, or alone; see `Inputs.layout`."""
+        batch = self._build(
+            cursor, samples, windows.user, windows.start, windows.end, with_targets=self._layout == "next"
+        )
+        uncounted = batch.items.positions() < torch.from_numpy(windows.counted - windows.start).index_select(
+            0, batch.items.row_of_value()
+        )
+        if not self._labels or not bool(uncounted.any()):
+            return batch
+        masked = {
+            label.name: Jagged.singles(batch.target_features[label.name].values.masked_fill(uncounted, torch.nan))
+            for label in self._labels
+        }
+        return dataclasses.replace(batch, target_features={**batch.target_features, **masked})
+
+    def history(self, samples: Tensor, start: Ints, end: Ints, *, asked_ms: Ints | None) -> Batch:
+        """Events start .. end - 1 of each sample, asked for a recommendation at a time (if the log has times)."""
+        batch = self._build(Cursor(0, 0), samples, samples.numpy(), start, end, with_targets=False)
+        if batch.query_times is None or asked_ms is None:
+            return batch
+        last = batch.items.offsets[1:] - 1
+        has_events = batch.items.lengths() > 0
+        asked = torch.from_numpy(asked_ms // 1000)
+        values = batch.query_times.values.index_copy(0, last[has_events], asked[has_events])
+        return dataclasses.replace(batch, query_times=batch.query_times.with_values(values))
+
+    def item_features(self, items: NDArray[np.int64]) -> dict[str, Jagged]:
+        """The item features of candidates [n]; raises DataError for an item that is not in the catalogue."""
+        return self._features_of_items(items)
+
+    def requests(self, events: NDArray[Any]) -> dict[str, Jagged]:
+        """What requests for some events of the log would name (`Inputs.requests`); a missing value is an empty row."""
+        found = {}
+        for feature in self._requests:
+            stored = self._stored(feature)
+            found[feature.name] = self._pick(feature, stored, events)[feature.name]
+            if feature.kind == "vector":
+                has = torch.from_numpy(~np.isnan(stored.values[events]).any(1))
+                values = found[feature.name].values.index_select(0, has.nonzero().flatten())
+                found[feature.name] = Jagged(values, offsets_of(has.to(torch.int64)), 1)
+        return found
+
+    def _build(
+        self, cursor: Cursor, samples: Tensor, users: Ints, start: Ints, end: Ints, *, with_targets: bool
+    ) -> Batch:
+        first = torch.from_numpy(self._sequences.offsets[users] + start)
+        lengths = torch.from_numpy(end - start)
+        offsets, events = offsets_of(lengths), ranges(first, lengths).numpy()
+        following = np.minimum(events + 1, len(self._sequences.items) - 1)
+        max_len = int(lengths.max()) if len(lengths) else 0
+
+        def rows(column: NDArray[np.int64], places: NDArray[Any]) -> Jagged:
+            return Jagged(torch.from_numpy(column[places]), offsets, max_len)
+
+        def seconds(places: NDArray[Any]) -> Jagged | None:
+            times = self._sequences.times
+            return None if times is None else Jagged(torch.from_numpy(times[places] // 1000), offsets, max_len)
+
+        return Batch(
+            cursor=cursor,
+            sample_ids=samples,
+            items=rows(self._sequences.items, events),
+            times=seconds(events),
+            query_times=seconds(following),
+            targets=rows(self._sequences.items, following) if with_targets else None,
+            event_features=self._features_of_events(events),
+            sample_features=self._features_of_users(users),
+            target_features=self._features_of_targets(following) if with_targets else {},
+        )
+
+    def _features_of_events(self, events: NDArray[Any]) -> dict[str, Jagged]:
+        """What is known of events that have happened: their own features, those of their items, and their labels."""
+        found = self._features_of_items(self._sequences.items[events])
+        for feature in self._features:
+            if feature.scope == "event":
+                found |= self._pick(feature, self._stored(feature), events)
+        return found | self._label_rows(events)
+
+    def _features_of_targets(self, events: NDArray[Any]) -> dict[str, Jagged]:
+        """What is known of candidates, the features of their items; what is to be predicted; and what requests name."""
+        if not self._labels:
+            return self.requests(events)
+        return self._features_of_items(self._sequences.items[events]) | self._label_rows(events) | self.requests(events)
+
+    def _features_of_items(self, items: NDArray[np.int64]) -> dict[str, Jagged]:
+        found: dict[str, Jagged] = {}
+        features = [feature for feature in self._features if feature.scope == "item"]
+        if features:
+            catalogue = self._sequences.catalogue
+            places = np.minimum(np.searchsorted(catalogue, items), len(catalogue) - 1)
+            if len(unknown := np.flatnonzero(catalogue[places] != items)):
+                raise DataError(
+                    f"item {items[unknown[0]]} (place {unknown[0]}) is not in the catalogue of {self._sequences.path}, so "
+                    f"its features are unknown. The catalogue has {len(catalogue):,} items."
+                )
+            for feature in features:
+                found |= self._pick(feature, self._stored(feature), places)
+        return found
+
+    def _features_of_users(self, users: NDArray[Any]) -> dict[str, Jagged]:
+        found: dict[str, Jagged] = {}
+        if self._with_user:
+            found["user"] = Jagged.singles(torch.from_numpy(self._sequences.users[users]))
+        for feature in self._features:
+            if feature.scope == "user":
+                found |= self._pick(feature, self._stored(feature), users)
+        return found
+
+    def _label_rows(self, events: NDArray[Any]) -> dict[str, Jagged]:
+        """Labels by name, and 'name.weights' if events have weights of their own."""
+        found = {}
+        for label in self._labels:
+            stored = self._sequences.event_features
+            found[label.name] = Jagged.singles(torch.from_numpy(label_values(label, stored, events)))
+            if (weights := label_weights(label, stored, events)) is not None:
+                found[f"{label.name}.weights"] = Jagged.singles(torch.from_numpy(weights))
+        return found
+
+    def _pick(self, feature: Feature, stored: StoredFeature, rows: NDArray[Any]) -> dict[str, Jagged]:
+        """The feature's values at some rows, and its weights as 'name.weights' if it has any."""
+        if stored.offsets is None:
+            values = stored.values[rows]
+            if feature.kind == "number":
+                values = apply_number(feature, self.statistics[feature.name], values)
+            else:
+                values = np.nan_to_num(values)  # a missing vector is zero
+            return {feature.name: Jagged.singles(torch.from_numpy(np.ascontiguousarray(values)))}
+        first = torch.from_numpy(stored.offsets[rows])
+        lengths = torch.from_numpy(stored.offsets[rows + 1]) - first
+        offsets, places = offsets_of(lengths), ranges(first, lengths).numpy()
+        max_len = int(lengths.max()) if len(lengths) else 0
+        picked = {feature.name: Jagged(torch.from_numpy(stored.values[places]), offsets, max_len)}
+        if stored.weights is not None:
+            picked[f"{feature.name}.weights"] = Jagged(torch.from_numpy(stored.weights[places]), offsets, max_len)
+        return picked
+
+    def _stored(self, feature: Feature) -> StoredFeature:
+        sequences = self._sequences
+        by_scope = {"event": sequences.event_features, "item": sequences.item_features, "user": sequences.user_features}
+        return by_scope[feature.scope][feature.name]
+
+    def _fit(self, split: Split) -> dict[str, NumberStats]:
+        """Statistics of the number features; event features count only the events that are trained on."""
+        statistics = {}
+        for feature in self._features:
+            if feature.kind == "number":
+                values = self._stored(feature).values
+                if feature.scope == "event":
+                    values = values[train_mask(self._sequences, split)]
+                statistics[feature.name] = fit_number(feature, np.asarray(values))
+        return statistics

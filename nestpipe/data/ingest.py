@@ -1,0 +1,274 @@
+"""Builds a sequence folder from a log and optional side tables.
+
+    log -> typed chunks -> spool -> events by (user, time, order) -> arrays
+    item and user tables -> joined to the catalogue and to the users -> arrays
+
+Invariant, checked: read = kept + quarantined + filtered + duplicates. The folder appears whole or not at all.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from nestpipe.data.array_files import FORMAT, META, ArrayFile, FeatureFiles, file_entry, publish_folder, save_array
+from nestpipe.data.external_sort import Bools, Spool
+from nestpipe.data.id_encoding import make_encoders
+from nestpipe.data.log_reader import LogSource, expand
+from nestpipe.data.quarantine import KEY, ORDER, Quarantine, TypedReader
+from nestpipe.data.schema import Schema, Scope
+from nestpipe.data.sequences import QUARANTINE, TIE_RULE, VERSION, Sequences, folder_digest
+from nestpipe.errors import ConfigError, DataError
+
+Source = LogSource | pl.DataFrame
+RowFilter = Callable[[Callable[[], Iterator[pl.DataFrame]]], tuple[list[Bools], dict[str, int]]]
+_EARLY_MS = 63_072_000_000  # 1972: a log of milliseconds that ends before was most likely written in seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SideTable:
+    """Attributes of items or users, with the column that holds their ids; it must fit in memory."""
+
+    source: Source
+    key: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class BuildOptions:
+    """How to build. `dedupe`, `row_filter`, `extra`, `attachments` and `documents` decide what is stored, the others only how."""
+
+    dedupe: bool = False
+    """Keep the first of records that are equal in every column that is read."""
+    max_quarantine_share: float = 0.01
+    """Stop if more than this share of the records of the log, or of a table, is bad."""
+    overwrite: bool = False
+    budget_rows: int = 10_000_000
+    """Events held in memory at a time."""
+    progress: Callable[[str, int], None] = lambda phase, num_rows: None
+    row_filter: RowFilter | None = None
+    """Given a function that iterates over the runs of typed events: a mask per run, and counts of what it dropped."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Stored as meta['extra'], for example the origin of the data."""
+    attachments: Mapping[str, pl.DataFrame] = field(default_factory=dict)
+    """Frames stored beside the arrays as NAME.parquet."""
+    documents: Mapping[str, Any] = field(default_factory=dict)
+    """Stored beside the arrays as NAME.json."""
+
+
+def write_sequences(
+    out: str | Path,
+    *,
+    schema: Schema,
+    log: Source,
+    items: SideTable | None = None,
+    users: SideTable | None = None,
+    options: BuildOptions | None = None,
+) -> Sequences:
+    """Reads the log and the tables, writes the folder and opens it; raises DataError or ConfigError, leaving nothing."""
+    options = options or BuildOptions()
+    _check_job(schema, items=items, users=users, options=options)
+    sources = [log, *(table.source for table in (items, users) if table is not None)]
+    inputs = [path for source in sources if isinstance(source, LogSource) for path in expand(source)]
+    with publish_folder(Path(out), overwrite=options.overwrite, inputs=inputs) as draft:
+        _Build(draft, schema, options).run(log, items, users)
+    return Sequences.open(out)
+
+
+def _check_job(schema: Schema, *, items: SideTable | None, users: SideTable | None, options: BuildOptions) -> None:
+    schema.check()
+    scopes: tuple[tuple[Scope, SideTable | None], ...] = (("item", items), ("user", users))
+    for scope, table in scopes:
+        if table is None and (features := schema.of_scope(scope)):
+            raise ConfigError(
+                f"feature '{features[0].name}' has scope '{scope}', but no {scope} table is given to take it from."
+            )
+    if options.dedupe and schema.time is None:
+        raise ConfigError(
+            "dedupe on an order-only log would drop real repetitions: two equal records there are two events. Give a time column or switch dedupe off."
+        )
+    if not 0 <= options.max_quarantine_share <= 1:
+        raise ConfigError(f"max_quarantine_share is {options.max_quarantine_share}; it is a share between 0 and 1.")
+    if options.budget_rows < 1:
+        raise ConfigError(f"budget_rows is {options.budget_rows}; it takes at least 1 event in memory at a time.")
+
+
+@dataclass(slots=True)
+class _Totals:
+    """What is known after the events have been written."""
+
+    users: NDArray[np.int64]
+    logged_items: NDArray[np.int64]
+    num_events: int
+    num_duplicates: int
+    time_span_ms: list[int] | None
+
+
+class _Build:
+    def __init__(self, draft: Path, schema: Schema, options: BuildOptions) -> None:
+        self._draft = draft
+        self._schema = schema
+        self._options = options
+        self._encoders = make_encoders(schema)
+        self._tables: dict[str, dict[str, Any]] = {}
+
+    def run(self, log: Source, items: SideTable | None, users: SideTable | None) -> None:
+        spool = Spool(self._draft / "spool", budget_rows=self._options.budget_rows)
+        with (self._draft / QUARANTINE).open("w", encoding="utf-8") as bad:
+            sheet = Quarantine(bad, self._options.max_quarantine_share)
+            for chunk in self._reader(sheet).log(log):
+                spool.add(chunk)
+            item_table = self._read_table(items, "item", bad)
+            user_table = self._read_table(users, "user", bad)
+        masks, filtered = self._options.row_filter(spool.runs) if self._options.row_filter else (None, {})
+        totals = self._write_events(spool, masks)
+        if (self._draft / "spool").exists():
+            shutil.rmtree(self._draft / "spool")
+        catalogue = totals.logged_items
+        if item_table is not None:
+            catalogue = np.union1d(
+                catalogue, self._final(item_table.select(pl.col(KEY).alias("item")))["item"].to_numpy()
+            )
+        save_array(self._draft / "catalogue.npy", catalogue)
+        self._write_table(item_table, "item", catalogue, totals.logged_items)
+        self._write_table(user_table, "user", totals.users, totals.users)
+        self._write_texts()
+        self._write_meta(sheet, totals, filtered, len(catalogue))
+
+    def _reader(self, sheet: Quarantine) -> TypedReader:
+        return TypedReader(self._schema, self._encoders, sheet, self._options.progress)
+
+    def _read_table(self, table: SideTable | None, scope: Scope, bad: Any) -> pl.DataFrame | None:
+        if table is None:
+            return None
+        sheet = Quarantine(bad, self._options.max_quarantine_share)
+        frame = self._reader(sheet).table(table.source, scope=scope, key=table.key)
+        counts = {
+            "read": sheet.num_read,
+            "kept": frame.height,
+            "quarantined": sheet.num_bad,
+            "reasons": dict(sheet.reasons),
+        }
+        self._tables[scope] = counts
+        return frame
+
+    def _final(self, frame: pl.DataFrame) -> pl.DataFrame:
+        for name, encoder in self._encoders.items():
+            frame = encoder.final(frame, name)
+        return frame
+
+    def _write_events(self, spool: Spool, masks: list[Bools] | None) -> _Totals:
+        features = [FeatureFiles(self._draft, feature) for feature in self._schema.of_scope("event")]
+        files = {"item": ArrayFile(self._draft / "items.npy", dtype=np.int64)}
+        if self._schema.time is not None:
+            files["time"] = ArrayFile(self._draft / "times.npy", dtype=np.int64)
+        users, lengths = [], []
+        span: list[int] = []
+        logged, num_duplicates = np.empty(0, np.int64), 0
+        for frame in spool.ranges(self._final, masks):
+            events = frame
+            if self._options.dedupe:
+                events = frame.unique(
+                    [name for name in frame.columns if name != ORDER], keep="first", maintain_order=True
+                )
+                num_duplicates += frame.height - events.height
+            found, counts = np.unique(events["user"].to_numpy(), return_counts=True)
+            users.append(found)
+            lengths.append(counts)
+            logged = np.union1d(logged, events["item"].to_numpy())
+            for name, file in files.items():
+                file.append(events[name].to_numpy())
+            for feature in features:
+                feature.append(events)
+            if "time" in events.columns and events.height:
+                times = events["time"].to_numpy()
+                span += [int(times.min()), int(times.max())]
+            self._options.progress("writing events", files["item"].num_rows)
+        for file in files.values():
+            file.close()
+        for feature in features:
+            feature.close()
+        if not files["item"].num_rows:
+            raise DataError("the filter left no event; nothing was written. Loosen it.")
+        save_array(self._draft / "users.npy", np.concatenate(users))
+        save_array(
+            self._draft / "offsets.npy", np.concatenate([[0], np.cumsum(np.concatenate(lengths))]).astype(np.int64)
+        )
+        time_span = [min(span), max(span)] if span else None
+        return _Totals(np.concatenate(users), logged, files["item"].num_rows, num_duplicates, time_span)
+
+    def _write_table(
+        self, table: pl.DataFrame | None, scope: Scope, ids: NDArray[np.int64], logged: NDArray[np.int64]
+    ) -> None:
+        """The features of a side table, one row per id; counts ids without attributes and attributes without events."""
+        if table is None:
+            return
+        keyed = self._final(table.rename({KEY: scope}))
+        known = keyed[scope].to_numpy()
+        self._tables[scope] |= {
+            "without_attributes": int((~np.isin(ids, known)).sum()),
+            "not_in_log": int((~np.isin(known, logged)).sum()),
+        }
+        joined = pl.DataFrame({scope: ids}).join(keyed, on=scope, how="left", maintain_order="left")
+        for feature in self._schema.of_scope(scope):
+            file = FeatureFiles(self._draft, feature)
+            file.append(joined)
+            file.close()
+
+    def _write_texts(self) -> None:
+        for name, encoder in self._encoders.items():
+            if (table := encoder.table()) is not None:
+                table.write_parquet(self._draft / f"texts.{name}.parquet")
+        for name, frame in self._options.attachments.items():
+            frame.write_parquet(self._draft / f"{name}.parquet")
+        for name, document in self._options.documents.items():
+            (self._draft / f"{name}.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+
+    def _write_meta(self, sheet: Quarantine, totals: _Totals, filtered: dict[str, int], num_items: int) -> None:
+        counts = {
+            "read": sheet.num_read,
+            "kept": totals.num_events,
+            "quarantined": sheet.num_bad,
+            "filtered": sum(filtered.values()),
+            "duplicates": totals.num_duplicates,
+            "users": len(totals.users),
+            "items": num_items,
+            "logged_items": len(totals.logged_items),
+            "events": totals.num_events,
+        }
+        if counts["read"] != sum(counts[name] for name in ("kept", "quarantined", "filtered", "duplicates")):
+            raise AssertionError(f"the counts do not add up: {counts}")
+        files = {path.name: file_entry(path) for path in sorted(self._draft.iterdir())}
+        meta = {
+            "format": FORMAT,
+            "version": VERSION,
+            "schema": self._schema.to_json(),
+            "counts": counts,
+            "time_span_ms": totals.time_span_ms,
+            "tie_rule": TIE_RULE,
+            "encodings": {name: encoder.to_json() for name, encoder in self._encoders.items()},
+            "quarantine": dict(sheet.reasons.most_common()),
+            "filtered": filtered,
+            "tables": self._tables,
+            "notes": self._notes(totals),
+            "extra": dict(self._options.extra),
+            "files": files,
+        }
+        meta["digest"] = folder_digest(meta)
+        (self._draft / META).write_text(json.dumps(meta, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+    def _notes(self, totals: _Totals) -> list[str]:
+        if self._schema.time is None:
+            return ["order-only log: there are no times, so time features and time biases are off"]
+        if self._schema.time_unit == "ms" and totals.time_span_ms and totals.time_span_ms[1] < _EARLY_MS:
+            return [
+                "all times are before 1972 when read as milliseconds; if the log is in seconds, ingest it with time unit s"
+            ]
+        return []

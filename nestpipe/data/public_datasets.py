@@ -1,0 +1,175 @@
+"""Readers of public data sets: MovieLens (ratings.dat, movies.dat, users.dat), KuaiRand (log_standard files), Amazon (lines)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+
+from nestpipe.data.array_files import check_place
+from nestpipe.data.external_sort import Bools
+from nestpipe.data.ingest import BuildOptions, SideTable, write_sequences
+from nestpipe.data.log_reader import LINE, RECORD, LogSource, columns_of, expand, require_columns
+from nestpipe.data.schema import Feature, Label, Schema
+from nestpipe.data.sequences import Sequences
+from nestpipe.errors import DataError
+
+MOVIELENS_SCHEMA = Schema(
+    features=(
+        Feature(name="rating", kind="number"),
+        Feature(name="genres", kind="ids", scope="item", encoding="dictionary"),
+        Feature(name="year", kind="number", scope="item", missing="mean", transform="standardise"),
+        Feature(name="gender", kind="id", scope="user", encoding="dictionary"),
+        Feature(name="age", kind="id", scope="user"),
+        Feature(name="occupation", kind="id", scope="user"),
+        Feature(name="zip", kind="id", scope="user", encoding="dictionary"),
+    ),
+    labels=(
+        Label(name="liked", kind="binary", feature="rating", threshold=4),
+        Label(name="loved", kind="binary", feature="rating", threshold=5),
+        Label(name="stars", kind="ordinal", feature="rating", lowest=1, num_levels=5),
+    ),
+)
+
+
+def ingest_movielens(folder: str | Path, out: str | Path, *, options: BuildOptions | None = None) -> Sequences:
+    """Every rating is an event and every movie a candidate, without any filter; equal times keep the order of the file."""
+    return write_sequences(
+        out,
+        schema=MOVIELENS_SCHEMA,
+        log=_source(folder, "ratings.dat", ("user", "item", "rating", "time")),
+        items=SideTable(source=_source(folder, "movies.dat", ("item", "title", "genres")), key="item"),
+        users=SideTable(
+            source=_source(folder, "users.dat", ("user", "gender", "age", "occupation", "zip")), key="user"
+        ),
+        options=options,
+    )
+
+
+def _source(folder: str | Path, name: str, columns: tuple[str, ...]) -> LogSource:
+    path = Path(folder) / name
+    if not path.is_file():
+        raise DataError(
+            f"{folder} has no {name}; a MovieLens-1M folder has ratings.dat, movies.dat and users.dat. Unpack ml-1m.zip and give that folder."
+        )
+    return LogSource(
+        paths=(str(path),),
+        format="csv",
+        delimiter="::",
+        columns=columns,
+        encoding="latin-1",
+        transform=_with_year if "title" in columns else None,
+    )
+
+
+def _with_year(movies: pl.DataFrame) -> pl.DataFrame:
+    """The year stands at the end of the title: 'Toy Story (1995)'."""
+    return movies.with_columns(pl.col("title").str.extract(r"\((\d{4})\)\s*$").alias("year"))
+
+
+POSITIVE = ("is_click", "is_like", "is_follow", "is_comment", "is_forward", "is_profile_enter", "long_view")
+
+
+NEGATIVE = "is_hate"
+
+
+_LOGGED = ("play_time_ms", "duration_ms", "profile_stay_time", "comment_stay_time")  # milliseconds, long-tailed
+
+
+Runs = Callable[[], Iterator[pl.DataFrame]]
+
+
+def ingest_kuairand(
+    paths: str | tuple[str, ...],
+    out: str | Path,
+    *,
+    published_filter: bool = False,
+    core: int = 5,
+    options: BuildOptions | None = None,
+) -> Sequences:
+    """Every impression is an event; signals and durations are event features, as far as the files have them."""
+    options = options or BuildOptions()
+    source = LogSource(paths=(paths,) if isinstance(paths, str) else tuple(paths))
+    present = columns_of(source)
+    require_columns(str(source.paths[0]), present, ("user_id", "video_id", "time_ms"))
+    if published_filter:
+        require_columns(str(source.paths[0]), present, (NEGATIVE,))
+        options = dataclasses.replace(options, row_filter=partial(published, core=core))
+    return write_sequences(out, schema=schema_of(present), log=source, options=options)
+
+
+def schema_of(columns: list[str]) -> Schema:
+    """The schema for the columns that a file has; the published sample lacks some."""
+    features = [Feature(name=name, kind="number") for name in (*POSITIVE, NEGATIVE, "is_rand") if name in columns]
+    features += [Feature(name=name, kind="number", transform="log_standardise") for name in _LOGGED if name in columns]
+    if "tab" in columns:
+        features.append(Feature(name="tab", kind="id"))
+    return Schema(user="user_id", item="video_id", time="time_ms", time_unit="ms", features=tuple(features))
+
+
+def published(runs: Runs, *, core: int) -> tuple[list[Bools], dict[str, int]]:
+    """A mask per run, and how many impressions each rule dropped; raises DataError if no signal column is known."""
+    masks, num_disliked, num_silent = [], 0, 0
+    for run in runs():
+        signals = [name for name in POSITIVE if name in run.columns]
+        if not signals:
+            raise DataError(
+                f"the published filter needs at least one of the columns {', '.join(POSITIVE)}; switch it off."
+            )
+        # a missing signal counts as none; it is NaN, which Polars holds for larger than any number
+        given = run.select(pl.col(NEGATIVE, *signals).fill_nan(0))
+        liked = ~(given[NEGATIVE] > 0).to_numpy()
+        positive = given.select(pl.any_horizontal(pl.col(name) > 0 for name in signals)).to_series().to_numpy()
+        num_disliked += int((~liked).sum())
+        num_silent += int((liked & ~positive).sum())
+        masks.append(liked & positive)
+    num_before = sum(int(mask.sum()) for mask in masks)
+    masks = k_core(runs, masks, core=core)
+    num_rare = num_before - sum(int(mask.sum()) for mask in masks)
+    return masks, {"disliked": num_disliked, "no positive signal": num_silent, f"below {core}-core": num_rare}
+
+
+def k_core(runs: Runs, masks: list[Bools], *, core: int) -> list[Bools]:
+    """Masks under which every user and every item that is left has at least `core` events."""
+    while True:
+        before = sum(int(mask.sum()) for mask in masks)
+        for key in ("user", "item"):
+            kept = [run.filter(mask)[key].value_counts(name="num") for run, mask in zip(runs(), masks, strict=True)]
+            total = pl.concat(kept).group_by(key).agg(pl.col("num").sum())
+            rare = total.filter(pl.col("num") < core)[key].implode()
+            masks = [mask & ~run[key].is_in(rare).to_numpy() for run, mask in zip(runs(), masks, strict=True)]
+        if sum(int(mask.sum()) for mask in masks) == before:
+            return [np.asarray(mask) for mask in masks]
+
+
+AMAZON_SCHEMA = Schema(time=None)
+
+
+def ingest_amazon(
+    path: str | Path, out: str | Path, *, texts: str | Path | None = None, options: BuildOptions | None = None
+) -> Sequences:
+    """Every item of a line is an event of its user; a record of the counts is an event, not a line."""
+    options = options or BuildOptions()
+    if texts is not None:
+        check_place(Path(out), overwrite=options.overwrite, inputs=[Path(texts)])
+        options = dataclasses.replace(options, attachments={**options.attachments, "text": read_texts(texts)})
+    return write_sequences(
+        out, schema=AMAZON_SCHEMA, log=LogSource(paths=(str(path),), format="lines", transform=_events), options=options
+    )
+
+
+def _events(lines: pl.DataFrame) -> pl.DataFrame:
+    words = pl.col(LINE).str.strip_chars().str.split(" ")
+    parts = lines.select(RECORD, user=words.list.first(), item=words.list.slice(1))
+    return parts.explode("item", empty_as_null=True)
+
+
+def read_texts(path: str | Path) -> pl.DataFrame:
+    """Item texts from a Parquet file with item_id and title."""
+    source = LogSource(paths=(str(path),), format="parquet")
+    require_columns(str(path), columns_of(source), ("item_id", "title"))
+    return pl.read_parquet(expand(source)[0]).rename({"item_id": "item"})

@@ -1,0 +1,226 @@
+"""Logs and side tables through a schema into clean typed chunks; bad records go to the quarantine.
+
+    files -> raw chunks -> typed chunks (user, item, time in ms, features, `#order`)      read = kept + quarantined
+                        -> quarantine.jsonl: file, record, reason, the raw values
+
+`#order` numbers the records of the whole log; it decides among equal times. The names with # are ours: no feature,
+whose name is an identifier, can have one.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import IO, Any
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from nestpipe.data.column_types import TypedColumns, parse_feature, parse_key, parse_time
+from nestpipe.data.id_encoding import Encoder
+from nestpipe.data.log_reader import JSON_MARK, RECORD, LogSource, RawChunk, read_raw, shown
+from nestpipe.data.schema import Schema, Scope
+from nestpipe.errors import DataError
+
+ORDER = "#order"
+KEY = "#key"
+_FILE = "#file"
+# Only a log of which more than half of the first records is bad is given up before its end; otherwise the share in the
+# whole log decides, so that it does not matter where the log is cut into chunks.
+_EARLY = 100_000
+_HOPELESS = 0.5
+_JSON = json.JSONEncoder(ensure_ascii=False, default=str)  # once: json.dumps would make one for every record
+
+
+@dataclass(slots=True)
+class Quarantine:
+    """The bad records of one log or table, written to a shared file, with counts per reason."""
+
+    file: IO[str]
+    max_share: float
+    num_read: int = 0
+    reasons: Counter[str] = field(default_factory=Counter)
+    first: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def num_bad(self) -> int:
+        return self.reasons.total()
+
+    def count(self, num_read: int, reasons: Mapping[str, int]) -> None:
+        """Records that were read, and the bad ones among them."""
+        self.num_read += num_read
+        self.reasons.update(reasons)
+
+    def is_hopeless(self) -> bool:
+        """Whether so much is bad that the rest need not be read."""
+        return self.max_share < _HOPELESS and self.num_read >= _EARLY and self.num_bad > _HOPELESS * self.num_read
+
+    def write(self, file: str, entries: Iterable[tuple[int, str, object]]) -> None:
+        """The record number, reason and raw values of records that have been counted."""
+        for record, reason, values in entries:
+            entry = {"file": file, "record": record, "reason": reason, "values": values}
+            self.file.write(_JSON.encode(entry) + "\n")
+            if reason not in self.first:
+                self.first[reason] = f"record {record:,} of {file}: {_JSON.encode(values)[:200]}"
+
+    def check_share(self) -> None:
+        """Raises DataError if too many of all records are bad."""
+        if self.num_bad > self.max_share * self.num_read:
+            raise self.too_many("")
+
+    def too_many(self, when: str) -> DataError:
+        """The error for too many bad records, with the share and the most common reasons."""
+        share, allowed = self.num_bad / self.num_read, self.max_share
+        places = 1
+        while f"{share:.{places}%}" == f"{allowed:.{places}%}" and places < 9:
+            places += 1
+        lines = [
+            f"  - {count:,} x {reason}; first {self.first[reason]}" for reason, count in self.reasons.most_common(5)
+        ]
+        return DataError(
+            f"{self.num_bad:,} of {self.num_read:,} records{when} are bad ({share:.{places}%}), more than the "
+            f"{allowed:.{places}%} that max_quarantine_share allows; nothing was written. Most common reasons:\n"
+            + "\n".join(lines)
+            + "\nMend the log or the column mapping, or raise max_quarantine_share."
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TypedReader:
+    """Types the chunks of a log or of a side table."""
+
+    schema: Schema
+    encoders: Mapping[str, Encoder]
+    quarantine: Quarantine
+    progress: Callable[[str, int], None] = lambda phase, num_rows: None
+
+    def log(self, source: LogSource | pl.DataFrame) -> Iterator[pl.DataFrame]:
+        """Typed chunks of a log, in order; raises DataError if nothing is left or too much is bad."""
+
+        def typed(frame: pl.DataFrame) -> list[TypedColumns]:
+            found = [parse_key(frame[self.schema.user], "user", self.schema.user_encoding)]
+            found.append(parse_key(frame[self.schema.item], "item", self.schema.item_encoding))
+            if self.schema.time is not None:
+                found.append(parse_time(frame[self.schema.time], self.schema.time_unit))
+            return found + self._features(frame, "event")
+
+        keys = [self.schema.user, self.schema.item, *([self.schema.time] if self.schema.time else [])]
+        for chunk in self._chunks(source, list(self.schema.log_columns()), keys, typed, "reading the log"):
+            yield self._encoded(chunk.drop(RECORD, _FILE))
+
+    def table(self, source: LogSource | pl.DataFrame, *, scope: Scope, key: str) -> pl.DataFrame:
+        """A whole side table, its key as column `#key`; later records of a key are quarantined."""
+        columns = [key]
+        for feature in self.schema.of_scope(scope):
+            columns += [feature.source, *([feature.weights] if feature.weights else [])]
+
+        def typed(frame: pl.DataFrame) -> list[TypedColumns]:
+            ids = parse_key(frame[key], scope, self.encoders[scope].encoding)
+            return [TypedColumns({KEY: ids.columns[scope]}, ids.problems), *self._features(frame, scope)]
+
+        wanted = list(dict.fromkeys(columns))
+        chunks = list(self._chunks(source, wanted, [key], typed, f"reading the {scope} table"))
+        table = self._first_of_each(pl.concat(chunks), scope).drop(RECORD, ORDER, _FILE)
+        return self._encoded(table.rename({KEY: scope})).rename({scope: KEY})
+
+    def _first_of_each(self, table: pl.DataFrame, scope: str) -> pl.DataFrame:
+        again = ~table[KEY].is_first_distinct()
+        reason = f"{scope} appears again in the table"
+        self.quarantine.count(0, {reason: int(again.sum())} if again.any() else {})
+        repeats = table.filter(again).drop(ORDER).rename({KEY: scope})
+        for (file,), part in repeats.group_by(_FILE, maintain_order=True):
+            rows = part.drop(_FILE, RECORD).iter_rows(named=True)
+            entries = zip(part[RECORD].to_list(), [reason] * part.height, rows, strict=True)
+            self.quarantine.write(str(file), entries)
+        self.quarantine.check_share()
+        return table.filter(~again)
+
+    def _encoded(self, frame: pl.DataFrame) -> pl.DataFrame:
+        """Texts replaced by provisional ids; only now, so that a quarantined record adds no text to a dictionary."""
+        for name, kind in frame.schema.items():
+            if kind == pl.String:
+                frame = frame.with_columns(self.encoders[name].provisional(frame[name]).alias(name))
+            elif kind == pl.List(pl.String):
+                frame = frame.with_columns(self.encoders[name].provisional_lists(frame[name]).alias(name))
+        return frame
+
+    def _features(self, frame: pl.DataFrame, scope: Scope) -> list[TypedColumns]:
+        return [parse_feature(frame, feature) for feature in self.schema.of_scope(scope)]
+
+    def _chunks(
+        self,
+        source: LogSource | pl.DataFrame,
+        columns: list[str],
+        keys: list[str],
+        typed: Callable[[pl.DataFrame], list[TypedColumns]],
+        phase: str,
+    ) -> Iterator[pl.DataFrame]:
+        num_kept, sheet = 0, self.quarantine
+        for raw in read_raw(source, columns, keys=keys):
+            chunk = self._clean(raw, typed(raw.frame))
+            num_kept += chunk.height
+            if sheet.num_read != num_kept + sheet.num_bad:
+                raise AssertionError(f"{raw.file}: read {sheet.num_read}, kept {num_kept}, quarantined {sheet.num_bad}")
+            self.progress(phase, sheet.num_read)
+            yield chunk
+        sheet.check_share()
+        if not num_kept:
+            where = "the frame" if isinstance(source, pl.DataFrame) else ", ".join(source.paths)
+            raise DataError(
+                f"{where} has no usable record ({sheet.num_read:,} read, {sheet.num_bad:,} quarantined), so there is nothing to build."
+            )
+
+    def _clean(self, raw: RawChunk, parts: list[TypedColumns]) -> pl.DataFrame:
+        """The rows without a problem; the others and the broken records go to the quarantine, in the order of the file."""
+        problems = [problem for part in parts for problem in part.problems]
+        which = np.full(raw.frame.height, -1)
+        for index in reversed(range(len(problems))):  # the first problem of a row is the one that is told
+            which[problems[index][0].to_numpy()] = index
+        first_order = self.quarantine.num_read
+        reasons = Counter(broken.reason for broken in raw.broken)
+        for index, count in zip(*np.unique(which[which >= 0], return_counts=True), strict=True):
+            reasons[problems[index][1]] += int(count)
+        self.quarantine.count(raw.frame.height + len(raw.broken), reasons)
+        hopeless = self.quarantine.is_hopeless()
+        if reasons:
+            told = _first_of_reasons(which) if hopeless else which
+            self.quarantine.write(raw.file, _entries(raw, told, [reason for _, reason in problems]))
+        if hopeless:
+            raise self.quarantine.too_many(" so far")
+        own = [
+            pl.int_range(first_order, first_order + raw.frame.height, eager=True).alias(ORDER),
+            pl.repeat(raw.file, raw.frame.height, dtype=pl.Categorical, eager=True).alias(_FILE),
+            raw.frame[RECORD],
+        ]
+        columns = [series.alias(name) for part in parts for name, series in part.columns.items()]
+        return pl.DataFrame([*own, *columns]).filter(pl.Series(which < 0))
+
+
+def _first_of_reasons(which: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Keeps the first row of each reason only, enough for an error message."""
+    numbers, places = np.unique(which, return_index=True)
+    first = np.full_like(which, -1)
+    first[places] = numbers
+    return first
+
+
+def _entries(raw: RawChunk, which: NDArray[np.int64], reasons: list[str]) -> Iterator[tuple[int, str, object]]:
+    """The bad records of a chunk in the order of the file; `which` is the number of a row's reason, or -1."""
+    bad = np.flatnonzero(which >= 0)
+    frame = raw.frame[bad]
+    told = (reasons[index] for index in which[bad].tolist())
+    rows: Iterator[dict[str, Any]] = frame.drop(RECORD).iter_rows(named=True)
+    if any(frame[name].str.starts_with(JSON_MARK).any() for name, kind in frame.schema.items() if kind == pl.String):
+        rows = ({name: shown(value) for name, value in row.items()} for row in rows)
+    return heapq.merge(zip(frame[RECORD].to_list(), told, rows, strict=True), raw.broken, key=lambda entry: entry[0])
+
+
+def read_events(
+    source: LogSource | pl.DataFrame, schema: Schema, *, encoders: Mapping[str, Encoder], quarantine: Quarantine
+) -> Iterator[pl.DataFrame]:
+    """Typed chunks of a log: columns user, item, time, the features and `#order`; see `Reader` for tables."""
+    yield from TypedReader(schema, encoders, quarantine).log(source)

@@ -1,0 +1,298 @@
+"""Logs with planted signal and a known best metric.
+
+    P(next = j | last = i)  =  signal * successors(i)[j]  +  (1 - signal) * zipf[j]      over items not yet in the history
+
+`successors(i)` are a few items with falling weights, a function of (seed, i). A user never meets an item twice, so
+ranking the unseen items by P is the best any model can do when seen items are removed, and its metrics on the drawn
+test targets are the known optimum. Side features carry no further signal about the next item.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+import torch
+from numpy.typing import NDArray
+
+from nestpipe.data.array_files import check_place
+from nestpipe.data.ingest import BuildOptions, SideTable, write_sequences
+from nestpipe.data.log_reader import LogSource
+from nestpipe.data.schema import Feature, Schema
+from nestpipe.data.sequences import Sequences
+from nestpipe.errors import ConfigError
+from nestpipe.rng import Rng, integers
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
+
+_TOP = 10  # the depth of the known metrics
+_NUM_TAGS = 12
+_START = 1_700_000_000  # seconds since 1970
+
+SCHEMA = Schema(
+    features=(
+        Feature(name="action", kind="id"),
+        Feature(name="watch", kind="number", transform="log_standardise"),
+        Feature(name="category", kind="id", scope="item"),
+        Feature(name="tags", kind="ids", scope="item"),
+        Feature(name="price", kind="number", scope="item", missing="mean", transform="standardise"),
+        Feature(name="age", kind="id", scope="user"),
+    )
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyntheticConfig:
+    """The size of a synthetic log and the strength of its signal."""
+
+    num_users: int = 3000
+    """Users."""
+    num_items: int = 300
+    """Items in the catalogue."""
+    mean_len: float = 24.0
+    """Mean of the log-normal lengths before they are cut."""
+    spread_len: float = 0.8
+    """Deviation of the logarithm of the lengths; larger is longer-tailed."""
+    min_len: int = 5
+    """Shortest history."""
+    max_len: int = 100
+    """Longest history."""
+    num_successors: int = 8
+    """Items that tend to follow an item; the k-th with a weight of 1 / k."""
+    signal: float = 0.8
+    """Share of events that follow the planted successors; the others follow popularity."""
+    zipf: float = 1.05
+    """Exponent of the popularity."""
+    tie_share: float = 0.05
+    """Share of events at the same second as the event before."""
+    seed: int = 0
+    """Everything is a function of this and the fields above."""
+
+    def problems(self) -> Iterator[str]:
+        for name in ("num_users", "num_successors"):
+            if getattr(self, name) < 1:
+                yield f"{name} is {getattr(self, name)}; it must be at least 1"
+        if not 2 <= self.min_len <= self.max_len:
+            yield f"lengths from {self.min_len} to {self.max_len}; it takes 2 <= min_len <= max_len"
+        if self.num_items < max(2 * self.max_len, _TOP + 1) or self.num_items <= self.num_successors:
+            yield f"num_items is {self.num_items}; items do not repeat, so it takes at least 2 * max_len = {2 * self.max_len}"
+        if not 0 <= self.signal <= 0.99:
+            yield f"signal is {self.signal}; it must be in 0 .. 0.99, else a user with all successors seen has no next item"
+        if not 0 <= self.tie_share < 1:
+            yield f"tie_share is {self.tie_share}; it must be in 0 .. 1, 1 excluded"
+        for name in ("mean_len", "spread_len"):
+            if not getattr(self, name) > 0:
+                yield f"{name} is {getattr(self, name)}; it must be above 0"
+
+    def check(self) -> None:
+        """Raises ConfigError with every problem at once."""
+        if found := list(self.problems()):
+            raise ConfigError("the synthetic data has problems:\n" + "\n".join(f"  - {problem}" for problem in found))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceTruth:
+    """What the best ranking reaches on each user's last event: on the drawn targets, and in expectation."""
+
+    num_users: int
+    num_events: int
+    hr10: float
+    ndcg10: float
+    expected_hr10: float
+    expected_ndcg10: float
+    hr10_error: float  # standard deviation of hr10 around its expectation
+
+    @staticmethod
+    def read(folder: Path) -> SequenceTruth:
+        return SequenceTruth(**json.loads((folder / "truth.json").read_text()))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SyntheticHistories:
+    """Items [U, max_len] of each user, -1 behind the end; `planted` says which events followed the signal."""
+
+    items: Ints
+    planted: Bools
+    lengths: Ints
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Process:
+    """The tables of the process: successors [I, K] with weights [K], and popularity [I]."""
+
+    successors: Ints
+    weights: Floats
+    popularity: Floats
+
+
+@lru_cache(maxsize=4)
+def _process(config: SyntheticConfig) -> _Process:
+    items = torch.arange(config.num_items)
+    # One successor from each of K equal stretches behind the item: distinct, and never the item itself.
+    stretch = (config.num_items - 1) // config.num_successors
+    inside = integers(Rng(config.seed, 0).keys("successors", items), width=config.num_successors, high=stretch).numpy()
+    successors = (items.numpy()[:, None] + 1 + np.arange(config.num_successors) * stretch + inside) % config.num_items
+    weights = 1.0 / np.arange(1, config.num_successors + 1)
+    ranks = np.random.default_rng([config.seed, 1]).permutation(config.num_items)
+    popularity = (1.0 + ranks) ** -config.zipf
+    return _Process(successors, weights / weights.sum(), popularity / popularity.sum())
+
+
+def bayes_scores(config: SyntheticConfig, last_items: Ints) -> Floats:
+    """P(next | last) [n, I] for last items [n], before seen items are removed."""
+    process = _process(config)
+    scores = np.tile((1 - config.signal) * process.popularity, (len(last_items), 1))
+    rows = np.arange(len(last_items))[:, None]
+    scores[rows, process.successors[last_items]] += config.signal * process.weights
+    return scores
+
+
+def draw_histories(config: SyntheticConfig) -> SyntheticHistories:
+    """Every user's items, one position for all users at a time."""
+    rng = np.random.default_rng([config.seed, 2])
+    location = np.log(config.mean_len) - config.spread_len**2 / 2
+    drawn = rng.lognormal(location, config.spread_len, config.num_users)
+    lengths = drawn.round().clip(config.min_len, config.max_len).astype(np.int64)
+    items = np.full((config.num_users, config.max_len), -1, dtype=np.int64)
+    planted = np.zeros(items.shape, dtype=np.bool_)
+    for position in range(int(lengths.max())):
+        users = np.flatnonzero(lengths > position)
+        items[users, position], planted[users, position] = _draw_next(config, rng, items[users, :position])
+    return SyntheticHistories(items, planted, lengths)
+
+
+def _draw_next(config: SyntheticConfig, rng: np.random.Generator, seen: Ints) -> tuple[Ints, Bools]:
+    """The next item for histories [n, t]; draws that repeat an item are drawn again, which renormalises P exactly."""
+    process = _process(config)
+    items = np.full(len(seen), -1, dtype=np.int64)
+    planted = np.zeros(len(seen), dtype=np.bool_)
+    left = np.arange(len(seen))
+    while len(left):
+        follows = rng.random(len(left)) < (config.signal if seen.shape[1] else 0.0)
+        picks = rng.choice(config.num_items, len(left), p=process.popularity)
+        ranks = rng.choice(config.num_successors, len(left), p=process.weights)
+        if seen.shape[1]:
+            picks = np.where(follows, process.successors[seen[left, -1], ranks], picks)
+        fresh = ~(seen[left] == picks[:, None]).any(axis=1)
+        items[left[fresh]], planted[left[fresh]] = picks[fresh], follows[fresh]
+        left = left[~fresh]
+    return items, planted
+
+
+def _best(scores: Floats) -> Ints:
+    """The columns of the best scores of each row [n, 10], best first."""
+    some = np.argpartition(scores, -_TOP, axis=1)[:, -_TOP:]
+    order = np.argsort(-np.take_along_axis(scores, some, axis=1), axis=1)
+    return np.take_along_axis(some, order, axis=1)
+
+
+def known_best(config: SyntheticConfig, histories: SyntheticHistories, *, chunk: int = 256) -> SequenceTruth:
+    """The metrics of ranking by P on the last events, seen items removed."""
+    discounts = 1 / np.log2(np.arange(_TOP) + 2)
+    sums = np.zeros(5)
+    for start in range(0, config.num_users, chunk):
+        rows = np.arange(start, min(start + chunk, config.num_users))
+        lengths = histories.lengths[rows]
+        scores = bayes_scores(config, histories.items[rows, lengths - 2])
+        sample, place = np.nonzero(np.arange(config.max_len) < lengths[:, None] - 1)
+        scores[sample, histories.items[rows[sample], place]] = 0
+        top = _best(scores)
+        chances = np.take_along_axis(scores, top, axis=1) / scores.sum(axis=1, keepdims=True)
+        hits = top == histories.items[rows, lengths - 1][:, None]
+        chance = chances.sum(axis=1)
+        spread = (chance * (1 - chance)).sum()
+        sums += (hits.sum(), (hits @ discounts).sum(), chance.sum(), (chances @ discounts).sum(), spread)
+    means = (sums / config.num_users).tolist()
+    return SequenceTruth(
+        num_users=config.num_users,
+        num_events=int(histories.lengths.sum()),
+        hr10=means[0],
+        ndcg10=means[1],
+        expected_hr10=means[2],
+        expected_ndcg10=means[3],
+        hr10_error=float((means[4] / config.num_users) ** 0.5),
+    )
+
+
+def write_logs(folder: Path, config: SyntheticConfig) -> SequenceTruth:
+    """Writes log.csv, items.csv, users.csv and truth.json; raises ConfigError for an impossible config."""
+    config.check()
+    folder.mkdir(parents=True, exist_ok=True)
+    histories = draw_histories(config)
+    truth = known_best(config, histories)
+    _log(config, histories).write_csv(folder / "log.csv", float_precision=2)
+    _items(config).write_csv(folder / "items.csv", float_precision=2)
+    _users(config).write_csv(folder / "users.csv")
+    (folder / "truth.json").write_text(json.dumps(dataclasses.asdict(truth), indent=2) + "\n")
+    return truth
+
+
+def ingest_synthetic(out: Path, config: SyntheticConfig, *, overwrite: bool = False) -> Sequences:
+    """Writes the logs to a temporary folder and ingests them as any other log; truth.json stands beside the arrays."""
+    config.check()
+    check_place(out, overwrite=overwrite)  # before the work
+    with tempfile.TemporaryDirectory(prefix="nestpipe-synthetic-") as folder:
+        raw = Path(folder)
+        truth = write_logs(raw, config)
+        return write_sequences(
+            out,
+            schema=SCHEMA,
+            log=LogSource(paths=(str(raw / "log.csv"),)),
+            items=SideTable(source=LogSource(paths=(str(raw / "items.csv"),)), key="item"),
+            users=SideTable(source=LogSource(paths=(str(raw / "users.csv"),)), key="user"),
+            options=BuildOptions(
+                overwrite=overwrite,
+                extra={"synthetic": dataclasses.asdict(config)},
+                documents={"truth": dataclasses.asdict(truth)},
+            ),
+        )
+
+
+def _log(config: SyntheticConfig, histories: SyntheticHistories) -> pl.DataFrame:
+    """One row per event, in time order over all users; events of one user at one time keep their order."""
+    rng = np.random.default_rng([config.seed, 3])
+    gaps = np.ceil(rng.lognormal(6.0, 1.5, histories.items.shape)).astype(np.int64)
+    gaps[rng.random(gaps.shape) < config.tie_share] = 0
+    gaps[:, 0] = rng.integers(0, 30 * 86_400, config.num_users)
+    users, places = np.nonzero(histories.items >= 0)
+    planted = histories.planted[users, places]
+    log = pl.DataFrame(
+        {
+            "user": users,
+            "item": histories.items[users, places],
+            "time": _START + gaps.cumsum(axis=1)[users, places],
+            "watch": rng.exponential(np.where(planted, 40.0, 10.0)),
+            "action": rng.binomial(3, np.where(planted, 0.5, 0.2)),
+        }
+    )
+    return log[np.argsort(log["time"].to_numpy(), kind="stable")]
+
+
+def _items(config: SyntheticConfig) -> pl.DataFrame:
+    rng = np.random.default_rng([config.seed, 4])
+    num_tags = rng.integers(0, 4, config.num_items)
+    tags = ["|".join(map(str, sorted(rng.choice(_NUM_TAGS, count, replace=False)))) for count in num_tags]
+    prices = rng.lognormal(2.5, 0.7, config.num_items)
+    missing = rng.random(config.num_items) < 0.1
+    return pl.DataFrame(
+        {
+            "item": np.arange(config.num_items),
+            "category": rng.integers(0, 20, config.num_items),
+            "tags": tags,
+            "price": pl.Series(prices).set(pl.Series(missing), None),
+        }
+    )
+
+
+def _users(config: SyntheticConfig) -> pl.DataFrame:
+    ages = np.random.default_rng([config.seed, 5]).integers(0, 7, config.num_users)
+    return pl.DataFrame({"user": np.arange(config.num_users), "age": ages})

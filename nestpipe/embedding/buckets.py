@@ -1,0 +1,47 @@
+"""Ids, buckets, owners: a fixed hash puts an id into one of a fixed number of buckets, and each rank owns a range of buckets.
+
+The bucket of an id never changes; the owner of a bucket depends only on the number of ranks. So a checkpoint written
+bucket by bucket loads on any number of ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from nestpipe.embedding.config import MAX_CHUNKS
+from nestpipe.embedding.unique_ids import owner_of
+
+FINE_CHUNKS = MAX_CHUNKS
+
+
+@dataclass(frozen=True, slots=True)
+class Owners:
+    """The ranks that own the buckets."""
+
+    num_buckets: int
+    world_size: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.world_size <= self.num_buckets:
+            raise ValueError(
+                f"{self.world_size} ranks cannot share {self.num_buckets} buckets; there must be one for each"
+            )
+
+    def bucket_of(self, ids: Tensor) -> Tensor:
+        """The bucket [n] of each id."""
+        return owner_of(ids, self.num_buckets, self.num_buckets)
+
+    def owner_of(self, ids: Tensor) -> Tensor:
+        """The rank [n] that holds each id."""
+        return owner_of(ids, self.num_buckets, self.world_size)
+
+    def fine_chunks_of(self, ids: Tensor) -> Tensor:
+        """In which eighth of its owner's buckets each id is [n]: eighth e of rank r is number 8 r + e."""
+        return owner_of(ids, self.num_buckets, FINE_CHUNKS * self.world_size)  # of few buckets some have none
+
+    def buckets_of(self, rank: int) -> range:
+        """The buckets that a rank owns."""
+        first, last = (-(-edge * self.num_buckets // self.world_size) for edge in (rank, rank + 1))
+        return range(first, last)

@@ -1,0 +1,283 @@
+"""Which slot an id has: an index from raw int64 ids to slots 0, 1, 2, …
+
+Two implementations with one contract, equal slot for slot: `NativeIndex` (C++, a hash table) and `TorchIndex` (sorted
+ids, for machines without a compiler and as the plain definition beside the fast one).
+
+Slots are handed out in the order in which new ids first appear; freed ones go first, the most recently freed before
+the others, then numbers never used. At all times len(index) + free slots == num_slots.
+
+Ids are int64 [n] on the CPU; any value is legal. Finds may run beside each other; a change must run alone.
+"""
+
+from __future__ import annotations
+
+import weakref
+from ctypes import c_int64, c_void_p
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from nestpipe.ops.native_library import Native, library
+
+
+class UnknownIdError(KeyError):
+    """An id that should be in the index is not."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class IdIndex(Protocol):
+    """Ids -> slots."""
+
+    def __len__(self) -> int:
+        """How many ids have a slot."""
+        ...
+
+    @property
+    def num_slots(self) -> int:
+        """One more than the highest slot ever handed out (since the last `load` or `clear`)."""
+        ...
+
+    def find(self, ids: Tensor) -> Tensor:
+        """The slot of each id [n], -1 for an unknown one; ids may repeat."""
+        ...
+
+    def find_or_add(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """The slot of each id [n], and the places [k], ascending, where ids that were unknown appear first."""
+        ...
+
+    def remove(self, ids: Tensor) -> Tensor:
+        """Frees the slots of distinct known ids and returns them [n]; else raises `UnknownIdError` and changes nothing."""
+        ...
+
+    def export(self) -> tuple[Tensor, Tensor]:
+        """All ids, ascending, and their slots."""
+        ...
+
+    def load(self, ids: Tensor, slots: Tensor) -> None:
+        """Replaces the content; slots between those given are free, and the lowest is taken first."""
+        ...
+
+    def reserve(self, num_ids: int) -> None:
+        """Makes room for this many ids in all, so that adding them moves nothing."""
+        ...
+
+    def clear(self) -> None:
+        """Forgets all ids and slots."""
+        ...
+
+
+def make_index(*, native: bool | None = None, num_threads: int = 1) -> IdIndex:
+    """The native index if it can be built here, else the one in torch; `native` insists on one of them.
+
+    `num_threads` is for finds in the native index; torch's own setting rules the other.
+    """
+    found = library() if native is None or native else None
+    if found is not None:
+        return NativeIndex(found, num_threads=num_threads)
+    if native:
+        raise RuntimeError("the native index was asked for but cannot be built; 'nestpipe doctor' explains")
+    return TorchIndex()
+
+
+class _IndexFunctions:
+    """What index.cpp offers."""
+
+    def __init__(self, native: Native):
+        handle = ids = slots = places = c_void_p
+        number = c_int64
+        self.create = native.function("nestpipe_index_create", handle)
+        self.destroy = native.function("nestpipe_index_destroy", None, handle)
+        self.size = native.function("nestpipe_index_size", number, handle)
+        self.num_slots = native.function("nestpipe_index_num_slots", number, handle)
+        self.find = native.function("nestpipe_index_find", None, handle, ids, number, slots, number)
+        self.find_or_add = native.function("nestpipe_index_find_or_add", number, handle, ids, number, slots, places)
+        self.remove = native.function("nestpipe_index_remove", number, handle, ids, number, slots)
+        self.export = native.function("nestpipe_index_export", None, handle, ids, slots)
+        self.load = native.function("nestpipe_index_load", number, handle, ids, slots, number, slots, number)
+        self.reserve = native.function("nestpipe_index_reserve", number, handle, number)
+        self.clear = native.function("nestpipe_index_clear", number, handle)
+
+
+class NativeIndex:
+    """A hash table in C++; calls release the GIL."""
+
+    def __init__(self, native: Native, *, num_threads: int = 1):
+        self._functions = _IndexFunctions(native)
+        self._num_threads = num_threads
+        self._handle = self._functions.create()
+        if self._handle is None:
+            raise MemoryError("no memory for an index")
+        weakref.finalize(self, self._functions.destroy, self._handle)
+
+    def __len__(self) -> int:
+        return int(self._functions.size(self._handle))
+
+    @property
+    def num_slots(self) -> int:
+        return int(self._functions.num_slots(self._handle))
+
+    def find(self, ids: Tensor) -> Tensor:
+        ids = _checked(ids)
+        slots = torch.empty_like(ids)
+        self._functions.find(self._handle, ids.data_ptr(), len(ids), slots.data_ptr(), self._num_threads)
+        return slots
+
+    def find_or_add(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        ids = _checked(ids)
+        slots, added = torch.empty_like(ids), torch.empty_like(ids)
+        num_added = self._functions.find_or_add(
+            self._handle, ids.data_ptr(), len(ids), slots.data_ptr(), added.data_ptr()
+        )
+        self._check_memory(num_added, len(ids))
+        return slots, added[:num_added]
+
+    def remove(self, ids: Tensor) -> Tensor:
+        ids = _checked(ids)
+        slots = torch.empty_like(ids)
+        num_removed = self._functions.remove(self._handle, ids.data_ptr(), len(ids), slots.data_ptr())
+        self._check_memory(num_removed, 0)
+        if num_removed < len(ids):
+            raise _cannot_remove(self, ids, num_removed)
+        return slots
+
+    def export(self) -> tuple[Tensor, Tensor]:
+        ids, slots = torch.empty(2, len(self), dtype=torch.int64)
+        self._functions.export(self._handle, ids.data_ptr(), slots.data_ptr())
+        ids, order = ids.sort()
+        return ids, slots.index_select(0, order)
+
+    def load(self, ids: Tensor, slots: Tensor) -> None:
+        ids, slots = _checked(ids), _checked(slots)
+        free = _free_slots(ids.sort().values, slots)
+        pointers = ids.data_ptr(), slots.data_ptr(), len(ids), free.data_ptr(), len(free)
+        self._check_memory(self._functions.load(self._handle, *pointers), len(ids))
+
+    def reserve(self, num_ids: int) -> None:
+        self._check_memory(self._functions.reserve(self._handle, num_ids), num_ids)
+
+    def clear(self) -> None:
+        self._check_memory(self._functions.clear(self._handle), 0)
+
+    def _check_memory(self, result: int, num_more: int) -> None:
+        if result < 0:
+            raise MemoryError(f"no memory for {num_more:,} ids more in an index of {len(self):,}")
+
+
+class TorchIndex:
+    """Ids in ascending order, searched by bisection; adding or removing copies them all."""
+
+    def __init__(self) -> None:
+        self._ids = torch.empty(0, dtype=torch.int64)  # ascending
+        self._slots = torch.empty(0, dtype=torch.int64)  # of each of them
+        self._free = torch.empty(0, dtype=torch.int64)  # the most recently freed is the last
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    @property
+    def num_slots(self) -> int:
+        return len(self._ids) + len(self._free)
+
+    def find(self, ids: Tensor) -> Tensor:
+        ids = _checked(ids)
+        if not len(self):
+            return torch.full_like(ids, -1)
+        place = self._place(ids)
+        return torch.where(self._ids.index_select(0, place) == ids, self._slots.index_select(0, place), -1)
+
+    def find_or_add(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        ids = _checked(ids)
+        found = self.find(ids)
+        unknown = (found < 0).nonzero().flatten()
+        if not len(unknown):
+            return found, unknown
+        new, inverse = ids.index_select(0, unknown).unique(return_inverse=True)
+        first = torch.full_like(new, len(ids)).scatter_reduce_(0, inverse, unknown, "amin")
+        added, order = first.sort()
+        num_freed = min(len(added), len(self._free))
+        freed = self._free[len(self._free) - num_freed :].flip(0)
+        fresh = torch.arange(len(added) - num_freed) + self.num_slots
+        slots = torch.empty_like(new).index_copy_(0, order, torch.cat([freed, fresh]))
+        self._free = self._free[: len(self._free) - num_freed]
+        self._merge(new, slots)
+        return self.find(ids), added
+
+    def remove(self, ids: Tensor) -> Tensor:
+        ids = _checked(ids)
+        slots = self.find(ids)
+        ascending, order = ids.sort(stable=True)
+        repeated = order[1:][ascending.diff() == 0]
+        wrong = torch.cat([(slots < 0).nonzero().flatten(), repeated])
+        if len(wrong):
+            raise _cannot_remove(self, ids, int(wrong.min()))
+        if len(ids):
+            keep = torch.ones(len(self), dtype=torch.bool).index_fill_(0, self._place(ids), False)
+            self._ids, self._slots = self._ids[keep], self._slots[keep]
+            self._free = torch.cat([self._free, slots])
+        return slots
+
+    def export(self) -> tuple[Tensor, Tensor]:
+        return self._ids.clone(), self._slots.clone()
+
+    def load(self, ids: Tensor, slots: Tensor) -> None:
+        ids, slots = _checked(ids), _checked(slots)
+        ascending, order = ids.sort()
+        self._free = _free_slots(ascending, slots)
+        self._ids, self._slots = ascending, slots.index_select(0, order)
+
+    def reserve(self, num_ids: int) -> None:
+        """Nothing to do: every change makes new tensors."""
+
+    def clear(self) -> None:
+        self._ids = self._slots = self._free = self._ids.new_empty(0)
+
+    def _place(self, ids: Tensor) -> Tensor:
+        """Where each id stands among the ids, if it does; the index must not be empty."""
+        return torch.searchsorted(self._ids, ids).clamp_(max=len(self) - 1)
+
+    def _merge(self, ids: Tensor, slots: Tensor) -> None:
+        """Adds distinct ascending new ids: each moves the ids above it up by one."""
+        place = torch.searchsorted(self._ids, ids) + torch.arange(len(ids))
+        old = torch.ones(len(self) + len(ids), dtype=torch.bool).index_fill_(0, place, False)
+        merged = torch.empty(2, len(old), dtype=torch.int64)
+        for row, before, new in zip(merged, (self._ids, self._slots), (ids, slots), strict=True):
+            row.masked_scatter_(old, before).index_copy_(0, place, new)
+        self._ids, self._slots = merged[0], merged[1]
+
+
+def _checked(ids: Tensor) -> Tensor:
+    if ids.dtype != torch.int64 or ids.ndim != 1 or ids.device.type != "cpu":
+        raise ValueError(
+            f"an index takes int64 values in one dimension on the CPU, but got {ids.dtype} {list(ids.shape)} on {ids.device}"
+        )
+    return ids.contiguous()
+
+
+def _free_slots(ascending_ids: Tensor, slots: Tensor) -> Tensor:
+    """The slots between those given, descending, because they are taken from the end; raises ValueError."""
+    if len(ascending_ids) != len(slots):
+        raise ValueError(f"{len(ascending_ids):,} ids but {len(slots):,} slots; each id has one")
+    if not len(slots):
+        return slots
+    repeated = ascending_ids[1:][ascending_ids.diff() == 0]
+    if len(repeated):
+        raise ValueError(f"id {int(repeated[0])} appears twice; an id has one slot")
+    if int(slots.min()) < 0:
+        raise ValueError(f"slot {int(slots.min())} is negative; slots count from 0")
+    counts = slots.bincount()
+    if int(counts.max()) > 1:
+        raise ValueError(f"slot {int(counts.argmax())} belongs to {int(counts.max())} ids; it can hold one")
+    return (counts == 0).nonzero().flatten().flip(0)
+
+
+def _cannot_remove(index: IdIndex, ids: Tensor, place: int) -> UnknownIdError:
+    """Explains why `ids[place]` cannot be removed; the index is unchanged."""
+    wrong = int(ids[place])
+    if int(index.find(ids[place : place + 1])) < 0:
+        reason = f"it is not among the {len(index):,} ids of the index"
+    else:
+        reason = "it appears twice in the call"
+    return UnknownIdError(f"cannot remove id {wrong} (place {place} of {len(ids):,}): {reason}; nothing was removed")

@@ -1,0 +1,257 @@
+"""Rows by slot: copies and sums, native where that can be built, with the same bits in torch.
+
+A column [S, ...] holds one row per slot. Sums go in the order of the places, one after the other, in every version. The
+native versions release the GIL and are for dense columns on the CPU; sums are native for 32-bit numbers alone.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterator, Sequence
+from ctypes import POINTER, Structure, byref, c_int64, c_uint32, c_void_p
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nestpipe.ops.native_library import Native, library
+
+
+def gather_rows(
+    column: Tensor, slots: Tensor, out: Tensor | None = None, *, native: bool | None = None, num_threads: int = 1
+) -> Tensor:
+    """A copy [n, ...] of the rows at the slots, which may repeat; into `out` if given."""
+    out = column.new_empty(len(slots), *column.shape[1:]) if out is None else out
+    if out.shape != (len(slots), *column.shape[1:]):
+        raise ValueError(
+            f"{len(slots):,} rows of a column {list(column.shape)} do not fit into room of {list(out.shape)}"
+        )
+    functions = _functions_for(native, column, out)
+    if functions is None:
+        torch.index_select(column, 0, slots, out=out)
+        return out
+    slots = slots.contiguous()
+    size = len(column), row_bytes(column)
+    check_slots(
+        functions.gather(column.data_ptr(), *size, slots.data_ptr(), len(slots), out.data_ptr(), num_threads),
+        slots,
+        len(column),
+    )
+    return out
+
+
+def scatter_rows(column: Tensor, slots: Tensor, rows: Tensor, *, native: bool | None = None) -> None:
+    """Overwrites the rows at distinct slots with rows [n, ...] of the column's type."""
+    _check_shape(column, slots, rows)
+    functions = _functions_for(native, column) if rows.dtype == column.dtype else None
+    if functions is None:
+        column.index_copy_(0, slots, rows)
+        return
+    slots, rows = slots.contiguous(), rows.contiguous()
+    size = len(column), row_bytes(column)
+    check_slots(
+        functions.scatter(column.data_ptr(), *size, slots.data_ptr(), len(slots), rows.data_ptr()), slots, len(column)
+    )
+
+
+def add_rows(target: Tensor, places: Tensor, rows: Tensor, *, native: bool | None = None) -> None:
+    """target[places[i]] += rows[i] for one i after the other; places may repeat."""
+    _check_shape(target, places, rows)
+    functions = _functions_for(native, target) if target.dtype == rows.dtype == torch.float32 else None
+    if functions is None:
+        target.index_add_(0, places, rows)
+        return
+    places, rows = places.contiguous(), rows.contiguous()
+    size = len(target), row_bytes(target) // rows.itemsize
+    check_slots(
+        functions.add(target.data_ptr(), *size, places.data_ptr(), len(places), rows.data_ptr()), places, len(target)
+    )
+
+
+def copy_from(
+    target: Tensor, places: Tensor, sources: Tensor, columns: Sequence[Tensor], *, native: bool | None = None
+) -> None:
+    """target[places[i]] = row `sources[i] & 0xffffffff` of column `sources[i] >> 32`; places are distinct."""
+    if (functions := _functions_for(native, target, *columns)) is not None:
+        _move(functions.copy_from, target, places, sources, columns)
+        return
+    for own, rows in _by_column(sources, columns):
+        target.index_copy_(0, places.index_select(0, own), rows)
+
+
+def add_from(
+    target: Tensor, places: Tensor, sources: Tensor, columns: Sequence[Tensor], *, native: bool | None = None
+) -> None:
+    """target[places[i]] += row `sources[i] & 0xffffffff` of column `sources[i] >> 32`; places are distinct."""
+    functions = _functions_for(native, target, *columns) if target.dtype == torch.float32 else None
+    if functions is not None:
+        _move(functions.add_from, target, places, sources, columns)
+        return
+    for own, rows in _by_column(sources, columns):
+        target.index_add_(0, places.index_select(0, own), rows)
+
+
+def largest(values: Tensor, *, native: bool | None = None) -> float:
+    """The largest |value|; nan if there is one, 0 if there is nothing."""
+    functions = _functions_for(native, values) if values.dtype == torch.float32 else None
+    if functions is not None:
+        found: float = struct.unpack("<f", struct.pack("<I", functions.largest(values.data_ptr(), values.numel())))[0]
+        return found
+    return float(torch.linalg.vector_norm(values, math.inf)) if values.numel() else 0.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ArrivedGrads:
+    """Gradients as sums [K, D] of rows that arrived in segments; the rows of all segments are counted through."""
+
+    segments: Sequence[Tensor]  # [n, D] each
+    starts: Tensor  # [K + 1]: where the rows of each sum start in `order`; each has at least one
+    order: Tensor  # their numbers, in the order in which they are added
+    found: Tensor | None = None  # what `pointers` answers, if somebody looked before
+
+    def at(self, places: Tensor) -> ArrivedGrads:
+        """The sums at these places alone, in this order; where their rows are is looked up now."""
+        begins, ends = self.starts.index_select(0, places), self.starts.index_select(0, places + 1)
+        counts = ends - begins
+        starts = torch.zeros(len(places) + 1, dtype=torch.int64)
+        torch.cumsum(counts, 0, out=starts[1:])
+        there = (begins - starts[:-1]).repeat_interleave(counts).add_(torch.arange(int(starts[-1])))
+        return ArrivedGrads(self.segments, starts, self.order.index_select(0, there)).located()
+
+    def located(self) -> ArrivedGrads:
+        """The same, with where their rows are looked up now."""
+        return replace(self, found=self.pointers())
+
+    def total(self, out: Tensor | None = None, *, native: bool | None = None) -> Tensor:
+        """The sums [K, D]; into `out` if given."""
+        first = self.segments[0]
+        out = first.new_empty(len(self.starts) - 1, *first.shape[1:]) if out is None else out
+        functions = _functions_for(native, out, *self.segments) if first.dtype == torch.float32 else None
+        if functions is None:
+            return out.copy_(self._total())
+        pointers, starts = self.pointers(), self.starts.contiguous()
+        size = len(out), row_bytes(out) // out.itemsize
+        functions.sum(out.data_ptr(), *size, starts.data_ptr(), pointers.data_ptr())
+        return out
+
+    def _total(self) -> Tensor:
+        rows = torch.cat(list(self.segments))
+        number = torch.arange(len(self.starts) - 1).repeat_interleave(self.starts.diff())
+        # Not zero: adding that would turn -0.0 into 0.0, which copying the first row does not.
+        sums = rows.new_full((len(self.starts) - 1, *rows.shape[1:]), -0.0)
+        return sums.index_add_(0, number, rows.index_select(0, self.order))
+
+    def pointers(self) -> Tensor:
+        """Where in memory the rows are, in the order in which they are added; for native code."""
+        if self.found is not None:
+            return self.found
+        ends = [(one.data_ptr(), one.data_ptr() + one.nbytes, row_bytes(one)) for one in self.segments]
+        return torch.cat([torch.arange(*own) for own in ends]).index_select(0, self.order)
+
+
+def gather_each(unique: Tensor, index: Tensor, *, native: bool | None = None) -> Tensor:
+    """unique[index] [*index.shape, D] with a gradient: the sum over the occurrences of a row, in their order."""
+    if _functions_for(native, unique) is None or unique.dtype != torch.float32:
+        # Not unique[index]: the backward of advanced indexing is not deterministic.
+        return torch.nn.functional.embedding(index, unique)
+    rows: Tensor = _Gather.apply(unique, index.reshape(-1))  # type: ignore[no-untyped-call]
+    return rows.reshape(*index.shape, unique.shape[1])
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, unique: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.num_rows = len(unique)
+        return gather_rows(unique, index)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grads: Tensor) -> tuple[Tensor, None]:
+        (index,) = ctx.saved_tensors
+        sums = grads.new_zeros(ctx.num_rows, grads.shape[1])
+        add_rows(sums, index, grads)
+        return sums, None
+
+
+def row_bytes(column: Tensor) -> int:
+    return math.prod(column.shape[1:]) * column.itemsize
+
+
+class _Moves(Structure):
+    """nestpipe_moves of rows.cpp."""
+
+    _fields_ = (
+        ("target", c_void_p),
+        ("num_rows", c_int64),
+        ("row_bytes", c_int64),
+        ("places", c_void_p),
+        ("sources", c_void_p),
+        ("n", c_int64),
+        ("bases", c_void_p),
+    )
+
+
+def _move(function: Any, target: Tensor, places: Tensor, sources: Tensor, columns: Sequence[Tensor]) -> None:
+    if not len(places):
+        return
+    bases = torch.tensor([column.data_ptr() for column in columns])
+    moves = _Moves(
+        *(target.data_ptr(), len(target), row_bytes(target)),
+        *(places.data_ptr(), sources.data_ptr(), len(places), bases.data_ptr()),
+    )
+    check_slots(function(byref(moves)), places, len(target))
+
+
+def _by_column(sources: Tensor, columns: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """For each column the numbers of the sources in it, and their rows."""
+    number, position = sources >> 32, sources & 0xFFFFFFFF
+    for own, column in enumerate(columns):
+        found = (number == own).nonzero().flatten()
+        yield found, column.index_select(0, position.index_select(0, found))
+
+
+class _RowFunctions:
+    """What rows.cpp offers for copies and sums."""
+
+    def __init__(self, native: Native):
+        rows = slots = c_void_p
+        number = c_int64
+        sized = rows, number, number, slots, number, rows
+        self.gather = native.function("nestpipe_rows_gather", number, *sized, number)
+        self.scatter = native.function("nestpipe_rows_scatter", number, *sized)
+        self.add = native.function("nestpipe_rows_add", number, *sized)
+        self.copy_from = native.function("nestpipe_rows_copy_from", number, POINTER(_Moves))
+        self.add_from = native.function("nestpipe_rows_add_from", number, POINTER(_Moves))
+        self.largest = native.function("nestpipe_rows_largest", c_uint32, rows, number)
+        self.sum = native.function("nestpipe_rows_sum", None, rows, number, number, slots, rows)
+
+
+@cache
+def _functions() -> _RowFunctions | None:
+    found = library()
+    return _RowFunctions(found) if found else None
+
+
+def _functions_for(native: bool | None, *columns: Tensor) -> _RowFunctions | None:
+    """The native versions if they are wanted, built, and made for such columns."""
+    fits = all(column.is_contiguous() and column.device.type == "cpu" for column in columns)
+    return _functions() if fits and (native is None or native) else None
+
+
+def _check_shape(column: Tensor, slots: Tensor, rows: Tensor) -> None:
+    if rows.shape != (len(slots), *column.shape[1:]):
+        raise ValueError(
+            f"rows {list(rows.shape)} for {len(slots):,} slots do not fit a column {list(column.shape)}; one is needed per slot"
+        )
+
+
+def check_slots(done: int, slots: Tensor, num_slots: int) -> None:
+    """Raises IndexError if a native function stopped at a slot that does not exist."""
+    if done < len(slots):
+        raise IndexError(
+            f"slot {int(slots[done])} (place {done} of {len(slots):,}) is not among {num_slots:,} slots; nothing was changed"
+        )

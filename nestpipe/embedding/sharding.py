@@ -1,0 +1,80 @@
+"""Tables on many ranks: who holds which rows, and the lanes on which they travel. What a batch does with them: window.py."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from nestpipe.distributed.process_group import Channel
+from nestpipe.embedding.buckets import Owners
+from nestpipe.embedding.prefetch_buffer import InPlaceRows, RowAccess
+from nestpipe.embedding.replica_groups import Replicas
+from nestpipe.embedding.table import Table
+
+
+class ShardedTables:
+    """All tables of a model, each rank holding the rows of its buckets; with `replicas` in each group of ranks once more."""
+
+    def __init__(
+        self,
+        tables: Mapping[str, Table],
+        keys: Channel,
+        rows: Channel,
+        owners: Owners,
+        replicas: Replicas | None = None,
+    ):
+        self.tables, self.id_channel, self.row_channel, self.owners = dict(tables), keys, rows, owners
+        self.replicas = replicas
+        self.row_access: dict[str, RowAccess] = {name: InPlaceRows(table) for name, table in self.tables.items()}
+        for name, table in self.tables.items():
+            if table.config.has_limits and table.config.num_buckets != owners.num_buckets:
+                raise ValueError(
+                    f"table '{name}' limits {table.config.num_buckets} buckets but there are {owners.num_buckets}; "
+                    "with another number every rank would decide on its own"
+                )
+
+    @property
+    def rank(self) -> int:
+        """This rank among those that share the tables."""
+        return self.row_channel.world.rank
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks share the tables: all, or those of a group."""
+        return self.row_channel.world.size
+
+    @property
+    def group(self) -> int:
+        return self.replicas.group if self.replicas else 0
+
+    @property
+    def num_groups(self) -> int:
+        return self.replicas.num_groups if self.replicas else 1
+
+    @property
+    def all_ranks(self) -> Channel:
+        """The lane of all ranks that belongs to the thread of the rows."""
+        return self.replicas.all_ranks if self.replicas else self.row_channel
+
+    @property
+    def channels(self) -> tuple[Channel, ...]:
+        """All that the tables' messages use."""
+        others = (self.replicas.keys, self.replicas.sums, self.replicas.all_ranks) if self.replicas else ()
+        return self.id_channel, self.row_channel, *others
+
+    def peek(self, name: str, ids: Tensor) -> Tensor:
+        """A copy of the rows [n, D] of any ids; admits nothing. Every rank must call it, each with ids of its own."""
+        owner = self.owners.owner_of(ids)
+        order = owner.argsort(stable=True)
+        counts = torch.bincount(owner, minlength=self.world_size).tolist()
+        wanted = [row[self.rank] for row in self.row_channel.all_gather_ints(counts)]
+        requester = [torch.empty(count, dtype=torch.int64) for count in wanted]
+        self.row_channel.exchange(f"peek/{name}", ids.index_select(0, order).split(counts), requester).wait()
+        table = self.tables[name]
+        rows = table.empty_rows(len(ids))
+        self.row_channel.exchange(
+            f"peeked/{name}", [table.peek(micro_batch) for micro_batch in requester], rows.split(counts)
+        ).wait()
+        return torch.empty_like(rows).index_copy_(0, order, rows)

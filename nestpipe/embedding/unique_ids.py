@@ -1,0 +1,123 @@
+"""Ids of a batch: the distinct ones, where they are used and who owns them. Native where that can be built, with the same answers in torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from ctypes import c_int64, c_void_p
+from functools import cache
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from nestpipe.ops.native_library import Native, library
+from nestpipe.rng import mix64_, shift_right
+
+_MAX_RANGE = 1 << 24  # a bitmap of this many ids is 16 MiB; beyond that sorting is cheaper
+
+
+def dedupe(ids: Tensor, *, native: bool | None = None) -> tuple[Tensor, Tensor]:
+    """Distinct ids of int64 [n] in ascending order, and for each id its place among them."""
+    functions = _functions() if native is None or native else None
+    if functions is None:
+        return _dedupe_in_torch(ids)
+    ids = ids.contiguous()
+    unique, inverse = torch.empty_like(ids), torch.empty_like(ids)
+    num_unique = functions.dedupe(ids.data_ptr(), len(ids), unique.data_ptr(), inverse.data_ptr())
+    check_memory(num_unique, len(ids))
+    # A copy, so that the room of the repeated ids is not kept for as long as the distinct ones.
+    return unique[:num_unique].clone(), inverse
+
+
+def group(groups: Tensor, num_groups: int, *, native: bool | None = None) -> tuple[Tensor, Tensor]:
+    """Places [n] of group 0, then of group 1, …, ascending in each, and how many [num_groups] there are."""
+    functions = _functions() if native is None or native else None
+    if functions is None:
+        return groups.argsort(stable=True), torch.bincount(groups, minlength=num_groups)
+    groups = groups.contiguous()
+    order, counts = torch.empty_like(groups), groups.new_empty(num_groups)
+    done = functions.group(groups.data_ptr(), len(groups), num_groups, order.data_ptr(), counts.data_ptr())
+    check_memory(done, len(groups))
+    if done < len(groups):
+        raise IndexError(
+            f"group {int(groups[done])} (place {done} of {len(groups):,}) is not among {num_groups:,} groups"
+        )
+    return order, counts
+
+
+def owner_of(ids: Tensor, num_buckets: int, world_size: int, *, native: bool | None = None) -> Tensor:
+    """The rank [n] that owns the bucket of each id; with as many ranks as buckets, the bucket itself."""
+    functions = _functions() if native is None or native else None
+    if functions is None:
+        # The upper half of the hash: multiplying and shifting spreads it evenly over any number of buckets.
+        bucket = shift_right(mix64_(ids.clone()), 32).mul_(num_buckets).bitwise_right_shift_(32)
+        return bucket.mul_(world_size).div_(num_buckets, rounding_mode="floor")
+    ids = ids.contiguous()
+    owner = torch.empty_like(ids)
+    functions.owner(ids.data_ptr(), ids.numel(), num_buckets, world_size, owner.data_ptr())
+    return owner
+
+
+def among(ids: Tensor, others: Tensor, *, native: bool | None = None) -> Tensor:
+    """Whether (uint8 [n]) each of the ids is among the others; both ascend without repeats."""
+    functions = _functions() if native is None or native else None
+    if functions is None:
+        return torch.isin(ids, others, assume_unique=True).to(torch.uint8)
+    ids, others = ids.contiguous(), others.contiguous()
+    found = torch.empty(len(ids), dtype=torch.uint8)
+    functions.among(ids.data_ptr(), len(ids), others.data_ptr(), len(others), found.data_ptr())
+    return found
+
+
+def cut(bits: Tensor, sizes: Sequence[int], *, native: bool | None = None) -> tuple[Tensor, Tensor, list[int]]:
+    """Places whose bit (uint8) is 0, places whose bit is 1, both ascending, and how many of these each piece has."""
+    functions = _functions() if native is None or native else None
+    if functions is None:
+        counts = [int(piece.sum()) for piece in bits.split(list(sizes))]
+        return (bits == 0).nonzero().flatten(), bits.nonzero().flatten(), counts
+    bits, ends = bits.contiguous(), torch.tensor(sizes).cumsum(0)
+    places, num = torch.empty(2, len(bits), dtype=torch.int64), torch.empty(2, len(sizes), dtype=torch.int64)
+    pointers = (one.data_ptr() for one in (*places, *num))
+    functions.cut(bits.data_ptr(), ends.data_ptr(), len(sizes), *pointers)
+    before = [0, *num[1].tolist()]
+    num_set = before[-1]
+    counts = [after - own for own, after in pairwise(before)]
+    return places[0, : len(bits) - num_set], places[1, :num_set], counts
+
+
+class _IdFunctions:
+    """What ids.cpp offers."""
+
+    def __init__(self, native: Native):
+        ids = c_void_p
+        self.dedupe = native.function("nestpipe_ids_dedupe", c_int64, ids, c_int64, ids, ids)
+        self.group = native.function("nestpipe_ids_group", c_int64, ids, c_int64, c_int64, ids, ids)
+        self.among = native.function("nestpipe_ids_among", None, ids, c_int64, ids, c_int64, ids)
+        self.cut = native.function("nestpipe_ids_cut", None, ids, ids, c_int64, ids, ids, ids, ids)
+        self.owner = native.function("nestpipe_ids_owner", None, ids, c_int64, c_int64, c_int64, ids)
+
+
+@cache
+def _functions() -> _IdFunctions | None:
+    found = library()
+    return _IdFunctions(found) if found else None
+
+
+def check_memory(result: int, num_ids: int) -> None:
+    """Raises MemoryError if a native function says that there was none."""
+    if result < 0:
+        raise MemoryError(f"no memory to sort {num_ids:,} ids")
+
+
+def _dedupe_in_torch(ids: Tensor) -> tuple[Tensor, Tensor]:
+    if not len(ids):
+        return ids, ids
+    low, high = int(ids.min()), int(ids.max())
+    if high - low >= min(_MAX_RANGE, 16 * len(ids)):
+        unique, inverse = torch.unique(ids, return_inverse=True)
+        return unique, inverse
+    # Ids of a dictionary are dense: marking them is ten times faster than sorting.
+    shifted = ids - low
+    present = torch.zeros(high - low + 1, dtype=torch.bool).index_fill_(0, shifted, True)
+    place = present.cumsum(0).sub_(1)
+    return present.nonzero().flatten().add_(low), place.index_select(0, shifted)

@@ -1,0 +1,1 @@
+"""Evaluation: top-k metrics, label metrics, predictors, comparison of runs."""

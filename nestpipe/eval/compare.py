@@ -1,0 +1,85 @@
+"""Two evaluations of the same users, compared user by user with paired bootstrap intervals."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+import numpy as np
+from rich.table import Table
+
+from nestpipe.errors import DataError
+from nestpipe.eval.retrieval_eval import EvalReport
+from nestpipe.eval.topk_metrics import Counts, Interval, bootstrap_all
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One metric of two runs on the same users: means, and the interval of b - a."""
+
+    a: float
+    b: float
+    interval: Interval
+
+    @property
+    def verdict(self) -> Literal["better", "worse", "no difference shown"]:
+        """What the interval says about b: it excludes 0 on one side, or it does not."""
+        if self.interval.low > 0:
+            return "better"
+        return "worse" if self.interval.high < 0 else "no difference shown"
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Run b against run a, metric by metric."""
+
+    num_users: int
+    differences: dict[str, Difference]
+
+    def to_json(self) -> str:
+        """The differences with their verdicts."""
+        metrics = {name: asdict(one) | {"verdict": one.verdict} for name, one in self.differences.items()}
+        return json.dumps({"num_users": self.num_users, "metrics": metrics}, indent=2)
+
+    def __rich__(self) -> Table:
+        """A table for `rich.print`."""
+        table = Table(title=f"paired over {self.num_users:,} users", pad_edge=False)
+        for header in ("metric", "a", "b", "b - a [95 %]", "b is"):
+            table.add_column(header, no_wrap=True)
+        for name, one in self.differences.items():
+            interval = f"{one.interval.mean:+.4f} [{one.interval.low:+.4f}, {one.interval.high:+.4f}]"
+            table.add_row(name, f"{one.a:.4f}", f"{one.b:.4f}", interval, one.verdict)
+        return table
+
+
+def compare(report_a: EvalReport, report_b: EvalReport, seed: int, *, num_bootstrap: int = 1000) -> Comparison:
+    """Paired bootstrap of each metric that both reports have; raises DataError if they are not about the same targets."""
+    order_a, order_b = (np.lexsort((report.target, report.user)) for report in (report_a, report_b))
+    _check_comparable(report_a, report_b, order_a, order_b)
+    ks = tuple(k for k in report_a.ks if k in report_b.ks)
+    a = {name: values[order_a] for name, values in report_a.user_metrics(ks).items()}
+    b = {name: values[order_b] for name, values in report_b.user_metrics(ks).items()}
+    intervals = bootstrap_all({name: b[name] - a[name] for name in a}, seed=seed, num=num_bootstrap)
+    differences = {name: Difference(float(a[name].mean()), float(b[name].mean()), intervals[name]) for name in a}
+    return Comparison(report_a.num_users, differences)
+
+
+def _check_comparable(a: EvalReport, b: EvalReport, order_a: Counts, order_b: Counts) -> None:
+    problem = None
+    if a.num_users != b.num_users:
+        problem = f"{a.num_users:,} users in a but {b.num_users:,} in b"
+    elif (a.num_items, a.seen) != (b.num_items, b.seen):
+        problem = f"a ranks {a.num_items:,} items (eval.seen {a.seen}), b {b.num_items:,} (eval.seen {b.seen})"
+    else:
+        pairs_a = np.stack([a.user, a.target])[:, order_a]
+        pairs_b = np.stack([b.user, b.target])[:, order_b]
+        differ = np.flatnonzero((pairs_a != pairs_b).any(axis=0))
+        if differ.size:
+            (user_a, target_a), (user_b, target_b) = pairs_a[:, differ[0]], pairs_b[:, differ[0]]
+            problem = f"user {user_a} with target {target_a} in a faces user {user_b} with target {target_b} in b"
+    if problem:
+        raise DataError(
+            f"the two reports cannot be compared user by user: {problem}. "
+            "Evaluate both runs on the same data with the same eval settings."
+        )

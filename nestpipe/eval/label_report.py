@@ -1,0 +1,168 @@
+"""What an evaluation of labels found: metrics per label and slice, kept with the sums per user that they are made of."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+from rich.table import Table
+
+from nestpipe.atomic_files import replace_file
+from nestpipe.errors import DataError
+from nestpipe.eval.label_metrics import LabelPredictions, Ratio, intervals, points, ratio_difference, ratios
+from nestpipe.eval.topk_metrics import Array, Counts, Interval, tertiles
+
+
+@dataclass(frozen=True, slots=True)
+class LabelMetrics:
+    """The metrics of one label: with intervals over users where they are sums over users, else single values."""
+
+    num_events: int
+    intervals: dict[str, Interval]
+    points: dict[str, float]
+
+    def scalars(self) -> dict[str, float]:
+        return {name: one.mean for name, one in self.intervals.items()} | self.points
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class LabelReport:
+    """Metrics of all labels, over all events and in slices, and GAUC's sums per user [num_users]."""
+
+    num_users: int
+    num_events: int
+    tasks: dict[str, LabelMetrics]
+    slices: dict[str, dict[str, LabelMetrics]]
+    user: Counts
+    per_user: dict[str, Array]
+
+    def scalars(self) -> dict[str, float]:
+        """'metric/label' by name, for a tracker."""
+        return {
+            f"{metric}/{label}": value for label, one in self.tasks.items() for metric, value in one.scalars().items()
+        }
+
+    def gauc(self, label: str) -> Ratio:
+        return Ratio(self.per_user[f"{label}.gauc"], self.per_user[f"{label}.weight"])
+
+    def to_json(self) -> str:
+        """Everything but the sums per user."""
+        return json.dumps(self._content(), indent=2)
+
+    def save(self, folder: Path) -> None:
+        """Writes report.json and per_user.parquet."""
+        folder.mkdir(parents=True, exist_ok=True)
+        buffer = io.BytesIO()
+        pl.DataFrame({"user": self.user, **self.per_user}).write_parquet(buffer)
+        replace_file(folder / "per_user.parquet", buffer.getvalue())
+        replace_file(folder / "report.json", self.to_json().encode())
+
+    def __rich__(self) -> Table:
+        table = Table(title=f"{self.num_events:,} events of {self.num_users:,} users")
+        table.add_column("label")
+        table.add_column("metric")
+        table.add_column("all [95 % over users]", no_wrap=True)
+        for name, part in self.slices.items():
+            num_events = max((one.num_events for one in part.values()), default=0)
+            table.add_column(f"{name}\n{num_events:,} events", justify="right")
+        for label, one in self.tasks.items():
+            for metric, value in one.scalars().items():
+                shown = str(one.intervals.get(metric, f"{value:.4f}"))
+                parts = [f"{part[label].scalars()[metric]:.4f}" for part in self.slices.values()]
+                table.add_row(label, metric, shown, *parts)
+        return table
+
+    def _content(self) -> dict[str, Any]:
+        return {
+            "num_users": self.num_users,
+            "num_events": self.num_events,
+            "tasks": {label: asdict(one) for label, one in self.tasks.items()},
+            "slices": {name: {label: asdict(one) for label, one in part.items()} for name, part in self.slices.items()},
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class LabelComparison:
+    """GAUC of two evaluations of the same users: a, b, and the interval of b - a, by label."""
+
+    differences: dict[str, tuple[float, float, Interval]]
+
+    def to_json(self) -> str:
+        return json.dumps(
+            {name: {"a": a, "b": b, "b_minus_a": asdict(one)} for name, (a, b, one) in self.differences.items()}
+        )
+
+    def __rich__(self) -> Table:
+        table = Table(title="gauc, paired over users")
+        for header in ("label", "a", "b", "b - a [95 %]"):
+            table.add_column(header, no_wrap=True)
+        for name, (a, b, one) in self.differences.items():
+            table.add_row(name, f"{a:.4f}", f"{b:.4f}", f"{one.mean:+.4f} [{one.low:+.4f}, {one.high:+.4f}]")
+        return table
+
+
+def compare_tasks(a: LabelReport, b: LabelReport, seed: int, *, num_bootstrap: int = 1000) -> LabelComparison:
+    """Paired differences of GAUC for the labels that both have; raises DataError unless the events are the same."""
+    labels = [label for label in a.tasks if label in b.tasks and f"{label}.gauc" in a.per_user]
+    same = len(a.user) == len(b.user) and bool((a.user == b.user).all())
+    if not same or any((a.gauc(label).bottom != b.gauc(label).bottom).any() for label in labels):
+        raise DataError("the two reports are not about the same events of the same users. Evaluate both on one split.")
+    found = {}
+    for label in labels:
+        one, other = a.gauc(label), b.gauc(label)
+        found[label] = (
+            one.value,
+            other.value,
+            ratio_difference(one, other, seed=seed, num=num_bootstrap),
+        )
+    return LabelComparison(found)
+
+
+def label_report(
+    predicted: Sequence[LabelPredictions],
+    *,
+    num_before: Counts,
+    masks: Mapping[str, NDArray[np.bool_]],
+    user_ids: Counts,
+    seed: int,
+    num_bootstrap: int,
+) -> LabelReport:
+    """Metrics of each label over all its events, in thirds by the number of events before, and under masks."""
+    thirds = {f"{part.name} {part.low}-{part.high}": part.mask for part in tertiles(num_before)}
+    slices = {**thirds, **masks}
+    seen = np.unique(predicted[0].users)
+    per_user = {}
+    for one in predicted:
+        if "gauc" in (own := ratios(one.observed())):
+            per_user[f"{one.label.name}.gauc"] = own["gauc"].top[seen]
+            per_user[f"{one.label.name}.weight"] = own["gauc"].bottom[seen]
+
+    def metrics(mask: NDArray[np.bool_] | None) -> dict[str, LabelMetrics]:
+        return {one.label.name: _metrics(one.observed(mask), seen, seed, num_bootstrap) for one in predicted}
+
+    return LabelReport(
+        num_users=len(seen),
+        num_events=len(num_before),
+        tasks=metrics(None),
+        slices={name: metrics(mask) for name, mask in slices.items()},
+        user=user_ids[seen],
+        per_user=per_user,
+    )
+
+
+def _metrics(found: LabelPredictions, users: Counts, seed: int, num_bootstrap: int) -> LabelMetrics:
+    """Intervals resample the users that were evaluated; with hardly any events there is nothing but NaN."""
+    own = {name: Ratio(one.top[users], one.bottom[users]) for name, one in ratios(found).items()}
+    own = {name: one for name, one in own.items() if one.bottom.any()}
+    return LabelMetrics(
+        num_events=len(found.users),
+        intervals=intervals(own, seed=seed, num=num_bootstrap) if own else {},
+        points=points(found),
+    )

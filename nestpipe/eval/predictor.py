@@ -1,0 +1,229 @@
+"""A trained model in use: query vectors for histories, evaluation on held-out targets, recommendations.
+
+Reads rows without admitting any, so scoring never changes what is trained. On several ranks each of them scores
+everything, so that all come to the same decision; they must ask in step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from nestpipe.config import Config
+from nestpipe.data.batch_builder import BatchBuilder, ModelInputs
+from nestpipe.data.sequences import Sequences, truncate
+from nestpipe.data.splits import Ints, Split, train_mask
+from nestpipe.embedding.row_reader import RowReader, read_rows
+from nestpipe.errors import ConfigError, DataError
+from nestpipe.eval.ranking_eval import RankingPredictor
+from nestpipe.eval.retrieval_eval import EvalBatch, EvalReport, evaluate, evaluate_lists, popularity_report
+from nestpipe.eval.topk_metrics import top_items
+from nestpipe.generative.beam import FoundItems, expand, search
+from nestpipe.generative.trie import ItemPool, Trie
+from nestpipe.jagged import Batch, Jagged, offsets_of, ranges
+from nestpipe.models.build_model import inputs_of
+from nestpipe.models.config import DCNConfig, EncDecConfig, RankingConfig
+from nestpipe.models.contract import Model, Recommender
+from nestpipe.models.encdec import EncDec
+
+Target = Literal["test", "validation"]
+
+
+@dataclass(frozen=True, slots=True)
+class Recommendation:
+    """Items for one user, best first, with their scores."""
+
+    items: list[int]
+    scores: list[float]
+
+
+class EvalBatches:
+    """The users of a split that have a target, in the order of the file, in batches."""
+
+    def __init__(
+        self, sequences: Sequences, split: Split, config: Config, target: Target, *, inputs: ModelInputs | None = None
+    ):
+        self._sequences, self._config = sequences, config
+        self._targets: Ints = split.test if target == "test" else split.validation
+        self._rows = np.flatnonzero(self._targets >= 1)
+        if not len(self._rows):
+            hint = "" if target == "test" or config.data.validation else " It was trained without --data.validation."
+            raise DataError(f"{sequences.path} has no {target} targets under this split.{hint}")
+        self._builder = BatchBuilder(sequences, split, inputs)
+
+    def __len__(self) -> int:
+        return math.ceil(len(self._rows) / self._config.eval.batch_size)
+
+    def __iter__(self) -> Iterator[EvalBatch]:
+        size = self._config.eval.batch_size
+        for first in range(0, len(self._rows), size):
+            yield self._batch(self._rows[first : first + size])
+
+    def _batch(self, rows: Ints) -> EvalBatch:
+        sequences, data = self._sequences, self._config.data
+        end = self._targets[rows]
+        start = truncate(end, data.max_len, data.truncate_block)
+        at = sequences.offsets[rows] + end
+        asked = None if sequences.times is None else sequences.times[at]
+        history = self._builder.history(torch.from_numpy(rows), start, end, asked_ms=asked)
+        first_seen = start if self._config.eval.seen == "input" else np.zeros_like(start)
+        return EvalBatch(
+            batch=replace(history, sample_features={**history.sample_features, **self._builder.requests(at)}),
+            target_positions=torch.from_numpy(catalogue_positions(sequences, sequences.items[at])),
+            seen=seen_items(sequences, rows, first_seen, end),
+            users=torch.from_numpy(sequences.users[rows]),
+        )
+
+
+class GenerativePredictor:
+    """Generates with a model and its rows."""
+
+    def __init__(self, model: Model, rows: RowReader, sequences: Sequences, split: Split, config: Config):
+        self._model = cast(EncDec, model)
+        self._rows, self._sequences, self._split, self._config = rows, sequences, split, config
+
+    def generate(self, batch: Batch, k: int, *, seen: Jagged | None = None, pool: ItemPool | None = None) -> FoundItems:
+        """The best k items of each request, without seen ones, from a pool."""
+        trie, model = cast(Trie, self._model.ids), self._model
+        batch = model.select(batch, None)
+        rows = read_rows(self._rows, model.encode_lookups(batch))
+        with torch.no_grad():
+            decoding = model.decoding(rows, batch)
+        beams = search(decoding, trie, width=model.config.beam, pool=pool, softmax=model.config.softmax)
+        return expand(trie, beams, k, seen=seen, allowed=None if pool is None else pool.items)
+
+    def evaluate(self, target: Target = "test", *, progress: bool = True) -> EvalReport:
+        """Where the held-out targets stand in the lists that are generated."""
+        config = self._config
+        samples = EvalBatches(self._sequences, self._split, config, target, inputs=inputs_of(config, self._sequences))
+        num_items, k = len(self._sequences.catalogue), max(config.eval.ks)
+
+        def lists(sample: EvalBatch) -> Tensor:
+            seen = None if config.eval.seen == "none" else sample.seen
+            return self.generate(sample.batch, k, seen=seen).positions
+
+        return evaluate_lists(lists, num_items, samples, config.eval, config.seed, progress=progress)
+
+    def recommend(self, user: int, k: int = 10, *, asked_ms: int | None = None) -> Recommendation:
+        """The best k items that the user of the log has not had; at most as many as the beam holds."""
+        asked = ask(self._sequences, self._split, self._config, user, asked_ms)
+        found = self.generate(asked.batch, k, seen=asked.seen)
+        kept = found.positions[0] >= 0
+        items = self._sequences.catalogue[found.positions[0][kept].numpy()]
+        return Recommendation(items.tolist(), found.scores[0][kept].tolist())
+
+
+class RetrievalPredictor:
+    """Scores with a model and its rows."""
+
+    def __init__(self, model: Model, rows: RowReader, sequences: Sequences, split: Split, config: Config):
+        self._model = cast(Recommender, model)
+        self._rows, self._sequences, self._split, self._config = rows, sequences, split, config
+
+    def encode(self, batch: Batch) -> Tensor:
+        """Query vectors [B, D]."""
+        return self.encoder()(batch)
+
+    def encoder(self) -> Callable[[Batch], Tensor]:
+        """`encode` by itself, which keeps nothing of the log: users may be forgotten while it is used."""
+        model, reader = self._model, self._rows
+
+        def encode(batch: Batch) -> Tensor:
+            rows = read_rows(reader, model.encode_lookups(batch))
+            with torch.no_grad():
+                return model.encode(rows, batch)
+
+        return encode
+
+    @cached_property
+    def item_vectors(self) -> Tensor:
+        """Vectors [I, D] of the whole catalogue, as of the first use."""
+        with torch.no_grad():
+            return self._model.item_vectors(
+                self._rows.peek("item", torch.from_numpy(np.array(self._sequences.catalogue)))
+            )
+
+    def evaluate(self, target: Target = "test", *, progress: bool = True) -> EvalReport:
+        """Ranks the held-out targets against the whole catalogue."""
+        samples = EvalBatches(self._sequences, self._split, self._config, target)
+        config = self._config
+        return evaluate(self.encode, self.item_vectors, samples, config.eval, config.seed, progress=progress)
+
+    def recommend(self, user: int, k: int = 10, *, asked_ms: int | None = None) -> Recommendation:
+        """The best k items that the user of the log has not had, asked at a time (default: that of the last event)."""
+        asked = ask(self._sequences, self._split, self._config, user, asked_ms)
+        queries = self.encode(asked.batch)
+        top = top_items(queries, self.item_vectors, asked.seen, k, self._config.eval.max_bytes)
+        kept = top.positions[0] >= 0
+        items = self._sequences.catalogue[top.positions[0][kept].numpy()]
+        return Recommendation(items.tolist(), top.scores[0][kept].tolist())
+
+
+Predictor = RetrievalPredictor | RankingPredictor | GenerativePredictor
+
+
+def make_predictor(model: Model, rows: RowReader, sequences: Sequences, split: Split, config: Config) -> Predictor:
+    """What evaluates the kind of model that was trained."""
+    if isinstance(config.model, RankingConfig | DCNConfig):
+        return RankingPredictor(model, rows, sequences, split, config)
+    if isinstance(config.model, EncDecConfig):
+        return GenerativePredictor(model, rows, sequences, split, config)
+    if not isinstance(model, Recommender):
+        raise ConfigError(
+            f"{type(model).__name__} cannot be evaluated: it lacks encode_lookups, encode or item_vectors, by which a model "
+            "ranks the catalogue."
+        )
+    return RetrievalPredictor(model, rows, sequences, split, config)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class UserRequest:
+    """The request of one user of the log, and the items to leave out."""
+
+    batch: Batch
+    seen: Jagged | None
+
+
+def ask(sequences: Sequences, split: Split, config: Config, user: int, asked_ms: int | None) -> UserRequest:
+    """A user's whole history, asked at a time (default: that of the last event); raises DataError for an unknown user."""
+    rows = np.flatnonzero(sequences.users == user)
+    if not len(rows):
+        raise DataError(f"{sequences.path} has no user {user}; it has {len(sequences.users):,} users.")
+    end = np.diff(sequences.offsets)[rows]
+    start = truncate(end, config.data.max_len, config.data.truncate_block)
+    times = sequences.times
+    asked = None if times is None else times[sequences.offsets[rows + 1] - 1]
+    if asked is not None and asked_ms is not None:
+        asked = np.array([asked_ms])
+    builder = BatchBuilder(sequences, split, inputs_of(config, sequences))
+    batch = builder.history(torch.from_numpy(rows), start, end, asked_ms=asked)
+    seen = None if config.eval.seen == "none" else seen_items(sequences, rows, np.zeros_like(end), end)
+    return UserRequest(batch, seen)
+
+
+def popularity(sequences: Sequences, split: Split, config: Config, target: Target = "test") -> EvalReport:
+    """The floor that every model must beat: the items with most training events."""
+    positions = catalogue_positions(sequences, sequences.items[train_mask(sequences, split)])
+    counts = torch.from_numpy(np.bincount(positions, minlength=len(sequences.catalogue)))
+    return popularity_report(counts, EvalBatches(sequences, split, config, target), config.eval, config.seed)
+
+
+def catalogue_positions(sequences: Sequences, items: NDArray[np.int64]) -> Ints:
+    """The place of each item in the catalogue."""
+    return np.searchsorted(sequences.catalogue, items)
+
+
+def seen_items(sequences: Sequences, rows: Ints, start: Ints, end: Ints) -> Jagged:
+    """Catalogue positions of the events start .. end - 1 of each user."""
+    lengths = torch.from_numpy(end - start)
+    events = ranges(torch.from_numpy(sequences.offsets[rows] + start), lengths).numpy()
+    positions = torch.from_numpy(catalogue_positions(sequences, sequences.items[events]))
+    return Jagged(positions, offsets_of(lengths), int(lengths.max()) if len(lengths) else 0)

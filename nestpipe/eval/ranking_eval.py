@@ -1,0 +1,225 @@
+"""Evaluation of models that rank: predictions for every held-out event, then metrics per label and slice.
+
+An event is predicted from what serving would have had: the events before it in the log's order, cut in blocks. So the
+history of a test event includes earlier test events, as it would at that time; the weights are those of training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from nestpipe.config import Config
+from nestpipe.data.batch_builder import BatchBuilder
+from nestpipe.data.features import label_values
+from nestpipe.data.schema import Label
+from nestpipe.data.sequences import Sequences
+from nestpipe.data.splits import Split, Windows, alone, cover, train_mask
+from nestpipe.embedding.row_reader import RowReader, read_rows
+from nestpipe.errors import DataError, TrainError
+from nestpipe.eval.label_metrics import LabelPredictions
+from nestpipe.eval.label_report import LabelReport, label_report
+from nestpipe.eval.topk_metrics import Array, Counts
+from nestpipe.jagged import Cursor, ranges
+from nestpipe.models.build_model import inputs_of
+from nestpipe.models.contract import Model
+from nestpipe.models.dcn import DCN
+from nestpipe.models.kv_prefix import describe_statistics
+from nestpipe.models.prefix_inference import Ranker
+from nestpipe.models.ranking import Ranking
+
+Target = Literal["test", "validation"]
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Predictions:
+    """Held-out events: their places in the folder, users (as places), numbers of events before, predictions and answers."""
+
+    labels: tuple[Label, ...]
+    event: Counts
+    user: Counts
+    num_before: Counts
+    scores: Array  # [n, labels]
+    answers: Array  # [n, labels], NaN where unobserved
+
+    def of(self, label: int, num_users: int) -> LabelPredictions:
+        """One label's column."""
+        return LabelPredictions(
+            label=self.labels[label],
+            scores=self.scores[:, label],
+            answers=self.answers[:, label],
+            users=self.user,
+            num_users=num_users,
+        )
+
+
+class RankingPredictor:
+    """Predicts with a model and its rows."""
+
+    def __init__(self, model: Model, rows: RowReader, sequences: Sequences, split: Split, config: Config):
+        self._model = cast(Ranking | DCN, model)
+        self._rows, self._sequences, self._split, self._config = rows, sequences, split, config
+        self._inputs = inputs_of(config, sequences)
+        self._builder = BatchBuilder(sequences, split, self._inputs)
+
+    def ranker(self, weights: str) -> Ranker:
+        """The model with the prefix contract; `weights` names these weights, and no others, in keys of prefixes."""
+        if not isinstance(self._model, Ranking):
+            raise DataError("a model without histories has no prefixes; score its events with 'predict'.")
+        schema = describe_statistics(self._builder.statistics)
+        return Ranker(self._model, partial(read_rows, self._rows), weights=weights, schema=schema)
+
+    @property
+    def builder(self) -> BatchBuilder:
+        """Makes batches as the model reads them."""
+        return self._builder
+
+    def evaluate(self, target: Target = "test", *, progress: bool = True) -> LabelReport:
+        """Metrics per label, in slices by the number of events before; there is no progress to show."""
+        return report_of(self.predict(target), self._sequences, self._split, self._config)
+
+    def predict(self, target: Target = "test") -> Predictions:
+        """Predictions for every held-out event that has an event before it (or needs none)."""
+        is_next = self._inputs.layout == "next"
+        windows = held_out(self._sequences, self._split, self._config, target, is_next=is_next)
+        if not len(windows):
+            raise DataError(f"{self._sequences.path} has no {target} events under this split.")
+        parts = [self._predict(part) for part in _chunks(windows, self._config.eval.batch_size)]
+        columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
+        event, user, num_before, scores = columns
+        labels = self._model.tasks.labels
+        answers = [label_values(label, self._sequences.event_features, event) for label in labels]
+        return Predictions(
+            labels=labels,
+            event=event,
+            user=user,
+            num_before=num_before,
+            scores=scores,
+            answers=np.stack(answers, axis=1).astype(np.float64),
+        )
+
+    def _predict(self, windows: Windows) -> tuple[Counts, Counts, Counts, Array]:
+        """Events, users, places and predictions of the counted rows of some windows."""
+        batch = self._builder.training(Cursor(0, 0), torch.from_numpy(windows.user), windows)
+        is_next = isinstance(self._model, Ranking)
+        with torch.no_grad():
+            if isinstance(self._model, Ranking):
+                rows = read_rows(self._rows, self._model.target_lookups(batch))
+                scores = self._model.target_scores(rows, batch, None)
+            else:
+                rows = read_rows(self._rows, self._model.event_lookups(batch))
+                scores = self._model.event_scores(rows, batch)
+            found = self._model.tasks.predict(scores)
+        if not bool(found.isfinite().all()):
+            raise TrainError("a prediction is not finite. The model has diverged: go back to an earlier checkpoint.")
+        lengths = torch.from_numpy(windows.end - windows.start)
+        place = ranges(torch.from_numpy(windows.start), lengths).numpy()
+        user = np.repeat(windows.user, lengths.numpy())
+        counts = place >= np.repeat(windows.counted, lengths.numpy())
+        event = self._sequences.offsets[user] + place + is_next
+        return event[counts], user[counts], (place + is_next)[counts], found.numpy().astype(np.float64)[counts]
+
+
+def held_out(sequences: Sequences, split: Split, config: Config, target: Target, *, is_next: bool) -> Windows:
+    """Windows that hold every held-out event once: as the target of the row before it, or as a row of its own."""
+    lengths = np.diff(sequences.offsets)
+    first, end = (split.test_start, lengths) if target == "test" else (split.validation, split.test_start)
+    if target == "validation":
+        first = np.where(first < 0, end, first)
+    data = config.data
+    if is_next:
+        first, end = np.maximum(first - 1, 0), end - 1
+        windows = cover(first, end, max_len=data.max_len, block=data.truncate_block)
+    else:
+        windows = alone(first, end, max_len=data.max_len)
+    if config.eval.max_users:
+        users = np.unique(windows.user)[: config.eval.max_users]
+        windows = windows.pick(np.flatnonzero(np.isin(windows.user, users)))
+    return windows
+
+
+def report_of(found: Predictions, sequences: Sequences, split: Split, config: Config) -> LabelReport:
+    """The metrics of some predictions; slices by the number of events before, and users without any training event."""
+    new_user = split.train_end[found.user] == 0
+    return label_report(
+        [found.of(place, len(sequences.users)) for place in range(len(found.labels))],
+        num_before=found.num_before,
+        masks={"new users": new_user} if new_user.any() and not new_user.all() else {},
+        user_ids=sequences.users,
+        seed=config.seed,
+        num_bootstrap=config.eval.num_bootstrap,
+    )
+
+
+def baselines(found: Predictions, sequences: Sequences, split: Split) -> dict[str, Predictions]:
+    """The same events predicted by the item's mean, and by biases of user and item, fitted on the training events."""
+    users = np.repeat(np.arange(len(sequences.users)), np.diff(sequences.offsets))
+    items = np.searchsorted(sequences.catalogue, sequences.items)
+    trained = np.flatnonzero(train_mask(sequences, split))
+    sizes = {"num_users": len(sequences.users), "num_items": len(sequences.catalogue)}
+    columns: dict[str, list[Array]] = {"item mean": [], "user and item bias": []}
+    for label in found.labels:
+        answers = label_values(label, sequences.event_features, trained).astype(np.float64)
+        known = trained[~np.isnan(answers)]
+        answers = answers[~np.isnan(answers)]
+        means = item_mean(items[known], answers, len(sequences.catalogue))
+        columns["item mean"].append(means[items[found.event]])
+        overall, of_user, of_item = user_item_bias(users[known], items[known], answers, **sizes)
+        columns["user and item bias"].append(overall + of_user[found.user] + of_item[items[found.event]])
+    return {
+        name: Predictions(
+            labels=found.labels,
+            event=found.event,
+            user=found.user,
+            num_before=found.num_before,
+            scores=np.stack(scores, axis=1),
+            answers=found.answers,
+        )
+        for name, scores in columns.items()
+    }
+
+
+def _chunks(windows: Windows, size: int) -> Iterator[Windows]:
+    for first in range(0, len(windows), size):
+        yield windows.pick(np.arange(first, min(first + size, len(windows))))
+
+
+Index = NDArray[np.int64]
+
+
+def item_mean(items: Counts, answers: Array, num_items: int, *, prior: float = 5.0) -> Array:
+    """The mean answer of each item [I], drawn towards the mean of all by as many events as the prior says."""
+    overall = float(answers.mean())
+    sums = np.bincount(items, weights=answers, minlength=num_items)
+    counts = np.bincount(items, minlength=num_items)
+    return np.asarray((sums + prior * overall) / (counts + prior))
+
+
+def user_item_bias(
+    users: Counts,
+    items: Counts,
+    answers: Array,
+    *,
+    num_users: int,
+    num_items: int,
+    prior: float = 10.0,
+    rounds: int = 20,
+) -> tuple[float, Array, Array]:
+    """Ridge regression answer = mean + user + item by alternating exact steps: the mean, biases [U] and [I]."""
+    overall = float(answers.mean())
+    of_user, of_item = np.zeros(num_users), np.zeros(num_items)
+    for _ in range(rounds):
+        of_item = _bias(items, answers - overall - of_user[users], num_items, prior)
+        of_user = _bias(users, answers - overall - of_item[items], num_users, prior)
+    return overall, of_user, of_item
+
+
+def _bias(groups: Index, rest: Array, num_groups: int, prior: float) -> Array:
+    sums = np.bincount(groups, weights=rest, minlength=num_groups)
+    return np.asarray(sums / (np.bincount(groups, minlength=num_groups) + prior))

@@ -1,0 +1,285 @@
+"""Full-ranking evaluation: one target per user, ranked against the whole catalogue in bounded memory.
+
+    samples -> encode -> rank_targets -> Report -> report.json + per_user.parquet
+    nestpipe.eval.compare: Report + Report -> Comparison, user by user
+
+A report keeps the rank of every user, so two runs can be compared later without ranking again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import operator
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch import Tensor
+
+from nestpipe.atomic_files import replace_file
+from nestpipe.errors import DataError, TrainError
+from nestpipe.eval.config import EvalConfig
+from nestpipe.eval.topk_metrics import (
+    Array,
+    Counts,
+    Coverage,
+    Interval,
+    bootstrap_all,
+    rank_targets,
+    tertiles,
+    user_metrics,
+)
+from nestpipe.jagged import Batch, Jagged
+
+_COLUMNS = ("user", "target", "rank", "length")
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class EvalBatch:
+    """Users to evaluate: histories, the target [B] and the seen items of each as catalogue positions, user ids [B]."""
+
+    batch: Batch
+    target_positions: Tensor
+    seen: Jagged
+    users: Tensor
+
+    def first(self, num_users: int) -> EvalBatch:
+        """Only the first so many users."""
+        rows = torch.arange(min(num_users, len(self.users)), device=self.users.device)
+        return EvalBatch(
+            batch=self.batch.select(rows),
+            target_positions=self.target_positions[rows],
+            seen=self.seen.select(rows),
+            users=self.users[rows],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class EvalSlice:
+    """The metrics of users with histories of low .. high events."""
+
+    name: str
+    low: int
+    high: int
+    num_users: int
+    metrics: dict[str, Interval]
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class EvalReport:
+    """Metrics of one evaluation, and the arrays [num_users] they were made of."""
+
+    num_users: int
+    num_items: int
+    ks: tuple[int, ...]
+    seen: str
+    targets_seen: int  # targets that the user had seen before and that were therefore removed: misses for any model
+    metrics: dict[str, Interval]
+    coverage: dict[str, float]
+    slices: tuple[EvalSlice, ...]
+    user: Counts
+    target: Counts
+    rank: Counts
+    length: Counts
+
+    def scalars(self) -> dict[str, float]:
+        """Means and coverage by name, for a tracker."""
+        return {name: interval.mean for name, interval in self.metrics.items()} | self.coverage
+
+    def user_metrics(self, ks: tuple[int, ...]) -> dict[str, Array]:
+        """The metrics of each user, by name."""
+        return user_metrics(self.rank, ks, self.num_items)
+
+    def to_json(self) -> str:
+        """Everything but the per-user arrays."""
+        return json.dumps(self._fields(), indent=2, default=asdict)
+
+    def _fields(self) -> dict[str, Any]:
+        return {one.name: getattr(self, one.name) for one in fields(self) if one.name not in _COLUMNS}
+
+    def save(self, folder: Path) -> None:
+        """Writes report.json and per_user.parquet; a crash leaves the old report, or one that `load` refuses."""
+        folder.mkdir(parents=True, exist_ok=True)
+        buffer = io.BytesIO()
+        pl.DataFrame({name: getattr(self, name) for name in _COLUMNS}).write_parquet(buffer)
+        replace_file(folder / "per_user.parquet", buffer.getvalue())
+        content = self._fields() | {"per_user_digest": _digest(buffer.getvalue())}
+        replace_file(folder / "report.json", json.dumps(content, indent=2, default=asdict).encode())
+
+    @staticmethod
+    def load(folder: Path) -> EvalReport:
+        """Reads what `save` wrote; raises DataError if it is missing or its two files do not belong together."""
+        try:
+            content = json.loads((folder / "report.json").read_bytes())
+            per_user = (folder / "per_user.parquet").read_bytes()
+        except FileNotFoundError as error:
+            raise DataError(
+                f"{folder} holds no evaluation: {error.filename} is missing. Run 'nestpipe eval'."
+            ) from error
+        if content.pop("per_user_digest") != _digest(per_user):
+            raise DataError(
+                f"{folder}: report.json was not written with this per_user.parquet. Run 'nestpipe eval' again."
+            )
+        content["ks"] = tuple(content["ks"])
+        content["metrics"] = _intervals(content["metrics"])
+        content["slices"] = tuple(
+            EvalSlice(**{**one, "metrics": _intervals(one["metrics"])}) for one in content["slices"]
+        )
+        table = pl.read_parquet(io.BytesIO(per_user))
+        content.update({name: table[name].to_numpy() for name in _COLUMNS})
+        return EvalReport(**content)
+
+    def __rich__(self) -> Table:
+        """A table of all metrics, overall and by slice, for `rich.print`."""
+        title = f"{self.num_users:,} users, {self.num_items:,} items, seen items removed: {self.seen}"
+        caption = "slices: number of events in the history"
+        if self.targets_seen:
+            caption += f"\n{self.targets_seen:,} targets were seen before and count as misses"
+        table = Table(title=title, caption=caption)
+        for header in ("metric", "all users [95 %]"):
+            table.add_column(header, no_wrap=True)
+        for part in self.slices:
+            table.add_column(f"{part.name}\n{part.low:,}-{part.high:,}\n{part.num_users:,} users", justify="right")
+        for name, interval in self.metrics.items():
+            table.add_row(name, str(interval), *(f"{part.metrics[name].mean:.4f}" for part in self.slices))
+        for name, share in self.coverage.items():
+            table.add_row(name, f"{share:.4f}")
+        return table
+
+
+def evaluate(
+    encode: Callable[[Batch], Tensor],
+    item_vectors: Tensor,
+    samples: Iterable[EvalBatch],
+    config: EvalConfig,
+    seed: int,
+    *,
+    progress: bool = True,
+) -> EvalReport:
+    """Ranks each user's target by query · item vector [I, D], where `encode` gives the queries [B, D] of a batch.
+
+    Shows a progress bar if stderr is a terminal, unless `progress` is off (one bar at a time: the trainer has its own).
+    Raises DataError if there are no samples, TrainError if a query or a score is not finite.
+    """
+    coverage = Coverage(len(item_vectors))
+    chunks = []
+    for sample in _with_progress(_limited(samples, config.max_users), operator.length_hint(samples), progress):
+        with torch.no_grad():
+            queries = encode(sample.batch)
+        _check_queries(queries, sample.users)
+        ranked = rank_targets(
+            queries,
+            item_vectors,
+            sample.target_positions,
+            None if config.seen == "none" else sample.seen,
+            top_k=max(config.ks),
+            max_bytes=config.max_bytes,
+        )
+        coverage.add(ranked.top)
+        columns = (sample.users, sample.target_positions, ranked.ranks, sample.batch.items.lengths())
+        chunks.append(torch.stack([column.cpu() for column in columns]))
+    if not sum(chunk.shape[1] for chunk in chunks):
+        raise DataError("there are no users to evaluate: no sequence is long enough to give a history and a target.")
+    return _report(torch.cat(chunks, 1).numpy(), coverage, len(item_vectors), config, seed)
+
+
+def evaluate_lists(
+    generate: Callable[[EvalBatch], Tensor],
+    num_items: int,
+    samples: Iterable[EvalBatch],
+    config: EvalConfig,
+    seed: int,
+    *,
+    progress: bool = True,
+) -> EvalReport:
+    """Like `evaluate`, for a model that gives lists of catalogue positions [B, max(ks)], -1 for nothing.
+
+    A target that is in no list gets the last rank, so HR and NDCG are exact and MRR is a lower bound.
+    """
+    coverage = Coverage(num_items)
+    chunks = []
+    for sample in _with_progress(_limited(samples, config.max_users), operator.length_hint(samples), progress):
+        lists = generate(sample)
+        hits = lists == sample.target_positions.unsqueeze(1)
+        ranks = torch.where(hits.any(1), hits.to(torch.uint8).argmax(1) + 1, num_items)
+        if config.seen != "none":
+            removed = sample.seen.values == sample.target_positions.index_select(0, sample.seen.row_of_value())
+            ranks[sample.seen.row_of_value()[removed]] = num_items + 1
+        coverage.add(lists)
+        chunks.append(torch.stack([sample.users, sample.target_positions, ranks, sample.batch.items.lengths()]))
+    if not sum(chunk.shape[1] for chunk in chunks):
+        raise DataError("there are no users to evaluate: no sequence is long enough to give a history and a target.")
+    return _report(torch.cat(chunks, 1).numpy(), coverage, num_items, config, seed)
+
+
+def popularity_report(counts: Tensor, samples: Iterable[EvalBatch], config: EvalConfig, seed: int) -> EvalReport:
+    """The floor: every user gets the items with the highest train counts [I], ranked by the same code."""
+    item_vectors = counts.to(torch.float64).unsqueeze(1)  # exact up to 2**53, so equal counts stay ties
+    return evaluate(lambda batch: item_vectors.new_ones(batch.num_samples, 1), item_vectors, samples, config, seed)
+
+
+def _report(columns: Counts, coverage: Coverage, num_items: int, config: EvalConfig, seed: int) -> EvalReport:
+    users, targets, ranks, lengths = columns
+    per_user = user_metrics(ranks, config.ks, num_items)
+    slices = []
+    for name, low, high, mask in tertiles(lengths):
+        part = {metric: values[mask] for metric, values in per_user.items()}
+        intervals = bootstrap_all(part, seed=seed, num=config.num_bootstrap)
+        slices.append(EvalSlice(name, low, high, int(mask.sum()), intervals))
+    return EvalReport(
+        num_users=len(users),
+        num_items=num_items,
+        ks=config.ks,
+        seen=config.seen,
+        targets_seen=int((ranks > num_items).sum()),
+        metrics=bootstrap_all(per_user, seed=seed, num=config.num_bootstrap),
+        coverage={f"coverage@{k}": coverage.at(k) for k in config.ks},
+        slices=tuple(slices),
+        user=users,
+        target=targets,
+        rank=ranks,
+        length=lengths,
+    )
+
+
+def _limited(samples: Iterable[EvalBatch], max_users: int) -> Iterator[EvalBatch]:
+    """The samples up to max_users users; all if it is 0."""
+    left = max_users or sys.maxsize
+    for sample in samples:
+        yield sample if len(sample.users) <= left else sample.first(left)
+        left -= len(sample.users)
+        if left <= 0:
+            return
+
+
+def _with_progress(samples: Iterator[EvalBatch], num_batches: int, progress: bool) -> Iterable[EvalBatch]:
+    if not (progress and sys.stderr.isatty()):
+        return samples
+    return track(samples, "evaluate", total=num_batches or None, console=Console(stderr=True), transient=True)
+
+
+def _check_queries(queries: Tensor, users: Tensor) -> None:
+    finite = queries.isfinite().all(1)
+    if not bool(finite.all()):
+        user = int(users[int(finite.logical_not().nonzero()[0])])
+        raise TrainError(
+            f"the query vector of user {user} is not finite; it cannot be ranked. The model has diverged: "
+            "go back to an earlier checkpoint, or lower the learning rate."
+        )
+
+
+def _intervals(metrics: dict[str, dict[str, float]]) -> dict[str, Interval]:
+    return {name: Interval(**values) for name, values in metrics.items()}
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=16).hexdigest()

@@ -1,0 +1,1 @@
+"""The gateway in front of serving instances: router, cascade, candidate retrieval, supervisor, nginx, Ray."""

@@ -1,0 +1,255 @@
+"""The first two stages of the cascade: retrieval by vector search, and pre-rank by exact dot products and business filters.
+
+    past  --encode-->  query [D]  --index-->  some hundred places in the catalogue  --pre-rank-->  the candidates
+
+The index may be approximate (any faiss factory string); pre-rank scores what it found again with the true vectors.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from nestpipe.data.sequences import Sequences, truncate
+from nestpipe.errors import DataError
+from nestpipe.eval.predictor import RetrievalPredictor
+from nestpipe.jagged import Batch, Cursor, Jagged
+from nestpipe.models.config import DCNConfig, RankingConfig
+from nestpipe.training.run_folder import Run
+
+log = logging.getLogger("nestpipe")
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float32]
+_MEAN_OF = 32  # events whose mean stands for a user, where no retrieval model was trained
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PastEvents:
+    """A user's events: items and times (milliseconds since 1970; None for a log that has only order)."""
+
+    items: Ints
+    times_ms: Ints | None = None
+
+
+class Index(Protocol):
+    """Finds the vectors with the highest dot products."""
+
+    def search(self, query: Floats, k: int) -> Ints:
+        """The places of at most k vectors, best first."""
+
+
+class ExactIndex:
+    """Every vector is scored; ties keep the order of the catalogue."""
+
+    def __init__(self, vectors: Floats):
+        self._vectors = vectors
+
+    def search(self, query: Floats, k: int) -> Ints:
+        return _top(self._vectors @ query, k)
+
+
+class FaissIndex:
+    """Whatever a factory string of faiss says: 'Flat', 'HNSW32', 'IVF256,Flat', ..."""
+
+    def __init__(self, vectors: Floats, spec: str, faiss: Any):
+        faiss.omp_set_num_threads(1)  # searches run side by side, one thread each
+        self._index = faiss.index_factory(vectors.shape[1], spec, faiss.METRIC_INNER_PRODUCT)
+        self._index.train(vectors)
+        self._index.add(vectors)
+
+    def search(self, query: Floats, k: int) -> Ints:
+        places: Ints = self._index.search(query[None], min(k, self._index.ntotal))[1][0]
+        return places[places >= 0]
+
+
+def build_index(vectors: Floats, spec: str = "Flat") -> Index:
+    """faiss if it is installed, else exact search; one log line says which."""
+    try:
+        import faiss
+    except ModuleNotFoundError:
+        log.warning(
+            "retrieval index: exact search with numpy over %s items (faiss is not installed: pip install 'nestpipe[serve]')",
+            f"{len(vectors):,}",
+        )
+        return ExactIndex(vectors)
+    log.info("retrieval index: faiss %s over %s items", spec, f"{len(vectors):,}")
+    return FaissIndex(vectors, spec, faiss)
+
+
+class Filter(Protocol):
+    """A business rule: which of some items, best first, a user may be shown."""
+
+    def __call__(self, items: Ints, past: PastEvents) -> NDArray[np.bool_]: ...
+
+
+def unseen(items: Ints, past: PastEvents) -> NDArray[np.bool_]:
+    """Items that the user has not had."""
+    return ~np.isin(items, past.items)
+
+
+def without(blocked: Collection[int]) -> Filter:
+    """Items that are not on a list."""
+    listed = np.array(sorted(blocked), dtype=np.int64)
+    return lambda items, past: ~np.isin(items, listed)
+
+
+def at_most(limit: int, group_of: Callable[[Ints], Ints]) -> Filter:
+    """No more than so many items of a group (category, author), the best ones."""
+
+    def keep(items: Ints, past: PastEvents) -> NDArray[np.bool_]:
+        groups = group_of(items)
+        order = np.argsort(groups, kind="stable")
+        first = np.searchsorted(groups[order], groups[order])  # where each group begins in that order
+        rank = np.empty(len(items), dtype=np.int64)
+        rank[order] = np.arange(len(items)) - first
+        return rank < limit
+
+    return keep
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CandidateItems:
+    """Items, best first, with the scores that put them in this order."""
+
+    items: Ints
+    scores: Floats
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Retriever:
+    """Items [I] (ascending ids) with vectors [I, D], and what turns a past into a query [D]."""
+
+    items: Ints
+    vectors: Floats
+    index: Index
+    encode: Callable[[PastEvents, int | None], Floats]
+    past_of: Callable[[int], PastEvents]
+    filters: tuple[Filter, ...] = (unseen,)
+
+    def retrieve(self, past: PastEvents, k: int, *, asked: int | None = None) -> tuple[Floats, Ints]:
+        """The query, and the places of k items near it; more are looked for because the seen ones will be dropped."""
+        query = np.ascontiguousarray(self.encode(past, asked), dtype=np.float32)
+        return query, self.index.search(query, k + len(np.unique(past.items)))
+
+    def prerank(
+        self, query: Floats, places: Ints, past: PastEvents, count: int, *, filters: Iterable[Filter] = ()
+    ) -> CandidateItems:
+        """The best `count` of some places by exact dot product, after the fleet's filters and the request's."""
+        scores = self.vectors[places] @ query
+        order = _top(scores, len(scores))
+        places, scores = places[order], scores[order]
+        for keep in (*self.filters, *filters):
+            kept = keep(self.items[places], past)
+            places, scores = places[kept], scores[kept]
+        return CandidateItems(self.items[places[:count]], scores[:count])
+
+
+def retriever_of(
+    run: Run, *, spec: str = "Flat", step: int | None = None, past_of: Callable[[int], PastEvents] | None = None
+) -> Retriever:
+    """Retrieval with a trained run: its queries and item vectors, or for a ranking run means of its item rows."""
+    items = np.array(run.sequences.catalogue)
+    if isinstance(run.config.model, RankingConfig | DCNConfig):
+        vectors = _floats(run.load_model(step).rows.peek("item", torch.from_numpy(items)))
+        encode = mean_encoder(items, vectors)
+    else:
+        scorer = run.predictor(step)
+        assert isinstance(scorer, RetrievalPredictor)
+        vectors, encode = _floats(scorer.item_vectors), _encoder(scorer.encoder(), run)
+    return Retriever(
+        items=items,
+        vectors=vectors,
+        index=build_index(vectors, spec),
+        encode=encode,
+        past_of=past_of or PastReader(run.sequences),
+    )
+
+
+class PastReader:
+    """The events of the users of a sequence folder; nothing for anybody else."""
+
+    def __init__(self, sequences: Sequences):
+        self._sequences = sequences
+
+    def __call__(self, user: int) -> PastEvents:
+        users = self._sequences.users
+        row = int(np.searchsorted(users, user))
+        if row == len(users) or users[row] != user:
+            return PastEvents(np.empty(0, dtype=np.int64))
+        own = slice(*self._sequences.offsets[row : row + 2].tolist())
+        times = self._sequences.times
+        return PastEvents(np.array(self._sequences.items[own]), None if times is None else np.array(times[own]))
+
+
+def mean_encoder(items: Ints, vectors: Floats) -> Callable[[PastEvents, int | None], Floats]:
+    """The mean vector of a user's last events; for a user without any that of all items."""
+    everybody: Floats = np.asarray(vectors.mean(axis=0))
+
+    def encode(past: PastEvents, asked: int | None) -> Floats:
+        last = past.items[-_MEAN_OF:]
+        places = np.minimum(np.searchsorted(items, last), len(items) - 1)
+        known = places[items[places] == last]
+        return np.asarray(vectors[known].mean(axis=0)) if len(known) else everybody
+
+    return encode
+
+
+def _encoder(encode_batch: Callable[[Batch], torch.Tensor], run: Run) -> Callable[[PastEvents, int | None], Floats]:
+    """Queries of a retrieval model, from the events that it would have been trained on."""
+    data, timed = run.config.data, run.sequences.times is not None
+
+    def encode(past: PastEvents, asked: int | None) -> Floats:
+        start = truncate(len(past.items), data.max_len, data.truncate_block)
+        events = past.items[start:]
+        offsets, times, query_times = torch.tensor([0, len(events)]), None, None
+        if timed:
+            if past.times_ms is None and len(events):
+                raise DataError(
+                    "this model reads the times of events, but the history has none; send 'time' with each event."
+                )
+            seconds = events if past.times_ms is None else past.times_ms[start:] // 1000
+            last = int(seconds[-1]) if len(seconds) else 0
+            following = np.append(seconds[1:], asked if asked is not None else last)[: len(seconds)]
+            times = Jagged(torch.from_numpy(seconds), offsets, len(events))
+            query_times = times.with_values(torch.from_numpy(following))
+        batch = Batch(
+            cursor=Cursor(0, 0),
+            sample_ids=torch.zeros(1, dtype=torch.int64),
+            items=Jagged(torch.from_numpy(events), offsets, len(events)),
+            times=times,
+            query_times=query_times,
+        )
+        return _floats(encode_batch(batch)[0])
+
+    return encode
+
+
+def past_from(history: Sequence[Any] | None, past: PastEvents) -> PastEvents:
+    """The history that a request brought, as a past; the one on file if it brought none."""
+    if history is None:
+        return past
+    items = np.array([event["item"] for event in history], dtype=np.int64)
+    timed = bool(history) and all("time" in event for event in history)
+    return PastEvents(items, np.array([event["time"] for event in history], dtype=np.int64) * 1000 if timed else None)
+
+
+def _floats(tensor: torch.Tensor) -> Floats:
+    return np.ascontiguousarray(tensor.detach().numpy(), dtype=np.float32)
+
+
+def _top(scores: Floats, k: int) -> Ints:
+    """The places of the k highest scores, best first; equal scores in their order."""
+    if k < len(scores):
+        bar = np.partition(scores, len(scores) - k)[len(scores) - k]
+        above, level = np.flatnonzero(scores > bar), np.flatnonzero(scores == bar)
+        places = np.sort(np.concatenate([above, level[: k - len(above)]]))
+    else:
+        places = np.arange(len(scores))
+    return places[np.argsort(-scores[places], kind="stable")]

@@ -1,0 +1,141 @@
+"""Constrained beam search: the most probable live leaves of a tree of semantic ids, for many requests at once.
+
+    level 0      root ─ live children ─ the best W ─┐
+    level 1      W beams ─ live children of each ───┴ the best W of all ─ ...
+
+A beam only ever grows by live codes, so every result is a live path. Its log-probability is a sum over levels of a log-softmax:
+over live codes (`legal`: leaf probabilities sum to 1) or over all codes, of which the dead are then dropped (`full`). The best W
+are taken over all beams and codes together; with W at least the number of live leaves nothing is ever dropped and the result is the
+exhaustive ranking. Ties go to the lower code sequence: beams are kept in the order of their node numbers.
+
+The decoder keeps the encoder's memory once per request; beams only gather their own short prefixes.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from nestpipe.errors import DataError
+from nestpipe.generative.trie import ItemPool, Trie, check_pool, check_version
+from nestpipe.jagged import Jagged
+
+Softmax = Literal["legal", "full"]
+
+
+class Decoder(Protocol):
+    """A model in the middle of decoding some requests; `version` is that of its semantic ids."""
+
+    @property
+    def version(self) -> str: ...
+
+    def first(self) -> Tensor:
+        """Logits [R, 1, codes] of the first level."""
+        ...
+
+    def next(self, parents: Tensor, codes: Tensor, nodes: Tensor) -> Tensor:
+        """Logits [R, W, codes] of the next level: beam w goes on from beam parents[r, w] of before with codes[r, w].
+
+        `nodes` are the beams' nodes in the tree so far, -1 where there is no beam.
+        """
+        ...
+
+
+class Beams(NamedTuple):
+    """Best leaves first: leaves [R, W], -1 where there are fewer live ones, and log-probabilities [R, W], -inf there."""
+
+    leaves: Tensor
+    scores: Tensor
+
+
+class FoundItems(NamedTuple):
+    """Best items first: catalogue positions [R, k], -1 where there are fewer, and their leaves' log-probabilities."""
+
+    positions: Tensor
+    scores: Tensor
+
+
+@torch.no_grad()
+def search(
+    decoder: Decoder, trie: Trie, *, width: int, pool: ItemPool | None = None, softmax: Softmax = "legal"
+) -> Beams:
+    """The best `width` live leaves of each request; raises DataError if tree, pool and model are of different versions."""
+    if width < 1:
+        raise ValueError(f"a beam of width {width} holds nothing")
+    check_version("the model", decoder.version, trie.version)
+    check_pool(pool, trie)
+    logits = decoder.first()
+    nodes = parents = codes = torch.zeros(logits.shape[:2], dtype=torch.int64)
+    scores = logits.new_zeros(logits.shape[:2])
+    for level in range(trie.num_levels):
+        if level:
+            logits = decoder.next(parents, codes, nodes)
+        children, found = _children(trie, level, pool, nodes, logits, softmax)
+        scores, parents, nodes = _best(scores.unsqueeze(2) + found, children, width)
+        codes = trie.codes[level].index_select(0, nodes.clamp(min=0).flatten()).view_as(nodes)
+    scores, order = scores.sort(dim=1, descending=True, stable=True)
+    return Beams(nodes.gather(1, order), scores)
+
+
+def _children(
+    trie: Trie, level: int, pool: ItemPool | None, nodes: Tensor, logits: Tensor, softmax: Softmax
+) -> tuple[Tensor, Tensor]:
+    """The children [R, W, K] of nodes [R, W] and their log-probabilities; -1 and -inf where there is none or it is dead."""
+    above = nodes.clamp(min=0).flatten()
+    start = trie.first[level].index_select(0, above).view_as(nodes)
+    count = (trie.first[level].index_select(0, above + 1).view_as(nodes) - start).masked_fill_(nodes < 0, 0)
+    place = torch.arange(int(count.max()))
+    live = place < count.unsqueeze(2)
+    children = (start.unsqueeze(2) + place).masked_fill_(~live, 0)
+    if pool is not None:
+        live &= pool.at(level, children)
+    codes = trie.codes[level].index_select(0, children.flatten()).view_as(children)
+    picked = logits.gather(2, codes).masked_fill_(~live, -torch.inf)
+    found = picked.log_softmax(2) if softmax == "legal" else picked - logits.logsumexp(2, keepdim=True)
+    # A beam without live children has the softmax of nothing, which is nan.
+    return children.masked_fill_(~live, -1), found.masked_fill_(~live, -torch.inf)
+
+
+def _best(scores: Tensor, nodes: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The best of [R, W, K] in the order of their nodes: scores, parents and nodes, each [R, at most width]."""
+    flat, num_children = scores.flatten(1), scores.shape[2]
+    width = min(width, int((nodes >= 0).flatten(1).sum(1).max()))
+    kth = flat.topk(width, dim=1, sorted=False).values.amin(1, keepdim=True)
+    taken = flat > kth
+    tied = flat == kth
+    taken |= tied & (tied.cumsum(1) <= width - taken.sum(1, keepdim=True))
+    columns = taken.nonzero()[:, 1].view(len(flat), width)
+    return flat.gather(1, columns), columns // num_children, nodes.flatten(1).gather(1, columns)
+
+
+def expand(
+    trie: Trie, beams: Beams, k: int, *, seen: Jagged | None = None, allowed: Tensor | None = None, per_leaf: int = 0
+) -> FoundItems:
+    """The first k items of the leaves, without `seen` ones (catalogue positions) and only `allowed` ones (mask [I] or [R, I]).
+
+    A leaf gives its items in their order, at most `per_leaf` of them (0: all).
+    """
+    num_requests = len(beams.leaves)
+    leaves = beams.leaves.clamp(min=0).flatten()
+    start = trie.first[-1].index_select(0, leaves)
+    count = (trie.first[-1].index_select(0, leaves + 1) - start).masked_fill_(beams.leaves.flatten() < 0, 0)
+    place = torch.arange(min(int(count.max()), per_leaf or len(trie.items)))
+    keep = (place < count.unsqueeze(1)).view(num_requests, -1)
+    index = (start.unsqueeze(1) + place).clamp_(max=len(trie.items) - 1).flatten()
+    positions = trie.leaf_items.index_select(0, index).view(num_requests, -1)
+    if allowed is not None:
+        keep &= allowed.expand(num_requests, -1).gather(1, positions)
+    if seen is not None:
+        if seen.num_rows != num_requests:
+            raise DataError(f"{seen.num_rows} rows of seen items for {num_requests} requests; they must match.")
+        own = torch.arange(num_requests).unsqueeze(1) * len(trie.items) + positions
+        keep &= ~torch.isin(own, seen.row_of_value() * len(trie.items) + seen.values)
+    scores = beams.scores.repeat_interleave(len(place), 1).masked_fill(~keep, -torch.inf)
+    order = (~keep).to(torch.uint8).argsort(dim=1, stable=True)[:, :k]
+    missing = (0, k - order.shape[1])
+    return FoundItems(
+        torch.nn.functional.pad(positions.masked_fill(~keep, -1).gather(1, order), missing, value=-1),
+        torch.nn.functional.pad(scores.gather(1, order), missing, value=-torch.inf),
+    )

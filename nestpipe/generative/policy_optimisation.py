@@ -1,0 +1,263 @@
+"""Policy optimisation on groups of generated paths: SA-GCPO, and GRPO, GSPO and SAPO behind the same call.
+
+    A_i = (R_i - mean R) / std R                                 within the group of one context
+    Γ_i = 0 if A_i > 0 and R_i < R*(the logged item), else A_i   SA-GCPO only
+    f(ρ) = σ(τ(ρ-1)) * 4/τ, τ by the sign of A                   so that f(1) = 2/τ, f'(1) = 1, f' = sech²(τ(ρ-1)/2)
+
+    sa_gcpo   J = mean_i Γ_i * mean_t f(ρ_it)
+    sapo      J = mean_i A_i * mean_t f(ρ_it)
+    grpo      J = mean_i mean_t min(ρ_it A_i, clip(ρ_it) A_i)
+    gspo      J = mean_i min(s_i A_i, clip(s_i) A_i),  s_i = exp(mean_t log ρ_it)
+
+The threshold keeps the model from learning what is only the best of a bad group. Alone it does harm where the logged item is out of
+reach, because then nothing positive is left to learn: the next-code loss on logged rows stays on as an anchor, and a warning says when
+more than nine tenths of the positive advantages are suppressed.
+
+Letters: N contexts, G paths of each, L codes of a path.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from nestpipe.errors import ConfigError
+from nestpipe.generative.beam import Decoder, Softmax
+from nestpipe.generative.scenarios import REWARDS, Scenario
+from nestpipe.generative.trie import ItemPool, Trie, check_pool, check_version
+from nestpipe.rng import Rng, bits, shift_right
+
+
+class Rollout(NamedTuple):
+    """Leaves [R, G] and the log-probabilities [R, G, L] of their codes."""
+
+    leaves: Tensor
+    log_probs: Tensor
+
+
+@torch.no_grad()
+def draw_paths(
+    decoder: Decoder,
+    trie: Trie,
+    *,
+    num: int,
+    rng: Rng,
+    samples: Tensor,
+    pool: ItemPool | None = None,
+    softmax: Softmax = "legal",
+) -> Rollout:
+    """`num` paths of each request, drawn independently; `samples` [R] tells requests apart."""
+    check_version("the model", decoder.version, trie.version)
+    check_pool(pool, trie)
+    nodes = torch.zeros(len(samples), num, dtype=torch.int64)
+    codes, logs = nodes, []
+    for level in range(trie.num_levels):
+        logits = _logits(decoder, level, codes, nodes)
+        after = _live_nodes(trie, level, nodes, pool)
+        live = after >= 0
+        log_probs = _log_softmax(logits, live, softmax)
+        keys = rng.keys("paths", samples, torch.full_like(samples, level))
+        codes = (log_probs.double() + _gumbel(keys, log_probs)).masked_fill(~live, -torch.inf).argmax(2)
+        logs.append(log_probs.gather(2, codes.unsqueeze(2)))
+        nodes = after.gather(2, codes.unsqueeze(2)).squeeze(2)
+    return Rollout(nodes, torch.cat(logs, 2))
+
+
+def path_log_probs(
+    decoder: Decoder, trie: Trie, leaves: Tensor, *, pool: ItemPool | None = None, softmax: Softmax = "legal"
+) -> Tensor:
+    """Log-probabilities [R, G, L] of the codes of leaves [R, G], with gradients if the decoder has some."""
+    check_version("the model", decoder.version, trie.version)
+    check_pool(pool, trie)
+    items = trie.leaf_items.index_select(0, trie.first[-1].index_select(0, leaves.flatten()))
+    path = trie.item_nodes.index_select(0, items).view(*leaves.shape, -1)
+    every = trie.item_codes.index_select(0, items).view(*leaves.shape, -1)
+    logs = []
+    for level in range(trie.num_levels):
+        before = path[:, :, level - 1] if level else torch.zeros_like(leaves)
+        logits = _logits(decoder, level, every[:, :, level - 1], before)
+        live = _live_nodes(trie, level, before, pool) >= 0
+        logs.append(_log_softmax(logits, live, softmax).gather(2, every[:, :, level : level + 1]))
+    return torch.cat(logs, 2)
+
+
+def _logits(decoder: Decoder, level: int, codes: Tensor, nodes: Tensor) -> Tensor:
+    """Logits [R, G, C] of a level, after the codes and nodes [R, G] of the level before."""
+    if not level:
+        return decoder.first().expand(-1, codes.shape[1], -1)
+    parents = torch.zeros_like(codes) if level == 1 else torch.arange(codes.shape[1]).expand_as(codes)
+    return decoder.next(parents, codes, nodes)
+
+
+def _log_softmax(logits: Tensor, live: Tensor, softmax: Softmax) -> Tensor:
+    if softmax == "legal":
+        logits = logits.masked_fill(~live, -torch.inf)
+    return logits.log_softmax(2)
+
+
+def _live_nodes(trie: Trie, level: int, nodes: Tensor, pool: ItemPool | None) -> Tensor:
+    """The live nodes [R, G, C] that each code leads to from nodes [R, G] of the level before; -1 where there is none."""
+    children, places = trie.children(level, nodes.flatten())
+    size = trie.sizes[level]
+    if pool is not None:
+        live = pool.live[level]
+        request = places // (size * nodes.shape[1]) if len(live) > 1 else torch.zeros_like(places)
+        children = children.masked_fill(~live[request, children], -1)
+    found = torch.full((nodes.numel() * size,), -1, dtype=torch.int64)
+    return found.index_copy_(0, places, children).view(*nodes.shape, size)
+
+
+def _gumbel(keys: Tensor, like: Tensor) -> Tensor:
+    """Standard Gumbel numbers [R, G, C] for keys [R]."""
+    uniform = (shift_right(bits(keys, like[0].numel()), 11).double() + 0.5) * 2.0**-53
+    return -(-uniform.log()).log().view(like.shape)
+
+
+def format_reward(leaves: Tensor, pool: ItemPool | None = None) -> Tensor:
+    """1 for leaves [N, G] that are live, 0 for the others and for -1."""
+    found = leaves >= 0
+    if pool is not None:
+        found &= pool.at(-1, leaves.clamp(min=0))
+    return found.float()
+
+
+def relative_reward(queries: Tensor, items: Tensor) -> Tensor:
+    """Unit vectors of instructions [N, E] and of generated items [N, G, E]."""
+    return (1 + (items * queries.unsqueeze(1)).sum(2)) / 2
+
+
+def ranking_reward(values: Tensor, reference: Tensor) -> Tensor:
+    """The share of the reference [M], ascending, that is not above each of the values [N, G]."""
+    return torch.searchsorted(reference, values.contiguous(), right=True).to(values.dtype) / len(reference)
+
+
+def diversity_reward(trie: Trie, leaves: Tensor) -> Tensor:
+    """1 - the mean share of leading codes that leaves [N, G] have in common with the others of their group."""
+    items = trie.leaf_items.index_select(0, trie.first[-1].index_select(0, leaves.flatten()))
+    path = trie.item_nodes.index_select(0, items).view(*leaves.shape, -1)  # one node: one sequence of leading codes
+    alike = (path.unsqueeze(2) == path.unsqueeze(1)).float().mean(3)
+    num_others = max(leaves.shape[1] - 1, 1)
+    return 1 - (alike.sum(2) - 1) / num_others
+
+
+def total_reward(scenario: Scenario, parts: Mapping[str, Tensor]) -> Tensor:
+    """R [N, G] = the weighted sum of the parts that the scenario counts; raises KeyError if one is missing."""
+    weights = {name: scenario.reward_weights.get(name, 0.0) for name in REWARDS}
+    counted = [weight * parts[name] for name, weight in weights.items() if weight]
+    return torch.stack(counted).sum(0)
+
+
+Kind = Literal["sa_gcpo", "sapo", "gspo", "grpo"]
+_LEAST_STD = 1e-6  # a group whose rewards are all the same teaches nothing
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyConfig:
+    """How a policy is improved."""
+
+    kind: Kind = "sa_gcpo"
+    """The objective."""
+    group: int = 16
+    """Paths drawn for each context."""
+    tau_positive: float = 1.0
+    """sa_gcpo, sapo: how fast the weight of a code falls as its probability moves, where it was good."""
+    tau_negative: float = 1.05
+    """And where it was bad."""
+    clip: float = 0.2
+    """grpo, gspo: ratios beyond 1 ± clip earn nothing more."""
+    threshold: bool = True
+    """sa_gcpo: no positive advantage for a reward below that of the logged item."""
+    anchor: float = 0.1
+    """Weight of the next-code loss on logged rows; 0 turns it off."""
+    warn_share: float = 0.9
+    """Warn when more than this share of positive advantages is suppressed."""
+    warn_every: int = 100
+    """Updates that a share is taken over."""
+
+    def problems(self) -> Iterator[str]:
+        if self.kind not in get_args(Kind):
+            yield f"kind is {self.kind!r}; it must be one of {', '.join(get_args(Kind))}"
+        if self.group < 2:
+            yield f"group is {self.group}; a group of one has no advantage, take at least 2"
+        for name in ("tau_positive", "tau_negative", "clip"):
+            if not getattr(self, name) > 0:
+                yield f"{name} is {getattr(self, name)}; it must be above 0"
+        if not self.anchor >= 0:
+            yield f"anchor is {self.anchor}; it must not be negative"
+        if not 0 < self.warn_share <= 1 or self.warn_every < 1:
+            yield f"warn_share is {self.warn_share} and warn_every {self.warn_every}; it takes a share and at least 1"
+
+
+def advantages(rewards: Tensor) -> Tensor:
+    """Rewards [N, G] as deviations within their group, in units of its standard deviation; 0 if all are the same."""
+    centred = rewards - rewards.mean(1, keepdim=True)
+    deviation = centred.square().mean(1, keepdim=True).sqrt()
+    return torch.where(deviation > _LEAST_STD, centred / deviation.clamp(min=_LEAST_STD), 0.0)
+
+
+def gate(ratios: Tensor, tau: Tensor | float) -> Tensor:
+    """f(ρ)."""
+    return torch.sigmoid(tau * (ratios - 1)) * (4 / tau)
+
+
+class Policy:
+    """An objective and what it remembers: how many positive advantages were suppressed lately."""
+
+    def __init__(self, config: PolicyConfig):
+        if problems := list(config.problems()):
+            raise ConfigError("the policy has problems: " + "; ".join(problems) + ".")
+        self.config = config
+        self.num_positive = self.num_suppressed = self._num_updates = 0
+
+    def loss(self, new: Tensor, old: Tensor, rewards: Tensor, logged: Tensor, anchor: Tensor | None = None) -> Tensor:
+        """Sum over contexts of -J, plus the anchor.
+
+        Log-probabilities [N, G, L] of the codes now and when they were drawn; rewards [N, G]; rewards [N] of the logged items; the
+        next-code losses of logged rows, summed. Counts what the threshold suppresses.
+        """
+        found = advantages(rewards)
+        if self.config.kind == "sa_gcpo" and self.config.threshold:
+            found = self._above(found, rewards, logged)
+        total = -self._gains(new, old.detach(), found.detach()).mean(1).sum()
+        if anchor is not None:
+            total = total + self.config.anchor * anchor
+        return total
+
+    def _gains(self, new: Tensor, old: Tensor, found: Tensor) -> Tensor:
+        """What each path contributes [N, G]."""
+        config = self.config
+        match config.kind:
+            case "sa_gcpo" | "sapo":
+                tau = torch.where(found > 0, config.tau_positive, config.tau_negative).to(new.dtype)
+                return found * gate((new - old).exp(), tau.unsqueeze(2)).mean(2)
+            case "gspo":
+                return self._clipped((new - old).mean(2).exp(), found)
+            case "grpo":
+                return self._clipped((new - old).exp(), found.unsqueeze(2)).mean(2)
+
+    def _clipped(self, ratios: Tensor, found: Tensor) -> Tensor:
+        near = ratios.clamp(1 - self.config.clip, 1 + self.config.clip)
+        return torch.minimum(ratios * found, near * found)
+
+    def _above(self, found: Tensor, rewards: Tensor, logged: Tensor) -> Tensor:
+        """Γ: advantages without the positive ones whose reward is below that of the logged item."""
+        positive = found > 0
+        suppressed = positive & (rewards < logged.unsqueeze(1))
+        self.num_positive += int(positive.sum())
+        self.num_suppressed += int(suppressed.sum())
+        self._num_updates += 1
+        if self._num_updates == self.config.warn_every:
+            if self.num_suppressed > self.config.warn_share * self.num_positive:
+                _log.warning(
+                    "%d of %d positive advantages of the last %d updates were suppressed: the logged items are out of reach, and "
+                    "little but the anchor (%g) teaches what is good. Train longer on the log first, or set threshold off.",
+                    *(self.num_suppressed, self.num_positive, self.config.warn_every, self.config.anchor),
+                )
+            self.num_positive = self.num_suppressed = self._num_updates = 0
+        return found.masked_fill(suppressed, 0.0)

@@ -1,0 +1,210 @@
+"""What an instruction is made from: a user's events up to a place, in words.
+
+One function reads events, and it is told where to end. Near-line that is the end of the history; for a training row it is the row's
+target, so that **no instruction of a training row knows its target or anything behind it**. What others did (`CoVisits`) is cut
+at the target's time too. A request is a function of events alone, not of the clock: the same events give the same digest, and
+nothing is written twice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from typing import Protocol
+
+import numpy as np
+import polars as pl
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from nestpipe.data.features import label_values
+from nestpipe.data.schema import Label
+from nestpipe.data.sequences import Sequences
+from nestpipe.errors import DataError
+from nestpipe.generative.instruction_store import ANY
+from nestpipe.jagged import Jagged
+
+Ints = NDArray[np.int64]
+Encode = Callable[[Sequence[str]], Tensor]  # texts to vectors [n, D]
+_SEASONS = ("winter", "spring", "summer", "autumn")
+_MAX_TEXT = 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Action:
+    """One event: the item's text, the level of its behaviour (0 the weakest) and how much that counts."""
+
+    text: str
+    level: int = 0
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstructionRequest:
+    """Actions, oldest first, and the circumstances. `user` is for the answer's way home and leaves no process."""
+
+    user: int
+    scenario: str = ANY
+    actions: tuple[Action, ...] = ()
+    trigger: str = ""
+    complements: tuple[str, ...] = ()
+    season: str = ""
+
+    def content(self) -> dict[str, object]:
+        """Everything but the user."""
+        return {name: value for name, value in asdict(self).items() if name != "user"}
+
+    @property
+    def digest(self) -> str:
+        return hashlib.blake2b(json.dumps(self.content()).encode(), digest_size=16).hexdigest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstructionResult:
+    """A text and who wrote it."""
+
+    text: str
+    provenance: str
+
+
+class InstructionProvider(Protocol):
+    """Writes instructions. It never raises for what a service did: a request always gets a result."""
+
+    @property
+    def provenance(self) -> str:
+        """What results say that are its own, and not a replacement's."""
+        ...
+
+    def generate(self, requests: Sequence[InstructionRequest]) -> list[InstructionResult]:
+        """One result for each request, in their order."""
+        ...
+
+
+class CoVisits:
+    """Which items follow which in the histories of all users, as of any time."""
+
+    def __init__(self, sequences: Sequences):
+        """Needs a log with times: without them nobody can tell what was known when."""
+        if sequences.times is None:
+            raise DataError(f"{sequences.path} has no times, so nobody can tell which co-visits were known when.")
+        is_follower = np.ones(len(sequences.items), bool)
+        is_follower[sequences.offsets[:-1][np.diff(sequences.offsets) > 0]] = False
+        follows = np.flatnonzero(is_follower)
+        before = sequences.items[follows - 1]
+        order = np.lexsort((sequences.times[follows], before))
+        self._before = before[order]
+        self._after = sequences.items[follows][order]
+        self._times = sequences.times[follows][order]
+
+    def of(self, item: int, *, before_ms: int | None, most: int = 3) -> list[int]:
+        """The items that followed most often before a time, ties by id."""
+        first, last = np.searchsorted(self._before, [item, item + 1])
+        if before_ms is not None:
+            last = first + int(np.searchsorted(self._times[first:last], before_ms))
+        items, counts = np.unique(self._after[first:last], return_counts=True)
+        found = [int(items[place]) for place in np.argsort(-counts, kind="stable")]
+        return [one for one in found if one != item][:most]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestBuilder:
+    """Reads requests from sequences."""
+
+    texts: Mapping[int, str]
+    co_visits: CoVisits | None = None
+    behaviour: Label | None = None
+    behaviour_weights: tuple[float, ...] = (1.0,)
+    max_actions: int = 50
+
+    def build(
+        self,
+        sequences: Sequences,
+        row: int,
+        end: int,
+        *,
+        scenario: str = ANY,
+        trigger: int | None = None,
+        before_ms: int | None = None,
+    ) -> InstructionRequest:
+        """From the events before place `end` of a user, and co-visits before a time; the trigger is the last item if not given."""
+        first = int(sequences.offsets[row])
+        places = np.arange(first + max(end - self.max_actions, 0), first + end)
+        items = sequences.items[places].tolist()
+        trigger = trigger if trigger is not None or not items else items[-1]
+        together = [] if trigger is None or self.co_visits is None else self.co_visits.of(trigger, before_ms=before_ms)
+        season = "" if sequences.times is None or not len(places) else season_of(int(sequences.times[places[-1]]))
+        return InstructionRequest(
+            user=int(sequences.users[row]),
+            scenario=scenario,
+            actions=tuple(map(self._action, items, self._levels(sequences, places))),
+            trigger="" if trigger is None else self._text(trigger),
+            complements=tuple(map(self._text, together)),
+            season=season,
+        )
+
+    def before_target(
+        self, sequences: Sequences, row: int, place: int, *, scenario: str = ANY, trigger: int | None = None
+    ) -> InstructionRequest:
+        """What may be known when the event at a place of a user is the target of a training row."""
+        at = int(sequences.offsets[row]) + place
+        if not 0 <= place < int(sequences.offsets[row + 1]) - int(sequences.offsets[row]):
+            raise ValueError(f"the user at row {row} has no event at place {place}")
+        before_ms = None if sequences.times is None else int(sequences.times[at])
+        return self.build(sequences, row, place, scenario=scenario, trigger=trigger, before_ms=before_ms)
+
+    def _levels(self, sequences: Sequences, places: Ints) -> list[int]:
+        if self.behaviour is None:
+            return [0] * len(places)
+        levels = np.nan_to_num(label_values(self.behaviour, sequences.event_features, places))
+        return [int(level) for level in levels]
+
+    def _action(self, item: int, level: int) -> Action:
+        weights = self.behaviour_weights
+        return Action(text=self._text(item), level=level, weight=weights[min(level, len(weights) - 1)])
+
+    def _text(self, item: int) -> str:
+        return self.texts.get(item, "")[:_MAX_TEXT] or f"item {item}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingInstructions:
+    """Reasoning vectors for training rows, each from the events before its target alone."""
+
+    builder: RequestBuilder
+    provider: InstructionProvider
+    encode: Encode
+
+    def reasoning(self, sequences: Sequences, users: Ints, start: Ints, end: Ints) -> Jagged:
+        """`target_features["reasoning"]` of windows of events start .. end - 1 of users (rows of the folder).
+
+        One row per event, which is a query for the event behind it; values [T, D].
+        """
+        targets = [
+            (int(user), place + 1)
+            for user, first, last in zip(users, start, end, strict=True)
+            for place in range(int(first), int(last))
+        ]
+        requests = [self.builder.before_target(sequences, user, place) for user, place in targets]
+        results = self.provider.generate(requests)
+        values = self.encode([one.text for one in results])
+        return Jagged(values, torch.arange(len(requests) + 1), 1)
+
+
+def item_texts(sequences: Sequences, column: str = "title") -> dict[int, str]:
+    """The text of each item, from the folder's text.parquet; nothing if there is none."""
+    path = sequences.path / "text.parquet"
+    if not path.is_file():
+        return {}
+    table = pl.read_parquet(path)
+    if column not in table.columns:
+        raise DataError(f"{path} has no column '{column}'; it has {table.columns}.")
+    return dict(zip(table["item"].to_list(), table[column].fill_null("").to_list(), strict=True))
+
+
+def season_of(time_ms: int) -> str:
+    """That of the northern half of the world."""
+    return _SEASONS[datetime.fromtimestamp(time_ms / 1000, UTC).month % 12 // 3]

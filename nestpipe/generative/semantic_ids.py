@@ -1,0 +1,260 @@
+"""The registry of semantic ids: which codes an item has, and everything that decided about them.
+
+    vectors [I, D] -> residual K-means -> codes [I, levels] -> collision policy -> registry
+
+Policies for items with equal codes: `keep` one id for an ordered list of items (production), `suffix` one more level that counts
+them (tables comparable with TIGER), `reassign` the nearest free last code. A registry's version is a hash of codebooks,
+encoder, preprocessing and policy: a new item is encoded with the frozen codebooks and changes neither the version nor the
+codes of others. Models, trees, pools and stores carry the version and refuse any other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn import functional as F
+
+from nestpipe.data.array_files import file_entry, publish_folder
+from nestpipe.errors import ConfigError, DataError
+from nestpipe.generative import residual_kmeans
+from nestpipe.generative.trie import Trie, check_version
+
+FORMAT = "nestpipe-semantic-ids"
+FORMAT_VERSION = 1
+Policy = Literal["keep", "suffix", "reassign"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SidConfig:
+    """How semantic ids are made."""
+
+    levels: int = 3
+    """Codes of an id, without the suffix."""
+    codes: int = 256
+    """Codes to choose from at each level."""
+    policy: Policy = "suffix"
+    """Items with equal codes: keep one id for all, count them in one more level, or move all but one to the nearest free id."""
+    suffix_size: int = 0
+    """suffix: codes of the last level; 0 takes twice what the catalogue needs, so that new items find room."""
+    balanced: bool = False
+    """No code of a level has more than its share of the items."""
+    iterations: int = 25
+    """Rounds of K-means."""
+    seed: int = 0
+
+    def problems(self) -> Iterator[str]:
+        for name in ("levels", "codes", "iterations"):
+            if getattr(self, name) < 1:
+                yield f"{name} is {getattr(self, name)}; it must be at least 1"
+        if self.suffix_size < 0:
+            yield f"suffix_size is {self.suffix_size}; it must be 0 (as needed) or more"
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Registry:
+    """Items [I] by ascending id, their codes [I, levels], codebooks [K-means levels, codes, D], and how they were made."""
+
+    encoder: str  # what made the vectors
+    preprocessing: str  # what happened to them before the first code
+    config: SidConfig
+    codebooks: Tensor
+    items: Tensor
+    codes: Tensor
+
+    @staticmethod
+    def build(items: Tensor, vectors: Tensor, config: SidConfig, *, encoder: str) -> Registry:
+        """Semantic ids for items [I] from vectors [I, D] of any length; raises ConfigError and DataError."""
+        if problems := list(config.problems()):
+            raise ConfigError("semantic ids: " + "; ".join(problems) + ".")
+        _check_items(items, vectors)
+        items, order = items.sort()
+        vectors = _unit(vectors.index_select(0, order))
+        codebooks = residual_kmeans.fit(
+            vectors,
+            num_levels=config.levels,
+            num_codes=config.codes,
+            iterations=config.iterations,
+            balanced=config.balanced,
+            seed=config.seed,
+        )
+        codes = residual_kmeans.encode(vectors, codebooks, balanced=config.balanced)
+        if config.policy == "suffix" and not config.suffix_size:
+            most = int(codes.unique(dim=0, return_counts=True)[1].max())
+            config = replace(config, suffix_size=2 * most)
+        empty = Registry(
+            encoder=encoder,
+            preprocessing="unit length",
+            config=config,
+            codebooks=codebooks,
+            items=items[:0],
+            codes=torch.empty(0, config.levels + (config.policy == "suffix"), dtype=torch.int64),
+        )
+        return empty._with(items, vectors, codes)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The number of codes of each level."""
+        suffix = (self.config.suffix_size,) if self.config.policy == "suffix" else ()
+        return (self.config.codes,) * self.config.levels + suffix
+
+    @property
+    def version(self) -> str:
+        """A hash of codebooks, encoder, preprocessing and policy."""
+        content = hashlib.sha256(self.codebooks.contiguous().numpy().tobytes())
+        facts = {"encoder": self.encoder, "preprocessing": self.preprocessing, "config": asdict(self.config)}
+        content.update(json.dumps(facts, sort_keys=True).encode())
+        return content.hexdigest()[:16]
+
+    def extend(self, items: Tensor, vectors: Tensor, *, encoder: str) -> Registry:
+        """The same version with more items, encoded by the frozen codebooks; raises DataError if one is there already."""
+        if encoder != self.encoder:
+            raise DataError(f"the vectors come from '{encoder}', but the codebooks were made for '{self.encoder}'.")
+        _check_items(items, vectors)
+        if bool((known := torch.isin(items, self.items)).any()):
+            raise DataError(f"item {int(items[known][0])} has a semantic id already; an id never changes in a version.")
+        items, order = items.sort()
+        vectors = _unit(vectors.index_select(0, order))
+        return self._with(items, vectors, residual_kmeans.encode(vectors, self.codebooks))
+
+    def trie(self, catalogue: Tensor | None = None) -> Trie:
+        """The tree of a catalogue (ascending ids, default: all items); raises DataError for an item without codes."""
+        if catalogue is None:
+            return Trie(self.items, self.codes, self.sizes, version=self.version)
+        places = torch.searchsorted(self.items, catalogue).clamp(max=len(self.items) - 1)
+        missing = self.items.index_select(0, places) != catalogue
+        if bool(missing.any()):
+            raise DataError(
+                f"{int(missing.sum()):,} of {len(catalogue):,} items have no semantic id of version {self.version}, for "
+                f"example item {int(catalogue[missing][0])}; add them with 'nestpipe sid extend'."
+            )
+        return Trie(catalogue, self.codes.index_select(0, places), self.sizes, version=self.version)
+
+    def _with(self, items: Tensor, vectors: Tensor, codes: Tensor) -> Registry:
+        """Joins new items, whose equal codes the policy tells apart."""
+        if self.config.policy == "suffix":
+            codes = self._count(items, codes)
+        elif self.config.policy == "reassign":
+            codes = self._move(items, vectors, codes)
+        joined, order = torch.cat([self.items, items]).sort(stable=True)
+        return replace(self, items=joined, codes=torch.cat([self.codes, codes]).index_select(0, order))
+
+    def _count(self, items: Tensor, codes: Tensor) -> Tensor:
+        """Adds the number of each item among those with its codes, old items first."""
+        every = torch.cat([self.codes[:, :-1], codes])
+        group = every.unique(dim=0, return_inverse=True)[1]
+        order = group.argsort(stable=True)
+        ordered = group[order]
+        place = torch.arange(len(ordered)) - torch.searchsorted(ordered, ordered)
+        number = torch.empty_like(place).index_copy_(0, order, place)[len(self.codes) :]
+        if len(codes) and int(number.max()) >= self.config.suffix_size:
+            item = int(items[int(number.argmax())])
+            raise DataError(
+                f"item {item} is number {int(number.max()) + 1} with its codes, but the suffix level has {self.config.suffix_size}; "
+                "build new ids with a larger --suffix-size."
+            )
+        return torch.cat([codes, number.unsqueeze(1)], 1)
+
+    def _move(self, items: Tensor, vectors: Tensor, codes: Tensor) -> Tensor:
+        """All but the first item of equal codes get the nearest free id: another last code, else another code before."""
+        taken = {tuple(row) for row in self.codes.tolist()}
+        waiting = []
+        for row, found in enumerate(map(tuple, codes.tolist())):
+            waiting += [row] if found in taken else []
+            taken.add(found)
+        moved = codes.clone()
+        for row in waiting:
+            free = self._free(vectors[row], taken, ())
+            if free is None:
+                total = self.config.codes**self.config.levels
+                raise DataError(f"all {total:,} ids are taken; item {int(items[row])} has none.")
+            moved[row] = torch.tensor(free)
+            taken.add(free)
+        return moved
+
+    def _free(self, rest: Tensor, taken: set[tuple[int, ...]], prefix: tuple[int, ...]) -> tuple[int, ...] | None:
+        """The first free id in the order of distance, level by level."""
+        book = self.codebooks[len(prefix)]
+        for code in residual_kmeans.distances(rest.unsqueeze(0), book)[0].argsort(stable=True).tolist():
+            path = (*prefix, code)
+            if len(path) < len(self.codebooks):
+                found = self._free(rest - book[code], taken, path)
+                if found is not None:
+                    return found
+            elif path not in taken:
+                return path
+        return None
+
+    def save(self, folder: str | Path) -> None:
+        """Writes a folder that appears whole or not at all; raises DataError if there is one already."""
+        with publish_folder(Path(folder), overwrite=False) as draft:
+            tensors = {"codebooks": self.codebooks, "items": self.items, "codes": self.codes}
+            save_file({name: one.contiguous() for name, one in tensors.items()}, draft / "ids.safetensors")
+            facts = {
+                "format": FORMAT,
+                "format_version": FORMAT_VERSION,
+                "version": self.version,
+                "encoder": self.encoder,
+                "preprocessing": self.preprocessing,
+                "config": asdict(self.config),
+                "files": {"ids.safetensors": file_entry(draft / "ids.safetensors")},
+            }
+            (draft / "ids.json").write_text(json.dumps(facts, indent=1) + "\n")
+
+    @staticmethod
+    def load(folder: str | Path, *, version: str | None = None) -> Registry:
+        """Reads a registry, if given of one version only; raises DataError if it is missing, damaged or another."""
+        path = Path(folder) / "ids.json"
+        facts = _read_facts(path)
+        file = Path(folder) / "ids.safetensors"
+        if not file.is_file() or file_entry(file) != facts["files"]["ids.safetensors"]:
+            raise DataError(f"{file} is missing or not the one that {path} describes; copy the folder again.")
+        tensors = load_file(file)
+        registry = Registry(
+            encoder=facts["encoder"],
+            preprocessing=facts["preprocessing"],
+            config=SidConfig(**facts["config"]),
+            **tensors,
+        )
+        if registry.version != facts["version"]:
+            raise DataError(f"{path} says version {facts['version']}, but its content is version {registry.version}.")
+        if version is not None:
+            check_version(str(folder), registry.version, version)
+        return registry
+
+
+def _read_facts(path: Path) -> dict[str, Any]:
+    try:
+        facts: dict[str, Any] = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise DataError(
+            f"there are no semantic ids in {path.parent}; make some with 'nestpipe sid build DATA --out {path.parent}'."
+        ) from None
+    except ValueError as error:
+        raise DataError(f"{path} is damaged ({error}); build the ids again.") from None
+    if (facts.get("format"), facts.get("format_version")) != (FORMAT, FORMAT_VERSION):
+        raise DataError(f"{path} is not {FORMAT} version {FORMAT_VERSION}; build the ids again.")
+    return facts
+
+
+def _check_items(items: Tensor, vectors: Tensor) -> None:
+    if len(items) != len(vectors) or not len(items):
+        raise DataError(
+            f"{len(items):,} items with {len(vectors):,} vectors; each item needs one, and there must be some."
+        )
+    if len(items.unique()) != len(items):
+        raise DataError("an item is listed twice; an item has one semantic id.")
+    if not bool(vectors.isfinite().all()):
+        row = int((~vectors.isfinite().all(1)).nonzero()[0])
+        raise DataError(f"the vector of item {int(items[row])} is not finite.")
+
+
+def _unit(vectors: Tensor) -> Tensor:
+    return F.normalize(vectors.float(), dim=1)

@@ -1,0 +1,127 @@
+"""From a run's configuration to its model, and to what the loader must put into its batches."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nestpipe.config import Config
+from nestpipe.data.batch_builder import ModelInputs
+from nestpipe.data.sequences import Sequences
+from nestpipe.data.splits import make_split, train_mask
+from nestpipe.errors import ConfigError
+from nestpipe.models.backbone import initial_weights
+from nestpipe.models.config import DCNConfig, EncDecConfig, RankingConfig
+from nestpipe.models.contract import Model, ModelData
+from nestpipe.models.dcn import build_dcn
+from nestpipe.models.encdec import SemanticIds, build_encdec
+from nestpipe.models.ranking import build_ranking, named_labels
+from nestpipe.models.retrieval import build_retrieval
+from nestpipe.registry import entry_of
+
+
+def build_model(
+    config: Config, sequences: Sequences, *, ids: SemanticIds | None = None, dtype: torch.dtype = torch.float32
+) -> Model:
+    """The model of a run; its initial dense weights are a function of the seed. Raises ConfigError.
+
+    A generative model needs the semantic ids of the catalogue.
+    """
+    schema, max_len = sequences.schema, config.data.max_len
+    match config.model:
+        case RankingConfig():
+            return build_ranking(config.model, schema, max_len=max_len, seed=config.seed, dtype=dtype)
+        case DCNConfig():
+            return build_dcn(config.model, schema, seed=config.seed, dtype=dtype)
+        case EncDecConfig():
+            if ids is None:
+                raise ValueError("a generative model needs semantic ids")
+            return build_encdec(config.model, ids, max_len=max_len, seed=config.seed, dtype=dtype)
+        case _:
+            catalogue = torch.from_numpy(np.array(sequences.catalogue))
+            if entry_of(config.model).role == "model":
+                data = ModelData(catalogue=catalogue, max_len=max_len, schema=schema)
+                return _build_registered(config.model, data, seed=config.seed, dtype=dtype)
+            return build_retrieval(
+                config.model,
+                config.loss,
+                catalogue=catalogue,
+                max_len=max_len,
+                seed=config.seed,
+                dtype=dtype,
+                counts=_event_counts(config, sequences) if config.loss.kind == "in_batch" else None,
+            )
+
+
+def _build_registered(config: Any, data: ModelData, *, seed: int, dtype: torch.dtype) -> Model:
+    with initial_weights(seed):
+        model = entry_of(config).load()(config, data)
+    if absent := [name for name in ("tables", "coupling", "lookups", "weight", "forward") if not hasattr(model, name)]:
+        raise ConfigError(f"{type(model).__name__} has no '{absent[0]}', which the contract of a model asks for.")
+    return cast(Model, model.to(dtype))
+
+
+def _event_counts(config: Config, sequences: Sequences) -> Tensor:
+    """How many training events each item of the catalogue has."""
+    trained = sequences.items[train_mask(sequences, make_split(sequences, config.data))]
+    places = np.searchsorted(sequences.catalogue, trained)
+    return torch.from_numpy(np.bincount(places, minlength=len(sequences.catalogue)))
+
+
+def inputs_of(config: Config, sequences: Sequences) -> ModelInputs:
+    """What the model reads beside items and times; raises ConfigError if a candidate would know its own answer."""
+    model, schema = config.model, sequences.schema
+    if isinstance(model, EncDecConfig) and config.data.windows == "last":
+        return ModelInputs(
+            features=("user",) if model.user_rows else (),
+            labels=(model.behaviour,) if model.behaviour else (),
+            requests=_instruction_parts(model, sequences),
+        )
+    if not isinstance(model, RankingConfig | DCNConfig):
+        if config.data.windows == "all":
+            raise ConfigError("data.windows 'all' is for models that rank; next-item models train on the last window.")
+        return ModelInputs()
+    labels = named_labels(schema, model.labels)
+    names = tuple(label.name for label in labels)
+    if isinstance(model, RankingConfig):
+        return ModelInputs(features=model.features, labels=names)
+    sources = {source: label.name for label in schema.labels for source in label.sources()}
+    if leaking := [name for name in model.features if name in sources]:
+        raise ConfigError(
+            f"feature '{leaking[0]}' gives the answer away: label '{sources[leaking[0]]}' is made of it, and it is known only "
+            "afterwards. Take it out of model.features."
+        )
+    return ModelInputs(features=model.features, labels=names, layout="events")
+
+
+def _instruction_parts(model: EncDecConfig, sequences: Sequences) -> tuple[str, ...]:
+    """The parts of an instruction that the log has for its events; raises ConfigError for one that the model cannot read."""
+    wanted = {"scenario": model.num_scenarios > 0, "trigger": True, "reasoning": model.reasoning_dim > 0}
+    kinds = {"scenario": "id", "trigger": "id", "reasoning": "vector"}
+    found = []
+    for feature in sequences.schema.of_scope("event") if model.placement != "none" else ():
+        if not wanted.get(feature.name):
+            continue
+        where = f"{sequences.path}: the event feature '{feature.name}'"
+        if feature.kind != kinds[feature.name]:
+            raise ConfigError(
+                f"{where} is of kind '{feature.kind}'; an instruction takes kind '{kinds[feature.name]}'."
+            )
+        if feature.name == "reasoning" and feature.dim != model.reasoning_dim:
+            raise ConfigError(f"{where} has {feature.dim} numbers, but model.reasoning_dim is {model.reasoning_dim}.")
+        values = sequences.event_features[feature.name].values
+        if feature.name == "scenario" and len(values) and not 0 <= values.min() <= values.max() < model.num_scenarios:
+            raise ConfigError(
+                f"{where} has {values.min()} .. {values.max()}, but model.num_scenarios is {model.num_scenarios}: "
+                "scenarios are numbered from 0."
+            )
+        if feature.name == "trigger" and len(strangers := np.setdiff1d(values, sequences.catalogue)):
+            raise ConfigError(
+                f"{where} names item {strangers[0]}, which no event has, so it has no vector; "
+                f"leave the field empty there ({len(strangers):,} items)."
+            )
+        found.append(feature.name)
+    return tuple(found)

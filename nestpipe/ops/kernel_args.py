@@ -1,0 +1,123 @@
+"""What one call of the attention op is given, and the rules that every backend follows.
+
+Letters: B sequences, Q queries and K keys in all (or of one sequence), H heads, D width of queries and keys, V of values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+Kind = Literal["silu", "softmax"]
+Mode = Literal["add", "channel"]
+BUCKET_WIDTH = 0.301
+NEVER = -1e30  # a hidden score before softmax; not -inf, because a row of padding may see nothing and must not be nan
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class KernelInputs:
+    """The arguments of the op, as plain tensors and numbers."""
+
+    q: Tensor  # [Q, H, D]
+    k: Tensor  # [K, H, D]
+    v: Tensor  # [K, H, V]
+    query_offsets: Tensor  # [B + 1]
+    key_offsets: Tensor  # [B + 1]
+    num_targets: Tensor  # [B]
+    query_times: Tensor | None  # [Q]
+    key_times: Tensor | None  # [K]
+    position: Tensor | None  # [N]
+    time: Tensor | None  # [buckets + 1]
+    decay: Tensor | None  # [3]
+    plan: list[Tensor]
+    kind: Kind
+    mode: Mode
+    scale: float
+    norm: float
+
+    @property
+    def has_times(self) -> bool:
+        return self.query_times is not None and self.key_times is not None
+
+    @property
+    def uses_time(self) -> bool:
+        """Whether a time rule is read: a log without times leaves it alone."""
+        return self.has_times and (self.time is not None or self.decay is not None)
+
+    @property
+    def time_channel(self) -> int | None:
+        """Its number in channel mode; it exists, as zeros, for logs without times too."""
+        if self.time is None and self.decay is None:
+            return None
+        return 1 if self.position is None else 2
+
+    @property
+    def num_channels(self) -> int:
+        if self.mode == "add":
+            return 1
+        return 1 + (self.position is not None) + (self.time_channel is not None)
+
+    def new_output(self) -> Tensor:
+        """Room for the result: [Q, channels, H, V]."""
+        return self.q.new_zeros(self.q.shape[0], self.num_channels, self.q.shape[1], self.v.shape[2])
+
+
+class Gradients(NamedTuple):
+    """Gradients of the differentiable inputs; those of absent biases are None."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    position: Tensor | None = None
+    time: Tensor | None = None
+    decay: Tensor | None = None
+
+
+class Pairs(NamedTuple):
+    """For queries and keys of one sequence or of several, padded: who sees whom, and how far apart they stand."""
+
+    hidden: Tensor  # [..., q, k]
+    distance: Tensor  # [..., q, k], 0 where hidden
+
+
+def pairs(query_places: Tensor, key_places: Tensor, num_history: Tensor) -> Pairs:
+    """Query places [..., q, 1], key places [..., 1, k] and history lengths [..., 1, 1] in their own sequences.
+
+    History sees itself and what was before; a target sees history and itself, and stands where the next event would.
+    """
+    hidden = (key_places > query_places) | ((key_places >= num_history) & (key_places != query_places))
+    distance = torch.minimum(query_places, num_history) - torch.minimum(key_places, num_history)
+    return Pairs(hidden, distance.masked_fill(hidden, 0))
+
+
+def gaps(query_times: Tensor, key_times: Tensor) -> Tensor:
+    """Seconds between, at least 1: query times [..., q, 1], key times [..., 1, k]."""
+    return (query_times - key_times).abs_().clamp_(min=1)
+
+
+def log_of(gap: Tensor) -> Tensor:
+    """ln of the seconds between, rounded to fp32: it is kept for every pair."""
+    return gap.to(torch.float64).log_().to(torch.float32)
+
+
+def bucket_boundaries(num_buckets: int) -> Tensor:
+    """Seconds at which buckets 1 … num_buckets begin: bucket = floor(ln(seconds) / 0.301), in integers.
+
+    A boundary search has no rounding, unlike a vectorised logarithm whose last lanes may land in another bucket.
+    """
+    starts = torch.arange(1, num_buckets + 1, dtype=torch.float64).mul_(BUCKET_WIDTH).exp_().ceil_()
+    return starts.clamp_(max=2.0**62).to(torch.int64)
+
+
+def buckets_of(gap: Tensor, num_buckets: int) -> Tensor:
+    """The bucket of each gap, int32."""
+    return torch.bucketize(gap, bucket_boundaries(num_buckets).to(gap.device), right=True, out_int32=True)
+
+
+def decayed(decay: Tensor, log_gap: Tensor) -> Tensor:
+    """alpha · exp(-rate · T^beta) for decay = (alpha, rate, beta) and ln T: FuXi-gamma's alpha · gamma^(T^beta)."""
+    alpha, rate, beta = decay.unbind()
+    return alpha * torch.exp(-rate * torch.exp(beta * log_gap))

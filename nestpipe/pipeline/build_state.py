@@ -1,0 +1,75 @@
+"""A training state from a model: its tables on this rank, its dense parameters, and the channels between ranks."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import nn
+
+from nestpipe.distributed.process_group import World
+from nestpipe.embedding.buckets import Owners
+from nestpipe.embedding.config import DenseConfig, EmbeddingConfig
+from nestpipe.embedding.prefetch_buffer import InPlaceRows, PrefetchBuffer, RowAccess
+from nestpipe.embedding.row_optimizer import OPTIMIZERS
+from nestpipe.embedding.sharding import ShardedTables
+from nestpipe.embedding.stale_rows import StaleRows
+from nestpipe.embedding.table import Table
+from nestpipe.errors import ConfigError
+from nestpipe.models.contract import Model
+from nestpipe.pipeline.channels import Channels
+from nestpipe.pipeline.config import PipelineConfig
+from nestpipe.pipeline.dense_params import DenseParams
+from nestpipe.pipeline.stages import TrainState
+
+
+def build_state(
+    model: Model,
+    *,
+    embedding: EmbeddingConfig | None = None,
+    dense: DenseConfig | None = None,
+    pipeline: PipelineConfig | None = None,
+    seed: int = 0,
+    channels: Channels | None = None,
+    skip_nonfinite: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> TrainState:
+    """The state before the first step, on one of the ranks [default: the only one]. Raises ConfigError.
+
+    `nestpipe.train_batches` trains it; a run has a folder, checkpoints and evaluation around it (`nestpipe.train`).
+    """
+    embedding, pipeline = embedding or EmbeddingConfig(), pipeline or PipelineConfig()
+    channels = channels or Channels.of(World.single())
+    num_ranks = channels.rows.world.size
+    if num_ranks > embedding.num_buckets:
+        raise ConfigError(
+            f"{num_ranks} ranks cannot share embedding.num_buckets = {embedding.num_buckets}: "
+            "each rank needs a bucket of its own. Start a run with more buckets, or use fewer ranks."
+        )
+    tables = {}
+    for spec in model.tables:
+        settings = spec.optimizer or embedding
+        tables[spec.name] = Table(
+            spec, OPTIMIZERS[settings.optimizer](settings), seed=seed, config=embedding, dtype=dtype
+        )
+    sharded = ShardedTables(
+        tables, channels.keys, channels.rows, Owners(embedding.num_buckets, num_ranks), channels.replicas
+    )
+    sharded.row_access = {name: _holder(table, embedding, pipeline) for name, table in tables.items()}
+    return TrainState(
+        model=model,
+        embedding=sharded,
+        dense=DenseParams(cast(nn.Module, model), dense or DenseConfig(), channels.dense),
+        control=channels.control,
+        seed=seed,
+        micro_batching=pipeline,
+        skip_nonfinite=skip_nonfinite,
+    )
+
+
+def _holder(table: Table, embedding: EmbeddingConfig, pipeline: PipelineConfig) -> RowAccess:
+    """Rows in files are copied to a pool when several batches are in flight, so that one lane alone touches the files."""
+    rows = pipeline.rows
+    is_buffered = rows == "buffer" or (rows == "auto" and embedding.tier == "mmap" and pipeline.looks_ahead)
+    holder: RowAccess = PrefetchBuffer(table) if is_buffered else InPlaceRows(table)
+    return StaleRows(holder, sync_steps=pipeline.sync_steps) if pipeline.staleness else holder

@@ -1,0 +1,1 @@
+"""Recorded steps: the recorder, exposed time, Perfetto files, timelines."""

@@ -1,0 +1,319 @@
+"""What the folder of a run holds. A piece that is missing or damaged is a `Missing`: one line that says so and what to do."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from nestpipe.atomic_files import read_jsonl
+from nestpipe.checkpoint import folders as checkpoint_folders
+from nestpipe.checkpoint.manifest import Manifest
+from nestpipe.checkpoint.reader import TableFacts, table_facts, tensor_shapes
+from nestpipe.errors import ConfigError, DataError
+from nestpipe.profiling import overlap, recorder
+from nestpipe.profiling.overlap import StepTimes
+from nestpipe.profiling.recorder import RankTrace
+from nestpipe.training.process import is_locked
+
+Found = TypeVar("Found")
+TARGETS = ("test", "validation")
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """What is not there, in one line."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class RunStatus:
+    """Whether the run is at its end, and a sentence about it."""
+
+    word: Literal["finished", "interrupted", "training", "stopped"]
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class TracedSteps:
+    """What the ranks recorded, the steps that all of them have whole, and what they say."""
+
+    traces: tuple[RankTrace, ...]
+    steps: list[list[StepTimes]]
+    report: overlap.OverlapReport
+
+
+@dataclass(frozen=True, slots=True)
+class SavedCheckpoint:
+    """The latest checkpoint: its tables and the number of weights of the dense part."""
+
+    manifest: Manifest
+    tables: list[TableFacts]
+    num_dense: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFacts:
+    """A run, as far as its folder tells."""
+
+    name: str
+    folder: Path
+    settings: dict[str, Any] | Missing  # by dotted name
+    about: dict[str, Any]  # run.json; empty if there is none
+    records: list[dict[str, Any]]  # of the metrics file, without the summary
+    no_records: Missing | None
+    summary: dict[str, Any]  # empty before the end
+    state: RunStatus
+    traced: TracedSteps | Missing
+    saved: SavedCheckpoint | Missing
+    evaluations: dict[str, Evaluation | Missing]  # test always, validation if there is one
+
+    @property
+    def num_ranks(self) -> int | None:
+        """How many processes trained, if anything says so."""
+        if isinstance(known := self.about.get("num_ranks"), int):
+            return known
+        return len(self.traced.traces) if isinstance(self.traced, TracedSteps) else None
+
+    @property
+    def num_steps(self) -> int | None:
+        known = self.summary.get("steps") or max((record["step"] for record in self.records), default=None)
+        return known if isinstance(known, int) else None
+
+    @property
+    def seconds(self) -> float | None:
+        """Training time over all interruptions, as far as it was written."""
+        known = [record["seconds"] for record in self.records if "seconds" in record]
+        saved = self.saved.manifest.progress.get("seconds") if isinstance(self.saved, SavedCheckpoint) else None
+        value = self.summary.get("seconds") or (known[-1] if known else saved)
+        return float(value) if isinstance(value, int | float) else None
+
+
+def read_facts(folder: Path) -> RunFacts:
+    """Everything that can be read; raises ConfigError if the folder is no run at all."""
+    if not (folder / "config.json").exists() and not (folder / "metrics.jsonl").exists():
+        seen = "there is no such folder" if not folder.exists() else "it has neither config.json nor metrics.jsonl"
+        raise ConfigError(f"{folder} is no run: {seen}. Name the folder that 'nestpipe train' wrote.")
+    lines = attempt("the metrics", lambda: read_jsonl(folder / "metrics.jsonl"))
+    records = [] if isinstance(lines, Missing) else [line for line in lines if "step" in line]
+    summaries = [line["summary"] for line in lines if "summary" in line] if isinstance(lines, list) else []
+    summary: Any = summaries[-1] if summaries else {}
+    about = attempt("run.json", lambda: _object(folder / "run.json"))
+    evaluations = {
+        target: attempt(f"the evaluation of {target} targets", partial(read_evaluation, folder, target))
+        for target in TARGETS
+        if target == "test" or (folder / "eval" / target).exists()
+    }
+    return RunFacts(
+        name=folder.resolve().name,
+        folder=folder,
+        settings=attempt("the configuration", lambda: flattened(_object(folder / "config.json"))),
+        about={} if isinstance(about, Missing) else about,
+        records=records,
+        no_records=lines if isinstance(lines, Missing) else None,
+        summary=summary if isinstance(summary, dict) else {},
+        state=_state(folder, summary, records),
+        traced=attempt("the trace", lambda: _traced(folder)),
+        saved=attempt("the latest checkpoint", lambda: _saved(folder)),
+        evaluations=evaluations,
+    )
+
+
+def attempt(what: str, read: Callable[[], Found]) -> Found | Missing:
+    """What `read` returns, or the reason why it cannot: a report is made of whatever there is."""
+    try:
+        return read()
+    except FileNotFoundError as error:
+        return Missing(f"There is no file for {what}: {error.filename}.")
+    except Exception as error:  # whatever is wrong with one file, the others are still worth reading
+        return Missing(f"{what[0].upper()}{what[1:]} cannot be shown: {error}")
+
+
+def flattened(content: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested objects by dotted names."""
+    found: dict[str, Any] = {}
+    for key, value in content.items():
+        found |= flattened(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return found
+
+
+def _object(path: Path) -> dict[str, Any]:
+    content = json.loads(path.read_text())
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is not a JSON object")
+    return content
+
+
+def _state(folder: Path, summary: Any, records: list[dict[str, Any]]) -> RunStatus:
+    reached = f"step {max(record['step'] for record in records):,}" if records else "its first log"
+    if isinstance(summary, dict) and "stopped" in summary:
+        reason = str(summary["stopped"])
+        if reason == "interrupted":
+            return RunStatus("interrupted", "Interrupted by a signal; --resume goes on with it.")
+        return RunStatus("finished", f"Finished: {reason}.")
+    if attempt("the lock", lambda: is_locked(folder)) is True:
+        return RunStatus("training", f"Still training; this report shows it up to {reached}. Make it again for more.")
+    return RunStatus(
+        "stopped",
+        f"Ended without a summary after {reached}: killed, crashed, or training on another machine. --resume goes on with it.",
+    )
+
+
+def _traced(folder: Path) -> TracedSteps:
+    traces = recorder.load(folder)
+    steps = overlap.choose(traces)
+    return TracedSteps(traces, steps, overlap.report(traces, steps))
+
+
+def _saved(folder: Path) -> SavedCheckpoint:
+    latest = checkpoint_folders.checkpoint_folder(folder / "checkpoints")
+    manifest = Manifest.read(latest)
+    shapes = tensor_shapes(latest / "dense.safetensors")
+    return SavedCheckpoint(manifest, table_facts(latest, manifest), _num_weights(shapes))
+
+
+def _num_weights(shapes: dict[str, list[int]]) -> int:
+    return sum(math.prod(shape) for name, shape in shapes.items() if name.startswith("weights."))
+
+
+_HEADLINES = ("hr@10", "ndcg@10", "gauc", "hr", "ndcg", "auc")  # the first that there is leads the report
+
+
+_HIGHER_IS_BETTER = ("hr", "ndcg", "mrr", "gauc", "auc")
+
+
+@dataclass(frozen=True, slots=True)
+class MetricValue:
+    """A mean, with its 95 % interval where there is one."""
+
+    mean: float
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MetricLine:
+    """One metric: over everything, in each slice that has it, and of each floor that has it."""
+
+    name: str  # hr@10, or gauc/click for the label click
+    overall: MetricValue
+    slices: dict[str, MetricValue]
+    floors: dict[str, MetricValue]
+
+    @property
+    def rises(self) -> bool:
+        """Whether it is one of those that lie between 0 and 1, where more is better."""
+        return self.name.partition("/")[0].partition("@")[0] in _HIGHER_IS_BETTER
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """All metrics of one evaluation."""
+
+    target: str
+    about: str  # how many of what
+    step: int | None  # of the checkpoint
+    slices: dict[str, str]  # name -> how many of what
+    floors: tuple[str, ...]
+    lines: tuple[MetricLine, ...]
+    sliced_by: str
+
+    @property
+    def headline(self) -> MetricLine | None:
+        """The metric to name first."""
+        for wanted in _HEADLINES:
+            for line in self.lines:
+                if line.name == wanted or line.name.startswith((f"{wanted}/", f"{wanted}@")):
+                    return line
+        return self.lines[0] if self.lines else None
+
+    @property
+    def floor(self) -> str | None:
+        """The one that is hardest to beat in the leading metric."""
+        known = self.headline.floors if self.headline else {}
+        return max(known, key=lambda name: known[name].mean, default=None)
+
+
+def read_evaluation(folder: Path, target: str) -> Evaluation:
+    """Raises DataError if there is none."""
+    path = folder / "eval" / target
+    try:
+        content = json.loads((path / "report.json").read_text())
+    except FileNotFoundError:
+        raise DataError(f"the run was not evaluated; 'nestpipe eval {folder}' does it.") from None
+    beside = json.loads(found.read_text()) if (found := path / "beside.json").exists() else {}
+    floors = {name: _values(metrics) for name, metrics in beside.get("floors", {}).items()}
+    read = _of_labels if "tasks" in content else _of_items
+    return read(content, target, beside.get("step"), floors)
+
+
+def _of_items(
+    content: dict[str, Any], target: str, step: int | None, floors: dict[str, dict[str, MetricValue]]
+) -> Evaluation:
+    """A full ranking of the catalogue for each user."""
+    slices = {one["name"]: _values(one["metrics"]) for one in content["slices"]}
+    overall = _values(content["metrics"]) | {name: MetricValue(mean) for name, mean in content["coverage"].items()}
+    about = f"{content['num_users']:,} users, {content['num_items']:,} items; items taken out of the ranking: {content['seen']}"
+    if content["targets_seen"]:
+        about += f"; {content['targets_seen']:,} targets were seen before and count as misses"
+    return Evaluation(
+        target=target,
+        about=about,
+        step=step,
+        slices={
+            one["name"]: f"{one['low']:,}-{one['high']:,}, {one['num_users']:,} users" for one in content["slices"]
+        },
+        floors=tuple(floors),
+        lines=tuple(_lines(overall, slices, floors)),
+        sliced_by="number of events in the history",
+    )
+
+
+def _of_labels(
+    content: dict[str, Any], target: str, step: int | None, floors: dict[str, dict[str, MetricValue]]
+) -> Evaluation:
+    """Predictions of labels for each event."""
+    slices = {name: _tasks(labels) for name, labels in content["slices"].items()}
+    sizes = {
+        name: max((one["num_events"] for one in labels.values()), default=0)
+        for name, labels in content["slices"].items()
+    }
+    return Evaluation(
+        target=target,
+        about=f"{content['num_events']:,} events of {content['num_users']:,} users",
+        step=step,
+        slices={name: f"{number:,} events" for name, number in sizes.items()},
+        floors=tuple(floors),
+        lines=tuple(_lines(_tasks(content["tasks"]), slices, floors)),
+        sliced_by="number of events before",
+    )
+
+
+def _lines(
+    overall: dict[str, MetricValue],
+    slices: dict[str, dict[str, MetricValue]],
+    floors: dict[str, dict[str, MetricValue]],
+) -> Iterator[MetricLine]:
+    for name, value in overall.items():
+        yield MetricLine(name, value, _having(name, slices.items()), _having(name, floors.items()))
+
+
+def _having(metric: str, groups: Iterable[tuple[str, dict[str, MetricValue]]]) -> dict[str, MetricValue]:
+    return {name: values[metric] for name, values in groups if metric in values}
+
+
+def _values(metrics: dict[str, dict[str, float]]) -> dict[str, MetricValue]:
+    return {name: MetricValue(**one) for name, one in metrics.items()}
+
+
+def _tasks(tasks: dict[str, Any]) -> dict[str, MetricValue]:
+    found: dict[str, MetricValue] = {}
+    for label, one in tasks.items():
+        values = _values(one["intervals"]) | {name: MetricValue(mean) for name, mean in one["points"].items()}
+        found |= {f"{metric}/{label}": value for metric, value in values.items()}
+    return found

@@ -1,0 +1,119 @@
+"""Counter-based randomness: a number is a pure function of (seed, step, sample, position, site).
+
+No generator has state, so a draw does not depend on who else is in the batch, on the number of ranks or parts, or on
+what was drawn before: a resumed, a balanced and a pipelined run see the same numbers as the plain one.
+
+    keys = draw.keys("negatives", sample, position)      # one key per token
+    ids  = integers(keys, width=128, high=num_items)     # 128 numbers per token
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:  # who only hashes numbers, as a router does, need not wait for torch
+    from torch import Tensor
+_MASK = (1 << 64) - 1
+
+GOLDEN = 0x9E3779B97F4A7C15
+
+_MULTIPLIERS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
+
+
+def signed(value: int) -> int:
+    """The int64 with the same 64 bits."""
+    value &= _MASK
+    return value - (1 << 64) if value >> 63 else value
+
+
+def mix64(value: int) -> int:
+    """One 64-bit integer to another, bijectively; every input bit changes about half of the output bits."""
+    value &= _MASK
+    for shift, multiplier in _MULTIPLIERS:
+        value = ((value ^ (value >> shift)) * multiplier) & _MASK
+    return value ^ (value >> 31)
+
+
+def mix64_(values: Tensor) -> Tensor:
+    """`mix64` on an int64 tensor, in place."""
+    for shift, multiplier in _MULTIPLIERS:
+        values.bitwise_xor_(shift_right(values, shift)).mul_(signed(multiplier))
+    return values.bitwise_xor_(shift_right(values, 31))
+
+
+def shift_right(values: Tensor, num_bits: int) -> Tensor:
+    """Logical shift: int64 tensors only have the arithmetic one."""
+    return (values >> num_bits).bitwise_and_((1 << (64 - num_bits)) - 1)
+
+
+@lru_cache(maxsize=4096)
+def hash_text(text: str) -> int:
+    """A stable signed 64-bit hash of a string (BLAKE2b)."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
+
+
+_LANES = 4  # 16-bit numbers in one 64-bit hash
+
+
+@dataclass(frozen=True, slots=True)
+class Rng:
+    """The random numbers of one training step."""
+
+    seed: int
+    step: int
+
+    def keys(self, site: str, sample: Tensor, position: Tensor | None = None) -> Tensor:
+        """Keys [n] for the draws made at `site`, one for each (sample, position); position 0 if not given."""
+        base = mix64(mix64(mix64(self.seed) ^ hash_text(site)) + self.step * GOLDEN)
+        keys = mix64_(sample * signed(GOLDEN) + signed(base))
+        return mix64_(keys + 1 if position is None else keys + position * signed(GOLDEN) + 1)
+
+
+def bits(keys: Tensor, width: int) -> Tensor:
+    """64 random bits [n, width] for each key."""
+    counter = torch.arange(1, width + 1, dtype=torch.int64, device=keys.device).mul_(signed(GOLDEN))
+    return mix64_(keys.unsqueeze(1) + counter)
+
+
+def integers(keys: Tensor, *, width: int, high: int) -> Tensor:
+    """Integers [n, width] uniform in [0, high), high < 2**31 (the bias is below high / 2**32)."""
+    if not 0 < high < 2**31:
+        raise ValueError(f"high must be in 1 .. 2**31 - 1, got {high}")
+    return shift_right(bits(keys, width), 32).mul_(high).bitwise_right_shift_(32)
+
+
+def lanes16(keys: Tensor, width: int) -> Tensor:
+    """Signed 16-bit numbers [n, width], uniform over the whole range; four for the price of one hash."""
+    return bits(keys, -(-width // _LANES)).view(torch.int16)[:, :width]
+
+
+def dropout(values: Tensor, probability: float, keys: Tensor) -> Tensor:
+    """Dropout on values [n, width] with one key per row; the probability is rounded to 1/65536."""
+    threshold = round(probability * 65536)
+    if threshold == 0:
+        return values
+    keep = lanes16(keys, values.shape[1]) >= threshold - 32768
+    return values * (keep * (65536 / (65536 - threshold))).to(values.dtype)
+
+
+def bell(keys: Tensor, width: int) -> Tensor:
+    """Numbers [n, width] near the unit normal, cut at 3.47 sigma: the scaled sum of four 16-bit uniforms.
+
+    Made of integer sums and one exact conversion, so that a row's bits never depend on the rows beside it (the
+    vectorised log and cos of a Box-Muller transform differ between the body and the tail of a tensor).
+    """
+    total = lanes16(keys, width * _LANES).reshape(len(keys), width, _LANES).sum(2, dtype=torch.int64)
+    # Each lane has mean -1/2 and variance (2**32 - 1) / 12, so 2 * total + 4 is centred with the deviation below.
+    deviation = 2.0 * (4 * (2.0**32 - 1) / 12) ** 0.5
+    return (total * 2 + 4).to(torch.float64).div_(deviation)
+
+
+def permutation(size: int, *, seed: int, epoch: int) -> Tensor:
+    """The order [size] of an epoch: samples sorted by their hash, ties by sample."""
+    return torch.argsort(Rng(seed, epoch).keys("shuffle", torch.arange(size)), stable=True)

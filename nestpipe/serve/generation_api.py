@@ -1,0 +1,203 @@
+"""A generative instance over HTTP: every field is checked and every limit applied before anything is queued.
+
+POST /v1/generate /v1/events /v1/invalidate      GET /healthz /readyz /metrics /openapi.json
+admin, on its own port with a token:  GET /state, POST /drain
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from nestpipe.errors import DataError, NestPipeError
+from nestpipe.serve.config import BUCKETS_S, Limits
+from nestpipe.serve.generation_engine import FailedError, GenerationRequest, Generator
+from nestpipe.serve.openapi import generative_bodies, generative_document
+from nestpipe.serve.requests import refuse_busy
+from nestpipe.serve.schemas import (
+    BadRequestError,
+    Call,
+    Handler,
+    RequestFields,
+    RequestGuard,
+    http_refusal,
+    lacks_token,
+    posted_events,
+)
+
+Body = dict[str, Any]
+
+
+class GenerativeInstance:
+    """The handlers of one process."""
+
+    def __init__(self, generator: Generator, *, name: str, budget_ms: float, limits: Limits | None = None):
+        """`budget_ms` is the deadline of requests that name none."""
+        self.generator, self.name, self.is_draining = generator, name, False
+        self._budget_ms, self._limits = budget_ms, limits or Limits()
+        config, schema, beam = (
+            generator.config,
+            generator.histories.sequences.schema,
+            generator.served.model.config.beam,
+        )
+        taken = generative_bodies(schema, self._limits, beam=beam, scenarios=list(generator.scenarios))
+        self._fields = {call: frozenset(own) for call, (own, _) in taken.items()}
+        self._openapi = generative_document(taken)
+        self._guard = RequestGuard(
+            max_under_way=config.max_queue + config.max_batch,
+            max_bytes=self._limits.body_bytes,
+            body_s=self._limits.body_s,
+        )
+        self.numbers = GenerationMetrics(generator)
+
+    def app(self) -> Starlette:
+        """What a server runs."""
+        calls: dict[str, Call] = {
+            "generate": self._generate,
+            "events": self._events,
+            "invalidate": self._invalidate,
+        }
+        routes = [Route(f"/v1/{name}", self._handler(name, call), methods=["POST"]) for name, call in calls.items()]
+        gets = {"healthz": self._alive, "readyz": self._ready, "metrics": self._metrics, "openapi.json": self._document}
+        routes += [Route(f"/{name}", handler) for name, handler in gets.items()]
+        return Starlette(routes=routes, exception_handlers={404: http_refusal, 405: http_refusal})
+
+    def admin_app(self, token: str) -> Starlette:
+        """For who knows the token."""
+
+        async def handle(http: Request) -> Response:
+            if (refused := lacks_token(http, token)) is not None:
+                return refused
+            if http.method == "POST":
+                self.is_draining = True
+            return JSONResponse(self.state())
+
+        return Starlette(
+            routes=[Route("/state", handle), Route("/drain", handle, methods=["POST"])],
+            exception_handlers={404: http_refusal, 405: http_refusal},
+        )
+
+    def state(self) -> Body:
+        """What there is to know about the process, without any user."""
+        generator = self.generator
+        return {
+            "instance": self.name,
+            "model": generator.served.name,
+            "semantic_ids": generator.served.trie.version,
+            "scenarios": list(generator.scenarios),
+            "draining": self.is_draining,
+            "waiting": generator.num_waiting,
+            "entries": len(generator.cache),
+            "device": asdict(generator.cache.device),
+            "host": asdict(generator.cache.host),
+            "estimates": asdict(generator.estimates),
+        }
+
+    def _handler(self, name: str, call: Call) -> Handler:
+        count = self.numbers.answers.labels
+        return self._guard.handler(call, refuse=_refuse, counted=lambda status: count(name, str(status)).inc())
+
+    async def _generate(self, body: Body) -> Body:
+        arrived, fields, generator = (
+            self.generator.clock(),
+            RequestFields(body, self._fields["generate"]),
+            self.generator,
+        )
+        beam = generator.served.model.config.beam
+        user, sent = fields.integer("user"), fields.history(most=self._limits.history)
+        scenario = None if body.get("scenario") is None else fields.text("scenario")
+        if scenario is not None and scenario not in generator.scenarios:
+            names = ", ".join(generator.scenarios) or "none"
+            raise BadRequestError(f"there is no scenario {scenario!r}; there are: {names}.", code="bad_scenario")
+        deadline_ms = fields.deadline_ms(most=self._limits.deadline_ms, default=self._budget_ms)
+        job = GenerationRequest(
+            user=user,
+            k=fields.integer("k", 1, beam, default=min(10, beam)),
+            deadline=arrived + deadline_ms / 1000,
+            scenario=scenario,
+            trigger=fields.optional_integer("trigger"),
+            history=None if sent is None else await run_in_threadpool(generator.histories.given, user, sent),
+        )
+        generator.submit(job)
+        answer = await asyncio.wrap_future(job.reply)
+        self.numbers.generate_seconds.observe(answer.times_ms["total"] / 1e3)
+        return {
+            **asdict(answer),
+            "degraded": answer.degraded,
+            "semantic_ids": generator.served.trie.version,
+            "times_ms": {name: round(ms, 3) for name, ms in answer.times_ms.items()},
+        }
+
+    async def _events(self, body: Body) -> Body:
+        events = posted_events(body, most=self._limits.events)
+        # Events that the model cannot read would spoil every later request of their user.
+        accepted, duplicates = await run_in_threadpool(self.generator.histories.add, events, self.generator.served.ask)
+        return {"accepted": accepted, "duplicates": duplicates}
+
+    async def _invalidate(self, body: Body) -> Body:
+        user = RequestFields(body, self._fields["invalidate"]).integer("user")
+        return {"entries": self.generator.cache.invalidate(user)}
+
+    async def _alive(self, http: Request) -> Response:
+        return JSONResponse({"alive": True})
+
+    async def _ready(self, http: Request) -> Response:
+        is_ready = not self.is_draining and not self.generator.is_stopping
+        return JSONResponse({"ready": is_ready}, 200 if is_ready else 503)
+
+    async def _metrics(self, http: Request) -> Response:
+        return Response(self.numbers.text(), media_type="text/plain; version=0.0.4")
+
+    async def _document(self, http: Request) -> Response:
+        return JSONResponse(self._openapi)
+
+
+def _refuse(error: NestPipeError) -> tuple[int, str] | None:
+    match error:
+        case DataError():
+            return 400, "bad_data"
+        case FailedError():
+            return 503, "failed"
+        case _:
+            return refuse_busy(error)
+
+
+class GenerationMetrics(Collector):
+    """What /metrics says. Users are never labels."""
+
+    def __init__(self, generator: Generator):
+        self._generator = generator
+        own = self._registry = CollectorRegistry()
+        own.register(self)
+        self.answers = Counter("nestpipe_answers", "Answers by call and status", ["call", "status"], registry=own)
+        self.generate_seconds = Histogram(
+            "nestpipe_generate_seconds", "Time of a request in the generator", buckets=BUCKETS_S, registry=own
+        )
+
+    def text(self) -> bytes:
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[Metric]:
+        generator = self._generator
+        paths = CounterMetricFamily("nestpipe_generated", "Answers by path", labels=["path"])
+        looks = CounterMetricFamily("nestpipe_instructions", "Answers by the instruction found", labels=["found"])
+        for (what, which), count in sorted(generator.counts.items()):
+            (paths if what == "path" else looks).add_metric([which], count)
+        yield paths
+        yield looks
+        used = GaugeMetricFamily("nestpipe_cache_used_bytes", "Bytes of encoder memories", labels=["tier"])
+        used.add_metric(["device"], generator.cache.device.used)
+        used.add_metric(["host"], generator.cache.host.used)
+        yield used
+        yield GaugeMetricFamily("nestpipe_waiting", "Requests that wait", value=generator.num_waiting)

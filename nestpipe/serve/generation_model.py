@@ -1,0 +1,226 @@
+"""A generative run, opened for serving: what its encoder makes of a history is kept apart from what steers a request.
+
+The encoder reads events alone, so its memory serves every scenario, trigger and instruction. It is a prefix in the relay's sense and
+has the relay's key: model, weights, semantic ids, user, and a digest of exactly what the encoder reads. If the instruction chooses
+events of a long history (IGR), that digest is of the chosen ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nestpipe.data.batch_builder import BatchBuilder
+from nestpipe.data.sequences import Sequences, truncate
+from nestpipe.embedding.row_reader import TableRows
+from nestpipe.errors import CheckpointError, ConfigError
+from nestpipe.generative.beam import expand, search
+from nestpipe.generative.instruction_store import version_of
+from nestpipe.generative.semantic_ids import Registry
+from nestpipe.generative.trie import Trie
+from nestpipe.jagged import Batch, Cursor, Jagged, offsets_of
+from nestpipe.models.build_model import inputs_of
+from nestpipe.models.config import EncDecConfig
+from nestpipe.models.encdec import EncDec
+from nestpipe.models.kv_prefix import InputDigest, PrefixKey, digest_of
+from nestpipe.models.prefix_inference import cut_events
+from nestpipe.serve.model import mapped_rows, without_events
+from nestpipe.training.run_folder import Run
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EncoderRequest:
+    """A history as the encoder reads it, the key of its memory, and the catalogue places of all that the user has had."""
+
+    history: Batch
+    key: PrefixKey
+    seen: Tensor
+
+    @property
+    def num_events(self) -> int:
+        return self.key.length
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EncoderMemory:
+    """What the encoder made of a history, [M, D]; M is one more than the events if the user has a row."""
+
+    key: PrefixKey
+    memory: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Steering:
+    """What a request is steered by; None is the model's default."""
+
+    scenario: int | None = None
+    trigger: int | None = None
+    vector: Tensor | None = None  # [reasoning_dim]
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratedList:
+    """Items, best first, with the log-probabilities of their semantic ids."""
+
+    items: list[int]
+    log_probabilities: list[float]
+
+
+class GenerativeModel:
+    """A model in use. `instruction_version` is the one that stored instructions must have."""
+
+    def __init__(
+        self,
+        model: EncDec,
+        trie: Trie,
+        rows: TableRows,
+        builder: BatchBuilder,
+        *,
+        max_len: int,
+        block: int,
+        name: str,
+        weights: str,
+        instruction_version: str,
+    ):
+        self.model, self.trie, self.name, self.instruction_version = model, trie, name, instruction_version
+        self.max_len, self._block = max_len, block
+        self._rows, self._builder, self._weights = rows, builder, weights
+        self._description = digest_of((type(model).__name__, model.config))
+        self._schema = f"{trie.version}/{trie.digest}"
+
+    def ask(self, events: Sequences, steering: Steering | None = None) -> EncoderRequest:
+        """The events of one user, as far as what steers the request leaves them; raises DataError if the model cannot read them."""
+        end = np.array([len(events.items)])
+        start = truncate(end, self.max_len, self._block)
+        batch = self._builder.over(events).history(torch.tensor([0]), start, end, asked_ms=None)
+        # The encoder knows the order of events alone.
+        read = replace(batch, sample_ids=torch.from_numpy(events.users), times=None, query_times=None)
+        given = {**read.sample_features, **_instructions([steering or Steering()])}
+        read = self.model.select(replace(read, sample_features=given), None)
+        every = torch.from_numpy(events.items)
+        return self._asked(read, self.trie.positions(every[torch.isin(every, self.trie.items)]))
+
+    def shorter(self, asked: EncoderRequest, num_events: int) -> EncoderRequest:
+        """The same request with its last events alone; what was seen before stays seen."""
+        end = torch.tensor([asked.num_events])
+        return self._asked(cut_events(asked.history, end - num_events, end), asked.seen)
+
+    def num_bytes(self, asked: EncoderRequest) -> int:
+        """What its memory will take."""
+        return (asked.num_events + self.model.config.user_rows) * self.model.config.dim * self.model.place.itemsize
+
+    @torch.no_grad()
+    def encode(self, asked: EncoderRequest) -> EncoderMemory:
+        wanted = {name: one for name, one in self.model.encode_lookups(asked.history).items() if name != "trigger"}
+        return EncoderMemory(asked.key, self.model.encoded(self._rows.read_each(wanted), asked.history)[0])
+
+    @torch.no_grad()
+    def generate(
+        self,
+        asked: Sequence[EncoderRequest],
+        memories: Sequence[EncoderMemory],
+        steering: Sequence[Steering],
+        *,
+        width: int,
+        k: Sequence[int],
+    ) -> list[GeneratedList]:
+        """For several requests at once; raises PrefixError if a memory is that of another history."""
+        for one, kept in zip(asked, memories, strict=True):
+            kept.key.require(one.key)
+        batch = self._batch(asked, steering)
+        wanted = {name: one for name, one in self.model.encode_lookups(batch).items() if name == "trigger"}
+        offsets = offsets_of(torch.tensor([len(one.memory) for one in memories]))
+        memory = torch.cat([one.memory for one in memories])
+        tokens = Jagged(torch.empty(len(memory)), offsets, int(offsets.diff().max()))
+        decoding = self.model.decoding(self._rows.read_each(wanted), batch, (memory, tokens))
+        beams = search(decoding, self.trie, width=width, softmax=self.model.config.softmax)
+        lengths = torch.tensor([len(one.seen) for one in asked])
+        seen = Jagged(torch.cat([one.seen for one in asked]), offsets_of(lengths), int(lengths.max()))
+        found = expand(self.trie, beams, max(k), seen=seen)
+        made = []
+        for positions, scores, most in zip(found.positions, found.scores, k, strict=True):
+            kept = (positions >= 0).nonzero().flatten()[:most]
+            items = self.trie.items.index_select(0, positions.index_select(0, kept))
+            made.append(GeneratedList(items.tolist(), scores.index_select(0, kept).tolist()))
+        return made
+
+    def _asked(self, batch: Batch, seen: Tensor) -> EncoderRequest:
+        self.trie.positions(batch.items.values)  # raises for an item that the model cannot read
+        key = PrefixKey(
+            model=self._description,
+            weights=self._weights,
+            schema=self._schema,
+            user=int(batch.sample_ids[0]),
+            digest=InputDigest().then(batch, 0).text(),
+            length=batch.num_tokens,
+            anchor="",  # no row of the memory knows the request
+            dtype=str(self.model.place.dtype),
+        )
+        return EncoderRequest(batch, key, seen)
+
+    def _batch(self, asked: Sequence[EncoderRequest], steering: Sequence[Steering]) -> Batch:
+        """The requests without their histories."""
+        nothing = torch.zeros(len(asked) + 1, dtype=torch.int64)
+        users = torch.cat([one.history.sample_ids for one in asked])
+        return Batch(
+            cursor=Cursor(0, 0),
+            sample_ids=users,
+            items=Jagged(torch.empty(0, dtype=torch.int64), nothing, 0),
+            sample_features={"user": Jagged.singles(users), **_instructions(steering)},
+        )
+
+
+def _instructions(steering: Sequence[Steering]) -> dict[str, Jagged]:
+    """What steers some requests, as features of samples; an empty row is the default."""
+    given = {
+        "scenario": _present([one.scenario for one in steering]),
+        "trigger": _present([one.trigger for one in steering]),
+    }
+    vectors = [one.vector for one in steering if one.vector is not None]
+    if vectors:
+        counts = torch.tensor([int(one.vector is not None) for one in steering])
+        given["reasoning"] = Jagged(torch.stack(vectors), offsets_of(counts), 1)
+    return given
+
+
+def _present(values: Sequence[int | None]) -> Jagged:
+    """Values where there are some."""
+    counts = torch.tensor([int(one is not None) for one in values])
+    return Jagged(torch.tensor([one for one in values if one is not None], dtype=torch.int64), offsets_of(counts), 1)
+
+
+def open_generative(run: Run, *, step: int | None = None, folder: Path, memory_bytes: int = 1 << 30) -> GenerativeModel:
+    """A checkpoint of a run, by default the best one if it validated, else the latest; rows lie in files in `folder`.
+
+    Raises CheckpointError and DataError unless its semantic ids are those that it was trained with.
+    """
+    config = run.config.model
+    if not isinstance(config, EncDecConfig):
+        raise ConfigError(f"{run.folder} has a model of kind '{type(config).__name__}', which generates nothing.")
+    place, manifest = run.checkpoint(step)
+    trained = manifest.progress.get("settings", {}).get("semantic ids", "").partition("/")[0]
+    if not trained:
+        raise CheckpointError(
+            f"{place} does not say which semantic ids it was trained with, so its codes mean nothing."
+        )
+    registry = Registry.load(config.ids, version=trained)
+    trie = registry.trie(torch.from_numpy(np.array(run.sequences.catalogue)))
+    loaded = run.load_model(manifest.step, rows=mapped_rows(folder, memory_bytes), ids=trie)
+    assert isinstance(loaded.model, EncDec)
+    inputs = inputs_of(run.config, run.sequences)
+    return GenerativeModel(
+        loaded.model,
+        trie,
+        loaded.rows,
+        BatchBuilder(without_events(run.sequences), None, inputs, statistics=run.statistics()),
+        max_len=run.config.data.max_len,
+        block=run.config.data.truncate_block,
+        name=f"{run.folder.name}/step-{manifest.step}/{manifest.digest[:12]}",
+        weights=manifest.digest,
+        instruction_version=version_of(registry.version, registry.encoder.partition("/")[0]),
+    )

@@ -1,0 +1,195 @@
+"""What things take on this machine: the trigger's constants, measured on the model itself when an instance starts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
+
+import numpy as np
+
+from nestpipe.serve.generation_model import GenerativeModel, Steering
+from nestpipe.serve.kv_cache import EntryState
+from nestpipe.serve.prefill import ServedModel, copy_prefix
+from nestpipe.serve.prefill_policy import Floats, Kind, RankingCosts, terms
+from nestpipe.serve.user_history import UserHistories
+
+
+@dataclass(frozen=True, slots=True)
+class LatencySample:
+    """One measurement."""
+
+    kind: Kind
+    length: int
+    candidates: int
+    ms: float
+
+
+def measure_costs(
+    served: ServedModel, histories: UserHistories, *, chunk: int, num_candidates: int = 256, repeats: int = 3
+) -> RankingCosts:
+    """Times histories and candidates of several sizes, the shortest of some repeats each; prefills chunk by chunk, as they run."""
+    longest = served.max_len
+    catalogue = histories.sequences.catalogue.tolist()
+    samples, copy_ms_per_byte = [], 0.0
+    for length in sorted({max(longest // 16, 2), max(longest // 4, 2), max(longest // 2, 2), max(longest, 2)}):
+        events = histories.sample(length)
+        asked = served.ask(events, int(events.times[-1] // 1000) if events.times is not None else 0)
+        kept = served.fill_all(asked, chunk=chunk)
+        samples.append(LatencySample("pre", length, 0, _shortest(lambda: served.fill_all(asked, chunk=chunk), repeats)))  # noqa: B023
+        for count in {max(num_candidates // 16, 1), max(num_candidates // 4, 1), num_candidates}:
+            items = [catalogue[place % len(catalogue)] for place in range(count)]
+            wanted = served.candidates(items, histories.sequences)
+            full_ms = _shortest(lambda: served.scores([asked], [wanted]), repeats)  # noqa: B023
+            hit_ms = _shortest(lambda: served.scores([asked], [wanted], [kept]), repeats)  # noqa: B023
+            samples += [LatencySample("full", length, count, full_ms), LatencySample("hit", length, count, hit_ms)]
+        copy_ms_per_byte = _shortest(lambda: copy_prefix(kept), repeats) / max(kept.num_bytes, 1)  # noqa: B023
+    return fit(samples, copy_ms_per_byte=copy_ms_per_byte)
+
+
+def fit(samples: Iterable[LatencySample], *, copy_ms_per_byte: float = 0.0) -> RankingCosts:
+    """The costs that explain measurements best."""
+    found, constants = list(samples), dict[Kind, Floats]()
+    for kind in get_args(Kind):
+        own = [one for one in found if one.kind == kind]
+        matrix = np.array([terms(kind, one.length, one.candidates) for one in own])
+        constants[kind] = _least_error(matrix, np.array([one.ms for one in own]))
+    return RankingCosts(constants, copy_ms_per_byte=copy_ms_per_byte)
+
+
+def _shortest(act: Callable[[], object], repeats: int) -> float:
+    times = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        act()
+        times.append(time.perf_counter() - began)
+    return 1000 * min(times)
+
+
+def _least_error(matrix: Floats, ms: Floats) -> Floats:
+    """Constants of the least relative error; none is negative, because more work never takes less time."""
+    used, found = list(range(matrix.shape[1])), np.zeros(matrix.shape[1])
+    while used:
+        solved = np.linalg.lstsq(matrix[:, used] / ms[:, None], np.ones(len(ms)), rcond=None)[0]
+        if solved.min() >= 0:
+            found[used] = solved
+            break
+        used.pop(int(solved.argmin()))
+    return found
+
+
+_NARROW = 4  # a narrow search has so many times fewer beams
+
+
+_REPEATS = 3
+
+
+MemoryPath = Literal["hit_device", "hit_host", "full", "shorter", "narrow"]
+
+
+DEGRADED = frozenset({"shorter", "narrow"})
+
+
+@dataclass(slots=True, kw_only=True)
+class GenerationCosts:
+    """What steps take here, in milliseconds; corrected while running."""
+
+    encode_ms: float
+    encode_event_ms: float
+    decode_ms: float
+    decode_beam_ms: float
+    slowness: float = 1.0  # of late, against the above
+
+    def encode(self, num_events: int) -> float:
+        return self.slowness * (self.encode_ms + self.encode_event_ms * num_events)
+
+    def decode(self, width: int) -> float:
+        return self.slowness * (self.decode_ms + self.decode_beam_ms * width)
+
+    def observe(self, took_ms: float, expected_ms: float) -> None:
+        """Goes up at once and down slowly: a late answer is worse than a narrow one."""
+        if expected_ms > 0:
+            seen = self.slowness * took_ms / expected_ms
+            self.slowness = min(max(0.95 * self.slowness + 0.05 * seen, min(seen, 2 * self.slowness), 0.25), 100.0)
+
+    def relax(self) -> None:
+        """A request was refused unseen; if all are, nobody would notice that they could be answered again."""
+        self.slowness = max(0.98 * self.slowness, 0.25)
+
+
+class GenerationPath(NamedTuple):
+    """A path, what it costs, how many events and beams it uses."""
+
+    path: MemoryPath
+    cost_ms: float
+    num_events: int
+    width: int
+
+    @property
+    def is_degraded(self) -> bool:
+        return self.path in DEGRADED
+
+
+def choose(
+    estimates: GenerationCosts,
+    *,
+    state: EntryState | None,
+    slack_ms: float,
+    num_events: int,
+    beam: int,
+    k: int,
+    block: int,
+) -> GenerationPath | None:
+    """The first path that fits into the slack; None if nothing does."""
+    decode, narrow = estimates.decode(beam), narrow_width(beam, k)
+    hit: MemoryPath | None = None
+    if state in {EntryState.READY, EntryState.PINNED}:
+        hit = "hit_device"
+    elif state == EntryState.HOST:
+        hit = "hit_host"
+    tries = [GenerationPath(hit, decode, num_events, beam)] if hit else []
+    tries.append(GenerationPath("full", estimates.encode(num_events) + decode, num_events, beam))
+    shorter = range(num_events - block, 0, -block)
+    tries += [GenerationPath("shorter", estimates.encode(kept) + decode, kept, beam) for kept in shorter]
+    kept = num_events if hit else min(block, num_events)
+    cost = estimates.decode(narrow) + (0.0 if hit else estimates.encode(kept))
+    tries.append(GenerationPath("narrow", cost, kept, narrow))
+    return next((one for one in tries if one.cost_ms <= slack_ms), None)
+
+
+def narrow_width(beam: int, k: int) -> int:
+    return min(max(k, beam // _NARROW), beam)
+
+
+def measure_generation(served: GenerativeModel, histories: UserHistories) -> GenerationCosts:
+    """Encodes and decodes a few times, long and short, wide and narrow."""
+    beam = served.model.config.beam
+    whole = served.ask(histories.sample(served.max_len))
+    half = served.shorter(whole, max(served.max_len // 2, 1))
+    memory = served.encode(whole)
+
+    def search(width: int) -> None:
+        served.generate([whole], [memory], [Steering()], width=width, k=[1])
+
+    narrow = narrow_width(beam, 1)
+    wide_ms, narrow_ms = _best_ms(lambda: search(beam)), _best_ms(lambda: search(narrow))
+    whole_ms, half_ms = _best_ms(lambda: served.encode(whole)), _best_ms(lambda: served.encode(half))
+    per_beam = max(wide_ms - narrow_ms, 0.0) / max(beam - narrow, 1)
+    per_event = max(whole_ms - half_ms, 0.0) / max(whole.num_events - half.num_events, 1)
+    return GenerationCosts(
+        encode_ms=max(whole_ms - per_event * whole.num_events, 0.0),
+        encode_event_ms=per_event,
+        decode_ms=max(wide_ms - per_beam * beam, 0.0),
+        decode_beam_ms=per_beam,
+    )
+
+
+def _best_ms(work: Callable[[], object]) -> float:
+    """The shortest of some times, after a first one that does not count."""
+    times = []
+    for _ in range(_REPEATS + 1):
+        began = time.perf_counter()
+        work()
+        times.append(1000 * (time.perf_counter() - began))
+    return min(times[1:])

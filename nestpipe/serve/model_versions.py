@@ -1,0 +1,155 @@
+"""Another model while the service runs: loaded beside the one in use, tested against itself, measured; then it may be used.
+
+    load  ->  parity self-test  ->  measure  ->  Engine.use
+
+Whatever goes wrong before the last step changes nothing. After it new requests get the new model, and what was begun with the
+old one (tickets, prefills, ranks that wait) is ended with it; then nothing refers to the old one and its memory is free.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from nestpipe.atomic_files import replace_file
+from nestpipe.errors import ConfigError, NestPipeError
+from nestpipe.rng import GOLDEN, hash_text, mix64
+from nestpipe.serve.latency_model import measure_costs
+from nestpipe.serve.model import open_served
+from nestpipe.serve.prefill import ServedModel
+from nestpipe.serve.user_history import UserHistories
+from nestpipe.training.run_folder import Run
+
+if TYPE_CHECKING:
+    from nestpipe.serve.engine import Engine
+
+_log = logging.getLogger("nestpipe.serve")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelVersions:
+    """The model of new requests, and that of a share of users if two are compared."""
+
+    main: ServedModel
+    other: ServedModel | None = None
+    share: float = 0.0
+
+    def of(self, user: int) -> ServedModel:
+        """Always the same for a user, on every instance; independent of which instance the user belongs to."""
+        place = mix64(mix64(user + GOLDEN) ^ hash_text("two models")) / 2**64
+        return self.other if self.other and place < self.share else self.main
+
+
+Load = Callable[[Path, int | None], ServedModel]  # a folder of a run, and a step of it or the best
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}  # of scores of order one: the contract of prefixes
+_NUM_USERS, _NUM_CANDIDATES = 8, 32
+
+
+class ParityError(NestPipeError):
+    """A model whose scores depend on what was kept of a history."""
+
+
+def load_beside(
+    histories: UserHistories, folder: Path, *, step: int | None, label: str, tables: Path, chunk: int
+) -> ServedModel:
+    """A checkpoint of another run on the same data, tested and measured. Raises NestPipeError or OSError."""
+    run = Run.open(folder)
+    ours, theirs = (Path(one).resolve() for one in (histories.sequences.path, run.sequences.path))
+    if ours != theirs:
+        raise ConfigError(
+            f"{folder} is on the sequence folder {theirs}, but the histories here are those of {ours}. "
+            "Start another instance for it, or train it on the same folder."
+        )
+    served = open_served(run, step=step, label=label, folder=tables)
+    check_parity(served, histories, chunk=chunk)
+    served.costs = measure_costs(served, histories, chunk=chunk)
+    return served
+
+
+def check_parity(served: ServedModel, histories: UserHistories, *, chunk: int) -> None:
+    """Raises ParityError unless scores with prefixes, filled chunk by chunk, are those of full inference."""
+    wanted = served.candidates(histories.sequences.catalogue[:_NUM_CANDIDATES].tolist(), histories.sequences)
+    allowed = TOLERANCE.get(served.ranker.model.place.dtype, min(TOLERANCE.values()))
+    for user in _sample_users(histories):
+        events = histories.of(user)
+        last = 0 if events.times is None else int(events.times[-1] // 1000)
+        asked = served.ask(events, last + 60)
+        kept = served.fill_all(asked, chunk=chunk)
+        (full,), (cached,) = served.scores([asked], [wanted]), served.scores([asked], [wanted], [kept])
+        apart = float((full - cached).abs().max() / full.abs().max().clamp(min=1.0))
+        if not apart <= allowed:  # not a number is not allowed either
+            raise ParityError(
+                f"{served.name} failed its parity self-test: with a prefix of {kept.key.length} events its scores are {apart:.1e} "
+                f"away from full inference, {allowed:.0e} is allowed. It is not served; the model in use goes on."
+            )
+
+
+def _sample_users(histories: UserHistories) -> list[int]:
+    """Users with histories of all lengths, from the shortest that has a prefix to the longest."""
+    own = histories.sequences
+    lengths = np.diff(own.offsets)
+    order = np.argsort(lengths, kind="stable")[int((lengths < 2).sum()) :]
+    places = np.unique(np.linspace(0, len(order) - 1, _NUM_USERS).astype(np.int64)) if len(order) else order
+    return [int(one) for one in own.users[order[places]]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionRecord:
+    """Folders and steps of the models of a lineup; no `run` is the one that the process was started with."""
+
+    run: str | None = None
+    step: int | None = None
+    compared: str | None = None
+    compared_step: int | None = None
+    share: float = 0.0
+
+
+class VersionFile:
+    """Without a file they end with the process."""
+
+    def __init__(self, path: Path | None = None, *, first: VersionRecord | None = None):
+        """`first` is what the command line says; what is in the file goes before it."""
+        self._path, self._first = path, first or VersionRecord()
+        self.told = _read(path) or self._first
+
+    def keep(self, told: VersionRecord) -> None:
+        """Raises OSError, and then nothing has changed."""
+        if self._path is not None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(self._path, (json.dumps(asdict(told), indent=2) + "\n").encode())
+        self.told = told
+
+    def follow(self, engine: Engine, load: Load) -> None:
+        """Gives an engine the models; if those of the file cannot be had, those of the command line. Raises what loading raises."""
+        before = engine.lineup
+        try:
+            _use(engine, self.told, load)
+        except (NestPipeError, OSError) as error:
+            if self.told == self._first:
+                raise
+            _log.warning("what %s says cannot be served (%s); the models of the command line are", self._path, error)
+            engine.use(before)
+            self.told = self._first
+            _use(engine, self.told, load)
+
+
+def _use(engine: Engine, told: VersionRecord, load: Load) -> None:
+    if told.run is not None:
+        engine.use(ModelVersions(load(Path(told.run), told.step)))
+    if told.compared is not None:
+        engine.use(ModelVersions(engine.lineup.main, load(Path(told.compared), told.compared_step), told.share))
+
+
+def _read(path: Path | None) -> VersionRecord | None:
+    try:
+        return None if path is None or not path.exists() else VersionRecord(**json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        _log.warning("%s cannot be read (%s); the models of the command line are served", path, error)
+        return None

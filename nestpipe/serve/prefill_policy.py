@@ -1,0 +1,198 @@
+"""Which prefixes are worth computing ahead: arithmetic on costs, without clock, cache or model.
+
+    T_full(L, C) = a0 + a1 (L + C) + a2 L² + a3 L C        all of it at the request
+    T_hit(L, C)  = b0 + b1 C + b2 L C                      the last event and the candidates, beside a prefix of L events
+    T_pre(L)     = c0 + c1 L + c2 L²                       the prefix alone
+
+The constants are fitted by profiling when an instance starts, and corrected while it runs by what was measured beyond them: for
+the trigger, which asks what may happen, by its 99th percentile; for a rank that has come, which takes a worse path for certain
+if it does not try a better one, by its median. The gain depends on both L and C, so a rule by length alone would be wrong.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nestpipe.serve.config import TriggerConfig
+
+Kind = Literal["full", "hit", "pre"]
+Against = Literal["not_at_risk", "no_rescue", "too_late", "already_live", "no_room", "over_rate", "breaker"]
+Reason = Literal["admitted", Against, "probe", "shadow", "off"]
+REASONS = frozenset(get_args(Reason))
+ADMITTED = frozenset({"admitted", "probe"})  # a probe is one of many that the breaker would stop
+Floats = NDArray[np.float64]
+_WINDOW = 256  # measurements behind a correction
+_EVERY = 16  # measurements between two looks at them
+
+
+class RankingCosts:
+    """What things take, in milliseconds, by the constants of the three formulas; nothing if there are none."""
+
+    def __init__(self, constants: Mapping[Kind, Floats] | None = None, *, copy_ms_per_byte: float = 0.0):
+        self._copy_ms_per_byte = copy_ms_per_byte
+        self._constants = constants or {kind: 0 * terms(kind, 0, 0) for kind in get_args(Kind)}
+        self._beyond: dict[Kind, deque[float]] = {kind: deque(maxlen=_WINDOW) for kind in get_args(Kind)}
+        self._extra: dict[Kind, float] = dict.fromkeys(self._beyond, 0.0)
+        self._usual = dict(self._extra)
+        self._num_seen = 0
+
+    def full_ms(self, length: int, candidates: int) -> float:
+        """At its 99th percentile, as `hit_ms` and `pre_ms`."""
+        return self.expected("full", length, candidates) + self._extra["full"]
+
+    def hit_ms(self, length: int, candidates: int) -> float:
+        return self.expected("hit", length, candidates) + self._extra["hit"]
+
+    def pre_ms(self, length: int, before: int = 0) -> float:
+        """From a prefix of `before` events to one of `length`."""
+        return self._rest_ms(length, before) + self._extra["pre"]
+
+    def usual_ms(self, kind: Kind, length: int, candidates: int = 0, *, before: int = 0) -> float:
+        """What it takes as often as not."""
+        expected = self._rest_ms(length, before) if kind == "pre" else self.expected(kind, length, candidates)
+        return max(expected + self._usual[kind], 0.0)
+
+    def rest_ms(self, length: int, candidates: int, *, before: int) -> float:
+        """As often as not, for a rank that goes on from a prefix of `before` events in one go and not chunk by chunk.
+
+        Full inference makes the prefix too, so what is saved is what full inference of those events takes beyond a hit on them.
+        """
+        saved = self.expected("full", before, candidates) - self.expected("hit", before, candidates)
+        return max(
+            self.usual_ms("full", length, candidates) - max(saved, 0.0), self.usual_ms("hit", length, candidates)
+        )
+
+    def _rest_ms(self, length: int, before: int) -> float:
+        done = self.expected("pre", before, 0) if before else 0.0
+        return max(self.expected("pre", length, 0) - done, 0.0)
+
+    def rescues(self, length: int, candidates: int, budget_ms: float) -> bool:
+        """Whether a hit may keep a budget that full inference may miss: as often as not, and by taking half as long."""
+        is_in_time = self.usual_ms("hit", length, candidates) <= budget_ms
+        return is_in_time and self.halves(length, candidates, 0)
+
+    def halves(self, length: int, candidates: int, num_bytes: int) -> bool:
+        """Whether a request whose prefix was kept takes at most half as long as one in full."""
+        kept_ms = self.expected("hit", length, candidates) + self.copy_ms(num_bytes)
+        return kept_ms <= self.expected("full", length, candidates) / 2
+
+    def copy_ms(self, num_bytes: int) -> float:
+        return num_bytes * self._copy_ms_per_byte
+
+    def expected(self, kind: Kind, length: int, candidates: int) -> float:
+        """By the fitted constants alone."""
+        return float(self._constants[kind] @ terms(kind, length, candidates))
+
+    def observe(self, kind: Kind, beyond_ms: float) -> None:
+        """Corrects by what was measured beyond what was expected."""
+        self._beyond[kind].append(beyond_ms)
+        self._num_seen += 1
+        if self._num_seen % _EVERY == 0:
+            for name, values in self._beyond.items():
+                if len(values) >= _EVERY:
+                    self._usual[name], self._extra[name] = np.percentile(values, [50, 99]).tolist()
+
+    def relax(self) -> None:
+        """Something was not tried because of its cost. Unless corrections fade, it would never be tried again."""
+        for kind in self._extra:
+            self._extra[kind] *= 0.9
+            self._usual[kind] *= 0.9
+
+    def as_dict(self) -> dict[str, Any]:
+        """For people."""
+        return {
+            kind: {"constants": c.tolist(), "extra_ms": self._extra[kind], "usual_ms": self._usual[kind]}
+            for kind, c in self._constants.items()
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstanceLoad:
+    """What an instance knows when a signal comes."""
+
+    is_live: bool  # the prefix is there, or in work
+    has_room: bool
+    tokens_ms: float
+    work_ms: float  # what is left to compute of the prefix
+    wait_ms: float  # until it would be there
+    rank_p99_ms: float
+    queue_ms: float  # what ranks wait for their turn, at the 99th percentile
+
+
+def decide_early(
+    config: TriggerConfig, costs: RankingCosts, *, queue_ms: float, num_events: int, num_candidates: int
+) -> Reason | None:
+    """The reasons against a prefix that need nothing but costs, and None if there is none of them."""
+    left_ms = config.budget_ms - queue_ms  # for the ranking itself
+    if config.mode == "off":
+        return "off"
+    if config.mode == "always":
+        return None
+    if num_events < 2 or costs.full_ms(num_events, num_candidates) <= left_ms:
+        return "not_at_risk"
+    return None if costs.rescues(num_events, num_candidates, config.budget_ms) else "no_rescue"
+
+
+def helps_nobody(
+    config: TriggerConfig, costs: RankingCosts, *, queue_ms: float, max_events: int, num_candidates: int
+) -> bool:
+    """Whether no signal would be admitted, however long its history: the longest is not at risk, or no hit is in time."""
+    longest = decide_early(config, costs, queue_ms=queue_ms, num_events=max_events, num_candidates=num_candidates)
+    if config.mode == "always" or longest in {"off", "not_at_risk"}:
+        return longest is not None
+    # Said for so many candidates it holds for fewer too: of those most of the time is the history's.
+    return not costs.rescues(max_events, 1, config.budget_ms)
+
+
+def decide(
+    config: TriggerConfig, costs: RankingCosts, view: InstanceLoad, *, num_events: int, num_candidates: int
+) -> Reason:
+    """'admitted', or the first reason against computing the prefix of such a request now."""
+    early = decide_early(config, costs, queue_ms=view.queue_ms, num_events=num_events, num_candidates=num_candidates)
+    if early is not None:
+        return early
+    hit_ms = costs.hit_ms(num_events, num_candidates)
+    tests: tuple[tuple[Reason, bool], ...] = (
+        ("too_late", view.wait_ms > config.lead_ms + config.budget_ms - hit_ms),
+        ("already_live", view.is_live),
+        ("no_room", not view.has_room),
+        ("over_rate", view.tokens_ms < view.work_ms),
+        ("breaker", view.rank_p99_ms > config.budget_ms),
+    )
+    asked = {"already_live", "no_room", "over_rate"} if config.mode == "always" else REASONS
+    first = next((reason for reason, fails in tests if fails and reason in asked), None)
+    return first or ("shadow" if config.mode == "shadow" else "admitted")
+
+
+class TokenBucket:
+    """Tokens in milliseconds of compute: a long prefix costs more of them than a short one."""
+
+    def __init__(self, *, per_s: float, most: float, now: float):
+        self._per_s, self._most = per_s, most
+        self._level, self._at = most, now
+
+    def level(self, now: float) -> float:
+        self._level = min(self._level + max(now - self._at, 0.0) * self._per_s, self._most)
+        self._at = now
+        return self._level
+
+    def take(self, ms: float, now: float) -> None:
+        self._level = self.level(now) - ms
+
+
+def terms(kind: Kind, length: int, candidates: int) -> Floats:
+    """What the constants of a formula are multiplied with."""
+    n, c = float(length), float(candidates)
+    match kind:
+        case "full":
+            return np.array([1.0, n + c, n * n, n * c])
+        case "hit":
+            return np.array([1.0, c, n * c])
+        case "pre":
+            return np.array([1.0, n, n * n])

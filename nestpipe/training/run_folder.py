@@ -1,0 +1,265 @@
+"""A run folder: what was asked for, what it was trained on, and the checkpoints.
+
+RUN/config.json   run.json (data digest, versions, machine)   metrics.jsonl   checkpoints/   eval/   tensorboard/   profile/
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import platform
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import polars
+import torch
+from torch import nn
+
+import nestpipe
+from nestpipe.atomic_files import replace_file
+from nestpipe.checkpoint import folders as checkpoint_folders
+from nestpipe.checkpoint.manifest import Manifest
+from nestpipe.checkpoint.origin import Origin
+from nestpipe.checkpoint.reader import load_table, load_weights
+from nestpipe.config import Config, flat
+from nestpipe.data.features import NumberStats
+from nestpipe.data.sequences import Sequences
+from nestpipe.data.splits import Split, make_split
+from nestpipe.embedding.config import EmbeddingConfig
+from nestpipe.embedding.row_reader import TableRows
+from nestpipe.errors import CheckpointError, ConfigError
+from nestpipe.eval.predictor import Predictor, make_predictor
+from nestpipe.generative.semantic_ids import Registry
+from nestpipe.generative.trie import Trie
+from nestpipe.models.build_model import build_model
+from nestpipe.models.config import EncDecConfig
+from nestpipe.models.contract import Model
+from nestpipe.registry import entry_of
+
+# Limits, reporting and where things lie may differ when a run goes on; everything else decides the bits.
+FREE_KEYS = (
+    "data.path",
+    "model.ids",
+    "train.epochs",
+    "train.steps",
+    "train.minutes",
+    "train.save_steps",
+    "train.keep_last",
+    "train.log_steps",
+    "train.tensorboard",
+    "train.async_save",
+    "train.mirror",
+    "pipeline.groups",
+    "pipeline.mode",
+    "pipeline.depth",
+    "pipeline.rows",
+    "pipeline.split",
+    "pipeline.chunks",
+    "pipeline.tune",
+    "pipeline.adapt",
+    "pipeline.follow",
+    "pipeline.trace_steps",
+    "embedding.tier",
+    "embedding.mmap_folder",
+    "embedding.memory_bytes",
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadedModel:
+    """The model of a checkpoint, its rows, and what the checkpoint says about itself."""
+
+    model: Model
+    rows: TableRows
+    manifest: Manifest
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run folder and its configuration; data and model are opened when they are first needed."""
+
+    folder: Path
+    config: Config
+    origin: Origin | None = None  # the checkpoint it was initialised from
+
+    @staticmethod
+    def exists(folder: str | Path) -> bool:
+        """Whether the folder holds a run."""
+        return (Path(folder) / "config.json").exists()
+
+    @staticmethod
+    def create(config: Config, folder: str | Path, *, origin: Origin | None = None) -> Run:
+        """A run in a new folder, which `write` will make; raises ConfigError if there is one already."""
+        config.validate()
+        run = Run(Path(folder), config, origin)
+        if Run.exists(folder) or checkpoint_folders.complete_steps(run.checkpoints):
+            raise ConfigError(
+                f"{run.folder} already holds a run; add --resume to go on with it, or name another folder with --run."
+            )
+        return run
+
+    @staticmethod
+    def open(folder: str | Path, *, data_path: str | None = None) -> Run:
+        """An existing run, by default with its data where it was; raises CheckpointError if the data is another."""
+        config = Config.load(Path(folder) / "config.json")
+        if data_path is not None:
+            config = replace(config, data=replace(config.data, path=data_path))
+        facts = read_facts(Path(folder))
+        origin = facts.get("init_from")
+        run = Run(Path(folder), config, Origin.from_json(origin) if origin else None)
+        if run.sequences.digest not in {facts["data_digest"], facts.get("next_digest")}:  # see cli/forget.py
+            raise CheckpointError(
+                f"{run.folder} was trained on other data: {run.config.data.path} now has digest "
+                f"{run.sequences.digest[:12]}, the run started with {facts['data_digest'][:12]}."
+            )
+        return run
+
+    def write(self, *, statistics: Mapping[str, NumberStats], facts: Mapping[str, Any]) -> None:
+        """Writes the configuration, what else decides about the bits, and facts about this start for readers."""
+        for leftover in self.folder.glob(".*.tmp"):
+            leftover.unlink()
+        content = {
+            **facts,
+            "data_digest": self.sequences.digest,
+            "statistics": {name: stats.to_json() for name, stats in statistics.items()},
+            "versions": versions(),
+            "init_from": asdict(self.origin) if self.origin else None,
+        }
+        replace_file(self.folder / "run.json", (json.dumps(content, indent=2) + "\n").encode())
+        replace_file(self.folder / "config.json", self.config.to_json().encode())
+
+    @cached_property
+    def sequences(self) -> Sequences:
+        return Sequences.open(self.config.data.path)
+
+    @cached_property
+    def split(self) -> Split:
+        return make_split(self.sequences, self.config.data)
+
+    def statistics(self) -> dict[str, NumberStats]:
+        """Those of the number features, as they were fitted when the run started."""
+        found = read_facts(self.folder).get("statistics", {})
+        return {name: NumberStats.from_json(one) for name, one in found.items()}
+
+    @cached_property
+    def semantic_ids(self) -> Trie | None:
+        """The semantic ids of the catalogue, for a model that generates them."""
+        model = self.config.model
+        if not isinstance(model, EncDecConfig):
+            return None
+        return Registry.load(model.ids).trie(torch.from_numpy(np.array(self.sequences.catalogue)))
+
+    def identity(self) -> dict[str, str]:
+        """What must be the same on every rank, by name: versions, code, data, configuration (its path apart)."""
+        settings = {
+            key: repr(value) for key, value in flat(self.config).items() if key not in {"data.path", "model.ids"}
+        }
+        facts = {"code of nestpipe": _code_digest()[:12], "data": self.sequences.digest[:12]}
+        if not (entry := entry_of(self.config.model)).is_own:
+            facts[f"code of {entry.kind}"] = hashlib.sha256(_source(entry.load())).hexdigest()[:12]
+        if self.origin:
+            facts["init_from"] = self.origin.digest[:12]
+        return {**{f"version of {name}": one for name, one in versions().items()}, **facts, **settings, **self.settings}
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """All settings that decide the bits; they stand in every checkpoint."""
+        facts = {"model": entry_of(self.config.model).kind}
+        if self.semantic_ids is not None:
+            facts["semantic ids"] = f"{self.semantic_ids.version}/{self.semantic_ids.digest}"
+        return {**facts, **{key: repr(one) for key, one in flat(self.config).items() if key not in FREE_KEYS}}
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "checkpoints"
+
+    def checkpoint(self, step: int | None = None) -> tuple[Path, Manifest]:
+        """The folder and manifest of a checkpoint: by default the best one if the run validated, else the latest."""
+        parent = self.checkpoints
+        folder = (
+            checkpoint_folders.best_checkpoint(parent)
+            if step is None
+            else checkpoint_folders.checkpoint_folder(parent, step)
+        )
+        return folder, Manifest.read(folder)
+
+    def load_model(
+        self, step: int | None = None, *, rows: EmbeddingConfig | None = None, ids: Trie | None = None
+    ) -> LoadedModel:
+        """The model of a checkpoint for inference, without process groups; raises CheckpointError.
+
+        `rows` says where the rows are kept [default: as in training], `ids` which semantic ids to use [default: the latest].
+        """
+        folder, manifest = self.checkpoint(step)
+        if ids is None:
+            self.check_settings(folder, manifest)
+        model = build_model(self.config, self.sequences, ids=ids or self.semantic_ids)
+        load_weights(cast(nn.Module, model), folder, manifest)
+        own = self.config.embedding
+        config = rows or EmbeddingConfig(
+            optimizer="sgd", tier=own.tier, mmap_folder=own.mmap_folder, memory_bytes=own.memory_bytes
+        )  # which has no state
+        tables = {spec.name: load_table(spec, config, self.config.seed, folder, manifest) for spec in model.tables}
+        return LoadedModel(model, TableRows(tables), manifest)
+
+    def check_settings(self, folder: Path, manifest: Manifest) -> None:
+        """Raises CheckpointError if a checkpoint was saved under other settings than those of this run."""
+        before, now = manifest.progress.get("settings", {}), self.settings
+        changed = [f"{key}: {before[key]} -> {now[key]}" for key in before if before[key] != now.get(key, before[key])]
+        if changed:
+            raise CheckpointError(
+                f"{folder} was saved under another configuration than that of {self.folder}; it belongs to another run:\n"
+                + "\n".join(f"  - {line}" for line in changed)
+            )
+
+    def predictor(self, step: int | None = None) -> Predictor:
+        """Scores with a checkpoint: by default the best one if the run validated, else the latest."""
+        loaded = self.load_model(step)
+        return make_predictor(loaded.model, loaded.rows, self.sequences, self.split, self.config)
+
+
+def read_facts(folder: Path) -> dict[str, Any]:
+    """What the folder of a run says about its last start; raises CheckpointError if it does not."""
+    path = folder / "run.json"
+    try:
+        facts = json.loads(path.read_text())
+        if isinstance(facts["data_digest"], str):
+            return dict(facts)
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    raise CheckpointError(f"{path} is missing or damaged, so nobody can tell which data the run was trained on.")
+
+
+def _code_digest() -> str:
+    """Of every source file of the package, native ones included."""
+    package = Path(nestpipe.__file__).parent
+    content = hashlib.sha256()
+    for path in sorted(path for kind in ("*.py", "*.cpp", "*.h") for path in package.rglob(kind)):
+        content.update(str(path.relative_to(package)).encode() + path.read_bytes())
+    return content.hexdigest()
+
+
+def _source(cls: type[Any]) -> bytes:
+    """The file that a class is written in; nothing if it has none, as in a notebook."""
+    try:
+        return Path(inspect.getfile(cls)).read_bytes()
+    except (OSError, TypeError):
+        return b""
+
+
+def versions() -> dict[str, str]:
+    """The versions that can change a run's bits."""
+    return {
+        "nestpipe": version("nestpipe"),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "polars": polars.__version__,
+        "machine": platform.machine(),
+    }

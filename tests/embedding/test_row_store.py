@@ -1,0 +1,211 @@
+"""Columns that grow and never move, in memory and in files; run as a program it trains a table and reports memory."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import mmap
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from nestpipe.embedding import row_store
+from nestpipe.embedding.config import EmbeddingConfig
+from nestpipe.embedding.lookup import TableSpec
+from nestpipe.embedding.row_optimizer import OPTIMIZERS
+from nestpipe.embedding.row_store import RowFiles, RowStore
+from nestpipe.embedding.table import Table
+from nestpipe.errors import TrainError
+from tests.embedding.one_batch_table import Plain
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def columns():
+    return {"rows": torch.empty(0, 3), "step": torch.empty(0, 1, dtype=torch.int32), "id": torch.empty(0).long()}
+
+
+def table(config, dim=6, pool=False):
+    return Plain(
+        Table(TableSpec(name="item", dim=dim), OPTIMIZERS[config.optimizer](config), seed=0, config=config), pool=pool
+    )
+
+
+@pytest.mark.parametrize("tier", ["memory", "mmap"])
+def test_columns_grow_without_moving(tier, tmp_path):
+    one = RowStore(columns(), RowFiles(tmp_path, 1 << 20) if tier == "mmap" else None)
+    one.grow(2)
+    early = one["rows"]
+    early[1] = 7.0
+    for num_rows in (3, 50_000, 1_000):
+        one.grow(num_rows)
+    assert [one[name].shape for name in one] == [(50_000, 3), (50_000, 1), (50_000,)]
+    assert one["rows"].data_ptr() == early.data_ptr()
+    assert one["rows"].sum() == 21.0
+    one.scatter("rows", torch.tensor([0, 49_999]), torch.ones(2, 3))
+    assert early[0].tolist() == [1.0] * 3
+    assert one.gather("rows", torch.tensor([49_999, 1, 2])).tolist() == [[1.0] * 3, [7.0] * 3, [0.0] * 3]
+    assert not list(tmp_path.iterdir()), "files of the mmap tier have no names"
+
+
+def test_rows_move_where_the_system_reserves_nothing(monkeypatch):
+    class Refusing:
+        def __getattr__(self, name):
+            return getattr(mmap, name)
+
+        def mmap(self, *_, **__):
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(row_store, "mmap", Refusing())
+    one = RowStore(columns())
+    for num_rows in (2, 3, 5, 40):
+        one.grow(num_rows)
+        one.scatter("id", torch.tensor([num_rows - 1]), torch.tensor([num_rows]))
+    assert [(place, int(value)) for place, value in enumerate(one["id"]) if value] == [(1, 2), (2, 3), (4, 5), (39, 40)]
+    one.pinned = True  # now somebody uses them
+    with pytest.raises(TrainError, match=r"200 rows do not fit where 40 are.*ulimit -v"):
+        one.grow(200)
+
+
+def test_a_full_disk_is_an_error_that_says_what_to_do(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match=r"has no room for .* bytes more .*No space left.*embedding.mmap_folder"):
+        RowStore(columns(), RowFiles(tmp_path, 1 << 20)).grow(1)
+
+
+@pytest.mark.parametrize("limits", [{}, {"admit_after": 2, "max_rows_per_bucket": 40}], ids=["free", "limits"])
+@pytest.mark.parametrize("pool", [False, True], ids=["in place", "pool"])
+def test_a_table_in_files_has_the_bits_of_one_in_memory(tmp_path, limits, pool, monkeypatch):
+    unmapped = []
+    monkeypatch.setattr(
+        row_store._Region, "unmap", lambda self, really=row_store._Region.unmap: (unmapped.append(1), really(self))
+    )
+    config = {"optimizer": "adam", "num_buckets": 4, **limits}
+    memory, files = (
+        table(EmbeddingConfig(**config, **more), pool=pool and bool(more))
+        for more in ({}, {"tier": "mmap", "mmap_folder": str(tmp_path), "memory_bytes": 1 << 20})
+    )
+    generator = torch.Generator().manual_seed(0)
+    for step in range(30):
+        ids = torch.randint(0, 900, (60,), generator=generator).unique()
+        grads = torch.randn(len(ids), 6, generator=generator)
+        for one in (memory, files):
+            one.advance(ids, step)
+        assert torch.equal(memory.fetch(ids), files.fetch(ids))
+        for one in (memory, files):
+            one.update(ids, grads, 0.1)
+    assert unmapped
+    a, b = memory.export(), files.export()
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    files.load(a)
+    assert all(torch.equal(values, a[name]) for name, values in files.export().items())
+
+
+def test_the_mmap_tier_needs_a_folder():
+    assert [problem.split(";")[0] for problem in EmbeddingConfig(tier="mmap", memory_bytes=5).problems()] == [
+        "tier is 'mmap' but mmap_folder is empty",
+        "memory_bytes is 5",
+    ]
+
+
+FIRST_ROWS = 5_000
+
+
+def trained(tier, folder, num_rows, dim, budget, num_steps):
+    command = [sys.executable, "-m", "tests.embedding.test_row_store", tier, str(folder)]
+    done = subprocess.run(
+        [*command, *map(str, (num_rows, dim, budget, num_steps))],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="no /proc")
+@pytest.mark.timeout(3600)
+def test_a_table_four_times_its_budget_trains_within_it(tmp_path, scale, record_property):
+    """Rows and AdaGrad state of 10 M x 64 are 5.1 GB, the budget 1 GiB; the small version has wider rows, or the index would be most of it."""
+    num_rows, dim, num_steps = scale(200_000, 10_000_000), scale(128, 64), scale(20, 200)
+    budget = min(num_rows * dim * 8 * 10 // 43, 1 << 30)  # more than four times less than the table
+    memory, files = (trained(tier, tmp_path, num_rows, dim, budget, num_steps) for tier in ("memory", "mmap"))
+    record_property("memory", memory)
+    record_property("mmap", files)
+    assert memory["digest"] == files["digest"]
+    uncounted = FIRST_ROWS * dim * 8  # they are in memory before the first look
+    assert memory["private_bytes"] + uncounted > 4 * budget
+    assert files["private_bytes"] < budget
+
+
+def _resident(kind):
+    """Bytes of this process in memory: RssAnon is private, RssFile belongs to files."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(kind):
+            return 1024 * int(line.split()[1])
+    raise ValueError(kind)
+
+
+def main(tier, folder, num_rows, dim, budget, num_steps):
+    """Fills a table, trains it, and prints a digest of all rows and the most memory seen above that at the start."""
+    torch.set_num_threads(1)
+    config = EmbeddingConfig(optimizer="adagrad", tier=tier, mmap_folder=folder, memory_bytes=int(budget))
+    one = table(config, dim=int(dim))
+    one.fetch(torch.arange(FIRST_ROWS))  # what libraries take when first called does not count
+    start = _resident("RssAnon")
+    most = {"RssAnon": 0, "RssFile": 0}
+
+    def look():
+        for kind, value in most.items():
+            most[kind] = max(value, _resident(kind))
+
+    for ids in torch.arange(int(num_rows)).split(5_000):
+        one.fetch(ids)
+        look()
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(int(num_steps)):
+        ids = torch.randint(0, int(num_rows), (5_000,), generator=generator).unique()
+        one.update(ids, one.fetch(ids), 0.1)
+        look()
+    digest = hashlib.sha256()
+    for ids in torch.arange(int(num_rows)).split(5_000):
+        digest.update(one.peek(ids).numpy().tobytes())
+        look()
+    result = {"digest": digest.hexdigest(), "private_bytes": most["RssAnon"] - start, "file_bytes": most["RssFile"]}
+    print(json.dumps(result))
+
+
+def advised(column):
+    """Whether huge pages were asked for where the column lies."""
+    mappings = re.split(r"(?m)^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text())[1:]
+    for mapping in mappings:
+        first, last = (int(edge, 16) for edge in mapping.partition(" ")[0].split("-"))
+        if first <= column.data_ptr() < last:
+            return "hg" in mapping.partition("VmFlags:")[2].split()
+    raise AssertionError("the column lies nowhere")
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="no /proc")
+def test_a_large_column_lies_in_huge_pages(monkeypatch):
+    monkeypatch.setattr(row_store, "_HUGE_BYTES", 1 << 20)
+    one = RowStore({"rows": torch.empty(0, 64)})
+    one.grow(100)
+    one["rows"].fill_(1)
+    assert not advised(one["rows"])
+    one.grow(5000)
+    assert advised(one["rows"])
+    assert one["rows"][:100].eq(1).all()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,210 @@
+"""Who writes instructions: the template by its rules, and a model behind a real server that fails in every way."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+
+import pytest
+
+from nestpipe.errors import ConfigError
+from nestpipe.generative import llm_provider
+from nestpipe.generative.llm_provider import EndpointConfig, OpenAICompatibleProvider, TemplateProvider
+from nestpipe.generative.prompt_builder import Action, InstructionRequest
+from tests.generative.llm_endpoint import answer_with, drip, honest, serve_endpoint
+
+TEMPLATE = TemplateProvider()
+
+
+def actions(*texts):
+    return tuple(Action(text=text) for text in texts)
+
+
+def text_of(*texts, **fields):
+    return TEMPLATE.text(InstructionRequest(user=1, actions=actions(*texts), **fields))
+
+
+def test_late_and_strong_actions_weigh_more():
+    assert text_of("blue socks", "warm coat").startswith("interested in coat, warm, blue, socks")
+    ordered = (Action(text="blue socks", level=2, weight=2.0), Action(text="warm coat"))
+    text = TEMPLATE.text(InstructionRequest(user=1, actions=ordered))
+    assert text.startswith("interested in blue, socks, coat, warm")
+
+
+def test_somebody_compares_until_one_is_taken():
+    assert "compares red lamp with green lamp" in text_of("green lamp", "chair", "red lamp")
+    bought = (*actions("green lamp", "red lamp"), Action(text="lamp shade", level=2))
+    assert "compares" not in TEMPLATE.text(InstructionRequest(user=1, actions=bought))
+    assert "compares" not in text_of("green lamp", *["chair"] * 6, "red lamp")
+
+
+def test_complements_and_season_are_named():
+    said = text_of("phone", trigger="phone", complements=("case", "cable"), season="winter")
+    assert said.endswith("case, cable may go with phone; season winter")
+    assert text_of() == "nothing is known yet"
+
+
+def test_the_template_says_the_same_for_the_same_request():
+    request = InstructionRequest(user=1, actions=actions("a b", "c d", "red lamp", "big lamp"), season="spring")
+    assert TEMPLATE.generate([request]) == TEMPLATE.generate([replace(request, user=2)])
+    assert request.digest == replace(request, user=2).digest
+    assert request.digest != replace(request, scenario="1").digest
+
+
+REQUESTS = [InstructionRequest(user=1000 + n, actions=actions(f"lamp {n}", "chair")) for n in range(5)]
+
+
+@pytest.fixture(scope="module")
+def endpoint():
+    with serve_endpoint() as found:
+        yield found
+
+
+@pytest.fixture
+def ask(endpoint, monkeypatch):
+    """A provider with small limits; no pauses between attempts."""
+    monkeypatch.setattr(llm_provider, "_PAUSE_S", 0.001)
+    endpoint.calls.clear()
+    endpoint.headers.clear()
+    endpoint.behave, endpoint.most_under_way = honest, 0
+
+    def of(behave=honest, **settings):
+        endpoint.behave = behave
+        base = EndpointConfig(url=endpoint.url, model="m", timeout_s=30.0, retries=1, per_call=2, max_bytes=5000)
+        return OpenAICompatibleProvider(replace(base, **settings), api_key="k")
+
+    return of
+
+
+def is_template(results):
+    return results == TEMPLATE.generate(REQUESTS)
+
+
+def test_texts_of_the_model_come_home_in_order(ask, endpoint):
+    provider = ask()
+    results = provider.generate(REQUESTS)
+    assert [one.text for one in results] == [f"wants lamp {n}" for n in range(5)]
+    assert {one.provenance for one in results} == {"model/m"} == {provider.provenance}
+    assert +provider.counts == {"taken": 5}
+    body = endpoint.calls[0]
+    assert body["response_format"]["json_schema"]["schema"]["required"] == ["results"]
+    assert endpoint.headers[0]["authorization"] == "Bearer k"
+
+
+def test_no_user_leaves_the_process(ask, endpoint):
+    ask().generate(REQUESTS)
+    assert "100" not in json.dumps([call["messages"] for call in endpoint.calls])
+
+
+def test_calls_at_a_time_are_bounded(ask, endpoint):
+    def slow(body):
+        time.sleep(0.03)
+        return honest(body)
+
+    ask(slow, concurrency=2, per_call=1).generate(REQUESTS)
+    assert (len(endpoint.calls), endpoint.most_under_way) == (5, 2)
+
+
+WRONG = {
+    "invalid_json": lambda body: answer_with("{results: wrong"),
+    "no json at all": lambda body: b"<html>",
+    "deep": lambda body: answer_with("[" * 2000),
+    "wrong_schema": lambda body: answer_with('{"texts": []}'),
+    "null": lambda body: b'{"choices": null}',
+    "no choices": lambda body: b'{"choices": []}',
+    "a list": lambda body: answer_with("[1, 2]"),
+    "oversize": lambda body: b"x" * 6000,
+    "status_400": lambda body: 400,
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_answer_is_counted_replaced_and_not_asked_for_again(ask, endpoint, name):
+    provider = ask(WRONG[name])
+    assert is_template(provider.generate(REQUESTS))
+    assert len(endpoint.calls) == 3
+    assert provider.counts.pop("replaced") == 5
+    assert provider.counts.pop("taken") == 0
+    (reason, count), *_ = provider.counts.items()
+    assert count == 3
+    if name in {"invalid_json", "wrong_schema", "oversize", "status_400"}:
+        assert reason == name
+
+
+def test_an_endless_answer_ends_at_the_size_limit(ask):
+    def endless(body):
+        while True:
+            yield b" " * 1000
+
+    assert is_template(ask(endless).generate(REQUESTS))
+
+
+@pytest.mark.parametrize("fault", ["status_500", "status_429", "silent", "slow stream"])
+def test_no_answer_is_tried_again_so_often_and_then_replaced(ask, endpoint, fault):
+    faults = {"silent": endpoint.silent, "slow stream": lambda body: drip(answer_with(" " * 1000), 0.1)}
+    status = 0 if fault in faults else int(fault[-3:])
+    provider = ask(faults.get(fault, lambda body: status), give_up=100, timeout_s=30.0 if status else 0.2)
+    began = time.monotonic()
+    assert is_template(provider.generate(REQUESTS))
+    assert time.monotonic() - began < 20  # both would take a minute
+    assert provider.counts[fault if status else "timeout"] == 6
+    assert len(endpoint.calls) == 6 or not status
+
+
+def test_a_second_attempt_may_succeed(ask, endpoint):
+    provider = ask(lambda body: 503 if len(endpoint.calls) % 2 else honest(body), concurrency=1)
+    assert {one.provenance for one in provider.generate(REQUESTS)} == {"model/m"}
+    assert +provider.counts == {"taken": 5, "status_503": 3}
+
+
+def test_an_endpoint_that_is_not_there_is_left_alone_after_a_while(ask, endpoint):
+    now = [0.0]
+    provider = ask(lambda body: 500, concurrency=1, retries=0, give_up=2, per_call=1)
+    provider._clock = lambda: now[0]
+    assert is_template(provider.generate(REQUESTS))
+    assert len(endpoint.calls) == 2
+    assert provider.counts["resting"] == 3
+    now[0], endpoint.behave = 60.0, honest
+    assert not is_template(provider.generate(REQUESTS))
+    gone = ask(url="http://127.0.0.1:9", retries=0)
+    assert is_template(gone.generate(REQUESTS))
+    assert gone.counts["unreachable"] == 3
+
+
+def test_fewer_results_than_requests_replace_only_what_is_missing(ask):
+    provider = ask(lambda body: honest(body)[:1], per_call=5)
+    results = provider.generate(REQUESTS)
+    assert [one.provenance for one in results] == ["model/m", *["template/1"] * 4]
+    assert results[1:] == TEMPLATE.generate(REQUESTS)[1:]
+    assert provider.counts["missing"] == 4
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        {"id": 1, "text": ""},
+        {"id": 1, "text": "x" * 301},
+        {"id": 1, "text": "bell \x07"},
+        {"id": 1, "text": "half a pair \ud800"},
+        {"id": 1, "text": 5},
+        {"id": True, "text": "a flag"},
+        {"id": 7, "text": "nobody"},
+        {"id": 0, "text": "twice"},
+        "words",
+    ],
+    ids=str,
+)
+def test_a_bad_text_is_not_taken_and_its_neighbours_are(ask, result):
+    provider = ask(lambda body: [honest(body)[0], result, *honest(body)[2:]], per_call=5)
+    results = provider.generate(REQUESTS)
+    assert results[1] == TEMPLATE.generate(REQUESTS)[1]
+    assert [one.provenance for one in results[2:]] == ["model/m"] * 3
+    is_twice = isinstance(result, dict) and result["id"] == 0 and type(result["id"]) is int
+    assert provider.counts["replaced"] == (2 if is_twice else 1)
+    assert all(one.text.isprintable() for one in results)
+
+
+def test_an_endpoint_needs_a_place_and_a_model():
+    with pytest.raises(ConfigError, match=r"url is 'ftp://x'.*model is not given"):
+        OpenAICompatibleProvider(EndpointConfig(url="ftp://x"))

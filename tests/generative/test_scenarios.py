@@ -1,0 +1,71 @@
+"""Scenario records: what is wrong is said, all of it at once."""
+
+from __future__ import annotations
+
+import pytest
+
+from nestpipe.errors import ConfigError, DataError
+from nestpipe.generative.scenarios import Scenario, Scenarios
+
+THREE = Scenarios(
+    [
+        Scenario(name="feed", reward_weights={"ranking": 1.0, "diversity": 0.5}),
+        Scenario(name="detail", trigger="given", beam=20, latency_ms=50.0),
+        Scenario(name="cart", trigger="last", pool="in stock", behaviour_weights=(1.0, 2.0, 4.0)),
+    ]
+)
+
+
+def test_records_survive_their_file(tmp_path):
+    (tmp_path / "scenarios.json").write_text(THREE.to_json())
+    found = Scenarios.load(tmp_path / "scenarios.json")
+    assert list(found) == list(THREE)
+    assert [found.number(one.name) for one in found] == [0, 1, 2]
+    with pytest.raises(DataError, match=r"no scenario 'home'; there are feed, detail, cart"):
+        found.number("home")
+
+
+def test_the_trigger_follows_its_rule():
+    assert THREE["feed"].trigger_of(None, [1, 2]) is None
+    assert THREE["detail"].trigger_of(7, [1, 2]) == 7
+    assert THREE["cart"].trigger_of(None, [1, 2]) == 2
+    assert THREE["cart"].trigger_of(None, []) is None
+    with pytest.raises(DataError, match="names no trigger"):
+        THREE["detail"].trigger_of(None, [1])
+    with pytest.raises(DataError, match="names item 3"):
+        THREE["feed"].trigger_of(3, [1])
+
+
+def test_every_problem_is_named():
+    bad = Scenario(name="*", pool="", behaviour_weights=(0.0,), reward_weights={"fame": 1.0}, beam=0, latency_ms=-1)
+    with pytest.raises(ConfigError) as caught:
+        Scenarios([bad, Scenario(name="feed"), Scenario(name="feed"), Scenario(name="x", reward_weights={"format": 0})])
+    for word in ("name is", "pool is", "behaviour_weights", "fame", "beam is 0", "latency_ms", "several", "one must"):
+        assert word in str(caught.value), word
+    with pytest.raises(ConfigError, match="there is no scenario"):
+        Scenarios([])
+    with pytest.raises(ConfigError, match=r"reward_weights is \{\}; none may be below 0 and one must be above"):
+        Scenarios([Scenario(name="bare", reward_weights={})])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "not JSON"),
+        ("{}", "must be a list"),
+        ('[{"beam": 3}]', "object with a name"),
+        ('[{"name": "a", "bream": 3}]', "unknown keys bream"),
+        ('[{"name": "a", "beam": "wide"}]', "beam is 'wide'"),
+        ('[{"name": "a", "beam": true}]', "beam is True"),
+        ('[{"name": "a", "reward_weights": {"format": "x"}}]', "reward_weights"),
+        ('[{"name": "a", "trigger": "any"}]', "one of none, given, last"),
+    ],
+)
+def test_files_that_are_no_scenarios_are_refused(text, message):
+    with pytest.raises(ConfigError, match=message):
+        Scenarios.from_json(text)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="does not exist"):
+        Scenarios.load(tmp_path / "none.json")

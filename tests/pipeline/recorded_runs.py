@@ -1,0 +1,238 @@
+"""Training in every mode on real ranks, with a tap in each update: what ranks of the pipeline's tests run."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from itertools import count, islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from nestpipe.data.loader import Loader
+from nestpipe.distributed.process_group import World
+from nestpipe.embedding.admission import UsageLedger
+from nestpipe.embedding.chunked_exchange import shared_bits
+from nestpipe.embedding.prefetch_buffer import PrefetchBuffer
+from nestpipe.embedding.stale_rows import StaleRows
+from nestpipe.embedding.window import UNSHARED, Window
+from nestpipe.jagged import Batch, Cursor
+from nestpipe.pipeline import semi_async, stages
+from nestpipe.pipeline import sequential as sequential_module
+from nestpipe.pipeline.channels import Channels
+from nestpipe.pipeline.runner import BatchFeed, Runner
+from nestpipe.pipeline.schedule import Event, Schedule
+from nestpipe.pipeline.stages import BatchStage, BatchWork, Clip, MicroBatchStage, Rates, TrainState
+from tests.embedding.sharding_ranks import new_state
+
+Log = list[tuple[int, str, bytes, bytes]]  # (batch, table, ids, bits of the new rows)
+
+
+def batches_of(loader: Loader, start: int = 0) -> Iterator[Batch]:
+    """Batches from a step on."""
+    cursor = Cursor(0, 0)
+    for number in count():
+        if number >= start:
+            yield loader.batch(cursor)
+        cursor = loader.next_cursor(cursor)
+
+
+def rates_of(settings: dict[str, Any]) -> Callable[[int], Rates]:
+    """Rates that change from batch to batch, so that a late update with the wrong one shows."""
+    return lambda number: Rates(
+        dense=0.002 / (number + 1), rows=0.004 / (number + 1), clip=settings.get("clip", Clip())
+    )
+
+
+def peek(window: Window, name: str, piece: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Ids [K] that this rank owns in a window, ascending, their weights [K, D] as they are now, and which are in a half or slice."""
+    chunks = window.owner_chunks[name]
+    ids, order = torch.cat([owned.requests.ids for owned in chunks]).sort()
+    rows = window.tables.row_access[name].gather(window.row_refs[name]).index_select(0, order)
+    if window.split:
+        return ids, rows, shared_bits(chunks[0].shared.with_next, len(ids)).bool() ^ (piece == UNSHARED)
+    return ids, rows, torch.isin(ids, chunks[piece].requests.ids)
+
+
+class Taps(NamedTuple):
+    """Updates that note the bits of the rows they leave."""
+
+    batch: dict[str, BatchStage]
+    micro_batch: dict[str, MicroBatchStage]
+
+
+def tapped(
+    log: Log,
+    batch_stages: Mapping[str, BatchStage] = stages.BATCH_STAGES,
+    micro_batch_stages: Mapping[str, MicroBatchStage] = stages.MICRO_BATCH_STAGES,
+) -> Taps:
+    """Of a batch in halves or slices the bits are noted when all of it is done, each row as its own update left it."""
+    left: dict[tuple[int, str], torch.Tensor] = {}  # rows after the updates so far
+    num_left: Counter[tuple[int, str]] = Counter()
+
+    def note(work: BatchWork, piece: int) -> None:
+        window = work.window
+        for name in window.owner_chunks:
+            key, (ids, rows, is_own) = (work.number, name), peek(window, name, piece)
+            left[key] = torch.where(is_own.unsqueeze(1), rows, left.get(key, rows))
+            num_left[key] += 1
+            if num_left[key] == (2 if window.split else window.num_chunks):
+                log.append((*key, ids.numpy().tobytes(), left.pop(key).numpy().tobytes()))
+
+    def tap(change: BatchStage, piece: int) -> BatchStage:
+        def update(state: TrainState, work: BatchWork) -> None:
+            change(state, work)
+            note(work, piece)
+
+        return update
+
+    change_slice = micro_batch_stages["chunk update"]  # as it is now
+
+    def next_update(state: TrainState, work: BatchWork, number: int) -> None:
+        change_slice(state, work, number)
+        note(work, number + 1)
+
+    pieces = {"update": 0, "unshared update": UNSHARED}
+    return Taps({kind: tap(batch_stages[kind], piece) for kind, piece in pieces.items()}, {"chunk update": next_update})
+
+
+def delays(seed: int, longest_s: float) -> Callable[[str, Event], None]:
+    """Random waits before events, most of them none."""
+    sources: dict[str, random.Random] = {}
+
+    def before(stream: str, event: Event) -> None:
+        source = sources.setdefault(stream, random.Random(f"{seed}/{stream}"))
+        if source.random() < 0.3:
+            time.sleep(source.random() * longest_s)
+
+    return before
+
+
+def content(state: TrainState) -> dict[str, bytes]:
+    """All that training leaves behind on this rank."""
+    found = {f"dense/{name}": value.numpy().tobytes() for name, value in state.dense.export().items()}
+    for table_name, table in state.embedding.tables.items():
+        found |= {f"{table_name}/{name}": value.numpy().tobytes() for name, value in table.export().items()}
+    return found
+
+
+def prepared(world: World, path: Path, settings: dict[str, Any], channels: Channels) -> tuple[TrainState, Loader]:
+    state, loader = new_state(world, path, {"dtype": torch.float32, **settings}, channels)
+    holders = state.embedding.row_access
+    if settings.get("pool"):
+        holders |= {name: PrefetchBuffer(table) for name, table in state.embedding.tables.items()}
+    if settings.get("stale"):
+        holders |= {
+            name: StaleRows(holder, sync_steps=settings.get("sync_steps", 0)) for name, holder in holders.items()
+        }
+    return state, loader
+
+
+def sequential(
+    world: World, path: Path, settings: dict[str, Any], num_steps: int, channels: Channels
+) -> tuple[Log, dict[str, bytes]]:
+    """The plain loop, with the tap where the update is; rows are used in place."""
+    state, loader = prepared(world, path, {**settings, "pool": False}, channels)
+    log: Log = []
+    plain, sequential_module.update = sequential_module.update, tapped(log).batch["update"]
+    try:
+        for number, batch in enumerate(islice(batches_of(loader), num_steps)):
+            sequential_module.step(state, batch, rates_of(settings)(number))
+    finally:
+        sequential_module.update = plain
+    return sorted(log), content(state)
+
+
+def one_update_old(state: TrainState, batches: Iterator[Batch], rates: Callable[[int], Rates]) -> None:
+    """The plain loop with staleness 1, from where the state is."""
+    before = None
+    for batch in batches:
+        before = semi_async.step(state, batch, rates(state.num_steps), before)
+    if before is not None:
+        semi_async.finish(state, before)
+
+
+def sequential_stale(
+    world: World, path: Path, settings: dict[str, Any], num_steps: int, channels: Channels
+) -> tuple[Log, dict[str, bytes]]:
+    """The plain loop with staleness 1 after a synchronous warm-up, without barriers; rows are used in place."""
+    state, loader = prepared(world, path, {**settings, "pool": False, "stale": False}, channels)
+    log: Log = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sequential_module, "update", tapped(log).batch["update"])
+        patch.setattr(semi_async, "update", tapped(log).batch["update"])
+        batches, rates = islice(batches_of(loader), num_steps), rates_of(settings)
+        for number, batch in enumerate(islice(batches, settings.get("sync_steps", 0))):
+            sequential_module.step(state, batch, rates(number))
+        one_update_old(state, batches, rates)
+    return sorted(log), content(state)
+
+
+def pipelined(
+    world: World, path: Path, settings: dict[str, Any], num_steps: int, channels: Channels
+) -> tuple[Log, dict[str, bytes]]:
+    """The runner, with random delays if there is a seed; stops at barriers and goes on."""
+    state, loader = prepared(world, path, settings, channels)
+    clip_rows = settings.get("clip", Clip()).rows
+    split = settings.get("split", False) and not clip_rows
+    chosen = {"depth": settings.get("depth", 1), "clip_rows": clip_rows, "split": split}
+    chosen["num_chunks"] = 1 if clip_rows else settings.get("chunks", 1)
+    chosen["groups"] = state.embedding.replicas is not None
+    log: Log = []
+    schedule = Schedule.of(settings["mode"], state.micro_batching.micro_batches, **chosen)
+    taps = tapped(log)
+    runner = Runner(
+        state,
+        schedule,
+        batch_stages={**stages.BATCH_STAGES, **taps.batch},
+        micro_batch_stages={**stages.MICRO_BATCH_STAGES, **taps.micro_batch},
+    )
+    sync_steps = settings.get("sync_steps", 0) if settings.get("stale") else num_steps
+    if "seed" in settings:
+        runner.before = delays(settings["seed"] * 97 + world.rank, settings.get("longest_s", 0.002))
+    for end in sorted({*settings.get("barriers", ()), sync_steps, num_steps} - {0}):
+        runner.schedule = Schedule.of(
+            settings["mode"], state.micro_batching.micro_batches, **chosen, stale=state.num_steps >= sync_steps
+        )
+        feed = BatchFeed(
+            batches=batches_of(loader, state.num_steps), rates=rates_of(settings), num_batches=end - state.num_steps
+        )
+        runner.run(feed)
+        assert state.num_steps == end
+        for holder in state.embedding.row_access.values():
+            inner = holder.inner if isinstance(holder, StaleRows) else holder
+            assert not isinstance(inner, PrefetchBuffer) or not len(inner), "a row did not come home"
+    return sorted(log), content(state)
+
+
+def differences(
+    world: World, path: Path, settings: dict[str, Any], num_steps: int, arms: list[dict[str, Any]]
+) -> list[str]:
+    """Runs sequential once and every arm beside it; says what differs in which arm."""
+    channels = Channels.of(world).in_groups(settings.get("groups", 1))
+    num_evicted, choose = 0, UsageLedger.choose
+
+    def counting(ledger: UsageLedger, *arguments: Any, **named: Any) -> torch.Tensor:
+        nonlocal num_evicted
+        victims = choose(ledger, *arguments, **named)
+        num_evicted += len(victims)
+        return victims
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(UsageLedger, "choose", counting)
+        plain = sequential_stale if settings.get("stale") else sequential
+        log, end = plain(world, path, settings, num_steps, channels)
+    assert len(log) == num_steps
+    assert num_evicted or not settings.get("limits"), "rows must have been evicted for this to mean anything"
+    found = []
+    for arm in arms:
+        other_log, other_end = pipelined(world, path, {**settings, **arm}, num_steps, channels)
+        if other_log != log:
+            first = next((a for a, b in zip(log, other_log, strict=False) if a != b), log[-1])
+            found.append(f"rank {world.rank}, {arm}: batch {first[0]} updated other rows or bits")
+        found += [f"rank {world.rank}, {arm}: {name}" for name in end if end[name] != other_end.get(name)]
+    return found
