@@ -178,7 +178,7 @@ class Lab(Loopback):
         # Whatever the machine's default is: BBR stops sending every few round trips to measure the line, and an exchange
         # that is over sooner pays for that. Reno is the one that a namespace may always choose.
         _call("ip", "netns", "exec", name, "sysctl", "-qw", "net.ipv4.tcp_congestion_control=reno")
-        # A connection that was silent for 200 ms would feel its way again, in the middle of training (docs/many-machines.md).
+        # A connection that was silent for 200 ms would feel its way again, in the middle of training (docs/how-to/many-machines.md).
         _call("ip", "netns", "exec", name, "sysctl", "-qw", "net.ipv4.tcp_slow_start_after_idle=0")
         self._shape(name, DEVICE)
 

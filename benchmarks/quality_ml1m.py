@@ -10,7 +10,7 @@ model runs with the published settings, its first candidate.
 trains HSTU exactly and with rows one update old (the first epoch exact), and compares the two user by user.
 
 Each (model, seed) is appended to results/quality_ml1m.jsonl when it is done; what is there already is not run again, and a run
-that was interrupted goes on. `--write` renders the file into docs/quality.md.
+that was interrupted goes on. `--write` renders the file into docs/performance/quality.md.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from nestpipe.training.run_state import load_state
 
 NAME = "quality_ml1m"
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "quality.md"
+PAGE = ROOT / "docs" / "performance" / "quality.md"
 BEGIN, END = "<!-- quality_ml1m -->", "<!-- end of quality_ml1m -->"
 PUBLISHED = {  # HR@10, NDCG@10 of the README of Meta's generative-recommenders
     "sasrec": (0.2853, 0.1603),
@@ -174,7 +174,7 @@ HEADER = ["model", "settings", "seeds", *METRICS, "hr@10, 95 % over users", "pub
 
 
 def page(rows: list[list[str]]) -> str:
-    """docs/quality.md with the table in its place."""
+    """docs/performance/quality.md with the table in its place."""
     lines = [f"| {' | '.join(row)} |" for row in (HEADER, ["---"] * len(HEADER), *rows)]
     before, _, rest = PAGE.read_text().partition(BEGIN)
     return before + "\n".join([BEGIN, *lines, END]) + rest.partition(END)[2]
@@ -212,7 +212,7 @@ def main() -> None:
         "--stale", action="store_true", help=f"HSTU exact and with rows one update old, {STALE_EPOCHS} epochs, instead"
     )
     parser.add_argument("--quick", action="store_true", help="show what is on record and popularity; train nothing")
-    parser.add_argument("--write", action="store_true", help="put the table into docs/quality.md")
+    parser.add_argument("--write", action="store_true", help="put the table into docs/performance/quality.md")
     options = parser.parse_args()
     kinds = list(SIZES) * options.sizes + list(STALE) * options.stale
     options.models = options.models or kinds or ["hstu", "sasrec"]

@@ -1,6 +1,6 @@
 """How much code one step enters: files and lines, by package, traced.
 
-`python -m tests.code_gauge` writes the table into docs/tour.md. A list of files that its subject may edit is no gauge; a trace is.
+`python -m tests.code_gauge` writes the table into docs/project/tour.md. A list of files that its subject may edit is no gauge; a trace is.
 A file counts with all its lines as soon as one of its functions is called.
 """
 
@@ -24,7 +24,7 @@ from nestpipe.training.run_folder import Run
 from nestpipe.training.run_state import new_state
 
 ROOT = Path(nestpipe.__file__).resolve().parent
-TOUR = ROOT.parent / "docs" / "tour.md"
+TOUR = ROOT.parent / "docs" / "project" / "tour.md"
 BEGIN, END = "<!-- gauge -->", "<!-- end of gauge -->"
 NOT_CORE = ("data", "models", "ops")
 

@@ -35,7 +35,7 @@ _PACKAGE = Path(nestpipe.__file__).parent
 
 
 def public() -> dict[str, Any]:
-    """Everything that docs/stability.md promises."""
+    """Everything that docs/project/stability.md promises."""
     return {
         "names": {name: _shape(getattr(nestpipe, name)) for name in nestpipe.__all__ if name != "recipes"},
         "client": {name: _shape(getattr(client, name)) for name in dir(client) if _is_own(client, name)},

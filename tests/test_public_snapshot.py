@@ -8,7 +8,7 @@ from typing import Any
 from tests.public_snapshot import SNAPSHOT, public
 
 HOW = (
-    "If this is wanted: say so in docs/stability.md (a removed or renamed entry needs a new version number, a changed file "
+    "If this is wanted: say so in docs/project/stability.md (a removed or renamed entry needs a new version number, a changed file "
     "a new format number), then run 'python -m tests.public_snapshot' and commit tests/snapshots/public.json."
 )
 

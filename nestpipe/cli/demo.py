@@ -82,7 +82,9 @@ def _run(demo: DemoStage) -> int:
     run = shlex.quote(str(demo.out / "ranking"))
     demo.say(f"All {len(STEPS)} steps held. The report of the run: {demo.report}")
     demo.say(f"Next: nestpipe serve {run} --instances 2 --port 8700 --demo, and open http://127.0.0.1:8700/")
-    demo.say("      nestpipe train tiny --help; your own log: docs/own-data.md; the code: docs/tour.md")
+    demo.say(
+        "      nestpipe train tiny --help; your own log: docs/get-started/own-data.md; the code: docs/project/tour.md"
+    )
     return 0
 
 

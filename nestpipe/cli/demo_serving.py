@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _SPLIT = "2023-12-08"  # four fifths of the generated clicks are older
 _NUM_USERS, _NUM_CANDIDATES, _NUM_ROUNDS = 8, 64, 3
 _LEAD_S = 0.1  # what retrieval takes, in which the prefix is computed
-_TOLERANCE = 1e-5  # 32 bits; docs/serving.md
+_TOLERANCE = 1e-5  # 32 bits; docs/how-to/serve.md
 _MODEL = ("--model.features", "category", "tags", "price", "segment", "--model.num-blocks", "3", "--model.dim", "64")
 
 

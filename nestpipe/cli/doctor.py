@@ -241,7 +241,7 @@ def components() -> dict[str, dict[str, Standing]]:
 
 
 def markdown() -> str:
-    """The table of docs/devices.md."""
+    """The table of docs/how-to/devices.md."""
     lines = ["| component | CPU | CUDA | NPU |", "|---|---|---|---|"]
     for name, standing in components().items():
         lines.append(f"| {name} | " + " | ".join(standing[device] for device in DEVICES) + " |")

@@ -34,7 +34,7 @@ class SwapArguments:
 def main(argv: list[str]) -> int:
     text = (
         "Loads a checkpoint into running instances, which test it against itself and then serve new requests with it. Requests "
-        "under way are ended with the old model; docs/serving.md says more.\n\nExample: nestpipe swap runs/ranking runs/better"
+        "under way are ended with the old model; docs/how-to/serve.md says more.\n\nExample: nestpipe swap runs/ranking runs/better"
     )
     arguments = tyro.cli(SwapArguments, prog="nestpipe swap", description=text, args=argv)
     token = arguments.run / "serve" / "token"

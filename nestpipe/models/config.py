@@ -11,7 +11,7 @@ from nestpipe.ops.limits import MAX_BUCKETS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankingConfig:
-    """Predicts the labels of candidates from the history; see docs/ranking.md."""
+    """Predicts the labels of candidates from the history; see docs/concepts/ranking-models.md."""
 
     backbone: Literal["hstu", "fuxi"] = "hstu"
     """What turns history and candidates into states."""

@@ -1,6 +1,6 @@
 """Which code runs the attention op, and why.
 
-Each backend says what it can run; `choose` takes the fastest that can. The table below is also what docs/devices.md shows.
+Each backend says what it can run; `choose` takes the fastest that can. The table below is also what docs/how-to/devices.md shows.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One training step with rows one update old, start to end: sequential.py with two lines moved.
 
 Rows of a batch leave before the update of the batch before and always miss it, and nothing else; dense weights are never old.
-In a pipeline that is worth a wait: rows and gradients of neighbouring batches travel at any time (docs/pipeline.md). This is
+In a pipeline that is worth a wait: rows and gradients of neighbouring batches travel at any time (docs/concepts/pipeline.md). This is
 what such a pipeline is compared with, bit by bit.
 
     before = None

@@ -44,9 +44,9 @@ class ServeArguments:
     trigger: TriggerConfig = field(default_factory=TriggerConfig)
     limits: Limits = field(default_factory=Limits)
     instances: int = 0
-    """Start so many instances and a gateway in front of them, which takes --port; docs/fleet.md says more."""
+    """Start so many instances and a gateway in front of them, which takes --port; docs/how-to/fleet.md says more."""
     ray: int = 0
-    """Start so many replicas under Ray Serve instead, whose proxy takes --port; docs/fleet.md says more."""
+    """Start so many replicas under Ray Serve instead, whose proxy takes --port; docs/how-to/fleet.md says more."""
     retrieval: Path | None = None
     """Folder of a trained retrieval run for the gateway [default: means of this run's item vectors]."""
     stages: Stages = field(default_factory=Stages)
@@ -82,7 +82,7 @@ class ServeArguments:
 def parse(argv: Sequence[str]) -> ServeArguments:
     """The flags of a command line, checked."""
     example = "Example: nestpipe serve runs/ranking --port 8701 --trigger.budget-ms 50"
-    text = f"Serves a run that ranks or generates, as one instance; docs/serving.md says more.\n\n{example}"
+    text = f"Serves a run that ranks or generates, as one instance; docs/how-to/serve.md says more.\n\n{example}"
     arguments = tyro.cli(ServeArguments, prog="nestpipe serve", description=text, args=argv)
     arguments.check()
     return arguments

@@ -136,7 +136,7 @@ def _raw_s(arm: Case, constants: Constants, settings: CaseSettings) -> float:
 
 
 def table() -> str:
-    """All predictions with their errors, as Markdown; docs/simulate.md holds it."""
+    """All predictions with their errors, as Markdown; docs/how-to/simulate.md holds it."""
     constants = fit()
     lines = [
         "| model, fitted to the TorchRec row alone | figure | published | model | error |",

@@ -1,4 +1,4 @@
-"""docs/devices.md shows what the dispatch tables say."""
+"""docs/how-to/devices.md shows what the dispatch tables say."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from nestpipe.cli.doctor import components, markdown
 from nestpipe.ops import backends, native_library
 from nestpipe.ops.backends import TABLE, BackendRequest, decide
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "devices.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "devices.md"
 
 
 def test_the_page_shows_the_tables() -> None:
-    assert markdown() in PAGE.read_text(), "docs/devices.md is stale; paste nestpipe.cli.doctor.markdown() there"
+    assert markdown() in PAGE.read_text(), "docs/how-to/devices.md is stale; paste nestpipe.cli.doctor.markdown() there"
     assert {standing for row in components().values() for standing in row.values()} == {
         "tested here",
         "written, not run",

@@ -30,7 +30,7 @@ MET = {"hit_device", "join", "hit_host"}  # whoever computed the prefix ranked
 CLOUD = (
     "169.254.169.254",
     "metadata.google.internal",
-)  # Ray asks every machine whether it is a cloud's; docs/security.md
+)  # Ray asks every machine whether it is a cloud's; docs/project/security.md
 LISTENS, LOOPBACK = "0A", {"0100007F", "0000000000000000FFFF00000100007F"}  # as the kernel writes them
 
 

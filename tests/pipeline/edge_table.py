@@ -1,4 +1,4 @@
-"""`python -m tests.pipeline.edge_table`: the table of edges in docs/consistency.md, measured on two real ranks."""
+"""`python -m tests.pipeline.edge_table`: the table of edges in docs/concepts/consistency.md, measured on two real ranks."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import pytest
 from nestpipe.simulate.cases import ARMS, CaseSettings, results
 from nestpipe.simulate.published import MICRO_BATCHES, ROWS, TORCHREC, WORKERS, by_group_size, fit, predictions, table
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "simulate.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "simulate.md"
 
 
 def test_the_fitted_row_is_met():
@@ -22,7 +22,7 @@ def test_the_fitted_row_is_met():
 
 def test_the_page_shows_every_figure_with_its_error():
     shown, page = table(), PAGE.read_text()
-    assert shown in page, f"docs/simulate.md must hold this table:\n{shown}"
+    assert shown in page, f"docs/how-to/simulate.md must hold this table:\n{shown}"
     assert by_group_size() in page, f"and these lines:\n{by_group_size()}"
     num_figures = sum(
         getattr(row, name) is not None
