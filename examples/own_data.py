@@ -1,4 +1,4 @@
-"""Your own log: a CSV with your columns and text ids -> sequences -> model -> recommendation.
+"""Your own data: a CSV with your columns, text ids and a bad record -> sequences -> model -> recommendation.
 
 python examples/own_data.py
 """
@@ -16,13 +16,13 @@ SCHEMA = nestpipe.Schema(
     item="product",
     time="when",
     time_unit="iso8601",
-    user_encoding="dictionary",  # text ids are numbered; the folder keeps the dictionary
+    user_encoding="dictionary",  # text ids are numbered; the sequence folder keeps the dictionary
     item_encoding="dictionary",
 )
 
 
 def write_log(path: Path) -> None:
-    """200 customers who go round the shop, each from another shelf on; one record is broken."""
+    """200 customers who walk along the shelves, each from another start; the last record has no valid time."""
     lines = ["customer,product,when"]
     for customer in range(200):
         for visit in range(8):
@@ -42,7 +42,9 @@ def main(folder: Path) -> None:
 
     predictor = run.predictor()
     print(f"HR@10 {predictor.evaluate(progress=False).scalars()['hr@10']:.2f}")
-    print("items for the first customer:", predictor.recommend(int(sequences.users[0]), k=3).items)
+    customers = {name: number for number, name in sequences.texts("user").rows()}
+    products = dict(sequences.texts("item").rows())
+    print("for customer c7:", [products[item] for item in predictor.recommend(customers["c7"], k=3).items])
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Your own model: a backbone in a file of its own. Tables, loss, ranks, checkpoints, evaluation and reports come with it.
+"""Your own model: a backbone in a file of its own. Tables, loss, ranks, checkpoints, evaluation and reports are NestPipe's.
 
 nestpipe check-model examples.own_model:GRU
 nestpipe data synthetic --out data/tiny && nestpipe train examples.own_model:recipe --run runs/gru
