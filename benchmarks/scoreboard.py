@@ -1,9 +1,9 @@
 """The tables of docs/performance.md, rendered from benchmarks/results: the last full record of each question.
 
     python benchmarks/scoreboard.py           # prints the full table
-    python benchmarks/scoreboard.py --write   # writes it and the headline rows (headlines.py) into the page
+    python benchmarks/scoreboard.py --write   # writes it and the headline rows (headlines.py) into the page and the README
 
-A test compares the page with this, so no figure there is typed by hand. A range is 10-90 % over blocks.
+A test compares both with this, so no figure there is typed by hand. A range is 10-90 % over blocks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).resolve().parent / "results"
-PAGE = ROOT / "docs" / "performance.md"
+PAGE, README = ROOT / "docs" / "performance.md", ROOT / "README.md"
 Figures = dict[str, Any]
 Row = tuple[str, str, str, str]  # question, measured, reference and limit, command
 
@@ -293,24 +293,31 @@ def table() -> str:
     return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows())])
 
 
-def page(text: str) -> str:
-    """The page with both tables between their markers."""
-    from headlines import headline_table
+def pages() -> dict[Path, str]:
+    """The pages with their tables between the markers."""
+    from headlines import headline_table, readme_table
 
-    for name, content in (("headlines", headline_table()), ("scoreboard", table())):
-        begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
-        before, _, rest = text.partition(begin)
-        _, _, after = rest.partition(end)
-        text = f"{before}{begin}\n{content}\n{end}{after}"
-    return text
+    page = _between(PAGE.read_text(), "headlines", headline_table())
+    return {
+        PAGE: _between(page, "scoreboard", table()),
+        README: _between(README.read_text(), "figures", readme_table()),
+    }
+
+
+def _between(text: str, name: str, content: str) -> str:
+    begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
+    before, _, rest = text.partition(begin)
+    _, _, after = rest.partition(end)
+    return f"{before}{begin}\n{content}\n{end}{after}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--write", action="store_true", help="write the tables into docs/performance.md")
+    parser.add_argument("--write", action="store_true", help="write the tables into the README and docs/performance.md")
     options = parser.parse_args()
     if options.write:
-        PAGE.write_text(page(PAGE.read_text()))
+        for path, text in pages().items():
+            path.write_text(text)
     print(table())
 
 

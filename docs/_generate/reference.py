@@ -1,6 +1,6 @@
-"""Pages of the reference that are made from the code when the site is built: commands, configuration, HTTP, Python, file formats.
+"""Reference pages, generated from the code when the site is built: commands, configuration, HTTP, Python API, file formats.
 
-A hook of mkdocs (`hooks:` in mkdocs.yml). What is generated cannot go stale, and nobody edits it.
+A hook of mkdocs (`hooks:` in mkdocs.yml). It also copies CONTRIBUTING.md and CHANGELOG.md of the repository into the site.
 """
 
 from __future__ import annotations
@@ -11,107 +11,137 @@ import dataclasses
 import importlib
 import inspect
 import io
-import json
 import os
+import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
-
-from mkdocs.structure.files import File, Files
 
 import nestpipe
 from nestpipe.cli import COMMANDS, main
 from nestpipe.config import Config
 from nestpipe.registry import own_kinds
 
+ROOT = Path(__file__).resolve().parents[2]
 # Modules whose docstrings define a file format, and the constants with their versions.
 FORMATS = {
-    "Sequence folder": ("nestpipe.data.sequences", ("nestpipe.data.sequences:VERSION",)),
-    "Run folder": ("nestpipe.training.run_folder", ()),
-    "Checkpoint": ("nestpipe.checkpoint.manifest", ("nestpipe.checkpoint.manifest:FORMAT",)),
-    "Trace of steps": ("nestpipe.profiling.recorder", ("nestpipe.profiling.recorder:_VERSION",)),
-    "Semantic ids": ("nestpipe.generative.semantic_ids", ("nestpipe.generative.semantic_ids:FORMAT_VERSION",)),
+    "Sequence folder": ("nestpipe.data.sequences", "VERSION"),
+    "Quarantine": ("nestpipe.data.quarantine", ""),
+    "Run folder": ("nestpipe.training.run_folder", ""),
+    "Metrics": ("nestpipe.training.trackers", ""),
+    "Checkpoint": ("nestpipe.checkpoint.manifest", "FORMAT"),
+    "Trace of steps": ("nestpipe.profiling.recorder", "_VERSION"),
+    "Semantic ids": ("nestpipe.generative.semantic_ids", "FORMAT_VERSION"),
+    "Instructions": ("nestpipe.generative.instruction_store", "_FORMAT"),
+    "Event log": ("nestpipe.serve.event_log", ""),
 }
-SUBCOMMANDS = {
-    "data": ("ingest", "movielens", "kuairand", "amazon", "synthetic", "clicks", "inspect", "verify"),
-    "sid": ("build", "extend", "inspect"),
-    "checkpoint": ("inspect", "verify"),
-    "tune": ("balance", "pipeline"),
-    "train": ("tiny",),
+PYTHON = {
+    "Train and use a run": ("train", "Run", "Config"),
+    "Bring a model": ("register_backbone", "register_model", "Backbone", "Model", "Recommender", "ModelData", "Output"),
+    "Rows and randomness": ("TableSpec", "Lookup", "Rows", "Rng"),
+    "Data": ("Schema", "Feature", "Sequences", "Batch", "Jagged", "Cursor"),
+    "The pipeline without a run folder": (
+        *("build_state", "train_batches", "PipelineConfig", "EmbeddingConfig", "DenseConfig"),
+    ),
+    "Errors": ("NestPipeError",),
 }
+SUBCOMMANDS = {"tune": ("balance", "pipeline")}  # of commands whose usage has no {list}
+COPIED = {"project/contributing.md": "CONTRIBUTING.md", "project/changelog.md": "CHANGELOG.md"}
 
 
-def on_files(files: Files, config: Any) -> Files:
+def on_files(files: Any, config: Any) -> Any:
     """Adds the generated pages to those of the folder."""
-    for name, text in pages().items():
-        files.append(File.generated(config, f"reference/{name}.md", content=text))
+    from mkdocs.structure.files import File
+
+    for name, page in PAGES.items():
+        files.append(File.generated(config, name, content=page()))
     return files
 
 
-def pages() -> dict[str, str]:
-    """All generated pages by name."""
-    return {
-        "cli": commands(),
-        "configuration": configuration(),
-        "http": http(),
-        "python": python_api(),
-        "file-formats": file_formats(),
-    }
-
-
 def commands() -> str:
-    """The help of every command, as it prints it."""
+    """The help of every command."""
     parts = [
-        "# Commands\n\nWhat `--help` prints. Every command ends with exit code 2 and one message for a mistake of its user.\n"
+        "# Command line\n\nWhat `--help` prints. A mistake on the command line ends with one message and exit code 2.\n"
     ]
-    for name, (_, text) in COMMANDS.items():
-        parts.append(f"## nestpipe {name}\n\n{text[0].upper()}{text[1:]}.\n\n{_block(_help(name))}")
-        parts += [f"### nestpipe {name} {sub}\n\n{_block(_help(name, sub))}" for sub in SUBCOMMANDS.get(name, ())]
+    for name in COMMANDS:
+        text = _help(name)
+        parts.append(f"## nestpipe {name}\n\n{_block(text)}")
+        listed = re.search(r"\{([\w,-]+)\}", text.partition("\n")[0])
+        subs = listed[1].split(",") if listed else SUBCOMMANDS.get(name, ())
+        parts += [f"### nestpipe {name} {sub}\n\n{_block(_help(name, sub))}" for sub in subs]
+        if name == "train":
+            parts.append("Settings of a recipe: [Configuration](configuration.md).\n")
     return "\n".join(parts)
 
 
 def _help(*words: str) -> str:
-    shown = io.StringIO()
-    os.environ["COLUMNS"] = "100"
+    """What a command prints, without the frames that tyro draws."""
+    shown, columns = io.StringIO(), os.environ.get("COLUMNS")
+    os.environ["COLUMNS"] = "84"
     with contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit):
         main([*words, "--help"])
-    return shown.getvalue()
+    if columns is None:
+        del os.environ["COLUMNS"]
+    else:
+        os.environ["COLUMNS"] = columns
+    lines = []
+    for line in shown.getvalue().splitlines():
+        if title := re.fullmatch(r"╭─ (.*?) ─*╮", line):
+            lines += ["", f"{title[1]}:"]
+        elif re.fullmatch(r"╰─*╯|│ ─+ │", line):
+            continue
+        else:
+            lines.append("  " + line[2:-1].rstrip() if line.startswith("│") else line)
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines))
 
 
 def _block(text: str) -> str:
-    return f"```text\n{text.rstrip()}\n```\n"
+    return f"```text\n{text.strip()}\n```\n"
 
 
 def configuration() -> str:
     """Every setting of a run with its type, default and meaning."""
     parts = [
-        "# Configuration\n\nA run is a `nestpipe.Config`; recipes return one, flags override single values: the setting "
-        "`train.epochs` is the flag `--train.epochs`. The whole configuration stands in `RUN/config.json`.\n"
+        "# Configuration\n\nA run is a `nestpipe.Config`. A recipe returns one, and flags override single values: the setting "
+        "`train.epochs` is the flag `--train.epochs`. `RUN/config.json` records the whole configuration. The defaults here are "
+        "those of `Config()`; `nestpipe train RECIPE --help` shows those of a recipe.\n"
     ]
     default = Config()
+    parts.append(_section("Top level", Config, "", only=("seed",)))
     for field in dataclasses.fields(Config):
         value = getattr(default, field.name)
         if field.name != "model" and dataclasses.is_dataclass(value):
-            parts.append(_section(f"{field.name}", type(value), f"{field.name}."))
+            parts.append(_section(field.name, type(value), f"{field.name}."))
     for kind, settings in own_kinds().items():
         parts.append(_section(f"model: {kind}", settings, "model."))
     return "\n".join(parts)
 
 
-def _section(title: str, kind: type[Any], prefix: str) -> str:
-    rows = [f"## {title}\n\n{inspect.getdoc(kind)}\n", "| setting | default | meaning |", "|---|---|---|"]
-    texts = dict(_explained(kind))
+def _section(title: str, kind: type[Any], prefix: str, *, only: tuple[str, ...] = ()) -> str:
+    rows = [f"## {title}\n\n{inspect.getdoc(kind)}\n", "| setting | type | default | meaning |", "|---|---|---|---|"]
+    texts = dict(_field_docs(kind))
     for field in dataclasses.fields(kind):
+        if only and field.name not in only:
+            continue
         default = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
-        shown = f"`{default!r}`".replace("|", "\\|")
-        rows.append(f"| `{prefix}{field.name}` | {shown} | {texts.get(field.name, '')} |")
+        value = "" if default is dataclasses.MISSING else f"`{default!r}`"
+        cells = (f"`{prefix}{field.name}`", _type(str(field.type)), value, texts.get(field.name, ""))
+        rows.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
     return "\n".join(rows) + "\n"
 
 
-def _explained(kind: type[Any]) -> Iterator[tuple[str, str]]:
-    """The texts that stand below the fields of a dataclass, of its bases too."""
+def _type(annotation: str) -> str:
+    """'Literal["a", "b"]' -> 'a, b'."""
+    choices = re.fullmatch(r"Literal\[(.*)\]", annotation)
+    if choices:
+        return ", ".join(f"`{one.strip().strip(chr(34))}`" for one in choices[1].split(","))
+    return f"`{re.sub(r'[a-z_]+[.]', '', annotation)}`"
+
+
+def _field_docs(kind: type[Any]) -> Iterator[tuple[str, str]]:
+    """The docstrings below the fields of a dataclass and of its bases."""
     for base in reversed(kind.__mro__):
         if not dataclasses.is_dataclass(base):
             continue
@@ -120,54 +150,140 @@ def _explained(kind: type[Any]) -> Iterator[tuple[str, str]]:
         for statement, following in pairwise(statements):
             match statement, following:
                 case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
-                    yield name, " ".join(text.split()).replace("|", "\\|")
+                    yield name, " ".join(text.split())
 
 
 def http() -> str:
     """The calls of the services, from the OpenAPI documents that they serve."""
     from nestpipe.data.schema import Schema
-    from nestpipe.serve.config import Limits
-    from nestpipe.serve.openapi import gateway_document, instance_document
+    from nestpipe.serve import openapi
+    from nestpipe.serve.config import GatewayLimits, Limits
 
-    parts = ["# HTTP\n\nEach service also serves its OpenAPI document at `/openapi.json`.\n"]
-    for title, document in (
-        ("An instance", instance_document(Schema(), Limits())),
-        ("The gateway", gateway_document()),
-    ):
+    generative = openapi.generative_bodies(Schema(), Limits(), beam=64, scenarios=("feed", "cart"))
+    documents = {
+        "Ranking instance": openapi.document(Schema(), Limits()),
+        "Generative instance": openapi.generative_document(generative),
+        "Gateway": openapi.gateway_document(GatewayLimits()),
+    }
+    parts = [
+        "# HTTP\n\nEach service serves its OpenAPI document at `/openapi.json` and its metrics at `/metrics`. Bodies are JSON. "
+        'An error is `{"error": {"code": …, "message": …}}`. The tables show the fields of a log without features and the '
+        "default limits; events have one more field per feature of the log's schema.\n"
+    ]
+    for title, document in documents.items():
         parts.append(f"## {title}\n")
+        refusals: dict[str, str] = {}
         for path, calls in document["paths"].items():
             for method, call in calls.items():
                 parts.append(f"### {method.upper()} {path}\n\n{call.get('summary', '')}\n")
                 if body := call.get("requestBody"):
-                    schema = json.dumps(next(iter(body["content"].values()))["schema"], indent=2)
-                    parts.append(f"```json\n{schema}\n```\n")
+                    parts.append(_fields("request", _schema(body), document))
+                    parts.append(_fields("response", _schema(call["responses"]["200"]), document))
+                    refusals |= {code: each["description"] for code, each in call["responses"].items() if code != "200"}
+        rows = [f"| {code} | {text} |" for code, text in sorted(refusals.items())]
+        parts.append("\n".join(["### Refusals\n", "| status | meaning |", "|---|---|", *rows]) + "\n")
     return "\n".join(parts)
+
+
+def _schema(content: Mapping[str, Any]) -> Mapping[str, Any]:
+    found: Mapping[str, Any] = next(iter(content["content"].values()))["schema"]
+    return found
+
+
+def _resolve(schema: Mapping[str, Any], document: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A schema, or the one that its $ref names."""
+    while "$ref" in schema:
+        found: Any = document
+        for word in schema["$ref"].removeprefix("#/").split("/"):
+            found = found[word]
+        schema = found
+    return schema
+
+
+def _fields(title: str, schema: Mapping[str, Any], document: Mapping[str, Any]) -> str:
+    schema = _resolve(schema, document)
+    if not schema.get("properties"):
+        return f"The {title} has no fields.\n"
+    needed = schema.get("required", ())
+    rows = [f"| {title} | type | |", "|---|---|---|"]
+    for name, one in schema["properties"].items():
+        kind, limits = _kind(one, document)
+        notes = ["required"] * (name in needed and title == "request") + limits
+        rows.append(f"| `{name}` | {kind} | {', '.join(notes)} |")
+    return "\n".join(rows) + "\n"
+
+
+def _kind(schema: Mapping[str, Any], document: Mapping[str, Any]) -> tuple[str, list[str]]:
+    """The type of a field in words, and its limits."""
+    schema = _resolve(schema, document)
+    if "anyOf" in schema:
+        kinds = [_kind(one, document) for one in schema["anyOf"]]
+        return " or ".join(kind for kind, _ in kinds), [limit for _, limits in kinds for limit in limits]
+    if "enum" in schema:
+        return "one of " + ", ".join("null" if one is None else f"`{one}`" for one in schema["enum"]), []
+    kinds = schema.get("type", "any")
+    kinds = [kinds] if isinstance(kinds, str) else list(kinds)
+    limits = []
+    for key, text in (
+        ("minimum", "≥ {}"),
+        ("exclusiveMinimum", "> {}"),
+        ("maximum", "≤ {:,}"),
+        ("maxLength", "≤ {:,} characters"),
+    ):
+        if key in schema and abs(schema[key]) < 2**40:
+            limits.append(text.format(schema[key]))
+    if "maxItems" in schema:
+        limits.append(f"≤ {schema['maxItems']:,} entries")
+    if "array" in kinds and "items" in schema:
+        inner = _resolve(schema["items"], document)
+        names = ", ".join(f"`{name}`" for name in inner.get("properties", ()))
+        kinds[kinds.index("array")] = f"list of {_kind(inner, document)[0]}" + f" ({names})" * bool(names)
+    return " or ".join(kinds), limits
 
 
 def python_api() -> str:
     """The public names of `nestpipe`, with their docstrings."""
     parts = [
-        "# Python\n\nWhat `import nestpipe` offers; `nestpipe.recipes` holds the named runs, `nestpipe.client` the clients.\n"
+        "# Python API\n\nThe names of `import nestpipe`, the recipes and the HTTP clients. Everything else is internal "
+        "([stability](../project/stability.md)).\n"
     ]
-    for name in nestpipe.__all__:
-        if name != "recipes":
-            parts.append(f"::: nestpipe.{nestpipe._MODULES[name]}.{name}\n")
-    parts.append("## Recipes\n\n::: nestpipe.recipes\n")
-    parts.append("## Clients\n\n::: nestpipe.client\n")
+    grouped = {name for names in PYTHON.values() for name in names}
+    rest = tuple(name for name in nestpipe.__all__ if name not in grouped and name != "recipes")
+    for title, names in {**PYTHON, "Other": rest}.items():
+        found = [name for name in names if name in nestpipe.__all__]
+        parts += [f"## {title}\n"] * bool(found)
+        parts += [
+            f"::: nestpipe.{nestpipe._MODULES[name]}.{name}\n    options: {{heading_level: 3}}\n" for name in found
+        ]
+    for title, module in (("Recipes", "nestpipe.recipes"), ("HTTP clients", "nestpipe.client")):
+        parts.append(f"## {title}\n\n::: {module}\n    options: {{heading_level: 3, show_root_heading: false}}\n")
     return "\n".join(parts)
 
 
 def file_formats() -> str:
     """What is in the files that nestpipe writes, from the modules that write them."""
     parts = [
-        "# File formats\n\nA file of another version is refused with both versions in the message. Weights are safetensors, everything "
-        "else is JSON, JSONL, Parquet, SQLite or plain arrays; nothing that is read runs code.\n"
+        "# File formats\n\nA file of another version is refused, with both versions in the message. Weights are safetensors; "
+        "everything else is JSON, JSONL, Parquet, SQLite or plain arrays. Reading never executes code.\n"
     ]
-    for title, (module, constants) in FORMATS.items():
-        versions = [
-            f"version {getattr(importlib.import_module(one.split(':')[0]), one.split(':')[1])}" for one in constants
-        ]
-        text = inspect.getdoc(importlib.import_module(module)) or ""
+    for title, (module, constant) in FORMATS.items():
+        loaded = importlib.import_module(module)
+        version = f"Version {getattr(loaded, constant)}. " if constant else ""
         where = Path(*module.split(".")).with_suffix(".py")
-        parts.append(f"## {title}\n\n{', '.join(versions)} (`{where}`)\n\n{_block(text)}")
+        parts.append(f"## {title}\n\n{version}Defined in `{where}`.\n\n{_block(inspect.getdoc(loaded) or '')}")
     return "\n".join(parts)
+
+
+def copied(name: str) -> str:
+    """A page of the repository's root, with links as they are inside the site."""
+    return re.sub(r"\]\(docs/", "](../", (ROOT / name).read_text())
+
+
+PAGES: dict[str, Callable[[], str]] = {
+    "reference/cli.md": commands,
+    "reference/configuration.md": configuration,
+    "reference/http.md": http,
+    "reference/python.md": python_api,
+    "reference/file-formats.md": file_formats,
+    **{page: (lambda name=name: copied(name)) for page, name in COPIED.items()},
+}
