@@ -7,10 +7,14 @@ PIP := $(BIN)/python -m pip
 STAMP := $(VENV)/.installed
 PEERS := .venv-peers
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
+# Tests of one process each that neither kill ranks nor start services.
+FAST := $(addprefix tests/,data eval models profiling simulate pipeline/test_schedule.py serve/test_kv_cache.py \
+	serve/test_prefill_policy.py gateway/test_router.py test_config.py test_jagged.py test_links.py test_package.py \
+	test_project.py test_public_snapshot.py test_rng.py)
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test soak lint format types peers clean
+.PHONY: help install demo check test soak docs lint format types peers clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):[^#]*## */\1\t/p' Makefile | expand -t 10
@@ -20,8 +24,14 @@ install: $(STAMP)  ## make .venv with nestpipe and the development tools
 demo: install  ## run the demonstration; it checks itself
 	$(BIN)/nestpipe demo
 
+check: install lint types  ## lint, types and the fast tests; under 2 minutes on 2 cores
+	$(BIN)/python -m pytest -n 2 $(FAST)
+
 test: install lint types  ## lint, types and every test; what CI runs
 	$(BIN)/python -m pytest -n 2
+
+docs: $(VENV)/.docs  ## the documentation site in build/site; a warning is an error
+	PYTHONPATH=. NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 soak: install  ## the same tests with large counts; takes long
 	$(BIN)/python -m pytest -n 2 --soak --timeout=3600
@@ -30,14 +40,14 @@ lint: install  ## ruff: rules and format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-format: install  ## let ruff mend what it can
+format: install  ## let ruff fix what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 types: install  ## mypy --strict
 	$(BIN)/mypy
 
-peers: $(PEERS)/.installed  ## make .venv-peers, where benchmarks run TorchRec beside nestpipe
+peers: $(PEERS)/.installed  ## make .venv-peers, where benchmarks run TorchRec next to nestpipe
 
 clean:  ## remove what make made: environments, builds and caches
 	rm -rf $(VENV) $(PEERS) build nestpipe/ops/csrc/build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
@@ -67,6 +77,10 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PIP) install --quiet -c constraints.txt --no-build-isolation -e ".[dev]"
 	@$(BIN)/python -c "from nestpipe.ops.native_library import status; print('native extension:', status())" || \
 		echo "native extension: could not be tried; 'nestpipe doctor' explains"
+	@touch $@
+
+$(VENV)/.docs: $(STAMP)
+	$(PIP) install --quiet -c constraints.txt --no-build-isolation -e ".[docs]"
 	@touch $@
 
 # Only this pair loads with torch 2.13; its declared versions disagree, hence --no-deps and an environment of its own.

@@ -276,7 +276,10 @@ def file_formats() -> str:
 
 def copied(name: str) -> str:
     """A page of the repository's root, with links as they are inside the site."""
-    return re.sub(r"\]\(docs/", "](../", (ROOT / name).read_text())
+    text = re.sub(r"\]\(docs/", "](../", (ROOT / name).read_text())
+    for page, source in COPIED.items():
+        text = text.replace(f"]({source})", f"]({Path(page).name})")
+    return text
 
 
 PAGES: dict[str, Callable[[], str]] = {
