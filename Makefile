@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 PEERS := .venv-peers
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 # Tests of one process each that neither kill ranks nor start services.
-FAST := $(addprefix tests/,data eval models profiling simulate pipeline/test_schedule.py serve/test_kv_cache.py \
+FAST := $(addprefix tests/,data eval profiling simulate models/test_losses.py pipeline/test_schedule.py serve/test_kv_cache.py \
 	serve/test_prefill_policy.py gateway/test_router.py test_config.py test_jagged.py test_links.py test_package.py \
 	test_project.py test_public_snapshot.py test_rng.py)
 TORCH_INDEX := https://download.pytorch.org/whl/cpu

@@ -151,7 +151,7 @@ def _exchange_and_kernels() -> Iterator[Headline]:
         figure(found, "speedup_vs_tbe"),
         f"over nn.Embedding(sparse) {found['speedup_vs_torch_sparse']:.2f}x",
         "–",
-        f"the row gather alone is {found['of_row_gather']:.0%} of our step",
+        f"a bare row gather takes {found['of_row_gather']:.0%} of our step",
     )
     shapes = records("attention")[-1]["figures"].values()
     ratios, of_sgemm = [one["vs_padded"] for one in shapes], [one["of_sgemm"] for one in shapes]

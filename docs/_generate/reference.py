@@ -68,7 +68,7 @@ def commands() -> str:
     for name in COMMANDS:
         text = _help(name)
         parts.append(f"## nestpipe {name}\n\n{_block(text)}")
-        listed = re.search(r"\{([\w,-]+)\}", text.partition("\n")[0])
+        listed = re.search(r"\{([\w,-]+)\}$", text.strip().partition("\n\n")[0])
         subs = listed[1].split(",") if listed else SUBCOMMANDS.get(name, ())
         parts += [f"### nestpipe {name} {sub}\n\n{_block(_help(name, sub))}" for sub in subs]
         if name == "train":
@@ -79,22 +79,28 @@ def commands() -> str:
 def _help(*words: str) -> str:
     """What a command prints, without the frames that tyro draws."""
     shown, columns = io.StringIO(), os.environ.get("COLUMNS")
-    os.environ["COLUMNS"] = "84"
+    os.environ["COLUMNS"] = "88"
     with contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit):
         main([*words, "--help"])
     if columns is None:
         del os.environ["COLUMNS"]
     else:
         os.environ["COLUMNS"] = columns
-    lines = []
+    lines, framed = [], False
     for line in shown.getvalue().splitlines():
-        if title := re.fullmatch(r"╭─ (.*?) ─*╮", line):
-            lines += ["", f"{title[1]}:"]
-        elif re.fullmatch(r"╰─*╯|│ ─+ │", line):
-            continue
-        else:
-            lines.append("  " + line[2:-1].rstrip() if line.startswith("│") else line)
+        bare = line.strip("╭─╮│ ").rstrip()
+        if re.fullmatch(r"╭─ .* ─*╮| \w.*options *| (options|subcommands|positional arguments) *", line):
+            lines += ["", f"{bare}:"]
+            framed = True
+        elif not re.fullmatch(r"[ │╰─╯-]*", line) or not line:
+            inside = line.startswith("│") or (framed and line.startswith("  "))
+            lines += [line.strip("│").rstrip()] if inside else _wrapped(line)
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines))
+
+
+def _wrapped(line: str) -> list[str]:
+    indent = " " * 12 if line.startswith(("usage", "  ")) else ""
+    return textwrap.wrap(line, 86, subsequent_indent=indent, break_on_hyphens=False) or [""]
 
 
 def _block(text: str) -> str:
@@ -128,7 +134,7 @@ def _section(title: str, kind: type[Any], prefix: str, *, only: tuple[str, ...] 
         default = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
         value = "" if default is dataclasses.MISSING else f"`{default!r}`"
         cells = (f"`{prefix}{field.name}`", _type(str(field.type)), value, texts.get(field.name, ""))
-        rows.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
+        rows.append(f"| {' | '.join(cell.replace('|', 'or') for cell in cells)} |")
     return "\n".join(rows) + "\n"
 
 
@@ -136,7 +142,7 @@ def _type(annotation: str) -> str:
     """'Literal["a", "b"]' -> 'a, b'."""
     choices = re.fullmatch(r"Literal\[(.*)\]", annotation)
     if choices:
-        return ", ".join(f"`{one.strip().strip(chr(34))}`" for one in choices[1].split(","))
+        return ", ".join(f"`{one.strip()[1:-1]}`" for one in choices[1].split(","))
     return f"`{re.sub(r'[a-z_]+[.]', '', annotation)}`"
 
 
@@ -255,8 +261,10 @@ def python_api() -> str:
         parts += [
             f"::: nestpipe.{nestpipe._MODULES[name]}.{name}\n    options: {{heading_level: 3}}\n" for name in found
         ]
-    for title, module in (("Recipes", "nestpipe.recipes"), ("HTTP clients", "nestpipe.client")):
-        parts.append(f"## {title}\n\n::: {module}\n    options: {{heading_level: 3, show_root_heading: false}}\n")
+    bare = "heading_level: 3, show_root_heading: false, show_root_toc_entry: false"
+    recipes = ", ".join(nestpipe.recipes.RECIPES)
+    parts.append(f"## Recipes\n\n::: nestpipe.recipes\n    options: {{{bare}, members: [{recipes}]}}\n")
+    parts.append(f"## HTTP clients\n\n::: nestpipe.client\n    options: {{{bare}}}\n")
     return "\n".join(parts)
 
 
