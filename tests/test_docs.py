@@ -1,11 +1,12 @@
-"""Every command in README.md and docs/*.md is run, so that none can go stale.
+"""Every command in README.md and docs/ is run, and the generated pages are complete.
 
-Blocks of one page run in order and in one working folder, like a reader would type them. A block whose first line is
+Blocks of one page run in order and in one working folder, as a reader would type them. A block whose first line is
 `# needs: something` cannot run here; it is listed instead.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -115,6 +116,27 @@ def test_blocks_that_call_make_need_a_clone(page: Path) -> None:
         if re.search(r"^make\b", block.commands(), re.MULTILINE):
             where = f"{name_of(page)}:{block.line}"
             assert block.needs is not None, f"{where} calls make; its first line must be '# needs: a clone'"
+
+
+def test_the_reference_is_complete() -> None:
+    """What the site generates from the code: one section for each command, setting, call, public name and format."""
+    import nestpipe
+    from nestpipe.cli import COMMANDS
+    from nestpipe.config import Config, keys
+
+    spec = importlib.util.spec_from_file_location("reference", ROOT / "docs" / "_generate" / "reference.py")
+    assert spec is not None
+    assert spec.loader is not None
+    reference = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(reference)
+    pages = {Path(name).stem: page() for name, page in reference.PAGES.items()}
+    assert [name for name in COMMANDS if f"\n## nestpipe {name}\n" not in pages["cli"]] == []
+    assert "usage: nestpipe data ingest" in pages["cli"]
+    own = [key for key in keys(Config()) if not key.startswith("model.")]
+    assert [key for key in own if f"| `{key}` |" not in pages["configuration"]] == []
+    assert {"### POST /v1/rank", "### POST /v1/generate", "### POST /v1/recommend"} <= {*pages["http"].splitlines()}
+    assert [name for name in nestpipe.__all__ if f".{name}\n" not in pages["python"]] == []
+    assert pages["file-formats"].count("\nVersion ") >= 4
 
 
 PAGE = """
