@@ -32,7 +32,7 @@ FORMATS = {
     "Run folder": ("nestpipe.training.run_folder", ""),
     "Metrics": ("nestpipe.training.trackers", ""),
     "Checkpoint": ("nestpipe.checkpoint.manifest", "FORMAT"),
-    "Trace of steps": ("nestpipe.profiling.recorder", "_VERSION"),
+    "Trace of steps": ("nestpipe.profiling.trace_file", "_VERSION"),
     "Semantic ids": ("nestpipe.generative.semantic_ids", "FORMAT_VERSION"),
     "Instructions": ("nestpipe.generative.instruction_store", "_FORMAT"),
     "Event log": ("nestpipe.serve.event_log", ""),
@@ -47,7 +47,6 @@ PYTHON = {
     ),
     "Errors": ("NestPipeError",),
 }
-SUBCOMMANDS = {"tune": ("balance", "pipeline")}  # of commands whose usage has no {list}
 COPIED = {"project/contributing.md": "CONTRIBUTING.md", "project/changelog.md": "CHANGELOG.md"}
 
 
@@ -66,11 +65,8 @@ def commands() -> str:
         "# Command line\n\nWhat `--help` prints. A mistake on the command line ends with one message and exit code 2.\n"
     ]
     for name in COMMANDS:
-        text = _help(name)
+        text = _help(*name.split())
         parts.append(f"## nestpipe {name}\n\n{_block(text)}")
-        listed = re.search(r"\{([\w,-]+)\}$", text.strip().partition("\n\n")[0])
-        subs = listed[1].split(",") if listed else SUBCOMMANDS.get(name, ())
-        parts += [f"### nestpipe {name} {sub}\n\n{_block(_help(name, sub))}" for sub in subs]
         if name == "train":
             parts.append("Settings of a recipe: [Configuration](configuration.md).\n")
     return "\n".join(parts)
@@ -163,13 +159,13 @@ def http() -> str:
     """The calls of the services, from the OpenAPI documents that they serve."""
     from nestpipe.data.schema import Schema
     from nestpipe.serve import openapi
-    from nestpipe.serve.config import GatewayLimits, Limits
+    from nestpipe.serve.config import Limits
 
-    generative = openapi.generative_bodies(Schema(), Limits(), beam=64, scenarios=("feed", "cart"))
+    generative = openapi.generative_calls(Limits(), beam=64, scenarios=("feed", "cart"))
     documents = {
-        "Ranking instance": openapi.document(Schema(), Limits()),
-        "Generative instance": openapi.generative_document(generative),
-        "Gateway": openapi.gateway_document(GatewayLimits()),
+        "Ranking instance": openapi.instance_document(Schema(), Limits()),
+        "Generative instance": openapi.generative_document(Schema(), generative),
+        "Gateway": openapi.gateway_document(),
     }
     parts = [
         "# HTTP\n\nEach service serves its OpenAPI document at `/openapi.json` and its metrics at `/metrics`. Bodies are JSON. "
@@ -233,7 +229,7 @@ def _kind(schema: Mapping[str, Any], document: Mapping[str, Any]) -> tuple[str, 
     for key, text in (
         ("minimum", "≥ {}"),
         ("exclusiveMinimum", "> {}"),
-        ("maximum", "≤ {:,}"),
+        ("maximum", "≤ {:,.15g}"),
         ("maxLength", "≤ {:,} characters"),
     ):
         if key in schema and abs(schema[key]) < 2**40:
