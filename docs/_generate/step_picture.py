@@ -19,8 +19,9 @@ from collections.abc import Iterator
 from html import escape
 from pathlib import Path
 
-from nestpipe.profiling.overlap import StepTimes, choose
-from nestpipe.profiling.recorder import RankTrace, Span, load
+from nestpipe.profiling.overlap import StepTimes
+from nestpipe.profiling.overlap_report import choose
+from nestpipe.profiling.trace_file import RankTrace, Span, load
 
 ROOT = Path(__file__).resolve().parents[2]
 RUNS = ROOT / "build" / "step-picture"
