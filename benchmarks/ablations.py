@@ -5,7 +5,7 @@ difference between two arms is taken seed by seed. Effect ± standard error of t
 beyond twice the error on the other side, else "open". What an arm is worth is expected under the world's own probabilities.
 
     python benchmarks/ablations.py                 all arms; those with a record are not run again
-    python benchmarks/ablations.py --write         no runs: the table of what is recorded, into docs/concepts/generative.md
+    python benchmarks/ablations.py --write         no runs: the table of what is recorded, into docs/how-to/instructions.md
 """
 
 from __future__ import annotations
