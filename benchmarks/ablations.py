@@ -24,7 +24,7 @@ from ablation_arms import ARMS
 
 NAME = "ablations"
 SEEDS = (0, 1, 2)
-PAGE = measure.ROOT / "docs" / "how-to" / "instructions.md"
+PAGE = measure.ROOT / "docs" / "concepts" / "generative.md"
 BEGIN, END = "<!-- ablations -->", "<!-- end of ablations -->"
 
 

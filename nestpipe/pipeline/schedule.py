@@ -3,7 +3,7 @@
 An `Event` is one stage of one batch (and part) on one rank. Three things decide when it runs:
 
 `needs(event)`      what must be done before, here and, for messages, on every rank. These are the true dependencies: any
-                    order that respects them has the bits of the sequential step (docs/concepts/consistency.md).
+                    order that respects them has the bits of the sequential step (docs/concepts/exactness.md).
 `program(lane)`     the order in which a lane, one thread, takes its events.
 `lets_pass(event)`  what goes first though the event does not need it: cores are for what other ranks wait for.
 

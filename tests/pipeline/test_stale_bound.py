@@ -1,4 +1,4 @@
-"""Training with rows one update old converges as docs/concepts/consistency.md says: on strongly convex quadratics, step by step.
+"""Training with rows one update old converges as docs/concepts/exactness.md says: on strongly convex quadratics, step by step.
 
 Every batch holds every row, so every row is stale in every step; dense weights, which are never old, are part of the sum of
 squares too.
