@@ -19,8 +19,9 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from nestpipe.cli.data_describe import describe
 from nestpipe.data import public_datasets
+from nestpipe.data.config import ClicksConfig, Format, SyntheticConfig
 from nestpipe.data.ingest import BuildOptions, SideTable, write_sequences
-from nestpipe.data.log_reader import Format, LogSource
+from nestpipe.data.log_reader import LogSource
 from nestpipe.data.schema import Encoding, Feature, Label, Schema, TimeUnit
 from nestpipe.data.sequences import Sequences
 from nestpipe.errors import ConfigError
@@ -264,7 +265,7 @@ def main(argv: list[str]) -> int:
 
 def _synthetic() -> type[Command]:
     """Its flags are the fields of its config, which is imported only here: it draws in the generator's dependencies."""
-    from nestpipe.data.synthetic_sequences import SyntheticConfig, ingest_synthetic
+    from nestpipe.data.synthetic_sequences import ingest_synthetic
 
     @dataclass(frozen=True, slots=True, kw_only=True)
     class Synthetic:
@@ -286,7 +287,7 @@ def _synthetic() -> type[Command]:
 
 def _clicks() -> type[Command]:
     """Likewise."""
-    from nestpipe.data.synthetic_clicks import ClicksConfig, ingest_clicks
+    from nestpipe.data.synthetic_clicks import ingest_clicks
 
     @dataclass(frozen=True, slots=True, kw_only=True)
     class Clicks:

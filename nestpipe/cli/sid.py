@@ -18,11 +18,12 @@ from nestpipe.data.config import DataConfig
 from nestpipe.data.sequences import Sequences
 from nestpipe.data.splits import make_split
 from nestpipe.errors import ConfigError, DataError
+from nestpipe.generative.config import Encoder, SidConfig
 from nestpipe.generative.cooccurrence import DIM as BEHAVIOUR_DIM
 from nestpipe.generative.cooccurrence import behaviour_vectors, fuse
-from nestpipe.generative.semantic_ids import Registry, SidConfig
+from nestpipe.generative.semantic_ids import Registry
 from nestpipe.generative.sid_stats import Diagnostics, diagnose
-from nestpipe.generative.text_encoder import Encoder, cache_folder, encode_texts
+from nestpipe.generative.text_encoder import cache_folder, encode_texts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,20 +18,20 @@ from torch import Tensor
 from nestpipe.data.schema import Label
 from nestpipe.data.sequences import Sequences
 from nestpipe.errors import ConfigError, DataError
+from nestpipe.generative.config import Encoder, EndpointConfig, ThinkConfig
 from nestpipe.generative.instruction_store import INSTRUCTIONS, SqliteStore, version_of
-from nestpipe.generative.llm_provider import EndpointConfig, OpenAICompatibleProvider, TemplateProvider
+from nestpipe.generative.llm_provider import OpenAICompatibleProvider, TemplateProvider
 from nestpipe.generative.nearline_job import (
     FolderHistoryFeed,
     History,
     HistoryFeed,
     JobLedger,
     NearlineJob,
-    ThinkConfig,
     ledger_of,
 )
 from nestpipe.generative.prompt_builder import CoVisits, InstructionProvider, RequestBuilder, item_texts
 from nestpipe.generative.semantic_ids import Registry
-from nestpipe.generative.text_encoder import Encoder, encode_texts
+from nestpipe.generative.text_encoder import encode_texts
 from nestpipe.models.config import EncDecConfig
 from nestpipe.serve.event_log import EventLog
 from nestpipe.serve.open_service import open_histories

@@ -9,7 +9,8 @@ from typing import Annotated
 
 import tyro
 
-from nestpipe.checkpoint.origin import InitFrom, Word
+from nestpipe.checkpoint.config import Word
+from nestpipe.checkpoint.origin import InitFrom
 from nestpipe.config import Config, keys, unknown_key
 from nestpipe.errors import ConfigError
 from nestpipe.recipes import RECIPES
