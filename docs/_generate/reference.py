@@ -22,7 +22,7 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 import nestpipe
-from nestpipe.cli import COMMANDS, main
+from nestpipe.cli import SECTIONS, main
 from nestpipe.config import Config
 from nestpipe.registry import own_kinds
 
@@ -33,13 +33,6 @@ FORMATS = {
     "Checkpoint": ("nestpipe.checkpoint.manifest", ("nestpipe.checkpoint.manifest:FORMAT",)),
     "Trace of steps": ("nestpipe.profiling.recorder", ("nestpipe.profiling.recorder:_VERSION",)),
     "Semantic ids": ("nestpipe.generative.semantic_ids", ("nestpipe.generative.semantic_ids:FORMAT_VERSION",)),
-}
-SUBCOMMANDS = {
-    "data": ("ingest", "movielens", "kuairand", "amazon", "synthetic", "clicks", "inspect", "verify"),
-    "sid": ("build", "extend", "inspect"),
-    "checkpoint": ("inspect", "verify"),
-    "tune": ("balance", "pipeline"),
-    "train": ("tiny",),
 }
 
 
@@ -66,9 +59,11 @@ def commands() -> str:
     parts = [
         "# Commands\n\nWhat `--help` prints. Every command ends with exit code 2 and one message for a mistake of its user.\n"
     ]
-    for name, (_, text) in COMMANDS.items():
-        parts.append(f"## nestpipe {name}\n\n{text[0].upper()}{text[1:]}.\n\n{_block(_help(name))}")
-        parts += [f"### nestpipe {name} {sub}\n\n{_block(_help(name, sub))}" for sub in SUBCOMMANDS.get(name, ())]
+    for title, commands in SECTIONS.items():
+        parts.append(f"## {title}\n")
+        parts += [f"### nestpipe {name}\n\n{_block(_help(*name.split()))}" for name in commands]
+        if "train" in commands:
+            parts.append(f"### nestpipe train tiny\n\n{_block(_help('train', 'tiny'))}")
     return "\n".join(parts)
 
 

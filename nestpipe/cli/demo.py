@@ -11,17 +11,16 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import tyro
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from nestpipe.checkpoint import folders as checkpoint_folders
 from nestpipe.checkpoint import reader as checkpoint_reader
+from nestpipe.cli.arguments import DemoArguments
 from nestpipe.cli.demo_generation import generate
 from nestpipe.cli.demo_serving import relay, serve, shut_down
 from nestpipe.cli.demo_stage import DemoStage, InterruptedDemo, check, scratch_in, signals_interrupt
@@ -38,20 +37,7 @@ _MICRO_BATCHES = ("--pipeline.micro-batches", "3", "--train.num-threads", "1")
 _NESTED = (*_MICRO_BATCHES, "--pipeline.mode", "nested")
 
 
-@dataclass(frozen=True, kw_only=True)
-class DemoArguments:
-    out: Path = Path("demo-out")
-    """Folder for everything the demo writes; an earlier demo's folder is replaced."""
-    quick: bool = False
-    """Train for a moment only: checks the commands, not the quality."""
-
-
-def main(argv: list[str]) -> int:
-    description = (
-        "Runs the product once on generated data and checks every step: ingest, train, compare, evaluate, serve, generate, shut "
-        "down. Ctrl-C ends every process it started.\n\nExample: nestpipe demo --out demo-out"
-    )
-    arguments = tyro.cli(DemoArguments, prog="nestpipe demo", description=description, args=argv)
+def main(arguments: DemoArguments) -> int:
     _empty_folder(arguments.out)
     demo = DemoStage(arguments.out, quick=arguments.quick, console=Console(emoji=False))
     with signals_interrupt(), scratch_in(demo.out / "scratch"):

@@ -16,16 +16,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import tyro
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from torch.nn import functional as F
 
+from nestpipe.cli.arguments import DoctorArguments
 from nestpipe.distributed.process_group import EXCHANGES
 from nestpipe.jagged import Jagged
 from nestpipe.ops.attention import attention_layout, jagged_attention
@@ -198,16 +197,8 @@ def show(results: Sequence[MachineCheck], console: Console) -> None:
     console.print(table)
 
 
-@dataclass(frozen=True, kw_only=True)
-class DoctorArguments:
-    json: bool = False
-    """Print JSON instead of a table."""
-
-
-def main(argv: Sequence[str]) -> int:
-    """`nestpipe doctor [--json]`; returns 1 if any check failed."""
-    description = "What this machine can run, and what is missing.\n\nExample: nestpipe doctor --json"
-    arguments = tyro.cli(DoctorArguments, prog="nestpipe doctor", description=description, args=argv)
+def main(arguments: DoctorArguments) -> int:
+    """Returns 1 if any check failed."""
     results = examine()
     if arguments.json:
         sys.stdout.write(json.dumps([dataclasses.asdict(check) for check in results], indent=2) + "\n")

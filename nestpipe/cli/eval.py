@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict
 from typing import Literal
 
-import tyro
 from rich.console import Console
 
 from nestpipe.atomic_files import replace_file
 from nestpipe.checkpoint import folders as checkpoint_folders
 from nestpipe.checkpoint.manifest import Manifest
+from nestpipe.cli.arguments import EvalArguments
 from nestpipe.errors import ConfigError
 from nestpipe.eval.compare import Comparison, compare
 from nestpipe.eval.label_report import LabelComparison, LabelReport, compare_tasks
@@ -24,23 +23,7 @@ from nestpipe.eval.topk_metrics import Interval
 from nestpipe.training.run_folder import Run
 
 
-@dataclass(frozen=True, kw_only=True)
-class EvalArguments:
-    run: tyro.conf.Positional[Path]
-    """Folder of the run."""
-    compare: Path | None = None
-    """Another run on the same data: each metric with the paired 95 % interval of its difference."""
-    step: int | None = None
-    """Checkpoint of RUN to evaluate [default: the best one if the run validated, else the latest]."""
-    target: Literal["test", "validation"] = "test"
-    """Which held-out events to rank."""
-    json: bool = False
-    """Print JSON instead of tables."""
-
-
-def main(argv: list[str]) -> int:
-    example = "Example: nestpipe eval runs/a --compare runs/b"
-    arguments = tyro.cli(EvalArguments, prog="nestpipe eval", description=f"Evaluates a run.\n\n{example}", args=argv)
+def main(arguments: EvalArguments) -> int:
     run = Run.open(arguments.run)
     report = evaluate_run(run, step=arguments.step, target=arguments.target)
     if arguments.compare is not None:

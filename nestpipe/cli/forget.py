@@ -7,12 +7,10 @@ import json
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
-import tyro
-
 from nestpipe.atomic_files import replace_file
+from nestpipe.cli.arguments import ForgetArguments
 from nestpipe.config import Config
 from nestpipe.data.array_files import remove_stale
 from nestpipe.data.erase_user import forget_user
@@ -25,21 +23,7 @@ from nestpipe.serve.service_folder import EVENTS
 from nestpipe.training.run_folder import Run
 
 
-@dataclass(frozen=True, kw_only=True)
-class ForgetArguments:
-    runs: tyro.conf.Positional[tuple[Path, ...]]
-    """Folders of all runs on one sequence folder."""
-    user: int
-    """Id of the user."""
-
-
-def main(argv: list[str]) -> int:
-    text = (
-        "Removes a user from the sequence folder of some runs and from their event logs. Instances that serve them notice "
-        "within a second and drop all prefixes. A run on the same data that is not named will refuse it as other data.\n\n"
-        "Example: nestpipe forget runs/ranking --user 42"
-    )
-    arguments = tyro.cli(ForgetArguments, prog="nestpipe forget", description=text, args=argv)
+def main(arguments: ForgetArguments) -> int:
     num_stored, num_logged = forget(arguments.runs, arguments.user)
     print(f"user {arguments.user}: {num_stored:,} stored and {num_logged:,} logged events are gone")
     print("weights that were trained with them stay as they are; train again to have them without")
@@ -56,7 +40,8 @@ def forget(runs: Sequence[Path], user: int) -> tuple[int, int]:
     """
     folders = {Path(Config.load(run / "config.json").data.path).resolve() for run in runs}
     if len(folders) != 1:
-        raise ConfigError(f"the runs have {len(folders)} sequence folders; name runs on one of them at a time.")
+        shown = f"are on {len(folders)} sequence folders" if folders else "are not named"
+        raise ConfigError(f"the runs {shown}; name all runs on one sequence folder.")
     (folder,) = folders
 
     def announce(digest: str) -> None:

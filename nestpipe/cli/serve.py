@@ -12,7 +12,7 @@ import torch
 
 from nestpipe.errors import ConfigError
 from nestpipe.models.config import EncDecConfig
-from nestpipe.serve.arguments import ServeArguments, parse
+from nestpipe.serve.arguments import ServeArguments
 from nestpipe.serve.model_versions import VersionFile, VersionRecord, load_beside
 from nestpipe.serve.open_service import open_engine, open_run
 from nestpipe.serve.prefill import ServedModel
@@ -20,8 +20,7 @@ from nestpipe.serve.service_folder import EVENTS, kept_secret
 from nestpipe.training.run_folder import Run
 
 
-def main(argv: list[str]) -> int:
-    arguments = parse(argv)
+def main(arguments: ServeArguments) -> int:
     if arguments.ray:
         from nestpipe.cli.serve_ray import serve_on_ray
 

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Annotated
-
-import tyro
+from dataclasses import replace
 
 from nestpipe.atomic_files import replace_file
+from nestpipe.cli.arguments import SimulateArguments
 from nestpipe.errors import ConfigError
 from nestpipe.profiling.recorder import load
 from nestpipe.simulate import published
@@ -21,32 +18,7 @@ from nestpipe.simulate.drawing import draw
 DRAWN = tuple(2**power for power in range(3, 13))  # 8 to 4,096 workers
 
 
-@dataclass(frozen=True, kw_only=True)
-class SimulateArguments:
-    workers: int = published.WORKERS
-    """How many workers train; each has the work of one recorded rank."""
-    run: Annotated[Path | None, tyro.conf.arg(name="from")] = None
-    """Folder of a run that recorded its steps on two or more ranks with --pipeline.trace-steps N: its constants."""
-    constants: Path | None = None
-    """File of constants that --save wrote [default: those of the published TorchRec row]."""
-    micro_batches: int = published.MICRO_BATCHES
-    """Parts (micro-batches) of a batch, in arms that have parts."""
-    group_size: int = published.GROUP_SIZES[1]
-    """Workers that hold the table once, in arms with groups."""
-    duplicates: float | None = None
-    """Uses of a row in a batch, which TorchRec-like arms all send; a trace does not know it [default: 1]."""
-    save: Path | None = None
-    """File for the constants."""
-    out: Path = Path("simulate.svg")
-    """File for the drawing of 8 to 4,096 workers."""
-    published: bool = False
-    """Print the published table beside what the model, fitted to its TorchRec row alone, gives; and nothing else."""
-
-
-def main(argv: list[str]) -> int:
-    example = "Example: nestpipe simulate --workers 1536"
-    description = f"Says what a training step would take on many workers, in a model, and draws it.\n\n{example}"
-    arguments = tyro.cli(SimulateArguments, prog="nestpipe simulate", description=description, args=argv)
+def main(arguments: SimulateArguments) -> int:
     if arguments.published:
         print(f"{published.table()}\n\nThe size of groups is not published:\n{published.by_group_size()}")
         return 0

@@ -2,41 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import tyro
-
+from nestpipe.cli.arguments import SwapArguments
 from nestpipe.errors import ConfigError
 
 
-@dataclass(frozen=True, kw_only=True)
-class SwapArguments:
-    run: tyro.conf.Positional[Path]
-    """Folder of the run that 'nestpipe serve' was started with; its token is there."""
-    new: tyro.conf.Positional[Path | None] = None
-    """Folder of the run to serve from now on; on the same sequence folder."""
-    step: int | None = None
-    """Checkpoint of it [default: the best one if the run validated, else the latest]."""
-    share: float | None = None
-    """Compare: only this share of the users (0 .. 1, by a hash) gets the new model; 0 ends the comparison."""
-    host: str = "127.0.0.1"
-    """As --admin-host given to 'nestpipe serve'."""
-    admin_port: int = 8751
-    """As given to 'nestpipe serve'."""
-    instances: int = 0
-    """As given to 'nestpipe serve': each instance is told, one after the other."""
-    timeout_s: float = 600.0
-    """How long one instance may take to load, test and measure the model."""
-
-
-def main(argv: list[str]) -> int:
-    text = (
-        "Loads a checkpoint into running instances, which test it against itself and then serve new requests with it. Requests "
-        "under way are ended with the old model; docs/how-to/serve.md says more.\n\nExample: nestpipe swap runs/ranking runs/better"
-    )
-    arguments = tyro.cli(SwapArguments, prog="nestpipe swap", description=text, args=argv)
+def main(arguments: SwapArguments) -> int:
     token = arguments.run / "serve" / "token"
     if not token.exists():
         raise ConfigError(f"{token} is not there: name the run that 'nestpipe serve' was started with.")

@@ -7,18 +7,17 @@ import sqlite3
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-import tyro
 from torch import Tensor
 
+from nestpipe.cli.arguments import ThinkArguments
 from nestpipe.data.schema import Label
 from nestpipe.data.sequences import Sequences
 from nestpipe.errors import ConfigError, DataError
-from nestpipe.generative.config import Encoder, EndpointConfig, ThinkConfig
+from nestpipe.generative.config import Encoder
 from nestpipe.generative.instruction_store import INSTRUCTIONS, SqliteStore, version_of
 from nestpipe.generative.llm_provider import OpenAICompatibleProvider, TemplateProvider
 from nestpipe.generative.nearline_job import (
@@ -42,33 +41,7 @@ from nestpipe.training.run_folder import Run
 _LINE_S = 15.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class ThinkArguments:
-    path: tyro.conf.Positional[Path]
-    """Folder of a generative run, whose event log is read too; or a sequence folder."""
-    ids: Path | None = None
-    """Folder of semantic ids [default: those of the run]; a sequence folder needs it."""
-    store: Path | None = None
-    """File of the instructions [default: RUN/serve/instructions.sqlite]; a sequence folder needs it."""
-    think: ThinkConfig = field(default_factory=ThinkConfig)
-    endpoint: EndpointConfig = field(default_factory=EndpointConfig)
-    api_key_file: Path | None = None
-    """File with the endpoint's key, if it wants one."""
-    follow: bool = False
-    """Go on until interrupted, looking for new events every few seconds."""
-    every_s: float = 5.0
-    """With --follow: seconds between two looks."""
-    quiet: bool = False
-    """Print nothing but errors."""
-
-
-def main(argv: list[str]) -> int:
-    text = (
-        "Writes instructions for a generative model, near-line: for users with new events, at most once in a window, skipping what is "
-        "unchanged. Ctrl-C or a crash loses nothing; the next start goes on. Without --endpoint.url a template writes the texts.\n\n"
-        "Example: nestpipe think runs/beauty_sid --endpoint.url http://127.0.0.1:8000/v1 --endpoint.model Qwen/Qwen3-8B"
-    )
-    arguments = tyro.cli(ThinkArguments, prog="nestpipe think", description=text, args=argv)
+def main(arguments: ThinkArguments) -> int:
     if found := list(arguments.think.problems()):
         raise ConfigError("the configuration has problems:\n" + "\n".join(f"  - think.{one}" for one in found))
     job, store, words = _open(arguments)
