@@ -79,9 +79,9 @@ class SyntheticConfig:
     num_items: int = 300
     """Items in the catalogue."""
     mean_len: float = 24.0
-    """Mean of the log-normal lengths before they are cut."""
+    """Mean of the log-normal lengths before clipping."""
     spread_len: float = 0.8
-    """Deviation of the logarithm of the lengths; larger is longer-tailed."""
+    """Standard deviation of the logarithm of the lengths."""
     min_len: int = 5
     """Shortest history."""
     max_len: int = 100
@@ -130,7 +130,7 @@ class ClicksConfig:
     num_events: int = 300_000
     """Impressions; four of five are before the split time."""
     strength: float = 0.8
-    """Deviation of each planted interaction, as a logit."""
+    """Standard deviation of each planted interaction, as a logit."""
     seed: int = 0
     """Everything is a function of this and the fields above."""
 
