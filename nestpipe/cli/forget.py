@@ -1,4 +1,4 @@
-"""`nestpipe forget`: a user's events leave the histories of a run, on the disk and in every instance that serves it."""
+"""`nestpipe forget`: erases a user's events from the data and event logs of runs; serving instances notice."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from nestpipe.training.run_folder import Run
 
 def main(arguments: ForgetArguments) -> int:
     num_stored, num_logged = forget(arguments.runs, arguments.user)
-    print(f"user {arguments.user}: {num_stored:,} stored and {num_logged:,} logged events are gone")
-    print("weights that were trained with them stay as they are; train again to have them without")
+    print(f"user {arguments.user}: {num_stored:,} stored and {num_logged:,} logged events were erased")
+    print("trained weights are unchanged; train again to remove their influence")
     if num_stored:
-        print("evaluation reports, which list users, are gone too; 'nestpipe eval' makes them again")
+        print("evaluation reports, which list users, were deleted; run 'nestpipe eval' again")
     return 0
 
 
 def forget(runs: Sequence[Path], user: int) -> tuple[int, int]:
-    """How many events left the sequence folder, how many the event logs; raises ConfigError unless it is one folder.
+    """Numbers of events erased from the sequence folder and from the event logs; raises ConfigError unless it is one folder.
 
-    Whenever it is cut off, the runs can be opened. Forgetting anybody finishes what was begun with folders, forgetting the
-    same user what was not begun.
+    Crash-safe: the runs can be opened after an interruption at any point. The next call, for any user, completes a folder
+    swap that was begun; a call for the same user completes the rest.
     """
     folders = {Path(Config.load(run / "config.json").data.path).resolve() for run in runs}
     if len(folders) != 1:
@@ -66,7 +66,7 @@ def forget(runs: Sequence[Path], user: int) -> tuple[int, int]:
 
 
 def _forget_instructions(folder: Path, user: int) -> None:
-    """What was written about the user, after the events: whoever writes about them now sees that they are gone."""
+    """Erases a user's instructions, after the events: a job that writes now finds no history."""
     path = folder / INSTRUCTIONS
     if path.exists():
         store = SqliteStore(path)
@@ -80,14 +80,14 @@ def _forget_instructions(folder: Path, user: int) -> None:
 
 @contextmanager
 def _writing(folder: Path) -> Iterator[None]:
-    """Nobody else forgets in this folder meanwhile; the lock stands beside it, because the folder is replaced."""
+    """Excludes other erasures; the lock file is next to the folder, because the folder is replaced."""
     with folder.with_name(f".{folder.name}.lock").open("ab") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
 def _settle(run: Path, digest: str) -> None:
-    """A folder that was announced is there, or will not come: the run is on the one that is there now."""
+    """Ends an announced folder swap: the run belongs to the folder that exists now."""
     facts = json.loads((run / "run.json").read_text())
     if facts["data_digest"] != digest:
         shutil.rmtree(run / "eval", ignore_errors=True)
@@ -96,7 +96,7 @@ def _settle(run: Path, digest: str) -> None:
 
 
 def _note(run: Path, **digests: str) -> None:
-    """Of the folder that the run is on, and of the one that is about to take its place."""
+    """Stores digests in run.json: of the run's folder, and of the one about to replace it."""
     facts = json.loads((run / "run.json").read_text())
     facts.pop("next_digest", None)
     replace_file(run / "run.json", (json.dumps({**facts, **digests}, indent=2) + "\n").encode())

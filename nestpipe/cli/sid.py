@@ -1,4 +1,4 @@
-"""`nestpipe sid ...`: semantic ids of a catalogue, made from item texts, and a look at them."""
+"""`nestpipe sid ...`: builds, extends and inspects semantic ids of a catalogue."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def extend(flags: ExtendSid) -> None:
     items, vectors, encoder = vectors_as(registry, sequences)
     new = (~torch.isin(items, registry.items)).nonzero().flatten()
     if not len(new):
-        raise DataError(f"{flags.data} has no item that {flags.ids} has not; nothing was written.")
+        raise DataError(f"{flags.data} has no items beyond those of {flags.ids}; nothing was written.")
     items, vectors = items.index_select(0, new), vectors.index_select(0, new)
     extended = registry.extend(items, vectors, encoder=encoder)
     extended.save(flags.out)
@@ -68,7 +68,7 @@ def _diagnose(registry: Registry, data: Path | None) -> Diagnostics:
 def item_vectors(
     sequences: Sequences, *, encoder: Encoder = "auto", column: str = "title", behaviour: float = 0.0
 ) -> tuple[Tensor, Tensor, str]:
-    """Ids [I] of the catalogue, vectors [I, D] from text and behaviour, and what made them."""
+    """Ids [I] of the catalogue, vectors [I, D] from text and behaviour, and the name of the encoder."""
     items, vectors, name = text_vectors(sequences, encoder=encoder, column=column)
     if not behaviour:
         return items, vectors, f"{name}/{column}"
@@ -77,7 +77,7 @@ def item_vectors(
 
 
 def vectors_as(registry: Registry, sequences: Sequences) -> tuple[Tensor, Tensor, str]:
-    """Likewise, as the registry's were made; behaviour counts as unknown: it has moved on since the codebooks were made."""
+    """Likewise, with the registry's encoder; behaviour is left zero, because it has changed since the codebooks were fitted."""
     made_by, _, rest = registry.encoder.partition("/")
     column, _, share = rest.partition("+")
     kind: Encoder = "minilm" if made_by.startswith("minilm") else "words"
@@ -90,10 +90,10 @@ def vectors_as(registry: Registry, sequences: Sequences) -> tuple[Tensor, Tensor
 def text_vectors(
     sequences: Sequences, *, encoder: Encoder = "auto", column: str = "title"
 ) -> tuple[Tensor, Tensor, str]:
-    """Ids [I] of the catalogue, vectors [I, D] of their texts, and what made them. An item without text has an empty one."""
+    """Ids [I] of the catalogue, vectors [I, D] of their texts (empty if missing), and the name of the encoder."""
     path = sequences.path / "text.parquet"
     if not path.is_file():
-        raise DataError(f"{sequences.path} has no text.parquet; ingest the item texts with the log.")
+        raise DataError(f"{sequences.path} has no text.parquet; ingest the log again with --texts FILE.")
     table = pl.read_parquet(path)
     if column not in table.columns:
         raise DataError(f"{path} has no column '{column}'; it has {table.columns}.")

@@ -1,4 +1,4 @@
-"""`nestpipe simulate`: what a step would take on many workers, in a model."""
+"""`nestpipe simulate`: predicts the time of a training step on many workers with a cost model."""
 
 from __future__ import annotations
 
@@ -23,14 +23,17 @@ def main(arguments: SimulateArguments) -> int:
         print(f"{published.table()}\n\nThe size of groups is not published:\n{published.by_group_size()}")
         return 0
     if arguments.workers < 1 or not 1 <= arguments.micro_batches <= 256 or arguments.group_size < 1:
-        raise ConfigError("--workers and --group-size must be at least 1, --parts from 1 to 256.")
+        raise ConfigError(
+            f"--workers is {arguments.workers}, --group-size {arguments.group_size} and --micro-batches {arguments.micro_batches}; the "
+            "first two must be at least 1, the last from 1 to 256."
+        )
     constants = _constants(arguments)
     settings = CaseSettings(micro_batches=arguments.micro_batches, group_size=arguments.group_size)
     if arguments.save:
         constants.save(arguments.save)
     found = [results(arm, constants, [arguments.workers, *DRAWN], settings) for arm in ARMS]
     print(_table([own[0] for own in found], constants, settings))
-    title = f"{constants.source}, {settings.micro_batches} parts, groups of {settings.group_size}"
+    title = f"{constants.source}, {settings.micro_batches} micro-batches, groups of {settings.group_size}"
     drawing = draw([own[1:] for own in found], title=title)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     replace_file(arguments.out, drawing.encode())
@@ -50,17 +53,19 @@ def _constants(arguments: SimulateArguments) -> Constants:
     if arguments.duplicates is None:
         return found
     if not arguments.duplicates >= 1:
-        raise ConfigError(f"--duplicates is {arguments.duplicates}; a row that is used is used at least once.")
+        raise ConfigError(
+            f"--duplicates is {arguments.duplicates}; it must be at least 1: a row in a batch is used at least once."
+        )
     return replace(found, duplicates=arguments.duplicates)
 
 
 def _table(found: Sequence[CaseResult], constants: Constants, settings: CaseSettings) -> str:
-    """One line per arm, times in ms."""
+    """One line per case, times in ms."""
     workers = found[0].workers
     head = ("", "step", "busy", "lookup", "communication", "bubble", "efficiency")
     lines = [
         f"model, not measured: {workers:,} workers, constants of {constants.source}",
-        f"{settings.micro_batches} parts, groups of {settings.group_size}; ms of a step, and what of it compute waits for; "
+        f"{settings.micro_batches} micro-batches, groups of {settings.group_size}; ms per step, and how long compute waits for what; "
         f"efficiency from {constants.base_workers:,} workers",
         "",
         _line(head),

@@ -1,4 +1,4 @@
-"""`nestpipe swap`: another model for instances that run, or for a share of their users."""
+"""`nestpipe swap`: loads another model into running instances, for all users or for a share of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nestpipe.errors import ConfigError
 def main(arguments: SwapArguments) -> int:
     token = arguments.run / "serve" / "token"
     if not token.exists():
-        raise ConfigError(f"{token} is not there: name the run that 'nestpipe serve' was started with.")
+        raise ConfigError(f"{token} does not exist; name the run that 'nestpipe serve' was started with.")
     if arguments.new is None and arguments.share is None:
         raise ConfigError("name the run to serve from now on: nestpipe swap RUN NEW.")
     body: dict[str, Any] = {"run": str(arguments.new.resolve())} if arguments.new else {}
@@ -21,18 +21,18 @@ def main(arguments: SwapArguments) -> int:
     ports = range(first + 1, first + 1 + arguments.instances) if arguments.instances else [first]
     for port in ports:
         where = f"http://{arguments.host}:{port}/{'swap' if arguments.share is None else 'compare'}"
-        said = _post(where, body, token.read_text().strip(), arguments.timeout_s)
-        beside = f", {said['compared']} for {said['share']:.0%} of the users" if said["compared"] else ""
-        print(f"{said['instance']} serves {said['model']}{beside}", flush=True)
+        state = _post(where, body, token.read_text().strip(), arguments.timeout_s)
+        compared = f", {state['compared']} for {state['share']:.0%} of the users" if state["compared"] else ""
+        print(f"{state['instance']} serves {state['model']}{compared}", flush=True)
     return 0
 
 
 def _post(url: str, body: dict[str, Any], token: str, timeout_s: float) -> dict[str, Any]:
-    """The state of an instance after a change; raises ConfigError with its own words."""
+    """The state of an instance after the change; raises ConfigError with its reason."""
     import httpx
 
     try:
-        # The token is for nobody else, also not for a proxy of the environment.
+        # The token must not reach a proxy of the environment.
         with httpx.Client(timeout=timeout_s, trust_env=False) as http:
             answer = http.post(url, json=body, headers={"authorization": f"Bearer {token}"})
         content = answer.json()
@@ -40,4 +40,4 @@ def _post(url: str, body: dict[str, Any], token: str, timeout_s: float) -> dict[
             raise ConfigError(f"{url} refused: {content['error']['message']}")
         return {name: content[name] for name in ("instance", "model", "compared", "share")}
     except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{url} gave no answer of an instance ({error!r}); is this its --admin-port?") from None
+        raise ConfigError(f"{url} did not answer as an instance does ({error!r}); is this its --admin-port?") from None

@@ -1,4 +1,4 @@
-"""`nestpipe think`: instructions for the users of a run or a log, as far as events came since the last time."""
+"""`nestpipe think`: near-line job that writes instructions for users with new events."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def main(arguments: ThinkArguments) -> int:
                 job.run(line.show)
     except sqlite3.Error as error:
         raise DataError(
-            f"{job.ledger.path} cannot be used ({error}); nothing is lost, start again when it can."
+            f"{job.ledger.path} cannot be used ({error}). Nothing is lost: fix it and start again."
         ) from error
     finally:
         line.end()
@@ -70,7 +70,7 @@ class _FolderBacked(HistoryFeed, Protocol):
 
 
 class _Words:
-    """What requests are made with, from the folder that is there now: who is forgotten leaves what others did, too."""
+    """Builds prompts from the current sequence folder: texts and co-visits lose users that were forgotten."""
 
     def __init__(self, feed: _FolderBacked, behaviour: Label | None, weights: tuple[float, ...]):
         self._feed, self._behaviour, self._weights = feed, behaviour, weights
@@ -78,7 +78,7 @@ class _Words:
         self._made = RequestBuilder(texts={})
 
     def builder(self) -> RequestBuilder:
-        """Another one if the folder is another."""
+        """A new builder if the folder was replaced."""
         if (now := self._feed.sequences) is not self._read:
             self._read = now
             self._made = RequestBuilder(
@@ -99,7 +99,7 @@ def _open(arguments: ThinkArguments) -> tuple[NearlineJob, SqliteStore, _Words]:
     if Run.exists(arguments.path):
         run = Run.open(arguments.path)
         if not isinstance(model := run.config.model, EncDecConfig):
-            raise ConfigError(f"{arguments.path} is a run of another kind; instructions steer generative models alone.")
+            raise ConfigError(f"{arguments.path} is not a generative run; instructions steer generative models only.")
         folder = run.folder / "serve"
         store = arguments.store or folder / INSTRUCTIONS
         ids = arguments.ids or Path(model.ids)
@@ -128,12 +128,12 @@ def _open(arguments: ThinkArguments) -> tuple[NearlineJob, SqliteStore, _Words]:
 
 
 def text_encoder(registry: Registry) -> tuple[partial[Tensor], str]:
-    """What makes vectors of instructions, that of the item texts; and the version of what it makes."""
+    """The encoder of instructions, the one of the item texts; and the version of its vectors."""
     made_by = registry.encoder.partition("/")[0]
     if not made_by.startswith(("minilm", "hashed-words")):
         raise ConfigError(
-            f"the semantic ids are made from vectors of '{made_by}', which nestpipe cannot make of other texts; "
-            "write instructions with `SlowPath` and that encoder, or build ids from texts."
+            f"the semantic ids are made from vectors of '{made_by}', an encoder that nestpipe does not have; "
+            "run nestpipe.generative.nearline_job.NearlineJob with that encoder, or build the ids from texts."
         )
     kind: Encoder = "minilm" if made_by.startswith("minilm") else "words"
     return partial(_encode, kind), version_of(registry.version, made_by)
@@ -159,7 +159,7 @@ class RunFeed:
         folder, number, last = json.loads(mark) if mark else ("", 0, "")
         own = self._histories.sequences
         users = set[int]() if folder == own.digest else set(own.users.tolist())
-        # A log that somebody was taken out of is read again from its beginning.
+        # A log from which a user was erased is read again from its beginning.
         is_known = not number or (number <= len(self._events) and self._events[number - 1][0] == last)
         users |= {user for _, user in self._events[number if is_known else 0 :]}
         last = self._events[-1][0] if self._events else ""
@@ -177,7 +177,7 @@ class RunFeed:
 
 
 class _ProgressLine:
-    """How far it is: one line that moves on a terminal, one now and then elsewhere."""
+    """Progress: one line that is updated on a terminal, a line every 15 s elsewhere."""
 
     def __init__(self, job: NearlineJob, *, quiet: bool):
         self._job, self._quiet, self._said = job, quiet, time.monotonic()
@@ -199,5 +199,5 @@ class _ProgressLine:
         parts = [f"{counts['written']:,} written", f"{counts['unchanged']:,} users unchanged", f"{pending:,} pending"]
         if isinstance(self._job.provider, OpenAICompatibleProvider):
             seen = ", ".join(f"{name} {count:,}" for name, count in sorted(self._job.provider.counts.items()) if count)
-            parts.append(f"endpoint: {seen or 'not asked'}")
+            parts.append(f"endpoint: {seen or 'no calls'}")
         return "think: " + " · ".join(parts)

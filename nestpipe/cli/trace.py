@@ -1,4 +1,4 @@
-"""`nestpipe trace`: where the time of a run's steps went, as a table, a Perfetto trace and a drawing."""
+"""`nestpipe trace`: where the time of training steps went, as tables, a Perfetto trace and a timeline."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def test_eval_prints_a_table_beside_the_floor_and_keeps_the_report(capsys, folde
     code, out, _ = run(capsys, "eval", str(folder / "a"))
     assert code == 0
     assert "hr@10" in out
-    assert "popularity floor" in out
+    assert "popularity baseline" in out
     assert (folder / "a" / "eval" / "test" / "report.json").exists()
 
 
