@@ -6,14 +6,12 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, make_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from nestpipe.cli.arguments import OptionalFolder
-from nestpipe.cli.model_flags import typed_field
 from nestpipe.errors import ConfigError
 from nestpipe.recipes import tiny
 from nestpipe.registry import entry_named
@@ -38,7 +36,7 @@ class CheckModelArguments:
 
     name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PACKAGE.MODULE:CLASS")]
     """The class, registered with nestpipe.register_backbone or nestpipe.register_model; or a model of nestpipe ('hstu')."""
-    data: OptionalFolder = None
+    data: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="")] = None
     """Sequence folder to take batches from [default: a small generated log]; for a model that reads features."""
     json: bool = False
     """Print the findings as JSON."""
@@ -71,7 +69,9 @@ def _parse(argv: list[str]) -> Any:
             raise ConfigError(
                 "encdec generates semantic ids and needs a catalogue that has them; its contracts are checked by the tests."
             )
-        kind = typed_field(kind, "model", entry.config())
+        settings = [("model", entry.config, field(default_factory=entry.config))]
+        own_help = {"__doc__": kind.__doc__}
+        kind = make_dataclass(kind.__name__, settings, bases=(kind,), namespace=own_help, frozen=True, kw_only=True)
     return tyro.cli(kind, prog="nestpipe check-model", args=argv, config=(tyro.conf.FlagCreatePairsOff,))
 
 
