@@ -1,6 +1,6 @@
 """NestPipe turns interaction logs into recommendations, exactly and fast.
 
-Names are imported on first use: `import nestpipe` alone costs nothing, torch is loaded when it is needed.
+Names are imported on first use: `import nestpipe` alone does not import torch.
 """
 
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""The errors a user can cause and mend. The command line prints them as one message, without a traceback.
+"""Errors that a user can cause and fix. The command line prints them as one message, without a traceback.
 
 A message says what was seen, where, why it matters and what to do, with the numbers.
 """
@@ -21,15 +21,15 @@ class CheckpointError(NestPipeError):
 
 
 class TrainError(NestPipeError):
-    """Training cannot go on, for example because the loss is not finite."""
+    """Training cannot continue, for example because the loss is not finite."""
 
 
 class PrefixError(NestPipeError):
-    """Kept keys and values do not belong to a request: it must be scored in full, or the prefix filled again."""
+    """A KV prefix does not belong to a request, which must be scored in full or prefilled again."""
 
 
 class CommError(NestPipeError):
-    """The ranks do not meet: one is missing, dead, or runs something else. `ranks` are those to blame, if known."""
+    """Ranks cannot communicate: one is missing, failed, or runs other code. `ranks` are those at fault, if known."""
 
     def __init__(self, message: str, *, ranks: tuple[int, ...] = ()):
         super().__init__(message)

@@ -17,9 +17,9 @@ import nestpipe
 from nestpipe import client, errors
 from nestpipe.checkpoint import manifest as checkpoint_manifest
 from nestpipe.cli import COMMANDS
-from nestpipe.cli import data as data_command
-from nestpipe.cli import sid as sid_command
-from nestpipe.cli.tune import TUNERS
+from nestpipe.cli.check_model import CheckModelArguments
+from nestpipe.cli.train import TrainArguments
+from nestpipe.cli.tune import TuneBalanceArguments, TunePipelineArguments
 from nestpipe.config import Config, keys
 from nestpipe.data import array_files, sequences
 from nestpipe.data.schema import Schema
@@ -27,11 +27,19 @@ from nestpipe.generative import semantic_ids
 from nestpipe.profiling import recorder
 from nestpipe.recipes import RECIPES
 from nestpipe.registry import own_kinds
+from nestpipe.serve.arguments import ServeArguments
 from nestpipe.serve.config import Limits
 from nestpipe.serve.openapi import bodies
 
 SNAPSHOT = Path(__file__).parent / "snapshots" / "public.json"
 _PACKAGE = Path(nestpipe.__file__).parent
+PARSED_BY_COMMAND = {
+    "check-model": CheckModelArguments,
+    "serve": ServeArguments,
+    "train": TrainArguments,
+    "tune balance": TuneBalanceArguments,
+    "tune pipeline": TunePipelineArguments,
+}
 
 
 def public() -> dict[str, Any]:
@@ -101,23 +109,11 @@ def _parameters(function: Any) -> list[str]:
 
 def _commands() -> dict[str, list[str]]:
     """The flags of every command; those of a run's settings stand under 'settings'."""
-    found = {}
-    for name, (module, _) in COMMANDS.items():
-        own = vars(importlib.import_module(module))
-        for arguments in [own[kind] for kind in own if kind.endswith("Arguments")]:
-            found[name] = _flags(arguments)
-    for name, (module, _) in TUNERS.items():
-        found[f"tune {name}"] = _flags(
-            next(one for kind, one in vars(importlib.import_module(module)).items() if kind.endswith("Arguments"))
-        )
-    of_data = [
-        getattr(data_command, name) for name in ("Ingest", "MovieLens", "KuaiRand", "Amazon", "Inspect", "Verify")
-    ]
-    for one in (*of_data, data_command._synthetic(), data_command._clicks()):
-        found[f"data {one.__name__.lower()}"] = _flags(one)
-    for one in (sid_command.BuildSid, sid_command.ExtendSid, sid_command.InspectSid):
-        found[f"sid {one.__name__.lower().removesuffix('sid')}"] = _flags(one)
-    return found
+    found = {name: _flags(flags) for name, flags in PARSED_BY_COMMAND.items()}
+    for name in COMMANDS.keys() - PARSED_BY_COMMAND.keys():
+        module, _, flags = COMMANDS[name].parser.partition(":")
+        found[name] = _flags(getattr(importlib.import_module(f"nestpipe.cli.{module}"), flags))
+    return dict(sorted(found.items()))
 
 
 def _flags(kind: Any, prefix: str = "") -> list[str]:

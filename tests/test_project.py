@@ -1,4 +1,4 @@
-"""Rules of the whole package, checked on its source: who imports whom, what is forbidden, how fast it imports."""
+"""Rules for the whole package, checked on its source: layering of imports, forbidden calls, import time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "nestpipe"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-# A module may import its own layer and those above it in this list. Modules of the root that compose packages are free.
+# A module may import its own layer and those listed before it. Modules of the root that compose packages are free.
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"errors", "jagged", "rng", "atomic_files"}),
     frozenset({"distributed", "ops", "data", "embedding"}),
@@ -128,7 +128,7 @@ def test_the_direction_check_finds_violations() -> None:
 
 
 def test_serving_loads_nothing_of_training() -> None:
-    """A run is served from its configuration, data and checkpoint; sections of the configuration are no code."""
+    """Serving needs a run's configuration, data and checkpoint; of other packages it loads config files only."""
     served = sorted(PACKAGE.glob("serve/*.py")) + sorted(PACKAGE.glob("gateway/*.py"))
     names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in served if "ray" not in path.stem]
     code = f"import importlib, sys\nfor name in {names}: importlib.import_module(name)\nprint(*sorted(sys.modules))"
@@ -174,7 +174,7 @@ def run_python(code: str, *flags: str) -> subprocess.CompletedProcess[str]:
 
 def test_core_imports_without_optional_packages() -> None:
     absent = [name for name in CORE if not (PACKAGE / (name.replace(".", "/") + ".py")).exists()]
-    assert not absent, f"CORE lists modules that do not exist: {absent}; mend the list"
+    assert not absent, f"CORE lists modules that do not exist: {absent}; fix the list"
     done = run_python(_BLOCKER.format(blocked=set(OPTIONAL), modules=["", *CORE]))
     assert done.returncode == 0, done.stderr
 
@@ -186,7 +186,7 @@ def cpu_seconds() -> float:
 
 
 def test_core_imports_in_under_three_seconds() -> None:
-    """CPU time, because other tests run beside this one; an import uses one core, so on a quiet machine it is the time."""
+    """CPU time, because other tests run concurrently; an import uses one core, so on an idle machine it is the time."""
     times: list[float] = []
     while len(times) < 5 and min(times, default=3.0) >= 3.0:
         start = cpu_seconds()

@@ -65,7 +65,7 @@ def _serve(address: str) -> None:
 
     import nestpipe.cli.demo
     import nestpipe.cli.eval
-    import nestpipe.cli.train  # noqa: F401
+    import nestpipe.training.loop  # noqa: F401
 
     assert torch.get_num_threads() >= 1
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children are not waited for: their answer goes to who asked

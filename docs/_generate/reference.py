@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import nestpipe
-from nestpipe.cli import COMMANDS, main
+from nestpipe.cli import SECTIONS, main
 from nestpipe.config import Config
 from nestpipe.registry import own_kinds
 
@@ -64,10 +64,10 @@ def commands() -> str:
     parts = [
         "# Command line\n\nWhat `--help` prints. A mistake on the command line ends with one message and exit code 2.\n"
     ]
-    for name in COMMANDS:
-        text = _help(*name.split())
-        parts.append(f"## nestpipe {name}\n\n{_block(text)}")
-        if name == "train":
+    for title, commands in SECTIONS.items():
+        parts.append(f"## {title}\n")
+        parts += [f"### nestpipe {name}\n\n{_block(_help(*name.split()))}" for name in commands]
+        if "train" in commands:
             parts.append("Settings of a recipe: [Configuration](configuration.md).\n")
     return "\n".join(parts)
 

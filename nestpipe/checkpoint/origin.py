@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from nestpipe.checkpoint import folders as checkpoint_folders
+from nestpipe.checkpoint.config import Word
 from nestpipe.checkpoint.folders import is_checkpoint
 from nestpipe.checkpoint.manifest import Manifest
 from nestpipe.checkpoint.remote_copy import is_url, local_copy
 from nestpipe.errors import CheckpointError, ConfigError
-
-Word = Literal["added", "dropped", "reshaped", "optimizer", "model", "data"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,8 +27,9 @@ from rich.table import Table as Shown
 from torch import Tensor
 
 from nestpipe.checkpoint import reader as checkpoint_reader
+from nestpipe.checkpoint.config import Word
 from nestpipe.checkpoint.manifest import Manifest
-from nestpipe.checkpoint.origin import Origin, Word
+from nestpipe.checkpoint.origin import Origin
 from nestpipe.checkpoint.reader import bucket_files, table_facts, tensor_shapes
 from nestpipe.embedding.row_optimizer import OPTIMIZERS
 from nestpipe.embedding.table import Table

@@ -1,74 +1,161 @@
-"""The command line: a list of the subcommands that the packages own. `nestpipe COMMAND --help` teaches each of them."""
+"""The command line: a table of commands. `nestpipe COMMAND --help` teaches each of them.
+
+    arguments -> parser (imports no torch) -> flags -> work (imported only now) -> exit code
+
+So `--help` and refused flags answer at once. A parser is a dataclass of flags, whose docstring is the help, or a function.
+Commands whose flags depend on a recipe or a model parse for themselves.
+"""
 
 from __future__ import annotations
 
 import difflib
 import importlib
 import sys
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
-from nestpipe.errors import NestPipeError
+from nestpipe.errors import ConfigError, NestPipeError
 
-COMMANDS = {
-    "demo": ("nestpipe.cli.demo", "everything once, on generated data, each step checked"),
-    "data": (
-        "nestpipe.cli.data",
-        "logs into sequence folders: ingest, movielens, kuairand, amazon, synthetic, inspect, verify",
-    ),
-    "train": ("nestpipe.cli.train", "train a recipe: nestpipe train tiny --train.epochs 5"),
-    "eval": ("nestpipe.cli.eval", "evaluate a run, or compare two: nestpipe eval runs/a --compare runs/b"),
-    "tune": ("nestpipe.cli.tune", "measure a recipe here and say which settings fit: nestpipe tune pipeline tiny"),
-    "sid": ("nestpipe.cli.sid", "semantic ids of a catalogue: build, extend, inspect"),
-    "think": ("nestpipe.cli.think", "instructions for a generative run, near-line: nestpipe think runs/beauty_sid"),
-    "trace": ("nestpipe.cli.trace", "where the time of a run's steps went, as numbers and as a drawing"),
-    "report": ("nestpipe.cli.report", "one HTML file about a run: curves, quality, overlap, balance, settings"),
-    "checkpoint": (
-        "nestpipe.cli.checkpoint",
-        "look into a run's checkpoints, or check every byte: inspect, verify",
-    ),
-    "check-model": (
-        "nestpipe.cli.check_model",
-        "does a class of yours train exactly? nestpipe check-model my_package.gru:GRU",
-    ),
-    "serve": ("nestpipe.cli.serve", "serve a run that ranks over HTTP: nestpipe serve runs/ranking"),
-    "swap": (
-        "nestpipe.cli.swap",
-        "another model for instances that run: nestpipe swap runs/ranking runs/better",
-    ),
-    "forget": ("nestpipe.cli.forget", "remove a user from the data and the event log of a run"),
-    "simulate": (
-        "nestpipe.cli.simulate",
-        "a step on many workers, in a model: nestpipe simulate --workers 1536",
-    ),
-    "doctor": ("nestpipe.cli.doctor", "what this machine can run, and what is missing"),
+
+class Command(NamedTuple):
+    """A command: `work` gets what `parser` returns, or the arguments themselves if it has none."""
+
+    summary: str
+    work: str  # module:function, a module of this package
+    parser: str = ""  # module:class or module:function
+
+
+_HELP = ("-h", "--help")
+GROUPS = {  # first word of commands that have two: what they are for, and an example
+    "data": ("logs into sequence folders", "data synthetic --out data/tiny"),
+    "sid": ("semantic ids of a catalogue, for generative models", "sid build data/beauty --out data/beauty-ids"),
+    "tune": ("measure a recipe on this machine and recommend settings", "tune pipeline tiny"),
+    "checkpoint": ("what a checkpoint holds, and whether it is intact", "checkpoint verify runs/tiny"),
 }
+SECTIONS: dict[str, dict[str, Command]] = {
+    "Get data in": {
+        "data ingest": Command("a log as CSV, Parquet or JSONL", "data:ingest", "data_arguments:Ingest"),
+        "data movielens": Command("MovieLens-1M", "data:movielens", "data_arguments:MovieLens"),
+        "data kuairand": Command("KuaiRand", "data:kuairand", "data_arguments:KuaiRand"),
+        "data amazon": Command("Amazon reviews, one line per user", "data:amazon", "data_arguments:Amazon"),
+        "data synthetic": Command("a generated log for retrieval", "data:synthetic", "data_arguments:Synthetic"),
+        "data clicks": Command("a generated log for ranking", "data:clicks", "data_arguments:Clicks"),
+        "data inspect": Command("counts, lengths, features, quarantine", "data:inspect", "data_arguments:Inspect"),
+        "data verify": Command("every file against its digest", "data:verify", "data_arguments:Verify"),
+        "sid build": Command("ids from item texts", "sid:build", "arguments:BuildSid"),
+        "sid extend": Command("ids for new items", "sid:extend", "arguments:ExtendSid"),
+        "sid inspect": Command("coverage, collisions, balance", "sid:inspect", "arguments:InspectSid"),
+        "forget": Command("erase a user from data and event logs", "forget:main", "arguments:ForgetArguments"),
+    },
+    "Train": {
+        "train": Command("train a recipe, in one process or under torchrun", "train:main"),
+        "tune pipeline": Command("pipeline settings, from a few measured steps", "tune:pipeline"),
+        "tune balance": Command("cost of a sample by its length, for load balance", "tune:balance"),
+    },
+    "Evaluate": {
+        "eval": Command("metrics of a run, or two runs compared", "eval:main", "arguments:EvalArguments"),
+        "report": Command("one HTML file about a run", "report:main", "arguments:ReportArguments"),
+    },
+    "Serve": {
+        "serve": Command("serve a run over HTTP", "serve:main", "nestpipe.serve.arguments:parse"),
+        "swap": Command("load another model into running instances", "swap:main", "arguments:SwapArguments"),
+        "think": Command(
+            "write instructions for a generative run, near-line", "think:main", "arguments:ThinkArguments"
+        ),
+    },
+    "Look inside": {
+        "trace": Command("where the time of training steps went", "trace:main", "arguments:TraceArguments"),
+        "checkpoint inspect": Command("step, tables, parameters", "checkpoint:inspect", "arguments:InspectCheckpoint"),
+        "checkpoint verify": Command("files against digests", "checkpoint:verify", "arguments:VerifyCheckpoint"),
+        "simulate": Command("predict a step's time on many workers", "simulate:main", "arguments:SimulateArguments"),
+    },
+    "Check": {
+        "doctor": Command("what this machine can run, and what is missing", "doctor:main", "arguments:DoctorArguments"),
+        "check-model": Command("does a model of yours keep the contracts of exact training?", "check_model:main"),
+        "demo": Command(
+            "everything once, on generated data, each step checked", "demo:main", "arguments:DemoArguments"
+        ),
+    },
+}
+COMMANDS = {name: command for section in SECTIONS.values() for name, command in section.items()}
+_FIRST_WORDS = list(dict.fromkeys(name.split()[0] for name in COMMANDS))
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one subcommand; a user's mistake is one message on stderr and exit code 2, never a traceback."""
-    arguments = sys.argv[1:] if argv is None else argv
-    if not arguments or arguments[0] in {"-h", "--help"}:
-        print(_usage())
-        return 0
-    name, *rest = arguments
-    if name not in COMMANDS:
-        nearest = difflib.get_close_matches(name, COMMANDS, n=1)
-        hint = f"; did you mean '{nearest[0]}'?" if nearest else f"; there are: {', '.join(COMMANDS)}"
-        print(f"nestpipe: unknown command '{name}'{hint}", file=sys.stderr)
-        return 2
+    """Runs one command; a user's mistake is one message on stderr and exit code 2, never a traceback."""
+    words = sys.argv[1:] if argv is None else argv
+    name = " ".join(["nestpipe", *(word for word in words[:1] if word in _FIRST_WORDS)])
     try:
-        code: int = importlib.import_module(COMMANDS[name][0]).main(rest)
-        return code
-    except NestPipeError as error:
-        print(f"nestpipe {name}: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:  # no such folder, no permission, disk full: the system's words and the path say it
-        print(f"nestpipe {name}: {error}", file=sys.stderr)
+        return run(words)
+    except (NestPipeError, OSError) as error:  # OSError: no such folder, no permission, disk full
+        print(f"{name}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print(f"nestpipe {name}: interrupted", file=sys.stderr)
+        print(f"{name}: interrupted", file=sys.stderr)
         return 130
 
 
+def run(words: Sequence[str]) -> int:
+    """The exit code of one command; errors propagate."""
+    if not words or words[0] in _HELP:
+        print(_usage())
+        return 0
+    if words[0] in GROUPS and (len(words) == 1 or words[1] in _HELP):
+        print(_group_usage(words[0]))
+        return 0
+    length = 2 if words[0] in GROUPS else 1
+    name, rest = " ".join(words[:length]), list(words[length:])
+    if name not in COMMANDS:
+        raise ConfigError(_unknown(name))
+    command, given = COMMANDS[name], rest
+    if command.parser:
+        parser = _load(command.parser)
+        given = _parse(parser, name, rest) if isinstance(parser, type) else parser(rest)
+    code: int | None = _load(command.work)(given)
+    return code or 0
+
+
+def _load(name: str) -> Any:
+    module, _, attribute = name.partition(":")
+    return getattr(importlib.import_module(module if "." in module else f"nestpipe.cli.{module}"), attribute)
+
+
+def _parse(flags: type[Any], name: str, argv: list[str]) -> Any:
+    import tyro
+
+    return tyro.cli(flags, prog=f"nestpipe {name}", args=argv, config=(tyro.conf.FlagCreatePairsOff,))
+
+
+def _unknown(name: str) -> str:
+    group, _, member = name.partition(" ")
+    known = list(_members(group)) if group in GROUPS else _FIRST_WORDS
+    nearest = difflib.get_close_matches(member or group, known, n=1)
+    hint = f"did you mean '{nearest[0]}'?" if nearest else f"there are: {', '.join(known)}"
+    return f"unknown command '{member or group}'; {hint}"
+
+
 def _usage() -> str:
-    rows = "\n".join(f"  {name:<12}{text}" for name, (_, text) in COMMANDS.items())
-    return f"usage: nestpipe COMMAND ...\n\nTurns interaction logs into recommendations, exactly and fast.\n\n{rows}\n\nExample: nestpipe demo\n'nestpipe COMMAND --help' says more."
+    parts = ["usage: nestpipe COMMAND ...", "Turns interaction logs into recommendations, exactly and fast."]
+    for title, commands in SECTIONS.items():
+        names = dict.fromkeys(name.split()[0] for name in commands)
+        parts.append(f"{title}\n" + "\n".join(f"  {name:<13}{_summary(name)}" for name in names))
+    parts.append("Example: nestpipe demo\n'nestpipe COMMAND --help' explains a command and its flags.")
+    return "\n\n".join(parts)
+
+
+def _summary(name: str) -> str:
+    return f"{GROUPS[name][0]}: {', '.join(_members(name))}" if name in GROUPS else COMMANDS[name].summary
+
+
+def _group_usage(group: str) -> str:
+    members, (about, example) = _members(group), GROUPS[group]
+    rows = "\n".join(f"  {name:<13}{command.summary}" for name, command in members.items())
+    return (
+        f"usage: nestpipe {group} COMMAND ...\n\n{about[0].upper()}{about[1:]}.\n\n{rows}\n\n"
+        f"Example: nestpipe {example}\n'nestpipe {group} COMMAND --help' explains a command and its flags."
+    )
+
+
+def _members(group: str) -> dict[str, Command]:
+    own = {name: command for name, command in COMMANDS.items() if name.startswith(f"{group} ")}
+    return {name.removeprefix(f"{group} "): command for name, command in own.items()}

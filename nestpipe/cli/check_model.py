@@ -6,13 +6,12 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, make_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from nestpipe.cli.model_flags import typed_field
 from nestpipe.errors import ConfigError
 from nestpipe.recipes import tiny
 from nestpipe.registry import entry_named
@@ -25,11 +24,19 @@ _NUM_USERS, _NUM_ITEMS = 24, 18  # of the generated log: three batches of eight 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckModelArguments:
-    """Flags of the command; those of the model's own settings follow as --model.FIELD."""
+    """Runs the contracts of exact training on a model: batch independence, micro-batches, ranks, resume, determinism, gradients.
+
+    Names the contract that is broken, and the submodule, parameter or line that breaks it; exit code 1 then. The model's
+    own settings are --model.FIELD.
+
+    Example: nestpipe check-model sasrec --model.dim 16
+
+    Next: nestpipe train tiny --model my_package.gru:GRU
+    """
 
     name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PACKAGE.MODULE:CLASS")]
     """The class, registered with nestpipe.register_backbone or nestpipe.register_model; or a model of nestpipe ('hstu')."""
-    data: Path | None = None
+    data: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="")] = None
     """Sequence folder to take batches from [default: a small generated log]; for a model that reads features."""
     json: bool = False
     """Print the findings as JSON."""
@@ -54,21 +61,18 @@ def main(argv: list[str]) -> int:
 
 def _parse(argv: list[str]) -> Any:
     """The flags, with those of the settings of the class that is named."""
-    example = "Example: nestpipe check-model sasrec --model.dim 16"
-    text = (
-        "Runs the contracts of models on a class: batch independence, micro-batches, ranks, resume, determinism, sums of\n"
-        f"gradients. A broken one is reported with the submodule, parameter or line that breaks it.\n\n{example}"
-    )
     named = next((word for word in argv if not word.startswith("-")), None)
     kind: type[Any] = CheckModelArguments
     if named is not None:
         entry = entry_named(named)
         if entry.config.__name__ == "EncDecConfig":
             raise ConfigError(
-                "a model of semantic ids needs a catalogue with ids; its contracts are checked by the tests."
+                "encdec generates semantic ids and needs a catalogue that has them; its contracts are checked by the tests."
             )
-        kind = typed_field(kind, "model", entry.config())
-    return tyro.cli(kind, prog="nestpipe check-model", description=text, args=argv)
+        settings = [("model", entry.config, field(default_factory=entry.config))]
+        own_help = {"__doc__": kind.__doc__}
+        kind = make_dataclass(kind.__name__, settings, bases=(kind,), namespace=own_help, frozen=True, kw_only=True)
+    return tyro.cli(kind, prog="nestpipe check-model", args=argv, config=(tyro.conf.FlagCreatePairsOff,))
 
 
 def _generated(out: Path) -> Path:

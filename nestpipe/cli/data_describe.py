@@ -1,4 +1,4 @@
-"""A sequence folder in words and numbers, for people."""
+"""Prints a summary of a sequence folder: counts, time span, features, quarantine, history lengths."""
 
 from __future__ import annotations
 

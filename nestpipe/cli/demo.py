@@ -1,6 +1,6 @@
-"""`nestpipe demo`: the product once, on generated data. Each step is an ordinary command, printed, checked and timed.
+"""`nestpipe demo`: every capability once, on generated data. Each step is an ordinary command: printed, checked, timed.
 
-A step is a function that returns what it saw or raises `StepError`; the list `STEPS` is the demo.
+A step is a function that returns its result in words, or raises `StepError`. `STEPS` lists them in order.
 """
 
 from __future__ import annotations
@@ -11,17 +11,16 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import tyro
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from nestpipe.checkpoint import folders as checkpoint_folders
 from nestpipe.checkpoint import reader as checkpoint_reader
+from nestpipe.cli.arguments import DemoArguments
 from nestpipe.cli.demo_generation import generate
 from nestpipe.cli.demo_serving import relay, serve, shut_down
 from nestpipe.cli.demo_stage import DemoStage, InterruptedDemo, check, scratch_in, signals_interrupt
@@ -38,49 +37,36 @@ _MICRO_BATCHES = ("--pipeline.micro-batches", "3", "--train.num-threads", "1")
 _NESTED = (*_MICRO_BATCHES, "--pipeline.mode", "nested")
 
 
-@dataclass(frozen=True, kw_only=True)
-class DemoArguments:
-    out: Path = Path("demo-out")
-    """Folder for everything the demo writes; an earlier demo's folder is replaced."""
-    quick: bool = False
-    """Train for a moment only: checks the commands, not the quality."""
-
-
-def main(argv: list[str]) -> int:
-    description = (
-        "Runs the product once on generated data and checks every step: ingest, train, compare, evaluate, serve, generate, shut "
-        "down. Ctrl-C ends every process it started.\n\nExample: nestpipe demo --out demo-out"
-    )
-    arguments = tyro.cli(DemoArguments, prog="nestpipe demo", description=description, args=argv)
+def main(arguments: DemoArguments) -> int:
     _empty_folder(arguments.out)
     demo = DemoStage(arguments.out, quick=arguments.quick, console=Console(emoji=False))
     with signals_interrupt(), scratch_in(demo.out / "scratch"):
         try:
             return _run(demo)
         finally:
-            demo.crew.end()
+            demo.processes.end()
 
 
 def _run(demo: DemoStage) -> int:
-    """All steps, as far as they hold; an exit code."""
-    table, name, held = Table("step", "held", "seconds", "what was seen"), "", True
+    """Runs the steps until one fails; returns an exit code."""
+    table, name, passed = Table("step", "passed", "seconds", "result"), "", True
     try:
         for name, step in STEPS:
             demo.console.rule(name)
-            held = _run_step(demo, name, step, table)
-            if not held:
+            passed = _run_step(demo, name, step, table)
+            if not passed:
                 break  # later steps build on earlier ones
     except InterruptedDemo as stopped:
-        demo.crew.end()
-        end = f"its processes are ended, its files are in {demo.out}."
+        demo.processes.end()
+        end = f"its processes have ended, its files are in {demo.out}."
         print(f"nestpipe demo: {stopped} in step '{name}'; {end}", file=sys.stderr)
         return 128 + stopped.number
     demo.console.print(table)
-    if not held:
-        demo.say(f"The demo stopped at a step that did not hold; its files are in {demo.out}.")
+    if not passed:
+        demo.say(f"The demo stopped at a step that failed; its files are in {demo.out}.")
         return 1
     run = shlex.quote(str(demo.out / "ranking"))
-    demo.say(f"All {len(STEPS)} steps held. The report of the run: {demo.report}")
+    demo.say(f"All {len(STEPS)} steps passed. The report of the run: {demo.report}")
     demo.say(f"Next: nestpipe serve {run} --instances 2 --port 8700 --demo, and open http://127.0.0.1:8700/")
     demo.say(
         "      nestpipe train tiny --help; your own log: docs/get-started/own-data.md; the code: docs/project/tour.md"
@@ -89,15 +75,15 @@ def _run(demo: DemoStage) -> int:
 
 
 def _run_step(demo: DemoStage, name: str, step: Callable[[DemoStage], str], table: Table) -> bool:
-    """Whether the step held, after it is in the table."""
+    """Runs a step and adds it to the table; whether it passed."""
     started = time.monotonic()
     try:
-        seen, held = step(demo), True
+        result, passed = step(demo), True
     except NestPipeError as error:
-        seen, held = str(error), False
-    demo.say(seen)
-    table.add_row(name, "yes" if held else "NO", f"{time.monotonic() - started:.1f}", escape(seen))
-    return held
+        result, passed = str(error), False
+    demo.say(result)
+    table.add_row(name, "yes" if passed else "NO", f"{time.monotonic() - started:.1f}", escape(result))
+    return passed
 
 
 def ingest(demo: DemoStage) -> str:
@@ -110,7 +96,7 @@ def ingest(demo: DemoStage) -> str:
 
 
 def train_nested(demo: DemoStage) -> str:
-    """The tiny recipe from start to end on two ranks, lookup and communication hidden behind compute."""
+    """Trains the tiny recipe on two ranks, with lookup and communication overlapped with compute."""
     traced = ["--pipeline.trace-steps", "20"]
     demo.command(
         "train", "tiny", "--run", str(demo.out / "run"), *_NESTED, *traced, *_data(demo), *_few_epochs(demo), ranks=2
@@ -122,7 +108,7 @@ def train_nested(demo: DemoStage) -> str:
 
 
 def show_overlap(demo: DemoStage) -> str:
-    """Where the time of a step went: the four parts add up to it exactly."""
+    """Where the time of a step went: the four shares add up to it exactly."""
     demo.say(demo.command("trace", str(demo.out / "run")))
     steps = [step for trace in load_trace(demo.out / "run") for step in steps_of(trace)]
     total = sum(step.total_ns for step in steps)
@@ -132,7 +118,7 @@ def show_overlap(demo: DemoStage) -> str:
 
 
 def survive_a_kill(demo: DemoStage) -> str:
-    """A nested run of which a rank is killed without warning ends with the bits of a sequential one that was left alone."""
+    """A nested run that loses a rank to SIGKILL resumes and ends bitwise identical to an uninterrupted sequential run."""
     limits = [
         *_data(demo),
         "--train.steps",
@@ -143,19 +129,19 @@ def survive_a_kill(demo: DemoStage) -> str:
         "9",
         *_MICRO_BATCHES,
     ]
-    calm, killed = demo.out / "calm", demo.out / "killed"
-    demo.command("train", "tiny", "--run", str(calm), *limits, ranks=2)
+    whole, killed = demo.out / "uninterrupted", demo.out / "killed"
+    demo.command("train", "tiny", "--run", str(whole), *limits, ranks=2)
     marker = killed / "checkpoints" / "step-000020" / "manifest.json"
     demo.kill_a_rank(
         marker, "train", "tiny", "--run", str(killed), "--resume", *limits, "--pipeline.mode", "nested", ranks=2
     )
-    differing = differing_tensors(calm, killed)
+    differing = differing_tensors(whole, killed)
     check(not differing, f"these tensors differ: {differing}")
-    return "nested, a rank killed after step 20: every tensor has the bits of the sequential run"
+    return "nested, a rank killed after step 20: every tensor is bitwise identical to that of the sequential run"
 
 
 def evaluate(demo: DemoStage) -> str:
-    """Quality against the popularity floor and against the best possible ranking, which the generator knows."""
+    """Quality next to the popularity baseline and the best possible ranking, which the generator knows."""
     demo.say(demo.command("eval", str(demo.out / "run")))
     report = EvalReport.load(demo.out / "run" / "eval" / "test")
     best = json.loads((demo.data / "truth.json").read_text())["hr10"]
@@ -165,27 +151,31 @@ def evaluate(demo: DemoStage) -> str:
 
 
 def recommend(demo: DemoStage) -> str:
-    """Ten items for one user, none of which it has had."""
+    """Ten items for one user, none of them in the user's history."""
     run = Run.open(demo.out / "run")
     user = int(run.sequences.users[0])
-    scorer = run.predictor()
-    assert isinstance(scorer, RetrievalPredictor)
-    items = scorer.recommend(user, 10).items
-    had = set(run.sequences.items[: run.sequences.offsets[1]].tolist())
+    predictor = run.predictor()
+    assert isinstance(predictor, RetrievalPredictor)
+    items = predictor.recommend(user, 10).items
+    history = set(run.sequences.items[: run.sequences.offsets[1]].tolist())
     check(
-        len(set(items)) == 10 and not had & set(items), f"bad recommendation {items} for a user who had {sorted(had)}"
+        len(set(items)) == 10 and not history & set(items),
+        f"bad recommendation {items} for a user with the history {sorted(history)}",
     )
     return f"user {user}: {items}"
 
 
 def write_report(demo: DemoStage) -> str:
-    """One file about the run, with a curve, the timeline and the quality in it, that loads nothing."""
+    """One self-contained file about the run, with loss curve, timeline and quality."""
     demo.say(demo.command("report", str(demo.out / "run")))
     text = demo.report.read_text()
-    missing = [word for word in ("Training loss", 'class="timeline"', "popularity floor") if word not in text]
+    missing = [word for word in ("Training loss", 'class="timeline"', "popularity baseline") if word not in text]
     check(not missing, f"{demo.report} lacks {missing}")
-    check("<script" not in text and " src=" not in text, f"{demo.report} would load or run something")
-    return f"{demo.report}: {len(text) / 1000:,.0f} kB, nothing to load"
+    check(
+        "<script" not in text and " src=" not in text,
+        f"{demo.report} is not self-contained: it loads or runs something",
+    )
+    return f"{demo.report}: {len(text) / 1000:,.0f} kB, self-contained"
 
 
 STEPS: list[tuple[str, Callable[[DemoStage], str]]] = [
@@ -204,7 +194,7 @@ STEPS: list[tuple[str, Callable[[DemoStage], str]]] = [
 
 
 def differing_tensors(a: Path, b: Path) -> list[str]:
-    """Names of the tensors whose bits differ between the latest checkpoints of two runs."""
+    """Names of the tensors that are not bitwise identical in the latest checkpoints of two runs."""
     contents = [
         checkpoint_reader.load_checkpoint(checkpoint_folders.checkpoint_folder(run / "checkpoints"))[1]
         for run in (a, b)

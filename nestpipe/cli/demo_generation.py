@@ -1,7 +1,7 @@
-"""The step of the demo about generation: one model, steered by scenario and trigger, with instructions written near-line.
+"""Demo step: a generative model, steered by scenario and trigger item, with instructions written near-line.
 
-The log is a small shop. Where somebody looks at an item (scenario 1) the next one is of its topic; where it lies in the cart
-(scenario 2) of the topic that goes with it. Nothing but the instruction tells the two apart.
+The log is a small shop. After a look at an item (scenario 1) the next item is of the same topic; after it was put into the
+cart (scenario 2), of the complementary topic. Only the instruction distinguishes the two.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from nestpipe.client import GeneratedItems  # it needs an optional package
 
 _START, _HOUR = 1_700_000_000, 3600  # seconds
-_NUM_ASKED, _K, _OBEYED = 20, 5, 0.9
+_NUM_USERS, _K, _MIN_SHARE = 20, 5, 0.9
 _FEATURES = ("scenario:id:event", "trigger:id:event", "reasoning:vector:event:dim=512")
 
 
 def generate(demo: DemoStage) -> str:
-    """Semantic ids, training with instructions, instructions for every user, and answers that obey."""
+    """Builds semantic ids, trains with instructions, writes instructions, and checks that answers follow them."""
     shop = _shop(quick=demo.quick)
     folder, run = demo.out / "shop", demo.out / "generative"
     _write(shop, folder, demo)
@@ -49,7 +49,7 @@ def _shop(*, quick: bool) -> ScenarioLog:
 
 
 def _write(shop: ScenarioLog, folder: Path, demo: DemoStage) -> None:
-    """The shop's log and item titles, as files that any other shop could have."""
+    """Writes the shop's log and item titles as Parquet files."""
     users, events = np.indices(shop.items.shape)
     triggers, items = shop.triggers.ravel(), shop.items.ravel()
     told = hashed_words(shop.instructions()).numpy()[shop.told.ravel()]
@@ -71,8 +71,8 @@ def _write(shop: ScenarioLog, folder: Path, demo: DemoStage) -> None:
 
 
 @dataclass(slots=True)
-class _Obeyed:
-    """How many items of the answers in one scenario were of the topic that it asks for."""
+class _Followed:
+    """Items answered in one scenario, and how many were of the requested topic."""
 
     num_items: int = 0
     num_right: int = 0
@@ -87,15 +87,15 @@ class _Obeyed:
 
 
 def _ask(demo: DemoStage, shop: ScenarioLog) -> str:
-    """The same users in two scenarios, about the same item."""
+    """Requests items for the same users and trigger items in two scenarios."""
     from nestpipe.client import Client
 
     log, url = Sequences.open(demo.out / "shop" / "data"), demo.services["generator"].url
     per_topic = shop.config.num_items // shop.config.num_topics
-    looked, bought = _Obeyed(), _Obeyed()
-    demo.say(f'POST {url}/v1/generate {{"user", "trigger", "scenario": "1" and "2", "k": {_K}}} for {_NUM_ASKED} users')
+    looked, bought = _Followed(), _Followed()
+    demo.say(f'POST {url}/v1/generate {{"user", "trigger", "scenario": "1" and "2", "k": {_K}}} for {_NUM_USERS} users')
     with Client(url, timeout_s=30.0) as client:
-        for user in range(_NUM_ASKED):
+        for user in range(_NUM_USERS):
             had = log.items[log.offsets[user] : log.offsets[user + 1]].tolist()
             topic = had[-1] // per_topic
             for scenario, obeyed, wanted in (("1", looked, topic), ("2", bought, int(shop.complements[topic]))):
@@ -103,7 +103,7 @@ def _ask(demo: DemoStage, shop: ScenarioLog) -> str:
                 _check_answer(found, had, set(log.catalogue.tolist()))
                 obeyed.count(found.items, range(wanted * per_topic, (wanted + 1) * per_topic))
     seen = f"detail: {looked.share:.0%} of the trigger's topic, cart: {bought.share:.0%} of the one that goes with it"
-    check(demo.quick or min(looked.share, bought.share) >= _OBEYED, f"the instruction was not obeyed; {seen}")
+    check(demo.quick or min(looked.share, bought.share) >= _MIN_SHARE, f"the instruction was not followed; {seen}")
     return f"{seen}; instructions by {found.instruction['written_by']}"
 
 

@@ -1,4 +1,4 @@
-"""Steps of the demo about serving: a fleet, the same ranking with and without the relay, and an end that leaves nothing."""
+"""Demo steps: a fleet, the same ranking with and without the relay, and a clean shutdown."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 _SPLIT = "2023-12-08"  # four fifths of the generated clicks are older
 _NUM_USERS, _NUM_CANDIDATES, _NUM_ROUNDS = 8, 64, 3
-_LEAD_S = 0.1  # what retrieval takes, in which the prefix is computed
+_LEAD_S = 0.1  # stands for retrieval, during which the KV prefix is computed
 _TOLERANCE = 1e-5  # 32 bits; docs/how-to/serve.md
 _MODEL = ("--model.features", "category", "tags", "price", "segment", "--model.num-blocks", "3", "--model.dim", "64")
 
 
 def serve(demo: DemoStage) -> str:
-    """A ranker on users with long histories, served by two instances behind a gateway."""
+    """Trains a ranker on long histories and serves it by two instances behind a gateway."""
     clicks, run = demo.out / "clicks", demo.out / "ranking"
     num_events, max_len, steps = ("4000", "128", "5") if demo.quick else ("40000", "1024", "20")
     demo.command(
@@ -40,24 +40,24 @@ def serve(demo: DemoStage) -> str:
 
 
 def _fleet(run: Path) -> tuple[str, ...]:
-    """The demo signals for every user, and a busy machine must not make it give up."""
+    """The demo sends a prefill hint for every user, and must not time out on a busy machine."""
     trigger = ("--trigger.mode", "always", "--trigger.burst-ms", "60000")
     return (str(run), "--instances", "2", *trigger, "--stages.rank-ms", "5000")
 
 
 @dataclass(slots=True)
 class _Seen:
-    """Paths and times of the answers of one kind."""
+    """Paths and latencies of one kind of request."""
 
     paths: set[str] = field(default_factory=set)
     times_ms: list[float] = field(default_factory=list)
 
     def rank(self, client: Client, user: int, items: list[int], *, ticket: str | None, asked: int) -> RankedItems:
-        began = time.perf_counter()
+        start = time.perf_counter()
         found = client.rank(
             user, items, request=f"demo-{user}", ticket=ticket, k=10, query_time=asked, deadline_ms=30_000
         )
-        self.times_ms.append(1000 * (time.perf_counter() - began))
+        self.times_ms.append(1000 * (time.perf_counter() - start))
         self.paths.add(found.path)
         return found
 
@@ -66,14 +66,14 @@ class _Seen:
 
 
 def relay(demo: DemoStage) -> str:
-    """Users ranked in full, then with the signal sent first: the same items and scores, from the prefix."""
+    """Ranks users in full, then after a prefill hint: same items and scores, from the KV prefix."""
     from nestpipe.client import Client
 
     log, url = Sequences.open(demo.out / "clicks"), demo.services["gateway"].url
     assert log.times is not None
     users = log.users[np.argsort(-np.diff(log.offsets), kind="stable")[:_NUM_USERS]].tolist()
     items, asked = log.catalogue[:_NUM_CANDIDATES].tolist(), int(log.times.max() // 1000) + 60
-    demo.say(f"POST {url}/v1/rank                   {_NUM_CANDIDATES} candidates, no signal before")
+    demo.say(f"POST {url}/v1/rank                   {_NUM_CANDIDATES} candidates, no prefill hint")
     demo.say(f"POST {url}/v1/preinfer, then /v1/rank with its ticket, {_LEAD_S * 1000:.0f} ms later")
     full, prefix, gap = _Seen(), _Seen(), 0.0
     with Client(url, timeout_s=30.0) as client:
@@ -83,24 +83,24 @@ def relay(demo: DemoStage) -> str:
             check(signal.ticket is not None, f"no prefix was computed for user {user}: {signal.reason}")
             time.sleep(_LEAD_S)
             ahead = prefix.rank(client, user, items, ticket=signal.ticket, asked=asked)
-            client.invalidate(user)  # the next round begins without a prefix again
+            client.invalidate(user)  # the next round starts without a prefix
             check(plain.items == ahead.items, f"user {user}: {plain.items} without a prefix, {ahead.items} with it")
             lengths = plain.prefix_len, ahead.prefix_len
             check(not lengths[0] and lengths[1] > 0, f"user {user}: prefixes of {lengths} events")
             gap = max(gap, float(np.abs(np.subtract(plain.scores, ahead.scores)).max()))
     check(full.paths == {"full"} and prefix.paths <= {"hit_device", "join"}, f"paths {full.paths}, {prefix.paths}")
     check(gap <= _TOLERANCE, f"scores differ by {gap:.1e}")
-    scores = f"scores within {gap:.0e}" if gap else "the same bits of scores"
+    scores = f"scores within {gap:.0e}" if gap else "bitwise identical scores"
     return f"{len(users)} users, the same items, {scores}; median {full.text()}, {prefix.text()}"
 
 
 def shut_down(demo: DemoStage) -> str:
-    """Ctrl-C for every service; no process is left, and no port answers."""
-    pids = demo.crew.left()
+    """Sends Ctrl-C to every service; no process is left, and no port answers."""
+    pids = demo.processes.left()
     ports = listening(pids)
     for service in demo.services.values():
         demo.stop(service)
-    left = demo.crew.left()
+    left = demo.processes.left()
     check(not left, f"processes {left} still run")
     answering = [port for port in sorted(ports) if _answers(port)]
     check(not answering, f"ports {answering} still answer")

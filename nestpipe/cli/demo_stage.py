@@ -1,7 +1,7 @@
-"""What the steps of the demo share: a folder, commands and services run as a user would, and an end that leaves no process.
+"""What demo steps share: a folder, commands and services run as a user would, and cleanup that leaves no process.
 
-Every process starts in a session of its own, so Ctrl-C in a terminal reaches the demo alone, which then ends the others. All carry
-a mark in their environment, by which those are found whose parent has gone.
+Every process starts in its own session, so Ctrl-C in a terminal reaches only the demo, which then ends the others. All carry
+a mark in their environment, by which orphans are found.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _READY_S, _STOP_S, _GRACE_S = 120.0, 30.0, 10.0
 
 
 class StepError(NestPipeError):
-    """A step of the demo did not hold."""
+    """A step of the demo failed."""
 
 
 class InterruptedDemo(KeyboardInterrupt):
@@ -69,7 +69,7 @@ def scratch_in(folder: Path) -> Iterator[None]:
     for name, part in {"TMPDIR": "tmp", "XDG_CACHE_HOME": "cache"}.items():
         (folder / part).mkdir(parents=True)
         os.environ[name] = str((folder / part).resolve())
-    tempfile.tempdir = None  # it is looked for anew
+    tempfile.tempdir = None  # so that the next use looks at TMPDIR again
     try:
         yield
     finally:
@@ -79,8 +79,8 @@ def scratch_in(folder: Path) -> Iterator[None]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-class Crew:
-    """The processes of a demo, whoever of them started which."""
+class DemoProcesses:
+    """All processes of a demo, including those that its processes started."""
 
     def __init__(self) -> None:
         self._value = secrets.token_hex(16)
@@ -100,14 +100,14 @@ class Crew:
         """The processes that still run."""
         mark, found = f"{_MARK}={self._value}".encode(), []
         for environment in Path("/proc").glob("[0-9]*/environ"):
-            with contextlib.suppress(OSError):  # another user's, or it ended meanwhile
+            with contextlib.suppress(OSError):  # another user's, or it has ended
                 if mark in environment.read_bytes().split(b"\0"):
                     found.append(int(environment.parent.name))
         return found
 
     def end(self) -> None:
-        """Asks those that the demo started to end, which end theirs; kills who is left after some seconds."""
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # a second Ctrl-C must not leave half of them
+        """Terminates the processes that the demo started, which end theirs; kills the rest after some seconds."""
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # a second Ctrl-C must not interrupt the cleanup
         try:
             for process in self._started:
                 if process.poll() is None:
@@ -131,7 +131,7 @@ class Crew:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Service:
-    """A service of the demo, its address, and where its words go."""
+    """A running service, its address and its log file."""
 
     name: str
     process: subprocess.Popen[str]
@@ -140,11 +140,11 @@ class Service:
 
 
 class DemoStage:
-    """The folder, and commands run as a user would."""
+    """The demo's folder, and commands run as a user would."""
 
     def __init__(self, out: Path, *, quick: bool, console: Console):
         self.out, self.quick, self.console = out, quick, console
-        self.crew = Crew()
+        self.processes = DemoProcesses()
         self.services: dict[str, Service] = {}
 
     @property
@@ -161,7 +161,7 @@ class DemoStage:
     def command(self, *arguments: str, ranks: int = 1) -> str:
         """Runs `nestpipe ARGUMENTS`, returns what it printed; raises StepError if it fails."""
         self._show(ranks, arguments)
-        process = self.crew.start([*_nestpipe(ranks), *arguments])
+        process = self.processes.start([*_nestpipe(ranks), *arguments])
         out, errors = process.communicate()
         _check_exit(process.returncode, errors or out, arguments)
         return out
@@ -169,28 +169,28 @@ class DemoStage:
     def kill_a_rank(self, marker: Path, *arguments: str, ranks: int) -> None:
         """Runs `nestpipe ARGUMENTS` on several ranks and kills one without warning once a file exists; waits for the end."""
         self._show(ranks, arguments, "   (one rank is killed in the middle; torchrun starts all again)")
-        process = self.crew.start([*_nestpipe(ranks), *arguments], stdout=subprocess.DEVNULL)
+        process = self.processes.start([*_nestpipe(ranks), *arguments], stdout=subprocess.DEVNULL)
         deadline = time.monotonic() + _READY_S
         while not marker.exists():
             if process.poll() is not None or time.monotonic() > deadline:
                 raise StepError(f"the run ended or stalled before it wrote {marker}.")
             time.sleep(0.01)
         os.kill(_children(process.pid)[-1], signal.SIGKILL)
-        said = process.communicate(timeout=240)[1]
-        _check_exit(process.returncode, said, arguments)
+        errors = process.communicate(timeout=240)[1]
+        _check_exit(process.returncode, errors, arguments)
 
     def serve(self, name: str, *arguments: str, says: str) -> Service:
-        """Starts `nestpipe serve ARGUMENTS`; returns when it says that it serves, and where."""
+        """Starts `nestpipe serve ARGUMENTS`; returns when it prints its address."""
         arguments, log = ("serve", *arguments, "--port", "0", "--admin-port", "0"), self.out / f"{name}.log"
         self._show(1, arguments, " &")
         with log.open("w") as file:
-            process = self.crew.start([*_nestpipe(1), *arguments], stdout=file.fileno(), stderr=file.fileno())
+            process = self.processes.start([*_nestpipe(1), *arguments], stdout=file.fileno(), stderr=file.fileno())
         deadline = time.monotonic() + _READY_S
         while True:
-            said = [line for line in log.read_text().splitlines() if line.startswith(says)]
-            if said:
-                self.say(said[0])
-                url = said[0].partition(" on ")[2].split(",")[0]
+            ready = [line for line in log.read_text().splitlines() if line.startswith(says)]
+            if ready:
+                self.say(ready[0])
+                url = ready[0].partition(" on ")[2].split(",")[0]
                 self.services[name] = Service(name=name, process=process, url=url, log=log)
                 return self.services[name]
             if process.poll() is not None or time.monotonic() > deadline:
@@ -198,7 +198,7 @@ class DemoStage:
             time.sleep(0.05)
 
     def stop(self, service: Service) -> None:
-        """Ctrl-C for a service; raises StepError unless it ends by itself, and well."""
+        """Sends Ctrl-C to a service; raises StepError unless it exits with code 0."""
         self.say(f"$ kill -INT {service.process.pid}   ({service.name})")
         service.process.send_signal(signal.SIGINT)
         try:
@@ -216,7 +216,7 @@ class DemoStage:
 
 
 def check(held: bool, message: str) -> None:
-    """Raises StepError unless something holds."""
+    """Raises StepError unless a condition holds."""
     if not held:
         raise StepError(message)
 
@@ -226,7 +226,7 @@ def listening(pids: Iterable[int]) -> set[int]:
     sockets = set()
     for pid in pids:
         for link in Path(f"/proc/{pid}/fd").glob("*"):
-            with contextlib.suppress(OSError):  # it may be closed meanwhile
+            with contextlib.suppress(OSError):  # it may have been closed
                 sockets.add(str(link.readlink()))
     lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     return {
@@ -245,12 +245,12 @@ def _children(pid: int) -> list[int]:
     """The processes that a process started."""
     found = []
     for status in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it may end meanwhile
+        with contextlib.suppress(OSError):  # it may have ended
             if int(status.read_text().rpartition(")")[2].split()[1]) == pid:
                 found.append(int(status.parent.name))
     return sorted(found)
 
 
-def _check_exit(code: int, said: str, arguments: Sequence[str]) -> None:
+def _check_exit(code: int, output: str, arguments: Sequence[str]) -> None:
     if code:
-        raise StepError(f"'nestpipe {shlex.join(arguments)}' exited with {code}:\n{said}")
+        raise StepError(f"'nestpipe {shlex.join(arguments)}' exited with {code}:\n{output}")

@@ -1,7 +1,7 @@
-"""`nestpipe doctor`: what this machine offers, what is missing, and what to do about it.
+"""`nestpipe doctor`: what this machine can run, what is missing, and what to do about it.
 
-Each check is one small function that returns a `Check`. Only a `fail` makes the exit code 1: nestpipe cannot work then.
-A `warn` says what will be slower or unavailable.
+Each check is a function that returns a `MachineCheck`: `warn` means slower or unavailable, `fail` that nestpipe cannot work
+here, which makes the exit code 1.
 """
 
 from __future__ import annotations
@@ -16,16 +16,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import tyro
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from torch.nn import functional as F
 
+from nestpipe.cli.arguments import DoctorArguments
 from nestpipe.distributed.process_group import EXCHANGES
 from nestpipe.jagged import Jagged
 from nestpipe.ops.attention import attention_layout, jagged_attention
@@ -90,7 +89,7 @@ def check_compiler() -> MachineCheck:
 
 
 def check_attention() -> MachineCheck:
-    """Which attention kernel training uses, and whether it agrees with the definition."""
+    """Which attention kernel training uses, and whether it agrees with the reference."""
     backend, reason = decide(BackendRequest("cpu", torch.float32, "silu", "add", decay=False))
     rows = Jagged(torch.arange(70), torch.tensor([0, 3, 3, 70]), 67)
     q, k, v = torch.sin(torch.arange(3 * 70 * 16, dtype=torch.float32)).reshape(3, 70, 2, 8)
@@ -106,7 +105,7 @@ def check_attention() -> MachineCheck:
 
 
 def check_packages() -> MachineCheck:
-    """Optional packages; a missing one is no fault, so this is always ok."""
+    """Optional packages; always ok, because none is required."""
     found = [name for name in _OPTIONAL if importlib.util.find_spec(name) is not None]
     absent = {name: about for name, about in _OPTIONAL.items() if name not in found}
     detail = f"installed: {', '.join(found) or 'none'}"
@@ -118,7 +117,7 @@ def check_packages() -> MachineCheck:
 
 
 def check_matmul() -> MachineCheck:
-    """The rate of a float32 matrix product, the bound of the dense part; takes about a quarter of a second."""
+    """The rate of a float32 matrix product, which bounds dense compute; takes about 0.25 s."""
     size = 1024
     left, right = torch.ones(size, size), torch.ones(size, size)
     left @ right  # the first product also starts the threads
@@ -137,13 +136,13 @@ def check_matmul() -> MachineCheck:
 
 
 def check_determinism() -> MachineCheck:
-    """Two operations that training relies on give the same bits twice."""
+    """Two operations that training relies on are bitwise reproducible."""
     if _row_sums() == _row_sums():
-        return MachineCheck("determinism", "ok", "index_add and embedding backward repeat bit for bit")
+        return MachineCheck("determinism", "ok", "index_add and embedding backward are bitwise reproducible")
     return MachineCheck(
         "determinism",
         "fail",
-        "the same sums differed in two tries",
+        "the same sums differed between two runs",
         "exact resume is impossible; please report this machine",
     )
 
@@ -159,7 +158,7 @@ def _row_sums() -> bytes:
 
 
 def check_network() -> MachineCheck:
-    """Whether network benchmarks may make namespaces; nothing is created."""
+    """Whether network benchmarks can create namespaces; creates none."""
     if shutil.which("ip") is None or not hasattr(os, "geteuid"):
         return MachineCheck("network namespaces", "ok", "no 'ip' command; benchmarks use the loopback only")
     if os.geteuid() != 0:
@@ -175,7 +174,7 @@ def checks() -> list[Callable[[], MachineCheck]]:
 
 
 def examine() -> list[MachineCheck]:
-    """Runs every check; one that breaks is itself a finding, and the others still run."""
+    """Runs every check; one that raises is reported as failed, and the others still run."""
     results = []
     for check in checks():
         try:
@@ -198,16 +197,8 @@ def show(results: Sequence[MachineCheck], console: Console) -> None:
     console.print(table)
 
 
-@dataclass(frozen=True, kw_only=True)
-class DoctorArguments:
-    json: bool = False
-    """Print JSON instead of a table."""
-
-
-def main(argv: Sequence[str]) -> int:
-    """`nestpipe doctor [--json]`; returns 1 if any check failed."""
-    description = "What this machine can run, and what is missing.\n\nExample: nestpipe doctor --json"
-    arguments = tyro.cli(DoctorArguments, prog="nestpipe doctor", description=description, args=argv)
+def main(arguments: DoctorArguments) -> int:
+    """Returns 1 if any check failed."""
     results = examine()
     if arguments.json:
         sys.stdout.write(json.dumps([dataclasses.asdict(check) for check in results], indent=2) + "\n")
@@ -223,7 +214,7 @@ _UNTRIED: Standing = "written, not run"
 
 
 def components() -> dict[str, dict[str, Standing]]:
-    """For every component how far it was tried on each device."""
+    """How far each component was tested on each device."""
     found: dict[str, dict[str, Standing]] = {}
     for name, entry in TABLE.items():
         found[f"attention: {name} ({entry.about})"] = {"cpu": entry.cpu, "cuda": entry.cuda, "npu": entry.npu}

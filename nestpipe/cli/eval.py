@@ -1,19 +1,18 @@
-"""`nestpipe eval`: full ranking of a run's held-out targets, the popularity floor beside it, or two runs compared."""
+"""`nestpipe eval`: metrics of a run on held-out events next to baselines, or two runs compared."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict
 from typing import Literal
 
-import tyro
 from rich.console import Console
 
 from nestpipe.atomic_files import replace_file
 from nestpipe.checkpoint import folders as checkpoint_folders
 from nestpipe.checkpoint.manifest import Manifest
+from nestpipe.cli.arguments import EvalArguments
 from nestpipe.errors import ConfigError
 from nestpipe.eval.compare import Comparison, compare
 from nestpipe.eval.label_report import LabelComparison, LabelReport, compare_tasks
@@ -24,23 +23,7 @@ from nestpipe.eval.topk_metrics import Interval
 from nestpipe.training.run_folder import Run
 
 
-@dataclass(frozen=True, kw_only=True)
-class EvalArguments:
-    run: tyro.conf.Positional[Path]
-    """Folder of the run."""
-    compare: Path | None = None
-    """Another run on the same data: each metric with the paired 95 % interval of its difference."""
-    step: int | None = None
-    """Checkpoint of RUN to evaluate [default: the best one if the run validated, else the latest]."""
-    target: Literal["test", "validation"] = "test"
-    """Which held-out events to rank."""
-    json: bool = False
-    """Print JSON instead of tables."""
-
-
-def main(argv: list[str]) -> int:
-    example = "Example: nestpipe eval runs/a --compare runs/b"
-    arguments = tyro.cli(EvalArguments, prog="nestpipe eval", description=f"Evaluates a run.\n\n{example}", args=argv)
+def main(arguments: EvalArguments) -> int:
     run = Run.open(arguments.run)
     report = evaluate_run(run, step=arguments.step, target=arguments.target)
     if arguments.compare is not None:
@@ -49,11 +32,11 @@ def main(argv: list[str]) -> int:
         return 0
     _print(report, arguments.json, f"{arguments.run}, {arguments.target} targets")
     if not arguments.json:
-        floors = _floors(run, report, arguments.target)
-        for name, metrics in floors.items():
+        baselines = _baselines(run, report, arguments.target)
+        for name, metrics in baselines.items():
             shown = (f"{metric} {one.mean:.4f}" for metric, one in metrics.items())
             Console().print(f"{name}: " + "   ".join(shown), highlight=False)
-        write_beside(run, arguments.target, step=_step(run, arguments.step), floors=floors)
+        _write_context(run, arguments.target, step=_step(run, arguments.step), baselines=baselines)
     return 0
 
 
@@ -65,21 +48,21 @@ def _compare(a: EvalReport | LabelReport, b: EvalReport | LabelReport, seed: int
     raise ConfigError("one run retrieves items, the other ranks events by labels; their metrics cannot be compared.")
 
 
-def _floors(
+def _baselines(
     run: Run, report: EvalReport | LabelReport, target: Literal["test", "validation"]
 ) -> dict[str, dict[str, Interval]]:
-    """What any model must beat, on the same targets: name -> metric -> value."""
+    """What any model should beat, on the same targets: name -> metric -> value."""
     if isinstance(report, EvalReport):
-        return {"popularity floor": popularity(run.sequences, run.split, run.config, target).metrics}
-    scorer = run.predictor()
-    assert isinstance(scorer, RankingPredictor)
-    floors = {}
-    for name, found in baselines(scorer.predict(target), run.sequences, run.split).items():
-        tasks = report_of(found, run.sequences, run.split, run.config).tasks
-        floors[name] = {
+        return {"popularity baseline": popularity(run.sequences, run.split, run.config, target).metrics}
+    predictor = run.predictor()
+    assert isinstance(predictor, RankingPredictor)
+    measured = {}
+    for name, predictions in baselines(predictor.predict(target), run.sequences, run.split).items():
+        tasks = report_of(predictions, run.sequences, run.split, run.config).tasks
+        measured[name] = {
             f"gauc/{label}": one.intervals["gauc"] for label, one in tasks.items() if "gauc" in one.intervals
         }
-    return floors
+    return measured
 
 
 def evaluate_run(
@@ -89,23 +72,23 @@ def evaluate_run(
     chosen = _step(run, step)
     report = run.predictor(chosen).evaluate(target)
     folder = run.folder / "eval" / target
-    (folder / "beside.json").unlink(missing_ok=True)  # it is about the report before
+    (folder / "beside.json").unlink(missing_ok=True)  # it belongs to the previous report
     report.save(folder)
-    write_beside(run, target, step=chosen, floors={})
+    _write_context(run, target, step=chosen, baselines={})
     return report
 
 
-def write_beside(run: Run, target: str, *, step: int, floors: Mapping[str, Mapping[str, Interval]]) -> None:
-    """Keeps beside a report which checkpoint it is about, and the floors where they were worked out."""
+def _write_context(run: Run, target: str, *, step: int, baselines: Mapping[str, Mapping[str, Interval]]) -> None:
+    """Stores next to a report its checkpoint and, where they were computed, the baselines."""
     content = {
         "step": step,
-        "floors": {name: {key: asdict(one) for key, one in own.items()} for name, own in floors.items()},
+        "floors": {name: {key: asdict(one) for key, one in own.items()} for name, own in baselines.items()},
     }
     replace_file(run.folder / "eval" / target / "beside.json", json.dumps(content, indent=2).encode())
 
 
 def _step(run: Run, step: int | None) -> int:
-    """The step asked for, else that of the best checkpoint, else of the latest."""
+    """The given step, else that of the best checkpoint, else of the latest."""
     return Manifest.read(checkpoint_folders.best_checkpoint(run.checkpoints)).step if step is None else step
 
 

@@ -1,4 +1,4 @@
-"""`nestpipe forget`: a user's events leave the histories of a run, on the disk and in every instance that serves it."""
+"""`nestpipe forget`: erases a user's events from the data and event logs of runs; serving instances notice."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ import json
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
-import tyro
-
 from nestpipe.atomic_files import replace_file
+from nestpipe.cli.arguments import ForgetArguments
 from nestpipe.config import Config
 from nestpipe.data.array_files import remove_stale
 from nestpipe.data.erase_user import forget_user
@@ -25,38 +23,25 @@ from nestpipe.serve.service_folder import EVENTS
 from nestpipe.training.run_folder import Run
 
 
-@dataclass(frozen=True, kw_only=True)
-class ForgetArguments:
-    runs: tyro.conf.Positional[tuple[Path, ...]]
-    """Folders of all runs on one sequence folder."""
-    user: int
-    """Id of the user."""
-
-
-def main(argv: list[str]) -> int:
-    text = (
-        "Removes a user from the sequence folder of some runs and from their event logs. Instances that serve them notice "
-        "within a second and drop all prefixes. A run on the same data that is not named will refuse it as other data.\n\n"
-        "Example: nestpipe forget runs/ranking --user 42"
-    )
-    arguments = tyro.cli(ForgetArguments, prog="nestpipe forget", description=text, args=argv)
+def main(arguments: ForgetArguments) -> int:
     num_stored, num_logged = forget(arguments.runs, arguments.user)
-    print(f"user {arguments.user}: {num_stored:,} stored and {num_logged:,} logged events are gone")
-    print("weights that were trained with them stay as they are; train again to have them without")
+    print(f"user {arguments.user}: {num_stored:,} stored and {num_logged:,} logged events were erased")
+    print("trained weights are unchanged; train again to remove their influence")
     if num_stored:
-        print("evaluation reports, which list users, are gone too; 'nestpipe eval' makes them again")
+        print("evaluation reports, which list users, were deleted; run 'nestpipe eval' again")
     return 0
 
 
 def forget(runs: Sequence[Path], user: int) -> tuple[int, int]:
-    """How many events left the sequence folder, how many the event logs; raises ConfigError unless it is one folder.
+    """Numbers of events erased from the sequence folder and from the event logs; raises ConfigError unless it is one folder.
 
-    Whenever it is cut off, the runs can be opened. Forgetting anybody finishes what was begun with folders, forgetting the
-    same user what was not begun.
+    Crash-safe: the runs can be opened after an interruption at any point. The next call, for any user, completes a folder
+    swap that was begun; a call for the same user completes the rest.
     """
     folders = {Path(Config.load(run / "config.json").data.path).resolve() for run in runs}
     if len(folders) != 1:
-        raise ConfigError(f"the runs have {len(folders)} sequence folders; name runs on one of them at a time.")
+        shown = f"are on {len(folders)} sequence folders" if folders else "are not named"
+        raise ConfigError(f"the runs {shown}; name all runs on one sequence folder.")
     (folder,) = folders
 
     def announce(digest: str) -> None:
@@ -81,7 +66,7 @@ def forget(runs: Sequence[Path], user: int) -> tuple[int, int]:
 
 
 def _forget_instructions(folder: Path, user: int) -> None:
-    """What was written about the user, after the events: whoever writes about them now sees that they are gone."""
+    """Erases a user's instructions, after the events: a job that writes now finds no history."""
     path = folder / INSTRUCTIONS
     if path.exists():
         store = SqliteStore(path)
@@ -95,14 +80,14 @@ def _forget_instructions(folder: Path, user: int) -> None:
 
 @contextmanager
 def _writing(folder: Path) -> Iterator[None]:
-    """Nobody else forgets in this folder meanwhile; the lock stands beside it, because the folder is replaced."""
+    """Excludes other erasures; the lock file is next to the folder, because the folder is replaced."""
     with folder.with_name(f".{folder.name}.lock").open("ab") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
 def _settle(run: Path, digest: str) -> None:
-    """A folder that was announced is there, or will not come: the run is on the one that is there now."""
+    """Ends an announced folder swap: the run belongs to the folder that exists now."""
     facts = json.loads((run / "run.json").read_text())
     if facts["data_digest"] != digest:
         shutil.rmtree(run / "eval", ignore_errors=True)
@@ -111,7 +96,7 @@ def _settle(run: Path, digest: str) -> None:
 
 
 def _note(run: Path, **digests: str) -> None:
-    """Of the folder that the run is on, and of the one that is about to take its place."""
+    """Stores digests in run.json: of the run's folder, and of the one about to replace it."""
     facts = json.loads((run / "run.json").read_text())
     facts.pop("next_digest", None)
     replace_file(run / "run.json", (json.dumps({**facts, **digests}, indent=2) + "\n").encode())

@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
-import tyro
-
 from nestpipe.atomic_files import replace_file
+from nestpipe.cli.arguments import ReportArguments
 from nestpipe.errors import ConfigError
 from nestpipe.report.inputs import read_facts
 from nestpipe.report.page import page
 
 
-@dataclass(frozen=True, kw_only=True)
-class ReportArguments:
-    run: tyro.conf.Positional[Path]
-    """Folder of the run, finished or not."""
-    out: Path | None = None
-    """File to write [default: RUN/report.html]."""
-
-
-def main(argv: list[str]) -> int:
-    example = "Example: nestpipe report runs/tiny"
-    description = f"Writes one self-contained HTML file about a run.\n\n{example}"
-    arguments = tyro.cli(ReportArguments, prog="nestpipe report", description=description, args=argv)
+def main(arguments: ReportArguments) -> int:
     print(write_report(arguments.run, arguments.out))
     return 0
 

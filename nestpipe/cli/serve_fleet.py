@@ -19,6 +19,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from nestpipe.cli.serve import refuse_generative
+from nestpipe.cli.serve_instance import STOPPING
 from nestpipe.errors import ConfigError
 from nestpipe.gateway.candidates import PastEvents, Retriever, retriever_of
 from nestpipe.gateway.cascade import Cascade, LocalCandidateStages
@@ -27,16 +29,19 @@ from nestpipe.gateway.instance_client import InstanceClient, make_client
 from nestpipe.gateway.nginx import nginx_config
 from nestpipe.gateway.router import InstanceAddress, Members
 from nestpipe.gateway.supervisor import Fleet, Worker
+from nestpipe.serve.arguments import ServeArguments
 from nestpipe.serve.config import Stages
 from nestpipe.serve.demo_page import DemoPage
 from nestpipe.serve.event_log import EventLog
+from nestpipe.serve.open_service import open_run
 from nestpipe.serve.server import PortError, bind, run_apps
+from nestpipe.serve.service_folder import EVENTS, kept_secret
 from nestpipe.serve.user_history import UserHistories
 from nestpipe.training.run_folder import Run
 
 _log = logging.getLogger("nestpipe.serve")
-_READY_S = 0.25  # between two looks whether instances are ready
-# Below the ports that systems give to outgoing connections, so that none is gone before its instance has started.
+_READY_S = 0.25  # between two polls of the instances' readiness
+# Below the ephemeral ports of outgoing connections, which could take a port before its instance has started.
 _FREE_PORTS = range(10_000, 32_000)
 
 
@@ -99,7 +104,7 @@ class FleetAddresses:
 
 
 def free_ports(host: str, size: int, *, tries: int = 100) -> int:
-    """The first of some neighbouring ports that nobody has; raises PortError."""
+    """The first of `size` consecutive free ports; raises PortError."""
     for _ in range(tries):
         first = _FREE_PORTS[secrets.randbelow(len(_FREE_PORTS) - size)]
         with suppress(OSError), ExitStack() as held:
@@ -107,12 +112,12 @@ def free_ports(host: str, size: int, *, tries: int = 100) -> int:
                 held.enter_context(socket.socket()).bind((host, port))
             return first
     raise PortError(
-        f"{host} has no {size} neighbouring free ports in {_FREE_PORTS[0]} .. {_FREE_PORTS[-1]}; name --port."
+        f"{host} has no {size} consecutive free ports in {_FREE_PORTS[0]} .. {_FREE_PORTS[-1]}; name --port."
     )
 
 
 def notes_of(run: Path, instance: InstanceAddress) -> Path:
-    """Where an instance writes what it is told to serve, for its next process; another fleet of the run has other ports."""
+    """File of the model versions that an instance serves, for its next process; another fleet of the run has other ports."""
     return run / "serve" / f"{instance.name}-{instance.url.rpartition(':')[2]}.notes.json"
 
 
@@ -125,7 +130,53 @@ def flags_of(prefix: str, section: Any) -> list[str]:
     ]
 
 
-def serve_fleet(
+def serve_fleet(arguments: ServeArguments) -> int:
+    """Runs a gateway and its instances until SIGINT or SIGTERM."""
+    place = addresses_of(arguments).settled()
+    place.check()
+    run = open_run(arguments)
+    refuse_generative(run, "a gateway (--instances, --demo)")
+    folder = run.folder / "serve"
+    flags = ["--num-threads", str(arguments.num_threads), "--label", arguments.label]
+    flags += ["--step", str(arguments.step)] if arguments.step is not None else []
+    flags += ["--compare", str(arguments.compare), "--share", str(arguments.share)] if arguments.compare else []
+    for name in ("engine", "trigger", "limits"):
+        flags += flags_of(name, getattr(arguments, name))
+    workers, histories = place.workers(run.folder, flags), fleet_histories(run, folder / EVENTS)
+    for one in place.members():
+        notes_of(run.folder, one).unlink(missing_ok=True)  # of an earlier fleet
+    retriever = fleet_retriever(Run.open(arguments.retrieval) if arguments.retrieval else run, histories)
+    del run  # whose sequences stay mapped, also those of users that are forgotten later
+    return _run_fleet(
+        place,
+        workers,
+        histories=histories,
+        retriever=retriever,
+        stages=arguments.stages,
+        token=kept_secret(folder / "token"),
+        demo=arguments.demo,
+    )
+
+
+def print_nginx(arguments: ServeArguments) -> int:
+    """Prints a configuration for nginx in the gateway's place."""
+    place = addresses_of(arguments)
+    place.check()
+    print(place.nginx(), end="")
+    return 0
+
+
+def addresses_of(arguments: ServeArguments) -> FleetAddresses:
+    return FleetAddresses(
+        host=arguments.host,
+        port=arguments.port,
+        admin_host=arguments.admin_host,
+        admin_port=arguments.admin_port,
+        num_instances=max(arguments.instances, 1),
+    )
+
+
+def _run_fleet(
     place: FleetAddresses,
     workers: Sequence[Worker],
     *,
@@ -135,8 +186,6 @@ def serve_fleet(
     token: str,
     demo: bool,
 ) -> int:
-    """Runs until SIGINT or SIGTERM."""
-    place.check()
     with (
         ThreadPoolExecutor(2, thread_name_prefix="retrieval") as executor,
         bind(place.host, place.port) as public,
@@ -153,7 +202,7 @@ def serve_fleet(
             watches = [asyncio.create_task(one) for one in tasks]
 
             def stopping() -> None:
-                print("stopping: what is under way is answered first", file=sys.stderr, flush=True)
+                print(STOPPING, file=sys.stderr, flush=True)
 
             try:
                 apps = [(gateway, public), (admin_app(cascade, token), private)]
@@ -170,12 +219,12 @@ def serve_fleet(
 
 
 def fleet_histories(run: Run, events: Path) -> UserHistories:
-    """What the gateway knows of users: also events that instances have taken in since the log was ingested."""
+    """Histories of users, with the events that instances received since the log was ingested."""
     return UserHistories(run.sequences, EventLog(events))
 
 
 def fleet_retriever(run: Run, histories: UserHistories) -> Retriever:
-    """Vector search from what users have done up to now."""
+    """Vector search from the current histories of users."""
 
     def past_of(user: int) -> PastEvents:
         histories.refresh()
@@ -186,12 +235,12 @@ def fleet_retriever(run: Run, histories: UserHistories) -> Retriever:
 
 
 async def keep_fresh(histories: UserHistories, *, every_s: float = 1.0) -> None:
-    """Lets go of users that are forgotten, also while nobody asks for anything."""
+    """Drops users that were forgotten, also while no request arrives."""
     while True:
         try:
             await asyncio.to_thread(histories.refresh)
         except Exception:
-            _log.exception("what was written could not be read; the gateway tries again")
+            _log.exception("the event log or the sequence folder could not be read; the gateway retries")
         await asyncio.sleep(every_s)
 
 

@@ -1,15 +1,12 @@
-"""`nestpipe simulate`: what a step would take on many workers, in a model."""
+"""`nestpipe simulate`: predicts the time of a training step on many workers with a cost model."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Annotated
-
-import tyro
+from dataclasses import replace
 
 from nestpipe.atomic_files import replace_file
+from nestpipe.cli.arguments import SimulateArguments
 from nestpipe.errors import ConfigError
 from nestpipe.profiling.recorder import load
 from nestpipe.simulate import published
@@ -21,44 +18,22 @@ from nestpipe.simulate.drawing import draw
 DRAWN = tuple(2**power for power in range(3, 13))  # 8 to 4,096 workers
 
 
-@dataclass(frozen=True, kw_only=True)
-class SimulateArguments:
-    workers: int = published.WORKERS
-    """How many workers train; each has the work of one recorded rank."""
-    run: Annotated[Path | None, tyro.conf.arg(name="from")] = None
-    """Folder of a run that recorded its steps on two or more ranks with --pipeline.trace-steps N: its constants."""
-    constants: Path | None = None
-    """File of constants that --save wrote [default: those of the published TorchRec row]."""
-    micro_batches: int = published.MICRO_BATCHES
-    """Parts (micro-batches) of a batch, in arms that have parts."""
-    group_size: int = published.GROUP_SIZES[1]
-    """Workers that hold the table once, in arms with groups."""
-    duplicates: float | None = None
-    """Uses of a row in a batch, which TorchRec-like arms all send; a trace does not know it [default: 1]."""
-    save: Path | None = None
-    """File for the constants."""
-    out: Path = Path("simulate.svg")
-    """File for the drawing of 8 to 4,096 workers."""
-    published: bool = False
-    """Print the published table beside what the model, fitted to its TorchRec row alone, gives; and nothing else."""
-
-
-def main(argv: list[str]) -> int:
-    example = "Example: nestpipe simulate --workers 1536"
-    description = f"Says what a training step would take on many workers, in a model, and draws it.\n\n{example}"
-    arguments = tyro.cli(SimulateArguments, prog="nestpipe simulate", description=description, args=argv)
+def main(arguments: SimulateArguments) -> int:
     if arguments.published:
         print(f"{published.table()}\n\nThe size of groups is not published:\n{published.by_group_size()}")
         return 0
     if arguments.workers < 1 or not 1 <= arguments.micro_batches <= 256 or arguments.group_size < 1:
-        raise ConfigError("--workers and --group-size must be at least 1, --parts from 1 to 256.")
+        raise ConfigError(
+            f"--workers is {arguments.workers}, --group-size {arguments.group_size} and --micro-batches {arguments.micro_batches}; the "
+            "first two must be at least 1, the last from 1 to 256."
+        )
     constants = _constants(arguments)
     settings = CaseSettings(micro_batches=arguments.micro_batches, group_size=arguments.group_size)
     if arguments.save:
         constants.save(arguments.save)
     found = [results(arm, constants, [arguments.workers, *DRAWN], settings) for arm in ARMS]
     print(_table([own[0] for own in found], constants, settings))
-    title = f"{constants.source}, {settings.micro_batches} parts, groups of {settings.group_size}"
+    title = f"{constants.source}, {settings.micro_batches} micro-batches, groups of {settings.group_size}"
     drawing = draw([own[1:] for own in found], title=title)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     replace_file(arguments.out, drawing.encode())
@@ -78,17 +53,19 @@ def _constants(arguments: SimulateArguments) -> Constants:
     if arguments.duplicates is None:
         return found
     if not arguments.duplicates >= 1:
-        raise ConfigError(f"--duplicates is {arguments.duplicates}; a row that is used is used at least once.")
+        raise ConfigError(
+            f"--duplicates is {arguments.duplicates}; it must be at least 1: a row in a batch is used at least once."
+        )
     return replace(found, duplicates=arguments.duplicates)
 
 
 def _table(found: Sequence[CaseResult], constants: Constants, settings: CaseSettings) -> str:
-    """One line per arm, times in ms."""
+    """One line per case, times in ms."""
     workers = found[0].workers
     head = ("", "step", "busy", "lookup", "communication", "bubble", "efficiency")
     lines = [
         f"model, not measured: {workers:,} workers, constants of {constants.source}",
-        f"{settings.micro_batches} parts, groups of {settings.group_size}; ms of a step, and what of it compute waits for; "
+        f"{settings.micro_batches} micro-batches, groups of {settings.group_size}; ms per step, and how long compute waits for what; "
         f"efficiency from {constants.base_workers:,} workers",
         "",
         _line(head),

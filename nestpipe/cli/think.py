@@ -1,4 +1,4 @@
-"""`nestpipe think`: instructions for the users of a run or a log, as far as events came since the last time."""
+"""`nestpipe think`: near-line job that writes instructions for users with new events."""
 
 from __future__ import annotations
 
@@ -7,31 +7,30 @@ import sqlite3
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-import tyro
 from torch import Tensor
 
+from nestpipe.cli.arguments import ThinkArguments
 from nestpipe.data.schema import Label
 from nestpipe.data.sequences import Sequences
 from nestpipe.errors import ConfigError, DataError
+from nestpipe.generative.config import Encoder
 from nestpipe.generative.instruction_store import INSTRUCTIONS, SqliteStore, version_of
-from nestpipe.generative.llm_provider import EndpointConfig, OpenAICompatibleProvider, TemplateProvider
+from nestpipe.generative.llm_provider import OpenAICompatibleProvider, TemplateProvider
 from nestpipe.generative.nearline_job import (
     FolderHistoryFeed,
     History,
     HistoryFeed,
     JobLedger,
     NearlineJob,
-    ThinkConfig,
     ledger_of,
 )
 from nestpipe.generative.prompt_builder import CoVisits, InstructionProvider, RequestBuilder, item_texts
 from nestpipe.generative.semantic_ids import Registry
-from nestpipe.generative.text_encoder import Encoder, encode_texts
+from nestpipe.generative.text_encoder import encode_texts
 from nestpipe.models.config import EncDecConfig
 from nestpipe.serve.event_log import EventLog
 from nestpipe.serve.open_service import open_histories
@@ -42,33 +41,7 @@ from nestpipe.training.run_folder import Run
 _LINE_S = 15.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class ThinkArguments:
-    path: tyro.conf.Positional[Path]
-    """Folder of a generative run, whose event log is read too; or a sequence folder."""
-    ids: Path | None = None
-    """Folder of semantic ids [default: those of the run]; a sequence folder needs it."""
-    store: Path | None = None
-    """File of the instructions [default: RUN/serve/instructions.sqlite]; a sequence folder needs it."""
-    think: ThinkConfig = field(default_factory=ThinkConfig)
-    endpoint: EndpointConfig = field(default_factory=EndpointConfig)
-    api_key_file: Path | None = None
-    """File with the endpoint's key, if it wants one."""
-    follow: bool = False
-    """Go on until interrupted, looking for new events every few seconds."""
-    every_s: float = 5.0
-    """With --follow: seconds between two looks."""
-    quiet: bool = False
-    """Print nothing but errors."""
-
-
-def main(argv: list[str]) -> int:
-    text = (
-        "Writes instructions for a generative model, near-line: for users with new events, at most once in a window, skipping what is "
-        "unchanged. Ctrl-C or a crash loses nothing; the next start goes on. Without --endpoint.url a template writes the texts.\n\n"
-        "Example: nestpipe think runs/beauty_sid --endpoint.url http://127.0.0.1:8000/v1 --endpoint.model Qwen/Qwen3-8B"
-    )
-    arguments = tyro.cli(ThinkArguments, prog="nestpipe think", description=text, args=argv)
+def main(arguments: ThinkArguments) -> int:
     if found := list(arguments.think.problems()):
         raise ConfigError("the configuration has problems:\n" + "\n".join(f"  - think.{one}" for one in found))
     job, store, words = _open(arguments)
@@ -82,7 +55,7 @@ def main(argv: list[str]) -> int:
                 job.run(line.show)
     except sqlite3.Error as error:
         raise DataError(
-            f"{job.ledger.path} cannot be used ({error}); nothing is lost, start again when it can."
+            f"{job.ledger.path} cannot be used ({error}). Nothing is lost: fix it and start again."
         ) from error
     finally:
         line.end()
@@ -97,7 +70,7 @@ class _FolderBacked(HistoryFeed, Protocol):
 
 
 class _Words:
-    """What requests are made with, from the folder that is there now: who is forgotten leaves what others did, too."""
+    """Builds prompts from the current sequence folder: texts and co-visits lose users that were forgotten."""
 
     def __init__(self, feed: _FolderBacked, behaviour: Label | None, weights: tuple[float, ...]):
         self._feed, self._behaviour, self._weights = feed, behaviour, weights
@@ -105,7 +78,7 @@ class _Words:
         self._made = RequestBuilder(texts={})
 
     def builder(self) -> RequestBuilder:
-        """Another one if the folder is another."""
+        """A new builder if the folder was replaced."""
         if (now := self._feed.sequences) is not self._read:
             self._read = now
             self._made = RequestBuilder(
@@ -126,7 +99,7 @@ def _open(arguments: ThinkArguments) -> tuple[NearlineJob, SqliteStore, _Words]:
     if Run.exists(arguments.path):
         run = Run.open(arguments.path)
         if not isinstance(model := run.config.model, EncDecConfig):
-            raise ConfigError(f"{arguments.path} is a run of another kind; instructions steer generative models alone.")
+            raise ConfigError(f"{arguments.path} is not a generative run; instructions steer generative models only.")
         folder = run.folder / "serve"
         store = arguments.store or folder / INSTRUCTIONS
         ids = arguments.ids or Path(model.ids)
@@ -155,12 +128,12 @@ def _open(arguments: ThinkArguments) -> tuple[NearlineJob, SqliteStore, _Words]:
 
 
 def text_encoder(registry: Registry) -> tuple[partial[Tensor], str]:
-    """What makes vectors of instructions, that of the item texts; and the version of what it makes."""
+    """The encoder of instructions, the one of the item texts; and the version of its vectors."""
     made_by = registry.encoder.partition("/")[0]
     if not made_by.startswith(("minilm", "hashed-words")):
         raise ConfigError(
-            f"the semantic ids are made from vectors of '{made_by}', which nestpipe cannot make of other texts; "
-            "write instructions with `SlowPath` and that encoder, or build ids from texts."
+            f"the semantic ids are made from vectors of '{made_by}', an encoder that nestpipe does not have; "
+            "run nestpipe.generative.nearline_job.NearlineJob with that encoder, or build the ids from texts."
         )
     kind: Encoder = "minilm" if made_by.startswith("minilm") else "words"
     return partial(_encode, kind), version_of(registry.version, made_by)
@@ -186,7 +159,7 @@ class RunFeed:
         folder, number, last = json.loads(mark) if mark else ("", 0, "")
         own = self._histories.sequences
         users = set[int]() if folder == own.digest else set(own.users.tolist())
-        # A log that somebody was taken out of is read again from its beginning.
+        # A log from which a user was erased is read again from its beginning.
         is_known = not number or (number <= len(self._events) and self._events[number - 1][0] == last)
         users |= {user for _, user in self._events[number if is_known else 0 :]}
         last = self._events[-1][0] if self._events else ""
@@ -204,7 +177,7 @@ class RunFeed:
 
 
 class _ProgressLine:
-    """How far it is: one line that moves on a terminal, one now and then elsewhere."""
+    """Progress: one line that is updated on a terminal, a line every 15 s elsewhere."""
 
     def __init__(self, job: NearlineJob, *, quiet: bool):
         self._job, self._quiet, self._said = job, quiet, time.monotonic()
@@ -226,5 +199,5 @@ class _ProgressLine:
         parts = [f"{counts['written']:,} written", f"{counts['unchanged']:,} users unchanged", f"{pending:,} pending"]
         if isinstance(self._job.provider, OpenAICompatibleProvider):
             seen = ", ".join(f"{name} {count:,}" for name, count in sorted(self._job.provider.counts.items()) if count)
-            parts.append(f"endpoint: {seen or 'not asked'}")
+            parts.append(f"endpoint: {seen or 'no calls'}")
         return "think: " + " · ".join(parts)

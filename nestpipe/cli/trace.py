@@ -1,16 +1,15 @@
-"""`nestpipe trace`: where the time of a run's steps went, as a table, a Perfetto trace and a drawing."""
+"""`nestpipe trace`: where the time of training steps went, as tables, a Perfetto trace and a timeline."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 
-import tyro
 from rich.console import Console
 
 from nestpipe.atomic_files import replace_file
+from nestpipe.cli.arguments import TraceArguments
 from nestpipe.errors import ConfigError
 from nestpipe.profiling.overlap import StepTimes, choose, report
 from nestpipe.profiling.perfetto import to_perfetto
@@ -21,24 +20,7 @@ _DRAWN = 3  # steps in the drawing unless --steps says which
 _MOST_DRAWN = 12
 
 
-@dataclass(frozen=True, kw_only=True)
-class TraceArguments:
-    run: tyro.conf.Positional[Path]
-    """Folder of a run that recorded its steps with --pipeline.trace-steps N."""
-    steps: str | None = None
-    """Batches A:B, from A up to and without B; A or B may be left out [default: all, and three are drawn]."""
-    rank: int | None = None
-    """Show and draw this rank alone."""
-    sequential: Path | None = None
-    """A traced sequential run of the same work, in which nothing is hidden: exposure is measured against its times."""
-    json: bool = False
-    """Print JSON instead of tables."""
-
-
-def main(argv: list[str]) -> int:
-    example = "Example: nestpipe trace runs/tiny --steps 10:14"
-    description = f"Says where the time of a run's steps went, and draws it.\n\n{example}"
-    arguments = tyro.cli(TraceArguments, prog="nestpipe trace", description=description, args=argv)
+def main(arguments: TraceArguments) -> int:
     first, last = _range(arguments.steps)
     traces = load(arguments.run)
     if arguments.rank is not None and not 0 <= arguments.rank < len(traces):

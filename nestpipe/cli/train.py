@@ -9,25 +9,24 @@ from typing import Annotated
 
 import tyro
 
-from nestpipe.checkpoint.origin import InitFrom, Word
+from nestpipe.checkpoint.config import Word
 from nestpipe.config import Config, keys, unknown_key
 from nestpipe.errors import ConfigError
 from nestpipe.recipes import RECIPES
-from nestpipe.training.loop import INTERRUPTED, train_to_end
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainArguments:
-    run: str | None = None
+    run: Annotated[str | None, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="")] = None
     """Folder of the run [default: runs/RECIPE]."""
     resume: bool = False
-    """Go on with the run in that folder, if there is one."""
-    init_from: str | None = None
-    """Start a new run from the weights of another: a run (its best checkpoint, else the latest) or a checkpoint."""
+    """Resume the run in that folder, if there is one."""
+    init_from: Annotated[str | None, tyro.conf.arg(metavar="RUN_OR_CHECKPOINT", help_behavior_hint="")] = None
+    """Start a new run from the weights of another run (its best checkpoint, else the latest) or of a checkpoint."""
     allow: tuple[Word, ...] = ()
-    """With --init-from: what may differ from the other run; without the word for it, it is refused."""
+    """With --init-from: what may differ from the other run; other differences are refused."""
     profile: bool = False
-    """Profile a few steps: a table on the screen, a trace in RUN/profile."""
+    """Profile a few steps: print a table, write a trace to RUN/profile."""
     config: Annotated[Config, tyro.conf.arg(name=""), tyro.conf.AvoidSubcommands]
 
 
@@ -47,6 +46,9 @@ def main(argv: list[str]) -> int:
     )
     if arguments.allow and arguments.init_from is None:
         raise ConfigError("--allow says what may differ from another run; name that run with --init-from.")
+    from nestpipe.checkpoint.origin import InitFrom
+    from nestpipe.training.loop import INTERRUPTED, train_to_end
+
     outcome = train_to_end(
         arguments.config,
         arguments.run or f"runs/{name}",

@@ -1,4 +1,4 @@
-"""`nestpipe tune balance RECIPE`: what samples cost by their length, from steps of long and of short ones."""
+"""Cost of a sample by its length, fitted to steps of long and of short samples: what `nestpipe tune balance` prints."""
 
 from __future__ import annotations
 
@@ -7,15 +7,12 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Annotated
 
 import numpy as np
 import torch
-import tyro
 from torch import Tensor
 
-from nestpipe.cli.train import check_keys, recipe_of
-from nestpipe.config import Config, keys
+from nestpipe.config import Config
 from nestpipe.data.load_balance import Ints, SampleCost, fit
 from nestpipe.data.loader import Loader
 from nestpipe.distributed.process_group import World
@@ -24,21 +21,9 @@ from nestpipe.models.build_model import inputs_of
 from nestpipe.pipeline.channels import Channels
 from nestpipe.pipeline.sequential import step
 from nestpipe.pipeline.stages import Rates
-from nestpipe.recipes import RECIPES
 from nestpipe.training.process import exact_arithmetic, keep_freed_memory
 from nestpipe.training.run_folder import Run
 from nestpipe.training.run_state import new_state
-
-_EXAMPLE = "Example: nestpipe tune balance tiny --events 8192"
-
-
-@dataclass(frozen=True, kw_only=True)
-class TuneBalanceArguments:
-    json: bool = False
-    """Print JSON instead of words."""
-    events: int = 4096
-    """Events of a step that is measured."""
-    config: Annotated[Config, tyro.conf.arg(name=""), tyro.conf.AvoidSubcommands]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,35 +35,20 @@ class Fitted:
     worst_error: float  # |said - taken| / taken
 
 
-def main(argv: list[str]) -> int:
-    if not argv or argv[0] in {"-h", "--help"}:
-        print(
-            f"usage: nestpipe tune balance RECIPE [--section.field VALUE ...]\n\nrecipes: {', '.join(RECIPES)}\n\n{_EXAMPLE}"
-        )
-        return 0
-    name, *rest = argv
-    defaults = TuneBalanceArguments(config=recipe_of(name))
-    check_keys(rest, ["json", "events", *keys(defaults.config)])
-    arguments = tyro.cli(
-        TuneBalanceArguments,
-        prog=f"nestpipe tune balance {name}",
-        description="Trains a few steps that are thrown away, on samples of one length each, and fits a·L + b·L².\n\n"
-        + _EXAMPLE,
-        args=rest,
-        default=defaults,
+def report(config: Config, *, num_events: int, as_json: bool) -> None:
+    """Measures on one rank and prints the coefficients, and the flags that use them."""
+    fitted = tuned(config, num_events=num_events)
+    cost = fitted.cost
+    flags = f"--data.balance --data.cost-linear {cost.linear:.4g} --data.cost-square {cost.square:.4g}"
+    if as_json:
+        content = {"linear_us": cost.linear, "square_us": cost.square, "constant_s": fitted.constant_s}
+        print(json.dumps({**content, "worst_error": fitted.worst_error, "flags": flags}))
+        return
+    print(
+        f"a sample of L events takes {cost.linear:.4g}·L + {cost.square:.4g}·L² microseconds, and a step "
+        f"{1e3 * fitted.constant_s:.1f} ms more. Largest error of a measured step: {fitted.worst_error:.0%}.\n{flags}\n"
+        "The run's configuration keeps these values."
     )
-    found = tuned(arguments.config, num_events=arguments.events)
-    flags = f"--data.balance --data.cost-linear {found.cost.linear:.4g} --data.cost-square {found.cost.square:.4g}"
-    if arguments.json:
-        content = {"linear_us": found.cost.linear, "square_us": found.cost.square, "constant_s": found.constant_s}
-        print(json.dumps({**content, "worst_error": found.worst_error, "flags": flags}))
-    else:
-        print(
-            f"a sample of L events takes {found.cost.linear:.4g}·L + {found.cost.square:.4g}·L² microseconds (the step that is "
-            f"furthest from it by {found.worst_error:.0%}), beside {1e3 * found.constant_s:.1f} ms for a step.\n{flags}\n"
-            "The values stand in the run's configuration and stay with it."
-        )
-    return 0
 
 
 def tuned(config: Config, *, num_events: int, num_steps: int = 3) -> Fitted:

@@ -1,64 +1,35 @@
-"""`nestpipe tune pipeline RECIPE`: a few steps in a few settings, and which of all settings fits best, and why."""
+"""Pipeline settings for a recipe, from a few steps in a few settings: what `nestpipe tune pipeline` prints."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated
 
 import torch
-import tyro
 from rich.console import Console
 from rich.table import Table as Shown
 
 from nestpipe.autotune.group_choice import grouped
 from nestpipe.autotune.measure import profile
 from nestpipe.autotune.search import Measurement, PipelineChoice, choose
-from nestpipe.cli.train import check_keys, recipe_of
-from nestpipe.config import Config, keys
+from nestpipe.config import Config
 from nestpipe.data.loader import Loader
 from nestpipe.distributed.process_group import World
 from nestpipe.jagged import Cursor
 from nestpipe.models.build_model import inputs_of
 from nestpipe.pipeline.channels import Channels
-from nestpipe.recipes import RECIPES
 from nestpipe.training.process import exact_arithmetic, keep_freed_memory
 from nestpipe.training.run_folder import Run
 
-_EXAMPLE = "Example: nestpipe tune pipeline tiny --data.path data/tiny"
 
-
-@dataclass(frozen=True, kw_only=True)
-class TunePipelineArguments:
-    json: bool = False
-    """Print JSON instead of a table."""
-    config: Annotated[Config, tyro.conf.arg(name=""), tyro.conf.AvoidSubcommands]
-
-
-def main(argv: list[str]) -> int:
-    if not argv or argv[0] in {"-h", "--help"}:
-        print(
-            f"usage: nestpipe tune pipeline RECIPE [--section.field VALUE ...]\n\nrecipes: {', '.join(RECIPES)}\n\n{_EXAMPLE}"
-        )
-        return 0
-    name, *rest = argv
-    defaults = TunePipelineArguments(config=recipe_of(name))
-    check_keys(rest, ["json", *keys(defaults.config)])
-    arguments = tyro.cli(
-        TunePipelineArguments,
-        prog=f"nestpipe tune pipeline {name}",
-        description="Trains a few steps that are thrown away, under torchrun on all ranks, and says which settings fit.\n\n"
-        + _EXAMPLE,
-        args=rest,
-        default=defaults,
-    )
+def report(config: Config, *, as_json: bool) -> None:
+    """Measures on all ranks; rank 0 prints the measurements, the choice and its reason."""
     with contextlib.closing(World.from_environment()) as world:
-        found, choice, why = tuned(arguments.config, world)
+        measurements, choice, why = tuned(config, world)
         if world.rank == 0:
-            _report(found, choice, why, as_json=arguments.json)
-    return 0
+            _print(measurements, choice, why, as_json=as_json)
 
 
 def tuned(config: Config, world: World) -> tuple[list[Measurement], PipelineChoice, str]:
@@ -86,12 +57,20 @@ def tuned(config: Config, world: World) -> tuple[list[Measurement], PipelineChoi
     return found, chosen.choice, chosen.why
 
 
-def _report(found: list[Measurement], choice: PipelineChoice, why: str, *, as_json: bool) -> None:
+def _print(found: list[Measurement], choice: PipelineChoice, why: str, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps({"measured": [asdict(one) for one in found], "choice": asdict(choice), "why": why}))
         return
     console, shown = Console(highlight=False, markup=False), Shown(title="steps measured, medians")
-    for title in ("", "step", "busy", "exposed messages", "exposed lookup", "rows", "of first and last part"):
+    for title in (
+        "",
+        "step",
+        "busy",
+        "exposed communication",
+        "exposed lookup",
+        "rows",
+        "of first and last micro-batch",
+    ):
         shown.add_column(title, justify="left" if not title else "right")
     for one in found:
         times = [f"{1e3 * seconds:.1f} ms" for seconds in (one.step_s, one.busy_s, one.comm_s, one.lookup_s)]

@@ -1,10 +1,15 @@
-"""The `data` section of a run's configuration."""
+"""Settings of data: the `data` section of a run's configuration, and those of generated logs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
+
+from nestpipe.errors import ConfigError
+
+Format = Literal["auto", "csv", "jsonl", "parquet", "lines"]  # of a log
+SYNTHETIC_TOP = 10  # list length of a synthetic log's known metrics
 
 # Of the generated click log; a recipe splits it, and recipes are read without loading anything that generates.
 CLICKS_START = 1_700_000_000  # seconds since 1970
@@ -63,3 +68,75 @@ class DataConfig:
             yield f"windows 'all' with truncate_block 1 would be a window per event; use for example {(self.max_len + 1) // 2}"
         if (self.split == "time") != (self.split_time is not None):
             yield f"split '{self.split}' with split_time {self.split_time!r}; a time split needs a time, nothing else takes one"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyntheticConfig:
+    """The size of a synthetic log and the strength of its signal."""
+
+    num_users: int = 3000
+    """Users."""
+    num_items: int = 300
+    """Items in the catalogue."""
+    mean_len: float = 24.0
+    """Mean of the log-normal lengths before clipping."""
+    spread_len: float = 0.8
+    """Standard deviation of the logarithm of the lengths."""
+    min_len: int = 5
+    """Shortest history."""
+    max_len: int = 100
+    """Longest history."""
+    num_successors: int = 8
+    """Items that tend to follow an item; the k-th with a weight of 1 / k."""
+    signal: float = 0.8
+    """Share of events that follow the planted successors; the others follow popularity."""
+    zipf: float = 1.05
+    """Exponent of the popularity."""
+    tie_share: float = 0.05
+    """Share of events at the same second as the event before."""
+    seed: int = 0
+    """Everything is a function of this and the fields above."""
+
+    def problems(self) -> Iterator[str]:
+        for name in ("num_users", "num_successors"):
+            if getattr(self, name) < 1:
+                yield f"{name} is {getattr(self, name)}; it must be at least 1"
+        if not 2 <= self.min_len <= self.max_len:
+            yield f"lengths from {self.min_len} to {self.max_len}; it takes 2 <= min_len <= max_len"
+        if self.num_items < max(2 * self.max_len, SYNTHETIC_TOP + 1) or self.num_items <= self.num_successors:
+            yield f"num_items is {self.num_items}; items do not repeat, so it takes at least 2 * max_len = {2 * self.max_len}"
+        if not 0 <= self.signal <= 0.99:
+            yield f"signal is {self.signal}; it must be in 0 .. 0.99, else a user with all successors seen has no next item"
+        if not 0 <= self.tie_share < 1:
+            yield f"tie_share is {self.tie_share}; it must be in 0 .. 1, 1 excluded"
+        for name in ("mean_len", "spread_len"):
+            if not getattr(self, name) > 0:
+                yield f"{name} is {getattr(self, name)}; it must be above 0"
+
+    def check(self) -> None:
+        """Raises ConfigError with every problem at once."""
+        if found := list(self.problems()):
+            raise ConfigError("the synthetic data has problems:\n" + "\n".join(f"  - {problem}" for problem in found))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClicksConfig:
+    """The size of a click log and the strength of its interactions."""
+
+    num_users: int = 3000
+    """Users."""
+    num_items: int = 300
+    """Items."""
+    num_events: int = 300_000
+    """Impressions; four of five are before the split time."""
+    strength: float = 0.8
+    """Standard deviation of each planted interaction, as a logit."""
+    seed: int = 0
+    """Everything is a function of this and the fields above."""
+
+    def problems(self) -> Iterator[str]:
+        for name in ("num_users", "num_items", "num_events"):
+            if getattr(self, name) < 1:
+                yield f"{name} is {getattr(self, name)}; it must be at least 1"
+        if not self.strength >= 0:
+            yield f"strength is {self.strength}; it must not be negative"

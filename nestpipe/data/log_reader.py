@@ -15,10 +15,11 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import polars as pl
 
+from nestpipe.data.config import Format
 from nestpipe.data.record_splitter import STRAY_QUOTE, UNIT, Records, read_blocks, split_records
 from nestpipe.errors import DataError
 
@@ -28,7 +29,6 @@ JSON_MARK = (
 )
 LINE = "line"  # the one column of format 'lines'
 
-Format = Literal["auto", "csv", "jsonl", "parquet", "lines"]
 _SUFFIXES: dict[str, Format] = {
     ".csv": "csv",
     ".tsv": "csv",

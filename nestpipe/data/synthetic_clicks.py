@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +19,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from nestpipe.data.array_files import check_place
-from nestpipe.data.config import CLICKS_DAYS, CLICKS_SPLIT_TIME, CLICKS_START
+from nestpipe.data.config import CLICKS_DAYS, CLICKS_SPLIT_TIME, CLICKS_START, ClicksConfig
 from nestpipe.data.ingest import BuildOptions, SideTable, write_sequences
 from nestpipe.data.schema import Feature, Label, Schema
 from nestpipe.data.sequences import Sequences
@@ -47,29 +46,6 @@ SCHEMA = Schema(
         Label(name="dwelled", kind="regression", feature="dwell", log=True, observed="click", weight=0.1),
     ),
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClicksConfig:
-    """The size of a click log and the strength of its interactions."""
-
-    num_users: int = 3000
-    """Users."""
-    num_items: int = 300
-    """Items."""
-    num_events: int = 300_000
-    """Impressions; four of five are before the split time."""
-    strength: float = 0.8
-    """Deviation of each planted interaction, as a logit."""
-    seed: int = 0
-    """Everything is a function of this and the fields above."""
-
-    def problems(self) -> Iterator[str]:
-        for name in ("num_users", "num_items", "num_events"):
-            if getattr(self, name) < 1:
-                yield f"{name} is {getattr(self, name)}; it must be at least 1"
-        if not self.strength >= 0:
-            yield f"strength is {self.strength}; it must not be negative"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -23,18 +22,17 @@ import torch
 from numpy.typing import NDArray
 
 from nestpipe.data.array_files import check_place
+from nestpipe.data.config import SYNTHETIC_TOP, SyntheticConfig
 from nestpipe.data.ingest import BuildOptions, SideTable, write_sequences
 from nestpipe.data.log_reader import LogSource
 from nestpipe.data.schema import Feature, Schema
 from nestpipe.data.sequences import Sequences
-from nestpipe.errors import ConfigError
 from nestpipe.rng import Rng, integers
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
-_TOP = 10  # the depth of the known metrics
 _NUM_TAGS = 12
 _START = 1_700_000_000  # seconds since 1970
 
@@ -48,55 +46,6 @@ SCHEMA = Schema(
         Feature(name="age", kind="id", scope="user"),
     )
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SyntheticConfig:
-    """The size of a synthetic log and the strength of its signal."""
-
-    num_users: int = 3000
-    """Users."""
-    num_items: int = 300
-    """Items in the catalogue."""
-    mean_len: float = 24.0
-    """Mean of the log-normal lengths before they are cut."""
-    spread_len: float = 0.8
-    """Deviation of the logarithm of the lengths; larger is longer-tailed."""
-    min_len: int = 5
-    """Shortest history."""
-    max_len: int = 100
-    """Longest history."""
-    num_successors: int = 8
-    """Items that tend to follow an item; the k-th with a weight of 1 / k."""
-    signal: float = 0.8
-    """Share of events that follow the planted successors; the others follow popularity."""
-    zipf: float = 1.05
-    """Exponent of the popularity."""
-    tie_share: float = 0.05
-    """Share of events at the same second as the event before."""
-    seed: int = 0
-    """Everything is a function of this and the fields above."""
-
-    def problems(self) -> Iterator[str]:
-        for name in ("num_users", "num_successors"):
-            if getattr(self, name) < 1:
-                yield f"{name} is {getattr(self, name)}; it must be at least 1"
-        if not 2 <= self.min_len <= self.max_len:
-            yield f"lengths from {self.min_len} to {self.max_len}; it takes 2 <= min_len <= max_len"
-        if self.num_items < max(2 * self.max_len, _TOP + 1) or self.num_items <= self.num_successors:
-            yield f"num_items is {self.num_items}; items do not repeat, so it takes at least 2 * max_len = {2 * self.max_len}"
-        if not 0 <= self.signal <= 0.99:
-            yield f"signal is {self.signal}; it must be in 0 .. 0.99, else a user with all successors seen has no next item"
-        if not 0 <= self.tie_share < 1:
-            yield f"tie_share is {self.tie_share}; it must be in 0 .. 1, 1 excluded"
-        for name in ("mean_len", "spread_len"):
-            if not getattr(self, name) > 0:
-                yield f"{name} is {getattr(self, name)}; it must be above 0"
-
-    def check(self) -> None:
-        """Raises ConfigError with every problem at once."""
-        if found := list(self.problems()):
-            raise ConfigError("the synthetic data has problems:\n" + "\n".join(f"  - {problem}" for problem in found))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,14 +139,14 @@ def _draw_next(config: SyntheticConfig, rng: np.random.Generator, seen: Ints) ->
 
 def _best(scores: Floats) -> Ints:
     """The columns of the best scores of each row [n, 10], best first."""
-    some = np.argpartition(scores, -_TOP, axis=1)[:, -_TOP:]
+    some = np.argpartition(scores, -SYNTHETIC_TOP, axis=1)[:, -SYNTHETIC_TOP:]
     order = np.argsort(-np.take_along_axis(scores, some, axis=1), axis=1)
     return np.take_along_axis(some, order, axis=1)
 
 
 def known_best(config: SyntheticConfig, histories: SyntheticHistories, *, chunk: int = 256) -> SequenceTruth:
     """The metrics of ranking by P on the last events, seen items removed."""
-    discounts = 1 / np.log2(np.arange(_TOP) + 2)
+    discounts = 1 / np.log2(np.arange(SYNTHETIC_TOP) + 2)
     sums = np.zeros(5)
     for start in range(0, config.num_users, chunk):
         rows = np.arange(start, min(start + chunk, config.num_users))

@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass, fields, replace
 
 from nestpipe.errors import NestPipeError
 from nestpipe.rng import GOLDEN, hash_text, mix64
+from nestpipe.serve.config import MAX_TICKET_S
 
 VERSION = "v1"
 USER_HEADER = "X-Nestpipe-User"
@@ -30,8 +31,6 @@ USER_HEADER = "X-Nestpipe-User"
 SESSION_HEADER = "X-Session-Id"
 """Ray Serve's own name for it."""
 MAX_TICKET_CHARS = 1024
-MAX_TICKET_S = 300.0
-"""A ticket that would live longer was made under another clock; clocks that jump back must not make tickets immortal."""
 _MIN_SECRET_BYTES = 16
 _TICKET = re.compile(rf"[\w.-]{{1,{MAX_TICKET_CHARS}}}", re.ASCII)
 _MAX_USER_CHARS = 20  # of 64 bits with a sign

@@ -15,11 +15,11 @@ import re
 import ssl
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from nestpipe.errors import ConfigError
+from nestpipe.generative.config import EndpointConfig
 from nestpipe.generative.prompt_builder import Action, InstructionRequest, InstructionResult
 
 if TYPE_CHECKING:
@@ -100,44 +100,6 @@ def _compared(actions: Sequence[Action]) -> tuple[str, str] | None:
             if other.text != last.text and kinds & set(_words(other.text)):
                 return last.text, other.text
     return None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EndpointConfig:
-    """An OpenAI-compatible endpoint, such as vLLM, xLLM or Ollama."""
-
-    url: str = ""
-    """Where it is, up to the version: http://127.0.0.1:8000/v1. Without one the template writes everything."""
-    model: str = ""
-    """Name of the model there."""
-    timeout_s: float = 30.0
-    """The longest a call may take as a whole, however its answer drips in."""
-    retries: int = 2
-    """Further attempts of a call that was refused or not answered; wrong answers are not asked for again."""
-    concurrency: int = 4
-    """Calls at a time."""
-    per_call: int = 8
-    """Requests of one call."""
-    max_bytes: int = 1 << 20
-    """The largest answer that is read."""
-    max_chars: int = 300
-    """The longest text that is taken."""
-    give_up: int = 3
-    """Attempts in a row without any answer, after which the endpoint is left alone for `rest_s`."""
-    rest_s: float = 60.0
-    """How long the template writes everything after the endpoint was given up."""
-
-    def problems(self) -> Iterator[str]:
-        if not self.url.startswith(("http://", "https://")):
-            yield f"url is {self.url!r}; it must begin with http:// or https://"
-        if not self.model:
-            yield "model is not given; name the endpoint's model"
-        for name in ("timeout_s", "concurrency", "per_call", "max_bytes", "max_chars", "give_up"):
-            if not getattr(self, name) > 0:
-                yield f"{name} is {getattr(self, name)}; it must be above 0"
-        for name in ("retries", "rest_s"):
-            if not getattr(self, name) >= 0:
-                yield f"{name} is {getattr(self, name)}; it must be 0 or more"
 
 
 class _NoAnswerError(Exception):

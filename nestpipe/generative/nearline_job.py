@@ -28,8 +28,8 @@ import numpy as np
 from nestpipe.data.array_files import place_of
 from nestpipe.data.sequences import Sequences
 from nestpipe.errors import ConfigError
+from nestpipe.generative.config import ThinkConfig
 from nestpipe.generative.instruction_store import (
-    ANY,
     InstructionStore,
     StoredInstruction,
     connect,
@@ -160,31 +160,6 @@ class JobLedger:
             except BlockingIOError:
                 raise ConfigError(f"another 'nestpipe think' works with {self.path}; one at a time writes.") from None
             yield
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ThinkConfig:
-    """How often instructions are made, and how long they last."""
-
-    window_s: float = 300.0
-    """At most one regeneration of a user's instructions in this time."""
-    ttl_s: float = 7 * 86400.0
-    """How long an instruction is used."""
-    batch: int = 64
-    """Users between two writes: what a crash may have to do again."""
-    max_tries: int = 3
-    """Windows in which a model is asked again for texts that the template had to write."""
-    scenarios: tuple[str, ...] = (ANY,)
-    """Scenarios that get instructions of their own; * is one for any."""
-
-    def problems(self) -> Iterator[str]:
-        for name in ("window_s", "max_tries"):
-            if not 0 <= getattr(self, name) < math.inf:
-                yield f"{name} is {getattr(self, name)}; it must be 0 or more, and finite"
-        if not 0 < self.ttl_s < math.inf or self.batch < 1:
-            yield f"ttl_s is {self.ttl_s} and batch {self.batch}; both must be above 0, and finite"
-        if not self.scenarios or len(set(self.scenarios)) != len(self.scenarios):
-            yield f"scenarios is {self.scenarios}; it names each scenario once, and at least one or *"
 
 
 @dataclass(slots=True, kw_only=True)

@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -25,37 +24,11 @@ from torch.nn import functional as F
 from nestpipe.data.array_files import file_entry, publish_folder
 from nestpipe.errors import ConfigError, DataError
 from nestpipe.generative import residual_kmeans
+from nestpipe.generative.config import SidConfig
 from nestpipe.generative.trie import Trie, check_version
 
 FORMAT = "nestpipe-semantic-ids"
 FORMAT_VERSION = 1
-Policy = Literal["keep", "suffix", "reassign"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SidConfig:
-    """How semantic ids are made."""
-
-    levels: int = 3
-    """Codes of an id, without the suffix."""
-    codes: int = 256
-    """Codes to choose from at each level."""
-    policy: Policy = "suffix"
-    """Items with equal codes: keep one id for all, count them in one more level, or move all but one to the nearest free id."""
-    suffix_size: int = 0
-    """suffix: codes of the last level; 0 takes twice what the catalogue needs, so that new items find room."""
-    balanced: bool = False
-    """No code of a level has more than its share of the items."""
-    iterations: int = 25
-    """Rounds of K-means."""
-    seed: int = 0
-
-    def problems(self) -> Iterator[str]:
-        for name in ("levels", "codes", "iterations"):
-            if getattr(self, name) < 1:
-                yield f"{name} is {getattr(self, name)}; it must be at least 1"
-        if self.suffix_size < 0:
-            yield f"suffix_size is {self.suffix_size}; it must be 0 (as needed) or more"
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)

@@ -15,7 +15,6 @@ import unicodedata
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -23,9 +22,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from nestpipe.errors import ConfigError
+from nestpipe.generative.config import Encoder
 from nestpipe.rng import hash_text
 
-Encoder = Literal["auto", "minilm", "words"]
 _WORDS_DIM = 512
 _log = logging.getLogger(__name__)
 

@@ -75,7 +75,7 @@ def test_verify_checks_all_and_names_each_damaged_file(capsys, run):
     assert code == 1
     assert "dense.safetensors is not what was saved" in out
     assert "lacks item.002.safetensors" in out
-    assert "notes.txt does not stand in the manifest" in out
+    assert "notes.txt is not in the manifest" in out
     assert "item.001" not in out
     assert "step-000006: 5 files" in out
     assert call(capsys, "verify", run, "--step", "6")[0] == 0
@@ -88,7 +88,7 @@ def test_verify_checks_all_and_names_each_damaged_file(capsys, run):
 
 def test_mistakes_have_a_message(capsys, tmp_path, run):
     for arguments, message in [
-        (["look"], "unknown task 'look'; there are: inspect, verify"),
+        (["look"], "unknown command 'look'; there are: inspect, verify"),
         (["verify", tmp_path / "none"], "is no run and no checkpoint"),
         (["verify", run, "--step", "7"], "has no complete checkpoint of step 7; it has [5, 6]"),
     ]:

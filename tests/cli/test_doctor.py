@@ -9,13 +9,14 @@ import shutil
 import pytest
 import torch
 
-from nestpipe.cli import doctor
+from nestpipe.cli import doctor, main
+from nestpipe.cli.arguments import DoctorArguments
 from nestpipe.ops import native_library
 from nestpipe.training.environment import MachineCheck
 
 
 def test_json_has_every_check_and_none_fails(capsys: pytest.CaptureFixture[str]) -> None:
-    assert doctor.main(["--json"]) == 0
+    assert doctor.main(DoctorArguments(json=True)) == 0
     found = json.loads(capsys.readouterr().out)
     names = [check["name"] for check in found]
     assert len(set(names)) == len(names) == len(doctor.checks())
@@ -27,7 +28,7 @@ def test_the_table_shows_findings_and_advice(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(doctor, "checks", lambda: [lambda: MachineCheck("fuel", "warn", "low", "fill up")])
-    assert doctor.main([]) == 0
+    assert doctor.main(DoctorArguments()) == 0
     out = capsys.readouterr().out
     assert all(word in out for word in ("fuel", "warn", "low", "fill up"))
 
@@ -35,7 +36,7 @@ def test_the_table_shows_findings_and_advice(
 def test_one_failed_check_makes_the_exit_code_one(monkeypatch: pytest.MonkeyPatch) -> None:
     found = [MachineCheck("a", "ok", ""), MachineCheck("b", "fail", "")]
     monkeypatch.setattr(doctor, "checks", lambda: [lambda check=check: check for check in found])
-    assert doctor.main(["--json"]) == 1
+    assert doctor.main(DoctorArguments(json=True)) == 1
 
 
 def test_a_check_that_breaks_is_a_finding_and_the_others_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,4 +98,4 @@ def test_absent_packages_are_named_with_the_way_to_get_them(monkeypatch: pytest.
 
 def test_unknown_arguments_are_refused() -> None:
     with pytest.raises(SystemExit, match="2"):
-        doctor.main(["--jsn"])
+        main(["doctor", "--jsn"])

@@ -161,7 +161,7 @@ def test_it_answers_and_ctrl_c_drains(process, guard, runs):
     assert all(one is None or one.status_code in {200, 503} for one in answers)
     assert all(one.json()["scores"] == first["scores"] for one in answers if one is not None and one.status_code == 200)
     assert process.wait(30) == 0
-    assert "what is under way is answered first" in process.stderr.read()
+    assert "requests in flight are answered first" in process.stderr.read()
     assert guard.num_processes() >= 1
     assert not guard.refused(), "an instance talks to nobody but those who ask it"
 

@@ -11,12 +11,18 @@ import numpy as np
 import polars as pl
 import pytest
 
-from nestpipe.cli.data import main, parse_feature_flag
+from nestpipe.cli import run
+from nestpipe.cli.data import parse_feature_flag
 from nestpipe.data import public_datasets
 from nestpipe.data.ingest import BuildOptions
 from nestpipe.data.schema import Feature
 from nestpipe.data.sequences import Sequences
 from nestpipe.errors import ConfigError, DataError
+
+
+def main(arguments: list[str]) -> int:
+    """`nestpipe data ARGUMENTS`; errors propagate."""
+    return run(["data", *arguments])
 
 
 @pytest.fixture

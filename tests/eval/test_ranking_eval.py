@@ -10,8 +10,8 @@ import torch
 
 from nestpipe import train
 from nestpipe.atomic_files import read_jsonl
+from nestpipe.cli import main
 from nestpipe.cli.demo import differing_tensors
-from nestpipe.cli.eval import main as evaluate
 from nestpipe.config import Config
 from nestpipe.data.synthetic_clicks import ClicksConfig, ClickTruth, ingest_clicks, known_best
 from nestpipe.errors import ConfigError, DataError
@@ -98,12 +98,12 @@ def test_a_killed_run_goes_on_to_the_same_bits_and_reports(log, tmp_path, capsys
     assert not differing_tensors(whole.folder, tmp_path / "pieces")
     logs = read_jsonl(whole.folder / "metrics.jsonl")[0]
     assert logs["loss"] == pytest.approx(logs["loss/clicked"] + logs["loss/dwelled"], rel=1e-5)
-    assert evaluate([str(whole.folder)]) == 0
+    assert main(["eval", str(whole.folder)]) == 0
     text = capsys.readouterr().out
     assert "clicked" in text
     assert "user and item bias: gauc/clicked" in text
     assert (whole.folder / "eval" / "test" / "report.json").exists()
-    assert evaluate([str(whole.folder), "--compare", str(tmp_path / "pieces")]) == 0
+    assert main(["eval", str(whole.folder), "--compare", str(tmp_path / "pieces")]) == 0
     assert "+0.0000 [+0.0000, +0.0000]" in capsys.readouterr().out
 
 

@@ -156,5 +156,5 @@ def test_a_machine_without_free_ports_is_named():
 
         port = taken.getsockname()[1]
         patch.setattr(serve_fleet, "_FREE_PORTS", range(port, port + 2))
-        with pytest.raises(PortError, match=r"127\.0\.0\.1 has no 1 neighbouring free ports"):
+        with pytest.raises(PortError, match=r"127\.0\.0\.1 has no 1 consecutive free ports"):
             serve_fleet.free_ports("127.0.0.1", 1)

@@ -9,7 +9,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-from nestpipe.cli.eval import main as evaluate
+from nestpipe.cli import main
 from nestpipe.data.synthetic_clicks import ClicksConfig, ingest_clicks
 from nestpipe.training.loop import train_to_end
 from tests.eval.ranking_ranks import ranking_config
@@ -24,7 +24,7 @@ def retrieval_run(folder: Path) -> Path:
     config = replace(config, data=replace(config.data, validation=True))
     train_to_end(config, folder / "run", quiet=True, recipe="tiny")
     with contextlib.redirect_stdout(io.StringIO()):
-        assert evaluate([str(folder / "run")]) == 0
+        assert main(["eval", str(folder / "run")]) == 0
     return folder / "run"
 
 
@@ -33,7 +33,7 @@ def ranking_run(folder: Path) -> Path:
     log = ingest_clicks(folder / "clicks", ClicksConfig(num_users=40, num_items=25, num_events=900))
     train_to_end(ranking_config(log.path, "dcn"), folder / "ranking", quiet=True)
     with contextlib.redirect_stdout(io.StringIO()):
-        assert evaluate([str(folder / "ranking")]) == 0
+        assert main(["eval", str(folder / "ranking")]) == 0
     return folder / "ranking"
 
 

@@ -83,7 +83,7 @@ def test_a_whole_run_shows_what_its_files_hold(runs):
     beside = json.loads((run / "eval" / "test" / "beside.json").read_text())
     for name, one in content["metrics"].items():
         assert f"{name} {one['mean']:.4f} [{one['low']:.4f}, {one['high']:.4f}]" in found.text("quality")
-        assert f"{beside['floors']['popularity floor'][name]['mean']:.4f}" in found.text("quality")
+        assert f"{beside['floors']['popularity baseline'][name]['mean']:.4f}" in found.text("quality")
     assert f"checkpoint of step {beside['step']}" in found.text("quality")
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in lines if "loss" in line]

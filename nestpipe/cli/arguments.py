@@ -1,0 +1,312 @@
+"""Flags of the commands that have fixed ones: the docstring of a class is the help of its command.
+
+No torch in here: `--help` and refused flags answer without it. Flags of `data` are in data_arguments.py, those of `serve` in
+serve/arguments.py. `train`, `tune` and `check-model` have the flags of a recipe or a model, and parse for themselves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from nestpipe.generative.config import Encoder, EndpointConfig, SidConfig, ThinkConfig
+from nestpipe.simulate import published
+
+RunFolder = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+IdsFolder = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="IDS")]
+DataFolder = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")]
+CheckpointPlace = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_OR_CHECKPOINT")]
+# Flags without a value of their own by default; their text says what happens then.
+OptionalStep = Annotated[int | None, tyro.conf.arg(metavar="STEP", help_behavior_hint="")]
+OptionalFile = Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")]
+OptionalFolder = Annotated[Path | None, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="")]
+OptionalRun = Annotated[Path | None, tyro.conf.arg(metavar="RUN", help_behavior_hint="")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuildSid:
+    """Builds semantic ids for all items of a sequence folder, from item texts by residual K-means.
+
+    Needs a folder that was ingested with --texts.
+
+    Example: nestpipe sid build data/beauty --out data/beauty-ids --sid.policy keep --sid.balanced
+
+    Next: nestpipe train beauty_sid --model.ids data/beauty-ids
+    """
+
+    data: DataFolder
+    """Sequence folder with item texts, such as 'nestpipe data amazon --texts' writes."""
+    out: Path
+    """Folder to write."""
+    encoder: Encoder = "auto"
+    """Text encoder: MiniLM, hashed words, or auto: MiniLM if it is installed."""
+    column: str = "title"
+    """Column of text.parquet to encode."""
+    behaviour: float = 0.0
+    """Share of a vector that comes from co-occurrence in training histories, at least 0 (text alone) and below 1."""
+    sid: SidConfig = field(default_factory=SidConfig)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExtendSid:
+    """Adds the new items of a sequence folder to semantic ids; old ids and the version stay.
+
+    Example: nestpipe sid extend data/beauty-ids data/beauty-june --out data/beauty-ids-june
+
+    Next: nestpipe sid inspect data/beauty-ids-june --data data/beauty-june
+    """
+
+    ids: IdsFolder
+    """Folder of semantic ids."""
+    data: DataFolder
+    """Sequence folder with item texts."""
+    out: Path
+    """Folder to write."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InspectSid:
+    """Shows coverage, collisions and balance of semantic ids; with the data they were made from, also purity.
+
+    Example: nestpipe sid inspect data/beauty-ids --data data/beauty
+    """
+
+    ids: IdsFolder
+    """Folder of semantic ids."""
+    data: OptionalFolder = None
+    """Sequence folder: how much of its catalogue is covered, and how pure prefixes are."""
+    json: bool = False
+    """Print JSON instead of a table."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForgetArguments:
+    """Erases a user from the sequence folder of runs, from their event logs and from their instructions.
+
+    Instances that serve the runs notice within a second and drop all KV prefixes. Name every run on that folder: a run that
+    is left out refuses the folder afterwards. Weights stay as they were trained.
+
+    Example: nestpipe forget runs/ranking --user 42
+
+    Next: nestpipe eval runs/ranking, because reports that list users are deleted.
+    """
+
+    runs: Annotated[
+        tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN [RUN ...]", help_behavior_hint="(required)")
+    ]
+    """Folders of all runs on one sequence folder."""
+    user: int
+    """Id of the user."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalArguments:
+    """Ranks the held-out events of a run, next to baselines, or compares two runs with paired confidence intervals.
+
+    A retrieval run is ranked against the whole catalogue; a ranking run is scored by AUC and GAUC. The report is kept in
+    RUN/eval.
+
+    Example: nestpipe eval runs/a --compare runs/b
+
+    Next: nestpipe report runs/a
+    """
+
+    run: RunFolder
+    """Folder of the run."""
+    compare: OptionalRun = None
+    """Another run on the same data: each metric with the paired 95 % interval of its difference."""
+    step: OptionalStep = None
+    """Checkpoint of RUN to evaluate [default: the best one if the run validated, else the latest]."""
+    target: Literal["test", "validation"] = "test"
+    """Which held-out events to rank."""
+    json: bool = False
+    """Print JSON instead of tables."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportArguments:
+    """Writes one self-contained HTML file about a run: curves, quality, overlap, load balance, settings.
+
+    Shows what the run has: evaluate it first, and train with --pipeline.trace-steps, to see quality and overlap.
+
+    Example: nestpipe report runs/tiny
+    """
+
+    run: RunFolder
+    """Folder of the run, finished or not."""
+    out: OptionalFile = None
+    """File to write [default: RUN/report.html]."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SwapArguments:
+    """Loads another model into running instances, without downtime.
+
+    An instance tests the model before it serves new requests with it; requests in flight keep the old one. With --share it
+    serves both and compares them (docs/how-to/serve.md).
+
+    Example: nestpipe swap runs/ranking runs/better
+    """
+
+    run: RunFolder
+    """Folder of the run that 'nestpipe serve' was started with; its token is there."""
+    new: Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="[NEW]", help_behavior_hint="")] = None
+    """Folder of the run to serve from now on; on the same sequence folder."""
+    step: OptionalStep = None
+    """Checkpoint of NEW [default: the best one if the run validated, else the latest]."""
+    share: Annotated[float | None, tyro.conf.arg(metavar="SHARE", help_behavior_hint="")] = None
+    """Compare: only this share of the users (0 .. 1, by a hash) gets the new model; 0 ends the comparison."""
+    host: str = "127.0.0.1"
+    """The --admin-host of 'nestpipe serve'."""
+    admin_port: int = 8751
+    """The --admin-port of 'nestpipe serve'."""
+    instances: int = 0
+    """The --instances of 'nestpipe serve': they are swapped one after the other."""
+    timeout_s: float = 600.0
+    """How long one instance may take to load, test and measure the model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ThinkArguments:
+    """Writes the instructions that steer a generative model, near-line: for users with new events, at most once in a window.
+
+    A language model behind an OpenAI-compatible endpoint writes the texts; without --endpoint.url a template does. Unchanged
+    users are skipped. Ctrl-C or a crash loses nothing: the next start resumes.
+
+    Example: nestpipe think runs/beauty_sid --endpoint.url http://127.0.0.1:8000/v1 --endpoint.model Qwen/Qwen3-8B
+
+    Next: nestpipe serve runs/beauty_sid
+    """
+
+    path: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_OR_DATA")]
+    """Folder of a generative run, whose event log is read too; or a sequence folder."""
+    ids: OptionalFolder = None
+    """Folder of semantic ids [default: those of the run]; a sequence folder needs it."""
+    store: OptionalFile = None
+    """File of the instructions [default: RUN/serve/instructions.sqlite]; a sequence folder needs it."""
+    think: ThinkConfig = field(default_factory=ThinkConfig)
+    endpoint: EndpointConfig = field(default_factory=EndpointConfig)
+    api_key_file: OptionalFile = None
+    """File with the endpoint's key, if it wants one."""
+    follow: bool = False
+    """Run until interrupted, polling for new events."""
+    every_s: float = 5.0
+    """With --follow: seconds between two polls."""
+    quiet: bool = False
+    """Print nothing but errors."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceArguments:
+    """Shows where the time of training steps went: busy, or waiting for lookup or communication, per rank.
+
+    Needs a run that was trained with --pipeline.trace-steps N. Also writes RUN/trace/timeline.svg and
+    RUN/trace/trace.perfetto.json, for ui.perfetto.dev.
+
+    Example: nestpipe trace runs/tiny --steps 10:14
+
+    Next: nestpipe tune pipeline tiny, or nestpipe simulate --from runs/tiny
+    """
+
+    run: RunFolder
+    """Folder of a run that recorded its steps with --pipeline.trace-steps N."""
+    steps: Annotated[str | None, tyro.conf.arg(metavar="A:B", help_behavior_hint="")] = None
+    """Batches A:B, from A up to and without B; A or B may be left out [default: all, and three are drawn]."""
+    rank: Annotated[int | None, tyro.conf.arg(metavar="RANK", help_behavior_hint="")] = None
+    """Show and draw this rank alone [default: all]."""
+    sequential: OptionalRun = None
+    """A traced sequential run of the same work, in which nothing is hidden: exposure is measured against its times."""
+    json: bool = False
+    """Print JSON instead of tables."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class InspectCheckpoint:
+    """Shows what a checkpoint holds: step, data position, progress, tables, dense parameters.
+
+    Example: nestpipe checkpoint inspect runs/tiny
+    """
+
+    path: CheckpointPlace
+    """Folder of a run or of one of its checkpoints, or the URL of either."""
+    step: OptionalStep = None
+    """Checkpoint of the run [default: the latest]."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyCheckpoint:
+    """Reads every file of a run's checkpoints and compares it with its digest.
+
+    Names the damaged files; exit code 1 if there are any.
+
+    Example: nestpipe checkpoint verify runs/tiny
+    """
+
+    path: CheckpointPlace
+    """Folder of a run or of one of its checkpoints, or the URL of either."""
+    step: OptionalStep = None
+    """Checkpoint of the run [default: all]."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulateArguments:
+    """Predicts what a training step takes on many workers, by running the real schedules in a cost model, and draws it.
+
+    Nothing is measured: the model's constants come from a traced run (--from), a file (--constants), or the published table.
+
+    Example: nestpipe simulate --workers 1536
+    """
+
+    workers: int = published.WORKERS
+    """How many workers train; each has the work of one recorded rank."""
+    run: Annotated[Path | None, tyro.conf.arg(name="from", metavar="RUN", help_behavior_hint="")] = None
+    """Folder of a run that recorded its steps on two or more ranks with --pipeline.trace-steps N: its constants."""
+    constants: OptionalFile = None
+    """File of constants that --save wrote [default: those of the published TorchRec row]."""
+    micro_batches: int = published.MICRO_BATCHES
+    """Micro-batches of a batch, in cases that have them."""
+    group_size: int = published.GROUP_SIZES[1]
+    """Workers that hold the table once, in cases with replica groups."""
+    duplicates: Annotated[float | None, tyro.conf.arg(metavar="FLOAT", help_behavior_hint="")] = None
+    """Uses of a row in a batch, which TorchRec-like cases all send; a trace does not record it [default: 1]."""
+    save: OptionalFile = None
+    """File for the constants."""
+    out: Path = Path("simulate.svg")
+    """File for the drawing of 8 to 4,096 workers."""
+    published: bool = False
+    """Print the published table next to the model fitted to its TorchRec row alone, and nothing else."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoctorArguments:
+    """Checks what this machine can run: versions, compiler, kernels, memory, speed, determinism.
+
+    Compiles the native library if it is not cached. Exit code 1 if nestpipe cannot work here.
+
+    Example: nestpipe doctor --json
+
+    Next: nestpipe demo
+    """
+
+    json: bool = False
+    """Print JSON instead of a table."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoArguments:
+    """Runs everything once on generated data and checks each step: ingest, train, resume, evaluate, serve, generate.
+
+    Takes some minutes on two cores. Ctrl-C ends every process that it started.
+
+    Example: nestpipe demo --out demo-out
+
+    Next: nestpipe train tiny --help; docs/get-started/own-data.md for a log of yours.
+    """
+
+    out: Path = Path("demo-out")
+    """Folder for everything the demo writes; an earlier demo's folder is replaced."""
+    quick: bool = False
+    """Train for a moment only: checks the commands, not the quality."""

@@ -1,0 +1,30 @@
+"""`nestpipe eval`: tables, JSON, comparison, and what cannot be evaluated."""
+
+import json
+
+import pytest
+
+
+def test_eval_prints_a_table_beside_the_floor_and_keeps_the_report(run, folder):
+    code, out, _ = run("eval", str(folder / "a"))
+    assert code == 0
+    assert "hr@10" in out
+    assert "popularity baseline" in out
+    assert (folder / "a" / "eval" / "test" / "report.json").exists()
+
+
+def test_eval_json_and_comparison(run, folder):
+    code, out, _ = run("eval", str(folder / "a"), "--json")
+    assert code == 0
+    alone = json.loads(out)["metrics"]["ndcg@10"]["mean"]
+    code, out, _ = run("eval", str(folder / "a"), "--compare", str(folder / "b"), "--json")
+    compared = json.loads(out)["metrics"]["ndcg@10"]
+    assert compared["a"] == alone
+    assert compared["interval"]["mean"] == pytest.approx(compared["b"] - compared["a"])
+    assert compared["verdict"] in {"better", "worse", "no difference shown"}
+
+
+def test_validation_targets_are_missed_with_their_reason(run, folder):
+    code, _, err = run("eval", str(folder / "a"), "--target", "validation")
+    assert code == 2
+    assert "It was trained without --data.validation" in err
