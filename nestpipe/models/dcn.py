@@ -19,12 +19,13 @@ from nestpipe.data.schema import Feature, Schema
 from nestpipe.embedding.lookup import Lookup, Rows, TableSpec
 from nestpipe.errors import ConfigError
 from nestpipe.jagged import Batch
+from nestpipe.models.backbone import initial_weights
 from nestpipe.models.config import DCNConfig
 from nestpipe.models.contract import Coupling, Output
 from nestpipe.models.feature_encoder import FeatureEncoder, feature_tables
 from nestpipe.models.heads import LabelHeads
 from nestpipe.models.ranking import named_labels
-from nestpipe.rng import Rng, hash_text, mix64
+from nestpipe.rng import Rng
 
 
 class DCN(nn.Module):
@@ -104,6 +105,5 @@ class _Cross(nn.Module):
 
 def build_dcn(config: DCNConfig, schema: Schema, *, seed: int, dtype: torch.dtype = torch.float32) -> DCN:
     """A model whose initial dense weights are a function of the seed."""
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(mix64(seed ^ hash_text("dense")) >> 1)
+    with initial_weights(seed):
         return DCN(config, schema).to(dtype)

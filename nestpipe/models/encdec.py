@@ -26,6 +26,7 @@ from torch.nn import functional as F
 
 from nestpipe.embedding.lookup import Lookup, Rows, TableSpec
 from nestpipe.jagged import Batch, Jagged
+from nestpipe.models.backbone import initial_weights
 from nestpipe.models.config import EncDecConfig, SASRecConfig
 from nestpipe.models.contract import Coupling, Output
 from nestpipe.models.decoder import DecoderBlock, DecoderCache, Layouts, TargetDropout
@@ -35,7 +36,7 @@ from nestpipe.models.losses import query_to_item
 from nestpipe.models.negative_sampling import group_runs
 from nestpipe.models.sasrec import SASRec
 from nestpipe.ops.attention import attention_layout
-from nestpipe.rng import Rng, hash_text, mix64, mix64_
+from nestpipe.rng import Rng, mix64_
 
 
 class SemanticIds(Protocol):
@@ -372,6 +373,5 @@ def build_encdec(
     text: Tensor | None = None,
 ) -> EncDec:
     """A model whose initial dense weights are a function of the seed."""
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(mix64(seed ^ hash_text("dense")) >> 1)
+    with initial_weights(seed):
         return EncDec(config, ids, max_len=max_len, text=text).to(dtype)
