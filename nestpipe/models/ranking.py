@@ -129,10 +129,9 @@ class Ranking(nn.Module):
 
     def events(self, rows: Mapping[str, Rows], batch: Batch, place: Tensor) -> Tensor:
         """Input vectors [T, D] of events at their positions."""
-        parts = self.history.parts(rows, batch.event_features)
-        return self._input(
-            [rows["history/item"].gather(), *parts, *self.actions.parts(rows, batch.event_features)], place
-        )
+        features = self.history.vectors(rows, batch.event_features)
+        actions = self.actions.vectors(rows, batch.event_features)
+        return self._input([rows["history/item"].gather(), *features, *actions], place)
 
     def candidates(
         self,
@@ -143,9 +142,9 @@ class Ranking(nn.Module):
         user: Tensor,
     ) -> Tensor:
         """Input vectors [C, D] of candidates at their positions; `user` [C] is the row of each one's user."""
-        parts = [rows["candidate/item"].gather(), *self.candidate.parts(rows, features)]
-        parts += [F.embedding(user, part) for part in self.user.parts(rows, user_features)]
-        return self._input(parts, place)
+        vectors = [rows["candidate/item"].gather(), *self.candidate.vectors(rows, features)]
+        vectors += [F.embedding(user, one) for one in self.user.vectors(rows, user_features)]
+        return self._input(vectors, place)
 
     def score(self, candidates: Tensor) -> Tensor:
         """Scores [C, labels] from the last hidden states."""
@@ -160,10 +159,10 @@ class Ranking(nn.Module):
         """What the prefix rows of an anchored model depend on in the request; part of the prefix key."""
         return ""
 
-    def _input(self, parts: list[Tensor], place: Tensor) -> Tensor:
-        total = parts[0]
-        for part in parts[1:]:
-            total = total + part
+    def _input(self, vectors: list[Tensor], place: Tensor) -> Tensor:
+        total = vectors[0]
+        for vector in vectors[1:]:
+            total = total + vector
         return torch.add(total * self.config.dim**0.5, F.embedding(place, self.place))
 
 
@@ -190,12 +189,12 @@ class Actions(nn.Module):
         offsets = torch.arange(len(ids) + 1) * len(columns)
         return {"history/action": Lookup(table="action", ids=ids.flatten(), offsets=offsets, pool="sum")}
 
-    def parts(self, rows: Mapping[str, Rows], given: Mapping[str, Jagged]) -> list[Tensor]:
-        found = [rows["history/action"].gather()]
+    def vectors(self, rows: Mapping[str, Rows], given: Mapping[str, Jagged]) -> list[Tensor]:
+        vectors = [rows["history/action"].gather()]
         if self.numbers is not None:
             values = torch.stack([torch.nan_to_num(given[label.name].values) for label in self._numbers], dim=1)
-            found.append(self.numbers(values.to(self.numbers.weight.dtype)))
-        return found
+            vectors.append(self.numbers(values.to(self.numbers.weight.dtype)))
+        return vectors
 
 
 def named_labels(schema: Schema, names: tuple[str, ...]) -> tuple[Label, ...]:
