@@ -156,7 +156,9 @@ def improve(model: EncDec, stage: Stage, kind: Kind, seed: int) -> dict[str, obj
         asked, utilities = stage.asked(batch), stage.utilities(users, places)
         samples = torch.arange(len(users))
         with torch.no_grad():
-            drawn = draw_paths(model.decoding({}, asked), stage.trie, num=policy.config.group, rng=rng, samples=samples)
+            drawn = draw_paths(
+                model.decoding({}, asked), stage.trie, num=policy.config.group_size, rng=rng, samples=samples
+            )
         items = stage.trie.leaf_items.index_select(0, drawn.leaves.flatten()).view_as(drawn.leaves)
         last = batch.items.offsets[1:] - 1
         assert batch.targets is not None
@@ -170,7 +172,7 @@ def improve(model: EncDec, stage: Stage, kind: Kind, seed: int) -> dict[str, obj
                 drawn.log_probs,
                 utilities.gather(1, items),
                 utilities.gather(1, logged).squeeze(1),
-                anchor=-new[:, -1].sum(),
+                sft_loss=-new[:, -1].sum(),
             )
             optimizer.zero_grad()
             (loss / len(users)).backward()

@@ -1,6 +1,6 @@
 """Building blocks for backbones: seeded initial weights, dropout per token, and the input layer.
 
-Use `TokenDropout` instead of `nn.Dropout`. Its mask is a function of (seed, step, sample, position), so training gives the
+Use `TokenDropout` instead of torch's dropout. Its mask is a function of (seed, step, sample, position), so training gives the
 same result for any division into micro-batches and ranks.
 """
 

@@ -217,5 +217,5 @@ def test_a_reasoning_vector_of_another_width_is_refused(tmp_path):
     schema = Schema(time=None, features=(Feature(name="reasoning", kind="vector", dim=2),))
     sequences = write_sequences(tmp_path / "log", schema=schema, log=log)
     config = config_of(tmp_path)
-    with pytest.raises(ConfigError, match=r"has 2 numbers, but model\.reasoning_dim is 3"):
+    with pytest.raises(ConfigError, match=r"has width 2, but model\.reasoning_dim is 3"):
         inputs_of(replace(config, model=replace(config.model, reasoning_dim=3)), sequences)
