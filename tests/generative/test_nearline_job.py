@@ -401,6 +401,21 @@ def test_a_place_without_a_target_is_refused(tmp_path):
         RequestBuilder(texts=texts).before_target(calm, 0, 6)
 
 
+def test_a_request_has_the_last_fifty_actions_and_the_season_of_the_last(tmp_path):
+    log = write_log(tmp_path / "log", {0: list(range(10)) * 6})
+    spring, summer = 86_400_000 * 90, 86_400_000 * 181
+    timed = replace(log, times=np.array([spring] * 59 + [summer]))
+    builder = RequestBuilder(texts={})
+    request = builder.build(timed, 0, 60)
+    assert [action.text for action in request.actions] == [f"item {item % 10}" for item in range(10, 60)]
+    assert (request.season, builder.build(timed, 0, 59).season, builder.build(timed, 0, 0).season) == (
+        "summer",
+        "spring",
+        "",
+    )
+    assert builder.build(replace(timed, times=None), 0, 60).season == ""
+
+
 def test_seasons_and_levels(tmp_path):
     assert [season_of(86_400_000 * day) for day in (0, 90, 181, 270, 350)] == [
         "winter",
