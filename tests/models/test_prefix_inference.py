@@ -236,13 +236,13 @@ def test_old_weights_other_types_and_other_users_are_refused():
     refused(half, kept, half.split(batch)[1], "dtype: cached 'float64', needed 'float32'")
     refused(old, kept, old.split(replace(batch, sample_ids=torch.tensor([7])))[1], "another user")
     other = ranker(build("fuxi"))
-    refused(other, kept, other.split(batch)[1], "model: kept")
+    refused(other, kept, other.split(batch)[1], "model: cached")
 
 
 def test_an_event_that_is_not_the_next_one_is_refused():
     own, batch = ranker(build()), history([8])
     prefix, suffix = own.split(batch)
-    with pytest.raises(PrefixError, match="the history changed"):
+    with pytest.raises(PrefixError, match="the history has changed"):
         own.extend(own.prefill(prefix), _at_time(suffix.batch, 5))
 
 
