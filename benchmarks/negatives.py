@@ -88,7 +88,7 @@ class World:
 
 @dataclass(slots=True)
 class Arm:
-    """One kind of negatives; remembers what its last block looked up and how long it scored."""
+    """One kind of negatives; records the lookups and the scoring time of its last block."""
 
     world: World
     loss: LossConfig

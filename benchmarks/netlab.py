@@ -112,7 +112,7 @@ class Lab(Loopback):
         bits_per_s(rate)
         self._switch = f"{_PREFIX}-{os.getpid()}-switch"
         self._relay: subprocess.Popen[str] | None = None
-        self._port = 29_500  # free: nobody else lives in the namespaces
+        self._port = 29_500  # always free inside the namespaces
 
     def namespace(self, host: int) -> str:
         return f"{_PREFIX}-{os.getpid()}-{host}"

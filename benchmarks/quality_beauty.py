@@ -74,7 +74,7 @@ def run_popularity(config: Config) -> Figures:
 
 
 def run_model(config: Config, folder: Path) -> Figures:
-    """Trains (or goes on with) one run, then ranks all test items with its best checkpoint."""
+    """Trains (or resumes) one run, then ranks all test items with its best checkpoint."""
     start = time.monotonic()
     outcome = train_to_end(config, folder, resume=True)
     if outcome.stopped == INTERRUPTED:

@@ -92,7 +92,7 @@ def placed(config: Config, *, data: Path, seed: int, threads: int) -> Config:
 
 
 def run_once(config: Config, folder: Path) -> dict[str, object]:
-    """Trains (or goes on with) a run and ranks its held-out items once."""
+    """Trains (or resumes) a run and ranks its held-out items once."""
     start = time.monotonic()
     outcome = train_to_end(config, folder, resume=True)
     if outcome.stopped == INTERRUPTED:
@@ -113,7 +113,7 @@ def figures_of(report: EvalReport) -> dict[str, object]:
 
 
 def held_out(config: Config) -> Config:
-    """The same settings without each user's last two items; not looked at before its end, as in the final run."""
+    """The same settings without each user's last two items; evaluated only at its end, as in the final run."""
     return replace(config, data=replace(config.data, validation=True), train=replace(config.train, eval_epochs=1000))
 
 

@@ -70,7 +70,7 @@ def before(found: Predictions, times: NDArray[np.int64], until: str) -> Predicti
 
 
 def run_ml1m(config: Config, folder: Path, until: str | None) -> dict[str, object]:
-    """Trains (or goes on with) one run and measures it."""
+    """Trains (or resumes) one run and measures it."""
     start = time.monotonic()
     outcome = train_to_end(config, folder, resume=True)
     if outcome.stopped == INTERRUPTED:

@@ -190,7 +190,7 @@ class Bench:
             print("  the block is repeated", flush=True)
         raise SystemExit(
             f"VOID: in each of {BLOCK_TRIES} tries the generator was late in a load: the machine is not quiet. What was"
-            " measured before is kept; the same command goes on from there"
+            " measured before is kept; the same command resumes there"
         )
 
     def offer(

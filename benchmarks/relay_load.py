@@ -99,7 +99,7 @@ class Outcome:
     num_unsent: int = 0
     num_failed: int = 0
     seconds: float = 0.0
-    cpu_s: float = 0.0  # of the instances, if somebody measured it
+    cpu_s: float = 0.0  # of the instances, if measured
 
     @property
     def num_requests(self) -> int:

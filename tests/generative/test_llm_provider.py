@@ -64,7 +64,7 @@ def endpoint():
 @pytest.fixture
 def ask(endpoint, monkeypatch):
     """A provider with small limits; no pauses between attempts."""
-    monkeypatch.setattr(llm_provider, "_PAUSE_S", 0.001)
+    monkeypatch.setattr(llm_provider, "_BACKOFF_S", 0.001)
     endpoint.calls.clear()
     endpoint.headers.clear()
     endpoint.behave, endpoint.most_under_way = honest, 0
