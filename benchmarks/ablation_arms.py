@@ -1,4 +1,4 @@
-"""The runs of the ablations: one arm, one seed, a model trained from nothing, and what its lists are worth."""
+"""The runs of the ablations: train a model for one arm and one seed, and evaluate its lists."""
 
 from __future__ import annotations
 
@@ -92,8 +92,8 @@ def run(arm: Arm, seed: int) -> dict[str, object]:
         figures, lists = {}, torch.zeros(stage.world.config.num_users, 10, dtype=torch.int64)
         for scenario in range(NUM_SCENARIOS):
             own = listed(trained(arm, stage, seed, scenario=scenario), stage, newest=arm.newest)
-            asks = torch.from_numpy(stage.world.scenarios[:, stage.test_place] == scenario)
-            lists[asks] = own[asks]
+            is_own = torch.from_numpy(stage.world.scenarios[:, stage.test_place] == scenario)
+            lists[is_own] = own[is_own]
     else:
         figures, lists = {}, listed(trained(arm, stage, seed), stage, newest=arm.newest or 47)
     best = stage.world.optimum()
@@ -138,9 +138,9 @@ def listed(model: EncDec, stage: Stage, *, newest: int) -> Tensor:
     found = []
     for part in users.split(300):
         batch = stage.requests(part, torch.full_like(part, stage.test_place), newest=newest)
-        asked = model.select(stage.asked(batch), None)
+        selected = model.select(stage.with_instructions(batch), None)
         with torch.no_grad():
-            beams = search(model.decoding({}, asked), stage.trie, width=model.config.beam)
+            beams = search(model.decoding({}, selected), stage.trie, width=model.config.beam)
         found.append(expand(stage.trie, beams, 10).positions)
     return torch.cat(found)
 
@@ -153,10 +153,12 @@ def improve(model: EncDec, stage: Stage, kind: Kind, seed: int) -> dict[str, obj
         rng = Rng(seed, 10_000 + number)
         users, places = stage.draw_requests(rng, POLICY_REQUESTS)
         batch = stage.requests(users, places, newest=47)
-        asked, utilities = stage.asked(batch), stage.utilities(users, places)
+        conditioned, utilities = stage.with_instructions(batch), stage.utilities(users, places)
         samples = torch.arange(len(users))
         with torch.no_grad():
-            drawn = draw_paths(model.decoding({}, asked), stage.trie, num=policy.config.group, rng=rng, samples=samples)
+            drawn = draw_paths(
+                model.decoding({}, conditioned), stage.trie, num=policy.config.group_size, rng=rng, samples=samples
+            )
         items = stage.trie.leaf_items.index_select(0, drawn.leaves.flatten()).view_as(drawn.leaves)
         last = batch.items.offsets[1:] - 1
         assert batch.targets is not None
@@ -164,13 +166,13 @@ def improve(model: EncDec, stage: Stage, kind: Kind, seed: int) -> dict[str, obj
         leaves = stage.trie.item_nodes[:, -1].index_select(0, logged.flatten()).unsqueeze(1)
         for _ in range(POLICY_UPDATES):
             # One decoding for both: the logged item is one more path.
-            new = path_log_probs(model.decoding({}, asked), stage.trie, torch.cat([drawn.leaves, leaves], 1))
+            new = path_log_probs(model.decoding({}, conditioned), stage.trie, torch.cat([drawn.leaves, leaves], 1))
             loss = policy.loss(
                 new[:, :-1],
                 drawn.log_probs,
                 utilities.gather(1, items),
                 utilities.gather(1, logged).squeeze(1),
-                anchor=-new[:, -1].sum(),
+                sft_loss=-new[:, -1].sum(),
             )
             optimizer.zero_grad()
             (loss / len(users)).backward()

@@ -1,4 +1,4 @@
-"""The synthetic world as batches of the generative model, and what its lists are worth there."""
+"""The synthetic data as batches of the generative model, and the value of its lists."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Stage:
             groups=torch.arange(len(users)) // groups if groups else None,
         )
 
-    def asked(self, batch: Batch) -> Batch:
+    def with_instructions(self, batch: Batch) -> Batch:
         """The same requests as at serving time: the instruction of the last event's target, and no targets."""
         last = batch.items.offsets[1:] - 1
         given = {name: one.select(last) for name, one in batch.target_features.items()}

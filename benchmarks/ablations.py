@@ -1,11 +1,12 @@
-"""What instructions, their place, IGR, Q2I, one model for all scenarios and SA-GCPO are worth in the synthetic world.
+"""Ablations on synthetic data: instructions, their placement, IGR, Q2I, one model for all scenarios, and SA-GCPO.
 
-A run trains one arm with one seed and takes less than 60 s of one core; the seed is that of world, weights and draws, so a
-difference between two arms is taken seed by seed. Effect ± standard error of three seeds: "confirmed" beyond twice the error, "refuted"
-beyond twice the error on the other side, else "open". What an arm is worth is expected under the world's own probabilities.
+A run trains one arm with one seed and takes less than 60 s on one core. The seed determines data, weights and draws, so the
+difference of two arms is taken per seed. Effect ± standard error of three seeds: "confirmed" if it is more than twice the error,
+"refuted" if it is as far on the other side, else "open". The value of an arm is its expectation under the probabilities that
+generated the data.
 
     python benchmarks/ablations.py                 all arms; those with a record are not run again
-    python benchmarks/ablations.py --write         no runs: the table of what is recorded, into docs/how-to/instructions.md
+    python benchmarks/ablations.py --write         no runs; writes the table of the records into docs/how-to/instructions.md
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def effect(more: Sequence[float], less: Sequence[float]) -> tuple[float, float]:
 
 
 def verdict(mean: float, error: float) -> str:
-    """Whether a claim that the effect is above 0 stands."""
+    """The verdict on the claim that the effect is above 0."""
     return "confirmed" if mean > 2 * error else "refuted" if mean < -2 * error else "open"
 
 
@@ -111,7 +112,7 @@ def page(text: str, rows: Sequence[Sequence[str]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--arms", nargs="+", choices=list(ARMS), help="run only these")
-    parser.add_argument("--write", action="store_true", help="write the table of what is recorded, run nothing")
+    parser.add_argument("--write", action="store_true", help="write the table of the records; run nothing")
     options = parser.parse_args()
     if not options.write:
         torch.set_num_threads(1)

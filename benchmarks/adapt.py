@@ -1,14 +1,14 @@
-"""Do settings that choose themselves keep up with the best fixed ones? Nested steps on a workload whose lengths change half-way.
+"""Does autotuning keep up with the best fixed settings? Nested steps on a workload whose sequence lengths change half-way.
 
-First half: 512 samples x 10 Zipf(1.05) ids per rank, second half: x 100, on a table of 1M x 64, a small MLP, two ranks. Arms are
-fixed numbers of parts and one that starts with four and chooses by itself (nestpipe/autotune/search.py), as a run with
-`--pipeline.adapt K` does; K is the length of a block. Blocks of all arms alternate on one state (of two tables the one that was made
-first was 3 % faster), and each round begins with another arm. A fixed arm that is clearly slower after twelve rounds is not run
-any more.
+First half: 512 samples x 10 Zipf(1.05) ids per rank, second half: x 100, on a table of 1M x 64, a small MLP, two ranks. Arms:
+fixed numbers of micro-batches, and an autotuned one that starts with four (nestpipe/autotune/search.py), as a run with
+`--pipeline.adapt K` does; K is the length of a block. Blocks of all arms alternate on one state (of two tables the first one
+created was 3 % faster), and each round begins with another arm. A fixed arm that is clearly slower after twelve rounds is
+dropped.
 
-The figure of a half is the adaptive arm's time for all blocks over that of the best fixed arm, with the 10-90 % range of rounds
-drawn again; it contains noticing the change, searching, looking with a barrier of its own, agreeing and writing down. Aim: at most
-1.02 in each half. Before a half, a block of each fixed arm that does not count meets the new rows.
+The figure of a half is the total time of the autotuned arm over that of the best fixed arm, with a 10-90 % range by bootstrap
+over rounds. It includes detecting the change, the search, measurements with their barriers, agreement and logging. Aim: at
+most 1.02 in each half. Before a half, one block of each fixed arm, not counted, creates the new rows.
 """
 
 from __future__ import annotations
@@ -24,15 +24,19 @@ import netlab
 import numpy as np
 
 LENGTHS = {"short": 10, "long": 100}
-ROUNDS = {"short": 6, "long": 1}  # of one, so that halves take about as long as each other
-FIXED = [1, 2, 4]  # more cost more than they hide: 8 took 2.6 and 1.3 times as long as the best in earlier records
+ROUNDS = {"short": 6, "long": 1}  # relative number of rounds, so that both halves take about as long
+FIXED = [
+    1,
+    2,
+    4,
+]  # more micro-batches cost more than they hide: 8 took 2.6 and 1.3 times as long as the best in earlier records
 START = 4
-FIRST = 12  # rounds, in which most is searched
+FIRST = 12  # rounds in which most of the search happens
 AIM = 1.02
 
 
 def figures_of(times: dict[str, dict[str, list[float]]]) -> dict[str, object]:
-    """For each half: adaptive over the best fixed arm, all blocks together, which decides; and the median with its range."""
+    """For each half: autotuned over best fixed arm, in total (this decides) and as median with its range."""
     figures: dict[str, object] = {}
     for half, arms in times.items():
         means = {name: fmean(own) for name, own in arms.items() if name != "adaptive"}
@@ -53,17 +57,15 @@ def figures_of(times: dict[str, dict[str, list[float]]]) -> dict[str, object]:
 
 
 def _drawn_again(times: list[float], base: list[float], *, num: int = 1000) -> measure.Spread:
-    """Time over time of all rounds, with rounds drawn at random as often as there are: how sure their ratio is."""
+    """Ratio of total times, with its range by bootstrap over rounds."""
     rounds = np.random.default_rng(0).integers(len(times), size=(num, len(times)))
     return measure.Spread.of(list(np.array(times)[rounds].sum(1) / np.array(base)[rounds].sum(1)))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument(
-        "--quick", action="store_true", help="short blocks, in which searching is most of it; about 80 seconds"
-    )
-    parser.add_argument("--rate", default="1gbit", help="of each host's line")
+    parser.add_argument("--quick", action="store_true", help="short blocks, dominated by the search; about 80 seconds")
+    parser.add_argument("--rate", default="1gbit", help="of each host's link")
     parser.add_argument("--blocks", type=int, help="rounds of the long half; the short one has six times as many")
     parser.add_argument("--steps", type=int, help="steps of a block")
     parser.add_argument("--no-record", action="store_true", help="do not append to results/adapt.jsonl")
@@ -78,10 +80,10 @@ def main() -> None:
     options.steps = options.steps or (20 if options.quick else 100)
     netlab.end_on_sigterm()
     rounds = {half: options.blocks * times for half, times in ROUNDS.items()}
-    told = json.dumps({"num_rounds": rounds, "steps": options.steps})
+    arguments = json.dumps({"num_rounds": rounds, "steps": options.steps})
     with netlab.Lab(2, rate=options.rate) as lab:
-        said = lab.run([sys.executable, str(Path(__file__)), "--as-rank", told], timeout_s=3600)
-    found = json.loads(said[0].splitlines()[-1])
+        outputs = lab.run([sys.executable, str(Path(__file__)), "--as-rank", arguments], timeout_s=3600)
+    found = json.loads(outputs[0].splitlines()[-1])
     figures = figures_of(found["times"])
     for half, arms in found["times"].items():
         rows = [

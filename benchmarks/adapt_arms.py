@@ -1,4 +1,4 @@
-"""The arms of adapt.py on one rank: blocks of steps with fixed parts, and blocks whose settings choose themselves."""
+"""The arms of adapt.py on one rank: blocks of steps with fixed micro-batches, and autotuned blocks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TELLING, SLOWER = 12, 1.05
 
 
 class Arms:
-    """All of them run on one state. The adaptive one does what `Pace` does (nestpipe/autotune/controller.py), on batches that are there."""
+    """All arms share one state. The adaptive one does what nestpipe/autotune/controller.py does, on batches in memory."""
 
     def __init__(self, channels: Channels, fixed: list[int], start: int, period: int, folder: Path):
         self.fixed = [str(micro_batches) for micro_batches in fixed]
@@ -46,15 +46,15 @@ class Arms:
             "adaptive": PipelineChoice(micro_batches=start)
         }
         self._recorder = Recorder(capacity=1 << 15)
-        # Steps of the adaptive arm: its periods end in the middle of blocks, so that a look also pays for its barrier.
+        # Steps of the adaptive arm: its periods end in the middle of blocks, so that the cost of a measurement's barrier is included.
         self._done = period // 2
-        self._looks = MeasurementTimer(period=period, number=self._done)
+        self._timer = MeasurementTimer(period=period, number=self._done)
 
     def batches(self, length: int) -> list[Batch]:
         return train_arms.batches(self._settings, self._channels.control.world.rank, length=length)
 
     def block(self, name: str, data: list[Batch]) -> float:
-        """Seconds of a period of one arm, on the slowest rank; what choosing takes is part of it."""
+        """Seconds of a period of one arm on the slowest rank, autotuning included."""
         self._channels.control.barrier()
         start = time.perf_counter()
         if name == "adaptive":
@@ -65,14 +65,14 @@ class Arms:
         return max(row[0] for row in self._channels.control.all_gather_ints([own])) / 1e9
 
     def _stretch(self, name: str, data: list[Batch], num_steps: int) -> int:
-        """Returns how many steps were done: fewer if a rank of the adaptive arm asked for a look."""
+        """Returns the number of steps done: fewer if a rank of the adaptive arm requested a measurement."""
         state, choice, adaptive, observer = self._state, self._choices[name], name == "adaptive", None
         first = state.num_steps
         state.micro_batching = MicroBatchConfig(micro_batches=choice.micro_batches, ramp=choice.ramp)
         for stream in state.channels:
             stream.watch = None
         if adaptive:
-            start = first + self._looks.due - self._done - MEASURE_STEPS
+            start = first + self._timer.due - self._done - MEASURE_STEPS
             observer = self._recorder.observer(first, start, channels=state.channels)
         runner = Runner(state, Schedule.of("nested", choice.micro_batches, depth=choice.depth), observe=observer)
         stream = (data[number % len(data)] for number in count(first))
@@ -82,29 +82,29 @@ class Arms:
         return runner.run(feed)
 
     def _asks_to_look(self) -> bool:
-        return self._looks.is_requested
+        return self._timer.is_requested
 
     def _on_step(self, work: BatchWork) -> None:
-        self._looks.record(size_of(work))
+        self._timer.record(size_of(work))
 
     def _adaptive(self, data: list[Batch]) -> None:
         end = self._done + self._period
         while self._done < end:
-            first, num_steps = self._state.num_steps, min(self._looks.due, end) - self._done
+            first, num_steps = self._state.num_steps, min(self._timer.due, end) - self._done
             num_done = self._stretch("adaptive", data, num_steps)
             self._done += num_done
             if num_done < num_steps:
-                self._looks.restart(self._done)
-            elif self._done == self._looks.due:
+                self._timer.restart(self._done)
+            elif self._done == self._timer.due:
                 self._choose(first)
 
     def _choose(self, first: int) -> None:
         now, stream = self._choices["adaptive"], self._channels.control
-        seen = of_all_ranks(stream, observe(self._recorder, now, first, self._settings.samples, self._looks.size))
+        seen = of_all_ranks(stream, observe(self._recorder, now, first, self._settings.samples, self._timer.size))
         if seen is None:
-            self._looks.restart(self._done)  # other arms have cut a trial in two
+            self._timer.restart(self._done)  # another arm ran in the middle of a trial
             return
-        decision = self._looks.decide(self._done, seen)
+        decision = self._timer.decide(self._done, seen)
         if not decision.choice.is_within(now):
             self._choices["adaptive"] = decision.choice
             self.chosen.append(f"step {self._done - self._period // 2}: {decision.why}")
@@ -113,9 +113,9 @@ class Arms:
 
 
 def seconds_of(arms: Arms, data: list[Batch], num_rounds: int) -> dict[str, list[float]]:
-    """The seconds of every block, by arm; each round begins with another one."""
+    """Seconds of every block, by arm; each round begins with another arm."""
     for name in arms.fixed:
-        arms.block(name, data)  # meets new rows
+        arms.block(name, data)  # creates the new rows
     names = [*arms.fixed, "adaptive"]
     found: dict[str, list[float]] = {name: [] for name in names}
     for number in range(num_rounds):
@@ -132,7 +132,7 @@ def seconds_of(arms: Arms, data: list[Batch], num_rounds: int) -> dict[str, list
 def rank_program(
     fixed: list[int], start: int, *, lengths: dict[str, int], num_rounds: dict[str, int], steps: int
 ) -> None:
-    """Run by each rank; rank 0's last line has the seconds of every block by half and arm, and what was chosen."""
+    """Run by each rank; rank 0 prints the seconds of every block by half and arm, and the chosen settings."""
     keep_freed_memory()
     world = World.from_environment()
     channels = Channels.of(world)

@@ -1,4 +1,4 @@
-"""How fast is jagged attention, forward and backward with both biases? Beside padded PyTorch, our blocks, and sgemm.
+"""How fast is jagged attention, forward and backward with both biases? Vs. padded PyTorch, our blocks, and sgemm.
 
 Lengths are `lengths-kuai` (log-normal(6.0, 1.1) cut at 2,048), scaled to the longest length of each shape. The padded arm is
 what TorchEasyRec and generative-recommenders run on a CPU: padded q, k and v, L x L bias matrices gathered from tables, one

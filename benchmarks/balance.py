@@ -1,12 +1,12 @@
-"""How much of a step do ranks wait for the slowest one, with fixed shares of a batch and with balanced ones?
+"""How long do ranks wait for the slowest one, with fixed and with balanced shares of a batch?
 
-By the cost model: batches of `lengths-kuai` (log-normal, cut at 2,048), S samples x W ranks, the cost a·L + b·L² of an HSTU
-with two ratios of a and b; the share of the slowest rank's time that ranks wait for it. `fixed`: as many samples each.
-`tokens`: greedy, by events. `cost`: greedy, by cost. `swaps`: and then pairwise swaps, which is what `data.balance` does.
-`bound`: what nobody can avoid, because a rank has the longest sample alone. With the larger ratio of narrow models that is nearly all of it.
+By the cost model: batches of `lengths-kuai` (log-normal, cut at 2,048), S samples x W ranks, cost a·L + b·L² of an HSTU with two
+ratios of a and b. The figure is the waiting time over the time of the slowest rank. `fixed`: the same number of samples each.
+`tokens`: greedy by events. `cost`: greedy by cost. `swaps`: greedy by cost, then pairwise swaps, as `data.balance` does.
+`bound`: the lower bound, a rank that has only the longest sample. With the larger ratio of narrow models it is nearly reached.
 
-Measured: four real ranks train an HSTU on such lengths (scaled to 512), fixed and balanced in turn, with coefficients from
-`nestpipe tune balance` in the same run. A rank's time is the processor time of its computing thread in a step, because four
+Measured: four real ranks train an HSTU on such lengths (scaled to 512), fixed and balanced in alternating blocks, with
+coefficients from `nestpipe tune balance` in the same run. A rank's time is the CPU time of its compute thread, because four
 ranks share the cores of a small machine. `wait_share` and `wait_share_fixed` are those of the model at 8 x 8.
 """
 
@@ -123,7 +123,7 @@ class Steps:
 
 
 def timed_step(state: TrainState, loader: Loader, cursor: Cursor, rates: Rates) -> tuple[float, float]:
-    """`sequential.step` with a look at the clocks around what a rank does by itself."""
+    """`sequential.step` that measures the local work of a rank."""
     batch, began = loader.batch(cursor), time.perf_counter()
     work: BatchWork = read(state, batch, rates, state.num_steps)
     for stage in (keys, retrieve, post):

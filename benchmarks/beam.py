@@ -1,8 +1,8 @@
-"""Constrained beam search over a large catalogue, beside the same search written as a loop over beams.
+"""Constrained beam search over a large catalogue vs. the same search as a loop over beams.
 
-256 beams, three levels of 256 codes, 100,000 items, one encoder-decoder, both arms with the encoder's memory shared and keys and
-values of earlier tokens kept. The loop decodes one beam at a time and grows it by its legal codes. Both must find the same items.
-CPU time of one thread, so that a busy machine counts little.
+256 beams, three levels of 256 codes, 100,000 items, one encoder-decoder. Both arms share the encoder's memory and cache keys and
+values of earlier tokens. The loop decodes one beam at a time and extends it by its legal codes. Both must find the same items.
+Figures are CPU time of one thread, so other load matters little.
 """
 
 from __future__ import annotations

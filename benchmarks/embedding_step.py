@@ -1,9 +1,9 @@
-"""How fast is one embedding step: lookup, gradient sums, AdaGrad? Beside TBE (sequence mode) and nn.Embedding(sparse).
+"""How fast is one embedding step: lookup, gradient sums, AdaGrad? Vs. TBE (sequence mode) and nn.Embedding(sparse).
 
 Workload zipf-512: a table of 1M x 64, 512 x 50 Zipf(1.05) ids per step, one process, one thread. Every arm gathers one
-vector per id, gets the same gradient for each, and applies exact AdaGrad to the rows in use. Ours takes the whole path of
-training: routing, looking raw 64-bit ids up in a hash index that could grow, exchange with itself, sums, update; the
-peers index a dense array. The bound is the gather of the distinct rows alone. TBE runs in .venv-peers ('make peers').
+vector per id, gets the same gradient for each, and applies exact AdaGrad to the rows in use. Ours runs the whole
+training path: routing, lookup of raw 64-bit ids in a growing hash index, exchange with itself, sums, update; the peers index
+a dense array. The lower bound is the gather of the distinct rows. TBE runs in .venv-peers ('make peers').
 """
 
 from __future__ import annotations

@@ -1,15 +1,14 @@
-"""How near is our exchange to the wire? 8 MiB per rank between two ranks at 1 Gbit/s, beside gloo's all_to_all_single.
+"""How close is our exchange to wire speed? 8 MiB per rank between two ranks at 1 Gbit/s, vs. gloo's all_to_all_single.
 
-Half of the 8 MiB stays at home, so 4 MiB leave and 4 MiB arrive; a wire that works in both directions at once needs
-bytes / rate = 33.6 ms. Frame headers take 4.4 % of that rate, which no exchange can avoid, and the acknowledgements of one
-direction travel with the data of the other. Aim: at most 1.15x.
+Half of the 8 MiB is local, so 4 MiB are sent and 4 MiB received. A full-duplex wire needs bytes / rate = 33.6 ms. Frame headers
+take 4.4 % of the rate, and the acknowledgements of one direction share the wire with the data of the other. Aim: at most 1.15x.
 
-A sender waits for word that the receive is posted, and the wire is idle meanwhile. So there are two arms of ours: `at once`
-posts the receives of an exchange and launches its sends in one call; `ahead` posts those of the next exchange, into
-another buffer, before it launches this one, as a pipeline does that knows its sizes. Both do all of it inside the time that is
-measured, wait for one exchange before they launch the next, and deliver the same bytes.
+A sender waits until the receive is posted, and the wire is idle meanwhile. So there are two arms of ours: `at once` posts the
+receives of an exchange and starts its sends in one call; `ahead` posts the receives of the next exchange, into another buffer,
+before it starts this one, as a pipeline does that knows its sizes. Both measure all of that work, wait for one exchange before
+they start the next, and deliver the same bytes.
 
-Loopback stands beside it, where all is CPU work. Needs root for the network lab.
+The loopback figures measure CPU work alone. Needs root for the network lab.
 """
 
 from __future__ import annotations

@@ -1,19 +1,19 @@
-"""How many groups of ranks are best, and does `--pipeline.groups 0` find them? A sweep on 8 real ranks; dense part emulated.
+"""Which number of replica groups is best, and does `--pipeline.groups 0` find it? A sweep on 8 real ranks; dense part emulated.
 
-Every group holds all tables, so rows travel inside a group and sums of gradients between groups (nestpipe/embedding/replica_groups.py). More
-groups never send less; they pay where the ranks of a group are close to each other. So ranks live on hosts: those of one host
-reach each other at the speed of memory and share one line of --rate to all others (network namespaces). Numbers of hosts:
+Every group holds all tables: rows are exchanged inside a group, gradient sums between groups
+(nestpipe/embedding/replica_groups.py). More groups never send less; they pay off where the ranks of a group are close to each
+other. Ranks of one host communicate through memory and share one link of --rate to the other hosts (network namespaces).
 
-    2   four ranks on each: groups of a host's ranks keep most traffic off the line
-    8   one rank on each: the same line everywhere
+    2 hosts   four ranks each: groups inside a host keep most traffic off the link
+    8 hosts   one rank each: the same link everywhere
 
-Ranks are real: processes with their own tables, threads and messages, on zipf-512 shares of their own. What is emulated is the dense
-part: it waits --dense-ms instead of computing, so that 8 ranks fit on a few cores; the CPU time of all ranks in a step over the
-cores' time is printed beside each figure, and above --cpu-limit the run is refused.
+Ranks are real: processes with their own tables, threads and messages, each on its own zipf-512 share. The dense part is
+emulated: it sleeps --dense-ms instead of computing, so that 8 ranks fit on a few cores. The CPU share of all ranks is printed
+with each figure; above --cpu-limit the run is rejected.
 
-Numbers of groups alternate in blocks; a step is the median over blocks with its 10-90 % range. `auto` measures before, as a run does
-when it starts, and must choose a number whose step is within 5 % of the best. Replicas must end with the same bytes, or nothing
-counts. (Averaging weights over groups instead of summing gradients, another update rule, has no arm here.)
+Numbers of groups alternate in blocks; a step is the median over blocks with its 10-90 % range. `auto` measures at the start, as
+a run does, and must choose a number whose step is within 5 % of the best. Replicas must end bitwise identical, or nothing is
+recorded. (Averaging weights over groups instead of summing gradients is another update rule and has no arm here.)
 
 Needs root, ip and tc.
 """
@@ -40,7 +40,7 @@ WITHIN = 1.05
 
 
 def rank_program(content: dict[str, object]) -> None:
-    """Run by each rank: prints what it found."""
+    """Run by each rank; prints its measurements."""
     from nestpipe.distributed.process_group import World
     from nestpipe.training.process import exact_arithmetic, keep_freed_memory
 
@@ -52,7 +52,7 @@ def rank_program(content: dict[str, object]) -> None:
 
 
 def swept(world: World, content: dict[str, object]) -> dict[str, object]:
-    """Seconds per step by number of groups and block, CPU time, and what auto chose; the same on every rank but for CPU time."""
+    """Seconds per step by number of groups and block, CPU time, and auto's choice; equal on all ranks except CPU time."""
     import time
 
     import train_arms
@@ -98,7 +98,7 @@ def swept(world: World, content: dict[str, object]) -> dict[str, object]:
 
 
 def measured(num_hosts: int, options: argparse.Namespace) -> dict[str, object]:
-    """What the ranks found."""
+    """The measurements of the ranks."""
     settings = {key: getattr(options, key) for key in ("samples", "micro_batches", "depth", "num_batches")}
     settings |= {"dense": f"sleep:{options.dense_ms}", "num_blocks": measure.MIN_BLOCKS, "num_steps": options.steps}
     with netlab.Lab(NUM_RANKS, rate=options.rate, ranks_per_host=NUM_RANKS // num_hosts) as lab:
@@ -108,7 +108,7 @@ def measured(num_hosts: int, options: argparse.Namespace) -> dict[str, object]:
 
 
 def figures_of(found: dict[str, object]) -> dict[str, object]:
-    """The step of each number of groups, and what auto's choice is worth."""
+    """The step of each number of groups, and auto's choice over the best one."""
     times: dict[str, list[float]] = found["times"]  # type: ignore[assignment]
     medians = {groups: measure.Spread.of(own).median for groups, own in times.items()}
     best, auto = min(medians, key=medians.__getitem__), str(found["auto"])
@@ -144,7 +144,7 @@ def report(num_hosts: int, figures: dict[str, object], options: argparse.Namespa
         rows.append([shape, step, f"{one['cpu_share']:.0%}", ", ".join(marks)])
     print(
         f"\n{NUM_RANKS} ranks on {num_hosts} hosts, {options.rate} each, dense part emulated ({options.dense_ms} ms), "
-        f"zipf-{options.samples} per rank, nested, {options.micro_batches} parts"
+        f"zipf-{options.samples} per rank, nested, {options.micro_batches} micro-batches"
     )
     print(measure.table(["groups x shards", "step (10-90 %)", "CPU share", ""], rows))
     ratio = f"{figures['auto_over_best']:.3f}, {figures['within_5_percent']} (at most {WITHIN})"
@@ -155,13 +155,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="two hosts, small batches, a short dense part; a minute")
     parser.add_argument("--hosts", nargs="+", type=int, choices=(1, 2, 4, 8))
-    parser.add_argument("--dense-ms", type=int, help="how long the dense part of a batch takes")
-    parser.add_argument("--rate", default="200mbit", help="of each host's line, in each direction")
+    parser.add_argument("--dense-ms", type=int, help="duration of the emulated dense part of a batch")
+    parser.add_argument("--rate", default="200mbit", help="of each host's link, per direction")
     parser.add_argument("--samples", type=int, help="per rank")
     parser.add_argument("--micro-batches", type=int, default=8)
     parser.add_argument("--depth", type=int, default=1)
     parser.add_argument("--steps", type=int, help="steps of a block")
-    parser.add_argument("--num-batches", type=int, help="distinct ones, which then come again")
+    parser.add_argument("--num-batches", type=int, help="number of distinct batches, which then repeat")
     parser.add_argument("--cpu-limit", type=float, default=0.6, help="largest CPU share at which a figure counts")
     parser.add_argument("--no-record", action="store_true", help="do not append to results/groups.jsonl")
     parser.add_argument("--as-rank", help=argparse.SUPPRESS)
@@ -181,11 +181,13 @@ def main() -> None:
         figures = figures_of(measured(num_hosts, options))
         report(num_hosts, figures, options)
         if figures["replicas_equal"] is not True:
-            raise SystemExit("replicas did not end with the same bytes; no figure counts.")
+            raise SystemExit("the replicas are not bitwise identical; this run is not recorded.")
         busiest = max(busiest, *(one["cpu_share"] for one in figures["groups"].values()))  # type: ignore[attr-defined]
         everything[f"{num_hosts} hosts"] = figures
     if busiest > options.cpu_limit and not options.quick:
-        raise SystemExit(f"the cores were busy for {busiest:.0%} of a step: this measured them. Raise --dense-ms.")
+        raise SystemExit(
+            f"the cores were busy for {busiest:.0%} of a step, so they were the bottleneck. Raise --dense-ms."
+        )
     if not options.no_record:
         keys = ("hosts", "dense_ms", "rate", "samples", "micro_batches", "depth", "steps", "num_batches", "quick")
         settings = {**{key: getattr(options, key) for key in keys}, "dense": "emulated"}

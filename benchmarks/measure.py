@@ -1,7 +1,7 @@
-"""What every benchmark shares: alternating blocks, ratios with their spread, verdicts, and the file of results.
+"""Shared by all benchmarks: alternating blocks, ratios with their spread, verdicts, and result files.
 
-Arms alternate (A B A B ...), so that a machine that slows down for a while slows down all of them. A figure is the median of
-per-block ratios with its 10-90 % range, and a threshold is met or missed only if that whole range says so.
+Arms alternate (A B A B ...), so that a slow phase of the machine affects all of them. A figure is the median of per-block ratios
+with its 10-90 % range. A threshold is met or missed only if the whole range is on one side of it.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ class Spread:
 def alternate(
     arms: Mapping[str, Callable[[], float]], *, num_blocks: int = MIN_BLOCKS, warm_up: int = 1
 ) -> dict[str, list[float]]:
-    """Runs one block of each arm in turn; what each returned (its seconds), by block. Warm-up blocks do not count."""
+    """Runs one block of each arm in turn; returns their seconds by block, without the warm-up blocks."""
     if num_blocks < MIN_BLOCKS:
-        raise ValueError(f"{num_blocks} blocks are too few for a 10-90 % range; take at least {MIN_BLOCKS}.")
+        raise ValueError(f"{num_blocks} blocks are too few for a 10-90 % range; use at least {MIN_BLOCKS}.")
     found: dict[str, list[float]] = {name: [] for name in arms}
     for block in range(warm_up + num_blocks):
         for name, arm in arms.items():
@@ -66,7 +66,7 @@ def alternate(
 
 
 def ratio(times: Sequence[float], base: Sequence[float] | float) -> Spread:
-    """times / base, block by block; the base is another arm or one bound for all blocks."""
+    """times / base, block by block; the base is another arm or one value for all blocks."""
     bases = [base] * len(times) if isinstance(base, int | float) else base
     return Spread.of([time / other for time, other in zip(times, bases, strict=True)])
 
@@ -82,7 +82,7 @@ def verdict(found: Spread, *, at_most: float | None = None, at_least: float | No
 
 
 def machine() -> dict[str, str | float | int]:
-    """What the figures depend on; the load tells a quiet machine from a busy one."""
+    """Facts about the machine that figures depend on, with its current load."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -101,7 +101,7 @@ def versions(*packages: str) -> dict[str, str]:
 
 
 def commit() -> str:
-    """The commit that was measured, with a + if files differed from it."""
+    """The measured commit, with a + if tracked files differ from it."""
     found = _git("rev-parse", "--short=12", "HEAD")
     return found + "+" * bool(_git("status", "--porcelain", "--untracked-files=no")) if found else "unknown"
 
@@ -131,9 +131,9 @@ def append(name: str, line: Mapping[str, object], *, folder: Path = RESULTS) -> 
 
 
 class Kept:
-    """Parts of a long run, each written when it is done: the same command goes on after the last of them.
+    """Results of a long benchmark, written one by one, so that the same command resumes after the last of them.
 
-    Parts are of one commit and one set of settings; those of another are not taken over.
+    Results of another commit or other settings are discarded.
     """
 
     def __init__(self, path: Path, settings: Mapping[str, object]):
@@ -142,13 +142,13 @@ class Kept:
         self._found: dict[str, object] = {}
         if lines and lines[0] == key:
             self._found = {name: value for line in lines[1:] for name, value in line.items()}
-            print(f"goes on after {', '.join(self._found) or 'nothing'} ({path})")
+            print(f"resumes after {', '.join(self._found) or 'nothing'} ({path})")
             return
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(key) + "\n")
 
     def once(self, name: str, act: Callable[[], T]) -> T:
-        """What was found under a name, now or in a run before; it has to be what JSON can hold."""
+        """The result `name`, computed now or in an earlier run; must be JSON."""
         if name not in self._found:
             self._found[name] = act()
             with self._path.open("a") as file:
@@ -156,25 +156,23 @@ class Kept:
         return cast(T, self._found[name])
 
     def clear(self) -> None:
-        """All parts are in a record."""
+        """Deletes the file, once all results are in a record."""
         self._path.unlink(missing_ok=True)
 
 
 @contextmanager
 def cores_awake() -> Iterator[None]:
-    """Keeps all cores from falling asleep, by a process on each that runs only when nothing else does.
+    """Keeps all cores awake with one SCHED_IDLE process per core.
 
-    A virtual core that sleeps is woken by its host, which on a shared one takes milliseconds now and then: a thread that waited
-    for 50 ms was up to 2.4 ms late at its 99th percentile, and 0.5 ms with this (one machine, 300 waits each).
+    Waking a virtual core on a shared host sometimes takes milliseconds. P99 lateness of a thread that slept for 50 ms was
+    2.4 ms without and 0.5 ms with this (one machine, 300 sleeps each).
     """
     if not hasattr(os, "SCHED_IDLE"):
         yield
         return
     program = "import os, sys\nos.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))\n"
     program += "os.sched_setaffinity(0, {int(sys.argv[1])})\nparent = os.getppid()\n"
-    program += (
-        "while os.getppid() == parent:\n    for _ in range(10**6): pass\n"  # ends with its parent, however that ends
-    )
+    program += "while os.getppid() == parent:\n    for _ in range(10**6): pass\n"  # exits with its parent
     idlers = [
         subprocess.Popen([sys.executable, "-S", "-c", program, str(core)]) for core in sorted(os.sched_getaffinity(0))
     ]
@@ -187,7 +185,7 @@ def cores_awake() -> Iterator[None]:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns for a person to read, the first to the left and the others to the right."""
+    """A text table: first column left-aligned, the others right-aligned."""
     widths = [max(len(line[column]) for line in (header, *rows)) for column in range(len(header))]
 
     def show(line: Sequence[str]) -> str:

@@ -2,8 +2,8 @@
 
 A step is the whole of training in one process: routing, lookup, forward, loss with 128 negatives per event, backward, row
 update, dense update. Lengths are `lengths-kuai` scaled to the model's longest history. `mfu_effective` counts true lengths
-and causal pairs (nestpipe.training.mfu) over an sgemm measured in the same block; `mfu_padded` is the published convention and
-stands beside the fill. The second table is torch's profiler over one more step, by kind of work.
+and causal pairs (nestpipe.training.mfu) over an sgemm measured in the same block; `mfu_padded` is the published convention,
+shown with the fill. The second table is torch's profiler over one more step, by kind of work.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
 """What do negatives cost: time, memory and lookups for 64 and 128 per event, and for 64 that 2 or 4 events share?
 
-The work is all that a training step does for its negatives on one rank: draw ids, find the distinct ones, fetch their rows,
-normalise, score with a running logsumexp, differentiate. Arms alternate; figures are processor time, so that a busy machine
-counts less. `loss ms` is the scoring alone. `gemm` is the way before the native kernel: all distinct rows are scored.
+The work is everything that a training step does for its negatives on one rank: draw ids, deduplicate, fetch rows, normalise,
+score with a running logsumexp, differentiate. Arms alternate; figures are CPU time, so other load matters little. `loss ms` is the scoring alone. `gemm` scores all distinct rows, without the native kernel.
 
 `shared4_over_plain_time`: 64 negatives shared by 4 events over 64 of their own, for the catalogue of a million.
 `peak_memory_ratio`: what a loss with 128 negatives adds to a process, over that of its definition with a vector per pair.
 
---quality trains instead: the HR@10 of equal lookups (64 own, 64 shared by 2) beside 128 own ones, over seeds.
+--quality trains instead and compares HR@10 over seeds: 64 own, 64 shared by 2 (equal lookups), 128 own.
 """
 
 from __future__ import annotations
@@ -89,7 +88,7 @@ class World:
 
 @dataclass(slots=True)
 class Arm:
-    """One kind of negatives; remembers what its last block looked up and how long it scored."""
+    """One kind of negatives; records the lookups and the scoring time of its last block."""
 
     world: World
     loss: LossConfig
@@ -257,7 +256,7 @@ def timing(quick: bool) -> dict[str, object]:
     for name in WORLDS:
         found = measure_world(name, quick=quick)
         header = ["negatives", *(key for key in found["R = 64"])]
-        print(f"\n{name}: {WORLDS[name][0]:,} items; processor time, medians of blocks (10-90 %)")
+        print(f"\n{name}: {WORLDS[name][0]:,} items; CPU time, medians of blocks (10-90 %)")
         print(measure.table(header, [[key, *(str(one[field]) for field in header[1:])] for key, one in found.items()]))
         figures[name] = found
         if name == "million":

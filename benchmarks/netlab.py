@@ -1,15 +1,15 @@
-"""A network to measure on: namespaces joined by a switch of chosen bandwidth and delay.
+"""Network lab: network namespaces joined by a switch with a given bandwidth and delay.
 
     with Lab(2, rate="1gbit", delay_ms=2) as lab:
-        answers = lab.run([sys.executable, "program.py"])     # one process per rank; their outputs, by rank
+        outputs = lab.run([sys.executable, "program.py"])     # one process per rank; stdout by rank
 
     rate only:   rank 0 [lab0 tbf]---veth---[tbf bridge tbf]---veth---[tbf lab0] rank 1      all in the kernel
-    with delay:  rank 0 [lab0 tbf]---tun---- relay process ----tun---[tbf lab0] rank 1      each packet is held back
+    with delay:  rank 0 [lab0 tbf]---tun---- relay process ----tun---[tbf lab0] rank 1      delays each packet
 
-On loopback all communication is work for the CPU, so nothing there shows overlap; here the wire itself takes time. The
-kernel we measure on has no netem, hence the relay. Addresses are 198.18.0.x (reserved for benchmarks) without a route out,
-and the switch has a namespace of its own: the machine's network is never touched. Everything is removed at the end, also
-after a failure; what a killed run left behind is removed by the next one.
+On loopback all communication is CPU work, so overlap cannot show; here the link itself takes time. The relay process replaces
+netem, which the kernel may lack. Addresses are 198.18.0.x (reserved for benchmarks) without a route out, and the switch has its
+own namespace, so the machine's network is not touched. Everything is removed at the end, also after a failure; the next run
+removes what a killed run left behind.
 
 Needs root, and ip and tc (Debian: iproute2). `python benchmarks/netlab.py` measures what rate and delay are achieved.
 """
@@ -56,18 +56,18 @@ def bits_per_s(rate: str) -> float:
     """'1gbit' -> 1e9."""
     found = re.fullmatch(r"([\d.]+)([kmg]bit)", rate)
     if not found:
-        raise LabError(f"rate '{rate}' is not understood; write it like 1gbit or 500mbit.")
+        raise LabError(f"cannot parse rate '{rate}'; write it like 1gbit or 500mbit.")
     return float(found[1]) * _BITS[found[2]]
 
 
 def payload_share(delay_ms: float) -> float:
-    """How much of what a line carries is payload of a long stream; the rest of each packet are headers."""
+    """Share of a link's rate that is payload of a long stream; the rest is headers."""
     packet, link_header = (_MTU_OF_TUN, 0) if delay_ms else (_MTU_OF_VETH, 14)
     return (packet - _IP_AND_TCP) / (packet + link_header)
 
 
 def burst_bytes(rate: str) -> int:
-    """What an idle line of this rate passes at once."""
+    """Burst in bytes of an idle link of this rate."""
     return max(round(bits_per_s(rate) / 8 * _BURST_S), _MIN_BURST_BYTES)
 
 
@@ -103,7 +103,7 @@ class Loopback:
 
 
 class Lab(Loopback):
-    """A namespace per rank, or per host of several ranks that share its line, joined by a switch; a context manager."""
+    """A namespace per rank, or per host of several ranks that share its link, joined by a switch; a context manager."""
 
     def __init__(self, world_size: int, *, rate: str = "1gbit", delay_ms: float = 0, ranks_per_host: int = 1):
         super().__init__(world_size)
@@ -112,7 +112,7 @@ class Lab(Loopback):
         bits_per_s(rate)
         self._switch = f"{_PREFIX}-{os.getpid()}-switch"
         self._relay: subprocess.Popen[str] | None = None
-        self._port = 29_500  # free: nobody else lives in the namespaces
+        self._port = 29_500  # always free inside the namespaces
 
     def namespace(self, host: int) -> str:
         return f"{_PREFIX}-{os.getpid()}-{host}"
@@ -157,7 +157,7 @@ class Lab(Loopback):
             _call("ip", "-n", self._switch, "link", "add", port, "type", "veth", "peer", "name", DEVICE, "netns", name)
             _call("ip", "-n", self._switch, "link", "set", port, "master", "bridge", "up")
             self._raise_device(host)
-            self._shape(self._switch, port)  # what several hosts send to one shares its line
+            self._shape(self._switch, port)  # traffic of several hosts to one shares its link
 
     def _join_by_relay(self) -> None:
         program = [sys.executable, str(Path(__file__)), "--relay", str(self.num_hosts), str(self.delay_ms)]
@@ -175,7 +175,7 @@ class Lab(Loopback):
         name = self.namespace(host)
         _call("ip", "-n", name, "address", "add", f"{_address(host)}/24", "dev", DEVICE)
         _call("ip", "-n", name, "link", "set", DEVICE, "up")
-        # Whatever the machine's default is: BBR stops sending every few round trips to measure the line, and an exchange
+        # Whatever the machine's default is: BBR pauses every few round trips to probe the link, and an exchange
         # that is over sooner pays for that. Reno is the one that a namespace may always choose.
         _call("ip", "netns", "exec", name, "sysctl", "-qw", "net.ipv4.tcp_congestion_control=reno")
         # A connection that was silent for 200 ms would feel its way again, in the middle of training (docs/how-to/many-machines.md).
@@ -294,31 +294,31 @@ def probe() -> None:
     """Run by two ranks: rank 0 prints the one-way delay and the rate of a long stream from rank 1."""
     rank, address, num_bytes = int(os.environ["RANK"]), os.environ["MASTER_ADDR"], 64 << 20
     if rank == 0:
-        with socket.create_server((address, 5000)) as server, server.accept()[0] as line:
-            line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with socket.create_server((address, 5000)) as server, server.accept()[0] as peer:
+            peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             for _ in range(101):
-                line.sendall(line.recv(1))
-            delay_ms = float(line.recv(16, socket.MSG_WAITALL))
+                peer.sendall(peer.recv(1))
+            delay_ms = float(peer.recv(16, socket.MSG_WAITALL))
             received, start = 0, 0.0
             while received < num_bytes:
-                received += len(line.recv(1 << 20))
+                received += len(peer.recv(1 << 20))
                 if not start and received >= num_bytes // 4:  # the stream has found its speed
                     first, start = received, time.perf_counter()
             rate = (received - first) * 8 / (time.perf_counter() - start)
             print(json.dumps({"rate": rate, "delay_ms": delay_ms}))
     elif rank == 1:
-        with _connect(address) as line:
-            line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with _connect(address) as peer:
+            peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             trips = []
             for _ in range(101):
                 start = time.perf_counter()
-                line.sendall(b"x")
-                line.recv(1)
+                peer.sendall(b"x")
+                peer.recv(1)
                 trips.append(time.perf_counter() - start)
-            line.sendall(f"{statistics.median(trips) / 2 * 1e3:16.6f}".encode())
-            line.sendall(bytes(num_bytes))
-            line.shutdown(socket.SHUT_WR)
-            line.recv(1)  # until the other has read all and closes
+            peer.sendall(f"{statistics.median(trips) / 2 * 1e3:16.6f}".encode())
+            peer.sendall(bytes(num_bytes))
+            peer.shutdown(socket.SHUT_WR)
+            peer.recv(1)  # returns when the peer has read everything and closes
 
 
 def _connect(address: str) -> socket.socket:
@@ -351,7 +351,7 @@ def main() -> None:
         probe()
     else:
         end_on_sigterm()
-        print(f"{'asked':>16}  {'delay':>6}  {'achieved':>14}  {'of it':>6}  {'one way':>8}")
+        print(f"{'configured':>16}  {'delay':>6}  {'achieved':>14}  {'share':>6}  {'one way':>8}")
         for rate, delay_ms in (("1gbit", 0.0), ("1gbit", 2.0), ("200mbit", 0.0), ("2gbit", 0.0)):
             with Lab(2, rate=rate, delay_ms=delay_ms) as lab:
                 found = measured(lab)

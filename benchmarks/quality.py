@@ -1,4 +1,4 @@
-"""What quality benchmarks share: runs that are comparable, kept in the result file, and not done twice."""
+"""Shared by quality benchmarks: comparable runs, recorded in the result file and not repeated."""
 
 from __future__ import annotations
 
@@ -13,25 +13,33 @@ from nestpipe.config import Config
 
 STUDENT_T = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # 97.5 %, by the number of seeds
 Record = dict[str, Any]
+# Keys of old records, and their names today. Records are never edited.
+RENAMED = {"q2i_spread": "q2i_variance", "q2i_apart": "q2i_orthogonality"}
 
 
 def done(name: str, settings: Mapping[str, object]) -> list[Record]:
-    """The records of a result file with these settings; a setting that came later had its default."""
+    """The records of a result file with these settings; settings that a record lacks have their defaults."""
     path = measure.RESULTS / f"{name}.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
-    return [one for one in map(json.loads, lines) if _filled(one["settings"]) == dict(settings)]
+    return [one for one in map(json.loads, lines) if _filled(_renamed(one["settings"])) == dict(settings)]
 
 
 def settings_of(config: Config, model: str) -> dict[str, object]:
-    """What makes two runs comparable: everything but seed and place."""
+    """The settings that make two runs comparable: all but the seed and paths."""
     content = json.loads(config.to_json())
     content.pop("seed")
     content["data"].pop("path")
     return {"model": model, "config": content}
 
 
+def _renamed(content: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        RENAMED.get(key, key): _renamed(value) if isinstance(value, dict) else value for key, value in content.items()
+    }
+
+
 def _filled(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of a record as they would be written today: keys that its configuration has not are added."""
+    """Settings of a record as they would be written today, with the keys that its configuration lacks."""
     if "config" not in settings:
         return dict(settings)
     today = json.loads(Config.from_json(json.dumps(settings["config"])).to_json())
@@ -42,7 +50,7 @@ def _filled(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_missing(content: Mapping[str, Any], today: Mapping[str, Any], *, but: set[str]) -> dict[str, Any]:
-    """The content with what only `today` has, section by section; not what records leave out on purpose."""
+    """The content plus the keys that only `today` has, section by section, except those that records omit on purpose."""
     added = {key: value for key, value in today.items() if key not in content and key not in but}
     return {
         key: _with_missing(value, today[key], but=but) if isinstance(value, dict) else value
@@ -57,7 +65,7 @@ def collect(
     settings: Mapping[str, object],
     run: Callable[[int], Mapping[str, object]],
 ) -> list[Record]:
-    """One record per seed: from the file, or new and then in the file."""
+    """One record per seed: from the file, or computed and appended."""
     found = {one["seed"]: one for one in done(name, settings)}
     for seed in seeds:
         if seed not in found:

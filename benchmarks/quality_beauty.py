@@ -1,8 +1,8 @@
 """Quality on Amazon Beauty: popularity, our full-softmax SASRec and the generative model under one protocol.
 
-Leave-one-out, full ranking over items (never over codes), histories of at most 50 events, items that the user had are taken
-out. Settings and the checkpoint are chosen on the second-last item of each user (validation); the last item is looked at once per
-run, when its record is written. A run that was interrupted goes on; an arm that has a record is not run again.
+Leave-one-out, full ranking over items (never over codes), histories of at most 50 events, seen items excluded. Settings and
+checkpoint are chosen on the second-last item of each user (validation). The last item is evaluated once per run, when its record
+is written. An interrupted run resumes; an arm that has a record is not run again.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ NAME = "quality_beauty"
 KS = (1, 5, 10, 20)
 MUST_HR10, AIM_HR10, AIM_NDCG10 = 0.056, 0.0648, 0.0384
 SID = SidConfig(levels=3, codes=256, policy="suffix")
-BEHAVIOUR = 0.5  # share of the ids' vectors that comes from training histories, beside the titles
+BEHAVIOUR = 0.5  # share of co-occurrence vectors, the rest is title vectors
 Figures = dict[str, object]
 
 
@@ -74,11 +74,11 @@ def run_popularity(config: Config) -> Figures:
 
 
 def run_model(config: Config, folder: Path) -> Figures:
-    """Trains (or goes on with) one run, then ranks all test items with its best checkpoint."""
+    """Trains (or resumes) one run, then ranks all test items with its best checkpoint."""
     start = time.monotonic()
     outcome = train_to_end(config, folder, resume=True)
     if outcome.stopped == INTERRUPTED:
-        raise SystemExit("interrupted; the same command goes on from here")
+        raise SystemExit("interrupted; the same command resumes here")
     run = outcome.run
     memory = load_state(run)[1].progress
     best = memory["best"]
@@ -137,12 +137,14 @@ def recorded(arm: str, seed: int, settings: Mapping[str, object], run: Callable[
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--data", type=Path, required=True, help="Beauty as written by 'nestpipe data amazon --texts'")
-    parser.add_argument("--runs", type=Path, default=Path("runs/quality_beauty"), help="where runs lie, to go on with")
+    parser.add_argument(
+        "--runs", type=Path, default=Path("runs/quality_beauty"), help="folder of the runs, which are resumed"
+    )
     parser.add_argument("--arms", nargs="+", default=["popularity", "sasrec", "generative"])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--epochs", type=int, default=0, help="end training after so many epochs; 0 for the recipe's")
-    parser.add_argument("--minutes", type=float, default=0.0, help="end each training after so many minutes; 0 for all")
+    parser.add_argument("--epochs", type=int, default=0, help="epochs of training; 0: those of the recipe")
+    parser.add_argument("--minutes", type=float, default=0.0, help="limit of each training in minutes; 0: none")
     options = parser.parse_args()
     found: dict[str, Figures] = {}
     for arm in options.arms:

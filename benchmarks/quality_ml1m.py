@@ -1,16 +1,16 @@
-"""How good is what was trained on MovieLens-1M? HR and NDCG by Meta's protocol, beside the published figures.
+"""Quality on MovieLens-1M: HR and NDCG in Meta's protocol, with the published figures.
 
-Protocol: all ratings in the order of the log (equal times keep the order of the file), longest history 200, test = each user's
-last item ranked among all movies but those of the input history. Settings are chosen on the second-last item (`--choose`:
-every candidate of a model trains without the last two items of a user; recorded as such). Then one training on all but the
-last item, its number of epochs fixed beforehand; the test items are ranked once, at its end. Without a choice on record a
-model runs with the published settings, its first candidate.
+Protocol: all ratings in log order (equal times keep the order of the file), longest history 200, test = each user's last item
+ranked among all movies but those of the input history. Settings are chosen on the second-last item (`--choose`: every candidate
+of a model trains without the last two items of a user; recorded as such). Then one training on all but the last item, with a
+number of epochs fixed beforehand; the test items are ranked once, at its end. Without a recorded choice a model uses the
+published settings, its first candidate.
 
-`--sizes` trains HSTU with 2, 4 and 8 blocks for equally many epochs, fewer than published: what more parameters give. `--stale`
-trains HSTU exactly and with rows one update old (the first epoch exact), and compares the two user by user.
+`--sizes` trains HSTU with 2, 4 and 8 blocks for the same number of epochs, fewer than published: the effect of more parameters.
+`--stale` trains HSTU exactly and with rows stale by one step (the first epoch exact), and compares the two per user.
 
-Each (model, seed) is appended to results/quality_ml1m.jsonl when it is done; what is there already is not run again, and a run
-that was interrupted goes on. `--write` renders the file into docs/performance/quality.md.
+Each (model, seed) is appended to results/quality_ml1m.jsonl when it is done and is not run again; an interrupted run resumes.
+`--write` renders the file into docs/performance/quality.md.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _stale() -> Config:
 STALE = {"hstu, exact": recipes.ml1m_hstu, "hstu, one update old": _stale}
 DIFFERENCE = {"model": "hstu, one update old minus exact", "epochs": STALE_EPOCHS}
 EPOCHS = dict.fromkeys(SIZES, SIZES_EPOCHS) | dict.fromkeys(STALE, STALE_EPOCHS)
-FLOOR = {"model": "popularity"}
+POPULARITY = {"model": "popularity"}
 METRICS = ("hr@10", "ndcg@10", "hr@50", "hr@200")
 
 
@@ -92,11 +92,11 @@ def placed(config: Config, *, data: Path, seed: int, threads: int) -> Config:
 
 
 def run_once(config: Config, folder: Path) -> dict[str, object]:
-    """Trains (or goes on with) a run and ranks its held-out items once."""
+    """Trains (or resumes) a run and ranks its held-out items once."""
     start = time.monotonic()
     outcome = train_to_end(config, folder, resume=True)
     if outcome.stopped == INTERRUPTED:
-        raise SystemExit("interrupted; the same command goes on from here")
+        raise SystemExit("interrupted; the same command resumes here")
     target = "validation" if config.data.validation else "test"
     report = outcome.run.predictor(load_state(outcome.run)[1].step).evaluate(target)
     assert isinstance(report, EvalReport)
@@ -113,7 +113,7 @@ def figures_of(report: EvalReport) -> dict[str, object]:
 
 
 def held_out(config: Config) -> Config:
-    """The same settings without each user's last two items; not looked at before its end, as in the final run."""
+    """The same settings without each user's last two items; evaluated only at its end, as in the final run."""
     return replace(config, data=replace(config.data, validation=True), train=replace(config.train, eval_epochs=1000))
 
 
@@ -134,7 +134,7 @@ def chosen(model: str, epochs: int) -> tuple[str, Config]:
 
 
 def run_popularity(data: Path) -> dict[str, object]:
-    """The floor: the items with most training events, for everyone."""
+    """The popularity baseline: the items with most training events, for every user."""
     config = placed(BASES["hstu"](), data=data, seed=0, threads=0)
     sequences = Sequences.open(data)
     report = popularity(sequences, make_split(sequences, config.data), config)
@@ -142,7 +142,7 @@ def run_popularity(data: Path) -> dict[str, object]:
 
 
 def stale_difference(runs: Path) -> dict[str, object]:
-    """What rows that are one update old change, user by user: mean difference and its 95 % interval."""
+    """The effect of rows stale by one step: mean difference over users and its 95 % interval."""
     exact, stale = (EvalReport.load(folder_of(runs, model, "published", 0) / "eval" / "test") for model in STALE)
     found = compare(exact, stale, seed=0).differences
     return {
@@ -182,7 +182,7 @@ def page(rows: list[list[str]]) -> str:
 
 def recorded_rows(epochs: int) -> tuple[list[list[str]], Mapping[str, object]]:
     """A row for every model with a finished test on record, and the figures by model."""
-    rows, keys = [rows_of("popularity", floor, "-") for floor in [done(NAME, FLOOR)] if floor], {}
+    rows, keys = [rows_of("popularity", one, "-") for one in [done(NAME, POPULARITY)] if one], {}
     for model in BASES | SIZES | STALE:
         num_epochs = EPOCHS.get(model, epochs)
         choice, config = chosen(model, num_epochs)
@@ -199,19 +199,23 @@ def recorded_rows(epochs: int) -> tuple[list[list[str]], Mapping[str, object]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--data", type=Path, help="MovieLens-1M as written by 'nestpipe data movielens'")
-    parser.add_argument("--runs", type=Path, default=Path("runs/quality_ml1m"), help="where runs lie, to go on with")
+    parser.add_argument(
+        "--runs", type=Path, default=Path("runs/quality_ml1m"), help="folder of the runs, which are resumed"
+    )
     parser.add_argument("--models", nargs="+", choices=list(BASES | SIZES | STALE), help="by default hstu and sasrec")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--epochs", type=int, default=BASE_EPOCHS, help="as published; part of the settings")
+    parser.add_argument("--epochs", type=int, default=BASE_EPOCHS, help="epochs of training; default as published")
     parser.add_argument("--choose", action="store_true", help="try the candidates on the second-last item first")
-    parser.add_argument("--threads", type=int, default=0, help="inside an operation; 0 for all cores")
+    parser.add_argument("--threads", type=int, default=0, help="threads of an operation; 0: all cores")
     parser.add_argument(
-        "--sizes", action="store_true", help=f"HSTU of three sizes, {SIZES_EPOCHS} epochs each, instead"
+        "--sizes", action="store_true", help=f"instead: HSTU of three sizes, {SIZES_EPOCHS} epochs each"
     )
     parser.add_argument(
-        "--stale", action="store_true", help=f"HSTU exact and with rows one update old, {STALE_EPOCHS} epochs, instead"
+        "--stale",
+        action="store_true",
+        help=f"instead: HSTU exact and with rows stale by one step, {STALE_EPOCHS} epochs",
     )
-    parser.add_argument("--quick", action="store_true", help="show what is on record and popularity; train nothing")
+    parser.add_argument("--quick", action="store_true", help="show records and the popularity baseline; train nothing")
     parser.add_argument("--write", action="store_true", help="put the table into docs/performance/quality.md")
     options = parser.parse_args()
     kinds = list(SIZES) * options.sizes + list(STALE) * options.stale
@@ -243,7 +247,7 @@ def main() -> None:
             ),
         )
     if options.data:
-        collect(NAME, "popularity", [0], FLOOR, lambda seed: run_popularity(options.data))
+        collect(NAME, "popularity", [0], POPULARITY, lambda seed: run_popularity(options.data))
     if options.stale and options.data:
         collect(NAME, "difference", [0], DIFFERENCE, lambda seed: stale_difference(options.runs))
     rows, keys = recorded_rows(options.epochs)

@@ -1,13 +1,13 @@
-"""How good are the ranking models? Beside the mean of the item and biases of user and item; DCN beside its known optimum.
+"""Quality of the ranking models vs. item mean and user and item biases; DCN vs. its known optimum.
 
 MovieLens-1M with a time split: every event since --split-time is predicted (rating >= 4, rating = 5, stars) from the events
-before it in the log's order; equal times keep the order of the file. GAUC is AUC among the events of one user, averaged by
-their number. Three seeds; the interval is that of Student's t over seeds, and beside it that of the difference to the better
-baseline over users. `by_second` predicts the events of one second from those strictly before it: nothing of the same page
-of ratings is in the history then. The number of epochs was chosen on events before every date that is reported
-(`--split-time 2000-10-15 --until 2000-11-10 --epochs 4`, 8 and 12), the learning rates by looking at the default date. The click log of `nestpipe data clicks` knows the best AUC.
+before it in log order; equal times keep the order of the file. GAUC is the AUC among the events of one user, averaged by their
+number. Three seeds, with Student's t interval over seeds and the interval over users of the difference to the better baseline.
+`by_second` predicts the events of one second from those strictly before it, so the history has no ratings of the same page. The
+number of epochs was chosen on events before every reported date (`--split-time 2000-10-15 --until 2000-11-10 --epochs 4`, 8 and
+12), the learning rates on the default date. The click log of `nestpipe data clicks` has a known best AUC.
 
-Each (model, seed) is appended to results/quality_ranking.jsonl when it is done; what is there already is not run again.
+Each (model, seed) is appended to results/quality_ranking.jsonl when it is done and is not run again.
 """
 
 from __future__ import annotations
@@ -70,11 +70,11 @@ def before(found: Predictions, times: NDArray[np.int64], until: str) -> Predicti
 
 
 def run_ml1m(config: Config, folder: Path, until: str | None) -> dict[str, object]:
-    """Trains (or goes on with) one run and measures it."""
+    """Trains (or resumes) one run and measures it."""
     start = time.monotonic()
     outcome = train_to_end(config, folder, resume=True)
     if outcome.stopped == INTERRUPTED:
-        raise SystemExit("interrupted; the same command goes on from here")
+        raise SystemExit("interrupted; the same command resumes here")
     run = outcome.run
     scorer = run.predictor()
     assert isinstance(scorer, RankingPredictor)
@@ -82,27 +82,27 @@ def run_ml1m(config: Config, folder: Path, until: str | None) -> dict[str, objec
     if until:
         assert run.sequences.times is not None
         found = before(found, run.sequences.times, until)
-    floors = baselines(found, run.sequences, run.split)
+    base = baselines(found, run.sequences, run.split)
     num_users = len(run.sequences.users)
     figures: dict[str, object] = {"num_events": len(found.event), "num_users": len(np.unique(found.user))}
     for label, declared in enumerate(found.labels):
         own = ratio_of(found, label, num_users)
-        beside = {name: ratio_of(floor, label, num_users) for name, floor in floors.items()}
-        best = max(beside.values(), key=lambda one: one.value)
+        gauc = {name: ratio_of(one, label, num_users) for name, one in base.items()}
+        best = max(gauc.values(), key=lambda one: one.value)
         better = ratio_difference(best, own, seed=config.seed)
         figures[declared.name] = {
             "gauc": round(own.value, 5),
-            **{f"gauc, {name}": round(one.value, 5) for name, one in beside.items()},
+            **{f"gauc, {name}": round(one.value, 5) for name, one in gauc.items()},
             "over the better": round(better.mean, 5),
             "over the better, 95 % over users": [round(better.low, 5), round(better.high, 5)],
         }
-    figures["by_second"] = by_second(scorer, run, floors["user and item bias"], found)
+    figures["by_second"] = by_second(scorer, run, base["user and item bias"], found)
     figures["steps"] = load_state(run)[1].step
     figures["minutes"] = round((time.monotonic() - start) / 60, 1)
     return figures
 
 
-def by_second(scorer: RankingPredictor, run: Run, floor: Predictions, found: Predictions) -> dict[str, object]:
+def by_second(scorer: RankingPredictor, run: Run, baseline: Predictions, found: Predictions) -> dict[str, object]:
     """GAUC of some users when the events of a second are candidates of one request, ranked with `full`."""
     sequences, data = run.sequences, run.config.data
     ranker = scorer.ranker("of the run")
@@ -141,7 +141,7 @@ def by_second(scorer: RankingPredictor, run: Run, floor: Predictions, found: Pre
     strict = replace(
         found, **{n: getattr(found, n)[kept] for n in ("event", "user", "num_before", "answers")}, scores=scores
     )
-    beside = replace(strict, scores=floor.scores[kept])
+    baseline = replace(strict, scores=baseline.scores[kept])
     num_users = len(sequences.users)
     return {
         "num_users": len(users),
@@ -149,7 +149,7 @@ def by_second(scorer: RankingPredictor, run: Run, floor: Predictions, found: Pre
         **{
             label.name: {
                 "gauc": round(ratio_of(strict, place, num_users).value, 5),
-                "gauc, user and item bias": round(ratio_of(beside, place, num_users).value, 5),
+                "gauc, user and item bias": round(ratio_of(baseline, place, num_users).value, 5),
             }
             for place, label in enumerate(found.labels)
         },
@@ -183,9 +183,9 @@ def report(model: str, records: list[dict[str, object]], keys: dict[str, object]
         mean, half = spread([one["gauc"] for one in own])
         gain, wide = spread([one["over the better"] for one in own])
         low = min(one["over the better, 95 % over users"][0] for one in own)
-        floors = [f"{own[0][f'gauc, {name}']:.4f}" for name in ("item mean", "user and item bias")]
+        references = [f"{own[0][f'gauc, {name}']:.4f}" for name in ("item mean", "user and item bias")]
         rows.append(
-            [f"{model}, {label}", f"{mean:.4f} ± {half:.4f}", *floors, f"{gain:+.4f} ± {wide:.4f}", f"{low:+.4f}"]
+            [f"{model}, {label}", f"{mean:.4f} ± {half:.4f}", *references, f"{gain:+.4f} ± {wide:.4f}", f"{low:+.4f}"]
         )
         keys[f"gauc_{label}"] = round(mean, 5)
         keys[f"gauc_{label}_over_baselines"] = round(gain, 5)
@@ -196,9 +196,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="a small click log only; under 50 seconds")
     parser.add_argument("--data", type=Path, help="MovieLens-1M as written by 'nestpipe data movielens'")
-    parser.add_argument("--runs", type=Path, default=Path("runs/quality_ranking"), help="where runs lie, to go on with")
+    parser.add_argument(
+        "--runs", type=Path, default=Path("runs/quality_ranking"), help="folder of the runs, which are resumed"
+    )
     parser.add_argument("--split-time", default="2000-12-01", help="events from then on are predicted")
-    parser.add_argument("--until", help="only events before this date count: to choose settings on")
+    parser.add_argument("--until", help="evaluate events before this date only, to choose settings")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--backbones", nargs="+", default=["hstu"], choices=["hstu", "fuxi"])
     parser.add_argument("--epochs", type=int, default=0, help="of training; 0 for those of the recipe")

@@ -1,23 +1,23 @@
-"""How much more can be served inside a tail-latency budget with the relay than with full inference?
+"""Goodput of the relay over full inference, within a tail-latency budget.
 
 Open-loop load (relay_load.py) on one model instance on core 0; generator and gateway on core 1. The budget of the rank stage is
-2.0x the median latency of full inference, unloaded, at the 90th percentile of history lengths: measured before any arm runs.
-*Goodput* is answers per second, inside the budget and not degraded, at the highest rate of a ladder (steps of 1.25) at which
-99 % of all that was asked are. `relay-ml1m` has short histories: there the trigger should stay out, and what is measured is CPU per
-answer over that of full inference.
+2.0x the median latency of full inference, unloaded, at the 90th percentile of history lengths, measured before any arm runs.
+*Goodput* is responses per second, within the budget and not degraded, at the highest rate of a ladder (steps of 1.25) at which
+99 % of all requests are. `relay-ml1m` has short histories, where no prefill should be triggered; its figure is CPU per
+response over full inference.
 
-    python benchmarks/relay.py                 # relay-long, goodput of all arms; half an hour: 100 requests of each load, few per second
+    python benchmarks/relay.py                 # relay-long, goodput of all arms; half an hour
     python benchmarks/relay.py --history       # the longest history, at the rate that full inference reaches; 10 minutes
     python benchmarks/relay.py --ml1m FOLDER   # relay-ml1m, on a sequence folder of MovieLens-1M; about 4 minutes
     python benchmarks/relay.py --curve         # goodput over budgets, host tier off and on
-    python benchmarks/relay.py --overload      # three times the capacity, then half of it: what is refused, and who recovers when
+    python benchmarks/relay.py --overload      # three times the capacity, then half of it: rejections and recovery
     python benchmarks/relay.py --quick
 
-Arms that keep prefixes are warm before they are measured (relay_bench.py); the table has the share of hits, and the CPU of the
-instance for each answer: on one core the arms can be no further apart than that, but for what waits behind long requests. The longest history
-is found at the rate that full inference reached on the workload. A load ends as soon as it cannot keep the budget any more.
-Loads in which the generator was late are void and repeated; a block in which one stays void is dropped for all arms and done
-again; if even that stays void, the run ends. Blocks are kept in --folder: the same command goes on after the last of them.
+Arms that cache KV prefixes are warmed up before they are measured (relay_bench.py). The table has the hit rate and the CPU of
+the instance per response, which bounds the gain on one core. The longest history is measured at the rate that full inference
+reached. A load ends as soon as it cannot meet the budget. Loads in which the generator was late are void and repeated; a block
+with a load that stays void is repeated for all arms, and if it stays void again, the run ends. Finished blocks are kept in
+--folder, so the same command resumes after the last of them.
 """
 
 from __future__ import annotations
@@ -79,10 +79,10 @@ def relay_long(bench: Bench, options: argparse.Namespace, kept: measure.Kept) ->
     bench.num_void = 0  # rates are found again in every block
     blocks = []
     for number in range(options.blocks):
-        asked = [arm for name, arm in arms.items() if number < SIDE_BLOCKS or name in MAIN]
-        act = lambda: {arm.name: bench.reached(arm, budget_ms) for arm in asked}  # noqa: B023, E731
+        measured = [arm for name, arm in arms.items() if number < SIDE_BLOCKS or name in MAIN]
+        act = lambda: {arm.name: bench.reached(arm, budget_ms) for arm in measured}  # noqa: B023, E731
         blocks.append(kept.once(f"block {number + 1}", lambda: bench.block(act)))  # noqa: B023
-        for arm in asked:
+        for arm in measured:
             arm.rate = blocks[-1][arm.name]["rate"]
     return {
         "p90_events": int(np.percentile(bench.world.lengths, 90)),
@@ -188,7 +188,7 @@ def curve(bench: Bench, options: argparse.Namespace, kept: measure.Kept) -> dict
 
 
 def relay_ml1m(bench: Bench, options: argparse.Namespace, _: measure.Kept) -> dict[str, object]:
-    """CPU per answer at a moderate load: real users, asked in the order and at the distances of the log, scaled."""
+    """CPU per response at a moderate load: real users, with the order and the scaled intervals of the log."""
     arms = {"full": bench.start("full", budget_ms=1000.0)}
     unloaded_ms = bench.unloaded_ms(arms["full"], int(np.percentile(bench.world.lengths, 90)), repeats=31)
     budget_ms, rate = BUDGET * unloaded_ms, 300 / unloaded_ms
@@ -203,9 +203,9 @@ def relay_ml1m(bench: Bench, options: argparse.Namespace, _: measure.Kept) -> di
         """Some hours of the log; never the same again, whose users would be known."""
         start = int(random.integers(0, len(order) - count))
         chosen = order[start : start + count]
-        asked = bench.world.last_s[chosen]
-        at_s = (asked - asked[0]) / max(asked[-1] - asked[0], 1) * (count / rate)
-        return relay_load.Load(at_s, bench.world.users[chosen], asked + 60)
+        times = bench.world.last_s[chosen]
+        at_s = (times - times[0]) / max(times[-1] - times[0], 1) * (count / rate)
+        return relay_load.Load(at_s, bench.world.users[chosen], times + 60)
 
     for block in range(options.blocks + 1):
         spent: dict[str, float] = {}
@@ -255,7 +255,7 @@ def overload(bench: Bench, options: argparse.Namespace, _: measure.Kept) -> dict
         "overload_good_over_capacity": round(too_much.good(budget_ms) / too_much.seconds / max(capacity, 1e-9), 3),
         "overload_ranked_p99_over_budget": round(float(np.percentile(ranked or [0.0], 99)) / budget_ms, 3),
         "overload_refused_p99_over_budget": round(float(np.percentile(others or [0.0], 99)) / budget_ms, 3),
-        "overload_share_refused": round(len(others) / max(too_much.num_asked, 1), 3),
+        "overload_share_refused": round(len(others) / max(too_much.num_requests, 1), 3),
         "overload_failed": too_much.num_failed + too_much.num_unsent,
         "overload_problems": dict(too_much.problems),
         "recovered_after_s": round(_settled(late, len(after.at_s)), 2),
@@ -277,21 +277,23 @@ def options_of() -> argparse.Namespace:
         "--folder", type=Path, default=Path(tempfile.gettempdir()) / "nestpipe-relay", help="for data and runs"
     )
     parser.add_argument("--ml1m", type=Path, help="a sequence folder of MovieLens-1M: measure relay-ml1m")
-    parser.add_argument("--history", action="store_true", help="the longest history instead of the highest rate")
+    parser.add_argument(
+        "--history", action="store_true", help="measure the longest history instead of the highest rate"
+    )
     parser.add_argument("--curve", action="store_true")
     parser.add_argument("--overload", action="store_true")
     parser.add_argument(
-        "--quick", action="store_true", help="histories of a sixteenth, fewer users and arms, short loads"
+        "--quick", action="store_true", help="histories sixteen times shorter, fewer users and arms, short loads"
     )
-    parser.add_argument(
-        "--dry", action="store_true", help="void loads count too and nothing is recorded: checks the script"
-    )
-    parser.add_argument("--arms", nargs="*", choices=list(ARMS), help="beside full and everything; default: all")
-    parser.add_argument("--seconds", type=float, default=0.0, help="of each load")
+    parser.add_argument("--dry", action="store_true", help="accept void loads and record nothing, to test the script")
+    parser.add_argument("--arms", nargs="*", choices=list(ARMS), help="arms besides full and everything; default: all")
+    parser.add_argument("--seconds", type=float, default=0.0, help="duration of each load")
     parser.add_argument("--blocks", type=int, default=0)
-    parser.add_argument("--history-load", type=float, default=1.0, help="of the rate that full inference reached")
     parser.add_argument(
-        "--warm", type=float, default=0.0, help="how much of the usual warm-up; 1 by default, 0.05 with --quick"
+        "--history-load", type=float, default=1.0, help="load as a share of the rate that full inference reached"
+    )
+    parser.add_argument(
+        "--warm", type=float, default=0.0, help="share of the usual warm-up; default 1, with --quick 0.05"
     )
     options = parser.parse_args()
     options.seconds = options.seconds or (1.0 if options.quick else 5.0)

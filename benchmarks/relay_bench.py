@@ -1,9 +1,9 @@
-"""The arms of relay.py as they run: instances on a core, loads offered to them through a gateway's cascade, and searches.
+"""The arms of relay.py: instances on a core, loads sent to them through a gateway's cascade, and searches.
 
-A served system is warm, so before anything is measured the arms that keep prefixes are asked, in a closed loop and as fast as
-they answer, for the users of 20,000 draws of the workload, the most frequent first and each once: what such a number of
-requests would leave in a cache that is too small for the rest. The time for it is bounded; how many were asked and which
-share of the measured requests were hits stands beside the result.
+A production system is warm. So before the measurement, arms that cache KV prefixes receive requests in a closed loop for the
+users of 20,000 draws of the workload, the most frequent first and each once: the state that so many requests would leave in a
+cache that is too small for all. The warm-up time is bounded; the number of users and the hit rate of the measured requests are
+printed with the result.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Scattered(Members):
 
 
 class Silent(InstanceClient):
-    """Full inference alone: nobody is told ahead."""
+    """Full inference only: no prefill hints are sent."""
 
     async def signal(self, asked: PrefillAnswer, instance: InstanceAddress, *, timeout_s: float) -> PrefillCall:
         return PrefillCall(instance=instance, reason="off")
@@ -144,10 +144,10 @@ class Bench:
         """Fills the caches of an arm, see above."""
         users, counts = np.unique(relay_load.Zipf(len(self.world.users), 0.8, SEED)(WARM_DRAWS), return_counts=True)
         order = users[np.argsort(-counts, kind="stable")]
-        asked = self.world.users[order].tolist(), (self.world.last_s[order] + 60).tolist()
+        requests = self.world.users[order].tolist(), (self.world.last_s[order] + 60).tolist()
 
         async def act(cascade: Cascade) -> None:
-            arm.num_warm = await relay_load.warm_up(cascade, *asked, seconds=seconds, at_once=WARM_AT_ONCE)
+            arm.num_warm = await relay_load.warm_up(cascade, *requests, seconds=seconds, at_once=WARM_AT_ONCE)
 
         self.with_cascade(arm, 60_000, act)
         print(f"  {arm.name:<13} warm after {arm.num_warm} of {len(order)} users", flush=True)
@@ -187,10 +187,10 @@ class Bench:
             if self.num_void == before or self._dry:
                 return found
             self.num_void, self.num_dropped = before, self.num_dropped + 1
-            print("  the block is dropped and done again", flush=True)
+            print("  the block is repeated", flush=True)
         raise SystemExit(
             f"VOID: in each of {BLOCK_TRIES} tries the generator was late in a load: the machine is not quiet. What was"
-            " measured before is kept; the same command goes on from there"
+            " measured before is kept; the same command resumes there"
         )
 
     def offer(

@@ -1,9 +1,8 @@
-"""Open-loop load on a cascade: requests start when a Poisson process says, whatever became of those before.
+"""Open-loop load on a cascade: requests start at the times of a Poisson process, whether or not earlier ones are done.
 
-A closed loop would wait for slow answers and so hide the queue. One thread sends by a schedule that was made before; the
-gateway's event loop has its own. The generator's own lateness is measured; a run in which it was above 2 ms at its 99th
-percentile is void, because then the generator was measured. Requests under way are bounded; one that would be above the
-bound is not sent and counts as bad.
+A closed loop would wait for slow responses and so hide the queue. One thread sends by a schedule made in advance; the gateway's
+event loop has its own. The lateness of the generator is measured: a run in which its P99 is above 2 ms is void, because it
+measured the generator. Requests in flight are bounded; a request above the bound is not sent and counts as failed.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ SWITCH_S = 1e-4  # how long the gateway may keep Python's lock while the generat
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What is asked: when (seconds from the start), for whom, and at which time of the log."""
+    """Requests: start times (seconds), users, and query times of the log."""
 
     at_s: np.ndarray
     users: Ints
@@ -40,7 +39,7 @@ class Load:
 
 
 def poisson(rate: float, seconds: float, draw_user: Callable[[int], Ints], times: Ints, seed: int) -> Load:
-    """Poisson arrivals; `times` says for each user when its requests are asked."""
+    """Poisson arrivals; `times` are the query times by user."""
     random = np.random.default_rng(seed)
     gaps = random.exponential(1 / rate, int(rate * seconds * 2) + 20)
     at_s = np.cumsum(gaps)
@@ -92,7 +91,7 @@ class Outcome:
     """What became of a load: milliseconds of the rank stage, who was degraded, and how late the generator was."""
 
     rank_ms: list[float] = field(default_factory=list)
-    at_s: list[float] = field(default_factory=list)  # when each was asked
+    at_s: list[float] = field(default_factory=list)  # start time of each
     problems: Counter[str] = field(default_factory=Counter)  # why some have no ranking
     degraded: list[bool] = field(default_factory=list)
     lag_ms: list[float] = field(default_factory=list)
@@ -100,10 +99,10 @@ class Outcome:
     num_unsent: int = 0
     num_failed: int = 0
     seconds: float = 0.0
-    cpu_s: float = 0.0  # of the instances, if somebody measured it
+    cpu_s: float = 0.0  # of the instances, if measured
 
     @property
-    def num_asked(self) -> int:
+    def num_requests(self) -> int:
         return len(self.rank_ms) + self.num_unsent + self.num_failed
 
     @property
@@ -119,12 +118,12 @@ class Outcome:
         return sum(ms <= budget_ms and not bad for ms, bad in zip(self.rank_ms, self.degraded, strict=False))
 
     def good_share(self, budget_ms: float) -> float:
-        return self.good(budget_ms) / max(self.num_asked, 1)
+        return self.good(budget_ms) / max(self.num_requests, 1)
 
     def p99_ms(self) -> float:
-        """Of all that was asked: what failed took for ever."""
+        """P99 over all requests; failed ones have infinite latency."""
         worst = [float("inf")] * (self.num_unsent + self.num_failed)
-        return float(np.percentile([*self.rank_ms, *worst], 99, method="higher")) if self.num_asked else 0.0
+        return float(np.percentile([*self.rank_ms, *worst], 99, method="higher")) if self.num_requests else 0.0
 
 
 async def offer(
@@ -133,8 +132,8 @@ async def offer(
     """Sends a load and waits for the last answer; sends no more of it when more answers than `most_bad` were bad."""
     outcome, under_way, loop = Outcome(), set[asyncio.Task[None]](), asyncio.get_running_loop()
     requests = [
-        CascadeRequest(user=int(user), request=f"{name}-{number}", k=10, query_time=int(asked))
-        for number, (user, asked) in enumerate(zip(load.users, load.query_times, strict=True))
+        CascadeRequest(user=int(user), request=f"{name}-{number}", k=10, query_time=int(query_time))
+        for number, (user, query_time) in enumerate(zip(load.users, load.query_times, strict=True))
     ]
 
     async def one(number: int) -> None:
@@ -158,10 +157,12 @@ async def offer(
         task.add_done_callback(under_way.discard)
 
     def is_lost() -> bool:
-        return outcome.num_asked - outcome.good(budget_ms) > most_bad
+        return outcome.num_requests - outcome.good(budget_ms) > most_bad
 
     def send() -> None:
-        with contextlib.suppress(PermissionError):  # else it waits for a slice of its own gateway's, which is 3 ms
+        with contextlib.suppress(
+            PermissionError
+        ):  # otherwise it waits for a time slice of the gateway's thread, about 3 ms
             os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))  # of this thread alone
         for number, at_s in enumerate(load.at_s):
             if is_lost():
@@ -234,12 +235,12 @@ def summary(outcomes: Sequence[Outcome]) -> dict[str, int]:
 
 async def warm_up(cascade: Cascade, users: Sequence[int], times: Sequence[int], *, seconds: float, at_once: int) -> int:
     """Asks for users one after the other, so many at once and as fast as answers come, until the time is up; how many."""
-    asked, until = iter(list(zip(users, times, strict=True))), time.monotonic() + seconds
+    remaining, until = iter(list(zip(users, times, strict=True))), time.monotonic() + seconds
     num_done = 0
 
     async def worker(number: int) -> None:
         nonlocal num_done
-        for user, query_time in asked:
+        for user, query_time in remaining:
             if time.monotonic() > until:
                 return
             await cascade.recommend(

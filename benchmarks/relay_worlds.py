@@ -1,7 +1,7 @@
-"""What relay.py serves: data, a run, and instances as processes pinned to a core.
+"""The served systems of relay.py: data, a run, and instances as processes pinned to a core.
 
 `relay-long`: 20,000 users, histories `lengths-kuai` times 2 (up to 4,096 events), 128 candidates, an HSTU ranker. Its weights are
-those of a new model: what a request costs does not depend on them. `relay-ml1m`: the real histories of MovieLens-1M under
+untrained: the cost of a request does not depend on them. `relay-ml1m`: the real histories of MovieLens-1M under
 the ranking recipe, 512 candidates.
 """
 
@@ -43,7 +43,7 @@ _NUM_SMALL_IDS = 4096  # of other tables than that of items; levels of actions a
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """A run to serve, and what to ask of it."""
+    """A run to serve, and its workload."""
 
     run: Path
     users: np.ndarray  # ids

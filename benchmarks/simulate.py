@@ -1,17 +1,17 @@
-"""Does the model of nestpipe/simulate foresee what it has not seen? Constants from 2 ranks, then 4, 8 and 16 predicted and measured.
+"""Does `nestpipe simulate` predict what it has not seen? Constants from 2 ranks; 4, 8 and 16 ranks predicted, then measured.
 
-    constants   traces of 2 ranks at 1 Gbit/s, a sequential and a nested run (simulate_ranks.py), and CPU times of the same two: of
-                threads beside the lanes in a step, of a rank that does nothing, and of one more small message at once
-    predicted   sequential and nested on 4, 8 and 16 ranks, at 1 Gbit/s and at 250 Mbit/s + 5 ms, before any of them is measured
-    measured    the same, block by block in turn, as weak_scaling.py does it
+    constants   traces of 2 ranks at 1 Gbit/s, a sequential and a nested run (simulate_ranks.py), and CPU times of the same two:
+                of background threads in a step, of an idle rank, and of one more small message in flight
+    predicted   sequential and nested on 4, 8 and 16 ranks, at 1 Gbit/s and at 250 Mbit/s + 5 ms, before any is measured
+    measured    the same, in alternating blocks, as in weak_scaling.py
 
-Ranks are real, and their dense part waits (--dense-ms) instead of computing, so that 16 fit on a few cores; the model knows how
-many cores they share. A network is the rate, the burst and the delay that were asked of it; with a delay all packets pass one
-process, whose rate is measured without training (netlab.py) and limits what all ranks send together. Every row is seen
-once before anything is measured or recorded: making rows is no part of a later step.
+Ranks are real, and their dense part sleeps (--dense-ms) instead of computing, so that 16 fit on a few cores; the model knows
+how many cores they share. A network is modelled by its configured rate, burst and delay. With a delay all packets pass one
+process, whose rate is measured without training (netlab.py) and limits what all ranks send together. Every row is created
+before anything is measured or recorded.
 
-Most of a step is the wait of the dense part, which no model can get wrong. So beside the error of the step stands that of
-the rest, which has no limit but says more. Needs root, ip and tc, and a quiet machine.
+Most of a step is the sleep of the dense part, which no model can get wrong. So the error without the dense part is printed
+too; it has no limit, but says more. Needs root, ip and tc, and a quiet machine.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ PROGRAM = Path(__file__).resolve().with_name("simulate_ranks.py")
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One figure to foresee."""
+    """One prediction."""
 
     ranks: int
     rate: str
@@ -61,19 +61,19 @@ class Case:
         return self.rate + (f"+{self.delay_ms:g}ms" if self.delay_ms else "")
 
     def error(self, without_s: float = 0.0) -> float:
-        """Of the step, or of what is left of it without so many seconds."""
+        """Relative error of the step, or of the step without so many seconds."""
         assert self.measured is not None
         return (self.predicted_s - without_s) / (self.measured.median - without_s) - 1
 
 
 def ran(num_ranks: int, rate: str, delay_ms: float, options: argparse.Namespace, trace: str = "") -> dict[str, object]:
-    """Times by arm and block; with `trace` also probes, and traces of both modes are left in that folder."""
+    """Times by arm and block; with `trace` also probes, and traces of both modes in that folder."""
     settings = weak_scaling.settings_of(options, MODES, num_blocks=options.blocks)
     return weak_scaling.ran(num_ranks, [str(PROGRAM), settings, trace], rate=rate, delay_ms=delay_ms)
 
 
 def seen(options: argparse.Namespace) -> tuple[Constants, dict[str, object]]:
-    """Constants of 2 ranks, and what these took."""
+    """Constants of 2 ranks, and their measured times."""
     rate, delay_ms = SEEN
     with tempfile.TemporaryDirectory() as folder:
         found = ran(2, rate, delay_ms, options, folder)
@@ -83,7 +83,7 @@ def seen(options: argparse.Namespace) -> tuple[Constants, dict[str, object]]:
 
 
 def on_network(constants: Constants, rate: str, delay_ms: float, relay_bytes_per_s: float) -> Constants:
-    """The same workers on a network of which this was asked; the delay is added."""
+    """The same workers on a network with this rate and delay."""
     return replace(
         constants,
         bytes_per_s=netlab.bits_per_s(rate) / 8,
@@ -94,7 +94,7 @@ def on_network(constants: Constants, rate: str, delay_ms: float, relay_bytes_per
 
 
 def predicted(constants: Constants, options: argparse.Namespace) -> Iterator[Case]:
-    """All cases; a block begins and ends with an empty pipeline, there as here."""
+    """All cases; a block begins and ends with an empty pipeline, as in the measurement."""
     for rate, delay_ms in options.networks:
         relay = relay_bytes_per_s(delay_ms) if delay_ms else float("inf")
         own = on_network(constants, rate, delay_ms, relay)
@@ -107,13 +107,13 @@ def predicted(constants: Constants, options: argparse.Namespace) -> Iterator[Cas
 
 
 def relay_bytes_per_s(delay_ms: float) -> float:
-    """What the process that delays packets passes on, when the line is no limit."""
+    """The rate of the process that delays packets, when the link is not the bottleneck."""
     with netlab.Lab(2, rate="10gbit", delay_ms=delay_ms) as lab:
         return netlab.measured(lab)["rate"] / 8
 
 
 def measured(cases: list[Case], options: argparse.Namespace) -> Iterator[Case]:
-    """The same cases with what they took, printed as they come."""
+    """The same cases with measured times, printed one by one."""
     for rate, delay_ms in options.networks:
         for num_ranks in options.ranks:
             found = ran(num_ranks, rate, delay_ms, options)
@@ -126,7 +126,7 @@ def measured(cases: list[Case], options: argparse.Namespace) -> Iterator[Case]:
 
 
 def report(cases: list[Case], options: argparse.Namespace) -> dict[str, object]:
-    """Prints all errors, their median and the worst beside the limits; the figures to record."""
+    """Prints all errors, their median and worst with the limits; returns the figures to record."""
     rows, figures = [], dict[str, object]()
     for case in cases:
         assert case.measured is not None
@@ -147,8 +147,8 @@ def report(cases: list[Case], options: argparse.Namespace) -> dict[str, object]:
             "error": round(case.error(), 4),
             "error_beyond_dense": round(rest, 4),
         }
-    print(f"\nmodel beside measured, dense part emulated ({options.dense_ms} ms), zipf-{options.samples} per rank")
-    print(measure.table(["", "model", "measured (10-90 %)", "error", "without dense"], rows))
+    print(f"\npredicted vs. measured, dense part emulated ({options.dense_ms} ms), zipf-{options.samples} per rank")
+    print(measure.table(["", "predicted", "measured (10-90 %)", "error", "without dense"], rows))
     errors = [abs(case.error()) for case in cases]
     figures["median_error"], figures["worst_error"] = round(statistics.median(errors), 4), round(max(errors), 4)
     for name, value, limit in (
@@ -165,7 +165,7 @@ def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
         "--quick", action="store_true", help="4 ranks, one network, a short dense part; under 50 seconds"
     )
     parser.add_argument("--ranks", nargs="+", type=int)
-    parser.add_argument("--dense-ms", type=int, help="how long the dense part of a batch takes")
+    parser.add_argument("--dense-ms", type=int, help="duration of the emulated dense part of a batch")
     parser.add_argument("--samples", type=int, help="per rank")
     parser.add_argument("--micro-batches", type=int, default=4)
     parser.add_argument("--depth", type=int, default=1)
@@ -187,7 +187,7 @@ def main() -> None:
     constants, base = seen(options)
     shown = {key: value for key, value in asdict(constants).items() if key != "source"}
     print(f"constants of {constants.source}: {json.dumps(shown)}")
-    for arm, mode in MODES.items():  # what was fitted, for comparison; it counts nowhere
+    for arm, mode in MODES.items():  # the fitted cases, for comparison only
         schedule = Schedule.of(mode, options.micro_batches, depth=options.depth)  # type: ignore[arg-type]
         cluster = Cluster(workers=2, cores=os.cpu_count())
         own = on_network(constants, *SEEN, float("inf"))

@@ -62,7 +62,7 @@ def see_all_rows(arm: train_arms.OurArm) -> None:
 
 
 def idle_share(control: Channel, *, seconds: float = 2.0) -> float:
-    """CPU time of a rank whose lanes are open and which does nothing, over that time: its threads look for messages."""
+    """CPU share of an idle rank with open channels: its threads poll for messages."""
     control.barrier()
     start, cpu = time.perf_counter(), time.process_time()
     time.sleep(seconds)
@@ -88,8 +88,8 @@ def peer_seconds(world: World, pair: Channel, *, at_once: int = 17, rounds: int 
 
         return min(took(at_once) for _ in range(tries)) - min(took(1) for _ in range(tries))
 
-    beside = more_s(world.channel("alone", ranks=[world.rank]))
-    return max(more_s(pair) - beside, 0.0) / (at_once - 1) / 2 / (world.size - 1)
+    local = more_s(world.channel("alone", ranks=[world.rank]))
+    return max(more_s(pair) - local, 0.0) / (at_once - 1) / 2 / (world.size - 1)
 
 
 def trace(arm: train_arms.OurArm, mode: str, world: World, folder: Path) -> None:

@@ -43,14 +43,14 @@ from nestpipe.rng import Rng
 from nestpipe.training.process import exact_arithmetic, keep_freed_memory
 
 NUM_ROWS, DIM, LENGTH, ZIPF, SEED, LR = 1_000_000, 64, 50, 1.05, 0, 0.01
-NUM_BATCHES = 24  # distinct ones, which then come again
+NUM_BATCHES = 24  # distinct batches, which then repeat
 RATES = Rates(dense=1e-3, rows=LR)
-_FILLING = 2  # steps of a block that do not count in the trace
+_WARM_UP = 2  # steps at the start of a block that are left out of the trace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What is measured."""
+    """Settings of a measurement."""
 
     samples: int = 512  # per rank
     dense: str = "mlp"  # mlp, hstu, sleep:MS
@@ -58,8 +58,8 @@ class Settings:
     depth: int = 1
     ramp: float = 1.0
     cluster: bool = False
-    split: bool = False  # of the nested arm: hot and cold messages
-    chunks: int = 1  # of the nested arm: of last gradients, update and next first rows
+    split: bool = False  # nested: separate messages for shared and unshared rows
+    chunks: int = 1  # nested: of the last gradients, the update and the next first rows
     arms: Sequence[str] = ()
     num_blocks: int = 9
     num_steps: int = 10  # of a block
@@ -107,7 +107,7 @@ class Attended(nn.Module):
 
 
 class Waiting(nn.Module):
-    """A linear dense part that takes a given time for a batch, waiting instead of computing: the core is free meanwhile."""
+    """A linear dense part that sleeps for a given time per batch instead of computing, so the core is free."""
 
     def __init__(self, settings: Settings) -> None:
         super().__init__()
@@ -204,14 +204,14 @@ def our_state(settings: Settings, channels: Channels) -> TrainState:
     )
 
 
-def meet(state: TrainState, ids: Tensor) -> None:
-    """Gives ids their rows, those that this rank owns: no arm is measured while it meets new ones."""
+def create_rows(state: TrainState, ids: Tensor) -> None:
+    """Creates the rows that this rank owns, so that no measured step does."""
     own = ids.index_select(0, (state.embedding.owners.owner_of(ids) == state.embedding.rank).nonzero().flatten())
     state.embedding.tables["item"].advance(own, 0)
 
 
 def dense_only(state: TrainState, data: list[Batch]) -> Callable[[int], None]:
-    """The same parts on rows that are already there, with dense sum and dense step: what no overlap can hide."""
+    """The same micro-batches on local rows, with dense gradient sum and dense step: the work that no overlap can hide."""
     works = [stages.read(state, batch, RATES, number) for number, batch in enumerate(data)]
     sizes = {
         work.plan.tables["item"].num_local(micro_batch)
@@ -239,7 +239,7 @@ def dense_only(state: TrainState, data: list[Batch]) -> Callable[[int], None]:
 
 
 def digest(state: TrainState) -> str:
-    """Of all that training left behind on this rank."""
+    """A digest of this rank's state after training."""
     found = hashlib.sha256()
     for content in (state.dense.export(), state.embedding.tables["item"].export()):
         for name in sorted(content):
@@ -248,13 +248,13 @@ def digest(state: TrainState) -> str:
 
 
 def same_bits(arms: Sequence[OurArm], control: Channel) -> bool:
-    """Whether arms left the same behind, on every rank."""
+    """Whether the arms are bitwise identical on every rank."""
     return all(row[0] for row in control.all_gather_ints([len({digest(arm.state) for arm in arms}) == 1]))
 
 
 @dataclass(frozen=True, slots=True)
 class Cpu:
-    """CPU seconds of a step on this rank, median of blocks: of the process, and of the thread that called for it."""
+    """CPU seconds of a step on this rank, median of blocks: of the process and of the calling thread."""
 
     process_s: float
     thread_s: float
@@ -263,7 +263,7 @@ class Cpu:
 def timed(
     runs: Mapping[str, Callable[[int], None]], settings: Settings, control: Channel
 ) -> tuple[dict[str, list[float]], dict[str, Cpu]]:
-    """Seconds per step by arm and block, the slowest rank's, and what CPU time they took here."""
+    """Seconds per step by arm and block on the slowest rank, and CPU seconds on this rank."""
     used: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
 
     def block(name: str) -> float:
@@ -290,7 +290,7 @@ def rank_program(settings: Settings) -> None:
 
 
 def _measure(settings: Settings) -> None:
-    """Run by each rank: prints seconds per step by arm and block (the slowest rank counts), and what the traces say."""
+    """Run by each rank; prints seconds per step by arm and block (of the slowest rank), and the overlap from traces."""
     world = World.from_environment()
     channels, everyones = Channels.of(world), [batches(settings, rank) for rank in range(world.size)]
     data, ids = everyones[world.rank], torch.cat([one.items.values for own in everyones for one in own]).unique()
@@ -306,7 +306,7 @@ def _measure(settings: Settings) -> None:
             own = replace(settings, micro_batches=1, ramp=1.0, cluster=False) if name == "sequential-1" else settings
             recorder = Recorder(world.rank, world.size, capacity=1 << 15, on=name == "nested")
             ours[name] = OurArm(name, own, our_state(own, channels), data, recorder)
-            meet(ours[name].state, ids)
+            create_rows(ours[name].state, ids)
             runs[name] = ours[name].run
 
     times, cpu = timed(runs, settings, channels.control)
@@ -351,9 +351,9 @@ def _peer(settings: Settings, data: list[Batch], world: World, *, pipelined: boo
 
 def _trace(arm: OurArm, control: Channel) -> dict[str, object]:
     """Sums over the recorded steps of the nested arm. Every rank must call it."""
-    # A block begins with an empty pipeline, and before its first step other arms ran; the first one is to warm up.
+    # A block starts with an empty pipeline after other arms ran, so its first steps are left out.
     every = arm.settings.num_steps
-    found = [one for one in steps_of(arm.recorder.snapshot(every)) if one.batch % every >= _FILLING]
+    found = [one for one in steps_of(arm.recorder.snapshot(every)) if one.batch % every >= _WARM_UP]
     ends = control.all_gather_bytes(json.dumps({one.batch: one.computed_ns for one in found}).encode())
     computed = [json.loads(own) for own in ends]
     untils = [max(own.get(str(one.batch), 0) for own in computed) for one in found]
@@ -362,7 +362,7 @@ def _trace(arm: OurArm, control: Channel) -> dict[str, object]:
     edges = (
         ("rows", 0),
         ("grads", arm.settings.micro_batches - 1),
-    )  # if these are split, their hot halves; and all slices
+    )  # with a split schedule their shared rows; and all chunks
     at_edges = [
         span
         for span in arm.recorder.snapshot().spans

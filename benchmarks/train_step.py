@@ -1,19 +1,19 @@
-"""How fast is a training step with embeddings on several ranks? Our exact modes beside TorchRec, a stale pipeline and the dense part alone.
+"""How fast is a training step with sharded embeddings? Our exact modes vs. TorchRec, a stale pipeline and the dense part alone.
 
 Workloads zipf-512 and zipf-2048: a table of 1M x 64, 512 or 2,048 samples x 50 Zipf(1.05) ids per rank, exact AdaGrad on rows,
 Adam on the dense part (a small MLP on pooled vectors, or two HSTU units). Networks: loopback, 1 Gbit/s, 1 Gbit/s + 2 ms. All
-arms train in the same processes on the same batches, one thread per operation, block by block in turn; the slowest rank
-counts. That nested, frozen-window and dual-buffer end with the bits of sequential on the same parts is checked in the run;
-"our sequential" is whichever is faster, with those parts or with one.
+arms train in the same processes on the same batches, one thread per operation, in alternating blocks; the slowest rank
+counts. The run checks that nested, frozen-window and dual-buffer end bitwise identical to sequential with the same
+micro-batches. "Our sequential" is the faster one of those micro-batches and a single one.
 
-    stale          the nested schedule with rows one step old: what exactness is measured against (its bits are others)
-    dense-only     the same parts on rows that are already there, with dense sum and dense step
+    stale          the nested schedule with rows stale by one step: the price of exactness (its results differ)
+    dense-only     the same micro-batches on local rows, with dense gradient sum and dense step
 
---split and --chunks are for the nested arm. A line carries headers too: of 1 Gbit/s 956 Mbit/s are payload, with a delay (longer
-packets) 999; bounds are made with that.
+--split and --chunks apply to the nested arm. Headers take a part of the link: the payload of 1 Gbit/s is 956 Mbit/s, with a
+delay (longer packets) 999. Lower bounds use the payload rate.
 
-With --dense sleep:MS the dense part is linear and waits instead of computing; all else is real (threads, messages, tables,
-schedules, bits). So more ranks than cores can be measured: weak_scaling.py.
+With --dense sleep:MS the dense part is linear and sleeps instead of computing; everything else is real (threads, messages,
+tables, schedules, results). So more ranks than cores can be measured: weak_scaling.py.
 
 TorchRec runs in .venv-peers ('make peers'); shaped networks need root.
 """
@@ -39,7 +39,7 @@ ARMS = ("torchrec-plain", "torchrec", "sequential-1", *EXACT, "stale", "dense-on
 TITLES = {
     "torchrec-plain": "TorchRec, no pipeline",
     "torchrec": "TorchRec SparseDist",
-    "sequential-1": "ours, sequential, one part",
+    "sequential-1": "ours, sequential, one micro-batch",
     "sequential": "ours, sequential",
     "dual-buffer": "ours, dual-buffer",
     "frozen-window": "ours, frozen-window",
@@ -49,11 +49,13 @@ TITLES = {
 }
 
 
-def dense_micro_batch(name: str) -> str:
+def dense_kind(name: str) -> str:
     """The value of --dense."""
     kind, _, ms = name.partition(":")
     if not (name in ("mlp", "hstu") or (kind == "sleep" and ms.isdigit() and int(ms))):
-        raise argparse.ArgumentTypeError(f"{name} is no dense part; there are mlp, hstu and sleep:MS, say sleep:400")
+        raise argparse.ArgumentTypeError(
+            f"unknown dense part '{name}'; use mlp, hstu or sleep:MS, for example sleep:400"
+        )
     return name
 
 
@@ -74,7 +76,7 @@ def measured_on(name: str, options: argparse.Namespace) -> dict[str, object]:
 
 
 def figures_of(
-    name: str, found: Mapping[str, object], dense: str, num_ranks: int, *, in_slices: bool = False
+    name: str, found: Mapping[str, object], dense: str, num_ranks: int, *, in_chunks: bool = False
 ) -> dict[str, object]:
     """The keys that benchmarks.md names, each ratio with its range; a speedup is a peer's time over ours."""
     times: Mapping[str, list[float]] = found["times"]  # type: ignore[assignment]
@@ -98,7 +100,7 @@ def figures_of(
         cores_ms = found["cpu_ms"]["nested"] * num_ranks / min(os.cpu_count() or 1, num_ranks)  # type: ignore[index]
         emulated_ms = float(dense.partition(":")[2] or 0)
         least_ms = max(cores_ms, found["compute_ms"]["nested"] + emulated_ms)  # type: ignore[index]
-        figures |= _overlap(name, found["trace"], step_ms, least_ms, in_slices=in_slices)  # type: ignore[arg-type]
+        figures |= _overlap(name, found["trace"], step_ms, least_ms, in_chunks=in_chunks)  # type: ignore[arg-type]
     return figures
 
 
@@ -107,16 +109,16 @@ def _spread(key: str, spread: measure.Spread) -> dict[str, object]:
 
 
 def _overlap(
-    name: str, ranks: list[dict[str, object]], step_ms: float, least_ms: float, *, in_slices: bool
+    name: str, ranks: list[dict[str, object]], step_ms: float, least_ms: float, *, in_chunks: bool
 ) -> dict[str, object]:
-    """What the traces of the nested arm say; exposed = time that compute waits / time that it takes.
+    """Overlap of the nested arm, from its traces; exposed = time that compute waits / duration.
 
-    Communication is exposed at least for as long as the first rows and the last gradients (of a split schedule: their hot
-    halves) need on the line, with a delay each; and for as long as the line needs for all messages of a step beyond what compute
-    takes. No step is shorter than its bytes, with their headers, on the line, the CPU time of all ranks on their cores, or what the compute lane does itself: its
-    CPU time and what it emulates (`least_ms` has the last two, means of ranks; `slowest` takes in each step the rank that computes
-    longest). Time in which another rank still computes the batch is told apart: no message could have come. While a slice is
-    updated others are on the line, so with slices an update that compute waits for counts as exposed communication.
+    Lower bound of exposed communication: the transfer time of the first rows and the last gradients (with a split schedule, of
+    their shared rows) plus a delay each; or the transfer time of all messages of a step beyond the compute time, if that is
+    longer. Lower bound of a step: the transfer time of its bytes with headers, the CPU time of all ranks on their cores, or the
+    compute stream itself, CPU and emulated time (`least_ms` is the larger of the last two, means over ranks; `slowest` takes the
+    slowest rank of each step). Time in which another rank still computes the batch is not counted as communication. With
+    chunks, the link is busy while a chunk is updated, so an update that compute waits for counts as exposed communication.
     """
 
     def total(key: str, cause: str) -> int:
@@ -127,7 +129,7 @@ def _overlap(
     all_ns: int = sum(rank["total_ns"] for rank in ranks)  # type: ignore[misc]
     others_ns: int = sum(rank["others_ns"] for rank in ranks)  # type: ignore[misc]
     rows = {kind: total("num_rows", kind) for kind in ("rows", "grads", "keys")}
-    exposed_ns = total("time_ns", "communication") + total("time_ns", "bubble") * in_slices - others_ns
+    exposed_ns = total("time_ns", "communication") + total("time_ns", "bubble") * in_chunks - others_ns
     exposed_ms = exposed_ns / steps / 1e6
     figures: dict[str, object] = {
         "step_ms": round(step_ms, 2),
@@ -155,7 +157,7 @@ def _overlap(
             "wire_ms": round(wire_ms, 2),
             "exposed_comm_over_floor": round(exposed_ms / floor_ms, 4),
         }
-    # Short blocks pay for filling the pipeline, which a run does once between two checkpoints; its trace leaves that out.
+    # Short blocks include the pipeline warm-up, which a run has once between two checkpoints. Traces leave it out.
     steady_ms = all_ns / steps / 1e6
     return figures | {
         "step_over_bound": round(step_ms / bound_ms, 4),
@@ -179,7 +181,7 @@ def report(name: str, found: Mapping[str, object], figures: Mapping[str, object]
     ]
     emulated = " (emulated)" if options.dense.startswith("sleep:") else ""
     print(
-        f"\n{name}: zipf-{options.samples}, dense part {options.dense}{emulated}, {options.ranks} ranks, {options.micro_batches} parts, depth {options.depth}"
+        f"\n{name}: zipf-{options.samples}, dense part {options.dense}{emulated}, {options.ranks} ranks, {options.micro_batches} micro-batches, depth {options.depth}"
     )
     print(measure.table(["", "steps/s", "per step", "CPU of a rank", f"over {base} (10-90 %)"], rows))
     shown = {key: value for key, value in figures.items() if not key.endswith("_range")}
@@ -189,19 +191,23 @@ def report(name: str, found: Mapping[str, object], figures: Mapping[str, object]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="one network, fewer arms and steps; under 50 seconds")
-    parser.add_argument("--mode", choices=[*EXACT, "all"], default="all", help="one of our modes beside TorchRec")
+    parser.add_argument("--mode", choices=[*EXACT, "all"], default="all", help="compare one of our modes with TorchRec")
     parser.add_argument("--networks", nargs="+", choices=list(NETWORKS), default=None)
     parser.add_argument("--samples", type=int, default=512, help="per rank: 512 and 2048 are the fixed workloads")
     parser.add_argument(
-        "--dense", type=dense_micro_batch, default="mlp", help="mlp, hstu, or sleep:MS, which waits instead"
+        "--dense", type=dense_kind, default="mlp", help="dense part: mlp, hstu, or sleep:MS, which sleeps instead"
     )
-    parser.add_argument("--ranks", type=int, default=2, help="more than the machine has cores: with --dense sleep:MS")
+    parser.add_argument(
+        "--ranks", type=int, default=2, help="number of ranks; with --dense sleep:MS also more than cores"
+    )
     parser.add_argument("--micro-batches", type=int, default=4)
     parser.add_argument("--depth", type=int, default=1)
     parser.add_argument("--ramp", type=float, default=1.0)
     parser.add_argument("--cluster", action="store_true")
-    parser.add_argument("--split", action="store_true", help="nested: hot and cold messages")
-    parser.add_argument("--chunks", type=int, default=1, help="nested: of last gradients, update and next first rows")
+    parser.add_argument("--split", action="store_true", help="nested: separate messages for shared and unshared rows")
+    parser.add_argument(
+        "--chunks", type=int, default=1, help="nested: chunks of the last gradients, the update and the next first rows"
+    )
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=None)
     parser.add_argument("--blocks", type=int)
     parser.add_argument("--steps", type=int, help="steps of a block")
@@ -228,10 +234,10 @@ def main() -> None:
     everything: dict[str, object] = {}
     for name in networks:
         found = measured_on(name, options)
-        everything[name] = figures_of(name, found, options.dense, options.ranks, in_slices=options.chunks > 1)
+        everything[name] = figures_of(name, found, options.dense, options.ranks, in_chunks=options.chunks > 1)
         report(name, found, everything[name], options)  # type: ignore[arg-type]
         if found["bitwise_equal"] is False:
-            raise SystemExit("the exact modes did not end with the same bits; no figure of this run counts.")
+            raise SystemExit("the exact modes are not bitwise identical; this run is not recorded.")
     if not options.no_record:
         keys = (
             "samples",

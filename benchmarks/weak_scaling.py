@@ -1,14 +1,14 @@
-"""Does a step stay as fast when there are more ranks? Nested beside sequential and stale from 2 to 16 real ranks; dense part emulated.
+"""Weak scaling: nested vs. sequential and stale steps on 2 to 16 real ranks; dense part emulated.
 
-Every rank trains on its own zipf-512 share, so work per rank stays the same while the share of rows that lie on other ranks
-grows from 1/2 to 15/16. Ranks are real: processes with their own tables, threads and messages, each on a line of its own rate
-(--rate in each direction, network namespaces). What is emulated is the dense part: it waits --dense-ms instead of computing,
-so that 16 ranks fit on a few cores. For that to say something about the network, the cores must not be the limit: the CPU time
-of all ranks in a step over the cores' time is printed beside each figure, and above --cpu-limit the run is refused.
+Every rank trains on its own zipf-512 share, so the work per rank is constant while the share of rows on other ranks grows from
+1/2 to 15/16. Ranks are real: processes with their own tables, threads and messages, each with its own link (--rate per
+direction, network namespaces). The dense part is emulated: it sleeps --dense-ms instead of computing, so that 16 ranks fit on
+a few cores. The cores must not be the bottleneck: the CPU share of all ranks is printed with each figure, and above
+--cpu-limit the run is rejected.
 
-    efficiency = step on the fewest ranks / step on so many ranks, of the same mode, from medians of blocks
+    efficiency = step on the fewest ranks / step on n ranks, of the same mode, from medians of blocks
 
-Sequential and nested must end with the same bits, or nothing counts. Needs root, ip and tc.
+Sequential and nested must end bitwise identical, or nothing is recorded. Needs root, ip and tc.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ PROGRAM = Path(__file__).resolve().with_name("train_step.py")
 
 
 def settings_of(options: argparse.Namespace, modes: Iterable[str], **more: object) -> str:
-    """What ranks whose dense part waits are told, as train_arms.Settings in JSON."""
+    """train_arms.Settings with an emulated dense part, as JSON."""
     settings = {key: getattr(options, key) for key in ("samples", "micro_batches", "depth")}
     settings |= {"dense": f"sleep:{options.dense_ms}", "arms": list(modes), "num_steps": options.steps}
     return json.dumps(settings | more)
 
 
 def ran(num_ranks: int, command: Sequence[str], *, rate: str, delay_ms: float = 0) -> dict[str, object]:
-    """Times by mode and block, CPU time and more, as rank 0 found them; exits unless the exact modes end with the same bits."""
+    """Rank 0's times by mode and block, CPU time and traces; exits unless the exact modes are bitwise identical."""
     with netlab.Lab(num_ranks, rate=rate, delay_ms=delay_ms) as lab:
         said = lab.run([sys.executable, *command], timeout_s=3600)
     found: dict[str, object] = json.loads(said[0].splitlines()[-1])
     if found["bitwise_equal"] is not True:
-        raise SystemExit(f"on {num_ranks} ranks the exact modes did not end with the same bits; no figure counts.")
+        raise SystemExit(f"on {num_ranks} ranks the exact modes are not bitwise identical; this run is not recorded.")
     return found
 
 
 def figures_of(found: dict[int, dict[str, object]]) -> dict[str, object]:
-    """Per number of ranks: each mode's step, efficiency with its range, and what the cores had to do."""
+    """Per number of ranks: each mode's step, efficiency with its range, and CPU share."""
     fewest, figures = min(found), dict[str, object]()
     for num_ranks, one in found.items():
         own: dict[str, object] = {"bitwise_equal": one["bitwise_equal"]}
@@ -69,7 +69,7 @@ def figures_of(found: dict[int, dict[str, object]]) -> dict[str, object]:
 
 
 def _divided(ranks: Sequence[Figures]) -> dict[str, float]:
-    """Where the time of a nested step went, by the traces of all ranks: milliseconds by cause."""
+    """Milliseconds of a nested step by cause, from the traces of all ranks."""
     steps = sum(rank["num_steps"] for rank in ranks)
     ns = {cause: sum(rank["time_ns"][cause] for rank in ranks) for cause in ranks[0]["time_ns"]}
     ns["slower rank"] = sum(rank["others_ns"] for rank in ranks)
@@ -96,20 +96,20 @@ def report(figures: dict[str, object], options: argparse.Namespace) -> None:
         for num_ranks, own in figures.items()
     ]
     names = list(next(iter(figures.values()))["nested_ms"])  # type: ignore[index]
-    print("\na nested step, by its traces\n" + measure.table(["", *names], causes), flush=True)
+    print("\ntime of a nested step, from its traces\n" + measure.table(["", *names], causes), flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="2 and 4 ranks, a short dense part; under 50 seconds")
     parser.add_argument("--ranks", nargs="+", type=int)
-    parser.add_argument("--dense-ms", type=int, help="how long the dense part of a batch takes")
-    parser.add_argument("--rate", default="200mbit", help="of each host's line, in each direction")
+    parser.add_argument("--dense-ms", type=int, help="duration of the emulated dense part of a batch")
+    parser.add_argument("--rate", default="200mbit", help="of each host's link, per direction")
     parser.add_argument("--samples", type=int, default=512, help="per rank")
     parser.add_argument("--micro-batches", type=int, default=8)
     parser.add_argument("--depth", type=int, default=1)
     parser.add_argument("--ramp", type=float, default=1.0)
-    parser.add_argument("--split", action="store_true", help="nested: hot and cold messages")
+    parser.add_argument("--split", action="store_true", help="nested: separate messages for shared and unshared rows")
     parser.add_argument("--steps", type=int, help="steps of a block")
     parser.add_argument("--cpu-limit", type=float, default=0.6, help="largest CPU share at which a figure counts")
     parser.add_argument("--no-record", action="store_true", help="do not append to results/weak_scaling.jsonl")
@@ -127,7 +127,9 @@ def main() -> None:
         report(figures, options)
     busiest = max(own[mode]["cpu_share"] for own in figures.values() for mode in MODES)  # type: ignore[index]
     if busiest > options.cpu_limit:
-        raise SystemExit(f"the cores were busy for {busiest:.0%} of a step: this measured them. Raise --dense-ms.")
+        raise SystemExit(
+            f"the cores were busy for {busiest:.0%} of a step, so they were the bottleneck. Raise --dense-ms."
+        )
     if not options.no_record:
         keys = ("ranks", "dense_ms", "rate", "samples", "micro_batches", "depth", "ramp", "split", "steps", "quick")
         used = {**{key: getattr(options, key) for key in keys}, "dense": "emulated"}

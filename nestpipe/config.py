@@ -1,4 +1,8 @@
-"""The configuration of a run: sections that their packages own, listed here; JSON in, JSON out; all problems at once."""
+"""The configuration of a run: frozen dataclasses, one section per package, read from and written to JSON.
+
+Each package defines its section in its own `config.py`. A section's `problems()` yields everything wrong with it, so that one
+error lists all problems.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import dataclasses
 import difflib
 import json
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import reduce
 from pathlib import Path
@@ -24,12 +28,12 @@ from nestpipe.training.config import TrainConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """A whole run."""
+    """All settings of a run."""
 
     seed: int = 0
-    """Decides every random draw: order of samples, initial weights, dropout, negatives."""
+    """Seed of all random numbers: order of samples, initial weights, dropout, negatives."""
     data: DataConfig = field(default_factory=DataConfig)
-    model: Any = field(default_factory=HSTUConfig)  # the settings of a registered model (registry.py)
+    model: Any = field(default_factory=HSTUConfig)  # the config of a registered model (registry.py)
     loss: LossConfig = field(default_factory=LossConfig)
     embedding: EmbeddingConfig = field(default_factory=EmbeddingConfig)
     dense: DenseConfig = field(default_factory=DenseConfig)
@@ -38,9 +42,9 @@ class Config:
     eval: EvalConfig = field(default_factory=EvalConfig)
 
     def problems(self) -> Iterator[str]:
-        """Everything wrong, section by section, then between sections."""
+        """Problems of each section, then those between sections."""
         for name, section in _sections(self):
-            check = getattr(section, "problems", None)  # which a user's model settings may leave out
+            check = getattr(section, "problems", None)  # optional in the config of a registered model
             yield from (f"{name}.{problem}" for problem in (check() if check else ()))
         if not 0 <= self.seed < 2**63:
             yield f"seed is {self.seed}; it must be in 0 .. 2**63 - 1"
@@ -48,16 +52,16 @@ class Config:
         if self.embedding.max_rows_per_bucket and self.embedding.protect_steps < least:
             yield (
                 f"embedding.protect_steps is {self.embedding.protect_steps}, but with pipeline.depth {self.pipeline.depth} rows "
-                f"are in use for longer; set --embedding.protect-steps {least}"
+                f"stay in use longer; set --embedding.protect-steps {least}"
             )
         if self.pipeline.rows == "table" and self.embedding.tier == "mmap" and self.pipeline.looks_ahead:
-            yield "pipeline.rows is 'table', but rows in files (embedding.tier mmap) need a pool when batches overlap"
+            yield "pipeline.rows is 'table', but embedding.tier mmap needs a prefetch buffer when batches overlap"
         if isinstance(self.model, EncDecConfig) and max(self.eval.ks) > self.model.beam:
-            yield f"eval.ks goes up to {max(self.eval.ks)}, but model.beam {self.model.beam} finds fewer items; widen it or use shorter lists"
+            yield f"eval.ks goes up to {max(self.eval.ks)}, but model.beam {self.model.beam} finds fewer items; raise it or use shorter lists"
         if self.train.patience and not self.data.validation:
-            yield "train.patience watches a validation metric, but data.validation is off; add --data.validation"
+            yield "train.patience needs a validation metric, but data.validation is off; add --data.validation"
         if self.data.validation and int(self.train.metric.partition("@")[2] or 0) not in (0, *self.eval.ks):
-            yield f"train.metric is {self.train.metric}, but eval.ks is {self.eval.ks}; add its list length there"
+            yield f"train.metric is {self.train.metric}, but eval.ks is {self.eval.ks}; add its list length to eval.ks"
 
     def validate(self) -> None:
         """Raises ConfigError with every problem at once."""
@@ -71,13 +75,13 @@ class Config:
 
     @staticmethod
     def from_json(text: str) -> Config:
-        """Raises ConfigError for unknown keys and values of the wrong type."""
+        """Raises ConfigError for unknown keys, values of the wrong type and all `problems()`."""
         content = json.loads(text)
         section = content.get("model") if isinstance(content, dict) else None
         kind = section.pop("kind", None) if isinstance(section, dict) else None
         if not isinstance(kind, str):
             raise ConfigError(f"model.kind is {kind!r}; it must be the name of a model, such as 'hstu'.")
-        config: Config = _read(Config, content, "", {"model": entry_named(kind).config})
+        config: Config = read_object(Config, content, "", {"model": entry_named(kind).config})
         config.validate()
         return config
 
@@ -92,21 +96,21 @@ class Config:
 
 
 def keys(config: Any, prefix: str = "") -> list[str]:
-    """The dotted names of all values of a configuration."""
-    found = []
+    """The dotted names of all settings."""
+    names = []
     for item in dataclasses.fields(config):
         value = getattr(config, item.name)
-        found += keys(value, f"{prefix}{item.name}.") if dataclasses.is_dataclass(value) else [prefix + item.name]
-    return found
+        names += keys(value, f"{prefix}{item.name}.") if dataclasses.is_dataclass(value) else [prefix + item.name]
+    return names
 
 
 def flat(config: Config) -> dict[str, Any]:
-    """All values by their dotted names."""
+    """All settings by dotted name."""
     return {key: reduce(getattr, key.split("."), config) for key in keys(config)}
 
 
 def unknown_key(key: str, known: list[str]) -> ConfigError:
-    """The error for a key that does not exist, with the nearest that does."""
+    """The error for an unknown key, with the nearest known one."""
     nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
     hint = f"; did you mean '{nearest[0]}'?" if nearest else f"; there are: {', '.join(known)}"
     return ConfigError(f"unknown config key '{key}'{hint}")
@@ -119,8 +123,8 @@ def _sections(config: Config) -> Iterator[tuple[str, Any]]:
             yield item.name, value
 
 
-def _read(kind: type[Any], content: Any, prefix: str, chosen: dict[str, type[Any]] | None = None) -> Any:
-    """A dataclass from a JSON object; `chosen` names the type of fields that could have several."""
+def read_object(kind: type[Any], content: Any, prefix: str, chosen: dict[str, type[Any]] | None = None) -> Any:
+    """A dataclass from a JSON object; `chosen` has the types of fields that are declared as Any."""
     if not isinstance(content, dict):
         raise ConfigError(f"'{prefix.rstrip('.') or 'the configuration'}' must be an object, got {content!r}")
     hints = get_type_hints(kind)
@@ -131,23 +135,25 @@ def _read(kind: type[Any], content: Any, prefix: str, chosen: dict[str, type[Any
     for name, value in content.items():
         hint = (chosen or {}).get(name, hints[name])
         is_section = isinstance(hint, type) and dataclasses.is_dataclass(hint)
-        values[name] = _read(hint, value, f"{prefix}{name}.") if is_section else _value(hint, value, prefix + name)
+        values[name] = (
+            read_object(hint, value, f"{prefix}{name}.") if is_section else _value(hint, value, prefix + name)
+        )
     return kind(**values)
 
 
 def _value(hint: Any, value: Any, key: str) -> Any:
     """A JSON value checked against the type of its field."""
-    origin = get_origin(hint)
+    origin, arguments = get_origin(hint), get_args(hint)
     if origin is tuple and isinstance(value, list):
-        return tuple(_value(get_args(hint)[0], entry, key) for entry in value)
-    if origin is Literal and value in get_args(hint):
+        return tuple(_value(arguments[0], entry, key) for entry in value)
+    if origin is Mapping and isinstance(value, dict):
+        return {name: _value(arguments[1], entry, f"{key}.{name}") for name, entry in value.items()}
+    if origin is Literal and value in arguments:
         return value
-    if origin in (Union, types.UnionType):
-        allowed: tuple[Any, ...] = get_args(hint)
-    else:
-        allowed = (hint,)
+    allowed = arguments if origin in (Union, types.UnionType) else (hint,)
     if hint is float and type(value) is int:
         return float(value)
     if any(type(value) is one for one in allowed):
         return value
-    raise ConfigError(f"config key '{key}' has the value {value!r}, which is no {getattr(hint, '__name__', hint)}")
+    expected = f"one of {', '.join(arguments)}" if origin is Literal else getattr(hint, "__name__", hint)
+    raise ConfigError(f"config key '{key}' has the value {value!r}; expected {expected}")

@@ -1,4 +1,4 @@
-"""Named runs. A recipe is a function that returns a configuration; the command line overrides single values.
+"""Recipes: functions that return the configuration of a run. Flags override single settings.
 
 nestpipe train ml1m_hstu --train.minutes 15 --model.num-blocks 4
 """
@@ -25,7 +25,7 @@ from nestpipe.training.config import TrainConfig
 
 
 def tiny() -> Config:
-    """SASRec on generated data with a known optimum; about a minute on two cores."""
+    """SASRec on synthetic data with a known optimum; about a minute on two cores."""
     return Config(
         data=DataConfig(path="data/tiny", max_len=64, batch_size=128),
         model=SASRecConfig(dim=64, num_blocks=1, hidden_dim=256, dropout=0.1),
@@ -37,7 +37,7 @@ def tiny() -> Config:
 
 
 def ml1m_sasrec() -> Config:
-    """SASRec with full softmax on MovieLens-1M, protocol of Meta's generative-recommenders."""
+    """SASRec with full softmax on MovieLens-1M, in the protocol of Meta's generative-recommenders."""
     return Config(
         data=_ml1m(),
         model=SASRecConfig(),
@@ -80,10 +80,10 @@ def beauty_sasrec() -> Config:
 
 
 def beauty_sid() -> Config:
-    """Generates semantic ids on Amazon Beauty: encoder-decoder, beam search; needs ids from 'nestpipe sid build'."""
+    """Generative retrieval on Amazon Beauty: encoder-decoder over semantic ids; needs ids from 'nestpipe sid build'."""
     return Config(
         data=DataConfig(path="data/beauty", max_len=50, batch_size=128, validation=True),
-        # The log has no scenarios, triggers or reasoning, so the instruction gets no token of its own.
+        # The log has no scenarios, triggers or reasoning, so the instruction needs no token of its own.
         model=EncDecConfig(
             ids="data/beauty-ids",
             dim=64,
@@ -103,7 +103,7 @@ def beauty_sid() -> Config:
 
 
 def scenarios() -> Config:
-    """Generates semantic ids, steered by the scenario, trigger item and reasoning vector that a log has for its events."""
+    """Generative retrieval, conditioned on the scenario, trigger item and reasoning vector of each event in the log."""
     return Config(
         data=DataConfig(path="data/scenarios", max_len=32, batch_size=32),
         model=EncDecConfig(
@@ -126,13 +126,13 @@ def scenarios() -> Config:
 
 
 def ml1m_fuxi() -> Config:
-    """FuXi-alpha on MovieLens-1M in the setting of `ml1m_hstu`: 2 blocks, 1 head, 128 negatives per event."""
+    """FuXi-alpha on MovieLens-1M with the settings of `ml1m_hstu`: 2 blocks, 1 head, 128 negatives per event."""
     return replace(ml1m_hstu(), model=FuXiConfig())
 
 
 @dataclass(frozen=True, slots=True)
 class RecipeSize:
-    """A step of the ladder of models: widths, blocks, heads and the longest history."""
+    """Model size: width, blocks, heads, longest history and batch size."""
 
     dim: int
     num_blocks: int
@@ -221,7 +221,7 @@ def _kuairand(model: HSTUConfig | FuXiConfig, size: RecipeSize) -> Config:
 
 
 def ml1m_ranking() -> Config:
-    """Ranking on MovieLens-1M with a time split: rating >= 4, rating = 5, stars; every training event is a target."""
+    """Ranking on MovieLens-1M with a time split; labels: rating >= 4, rating = 5, stars; every training event is a target."""
     return Config(
         data=DataConfig(
             path="data/ml1m",
@@ -242,7 +242,7 @@ def ml1m_ranking() -> Config:
 
 
 def dcn() -> Config:
-    """DCN-v2 on a generated click log with a known best AUC; about a minute on two cores."""
+    """DCN-v2 on a synthetic click log with a known best AUC; about a minute on two cores."""
     return Config(
         data=DataConfig(
             path="data/clicks",

@@ -1,11 +1,11 @@
-"""Models by name: the package's own, those of installed packages, and any class written as `package.module:Class`.
+"""Registry of models: the package's own, those of installed packages, and any class written as `package.module:Class`.
 
-    @nestpipe.register_backbone(config=GRUConfig)      vectors [T, D], batch -> hidden [T, D]; the rest is ours
-    @nestpipe.register_model(config=MyConfig)          the whole contract: lookups, weight, forward
+    @nestpipe.register_backbone(config=GRUConfig)      forward(vectors [T, D], batch) -> hidden [T, D]; see `Backbone`
+    @nestpipe.register_model(config=MyConfig)          lookups, weight, forward; see `Model`
 
-A registered class has a dataclass of settings, which become flags, are saved with a run and compared on resume. An installed
-package offers a class under a short name by an entry point in the group `nestpipe.models`. A run stores the name; opening the run
-imports the module that it names. This module imports no torch: configurations are read without it.
+`config` is a dataclass. Its fields become flags, are saved with the run and are compared on resume. An installed package offers
+a class under a short name through an entry point in the group `nestpipe.models`. A run stores the name of its model; opening
+the run imports that module. This module does not import torch, so configurations can be read without it.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _GROUP = "nestpipe.models"
 class ModelEntry:
     """A model that can be named in a configuration."""
 
-    kind: str  # its name there
+    kind: str  # its name in a configuration
     config: type[Any]  # the dataclass of its settings
     role: Role
-    target: type[Any] | str  # the class, or where it is imported from when a model is built
+    target: type[Any] | str  # the class, or the path to import it from when a model is built
 
     @property
     def is_own(self) -> bool:
@@ -66,21 +66,23 @@ _ENTRIES = {entry.kind: entry for entry in _OWN}
 
 
 def register_backbone(*, config: type[Any]) -> Callable[[Class], Class]:
-    """Makes a class a backbone: `Class(config, max_len=...)`, `forward(vectors, batch[, rng])`. See `Backbone`.
+    """Registers a class as a backbone: built as `Class(config, max_len=...)`, called as `forward(vectors, batch[, rng])`.
 
-    `config` is a dataclass with defaults and a field `dim`, the width of item vectors. Loss, negatives, evaluation and
-    recommendation are those of every next-item model.
+    `config` is a dataclass with a default for every field and a field `dim`, the width of item vectors. The item table,
+    negatives, loss, evaluation and recommendation are those of every next-item model. See `nestpipe.Backbone`.
     """
     if "dim" not in {field.name for field in _fields(config)}:
-        raise ConfigError(f"{config.__name__} has no field 'dim'; a backbone's settings say how wide item vectors are.")
+        raise ConfigError(
+            f"{config.__name__} has no field 'dim'; the config of a backbone needs it for the width of item vectors."
+        )
     return lambda cls: _register(cls, config, "backbone")
 
 
 def register_model(*, config: type[Any]) -> Callable[[Class], Class]:
-    """Makes a class a model: `Class(config, data)` with a `ModelData`, and the methods of `Model`.
+    """Registers a class as a model: built as `Class(config, data)` with a `ModelData`; it has the methods of `Model`.
 
-    With `encode_lookups`, `encode` and `item_vectors` (`Recommender`) it is also evaluated and recommends. `config` is a
-    dataclass with defaults.
+    `config` is a dataclass with a default for every field. A model with `encode_lookups`, `encode` and `item_vectors`
+    (see `nestpipe.Recommender`) can also be evaluated and recommend.
     """
     _fields(config)
     return lambda cls: _register(cls, config, "model")
@@ -88,11 +90,13 @@ def register_model(*, config: type[Any]) -> Callable[[Class], Class]:
 
 def _fields(config: type[Any]) -> tuple[dataclasses.Field[Any], ...]:
     if not (isinstance(config, type) and dataclasses.is_dataclass(config)):
-        raise ConfigError(f"config is {config!r}, but the settings of a model are a dataclass.")
+        raise ConfigError(f"config is {config!r}; it must be a dataclass.")
     found = dataclasses.fields(config)
     for field in found:
         if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
-            raise ConfigError(f"{config.__name__}.{field.name} has no default; every setting of a model needs one.")
+            raise ConfigError(
+                f"{config.__name__}.{field.name} has no default; every field of a model's config needs one."
+            )
     return found
 
 
@@ -101,14 +105,14 @@ def _register(cls: Class, config: type[Any], role: Role) -> Class:
     other = next((entry for entry in _ENTRIES.values() if entry.config is config and entry.kind != kind), None)
     if other is not None:
         raise ConfigError(
-            f"{config.__name__} holds the settings of {other.kind} already; {kind} needs a class of its own."
+            f"{config.__name__} is already the config of {other.kind}; define another dataclass for {kind}."
         )
     _ENTRIES[kind] = ModelEntry(kind, config, role, cls)
     return cls
 
 
 def _module_name(cls: type[Any]) -> str:
-    """The module to import later; a program's own file instead of '__main__'."""
+    """The module to import when the run is opened; for '__main__' the name of the script."""
     if cls.__module__ != "__main__":
         return cls.__module__
     main = sys.modules["__main__"]
@@ -117,12 +121,12 @@ def _module_name(cls: type[Any]) -> str:
 
 
 def own_kinds() -> dict[str, type[Any]]:
-    """The models of this package with their settings."""
+    """The models of this package with their configs."""
     return {entry.kind: entry.config for entry in _OWN}
 
 
 def entry_named(kind: str) -> ModelEntry:
-    """The model of a name: 'hstu', that of an entry point, or 'package.module:Class'. Raises ConfigError."""
+    """The model of a name: 'hstu', an entry point, or 'package.module:Class'. Raises ConfigError."""
     if kind in _ENTRIES:
         return _ENTRIES[kind]
     if ":" in kind:
@@ -144,30 +148,30 @@ def entry_named(kind: str) -> ModelEntry:
 
 
 def entry_of(config: Any) -> ModelEntry:
-    """The model that an instance of settings belongs to; raises ConfigError if it is nobody's."""
+    """The model of a config instance; raises ConfigError if its class is not registered."""
     for entry in _ENTRIES.values():
         if type(config) is entry.config:
             return entry
-    raise ConfigError(f"{type(config).__name__} is no model's settings; register the model that reads them.")
+    raise ConfigError(f"{type(config).__name__} is not the config of a registered model; register the model first.")
 
 
 def find(name: str) -> Any:
-    """What 'package.module:Name' means, imported from the working folder or an installed package. Raises ConfigError."""
+    """Imports 'package.module:Name' from the working folder or an installed package. Raises ConfigError."""
     module, _, attribute = name.partition(":")
     if not module or not attribute:
-        raise ConfigError(f"'{name}' names no object; write package.module:Name.")
+        raise ConfigError(f"'{name}' is not a name of the form package.module:Name.")
     if (here := str(Path.cwd())) not in sys.path:
-        sys.path.insert(0, here)  # as python does for a script; the installed program does not
+        sys.path.insert(0, here)  # python does this for a script, but not for an installed command
     try:
         found: Any = importlib.import_module(module)
         for part in attribute.split("."):
             found = getattr(found, part)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise  # the module is there, and imports something that is not
+            raise  # the module exists; one of its own imports does not
         raise ConfigError(
             f"'{name}' cannot be imported: there is no module '{error.name}' in {here} or among the installed packages. "
-            "Start the command where the module is, or add its folder to PYTHONPATH."
+            "Run the command in the folder of the module, or add that folder to PYTHONPATH."
         ) from None
     except AttributeError:
         raise ConfigError(f"'{name}' cannot be imported: module '{module}' has no '{attribute}'.") from None

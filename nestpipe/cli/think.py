@@ -144,19 +144,19 @@ def _encode(kind: Encoder, texts: Sequence[str]) -> Tensor:
 
 
 class RunFeed:
-    """The sequence folder of a run, then its event log: the mark is the folder's digest, and the last event that was read."""
+    """The sequence folder of a run, then its event log: the cursor is the folder's digest, and the last event that was read."""
 
     def __init__(self, run: Run, log: Path):
         self._histories = open_histories(run, log)
         self._log = EventLog(log)
         self._events: list[tuple[str, int]] = []  # digest of the id, and user
 
-    def news(self, mark: str) -> tuple[Iterable[int], str]:
+    def changed_users(self, cursor: str) -> tuple[Iterable[int], str]:
         with self._log.news() as (is_other, events):
             found = [(id_of(event).hex(), event["user"]) for event in events]
             self._events = found if is_other else self._events + found
         self._histories.refresh()
-        folder, number, last = json.loads(mark) if mark else ("", 0, "")
+        folder, number, last = json.loads(cursor) if cursor else ("", 0, "")
         own = self._histories.sequences
         users = set[int]() if folder == own.digest else set(own.users.tolist())
         # A log from which a user was erased is read again from its beginning.

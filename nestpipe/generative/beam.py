@@ -1,14 +1,14 @@
-"""Constrained beam search: the most probable live leaves of a tree of semantic ids, for many requests at once.
+"""Constrained beam search over the trie of semantic ids: the most probable live leaves, for many requests at once.
 
     level 0      root ─ live children ─ the best W ─┐
     level 1      W beams ─ live children of each ───┴ the best W of all ─ ...
 
-A beam only ever grows by live codes, so every result is a live path. Its log-probability is a sum over levels of a log-softmax:
-over live codes (`legal`: leaf probabilities sum to 1) or over all codes, of which the dead are then dropped (`full`). The best W
-are taken over all beams and codes together; with W at least the number of live leaves nothing is ever dropped and the result is the
-exhaustive ranking. Ties go to the lower code sequence: beams are kept in the order of their node numbers.
+Beams are extended by live codes only, so every result is a live path. Its log-probability is the sum over levels of a
+log-softmax: over the live codes (`legal`, leaf probabilities sum to 1), or over all codes (`full`, dead codes are dropped
+afterwards). The top W are taken over all beams and codes together. If W is at least the number of live leaves, no path is
+pruned and the result is the exhaustive ranking. Ties go to the lower code sequence: beams are sorted by node number.
 
-The decoder keeps the encoder's memory once per request; beams only gather their own short prefixes.
+The decoder stores the encoder's memory once per request; only the decoded prefixes exist per beam.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Softmax = Literal["legal", "full"]
 
 
 class Decoder(Protocol):
-    """A model in the middle of decoding some requests; `version` is that of its semantic ids."""
+    """The state of decoding some requests; `version` is that of the model's semantic ids."""
 
     @property
     def version(self) -> str: ...
@@ -36,22 +36,22 @@ class Decoder(Protocol):
         ...
 
     def next(self, parents: Tensor, codes: Tensor, nodes: Tensor) -> Tensor:
-        """Logits [R, W, codes] of the next level: beam w goes on from beam parents[r, w] of before with codes[r, w].
+        """Logits [R, W, codes] of the next level: beam w extends beam parents[r, w] of the level before by codes[r, w].
 
-        `nodes` are the beams' nodes in the tree so far, -1 where there is no beam.
+        `nodes` are the beams' nodes in the trie, -1 where there is no beam.
         """
         ...
 
 
 class Beams(NamedTuple):
-    """Best leaves first: leaves [R, W], -1 where there are fewer live ones, and log-probabilities [R, W], -inf there."""
+    """Leaves [R, W], best first, and their log-probabilities; -1 and -inf if there are fewer live leaves."""
 
     leaves: Tensor
     scores: Tensor
 
 
 class FoundItems(NamedTuple):
-    """Best items first: catalogue positions [R, k], -1 where there are fewer, and their leaves' log-probabilities."""
+    """Catalogue positions [R, k], best first, and the log-probabilities of their leaves; -1 and -inf if there are fewer."""
 
     positions: Tensor
     scores: Tensor
@@ -61,9 +61,9 @@ class FoundItems(NamedTuple):
 def search(
     decoder: Decoder, trie: Trie, *, width: int, pool: ItemPool | None = None, softmax: Softmax = "legal"
 ) -> Beams:
-    """The best `width` live leaves of each request; raises DataError if tree, pool and model are of different versions."""
+    """The top `width` live leaves of each request; raises DataError if trie, pool and model have different versions."""
     if width < 1:
-        raise ValueError(f"a beam of width {width} holds nothing")
+        raise ValueError(f"the beam width is {width}; it must be at least 1")
     check_version("the model", decoder.version, trie.version)
     check_pool(pool, trie)
     logits = decoder.first()
@@ -72,8 +72,8 @@ def search(
     for level in range(trie.num_levels):
         if level:
             logits = decoder.next(parents, codes, nodes)
-        children, found = _children(trie, level, pool, nodes, logits, softmax)
-        scores, parents, nodes = _best(scores.unsqueeze(2) + found, children, width)
+        children, log_probs = _children(trie, level, pool, nodes, logits, softmax)
+        scores, parents, nodes = _best(scores.unsqueeze(2) + log_probs, children, width)
         codes = trie.codes[level].index_select(0, nodes.clamp(min=0).flatten()).view_as(nodes)
     scores, order = scores.sort(dim=1, descending=True, stable=True)
     return Beams(nodes.gather(1, order), scores)
@@ -82,7 +82,7 @@ def search(
 def _children(
     trie: Trie, level: int, pool: ItemPool | None, nodes: Tensor, logits: Tensor, softmax: Softmax
 ) -> tuple[Tensor, Tensor]:
-    """The children [R, W, K] of nodes [R, W] and their log-probabilities; -1 and -inf where there is none or it is dead."""
+    """Children [R, W, K] of nodes [R, W] and their log-probabilities; -1 and -inf where there is none or it is dead."""
     above = nodes.clamp(min=0).flatten()
     start = trie.first[level].index_select(0, above).view_as(nodes)
     count = (trie.first[level].index_select(0, above + 1).view_as(nodes) - start).masked_fill_(nodes < 0, 0)
@@ -93,13 +93,13 @@ def _children(
         live &= pool.at(level, children)
     codes = trie.codes[level].index_select(0, children.flatten()).view_as(children)
     picked = logits.gather(2, codes).masked_fill_(~live, -torch.inf)
-    found = picked.log_softmax(2) if softmax == "legal" else picked - logits.logsumexp(2, keepdim=True)
-    # A beam without live children has the softmax of nothing, which is nan.
-    return children.masked_fill_(~live, -1), found.masked_fill_(~live, -torch.inf)
+    log_probs = picked.log_softmax(2) if softmax == "legal" else picked - logits.logsumexp(2, keepdim=True)
+    # The softmax of a beam without live children is nan.
+    return children.masked_fill_(~live, -1), log_probs.masked_fill_(~live, -torch.inf)
 
 
 def _best(scores: Tensor, nodes: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The best of [R, W, K] in the order of their nodes: scores, parents and nodes, each [R, at most width]."""
+    """The top of [R, W, K], sorted by node: scores, parents and nodes, each [R, at most width]."""
     flat, num_children = scores.flatten(1), scores.shape[2]
     width = min(width, int((nodes >= 0).flatten(1).sum(1).max()))
     kth = flat.topk(width, dim=1, sorted=False).values.amin(1, keepdim=True)
@@ -113,9 +113,9 @@ def _best(scores: Tensor, nodes: Tensor, width: int) -> tuple[Tensor, Tensor, Te
 def expand(
     trie: Trie, beams: Beams, k: int, *, seen: Jagged | None = None, allowed: Tensor | None = None, per_leaf: int = 0
 ) -> FoundItems:
-    """The first k items of the leaves, without `seen` ones (catalogue positions) and only `allowed` ones (mask [I] or [R, I]).
+    """The first k items of the leaves, without `seen` ones (catalogue positions), only `allowed` ones (mask [I] or [R, I]).
 
-    A leaf gives its items in their order, at most `per_leaf` of them (0: all).
+    At most `per_leaf` items per leaf, in catalogue order (0: all).
     """
     num_requests = len(beams.leaves)
     leaves = beams.leaves.clamp(min=0).flatten()

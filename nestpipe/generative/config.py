@@ -15,22 +15,21 @@ CollisionPolicy = Literal["keep", "suffix", "reassign"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SidConfig:
-    """How semantic ids are made."""
+    """Settings of semantic ids."""
 
     levels: int = 3
-    """Codes of an id, without the suffix."""
+    """Number of levels, without the suffix level."""
     codes: int = 256
-    """Codes to choose from at each level."""
+    """Codebook size of each level."""
     policy: CollisionPolicy = "suffix"
-    """Items with equal codes: keep one id for all, count them in one more level, or move all but one to the nearest free id."""
+    """Items with equal codes: keep one id for all, number them in a suffix level, or reassign all but one to the nearest free id."""
     suffix_size: int = 0
-    """suffix: codes of the last level; 0 takes twice what the catalogue needs, so that new items find room."""
+    """suffix: size of the suffix level; 0: twice what the catalogue needs, which leaves room for new items."""
     balanced: bool = False
-    """No code of a level has more than its share of the items."""
+    """Balance the codes: at most ceil(items / codes) items per code and level."""
     iterations: int = 25
-    """Rounds of K-means."""
+    """Iterations of K-means."""
     seed: int = 0
-    """Seed of K-means."""
 
     def problems(self) -> Iterator[str]:
         for name in ("levels", "codes", "iterations"):
@@ -45,59 +44,59 @@ class EndpointConfig:
     """An OpenAI-compatible endpoint, such as vLLM, xLLM or Ollama."""
 
     url: str = ""
-    """Where it is, up to the version: http://127.0.0.1:8000/v1. Without one the template writes everything."""
+    """Base URL with the API version, such as http://127.0.0.1:8000/v1. Without one the template writes all texts."""
     model: str = ""
-    """Name of the model there."""
+    """Name of the model at the endpoint."""
     timeout_s: float = 30.0
-    """The longest a call may take as a whole, however its answer drips in."""
+    """Total deadline of one call, including the body of the response."""
     retries: int = 2
-    """Further attempts of a call that was refused or not answered; wrong answers are not asked for again."""
+    """Retries of a call that failed (timeout, connection, status 408, 429 or 5xx); invalid answers are not retried."""
     concurrency: int = 4
-    """Calls at a time."""
-    per_call: int = 8
-    """Requests of one call."""
+    """Concurrent calls."""
+    requests_per_call: int = 8
+    """Instruction requests in one call."""
     max_bytes: int = 1 << 20
-    """The largest answer that is read."""
+    """Largest response body that is read."""
     max_chars: int = 300
-    """The longest text that is taken."""
-    give_up: int = 3
-    """Attempts in a row without any answer, after which the endpoint is left alone for `rest_s`."""
-    rest_s: float = 60.0
-    """How long the template writes everything after the endpoint was given up."""
+    """Longest text that is accepted."""
+    max_failures: int = 3
+    """Circuit breaker: consecutive failed attempts after which the endpoint is not called for `cooldown_s`."""
+    cooldown_s: float = 60.0
+    """Circuit breaker: seconds without calls; the template writes all texts meanwhile."""
 
     def problems(self) -> Iterator[str]:
         if not self.url.startswith(("http://", "https://")):
             yield f"url is {self.url!r}; it must begin with http:// or https://"
         if not self.model:
             yield "model is not given; name the endpoint's model"
-        for name in ("timeout_s", "concurrency", "per_call", "max_bytes", "max_chars", "give_up"):
+        for name in ("timeout_s", "concurrency", "requests_per_call", "max_bytes", "max_chars", "max_failures"):
             if not getattr(self, name) > 0:
                 yield f"{name} is {getattr(self, name)}; it must be above 0"
-        for name in ("retries", "rest_s"):
+        for name in ("retries", "cooldown_s"):
             if not getattr(self, name) >= 0:
                 yield f"{name} is {getattr(self, name)}; it must be 0 or more"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThinkConfig:
-    """How often instructions are made, and how long they last."""
+    """How often instructions are generated, and how long they are valid."""
 
-    window_s: float = 300.0
-    """At most one regeneration of a user's instructions in this time."""
+    min_interval_s: float = 300.0
+    """Minimum time between two generations for one user."""
     ttl_s: float = 7 * 86400.0
-    """How long an instruction is used."""
-    batch: int = 64
-    """Users between two writes: what a crash may have to do again."""
-    max_tries: int = 3
-    """Windows in which a model is asked again for texts that the template had to write."""
+    """Time to live of an instruction."""
+    batch_size: int = 64
+    """Users per write; a crash repeats at most one batch."""
+    max_retries: int = 3
+    """Retries of the model, `min_interval_s` apart, for texts that the template had to write."""
     scenarios: tuple[str, ...] = (ANY,)
-    """Scenarios that get instructions of their own; * is one for any."""
+    """Scenarios with their own instructions; * is one instruction for all scenarios."""
 
     def problems(self) -> Iterator[str]:
-        for name in ("window_s", "max_tries"):
+        for name in ("min_interval_s", "max_retries"):
             if not 0 <= getattr(self, name) < math.inf:
                 yield f"{name} is {getattr(self, name)}; it must be 0 or more, and finite"
-        if not 0 < self.ttl_s < math.inf or self.batch < 1:
-            yield f"ttl_s is {self.ttl_s} and batch {self.batch}; both must be above 0, and finite"
+        if not 0 < self.ttl_s < math.inf or self.batch_size < 1:
+            yield f"ttl_s is {self.ttl_s} and batch_size {self.batch_size}; both must be above 0, and finite"
         if not self.scenarios or len(set(self.scenarios)) != len(self.scenarios):
-            yield f"scenarios is {self.scenarios}; it names each scenario once, and at least one or *"
+            yield f"scenarios is {self.scenarios}; name each scenario once, and at least one (or *)"

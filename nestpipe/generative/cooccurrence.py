@@ -1,8 +1,8 @@
-"""Vectors of items from what users did: items that stand near each other in training histories have near vectors.
+"""Item vectors from co-occurrence: items that are close to each other in training histories get similar vectors.
 
-Positive pointwise mutual information of items within a few events of each other, nearer pairs counting more, then the leading
-singular vectors. Fused with text vectors they make semantic ids whose first codes a history can predict. Only events that a
-model may train on are looked at.
+The positive pointwise mutual information (PPMI) of items within a few events of each other, weighted by 1 / distance, then a
+truncated SVD. Fused with text vectors they give semantic ids whose first codes a history can predict. Only training events
+are read.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from nestpipe.data.splits import Split
 
 DIM = 128
 _WINDOW = 5  # events
-_SMOOTHING = 0.75  # of the counts of neighbours: rare ones are not taken for telling
-_ITERATIONS = 6
+_SMOOTHING = 0.75  # exponent of the neighbour counts, as in word2vec: reduces the weight of rare neighbours
+_ITERATIONS = 6  # of the power method
 
 
 def behaviour_vectors(sequences: Sequences, split: Split, *, dim: int = DIM, seed: int = 0) -> Tensor:
@@ -30,30 +30,30 @@ def behaviour_vectors(sequences: Sequences, split: Split, *, dim: int = DIM, see
         neighbours = by_item**_SMOOTHING
         expected = by_item[counts.indices()[0]] * (neighbours / neighbours.sum())[counts.indices()[1]]
         weights = (counts.values() / expected).log().clamp_(min=0)
-        told = torch.sparse_coo_tensor(counts.indices(), weights, (num, num), is_coalesced=True)
-    dim_found = min(dim, num)
+        ppmi = torch.sparse_coo_tensor(counts.indices(), weights, (num, num), is_coalesced=True)
+    rank = min(dim, num)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        left, strength, _ = torch.svd_lowrank(told, q=dim_found, niter=_ITERATIONS)
+        left, strength, _ = torch.svd_lowrank(ppmi, q=rank, niter=_ITERATIONS)
     vectors = F.normalize(left * strength.sqrt(), dim=1).masked_fill((by_item == 0).unsqueeze(1), 0.0)
-    return F.pad(vectors, (0, dim - dim_found)).to(torch.float32)
+    return F.pad(vectors, (0, dim - rank)).to(torch.float32)
 
 
 def fuse(text: Tensor, behaviour: Tensor, share: float) -> Tensor:
-    """Text vectors beside those of behaviour, whose share of the length is `share`."""
+    """Text and behaviour vectors concatenated, weighted by 1 - share and share."""
     return torch.cat([F.normalize(text, dim=1) * (1 - share), behaviour * share], 1)
 
 
 def _neighbours(sequences: Sequences, split: Split) -> tuple[Tensor, Tensor]:
-    """Pairs of catalogue positions [2, n] that stand near each other before the end of training, both ways, and weights [n]."""
+    """Pairs of catalogue positions [2, n] within the window, in both directions, training events only; and weights [n]."""
     items = torch.searchsorted(torch.tensor(sequences.catalogue), torch.tensor(sequences.items))
     offsets = torch.tensor(sequences.offsets)
     user = torch.arange(len(offsets) - 1).repeat_interleave(offsets.diff())
-    known = torch.arange(len(items)) < (offsets[:-1] + torch.tensor(split.train_end)).index_select(0, user)
-    found, weights = [], []
+    is_train = torch.arange(len(items)) < (offsets[:-1] + torch.tensor(split.train_end)).index_select(0, user)
+    pairs, weights = [], []
     for distance in range(1, _WINDOW + 1):
-        near = (user[:-distance] == user[distance:]) & known[distance:]
+        near = (user[:-distance] == user[distance:]) & is_train[distance:]
         pair = torch.stack([items[:-distance][near], items[distance:][near]])
-        found += [pair, pair.flip(0)]
+        pairs += [pair, pair.flip(0)]
         weights.append(torch.full((2 * pair.shape[1],), 1 / distance, dtype=torch.float64))
-    return torch.cat(found, 1), torch.cat(weights)
+    return torch.cat(pairs, 1), torch.cat(weights)

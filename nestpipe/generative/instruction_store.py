@@ -1,11 +1,11 @@
-"""Instructions by user and scenario: written near-line by one process, read on the request path by many.
+"""Store of instructions by user and scenario: written near-line by one process, read by many on the request path.
 
     key      user, scenario or "*" for any
-    value    text, vector, who wrote it, version, digest of the request, time, time to live
+    value    text, vector, provenance, version, digest of the request, time, time to live
 
-A store keeps what it is given; `Instructions` decides what a reader may use: one that has expired, is of another version, or
-of another width is a counted miss, and the model's default takes its place. `SqliteStore` is one file in WAL mode, so readers never wait
-for the writer. A store on another service (Redis: one hash per key) needs what `InstructionStore` lists.
+A store does not judge its content. `Instructions` decides what a request may use: an instruction that has expired, or has
+another version or width, is a counted miss, and the model uses its default. `SqliteStore` is one file in WAL mode, so readers
+never wait for the writer. For another service (Redis: one hash per key) implement `InstructionStore`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _TABLE = """CREATE TABLE IF NOT EXISTS instructions (
     PRIMARY KEY (user, scenario)) WITHOUT ROWID"""
 _NAME = "CREATE TABLE IF NOT EXISTS name (number INTEGER PRIMARY KEY, text TEXT NOT NULL)"
 _NAMED = "INSERT OR IGNORE INTO name VALUES (0, lower(hex(randomblob(8))))"
-# The same write again changes nothing, and one that comes late does not replace a newer one.
+# Idempotent, and an older write never replaces a newer one.
 _PUT = """INSERT INTO instructions VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (user, scenario) DO UPDATE SET
     text = excluded.text, vector = excluded.vector, provenance = excluded.provenance, version = excluded.version,
     request = excluded.request, written_s = excluded.written_s, ttl_s = excluded.ttl_s
@@ -44,52 +44,52 @@ Reason = Literal["found", "absent", "expired", "version", "width", "unreadable"]
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class StoredInstruction:
-    """One instruction. `version` names the semantic ids and the text encoder: to others the vector means nothing."""
+    """One instruction. `version` names the semantic ids and the text encoder that its vector belongs to."""
 
     user: int
     scenario: str  # or ANY
     text: str
     vector: NDArray[np.float32]
-    provenance: str  # who wrote the text
+    provenance: str  # provider of the text
     version: str
-    request: str  # digest of what it was made from
+    request: str  # digest of the request it was generated from
     written_s: float
     ttl_s: float
 
 
 class InstructionStore(Protocol):
-    """Where instructions are kept. Errors of the store are DataError."""
+    """Interface of a store. Its errors are DataError."""
 
     @property
     def identity(self) -> str:
-        """Another one if the store is made anew: whoever remembers what is in it must begin again."""
+        """Changes when the store is recreated, so that a job knows that its content is gone."""
         ...
 
     def put(
         self, instructions: Sequence[StoredInstruction], *, wanted: Callable[[int], bool] = lambda user: True
     ) -> int:
-        """Keeps all or none, of users that are still `wanted` when nobody else can write; says how many."""
+        """Stores, atomically, the instructions of users that are `wanted` inside the transaction; returns their number."""
         ...
 
     def get(self, user: int, scenario: str) -> StoredInstruction | None:
-        """What was put under this very key."""
+        """The instruction of exactly this key."""
         ...
 
     def forget(self, user: int) -> int:
-        """Removes everything of a user; says how many instructions that were."""
+        """Deletes the instructions of a user; returns their number."""
         ...
 
 
 def version_of(ids_version: str, encoder: str) -> str:
-    """The version of instructions for some semantic ids, whose vectors a text encoder makes."""
+    """The version of instructions, from the versions of semantic ids and text encoder."""
     return f"{ids_version}/{encoder}"
 
 
 class SqliteStore:
-    """One file. Any number of processes may read while one writes; threads may share it."""
+    """One SQLite file. Many processes may read while one writes; threads may share an instance."""
 
     def __init__(self, path: Path, *, read_only: bool = False, timeout_s: float = 10.0):
-        """A reader may come before the first writer: there is nothing yet."""
+        """A read-only store may be opened before the file exists; it is empty then."""
         self.path, self._read_only, self._timeout_s = path, read_only, timeout_s
         self._lock = threading.Lock()
         self._connection: sqlite3.Connection | None = None
@@ -104,7 +104,7 @@ class SqliteStore:
         self, instructions: Sequence[StoredInstruction], *, wanted: Callable[[int], bool] = lambda user: True
     ) -> int:
         with self._open() as connection, transaction(connection):
-            # Inside: whoever forgets a user does that before this look, which sees it, or after these writes.
+            # Checked inside the transaction: a user is erased either before this check or after these writes.
             kept = [one for one in instructions if wanted(one.user)]
             connection.executemany(_PUT, [_row(one) for one in kept])
         return len(kept)
@@ -132,7 +132,7 @@ class SqliteStore:
 
     @contextmanager
     def _open(self) -> Iterator[sqlite3.Connection]:
-        """The connection, to the file that is there now; raises DataError that names it."""
+        """The connection to the current file, reopened if it was replaced; raises DataError with its path."""
         with self._lock:
             try:
                 if self._connection is not None and self.path.stat().st_ino != self._inode:
@@ -146,13 +146,13 @@ class SqliteStore:
                 yield self._connection
             except (sqlite3.Error, OSError) as error:
                 raise DataError(
-                    f"the instructions in {self.path} cannot be used ({error}); if the file is damaged, move it away: "
-                    "'nestpipe think' makes it again."
+                    f"cannot use the instruction store {self.path} ({error}). If the file is damaged, move it away; "
+                    "'nestpipe think' creates it again."
                 ) from error
 
 
 def connect(path: Path, *statements: str, read_only: bool = False, timeout_s: float = 10.0) -> sqlite3.Connection:
-    """A file of ours, made by these statements if it is to be written; raises DataError for another format."""
+    """Opens an SQLite file, creating its tables unless read-only; raises DataError for another format."""
     if not read_only:
         path.parent.mkdir(parents=True, exist_ok=True)
     name = f"{path.absolute().as_uri()}?mode={'ro' if read_only else 'rwc'}"
@@ -163,8 +163,8 @@ def connect(path: Path, *statements: str, read_only: bool = False, timeout_s: fl
             raise DataError(f"{path} has format {found}; this nestpipe reads format {_FORMAT}. Move it away.")
         if not read_only:
             connection.execute("PRAGMA journal_mode = WAL").fetchall()
-            connection.execute("PRAGMA synchronous = FULL")  # what is committed outlives a power cut
-            connection.execute("PRAGMA secure_delete = ON")  # what is forgotten leaves no trace in the file
+            connection.execute("PRAGMA synchronous = FULL")  # commits survive a power failure
+            connection.execute("PRAGMA secure_delete = ON")  # overwrite deleted content in the file
             with transaction(connection):
                 for statement in statements:
                     connection.execute(statement)
@@ -176,14 +176,16 @@ def connect(path: Path, *statements: str, read_only: bool = False, timeout_s: fl
 
 
 def drop_old_pages(connection: sqlite3.Connection) -> None:
-    """What was deleted leaves the log of the file too; raises DataError if somebody still reads it there."""
+    """Truncates the write-ahead log, so that deleted content leaves it too; raises DataError if a reader blocks it."""
     if connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]:
-        raise DataError("what was deleted is still in the log of the store, because somebody reads it; forget again.")
+        raise DataError(
+            "deleted instructions are still in the write-ahead log, because a reader is active. Run the command again."
+        )
 
 
 @contextmanager
 def transaction(connection: sqlite3.Connection) -> Iterator[None]:
-    """All of the body or nothing of it; no other process writes meanwhile."""
+    """Runs the body in a write transaction: committed, or rolled back on an exception."""
     connection.execute("BEGIN IMMEDIATE")
     try:
         yield
@@ -195,21 +197,21 @@ def transaction(connection: sqlite3.Connection) -> Iterator[None]:
 
 
 class InstructionLookup(NamedTuple):
-    """What a reader may use, and why not."""
+    """The instruction that a request may use, or the reason why there is none."""
 
     instruction: StoredInstruction | None
     reason: Reason
 
 
 class Instructions:
-    """A store as the request path sees it: of one version and width, not expired. `counts` says how often what was found."""
+    """Read side of a store: only unexpired instructions of one version and width. `counts` has the lookups by reason."""
 
     def __init__(self, store: InstructionStore, *, version: str, dim: int, clock: Callable[[], float]):
         self.version, self.counts = version, Counter[Reason]()
         self._store, self._dim, self._clock = store, dim, clock
 
     def of(self, user: int, scenario: str) -> InstructionLookup:
-        """The instruction of a scenario, else the one for any; else none, and the reason of the nearest miss. Never raises."""
+        """The instruction of a scenario, else that for any scenario, else none with the reason. Never raises."""
         found = InstructionLookup(None, "absent")
         for key in dict.fromkeys((scenario, ANY)):
             try:
@@ -239,7 +241,9 @@ class Instructions:
 def _row(one: StoredInstruction) -> tuple[object, ...]:
     vector = np.ascontiguousarray(one.vector, "<f4")
     if vector.ndim != 1 or not np.isfinite(vector).all():
-        raise DataError(f"an instruction has a vector {list(vector.shape)} that is not one row of finite numbers.")
+        raise DataError(
+            f"an instruction has a vector of shape {list(vector.shape)}; it must be one row of finite numbers."
+        )
     return (
         one.user,
         one.scenario,
@@ -255,11 +259,11 @@ def _row(one: StoredInstruction) -> tuple[object, ...]:
 
 def _read(row: Sequence[object]) -> StoredInstruction:
     user, scenario, text, vector, provenance, version, request, written_s, ttl_s = row
-    # SQLite keeps whatever it is given in a column.
+    # SQLite columns are untyped.
     numbers = np.frombuffer(vector, "<f4") if isinstance(vector, bytes) and len(vector) % 4 == 0 else None
     is_timed = isinstance(written_s, float) and isinstance(ttl_s, float)
     if numbers is None or not np.isfinite(numbers).all() or not isinstance(text, str) or not is_timed:
-        raise DataError("an instruction in the store is not one of ours; move the file away.")
+        raise DataError("an instruction in the store is malformed; move the file away and run 'nestpipe think' again.")
     return StoredInstruction(
         user=int(str(user)),
         scenario=str(scenario),

@@ -1,7 +1,8 @@
-"""Who writes instructions: a template that is always there, or a language model behind an OpenAI-compatible endpoint.
+"""Providers of instruction texts: a template, or a language model behind an OpenAI-compatible endpoint.
 
-Only the near-line job has a provider; the request path reads what is in the store. A model's answer is taken apart text by text, and
-whatever is not a legal answer to its request is counted and replaced by the template's, which says so in its provenance.
+Only the near-line job calls a provider; the request path reads the store. Each text of a model's answer is validated. An
+invalid or missing text is counted and replaced by the template's text, whose provenance says so. A circuit breaker stops
+calling an endpoint that keeps failing.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ if TYPE_CHECKING:
     from httpx import AsyncClient  # an optional package
 
 _STOP = frozenset({"and", "for", "from", "into", "the", "this", "that", "with", "without", "your", "our", "set", "new"})
-_DECAY = 0.9  # of an action's weight for every action behind it
-_RECENT = 6  # actions among which somebody compares
-_PAUSE_S = 0.5  # before the second attempt; twice as long before each further one
+_DECAY = 0.9  # factor of an action's weight per later action
+_RECENT = 6  # latest actions that are searched for compared items
+_BACKOFF_S = 0.5  # before the first retry; doubles with each further one
 _PROMPT = (
     "You write one short instruction per shopper for a recommender: what they want next and why, in plain words, at most "
     "{max_chars} characters. Use the actions (oldest first, stronger ones weigh more), the trigger item, its complements and the season. "
@@ -53,7 +54,7 @@ _SCHEMA: dict[str, Any] = {
 
 
 class TemplateProvider:
-    """Interests weighted by recency and behaviour, what is being compared, what goes with the trigger, the season."""
+    """Text from a template: interests weighted by recency and behaviour, compared items, complements of the trigger, season."""
 
     provenance = "template/1"
 
@@ -61,23 +62,23 @@ class TemplateProvider:
         return [InstructionResult(text=self.text(one), provenance=self.provenance) for one in requests]
 
     def text(self, request: InstructionRequest) -> str:
-        """The same for the same request, on every machine."""
-        parts = []
+        """Deterministic: the same text for the same request, on every machine."""
+        phrases = []
         if interests := _interests(request.actions):
-            parts.append(f"interested in {', '.join(interests)}")
+            phrases.append(f"interested in {', '.join(interests)}")
         if compared := _compared(request.actions):
-            parts.append(f"compares {compared[0]} with {compared[1]}")
+            phrases.append(f"compares {compared[0]} with {compared[1]}")
         if request.complements:
-            parts.append(f"{', '.join(request.complements)} may go with {request.trigger}")
+            phrases.append(f"{', '.join(request.complements)} may go with {request.trigger}")
         elif request.trigger:
-            parts.append(f"looked at {request.trigger}")
+            phrases.append(f"looked at {request.trigger}")
         if request.season:
-            parts.append(f"season {request.season}")
-        return "; ".join(parts) or "nothing is known yet"
+            phrases.append(f"season {request.season}")
+        return "; ".join(phrases) or "nothing is known yet"
 
 
 def _words(text: str) -> list[str]:
-    """The words of a title that may say what it is, each once."""
+    """The distinct content words of a title."""
     found = re.findall(r"[^\W\d_]{3,}", text.lower())
     return [word for word in dict.fromkeys(found) if word not in _STOP] or [text.lower()]
 
@@ -91,27 +92,27 @@ def _interests(actions: Sequence[Action], most: int = 5) -> list[str]:
 
 
 def _compared(actions: Sequence[Action]) -> tuple[str, str] | None:
-    """The last two different items of a kind that were only looked at, if none of the kind was taken in the end."""
+    """The last two different items of one kind that were viewed, unless an item of that kind was carted or ordered."""
     recent = list(reversed(actions[-_RECENT:]))
-    taken = {word for action in recent if action.level > 1 for word in _words(action.text)}
+    bought = {word for action in recent if action.level > 1 for word in _words(action.text)}
     for place, last in enumerate(recent):
-        kinds = set(_words(last.text)) - taken
+        kinds = set(_words(last.text)) - bought
         for other in recent[place + 1 :]:
             if other.text != last.text and kinds & set(_words(other.text)):
                 return last.text, other.text
     return None
 
 
-class _NoAnswerError(Exception):
-    """A call that may be tried again; the text is what is counted."""
+class _RetryableError(Exception):
+    """A failed call that may be retried; the text is the name of its counter."""
 
 
 class _BadAnswerError(Exception):
-    """An answer that is none; the text is what is counted."""
+    """An invalid answer; the text is the name of its counter."""
 
 
 class OpenAICompatibleProvider:
-    """Asks a language model; `counts` says what came of it how often."""
+    """Calls a language model; `counts` has the number of accepted and replaced texts and of each failure."""
 
     def __init__(self, config: EndpointConfig, *, api_key: str = "", clock: Callable[[], float] = time.monotonic):
         try:
@@ -124,10 +125,10 @@ class OpenAICompatibleProvider:
         self._template = TemplateProvider()
         self.provenance = f"model/{config.model}"
         self.counts: Counter[str] = Counter()
-        self._failures, self._rests_until = 0, -math.inf
-        # What comes packed could be a thousand times as large as what was counted.
+        self._failures, self._open_until = 0, -math.inf
+        # A compressed body could be far larger than max_bytes once decoded.
         headers = {"accept-encoding": "identity"} | ({"authorization": f"Bearer {api_key}"} if api_key else {})
-        # Certificates take long to load, and every batch has a client of its own.
+        # Loading certificates is slow and every batch has its own client, so the context is shared.
         verify = ssl.create_default_context() if config.url.startswith("https:") else False
         self._client = functools.partial(
             httpx.AsyncClient, headers=headers, verify=verify, trust_env=False, timeout=None
@@ -138,23 +139,23 @@ class OpenAICompatibleProvider:
         return asyncio.run(self._all(requests))
 
     async def _all(self, requests: Sequence[InstructionRequest]) -> list[InstructionResult]:
-        size, turns = self._config.per_call, asyncio.Semaphore(self._config.concurrency)
+        size, slots = self._config.requests_per_call, asyncio.Semaphore(self._config.concurrency)
         async with self._client() as http:
-            calls = [self._call(http, turns, requests[first : first + size]) for first in range(0, len(requests), size)]
+            calls = [self._call(http, slots, requests[first : first + size]) for first in range(0, len(requests), size)]
             return [result for results in await asyncio.gather(*calls) for result in results]
 
     async def _call(
-        self, http: AsyncClient, turns: asyncio.Semaphore, requests: Sequence[InstructionRequest]
+        self, http: AsyncClient, slots: asyncio.Semaphore, requests: Sequence[InstructionRequest]
     ) -> list[InstructionResult]:
-        """One call; the template's results for whatever it did not bring."""
+        """One call; the template writes the texts that it did not return."""
         texts: dict[int, str] = {}
         try:
-            async with turns:
+            async with slots:
                 answer = await self._answer(http, self._body(requests))
             texts = self._texts(answer, len(requests))
-        except (_NoAnswerError, _BadAnswerError) as problem:
+        except (_RetryableError, _BadAnswerError) as problem:
             self.counts[str(problem)] += 1
-        self.counts["taken"] += len(texts)
+        self.counts["accepted"] += len(texts)
         self.counts["replaced"] += len(requests) - len(texts)
         return [
             InstructionResult(text=texts[place], provenance=self.provenance)
@@ -164,39 +165,39 @@ class OpenAICompatibleProvider:
         ]
 
     async def _answer(self, http: AsyncClient, body: dict[str, Any]) -> bytes:
-        """The body of an answer, after at most so many attempts."""
+        """The body of the response; raises _RetryableError when all attempts have failed."""
         for attempt in itertools.count():
-            if self._clock() < self._rests_until:
-                raise _NoAnswerError("resting")
+            if self._clock() < self._open_until:
+                raise _RetryableError("circuit_open")
             try:
                 async with asyncio.timeout(self._config.timeout_s):
                     answer = await self._post(http, body)
                 self._failures = 0
                 return answer
-            except (TimeoutError, _NoAnswerError, *self._unreachable) as error:
+            except (TimeoutError, _RetryableError, *self._unreachable) as error:
                 problem = _problem(error)
             self._failures += 1
-            if self._failures >= self._config.give_up:
-                self._failures, self._rests_until = 0, self._clock() + self._config.rest_s
+            if self._failures >= self._config.max_failures:
+                self._failures, self._open_until = 0, self._clock() + self._config.cooldown_s
             if attempt >= self._config.retries:
-                raise _NoAnswerError(problem)
+                raise _RetryableError(problem)
             self.counts[problem] += 1
-            await asyncio.sleep(min(_PAUSE_S * 2**attempt, self._config.timeout_s))
-        raise AssertionError("the last attempt returns or raises")
+            await asyncio.sleep(min(_BACKOFF_S * 2**attempt, self._config.timeout_s))
+        raise AssertionError("unreachable: the last attempt returns or raises")
 
     async def _post(self, http: AsyncClient, body: dict[str, Any]) -> bytes:
-        parts, size = [], 0
+        chunks, size = [], 0
         async with http.stream("POST", f"{self._config.url.rstrip('/')}/chat/completions", json=body) as answer:
             if answer.status_code in {408, 429} or answer.status_code >= 500:
-                raise _NoAnswerError(f"status_{answer.status_code}")
+                raise _RetryableError(f"status_{answer.status_code}")
             if answer.status_code != 200:
                 raise _BadAnswerError(f"status_{answer.status_code}")
-            async for part in answer.aiter_raw():
-                size += len(part)
+            async for chunk in answer.aiter_raw():
+                size += len(chunk)
                 if size > self._config.max_bytes:
                     raise _BadAnswerError("oversize")
-                parts.append(part)
-        return b"".join(parts)
+                chunks.append(chunk)
+        return b"".join(chunks)
 
     def _body(self, requests: Sequence[InstructionRequest]) -> dict[str, Any]:
         shoppers = [{"id": place, **request.content()} for place, request in enumerate(requests)]
@@ -215,7 +216,7 @@ class OpenAICompatibleProvider:
         }
 
     def _texts(self, answer: bytes, num_requests: int) -> dict[int, str]:
-        """Legal texts by request; raises _BadAnswerError if the answer is none at all."""
+        """Valid texts by request; raises _BadAnswerError if the whole answer is invalid."""
         try:
             content = json.loads(json.loads(answer)["choices"][0]["message"]["content"])
         except (ValueError, RecursionError):
@@ -233,24 +234,24 @@ class OpenAICompatibleProvider:
                 self.counts["wrong_schema"] += 1
                 continue
             seen[place] += 1
-            if (legal := self._legal(text)) is None:
+            if (valid := self._valid(text)) is None:
                 self.counts["bad_text"] += 1
             else:
-                found[place] = legal
+                found[place] = valid
         for place in [place for place, times in seen.items() if times > 1]:
-            self.counts["twice"] += 1  # nobody can tell which one is meant
+            self.counts["duplicate"] += 1  # ambiguous, so neither is used
             found.pop(place, None)
         self.counts["missing"] += num_requests - len(seen)
         return found
 
-    def _legal(self, text: str) -> str | None:
-        """The text on one line, if it is one that can be kept."""
+    def _valid(self, text: str) -> str | None:
+        """The text on one line; None if it is empty, too long or not printable."""
         line = " ".join(text.split())
         return line if line.isprintable() and 0 < len(line) <= self._config.max_chars else None
 
 
 def _problem(error: Exception) -> str:
-    """What is counted."""
-    if isinstance(error, _NoAnswerError):
+    """The name of its counter."""
+    if isinstance(error, _RetryableError):
         return str(error)
     return "timeout" if isinstance(error, TimeoutError) else "unreachable"

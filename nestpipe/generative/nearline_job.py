@@ -1,13 +1,13 @@
-"""Slow thinking: the near-line job that turns new events into instructions, batch by batch, and loses nothing.
+"""Near-line job: writes instructions for users with new events, batch by batch, and resumes after a crash.
 
-    1 take in    users with events behind the mark are noted as pending, and the mark moves: one transaction of the ledger
-    2 look       a user whose instruction is younger than the window waits; a request that is the stored one is done
-    3 generate   the provider writes texts, a text encoder makes vectors of them
-    4 write      to the store, unless the user was forgotten meanwhile
-    5 finish     only now are they no longer pending
+    1 enqueue    users with events after the cursor become pending and the cursor advances: one transaction of the ledger
+    2 filter     skip unchanged requests; defer users whose instruction is younger than `min_interval_s`
+    3 generate   the provider writes texts, the text encoder makes their vectors
+    4 write      to the store, except for users that were erased meanwhile
+    5 finish     the users are no longer pending
 
-A crash between any two of these repeats work and nothing else: what was written is found unchanged in step 2. Texts that the template
-wrote in a model's place are kept, but their users stay pending for a few windows, so that the model gets its chance.
+A crash between two steps repeats work and loses nothing: step 2 finds what was already written unchanged. If the template had
+to write in place of the model, its text is stored and the user stays pending, so that the model is retried later.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _MARK = "CREATE TABLE IF NOT EXISTS mark (number INTEGER PRIMARY KEY, text TEXT 
 
 
 class History(NamedTuple):
-    """The events before place `end` of the user at a row."""
+    """The first `end` events of the user at a row."""
 
     sequences: Sequences
     row: int
@@ -52,26 +52,26 @@ class History(NamedTuple):
 
 
 class HistoryFeed(Protocol):
-    """Where events come from."""
+    """Source of events."""
 
-    def news(self, mark: str) -> tuple[Iterable[int], str]:
-        """Users with events behind a mark ("" is before everything), perhaps some more; and the mark of now."""
+    def changed_users(self, cursor: str) -> tuple[Iterable[int], str]:
+        """A superset of the users with events after a cursor ("" is the beginning), and the current cursor."""
         ...
 
     def history(self, user: int) -> History | None:
-        """What is known of a user now; None if there is nothing."""
+        """The current history of a user; None if there is none."""
         ...
 
 
 class FolderHistoryFeed:
-    """A sequence folder, which changes as a whole or not at all: its mark is its digest."""
+    """A sequence folder. It is replaced as a whole, so its cursor is its digest."""
 
     def __init__(self, sequences: Sequences):
         self._sequences, self._place = sequences, place_of(sequences.path)
 
-    def news(self, mark: str) -> tuple[Iterable[int], str]:
+    def changed_users(self, cursor: str) -> tuple[Iterable[int], str]:
         own = self.sequences
-        return ([] if mark == own.digest else own.users.tolist()), own.digest
+        return ([] if cursor == own.digest else own.users.tolist()), own.digest
 
     def history(self, user: int) -> History | None:
         own = self.sequences
@@ -82,26 +82,26 @@ class FolderHistoryFeed:
 
     @property
     def sequences(self) -> Sequences:
-        """The folder that is there now: users that it has not any more must not be read."""
+        """The current folder, reopened when it was replaced: erased users must not be read."""
         if (place := place_of(self._sequences.path)) not in (None, self._place):
             self._sequences, self._place = Sequences.open(self._sequences.path), place
         return self._sequences
 
 
 class Due(NamedTuple):
-    """A user to look at, and how often a model has failed for the events so far."""
+    """A pending user, and how often the model has failed for its current events."""
 
     user: int
     tries: int
 
 
 def ledger_of(store: Path) -> Path:
-    """The ledger of a store stands beside it."""
+    """The path of a store's ledger, in the same folder."""
     return store.with_name(f"{store.stem}.think.sqlite")
 
 
 class JobLedger:
-    """What the job must remember: how far it has read, and who is pending. One SQLite file, one job at a time."""
+    """State of the job: the cursor and the pending users. One SQLite file, one job at a time."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -111,26 +111,26 @@ class JobLedger:
         self._connection.close()
 
     @property
-    def mark(self) -> str:
+    def cursor(self) -> str:
         row = self._connection.execute("SELECT text FROM mark WHERE number = 0").fetchone()
         return row[0] if row else ""
 
-    def take_in(self, users: Iterable[int], mark: str) -> None:
-        """Notes users as pending and moves the mark, both or neither."""
+    def enqueue(self, users: Iterable[int], cursor: str) -> None:
+        """Adds pending users and sets the cursor, atomically."""
         with transaction(self._connection):
-            # One that waits already goes on waiting as long as it had to.
+            # A user that is already pending keeps its due time.
             self._connection.executemany(
                 "INSERT INTO pending VALUES (?, 0, 0) ON CONFLICT (user) DO UPDATE SET tries = 0",
                 ((user,) for user in users),
             )
-            self._connection.execute("INSERT OR REPLACE INTO mark VALUES (0, ?)", (mark,))
+            self._connection.execute("INSERT OR REPLACE INTO mark VALUES (0, ?)", (cursor,))
 
     def due(self, now_s: float, most: int) -> list[Due]:
         query = "SELECT user, tries FROM pending WHERE due_s <= ? ORDER BY user LIMIT ?"
         return [Due(*row) for row in self._connection.execute(query, (now_s, most))]
 
     def settle(self, done: Sequence[int], later: Sequence[tuple[int, float, int]]) -> None:
-        """Users that are done, and those to look at again: (user, when, tries)."""
+        """Removes users that are done and reschedules others: (user, due time, tries)."""
         with transaction(self._connection):
             self._connection.executemany("DELETE FROM pending WHERE user = ?", ((user,) for user in done))
             rows = [(due_s, tries, user) for user, due_s, tries in later]
@@ -147,7 +147,7 @@ class JobLedger:
 
     @property
     def next_due_s(self) -> float | None:
-        """When the next of the pending users is due."""
+        """The earliest due time of the pending users."""
         found = self._connection.execute("SELECT min(due_s) FROM pending").fetchone()[0]
         return None if found is None else float(found)
 
@@ -158,13 +158,13 @@ class JobLedger:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise ConfigError(f"another 'nestpipe think' works with {self.path}; one at a time writes.") from None
+                raise ConfigError(f"another 'nestpipe think' uses {self.path}; only one may run at a time.") from None
             yield
 
 
 @dataclass(slots=True, kw_only=True)
 class NearlineJob:
-    """The job. `counts` says what became of users and texts since it was made."""
+    """The job. `counts` has the number of users and texts by outcome, since the start."""
 
     feed: HistoryFeed
     builder: RequestBuilder
@@ -177,34 +177,34 @@ class NearlineJob:
     clock: Callable[[], float] = time.time
     counts: Counter[str] = field(default_factory=Counter)
 
-    def run(self, said: Callable[[NearlineJob], object] = lambda job: None) -> None:
-        """Everything that is due now; `said` is called after each batch."""
-        # Whoever changes what instructions are made of, or throws them away, wants them for everybody.
-        made_by = json.dumps([self.store.identity, self.version, self.provider.provenance, *self.config.scenarios])
-        before, _, mark = self.ledger.mark.partition("\n")
-        users, mark = self.feed.news(mark if before == made_by else "")
-        self.ledger.take_in(users, f"{made_by}\n{mark}")
-        while batch := self.ledger.due(self.clock(), self.config.batch):
+    def run(self, on_batch: Callable[[NearlineJob], object] = lambda job: None) -> None:
+        """Processes all users that are due; calls `on_batch` after each batch."""
+        # A new store, version, provider or list of scenarios regenerates the instructions of all users.
+        origin = json.dumps([self.store.identity, self.version, self.provider.provenance, *self.config.scenarios])
+        last_origin, _, cursor = self.ledger.cursor.partition("\n")
+        users, cursor = self.feed.changed_users(cursor if last_origin == origin else "")
+        self.ledger.enqueue(users, f"{origin}\n{cursor}")
+        while batch := self.ledger.due(self.clock(), self.config.batch_size):
             self._batch(batch)
-            said(self)
+            on_batch(self)
 
     def _batch(self, batch: Sequence[Due]) -> None:
-        now, asked = self.clock(), list[InstructionRequest]()
+        now, wanted = self.clock(), list[InstructionRequest]()
         later: dict[int, tuple[int, float, int]] = {}
         for user, tries in batch:
             changed = [request for request in self._requests(user) if self._is_changed(request)]
-            wait_until = max(map(self._free_at, changed), default=now)
+            wait_until = max(map(self._due_at, changed), default=now)
             if not changed:
                 self.counts["unchanged"] += 1
             elif wait_until > now:
                 self.counts["deferred"] += 1
                 later[user] = user, wait_until, tries
             else:
-                asked += changed
-        replaced = self._write(asked, now) if asked else set()
+                wanted += changed
+        replaced = self._write(wanted, now) if wanted else set()
         for user, tries in batch:
-            if user in replaced and tries < self.config.max_tries:
-                later[user] = user, now + self.config.window_s, tries + 1
+            if user in replaced and tries < self.config.max_retries:
+                later[user] = user, now + self.config.min_interval_s, tries + 1
         self.ledger.settle([one.user for one in batch if one.user not in later], list(later.values()))
 
     def _requests(self, user: int) -> list[InstructionRequest]:
@@ -214,18 +214,18 @@ class NearlineJob:
         return [self.builder.build(*history, scenario=scenario) for scenario in self.config.scenarios]
 
     def _is_changed(self, request: InstructionRequest) -> bool:
-        """Unless the same was asked before, and the answer is still good and the provider's own."""
-        kept = self.store.get(request.user, request.scenario)
-        if kept is None or (kept.request, kept.version) != (request.digest, self.version):
+        """Whether the stored instruction is missing, outdated, expired or not from the provider itself."""
+        stored = self.store.get(request.user, request.scenario)
+        if stored is None or (stored.request, stored.version) != (request.digest, self.version):
             return True
-        return kept.provenance != self.provider.provenance or self.clock() >= kept.written_s + kept.ttl_s
+        return stored.provenance != self.provider.provenance or self.clock() >= stored.written_s + stored.ttl_s
 
-    def _free_at(self, request: InstructionRequest) -> float:
-        kept = self.store.get(request.user, request.scenario)
-        return -math.inf if kept is None else kept.written_s + self.config.window_s
+    def _due_at(self, request: InstructionRequest) -> float:
+        stored = self.store.get(request.user, request.scenario)
+        return -math.inf if stored is None else stored.written_s + self.config.min_interval_s
 
     def _write(self, requests: Sequence[InstructionRequest], now: float) -> set[int]:
-        """Generates and keeps; says for whom the template had to write."""
+        """Generates and stores instructions; returns the users for whom the template had to write."""
         results = self.provider.generate(requests)
         vectors = self.encode([one.text for one in results]).numpy()
         made = [

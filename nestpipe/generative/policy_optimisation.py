@@ -9,9 +9,9 @@
     grpo      J = mean_i mean_t min(ρ_it A_i, clip(ρ_it) A_i)
     gspo      J = mean_i min(s_i A_i, clip(s_i) A_i),  s_i = exp(mean_t log ρ_it)
 
-The threshold keeps the model from learning what is only the best of a bad group. Alone it does harm where the logged item is out of
-reach, because then nothing positive is left to learn: the next-code loss on logged rows stays on as an anchor, and a warning says when
-more than nine tenths of the positive advantages are suppressed.
+The threshold keeps the model from learning a path that is only the best of a bad group. It suppresses every positive advantage
+where the logged item is out of reach. Therefore the supervised loss on logged rows (`sft_weight`) stays on, and a warning is
+logged when more than nine tenths of the positive advantages are suppressed.
 
 Letters: N contexts, G paths of each, L codes of a path.
 """
@@ -51,7 +51,7 @@ def draw_paths(
     pool: ItemPool | None = None,
     softmax: Softmax = "legal",
 ) -> Rollout:
-    """`num` paths of each request, drawn independently; `samples` [R] tells requests apart."""
+    """`num` independent paths per request; draws depend on the ids `samples` [R] of the requests."""
     check_version("the model", decoder.version, trie.version)
     check_pool(pool, trie)
     nodes = torch.zeros(len(samples), num, dtype=torch.int64)
@@ -71,7 +71,7 @@ def draw_paths(
 def path_log_probs(
     decoder: Decoder, trie: Trie, leaves: Tensor, *, pool: ItemPool | None = None, softmax: Softmax = "legal"
 ) -> Tensor:
-    """Log-probabilities [R, G, L] of the codes of leaves [R, G], with gradients if the decoder has some."""
+    """Log-probabilities [R, G, L] of the codes of leaves [R, G]; differentiable if the decoder is."""
     check_version("the model", decoder.version, trie.version)
     check_pool(pool, trie)
     items = trie.leaf_items.index_select(0, trie.first[-1].index_select(0, leaves.flatten()))
@@ -101,7 +101,7 @@ def _log_softmax(logits: Tensor, live: Tensor, softmax: Softmax) -> Tensor:
 
 
 def _live_nodes(trie: Trie, level: int, nodes: Tensor, pool: ItemPool | None) -> Tensor:
-    """The live nodes [R, G, C] that each code leads to from nodes [R, G] of the level before; -1 where there is none."""
+    """The live child [R, G, C] by code of nodes [R, G] of the level before; -1 where there is none."""
     children, places = trie.children(level, nodes.flatten())
     size = trie.sizes[level]
     if pool is not None:
@@ -119,7 +119,7 @@ def _gumbel(keys: Tensor, like: Tensor) -> Tensor:
 
 
 def format_reward(leaves: Tensor, pool: ItemPool | None = None) -> Tensor:
-    """1 for leaves [N, G] that are live, 0 for the others and for -1."""
+    """1 for live leaves [N, G], 0 for others and for -1."""
     found = leaves >= 0
     if pool is not None:
         found &= pool.at(-1, leaves.clamp(min=0))
@@ -153,52 +153,52 @@ def total_reward(scenario: Scenario, parts: Mapping[str, Tensor]) -> Tensor:
 
 
 Kind = Literal["sa_gcpo", "sapo", "gspo", "grpo"]
-_LEAST_STD = 1e-6  # a group whose rewards are all the same teaches nothing
+_MIN_STD = 1e-6
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyConfig:
-    """How a policy is improved."""
+    """Settings of policy optimisation."""
 
     kind: Kind = "sa_gcpo"
-    """The objective."""
-    group: int = 16
-    """Paths drawn for each context."""
+    """Objective."""
+    group_size: int = 16
+    """Paths drawn per context."""
     tau_positive: float = 1.0
-    """sa_gcpo, sapo: how fast the weight of a code falls as its probability moves, where it was good."""
+    """sa_gcpo, sapo: temperature of the soft gate for positive advantages."""
     tau_negative: float = 1.05
-    """And where it was bad."""
+    """sa_gcpo, sapo: temperature of the soft gate for negative advantages."""
     clip: float = 0.2
-    """grpo, gspo: ratios beyond 1 ± clip earn nothing more."""
+    """grpo, gspo: clip range of the probability ratio, 1 ± clip."""
     threshold: bool = True
-    """sa_gcpo: no positive advantage for a reward below that of the logged item."""
-    anchor: float = 0.1
-    """Weight of the next-code loss on logged rows; 0 turns it off."""
+    """sa_gcpo: drop positive advantages whose reward is below that of the logged item."""
+    sft_weight: float = 0.1
+    """Weight of the supervised next-code loss on logged rows; 0: off."""
     warn_share: float = 0.9
-    """Warn when more than this share of positive advantages is suppressed."""
+    """Share of suppressed positive advantages above which a warning is logged."""
     warn_every: int = 100
-    """Updates that a share is taken over."""
+    """Number of updates over which that share is measured."""
 
     def problems(self) -> Iterator[str]:
         if self.kind not in get_args(Kind):
             yield f"kind is {self.kind!r}; it must be one of {', '.join(get_args(Kind))}"
-        if self.group < 2:
-            yield f"group is {self.group}; a group of one has no advantage, take at least 2"
+        if self.group_size < 2:
+            yield f"group_size is {self.group_size}; advantages need at least 2"
         for name in ("tau_positive", "tau_negative", "clip"):
             if not getattr(self, name) > 0:
                 yield f"{name} is {getattr(self, name)}; it must be above 0"
-        if not self.anchor >= 0:
-            yield f"anchor is {self.anchor}; it must not be negative"
+        if not self.sft_weight >= 0:
+            yield f"sft_weight is {self.sft_weight}; it must not be negative"
         if not 0 < self.warn_share <= 1 or self.warn_every < 1:
-            yield f"warn_share is {self.warn_share} and warn_every {self.warn_every}; it takes a share and at least 1"
+            yield f"warn_share is {self.warn_share} and warn_every {self.warn_every}; they must be in (0, 1] and at least 1"
 
 
 def advantages(rewards: Tensor) -> Tensor:
-    """Rewards [N, G] as deviations within their group, in units of its standard deviation; 0 if all are the same."""
+    """Rewards [N, G] standardised within their group; 0 if all are equal."""
     centred = rewards - rewards.mean(1, keepdim=True)
     deviation = centred.square().mean(1, keepdim=True).sqrt()
-    return torch.where(deviation > _LEAST_STD, centred / deviation.clamp(min=_LEAST_STD), 0.0)
+    return torch.where(deviation > _MIN_STD, centred / deviation.clamp(min=_MIN_STD), 0.0)
 
 
 def gate(ratios: Tensor, tau: Tensor | float) -> Tensor:
@@ -207,7 +207,7 @@ def gate(ratios: Tensor, tau: Tensor | float) -> Tensor:
 
 
 class Policy:
-    """An objective and what it remembers: how many positive advantages were suppressed lately."""
+    """The objective, with a count of the suppressed positive advantages since the last warning check."""
 
     def __init__(self, config: PolicyConfig):
         if problems := list(config.problems()):
@@ -215,39 +215,39 @@ class Policy:
         self.config = config
         self.num_positive = self.num_suppressed = self._num_updates = 0
 
-    def loss(self, new: Tensor, old: Tensor, rewards: Tensor, logged: Tensor, anchor: Tensor | None = None) -> Tensor:
-        """Sum over contexts of -J, plus the anchor.
+    def loss(self, new: Tensor, old: Tensor, rewards: Tensor, logged: Tensor, sft_loss: Tensor | None = None) -> Tensor:
+        """Sum over contexts of -J, plus the weighted supervised loss.
 
-        Log-probabilities [N, G, L] of the codes now and when they were drawn; rewards [N, G]; rewards [N] of the logged items; the
-        next-code losses of logged rows, summed. Counts what the threshold suppresses.
+        `new` and `old` are log-probabilities [N, G, L] of the codes, now and when they were drawn; rewards [N, G]; `logged` are
+        the rewards [N] of the logged items; `sft_loss` is the sum of the next-code losses of logged rows.
         """
-        found = advantages(rewards)
+        gains = advantages(rewards)
         if self.config.kind == "sa_gcpo" and self.config.threshold:
-            found = self._above(found, rewards, logged)
-        total = -self._gains(new, old.detach(), found.detach()).mean(1).sum()
-        if anchor is not None:
-            total = total + self.config.anchor * anchor
+            gains = self._above(gains, rewards, logged)
+        total = -self._objective(new, old.detach(), gains.detach()).mean(1).sum()
+        if sft_loss is not None:
+            total = total + self.config.sft_weight * sft_loss
         return total
 
-    def _gains(self, new: Tensor, old: Tensor, found: Tensor) -> Tensor:
-        """What each path contributes [N, G]."""
+    def _objective(self, new: Tensor, old: Tensor, advantage: Tensor) -> Tensor:
+        """Contribution [N, G] of each path to J."""
         config = self.config
         match config.kind:
             case "sa_gcpo" | "sapo":
-                tau = torch.where(found > 0, config.tau_positive, config.tau_negative).to(new.dtype)
-                return found * gate((new - old).exp(), tau.unsqueeze(2)).mean(2)
+                tau = torch.where(advantage > 0, config.tau_positive, config.tau_negative).to(new.dtype)
+                return advantage * gate((new - old).exp(), tau.unsqueeze(2)).mean(2)
             case "gspo":
-                return self._clipped((new - old).mean(2).exp(), found)
+                return self._clipped((new - old).mean(2).exp(), advantage)
             case "grpo":
-                return self._clipped((new - old).exp(), found.unsqueeze(2)).mean(2)
+                return self._clipped((new - old).exp(), advantage.unsqueeze(2)).mean(2)
 
-    def _clipped(self, ratios: Tensor, found: Tensor) -> Tensor:
-        near = ratios.clamp(1 - self.config.clip, 1 + self.config.clip)
-        return torch.minimum(ratios * found, near * found)
+    def _clipped(self, ratios: Tensor, advantage: Tensor) -> Tensor:
+        clipped = ratios.clamp(1 - self.config.clip, 1 + self.config.clip)
+        return torch.minimum(ratios * advantage, clipped * advantage)
 
-    def _above(self, found: Tensor, rewards: Tensor, logged: Tensor) -> Tensor:
+    def _above(self, advantage: Tensor, rewards: Tensor, logged: Tensor) -> Tensor:
         """Γ: advantages without the positive ones whose reward is below that of the logged item."""
-        positive = found > 0
+        positive = advantage > 0
         suppressed = positive & (rewards < logged.unsqueeze(1))
         self.num_positive += int(positive.sum())
         self.num_suppressed += int(suppressed.sum())
@@ -255,9 +255,10 @@ class Policy:
         if self._num_updates == self.config.warn_every:
             if self.num_suppressed > self.config.warn_share * self.num_positive:
                 _log.warning(
-                    "%d of %d positive advantages of the last %d updates were suppressed: the logged items are out of reach, and "
-                    "little but the anchor (%g) teaches what is good. Train longer on the log first, or set threshold off.",
-                    *(self.num_suppressed, self.num_positive, self.config.warn_every, self.config.anchor),
+                    "%d of %d positive advantages of the last %d updates were suppressed: the logged items are out of reach, so "
+                    "the policy learns little beyond the supervised loss (sft_weight %g). Train longer on the log first, or turn "
+                    "threshold off.",
+                    *(self.num_suppressed, self.num_positive, self.config.warn_every, self.config.sft_weight),
                 )
             self.num_positive = self.num_suppressed = self._num_updates = 0
-        return found.masked_fill(suppressed, 0.0)
+        return advantage.masked_fill(suppressed, 0.0)

@@ -1,9 +1,9 @@
-"""What an instruction is made from: a user's events up to a place, in words.
+"""Builds instruction requests: the events of a user before a given position, as text.
 
-One function reads events, and it is told where to end. Near-line that is the end of the history; for a training row it is the row's
-target, so that **no instruction of a training row knows its target or anything behind it**. What others did (`CoVisits`) is cut
-at the target's time too. A request is a function of events alone, not of the clock: the same events give the same digest, and
-nothing is written twice.
+One function reads events, and its caller says where they end. In the near-line job that is the end of the history. For a
+training row it is the row's target: **the instruction of a training row never uses its target or anything after it**.
+Co-visits of other users (`CoVisits`) end at the target's time too. A request is a function of events, not of the clock: equal
+events give an equal digest, so no instruction is generated twice.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _MAX_TEXT = 200
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Action:
-    """One event: the item's text, the level of its behaviour (0 the weakest) and how much that counts."""
+    """One event: the item's text, the level of its behaviour (0 is the weakest) and the weight of that level."""
 
     text: str
     level: int = 0
@@ -45,7 +45,7 @@ class Action:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstructionRequest:
-    """Actions, oldest first, and the circumstances. `user` is for the answer's way home and leaves no process."""
+    """Actions, oldest first, and their context. `user` assigns the result and is never sent to a provider."""
 
     user: int
     scenario: str = ANY
@@ -65,18 +65,18 @@ class InstructionRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstructionResult:
-    """A text and who wrote it."""
+    """A text and its provenance."""
 
     text: str
     provenance: str
 
 
 class InstructionProvider(Protocol):
-    """Writes instructions. It never raises for what a service did: a request always gets a result."""
+    """Writes instructions. A failing service is no exception: every request gets a result."""
 
     @property
     def provenance(self) -> str:
-        """What results say that are its own, and not a replacement's."""
+        """Provenance of its own results; results of a fallback have another."""
         ...
 
     def generate(self, requests: Sequence[InstructionRequest]) -> list[InstructionResult]:
@@ -85,12 +85,12 @@ class InstructionProvider(Protocol):
 
 
 class CoVisits:
-    """Which items follow which in the histories of all users, as of any time."""
+    """Which items follow which in the histories of all users, as of a given time."""
 
     def __init__(self, sequences: Sequences):
-        """Needs a log with times: without them nobody can tell what was known when."""
+        """Raises DataError for a log without times: it does not say what was known when."""
         if sequences.times is None:
-            raise DataError(f"{sequences.path} has no times, so nobody can tell which co-visits were known when.")
+            raise DataError(f"{sequences.path} has no times; co-visits need them to exclude later events.")
         is_follower = np.ones(len(sequences.items), bool)
         is_follower[sequences.offsets[:-1][np.diff(sequences.offsets) > 0]] = False
         follows = np.flatnonzero(is_follower)
@@ -101,18 +101,18 @@ class CoVisits:
         self._times = sequences.times[follows][order]
 
     def of(self, item: int, *, before_ms: int | None, most: int = 3) -> list[int]:
-        """The items that followed most often before a time, ties by id."""
+        """The items that followed most often before a time; ties by id."""
         first, last = np.searchsorted(self._before, [item, item + 1])
         if before_ms is not None:
             last = first + int(np.searchsorted(self._times[first:last], before_ms))
         items, counts = np.unique(self._after[first:last], return_counts=True)
-        found = [int(items[place]) for place in np.argsort(-counts, kind="stable")]
-        return [one for one in found if one != item][:most]
+        by_count = items[np.argsort(-counts, kind="stable")].tolist()
+        return [one for one in by_count if one != item][:most]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestBuilder:
-    """Reads requests from sequences."""
+    """Builds requests from sequences."""
 
     texts: Mapping[int, str]
     co_visits: CoVisits | None = None
@@ -130,29 +130,31 @@ class RequestBuilder:
         trigger: int | None = None,
         before_ms: int | None = None,
     ) -> InstructionRequest:
-        """From the events before place `end` of a user, and co-visits before a time; the trigger is the last item if not given."""
+        """From the first `end` events of a user and the co-visits before a time; the default trigger is the last item."""
         first = int(sequences.offsets[row])
         places = np.arange(first + max(end - self.max_actions, 0), first + end)
         items = sequences.items[places].tolist()
         trigger = trigger if trigger is not None or not items else items[-1]
-        together = [] if trigger is None or self.co_visits is None else self.co_visits.of(trigger, before_ms=before_ms)
+        complements = (
+            [] if trigger is None or self.co_visits is None else self.co_visits.of(trigger, before_ms=before_ms)
+        )
         season = "" if sequences.times is None or not len(places) else season_of(int(sequences.times[places[-1]]))
         return InstructionRequest(
             user=int(sequences.users[row]),
             scenario=scenario,
             actions=tuple(map(self._action, items, self._levels(sequences, places))),
             trigger="" if trigger is None else self._text(trigger),
-            complements=tuple(map(self._text, together)),
+            complements=tuple(map(self._text, complements)),
             season=season,
         )
 
     def before_target(
         self, sequences: Sequences, row: int, place: int, *, scenario: str = ANY, trigger: int | None = None
     ) -> InstructionRequest:
-        """What may be known when the event at a place of a user is the target of a training row."""
+        """The request of a training row whose target is the user's event at `place`."""
         at = int(sequences.offsets[row]) + place
         if not 0 <= place < int(sequences.offsets[row + 1]) - int(sequences.offsets[row]):
-            raise ValueError(f"the user at row {row} has no event at place {place}")
+            raise ValueError(f"the user at row {row} has no event {place}")
         before_ms = None if sequences.times is None else int(sequences.times[at])
         return self.build(sequences, row, place, scenario=scenario, trigger=trigger, before_ms=before_ms)
 
@@ -172,16 +174,16 @@ class RequestBuilder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingInstructions:
-    """Reasoning vectors for training rows, each from the events before its target alone."""
+    """Reasoning vectors for training rows, each from the events before its target only."""
 
     builder: RequestBuilder
     provider: InstructionProvider
     encode: Encode
 
     def reasoning(self, sequences: Sequences, users: Ints, start: Ints, end: Ints) -> Jagged:
-        """`target_features["reasoning"]` of windows of events start .. end - 1 of users (rows of the folder).
+        """`target_features["reasoning"]` for the events start .. end - 1 of users (rows of the folder).
 
-        One row per event, which is a query for the event behind it; values [T, D].
+        Values [T, D], one row per event; its target is the next event.
         """
         targets = [
             (int(user), place + 1)
@@ -195,7 +197,7 @@ class TrainingInstructions:
 
 
 def item_texts(sequences: Sequences, column: str = "title") -> dict[int, str]:
-    """The text of each item, from the folder's text.parquet; nothing if there is none."""
+    """The text of each item, from the folder's text.parquet; empty if there is none."""
     path = sequences.path / "text.parquet"
     if not path.is_file():
         return {}
@@ -206,5 +208,5 @@ def item_texts(sequences: Sequences, column: str = "title") -> dict[int, str]:
 
 
 def season_of(time_ms: int) -> str:
-    """That of the northern half of the world."""
+    """The season on the northern hemisphere."""
     return _SEASONS[datetime.fromtimestamp(time_ms / 1000, UTC).month % 12 // 3]

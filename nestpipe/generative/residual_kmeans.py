@@ -1,4 +1,4 @@
-"""Residual K-means: a vector is a code, what the code leaves over is the next code, and so on."""
+"""Residual K-means: each level quantises the residual of the level before."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor
 
 from nestpipe.errors import ConfigError
 
-CHUNK = 1 << 24  # distances held at a time
+CHUNK = 1 << 24  # distances in memory at a time
 _BALANCE_ROUNDS = 5
 
 
 def fit(vectors: Tensor, *, num_levels: int, num_codes: int, iterations: int, balanced: bool, seed: int) -> Tensor:
     """Codebooks [levels, codes, D] for vectors [n, D]."""
     if len(vectors) < num_codes:
-        raise ConfigError(f"{num_codes} codes for {len(vectors):,} vectors; take at most one code per vector.")
+        raise ConfigError(f"{num_codes} codes for {len(vectors):,} vectors; use at most one code per vector.")
     codebooks, rest = [], vectors
     for level in range(num_levels):
         book = _kmeans(rest, num_codes, iterations=iterations, seed=seed + level)
@@ -51,52 +51,56 @@ def nearest(vectors: Tensor, book: Tensor) -> Tensor:
 
 
 def assign_balanced(vectors: Tensor, book: Tensor) -> Tensor:
-    """A near code of each vector such that no code has more than its share, rounded up.
+    """A near code of each vector such that no code has more than ceil(n / codes) vectors.
 
-    In every round the vectors without a code ask for the nearest one with room; a code that more ask for than it has room takes
-    the nearest of them and is full. Each round fills a code or places all, so there are at most as many rounds as codes. Distances
-    are kept if they are few; of a large catalogue they are computed again, block by block, for those that still wait.
+    Greedy rounds: every unassigned vector proposes to its nearest code with free capacity, and a code accepts the nearest
+    proposals up to its capacity. Each round fills a code or assigns all vectors, so there are at most as many rounds as codes.
+    Small distance matrices are kept; large ones are recomputed block by block for the unassigned vectors.
     """
     capacity = math.ceil(len(vectors) / len(book))
-    kept = distances(vectors, book) if len(vectors) * len(book) <= CHUNK else None
+    all_distances = distances(vectors, book) if len(vectors) * len(book) <= CHUNK else None
     codes = torch.full((len(vectors),), -1, dtype=torch.int64)
-    room = torch.full((len(book),), capacity, dtype=torch.int64)
-    waiting = torch.arange(len(vectors))
-    while len(waiting):
-        far, near = _nearest_open(vectors, book, kept, waiting, room > 0)
+    free = torch.full((len(book),), capacity, dtype=torch.int64)
+    unassigned = torch.arange(len(vectors))
+    while len(unassigned):
+        far, near = _nearest_open(vectors, book, all_distances, unassigned, free > 0)
         order = far.argsort(stable=True)
         order = order[near[order].argsort(stable=True)]  # by code, then by distance
-        asked = near[order]
-        place = torch.arange(len(asked)) - torch.searchsorted(asked, asked)
-        taken = place < room[asked]
-        codes[waiting[order[taken]]] = asked[taken]
-        room -= torch.bincount(asked[taken], minlength=len(book))
-        waiting = waiting[order[~taken]].sort().values
+        proposed = near[order]
+        rank = torch.arange(len(proposed)) - torch.searchsorted(proposed, proposed)
+        accepted = rank < free[proposed]
+        codes[unassigned[order[accepted]]] = proposed[accepted]
+        free -= torch.bincount(proposed[accepted], minlength=len(book))
+        unassigned = unassigned[order[~accepted]].sort().values
     return codes
 
 
 def _nearest_open(
-    vectors: Tensor, book: Tensor, kept: Tensor | None, waiting: Tensor, is_open: Tensor
+    vectors: Tensor, book: Tensor, all_distances: Tensor | None, unassigned: Tensor, is_open: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The distance to the nearest open code, and that code, of each vector that waits."""
+    """The distance to the nearest code with free capacity, and that code, of each unassigned vector."""
     far, near = [], []
-    for part in waiting.split(max(1, CHUNK // len(book))):
-        found = distances(vectors.index_select(0, part), book) if kept is None else kept.index_select(0, part)
-        best = found.masked_fill_(~is_open, torch.inf).min(1)
+    for part in unassigned.split(max(1, CHUNK // len(book))):
+        own = (
+            distances(vectors.index_select(0, part), book)
+            if all_distances is None
+            else all_distances.index_select(0, part)
+        )
+        best = own.masked_fill_(~is_open, torch.inf).min(1)
         far.append(best.values)
         near.append(best.indices)
     return torch.cat(far), torch.cat(near)
 
 
 def _means(vectors: Tensor, codes: Tensor, book: Tensor) -> Tensor:
-    """The mean of each code's vectors; an unused code stays where it was."""
+    """The mean of each code's vectors; an unused code does not change."""
     count = torch.bincount(codes, minlength=len(book)).unsqueeze(1)
     total = torch.zeros(book.shape, dtype=torch.float64).index_add_(0, codes, vectors.double())
     return torch.where(count > 0, (total / count.clamp(min=1)).to(book.dtype), book)
 
 
 def _kmeans(vectors: Tensor, num_codes: int, *, iterations: int, seed: int) -> Tensor:
-    found = _faiss().Kmeans(
+    kmeans = _faiss().Kmeans(
         vectors.shape[1],
         num_codes,
         niter=iterations,
@@ -104,8 +108,8 @@ def _kmeans(vectors: Tensor, num_codes: int, *, iterations: int, seed: int) -> T
         min_points_per_centroid=1,
         max_points_per_centroid=1024,
     )
-    found.train(vectors.float().numpy())
-    return torch.from_numpy(found.centroids.copy())
+    kmeans.train(vectors.float().numpy())
+    return torch.from_numpy(kmeans.centroids.copy())
 
 
 def _faiss() -> ModuleType:

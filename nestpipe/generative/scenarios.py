@@ -1,17 +1,19 @@
-"""Scenarios: what one model does differently from place to place.
+"""Scenarios: per-surface settings of one generative model (home page, item page, cart, ...).
 
-A record says where the trigger item comes from, which items may be shown, what a behaviour and a reward are worth, how wide the
-search is and how long it may take. Its number is its place in the file: the model has a vector for each, so records are only added.
+A record has the source of the trigger item, the pool of items that may be shown, the weights of behaviours and rewards, the
+beam width and the latency budget. Its number is its index in the file. The model has a vector per number, so records may only
+be appended.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args
 
+from nestpipe.config import read_object
 from nestpipe.errors import ConfigError, DataError
 
 Trigger = Literal["none", "given", "last"]
@@ -20,24 +22,24 @@ REWARDS = ("format", "relative", "ranking", "diversity")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """One place where the model recommends."""
+    """One surface on which the model recommends."""
 
     name: str
-    """How requests call it."""
+    """Name in requests."""
     trigger: Trigger = "none"
-    """The item that the scenario is about: there is none, the request names it, or it is the newest of the history."""
+    """Source of the trigger item: none, given by the request, or the last item of the history."""
     pool: str = "all"
-    """Name of the pool of items that may be shown; 'all' is the whole catalogue."""
+    """Pool of items that may be shown; 'all' is the whole catalogue."""
     behaviour_weights: tuple[float, ...] = (1.0, 1.5, 2.0)
-    """What a click, a cart and an order are worth as training targets."""
+    """Weights of clicks, carts and orders as training targets."""
     reward_weights: Mapping[str, float] = field(
         default_factory=lambda: {"format": 1.0, "relative": 1.0, "ranking": 1.0, "diversity": 0.0}
     )
-    """What each reward is worth to the policy."""
+    """Weights of the rewards in policy optimisation."""
     beam: int = 50
-    """Width of the search."""
+    """Beam width."""
     latency_ms: float = 100.0
-    """How long an answer may take."""
+    """Latency budget of a response."""
 
     def problems(self) -> Iterator[str]:
         if not self.name or self.name == "*" or self.name != self.name.strip():
@@ -50,8 +52,8 @@ class Scenario:
             yield f"behaviour_weights is {self.behaviour_weights}; each must be above 0"
         if unknown := sorted(set(self.reward_weights) - set(REWARDS)):
             yield f"reward_weights has {', '.join(unknown)}; there are {', '.join(REWARDS)}"
-        worth = self.reward_weights.values()
-        if not (min(worth, default=0) >= 0 and max(worth, default=0) > 0):
+        weights = self.reward_weights.values()
+        if not (min(weights, default=0) >= 0 and max(weights, default=0) > 0):
             yield f"reward_weights is {dict(self.reward_weights)}; none may be below 0 and one must be above"
         if self.beam < 1:
             yield f"beam is {self.beam}; it must be at least 1"
@@ -59,11 +61,11 @@ class Scenario:
             yield f"latency_ms is {self.latency_ms}; it must be above 0"
 
     def trigger_of(self, given: int | None, history: Sequence[int]) -> int | None:
-        """The trigger item of a request; raises DataError if the rule asks for one that is missing, or the other way round."""
+        """The trigger item of a request; raises DataError if a required one is missing or one is given that is not accepted."""
         if self.trigger == "given" and given is None:
-            raise DataError(f"scenario '{self.name}' is about an item, but the request names no trigger.")
+            raise DataError(f"scenario '{self.name}' needs a trigger item, but the request has none.")
         if self.trigger != "given" and given is not None:
-            raise DataError(f"scenario '{self.name}' takes no trigger from requests, but one names item {given}.")
+            raise DataError(f"scenario '{self.name}' accepts no trigger item, but the request has item {given}.")
         if self.trigger == "last":
             return history[-1] if history else None
         return given
@@ -96,7 +98,7 @@ class Scenarios:
         return self._records[name]
 
     def number(self, name: str) -> int:
-        """What the model knows it by."""
+        """The number of a scenario in the model."""
         return list(self._records).index(self[name].name)
 
     def to_json(self) -> str:
@@ -104,7 +106,7 @@ class Scenarios:
 
     @staticmethod
     def from_json(text: str) -> Scenarios:
-        """Raises ConfigError for what is not a list of scenario records."""
+        """Raises ConfigError unless the text is a list of valid scenario records."""
         try:
             content = json.loads(text)
         except ValueError as error:
@@ -122,31 +124,7 @@ class Scenarios:
 
 
 def _record(number: int, content: Any) -> Scenario:
-    hints = get_type_hints(Scenario)
     if not isinstance(content, dict) or "name" not in content:
         raise ConfigError(f"record {number} of the scenarios must be an object with a name, got {content!r}.")
-    known = [one.name for one in fields(Scenario)]
-    if unknown := sorted(set(content) - set(known)):
-        raise ConfigError(
-            f"scenario {content['name']!r} has unknown keys {', '.join(unknown)}; there are {', '.join(known)}."
-        )
-    values: dict[str, Any] = {}
-    for key, value in content.items():
-        values[key] = tuple(value) if get_origin(hints[key]) is tuple and isinstance(value, list) else value
-        if not _fits(hints[key], values[key]):
-            raise ConfigError(f"scenario {content['name']!r}: {key} is {value!r}, which is no {hints[key]}.")
-    return Scenario(**values)
-
-
-def _fits(hint: Any, value: Any) -> bool:
-    def is_number(one: Any) -> bool:
-        return isinstance(one, int | float) and not isinstance(one, bool)
-
-    origin = get_origin(hint)
-    if origin is tuple:
-        return isinstance(value, tuple) and all(map(is_number, value))
-    if origin is Literal:
-        return isinstance(value, str)
-    if isinstance(hint, type):
-        return is_number(value) if hint is float else isinstance(value, hint) and not isinstance(value, bool)
-    return isinstance(value, dict) and all(map(is_number, value.values()))
+    record: Scenario = read_object(Scenario, content, f"{content['name']}.")
+    return record

@@ -1,11 +1,11 @@
-"""The registry of semantic ids: which codes an item has, and everything that decided about them.
+"""Registry of semantic ids: the codes of each item, and how they were made.
 
     vectors [I, D] -> residual K-means -> codes [I, levels] -> collision policy -> registry
 
-Policies for items with equal codes: `keep` one id for an ordered list of items (production), `suffix` one more level that counts
-them (tables comparable with TIGER), `reassign` the nearest free last code. A registry's version is a hash of codebooks,
-encoder, preprocessing and policy: a new item is encoded with the frozen codebooks and changes neither the version nor the
-codes of others. Models, trees, pools and stores carry the version and refuse any other.
+Collision policies: `keep` shares one id among an ordered list of items (production), `suffix` adds a level that numbers them
+(as TIGER does), `reassign` takes the nearest free id. The version of a registry is a hash of codebooks, encoder, preprocessing
+and policy. A new item is encoded with the frozen codebooks and changes neither the version nor the codes of other items.
+Models, tries, pools and stores carry the version and reject any other.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ FORMAT_VERSION = 1
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Registry:
-    """Items [I] by ascending id, their codes [I, levels], codebooks [K-means levels, codes, D], and how they were made."""
+    """Items [I] by ascending id, their codes [I, levels], codebooks [K-means levels, codes, D], and their origin."""
 
-    encoder: str  # what made the vectors
-    preprocessing: str  # what happened to them before the first code
+    encoder: str  # encoder of the vectors
+    preprocessing: str  # applied to the vectors before the first level
     config: SidConfig
     codebooks: Tensor
     items: Tensor
@@ -87,18 +87,20 @@ class Registry:
         return content.hexdigest()[:16]
 
     def extend(self, items: Tensor, vectors: Tensor, *, encoder: str) -> Registry:
-        """The same version with more items, encoded by the frozen codebooks; raises DataError if one is there already."""
+        """The same version with more items, encoded by the frozen codebooks; raises DataError if one already has an id."""
         if encoder != self.encoder:
-            raise DataError(f"the vectors come from '{encoder}', but the codebooks were made for '{self.encoder}'.")
+            raise DataError(f"the vectors are from encoder '{encoder}', but the codebooks belong to '{self.encoder}'.")
         _check_items(items, vectors)
         if bool((known := torch.isin(items, self.items)).any()):
-            raise DataError(f"item {int(items[known][0])} has a semantic id already; an id never changes in a version.")
+            raise DataError(
+                f"item {int(items[known][0])} already has a semantic id, which never changes within a version."
+            )
         items, order = items.sort()
         vectors = _unit(vectors.index_select(0, order))
         return self._with(items, vectors, residual_kmeans.encode(vectors, self.codebooks))
 
     def trie(self, catalogue: Tensor | None = None) -> Trie:
-        """The tree of a catalogue (ascending ids, default: all items); raises DataError for an item without codes."""
+        """The trie of a catalogue (ascending ids, default: all items); raises DataError for an item without codes."""
         if catalogue is None:
             return Trie(self.items, self.codes, self.sizes, version=self.version)
         places = torch.searchsorted(self.items, catalogue).clamp(max=len(self.items) - 1)
@@ -111,16 +113,16 @@ class Registry:
         return Trie(catalogue, self.codes.index_select(0, places), self.sizes, version=self.version)
 
     def _with(self, items: Tensor, vectors: Tensor, codes: Tensor) -> Registry:
-        """Joins new items, whose equal codes the policy tells apart."""
+        """Adds items and applies the collision policy to them."""
         if self.config.policy == "suffix":
-            codes = self._count(items, codes)
+            codes = self._add_suffix(items, codes)
         elif self.config.policy == "reassign":
-            codes = self._move(items, vectors, codes)
+            codes = self._reassign(items, vectors, codes)
         joined, order = torch.cat([self.items, items]).sort(stable=True)
         return replace(self, items=joined, codes=torch.cat([self.codes, codes]).index_select(0, order))
 
-    def _count(self, items: Tensor, codes: Tensor) -> Tensor:
-        """Adds the number of each item among those with its codes, old items first."""
+    def _add_suffix(self, items: Tensor, codes: Tensor) -> Tensor:
+        """Adds the suffix: the number of each item among those with its codes, old items first."""
         every = torch.cat([self.codes[:, :-1], codes])
         group = every.unique(dim=0, return_inverse=True)[1]
         order = group.argsort(stable=True)
@@ -130,24 +132,26 @@ class Registry:
         if len(codes) and int(number.max()) >= self.config.suffix_size:
             item = int(items[int(number.argmax())])
             raise DataError(
-                f"item {item} is number {int(number.max()) + 1} with its codes, but the suffix level has {self.config.suffix_size}; "
-                "build new ids with a larger --suffix-size."
+                f"item {item} is number {int(number.max()) + 1} with its codes, but suffix_size is {self.config.suffix_size}. Build "
+                "new ids with a larger --suffix-size."
             )
         return torch.cat([codes, number.unsqueeze(1)], 1)
 
-    def _move(self, items: Tensor, vectors: Tensor, codes: Tensor) -> Tensor:
-        """All but the first item of equal codes get the nearest free id: another last code, else another code before."""
+    def _reassign(self, items: Tensor, vectors: Tensor, codes: Tensor) -> Tensor:
+        """All but the first item with equal codes get the nearest free id: another last code, else another earlier code."""
         taken = {tuple(row) for row in self.codes.tolist()}
-        waiting = []
+        collided = []
         for row, found in enumerate(map(tuple, codes.tolist())):
-            waiting += [row] if found in taken else []
+            collided += [row] if found in taken else []
             taken.add(found)
         moved = codes.clone()
-        for row in waiting:
+        for row in collided:
             free = self._free(vectors[row], taken, ())
             if free is None:
                 total = self.config.codes**self.config.levels
-                raise DataError(f"all {total:,} ids are taken; item {int(items[row])} has none.")
+                raise DataError(
+                    f"all {total:,} ids are taken; there is none for item {int(items[row])}. Build ids with more levels or codes."
+                )
             moved[row] = torch.tensor(free)
             taken.add(free)
         return moved
@@ -166,7 +170,7 @@ class Registry:
         return None
 
     def save(self, folder: str | Path) -> None:
-        """Writes a folder that appears whole or not at all; raises DataError if there is one already."""
+        """Writes the folder atomically; raises DataError if it exists."""
         with publish_folder(Path(folder), overwrite=False) as draft:
             tensors = {"codebooks": self.codebooks, "items": self.items, "codes": self.codes}
             save_file({name: one.contiguous() for name, one in tensors.items()}, draft / "ids.safetensors")
@@ -183,12 +187,12 @@ class Registry:
 
     @staticmethod
     def load(folder: str | Path, *, version: str | None = None) -> Registry:
-        """Reads a registry, if given of one version only; raises DataError if it is missing, damaged or another."""
+        """Reads a registry; raises DataError if it is missing, damaged or not of the given version."""
         path = Path(folder) / "ids.json"
         facts = _read_facts(path)
         file = Path(folder) / "ids.safetensors"
         if not file.is_file() or file_entry(file) != facts["files"]["ids.safetensors"]:
-            raise DataError(f"{file} is missing or not the one that {path} describes; copy the folder again.")
+            raise DataError(f"{file} is missing or does not match {path}; copy the folder again.")
         tensors = load_file(file)
         registry = Registry(
             encoder=facts["encoder"],
@@ -197,7 +201,9 @@ class Registry:
             **tensors,
         )
         if registry.version != facts["version"]:
-            raise DataError(f"{path} says version {facts['version']}, but its content is version {registry.version}.")
+            raise DataError(
+                f"{path} says version {facts['version']}, but its content has version {registry.version}; copy the folder again."
+            )
         if version is not None:
             check_version(str(folder), registry.version, version)
         return registry
@@ -208,7 +214,7 @@ def _read_facts(path: Path) -> dict[str, Any]:
         facts: dict[str, Any] = json.loads(path.read_text())
     except FileNotFoundError:
         raise DataError(
-            f"there are no semantic ids in {path.parent}; make some with 'nestpipe sid build DATA --out {path.parent}'."
+            f"there are no semantic ids in {path.parent}; create them with 'nestpipe sid build DATA --out {path.parent}'."
         ) from None
     except ValueError as error:
         raise DataError(f"{path} is damaged ({error}); build the ids again.") from None
@@ -220,10 +226,10 @@ def _read_facts(path: Path) -> dict[str, Any]:
 def _check_items(items: Tensor, vectors: Tensor) -> None:
     if len(items) != len(vectors) or not len(items):
         raise DataError(
-            f"{len(items):,} items with {len(vectors):,} vectors; each item needs one, and there must be some."
+            f"{len(items):,} items with {len(vectors):,} vectors; there must be at least one item, and one vector per item."
         )
     if len(items.unique()) != len(items):
-        raise DataError("an item is listed twice; an item has one semantic id.")
+        raise DataError("an item is listed twice; list each item once.")
     if not bool(vectors.isfinite().all()):
         row = int((~vectors.isfinite().all(1)).nonzero()[0])
         raise DataError(f"the vector of item {int(items[row])} is not finite.")

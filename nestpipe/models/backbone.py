@@ -1,4 +1,8 @@
-"""What SASRec and HSTU share: the input layer, and dropout whose mask belongs to the token, not to the batch."""
+"""Building blocks for backbones: seeded initial weights, dropout per token, and the input layer.
+
+Use `TokenDropout` instead of torch's dropout. Its mask is a function of (seed, step, sample, position), so training gives the
+same result for any division into micro-batches and ranks.
+"""
 
 from __future__ import annotations
 
@@ -14,29 +18,29 @@ from nestpipe.rng import Rng, dropout, hash_text, mix64
 
 @contextmanager
 def initial_weights(seed: int) -> Iterator[None]:
-    """Modules made inside start with weights that are a function of the seed; torch's generator is left as it was."""
+    """Modules created inside get initial weights that are a function of the seed; torch's generator is unchanged."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(mix64(seed ^ hash_text("dense")) >> 1)
         yield
 
 
 class TokenDropout:
-    """Dropout for the tokens of one batch; without a `draw` (inference) it does nothing."""
+    """Dropout on the tokens of one batch; `site` names the place in the network. The identity if `rng` is None (inference)."""
 
     def __init__(self, probability: float, batch: Batch, rng: Rng | None):
         self._probability = probability
-        self._draw = rng if probability > 0 else None
-        if self._draw is not None:
+        self._rng = rng if probability > 0 else None
+        if self._rng is not None:
             self._sample, self._position = batch.sample_of_token(), batch.items.positions()
 
     def __call__(self, values: Tensor, site: str) -> Tensor:
-        if self._draw is None:
+        if self._rng is None:
             return values
-        return dropout(values, self._probability, self._draw.keys(site, self._sample, self._position))
+        return dropout(values, self._probability, self._rng.keys(site, self._sample, self._position))
 
 
 class InputLayer(nn.Module):
-    """Item vectors scaled by sqrt(D), plus a learned vector for each position, counted forward from the first kept event."""
+    """Item vectors scaled by sqrt(D), plus a learned vector per position; position 0 is the oldest event that was kept."""
 
     def __init__(self, dim: int, max_len: int):
         super().__init__()

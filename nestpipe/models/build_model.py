@@ -1,4 +1,4 @@
-"""From a run's configuration to its model, and to what the loader must put into its batches."""
+"""Builds the model of a run's configuration, and says which inputs the loader must put into its batches."""
 
 from __future__ import annotations
 
@@ -60,25 +60,25 @@ def _build_registered(config: Any, data: ModelData, *, seed: int, dtype: torch.d
     with initial_weights(seed):
         model = entry_of(config).load()(config, data)
     if absent := [name for name in ("tables", "coupling", "lookups", "weight", "forward") if not hasattr(model, name)]:
-        raise ConfigError(f"{type(model).__name__} has no '{absent[0]}', which the contract of a model asks for.")
+        raise ConfigError(f"{type(model).__name__} has no '{absent[0]}', which nestpipe.Model requires.")
     return cast(Model, model.to(dtype))
 
 
 def _event_counts(config: Config, sequences: Sequences) -> Tensor:
-    """How many training events each item of the catalogue has."""
+    """The number of training events of each item of the catalogue."""
     trained = sequences.items[train_mask(sequences, make_split(sequences, config.data))]
     places = np.searchsorted(sequences.catalogue, trained)
     return torch.from_numpy(np.bincount(places, minlength=len(sequences.catalogue)))
 
 
 def inputs_of(config: Config, sequences: Sequences) -> ModelInputs:
-    """What the model reads beside items and times; raises ConfigError if a candidate would know its own answer."""
+    """The inputs of the model besides items and times; raises ConfigError if a feature would leak a label."""
     model, schema = config.model, sequences.schema
     if isinstance(model, EncDecConfig) and config.data.windows == "last":
         return ModelInputs(
             features=("user",) if model.user_rows else (),
             labels=(model.behaviour,) if model.behaviour else (),
-            requests=_instruction_parts(model, sequences),
+            requests=_instruction_fields(model, sequences),
         )
     if not isinstance(model, RankingConfig | DCNConfig):
         if config.data.windows == "all":
@@ -91,14 +91,14 @@ def inputs_of(config: Config, sequences: Sequences) -> ModelInputs:
     sources = {source: label.name for label in schema.labels for source in label.sources()}
     if leaking := [name for name in model.features if name in sources]:
         raise ConfigError(
-            f"feature '{leaking[0]}' gives the answer away: label '{sources[leaking[0]]}' is made of it, and it is known only "
-            "afterwards. Take it out of model.features."
+            f"feature '{leaking[0]}' leaks the answer: label '{sources[leaking[0]]}' is computed from it, and it is known only "
+            "after the event. Remove it from model.features."
         )
     return ModelInputs(features=model.features, labels=names, layout="events")
 
 
-def _instruction_parts(model: EncDecConfig, sequences: Sequences) -> tuple[str, ...]:
-    """The parts of an instruction that the log has for its events; raises ConfigError for one that the model cannot read."""
+def _instruction_fields(model: EncDecConfig, sequences: Sequences) -> tuple[str, ...]:
+    """The fields of an instruction that the log records per event; raises ConfigError for one that the model cannot read."""
     wanted = {"scenario": model.num_scenarios > 0, "trigger": True, "reasoning": model.reasoning_dim > 0}
     kinds = {"scenario": "id", "trigger": "id", "reasoning": "vector"}
     found = []
@@ -111,17 +111,17 @@ def _instruction_parts(model: EncDecConfig, sequences: Sequences) -> tuple[str, 
                 f"{where} is of kind '{feature.kind}'; an instruction takes kind '{kinds[feature.name]}'."
             )
         if feature.name == "reasoning" and feature.dim != model.reasoning_dim:
-            raise ConfigError(f"{where} has {feature.dim} numbers, but model.reasoning_dim is {model.reasoning_dim}.")
+            raise ConfigError(f"{where} has width {feature.dim}, but model.reasoning_dim is {model.reasoning_dim}.")
         values = sequences.event_features[feature.name].values
         if feature.name == "scenario" and len(values) and not 0 <= values.min() <= values.max() < model.num_scenarios:
             raise ConfigError(
                 f"{where} has {values.min()} .. {values.max()}, but model.num_scenarios is {model.num_scenarios}: "
                 "scenarios are numbered from 0."
             )
-        if feature.name == "trigger" and len(strangers := np.setdiff1d(values, sequences.catalogue)):
+        if feature.name == "trigger" and len(unknown := np.setdiff1d(values, sequences.catalogue)):
             raise ConfigError(
-                f"{where} names item {strangers[0]}, which no event has, so it has no vector; "
-                f"leave the field empty there ({len(strangers):,} items)."
+                f"{where} names items that no event has ({len(unknown):,}, for example {unknown[0]}); they have no vector. "
+                "Leave the field empty there."
             )
         found.append(feature.name)
     return tuple(found)

@@ -11,10 +11,10 @@ from nestpipe.ops.limits import MAX_BUCKETS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankingConfig:
-    """Predicts the labels of candidates from the history; see docs/concepts/ranking-models.md."""
+    """Ranking model: predicts the labels of candidates from the history; see docs/concepts/ranking-models.md."""
 
     backbone: Literal["hstu", "fuxi"] = "hstu"
-    """What turns history and candidates into states."""
+    """Type of the blocks."""
     dim: int = 64
     """Width of item vectors and blocks."""
     num_blocks: int = 2
@@ -28,63 +28,56 @@ class RankingConfig:
     ffn_dim: int = 128
     """fuxi: width of the feed-forward layer."""
     head_dim: int = 64
-    """Width of the layer between a candidate's state and its labels."""
+    """Width of the hidden layer of the prediction heads."""
     dropout: float = 0.2
-    """Probability of dropping a value, at the input and in each block."""
+    """Dropout probability, at the input and in each block."""
     num_time_buckets: int = 128
-    """Buckets of the time bias."""
+    """Number of buckets of the time bias."""
     features: tuple[str, ...] = ()
-    """Features to read: of events and items in the history, of items and users for candidates."""
+    """Input features: those of events and items in the history, those of items and users for candidates."""
     labels: tuple[str, ...] = ()
-    """Labels to predict; all that the log declares if none is named. They are also the actions of the history."""
+    """Labels to predict [default: all labels of the log]. They are also the actions of the history."""
 
     def problems(self) -> Iterator[str]:
-        yield from _positive(self, ("dim", "num_blocks", "num_heads", "qk_dim", "v_dim", "ffn_dim", "head_dim"))
-        yield from _positive(self, ("num_time_buckets",))
+        yield from _at_least_one(self, "dim", "num_blocks", "num_heads", "qk_dim", "v_dim", "ffn_dim", "head_dim")
+        yield from _time_buckets(self)
         yield from _names(self)
-        if not 0 <= self.dropout <= 0.99:
-            yield f"dropout is {self.dropout}; it must be in [0, 0.99]"
+        yield from _probability(self, "dropout")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DCNConfig:
-    """Deep and cross network, version 2: explicit products of features, and a plain network over them."""
+    """Deep & Cross Network v2: cross layers (products of features) in parallel with an MLP."""
 
     dim: int = 16
-    """Width of the vector of each id feature."""
+    """Width of the embedding of each id feature."""
     num_cross: int = 3
-    """Cross layers; the first makes products of two features, each further one adds a factor."""
+    """Number of cross layers; n layers give products of up to n + 1 features."""
     rank: int = 0
     """Rank of the cross matrices; 0 means full."""
     hidden: tuple[int, ...] = (128, 64)
-    """Widths of the deep network."""
+    """Widths of the hidden layers of the MLP."""
     features: tuple[str, ...] = ("user", "item")
-    """Features to read; 'user' and 'item' are the ids themselves."""
+    """Input features; 'user' and 'item' are the ids themselves."""
     labels: tuple[str, ...] = ()
-    """Labels to predict; all that the log declares if none is named."""
+    """Labels to predict [default: all labels of the log]."""
 
     def problems(self) -> Iterator[str]:
-        yield from _positive(self, ("dim", "num_cross"))
+        yield from _at_least_one(self, "dim", "num_cross")
         yield from _names(self)
         if self.rank < 0:
             yield f"rank is {self.rank}; it must be 0 (full) or more"
         if not self.hidden or min(self.hidden) < 1:
             yield f"hidden is {self.hidden}; it must be one or more widths of at least 1"
         if not self.features:
-            yield "features is empty; there would be nothing to cross"
-
-
-def _positive(config: RankingConfig | DCNConfig, names: tuple[str, ...]) -> Iterator[str]:
-    for name in names:
-        if getattr(config, name) < 1:
-            yield f"{name} is {getattr(config, name)}; it must be at least 1"
+            yield "features is empty; name at least one"
 
 
 def _names(config: RankingConfig | DCNConfig) -> Iterator[str]:
     for name in ("features", "labels"):
         given = getattr(config, name)
         if len(set(given)) < len(given):
-            yield f"{name} is {given}; each may be named once"
+            yield f"{name} is {given}; name each one once"
 
 
 Igr = Literal["off", "query", "recency", "random"]
@@ -94,127 +87,121 @@ Placement = Literal["after", "before", "sum", "all", "none"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncDecConfig:
-    """Encoder-decoder that generates semantic ids, steered by one instruction token."""
+    """Encoder-decoder that generates semantic ids, conditioned on one instruction token."""
 
     ids: str = "data/ids"
-    """Folder of semantic ids, written by 'nestpipe sid build'."""
+    """Folder of semantic ids, created by 'nestpipe sid build'."""
     dim: int = 128
     """Width of encoder and decoder."""
     num_encoder: int = 2
-    """Blocks of the encoder."""
+    """Number of encoder blocks."""
     num_decoder: int = 2
-    """Blocks of the decoder."""
+    """Number of decoder blocks."""
     num_heads: int = 4
     """Attention heads; must divide dim."""
     hidden_dim: int = 0
     """Width of feed-forward layers; 0 means four times dim."""
     dropout: float = 0.1
-    """Probability of dropping a value, at the inputs and in each block."""
+    """Dropout probability, at the inputs and in each block."""
     item_rows: bool = True
-    """A history's item is its own row beside its codes; off, items are known by their codes alone."""
+    """Add an embedding row per item to its code vectors in the history; off: codes only."""
     user_rows: bool = False
-    """A row of the user stands before its history."""
+    """Prepend a user embedding to the history."""
     placement: Placement = "after"
-    """Where the instruction goes: after or before the decoder's first token, added to it, added to all tokens, or nowhere."""
+    """Position of the instruction token: after or before the decoder's first token, added to it (sum), added to all tokens, or none."""
     num_scenarios: int = 0
-    """Scenarios with a vector of their own in events and instructions; 0 for none."""
+    """Number of scenarios, each with its own vector in events and instructions; 0: none."""
     reasoning_dim: int = 0
-    """Width of the reasoning vectors in instructions; 0 for none."""
+    """Width of the reasoning vectors in instructions; 0: none."""
     reasoning_dropout: float = 0.2
-    """Share of training targets without their reasoning vector, so that a missing one is a state that was trained."""
+    """Share of training targets whose reasoning vector is dropped, so that a missing one is trained too."""
     behaviour: str = ""
-    """An ordinal label that says what kind of event it was (click, cart, order); events carry it, targets are weighted by it."""
+    """Ordinal label with the kind of an event (click, cart, order): an input of the history and the weight of targets."""
     behaviour_weights: tuple[float, ...] = (1.0, 1.5, 2.0)
-    """The weight of a target by the level of its behaviour."""
+    """Weight of a target, by level of its behaviour."""
     softmax: Literal["legal", "full"] = "legal"
-    """Probabilities over the codes that exist after a prefix, or over all codes of the level; for training and generation."""
+    """Softmax over the codes that exist after a prefix (legal) or over all codes of the level (full), in training and generation."""
     label_smoothing: float = 0.0
-    """Share of each target that is spread evenly over the codes it is compared with."""
+    """Label smoothing over the codes of the softmax."""
     prefix_vectors: int = 0
-    """Output vectors for prefixes of ids beside those of codes, by hash, at each level but the first; 0 for none. They let a code mean
-    something else after each prefix: sharper on small catalogues, for that many more dense rows."""
+    """Hashed output vectors per id prefix, in addition to those of codes, at each level but the first; 0: none. A code can then
+    mean something else after each prefix. Better on small catalogues, at the cost of as many dense rows."""
     beam: int = 50
-    """Width of the search; evaluation lists cannot be longer."""
+    """Beam width; evaluation lists cannot be longer."""
 
     queries: Literal["all", "last"] = "all"
-    """Every event of a history is trained to generate the next one, or only the last, as in a request."""
+    """Train every event of a history to generate the next item, or only the last event, as in a request."""
     igr: Igr = "off"
-    """Which events before the recent ones are read: none are left out (off), those that the instruction asks for, the newest, any."""
+    """Instruction-guided retrieval: which earlier events are read besides the recent ones. off: all of them; query: those most
+    related to the instruction; recency: the newest; random: any."""
     igr_recent: int = 16
-    """igr: newest events, which are always read."""
+    """igr: number of newest events, which are always read."""
     igr_related: int = 16
-    """igr: events before them, chosen by the instruction."""
+    """igr: number of earlier events that are selected."""
     igr_dim: int = 32
-    """Width in which instructions and items are compared."""
+    """igr, q2i: width of the vectors of instructions and items."""
     igr_refresh_steps: int = 100
-    """igr: steps between snapshots of the vectors that events are chosen by."""
+    """igr: steps between two snapshots of the vectors used for selection."""
     q2i: float = 0.0
-    """Weight of the loss that brings an instruction near its target's vector; it mixes the samples of data.group_size."""
-    q2i_spread: float = 0.05
-    """q2i: weight of minus the log of the variances, which keeps vectors from becoming one."""
-    q2i_apart: float = 0.05
-    """q2i: weight of the squared likeness of different instructions."""
+    """Weight of the query-to-item loss, which aligns an instruction with its target; it mixes the samples of data.group_size."""
+    q2i_variance: float = 0.05
+    """q2i: weight of the variance term (minus the log variances), which prevents collapse."""
+    q2i_orthogonality: float = 0.05
+    """q2i: weight of the squared cosine between different instructions."""
 
     @property
     def compares(self) -> bool:
-        """Whether there are vectors to compare instructions and items by."""
+        """Whether the model has instruction and item vectors to compare."""
         return self.igr != "off" or self.q2i > 0
 
     def problems(self) -> Iterator[str]:
-        for name in (
-            *("dim", "num_encoder", "num_decoder", "num_heads", "beam"),
-            *("igr_recent", "igr_related", "igr_dim", "igr_refresh_steps"),
-        ):
-            if getattr(self, name) < 1:
-                yield f"{name} is {getattr(self, name)}; it must be at least 1"
-        if self.num_heads > 0 and self.dim % self.num_heads:
-            yield f"num_heads {self.num_heads} does not divide dim {self.dim}"
+        yield from _at_least_one(self, "dim", "num_encoder", "num_decoder", "num_heads", "beam")
+        yield from _at_least_one(self, "igr_recent", "igr_related", "igr_dim", "igr_refresh_steps")
+        yield from _divides(self)
         if self.prefix_vectors and self.softmax != "legal":
-            yield f"prefix_vectors needs softmax 'legal', but it is '{self.softmax}': codes that do not exist have no prefix"
-        for name in ("hidden_dim", "num_scenarios", "reasoning_dim", "prefix_vectors"):
-            if getattr(self, name) < 0:
-                yield f"{name} is {getattr(self, name)}; it must not be negative"
-        for name in ("q2i", "q2i_spread", "q2i_apart"):
+            yield f"prefix_vectors needs softmax 'legal', but softmax is '{self.softmax}'"
+        for name in (
+            *("hidden_dim", "num_scenarios", "reasoning_dim", "prefix_vectors"),
+            *("q2i", "q2i_variance", "q2i_orthogonality"),
+        ):
             if not getattr(self, name) >= 0:
                 yield f"{name} is {getattr(self, name)}; it must not be negative"
         if self.igr != "off" and self.queries != "last":
-            yield f"igr is '{self.igr}', which reads a history for one instruction, but every event is a query; use queries last"
-        for name in ("dropout", "reasoning_dropout", "label_smoothing"):
-            if not 0 <= getattr(self, name) <= 0.99:
-                yield f"{name} is {getattr(self, name)}; it must be in [0, 0.99]"
+            yield f"igr is '{self.igr}', which selects events for one instruction per history; set queries to last"
+        yield from _probability(self, "dropout", "reasoning_dropout", "label_smoothing")
         if not self.behaviour_weights or min(self.behaviour_weights) <= 0:
             yield f"behaviour_weights is {self.behaviour_weights}; each must be above 0"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SASRecConfig:
-    """Self-attentive sequential recommendation: the baseline that every claim stands beside."""
+    """SASRec, self-attentive sequential recommendation: the baseline."""
 
     dim: int = 50
     """Width of item vectors and blocks."""
     num_blocks: int = 2
-    """Blocks of attention and feed-forward."""
+    """Number of blocks."""
     num_heads: int = 1
     """Attention heads; must divide dim."""
     hidden_dim: int = 0
     """Width of the feed-forward layer; 0 means dim."""
     dropout: float = 0.2
-    """Probability of dropping a value, at the input and in each block."""
+    """Dropout probability, at the input and in each block."""
 
     def problems(self) -> Iterator[str]:
-        yield from _size_problems(self)
-        if self.num_heads > 0 and self.dim % self.num_heads:
-            yield f"num_heads {self.num_heads} does not divide dim {self.dim}"
+        yield from _at_least_one(self, "dim", "num_blocks", "num_heads")
+        yield from _divides(self)
+        yield from _probability(self, "dropout")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HSTUConfig:
-    """Hierarchical sequential transduction units."""
+    """HSTU, hierarchical sequential transduction units."""
 
     dim: int = 50
     """Width of item vectors and blocks."""
     num_blocks: int = 2
-    """Number of units."""
+    """Number of blocks."""
     num_heads: int = 1
     """Attention heads."""
     qk_dim: int = 50
@@ -222,41 +209,43 @@ class HSTUConfig:
     v_dim: int = 50
     """Width of values and gates in each head."""
     dropout: float = 0.2
-    """Probability of dropping a value, at the input and in each block."""
+    """Dropout probability, at the input and in each block."""
     num_time_buckets: int = 128
-    """Buckets of the time bias."""
+    """Number of buckets of the time bias."""
 
     def problems(self) -> Iterator[str]:
-        yield from _size_problems(self)
-        yield from _head_problems(self)
+        yield from _at_least_one(self, "dim", "num_blocks", "num_heads", "qk_dim", "v_dim")
+        yield from _time_buckets(self)
+        yield from _probability(self, "dropout")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FuXiConfig:
-    """FuXi-alpha: a channel of attention each for content, position and time, and a SwiGLU block."""
+    """FuXi-alpha: attention channels for content, position and time, and a SwiGLU layer."""
 
     dim: int = 50
     """Width of item vectors and blocks."""
     num_blocks: int = 2
-    """Number of units."""
+    """Number of blocks."""
     num_heads: int = 1
     """Attention heads."""
     qk_dim: int = 50
     """Width of queries and keys in each head."""
     v_dim: int = 50
-    """Width of values in each head; gates have three times as much."""
+    """Width of values in each head; gates are three times as wide."""
     hidden_dim: int = 0
-    """Width of the SwiGLU block; 0 means dim."""
+    """Width of the SwiGLU layer; 0 means dim."""
     dropout: float = 0.2
-    """Probability of dropping a value, at the input and twice in each block."""
+    """Dropout probability, at the input and twice in each block."""
     time: Literal["buckets", "decay"] = "decay"
-    """The time channel. buckets: a table, as in FuXi-alpha. decay: alpha · gamma^(T^beta), as in FuXi-gamma."""
+    """Time channel. buckets: a table (FuXi-alpha). decay: alpha · gamma^(T^beta) (FuXi-gamma)."""
     num_time_buckets: int = 128
-    """buckets: how many."""
+    """buckets: number of buckets."""
 
     def problems(self) -> Iterator[str]:
-        yield from _size_problems(self)
-        yield from _head_problems(self)
+        yield from _at_least_one(self, "dim", "num_blocks", "num_heads", "qk_dim", "v_dim")
+        yield from _time_buckets(self)
+        yield from _probability(self, "dropout")
 
 
 RetrievalConfig = SASRecConfig | HSTUConfig | FuXiConfig
@@ -265,57 +254,62 @@ ModelConfig = RetrievalConfig | RankingConfig | DCNConfig | EncDecConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossConfig:
-    """How the next item is learned."""
+    """Loss of next-item models."""
 
     kind: Literal["full", "sampled", "in_batch"] = "sampled"
-    """Softmax over the catalogue; over the next item and random negatives; over the next items of a group, by popularity."""
+    """Softmax over the catalogue (full), over the target and random negatives (sampled), or over the targets of a group with logQ
+    correction (in_batch)."""
     num_negatives: int = 128
-    """sampled: negatives per event, per sample or in the pool, uniform over the catalogue."""
+    """sampled: number of negatives per event, per sample or in the pool, uniform over the catalogue."""
     source: Literal["token", "sample", "pool"] = "token"
-    """sampled: negatives of its own for each event (as published), for each sample, or one pool for the global batch."""
+    """sampled: draw negatives per event (as published), per sample, or one pool for the global batch."""
     share: Literal["none", "sample", "group"] = "none"
-    """sampled, token: an event also takes the negatives of other events of its sample, or of its data.group_size samples."""
+    """sampled, token: reuse the negatives of other events of the sample, or of the data.group_size samples of its group."""
     share_factor: int = 2
-    """share: of so many events, its own included; k times the negatives for the same lookups."""
+    """share: number of events whose negatives are used, its own included; k times the negatives for the same lookups."""
     wire: Literal["float32", "bfloat16", "float16"] = "float32"
-    """sampled: what negatives are rounded to; rows that a batch needs as nothing else then travel in half the bytes."""
+    """sampled: dtype in which rows that are only negatives are sent; 16 bits halve their traffic and round them."""
     normalise: bool = True
-    """Compare unit vectors (cosine); the temperature then matters."""
+    """Score by cosine instead of dot product."""
     temperature: float = 0.05
-    """Scores are divided by this."""
+    """Divisor of the scores."""
     segment: int = 256
-    """Events scored at a time; bounds memory, does not change the result."""
+    """Number of events scored at a time; bounds memory, does not change the result."""
     max_full_catalogue: int = 200_000
-    """full: refuse catalogues above this size; each step scores every event against every item."""
+    """full: largest catalogue that is accepted; each step scores every event against every item."""
 
     def problems(self) -> Iterator[str]:
-        for name in ("num_negatives", "segment", "max_full_catalogue"):
-            if getattr(self, name) < 1:
-                yield f"{name} is {getattr(self, name)}; it must be at least 1"
+        yield from _at_least_one(self, "num_negatives", "segment", "max_full_catalogue")
         if not self.temperature > 0:
             yield f"temperature is {self.temperature}; it must be above 0"
         if self.share != "none" and (self.kind, self.source) != ("sampled", "token"):
-            yield f"share is '{self.share}', but only negatives of events are shared; use kind sampled and source token"
+            yield f"share is '{self.share}', which needs kind sampled and source token"
         if self.share_factor < 2:
             yield f"share_factor is {self.share_factor}; it must be at least 2 (share none for no sharing)"
 
     @property
     def mixes_groups(self) -> bool:
-        """Whether the loss of a sample depends on the others of its group."""
+        """Whether the loss of a sample depends on other samples of its group."""
         return self.kind == "in_batch" or self.share == "group"
 
 
-def _head_problems(config: HSTUConfig | FuXiConfig) -> Iterator[str]:
-    for name in ("qk_dim", "v_dim"):
+def _at_least_one(config: object, *names: str) -> Iterator[str]:
+    for name in names:
         if getattr(config, name) < 1:
             yield f"{name} is {getattr(config, name)}; it must be at least 1"
+
+
+def _probability(config: object, *names: str) -> Iterator[str]:
+    for name in names:
+        if not 0 <= getattr(config, name) <= 0.99:
+            yield f"{name} is {getattr(config, name)}; it must be in [0, 0.99]"
+
+
+def _time_buckets(config: RankingConfig | HSTUConfig | FuXiConfig) -> Iterator[str]:
     if not 1 <= config.num_time_buckets <= MAX_BUCKETS:
         yield f"num_time_buckets is {config.num_time_buckets}; it must be in 1 .. {MAX_BUCKETS}"
 
 
-def _size_problems(config: RetrievalConfig) -> Iterator[str]:
-    for name in ("dim", "num_blocks", "num_heads"):
-        if getattr(config, name) < 1:
-            yield f"{name} is {getattr(config, name)}; it must be at least 1"
-    if not 0 <= config.dropout <= 0.99:
-        yield f"dropout is {config.dropout}; it must be in [0, 0.99]"
+def _divides(config: SASRecConfig | EncDecConfig) -> Iterator[str]:
+    if config.num_heads > 0 and config.dim % config.num_heads:
+        yield f"num_heads {config.num_heads} does not divide dim {config.dim}"

@@ -1,12 +1,17 @@
-"""The contracts between models and the training engine.
+"""The contracts between a model and the training engine. Start with `Backbone`; most models need no more.
 
-`Backbone`, the first one, turns the item vectors of histories into hidden states; tables, loss, negatives, evaluation and
-recommendation are those of every next-item model (retrieval.py). `Model` is the whole contract: `lookups` says which rows a batch
-needs, `forward` computes with them. Nothing is traced or patched, so whatever a model does, its lookups can be sharded, prefetched
-and pipelined. The loss is a *sum* over the batch. The engine divides it by the global weight, so the result does not depend on
-how samples are spread over micro-batches and ranks.
+    Backbone      forward(vectors, batch) -> hidden              a network over the items of each history
+    Model         lookups(batch) -> rows -> forward -> loss      own tables, own loss
+    Recommender   Model + encode + item_vectors                  can also be evaluated and recommend
+    Selecting     Model + select                                 reads only some events of a history
 
-`nestpipe check-model` runs these contracts on any class.
+A backbone gets everything else from retrieval.py: the item table, negatives, the loss, evaluation and recommendation.
+
+A model declares the rows it needs before it computes. So the engine can shard, prefetch and pipeline the lookups of any model
+without tracing or patching it. The loss is a sum over the batch. The engine divides it by the weight of the global batch, so
+the result does not depend on how samples are distributed over micro-batches and ranks.
+
+`nestpipe check-model package.module:Class` runs these contracts on a class and names the one that it breaks.
 """
 
 from __future__ import annotations
@@ -26,10 +31,18 @@ Coupling = Literal["none", "group", "batch"]
 
 
 class Backbone(Protocol):
-    """Turns item vectors [T, D] into hidden states [T, D]; row i knows events up to i and the time that it answers for.
+    """A `torch.nn.Module` that maps item vectors [T, D] to hidden states [T, D]; built as `Class(config, max_len=...)`.
 
-    Implementations are `torch.nn.Module`s, built as `Class(config, max_len=...)`. `rng` is None for inference; a `forward` that
-    draws nothing may leave the parameter out.
+        @nestpipe.register_backbone(config=GRUConfig)      # a dataclass with defaults and a field `dim`
+        class GRU(nn.Module):
+            def __init__(self, config, *, max_len): ...
+            def forward(self, vectors, batch): ...
+
+    T counts the events of all histories, one history after the other; `batch.items` has their offsets. Row i may depend on
+    the events of its own history up to i and on `batch.query_times`, never on later events or on other samples.
+
+    `rng` is the source of random numbers, for example for dropout, and None in inference. A `forward` that draws no random
+    numbers may omit the parameter.
     """
 
     def __call__(self, vectors: Tensor, batch: Batch, rng: Rng | None) -> Tensor: ...
@@ -37,34 +50,34 @@ class Backbone(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Output:
-    """The loss summed over the batch, and sums of anything else worth logging (divided by the weight too)."""
+    """The loss summed over the batch, and sums of other quantities to log; both are divided by the global weight."""
 
     loss_sum: Tensor
     logs: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 class Model(Protocol):
-    """What the engine trains. Implementations are `torch.nn.Module`s whose parameters are the dense part."""
+    """A `torch.nn.Module`; its parameters are the dense part, its tables are sharded over the ranks."""
 
     tables: tuple[TableSpec, ...]
-    coupling: Coupling  # which samples the loss may mix: none, those of a group (Batch.groups), all of a batch
+    coupling: Coupling  # which samples the loss may mix: none, those of one group (Batch.groups), or all of a batch
 
     def lookups(self, batch: Batch, rng: Rng) -> dict[str, Lookup]:
-        """The rows that `forward` will need, by name; negatives are drawn here."""
+        """The rows that `forward` needs, by name. Negatives are drawn here."""
         ...
 
     def weight(self, batch: Batch) -> float:
-        """How much the batch counts in the global mean; known before `forward`."""
+        """The weight of the batch in the global mean; must be known before `forward`."""
         ...
 
     def forward(self, rows: Mapping[str, Rows], batch: Batch, rng: Rng) -> Output:
-        """The loss of the batch."""
+        """The loss of the batch, from the rows that `lookups` named."""
         ...
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class ModelData:
-    """What a registered model is told about the data when it is built: `Class(config, data)`."""
+    """The data that a registered model is built for: `Class(config, data)`."""
 
     catalogue: Tensor  # [I] all item ids, ascending
     max_len: int  # longest history of a sample
@@ -73,10 +86,10 @@ class ModelData:
 
 @runtime_checkable
 class Selecting(Protocol):
-    """A model that reads some events of each history, chosen before their rows are looked up.
+    """A model that reads only some events of each history and selects them before their rows are looked up.
 
-    It chooses by a snapshot of its weights, which the loop lets it take between batches: what is chosen for a batch depends on
-    the batch's number, never on how batches overlap.
+    Selection uses a snapshot of the weights, which the training loop refreshes between batches. So the selection for a batch
+    depends on the batch's number and never on how batches overlap.
     """
 
     refresh_steps: int  # a snapshot is taken before batches 0, n, 2n ...; 0: never
@@ -86,7 +99,7 @@ class Selecting(Protocol):
         ...
 
     def select(self, batch: Batch, rng: Rng | None) -> Batch:
-        """The batch with the events that are read."""
+        """The batch with the selected events only."""
         ...
 
 
@@ -95,7 +108,7 @@ class Recommender(Model, Protocol):
     """A model that can also rank the whole catalogue by a dot product."""
 
     def encode_lookups(self, batch: Batch) -> dict[str, Lookup]:
-        """The rows that `encode` will need."""
+        """The rows that `encode` needs."""
         ...
 
     def encode(self, rows: Mapping[str, Rows], batch: Batch) -> Tensor:

@@ -1,9 +1,9 @@
-"""DCN-v2: products of features made by cross layers, beside a plain network over the same vectors.
+"""DCN-v2: cross layers (products of features) in parallel with an MLP over the same input.
 
-    x0 = all features of an event, side by side          x(l+1) = x0 · (W_l x_l + b_l) + x_l
-    score = heads( x_L beside relu layers of x0 )
+    x0 = concatenated features of an event          x(l+1) = x0 · (W_l x_l + b_l) + x_l
+    score = heads([x_L, MLP(x0)])
 
-Every event is a sample of its own: no history, any number of features. A cross matrix may have low rank: W = U V'.
+Every event is a sample of its own, without a history. A cross matrix may have low rank: W = U V'.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from nestpipe.data.schema import Feature, Schema
 from nestpipe.embedding.lookup import Lookup, Rows, TableSpec
 from nestpipe.errors import ConfigError
 from nestpipe.jagged import Batch
+from nestpipe.models.backbone import initial_weights
 from nestpipe.models.config import DCNConfig
 from nestpipe.models.contract import Coupling, Output
 from nestpipe.models.feature_encoder import FeatureEncoder, feature_tables
 from nestpipe.models.heads import LabelHeads
 from nestpipe.models.ranking import named_labels
-from nestpipe.rng import Rng, hash_text, mix64
+from nestpipe.rng import Rng
 
 
 class DCN(nn.Module):
@@ -38,9 +39,10 @@ class DCN(nn.Module):
         ids = {name: Feature(name=name, kind="id", scope="user") for name in ("user", "item")}
         known = {feature.name: feature for feature in schema.features}
         chosen = tuple(known[name] for name in config.features if name not in ids)
-        if asked := [feature.name for feature in chosen if feature.scope == "request"]:
+        if unlogged := [feature.name for feature in chosen if feature.scope == "request"]:
             raise ConfigError(
-                f"features {asked} are known only when asked for and not in the log; they cannot be learned."
+                f"features {unlogged} are request features: the log does not have them, so they cannot be learned. "
+                "Remove them from model.features."
             )
         self.event = FeatureEncoder("event", (f for f in chosen if f.scope in {"event", "item"}), dim=config.dim)
         self.user = FeatureEncoder("user", (f for f in chosen if f.scope == "user"), dim=config.dim)
@@ -49,7 +51,7 @@ class DCN(nn.Module):
             *(TableSpec(name=name, dim=config.dim) for name in self._ids),
             *feature_tables(chosen, config.dim),
         )
-        width = (self.event.num_parts + self.user.num_parts + len(self._ids)) * config.dim
+        width = (self.event.num_vectors + self.user.num_vectors + len(self._ids)) * config.dim
         self.cross = nn.ModuleList(_Cross(width, config.rank) for _ in range(config.num_cross))
         sizes = [width, *config.hidden]
         self.deep = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(sizes))
@@ -59,12 +61,12 @@ class DCN(nn.Module):
         return self.event_lookups(batch)
 
     def event_lookups(self, batch: Batch) -> dict[str, Lookup]:
-        found = {**self.event.lookups(batch.event_features), **self.user.lookups(batch.sample_features)}
+        lookups = {**self.event.lookups(batch.event_features), **self.user.lookups(batch.sample_features)}
         if "item" in self._ids:
-            found["item"] = Lookup(table="item", ids=batch.items.values)
+            lookups["item"] = Lookup(table="item", ids=batch.items.values)
         if "user" in self._ids:
-            found["user"] = Lookup(table="user", ids=batch.sample_features["user"].values)
-        return found
+            lookups["user"] = Lookup(table="user", ids=batch.sample_features["user"].values)
+        return lookups
 
     def weight(self, batch: Batch) -> float:
         return self.tasks.weight(batch.event_features)
@@ -76,13 +78,14 @@ class DCN(nn.Module):
     def event_scores(self, rows: Mapping[str, Rows], batch: Batch) -> Tensor:
         """Scores [T, labels] of all events."""
         user = batch.items.row_of_value()
-        parts = self.event.parts(rows, batch.event_features)
-        of_user = self.user.parts(rows, batch.sample_features)
+        event_vectors = self.event.vectors(rows, batch.event_features)
+        user_vectors = self.user.vectors(rows, batch.sample_features)
         if "item" in self._ids:
-            parts.append(rows["item"].gather())
+            event_vectors.append(rows["item"].gather())
         if "user" in self._ids:
-            of_user.append(rows["user"].gather())
-        x0 = torch.cat([*parts, *(F.embedding(user, part) for part in of_user)], dim=1) * self.config.dim**0.5
+            user_vectors.append(rows["user"].gather())
+        x0 = torch.cat([*event_vectors, *(F.embedding(user, one) for one in user_vectors)], dim=1)
+        x0 = x0 * self.config.dim**0.5
         crossed = deep = x0
         for cross in self.cross:
             crossed = cross(x0, crossed)
@@ -104,6 +107,5 @@ class _Cross(nn.Module):
 
 def build_dcn(config: DCNConfig, schema: Schema, *, seed: int, dtype: torch.dtype = torch.float32) -> DCN:
     """A model whose initial dense weights are a function of the seed."""
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(mix64(seed ^ hash_text("dense")) >> 1)
+    with initial_weights(seed):
         return DCN(config, schema).to(dtype)

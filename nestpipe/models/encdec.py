@@ -1,17 +1,17 @@
-"""An encoder-decoder that generates the semantic id of the next item, steered by one instruction token.
+"""Encoder-decoder that generates the semantic id of the next item, conditioned on one instruction token.
 
-    encoder    [user], e1, e2, ... en                e = item row + its codes + behaviour + scenario + place
+    encoder    [user], e1, e2, ... en                e = item row + its codes + behaviour + scenario + position
     decoder    BOS, INSTR, s1, s2, ...               predicts  -, s1, s2, s3 ...
 
 INSTR = MLP[scenario; trigger item or default; reasoning vector or default]. In training every event of a history is a query
-for the next one and has its own instruction (`target_features`); a request has one (`sample_features`): `scenario` and `trigger`
-are ids, `reasoning` is rows of floats, and an empty row is "none", which has a learned vector.
+for the next one and has its own instruction (`target_features`). A request has one instruction (`sample_features`). `scenario`
+and `trigger` are ids, `reasoning` is rows of floats. An empty row means "none", which has a learned vector.
 
-With `igr` a history is first cut down to its newest events and those that the instruction asks for (igr.py), and only its last event
-is a query: what was chosen for it must not be seen by earlier ones, whose instructions knew less.
+With `igr` a history is reduced to its newest events and those most related to the instruction (igr.py), and only its last
+event is a query. Earlier events must not see a selection that was made for a later instruction.
 
-BOS also carries the state of the last event. Code vectors are dense parameters, because sharding them would cost an exchange per
-decoded code; rows of users and items are sharded. Losses are sums over targets, weighted by the target's behaviour.
+BOS also carries the hidden state of the last event. Code vectors are dense parameters: sharding them would cost an exchange
+per decoded code. Rows of users and items are sharded. Losses are sums over targets, weighted by the target's behaviour.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from torch.nn import functional as F
 
 from nestpipe.embedding.lookup import Lookup, Rows, TableSpec
 from nestpipe.jagged import Batch, Jagged
+from nestpipe.models.backbone import initial_weights
 from nestpipe.models.config import EncDecConfig, SASRecConfig
 from nestpipe.models.contract import Coupling, Output
 from nestpipe.models.decoder import DecoderBlock, DecoderCache, Layouts, TargetDropout
@@ -35,11 +36,11 @@ from nestpipe.models.losses import query_to_item
 from nestpipe.models.negative_sampling import group_runs
 from nestpipe.models.sasrec import SASRec
 from nestpipe.ops.attention import attention_layout
-from nestpipe.rng import Rng, hash_text, mix64, mix64_
+from nestpipe.rng import Rng, mix64_
 
 
 class SemanticIds(Protocol):
-    """The tree of legal ids, as far as a model needs it."""
+    """The part of the trie of semantic ids that a model uses."""
 
     @property
     def version(self) -> str: ...
@@ -56,12 +57,12 @@ class SemanticIds(Protocol):
 
 
 class EncDec(nn.Module):
-    """Trains every event of a history to generate the next one; generates from its last event."""
+    """Trains every event of a history to generate the next item; generates from its last event."""
 
     coupling: Coupling
 
     def __init__(self, config: EncDecConfig, ids: SemanticIds, *, max_len: int, text: Tensor | None = None):
-        """`text`: vectors [I, W] of the items' texts by catalogue position, for comparing them with instructions."""
+        """`text`: text vectors [I, W] by catalogue position, which IGR compares with instructions."""
         super().__init__()
         self.config, self.ids = config, ids
         self.coupling = "group" if config.q2i else "none"
@@ -102,7 +103,7 @@ class EncDec(nn.Module):
         self.related = nn.Parameter(torch.zeros(dim)) if self.refresh_steps else None
         self.refresh(0)
 
-    # What the engine asks for
+    # The model contract
 
     def lookups(self, batch: Batch, rng: Rng) -> dict[str, Lookup]:
         if batch.targets is None:
@@ -114,18 +115,18 @@ class EncDec(nn.Module):
 
     def weight(self, batch: Batch) -> float:
         weights = self._weights(queries_of(batch, self.config.queries))
-        return float(weights.sum(dtype=torch.float64))  # the same for any division over ranks
+        return float(weights.sum(dtype=torch.float64))  # float64: the same for any division over ranks
 
     def forward(self, rows: Mapping[str, Rows], batch: Batch, rng: Rng) -> Output:
-        asked = queries_of(batch, self.config.queries)
-        weights = self._weights(asked)
+        queries = queries_of(batch, self.config.queries)
+        weights = self._weights(queries)
         losses = self.target_losses(rows, batch, rng) * weights.unsqueeze(1)
         logs = {f"code{level}": one for level, one in enumerate(losses.detach().sum(0).unbind())}
         total = losses.sum()
         if self.config.q2i:
-            near = self._query_to_item(batch, asked, weights.to(losses.dtype), rng)
-            logs["q2i"] = near.detach()
-            total = total + self.config.q2i * near
+            q2i = self._query_to_item(batch, queries, weights.to(losses.dtype), rng)
+            logs["q2i"] = q2i.detach()
+            total = total + self.config.q2i * q2i
         return Output(total, logs)
 
     @torch.no_grad()
@@ -138,8 +139,8 @@ class EncDec(nn.Module):
             return batch
         given: Mapping[str, Jagged] = batch.sample_features
         if batch.targets is not None:
-            asked = queries_of(batch, "last")
-            given = asked.of_samples(asked.instructions(self.config.reasoning_dropout, rng))
+            queries = queries_of(batch, "last")
+            given = queries.of_samples(queries.instructions(self.config.reasoning_dropout, rng))
         triggers = given["trigger"].values if "trigger" in given else batch.items.values[:0]
         positions = self.ids.positions(batch.items.values)
         return self.igr.select(batch, given, positions, self.ids.positions(triggers), rng)
@@ -147,21 +148,21 @@ class EncDec(nn.Module):
     # Training
 
     def target_losses(self, rows: Mapping[str, Rows], batch: Batch, rng: Rng | None) -> Tensor:
-        """The loss of each code of each target, [T, levels]; without smoothing their sum is -log p(item)."""
-        asked = queries_of(batch, self.config.queries)
-        positions = self.ids.positions(asked.targets)
+        """Loss per target and code, [T, levels]; without label smoothing the sum over levels is -log p(item)."""
+        queries = queries_of(batch, self.config.queries)
+        positions = self.ids.positions(queries.targets)
         codes = self.ids.item_codes.index_select(0, positions)
         memory, keys = self._memory(rows, batch, rng)
         states = memory if keys is batch.items else memory.index_select(0, _without_first(keys))
         if self.config.queries == "last":
-            states = states.index_select(0, asked.events)
-        drop = TargetDropout(self.config.dropout, asked.samples, asked.places, self.num_tokens, rng)
-        token = self._instruction(rows, asked.instructions(self.config.reasoning_dropout, rng), len(codes))
+            states = states.index_select(0, queries.events)
+        drop = TargetDropout(self.config.dropout, queries.samples, queries.places, self.num_tokens, rng)
+        token = self._instruction(rows, queries.instructions(self.config.reasoning_dropout, rng), len(codes))
         x = drop(self._tokens(states, token, codes), "decoder")
         num = torch.full((len(codes),), self.num_tokens, dtype=torch.int64)
         tokens = Jagged(torch.empty(len(codes) * self.num_tokens), F.pad(num.cumsum(0), (1, 0)), self.num_tokens)
         layouts = Layouts(
-            attention_layout(tokens, num_buckets=0), attention_layout(asked.rows, keys=keys, num_buckets=0)
+            attention_layout(tokens, num_buckets=0), attention_layout(queries.rows, keys=keys, num_buckets=0)
         )
         for number, block in enumerate(self.blocks):
             x = block(x, memory, layouts, drop, f"decoder{number}")
@@ -170,7 +171,7 @@ class EncDec(nn.Module):
         return torch.stack([self._loss(hidden[:, level], level, codes, nodes) for level in range(codes.shape[1])], 1)
 
     def _loss(self, hidden: Tensor, level: int, codes: Tensor, nodes: Tensor) -> Tensor:
-        """-log of the probability of the right code [T], smoothed over the codes it is compared with."""
+        """Cross-entropy [T] of the target code, with label smoothing over the codes of the softmax."""
         scores = self.heads[level](hidden)
         if self.config.softmax == "legal":
             before = nodes[:, level - 1] if level else torch.zeros(len(codes), dtype=torch.int64)
@@ -189,25 +190,25 @@ class EncDec(nn.Module):
         return loss
 
     def with_prefixes(self, scores: Tensor, hidden: Tensor, level: int, children: Tensor, places: Tensor) -> Tensor:
-        """Scores [n, codes] with those of the children's own vectors, each at its place."""
-        if not (self.config.prefix_vectors and level):  # a first code is the whole prefix
+        """Scores [n, codes] plus those of the prefix vectors; `places` are the flat indices of the children."""
+        if not (self.config.prefix_vectors and level):  # at level 0 the code is the whole prefix
             return scores
-        asked = hidden.index_select(0, places // scores.shape[1])
+        query = hidden.index_select(0, places // scores.shape[1])
         vectors = self.prefixes[level - 1]
         rows = mix64_(self.ids.prefixes(level, children)).remainder_(len(vectors))
-        own = (asked * F.embedding(rows, vectors)).sum(1)
-        return scores.flatten().index_add(0, places, own).view_as(scores)
+        added = (query * F.embedding(rows, vectors)).sum(1)
+        return scores.flatten().index_add(0, places, added).view_as(scores)
 
     # Generation
 
     def encoded(self, rows: Mapping[str, Rows], batch: Batch) -> tuple[Tensor, Jagged]:
-        """What the encoder makes of the histories of some requests, [M, D], and its tokens as rows; no instruction is in it."""
+        """Encoder output [M, D] of the histories, and its tokens as rows; independent of the instructions."""
         return self._memory(rows, batch, None)
 
     def decoding(
         self, rows: Mapping[str, Rows], batch: Batch, encoded: tuple[Tensor, Jagged] | None = None
     ) -> Decoding:
-        """The requests of a batch, ready to be decoded; histories that are encoded already need no rows."""
+        """The decoder state of the requests of a batch; with `encoded` (from `encoded()`), history rows are not needed."""
         memory, keys = self._memory(rows, batch, None) if encoded is None else encoded
         last = (keys.offsets[1:] - 1).clamp(min=0)
         padded = torch.cat([memory, memory.new_zeros(1, memory.shape[1])])
@@ -215,51 +216,53 @@ class EncDec(nn.Module):
         token = self._instruction(rows, batch.sample_features, batch.num_samples)
         return Decoding(self, DecoderCache(self.blocks, memory, keys), self._tokens(state, token, None), token)
 
-    # Parts
+    # Shared by training and generation
 
     def _lookups(self, batch: Batch, instructions: Mapping[str, Jagged]) -> dict[str, Lookup]:
-        found = {}
+        lookups = {}
         if self.config.item_rows:
-            found["history"] = Lookup(table="item", ids=batch.items.values)
+            lookups["history"] = Lookup(table="item", ids=batch.items.values)
         if self.config.user_rows:
-            found["user"] = Lookup(table="user", ids=batch.sample_features["user"].values)
+            lookups["user"] = Lookup(table="user", ids=batch.sample_features["user"].values)
         if self.config.item_rows and "trigger" in instructions and self.config.placement != "none":
-            found["trigger"] = Lookup(table="item", ids=instructions["trigger"].values)
-        return found
+            lookups["trigger"] = Lookup(table="item", ids=instructions["trigger"].values)
+        return lookups
 
-    def _query_to_item(self, batch: Batch, asked: Queries, weights: Tensor, rng: Rng) -> Tensor:
-        """The Q2I loss, times the weight of each group."""
+    def _query_to_item(self, batch: Batch, queries: Queries, weights: Tensor, rng: Rng) -> Tensor:
+        """The Q2I loss, weighted by group."""
         assert self.igr is not None
-        given = asked.instructions(self.config.reasoning_dropout, rng)
-        triggers = self.ids.positions(given["trigger"].values if "trigger" in given else asked.targets[:0])
+        given = queries.instructions(self.config.reasoning_dropout, rng)
+        triggers = self.ids.positions(given["trigger"].values if "trigger" in given else queries.targets[:0])
         at_trigger = self.igr.vectors(triggers, self._code_vectors(triggers)).detach()
-        positions = self.ids.positions(asked.targets)
+        positions = self.ids.positions(queries.targets)
         return query_to_item(
             self.igr.ask(given, at_trigger, len(positions)),
             self.igr.vectors(positions, self._code_vectors(positions)),
             weights,
             same_instructions(given, len(positions)),
-            group_runs(batch, asked.rows)[0],
-            spread=self.config.q2i_spread,
-            apart=self.config.q2i_apart,
+            group_runs(batch, queries.rows)[0],
+            variance_weight=self.config.q2i_variance,
+            orthogonality_weight=self.config.q2i_orthogonality,
         )
 
     def _code_vectors(self, positions: Tensor) -> Tensor:
-        """The sums [n, D] of items' code vectors."""
+        """Sums [n, D] of the code vectors of items."""
         codes = self.ids.item_codes.index_select(0, positions)
         return torch.stack([F.embedding(codes[:, level], one) for level, one in enumerate(self.codes)]).sum(0)
 
     def _item_vectors(self, rows: Rows | None, ids: Tensor) -> Tensor:
-        """Vectors [n, D] of items: the sum of their codes, and their own rows."""
+        """Item vectors [n, D]: the sum of their code vectors, plus their own rows."""
         vectors = self._code_vectors(self.ids.positions(ids))
         return vectors if rows is None else vectors + rows.gather()
 
     def _memory(self, rows: Mapping[str, Rows], batch: Batch, rng: Rng | None) -> tuple[Tensor, Jagged]:
-        """What the encoder makes of each token [M, D], and the tokens as rows."""
+        """Encoder output [M, D], and the encoder's tokens as rows."""
         vectors = self._item_vectors(rows.get("history"), batch.items.values)
         if self.related is not None:
-            place_from_end = batch.items.lengths().index_select(0, batch.items.row_of_value()) - batch.items.positions()
-            vectors = vectors + (place_from_end > self.config.igr_recent).unsqueeze(1) * self.related
+            distance_from_end = (
+                batch.items.lengths().index_select(0, batch.items.row_of_value()) - batch.items.positions()
+            )
+            vectors = vectors + (distance_from_end > self.config.igr_recent).unsqueeze(1) * self.related
         if self.config.behaviour:
             vectors = vectors + F.embedding(self._levels(batch.event_features[self.config.behaviour]), self.behaviour)
         if self.config.num_scenarios and "scenario" in batch.event_features:
@@ -282,7 +285,7 @@ class EncDec(nn.Module):
         return token
 
     def _tokens(self, states: Tensor, token: Tensor | None, codes: Tensor | None) -> Tensor:
-        """The decoder's tokens [n, P, D] before its blocks; without codes those before the first code."""
+        """Input tokens of the decoder [n, P, D]; without codes only those before the first code."""
         first = self.begin + self.state(states)
         match self.config.placement:
             case "none":
@@ -299,24 +302,24 @@ class EncDec(nn.Module):
         return stacked + self.place[: stacked.shape[1]]
 
     def code_token(self, level: int, codes: Tensor, token: Tensor | None) -> Tensor:
-        """The tokens [n, D] of codes [n] of a level."""
+        """Input tokens [n, D] of codes [n] of a level."""
         vectors = F.embedding(codes, self.decode_codes[level])
         return vectors + token if token is not None and self.config.placement == "all" else vectors
 
-    def _weights(self, asked: Queries) -> Tensor:
+    def _weights(self, queries: Queries) -> Tensor:
         """The weight of each target, [T]."""
         if not self.config.behaviour:
-            return torch.ones(len(asked.events))
-        levels = self._levels(asked.given[self.config.behaviour])
+            return torch.ones(len(queries.events))
+        levels = self._levels(queries.given[self.config.behaviour])
         return torch.tensor(self.config.behaviour_weights).index_select(0, levels)
 
     def _levels(self, behaviour: Jagged) -> Tensor:
-        """Levels of a behaviour; an unobserved one counts as the first."""
+        """Levels of a behaviour; an unobserved one counts as level 0."""
         return behaviour.values.nan_to_num(0.0).to(torch.int64)
 
 
 class Decoding:
-    """Requests on their way through the levels; the decoder that `instruct.beam.search` drives."""
+    """Decoder state of requests; the `Decoder` of generative/beam.py."""
 
     def __init__(self, model: EncDec, cache: DecoderCache, prefix: Tensor, token: Tensor | None):
         self._model, self._cache, self._prefix, self._token = model, cache, prefix, token
@@ -352,13 +355,13 @@ class Decoding:
 
 
 def _with_first(rows: Jagged) -> Jagged:
-    """Rows with one more value in front."""
+    """Rows with one value more at the front."""
     offsets = rows.offsets + torch.arange(len(rows.offsets))
     return Jagged(torch.zeros(int(offsets[-1]), dtype=torch.int64), offsets, rows.max_len + 1)
 
 
 def _without_first(rows: Jagged) -> Tensor:
-    """The places of all values but the first of each row."""
+    """Indices of all values but the first of each row."""
     return (rows.positions() > 0).nonzero().flatten()
 
 
@@ -372,6 +375,5 @@ def build_encdec(
     text: Tensor | None = None,
 ) -> EncDec:
     """A model whose initial dense weights are a function of the seed."""
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(mix64(seed ^ hash_text("dense")) >> 1)
+    with initial_weights(seed):
         return EncDec(config, ids, max_len=max_len, text=text).to(dtype)

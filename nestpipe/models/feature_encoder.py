@@ -1,7 +1,7 @@
-"""Declared features as vectors: ids by their rows, numbers and vectors by a linear map.
+"""Encodes declared features as vectors: ids by embedding lookup, numbers and vectors by one linear map.
 
-A feature has a table of its own, `feature_NAME`; everything that reads the feature shares it. One `Features` module
-belongs to one scope of use (history, candidate, user), whose name distinguishes its lookups.
+Each id feature has a table, `feature_NAME`, which all its readers share. A `FeatureEncoder` belongs to one use (history,
+candidate, user); the name of the use is the prefix of its lookups.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from nestpipe.jagged import Jagged
 
 
 def is_looked_up(feature: Feature) -> bool:
-    """Whether the feature has rows in a table; else it is one or more floats."""
+    """Whether the feature is an embedding lookup; otherwise it is one or more floats."""
     return feature.kind in {"id", "ids"} or feature.transform == "bucketise"
 
 
 def feature_tables(features: Iterable[Feature], dim: int) -> tuple[TableSpec, ...]:
-    """The tables of some features."""
+    """The tables of those features that are looked up."""
     return tuple(TableSpec(name=_table(feature), dim=dim) for feature in features if is_looked_up(feature))
 
 
 class FeatureEncoder(nn.Module):
-    """Vectors of the features of one scope of use."""
+    """Vectors of the features of one use."""
 
     def __init__(self, use: str, features: Iterable[Feature], *, dim: int):
         super().__init__()
@@ -39,19 +39,19 @@ class FeatureEncoder(nn.Module):
         self.floats = nn.Linear(self.num_floats, dim, bias=False) if self._floats else None
 
     @property
-    def num_parts(self) -> int:
+    def num_vectors(self) -> int:
         return len(self._ids) + (self.floats is not None)
 
     def lookups(self, given: Mapping[str, Jagged]) -> dict[str, Lookup]:
         return {f"{self._use}/{feature.name}": _lookup(feature, given) for feature in self._ids}
 
-    def parts(self, rows: Mapping[str, Rows], given: Mapping[str, Jagged]) -> list[Tensor]:
-        """One vector [n, D] per row of the features: one for each id feature, one for all floats together."""
-        found = [rows[f"{self._use}/{feature.name}"].gather() for feature in self._ids]
+    def vectors(self, rows: Mapping[str, Rows], given: Mapping[str, Jagged]) -> list[Tensor]:
+        """Vectors [n, D]: one for each id feature, and one for all floats together."""
+        vectors = [rows[f"{self._use}/{feature.name}"].gather() for feature in self._ids]
         if self.floats is not None:
             columns = [given[feature.name].values.reshape(-1, feature.dim or 1) for feature in self._floats]
-            found.append(self.floats(torch.cat(columns, dim=1).to(self.floats.weight.dtype)))
-        return found
+            vectors.append(self.floats(torch.cat(columns, dim=1).to(self.floats.weight.dtype)))
+        return vectors
 
 
 def _lookup(feature: Feature, given: Mapping[str, Jagged]) -> Lookup:

@@ -5,8 +5,8 @@
     X1 = W_0 dropout(U · RMSNorm(O)) + b + X
     Y  = X1 + W_3 dropout(silu(RMSNorm(X1) W_1) · (RMSNorm(X1) W_2))
 
-b_time is a table by time bucket, or FuXi-gamma's alpha · gamma^(T^beta) with T the seconds between, which reads no table.
-N is the configured maximum length, a constant, so that a user's result does not depend on the batch.
+b_time is a table by time bucket, or FuXi-gamma's alpha · gamma^(T^beta) with T in seconds, which needs no table.
+N is the configured maximum length. It is a constant, so a user's result does not depend on the batch.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from torch.nn import functional as F
 
 from nestpipe.jagged import Batch
 from nestpipe.models.backbone import InputLayer, TokenDropout
-from nestpipe.models.config import FuXiConfig
+from nestpipe.models.config import FuXiConfig, RankingConfig
+from nestpipe.models.hstu import NORM_EPS, HSTUUnit, Projected
 from nestpipe.ops.attention import Bias, Layout, attention_layout, jagged_attention
 from nestpipe.rng import Rng
 
-NUM_CHANNELS = 3
-_NORM_EPS = 1e-6
-# Raw values of alpha, rate and beta: an event of a day ago weighs about half of a fresh one, one of a year ago a thirtieth.
+_NUM_CHANNELS = 3
+# Raw values of alpha, rate and beta: the weight of an event halves after about a day and falls to 1/30 after a year.
 _DECAY_START = (0.02, -3.9, -0.85)
 
 
@@ -57,7 +57,7 @@ class _FuXiUnit(nn.Module):
         super().__init__()
         self.num_heads, self.max_len = config.num_heads, max_len
         values, keys = config.v_dim * config.num_heads, config.qk_dim * config.num_heads
-        self.widths = [NUM_CHANNELS * values, values, keys, keys]
+        self.widths = [_NUM_CHANNELS * values, values, keys, keys]
         hidden = config.hidden_dim or config.dim
         self.uvqk = nn.Parameter(torch.empty(config.dim, sum(self.widths)))
         self.position = nn.Parameter(torch.empty(max_len))
@@ -84,7 +84,7 @@ class _FuXiUnit(nn.Module):
         if not self.by_decay:
             return Bias(position=self.position, time=self.time, mode="channel")
         alpha, rate, beta = self.time.unbind()
-        # gamma = exp(-rate) stays in (0, 1) and beta too, whatever is learned.
+        # gamma = exp(-softplus(rate)) and sigmoid(beta) stay in (0, 1).
         decay = torch.stack([alpha, F.softplus(rate), torch.sigmoid(beta)])
         return Bias(position=self.position, decay=decay, mode="channel")
 
@@ -96,4 +96,35 @@ def _time_parameter(config: FuXiConfig) -> nn.Parameter:
 
 
 def _normed(x: Tensor) -> Tensor:
-    return F.rms_norm(x, x.shape[1:], eps=_NORM_EPS)
+    return F.rms_norm(x, x.shape[1:], eps=NORM_EPS)
+
+
+class FuXiRankingUnit(HSTUUnit):
+    """FuXi-alpha for ranking models: an attention matrix each for content, position and time; then SwiGLU."""
+
+    num_channels = _NUM_CHANNELS
+
+    def __init__(self, config: RankingConfig, max_len: int, *, num_positions: int):
+        super().__init__(config, max_len, num_positions=num_positions)
+        self.ffn_gate = nn.Linear(config.dim, config.ffn_dim, bias=False)
+        self.ffn_up = nn.Linear(config.dim, config.ffn_dim, bias=False)
+        self.ffn_down = nn.Linear(config.ffn_dim, config.dim, bias=False)
+
+    def finish(self, x: Tensor, gate: Tensor, attended: Tensor, drop: TokenDropout, site: str) -> Tensor:
+        x = super().finish(x, gate, attended, drop, site)
+        normed = self.normalise(x)
+        hidden = F.silu(self.ffn_gate(normed)) * self.ffn_up(normed)
+        return torch.add(x, self.ffn_down(drop(hidden, f"{site}/feed")))
+
+    def normalise(self, x: Tensor) -> Tensor:
+        return _normed(x)
+
+    def _bias(self, position: Tensor) -> Bias:
+        return Bias(position=position, time=self.time, mode="channel")
+
+    def _attend_self(self, candidate: Projected, *, timed: bool) -> Tensor:
+        """The contribution [n, channels, H, V] of a candidate's own key."""
+        content = F.silu((candidate.q * candidate.k).sum(2)) / self.norm
+        position = self.position[0].expand_as(content)
+        time = (self.time[0] if timed else self.time.new_zeros(())).expand_as(content)
+        return torch.stack([content, position, time], dim=1).unsqueeze(3) * candidate.v.unsqueeze(1)

@@ -1,11 +1,11 @@
-"""Labels as tasks: one score each from a state, its loss, and the prediction that the score means.
+"""Prediction heads: one score per label from a hidden state, with its loss and its prediction.
 
     binary      P(1) = sigmoid(score)
     ordinal     P(level > k) = sigmoid(score - cut_k) with rising cuts; the prediction is the expected level
     regression  the score itself, squared error
 
-A label that is unobserved (NaN) adds nothing. The loss is a sum; `weight` is what it is divided by: the weights of all
-observed labels, so the result is a weighted mean, however events are spread over batches and ranks.
+An unobserved label (NaN) adds nothing to the loss. The loss is a sum, and `weight` is the total weight of the observed labels.
+Their quotient is the weighted mean, for any distribution of events over batches and ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class LabelHeads(nn.Module):
         super().__init__()
         self.labels = tuple(labels)
         self.up, self.down = nn.Linear(dim, hidden), nn.Linear(hidden, len(self.labels))
-        # Cuts rise by steps of softplus; these start values are 1 apart around 0.
+        # The differences of cuts are softplus values, so cuts rise; initially they are 1 apart and centred at 0.
         self.cuts = nn.ParameterDict(
             {
                 label.name: nn.Parameter(_start_cuts(label.num_levels))
@@ -42,45 +42,45 @@ class LabelHeads(nn.Module):
         return scores
 
     def weight(self, given: Mapping[str, Jagged]) -> float:
-        """The weights of all observed labels together."""
+        """The total weight of the observed labels."""
         return sum(float(_weights(label, given).sum(dtype=torch.float64)) for label in self.labels)
 
     def loss(self, scores: Tensor, given: Mapping[str, Jagged]) -> tuple[Tensor, dict[str, Tensor]]:
-        """The weighted sum over all labels, and its share of each label."""
-        parts = {}
+        """The weighted sum over all labels, and the sum of each label."""
+        sums = {}
         for column, label in enumerate(self.labels):
-            answers = given[label.name].values.to(scores.dtype)
+            values = given[label.name].values.to(scores.dtype)
             weights = _weights(label, given).to(scores.dtype)
-            one = self._loss(label, scores[:, column], torch.nan_to_num(answers))
-            parts[f"loss/{label.name}"] = (one * weights).sum()
-        total = torch.stack(list(parts.values())).sum()
-        return total, {name: part.detach() for name, part in parts.items()}
+            losses = self._loss(label, scores[:, column], torch.nan_to_num(values))
+            sums[f"loss/{label.name}"] = (losses * weights).sum()
+        total = torch.stack(list(sums.values())).sum()
+        return total, {name: one.detach() for name, one in sums.items()}
 
     def predict(self, scores: Tensor) -> Tensor:
-        """What the scores [n, labels] say: a probability, an expected level from 0, or a number."""
-        found = []
+        """Predictions from scores [n, labels]: a probability, an expected level (from 0), or a number."""
+        predictions = []
         for column, label in enumerate(self.labels):
             score = scores[:, column]
             match label.kind:
                 case "binary":
-                    found.append(torch.sigmoid(score))
+                    predictions.append(torch.sigmoid(score))
                 case "ordinal":
-                    found.append(torch.sigmoid(self._above(label, score)).sum(1))
+                    predictions.append(torch.sigmoid(self._above(label, score)).sum(1))
                 case "regression":
-                    found.append(score)
-        return torch.stack(found, dim=1)
+                    predictions.append(score)
+        return torch.stack(predictions, dim=1)
 
-    def _loss(self, label: Label, scores: Tensor, answers: Tensor) -> Tensor:
+    def _loss(self, label: Label, scores: Tensor, values: Tensor) -> Tensor:
         """One loss [n] per event."""
         match label.kind:
             case "binary":
-                return F.binary_cross_entropy_with_logits(scores, answers, reduction="none")
+                return F.binary_cross_entropy_with_logits(scores, values, reduction="none")
             case "ordinal":
-                levels = torch.arange(label.num_levels - 1, dtype=answers.dtype)
-                above = (answers.unsqueeze(1) > levels).to(scores.dtype)
+                levels = torch.arange(label.num_levels - 1, dtype=values.dtype)
+                above = (values.unsqueeze(1) > levels).to(scores.dtype)
                 return F.binary_cross_entropy_with_logits(self._above(label, scores), above, reduction="none").sum(1)
             case "regression":
-                return (scores - answers).square()
+                return (scores - values).square()
 
     def _above(self, label: Label, scores: Tensor) -> Tensor:
         """Logits [n, levels - 1] of being above each level but the highest."""
@@ -90,14 +90,14 @@ class LabelHeads(nn.Module):
 
 
 def _start_cuts(num_levels: int) -> Tensor:
-    one = torch.full((num_levels - 1,), torch.e - 1).log()  # softplus of this is 1
-    one[0] = -(num_levels - 2) / 2
-    return one
+    cuts = torch.full((num_levels - 1,), torch.e - 1).log()  # softplus of this is 1
+    cuts[0] = -(num_levels - 2) / 2
+    return cuts
 
 
 def _weights(label: Label, given: Mapping[str, Jagged]) -> Tensor:
     """The weight [n] of the label at each event; 0 where it is unobserved."""
-    answers = given[label.name].values
+    values = given[label.name].values
     own = given.get(f"{label.name}.weights")
-    weights = torch.ones_like(answers) if own is None else own.values
-    return (weights * label.weight).masked_fill(answers.isnan(), 0.0)
+    weights = torch.ones_like(values) if own is None else own.values
+    return (weights * label.weight).masked_fill(values.isnan(), 0.0)

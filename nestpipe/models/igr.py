@@ -1,13 +1,15 @@
-"""Which events of a long history a request needs: those that its instruction asks for (IGR, instruction-guided retrieval).
+"""IGR, instruction-guided retrieval: selects the events of a long history that are related to the instruction.
 
     q = norm(psi_q[scenario; trigger; reasoning])      h = norm(psi_i[codes; text])
-    kept of each history = the newest `recent` events, and of those before the best `related` by q·h (ties: the newer), in time order
+    selected = the newest `recent` events, and of the earlier ones the top `related` by q·h (ties: the newer), in time order
 
-Selection comes before a batch's rows are asked for, so the rest of the history costs nothing. It runs while earlier batches train,
-hence with a snapshot of psi_q and of all h that is frozen for a number of steps, taken between batches and saved with the
-checkpoint: what is selected depends on the step alone, not on how batches overlap. An item's h is made of dense parameters (its
-codes) and its text, so a snapshot needs no exchange. No gradient flows through a selection; psi_q and psi_i learn by the Q2I loss
-(losses.py). Where texts and reasoning come from one encoder, q·h starts as the likeness of the texts.
+Events are selected before the rows of a batch are looked up, so the rest of the history costs nothing. Selection of a batch
+runs while earlier batches train. Therefore it uses a snapshot of psi_q and of all h, which is refreshed between batches every
+few steps and saved in the checkpoint: the selection depends on the step alone, not on how batches overlap. An item's h is
+computed from dense parameters (its codes) and its text, so a snapshot needs no exchange.
+
+No gradient flows through the selection; psi_q and psi_i learn from the Q2I loss (losses.py). If texts and reasoning come from
+one encoder, q·h is initially the similarity of the texts.
 """
 
 from __future__ import annotations
@@ -28,29 +30,31 @@ _FROZEN = "frozen_"
 
 
 class IgrQuery(nn.Module):
-    """psi_q: what an instruction asks for."""
+    """psi_q: instructions as unit vectors."""
 
     def __init__(self, config: EncDecConfig):
         super().__init__()
         width = config.igr_dim
         self.scenario = nn.Parameter(torch.empty(config.num_scenarios + 1, width).normal_(std=width**-0.5))
-        # Not zero: the direction of nothing has no gradient that is finite.
+        # Not zero: normalising a zero vector has no finite gradient.
         self.no_trigger = nn.Parameter(torch.empty(width).normal_(std=0.02))
         self.no_reasoning = nn.Parameter(torch.empty(width).normal_(std=0.02))
         self.trigger = nn.Linear(width, width, bias=False)
         self.reasoning = nn.Linear(config.reasoning_dim, width, bias=False) if config.reasoning_dim else None
         self.up, self.down = nn.Linear(3 * width, 2 * width), nn.Linear(2 * width, width)
-        nn.init.eye_(self.trigger.weight)  # before anything is learned, related is what is like the trigger
+        nn.init.eye_(self.trigger.weight)  # initially, related events are those similar to the trigger
         nn.init.zeros_(self.down.weight)
         nn.init.zeros_(self.down.bias)
 
     def forward(self, given: Mapping[str, Jagged], triggers: Tensor, num_rows: int) -> Tensor:
-        """Unit vectors [n, E]; `triggers` are the h of the trigger items there are."""
-        return asked_for(dict(self.named_parameters()), given, triggers, num_rows)
+        """Unit vectors [n, E]; `triggers` are the h of those rows that have a trigger item."""
+        return instruction_vectors(dict(self.named_parameters()), given, triggers, num_rows)
 
 
-def asked_for(weights: Mapping[str, Tensor], given: Mapping[str, Jagged], triggers: Tensor, num_rows: int) -> Tensor:
-    """psi_q with these weights. A function of them: the thread that selects must not touch a module that another one trains."""
+def instruction_vectors(
+    weights: Mapping[str, Tensor], given: Mapping[str, Jagged], triggers: Tensor, num_rows: int
+) -> Tensor:
+    """psi_q as a function of its weights: the thread that selects must not read a module that another thread trains."""
     numbers = torch.zeros(num_rows, dtype=torch.int64)
     if "scenario" in given:
         numbers = numbers.index_copy(0, given["scenario"].row_of_value(), given["scenario"].values + 1)
@@ -69,10 +73,10 @@ def asked_for(weights: Mapping[str, Tensor], given: Mapping[str, Jagged], trigge
 
 
 class Igr(nn.Module):
-    """Instructions and items as unit vectors of one space, and what is selected by them."""
+    """Instructions and items as unit vectors of one space, and the selection of events by their dot product."""
 
     items: Tensor  # the snapshot's h [I, E] by catalogue position
-    version: Tensor  # [1] the step that the snapshot was taken at
+    version: Tensor  # [1] the step of the snapshot
     text: Tensor  # vectors [I, text] of the items' texts; no columns if there are none
 
     def __init__(self, config: EncDecConfig, text: Tensor | None, num_items: int):
@@ -91,7 +95,7 @@ class Igr(nn.Module):
         self.register_buffer("version", torch.zeros(1, dtype=torch.int64))
 
     def vectors(self, positions: Tensor, codes: Tensor) -> Tensor:
-        """h [n, E] of items, by position and by the sum of their code vectors [n, D], which get no gradient."""
+        """h [n, E] of items, from catalogue positions and sums of code vectors [n, D], which get no gradient."""
         text = self.text.index_select(0, positions).to(codes.dtype)
         return F.normalize(self.item(torch.cat([codes.detach(), text], 1)), dim=1, eps=1e-6)
 
@@ -107,33 +111,38 @@ class Igr(nn.Module):
     def select(
         self, batch: Batch, given: Mapping[str, Jagged], positions: Tensor, triggers: Tensor, rng: Rng | None
     ) -> Batch:
-        """The batch with the kept events only; `given` has the instruction of each sample, positions are in the catalogue."""
+        """The batch with the selected events only.
+
+        `given` has the instruction of each sample; `positions` and `triggers` are catalogue positions.
+        """
         rows, places = batch.items.row_of_value(), batch.items.positions()
         lengths = batch.items.lengths()
         recent = places >= (lengths - self.config.igr_recent).index_select(0, rows)
         match self.config.igr:
             case "query":
-                asked = self._frozen_queries(given, triggers, batch.num_samples)
-                scores = (asked.index_select(0, rows) * self.items.double().index_select(0, positions)).sum(1)
+                queries = self._frozen_queries(given, triggers, batch.num_samples)
+                scores = (queries.index_select(0, rows) * self.items.double().index_select(0, positions)).sum(1)
             case "random":
                 keys = (rng or Rng(0, 0)).keys("igr", batch.sample_of_token(), places)
                 scores = lanes16(keys, 1).flatten().double()
             case _:
                 scores = places.double()
-        return keep_events(batch, recent | best(scores.masked_fill(recent, -torch.inf), rows, self.config.igr_related))
+        return keep_events(
+            batch, recent | top_of_rows(scores.masked_fill(recent, -torch.inf), rows, self.config.igr_related)
+        )
 
     def _frozen_queries(self, given: Mapping[str, Jagged], triggers: Tensor, num_rows: int) -> Tensor:
-        # In double precision, so that the order of scores does not depend on who else is in the batch.
+        # In double precision, so that the order of scores does not depend on the other samples of the batch.
         frozen = {
             name: cast(Tensor, getattr(self, _FROZEN + name.replace(".", "_"))).double()
             for name, _ in self.ask.named_parameters()
         }
         vectors = self.items.double().index_select(0, triggers)
-        return asked_for(frozen, given, vectors, num_rows)
+        return instruction_vectors(frozen, given, vectors, num_rows)
 
 
-def best(scores: Tensor, rows: Tensor, num: int) -> Tensor:
-    """Which values [T] are among the `num` best of their row, finite ones only; of equal ones the later."""
+def top_of_rows(scores: Tensor, rows: Tensor, num: int) -> Tensor:
+    """Mask [T] of the top `num` finite values of each row; ties go to the later."""
     order = torch.arange(len(scores) - 1, -1, -1)
     order = order[scores[order].argsort(descending=True, stable=True)]
     order = order[rows[order].argsort(stable=True)]
@@ -144,7 +153,7 @@ def best(scores: Tensor, rows: Tensor, num: int) -> Tensor:
 
 
 def same_instructions(given: Mapping[str, Jagged], num_rows: int) -> Tensor:
-    """Numbers [n] that are equal where scenario, trigger and reasoning are."""
+    """Numbers [n] that are equal exactly where scenario, trigger and reasoning are equal."""
     columns = []
     for name in ("scenario", "trigger", "reasoning"):
         if name in given:
@@ -159,7 +168,7 @@ def same_instructions(given: Mapping[str, Jagged], num_rows: int) -> Tensor:
 
 
 def keep_events(batch: Batch, keep: Tensor) -> Batch:
-    """The same samples with some of their events [T] only, in the order they had."""
+    """The samples with only the events of the mask [T], in their order."""
     places = keep.nonzero().flatten()
     counts = torch.zeros(batch.num_samples, dtype=torch.int64)
     counts.index_add_(0, batch.items.row_of_value(), keep.to(torch.int64))

@@ -1,4 +1,4 @@
-"""The instruction token, and which events of a batch are queries that have one."""
+"""The instruction token, and the queries of a batch: the events that are trained, each with its instruction."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from nestpipe.rng import Rng, lanes16
 
 
 class InstructionEncoder(nn.Module):
-    """The instruction token of each row of some features."""
+    """Encodes instructions (scenario, trigger item, reasoning vector) as one token each."""
 
     def __init__(self, config: EncDecConfig):
         super().__init__()
@@ -28,12 +28,12 @@ class InstructionEncoder(nn.Module):
         self.up, self.down = nn.Linear(3 * dim, 2 * dim), nn.Linear(2 * dim, dim)
 
     def forward(self, given: Mapping[str, Jagged], triggers: Tensor, num_rows: int) -> Tensor:
-        """Tokens [n, D]; `triggers` are the vectors of the trigger items there are."""
+        """Tokens [n, D]; `triggers` are the item vectors of those rows that have a trigger."""
         scenario = torch.zeros(num_rows, dtype=torch.int64)
         if "scenario" in given:
             rows = given["scenario"]
             scenario = scenario.index_copy(0, rows.row_of_value(), rows.values + 1)
-        parts = [F.embedding(scenario, self.scenario)]
+        scenarios = F.embedding(scenario, self.scenario)
         trigger = self.no_trigger.expand(num_rows, -1)
         if "trigger" in given:
             trigger = trigger.index_copy(0, given["trigger"].row_of_value(), triggers)
@@ -42,24 +42,24 @@ class InstructionEncoder(nn.Module):
             rows = given["reasoning"]
             known = self.reasoning(rows.values.to(self.reasoning.weight.dtype))
             reasoning = reasoning.index_copy(0, rows.row_of_value(), known)
-        hidden = F.relu(self.up(torch.cat([*parts, trigger, reasoning], 1)))
+        hidden = F.relu(self.up(torch.cat([scenarios, trigger, reasoning], 1)))
         token: Tensor = self.down(hidden)
         return token
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Queries:
-    """Events [T] that are trained, as rows of their samples, with the targets [T] and the instruction of each."""
+    """The events [T] that are trained, as rows of their samples, each with its target and instruction."""
 
     rows: Jagged
     events: Tensor
     targets: Tensor
     given: Mapping[str, Jagged]
-    samples: Tensor  # the global sample id of each
-    places: Tensor  # what tells the queries of a sample apart; does not depend on which other events were kept
+    samples: Tensor  # global sample ids [T]
+    places: Tensor  # numbers the queries of a sample; independent of which other events were selected
 
     def instructions(self, dropout: float, rng: Rng | None) -> Mapping[str, Jagged]:
-        """The instruction of each; in training some lose their reasoning, so that both states are learned."""
+        """The instructions; in training a share of them loses the reasoning, so that its absence is learned too."""
         if rng is None or not dropout or "reasoning" not in self.given:
             return self.given
         keys = rng.keys("reasoning", self.samples, self.places)
@@ -70,7 +70,7 @@ class Queries:
         return {**self.given, "reasoning": reasoning}
 
     def of_samples(self, given: Mapping[str, Jagged]) -> dict[str, Jagged]:
-        """Instructions as rows of samples, of which those without a query have none; for at most one query per sample."""
+        """Instructions as one row per sample, empty for a sample without a query; for at most one query per sample."""
         rows, zeros = self.rows.row_of_value(), torch.zeros(self.rows.num_rows, dtype=torch.int64)
         return {
             name: Jagged(one.values, offsets_of(zeros.index_copy(0, rows, one.lengths())), one.max_len)
@@ -79,7 +79,7 @@ class Queries:
 
 
 def queries_of(batch: Batch, which: Literal["all", "last"]) -> Queries:
-    """All events of a training batch, or the last of each sample that has some."""
+    """All events of a training batch, or the last event of each sample that has one."""
     if batch.targets is None:
         raise ValueError("a training batch needs targets")
     if which == "all":

@@ -1,7 +1,7 @@
-"""A user's prefix: keys and values of all events but the last, under a key that says exactly what they were made of.
+"""KV prefix: keys and values of all events of a user but the last, with a key that identifies their exact inputs.
 
-A prefix is never found by the user alone: an edited history, a window that slid, other weights, another number type or
-another model give another key, and `require` refuses what does not fit, naming the difference.
+The key is more than the user. An edited or truncated history, other weights, another dtype or another model give another key,
+and `PrefixKey.require` rejects a prefix whose key differs, naming the fields that do.
 """
 
 from __future__ import annotations
@@ -21,47 +21,47 @@ from nestpipe.jagged import Batch, Jagged
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixKey:
-    """What keys and values depend on."""
+    """Everything that the keys and values depend on."""
 
-    model: str  # its configuration
+    model: str  # digest of the model's configuration
     weights: str  # digest or name of the weights, rows included
-    schema: str  # the features it reads, with the statistics that transform them
+    schema: str  # digest of the features it reads, with the statistics that transform them
     user: int
-    digest: str  # of the exact inputs of the prefix: items, times, features, actions
+    digest: str  # of the inputs: items, times, features, actions
     length: int
-    anchor: str  # what the rows know of the request; empty unless the model is anchored
+    anchor: str  # what the rows depend on in the request; empty unless the model is anchored
     dtype: str
 
     def require(self, wanted: PrefixKey) -> None:
-        """Raises PrefixError unless this is the key that a request needs."""
+        """Raises PrefixError unless this is the wanted key."""
         if self == wanted:
             return
         have, want = dataclasses.asdict(self), dataclasses.asdict(wanted)
         names = [name for name in have if have[name] != want[name]]
-        lines = [f"{name}: kept {have[name]!r}, needed {want[name]!r}" for name in names if name != "user"]
-        lines += ["another user"] if "user" in names else []  # who it is must not reach a log
+        lines = [f"{name}: cached {have[name]!r}, needed {want[name]!r}" for name in names if name != "user"]
+        lines += ["another user"] if "user" in names else []  # user ids must not reach a log
         raise PrefixError(
-            f"the kept prefix is not that of the request; its scores would be wrong ({'; '.join(lines)}). "
-            "Fill it again, or score in full."
+            f"the cached KV prefix does not belong to the request; its scores would be wrong ({'; '.join(lines)}). "
+            "Prefill it again, or score in full."
         )
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class KVPrefix:
-    """Keys [P, H, Q] and values [P, H, V] of each block, the times [P] of the events, and how to go on from here."""
+    """Keys [P, H, Q] and values [P, H, V] of each block, the times [P] of the events, and the state to extend it."""
 
     key: PrefixKey
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
     times: Tensor | None
-    next_time: int | None  # the time for which the last row answers: that of the event behind the prefix
+    next_time: int | None  # query time of the last row: the time of the event behind the prefix
     digest: InputDigest
 
     def __post_init__(self) -> None:
         if any(len(one) != self.key.length for one in (*self.keys, *self.values)):
             raise PrefixError(
-                f"the prefix has {len(self.keys[0])} keys for {self.key.length} events; keys and values "
-                "are never sliced, because each row knows the rows before it. Fill it again from the shorter history."
+                f"the KV prefix has {len(self.keys[0])} keys for {self.key.length} events. It cannot be shortened, because "
+                "each row depends on the rows before it; prefill it again from the shorter history."
             )
 
     @property
@@ -70,13 +70,13 @@ class KVPrefix:
 
 
 class InputDigest:
-    """A running digest of events: that of a longer history goes on from that of a shorter one."""
+    """A running digest of events: `then` continues it for a longer history."""
 
     def __init__(self) -> None:
         self._hash = hashlib.blake2b(digest_size=16)
 
     def then(self, batch: Batch, row: int) -> InputDigest:
-        """The digest with the events of one sample added."""
+        """The digest after the events of one sample."""
         longer = InputDigest()
         longer._hash = self._hash.copy()
         first, last = batch.items.offsets[row : row + 2].tolist()
@@ -88,22 +88,22 @@ class InputDigest:
 
 
 def digest_of(content: object) -> str:
-    """A short digest of anything with a stable text."""
+    """A short digest of an object with a stable repr."""
     return hashlib.blake2b(repr(content).encode(), digest_size=16).hexdigest()
 
 
 def _records(batch: Batch, first: int, last: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Everything that is known of the events first .. last - 1, one after the other, as 64-bit words."""
+    """All columns of the events first .. last - 1, event by event, as 64-bit words."""
     columns: dict[str, Jagged] = {"item": _singles(batch.items)}
     if batch.times is not None and batch.query_times is not None:
         columns |= {"time": _singles(batch.times), "query_time": _singles(batch.query_times)}
     columns |= dict(sorted(batch.event_features.items()))
-    parts = [one.slice(first, last) for one in columns.values()]
-    bags = [(part.lengths().numpy(), _words(part.values)) for part in parts]
+    own = [one.slice(first, last) for one in columns.values()]
+    bags = [(one.lengths().numpy(), _words(one.values)) for one in own]
     widths = [lengths * (words.shape[1] if words.ndim > 1 else 1) + 1 for lengths, words in bags]
     out = np.empty(int(sum(width.sum() for width in widths)), dtype=np.int64)
     total = np.sum(widths, axis=0) if last > first else np.zeros(0, dtype=np.int64)
-    place = np.cumsum(total) - total  # where each event's record begins
+    place = np.cumsum(total) - total  # start of each event's record
     for (lengths, words), width in zip(bags, widths, strict=True):
         out[place] = lengths
         inside = np.arange(int((width - 1).sum())) - np.repeat(np.cumsum(width - 1) - (width - 1), width - 1)
@@ -117,11 +117,11 @@ def _singles(jagged: Jagged) -> Jagged:
 
 
 def _words(values: Tensor) -> np.ndarray[Any, Any]:
-    """The bits of values, as integers."""
+    """The values reinterpreted as integers."""
     array = values.numpy()
     return array.view(np.int32) if array.dtype == np.float32 else array
 
 
 def describe_statistics(statistics: Mapping[str, Any]) -> str:
-    """Statistics by name, in a stable order."""
+    """A stable text of the statistics, sorted by name."""
     return repr(sorted((name, repr(one)) for name, one in statistics.items()))

@@ -1,8 +1,7 @@
-"""Softmax losses as sums over tokens, in segments, so that no [T, items] tensor ever exists; sampled ones: ops/negatives.py.
-And Q2I, which brings instructions near the items they lead to.
+"""Losses, each a sum over tokens: full softmax, in-batch softmax, and Q2I (query to item). Sampled softmax: ops/negatives.py.
 
-Both softmax losses compute their gradients while they score: the gradient of a sum is the sum of the segments' gradients, so
-nothing has to be kept or scored again for backward.
+The softmax losses work in segments of tokens, so a [T, items] tensor never exists. They compute gradients in the forward
+pass: the gradient of a sum is the sum of the segments' gradients, so backward neither stores nor recomputes scores.
 
 Letters: T tokens, I items, U distinct rows, N groups, C tokens of a segment, D width.
 """
@@ -18,7 +17,7 @@ from torch.nn import functional as F
 
 from nestpipe.embedding.unique_ids import dedupe
 
-_LEAST_VARIANCE = 1e-4
+_MIN_VARIANCE = 1e-4
 
 
 def full_softmax(queries: Tensor, items: Tensor, targets: Tensor, *, segment: int) -> Tensor:
@@ -32,23 +31,30 @@ def in_batch_softmax(
 ) -> Tensor:
     """Sum over tokens of the softmax loss of a token's positive among those of all tokens of its group.
 
-    queries [T, D]; items [U, D]; positives [T] are places in `items`; log_q [T] is the log probability with which each
-    positive is drawn as a negative, which its score is corrected by; groups have the tokens between `offsets` [N + 1]. A
-    negative that is the token's own positive is left out.
+    queries [T, D]; items [U, D]; positives [T] index `items`; log_q [T] is the log probability of drawing each positive as a
+    negative (logQ correction). Group n has the tokens between offsets[n] and offsets[n + 1]. A negative that equals the token's
+    positive is left out.
     """
     loss: Tensor = _InBatch.apply(queries, items, positives, log_q, offsets, segment)  # type: ignore[no-untyped-call]
     return loss
 
 
 def query_to_item(
-    queries: Tensor, targets: Tensor, weights: Tensor, same: Tensor, offsets: Tensor, *, spread: float, apart: float
+    queries: Tensor,
+    targets: Tensor,
+    weights: Tensor,
+    same: Tensor,
+    offsets: Tensor,
+    *,
+    variance_weight: float,
+    orthogonality_weight: float,
 ) -> Tensor:
-    """Sum over groups of (weight of the group) * L_Q2I, so that divided by the weight of all it is their mean.
+    """Sum over groups of (weight of the group) * L_Q2I; divided by the total weight it is their mean.
 
-        L_Q2I = -mean q·t  -  spread * log(Var Q * Var T)  +  apart * mean over i != j of (q_i·q_j)^2
+        L_Q2I = -mean q·t  -  variance_weight * log(Var Q * Var T)  +  orthogonality_weight * mean over i != j of (q_i·q_j)^2
 
-    queries and targets [T, D] are unit vectors, Var is the biased variance summed over D and at least 1e-4. Tokens with the same
-    number in `same` [T] have one instruction: such pairs are not pushed apart. Groups are between `offsets` [N + 1].
+    queries and targets [T, D] are unit vectors. Var is the biased variance summed over D, at least 1e-4. Tokens with equal
+    numbers in `same` [T] have the same instruction; such pairs are not in the last term. Offsets [N + 1] as above.
     """
     total = queries.new_zeros(())
     for first, last in pairwise(offsets.tolist()):
@@ -58,9 +64,9 @@ def query_to_item(
         loss = -(q * t).sum(1).mean()
         for vectors in (q, t):
             variance = (vectors - vectors.mean(0)).square().mean(0).sum()
-            loss = loss - spread * variance.clamp(min=_LEAST_VARIANCE).log()
+            loss = loss - variance_weight * variance.clamp(min=_MIN_VARIANCE).log()
         other = (key.unsqueeze(1) != key).to(q.dtype)
-        loss = loss + apart * ((q @ q.T).square() * other).sum() / other.sum().clamp(min=1)
+        loss = loss + orthogonality_weight * ((q @ q.T).square() * other).sum() / other.sum().clamp(min=1)
         total = total + weights[first:last].sum() * loss
     return total
 
@@ -87,12 +93,12 @@ class _FullSoftmax(torch.autograd.Function):
         total = queries.new_zeros((), dtype=torch.float64)
         grad_queries, grad_items = torch.zeros_like(queries), torch.zeros_like(items)
         for first in range(0, len(queries), segment):
-            part, target = queries[first : first + segment], targets[first : first + segment].unsqueeze(1)
-            scores = part @ items.T
+            query, target = queries[first : first + segment], targets[first : first + segment].unsqueeze(1)
+            scores = query @ items.T
             loss, grad = _softmax_at(scores, target)
             total += loss
             torch.mm(grad, items, out=grad_queries[first : first + segment])
-            grad_items.addmm_(grad.T, part)
+            grad_items.addmm_(grad.T, query)
         ctx.save_for_backward(grad_queries, grad_items)
         return total.to(queries.dtype)
 
@@ -111,19 +117,23 @@ class _InBatch(torch.autograd.Function):
         grad_queries, grad_items = torch.zeros_like(queries), torch.zeros_like(items)
         for first, last in pairwise(offsets.tolist()):
             distinct, places = dedupe(positives[first:last])
-            some = torch.empty_like(distinct).index_copy_(0, places, torch.arange(first, last))  # a token of each
+            some = torch.empty_like(distinct).index_copy_(
+                0, places, torch.arange(first, last)
+            )  # one token per distinct positive
             counts = torch.bincount(places, minlength=len(distinct)).to(queries.dtype).log_()
             vectors, bias = items.index_select(0, distinct), counts - log_q.index_select(0, some)
             grad_vectors = torch.zeros_like(vectors)
             for start in range(first, last, segment):
-                part = slice(start, min(start + segment, last))
-                target = places[start - first : part.stop - first].unsqueeze(1)
-                scores = torch.addmm(bias, queries[part], vectors.T)
-                scores.scatter_add_(1, target, -counts.index_select(0, target.flatten()).unsqueeze(1))  # itself, once
+                own = slice(start, min(start + segment, last))
+                target = places[start - first : own.stop - first].unsqueeze(1)
+                scores = torch.addmm(bias, queries[own], vectors.T)
+                scores.scatter_add_(
+                    1, target, -counts.index_select(0, target.flatten()).unsqueeze(1)
+                )  # the positive counts once
                 loss, grad = _softmax_at(scores, target)
                 total += loss
-                torch.mm(grad, vectors, out=grad_queries[part])
-                grad_vectors.addmm_(grad.T, queries[part])
+                torch.mm(grad, vectors, out=grad_queries[own])
+                grad_vectors.addmm_(grad.T, queries[own])
             grad_items.index_add_(0, distinct, grad_vectors)
         ctx.save_for_backward(grad_queries, grad_items)
         return total.to(queries.dtype)
@@ -135,7 +145,7 @@ class _InBatch(torch.autograd.Function):
 
 
 def _softmax_at(scores: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum of -log softmax(scores [C, n]) at target [C, 1], and its gradient in the memory of the scores."""
+    """Sum of -log softmax(scores [C, n]) at target [C, 1], and its gradient, which overwrites the scores."""
     scores -= scores.amax(1, keepdim=True)
     at_target = scores.gather(1, target)
     total = scores.exp_().sum(1, keepdim=True)

@@ -1,4 +1,4 @@
-"""Which negatives a batch gets: draws that depend on (seed, step, sample, position), never on who else is in the batch."""
+"""Negative sampling. Draws depend on (seed, step, sample, position), never on the other samples of the batch."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from nestpipe.models.config import LossConfig
 from nestpipe.ops.negatives import Blocks, draw_shifts
 from nestpipe.rng import Rng, integers
 
-_NUMBERS = 2**31 - 1
+_MAX_SHIFT = 2**31 - 1
 
 
 def draw_negatives(loss: LossConfig, batch: Batch, rng: Rng, num_items: int) -> Tensor:
-    """Places in the catalogue [G, R], uniform: a block for each event, for each sample, or one for the global batch."""
+    """Uniform catalogue positions [G, R]: one block of R per event, per sample, or one for the global batch."""
     match loss.source:
         case "token":
             keys = rng.keys("negatives", batch.sample_of_token(), batch.items.positions())
@@ -26,7 +26,7 @@ def draw_negatives(loss: LossConfig, batch: Batch, rng: Rng, num_items: int) -> 
 
 
 def blocks_of(loss: LossConfig, batch: Batch, rng: Rng) -> Blocks:
-    """Which of the blocks each event is scored against."""
+    """The blocks of negatives that each event is scored against."""
     offsets = batch.items.offsets
     if loss.source == "pool":
         return Blocks.of_rows(torch.tensor([0, batch.num_tokens]))
@@ -35,19 +35,19 @@ def blocks_of(loss: LossConfig, batch: Batch, rng: Rng) -> Blocks:
     if loss.share == "none":
         return Blocks.own(batch.num_tokens)
     units, numbers = (offsets, batch.sample_ids) if loss.share == "sample" else group_runs(batch)
-    drawn = integers(rng.keys("shifts", numbers), width=loss.share_factor - 1, high=_NUMBERS)
+    drawn = integers(rng.keys("shifts", numbers), width=loss.share_factor - 1, high=_MAX_SHIFT)
     return Blocks.shifted(units, draw_shifts(drawn, units.diff()))
 
 
 def group_runs(batch: Batch, rows: Jagged | None = None) -> tuple[Tensor, Tensor]:
-    """Where the events of each declared group begin [N + 1], and the groups' numbers [N]; raises ValueError if one is torn.
+    """Event offsets of the declared groups [N + 1] and their numbers [N]; raises ValueError if a group is not contiguous.
 
-    With `rows` (one per sample) it is where their values begin.
+    With `rows` (one per sample), the offsets are those of their values.
     """
     if batch.groups is None:
-        raise ValueError("the samples of the batch have no groups; set --data.group-size")
+        raise ValueError("the loss mixes the samples of a group, but the batch has no groups; set --data.group-size")
     numbers, counts = torch.unique_consecutive(batch.groups, return_counts=True)
     if len(numbers.unique()) < len(numbers):
-        raise ValueError("samples of one group do not stand together in the batch")
+        raise ValueError("the samples of a group are not contiguous in the batch")
     first_samples = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
     return (rows or batch.items).offsets.index_select(0, first_samples), numbers

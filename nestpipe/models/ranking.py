@@ -1,13 +1,17 @@
-"""Ranking: the labels of candidates, from a history whose events carry what the user did with them.
+"""Ranking model: predicts the labels of candidates from the user's history, in which each event carries its action.
 
-    events       item + features + action + place      see the events before them and themselves
-    candidates   item + features + user + place        see the events of the history and themselves, never each other
-    scores       one per label, from a candidate's state
+    token        input vector                          attends to
+    event        item + features + action + position   itself and earlier events
+    candidate    item + features + user + position     itself and all events, never other candidates
+    scores       one per label, from a candidate's hidden state
 
-An event is one token; its action is the sum of the vectors of its labels, so dislikes, skips and short views are told apart
-from likes. A candidate has no action: that is the question. All candidates of a request stand at one place, behind the last
-event. The divisor of attention is a constant and places count forward, so a row depends on nothing behind it but the time
-of its next event. `Ranker` builds on that to keep keys and values of all events but the last.
+The action of an event is the sum of the vectors of its label values, so the model can tell a dislike, a skip or a short view
+from a like. A candidate has no action, because the action is what is predicted. All candidates of a request have one
+position, behind the last event.
+
+Positions count from the oldest event, and the divisor of attention is a constant. So the hidden state of an event depends on
+the events up to it and on the time of the next one, and on nothing else. `Ranker` (prefix_inference.py) relies on that to
+keep keys and values of all events but the last.
 """
 
 from __future__ import annotations
@@ -22,21 +26,24 @@ from nestpipe.data.schema import Label, Schema
 from nestpipe.embedding.lookup import Lookup, Rows, TableSpec
 from nestpipe.errors import ConfigError
 from nestpipe.jagged import Batch, Jagged
-from nestpipe.models.backbone import TokenDropout
+from nestpipe.models.backbone import TokenDropout, initial_weights
 from nestpipe.models.config import RankingConfig
 from nestpipe.models.contract import Coupling, Output
 from nestpipe.models.feature_encoder import FeatureEncoder, feature_tables
+from nestpipe.models.fuxi import FuXiRankingUnit
 from nestpipe.models.heads import LabelHeads
-from nestpipe.models.ranking_units import UNITS, HSTUUnit
+from nestpipe.models.hstu import HSTUUnit
 from nestpipe.ops.attention import attention_layout
-from nestpipe.rng import Rng, hash_text, mix64
+from nestpipe.rng import Rng
+
+_UNITS: dict[str, type[HSTUUnit]] = {"hstu": HSTUUnit, "fuxi": FuXiRankingUnit}
 
 
 class Ranking(nn.Module):
     """Trains every event but the first of a window as a candidate for the history before it."""
 
     coupling: Coupling = "none"
-    anchored = False  # a model whose prefix rows depend on the request sets this: see `Ranker`
+    anchored = False  # True for a model whose prefix rows depend on the request; see prefix_inference.py
 
     def __init__(self, config: RankingConfig, schema: Schema, *, max_len: int):
         super().__init__()
@@ -49,10 +56,11 @@ class Ranking(nn.Module):
         self.candidate = FeatureEncoder("candidate", (f for f in chosen if f.scope == "item"), dim=config.dim)
         self.user = FeatureEncoder("user", (f for f in chosen if f.scope == "user"), dim=config.dim)
         self.actions = Actions(labels, dim=config.dim)
-        # As many places as there are events, and one behind them for candidates.
+        # One position per event, and one behind the last event for candidates.
         self.place = nn.Parameter(torch.empty(max_len + 1, config.dim))
         nn.init.trunc_normal_(self.place, std=config.dim**-0.5)
-        self.units = nn.ModuleList(UNITS[config.backbone](config, max_len) for _ in range(config.num_blocks))
+        unit = _UNITS[config.backbone]
+        self.units = nn.ModuleList(unit(config, max_len, num_positions=max_len + 1) for _ in range(config.num_blocks))
         self.tasks = LabelHeads(labels, dim=config.dim, hidden=config.head_dim)
         self.tables: tuple[TableSpec, ...] = (
             TableSpec(name="item", dim=config.dim),
@@ -60,7 +68,7 @@ class Ranking(nn.Module):
             *feature_tables(chosen, config.dim),
         )
 
-    # What the engine trains.
+    # Training
 
     def lookups(self, batch: Batch, rng: Rng) -> dict[str, Lookup]:
         return self.target_lookups(batch)
@@ -81,7 +89,7 @@ class Ranking(nn.Module):
         return Output(loss, logs)
 
     def target_scores(self, rows: Mapping[str, Rows], batch: Batch, rng: Rng | None) -> Tensor:
-        """Scores [T, labels] of the target of each event, as a candidate that sees the events up to that one."""
+        """Scores [T, labels] of the target of each event, as a candidate that attends to the events up to that one."""
         layout = attention_layout(
             batch.items, times=batch.times, query_times=batch.query_times, num_buckets=self.config.num_time_buckets
         )
@@ -90,15 +98,15 @@ class Ranking(nn.Module):
         events = drop(self.events(rows, batch, place), "input")
         candidates = drop(self.candidates(rows, batch.target_features, batch.sample_features, place + 1, user), "asked")
         for number, unit in enumerate(self.blocks()):
-            own, asked = unit.project(events), unit.project(candidates)
-            seen = unit.attend_next(asked, own.k, own.v, layout)
-            candidates = unit.finish(candidates, asked.gate, seen, drop, f"block{number}/asked")
-            if number + 1 < len(self.units):  # of the last block only keys and values are read
-                seen = unit.attend(own.q, own.k, own.v, layout)
-                events = unit.finish(events, own.gate, seen, drop, f"block{number}")
+            event, candidate = unit.project(events), unit.project(candidates)
+            attended = unit.attend_as_next(candidate, event.k, event.v, layout)
+            candidates = unit.finish(candidates, candidate.gate, attended, drop, f"block{number}/asked")
+            if number + 1 < len(self.units):  # the last block's event states are never read
+                attended = unit.attend(event.q, event.k, event.v, layout)
+                events = unit.finish(events, event.gate, attended, drop, f"block{number}")
         return self.score(candidates)
 
-    # What training and serving share.
+    # Shared by training and serving
 
     def blocks(self) -> list[HSTUUnit]:
         return [unit for unit in self.units if isinstance(unit, HSTUUnit)]
@@ -120,11 +128,10 @@ class Ranking(nn.Module):
         }
 
     def events(self, rows: Mapping[str, Rows], batch: Batch, place: Tensor) -> Tensor:
-        """Input vectors [T, D] of events at their places."""
-        parts = self.history.parts(rows, batch.event_features)
-        return self._input(
-            [rows["history/item"].gather(), *parts, *self.actions.parts(rows, batch.event_features)], place
-        )
+        """Input vectors [T, D] of events at their positions."""
+        features = self.history.vectors(rows, batch.event_features)
+        actions = self.actions.vectors(rows, batch.event_features)
+        return self._input([rows["history/item"].gather(), *features, *actions], place)
 
     def candidates(
         self,
@@ -134,38 +141,40 @@ class Ranking(nn.Module):
         place: Tensor,
         user: Tensor,
     ) -> Tensor:
-        """Input vectors [C, D] of candidates at their places, each for one of the users."""
-        parts = [rows["candidate/item"].gather(), *self.candidate.parts(rows, features)]
-        parts += [F.embedding(user, part) for part in self.user.parts(rows, user_features)]
-        return self._input(parts, place)
+        """Input vectors [C, D] of candidates at their positions; `user` [C] is the row of each one's user."""
+        vectors = [rows["candidate/item"].gather(), *self.candidate.vectors(rows, features)]
+        vectors += [F.embedding(user, one) for one in self.user.vectors(rows, user_features)]
+        return self._input(vectors, place)
 
     def score(self, candidates: Tensor) -> Tensor:
-        """Scores [C, labels] from the last states."""
+        """Scores [C, labels] from the last hidden states."""
         scores: Tensor = self.tasks(F.layer_norm(candidates, candidates.shape[1:], eps=1e-6))
         return scores
 
     def place_of(self, event: Tensor, num_events: Tensor) -> Tensor:
-        """The place of an event, or of a candidate (event = num_events), in a request with so many events."""
+        """Position of an event, or of a candidate (event = num_events), in a request with `num_events` events."""
         return event
 
     def anchor(self, num_events: int) -> str:
-        """What a prefix row knows of the request, for models that are anchored."""
+        """What the prefix rows of an anchored model depend on in the request; part of the prefix key."""
         return ""
 
-    def _input(self, parts: list[Tensor], place: Tensor) -> Tensor:
-        total = parts[0]
-        for part in parts[1:]:
-            total = total + part
+    def _input(self, vectors: list[Tensor], place: Tensor) -> Tensor:
+        total = vectors[0]
+        for vector in vectors[1:]:
+            total = total + vector
         return torch.add(total * self.config.dim**0.5, F.embedding(place, self.place))
 
 
 class Actions(nn.Module):
-    """What the user did with an event: the sum of the vectors of its labels' levels; a number takes part by its value."""
+    """What the user did with an item: the sum of the vectors of its label values; a number is mapped linearly."""
 
     def __init__(self, labels: tuple[Label, ...], *, dim: int):
         super().__init__()
         self._labels = labels
-        sizes = [2 + max(label.num_levels, label.kind == "binary") for label in labels]  # unobserved, then the levels
+        sizes = [
+            2 + max(label.num_levels, label.kind == "binary") for label in labels
+        ]  # one for unobserved, then one per level
         self._first = [sum(sizes[:place]) for place in range(len(sizes))]
         self._numbers = [label for label in labels if label.kind == "regression"]
         self.numbers = nn.Linear(len(self._numbers), dim, bias=False) if self._numbers else None
@@ -180,12 +189,12 @@ class Actions(nn.Module):
         offsets = torch.arange(len(ids) + 1) * len(columns)
         return {"history/action": Lookup(table="action", ids=ids.flatten(), offsets=offsets, pool="sum")}
 
-    def parts(self, rows: Mapping[str, Rows], given: Mapping[str, Jagged]) -> list[Tensor]:
-        found = [rows["history/action"].gather()]
+    def vectors(self, rows: Mapping[str, Rows], given: Mapping[str, Jagged]) -> list[Tensor]:
+        vectors = [rows["history/action"].gather()]
         if self.numbers is not None:
             values = torch.stack([torch.nan_to_num(given[label.name].values) for label in self._numbers], dim=1)
-            found.append(self.numbers(values.to(self.numbers.weight.dtype)))
-        return found
+            vectors.append(self.numbers(values.to(self.numbers.weight.dtype)))
+        return vectors
 
 
 def named_labels(schema: Schema, names: tuple[str, ...]) -> tuple[Label, ...]:
@@ -193,7 +202,7 @@ def named_labels(schema: Schema, names: tuple[str, ...]) -> tuple[Label, ...]:
     labels = schema.labels_named(names)
     if not labels:
         raise ConfigError(
-            "the log declares no label, so there is nothing to rank by. Ingest it with --label, for example "
+            "the log declares no label, so there is nothing to predict. Ingest it with --label, for example "
             "--label liked:binary:feature=rating:threshold=4."
         )
     return labels
@@ -203,6 +212,5 @@ def build_ranking(
     config: RankingConfig, schema: Schema, *, max_len: int, seed: int, dtype: torch.dtype = torch.float32
 ) -> Ranking:
     """A model whose initial dense weights are a function of the seed."""
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(mix64(seed ^ hash_text("dense")) >> 1)
+    with initial_weights(seed):
         return Ranking(config, schema, max_len=max_len).to(dtype)

@@ -1,4 +1,4 @@
-"""Next-item retrieval: a backbone over the history, a dot product with item vectors, a softmax loss."""
+"""Next-item retrieval model: a backbone over the history, dot products with item vectors, a softmax loss."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Retrieval(nn.Module):
 
     coupling: Coupling
     catalogue: Tensor  # [I] ids, ascending
-    log_q: Tensor  # [I] log of each item's share of the training events; empty if the loss does not need it
+    log_q: Tensor  # [I] log of each item's share of the training events; empty unless the loss is in_batch
 
     def __init__(
         self, backbone: Backbone, loss: LossConfig, catalogue: Tensor, *, dim: int, counts: Tensor | None = None
@@ -42,9 +42,11 @@ class Retrieval(nn.Module):
                 f"loss.max_full_catalogue {loss.max_full_catalogue:,}; use --loss.kind sampled or raise the limit."
             )
         if loss.kind == "in_batch" and counts is None:
-            raise ValueError("loss.kind 'in_batch' corrects scores by popularity and needs the events of each item")
+            raise ValueError(
+                "loss.kind 'in_batch' corrects scores by popularity; pass the training events of each item as counts"
+            )
         self.backbone = backbone
-        self._draws = "rng" in inspect.signature(getattr(backbone, "forward", backbone)).parameters
+        self._takes_rng = "rng" in inspect.signature(getattr(backbone, "forward", backbone)).parameters
         self.loss = loss
         self.coupling = "group" if loss.mixes_groups else "none"
         self.tables: tuple[TableSpec, ...] = (TableSpec(name="item", dim=dim),)
@@ -55,16 +57,16 @@ class Retrieval(nn.Module):
     def lookups(self, batch: Batch, rng: Rng) -> dict[str, Lookup]:
         if batch.targets is None:
             raise ValueError("a training batch needs targets")
-        found = self.encode_lookups(batch)
+        lookups = self.encode_lookups(batch)
         if self.loss.kind == "full":
-            # The target's place in the catalogue is found by its row, so both lookups share the table's rows.
-            found["catalogue"] = Lookup(table="item", ids=self.catalogue)
+            # forward() finds a target's catalogue position by its row, so both lookups share the table's rows.
+            lookups["catalogue"] = Lookup(table="item", ids=self.catalogue)
         elif self.loss.kind == "sampled":
             places = draw_negatives(self.loss, batch, rng, len(self.catalogue))
             ids = self.catalogue.index_select(0, places.flatten()).reshape(places.shape)
-            found["negatives"] = Lookup(table="item", ids=ids, wire=_WIRES[self.loss.wire])
-        found["targets"] = Lookup(table="item", ids=batch.targets.values)
-        return found
+            lookups["negatives"] = Lookup(table="item", ids=ids, wire=_WIRES[self.loss.wire])
+        lookups["targets"] = Lookup(table="item", ids=batch.targets.values)
+        return lookups
 
     def weight(self, batch: Batch) -> float:
         return float(batch.num_tokens)
@@ -111,7 +113,7 @@ class Retrieval(nn.Module):
 
     def _hidden(self, rows: Mapping[str, Rows], batch: Batch, rng: Rng | None) -> Tensor:
         vectors = rows["history"].gather()
-        return self.backbone(vectors, batch, rng) if self._draws else self.backbone(vectors, batch)  # type: ignore[call-arg]
+        return self.backbone(vectors, batch, rng) if self._takes_rng else self.backbone(vectors, batch)  # type: ignore[call-arg]
 
     def _unit(self, vectors: Tensor) -> Tensor:
         return F.normalize(vectors, dim=1, eps=1e-6) if self.loss.normalise else vectors
@@ -129,7 +131,7 @@ def build_retrieval(
 ) -> Retrieval:
     """A next-item model around a registered backbone; its initial dense weights are a function of the seed.
 
-    `counts` has the training events of each item.
+    `counts` is the number of training events of each item; loss.kind 'in_batch' needs it.
     """
     with initial_weights(seed):
         backbone = entry_of(config).load()(config, max_len=max_len)

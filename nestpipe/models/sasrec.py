@@ -40,7 +40,7 @@ class _SASRecBlock(nn.Module):
         self.num_heads = config.num_heads
         self.norm_attention, self.norm_feed = nn.LayerNorm(dim), nn.LayerNorm(dim)
         self.query, self.value, self.out = nn.Linear(dim, dim), nn.Linear(dim, dim), nn.Linear(dim, dim)
-        # No key bias: softmax cancels it, so its gradient would be rounding noise that Adam blows up.
+        # No key bias: softmax cancels it, so its gradient would be rounding noise, which Adam amplifies.
         self.key = nn.Linear(dim, dim, bias=False)
         self.up, self.down = nn.Linear(dim, hidden), nn.Linear(hidden, dim)
 

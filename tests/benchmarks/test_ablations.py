@@ -28,7 +28,7 @@ def test_a_request_knows_the_past_and_its_instruction_but_not_its_target():
     world = STAGE.world
     assert batch.items.values.tolist() == [*world.items[3, 9:15], *world.items[7, 0:4]]
     assert batch.targets.values.tolist() == [*world.items[3, 10:16], *world.items[7, 1:5]]
-    asked = STAGE.asked(batch)
+    asked = STAGE.with_instructions(batch)
     assert asked.targets is None
     assert asked.sample_features["scenario"].values.tolist() == [world.scenarios[3, 15], world.scenarios[7, 4]]
     told = [world.told[3, 15], world.told[7, 4]]

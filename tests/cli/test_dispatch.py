@@ -30,7 +30,7 @@ def test_help_lists_every_command(run):
         (["train", "tiny", "--train.epochs", "0"], "nothing would end the run"),
         (["eval", "nowhere"], "is nowhere a run folder?"),
         (["train", "tiny", "--model.dropout", "0.999999"], "it must be in [0, 0.99]"),
-        (["train", "tiny", "--data.validation", "--eval.ks", "5", "20"], "add its list length there"),
+        (["train", "tiny", "--data.validation", "--eval.ks", "5", "20"], "add its list length to eval.ks"),
         (["train", "tiny", "--dense.lr", "inf"], "dense.lr is inf"),
     ],
 )

@@ -162,7 +162,7 @@ def test_answers_are_those_of_the_log_and_unobserved_ones_do_not_count(log, run)
 def test_a_candidate_may_not_know_its_answer(log):
     config = ranking_config(log.path, "dcn")
     leaking = replace(config, model=replace(config.model, features=("item", "dwell")))
-    with pytest.raises(ConfigError, match="feature 'dwell' gives the answer away: label 'dwelled'"):
+    with pytest.raises(ConfigError, match="feature 'dwell' leaks the answer: label 'dwelled'"):
         inputs_of(leaking, log)
 
 

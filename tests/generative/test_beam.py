@@ -93,7 +93,7 @@ def test_what_is_refused():
         trie.pool(~every_leaf(trie))
     with pytest.raises(DataError, match="pool of request 1 has no live leaf"):
         trie.pool(torch.stack([every_leaf(trie), ~every_leaf(trie)]))
-    with pytest.raises(DataError, match="mask over 3 leaves, but the tree has 20"):
+    with pytest.raises(DataError, match="mask over 3 leaves, but the trie has 20"):
         trie.pool(torch.ones(3, dtype=torch.bool))
     with pytest.raises(DataError, match="the model belongs to semantic ids of version v2"):
         search(TableDecoder(1, SIZES, version="v2"), trie, width=2)

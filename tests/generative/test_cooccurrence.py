@@ -53,3 +53,29 @@ def test_an_item_without_neighbours_has_no_behaviour_and_more_dimensions_than_it
     assert vectors[:2].norm(dim=1).tolist() == [1.0, 1.0]
     fused = fuse(torch.tensor([[3.0, 4.0]] * 3), vectors, 0.25)
     torch.testing.assert_close(fused[:, :2], torch.tensor([[0.45, 0.6]] * 3))
+
+
+def by_definition(histories, num_items):
+    """Cosines of the vectors: PPMI by loops, then a dense SVD in double precision."""
+    counts = np.zeros((num_items, num_items))
+    for items in histories:
+        for first, last in ((a, b) for b in range(len(items)) for a in range(b) if b - a <= 5):
+            counts[items[first], items[last]] += 1 / (last - first)
+            counts[items[last], items[first]] += 1 / (last - first)
+    by_item = counts.sum(1)
+    expected = np.outer(by_item, by_item**0.75 / (by_item**0.75).sum())
+    ppmi = np.log(np.divide(counts, expected, out=np.ones_like(counts), where=counts > 0)).clip(min=0)
+    left, strength, _ = np.linalg.svd(ppmi)
+    vectors = left * np.sqrt(strength)
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    return vectors @ vectors.T
+
+
+def test_vectors_equal_their_definition(tmp_path):
+    rng = np.random.default_rng(1)
+    histories = {user: rng.integers(0, 6, size=9).tolist() for user in range(5)} | {5: [6, 7, 0, 0]}  # 6 and 7: once
+    sequences = write_log(tmp_path / "log", histories)
+    vectors = behaviour_vectors(sequences, make_split(sequences, DataConfig(validation=True)), dim=8)
+    expected = by_definition([items[:-2] for items in histories.values()], 8)
+    # The truncated SVD is exact up to fp32 rounding when it keeps all dimensions.
+    np.testing.assert_allclose((vectors @ vectors.T).numpy(), expected, atol=1e-5)

@@ -153,7 +153,7 @@ def test_forgetting_says_so_if_a_reader_keeps_the_old_pages(tmp_path):
     reader = sqlite3.connect(store.path, isolation_level=None)
     reader.execute("BEGIN")
     reader.execute("SELECT * FROM instructions").fetchall()
-    with pytest.raises(DataError, match="forget again"):
+    with pytest.raises(DataError, match="Run the command again"):
         store.forget(-7)
     reader.close()
     assert store.forget(-7) == 0

@@ -64,14 +64,16 @@ def endpoint():
 @pytest.fixture
 def ask(endpoint, monkeypatch):
     """A provider with small limits; no pauses between attempts."""
-    monkeypatch.setattr(llm_provider, "_PAUSE_S", 0.001)
+    monkeypatch.setattr(llm_provider, "_BACKOFF_S", 0.001)
     endpoint.calls.clear()
     endpoint.headers.clear()
     endpoint.behave, endpoint.most_under_way = honest, 0
 
     def of(behave=honest, **settings):
         endpoint.behave = behave
-        base = EndpointConfig(url=endpoint.url, model="m", timeout_s=30.0, retries=1, per_call=2, max_bytes=5000)
+        base = EndpointConfig(
+            url=endpoint.url, model="m", timeout_s=30.0, retries=1, requests_per_call=2, max_bytes=5000
+        )
         return OpenAICompatibleProvider(replace(base, **settings), api_key="k")
 
     return of
@@ -86,7 +88,7 @@ def test_texts_of_the_model_come_home_in_order(ask, endpoint):
     results = provider.generate(REQUESTS)
     assert [one.text for one in results] == [f"wants lamp {n}" for n in range(5)]
     assert {one.provenance for one in results} == {"model/m"} == {provider.provenance}
-    assert +provider.counts == {"taken": 5}
+    assert +provider.counts == {"accepted": 5}
     body = endpoint.calls[0]
     assert body["response_format"]["json_schema"]["schema"]["required"] == ["results"]
     assert endpoint.headers[0]["authorization"] == "Bearer k"
@@ -102,7 +104,7 @@ def test_calls_at_a_time_are_bounded(ask, endpoint):
         time.sleep(0.03)
         return honest(body)
 
-    ask(slow, concurrency=2, per_call=1).generate(REQUESTS)
+    ask(slow, concurrency=2, requests_per_call=1).generate(REQUESTS)
     assert (len(endpoint.calls), endpoint.most_under_way) == (5, 2)
 
 
@@ -125,7 +127,7 @@ def test_a_wrong_answer_is_counted_replaced_and_not_asked_for_again(ask, endpoin
     assert is_template(provider.generate(REQUESTS))
     assert len(endpoint.calls) == 3
     assert provider.counts.pop("replaced") == 5
-    assert provider.counts.pop("taken") == 0
+    assert provider.counts.pop("accepted") == 0
     (reason, count), *_ = provider.counts.items()
     assert count == 3
     if name in {"invalid_json", "wrong_schema", "oversize", "status_400"}:
@@ -144,7 +146,7 @@ def test_an_endless_answer_ends_at_the_size_limit(ask):
 def test_no_answer_is_tried_again_so_often_and_then_replaced(ask, endpoint, fault):
     faults = {"silent": endpoint.silent, "slow stream": lambda body: drip(answer_with(" " * 1000), 0.1)}
     status = 0 if fault in faults else int(fault[-3:])
-    provider = ask(faults.get(fault, lambda body: status), give_up=100, timeout_s=30.0 if status else 0.2)
+    provider = ask(faults.get(fault, lambda body: status), max_failures=100, timeout_s=30.0 if status else 0.2)
     began = time.monotonic()
     assert is_template(provider.generate(REQUESTS))
     assert time.monotonic() - began < 20  # both would take a minute
@@ -155,16 +157,16 @@ def test_no_answer_is_tried_again_so_often_and_then_replaced(ask, endpoint, faul
 def test_a_second_attempt_may_succeed(ask, endpoint):
     provider = ask(lambda body: 503 if len(endpoint.calls) % 2 else honest(body), concurrency=1)
     assert {one.provenance for one in provider.generate(REQUESTS)} == {"model/m"}
-    assert +provider.counts == {"taken": 5, "status_503": 3}
+    assert +provider.counts == {"accepted": 5, "status_503": 3}
 
 
 def test_an_endpoint_that_is_not_there_is_left_alone_after_a_while(ask, endpoint):
     now = [0.0]
-    provider = ask(lambda body: 500, concurrency=1, retries=0, give_up=2, per_call=1)
+    provider = ask(lambda body: 500, concurrency=1, retries=0, max_failures=2, requests_per_call=1)
     provider._clock = lambda: now[0]
     assert is_template(provider.generate(REQUESTS))
     assert len(endpoint.calls) == 2
-    assert provider.counts["resting"] == 3
+    assert provider.counts["circuit_open"] == 3
     now[0], endpoint.behave = 60.0, honest
     assert not is_template(provider.generate(REQUESTS))
     gone = ask(url="http://127.0.0.1:9", retries=0)
@@ -173,7 +175,7 @@ def test_an_endpoint_that_is_not_there_is_left_alone_after_a_while(ask, endpoint
 
 
 def test_fewer_results_than_requests_replace_only_what_is_missing(ask):
-    provider = ask(lambda body: honest(body)[:1], per_call=5)
+    provider = ask(lambda body: honest(body)[:1], requests_per_call=5)
     results = provider.generate(REQUESTS)
     assert [one.provenance for one in results] == ["model/m", *["template/1"] * 4]
     assert results[1:] == TEMPLATE.generate(REQUESTS)[1:]
@@ -196,7 +198,7 @@ def test_fewer_results_than_requests_replace_only_what_is_missing(ask):
     ids=str,
 )
 def test_a_bad_text_is_not_taken_and_its_neighbours_are(ask, result):
-    provider = ask(lambda body: [honest(body)[0], result, *honest(body)[2:]], per_call=5)
+    provider = ask(lambda body: [honest(body)[0], result, *honest(body)[2:]], requests_per_call=5)
     results = provider.generate(REQUESTS)
     assert results[1] == TEMPLATE.generate(REQUESTS)[1]
     assert [one.provenance for one in results[2:]] == ["model/m"] * 3

@@ -53,8 +53,8 @@ class Growing:
         del self.histories[user]
         self._write()
 
-    def news(self, mark):
-        return self.log[int(mark or 0) :], str(len(self.log))
+    def changed_users(self, cursor):
+        return self.log[int(cursor or 0) :], str(len(self.log))
 
     def history(self, user):
         return self._feed.history(user)
@@ -84,7 +84,7 @@ def make_job(folder, feed, provider=None, *, now=None, **settings):
         ledger=JobLedger(folder / "ledger.sqlite"),
         encode=letters,
         version="v/e",
-        config=ThinkConfig(**{"batch": 3, **settings}),
+        config=ThinkConfig(**{"batch_size": 3, **settings}),
         clock=lambda: now[0],
     )
 
@@ -194,19 +194,19 @@ def test_one_who_is_forgotten_while_the_provider_writes_gets_nothing(tmp_path, f
 
 def test_a_folder_that_is_replaced_is_read_anew(tmp_path):
     feed = FolderHistoryFeed(write_log(tmp_path / "log", HISTORIES))
-    _, mark = feed.news("")
-    assert feed.news(mark)[0] == []
+    _, cursor = feed.changed_users("")
+    assert feed.changed_users(cursor)[0] == []
     forget_user(Sequences.open(tmp_path / "log"), 3, announce=lambda digest: None)
     assert feed.history(3) is None, "who was forgotten has no events here either"
-    users, later = feed.news(mark)
-    assert (sorted(users), later != mark) == ([user for user in HISTORIES if user != 3], True)
+    users, later = feed.changed_users(cursor)
+    assert (sorted(users), later != cursor) == ([user for user in HISTORIES if user != 3], True)
 
 
 def test_two_jobs_at_once_are_refused(tmp_path, feed):
     job = make_job(tmp_path, feed)
     with (
         job.ledger.only_one(),
-        pytest.raises(ConfigError, match="one at a time"),
+        pytest.raises(ConfigError, match="only one may run at a time"),
         JobLedger(job.ledger.path).only_one(),
     ):
         pass
@@ -233,7 +233,9 @@ def endpoint():
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_failing_model_never_stalls_the_job_nor_stores_a_bad_text(tmp_path, feed, endpoint, fault):
     endpoint.behave = FAULTS[fault] or endpoint.silent
-    settings = EndpointConfig(url=endpoint.url, model="m", retries=0, max_bytes=4000, rest_s=0.0, per_call=3)
+    settings = EndpointConfig(
+        url=endpoint.url, model="m", retries=0, max_bytes=4000, cooldown_s=0.0, requests_per_call=3
+    )
     hasty = replace(settings, timeout_s=0.2) if fault in {"timeout", "slow stream"} else settings
     job = make_job(tmp_path, feed, OpenAICompatibleProvider(hasty), now=(now := [1000.0]))
     job.run()
@@ -253,9 +255,9 @@ def test_a_failing_model_never_stalls_the_job_nor_stores_a_bad_text(tmp_path, fe
 
 def test_a_model_that_always_fails_is_given_up(tmp_path, feed, endpoint):
     endpoint.behave = lambda body: 500
-    settings = EndpointConfig(url=endpoint.url, model="m", retries=0, rest_s=0.0)
+    settings = EndpointConfig(url=endpoint.url, model="m", retries=0, cooldown_s=0.0)
     now = [1000.0]
-    job = make_job(tmp_path, feed, OpenAICompatibleProvider(settings), now=now, max_tries=2)
+    job = make_job(tmp_path, feed, OpenAICompatibleProvider(settings), now=now, max_retries=2)
     for _ in range(3):
         job.run()
         now[0] += 300
@@ -395,8 +397,23 @@ def test_vectors_of_training_rows_do_not_know_their_targets(tmp_path):
 
 def test_a_place_without_a_target_is_refused(tmp_path):
     calm, _, texts = poisoned_world(tmp_path)
-    with pytest.raises(ValueError, match="no event at place 6"):
+    with pytest.raises(ValueError, match="no event 6"):
         RequestBuilder(texts=texts).before_target(calm, 0, 6)
+
+
+def test_a_request_has_the_last_fifty_actions_and_the_season_of_the_last(tmp_path):
+    log = write_log(tmp_path / "log", {0: list(range(10)) * 6})
+    spring, summer = 86_400_000 * 90, 86_400_000 * 181
+    timed = replace(log, times=np.array([spring] * 59 + [summer]))
+    builder = RequestBuilder(texts={})
+    request = builder.build(timed, 0, 60)
+    assert [action.text for action in request.actions] == [f"item {item % 10}" for item in range(10, 60)]
+    assert (request.season, builder.build(timed, 0, 59).season, builder.build(timed, 0, 0).season) == (
+        "summer",
+        "spring",
+        "",
+    )
+    assert builder.build(replace(timed, times=None), 0, 60).season == ""
 
 
 def test_seasons_and_levels(tmp_path):

@@ -59,12 +59,14 @@ def improve(model, rewards, logged, config, *, steps, lr=0.05, inner=2):
     policy, optimizer = Policy(config), torch.optim.Adam(model.tables, lr=lr)
     contexts = torch.arange(len(rewards))
     for number in range(steps):
-        drawn = draw_paths(TableDecoder(model), TRIE, num=config.group, rng=Rng(0, number), samples=contexts)
+        drawn = draw_paths(TableDecoder(model), TRIE, num=config.group_size, rng=Rng(0, number), samples=contexts)
         for _ in range(inner):
             new = path_log_probs(TableDecoder(model), TRIE, drawn.leaves)
-            anchor = -path_log_probs(TableDecoder(model), TRIE, logged.unsqueeze(1)).sum() if config.anchor else None
+            sft_loss = (
+                -path_log_probs(TableDecoder(model), TRIE, logged.unsqueeze(1)).sum() if config.sft_weight else None
+            )
             found = rewards.gather(1, drawn.leaves)
-            loss = policy.loss(new, drawn.log_probs, found, rewards.gather(1, logged.unsqueeze(1)).squeeze(1), anchor)
+            loss = policy.loss(new, drawn.log_probs, found, rewards.gather(1, logged.unsqueeze(1)).squeeze(1), sft_loss)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -126,9 +128,9 @@ def by_hand(kind, new, old, rewards, logged, config):
 @pytest.mark.parametrize("kind", ["sa_gcpo", "sapo", "gspo", "grpo"])
 def test_objectives_are_those_of_their_definitions(kind):
     new, old, rewards = problem()
-    config = PolicyConfig(kind=kind, anchor=0.5)
+    config = PolicyConfig(kind=kind, sft_weight=0.5)
     logged = torch.tensor([0.7, 0.9], dtype=torch.float64)
-    found = Policy(config).loss(new, old, rewards, logged, anchor=torch.tensor(3.0))
+    found = Policy(config).loss(new, old, rewards, logged, sft_loss=torch.tensor(3.0))
     assert found.item() == pytest.approx(by_hand(kind, new.detach(), old, rewards, logged.tolist(), config) + 1.5)
     assert Policy(config).loss(new, old, rewards, logged).item() == pytest.approx(found.item() - 1.5)
 
@@ -157,8 +159,8 @@ def test_a_warning_when_nearly_everything_is_suppressed(caplog):
 
 
 def test_impossible_settings_are_refused():
-    with pytest.raises(ConfigError, match=r"group is 1.*tau_positive is 0"):
-        Policy(replace(PolicyConfig(), group=1, tau_positive=0.0))
+    with pytest.raises(ConfigError, match=r"group_size is 1.*tau_positive is 0"):
+        Policy(replace(PolicyConfig(), group_size=1, tau_positive=0.0))
 
 
 # Five worlds of four contexts with 4x4x4 codes at once: contexts share no parameter, so each is a run of its own.
@@ -167,7 +169,7 @@ BEST = REWARDS.argmax(1)
 
 
 def test_the_known_optimum_is_found_from_a_uniform_start():
-    config = PolicyConfig(anchor=0.0)
+    config = PolicyConfig(sft_weight=0.0)
     regret, top1 = improve(TablePolicy(20), REWARDS, BEST, config, steps=200, lr=0.1)
     assert regret <= 0.015
     assert top1 >= 0.85
@@ -181,16 +183,16 @@ def hidden():
     return model
 
 
-def test_a_hidden_optimum_is_found_with_the_anchor_and_not_without():
-    regret, top1 = improve(hidden(), REWARDS, BEST, PolicyConfig(anchor=0.1), steps=200, lr=0.1)
+def test_a_hidden_optimum_is_found_with_the_supervised_loss_and_not_without():
+    regret, top1 = improve(hidden(), REWARDS, BEST, PolicyConfig(sft_weight=0.1), steps=200, lr=0.1)
     assert regret <= 0.005
     assert top1 == 1.0
-    alone, _ = improve(hidden(), REWARDS, BEST, PolicyConfig(anchor=0.0), steps=200, lr=0.1)
+    alone, _ = improve(hidden(), REWARDS, BEST, PolicyConfig(sft_weight=0.0), steps=200, lr=0.1)
     assert alone > 5 * 0.005, "the threshold alone does harm: nothing but the logged item may be learned"
 
 
 @pytest.mark.parametrize("kind", ["sapo", "gspo", "grpo"])
 def test_the_others_improve_on_the_same_call(kind):
     before = float((REWARDS.max(1).values - REWARDS.mean(1)).mean())
-    regret, _ = improve(TablePolicy(20), REWARDS, BEST, PolicyConfig(kind=kind, anchor=0.0), steps=60, lr=0.1)
+    regret, _ = improve(TablePolicy(20), REWARDS, BEST, PolicyConfig(kind=kind, sft_weight=0.0), steps=60, lr=0.1)
     assert regret < 0.25 * before

@@ -30,9 +30,9 @@ def test_the_trigger_follows_its_rule():
     assert THREE["detail"].trigger_of(7, [1, 2]) == 7
     assert THREE["cart"].trigger_of(None, [1, 2]) == 2
     assert THREE["cart"].trigger_of(None, []) is None
-    with pytest.raises(DataError, match="names no trigger"):
+    with pytest.raises(DataError, match="needs a trigger item, but the request has none"):
         THREE["detail"].trigger_of(None, [1])
-    with pytest.raises(DataError, match="names item 3"):
+    with pytest.raises(DataError, match="accepts no trigger item, but the request has item 3"):
         THREE["feed"].trigger_of(3, [1])
 
 
@@ -54,9 +54,9 @@ def test_every_problem_is_named():
         ("{", "not JSON"),
         ("{}", "must be a list"),
         ('[{"beam": 3}]', "object with a name"),
-        ('[{"name": "a", "bream": 3}]', "unknown keys bream"),
-        ('[{"name": "a", "beam": "wide"}]', "beam is 'wide'"),
-        ('[{"name": "a", "beam": true}]', "beam is True"),
+        ('[{"name": "a", "bream": 3}]', "unknown config key 'a.bream'; did you mean 'a.beam'"),
+        ('[{"name": "a", "beam": "wide"}]', "'a.beam' has the value 'wide'; expected int"),
+        ('[{"name": "a", "beam": true}]', "'a.beam' has the value True; expected int"),
         ('[{"name": "a", "reward_weights": {"format": "x"}}]', "reward_weights"),
         ('[{"name": "a", "trigger": "any"}]', "one of none, given, last"),
     ],

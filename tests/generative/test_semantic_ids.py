@@ -87,15 +87,15 @@ def test_frozen_codebooks_encode_new_items_without_a_new_version(policy):
     ]
     at = [more.codes[more.items == item][0, :1] for item in (1000, 2, 40)]
     assert [one.codes[one.items == 9][0, :1].tolist() for one in alone] == [one.tolist() for one in at]
-    with pytest.raises(DataError, match="has a semantic id already"):
+    with pytest.raises(DataError, match="already has a semantic id"):
         registry.extend(torch.tensor([5]), vectors_of(1), encoder="test")
-    with pytest.raises(DataError, match="the vectors come from 'other'"):
+    with pytest.raises(DataError, match="the vectors are from encoder 'other'"):
         registry.extend(torch.tensor([1000]), vectors_of(1), encoder="other")
 
 
 def test_a_full_suffix_level_is_an_error_that_says_what_to_do():
     registry = built(12, suffix_size=12)
-    with pytest.raises(DataError, match="build new ids with a larger --suffix-size"):
+    with pytest.raises(DataError, match="Build new ids with a larger --suffix-size"):
         registry.extend(torch.arange(1000, 1013), vectors_of(1).repeat(13, 1), encoder="test")
 
 
@@ -122,11 +122,11 @@ def test_files_keep_everything_and_refuse_damage_and_other_versions(tmp_path):
         Registry.load(tmp_path / "ids", version="0123456789abcdef")
     with pytest.raises(DataError, match="exists already"):
         registry.save(tmp_path / "ids")
-    with pytest.raises(DataError, match="make some with 'nestpipe sid build"):
+    with pytest.raises(DataError, match="create them with 'nestpipe sid build"):
         Registry.load(tmp_path / "nowhere")
     facts = json.loads((tmp_path / "ids" / "ids.json").read_text())
     (tmp_path / "ids" / "ids.json").write_text(json.dumps({**facts, "encoder": "other"}))
-    with pytest.raises(DataError, match="but its content is version"):
+    with pytest.raises(DataError, match="but its content has version"):
         Registry.load(tmp_path / "ids")
     (tmp_path / "ids" / "ids.json").write_text(json.dumps(facts))
     (tmp_path / "ids" / "ids.safetensors").write_bytes(b"x")

@@ -15,7 +15,7 @@ from nestpipe.data.config import DataConfig
 from nestpipe.jagged import Batch, Cursor, Jagged
 from nestpipe.models.config import EncDecConfig
 from nestpipe.models.encdec import build_encdec
-from nestpipe.models.igr import best, keep_events, same_instructions
+from nestpipe.models.igr import keep_events, same_instructions, top_of_rows
 from nestpipe.pipeline.config import MicroBatchConfig
 from nestpipe.pipeline.sequential import step
 from nestpipe.pipeline.stages import Rates, read
@@ -104,7 +104,7 @@ def test_the_best_of_the_old_events_stay_in_time_order_and_everything_with_them(
 @hypothesis.given(st.lists(st.lists(st.integers(-2, 2), max_size=9), max_size=6), st.integers(0, 4))
 def test_the_best_of_each_row_ties_to_the_later(rows, num):
     jagged = Jagged.from_rows(rows)
-    found = best(jagged.values.double(), jagged.row_of_value(), num).tolist()
+    found = top_of_rows(jagged.values.double(), jagged.row_of_value(), num).tolist()
     expected = []
     for row in rows:
         order = sorted(range(len(row)), key=lambda place: (-row[place], -place))[:num]
@@ -256,4 +256,4 @@ def test_events_can_be_dropped_from_a_batch_without_any():
 
 def test_igr_needs_one_query_per_history():
     config = Config(data=DataConfig(path="x"), model=replace(SMALL, queries="all"))
-    assert any("use queries last" in problem for problem in config.problems())
+    assert any("set queries to last" in problem for problem in config.problems())

@@ -66,7 +66,7 @@ def test_q2i_equals_its_formula_group_by_group():
     q, t = (torch.nn.functional.normalize(one, dim=1) for one in (queries, rows[positives]))
     weights, same = torch.linspace(1, 2, 23, dtype=torch.float64), torch.arange(23) % 5
     offsets = torch.tensor([0, 9, 9, 23])
-    found = query_to_item(q, t, weights, same, offsets, spread=0.3, apart=0.7)
+    found = query_to_item(q, t, weights, same, offsets, variance_weight=0.3, orthogonality_weight=0.7)
     with torch.no_grad():
         by_hand = sum(
             float(weights[a:b].sum()) * q2i_by_hand(q[a:b], t[a:b], same[a:b].tolist(), 0.3, 0.7)
@@ -80,8 +80,21 @@ def test_q2i_is_finite_where_there_is_nothing_to_spread():
     one = torch.tensor([[1.0, 0.0]], dtype=torch.float64, requires_grad=True)
     same = torch.zeros(3, dtype=torch.int64)
     equal = one.expand(3, 2)
-    found = query_to_item(equal, equal, torch.ones(3), same, torch.tensor([0, 3]), spread=1.0, apart=1.0)
+    found = query_to_item(
+        equal, equal, torch.ones(3), same, torch.tensor([0, 3]), variance_weight=1.0, orthogonality_weight=1.0
+    )
     # q·t = 1, both variances are at their least 1e-4, and no pair is of different instructions.
     assert found.item() == pytest.approx(3 * (-1 - 2 * math.log(1e-4)))
     assert torch.autograd.grad(found, one)[0].isfinite().all()
-    assert query_to_item(equal[:0], equal[:0], torch.ones(0), same[:0], torch.tensor([0]), spread=1.0, apart=1.0) == 0
+    assert (
+        query_to_item(
+            equal[:0],
+            equal[:0],
+            torch.ones(0),
+            same[:0],
+            torch.tensor([0]),
+            variance_weight=1.0,
+            orthogonality_weight=1.0,
+        )
+        == 0
+    )

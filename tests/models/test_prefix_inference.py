@@ -185,7 +185,7 @@ def test_a_stale_history_is_refused(change):
     if change == "action":
         kept = own.prefill(own.split(_with(batch, "hated", torch.ones(8)))[0])
     suffix = own.split(edited)[1]
-    refused(own, kept, suffix, "digest: kept")
+    refused(own, kept, suffix, "digest: cached")
     assert not close(forced(own, kept, suffix), own.full(edited, candidates([4])), 1e-4)
 
 
@@ -202,9 +202,9 @@ def test_a_slid_window_is_refused_and_so_are_sliced_keys():
     kept = own.prefill(own.split(batch)[0])
     slid = cut_events(batch, torch.tensor([1]), torch.tensor([9]))
     suffix = own.split(slid)[1]
-    refused(own, kept, suffix, "digest: kept", "length: kept 8, needed 7")
+    refused(own, kept, suffix, "digest: cached", "length: cached 8, needed 7")
     cut = {"keys": tuple(k[1:] for k in kept[0].keys), "values": tuple(v[1:] for v in kept[0].values)}
-    with pytest.raises(PrefixError, match="never sliced"):
+    with pytest.raises(PrefixError, match="cannot be shortened"):
         replace(kept[0], **cut)
     sliced = replace(kept[0], **cut, times=kept[0].times[1:], key=suffix.follows[0])
     wrong = own.score([sliced], suffix, candidates([4]))
@@ -228,21 +228,21 @@ def test_old_weights_other_types_and_other_users_are_refused():
     batch = history([8])
     old, new = ranker(build(), weights="step 1", seed=5), ranker(build(), weights="step 2", seed=6)
     kept, suffix = old.prefill(old.split(batch)[0]), new.split(batch)[1]
-    refused(new, kept, suffix, "weights: kept 'step 1', needed 'step 2'")
+    refused(new, kept, suffix, "weights: cached 'step 1', needed 'step 2'")
     assert not close(forced(new, kept, suffix), new.full(batch, candidates([4])), 1e-4)
-    with pytest.raises(PrefixError, match="weights: kept"):
+    with pytest.raises(PrefixError, match="weights: cached"):
         new.extend(kept, suffix.batch)
     half = ranker(build(dtype=torch.float32))
-    refused(half, kept, half.split(batch)[1], "dtype: kept 'float64', needed 'float32'")
+    refused(half, kept, half.split(batch)[1], "dtype: cached 'float64', needed 'float32'")
     refused(old, kept, old.split(replace(batch, sample_ids=torch.tensor([7])))[1], "another user")
     other = ranker(build("fuxi"))
-    refused(other, kept, other.split(batch)[1], "model: kept")
+    refused(other, kept, other.split(batch)[1], "model: cached")
 
 
 def test_an_event_that_is_not_the_next_one_is_refused():
     own, batch = ranker(build()), history([8])
     prefix, suffix = own.split(batch)
-    with pytest.raises(PrefixError, match="the history changed"):
+    with pytest.raises(PrefixError, match="the history has changed"):
         own.extend(own.prefill(prefix), _at_time(suffix.batch, 5))
 
 
@@ -279,10 +279,10 @@ def test_reverse_places_are_anchored_and_not_extended():
     prefix, suffix = own.split(batch)
     kept = own.prefill(prefix)
     assert close(own.score(kept, suffix, candidates([4])), own.full(batch, candidates([4])), 1e-10)
-    with pytest.raises(PrefixError, match=r"Reverse is anchored.*Fill the longer prefix from its start"):
+    with pytest.raises(PrefixError, match=r"Reverse is anchored.*Prefill the longer prefix from its start"):
         own.extend(kept, suffix.batch)
     shorter = own.prefill(cut_events(prefix, torch.tensor([0]), torch.tensor([6])))
-    refused(own, shorter, suffix, "anchor: kept '7 events', needed '8 events'")
+    refused(own, shorter, suffix, "anchor: cached '7 events', needed '8 events'")
 
 
 def test_reverse_places_that_do_not_say_so_fail_the_contract():
@@ -313,7 +313,7 @@ def test_a_divisor_that_depends_on_the_batch_is_part_of_the_key():
     BatchNorm.longest = 11  # a longer mate joins the batch
     try:
         later = own.split(batch)[1]
-        refused(own, kept, later, "anchor: kept 'divisor 8', needed 'divisor 11'")
+        refused(own, kept, later, "anchor: cached 'divisor 8', needed 'divisor 11'")
         assert not close(forced(own, kept, later), own.full(batch, candidates([4])), 1e-4)
     finally:
         BatchNorm.longest = 8

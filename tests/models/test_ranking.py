@@ -163,7 +163,7 @@ def test_dcn_equals_its_formula():
 
 
 def test_models_that_cannot_be_built_say_why():
-    with pytest.raises(ConfigError, match=r"no label, so there is nothing to rank by.*--label"):
+    with pytest.raises(ConfigError, match=r"no label, so there is nothing to predict.*--label"):
         build_ranking(RankingConfig(), Schema(), max_len=4, seed=0)
     assert len(list(RankingConfig(dim=0, dropout=1.0, features=("a", "a")).problems())) == 3
     assert len(list(DCNConfig(num_cross=0, rank=-1, hidden=(), features=()).problems())) == 4

@@ -498,16 +498,16 @@ def test_refusals(service, body, status, code):
 def test_thinking_beside_serving_and_forgetting(service, run, capsys):
     """`nestpipe think` on the run: instructions appear, new events make new ones, and a forgotten user leaves none."""
     folder = run.folder / "serve"
-    assert main(["think", str(run.folder), "--think.window-s", "0"]) == 0
+    assert main(["think", str(run.folder), "--think.min-interval-s", "0"]) == 0
     assert "40 written" in capsys.readouterr().err
     first = post(service, "generate", {"user": USER, "scenario": "0"}).json()
     assert (first["instruction"]["source"], first["instruction"]["written_by"]) == ("any", "template/1")
-    assert main(["think", str(run.folder), "--think.window-s", "0"]) == 0
+    assert main(["think", str(run.folder), "--think.min-interval-s", "0"]) == 0
     assert "0 written · 0 users unchanged · 0 pending" in capsys.readouterr().err
     events = [{"id": str(n), "user": user, "item": 7, "time": 2_000_000} for n, user in enumerate((USER, 555))]
     assert post(service, "events", {"events": events}).json() == {"accepted": 2, "duplicates": 0}
     assert post(service, "events", {"events": [{**events[0], "id": "x", "item": 99}]}).status_code == 400
-    assert main(["think", str(run.folder), "--think.window-s", "0"]) == 0
+    assert main(["think", str(run.folder), "--think.min-interval-s", "0"]) == 0
     assert "2 written" in capsys.readouterr().err
     store = SqliteStore(folder / "instructions.sqlite")
     assert "may go with round table number7" in store.get(USER, ANY).text
@@ -515,13 +515,13 @@ def test_thinking_beside_serving_and_forgetting(service, run, capsys):
     second = post(service, "generate", {"user": USER, "scenario": "0"}).json()
     assert second["instruction"]["written_s"] > first["instruction"]["written_s"]
     ledger = JobLedger(ledger_of(folder / "instructions.sqlite"))
-    ledger.take_in([555], ledger.mark)
+    ledger.enqueue([555], ledger.cursor)
     forget([run.folder], 555)
     assert store.get(555, ANY) is None
     assert ledger.num_pending == 0
     ledger.close()
     store.close()
-    assert main(["think", str(run.folder), "--think.window-s", "0"]) == 0
+    assert main(["think", str(run.folder), "--think.min-interval-s", "0"]) == 0
     assert "0 written" in capsys.readouterr().err
     assert len(Sequences.open(run.sequences.path).users) == 40
 
@@ -575,11 +575,11 @@ def test_the_mark_of_a_run_names_no_event(run, generator, tmp_path):
     """It outlives the events, also those of users that are forgotten."""
     generator.histories.add([{"id": "a wish", "user": 7, "item": 3, "time": 2_000_000}], generator.served.ask)
     feed = RunFeed(run, tmp_path / "events.log")
-    _, mark = feed.news("")
-    assert "a wish" not in mark
-    assert feed.news(mark)[0] == []
+    _, cursor = feed.changed_users("")
+    assert "a wish" not in cursor
+    assert feed.changed_users(cursor)[0] == []
     generator.histories.add([{"id": "more", "user": 8, "item": 3, "time": 2_000_000}], generator.served.ask)
-    assert feed.news(mark)[0] == [8]
+    assert feed.changed_users(cursor)[0] == [8]
 
 
 def test_thinking_about_a_folder_needs_ids_and_a_store(run, tmp_path, capsys):
