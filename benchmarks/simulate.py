@@ -31,7 +31,7 @@ import netlab
 import weak_scaling
 
 from nestpipe.pipeline.schedule import Schedule
-from nestpipe.profiling.recorder import load
+from nestpipe.profiling.trace_file import load
 from nestpipe.simulate.calibrate import Probes, calibrate
 from nestpipe.simulate.cases import seconds_of_block
 from nestpipe.simulate.constants import Constants

@@ -11,7 +11,7 @@ import tyro
 
 from nestpipe.atomic_files import replace_file
 from nestpipe.errors import ConfigError
-from nestpipe.profiling.recorder import load
+from nestpipe.profiling.trace_file import load
 from nestpipe.simulate import published
 from nestpipe.simulate.calibrate import calibrate
 from nestpipe.simulate.cases import ARMS, CaseResult, CaseSettings, results

@@ -19,7 +19,7 @@ import numpy as np
 
 from nestpipe.errors import DataError
 from nestpipe.profiling.overlap import steps_of
-from nestpipe.profiling.recorder import KINDS, RankTrace, Span, stage_of
+from nestpipe.profiling.trace_file import KINDS, RankTrace, Span, stage_of
 from nestpipe.simulate.constants import Constants, dense_trips
 
 _ROUNDS = 5  # of guessing when a message began from bandwidth and delay, and these from the messages

@@ -10,7 +10,7 @@ from typing import Any
 
 from nestpipe.atomic_files import replace_file
 from nestpipe.errors import DataError
-from nestpipe.profiling.recorder import KINDS
+from nestpipe.profiling.trace_file import KINDS
 
 _FORMAT, _VERSION = "nestpipe constants", 1
 

@@ -24,8 +24,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from nestpipe.pipeline.schedule import Event, Schedule
-from nestpipe.profiling.recorder import RankTrace, Span
-from nestpipe.profiling.recorder import RecordedWait as Waited
+from nestpipe.profiling.trace_file import RankTrace, Span
+from nestpipe.profiling.trace_file import RecordedWait as Waited
 from nestpipe.simulate.cpu_model import Cores, CoreSharing, CpuJob
 
 

@@ -16,7 +16,7 @@ from nestpipe.cli import main
 from nestpipe.cli.demo import differing_tensors
 from nestpipe.errors import ConfigError
 from nestpipe.profiling.overlap import steps_of
-from nestpipe.profiling.recorder import load
+from nestpipe.profiling.trace_file import load
 from nestpipe.training.loop import train_to_end
 from tests.rank_pool import run_ranks
 from tests.small_runs import small_config, small_log

@@ -138,7 +138,7 @@ def test_two_ranks_are_compared(runs, tmp_path):
     assert "3,000 2 GB" in found.text("balance")
     assert "1,000 1 GB" in found.text("balance")
     assert "tokens 1.5" in found.text("balance")
-    assert "Lanes of 2 ranks over 3 steps" in found.text("steps")
+    assert "Streams of 2 ranks over 3 steps" in found.text("steps")
     assert "dense sum" in found.text("steps")
 
 

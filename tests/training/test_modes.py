@@ -13,7 +13,7 @@ from nestpipe.checkpoint import reader as checkpoint_reader
 from nestpipe.cli.demo import differing_tensors
 from nestpipe.errors import ConfigError
 from nestpipe.profiling.overlap import steps_of
-from nestpipe.profiling.recorder import load
+from nestpipe.profiling.trace_file import load
 from nestpipe.training import loop
 from nestpipe.training.loop import INTERRUPTED, train_to_end
 from tests.rank_pool import run_ranks
