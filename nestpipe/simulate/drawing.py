@@ -31,7 +31,7 @@ def draw(series: Sequence[Sequence[CaseResult]], *, title: str) -> str:
     """One line per case (one sequence of results each), titled as a model and not a measurement."""
     steps = [[(one.workers, 1e3 * one.step_s) for one in own] for own in series]
     shares = [[(one.workers, 100 * one.efficiency) for one in own] for own in series]
-    names = [own[0].arm.title for own in series]
+    names = [own[0].case.title for own in series]
     content = [
         element("style", Markup(_style())),
         element("rect", class_="back", width=2 * _PANEL, height=_HEIGHT),
