@@ -212,7 +212,7 @@ def test_a_failed_run_does_not_stay_for_a_save_that_hangs(log, tmp_path, monkeyp
     with pytest.raises(TrainError, match="broken on purpose"):
         train_to_end(small_config(log), tmp_path / "run", world=World.single(deadline_s=0.2))
     release.set()
-    assert "the checkpoint under way was not saved: it was not finished after 0.2 s" in capfd.readouterr().err
+    assert "the checkpoint in flight was not saved: it was not finished after 0.2 s" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("kind", KINDS)

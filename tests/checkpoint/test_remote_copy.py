@@ -85,7 +85,7 @@ def test_a_lost_folder_comes_back_and_the_bits_are_those_of_an_undisturbed_run(l
     mirrored = replace(config, train=replace(config.train, mirror=memory))
     train(replace(mirrored, train=replace(mirrored.train, steps=13)), tmp_path / "run", quiet=True)
     shutil.rmtree(tmp_path / "run")
-    with pytest.raises(ConfigError, match="already holds a run; add --resume to go on with it"):
+    with pytest.raises(ConfigError, match="already holds a run; add --resume to continue it"):
         train(mirrored, tmp_path / "run", quiet=True)
     assert not (tmp_path / "run").exists()
     again = train(mirrored, tmp_path / "run", resume=True, quiet=True)

@@ -152,7 +152,7 @@ def test_a_foreign_configuration_is_refused_by_every_rank(saved, tmp_path):
     assert json.loads(text) != json.loads((folder / "config.json").read_text())
     for kind, message in refusals(2, other, folder):
         assert kind == "CheckpointError"
-        assert "was saved under another configuration" in message
+        assert "was saved with another configuration" in message
         assert "dense.lr: 0.002 -> 0.5" in message
 
 
@@ -169,7 +169,7 @@ def test_ranks_that_do_not_run_the_same_say_so_at_the_start(log, tmp_path):
     config = small_config(log)
     for kind, message in refusals(3, [config, replace(config, seed=1), config], tmp_path / "run"):
         assert kind == "CommError"
-        assert message == "the ranks do not run the same training:\n  - seed: 0 on ranks 0, 2; 1 on rank 1"
+        assert message == "the ranks do not agree on what to train:\n  - seed: 0 on ranks 0, 2; 1 on rank 1"
     assert not (tmp_path / "run").exists()
 
 
