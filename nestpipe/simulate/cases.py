@@ -83,9 +83,3 @@ def _step(case: Case, constants: Constants, workers: int, settings: CaseSettings
     steps = [step for step in steps_of(trace) if _WARM_UP <= step.batch < _WARM_UP + _COUNTED]
     causes: dict[Cause, float] = {cause: mean(step.time_ns(cause) for step in steps) / 1e9 for cause in CAUSES}
     return mean(step.total_ns for step in steps) / 1e9, causes
-
-
-def seconds_of_block(schedule: Schedule, constants: Constants, cluster: Cluster, *, num_batches: int) -> float:
-    """Seconds per step of a short run, with warm-up and drain of the pipeline."""
-    traces = run_of(schedule, constants, cluster, num_batches=num_batches).traces()
-    return max(span.end_ns for trace in traces for span in trace.spans) / 1e9 / num_batches

@@ -8,7 +8,7 @@ from nestpipe.errors import DataError
 from nestpipe.pipeline.schedule import Event, Schedule
 from nestpipe.profiling.overlap import steps_of
 from nestpipe.simulate.calibrate import Probes, calibrate
-from nestpipe.simulate.cases import CASES, CaseSettings, results, seconds_of_block
+from nestpipe.simulate.cases import CASES, CaseSettings, results
 from nestpipe.simulate.constants import Constants
 from nestpipe.simulate.costs import Cluster, StageCosts, run_of, slowest
 from nestpipe.simulate.event_simulator import StageWork
@@ -80,7 +80,8 @@ def test_ranks_that_share_cores_are_simulated_one_by_one():
     schedule = Schedule.of("nested", 4)
 
     def seconds(cores, constants=KNOWN):
-        return seconds_of_block(schedule, constants, Cluster(workers=4, cores=cores), num_batches=3)
+        traces = run_of(schedule, constants, Cluster(workers=4, cores=cores), num_batches=3).traces()
+        return max(span.end_ns for trace in traces for span in trace.spans)
 
     assert seconds(64) == pytest.approx(seconds(None), rel=1e-3)
     assert seconds(64) < seconds(2) < seconds(1)
