@@ -47,7 +47,7 @@ def checkpoints_at(path: Path, step: int | None = None) -> list[Path]:
     parent = path if path.name == "checkpoints" else path / "checkpoints"
     if not parent.is_dir():
         raise CheckpointError(
-            f"{path} is neither a run nor a checkpoint: it has no folder 'checkpoints', and no manifest.json."
+            f"{path} is no run and no checkpoint: it has neither a folder 'checkpoints' nor a manifest.json."
         )
     if step is not None:
         return [checkpoint_folder(parent, step)]

@@ -89,7 +89,7 @@ def test_verify_checks_all_and_names_each_damaged_file(capsys, run):
 def test_mistakes_have_a_message(capsys, tmp_path, run):
     for arguments, message in [
         (["look"], "unknown task 'look'; there are: inspect, verify"),
-        (["verify", tmp_path / "none"], "is neither a run nor a checkpoint"),
+        (["verify", tmp_path / "none"], "is no run and no checkpoint"),
         (["verify", run, "--step", "7"], "has no complete checkpoint of step 7; it has [5, 6]"),
     ]:
         code, _, err = call(capsys, *arguments)
