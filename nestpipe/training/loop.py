@@ -89,8 +89,12 @@ def train_to_end(
     quiet: bool = False,
     world: World | None = None,
     recipe: str | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Outcome:
-    """`train` on one rank of a world, by default torchrun's; also returns why the run stopped. `recipe` is recorded with it."""
+    """`train` on one rank of a world, by default torchrun's; also returns why the run stopped.
+
+    `recipe` is recorded with the run; `clock` returns seconds.
+    """
     config.validate()
     keep_freed_memory()
     config = replace(config, data=replace(config.data, path=str(Path(config.data.path).resolve())))
@@ -102,13 +106,13 @@ def train_to_end(
         agree(run, channels.control)
         with (
             exact_arithmetic(run.config.train.num_threads),
-            _Loop(run, channels, quiet=quiet or open_world.rank > 0, recipe=recipe) as loop,
+            _Loop(run, channels, quiet=quiet or open_world.rank > 0, recipe=recipe, clock=clock) as loop,
         ):
             return Outcome(run, loop.run_to_end(profile=profile))
 
 
 class _Loop:
-    def __init__(self, run: Run, channels: Channels, *, quiet: bool, recipe: str | None):
+    def __init__(self, run: Run, channels: Channels, *, quiet: bool, recipe: str | None, clock: Callable[[], float]):
         """Checks that can reject the configuration or the data run before the folder is written."""
         self._leads = channels.control.world.rank == 0
         self._loader = Loader(
@@ -153,7 +157,8 @@ class _Loop:
             self._exit = undo.pop_all()
         self._controller = Controller(run, self._state, channels)
         self._utilisation = Utilisation(run.config.model) if self._leads else None
-        self._since = time.monotonic()
+        self._clock = clock
+        self._since = clock()
         self._say(self._groups.why)
         if run.sequences.times is None and isinstance(run.config.model, HSTUConfig | FuXiConfig | RankingConfig):
             self._progress.say(f"{run.sequences.path} is an order-only log: the time biases are off.")
@@ -327,7 +332,7 @@ class _Loop:
 
     def _seconds(self) -> float:
         """Training time over all interruptions."""
-        return self._memory.seconds + time.monotonic() - self._since
+        return self._memory.seconds + self._clock() - self._since
 
     def _restore(self) -> TrainState:
         control, steps = self._channels.control, checkpoint_folders.complete_steps(self._run.checkpoints)
@@ -351,7 +356,7 @@ class _Loop:
         return state
 
     def _save(self) -> None:
-        self._memory.seconds, self._since = self._seconds(), time.monotonic()
+        self._memory.seconds, self._since = self._seconds(), self._clock()
         facts = {
             "settings": self._run.settings,
             "data": self._run.sequences.digest,

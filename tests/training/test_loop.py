@@ -1,5 +1,6 @@
 """The loop: what it computes, how it stops, and that being killed changes nothing."""
 
+import itertools
 import json
 import signal
 import subprocess
@@ -18,6 +19,7 @@ from nestpipe.cli.demo import differing_tensors
 from nestpipe.config import keys
 from nestpipe.errors import CheckpointError, ConfigError, NestPipeError, TrainError
 from nestpipe.models.config import EncDecConfig
+from nestpipe.training.loop import train_to_end
 from nestpipe.training.run_folder import FREE_KEYS, Run
 from nestpipe.training.run_state import load_state, new_state
 from tests.rank_pool import exit_code_of
@@ -312,11 +314,12 @@ def test_time_biases_say_that_they_are_off_without_times(tmp_path, capfd):
 
 
 def test_minutes_are_added_up_over_interruptions(log, tmp_path):
-    config = small_config(log, epochs=0, minutes=0.02)
-    train(config, tmp_path / "run", quiet=True)
+    config, seconds = small_config(log, epochs=0, minutes=0.02), itertools.count(0.0, 0.1)
+    outcome = train_to_end(config, tmp_path / "run", quiet=True, clock=lambda: next(seconds))
+    assert outcome.stopped == "0.02 minutes done"
     _, manifest = load_state(Run.open(tmp_path / "run"))
     assert manifest.progress["seconds"] >= 1.2
-    train(config, tmp_path / "run", resume=True, quiet=True)
+    train_to_end(config, tmp_path / "run", resume=True, quiet=True, clock=lambda: next(seconds))
     assert load_state(Run.open(tmp_path / "run"))[1].step == manifest.step
 
 
