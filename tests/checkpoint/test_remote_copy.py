@@ -78,7 +78,7 @@ def test_the_manifest_comes_last(log, tmp_path, memory, monkeypatch):
     assert len(order) == 2 + 5 + 1
 
 
-def test_a_lost_folder_comes_back_and_the_bits_are_those_of_an_undisturbed_run(log, tmp_path, memory):
+def test_a_lost_folder_is_restored_bitwise(log, tmp_path, memory):
     config = small_config(log, epochs=4, metric="hr@10", keep_last=1)
     config = replace(config, data=replace(config.data, validation=True))
     calm = train(config, tmp_path / "calm", quiet=True)

@@ -28,10 +28,10 @@ def train(world, config, folder):
 
 def reshard(world, folder, out, groups):
     """Loads the latest checkpoint on these ranks and saves it again; returns this rank's ids and rows."""
-    lanes = Channels.of(world).in_groups(groups)
-    state, manifest = load_state(Run.open(folder), channels=lanes)
+    channels = Channels.of(world).in_groups(groups)
+    state, manifest = load_state(Run.open(folder), channels=channels)
     checkpoint_writer.save_checkpoint(
-        out, manifest.step, manifest.cursor, manifest.progress, checkpoint_files(state), lanes.control
+        out, manifest.step, manifest.cursor, manifest.progress, checkpoint_files(state), channels.control
     )
     return state.embedding.tables["item"].export()
 
@@ -100,7 +100,7 @@ def test_any_number_of_ranks_loads_the_same_rows_and_state(saved, tmp_path, worl
         assert len(of_files) > 10
 
 
-def test_the_next_steps_on_as_many_ranks_have_the_bits_of_the_undisturbed_run(saved, tmp_path):
+def test_the_next_steps_on_as_many_ranks_are_bitwise_identical(saved, tmp_path):
     config, folder, _ = damaged(saved, tmp_path)
     run_ranks(4, train, config, folder)
     assert checkpoint_folders.complete_steps(folder / "checkpoints") == [5, 9]

@@ -68,7 +68,7 @@ def test_weights_and_state_are_taken_over_and_the_run_starts_at_its_first_batch(
     assert load_state(run)[1].step == 1
 
 
-def test_a_warm_run_that_is_resumed_has_the_bits_of_an_undisturbed_one_and_does_not_need_its_origin(log, old, tmp_path):
+def test_a_resumed_warm_run_is_bitwise_identical_and_does_not_need_its_origin(log, old, tmp_path):
     shutil.copytree(old, tmp_path / "old")
     config = small_config(log)
     calm = warm(config, tmp_path / "calm", tmp_path / "old")

@@ -23,7 +23,7 @@ def event(stream, kind, batch, begin, end, *waits):
 
 
 def causes(step):
-    """Pieces relative to the begin of the step."""
+    """Segments relative to the begin of the step."""
     return [
         (segment.begin_ns - step.begin_ns, segment.end_ns - step.begin_ns, segment.cause) for segment in step.segments
     ]
@@ -166,7 +166,7 @@ def any_trace(draw):
 
 
 def check_division(trace):
-    """The four parts of each step add up to it, piece by piece and without a gap."""
+    """The four causes of each step add up to it, segment by segment and without a gap."""
     spans, steps = trace.stream("compute"), steps_of(trace)
     for step in steps:
         own = [span for span in spans if span.batch == step.batch]

@@ -152,11 +152,11 @@ MISSING = {
 }
 
 
-@pytest.mark.parametrize("piece", MISSING)
-def test_a_missing_piece_is_one_line(copy, piece):
-    path = copy / piece
+@pytest.mark.parametrize("name", MISSING)
+def test_a_missing_file_is_one_line(copy, name):
+    path = copy / name
     shutil.rmtree(path) if path.is_dir() else path.unlink()
-    section, said = MISSING[piece]
+    section, said = MISSING[name]
     found = report(copy)
     assert any(said in line for line in found.notes[section]), found.notes
 

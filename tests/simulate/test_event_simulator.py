@@ -60,7 +60,7 @@ def test_a_nested_step_waits_for_the_first_rows_and_the_last_gradients():
     assert micro_batches == {"busy": 20.0, "lookup": 0.0, "communication": 5.0, "bubble": 0.0}
 
 
-def test_a_lane_that_takes_longer_than_the_rest_is_the_step():
+def test_a_stream_that_takes_longer_than_the_rest_is_the_step():
     step, _ = steady(SimulatedRun(Schedule.of("nested", 2), plan({**WORK, "retrieve": 40.0}, WIRE), 8))
     assert step == 40
 
@@ -79,7 +79,7 @@ def test_without_an_edge_a_step_ends_too_early():
     assert wrong == 3 + 2 * 10 + 2
 
 
-def test_lanes_share_cores_and_a_device_shares_nothing():
+def test_streams_share_cores_and_a_device_shares_nothing():
     # While 20 s of compute run, so do 4 s of retrieval: on one core they take as long as both.
     schedule, durations = Schedule.of("nested", 2), plan(WORK, {})
     assert steady(SimulatedRun(schedule, durations, 6))[0] == 20

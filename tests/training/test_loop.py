@@ -46,7 +46,7 @@ loop.train(Config.from_json(open(sys.argv[1]).read()), sys.argv[2], resume=True,
 
 
 # Likewise, but the writer of the first checkpoint stops at the n-th flush, and the loop dies two steps further.
-KILLED_BESIDE = """
+KILLED_IN_BACKGROUND = """
 import os, signal, sys, threading
 from nestpipe import Config, atomic_files
 from nestpipe.checkpoint import folders, writer
@@ -98,10 +98,16 @@ def test_the_same_run_twice_and_in_three_pieces_has_the_same_bits(log, calm, tmp
     again = train(config, tmp_path / "again", quiet=True)
     assert not differing_tensors(calm(model, loss), again.folder)
     for steps in (1, 6, 0):
-        train(replace(config, train=replace(config.train, steps=steps)), tmp_path / "pieces", resume=True, quiet=True)
-    assert not differing_tensors(calm(model, loss), tmp_path / "pieces")
+        train(
+            replace(config, train=replace(config.train, steps=steps)),
+            tmp_path / "in three lives",
+            resume=True,
+            quiet=True,
+        )
+    assert not differing_tensors(calm(model, loss), tmp_path / "in three lives")
     losses = [
-        [r["loss"] for r in read_jsonl(f / "metrics.jsonl") if "loss" in r] for f in (again.folder, tmp_path / "pieces")
+        [r["loss"] for r in read_jsonl(f / "metrics.jsonl") if "loss" in r]
+        for f in (again.folder, tmp_path / "in three lives")
     ]
     assert losses[0] == losses[1]
     assert len(losses[0]) == 12
@@ -151,7 +157,7 @@ def test_killed_while_a_checkpoint_is_written_beside_the_training(log, calm, tmp
     """Inside the folder, and after the rename: only the disk may not know of it yet."""
     folder, settings = tmp_path / "run", tmp_path / "config.json"
     settings.write_text(small_config(log).to_json())
-    assert exit_code_of(KILLED_BESIDE, str(settings), str(folder), str(count)) == -signal.SIGKILL
+    assert exit_code_of(KILLED_IN_BACKGROUND, str(settings), str(folder), str(count)) == -signal.SIGKILL
     assert checkpoint_folders.complete_steps(folder / "checkpoints") == ([] if count < 8 else [5])
     assert len(list((folder / "checkpoints").glob(".tmp*"))) == (count < 8)
     assert [r["step"] for r in read_jsonl(folder / "metrics.jsonl")] == list(range(1, 8))
@@ -196,7 +202,7 @@ def test_a_diverged_run_stops_and_keeps_its_last_good_checkpoint(log, tmp_path):
     )
 
 
-def test_ctrl_c_saves_and_the_run_goes_on(log, tmp_path):
+def test_ctrl_c_saves_and_the_run_resumes(log, tmp_path):
     settings, config = tmp_path / "config.json", small_config(log, epochs=100_000)
     settings.write_text(config.to_json())
     code = (

@@ -62,7 +62,7 @@ def deaths(num_deaths, seed):
 
 
 @pytest.mark.timeout(1800)
-def test_ranks_killed_in_steps_and_saves_leave_the_bits_of_an_undisturbed_run(tmp_path, scale):
+def test_ranks_killed_in_steps_and_saves_end_bitwise_identical_to_an_undisturbed_run(tmp_path, scale):
     num_deaths = scale(2, 20)
     plan, steps = deaths(num_deaths, seed=num_deaths), (num_deaths + 1) * MAX_STEPS_PER_LIFE
     small_log(tmp_path / "log")
