@@ -35,12 +35,7 @@ LETTERS = {
     "chunk collect": "Sn",
     "chunk update": "Un",
 }
-_SENDERS = {
-    "keys": "keys",
-    "rows": "rows",
-    "grads": "grads",
-    "dense": "dense sum",
-}  # wait -> kind of event that sends it
+_SENDERS = {"keys": "keys", "rows": "rows", "grads": "grads", "dense": "dense sum"}  # wait -> kind of the sending event
 _STEPS = len(STREAMS)  # the thread below the streams
 
 
@@ -116,13 +111,8 @@ def _arrows(traces: Sequence[RankTrace], start: int) -> Iterator[dict[str, Any]]
                     number += 1
                     common = {"name": wait.name, "cat": "message", "id": number}
                     yield {"ph": "s", **common, "pid": rank, **_point(last.stream, last.begin_ns, start)}
-                    yield {
-                        "ph": "f",
-                        "bp": "e",
-                        **common,
-                        "pid": trace.rank,
-                        **_point(span.stream, wait.begin_ns, start),
-                    }
+                    end = {"pid": trace.rank, **_point(span.stream, wait.begin_ns, start)}
+                    yield {"ph": "f", "bp": "e", **common, **end}
 
 
 def _time(begin_ns: int, end_ns: int, start: int) -> dict[str, float]:

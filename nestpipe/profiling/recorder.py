@@ -144,20 +144,9 @@ class Recorder:
     def snapshot(self, first: int = 0) -> RankTrace:
         """Everything recorded so far, from batch `first` on; no stream may be running."""
         spans = tuple(
-            Span(
-                stream,
-                kind,
-                batch,
-                micro_batch,
-                ready,
-                begin,
-                end,
-                num_bytes,
-                num_rows,
-                tuple(RecordedWait(*wait) for wait in waits),
-            )
+            Span(*(stream, *fields, tuple(RecordedWait(*wait) for wait in waits)))
             for stream, track in self._tracks.items()
-            for kind, batch, micro_batch, ready, begin, end, num_bytes, num_rows, waits in track.since(first)
+            for *fields, waits in track.since(first)
         )
         num_dropped = {
             stream: track.num_added - len(track.spans)

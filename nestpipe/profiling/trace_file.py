@@ -192,19 +192,9 @@ def _refuse(path: Path, reason: str) -> NoReturn:
 def _span(line: Sequence[Any], offset: int) -> Span:
     stream, kind, *numbers, waits = line
     batch, micro_batch, ready, begin, end, num_bytes, num_rows = map(int, numbers)
+    times = (ready + offset, begin + offset, end + offset)
     shifted = tuple(RecordedWait(str(name), int(first) + offset, int(last) + offset) for name, first, last in waits)
-    return Span(
-        stream,
-        kind,
-        batch,
-        micro_batch,
-        ready + offset,
-        begin + offset,
-        end + offset,
-        num_bytes,
-        num_rows,
-        waits=shifted,
-    )
+    return Span(stream, kind, batch, micro_batch, *times, num_bytes, num_rows, shifted)
 
 
 def _problems(spans: Sequence[Span]) -> list[tuple[int, str]]:
@@ -212,11 +202,8 @@ def _problems(spans: Sequence[Span]) -> list[tuple[int, str]]:
     problems, before = [], None
     for number, span in enumerate(spans):
         bounds = [bound for wait in span.waits for bound in (wait.begin_ns, wait.end_ns)]
-        if (
-            span.stream not in STREAMS
-            or span.kind not in _KIND_SET
-            or any(wait.name not in WAITS for wait in span.waits)
-        ):
+        is_known = span.stream in STREAMS and span.kind in _KIND_SET and all(one.name in WAITS for one in span.waits)
+        if not is_known:
             problems.append((number, f"has an unknown stream, kind or wait: {span}"))
         elif [span.ready_ns, span.begin_ns, span.end_ns] != sorted((span.ready_ns, span.begin_ns, span.end_ns)):
             problems.append((number, f"ends before it begins: {span}"))

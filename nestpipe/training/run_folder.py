@@ -44,30 +44,12 @@ from nestpipe.registry import entry_of
 
 # Settings that may change when a run is resumed: limits, reporting, paths, scheduling. All others affect the results.
 FREE_KEYS = (
-    "data.path",
-    "model.ids",
-    "train.epochs",
-    "train.steps",
-    "train.minutes",
-    "train.save_steps",
-    "train.keep_last",
-    "train.log_steps",
-    "train.tensorboard",
-    "train.async_save",
-    "train.mirror",
-    "pipeline.groups",
-    "pipeline.mode",
-    "pipeline.depth",
-    "pipeline.rows",
-    "pipeline.split",
-    "pipeline.chunks",
-    "pipeline.tune",
-    "pipeline.adapt",
-    "pipeline.follow",
-    "pipeline.trace_steps",
-    "embedding.tier",
-    "embedding.mmap_folder",
-    "embedding.memory_bytes",
+    *("data.path", "model.ids"),
+    *("train.epochs", "train.steps", "train.minutes", "train.save_steps", "train.keep_last", "train.log_steps"),
+    *("train.tensorboard", "train.async_save", "train.mirror"),
+    *("pipeline.groups", "pipeline.mode", "pipeline.depth", "pipeline.rows", "pipeline.split", "pipeline.chunks"),
+    *("pipeline.tune", "pipeline.adapt", "pipeline.follow", "pipeline.trace_steps"),
+    *("embedding.tier", "embedding.mmap_folder", "embedding.memory_bytes"),
 )
 
 
