@@ -39,6 +39,10 @@ def train_on_two_ranks(folder, run, *flags, deaths=()):
     )
 
 
+def measured(run, metric):
+    return json.loads((run / "eval" / "test" / "report.json").read_text())["metrics"][metric]["mean"]
+
+
 def test_the_file_is_short_and_needs_nestpipe_and_torch_alone():
     text = SOURCE.read_text()
     nodes = list(ast.walk(ast.parse(text)))
@@ -67,13 +71,16 @@ def test_it_is_trained_killed_resumed_evaluated_compared_and_reported(folder, ca
     assert "run, test targets" in shown
     assert "ndcg@10" in shown
     assert main(["eval", "run", "--compare", "sasrec", "--json"]) == 0
-    compared = capsys.readouterr().out
-    assert "ndcg@10" in compared
+    compared = json.loads(capsys.readouterr().out)["metrics"]["ndcg@10"]
+    own, other = (measured(folder / run, "ndcg@10") for run in ("run", "sasrec"))
+    assert (compared["a"], compared["b"]) == (pytest.approx(own), pytest.approx(other))
+    assert compared["verdict"]
     assert main(["report", "run"]) == 0
     page = (folder / "run" / "report.html").read_text()
     assert "outside_gru:GRU" in page
     assert "recipe outside_gru:recipe" in page
-    assert "ndcg@10" in page
+    assert f">ndcg@10</th><td>{own:.4f} [" in page
+    assert "<dt>ranks</dt><dd>2</dd>" in page
 
 
 def test_its_settings_are_flags(folder, capsys):
