@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import field, make_dataclass
 from typing import Any
+
+from nestpipe.config import Config
 
 
 def typed_field(kind: type[Any], name: str, value: Any, *markers: Any) -> type[Any]:
@@ -16,3 +19,15 @@ def typed_field(kind: type[Any], name: str, value: Any, *markers: Any) -> type[A
     )
     made.__doc__ = kind.__doc__
     return made
+
+
+def typed_config(config: Config) -> Config:
+    """The same configuration as an instance of a class that knows the type of its model's settings."""
+    values = {item.name: getattr(config, item.name) for item in dataclasses.fields(config)}
+    made: Config = typed_field(Config, "model", config.model)(**values)
+    return made
+
+
+def plain_config(config: Config) -> Config:
+    """The way back from `typed_config`."""
+    return Config(**{item.name: getattr(config, item.name) for item in dataclasses.fields(Config)})
