@@ -33,7 +33,7 @@ from nestpipe.pipeline.dense_params import DenseParams
 from nestpipe.pipeline.sequential import step
 from nestpipe.pipeline.stages import Rates, TrainState
 from nestpipe.recipes import RECIPES
-from nestpipe.training.mfu import measure_peak, mfu_effective, work_of
+from nestpipe.training.mfu import measure_peak, work_of
 from nestpipe.training.process import exact_arithmetic
 
 NUM_ITEMS, AIM = 20_000, 0.4
@@ -143,7 +143,7 @@ def run_once(name: str, num_sequences: int) -> dict[str, object]:
         "loss": round(logs["loss"], 3),
         "seconds": round(seconds, 1),
         "cpu_seconds": round(used, 1),
-        "mfu_effective": round(mfu_effective(config.model, batch.items.lengths(), seconds, peak=peak), 3),
+        "mfu_effective": round(work_of(config.model).effective(batch.items.lengths()) / seconds / peak, 3),
         "peak_gib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 2),
     }
 

@@ -31,11 +31,10 @@ import netlab
 import weak_scaling
 
 from nestpipe.pipeline.schedule import Schedule
-from nestpipe.profiling.recorder import load
+from nestpipe.profiling.trace_file import load
 from nestpipe.simulate.calibrate import Probes, calibrate
-from nestpipe.simulate.cases import seconds_of_block
 from nestpipe.simulate.constants import Constants
-from nestpipe.simulate.costs import Cluster
+from nestpipe.simulate.costs import Cluster, run_of
 
 MODES = {"sequential": "serial", "nested": "nested"}  # arm -> mode of the schedule
 SEEN = ("1gbit", 0.0)
@@ -157,6 +156,12 @@ def report(cases: list[Case], options: argparse.Namespace) -> dict[str, object]:
     ):
         print(f"{name} error {value:.1%}, limit {limit:.0%}: {'met' if value <= limit else 'missed'}", flush=True)
     return figures
+
+
+def seconds_of_block(schedule: Schedule, constants: Constants, cluster: Cluster, *, num_batches: int) -> float:
+    """Seconds per step of a short run, with warm-up and drain of the pipeline."""
+    traces = run_of(schedule, constants, cluster, num_batches=num_batches).traces()
+    return max(span.end_ns for trace in traces for span in trace.spans) / 1e9 / num_batches
 
 
 def options_of(arguments: list[str] | None = None) -> argparse.Namespace:

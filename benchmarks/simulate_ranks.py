@@ -43,7 +43,7 @@ def main() -> None:
             for name, arm in arms.items():
                 trace(arm, SERIAL[name], world, Path(folder) / name)
             probes = Probes(
-                beside_s=cpu["sequential"].process_s - cpu["sequential"].thread_s,
+                background_s=cpu["sequential"].process_s - cpu["sequential"].thread_s,
                 idle_share=idle,
                 peer_s=peer_seconds(world, channels.control),
             )

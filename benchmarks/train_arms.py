@@ -37,7 +37,8 @@ from nestpipe.pipeline.runner import BatchFeed, Runner
 from nestpipe.pipeline.schedule import Schedule
 from nestpipe.pipeline.sequential import step
 from nestpipe.pipeline.stages import Rates, TrainState
-from nestpipe.profiling.overlap import CAUSES, steps_of, waited_for_others_ns
+from nestpipe.profiling.overlap import CAUSES, steps_of
+from nestpipe.profiling.overlap_report import waited_for_others_ns
 from nestpipe.profiling.recorder import Recorder
 from nestpipe.rng import Rng
 from nestpipe.training.process import exact_arithmetic, keep_freed_memory

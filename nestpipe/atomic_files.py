@@ -1,4 +1,4 @@
-"""What makes files outlive a power cut."""
+"""Atomic and durable file writes, and JSON-lines files that tolerate a partial last line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nestpipe.errors import DataError
 
 
 def flush(path: Path) -> None:
-    """Forces a file, or the names in a folder, to the disk."""
+    """fsync of a file, or of the entries of a folder."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -19,22 +19,22 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
-_NOT_FINITE = ("nan", "inf", "-inf")  # JSON has no such numbers; they are written as these strings
+_NOT_FINITE = ("nan", "inf", "-inf")  # not in JSON, so written as strings
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """All records of a metrics file, with nan and inf as numbers again; a half-written last line is left out.
+    """All records of a metrics file, with nan and inf as numbers; a partial last line is skipped.
 
-    Raises DataError, with the line number, if any other line is broken.
+    Raises DataError with the line number if any other line is damaged.
     """
-    records = _records(path)
+    records = raw_records(path)
     for record in records:
         record.update({name: float(value) for name, value in record.items() if value in _NOT_FINITE})
     return records
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Writes a file so that a reader, or a crash, finds the old or the new content and nothing between."""
+    """Replaces a file atomically: a reader, or a crash, sees the old or the new content."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with temporary.open("wb") as file:
         file.write(content)
@@ -43,8 +43,9 @@ def replace_file(path: Path, content: bytes) -> None:
     temporary.replace(path)
 
 
-def _records(path: Path) -> list[dict[str, Any]]:
-    lines = path.read_bytes().split(b"\n")[:-1]  # what follows the last line break was not finished
+def raw_records(path: Path) -> list[dict[str, Any]]:
+    """All records of a JSON-lines file as they were written; a partial last line is skipped. Raises DataError."""
+    lines = path.read_bytes().split(b"\n")[:-1]  # after the last line break: a partial line
     return [_record(path, number, line) for number, line in enumerate(lines, start=1)]
 
 

@@ -24,7 +24,7 @@ from nestpipe.config import Config, keys
 from nestpipe.data import array_files, sequences
 from nestpipe.data.schema import Schema
 from nestpipe.generative import semantic_ids
-from nestpipe.profiling import recorder
+from nestpipe.profiling import trace_file
 from nestpipe.recipes import RECIPES
 from nestpipe.registry import own_kinds
 from nestpipe.serve.arguments import ServeArguments
@@ -59,7 +59,7 @@ def public() -> dict[str, Any]:
             "manifest": sorted(field.name for field in dataclasses.fields(checkpoint_manifest.Manifest)),
             "sequences": [array_files.FORMAT, sequences.VERSION],
             "semantic ids": [semantic_ids.FORMAT, semantic_ids.FORMAT_VERSION],
-            "trace": [recorder._FORMAT, recorder._VERSION],
+            "trace": [trace_file._FORMAT, trace_file._VERSION],
         },
         "calls": {
             name: {"fields": sorted(fields), "needed": sorted(needed)}

@@ -1,14 +1,13 @@
-"""Checkpoints written beside the training: the loop takes a copy, a thread of its own writes it.
+"""Background checkpoints: the loop copies the state, a thread writes the copy.
 
     loop     step step │ copy │ step step step step step │ wait, copy │ step ...
     thread             └──────▶ write, publish, mirror, prune         └────────▶ ...
 
-One checkpoint is under way at a time: the next save and the end of the run wait for it, a failure for a while. An error of the
-thread reaches the loop at the next agreement of all ranks, and all of them: what can go wrong on one rank is told to the
-others on a lane that belongs to this thread alone. A kill leaves the checkpoints that were published before, and a
-temporary folder.
+At most one save is in flight: the next save and the end of the run wait for it, an aborting run for a limited time. An error on
+one rank is shared with the others on a channel that only this thread uses, and raised in the loop of every rank. A kill leaves
+the previously published checkpoints and a temporary folder.
 
-Not in the background, tables are never copied: bucket by bucket they go to their files.
+A save in the foreground copies no tables: buckets are written one by one.
 """
 
 from __future__ import annotations
@@ -33,26 +32,26 @@ from nestpipe.jagged import Cursor
 
 
 class CheckpointSaver:
-    """Saves checkpoints of a run and prunes old ones, on every rank in step."""
+    """Saves checkpoints of a run and prunes old ones; all ranks call it in lockstep."""
 
     def __init__(
         self, parent: Path, channel: Channel, *, keep_last: int, background: bool, mirror: Mirror | None = None
     ):
-        """The lane must not be used by anybody else from now on. Rank 0 copies every checkpoint to the mirror."""
+        """Takes over `channel`, which nothing else may use. Rank 0 copies every checkpoint to the mirror."""
         self._parent, self._channel, self._keep_last, self._mirror = parent, channel, keep_last, mirror
         self._background = background
-        self._under_way: Future[None] | None = None
+        self._in_flight: Future[None] | None = None
         self._thread = threading.Thread()
 
     @property
     def failed(self) -> bool:
-        """Whether `wait` would raise, as far as is known now."""
-        return self._under_way is not None and self._under_way.done() and self._under_way.exception() is not None
+        """Whether the save in flight has failed, so that `wait` would raise."""
+        return self._in_flight is not None and self._in_flight.done() and self._in_flight.exception() is not None
 
     def save(
         self, step: int, cursor: Cursor, progress: Mapping[str, Any], files: Files, *, keep: int | None = None
     ) -> None:
-        """Saves files of copied tensors, after the save before; `keep` is a step that is not pruned."""
+        """Waits for the previous save, then saves `files`, whose tensors are copies; step `keep` is not pruned."""
         self.wait()
         if not self._background:
             self._write(step, cursor, progress, files, keep)
@@ -62,32 +61,32 @@ class CheckpointSaver:
         def write() -> None:
             try:
                 self._write(step, cursor, progress, copies, keep)
-            except BaseException as error:  # it is raised where somebody waits
+            except BaseException as error:  # raised by wait()
                 done.set_exception(error)
             else:
                 done.set_result(None)
 
         self._channel.hand_over()
-        self._under_way = done
-        # A daemon: a rank that must end does not stay for a peer that hangs.
+        self._in_flight = done
+        # A daemon, so that a process can exit while a peer hangs.
         self._thread = threading.Thread(target=write, name="saver", daemon=True)
         self._thread.start()
 
     def wait(self) -> None:
-        """Returns when nothing is under way; raises what ended the last save."""
-        if self._under_way is not None:
-            done, self._under_way = self._under_way, None
+        """Blocks until no save is in flight; raises the error of the last one."""
+        if self._in_flight is not None:
+            done, self._in_flight = self._in_flight, None
             try:
                 done.result()
             finally:
-                self._thread.join()  # it still frees its copies: a process that ends meanwhile is aborted
+                self._thread.join()  # freeing tensors during interpreter shutdown aborts the process
 
     def abort(self, patience_s: float) -> str:
-        """For a run that has failed: waits no longer than this; says what became of the save under way if it is lost."""
-        if self._under_way is None:
+        """For a run that has failed: waits at most `patience_s`; returns why the save in flight was lost, or ''."""
+        if self._in_flight is None:
             return ""
         try:
-            error = self._under_way.exception(patience_s)
+            error = self._in_flight.exception(patience_s)
         except TimeoutError:
             return f"it was not finished after {patience_s:g} s"
         return str(error) if error else ""
@@ -107,7 +106,7 @@ class CheckpointSaver:
 
 
 def _finite(files: Files, step: int) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
-    """The same files; raises TrainError at a weight that overflowed in its last update: not worth a checkpoint."""
+    """Passes files through; raises TrainError for a non-finite weight."""
     for file, tensors in files:
         check_finite(file, tensors, step)
         yield file, tensors
@@ -118,5 +117,5 @@ def check_finite(file: str, tensors: Mapping[str, Tensor], step: int) -> None:
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             raise TrainError(
                 f"{file}/{name} is not finite after step {step}; nothing was saved. "
-                "Lower the learning rates and go on from the last checkpoint."
+                "Lower the learning rates and resume from the last checkpoint."
             )

@@ -1,4 +1,4 @@
-"""The checkpoint folders of a run: which are complete, the best one, publishing by rename, pruning."""
+"""The checkpoint folders of a run: listing complete ones, publishing by rename, pruning."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def complete_steps(parent: Path) -> list[int]:
 
 
 def checkpoint_folder(parent: Path, step: int | None = None) -> Path:
-    """The checkpoint of a step, by default of the latest; raises CheckpointError that names what there is."""
+    """The folder of a step, by default the latest; raises CheckpointError with the available steps."""
     steps = complete_steps(parent)
     if not steps:
-        raise CheckpointError(f"{parent} has no complete checkpoint; train first, or name another run.")
+        raise CheckpointError(f"{parent} has no complete checkpoint; train first, or give another run.")
     if step is None:
         step = steps[-1]
     if step not in steps:
@@ -41,12 +41,14 @@ def best_checkpoint(parent: Path) -> Path:
 
 
 def checkpoints_at(path: Path, step: int | None = None) -> list[Path]:
-    """The checkpoints that a path means, ascending; raises CheckpointError if there is none."""
+    """The checkpoints at a path of a run or of one checkpoint, ascending; raises CheckpointError if there is none."""
     if is_checkpoint(path):
         return [path]
     parent = path if path.name == "checkpoints" else path / "checkpoints"
     if not parent.is_dir():
-        raise CheckpointError(f"{path} is no run and no checkpoint: it has no folder 'checkpoints', no manifest.json.")
+        raise CheckpointError(
+            f"{path} is no run and no checkpoint: it has neither a folder 'checkpoints' nor a manifest.json."
+        )
     if step is not None:
         return [checkpoint_folder(parent, step)]
     checkpoint_folder(parent)  # raises if there is none
@@ -54,30 +56,30 @@ def checkpoints_at(path: Path, step: int | None = None) -> list[Path]:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a path means one checkpoint, complete or not."""
+    """Whether a path is one checkpoint, complete or not."""
     return path.name.startswith("step-") or (path / "manifest.json").exists()
 
 
 def publish_checkpoint(temporary: Path, final: Path) -> None:
-    """A whole checkpoint appears in its place by one rename."""
+    """Publishes a complete checkpoint by one rename."""
     atomic_files.flush(temporary)
-    if final.exists():  # somebody took its manifest away; what is left may still be worth something
+    if final.exists():  # its manifest was deleted; keep the rest
         final.rename(final.with_name(f"damaged-{final.name}-{os.getpid()}"))
     temporary.rename(final)
     atomic_files.flush(final.parent)
 
 
 def prune_checkpoints(parent: Path, *, keep_last: int, keep: int | None) -> None:
-    """Removes old checkpoints but the last ones and the step in `keep`."""
+    """Deletes checkpoints except the last `keep_last` and the step `keep`."""
     for step in complete_steps(parent)[:-keep_last]:
         if step != keep:
-            # Renamed first, so that a kill in between leaves no checkpoint that looks complete but is not.
+            # Renamed first, so that a kill leaves no partial checkpoint that looks complete.
             doomed = parent / f".tmp-old-{step:06d}-{os.getpid()}"
             (parent / f"step-{step:06d}").rename(doomed)
             shutil.rmtree(doomed)
 
 
 def remove_unfinished(parent: Path) -> None:
-    """Removes what killed saves left behind. One process writes to a run at a time."""
+    """Deletes the temporary folders of killed saves. Only one process writes to a run at a time."""
     for path in parent.glob(".tmp-*"):
         shutil.rmtree(path)

@@ -1,8 +1,8 @@
-"""The layout of checkpoints and their manifest, which is written last.
+"""The layout of a checkpoint, and its manifest, which is written last.
 
     RUN/checkpoints/step-000500/
-        manifest.json            format, step, cursor, progress of the loop, digest of every file
-        dense.safetensors        weights and optimizer state of the dense part
+        manifest.json            format, step, cursor, loop state, digest of every file
+        dense.safetensors        dense weights and optimizer state
         item.007.safetensors     bucket 7 of table 'item': ids in ascending order, rows, optimizer state
 
 Every rank writes the buckets it owns (writer.py); any number of ranks can read them (reader.py).
@@ -20,27 +20,27 @@ from typing import Any
 from nestpipe.errors import CheckpointError
 from nestpipe.jagged import Cursor
 
-FORMAT = 2
+FORMAT = 3  # 3: settings and progress have new names
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a checkpoint says about itself."""
+    """The manifest of a checkpoint."""
 
     step: int
     cursor: Cursor  # the next batch to train on
-    progress: dict[str, Any]  # what the training loop wants to remember
+    progress: dict[str, Any]  # state of the training loop
     files: dict[str, dict[str, Any]]
-    digest: str  # of all this
+    digest: str  # of all other fields
 
     @staticmethod
     def read(folder: Path) -> Manifest:
-        """Raises CheckpointError if there is none, or one of another format."""
+        """Raises CheckpointError if it is missing, damaged or of another format."""
         try:
             content = json.loads((folder / "manifest.json").read_text())
         except FileNotFoundError:
             raise CheckpointError(
-                f"{folder} has no manifest.json: the save did not finish, or this is no checkpoint."
+                f"{folder} has no manifest.json: the save did not finish, or this is not a checkpoint."
             ) from None
         except json.JSONDecodeError as error:
             raise CheckpointError(
@@ -49,11 +49,12 @@ class Manifest:
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             content = content if isinstance(content, dict) else {}
             raise CheckpointError(
-                f"{folder} has checkpoint format {content.get('format')!r}; this version reads format {FORMAT}."
+                f"{folder} has checkpoint format {content.get('format')!r}; this version reads format {FORMAT}, in which settings "
+                "have other names. Train again, or use the version that wrote it."
             )
         digest = content.pop("digest", None)
         if digest != _digest_of(content):
-            raise CheckpointError(f"{folder / 'manifest.json'} is not what was saved. {move_away_advice(folder)}")
+            raise CheckpointError(f"{folder / 'manifest.json'} does not match its digest. {move_away_advice(folder)}")
         return Manifest(content["step"], Cursor(*content["cursor"]), content["progress"], content["files"], digest)
 
 
@@ -67,7 +68,7 @@ def write_manifest(
 
 
 def move_away_advice(folder: Path) -> str:
-    return f"Move {folder} away to go on from an earlier checkpoint."
+    return f"Move {folder} away to resume from an earlier checkpoint."
 
 
 def _digest_of(manifest: Mapping[str, Any]) -> str:

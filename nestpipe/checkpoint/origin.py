@@ -1,4 +1,4 @@
-"""Which checkpoint a run is initialised from (`--init-from`), and what may differ between the two."""
+"""The checkpoint that a run is initialised from (`--init-from`), and which differences are allowed."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from nestpipe.errors import CheckpointError, ConfigError
 
 @dataclass(frozen=True, slots=True)
 class InitFrom:
-    """A run, whose best checkpoint is meant, or its latest if it did not validate; or a checkpoint. And what may differ.
+    """The source of a warm start: a run (its best checkpoint, or the latest if it did not validate) or a checkpoint.
 
-    It may lie behind a URL: every rank then copies the checkpoint to a temporary folder first.
+    `allow` lists permitted differences. The source may be a URL; every rank then copies the checkpoint to a temporary folder.
     """
 
     source: str | Path
@@ -29,21 +29,21 @@ class InitFrom:
         """Raises CheckpointError if there is no complete checkpoint, ConfigError for an unknown word."""
         if unknown := [word for word in self.allow if word not in get_args(Word)]:
             raise ConfigError(f"--allow {unknown[0]} is not known; there are: {', '.join(get_args(Word))}.")
-        place = self.absolute()
-        with local_copy(place, whole=False) as path:
+        source = self.absolute()
+        with local_copy(source, whole=False) as path:
             folder = path if is_checkpoint(path) else checkpoint_folders.best_checkpoint(path / "checkpoints")
             manifest = Manifest.read(folder)
-            found = str(folder).replace(str(path), place)
-        return Origin(place, found, manifest.step, manifest.digest, self.allow)
+            checkpoint = str(folder).replace(str(path), source)
+        return Origin(source, checkpoint, manifest.step, manifest.digest, self.allow)
 
     def absolute(self) -> str:
-        """The source, wherever it is looked at from."""
+        """The source as a URL or an absolute path."""
         return str(self.source).rstrip("/") if is_url(self.source) else str(Path(self.source).resolve())
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The checkpoint that a run was initialised from; stands in its run.json."""
+    """The checkpoint that a run was initialised from; stored in its run.json."""
 
     source: str
     checkpoint: str
@@ -56,9 +56,9 @@ class Origin:
         return Origin(**{**content, "allow": tuple(content["allow"])})
 
     def check(self, manifest: Manifest) -> Manifest:
-        """The manifest that was found there; raises CheckpointError if it is another by now."""
+        """Returns the manifest; raises CheckpointError if it has changed since the run was created."""
         if manifest.digest != self.digest:
             raise CheckpointError(
-                f"{self.checkpoint} is no longer the checkpoint that the run was to start from (step {self.step})."
+                f"{self.checkpoint} has changed since the run was created from it (step {self.step})."
             )
         return manifest

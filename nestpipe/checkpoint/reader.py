@@ -1,4 +1,4 @@
-"""Reads checkpoints: tensors of files that match their digests, and facts about tables without reading their rows."""
+"""Reads checkpoints: verified tensors, and table sizes from file headers alone."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from nestpipe.errors import CheckpointError
 def load_checkpoint(
     folder: Path, wanted: Callable[[str], bool] = lambda name: True
 ) -> tuple[Manifest, dict[str, dict[str, Tensor]]]:
-    """Reads the wanted files of a checkpoint after checking each; raises CheckpointError that names the damaged one."""
+    """Reads and verifies the wanted files of a checkpoint; raises CheckpointError naming a damaged one."""
     manifest = Manifest.read(folder)
     names = (file.removesuffix(".safetensors") for file in manifest.files)
     return manifest, {name: read_tensors(folder, manifest, name) for name in names if wanted(name)}
@@ -38,7 +38,7 @@ def read_tensors(
     *,
     verify: bool = True,
 ) -> dict[str, Tensor]:
-    """The wanted tensors of one file; raises CheckpointError if it is missing, or damaged as far as `verify` can tell."""
+    """The wanted tensors of one file; raises CheckpointError if it is missing or, with `verify`, damaged."""
     file = f"{name}.safetensors"
     if file not in manifest.files:
         raise CheckpointError(f"{folder} holds no {name}, which this model needs.")
@@ -52,7 +52,7 @@ def read_tensors(
 
 
 def verify_file(path: Path, expected: Mapping[str, Any]) -> None:
-    """Raises CheckpointError if a file is missing or differs from its digest."""
+    """Raises CheckpointError if a file is missing or does not match its digest."""
     if not path.exists():
         raise CheckpointError(
             f"{path.parent} lacks {path.name}, which its manifest lists. {move_away_advice(path.parent)}"
@@ -70,7 +70,7 @@ def file_digest(path: Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TableFacts:
-    """What the bucket files of one table hold together."""
+    """Sizes of one table, over all its bucket files."""
 
     name: str
     dim: int
@@ -81,28 +81,28 @@ class TableFacts:
 
 def bucket_files(manifest: Manifest) -> dict[str, list[str]]:
     """The files of each table, by bucket."""
-    found: dict[str, list[str]] = defaultdict(list)
+    files: dict[str, list[str]] = defaultdict(list)
     for file in sorted(manifest.files):
         table, _, number = file.removesuffix(".safetensors").rpartition(".")
         if number.isdigit():
-            found[table].append(file)
-    return found
+            files[table].append(file)
+    return files
 
 
 def table_facts(folder: Path, manifest: Manifest) -> list[TableFacts]:
-    """What the tables of a checkpoint hold."""
-    found = []
+    """Sizes of the tables of a checkpoint, from headers alone."""
+    tables = []
     for name, files in bucket_files(manifest).items():
         headers = [tensor_shapes(folder / file) for file in files]
         state = {key.removeprefix("state."): shape[1:] for key, shape in headers[0].items() if key.startswith("state.")}
         num_bytes = sum(manifest.files[file]["bytes"] for file in files)
         rows = [header["rows"] for header in headers]
-        found.append(TableFacts(name, rows[0][1], [shape[0] for shape in rows], num_bytes, state))
-    return found
+        tables.append(TableFacts(name, rows[0][1], [shape[0] for shape in rows], num_bytes, state))
+    return tables
 
 
 def tensor_shapes(path: Path) -> dict[str, list[int]]:
-    """The tensors of a file."""
+    """Names and shapes of the tensors of a file."""
     advice = f"'nestpipe checkpoint verify {path.parent}' lists all damage"
     if not path.exists():
         raise CheckpointError(f"{path} is missing; {advice}.")
@@ -114,24 +114,24 @@ def tensor_shapes(path: Path) -> dict[str, list[int]]:
 
 
 def load_weights(model: nn.Module, folder: Path, manifest: Manifest) -> None:
-    """The weights of a checkpoint, which nothing will train; raises CheckpointError if one is missing or another."""
-    found = read_tensors(folder, manifest, "dense", lambda key: key.startswith("weights."))
+    """Loads frozen weights into a model; raises CheckpointError if one is missing or has another shape."""
+    saved = read_tensors(folder, manifest, "dense", lambda key: key.startswith("weights."))
     model.requires_grad_(False)
     for name, parameter in model.named_parameters():
-        weights = found.get(f"weights.{name}")
+        weights = saved.get(f"weights.{name}")
         if weights is None or weights.shape != parameter.shape:
-            seen = "nothing" if weights is None else list(weights.shape)
+            shape = "nothing" if weights is None else list(weights.shape)
             raise CheckpointError(
-                f"{folder} has {seen} for '{name}', but the configuration of the run asks for {list(parameter.shape)}."
+                f"{folder} has {shape} for '{name}', but the configuration of the run needs {list(parameter.shape)}."
             )
         parameter.copy_(weights)
     for name, buffer in model.named_buffers():
-        if (saved := found.get(f"weights.{name}")) is not None:  # such as the snapshot that events are chosen by
-            buffer.copy_(saved)
+        if (values := saved.get(f"weights.{name}")) is not None:  # persistent buffers
+            buffer.copy_(values)
 
 
 def load_table(spec: TableSpec, config: EmbeddingConfig, seed: int, folder: Path, manifest: Manifest) -> Table:
-    """The index first, then one bucket of rows after the other: a table may be larger than the memory."""
+    """Loads the index, then the rows bucket by bucket: a table may be larger than memory."""
     table = Table(spec, OPTIMIZERS[config.optimizer](config), seed=seed, config=config)
     files = [file.removesuffix(".safetensors") for file in bucket_files(manifest).get(spec.name, [])]
     ids = [read_tensors(folder, manifest, file, lambda key: key == "ids")["ids"] for file in files]

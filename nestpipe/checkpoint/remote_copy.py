@@ -1,10 +1,10 @@
-"""A copy of a run's checkpoints on any file system that fsspec knows: s3://, gs://, memory://, file:// and so on.
+"""Copies of a run's checkpoints on any fsspec file system: s3://, gs://, memory://, file:// and others.
 
     URL/config.json, run.json                    written at every start of the run
-    URL/checkpoints/step-000500/manifest.json    written last: a step without it is incomplete, and nobody looks at it
+    URL/checkpoints/step-000500/manifest.json    written last: a step without it is incomplete and ignored
 
-Training writes to its local folder first, where a checkpoint appears by one rename; rank 0 then copies it here. Reading
-goes the other way: what is asked for is copied to a local folder, and every digest is checked there as ever.
+Training publishes a checkpoint in its local folder; rank 0 then copies it here. To read one, it is copied to a local folder,
+where every digest is verified.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from nestpipe.checkpoint.manifest import Manifest
 from nestpipe.errors import CheckpointError, ConfigError
 
 _MANIFEST = "manifest.json"
-_RUN_FILES = ("run.json", "config.json")  # the last one makes a folder a run
+_RUN_FILES = ("run.json", "config.json")  # config.json last: it makes a folder a run
 
 
 def is_url(text: str | Path) -> bool:
@@ -30,10 +30,10 @@ def is_url(text: str | Path) -> bool:
 
 
 class Mirror:
-    """The place of one run behind a URL. Methods raise CheckpointError with the URL and the reason."""
+    """The remote copy of one run. Methods raise CheckpointError with the URL and the reason."""
 
     def __init__(self, url: str):
-        """Raises ConfigError if nothing here can talk to such a URL."""
+        """Raises ConfigError if no installed fsspec backend supports the URL."""
         self.url = url.rstrip("/")
         try:
             from fsspec.core import url_to_fs
@@ -45,7 +45,7 @@ class Mirror:
             raise ConfigError(f"{url} cannot be reached: {error}") from error
 
     def holds_run(self) -> bool:
-        with self._explained("looked at"):
+        with self._explained("read"):
             self._system.invalidate_cache()
             return bool(self._system.exists(f"{self._root}/{_RUN_FILES[-1]}"))
 
@@ -53,18 +53,18 @@ class Mirror:
         """Steps of the complete checkpoints, ascending."""
         with self._explained("listed"):
             self._system.invalidate_cache()  # another process may have written
-            found = self._system.glob(f"{self._root}/checkpoints/step-*/{_MANIFEST}")
-        return sorted(int(match[1]) for path in found if (match := re.search(r"/step-(\d{6,})/[^/]*$", path)))
+            paths = self._system.glob(f"{self._root}/checkpoints/step-*/{_MANIFEST}")
+        return sorted(int(match[1]) for path in paths if (match := re.search(r"/step-(\d{6,})/[^/]*$", path)))
 
     def push_run(self, folder: Path) -> None:
-        """Copies what makes a folder a run, but for checkpoints."""
+        """Copies config.json and run.json."""
         with self._explained("written"):
             self._system.makedirs(self._root, exist_ok=True)
             for name in _RUN_FILES:
                 self._system.put_file(str(folder / name), f"{self._root}/{name}")
 
     def push(self, folder: Path) -> None:
-        """Copies a published checkpoint, its manifest last; one of the same step that differs is replaced."""
+        """Copies a published checkpoint, manifest last; replaces a different one of the same step."""
         manifest, target = Manifest.read(folder), f"{self._root}/checkpoints/{folder.name}"
         with self._explained("written"):
             if self._system.exists(f"{target}/{_MANIFEST}"):
@@ -74,12 +74,12 @@ class Mirror:
             self._system.makedirs(target, exist_ok=True)
             for name in manifest.files:
                 self._system.put_file(str(folder / name), f"{target}/{name}")
-            # Not every store shows a file only when it is whole.
+            # Some stores show files while they are being written.
             self._system.put_file(str(folder / _MANIFEST), f"{target}/.{_MANIFEST}")
             self._system.mv(f"{target}/.{_MANIFEST}", f"{target}/{_MANIFEST}")
 
     def prune(self, *, keep_last: int, keep: int | None) -> None:
-        """Removes old checkpoints but the last ones and the step in `keep`."""
+        """Deletes checkpoints except the last `keep_last` and the step `keep`."""
         for step in self.steps()[:-keep_last]:
             if step != keep:
                 with self._explained("pruned"):
@@ -88,7 +88,7 @@ class Mirror:
                     self._system.rm(folder, recursive=True)
 
     def fetch(self, step: int, parent: Path, *, whole: bool = True) -> Path:
-        """Copies a checkpoint, or its manifest alone, to where those of a local run are, by one rename at the end."""
+        """Copies a checkpoint, or its manifest alone, to a local folder of checkpoints; published by rename."""
         name = f"step-{step:06d}"
         final, temporary = parent / name, parent / f".tmp-{name}"
         if not (final / _MANIFEST).exists():
@@ -103,7 +103,7 @@ class Mirror:
         return final
 
     def restore(self, folder: Path) -> None:
-        """Makes a local run of the latest checkpoint and the best one, if there is a run and none in the folder."""
+        """Restores a local run with its latest and its best checkpoint, if there is a remote run."""
         if not self.holds_run():
             return
         if steps := self.steps():
@@ -126,23 +126,23 @@ class Mirror:
             yield
         except CheckpointError:
             raise
-        except Exception as error:  # whatever a store's library raises
+        except Exception as error:  # backends raise errors of their own
             raise CheckpointError(f"{self.url} cannot be {done}: {type(error).__name__}: {error}") from error
 
 
 @contextlib.contextmanager
 def local_copy(
-    place: str | Path, *, step: int | None = None, every: bool = False, whole: bool = True
+    source: str | Path, *, step: int | None = None, every: bool = False, whole: bool = True
 ) -> Iterator[Path]:
-    """A local folder in place of a run or checkpoint behind a URL, for as long as it is needed; a path is its own.
+    """A temporary local copy of a remote run or checkpoint; a local path is returned as it is.
 
-    Of a run it holds `step`, by default the best checkpoint and the latest, with `every` all of them; manifests alone
-    unless `whole`. Raises CheckpointError if there is none, and says the URL where errors would name the copy.
+    Of a run it holds `step`, by default the best and the latest checkpoint, with `every` all of them; without `whole`, manifests
+    alone. Raises CheckpointError if there is none; errors name the URL instead of the copy.
     """
-    if not is_url(place):
-        yield Path(place)
+    if not is_url(source):
+        yield Path(source)
         return
-    url = str(place).rstrip("/")
+    url = str(source).rstrip("/")
     run, _, name = url.rpartition("/")
     is_step = re.fullmatch(r"step-\d{6,}", name) is not None
     mirror = Mirror(run.removesuffix("/checkpoints") if is_step else url.removesuffix("/checkpoints"))
@@ -159,7 +159,7 @@ def local_copy(
 def _fetch_some(mirror: Mirror, parent: Path, wanted: list[int] | None, *, every: bool, whole: bool) -> None:
     steps = mirror.steps()
     if not steps:
-        raise CheckpointError(f"{mirror.url} has no complete checkpoint; name another run.")
+        raise CheckpointError(f"{mirror.url} has no complete checkpoint; give another run.")
     if missing := [step for step in wanted or () if step not in steps]:
         raise CheckpointError(f"{mirror.url} has no complete checkpoint of step {missing[0]}; it has {steps}.")
     for step in wanted or (steps if every else steps[-1:]):

@@ -1,18 +1,17 @@
-"""A new run that starts from the weights of another: what is taken over, what starts anew, what must be allowed.
+"""Warm start: a new run initialised with the weights of another.
 
-Tables and dense tensors are matched by name and shape. What does not match, and whatever else differs about the two
-runs, is refused until `allow` has the word for it:
+Tables and dense tensors are matched by name and shape. Every difference between the two runs is rejected unless `allow` names it:
 
-    added       is only in the new model, and starts with its initial values
-    dropped     is only in the checkpoint, and is left behind
-    reshaped    has another shape, and starts with its initial values
-    optimizer   has the state of another optimizer: weights are taken over, the state starts anew
-    model       another kind of model or other settings of it, which may give the same weights another meaning
+    added       only in the new model; initialised
+    dropped     only in the checkpoint; not loaded
+    reshaped    of another shape; initialised
+    optimizer   of another optimizer; weights are loaded, optimizer state is initialised
+    model       another kind of model or other model settings, which may give the same weights another meaning
     data        the checkpoint was trained on other data
 
-A row keeps its optimizer state if the optimizer keeps the same values for it. The dense part counts its steps once for
-all tensors, so its state is kept whole, if all of them are taken over, or not at all. Which ids wait for a row, and when
-and how often rows were used, belongs to the old run: rows count as used once, before the first batch.
+A row keeps its optimizer state if both optimizers have the same state. The dense optimizer counts steps once for all tensors, so
+its state is kept only if every tensor is loaded. Admission counts and usage of rows are not loaded: rows count as used once,
+before the first batch.
 """
 
 from __future__ import annotations
@@ -37,28 +36,28 @@ from nestpipe.errors import ConfigError
 from nestpipe.pipeline.stages import TrainState
 
 _WEIGHTS, _STATE = "weights.", "state."
-_HARMLESS = ("model.dropout",)  # has no part in what weights mean
+_HARMLESS = ("model.dropout",)  # does not change the meaning of weights
 
 
 @dataclass(frozen=True, slots=True)
 class WarmStartLine:
-    """What happens to one table, tensor or setting."""
+    """One compared table, tensor or setting."""
 
     name: str
     before: str
     now: str
     what: str  # loaded, initialised, dropped, or differs
     state: str = ""  # of the optimizer: kept or fresh
-    word: Word | None = None  # that must be allowed
+    word: Word | None = None  # that `allow` must contain
 
     def __str__(self) -> str:
-        fresh = ", its optimizer state fresh" if self.what == "loaded" else ""
+        fresh = ", with fresh optimizer state" if self.what == "loaded" else ""
         return f"{self.name}: {self.before or 'nothing'} there, {self.now or 'nothing'} here; {self.what}{fresh} ({self.word})"
 
 
 @dataclass(frozen=True, slots=True)
 class WarmStartReport:
-    """What was taken over from where."""
+    """What a run was initialised with."""
 
     origin: Origin
     lines: tuple[WarmStartLine, ...]
@@ -67,7 +66,7 @@ class WarmStartReport:
         shown = Shown("", "there", "here", "weights", "optimizer state")
         shown.title = f"initialised from {self.origin.checkpoint} (step {self.origin.step:,})"
         shown.caption = (
-            "a row's state is kept if the optimizer is the same; that of the dense part if every tensor is loaded too"
+            "row state is kept if the optimizer is the same; dense state if, in addition, every tensor is loaded"
         )
         for line in self.lines:
             shown.add_row(line.name, line.before, line.now, line.what, line.state)
@@ -77,7 +76,7 @@ class WarmStartReport:
 def compare(
     state: TrainState, folder: Path, manifest: Manifest, *, settings: Mapping[str, str], data_digest: str
 ) -> list[WarmStartLine]:
-    """Everything there is to say about starting a new state from a checkpoint; reads headers only."""
+    """Compares a new state with a checkpoint; reads file headers only."""
     lines = list(_compare_tables(state, folder, manifest))
     lines += _compare_dense(state, tensor_shapes(folder / "dense.safetensors"))
     before = manifest.progress.get("settings", {})
@@ -92,9 +91,9 @@ def compare(
 
 
 def _compare_tables(state: TrainState, folder: Path, manifest: Manifest) -> Iterator[WarmStartLine]:
-    found, tables = {facts.name: facts for facts in table_facts(folder, manifest)}, state.embedding.tables
+    saved, tables = {facts.name: facts for facts in table_facts(folder, manifest)}, state.embedding.tables
     for name, table in tables.items():
-        title, now, facts = f"table '{name}'", f"dim {table.spec.dim}", found.get(name)
+        title, now, facts = f"table '{name}'", f"dim {table.spec.dim}", saved.get(name)
         if facts is None:
             yield WarmStartLine(title, "", now, "initialised", "fresh", "added")
         elif facts.dim != table.spec.dim:
@@ -107,7 +106,7 @@ def _compare_tables(state: TrainState, folder: Path, manifest: Manifest) -> Iter
             else:
                 there, now = f"{there}, {_listed(facts.state)}", f"{now}, {_listed(_row_state(table))}"
                 yield WarmStartLine(title, there, now, "loaded", "fresh", "optimizer")
-    for name, facts in found.items():
+    for name, facts in saved.items():
         if name not in tables:
             yield WarmStartLine(
                 f"table '{name}'", f"dim {facts.dim}, {sum(facts.rows_per_bucket):,} rows", "", "dropped", "", "dropped"
@@ -134,21 +133,21 @@ def _compare_dense(state: TrainState, there: Mapping[str, list[int]]) -> Iterato
 
 
 def check(lines: Sequence[WarmStartLine], origin: Origin, folder: Path) -> None:
-    """Raises ConfigError that lists all that is not allowed, with the words that would allow it."""
+    """Raises ConfigError listing all differences that are not allowed, with the words that would allow them."""
     refused = [line for line in lines if line.word and line.word not in origin.allow]
     if refused:
         words = dict.fromkeys((*origin.allow, *(line.word for line in refused if line.word)))
         raise ConfigError(
-            f"{folder} does not fit {origin.checkpoint}, which it should start from:\n"
+            f"{folder} differs from {origin.checkpoint}, which --init-from names:\n"
             + "\n".join(f"  - {line}" for line in refused)
-            + f"\nAdd --allow {' '.join(words)} to start all the same, or change the recipe."
+            + f"\nAdd --allow {' '.join(words)} to start anyway, or change the recipe."
         )
     if not any(line.what == "loaded" for line in lines):
-        raise ConfigError(f"nothing in {origin.checkpoint} fits the model of {folder}; start without --init-from.")
+        raise ConfigError(f"no tensor of {origin.checkpoint} matches the model of {folder}; start without --init-from.")
 
 
 def load_into(state: TrainState, folder: Path, manifest: Manifest, lines: Sequence[WarmStartLine]) -> None:
-    """Takes over what the lines call loaded: the dense part, and of the tables the rows of this rank."""
+    """Loads what `compare` marked as loaded: dense tensors, and the rows that this rank owns."""
     loaded = {line.name: line for line in lines if line.what == "loaded"}
     _, content = checkpoint_reader.load_checkpoint(folder, lambda name: name == "dense")
     dense = state.dense.export()
@@ -166,11 +165,11 @@ def load_into(state: TrainState, folder: Path, manifest: Manifest, lines: Sequen
 def _own_rows(
     state: TrainState, folder: Path, files: Sequence[str], table: Table, *, keep_state: bool
 ) -> dict[str, Tensor]:
-    """The rows that this rank owns, from the buckets that can have some: there may be another number of buckets now."""
+    """The rows that this rank owns, from the buckets that may hold some; the number of buckets may differ."""
     embedding = state.embedding
     own = embedding.owners.buckets_of(embedding.rank)
     num_now, num_before = embedding.owners.num_buckets, len(files)
-    # A bucket is a range of hashes, whatever their number.
+    # A bucket is a range of hashes, for any number of buckets.
     wanted = [
         file.removesuffix(".safetensors")
         for number, file in enumerate(files)
@@ -178,12 +177,12 @@ def _own_rows(
     ]
     _, content = checkpoint_reader.load_checkpoint(folder, lambda name: name in wanted)
     names = ["ids", "rows", *(_STATE + name for name in (_row_state(table) if keep_state else ()))]
-    parts: dict[str, list[Tensor]] = {name: [] for name in names}
+    columns: dict[str, list[Tensor]] = {name: [] for name in names}
     for bucket in content.values():
         mine = (embedding.owners.owner_of(bucket["ids"]) == embedding.rank).nonzero().flatten()
         for name in names:
-            parts[name].append(bucket[name].index_select(0, mine))
-    rows = {name: torch.cat(tensors) for name, tensors in parts.items()}
+            columns[name].append(bucket[name].index_select(0, mine))
+    rows = {name: torch.cat(tensors) for name, tensors in columns.items()}
     if keep_state:
         return rows
     settings = table.spec.optimizer or table.config
@@ -192,7 +191,7 @@ def _own_rows(
 
 
 def _row_state(table: Table) -> dict[str, list[int]]:
-    """The optimizer's values for one row of an empty table: name -> shape."""
+    """The optimizer state of one row: name -> shape."""
     return {
         name.removeprefix(_STATE): list(values.shape[1:])
         for name, values in sorted(table.export().items())
@@ -201,7 +200,7 @@ def _row_state(table: Table) -> dict[str, list[int]]:
 
 
 def _dense_state(shapes: Mapping[str, list[int]]) -> dict[str, bool]:
-    """The optimizer's values for the dense part: name -> whether there is one for each weight."""
+    """The dense optimizer state: name -> whether it has one value per weight."""
     num_weights = sum(math.prod(shape) for key, shape in shapes.items() if key.startswith(_WEIGHTS))
     states = {key.removeprefix(_STATE): shape for key, shape in sorted(shapes.items()) if key.startswith(_STATE)}
     return {name: math.prod(shape) == num_weights for name, shape in states.items()}

@@ -17,7 +17,7 @@ from nestpipe.recipes import tiny
 from nestpipe.registry import entry_named
 
 if TYPE_CHECKING:
-    from nestpipe.training.check_model import Finding
+    from nestpipe.training.model_contracts import Finding
 
 _NUM_USERS, _NUM_ITEMS = 24, 18  # of the generated log: three batches of eight users with 3 to 11 events
 
@@ -45,7 +45,7 @@ class CheckModelArguments:
 def main(argv: list[str]) -> int:
     arguments = _parse(argv)
     from nestpipe.data.sequences import Sequences
-    from nestpipe.training.check_model import check_model
+    from nestpipe.training.model_contracts import check_model
 
     base = tiny()
     with tempfile.TemporaryDirectory() as scratch:

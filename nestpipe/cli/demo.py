@@ -29,7 +29,7 @@ from nestpipe.errors import NestPipeError
 from nestpipe.eval.predictor import RetrievalPredictor
 from nestpipe.eval.retrieval_eval import EvalReport
 from nestpipe.profiling.overlap import CAUSES, steps_of
-from nestpipe.profiling.recorder import load as load_trace
+from nestpipe.profiling.trace_file import load as load_trace
 from nestpipe.training.run_folder import Run
 
 _MARKER = "made-by-nestpipe-demo"

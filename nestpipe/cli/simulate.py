@@ -8,10 +8,10 @@ from dataclasses import replace
 from nestpipe.atomic_files import replace_file
 from nestpipe.cli.arguments import SimulateArguments
 from nestpipe.errors import ConfigError
-from nestpipe.profiling.recorder import load
+from nestpipe.profiling.trace_file import load
 from nestpipe.simulate import published
 from nestpipe.simulate.calibrate import calibrate
-from nestpipe.simulate.cases import ARMS, CaseResult, CaseSettings, results
+from nestpipe.simulate.cases import CASES, CaseResult, CaseSettings, results
 from nestpipe.simulate.constants import Constants
 from nestpipe.simulate.drawing import draw
 
@@ -31,7 +31,7 @@ def main(arguments: SimulateArguments) -> int:
     settings = CaseSettings(micro_batches=arguments.micro_batches, group_size=arguments.group_size)
     if arguments.save:
         constants.save(arguments.save)
-    found = [results(arm, constants, [arguments.workers, *DRAWN], settings) for arm in ARMS]
+    found = [results(case, constants, [arguments.workers, *DRAWN], settings) for case in CASES]
     print(_table([own[0] for own in found], constants, settings))
     title = f"{constants.source}, {settings.micro_batches} micro-batches, groups of {settings.group_size}"
     drawing = draw([own[1:] for own in found], title=title)
@@ -73,7 +73,7 @@ def _table(found: Sequence[CaseResult], constants: Constants, settings: CaseSett
     for one in found:
         causes = (one.cause_s[cause] for cause in ("busy", "lookup", "communication", "bubble"))
         numbers = [f"{1e3 * seconds:,.1f}" for seconds in (one.step_s, *causes)]
-        lines.append(_line((one.arm.title, *numbers, f"{one.efficiency:.1%}")))
+        lines.append(_line((one.case.title, *numbers, f"{one.efficiency:.1%}")))
     return "\n".join(lines)
 
 

@@ -11,10 +11,11 @@ from rich.console import Console
 from nestpipe.atomic_files import replace_file
 from nestpipe.cli.arguments import TraceArguments
 from nestpipe.errors import ConfigError
-from nestpipe.profiling.overlap import StepTimes, choose, report
+from nestpipe.profiling.overlap import StepTimes
+from nestpipe.profiling.overlap_report import choose, report
 from nestpipe.profiling.perfetto import to_perfetto
-from nestpipe.profiling.recorder import load
 from nestpipe.profiling.timeline import draw, middle
+from nestpipe.profiling.trace_file import load
 
 _DRAWN = 3  # steps in the drawing unless --steps says which
 _MOST_DRAWN = 12

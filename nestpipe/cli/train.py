@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import re
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 import tyro
@@ -13,6 +14,9 @@ from nestpipe.checkpoint.config import Word
 from nestpipe.config import Config, keys, unknown_key
 from nestpipe.errors import ConfigError
 from nestpipe.recipes import RECIPES
+from nestpipe.registry import entry_named, find
+
+_MODEL_HELP = "--model NAME trains another model: one of nestpipe ('hstu') or package.module:Class; its settings are --model.FIELD."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,12 +39,14 @@ def main(argv: list[str]) -> int:
         print(_usage())
         return 0
     name, *rest = argv
-    defaults = TrainArguments(config=recipe_of(name))
+    recipe, (model, rest) = find_recipe(name), take_model(rest)
+    config = recipe()
+    defaults = TrainArguments(config=replace(config, model=entry_named(model).config()) if model else config)
     check_keys(rest, ["run", "resume", "init_from", "allow", "profile", *keys(defaults.config)])
     arguments = tyro.cli(
         TrainArguments,
         prog=f"nestpipe train {name}",
-        description=f"{RECIPES[name].__doc__}\n\nExample: nestpipe train {name} --train.minutes 15 --run runs/first",
+        description=f"{recipe.__doc__}\n\n{_MODEL_HELP}\n\nExample: nestpipe train {name} --train.minutes 15 --run runs/first",
         args=rest,
         default=defaults,
     )
@@ -51,7 +57,7 @@ def main(argv: list[str]) -> int:
 
     outcome = train_to_end(
         arguments.config,
-        arguments.run or f"runs/{name}",
+        arguments.run or f"runs/{name.replace(':', '.')}",
         resume=arguments.resume,
         init_from=InitFrom(arguments.init_from, arguments.allow) if arguments.init_from is not None else None,
         profile=arguments.profile,
@@ -62,12 +68,41 @@ def main(argv: list[str]) -> int:
 
 
 def recipe_of(name: str) -> Config:
-    """The configuration of a recipe; raises ConfigError with the nearest one, or all, if there is none of that name."""
+    """The configuration of a recipe. Raises ConfigError."""
+    return find_recipe(name)()
+
+
+def find_recipe(name: str) -> Callable[[], Config]:
+    """A recipe of this package, or a function written as 'package.module:recipe'. Raises ConfigError."""
+    if ":" in name:
+        recipe: Callable[[], Config] = find(name)
+        if not callable(recipe) or not isinstance(recipe(), Config):
+            raise ConfigError(
+                f"'{name}' is no recipe: a recipe is a function without arguments that returns a nestpipe.Config."
+            )
+        return recipe
     if name not in RECIPES:
         nearest = difflib.get_close_matches(name, RECIPES, n=1)
-        hint = f"did you mean '{nearest[0]}'?" if nearest else f"there are: {', '.join(RECIPES)}"
+        hint = (
+            f"did you mean '{nearest[0]}'?"
+            if nearest
+            else f"there are: {', '.join(RECIPES)}, and package.module:recipe"
+        )
         raise ConfigError(f"unknown recipe '{name}'; {hint}")
-    return RECIPES[name]()
+    return RECIPES[name]
+
+
+def take_model(argv: list[str]) -> tuple[str | None, list[str]]:
+    """The name after --model, which decides which flags --model.FIELD exist, and the other arguments. Raises ConfigError."""
+    rest, model = list[str](), None
+    arguments = iter(argv)
+    for argument in arguments:
+        flag, _, value = argument.partition("=")
+        if flag != "--model":
+            rest.append(argument)
+        elif not (model := value or next(arguments, "")) or model.startswith("-"):
+            raise ConfigError("--model needs a name: a model of nestpipe ('hstu') or package.module:Class.")
+    return model, rest
 
 
 def check_keys(argv: list[str], known: list[str]) -> None:
@@ -82,8 +117,11 @@ def check_keys(argv: list[str], known: list[str]) -> None:
 def _usage() -> str:
     rows = "\n".join(f"  {name:<18}{recipe.__doc__}" for name, recipe in RECIPES.items())
     return (
-        "usage: nestpipe train RECIPE [--run DIR] [--resume] [--init-from RUN [--allow WORD ...]] [--section.field VALUE ...]\n\n"
-        f"recipes:\n{rows}\n\n"
+        "usage: nestpipe train RECIPE [--run DIR] [--resume] [--init-from RUN [--allow WORD ...]]\n"
+        "                      [--model NAME] [--section.field VALUE ...]\n\n"
+        f"recipes:\n{rows}\n"
+        "  package.module:recipe  a function of yours that returns a nestpipe.Config\n\n"
+        f"{_MODEL_HELP}\n\n"
         "Example: nestpipe train tiny --train.epochs 5 --run runs/first\n"
         "'nestpipe train RECIPE --help' lists every setting with its value in that recipe."
     )

@@ -1,4 +1,4 @@
-"""A trace for ui.perfetto.dev or chrome://tracing: a rank is a process, a lane a thread, an arrow a message waited for."""
+"""Traces for ui.perfetto.dev and chrome://tracing: a rank is a process, a stream a thread, an arrow a message."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from nestpipe.profiling.overlap import CAUSES, StepTimes
-from nestpipe.profiling.recorder import MICRO_BATCH_KINDS, STREAMS, RankTrace, Span
+from nestpipe.profiling.trace_file import MICRO_BATCH_KINDS, STREAMS, RankTrace, Span
 
 LETTERS = {
     "read": "read",
@@ -26,46 +26,41 @@ LETTERS = {
     "update": "U",
     "write": "W",
     "arrive": "A",
-    "unshared rows": "Fc",
-    "unshared grads": "Bc",
-    "unshared collect": "Sc",
-    "unshared update": "Uc",
+    "unshared rows": "Fu",
+    "unshared grads": "Bu",
+    "unshared collect": "Su",
+    "unshared update": "Uu",
     "chunk rows": "Fn",
     "chunk grads": "Bn",
     "chunk collect": "Sn",
     "chunk update": "Un",
 }
-_SENDERS = {
-    "keys": "keys",
-    "rows": "rows",
-    "grads": "grads",
-    "dense": "dense sum",
-}  # wait -> kind of event that sends it
-_STEPS = len(STREAMS)  # the thread below the lanes
+_SENDERS = {"keys": "keys", "rows": "rows", "grads": "grads", "dense": "dense sum"}  # wait -> kind of the sending event
+_STEPS = len(STREAMS)  # the thread below the streams
 
 
 def title(span: Span, num_micro_batches: int) -> str:
-    """Like 'C 2/8 (t=14)': the event, its part of so many, or its slice, its batch."""
+    """Event, micro-batch or chunk, and batch: 'C 2/8 (t=14)'."""
     micro_batch = f" {span.micro_batch + 1}/{num_micro_batches}" if span.kind in MICRO_BATCH_KINDS else ""
     if span.kind.startswith("chunk "):
-        micro_batch = f" slice {span.micro_batch + 2}"
+        micro_batch = f" chunk {span.micro_batch + 2}"
     return f"{LETTERS[span.kind]}{micro_batch} (t={span.batch})"
 
 
 def num_micro_batches_of(traces: Sequence[RankTrace]) -> int:
-    """Parts per batch: how many the compute lanes have seen."""
+    """Micro-batches per batch, as the compute streams executed them."""
     return 1 + max((span.micro_batch for trace in traces for span in trace.spans if span.kind == "compute"), default=0)
 
 
 def to_perfetto(traces: Sequence[RankTrace], steps: Sequence[Sequence[StepTimes]]) -> str:
-    """The spans of all ranks, and the division of the chosen steps, as JSON in Chrome's trace event format."""
+    """The spans of all ranks and the causes of the chosen steps, as JSON in Chrome's trace event format."""
     start = min((span.ready_ns for trace in traces for span in trace.spans), default=0)
     num_micro_batches = num_micro_batches_of(traces)
     events: list[dict[str, Any]] = []
     for trace in traces:
         events += _names(trace.rank)
         for span in trace.spans:
-            events += _slices(trace.rank, span, title(span, num_micro_batches), start)
+            events += _span_events(trace.rank, span, title(span, num_micro_batches), start)
     for own in steps:
         for step in own:
             arguments = {f"{cause}_ms": step.time_ns(cause) / 1e6 for cause in CAUSES}
@@ -83,7 +78,7 @@ def _names(rank: int) -> Iterator[dict[str, Any]]:
         yield {"ph": "M", "name": "thread_sort_index", "pid": rank, "tid": number, "args": {"sort_index": number}}
 
 
-def _slices(rank: int, span: Span, name: str, start: int) -> Iterator[dict[str, Any]]:
+def _span_events(rank: int, span: Span, name: str, start: int) -> Iterator[dict[str, Any]]:
     place = {"pid": rank, "tid": STREAMS.index(span.stream)}
     counts = {"batch": span.batch, "micro_batch": span.micro_batch, "bytes": span.num_bytes, "rows": span.num_rows}
     if span.begin_ns > span.ready_ns:
@@ -97,7 +92,7 @@ def _slices(rank: int, span: Span, name: str, start: int) -> Iterator[dict[str, 
 
 
 def _arrows(traces: Sequence[RankTrace], start: int) -> Iterator[dict[str, Any]]:
-    """From the last rank to send what a wait was for, to the wait."""
+    """Arrows from the last sender of a message to the wait for it."""
     sent: dict[tuple[str, int, int], list[tuple[int, Span]]] = {}
     for trace in traces:
         for span in trace.spans:
@@ -107,7 +102,7 @@ def _arrows(traces: Sequence[RankTrace], start: int) -> Iterator[dict[str, Any]]
         for span in trace.spans:
             for wait in span.waits:
                 kind = _SENDERS.get(wait.name, "")
-                if span.kind.endswith(" collect"):  # of a half or slice
+                if span.kind.endswith(" collect"):  # of a chunk
                     kind = f"{span.kind.removesuffix('collect')}{kind}"
                 senders = sent.get((kind, span.batch, span.micro_batch), ())
                 before = [(rank, one) for rank, one in senders if one is not span and one.begin_ns <= wait.end_ns]
@@ -116,13 +111,8 @@ def _arrows(traces: Sequence[RankTrace], start: int) -> Iterator[dict[str, Any]]
                     number += 1
                     common = {"name": wait.name, "cat": "message", "id": number}
                     yield {"ph": "s", **common, "pid": rank, **_point(last.stream, last.begin_ns, start)}
-                    yield {
-                        "ph": "f",
-                        "bp": "e",
-                        **common,
-                        "pid": trace.rank,
-                        **_point(span.stream, wait.begin_ns, start),
-                    }
+                    end = {"pid": trace.rank, **_point(span.stream, wait.begin_ns, start)}
+                    yield {"ph": "f", "bp": "e", **common, **end}
 
 
 def _time(begin_ns: int, end_ns: int, start: int) -> dict[str, float]:

@@ -1,18 +1,18 @@
-"""A drawing of a few steps that a person can read: an SVG without outside assets, for light and dark backgrounds.
+"""A timeline of a few steps as a self-contained SVG, for light and dark backgrounds.
 
-Ranks are stacked, lanes are rows, time runs to the right. A bar is an event, hatched where it waits inside; the compute
-lane also shows, pale, why it was idle. Bars too narrow for their name have it as a tooltip. All its styles begin with its
-class, so that it can also stand in a page.
+Ranks are stacked, streams are rows, time runs to the right. A bar is an event, hatched where it waits for messages. On the
+compute stream, idle time has the pale colour of its cause. A bar too narrow for its name shows it as a tooltip. All style rules
+are scoped to the class `timeline`, so the SVG can be embedded in a page.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from html import escape
 
-from nestpipe.profiling.overlap import CAUSE_OF_WAIT, CAUSES, StepTimes, TimePiece
+from nestpipe.profiling.overlap import CAUSE_OF_WAIT, CAUSES, StepTimes, TimeSegment
 from nestpipe.profiling.perfetto import LETTERS, num_micro_batches_of, title
-from nestpipe.profiling.recorder import KINDS, MICRO_BATCH_KINDS, STREAMS, RankTrace, Span
+from nestpipe.profiling.svg import LinearScale, Markup, drawing, element, label, pixel, ticks
+from nestpipe.profiling.trace_file import KINDS, MICRO_BATCH_KINDS, STREAMS, RankTrace, Span
 
 _WIDTH, _LEFT, _RIGHT = 1200, 76, 12
 _STREAM, _GAP, _RANK_GAP, _HEAD = 20, 4, 30, 52  # heights
@@ -59,11 +59,11 @@ def draw(traces: Sequence[RankTrace], steps: Sequence[Sequence[StepTimes]]) -> s
     begin = min(step.begin_ns for own in steps for step in own)
     end = max(step.end_ns for own in steps for step in own)
     scale = _TimeScale(begin, end)
-    num_micro_batches, body, top = num_micro_batches_of(traces), list[str](), _HEAD
+    num_micro_batches, body, top = num_micro_batches_of(traces), list[Markup](), _HEAD
     streams = [stream for stream in STREAMS if any(_visible(trace, stream, scale) for trace in traces)]
     block = len(streams) * (_STREAM + _GAP)
     for trace, own in zip(traces, steps, strict=True):
-        body.append(_text(8, top + 14, f"rank {trace.rank}", "head"))
+        body.append(label(8, top + 14, f"rank {trace.rank}", kind="head"))
         body += _steps(own, scale, top, block)
         top += 20
         for stream in streams:
@@ -71,33 +71,29 @@ def draw(traces: Sequence[RankTrace], steps: Sequence[Sequence[StepTimes]]) -> s
             top += _STREAM + _GAP
         top += _RANK_GAP - 20 + 8
     batches = f"batches {steps[0][0].batch} to {steps[0][-1].batch}"
-    axis = [_text(8, 18, f"{batches}, time in ms", "head"), *_axis(scale, top - 8)]
-    seen = {span.kind for trace in traces for stream in streams for span in _visible(trace, stream, scale)}
-    legend, height = _legend(top + 4, seen)
-    shown = "\n".join([*_frame(height), *axis, *body, *legend])
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="timeline" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" height="{height}" '
-        f'role="img" aria-label="timeline of {batches}">\n{shown}\n</svg>\n'
-    )
+    axis = [label(8, 18, f"{batches}, time in ms", kind="head"), *_axis(scale, top - 8)]
+    shown = {span.kind for trace in traces for stream in streams for span in _visible(trace, stream, scale)}
+    legend, height = _legend(top + 4, shown)
+    content = (*_frame(height), *axis, *body, *legend)
+    return drawing(*content, kind="timeline", width=_WIDTH, height=height, about=f"timeline of {batches}")
 
 
 def middle(steps: Sequence[Sequence[StepTimes]], most: int) -> list[Sequence[StepTimes]]:
-    """At most so many steps of each rank, from the middle of what was recorded."""
+    """At most `most` steps of each rank, from the middle of the recording."""
     number = len(steps[0])
     begin = max(number - most, 0) // 2
     return [own[begin : begin + most] for own in steps]
 
 
 class _TimeScale:
-    """Nanoseconds to pixels."""
+    """Nanoseconds to pixels, clipped to the drawing."""
 
     def __init__(self, begin_ns: int, end_ns: int):
         self.begin_ns, self.end_ns = begin_ns, end_ns
-        self._per_ns = (_WIDTH - _LEFT - _RIGHT) / (end_ns - begin_ns)
+        self._scale = LinearScale(begin_ns, end_ns, _LEFT, _WIDTH - _RIGHT)
 
     def x(self, at_ns: int) -> float:
-        inside = min(max(at_ns, self.begin_ns), self.end_ns)
-        return _LEFT + (inside - self.begin_ns) * self._per_ns
+        return self._scale(min(max(at_ns, self.begin_ns), self.end_ns))
 
     def shows(self, begin_ns: int, end_ns: int) -> bool:
         return begin_ns < self.end_ns and end_ns > self.begin_ns
@@ -109,36 +105,36 @@ def _visible(trace: RankTrace, stream: str, scale: _TimeScale) -> list[Span]:
 
 def _stream(
     trace: RankTrace, stream: str, steps: Sequence[StepTimes], scale: _TimeScale, top: int, num_micro_batches: int
-) -> Iterator[str]:
-    """One row: its background, idle causes on the compute lane, bars, waits, names."""
-    yield f'<rect class="row" x="{_LEFT}" y="{top}" width="{_WIDTH - _LEFT - _RIGHT}" height="{_STREAM}"/>'
-    yield _text(_LEFT - 8, top + 14, stream, "soft", anchor="end")
+) -> Iterator[Markup]:
+    """One row: background, idle causes on the compute stream, bars, waits, names."""
+    yield element("rect", class_="row", x=_LEFT, y=top, width=_WIDTH - _LEFT - _RIGHT, height=_STREAM)
+    yield label(_LEFT - 8, top + 14, stream, kind="soft", anchor="end")
     if stream == "compute":
-        for piece in (piece for step in steps for piece in step.pieces if piece.cause != "busy"):
-            yield _idle(piece, scale, top)
+        for segment in (one for step in steps for one in step.segments if one.cause != "busy"):
+            yield _idle(segment, scale, top)
     for span in _visible(trace, stream, scale):
         yield from _bar(span, scale, top, num_micro_batches)
 
 
-def _bar(span: Span, scale: _TimeScale, top: int, num_micro_batches: int) -> Iterator[str]:
+def _bar(span: Span, scale: _TimeScale, top: int, num_micro_batches: int) -> Iterator[Markup]:
     left, right = scale.x(span.begin_ns), scale.x(span.end_ns)
     duration = f"{(span.end_ns - span.begin_ns) / 1e6:.3f} ms"
-    tip = escape(f"{title(span, num_micro_batches)}: {duration}")
-    edge = ' class="edge"' if right - left > 5 else ""  # narrower bars would vanish in it
-    yield _rect(left, right, top, f'fill="{_COLOURS[span.kind]}"{edge}', tip)
+    edge = "edge" if right - left > 5 else None  # would cover a narrower bar
+    tip = f"{title(span, num_micro_batches)}: {duration}"
+    yield _rect(left, right, top, tip, fill=_COLOURS[span.kind], class_=edge)
     widest = (left, left)  # the widest stretch without a wait holds the name
     reached = left
     for wait in span.waits:
         first, last = scale.x(wait.begin_ns), scale.x(wait.end_ns)
         if last - first >= 0.5:
             what = f"wait for {wait.name}: {(wait.end_ns - wait.begin_ns) / 1e6:.3f} ms"
-            yield _rect(first, last, top, 'class="back" fill-opacity=".55"', "")
-            yield _rect(first, last, top, f'fill="url(#{CAUSE_OF_WAIT[wait.name]})"', what)
+            yield _rect(first, last, top, "", class_="back", fill_opacity=".55")
+            yield _rect(first, last, top, what, fill=f"url(#{CAUSE_OF_WAIT[wait.name]})")
         widest = max(widest, (reached, first), key=lambda pair: pair[1] - pair[0])
         reached = last
     widest = max(widest, (reached, right), key=lambda pair: pair[1] - pair[0])
     letter = LETTERS[span.kind]
-    first = 2 if span.kind.startswith("chunk ") else 1  # the first slice is in the plain stages
+    first = 2 if span.kind.startswith("chunk ") else 1  # the plain stages hold the first chunk
     names = (
         (f"{letter}{span.micro_batch + first}",)
         if span.kind in MICRO_BATCH_KINDS
@@ -146,75 +142,67 @@ def _bar(span: Span, scale: _TimeScale, top: int, num_micro_batches: int) -> Ite
     )
     for name in names:
         if len(name) * _LETTER + 4 <= widest[1] - widest[0]:
-            yield _text((widest[0] + widest[1]) / 2, top + 14, name, "on", anchor="middle")
+            yield label((widest[0] + widest[1]) / 2, top + 14, name, kind="on", anchor="middle")
             break
 
 
-def _idle(piece: TimePiece, scale: _TimeScale, top: int) -> str:
-    tip = f"{piece.cause}: {(piece.end_ns - piece.begin_ns) / 1e6:.3f} ms"
-    return _rect(
-        scale.x(piece.begin_ns), scale.x(piece.end_ns), top, f'fill="{_PALE[piece.cause]}" fill-opacity=".35"', tip
-    )
+def _idle(segment: TimeSegment, scale: _TimeScale, top: int) -> Markup:
+    tip = f"{segment.cause}: {(segment.end_ns - segment.begin_ns) / 1e6:.3f} ms"
+    left, right = scale.x(segment.begin_ns), scale.x(segment.end_ns)
+    return _rect(left, right, top, tip, fill=_PALE[segment.cause], fill_opacity=".35")
 
 
-def _steps(steps: Sequence[StepTimes], scale: _TimeScale, top: int, block: int) -> Iterator[str]:
-    """The borders of a rank's steps, and above each what it took."""
+def _steps(steps: Sequence[StepTimes], scale: _TimeScale, top: int, block: int) -> Iterator[Markup]:
+    """The borders of a rank's steps, with duration and causes above each."""
     for step in steps:
         left, right = scale.x(step.begin_ns), scale.x(step.end_ns)
-        for x in (left, right):
-            yield f'<line class="step" x1="{x:.1f}" x2="{x:.1f}" y1="{top + 4}" y2="{top + 20 + block}"/>'
+        for x in (pixel(left), pixel(right)):
+            yield element("line", class_="step", x1=x, x2=x, y1=top + 4, y2=top + 20 + block)
         shares = {cause: step.time_ns(cause) / step.total_ns for cause in CAUSES}
         texts = [f"t={step.batch}", f"{step.total_ns / 1e6:.1f} ms", f"busy {shares['busy']:.0%}"]
         texts += [f"{cause} {shares[cause]:.0%}" for cause in ("lookup", "communication", "bubble")]
         while texts and sum(map(len, texts)) * _LETTER + 18 * (len(texts) - 1) + 12 > right - left:
             texts.pop()
         if texts:
-            yield _text(left + 5, top + 14, " · ".join(texts), "soft")
+            yield label(left + 5, top + 14, " · ".join(texts), kind="soft")
 
 
-def _axis(scale: _TimeScale, bottom: int) -> Iterator[str]:
-    """Lines at round times, named at the top."""
-    wide_ms = (scale.end_ns - scale.begin_ns) / 1e6
-    tick = next(size for power in range(-5, 9) for one in (1, 2, 5) if wide_ms / (size := one * 10.0**power) <= 12)
-    for number in range(int(wide_ms / tick) + 1):
-        x = scale.x(scale.begin_ns + round(number * tick * 1e6))
-        yield f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="{_HEAD - 8}" y2="{bottom}" stroke-opacity=".5"/>'
+def _axis(scale: _TimeScale, bottom: int) -> Iterator[Markup]:
+    """Grid lines at round times, labelled at the top."""
+    for value in ticks(0.0, (scale.end_ns - scale.begin_ns) / 1e6, most=13):
+        x = scale.x(scale.begin_ns + round(value * 1e6))
+        line = {"x1": pixel(x), "x2": pixel(x), "y1": _HEAD - 8, "y2": bottom}
+        yield element("line", class_="grid", **line, stroke_opacity=".5")
         if x < _WIDTH - 40:
-            yield _text(x, _HEAD - 14, f"{number * tick:g}", "soft", anchor="middle")
+            yield label(x, _HEAD - 14, f"{value:g}", kind="soft", anchor="middle")
 
 
-def _frame(height: int) -> Iterator[str]:
-    yield f"<style>{_STYLE}</style>"
-    yield "<defs>"
-    for cause, colour in _PALE.items():
-        yield f'<pattern id="{cause}" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
-        yield f'<rect width="2.4" height="6" fill="{colour}"/></pattern>'
-    yield "</defs>"
-    yield f'<rect class="back" width="{_WIDTH}" height="{height}"/>'
+def _frame(height: int) -> Iterator[Markup]:
+    yield element("style", Markup(_STYLE))
+    hatching = {"width": 6, "height": 6, "patternUnits": "userSpaceOnUse", "patternTransform": "rotate(45)"}
+    stripes = {cause: element("rect", width=2.4, height=6, fill=colour) for cause, colour in _PALE.items()}
+    yield element("defs", *(element("pattern", stripe, id=cause, **hatching) for cause, stripe in stripes.items()))
+    yield element("rect", class_="back", width=_WIDTH, height=height)
 
 
-def _legend(top: int, seen: set[str]) -> tuple[list[str], int]:
-    """What the colours mean; and the height of the whole drawing."""
-    names = {kind: kind if LETTERS[kind] == kind else f"{LETTERS[kind]}: {kind}" for kind in KINDS if kind in seen}
-    fills = [(name, f'fill="{_COLOURS[kind]}"') for kind, name in names.items()]
-    idle = [(f"idle: {cause}", f'fill="{colour}" fill-opacity=".35"') for cause, colour in _PALE.items()]
-    waits = [(f"waits inside for {cause}", f'fill="url(#{cause})"') for cause in ("lookup", "communication")]
-    found, x, y = list[str](), float(_LEFT), top
-    for text, fill in [*fills, *idle, *waits]:
+def _legend(top: int, kinds: set[str]) -> tuple[list[Markup], int]:
+    """Legend of colours, and the height of the whole drawing."""
+    names = {kind: kind if LETTERS[kind] == kind else f"{LETTERS[kind]}: {kind}" for kind in KINDS if kind in kinds}
+    samples: list[tuple[str, str, str | None]] = [(name, _COLOURS[kind], None) for kind, name in names.items()]
+    samples += [(f"idle: {cause}", colour, ".35") for cause, colour in _PALE.items()]
+    samples += [(f"blocked on {cause}", f"url(#{cause})", None) for cause in ("lookup", "communication")]
+    legend, x, y = list[Markup](), float(_LEFT), top
+    for text, fill, opacity in samples:
         wide = 18 + len(text) * _LETTER + 14
         if x + wide > _WIDTH - _RIGHT:
             x, y = float(_LEFT), y + 20
-        found.append(f'<rect x="{x:.1f}" y="{y}" width="14" height="12" rx="2" {fill}/>')
-        found.append(_text(x + 18, y + 10, text, ""))
+        box = {"x": pixel(x), "y": y, "width": 14, "height": 12, "rx": 2}
+        legend += [element("rect", **box, fill=fill, fill_opacity=opacity), label(x + 18, y + 10, text)]
         x += wide
-    return found, y + 26
+    return legend, y + 26
 
 
-def _rect(left: float, right: float, top: int, paint: str, tip: str) -> str:
-    wide = max(right - left, 0.7)  # an event that is there must be seen
-    inner = f"<title>{tip}</title>" if tip else ""
-    return f'<rect x="{left:.2f}" y="{top}" width="{wide:.2f}" height="{_STREAM}" {paint}>{inner}</rect>'
-
-
-def _text(x: float, y: float, text: str, style: str, *, anchor: str = "start") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" class="{style}" text-anchor="{anchor}">{escape(text)}</text>'
+def _rect(left: float, right: float, top: int, tip: str, **paint: str | None) -> Markup:
+    width = max(right - left, 0.7)  # keeps the shortest event visible
+    box = {"x": f"{left:.2f}", "y": top, "width": f"{width:.2f}", "height": _STREAM}
+    return element("rect", *([element("title", tip)] if tip else []), **box, **paint)

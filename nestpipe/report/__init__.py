@@ -1,7 +1,7 @@
-"""One self-contained HTML file per run: what `nestpipe report` writes.
+"""`nestpipe report`: one self-contained HTML file per run.
 
-facts.py     what the folder of a run holds, and what is missing, each in one line
-sections     quality.py curves.py steps.py balance.py settings.py: facts -> a part of the page
-page.py      the sections as one file: no script, no outside request, light and dark, phone and paper
-plot.py      drawings;   markup.py   text that cannot become markup;   numbers.py   one way to write numbers
+inputs.py     reads the run folder; what is missing or damaged becomes a note
+quality.py    curves.py   steps.py   balance.py   settings.py     one section each
+page.py       headline and sections as one file: no script, no request, light and dark, phone and paper
+plots.py      html.py   number_format.py                          drawings, HTML elements, numbers as text
 """

@@ -1,4 +1,4 @@
-"""Section: what each rank held and did, and how much memory it all takes."""
+"""Section: tokens, rows and memory of each rank, and the sizes of what is learned."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from nestpipe.embedding.buckets import Owners
+from nestpipe.profiling.svg import Markup
+from nestpipe.report.html import note, paragraph, table
 from nestpipe.report.inputs import Missing, RunFacts, SavedCheckpoint, TracedSteps
 from nestpipe.report.number_format import count, milliseconds, num_bytes, share, significant
-from nestpipe.report.svg import Markup, note, paragraph, table
 
 _MOST_RANKS = 64
 
@@ -22,38 +23,38 @@ def balance(facts: RunFacts) -> Iterator[Markup]:
 
 
 def _ranks(facts: RunFacts) -> Iterator[Markup]:
-    """A row per rank with whatever was recorded about it."""
+    """A row per rank with what was recorded about it."""
     number = facts.num_ranks
     if number is None:
-        yield note("How many ranks trained is not recorded; runs of earlier versions did not keep it.")
+        yield note("The number of ranks is not recorded; earlier versions did not store it.")
         return
     columns = {head: values for head, values in _columns(facts, number).items() if values}
     if columns:
         rows = [(str(rank), *(values[rank] for values in columns.values())) for rank in range(min(number, _MOST_RANKS))]
         yield table(("rank", *columns), rows, caption="Balance over ranks")
-        yield paragraph(_evenness(facts, number), kind="soft")
+        yield paragraph(_imbalance(facts, number), kind="soft")
     if number > _MOST_RANKS:
         yield note(f"{number - _MOST_RANKS:,} more ranks are not listed.")
     if "ranks" not in facts.summary:
-        yield note("Memory and tokens of each rank are written when a run ends; there are none yet.")
+        yield note("Memory and tokens of each rank are written at the end of a run; there are none yet.")
 
 
 def _columns(facts: RunFacts, number: int) -> dict[str, list[str]]:
     own = of_ranks(facts, number)
-    found = {
+    columns = {
         "tokens": [count(one["num_tokens"]) for one in own],
         "peak memory": [num_bytes(one["memory_bytes"]) for one in own],
         "rows": [count(rows) for rows in rows_of_ranks(facts, number)],
     }
     if isinstance(facts.traced, TracedSteps) and len(facts.traced.report.ranks) == number:
         ranks = facts.traced.report.ranks.values()
-        found["median step, ms"] = [milliseconds(one.step_ms.median) for one in ranks]
-        found["busy"] = [share(one.share["busy"]) for one in ranks]
-    return found
+        columns["median step, ms"] = [milliseconds(one.step_ms.median) for one in ranks]
+        columns["busy"] = [share(one.share["busy"]) for one in ranks]
+    return columns
 
 
-def _evenness(facts: RunFacts, number: int) -> str:
-    """The fullest rank over the mean: 1 is even."""
+def _imbalance(facts: RunFacts, number: int) -> str:
+    """Largest rank over the mean; 1 is balanced."""
     own = of_ranks(facts, number)
     per_rank: dict[str, list[float]] = {
         "tokens": [one["num_tokens"] for one in own],
@@ -64,17 +65,17 @@ def _evenness(facts: RunFacts, number: int) -> str:
         for name, values in per_rank.items()
         if sum(values)
     ]
-    return f"Fullest rank over the mean, 1 is even: {', '.join(shown) or 'nothing to compare'}. Tokens are those since the last start."
+    return f"Largest rank over the mean, 1 is balanced: {', '.join(shown) or 'nothing to compare'}. Tokens count from the last start."
 
 
 def of_ranks(facts: RunFacts, number: int) -> list[dict[str, Any]]:
-    """What the ranks wrote at the end; empty if they did not, or were others."""
-    found = facts.summary.get("ranks", [])
-    return found if len(found) == number else []
+    """The summary of each rank; empty if there is none, or of another number of ranks."""
+    ranks = facts.summary.get("ranks", [])
+    return ranks if len(ranks) == number else []
 
 
 def rows_of_ranks(facts: RunFacts, number: int) -> list[int]:
-    """Embedding rows that each rank owns, by the latest checkpoint."""
+    """Embedding rows that each rank owns, from the latest checkpoint."""
     if isinstance(facts.saved, Missing) or not facts.saved.tables:
         return []
     buckets = [sum(rows) for rows in zip(*(one.rows_per_bucket for one in facts.saved.tables), strict=True)]
@@ -92,5 +93,5 @@ def _tables(saved: SavedCheckpoint) -> Markup:
         rows.append((f"table {one.name}", *sizes, ", ".join(one.state) or "none"))
     dense = num_bytes(saved.manifest.files["dense.safetensors"]["bytes"])
     rows.append(("dense part", "–", "–", count(saved.num_dense), dense, "–"))
-    heads = ("part", "rows", "dim", "weights", "size on disk, with state", "state beside each row")
-    return table(heads, rows, caption=f"What is learned, by the checkpoint of step {saved.manifest.step:,}")
+    heads = ("part", "rows", "dim", "weights", "size on disk, with state", "optimizer state")
+    return table(heads, rows, caption=f"Learned parameters, from the checkpoint of step {saved.manifest.step:,}")

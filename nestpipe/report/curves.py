@@ -1,4 +1,4 @@
-"""Section: what the metrics file holds, over steps."""
+"""Section: everything in the metrics file, plotted over steps."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from nestpipe.profiling.svg import Markup
+from nestpipe.report.html import note, side_by_side
 from nestpipe.report.inputs import RunFacts
 from nestpipe.report.number_format import num_bytes, share, significant
-from nestpipe.report.svg import LinePlot, Markup, Series, draw_lines, note, plots
+from nestpipe.report.plots import LinePlot, Series, draw_lines
 
-_NO_CURVES = frozenset(("step", "epoch", "seconds"))  # they are what others are drawn over
+_NO_CURVES = frozenset(("step", "epoch", "seconds"))  # axes
 Points = list[tuple[float, float]]
 
 
 @dataclass(frozen=True, slots=True)
 class _CurveKind:
-    """How the curves of a family are drawn."""
+    """How a family of curves is drawn."""
 
     title: str
     unit: str
@@ -30,7 +32,7 @@ _KINDS = {
     "loss": _CurveKind("Training loss", "loss, mean of a batch"),
     "steps_per_s": _CurveKind("Steps per second", "steps/s, with saves and validations", True),
     "tokens_per_s": _CurveKind("Tokens per second", "tokens/s of rank 0, mean since its start", True),
-    "mfu_effective": _CurveKind("Use of the arithmetic", "share of the measured peak, rank 0", True, share),
+    "mfu_effective": _CurveKind("Model FLOP utilisation", "share of the measured peak, rank 0", True, share),
     "lr": _CurveKind("Learning rates", "learning rate", True),
     "memory_bytes": _CurveKind("Memory", "resident bytes of rank 0, highest so far", True, num_bytes),
 }
@@ -41,40 +43,39 @@ def curves(facts: RunFacts) -> Iterator[Markup]:
         yield note(facts.no_records.text)
         return
     if not facts.records:
-        yield note("Nothing has been logged yet; --train.log-steps says after how many steps that happens.")
+        yield note("Nothing has been logged yet; --train.log-steps sets how often that happens.")
         return
-    found = series_of(facts.records)
-    lost = {name: _lost(facts.records, name) for name in found}
-    yield plots(_plot(family, named) for family, named in _families(found).items())
-    for name, steps in lost.items():
-        if steps:
+    series = series_of(facts.records)
+    yield side_by_side(_plot(family, named) for family, named in _families(series).items())
+    for name in series:
+        if steps := _nonfinite_steps(facts.records, name):
             yield note(f"{name}: {len(steps):,} values are not finite and left out, the first at step {steps[0]:,}.")
-    if not any(name.startswith("validation/") for name in found):
-        yield note("No validation metrics: --data.validation holds out one more event per user and follows them.")
-    if "steps_per_s" not in found:
-        yield note("No steps per second: the lines have no times, as those of earlier versions, or there is only one.")
+    if not any(name.startswith("validation/") for name in series):
+        yield note("No validation metrics: --data.validation holds out one more event per user.")
+    if "steps_per_s" not in series:
+        yield note("No steps per second: there is only one record, or the records have no times (earlier versions).")
 
 
 def series_of(records: Sequence[dict[str, Any]]) -> dict[str, Points]:
-    """The finite points of every number that was logged, by name, and steps per second between two lines."""
-    found: dict[str, Points] = {}
+    """The finite points of every logged number, by name, and steps per second between records."""
+    series: dict[str, Points] = {}
     for record in records:
         for name, value in record.items():
             if name not in _NO_CURVES and isinstance(value, int | float):
-                points = found.setdefault(name, [])
+                points = series.setdefault(name, [])
                 if math.isfinite(value):
                     points.append((record["step"], float(value)))
     times = [(record["step"], float(record["seconds"])) for record in records if "seconds" in record]
     rates = [
         (step, (step - before) / (at - earlier)) for (before, earlier), (step, at) in pairwise(times) if at > earlier
     ]
-    return found | ({"steps_per_s": rates} if rates else {})
+    return series | ({"steps_per_s": rates} if rates else {})
 
 
-def _families(found: dict[str, Points]) -> dict[str, dict[str, Points]]:
-    """What belongs into one plot: losses, a validation metric at all list lengths or for all labels, rates."""
+def _families(series: dict[str, Points]) -> dict[str, dict[str, Points]]:
+    """Groups what belongs into one plot: losses, a validation metric at all list lengths or for all labels, rates."""
     families: dict[str, dict[str, Points]] = {}
-    for name, points in found.items():
+    for name, points in series.items():
         head, _, rest = name.partition("/")
         if head == "validation":
             family = f"{head}/{rest.partition('@')[0].partition('/')[0]}"
@@ -104,7 +105,7 @@ def _plot(family: str, named: dict[str, Points]) -> Markup:
 
 
 def _summary(named: dict[str, Points], show: Callable[[float], str]) -> str:
-    """Begin, end and extremes in words."""
+    """Begin, end and extremes as a sentence."""
     if len(named) > 1:
         return "Last values: " + ", ".join(f"{name} {show(points[-1][1])}" for name, points in named.items()) + "."
     (points,) = named.values()
@@ -122,6 +123,6 @@ def _value(point: tuple[float, float]) -> float:
     return point[1]
 
 
-def _lost(records: Sequence[dict[str, Any]], name: str) -> list[int]:
+def _nonfinite_steps(records: Sequence[dict[str, Any]], name: str) -> list[int]:
     values = ((record["step"], record.get(name)) for record in records)
     return [step for step, value in values if isinstance(value, float) and not math.isfinite(value)]

@@ -1,4 +1,4 @@
-"""What the folder of a run holds. A piece that is missing or damaged is a `Missing`: one line that says so and what to do."""
+"""Reads a run folder for the report. What is missing or damaged becomes a `Missing`: one line with the reason and a remedy."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from nestpipe.checkpoint import folders as checkpoint_folders
 from nestpipe.checkpoint.manifest import Manifest
 from nestpipe.checkpoint.reader import TableFacts, table_facts, tensor_shapes
 from nestpipe.errors import ConfigError, DataError
-from nestpipe.profiling import overlap, recorder
+from nestpipe.profiling import overlap_report, trace_file
 from nestpipe.profiling.overlap import StepTimes
-from nestpipe.profiling.recorder import RankTrace
+from nestpipe.profiling.trace_file import RankTrace
 from nestpipe.training.process import is_locked
 
 Found = TypeVar("Found")
@@ -26,14 +26,14 @@ TARGETS = ("test", "validation")
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """What is not there, in one line."""
+    """Why something cannot be shown, in one line."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class RunStatus:
-    """Whether the run is at its end, and a sentence about it."""
+    """State of the run, and a sentence about it."""
 
     word: Literal["finished", "interrupted", "training", "stopped"]
     text: str
@@ -41,16 +41,16 @@ class RunStatus:
 
 @dataclass(frozen=True, slots=True)
 class TracedSteps:
-    """What the ranks recorded, the steps that all of them have whole, and what they say."""
+    """The traces of all ranks, the steps that all of them recorded completely, and their summary."""
 
     traces: tuple[RankTrace, ...]
     steps: list[list[StepTimes]]
-    report: overlap.OverlapReport
+    report: overlap_report.OverlapReport
 
 
 @dataclass(frozen=True, slots=True)
 class SavedCheckpoint:
-    """The latest checkpoint: its tables and the number of weights of the dense part."""
+    """The latest checkpoint: its tables and the number of dense weights."""
 
     manifest: Manifest
     tables: list[TableFacts]
@@ -59,7 +59,7 @@ class SavedCheckpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """A run, as far as its folder tells."""
+    """Everything the report shows about a run."""
 
     name: str
     folder: Path
@@ -75,7 +75,7 @@ class RunFacts:
 
     @property
     def num_ranks(self) -> int | None:
-        """How many processes trained, if anything says so."""
+        """Number of processes, if recorded."""
         if isinstance(known := self.about.get("num_ranks"), int):
             return known
         return len(self.traced.traces) if isinstance(self.traced, TracedSteps) else None
@@ -87,7 +87,7 @@ class RunFacts:
 
     @property
     def seconds(self) -> float | None:
-        """Training time over all interruptions, as far as it was written."""
+        """Training time over all interruptions, if recorded."""
         known = [record["seconds"] for record in self.records if "seconds" in record]
         saved = self.saved.manifest.progress.get("seconds") if isinstance(self.saved, SavedCheckpoint) else None
         value = self.summary.get("seconds") or (known[-1] if known else saved)
@@ -95,10 +95,10 @@ class RunFacts:
 
 
 def read_facts(folder: Path) -> RunFacts:
-    """Everything that can be read; raises ConfigError if the folder is no run at all."""
+    """Reads whatever is there; raises ConfigError if the folder is not a run."""
     if not (folder / "config.json").exists() and not (folder / "metrics.jsonl").exists():
-        seen = "there is no such folder" if not folder.exists() else "it has neither config.json nor metrics.jsonl"
-        raise ConfigError(f"{folder} is no run: {seen}. Name the folder that 'nestpipe train' wrote.")
+        reason = "there is no such folder" if not folder.exists() else "it has neither config.json nor metrics.jsonl"
+        raise ConfigError(f"{folder} is not a run: {reason}. Give the folder that 'nestpipe train' wrote.")
     lines = attempt("the metrics", lambda: read_jsonl(folder / "metrics.jsonl"))
     records = [] if isinstance(lines, Missing) else [line for line in lines if "step" in line]
     summaries = [line["summary"] for line in lines if "summary" in line] if isinstance(lines, list) else []
@@ -125,21 +125,21 @@ def read_facts(folder: Path) -> RunFacts:
 
 
 def attempt(what: str, read: Callable[[], Found]) -> Found | Missing:
-    """What `read` returns, or the reason why it cannot: a report is made of whatever there is."""
+    """The result of `read`, or the reason of its failure."""
     try:
         return read()
     except FileNotFoundError as error:
         return Missing(f"There is no file for {what}: {error.filename}.")
-    except Exception as error:  # whatever is wrong with one file, the others are still worth reading
+    except Exception as error:  # one damaged file must not hide the others
         return Missing(f"{what[0].upper()}{what[1:]} cannot be shown: {error}")
 
 
 def flattened(content: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested objects by dotted names."""
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for key, value in content.items():
-        found |= flattened(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return found
+        flat |= flattened(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat
 
 
 def _object(path: Path) -> dict[str, Any]:
@@ -154,20 +154,20 @@ def _state(folder: Path, summary: Any, records: list[dict[str, Any]]) -> RunStat
     if isinstance(summary, dict) and "stopped" in summary:
         reason = str(summary["stopped"])
         if reason == "interrupted":
-            return RunStatus("interrupted", "Interrupted by a signal; --resume goes on with it.")
+            return RunStatus("interrupted", "Interrupted by a signal; --resume continues it.")
         return RunStatus("finished", f"Finished: {reason}.")
     if attempt("the lock", lambda: is_locked(folder)) is True:
-        return RunStatus("training", f"Still training; this report shows it up to {reached}. Make it again for more.")
+        return RunStatus("training", f"Still training; this report covers it up to {reached}.")
     return RunStatus(
         "stopped",
-        f"Ended without a summary after {reached}: killed, crashed, or training on another machine. --resume goes on with it.",
+        f"Ended without a summary after {reached}: killed, crashed, or training on another machine. --resume continues it.",
     )
 
 
 def _traced(folder: Path) -> TracedSteps:
-    traces = recorder.load(folder)
-    steps = overlap.choose(traces)
-    return TracedSteps(traces, steps, overlap.report(traces, steps))
+    traces = trace_file.load(folder)
+    steps = overlap_report.choose(traces)
+    return TracedSteps(traces, steps, overlap_report.report(traces, steps))
 
 
 def _saved(folder: Path) -> SavedCheckpoint:
@@ -181,9 +181,7 @@ def _num_weights(shapes: dict[str, list[int]]) -> int:
     return sum(math.prod(shape) for name, shape in shapes.items() if name.startswith("weights."))
 
 
-_HEADLINES = ("hr@10", "ndcg@10", "gauc", "hr", "ndcg", "auc")  # the first that there is leads the report
-
-
+_HEADLINES = ("hr@10", "ndcg@10", "gauc", "hr", "ndcg", "auc")  # the first available one leads the report
 _HIGHER_IS_BETTER = ("hr", "ndcg", "mrr", "gauc", "auc")
 
 
@@ -198,34 +196,34 @@ class MetricValue:
 
 @dataclass(frozen=True, slots=True)
 class MetricLine:
-    """One metric: over everything, in each slice that has it, and of each floor that has it."""
+    """One metric: overall, by slice, and of each baseline."""
 
     name: str  # hr@10, or gauc/click for the label click
     overall: MetricValue
     slices: dict[str, MetricValue]
-    floors: dict[str, MetricValue]
+    baselines: dict[str, MetricValue]
 
     @property
     def rises(self) -> bool:
-        """Whether it is one of those that lie between 0 and 1, where more is better."""
+        """Whether it lies between 0 and 1 and higher is better."""
         return self.name.partition("/")[0].partition("@")[0] in _HIGHER_IS_BETTER
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """All metrics of one evaluation."""
+    """The metrics of one evaluation."""
 
     target: str
-    about: str  # how many of what
+    about: str  # number of users, items or events
     step: int | None  # of the checkpoint
-    slices: dict[str, str]  # name -> how many of what
-    floors: tuple[str, ...]
+    slices: dict[str, str]  # name -> its size
+    baselines: tuple[str, ...]
     lines: tuple[MetricLine, ...]
     sliced_by: str
 
     @property
     def headline(self) -> MetricLine | None:
-        """The metric to name first."""
+        """The metric that leads the report."""
         for wanted in _HEADLINES:
             for line in self.lines:
                 if line.name == wanted or line.name.startswith((f"{wanted}/", f"{wanted}@")):
@@ -233,34 +231,34 @@ class Evaluation:
         return self.lines[0] if self.lines else None
 
     @property
-    def floor(self) -> str | None:
-        """The one that is hardest to beat in the leading metric."""
-        known = self.headline.floors if self.headline else {}
+    def baseline(self) -> str | None:
+        """The best one in the headline metric."""
+        known = self.headline.baselines if self.headline else {}
         return max(known, key=lambda name: known[name].mean, default=None)
 
 
 def read_evaluation(folder: Path, target: str) -> Evaluation:
-    """Raises DataError if there is none."""
+    """Metrics of an evaluation and its baselines; raises DataError if there is none."""
     path = folder / "eval" / target
     try:
         content = json.loads((path / "report.json").read_text())
     except FileNotFoundError:
-        raise DataError(f"the run was not evaluated; 'nestpipe eval {folder}' does it.") from None
-    beside = json.loads(found.read_text()) if (found := path / "beside.json").exists() else {}
-    floors = {name: _values(metrics) for name, metrics in beside.get("floors", {}).items()}
+        raise DataError(f"the run was not evaluated; run 'nestpipe eval {folder}'.") from None
+    context = json.loads(file.read_text()) if (file := path / "beside.json").exists() else {}
+    baselines = {name: _values(metrics) for name, metrics in context.get("floors", {}).items()}
     read = _of_labels if "tasks" in content else _of_items
-    return read(content, target, beside.get("step"), floors)
+    return read(content, target, context.get("step"), baselines)
 
 
 def _of_items(
-    content: dict[str, Any], target: str, step: int | None, floors: dict[str, dict[str, MetricValue]]
+    content: dict[str, Any], target: str, step: int | None, baselines: dict[str, dict[str, MetricValue]]
 ) -> Evaluation:
-    """A full ranking of the catalogue for each user."""
+    """Of a full ranking of the catalogue per user."""
     slices = {one["name"]: _values(one["metrics"]) for one in content["slices"]}
     overall = _values(content["metrics"]) | {name: MetricValue(mean) for name, mean in content["coverage"].items()}
-    about = f"{content['num_users']:,} users, {content['num_items']:,} items; items taken out of the ranking: {content['seen']}"
+    about = f"{content['num_users']:,} users, {content['num_items']:,} items; items excluded from the ranking: {content['seen']}"
     if content["targets_seen"]:
-        about += f"; {content['targets_seen']:,} targets were seen before and count as misses"
+        about += f"; {content['targets_seen']:,} targets are excluded too and count as misses"
     return Evaluation(
         target=target,
         about=about,
@@ -268,16 +266,16 @@ def _of_items(
         slices={
             one["name"]: f"{one['low']:,}-{one['high']:,}, {one['num_users']:,} users" for one in content["slices"]
         },
-        floors=tuple(floors),
-        lines=tuple(_lines(overall, slices, floors)),
+        baselines=tuple(baselines),
+        lines=tuple(_lines(overall, slices, baselines)),
         sliced_by="number of events in the history",
     )
 
 
 def _of_labels(
-    content: dict[str, Any], target: str, step: int | None, floors: dict[str, dict[str, MetricValue]]
+    content: dict[str, Any], target: str, step: int | None, baselines: dict[str, dict[str, MetricValue]]
 ) -> Evaluation:
-    """Predictions of labels for each event."""
+    """Of label predictions per event."""
     slices = {name: _tasks(labels) for name, labels in content["slices"].items()}
     sizes = {
         name: max((one["num_events"] for one in labels.values()), default=0)
@@ -288,19 +286,19 @@ def _of_labels(
         about=f"{content['num_events']:,} events of {content['num_users']:,} users",
         step=step,
         slices={name: f"{number:,} events" for name, number in sizes.items()},
-        floors=tuple(floors),
-        lines=tuple(_lines(_tasks(content["tasks"]), slices, floors)),
-        sliced_by="number of events before",
+        baselines=tuple(baselines),
+        lines=tuple(_lines(_tasks(content["tasks"]), slices, baselines)),
+        sliced_by="number of preceding events",
     )
 
 
 def _lines(
     overall: dict[str, MetricValue],
     slices: dict[str, dict[str, MetricValue]],
-    floors: dict[str, dict[str, MetricValue]],
+    baselines: dict[str, dict[str, MetricValue]],
 ) -> Iterator[MetricLine]:
     for name, value in overall.items():
-        yield MetricLine(name, value, _having(name, slices.items()), _having(name, floors.items()))
+        yield MetricLine(name, value, _having(name, slices.items()), _having(name, baselines.items()))
 
 
 def _having(metric: str, groups: Iterable[tuple[str, dict[str, MetricValue]]]) -> dict[str, MetricValue]:
@@ -312,8 +310,8 @@ def _values(metrics: dict[str, dict[str, float]]) -> dict[str, MetricValue]:
 
 
 def _tasks(tasks: dict[str, Any]) -> dict[str, MetricValue]:
-    found: dict[str, MetricValue] = {}
+    metrics: dict[str, MetricValue] = {}
     for label, one in tasks.items():
         values = _values(one["intervals"]) | {name: MetricValue(mean) for name, mean in one["points"].items()}
-        found |= {f"{metric}/{label}": value for metric, value in values.items()}
-    return found
+        metrics |= {f"{metric}/{label}": value for metric, value in values.items()}
+    return metrics

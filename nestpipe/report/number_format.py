@@ -1,4 +1,4 @@
-"""One way to write each kind of number, everywhere in the report."""
+"""Numbers as text: one format per kind of number."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def share(part: float) -> str:
 
 
 def significant(number: float) -> str:
-    """Four digits that say something: 3.065, 6,668, 0.0002, 1.5e-06."""
+    """Four significant digits: 3.065, 6,668, 0.0002, 1.5e-06."""
     if not math.isfinite(number):
         return _not_finite(number)
     size = abs(number)
@@ -60,19 +60,6 @@ def num_bytes(number: float) -> str:
     while size >= 999.5 and unit + 1 < len(_BYTES):
         size, unit = size / 1000, unit + 1
     return f"{size:.0f} {_BYTES[unit]}" if not unit else f"{size:.3g} {_BYTES[unit]}"
-
-
-def ticks(low: float, high: float, *, most: int) -> list[float]:
-    """Round numbers from `low` to `high`, at most so many; raises ValueError unless low < high."""
-    if not low < high:
-        raise ValueError(f"an axis from {low} to {high} has no ticks")
-    power = math.floor(math.log10((high - low) / most))
-    sizes = (digit * 10.0**exponent for exponent in (power, power + 1) for digit in (1, 2, 5))
-    for size in sizes:
-        first, last = math.ceil(low / size - 1e-9), math.floor(high / size + 1e-9)
-        if last - first < most:
-            return [round(number * size, 12 - power) for number in range(first, last + 1)]
-    raise ValueError(f"an axis from {low} to {high} has no ticks")
 
 
 def _not_finite(number: float) -> str:

@@ -1,13 +1,15 @@
-"""Section: how good the model is, with intervals, in slices, and beside what any model must beat."""
+"""Section: evaluation metrics with intervals, in slices, next to the popularity or mean baseline."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
 
+from nestpipe.profiling.svg import Markup, element
+from nestpipe.report.html import note, paragraph, side_by_side, table
 from nestpipe.report.inputs import Evaluation, MetricLine, MetricValue, Missing, RunFacts
 from nestpipe.report.number_format import interval, metric
-from nestpipe.report.svg import IntervalRow, Markup, draw_intervals, element, note, paragraph, plots, table
+from nestpipe.report.plots import IntervalRow, draw_intervals
 
 
 def quality(facts: RunFacts) -> Iterator[Markup]:
@@ -21,25 +23,24 @@ def quality(facts: RunFacts) -> Iterator[Markup]:
 def _evaluation(found: Evaluation, facts: RunFacts) -> Iterator[Markup]:
     step = f", checkpoint of step {found.step:,}" if found.step is not None else ""
     yield paragraph(element("strong", f"{found.target} targets"), f": {found.about}{step}.")
-    if not found.floors:
+    if not found.baselines:
         yield note(
-            f"What any model must beat is not recorded; 'nestpipe eval {facts.folder} --target {found.target}' "
-            "works it out and keeps it."
+            f"No baseline is recorded; 'nestpipe eval {facts.folder} --target {found.target}' computes and stores it."
         )
-    yield plots(_plots(found))
+    yield side_by_side(_plots(found))
     yield _table(found)
 
 
 def _plots(found: Evaluation) -> Iterator[Markup]:
-    """All metrics between 0 and 1 beside the floor, and the leading one in slices."""
+    """Metrics between 0 and 1 with their baseline, and the headline metric in slices."""
     lines = [line for line in found.lines if line.rises and math.isfinite(line.overall.mean)]
     if not lines:
         return
-    floor, leading = found.floor, found.headline
-    rows = [_row(line.name, line.overall, line.floors.get(floor) if floor else None) for line in lines]
-    summary = f"{_said(leading or lines[0], floor)}. Ranges hold the value in 95 of 100 resamplings of the users."
+    baseline, leading = found.baseline, found.headline
+    rows = [_row(line.name, line.overall, line.baselines.get(baseline) if baseline else None) for line in lines]
+    summary = f"{_sentence(leading or lines[0], baseline)}. Ranges are 95 % bootstrap intervals over users."
     yield draw_intervals(
-        rows, title="Quality", x_label="value of the metric, 95 % interval", summary=summary, floor=floor
+        rows, title="Quality", x_label="value of the metric, 95 % interval", summary=summary, baseline=baseline
     )
     if leading and leading.slices and math.isfinite(leading.overall.mean):
         parts = {"all": leading.overall, **leading.slices}
@@ -51,27 +52,29 @@ def _plots(found: Evaluation) -> Iterator[Markup]:
             summary=f"Slices by the {found.sliced_by}: "
             + "; ".join(f"{name} {size}" for name, size in found.slices.items())
             + ".",
-            floor=None,
+            baseline=None,
         )
 
 
-def _said(line: MetricLine, floor: str | None) -> str:
-    beside = line.floors.get(floor) if floor else None
-    return f"{line.name} is {_shown(line.overall)}" + (f", {floor} has {metric(beside.mean)}" if beside else "")
+def _sentence(line: MetricLine, baseline: str | None) -> str:
+    other = line.baselines.get(baseline) if baseline else None
+    return f"{line.name} is {_shown(line.overall)}" + (f", {baseline} has {metric(other.mean)}" if other else "")
 
 
-def _row(name: str, value: MetricValue, floor: MetricValue | None) -> IntervalRow:
+def _row(name: str, value: MetricValue, baseline: MetricValue | None) -> IntervalRow:
     low, high = (bound if bound is not None and math.isfinite(bound) else None for bound in (value.low, value.high))
-    return IntervalRow(name, value.mean, low, high, floor.mean if floor and math.isfinite(floor.mean) else None)
+    return IntervalRow(
+        name, value.mean, low, high, baseline.mean if baseline and math.isfinite(baseline.mean) else None
+    )
 
 
 def _table(found: Evaluation) -> Markup:
-    heads = ("metric", "all [95 %]", *found.floors, *(f"{name} ({size})" for name, size in found.slices.items()))
+    heads = ("metric", "all [95 %]", *found.baselines, *(f"{name} ({size})" for name, size in found.slices.items()))
     rows = []
     for line in found.lines:
-        floors = (_mean(line.floors.get(name)) for name in found.floors)
+        baselines = (_mean(line.baselines.get(name)) for name in found.baselines)
         rows.append(
-            (line.name, _shown(line.overall), *floors, *(_mean(line.slices.get(name)) for name in found.slices))
+            (line.name, _shown(line.overall), *baselines, *(_mean(line.slices.get(name)) for name in found.slices))
         )
     return table(heads, rows, caption=f"All metrics; slices by the {found.sliced_by}")
 

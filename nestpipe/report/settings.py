@@ -1,30 +1,32 @@
-"""Sections: what was asked for, and with what it ran."""
+"""Sections: the configuration, marked where it differs from the recipe, and the environment."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
+from nestpipe.errors import ConfigError
+from nestpipe.profiling.svg import Markup, element, joined
 from nestpipe.recipes import RECIPES
+from nestpipe.registry import find
+from nestpipe.report.html import note, paragraph, table
 from nestpipe.report.inputs import Missing, RunFacts, flattened
-from nestpipe.report.svg import Markup, element, joined, note, paragraph, table
 
 _NOTHING = object()
 
 
 def settings(facts: RunFacts) -> Iterator[Markup]:
-    """All settings; those that differ from the recipe's are marked, with the recipe's value beside them."""
+    """All settings; one that differs from the recipe is marked and followed by the recipe's value."""
     if isinstance(facts.settings, Missing):
         yield note(facts.settings.text)
         return
     recipe, is_known = recipe_of(facts)
-    usual = _settings_of(recipe)
+    usual = settings_of(recipe)
     changed = {key for key, value in facts.settings.items() if _differs(key, value, usual.get(key, _NOTHING))}
-    origin = (
-        f"the recipe {recipe}" if is_known else f"{recipe}, the nearest recipe (which one was used is not recorded)"
-    )
+    origin = f"the recipe {recipe}" if is_known else f"{recipe}, the nearest recipe (the recipe used is not recorded)"
     yield paragraph(
         f"{len(facts.settings):,} settings; {len(changed):,} differ from {origin} and are marked ",
         element("b", "●", class_="mark"),
@@ -46,37 +48,40 @@ def settings(facts: RunFacts) -> Iterator[Markup]:
 
 
 def recipe_of(facts: RunFacts) -> tuple[str, bool]:
-    """The recipe's name and whether the run recorded it; else the one from which the fewest settings differ."""
-    known = facts.about.get("recipe")
-    if known in RECIPES:
-        return str(known), True
+    """The recipe to compare with, and whether it is the recorded one; else the recipe with the fewest differences."""
+    known = str(facts.about.get("recipe"))
+    with contextlib.suppress(ConfigError, ImportError):  # a recipe of the user's own, whose module may be elsewhere
+        settings_of(known)
+        return known, True
     own = {} if isinstance(facts.settings, Missing) else facts.settings
 
     def distance(name: str) -> int:
-        usual = _settings_of(name)
+        usual = settings_of(name)
         return sum(_differs(key, own.get(key, _NOTHING), usual.get(key, _NOTHING)) for key in own | usual)
 
     return min(RECIPES, key=distance), False
 
 
 @cache
-def _settings_of(recipe: str) -> dict[str, Any]:
-    return flattened(json.loads(RECIPES[recipe]().to_json()))
+def settings_of(recipe: str) -> dict[str, Any]:
+    """All settings of a recipe. Raises ConfigError if there is none of this name."""
+    config = RECIPES[recipe] if recipe in RECIPES else find(recipe)
+    return flattened(json.loads(config().to_json()))
 
 
 def environment(facts: RunFacts) -> Iterator[Markup]:
     about = facts.about
     if not about:
-        yield note("There is no run.json, so nobody can tell which versions and which machine trained this run.")
+        yield note("There is no run.json, so versions and machine are unknown.")
         return
     rows = [(str(name), str(value)) for name, value in _entries(about.get("environment"))]
     if not rows:
-        yield note("The machine is not recorded; runs of earlier versions kept the versions alone.")
+        yield note("The machine is not recorded; earlier versions stored only the versions.")
     rows += [(str(name), str(value)) for name, value in _entries(about.get("versions"))]
     rows.append(("data digest", str(about.get("data_digest"))))
     if origin := about.get("init_from"):
         rows.append(("initialised from", str(origin.get("source", origin) if isinstance(origin, dict) else origin)))
-    yield table(("what", "found at the start of training"), rows, caption="Machine and versions")
+    yield table(("name", "at the start of training"), rows, caption="Machine and versions")
 
 
 def _entries(content: Any) -> Iterator[tuple[Any, Any]]:
@@ -87,13 +92,13 @@ def _entries(content: Any) -> Iterator[tuple[Any, Any]]:
 def _setting(name: str, value: Any, usual: Any, changed: bool) -> Markup:
     shown = [joined([_shown(value)])]
     if changed:
-        beside = "not a setting of the recipe" if usual is _NOTHING else f"recipe: {_shown(usual)}"
-        shown = [element("b", "● ", class_="mark"), element("b", _shown(value)), element("small", f" {beside}")]
+        note_text = "not a setting of the recipe" if usual is _NOTHING else f"recipe: {_shown(usual)}"
+        shown = [element("b", "● ", class_="mark"), element("b", _shown(value)), element("small", f" {note_text}")]
     return joined([element("dt", name), element("dd", *shown)])
 
 
 def _differs(key: str, value: Any, usual: Any) -> bool:
-    if key == "data.path":  # a run keeps the whole path of what a recipe names from the working folder
+    if key == "data.path":  # absolute in a run, relative in a recipe
         return not f"/{value}".endswith(f"/{usual}")
     return bool(value != usual)
 

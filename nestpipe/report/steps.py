@@ -1,14 +1,17 @@
-"""Section: where the time of a step went, what was sent, and the lanes as a drawing."""
+"""Section: causes of step time, bytes sent, and a timeline of the streams."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from nestpipe.profiling.overlap import CAUSES, NAMES
+from nestpipe.profiling.overlap import CAUSES
+from nestpipe.profiling.overlap_report import NAMES
+from nestpipe.profiling.svg import Markup, element
 from nestpipe.profiling.timeline import draw, middle
+from nestpipe.report.html import note, paragraph, scrolled, side_by_side, table
 from nestpipe.report.inputs import Missing, RunFacts, TracedSteps
 from nestpipe.report.number_format import count, milliseconds, num_bytes, share, significant
-from nestpipe.report.svg import Markup, draw_shares, element, note, paragraph, plots, scrolled, table
+from nestpipe.report.plots import draw_shares
 
 _DRAWN_STEPS = 3
 _DRAWN_RANKS = 4
@@ -19,20 +22,20 @@ def steps(facts: RunFacts) -> Iterator[Markup]:
     if isinstance(facts.traced, Missing):
         yield note(facts.traced.text)
         return
-    found = facts.traced.report
-    batches = f"batches {found.first_batch:,} to {found.last_batch:,}"
-    yield paragraph(f"{found.num_steps:,} steps were recorded whole, {batches}, on {_ranks(len(facts.traced.traces))}.")
-    yield plots([_bars(facts.traced), _division(facts.traced), _traffic(facts.traced)])
+    report = facts.traced.report
+    batches = f"batches {report.first_batch:,} to {report.last_batch:,}"
+    yield paragraph(
+        f"{report.num_steps:,} steps were recorded completely, {batches}, on {_ranks(len(facts.traced.traces))}."
+    )
+    yield side_by_side([_bars(facts.traced), _division(facts.traced), _traffic(facts.traced)])
     yield _exposed(facts.traced)
     yield from _timeline(facts.traced)
-    if found.num_dropped:
-        yield paragraph(
-            f"A run keeps the spans of its last steps; {found.num_dropped:,} older ones are gone.", kind="soft"
-        )
+    if report.num_dropped:
+        yield paragraph(f"A trace keeps the last steps; {report.num_dropped:,} older spans were dropped.", kind="soft")
 
 
 def _bars(traced: TracedSteps) -> Markup:
-    """The median step of each rank, divided as all its steps together."""
+    """The median step of each rank, with the shares of causes over all its steps."""
     ranks = list(traced.report.ranks.items())[:_MOST_BARS]
     rows = [
         (f"rank {rank}", [(cause, one.step_ms.median * one.share[cause]) for cause in CAUSES]) for rank, one in ranks
@@ -62,7 +65,7 @@ def _division(traced: TracedSteps) -> Markup:
         for name, spread, part_share in rows
     ]
     heads = ("slowest rank", "median", "10–90 %", "of all")
-    return table(heads, cells, caption="Where the time of a step went, ms")
+    return table(heads, cells, caption="Causes of step time, ms")
 
 
 def _traffic(traced: TracedSteps) -> Markup:
@@ -76,22 +79,22 @@ def _traffic(traced: TracedSteps) -> Markup:
 
 
 def _exposed(traced: TracedSteps) -> Markup:
-    found = traced.report
-    ratios = ", ".join(f"{kind} {significant(ratio)}" for kind, ratio in found.rows_sent_ratio.items())
+    report = traced.report
+    ratios = ", ".join(f"{kind} {significant(ratio)}" for kind, ratio in report.rows_sent_ratio.items())
     return paragraph(
-        f"Exposed: {share(found.exposed_lookup)} of the time of lookups and {share(found.exposed_communication)} of the time of "
-        "communication was not hidden behind compute (upper bounds: 'nestpipe trace --sequential RUN' measures them against a "
-        f"run in which nothing is hidden). Rows sent for each unique key: {ratios or 'not counted'}; 1 is the least."
+        f"Exposed: {share(report.exposed_lookup)} of lookup time and {share(report.exposed_communication)} of communication time was "
+        "not hidden behind compute. These are upper bounds; 'nestpipe trace --sequential RUN' measures them against a run in "
+        f"which nothing is hidden. Rows sent per unique key: {ratios or 'not counted'}; 1 is the lower bound."
     )
 
 
 def _timeline(traced: TracedSteps) -> Iterator[Markup]:
     shown = traced.traces[:_DRAWN_RANKS]
     drawn = middle(traced.steps[: len(shown)], _DRAWN_STEPS)
-    what = f"Lanes of {_ranks(len(shown))} over {len(drawn[0])} steps"
+    what = f"Streams of {_ranks(len(shown))} over {len(drawn[0])} steps"
     if len(shown) < len(traced.traces):
         what += f", the first of {count(len(traced.traces))}"
-    caption = f"{what}. Hatched is a wait inside an event, pale on the compute lane is why it was idle. 'nestpipe trace' draws other steps."
+    caption = f"{what}. Hatched: an event blocked on messages. Pale: the compute stream is idle, by cause. 'nestpipe trace' draws other steps."
     drawing = scrolled(Markup(draw(shown, drawn)), about=what)
     yield element("figure", element("h3", "Timeline"), drawing, element("figcaption", caption), class_="wide")
 

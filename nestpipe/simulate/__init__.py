@@ -1,9 +1,9 @@
-"""A model of training on many workers: the real schedules of pipeline/schedule.py, executed by a clock that only counts.
+"""Simulates training on many workers: the real schedules of pipeline/schedule.py on a simulated clock.
 
-constants.py  what a worker and its network cost        calibrate.py  fits them to recorded traces
-costs.py      what each event of a schedule does        engine.py     when, over lanes, cores and the wire
-cores.py      who runs where workers share cores        arms.py       ways to train, and what a step takes
-published.py  beside the published table
+constants.py        costs of a worker and its network       calibrate.py   fits them to recorded traces
+costs.py            costs of each event of a schedule       cases.py       ways to train, and their step times
+event_simulator.py  streams, cores and links over time      cpu_model.py   scheduling of threads on shared cores
+published.py        comparison with the published table     drawing.py     step time and efficiency as SVG
 
-Everything that comes out of here is a model and says so.
+Every result is labelled as a model, not a measurement.
 """

@@ -1,4 +1,4 @@
-"""Ways to train, and what a step of each takes on so many workers, in the model."""
+"""The simulated ways to train (cases), and the step time of each on a number of workers."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from nestpipe.profiling.overlap import CAUSES, Cause, steps_of
 from nestpipe.simulate.constants import Constants
 from nestpipe.simulate.costs import Cluster, run_of
 
-_FILLING, _COUNTED, _ENDING = 5, 4, 3  # batches: the pipeline is full between the first and the last
+_WARM_UP, _COUNTED, _DRAIN = 5, 4, 3  # batches; only those of the full pipeline are counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A way to train: a mode of the schedule, and what is done to the table."""
+    """A way to train: a mode of the schedule, and how the table is distributed."""
 
     name: str
     title: str
     mode: Mode
-    in_micro_batches: bool = True  # otherwise a batch is one part
+    in_micro_batches: bool = True  # otherwise a batch is one micro-batch
     stale: bool = False
-    dedupe: bool = True  # every distinct row of a batch travels once
-    groups: bool = False  # groups of workers hold the table once each
+    dedupe: bool = True  # every distinct row of a batch is sent once
+    groups: bool = False  # each group of workers holds the whole table
 
     def schedule(self, micro_batches: int) -> Schedule:
-        # Rows that leave a batch earlier are retrieved a batch earlier.
+        # Stale rows are sent one batch earlier, so they are retrieved one batch earlier.
         depth, in_micro_batches = 1 + self.stale, micro_batches if self.in_micro_batches else 1
         return Schedule.of(self.mode, in_micro_batches, depth=depth, stale=self.stale, groups=self.groups)
 
 
-ARMS = (
+CASES = (
     Case(name="torchrec", title="TorchRec-like", mode="serial", in_micro_batches=False, dedupe=False),
     Case(name="2d", title="2D groups", mode="serial", in_micro_batches=False, dedupe=False, groups=True),
     Case(name="prefetch", title="prefetch", mode="dual-buffer", in_micro_batches=False),
@@ -44,48 +44,42 @@ ARMS = (
 
 @dataclass(frozen=True, slots=True)
 class CaseResult:
-    """A step of an arm, in the model; its four parts add up to it."""
+    """A simulated step; its four causes add up to it."""
 
-    arm: Case
+    case: Case
     workers: int
     step_s: float
-    cause_s: dict[Cause, float]  # busy, and what compute waits for: lookup, communication, bubble
+    cause_s: dict[Cause, float]  # busy, and idle time of compute: lookup, communication, bubble
     efficiency: float  # step on the base number of workers / this step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaseSettings:
-    """What the arms have in common."""
+    """Settings common to all cases."""
 
     micro_batches: int = 8
     group_size: int = 128
 
-    def cluster(self, arm: Case, workers: int) -> Cluster:
-        group = min(self.group_size, workers) if arm.groups else None
-        return Cluster(workers=workers, group_size=group, dedupe=arm.dedupe)
+    def cluster(self, case: Case, workers: int) -> Cluster:
+        group = min(self.group_size, workers) if case.groups else None
+        return Cluster(workers=workers, group_size=group, dedupe=case.dedupe)
 
 
-def results(arm: Case, constants: Constants, workers: Sequence[int], settings: CaseSettings) -> list[CaseResult]:
-    """Steps of the arm on these numbers of workers."""
-    base, _ = _step(arm, constants, constants.base_workers, settings)
-    steps = (_step(arm, constants, number, settings) for number in workers)
+def results(case: Case, constants: Constants, workers: Sequence[int], settings: CaseSettings) -> list[CaseResult]:
+    """Steps of a case on these numbers of workers."""
+    base, _ = _step(case, constants, constants.base_workers, settings)
+    steps = (_step(case, constants, number, settings) for number in workers)
     return [
-        CaseResult(arm, number, step, causes, base / step)
+        CaseResult(case, number, step, causes, base / step)
         for number, (step, causes) in zip(workers, steps, strict=True)
     ]
 
 
-def _step(arm: Case, constants: Constants, workers: int, settings: CaseSettings) -> tuple[float, dict[Cause, float]]:
-    """Seconds of a step when the pipeline is full, and of its parts."""
-    num_batches = _FILLING + _COUNTED + _ENDING
-    cluster = settings.cluster(arm, workers)
-    trace = run_of(arm.schedule(settings.micro_batches), constants, cluster, num_batches=num_batches).trace()
-    steps = [step for step in steps_of(trace) if _FILLING <= step.batch < _FILLING + _COUNTED]
+def _step(case: Case, constants: Constants, workers: int, settings: CaseSettings) -> tuple[float, dict[Cause, float]]:
+    """Seconds of a step of the full pipeline, and of its causes."""
+    num_batches = _WARM_UP + _COUNTED + _DRAIN
+    cluster = settings.cluster(case, workers)
+    trace = run_of(case.schedule(settings.micro_batches), constants, cluster, num_batches=num_batches).trace()
+    steps = [step for step in steps_of(trace) if _WARM_UP <= step.batch < _WARM_UP + _COUNTED]
     causes: dict[Cause, float] = {cause: mean(step.time_ns(cause) for step in steps) / 1e9 for cause in CAUSES}
     return mean(step.total_ns for step in steps) / 1e9, causes
-
-
-def seconds_of_block(schedule: Schedule, constants: Constants, cluster: Cluster, *, num_batches: int) -> float:
-    """A step in a run of so few batches that filling and emptying the pipeline count: the whole run over its steps."""
-    traces = run_of(schedule, constants, cluster, num_batches=num_batches).traces()
-    return max(span.end_ns for trace in traces for span in trace.spans) / 1e9 / num_batches

@@ -1,12 +1,12 @@
-"""What each event of a schedule does, from the constants: how long it works, what it sends, what it waits for.
+"""Costs of each event of a schedule: its work, its messages, and what it waits for.
 
-An exchange between n workers, of which each sends b bytes in all: alpha-beta with congestion,
+An exchange between n workers that send b bytes each costs (alpha-beta model with congestion)
 
-    n - 1 messages to launch x peer_s      b x (n - 1) / n bytes x max(congestion(n) / line, workers / fabric)      + delay
+    (n - 1) x peer_s  +  b x (n - 1) / n x max(congestion(n) / link, workers / fabric)  +  delay
 
-Rows travel once per window: part i has the rows that it is the first to use, and its gradients are of those it is the last to
-use. In groups, rows are exchanged inside the group; then replicas of a shard add up what came with each part (merge: reduce-scatter
-and all-gather).
+A row is sent once per window: with the micro-batch that uses it first, and its gradient with the one that uses it last. With groups,
+rows are exchanged inside a group, and the replicas of a shard then sum the gradients of each micro-batch (merge: reduce-scatter and
+all-gather).
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _BY_USES: frozenset[Kind] = frozenset((*_BY_SHARE, *_GROWS, "update"))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """How many workers train, and how they are put together."""
+    """The workers of a training, and how they are grouped."""
 
     workers: int
-    group_size: int | None = None  # workers that hold the table once; None: all of them
-    cores: int | None = None  # that all workers share (ranks on one machine); None: each lane has its own
+    group_size: int | None = None  # workers that share one copy of the table; None: all of them
+    cores: int | None = None  # shared by all workers (ranks on one machine); None: each stream has its own
     dedupe: bool = True
 
     def __post_init__(self) -> None:
@@ -49,16 +49,14 @@ class Cluster:
 
     @property
     def replicas(self) -> float:
-        """How often the table is held."""
+        """Number of copies of the table."""
         return self.workers / self.own_group
 
 
 def run_of(schedule: Schedule, constants: Constants, cluster: Cluster, *, num_batches: int) -> SimulatedRun:
-    """The schedule on this cluster, to be executed."""
+    """A simulation of the schedule on this cluster. Raises ValueError for chunked schedules."""
     if schedule.split or schedule.num_chunks > 1:
-        raise ValueError(
-            "the model has no constants for halves and slices of messages; take a schedule that is not split and has none"
-        )
+        raise ValueError("the model has no constants for chunks of messages; use a schedule without split and chunks")
     costs = StageCosts(schedule, constants, cluster)
     run = SimulatedRun(schedule, costs.phases, num_batches, world_size=cluster.workers)
     if cluster.cores is None:
@@ -69,7 +67,7 @@ def run_of(schedule: Schedule, constants: Constants, cluster: Cluster, *, num_ba
 
 
 def slowest(workers: int) -> float:
-    """How many standard deviations the slowest of so many workers is expected to lie above the mean (Blom)."""
+    """Expected maximum of n standard normal variables (Blom): how far the slowest worker is above the mean."""
     return NormalDist().inv_cdf((workers - 0.375) / (workers + 0.25))
 
 
@@ -82,7 +80,7 @@ class StageCosts:
     cluster: Cluster
 
     def phases(self, event: Event) -> Sequence[Phase]:
-        """What the event waits for, its work, and what it sends."""
+        """The waits, work and messages of an event, in order."""
         if self.cluster.workers == 1:
             return [self._work(event)]
         return [*self._before(event), self._work(event), *self._after(event)]
@@ -94,7 +92,7 @@ class StageCosts:
             return [MessageWait(Message(Event(sender, batch, micro_batch)), sender)]
         if kind == "merge":
             return self._replicas(event)
-        if kind == "flag":  # flags travel with the last gradients
+        if kind == "flag":  # flags are sent with the last gradients
             return [MessageWait(Message(Event("grads", batch, self.schedule.num_micro_batches - 1)), "flag")]
         if kind == "dense sum":
             trips = dense_trips(self.cluster.workers)
@@ -106,7 +104,7 @@ class StageCosts:
         if event.kind in ("rows", "grads"):
             opened = Event("post", event.batch)
             return [self._rows(event, self._share(event), size=self.cluster.own_group, opened=opened)]
-        if event.kind == "keys":  # how many, and then which
+        if event.kind == "keys":  # the counts, then the ids
             num_bytes = self.constants.num_rows * self.constants.key_bytes * self._uses
             return [*self._exchange(event, 0, 0.0, "keys"), *self._exchange(event, 1, num_bytes, "keys")]
         return []
@@ -120,13 +118,13 @@ class StageCosts:
         return StageWork(seconds * late, self.constants.device_s * late / micro_batches)
 
     def late(self, rank: int, event: Event) -> float:
-        """How many times as long one rank computes a batch, where each is simulated; the same in every simulation."""
+        """Slowdown of one rank in one batch, where ranks are simulated one by one; deterministic."""
         if event.kind != "compute":
             return 1.0
         return max(1 + self.constants.jitter * float(np.random.default_rng([rank, event.batch]).standard_normal()), 0.0)
 
     def _cpu_s(self, event: Event) -> float:
-        """Seconds of a core; messages have a share for each peer that is new."""
+        """Core seconds, with the cost of launching messages to each peer."""
         kind, constants, cluster = event.kind, self.constants, self.cluster
         seconds = constants.work_s.get(kind, 0.0)
         if kind == "compute":
@@ -137,7 +135,7 @@ class StageCosts:
             seconds *= self._share(event)
         if kind in _BY_USES:
             seconds *= self._uses
-        # Exchanges that are opened and sent at once count twice, as in calibrate.py.
+        # Exchanges whose receives are opened when they are sent count twice, as in calibrate.py.
         num_messages = {
             "rows": 1,
             "grads": 1,
@@ -150,7 +148,7 @@ class StageCosts:
         return seconds + num_messages.get(kind, 0) * constants.peer_s * peers
 
     def _share(self, event: Event) -> float:
-        """Of the batch's rows: those that a part is the first to use, or the last."""
+        """Share of the batch's rows that a micro-batch uses first (rows) or last (gradients)."""
         micro_batches, power = self.schedule.num_micro_batches, self.constants.first_use
         place = event.micro_batch if event.kind == "rows" else micro_batches - 1 - event.micro_batch
         return float(((place + 1) / micro_batches) ** power - (place / micro_batches) ** power)
@@ -164,28 +162,28 @@ class StageCosts:
         return self._send(Message(event, number), num_rows * self.constants.row_bytes, size, opened, round(num_rows))
 
     def _replicas(self, event: Event) -> list[Phase]:
-        """Sums of a part are added over the replicas of a shard: two exchanges, each with the rows of the part."""
+        """Sum of a micro-batch's gradients over the replicas of a shard: two exchanges of its rows."""
         if self.cluster.replicas <= 1:
             return []
-        share, found = self._share(event), list[Phase]()
+        share, phases = self._share(event), list[Phase]()
         for number in (1, 2):
             send = self._rows(event, share, size=self.cluster.replicas, opened=None, number=number)
-            found += [send, MessageWait(send.message, "grads")]
-        return found
+            phases += [send, MessageWait(send.message, "grads")]
+        return phases
 
     def _exchange(self, event: Event, number: int, num_bytes: float, name: str) -> list[Phase]:
-        """Sent and waited for; the receives are opened at the same moment."""
+        """A message that is sent and awaited at once, its receives opened at the same time."""
         size = self.cluster.own_group if event.kind == "keys" else self.cluster.workers
         rows = round(self.constants.num_rows * self._uses) if event.kind == "keys" and number else 0
         send = self._send(Message(event, number), num_bytes, size, None, rows)
         return [send, MessageWait(send.message, name)]
 
     def _send(self, message: Message, num_bytes: float, size: float, opened: Event | None, num_rows: int) -> Send:
-        """What all workers of an exchange send each other; each keeps its own share."""
+        """A message of every worker to all others of an exchange; each keeps its own share."""
         constants = self.constants
         leaving, one_by_one = num_bytes * (size - 1) / size, self.cluster.cores is not None
         per_byte = (size / constants.base_workers) ** constants.congestion / constants.bytes_per_s
-        if not one_by_one:  # all workers send at the same moment
+        if not one_by_one:  # all workers send at the same time
             per_byte = max(per_byte, self.cluster.workers / constants.fabric_bytes_per_s)
         return Send(
             message,

@@ -1,9 +1,8 @@
-"""Who runs when there are more runnable threads than cores.
+"""Scheduling of more runnable threads than cores.
 
-Sharing   each runs at the same rate at the same moment: what one worker sees of cores of which it has a share.
-Turns     what an operating system does with threads that it knows one by one: a core runs one of them until it waits or its
-          slice is over, then takes the one that has had the least. So equal threads drift apart: the first is done, and
-          may wait for something else, while the last has not begun.
+CoreSharing   processor sharing: all jobs run at the same rate.
+CoreTurns     time slices, as in an operating system: a core runs one thread until it blocks or its slice ends, then the thread
+              with the least CPU time. Equal threads drift apart: the first may have ended before the last has begun.
 """
 
 from __future__ import annotations
@@ -13,23 +12,23 @@ import math
 from dataclasses import dataclass
 from typing import Protocol
 
-_NOTHING_S = 1e-12  # what is left of work after so many subtractions
+_NOTHING_S = 1e-12  # rounding error of the remaining work
 
 
 def slice_s(cores: int) -> float:
-    """For how long Linux lets a thread run while others wait: sched_base_slice of the kernel's defaults, 0.7 ms scaled.
+    """The time slice of Linux (sched_base_slice): 0.7 ms, scaled by the number of cores.
 
-    It notices the end of one when a thread wakes or its clock ticks; where ranks share cores, threads wake all the time.
+    The kernel checks it when a thread wakes or at a clock tick; where ranks share cores, threads wake all the time.
     """
     return 0.7e-3 * (1 + math.floor(math.log2(min(cores, 8))))
 
 
 @dataclass(slots=True, eq=False)
 class CpuJob:
-    """Work for a core, of a thread."""
+    """Core work of a thread."""
 
     left_s: float
-    had_s: float = 0.0  # of a core, by its thread, as the scheduler counts it
+    had_s: float = 0.0  # CPU time of its thread, as the scheduler counts it
 
     @property
     def is_done(self) -> bool:
@@ -37,23 +36,23 @@ class CpuJob:
 
 
 class Cores(Protocol):
-    """Runs jobs; the time until the next look is `until_s`, and `go_on` lets it pass."""
+    """Runs jobs on cores; the simulator advances by at most `until_s` with `go_on`."""
 
     def add(self, job: CpuJob) -> None:
         """A thread becomes runnable."""
         ...
 
     def until_s(self) -> float:
-        """Seconds until a job ends or gives way; without end if there is none."""
+        """Seconds until a job ends or is preempted; infinite if there is none."""
         ...
 
     def go_on(self, seconds: float) -> list[CpuJob]:
-        """Lets no more than `until_s()` pass; the jobs that are done."""
+        """Advances by at most `until_s()`; returns the jobs that have ended."""
         ...
 
 
 class CoreSharing:
-    """All runnable jobs at the same rate; cores may be a fraction."""
+    """All runnable jobs at the same rate; `cores` may be fractional."""
 
     def __init__(self, cores: float = float("inf")):
         self._cores = cores
@@ -79,17 +78,17 @@ class CoreSharing:
 
 
 class CoreTurns:
-    """Whole cores, each running one job for at most a slice; then whoever has had the least, in the order in which they came.
+    """Whole cores, each running one job for at most a time slice, then the one with the least CPU time (FIFO among equals).
 
-    A thread that wakes has had no less than the one that had least: sleeping saves up nothing. `speed` is what is left of
-    a core beside threads that are never done.
+    A thread that wakes is credited with at least the least CPU time of all: sleeping earns no priority. `speed` is the share of a
+    core that polling threads leave.
     """
 
     def __init__(self, cores: int, *, speed: float = 1.0):
         if cores < 1 or not 0 < speed <= 1:
-            raise ValueError(f"{cores} cores at a speed of {speed:.2f}: nothing would ever be done")
+            raise ValueError(f"{cores} cores at a speed of {speed:.2f}: no job would ever end")
         self._cores, self._speed, self._slice_s = cores, speed, slice_s(cores)
-        self._running: list[tuple[CpuJob, float]] = []  # and what is left of its slice
+        self._running: list[tuple[CpuJob, float]] = []  # with the rest of its slice
         self._ready: list[tuple[float, int, CpuJob]] = []
         self._num_added, self._least_s = 0, 0.0
 

@@ -1,12 +1,12 @@
-"""A drawing of all arms over the number of workers: an SVG without outside assets, for light and dark backgrounds."""
+"""Step time and efficiency of all cases over the number of workers: a self-contained SVG, for light and dark backgrounds."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
-from nestpipe.report.number_format import significant, ticks
-from nestpipe.report.svg import Markup, element, joined
+from nestpipe.profiling.svg import LinearScale, Markup, drawing, element, label, pixel, ticks
+from nestpipe.report.number_format import significant
 from nestpipe.simulate.cases import CaseResult
 
 _PANEL, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 470, 380, 58, 16, 78, 44
@@ -28,32 +28,21 @@ _DARK = """.simulated text{fill:#e4e6ea}.simulated .soft{fill:#a2a9b3}.simulated
 
 
 def draw(series: Sequence[Sequence[CaseResult]], *, title: str) -> str:
-    """Step time and efficiency of each arm (one sequence of results each) as an SVG that says it is a model."""
+    """One line per case (one sequence of results each), titled as a model and not a measurement."""
     steps = [[(one.workers, 1e3 * one.step_s) for one in own] for own in series]
     shares = [[(one.workers, 100 * one.efficiency) for one in own] for own in series]
-    names = [own[0].arm.title for own in series]
+    names = [own[0].case.title for own in series]
     content = [
         element("style", Markup(_style())),
         element("rect", class_="back", width=2 * _PANEL, height=_HEIGHT),
-        _text(12, 18, f"model, not measured: {title}", kind="head"),
+        label(12, 18, f"model, not measured: {title}", kind="head"),
         *_legend(names),
         *_panel(steps, names, 0, "step, ms"),
         *_panel(shares, names, _PANEL, "scaling efficiency, %"),
     ]
     first, last = series[0][0].workers, series[0][-1].workers
-    label = f"model of {', '.join(names)} on {first:,} to {last:,} workers: {title}"
-    drawing = element(
-        "svg",
-        joined(content),
-        xmlns="http://www.w3.org/2000/svg",
-        class_="simulated",
-        viewBox=f"0 0 {2 * _PANEL} {_HEIGHT}",
-        width=2 * _PANEL,
-        height=_HEIGHT,
-        role="img",
-        aria_label=label,
-    )
-    return drawing + "\n"
+    about = f"model of {', '.join(names)} on {first:,} to {last:,} workers: {title}"
+    return drawing(*content, kind="simulated", width=2 * _PANEL, height=_HEIGHT, about=about)
 
 
 def _style() -> str:
@@ -66,37 +55,27 @@ def _legend(names: Sequence[str]) -> Iterator[Markup]:
     x = 12.0
     for number, name in enumerate(names):
         yield element("line", x1=f"{x:.0f}", x2=f"{x + 26:.0f}", y1=36, y2=36, class_=f"line s{number % len(_SERIES)}")
-        yield _text(x + 32, 40, name)
+        yield label(x + 32, 40, name)
         x += 32 + _LETTER * len(name) + 18
 
 
 def _panel(
     lines: Sequence[Sequence[tuple[int, float]]], names: Sequence[str], left: float, title: str
 ) -> Iterator[Markup]:
-    """Lines over the number of workers, which doubles from place to place; values from zero."""
+    """Lines over the number of workers on a logarithmic axis; values from zero."""
     workers = [number for number, _ in lines[0]]
     highest = 1.05 * max(value for line in lines for _, value in line)
     bottom = _HEIGHT - _BOTTOM
-    across = _scale(math.log2(workers[0]), math.log2(workers[-1]), left + _LEFT, left + _PANEL - _RIGHT)
-    up = _scale(0.0, highest, bottom, _TOP)
-    yield _text(left + 12, _TOP - 14, title, kind="head")
+    across = LinearScale(math.log2(workers[0]), math.log2(workers[-1]), left + _LEFT, left + _PANEL - _RIGHT)
+    up = LinearScale(0.0, highest, bottom, _TOP)
+    yield label(left + 12, _TOP - 14, title, kind="head")
     for value in ticks(0.0, highest, most=7):
-        y = f"{up(value):.1f}"
+        y = pixel(up(value))
         yield element("line", x1=left + _LEFT, x2=left + _PANEL - _RIGHT, y1=y, y2=y, class_="grid")
-        yield _text(left + _LEFT - 6, up(value) + 4, significant(value), anchor="end", kind="soft")
+        yield label(left + _LEFT - 6, up(value) + 4, significant(value), anchor="end", kind="soft")
     for number in workers:
-        yield _text(across(math.log2(number)), bottom + 16, f"{number:,}", anchor="middle", kind="soft")
-    yield _text(left + (_LEFT + _PANEL - _RIGHT) / 2, bottom + 34, "workers", anchor="middle", kind="soft")
+        yield label(across(math.log2(number)), bottom + 16, f"{number:,}", anchor="middle", kind="soft")
+    yield label(left + (_LEFT + _PANEL - _RIGHT) / 2, bottom + 34, "workers", anchor="middle", kind="soft")
     for number, (line, name) in enumerate(zip(lines, names, strict=True)):
-        places = [(across(math.log2(one)), up(value)) for one, value in line]
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+        path = " ".join(f"{across(math.log2(one)):.1f},{up(value):.1f}" for one, value in line)
         yield element("polyline", element("title", name), points=path, class_=f"line s{number % len(_SERIES)}")
-
-
-def _scale(low: float, high: float, begin: float, end: float) -> Callable[[float], float]:
-    per_unit = (end - begin) / ((high - low) or 1.0)
-    return lambda value: begin + (value - low) * per_unit
-
-
-def _text(x: float, y: float, text: str, *, anchor: str | None = None, kind: str | None = None) -> Markup:
-    return element("text", text, x=f"{x:.1f}", y=f"{y:.1f}", text_anchor=anchor, class_=kind)

@@ -1,17 +1,18 @@
-"""When events happen: a schedule's programs and edges, with what each event does given as phases.
+"""Discrete-event simulation of a schedule: its programs and dependencies, with the cost of each event given as phases.
 
-Where every worker has cores of its own, one stands for all: they run the same programs at the same time, and what a straggler costs
-is part of the work. Workers that share the cores of a machine are simulated one by one, because they do not run at the same
-time (cores.py). Each then sends its share of a message, which a core moves half at the sender and half at the receivers, and
-the message has arrived at a rank when it has the shares of all others.
+Where every worker has its own cores, one simulated worker stands for all: they run the same programs at the same time, and the
+cost of stragglers is part of the work. Workers that share the cores of a machine are simulated one by one, because they do not run
+in lockstep (cpu_model.py). Each then sends its share of a message, which costs CPU time half at the sender and half at the
+receivers; a message has arrived at a rank when the shares of all others have.
 
-The lanes of a worker take their events in the order of their programs and wait for what each needs, as the runner does. An event is
+The streams of a worker take events in the order of their programs and wait for their dependencies, as the runner does. An event
+consists of
 
-    Work     its lane is busy: on a core, which it may have to share, then elsewhere (a device, a sleep)
-    Send     a message leaves; it takes its turn on the worker's wire, and arrives a delay after its last byte
-    Wait     the lane does nothing until a message has arrived
+    StageWork     its stream is busy: on a core, which it may share, then on a device
+    Send          a message is queued on the worker's link and arrives a delay after its last byte
+    MessageWait   the stream is blocked until a message has arrived
 
-The result is a trace like those of real runs, so overlap.py divides its steps and timeline.py draws it.
+The result is a trace like that of a real run, for overlap.py and timeline.py.
 """
 
 from __future__ import annotations
@@ -24,21 +25,21 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from nestpipe.pipeline.schedule import Event, Schedule
-from nestpipe.profiling.recorder import RankTrace, Span
-from nestpipe.profiling.recorder import RecordedWait as Waited
+from nestpipe.profiling.trace_file import RankTrace, Span
+from nestpipe.profiling.trace_file import RecordedWait as Waited
 from nestpipe.simulate.cpu_model import Cores, CoreSharing, CpuJob
 
 
 @dataclass(frozen=True, slots=True)
 class StageWork:
-    """Seconds of a core, and then seconds that no core is needed for."""
+    """Core seconds, then device seconds, which take no core."""
 
     cpu_s: float = 0.0
     device_s: float = 0.0
 
 
 class Message(NamedTuple):
-    """Which message: of an event, and its number among those of the event."""
+    """A message, by its event and its number within the event."""
 
     event: Event
     number: int = 0
@@ -46,14 +47,14 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """A message to all other workers; the wire is this worker's line."""
+    """A message to all other workers on this worker's link."""
 
     message: Message
     wire_s: float
     delay_s: float = 0.0
-    burst_s: float = 0.0  # of the wire's time, which an idle wire has saved up
-    fabric_s: float = 0.0  # of what all workers share, one message after the other
-    cpu_s: float = 0.0  # of a core, beside the lanes, to move the bytes
+    burst_s: float = 0.0  # link time that an idle link does not charge
+    fabric_s: float = 0.0  # time on the shared fabric, one message after the other
+    cpu_s: float = 0.0  # core seconds of background threads that move the bytes
     opened: Event | None = None  # the event that opened its receives; None: they are opened when it is sent
     num_bytes: int = 0
     num_rows: int = 0
@@ -61,10 +62,10 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class MessageWait:
-    """Until a message has arrived."""
+    """Blocks until a message has arrived."""
 
     message: Message
-    name: str  # one of trace.WAITS
+    name: str  # one of trace_file.WAITS
 
 
 Phase = StageWork | Send | MessageWait
@@ -73,24 +74,26 @@ Plan = Callable[[Event], Sequence[Phase]]
 
 @dataclass(frozen=True, slots=True)
 class SimulatedRun:
-    """What is executed."""
+    """A simulation: a schedule with the costs of its events."""
 
     schedule: Schedule
     plan: Plan
     num_batches: int
-    cores: Callable[[], Cores] = CoreSharing  # of all workers that are simulated
-    world_size: int = 1  # what the trace says
+    cores: Callable[[], Cores] = CoreSharing  # of all simulated workers
+    world_size: int = 1  # recorded in the trace
     num_ranks: int = 1  # simulated one by one; 1 stands for all
-    late: Callable[[int, Event], float] | None = None  # how many times as long a rank works on an event
-    needs: Callable[[Event], Sequence[Event]] | None = None  # other edges than the schedule's
+    late: Callable[[int, Event], float] | None = None  # slowdown of a rank in an event
+    needs: Callable[[Event], Sequence[Event]] | None = None  # dependencies, if not those of the schedule
 
     def traces(self) -> list[RankTrace]:
-        """What each simulated rank would have recorded; raises ValueError if the lanes wait for each other."""
-        found = _Clock(self).run()
-        return [RankTrace("model", rank, self.world_size, tuple(spans), {}) for rank, spans in enumerate(found)]
+        """The trace of each simulated rank; raises ValueError if the streams deadlock."""
+        spans_of_ranks = _Clock(self).run()
+        return [
+            RankTrace("model", rank, self.world_size, tuple(spans), {}) for rank, spans in enumerate(spans_of_ranks)
+        ]
 
     def trace(self, rank: int = 0) -> RankTrace:
-        """What one rank would have recorded, where one stands for all."""
+        """The trace of a rank, where one stands for all."""
         return replace(self.traces()[0], rank=rank)
 
 
@@ -100,12 +103,12 @@ class _SimulatedStream:
     rank: int
     program: Iterator[Event]
     event: Event | None = None
-    needs: list[Event] = field(default_factory=list)  # those that are not done
-    phases: list[Phase] = field(default_factory=list)  # those that are not over
+    needs: list[Event] = field(default_factory=list)  # not done yet
+    phases: list[Phase] = field(default_factory=list)  # not over yet
     begun: bool = False
     ready_s: float = 0.0
     begin_s: float = 0.0
-    job: CpuJob | None = None  # the work it is at
+    job: CpuJob | None = None  # its running work
     device_until: float | None = None
     had_s: float = 0.0
     waits_since: float | None = None
@@ -116,24 +119,24 @@ class _SimulatedStream:
 
 @dataclass(slots=True, eq=False)
 class _SimulatedLink:
-    """What a rank sends on: a byte's turn comes when those before it are through, less what may pass at once."""
+    """The link of a rank: a FIFO queue with a burst allowance."""
 
     free_s: float = 0.0
 
-    def pass_on(self, begin: float, send: Send) -> float:
-        """When the last byte has left."""
+    def send(self, begin: float, send: Send) -> float:
+        """The time at which the last byte has left."""
         self.free_s = max(begin, self.free_s) + send.wire_s
         return max(self.free_s - send.burst_s, begin)
 
 
 @dataclass(frozen=True, slots=True)
 class _MessageShare:
-    """What one rank sends of a message, on its way."""
+    """One rank's share of a message, in flight."""
 
     message: Message
     sender: int
     arrives_s: float
-    receive_s: float  # of a core of each receiver
+    receive_s: float  # core seconds of each receiver
 
 
 class _Clock:
@@ -143,16 +146,18 @@ class _Clock:
         self._streams = [
             [_SimulatedStream(name, rank, iter(own)) for name, own in programs] for rank in range(run.num_ranks)
         ]
-        self._lines, self._fabric_free = [_SimulatedLink() for _ in self._streams], 0.0
+        self._links, self._fabric_free = [_SimulatedLink() for _ in self._streams], 0.0
         self._now, self._cores = 0.0, run.cores()
         self._done: list[dict[Event, float]] = [{} for _ in self._streams]
-        self._num_shares = max(run.num_ranks - 1, 1)  # of a message; one that stands for all waits for its own
+        self._num_shares = max(run.num_ranks - 1, 1)  # of a message; a rank that stands for all waits for its own
         self._num_arrived: Counter[tuple[Message, int]] = Counter()  # by receiver
         self._timers: list[
             tuple[float, int, int | _MessageShare]
-        ] = []  # a rank has something to do, or a share arrives
+        ] = []  # of a rank that continues, or a share that arrives
         self._num_timers = 0
-        self._jobs: dict[CpuJob, int | _MessageShare | tuple[Message, int]] = {}  # of a rank's lane; sending; receiving
+        self._jobs: dict[
+            CpuJob, int | _MessageShare | tuple[Message, int]
+        ] = {}  # owner: a rank's stream; sending; receiving
         self._spans: list[list[Span]] = [[] for _ in self._streams]
 
     def run(self) -> list[list[Span]]:
@@ -161,7 +166,9 @@ class _Clock:
         awake = set(range(len(self._streams)))
         while True:
             for rank in sorted(awake):
-                while sum(self._go_on(stream) for stream in self._streams[rank]):  # an end may free another lane
+                while sum(
+                    self._progress(stream) for stream in self._streams[rank]
+                ):  # an end may unblock another stream
                     pass
             if all(stream.event is None for own in self._streams for stream in own):
                 return self._spans
@@ -172,8 +179,8 @@ class _Clock:
         stream.begun, stream.ready_s = False, self._now
         stream.needs = list(self._needs(stream.event)) if stream.event else []
 
-    def _go_on(self, stream: _SimulatedStream) -> bool:
-        """Goes on as far as no time has to pass; whether an event ended."""
+    def _progress(self, stream: _SimulatedStream) -> bool:
+        """Continues as far as no time has to pass; returns whether an event ended."""
         if stream.event is None:
             return False
         if not stream.begun:
@@ -196,11 +203,11 @@ class _Clock:
         return True
 
     def _is_done(self, rank: int, need: Event) -> bool:
-        """Also true of what will never be."""
+        """Also true for events after the last batch."""
         return need in self._done[rank] or need.batch >= self._run.num_batches
 
     def _phase(self, stream: _SimulatedStream, event: Event, phase: Phase) -> bool:
-        """Whether the phase is over."""
+        """Executes or continues a phase; returns whether it is over."""
         if isinstance(phase, Send):
             self._send(stream.rank, phase)
             stream.num_bytes += phase.num_bytes
@@ -230,12 +237,12 @@ class _Clock:
         return True
 
     def _send(self, rank: int, send: Send) -> None:
-        """A sender that has not yet heard of the open receives waits for word of them, which takes a delay."""
+        """A sender waits for the notice that receives are open, which takes one delay."""
         opened = self._now if send.opened is None else self._done[rank][send.opened]
-        left = self._lines[rank].pass_on(max(self._now, opened + send.delay_s), send)
+        left = self._links[rank].send(max(self._now, opened + send.delay_s), send)
         if send.fabric_s:
             self._fabric_free = left = max(left, self._fabric_free + send.fabric_s)
-        receive_s = send.cpu_s / 2 if self._run.num_ranks > 1 else 0.0  # one that stands for all does both at once
+        receive_s = send.cpu_s / 2 if self._run.num_ranks > 1 else 0.0  # a rank that stands for all does both
         share = _MessageShare(send.message, rank, left + send.delay_s, receive_s / self._num_shares)
         job = CpuJob(send.cpu_s - receive_s)
         if job.is_done:
@@ -252,14 +259,16 @@ class _Clock:
         heapq.heappush(self._timers, (time_s, self._num_timers, what))
 
     def _advance(self) -> set[int]:
-        """To the next moment at which something ends; the ranks that may go on."""
+        """Advances to the next time at which something ends; returns the ranks that may continue."""
         until = self._cores.until_s()
         end = min(self._now + until, self._timers[0][0] if self._timers else float("inf"))
         if end == float("inf"):
             stuck = ", ".join(
                 f"{stream.name}: {stream.event}" for own in self._streams for stream in own if stream.event
             )
-            raise ValueError(f"no lane can go on: {stuck}. The edges and the programs of the schedule contradict.")
+            raise ValueError(
+                f"deadlock: no stream can continue: {stuck}. The dependencies contradict the programs of the schedule."
+            )
         passed, self._now, awake = min(end - self._now, until), end, set[int]()
         for job in self._cores.go_on(passed):
             of = self._jobs.pop(job)
@@ -269,27 +278,27 @@ class _Clock:
                 awake.add(of if isinstance(of, int) else self._received(*of))
         while self._timers and self._timers[0][0] <= self._now:
             _, _, what = heapq.heappop(self._timers)
-            awake |= {what} if isinstance(what, int) else self._came(what)
+            awake |= {what} if isinstance(what, int) else self._arrived(what)
         return awake
 
-    def _came(self, share: _MessageShare) -> set[int]:
-        """A share is there, for a core to be received; the ranks that have it already."""
-        found = set[int]()
+    def _arrived(self, share: _MessageShare) -> set[int]:
+        """Starts receiving a share; returns the ranks that have received it at no cost."""
+        received = set[int]()
         for rank in range(self._run.num_ranks):
             if rank != share.sender or self._run.num_ranks == 1:
                 job = CpuJob(share.receive_s)
                 if job.is_done:
-                    found.add(self._received(share.message, rank))
+                    received.add(self._received(share.message, rank))
                 else:
                     self._begin(job, (share.message, rank))
-        return found
+        return received
 
     def _received(self, message: Message, rank: int) -> int:
         self._num_arrived[message, rank] += 1
         return rank
 
 
-@lru_cache(maxsize=64)  # the same for every number of workers
+@lru_cache(maxsize=64)  # equal for every number of workers
 def _programs(schedule: Schedule, num_batches: int) -> tuple[tuple[str, tuple[Event, ...]], ...]:
     return tuple((stream, tuple(events)) for stream, events in schedule.events(num_batches).items())
 

@@ -11,7 +11,7 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
-    """How long to train, and what to keep. Training ends at the first limit that is reached; 0 switches a limit off."""
+    """How long to train and what to keep. Training ends at the first limit that is reached; 0 disables a limit."""
 
     epochs: int = 10
     """Passes over the training samples."""
@@ -20,35 +20,35 @@ class TrainConfig:
     minutes: float = 0.0
     """Training time, added up over interruptions."""
     clip_norm: float = 0.0
-    """Scale gradients down to this norm; 0 is never."""
+    """Scale gradients down to this norm; 0 disables clipping."""
     clip: Literal["dense", "all"] = "dense"
-    """What the norm is taken of and applied to: the dense part, or dense part and rows."""
+    """Which gradients are clipped: those of the dense part, or of dense part and rows together."""
     skip_nonfinite: bool = False
-    """Skip a batch in which any rank sees a value that is not finite, instead of ending the training."""
+    """Skip a batch in which any rank sees a non-finite value, instead of stopping."""
     warmup_steps: int = 0
     """Learning rates rise linearly over this many steps."""
     decay_steps: int = 0
-    """Learning rates fall linearly, to a hundredth at this step; 0 is never. Less noise in what is learned last."""
+    """Learning rates fall linearly to 1 % at this step; 0 disables the decay."""
     decay_epochs: int = 0
-    """The same, to the end of this epoch (as many steps as so many first epochs have)."""
+    """The same, in epochs; an epoch counts as many steps as the first one."""
     eval_epochs: int = 1
     """Validate after this many epochs (only with data.validation)."""
     patience: int = 0
     """Stop after this many validations without a better metric; the best checkpoint is kept."""
     metric: str = "ndcg@10"
-    """The validation metric that patience watches."""
+    """The validation metric for patience and for the best checkpoint."""
     save_steps: int = 500
     """Save a checkpoint after this many steps, and at the end."""
     keep_last: int = 2
     """Checkpoints to keep, the best one apart."""
     async_save: bool = True
-    """Write checkpoints beside the training, from a copy in memory (not in the mmap tier, which is never copied)."""
+    """Write checkpoints in the background from a copy in memory (the mmap tier is never copied)."""
     mirror: str = ""
-    """A URL where every checkpoint is copied to, such as s3://bucket/run (needs the extra nestpipe[remote])."""
+    """A URL to which every checkpoint is copied, such as s3://bucket/run (needs the extra nestpipe[remote])."""
     log_steps: int = 20
     """Write metrics after this many steps."""
     num_threads: int = 0
-    """Threads inside an operation; 0 takes the number of cores. Part of what makes a run repeat bit for bit."""
+    """Threads inside an operation; 0 takes the number of cores. Results are bitwise repeatable for a fixed number."""
     tensorboard: bool = False
     """Also write TensorBoard events (needs the extra nestpipe[tensorboard])."""
 

@@ -1,4 +1,4 @@
-"""What a run is trained on: the machine and its native library, recorded in the run folder and shown by `nestpipe doctor`."""
+"""The machine and its native library, recorded in the run folder and shown by `nestpipe doctor`."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ from nestpipe.ops import native_library
 
 Status = Literal["ok", "warn", "fail"]
 
-
 _GB = 1e9
 
 
 @dataclass(frozen=True, slots=True)
 class MachineCheck:
-    """What was found, and what to do if it is not ok."""
+    """The result of one check, with advice if it is not ok."""
 
     name: str
     status: Status
@@ -34,7 +33,7 @@ def check_cpu() -> MachineCheck:
 
 
 def check_memory() -> MachineCheck:
-    """Memory that can still be used, where the system says so."""
+    """Available memory, where the system reports it."""
     info = Path("/proc/meminfo")
     if not info.exists():
         return MachineCheck("memory", "ok", "unknown on this system")
@@ -47,11 +46,11 @@ def check_memory() -> MachineCheck:
 
 
 def check_native() -> MachineCheck:
-    """Compiles the extension if it is not in the cache, which takes some seconds once."""
+    """Compiles the library if it is not cached: about 10 s, once."""
     if isinstance(native_library.load(), native_library.Native):
-        return MachineCheck("native extension", "ok", native_library.status())
+        return MachineCheck("native library", "ok", native_library.status())
     advice = "id lookups are tens of times slower in torch; the results are the same. Mend the compiler and try again"
-    return MachineCheck("native extension", "warn", native_library.status(), advice)
+    return MachineCheck("native library", "warn", native_library.status(), advice)
 
 
 def check_accelerator() -> MachineCheck:
@@ -62,6 +61,6 @@ def check_accelerator() -> MachineCheck:
 
 
 def environment() -> dict[str, str]:
-    """What a run is trained on, for its folder: those checks that take no time."""
+    """The checks recorded with a run."""
     quick = (check_cpu, check_memory, check_accelerator, check_native)
     return {found.name: found.detail for found in (check() for check in quick)}

@@ -1,4 +1,4 @@
-"""A model with small batches of its data, and forward passes whose submodules are watched (check_model.py)."""
+"""A model with small batches of its data, and forward passes that record every submodule call (model_contracts.py)."""
 
 from __future__ import annotations
 
@@ -34,15 +34,17 @@ _FLOAT64 = torch.float64
 
 @dataclass(slots=True, eq=False)
 class Calls:
-    """Inputs, outputs and the random state of every submodule call of one forward pass, in the order of the calls."""
+    """The submodule calls of one forward pass, in order."""
 
-    outputs: list[tuple[str, list[Tensor], list[Tensor]]] = field(default_factory=list)
-    drew: list[str] = field(default_factory=list)  # submodules in which a global generator advanced, innermost first
-    under_way: list[str] = field(default_factory=list)  # submodules that have begun and not ended, the innermost last
+    outputs: list[tuple[str, list[Tensor], list[Tensor]]] = field(default_factory=list)  # name, inputs, outputs
+    global_draws: list[str] = field(
+        default_factory=list
+    )  # submodules that advanced a global generator, innermost first
+    active: list[str] = field(default_factory=list)  # submodules that have begun and not ended, innermost last
 
 
 class ModelUnderTest:
-    """A model with small batches of its data, and forward passes whose submodules are watched."""
+    """A model with small batches of its data, and forward passes that record every submodule call."""
 
     def __init__(self, config: Config, sequences: Sequences):
         self.config, self.sequences = config, sequences
@@ -87,17 +89,16 @@ class ModelUnderTest:
             spec.name: Table(spec, OPTIMIZERS[settings.optimizer](settings), seed=self.config.seed, dtype=_FLOAT64)
             for spec in model.tables
         }
-        found = read_rows(TableRows(tables), model.lookups(batch, rng))
-        leaves = {lookup.lookup.table: lookup.unique for lookup in found.values()}
-        for leaf in leaves.values():
-            leaf.requires_grad_()
-        return found
+        rows = read_rows(TableRows(tables), model.lookups(batch, rng))
+        for unique in {one.lookup.table: one.unique for one in rows.values()}.values():
+            unique.requires_grad_()
+        return rows
 
     def forward(self, model: Any, batch: Batch, calls: Calls | None = None) -> Output:
-        """One forward pass of step 0; `calls` is filled with what submodules did."""
+        """One forward pass of step 0; `calls` is filled with its submodule calls."""
         rng = Rng(self.config.seed, 0)
         rows = self.rows_of(model, batch, rng)
-        with _watched(model, calls) if calls is not None else nullcontext():
+        with _recorded(model, calls) if calls is not None else nullcontext():
             output: Output = model(rows, batch, rng)
         return output
 
@@ -111,22 +112,22 @@ class ModelUnderTest:
 
 
 @contextmanager
-def _watched(model: nn.Module, calls: Calls) -> Iterator[None]:
-    """Records the calls of all submodules, and in which of them a global generator advanced."""
-    begun: list[Any] = []
+def _recorded(model: nn.Module, calls: Calls) -> Iterator[None]:
+    """Records the calls of all submodules, and which of them advanced a global generator."""
+    states: list[Any] = []
 
     def before(name: str) -> Callable[..., None]:
         def record(module: nn.Module, inputs: tuple[Any, ...]) -> None:
-            begun.append(_generators())
-            calls.under_way.append(name)
+            states.append(_generators())
+            calls.active.append(name)
 
         return record
 
     def after(name: str) -> Callable[..., None]:
         def record(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-            calls.under_way.pop()
-            if begun.pop() != _generators():
-                calls.drew.append(name)
+            calls.active.pop()
+            if states.pop() != _generators():
+                calls.global_draws.append(name)
             calls.outputs.append((name, _tensors_in(inputs), _tensors_in(output)))
 
         return record

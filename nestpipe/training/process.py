@@ -1,4 +1,4 @@
-"""What a training process holds while it runs: the run's lock, exact arithmetic, and the signals that ask it to stop."""
+"""Process-wide state of training: the run's lock, deterministic arithmetic, malloc settings, stop signals."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MALLOC = {-1: (1 << 31) - 1, -2: 64 << 20, -3: 1 << 30, -8: 1}
 
 @contextlib.contextmanager
 def lock_run(folder: Path) -> Iterator[None]:
-    """Holds the run's lock, which the system frees when the process ends; raises TrainError if another one holds it."""
+    """Holds the run's lock, which the system releases when the process ends; raises TrainError if another process holds it."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("a+") as file:
         try:
@@ -36,7 +36,7 @@ def lock_run(folder: Path) -> Iterator[None]:
             file.seek(0)
             raise TrainError(
                 f"process {file.readline().strip()} is training in {folder} ({file.readline().strip()}); "
-                "two would destroy each other's files."
+                "two processes would overwrite each other's files."
             ) from None
         file.truncate(0)
         file.write(f"{os.getpid()}\n{socket.gethostname()}, since {time.time_ns()}\n")
@@ -46,7 +46,7 @@ def lock_run(folder: Path) -> Iterator[None]:
 
 
 def is_locked(folder: Path) -> bool:
-    """Whether a process is training in a folder, as far as this machine can see; the lock is free again at once."""
+    """Whether a process on this machine is training in a folder."""
     lock = folder / "lock"
     if not lock.exists():
         return False
@@ -59,15 +59,15 @@ def is_locked(folder: Path) -> bool:
 
 
 def peak_memory_bytes() -> int:
-    """The most memory that this process has had so far."""
+    """Peak resident memory of this process."""
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def keep_freed_memory() -> None:
-    """Memory that a step frees stays for the next one, in whatever thread, instead of going back to the system page by page.
+    """Makes glibc keep freed memory for the next step.
 
-    Buffers of a step are megabytes and always the same; glibc would map and clear them anew every time.
+    The buffers of a step are megabytes and have the same sizes every time; by default glibc maps and clears them anew.
     """
     try:
         tune = ctypes.CDLL("libc.so.6").mallopt
@@ -79,7 +79,7 @@ def keep_freed_memory() -> None:
 
 @contextlib.contextmanager
 def exact_arithmetic(num_threads: int) -> Iterator[None]:
-    """Deterministic algorithms and a fixed number of threads, as they were before afterwards."""
+    """Deterministic algorithms and a fixed number of threads; restores the previous settings."""
     before = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
     debugging: Any = torch.utils.deterministic
     fill = debugging.fill_uninitialized_memory
@@ -96,18 +96,18 @@ def exact_arithmetic(num_threads: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def stop_signals() -> Iterator[threading.Event]:
-    """An event set by the first Ctrl-C or SIGTERM; a second Ctrl-C interrupts at once."""
+    """An event that is set by the first Ctrl-C or SIGTERM; a second one raises KeyboardInterrupt."""
     stop = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield stop  # signals only reach the main thread
         return
 
-    def ask_to_stop(number: int, frame: FrameType | None) -> None:
+    def request_stop(number: int, frame: FrameType | None) -> None:
         if stop.is_set():
             raise KeyboardInterrupt
         stop.set()
 
-    previous = {number: signal.signal(number, ask_to_stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    previous = {number: signal.signal(number, request_stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield stop
     finally:

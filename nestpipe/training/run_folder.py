@@ -1,4 +1,4 @@
-"""A run folder: what was asked for, what it was trained on, and the checkpoints.
+"""A run folder: configuration, data digest, versions, checkpoints. Opening one needs no process group.
 
 RUN/config.json   run.json (data digest, versions, machine)   metrics.jsonl   checkpoints/   eval/   tensorboard/   profile/
 """
@@ -42,38 +42,20 @@ from nestpipe.models.config import EncDecConfig
 from nestpipe.models.contract import Model
 from nestpipe.registry import entry_of
 
-# Limits, reporting and where things lie may differ when a run goes on; everything else decides the bits.
+# Settings that may change when a run is resumed: limits, reporting, paths, scheduling. All others affect the results.
 FREE_KEYS = (
-    "data.path",
-    "model.ids",
-    "train.epochs",
-    "train.steps",
-    "train.minutes",
-    "train.save_steps",
-    "train.keep_last",
-    "train.log_steps",
-    "train.tensorboard",
-    "train.async_save",
-    "train.mirror",
-    "pipeline.groups",
-    "pipeline.mode",
-    "pipeline.depth",
-    "pipeline.rows",
-    "pipeline.split",
-    "pipeline.chunks",
-    "pipeline.tune",
-    "pipeline.adapt",
-    "pipeline.follow",
-    "pipeline.trace_steps",
-    "embedding.tier",
-    "embedding.mmap_folder",
-    "embedding.memory_bytes",
+    *("data.path", "model.ids"),
+    *("train.epochs", "train.steps", "train.minutes", "train.save_steps", "train.keep_last", "train.log_steps"),
+    *("train.tensorboard", "train.async_save", "train.mirror"),
+    *("pipeline.groups", "pipeline.mode", "pipeline.depth", "pipeline.rows", "pipeline.split", "pipeline.chunks"),
+    *("pipeline.tune", "pipeline.adapt", "pipeline.follow", "pipeline.trace_steps"),
+    *("embedding.tier", "embedding.mmap_folder", "embedding.memory_bytes"),
 )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedModel:
-    """The model of a checkpoint, its rows, and what the checkpoint says about itself."""
+    """The model of a checkpoint, its rows and its manifest."""
 
     model: Model
     rows: TableRows
@@ -82,7 +64,7 @@ class LoadedModel:
 
 @dataclass(frozen=True)
 class Run:
-    """A run folder and its configuration; data and model are opened when they are first needed."""
+    """A run folder and its configuration; data and model are opened on first use."""
 
     folder: Path
     config: Config
@@ -95,18 +77,18 @@ class Run:
 
     @staticmethod
     def create(config: Config, folder: str | Path, *, origin: Origin | None = None) -> Run:
-        """A run in a new folder, which `write` will make; raises ConfigError if there is one already."""
+        """A run in a new folder, which `write` creates; raises ConfigError if there is one already."""
         config.validate()
         run = Run(Path(folder), config, origin)
         if Run.exists(folder) or checkpoint_folders.complete_steps(run.checkpoints):
             raise ConfigError(
-                f"{run.folder} already holds a run; add --resume to go on with it, or name another folder with --run."
+                f"{run.folder} already holds a run; add --resume to continue it, or give another folder with --run."
             )
         return run
 
     @staticmethod
     def open(folder: str | Path, *, data_path: str | None = None) -> Run:
-        """An existing run, by default with its data where it was; raises CheckpointError if the data is another."""
+        """An existing run, with its data at the recorded path by default; raises CheckpointError if the data differs."""
         config = Config.load(Path(folder) / "config.json")
         if data_path is not None:
             config = replace(config, data=replace(config.data, path=data_path))
@@ -121,7 +103,7 @@ class Run:
         return run
 
     def write(self, *, statistics: Mapping[str, NumberStats], facts: Mapping[str, Any]) -> None:
-        """Writes the configuration, what else decides about the bits, and facts about this start for readers."""
+        """Writes config.json, and run.json: data digest, versions, feature statistics, and `facts` about this start."""
         for leftover in self.folder.glob(".*.tmp"):
             leftover.unlink()
         content = {
@@ -143,20 +125,20 @@ class Run:
         return make_split(self.sequences, self.config.data)
 
     def statistics(self) -> dict[str, NumberStats]:
-        """Those of the number features, as they were fitted when the run started."""
-        found = read_facts(self.folder).get("statistics", {})
-        return {name: NumberStats.from_json(one) for name, one in found.items()}
+        """Statistics of the number features, fitted when the run started."""
+        fitted = read_facts(self.folder).get("statistics", {})
+        return {name: NumberStats.from_json(one) for name, one in fitted.items()}
 
     @cached_property
     def semantic_ids(self) -> Trie | None:
-        """The semantic ids of the catalogue, for a model that generates them."""
+        """The semantic ids of the catalogue, if the model generates them."""
         model = self.config.model
         if not isinstance(model, EncDecConfig):
             return None
         return Registry.load(model.ids).trie(torch.from_numpy(np.array(self.sequences.catalogue)))
 
     def identity(self) -> dict[str, str]:
-        """What must be the same on every rank, by name: versions, code, data, configuration (its path apart)."""
+        """What must be equal on every rank: versions, code, data, configuration without paths."""
         settings = {
             key: repr(value) for key, value in flat(self.config).items() if key not in {"data.path", "model.ids"}
         }
@@ -169,7 +151,7 @@ class Run:
 
     @property
     def settings(self) -> dict[str, str]:
-        """All settings that decide the bits; they stand in every checkpoint."""
+        """All settings that affect the results; stored in every checkpoint."""
         facts = {"model": entry_of(self.config.model).kind}
         if self.semantic_ids is not None:
             facts["semantic ids"] = f"{self.semantic_ids.version}/{self.semantic_ids.digest}"
@@ -194,7 +176,7 @@ class Run:
     ) -> LoadedModel:
         """The model of a checkpoint for inference, without process groups; raises CheckpointError.
 
-        `rows` says where the rows are kept [default: as in training], `ids` which semantic ids to use [default: the latest].
+        `rows` configures where rows are stored [default: as in training], `ids` which semantic ids to use [default: the latest].
         """
         folder, manifest = self.checkpoint(step)
         if ids is None:
@@ -204,17 +186,17 @@ class Run:
         own = self.config.embedding
         config = rows or EmbeddingConfig(
             optimizer="sgd", tier=own.tier, mmap_folder=own.mmap_folder, memory_bytes=own.memory_bytes
-        )  # which has no state
+        )  # sgd has no state to load
         tables = {spec.name: load_table(spec, config, self.config.seed, folder, manifest) for spec in model.tables}
         return LoadedModel(model, TableRows(tables), manifest)
 
     def check_settings(self, folder: Path, manifest: Manifest) -> None:
-        """Raises CheckpointError if a checkpoint was saved under other settings than those of this run."""
+        """Raises CheckpointError if a checkpoint was saved with other settings than those of this run."""
         before, now = manifest.progress.get("settings", {}), self.settings
         changed = [f"{key}: {before[key]} -> {now[key]}" for key in before if before[key] != now.get(key, before[key])]
         if changed:
             raise CheckpointError(
-                f"{folder} was saved under another configuration than that of {self.folder}; it belongs to another run:\n"
+                f"{folder} was saved with another configuration than that of {self.folder}; it belongs to another run:\n"
                 + "\n".join(f"  - {line}" for line in changed)
             )
 
@@ -225,7 +207,7 @@ class Run:
 
 
 def read_facts(folder: Path) -> dict[str, Any]:
-    """What the folder of a run says about its last start; raises CheckpointError if it does not."""
+    """The content of run.json; raises CheckpointError if it is missing or damaged."""
     path = folder / "run.json"
     try:
         facts = json.loads(path.read_text())
@@ -233,11 +215,11 @@ def read_facts(folder: Path) -> dict[str, Any]:
             return dict(facts)
     except (OSError, ValueError, KeyError, TypeError):
         pass
-    raise CheckpointError(f"{path} is missing or damaged, so nobody can tell which data the run was trained on.")
+    raise CheckpointError(f"{path} is missing or damaged, so the training data of the run is unknown.")
 
 
 def _code_digest() -> str:
-    """Of every source file of the package, native ones included."""
+    """Digest of all source files of the package, native ones included."""
     package = Path(nestpipe.__file__).parent
     content = hashlib.sha256()
     for path in sorted(path for kind in ("*.py", "*.cpp", "*.h") for path in package.rglob(kind)):
@@ -246,7 +228,7 @@ def _code_digest() -> str:
 
 
 def _source(cls: type[Any]) -> bytes:
-    """The file that a class is written in; nothing if it has none, as in a notebook."""
+    """The source file of a class; empty if it has none, as in a notebook."""
     try:
         return Path(inspect.getfile(cls)).read_bytes()
     except (OSError, TypeError):
@@ -254,7 +236,7 @@ def _source(cls: type[Any]) -> bytes:
 
 
 def versions() -> dict[str, str]:
-    """The versions that can change a run's bits."""
+    """The versions that can affect the results of a run."""
     return {
         "nestpipe": version("nestpipe"),
         "python": platform.python_version(),

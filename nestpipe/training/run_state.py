@@ -15,7 +15,7 @@ from nestpipe.training.run_folder import Run
 
 
 def new_state(run: Run, channels: Channels | None = None) -> TrainState:
-    """The state before the first step, on one of the ranks."""
+    """The state of this rank before the first step."""
     config = run.config
     return build_state(
         build_model(config, run.sequences, ids=run.semantic_ids),
@@ -29,7 +29,7 @@ def new_state(run: Run, channels: Channels | None = None) -> TrainState:
 
 
 def load_state(run: Run, step: int | None = None, channels: Channels | None = None) -> tuple[TrainState, Manifest]:
-    """The state of a checkpoint, by default the latest, on one of the ranks; any number of ranks can load it."""
+    """The state of this rank from a checkpoint, by default the latest; any number of ranks can load it."""
     state = new_state(run, channels)
     folder = checkpoint_folders.checkpoint_folder(run.checkpoints, step)
     manifest = Manifest.read(folder)
@@ -39,7 +39,7 @@ def load_state(run: Run, step: int | None = None, channels: Channels | None = No
 
 
 def warm_state(run: Run, channels: Channels | None = None) -> tuple[TrainState, warm_start.WarmStartReport]:
-    """The state before the first step with what fits of the origin's weights, on one of the ranks."""
+    """The state of this rank before the first step, with the matching weights of the run's origin."""
     if run.origin is None:
         raise ValueError(f"{run.folder} has no origin")
     state = new_state(run, channels)

@@ -1,9 +1,9 @@
-"""Where a run's numbers go: a tracker with three methods, and the file and the viewer behind it.
+"""Trackers of a run's metrics: a JSON-lines file, TensorBoard, and the progress on the terminal.
 
     {"step": 10, "loss": 7.21, "tokens_per_s": 81234.0}      one line per `log`
     {"summary": {"hr@10": 0.204}}                            one line per `summary`
 
-A line is written whole and at once, so a kill loses at most the line in progress; `JsonlTracker.resume` removes it.
+Each line is one write, so a kill leaves at most one partial line; `JsonlTracker.resume` removes it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
@@ -22,23 +22,23 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as Bar
 
-from nestpipe.atomic_files import _records, replace_file
+from nestpipe.atomic_files import raw_records, replace_file
 from nestpipe.errors import ConfigError, TrainError
 
 
 class Tracker(Protocol):
-    """What the trainer needs to report its numbers."""
+    """Receives the metrics of a training loop."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Values of one step; steps never decrease."""
+        """Records the values of one step; steps never decrease."""
         ...
 
     def summary(self, values: Mapping[str, Any]) -> None:
-        """What the run came to."""
+        """Records the final values of a run."""
         ...
 
     def close(self) -> None:
-        """Writes what is pending; nothing is tracked afterwards."""
+        """Flushes and closes; called once, last."""
         ...
 
 
@@ -46,19 +46,19 @@ class JsonlTracker:
     """One JSON object per line."""
 
     def __init__(self, path: Path) -> None:
-        """Starts a new file; raises TrainError if there are lines in it already."""
+        """Starts a new file; raises TrainError if it is not empty."""
         if path.exists() and path.stat().st_size:
             raise TrainError(
-                f"{path} already holds the metrics of a run, which a new one would mix with its own. "
-                "Continue with JsonlTracker.resume, or choose another folder."
+                f"{path} already holds the metrics of another run. "
+                "Continue it with JsonlTracker.resume, or choose another folder."
             )
         self._open(path)
 
     @classmethod
     def resume(cls, path: Path, step: int) -> JsonlTracker:
-        """Continues after `step`: drops lines of later steps, summaries and a half-written last line."""
+        """Continues after `step`: drops lines of later steps, summaries and a partial last line."""
         if path.exists():
-            lines = [json.dumps(record) for record in _records(path) if record.get("step", math.inf) <= step]
+            lines = [json.dumps(record) for record in raw_records(path) if record.get("step", math.inf) <= step]
             replace_file(path, "".join(line + "\n" for line in lines).encode())
         tracker = cls.__new__(cls)
         tracker._open(path)
@@ -80,7 +80,7 @@ class JsonlTracker:
         self._file.close()
 
     def _write(self, record: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(_legal(record), allow_nan=False) + "\n")
+        self._file.write(json.dumps(_to_json(record), allow_nan=False) + "\n")
 
 
 class TensorBoardTracker:
@@ -92,8 +92,8 @@ class TensorBoardTracker:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise ConfigError(
-                f"TensorBoard events were asked for in {folder}, but the package does not import ({error}). "
-                "Install it with: pip install 'nestpipe[tensorboard]', or switch the events off."
+                f"TensorBoard events in {folder} need a package that cannot be imported ({error}). "
+                "Install it with: pip install 'nestpipe[tensorboard]', or turn train.tensorboard off."
             ) from error
         first_step = None if resume_step is None else resume_step + 1
         self._writer = SummaryWriter(str(folder), purge_step=first_step)
@@ -103,7 +103,7 @@ class TensorBoardTracker:
             self._writer.add_scalar(name, float(value), step)
 
     def summary(self, values: Mapping[str, Any]) -> None:
-        text = json.dumps(_legal(values), indent=2)
+        text = json.dumps(_to_json(values), indent=2)
         self._writer.add_text("summary", f"```json\n{text}\n```")
 
     def close(self) -> None:
@@ -125,20 +125,20 @@ class Trackers:
             tracker.summary(values)
 
     def close(self) -> None:
-        """Closes all, also if one of them fails."""
+        """Closes all, even if one of them raises."""
         with ExitStack() as stack:
             for tracker in self._trackers:
                 stack.callback(tracker.close)
 
 
-def _legal(value: Any) -> Any:
-    """The same value in the types that JSON has; numbers of numpy and torch become floats, the rest its text."""
+def _to_json(value: Any) -> Any:
+    """Converts to JSON types; numbers of numpy and torch become floats, everything else text."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, Mapping):
-        return {str(name): _legal(inner) for name, inner in value.items()}
+        return {str(name): _to_json(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_legal(inner) for inner in value]
+        return [_to_json(inner) for inner in value]
     if isinstance(value, SupportsFloat):
         number = float(value)
         return number if math.isfinite(number) else str(number)
@@ -149,14 +149,23 @@ _LINE_SECONDS = 15.0
 
 
 class Progress:
-    """Counts steps and tokens; shows loss, rate and time left on stderr unless it is quiet."""
+    """Counts steps and tokens; shows loss, rate and time left on stderr unless `quiet`."""
 
-    def __init__(self, num_steps: int | None, max_seconds: float, *, done: int, quiet: bool):
-        """`num_steps` None and `max_seconds` 0 are unknown limits; `done` steps lie behind."""
+    def __init__(
+        self,
+        num_steps: int | None,
+        max_seconds: float,
+        *,
+        done: int,
+        quiet: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        """`num_steps` None and `max_seconds` 0 mean no limit; `done` steps were trained before; `clock` returns seconds."""
         self._num_steps, self._max_seconds, self._quiet = num_steps, max_seconds, quiet
         self._done = self._first = done
         self._console = Console(stderr=True, highlight=False, markup=False)
-        self._started = self._last_line = time.monotonic()
+        self._clock = clock
+        self._started = self._last_line = clock()
         self.num_tokens = 0
         self._bar: Bar | None = None
         if not quiet and sys.stderr.isatty():
@@ -170,7 +179,7 @@ class Progress:
         return self.num_tokens / self._elapsed()
 
     def advance(self, *, num_tokens: int, epoch: int, loss: float | None, spent_s: float) -> None:
-        """One step is done; `spent_s` is the training time that counts against the limit."""
+        """Counts one step; `spent_s` is the training time that counts against the limit."""
         self._done += 1
         self.num_tokens += num_tokens
         parts = [f"epoch {epoch}", f"{self.tokens_per_s:,.0f} tokens/s"]
@@ -181,12 +190,12 @@ class Progress:
         text = " · ".join(parts)
         if self._bar:
             self._bar.update(self._task, advance=1, text=text)
-        elif not self._quiet and time.monotonic() - self._last_line > _LINE_SECONDS:
-            self._last_line = time.monotonic()
+        elif not self._quiet and self._clock() - self._last_line > _LINE_SECONDS:
+            self._last_line = self._clock()
             self.say(f"step {self._done:,}{f' of {self._num_steps:,}' if self._num_steps else ''} · {text}")
 
     def say(self, line: str) -> None:
-        """A line that stays."""
+        """Prints a line that stays above the progress bar."""
         if not self._quiet:
             self._console.print(line, soft_wrap=True)
 
@@ -195,10 +204,10 @@ class Progress:
             self._bar.stop()
 
     def _elapsed(self) -> float:
-        return max(time.monotonic() - self._started, 1e-9)
+        return max(self._clock() - self._started, 1e-9)
 
     def _seconds_left(self, spent_s: float) -> float | None:
-        """Until the first limit that is known, at the present rate."""
+        """Until the first known limit, at the current rate."""
         limits = []
         if self._num_steps:
             limits.append((self._num_steps - self._done) * self._elapsed() / (self._done - self._first))

@@ -16,7 +16,7 @@ from nestpipe.cli import main
 from nestpipe.cli.demo import differing_tensors
 from nestpipe.errors import ConfigError
 from nestpipe.profiling.overlap import steps_of
-from nestpipe.profiling.recorder import load
+from nestpipe.profiling.trace_file import load
 from nestpipe.training.loop import train_to_end
 from tests.rank_pool import run_ranks
 from tests.small_runs import small_config, small_log
@@ -87,7 +87,7 @@ def test_settings_are_written_down_for_every_step(adapted):
         for line in lines[:3]
     ]
     latest = checkpoint_reader.load_checkpoint(checkpoint_folders.checkpoint_folder(folder / "checkpoints", 16))[0]
-    assert latest.progress["pace"] == lines[:3]
+    assert latest.progress["autotune"] == lines[:3]
 
 
 def test_the_plain_loop_repeats_them_bit_for_bit(adapted, log, tmp_path):

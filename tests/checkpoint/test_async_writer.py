@@ -1,4 +1,4 @@
-"""Checkpoints written beside the training: the copy is of one moment, and every rank hears of a failure."""
+"""Background checkpoints: the copy is consistent, and every rank receives a failure."""
 
 import threading
 import time
@@ -57,13 +57,15 @@ def test_a_slow_writer_saves_what_was_there_when_it_was_asked(log, tmp_path, mon
 
     monkeypatch.setattr(loop, "step", counted)
     monkeypatch.setattr(checkpoint_writer, "_write", slow)
-    beside = train(replace(config, train=replace(config.train, async_save=True)), tmp_path / "beside", quiet=True)
+    in_background = train(
+        replace(config, train=replace(config.train, async_save=True)), tmp_path / "background", quiet=True
+    )
     assert seen[:3] == [2, 2, 2]
     assert checkpoint_folders.complete_steps(waiting.checkpoints) == [3, 6, 9, 12]
     for number in (3, 6, 9, 12):
         ours, theirs = (
             checkpoint_manifest.Manifest.read(checkpoint_folders.checkpoint_folder(run.checkpoints, number))
-            for run in (beside, waiting)
+            for run in (in_background, waiting)
         )
         assert ours.files == theirs.files
         assert ours.cursor == theirs.cursor
@@ -82,8 +84,8 @@ class SlowToFree(dict):
         time.sleep(0.3)
 
 
-def test_who_has_waited_may_end_the_process(tmp_path):
-    """The writer is done with its copies too: threads that free tensors while Python ends abort it."""
+def test_wait_joins_the_thread(tmp_path):
+    """Freeing tensors during interpreter shutdown aborts the process."""
     files = [("dense", SlowToFree(w=torch.zeros(2)))]
     own = saver(tmp_path)
     own.save(1, Cursor(0, 1), {}, iter(files))
@@ -92,7 +94,7 @@ def test_who_has_waited_may_end_the_process(tmp_path):
     assert "saver" not in [thread.name for thread in threading.enumerate()]
 
 
-def test_one_save_is_under_way_at_a_time_and_old_ones_are_pruned(tmp_path, monkeypatch):
+def test_one_save_is_in_flight_at_a_time_and_old_ones_are_pruned(tmp_path, monkeypatch):
     save, running, most = checkpoint_writer.save_checkpoint, [0], [0]
 
     def watched(*arguments):
@@ -175,7 +177,7 @@ def test_every_rank_stops_at_the_same_step_when_one_cannot_write(log, tmp_path, 
     assert not checkpoint_folders.complete_steps(tmp_path / "run" / "checkpoints")
 
 
-def test_a_failed_run_waits_for_the_checkpoint_under_way(log, tmp_path, monkeypatch):
+def test_a_failed_run_waits_for_the_checkpoint_in_flight(log, tmp_path, monkeypatch):
     from nestpipe.training import loop
 
     step, publish, broken = loop.step, checkpoint_writer._publish, threading.Event()
@@ -212,7 +214,7 @@ def test_a_failed_run_does_not_stay_for_a_save_that_hangs(log, tmp_path, monkeyp
     with pytest.raises(TrainError, match="broken on purpose"):
         train_to_end(small_config(log), tmp_path / "run", world=World.single(deadline_s=0.2))
     release.set()
-    assert "the checkpoint under way was not saved: it was not finished after 0.2 s" in capfd.readouterr().err
+    assert "the checkpoint in flight was not saved: it was not finished after 0.2 s" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("kind", KINDS)

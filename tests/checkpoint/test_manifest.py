@@ -47,7 +47,7 @@ def test_an_edited_manifest_is_refused(tmp_path):
     ):
         assert edited != good
         path.write_text(edited)
-        with pytest.raises(CheckpointError, match=r"manifest\.json is not what was saved"):
+        with pytest.raises(CheckpointError, match=r"manifest\.json does not match its digest"):
             checkpoint_reader.load_checkpoint(folder)
     path.write_text("[]")
     with pytest.raises(CheckpointError, match="format None"):
@@ -66,7 +66,7 @@ def test_other_damage_has_its_own_message(tmp_path):
     folder = save(tmp_path)
     manifest = json.loads((folder / "manifest.json").read_text())
     (folder / "manifest.json").write_text(json.dumps({**manifest, "format": 99}))
-    with pytest.raises(CheckpointError, match="format 99; this version reads format 2"):
+    with pytest.raises(CheckpointError, match="format 99; this version reads format 3"):
         checkpoint_reader.load_checkpoint(folder)
     (folder / "manifest.json").write_text("{")
     with pytest.raises(CheckpointError, match="is not JSON"):

@@ -78,14 +78,14 @@ def test_the_manifest_comes_last(log, tmp_path, memory, monkeypatch):
     assert len(order) == 2 + 5 + 1
 
 
-def test_a_lost_folder_comes_back_and_the_bits_are_those_of_an_undisturbed_run(log, tmp_path, memory):
+def test_a_lost_folder_is_restored_bitwise(log, tmp_path, memory):
     config = small_config(log, epochs=4, metric="hr@10", keep_last=1)
     config = replace(config, data=replace(config.data, validation=True))
     calm = train(config, tmp_path / "calm", quiet=True)
     mirrored = replace(config, train=replace(config.train, mirror=memory))
     train(replace(mirrored, train=replace(mirrored.train, steps=13)), tmp_path / "run", quiet=True)
     shutil.rmtree(tmp_path / "run")
-    with pytest.raises(ConfigError, match="already holds a run; add --resume to go on with it"):
+    with pytest.raises(ConfigError, match="already holds a run; add --resume to continue it"):
         train(mirrored, tmp_path / "run", quiet=True)
     assert not (tmp_path / "run").exists()
     again = train(mirrored, tmp_path / "run", resume=True, quiet=True)

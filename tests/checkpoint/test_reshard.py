@@ -28,10 +28,10 @@ def train(world, config, folder):
 
 def reshard(world, folder, out, groups):
     """Loads the latest checkpoint on these ranks and saves it again; returns this rank's ids and rows."""
-    lanes = Channels.of(world).in_groups(groups)
-    state, manifest = load_state(Run.open(folder), channels=lanes)
+    channels = Channels.of(world).in_groups(groups)
+    state, manifest = load_state(Run.open(folder), channels=channels)
     checkpoint_writer.save_checkpoint(
-        out, manifest.step, manifest.cursor, manifest.progress, checkpoint_files(state), lanes.control
+        out, manifest.step, manifest.cursor, manifest.progress, checkpoint_files(state), channels.control
     )
     return state.embedding.tables["item"].export()
 
@@ -100,7 +100,7 @@ def test_any_number_of_ranks_loads_the_same_rows_and_state(saved, tmp_path, worl
         assert len(of_files) > 10
 
 
-def test_the_next_steps_on_as_many_ranks_have_the_bits_of_the_undisturbed_run(saved, tmp_path):
+def test_the_next_steps_on_as_many_ranks_are_bitwise_identical(saved, tmp_path):
     config, folder, _ = damaged(saved, tmp_path)
     run_ranks(4, train, config, folder)
     assert checkpoint_folders.complete_steps(folder / "checkpoints") == [5, 9]
@@ -152,7 +152,7 @@ def test_a_foreign_configuration_is_refused_by_every_rank(saved, tmp_path):
     assert json.loads(text) != json.loads((folder / "config.json").read_text())
     for kind, message in refusals(2, other, folder):
         assert kind == "CheckpointError"
-        assert "was saved under another configuration" in message
+        assert "was saved with another configuration" in message
         assert "dense.lr: 0.002 -> 0.5" in message
 
 
@@ -169,7 +169,7 @@ def test_ranks_that_do_not_run_the_same_say_so_at_the_start(log, tmp_path):
     config = small_config(log)
     for kind, message in refusals(3, [config, replace(config, seed=1), config], tmp_path / "run"):
         assert kind == "CommError"
-        assert message == "the ranks do not run the same training:\n  - seed: 0 on ranks 0, 2; 1 on rank 1"
+        assert message == "the ranks do not agree on what to train:\n  - seed: 0 on ranks 0, 2; 1 on rank 1"
     assert not (tmp_path / "run").exists()
 
 

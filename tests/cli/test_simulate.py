@@ -5,7 +5,7 @@ import xml.etree.ElementTree as ET
 from dataclasses import replace
 
 from nestpipe.cli import main, simulate
-from nestpipe.simulate.cases import ARMS
+from nestpipe.simulate.cases import CASES
 from tests.profiling.made_up_traces import ranks
 from tests.simulate.test_published import PAGE
 
@@ -28,9 +28,9 @@ def test_it_prints_and_draws_and_says_model(capsys, tmp_path):
     assert root.attrib["aria-label"].startswith("model of ")
     texts = [one.text for one in root.iter("{http://www.w3.org/2000/svg}text")]
     assert any(text.startswith("model, not measured") for text in texts)
-    assert {"8", "4,096", *(arm.title for arm in ARMS)} <= set(texts)
+    assert {"8", "4,096", *(case.title for case in CASES)} <= set(texts)
     lines = list(root.iter("{http://www.w3.org/2000/svg}polyline"))
-    assert [len(line.attrib["points"].split()) for line in lines] == [10] * 2 * len(ARMS)
+    assert [len(line.attrib["points"].split()) for line in lines] == [10] * 2 * len(CASES)
     assert not re.search(r"nan|inf|href", drawing.partition("</style>")[2])
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from nestpipe.cli import main
 from nestpipe.profiling.perfetto import to_perfetto
-from nestpipe.profiling.recorder import STREAMS, load
+from nestpipe.profiling.trace_file import STREAMS, load
 from tests.profiling.made_up_traces import made_up, ranks
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -135,7 +135,7 @@ def test_texts_of_the_drawing_do_not_run_into_each_other(capsys, run):
             assert end <= begin, f"{one!r} runs into {other!r}"
 
 
-def test_the_perfetto_file_names_ranks_lanes_and_events(capsys, run):
+def test_the_perfetto_file_names_ranks_streams_and_events(capsys, run):
     call(capsys, run)
     content = json.loads((run / "trace" / "trace.perfetto.json").read_text())
     events = content["traceEvents"]
@@ -173,7 +173,7 @@ def test_dropped_spans_are_said(capsys, tmp_path):
     replace(made_up(num_steps=6), num_dropped={"compute": 1234}).save(tmp_path)
     code, out, _ = call(capsys, tmp_path)
     assert code == 0
-    assert "1,234 older spans had no room" in out
+    assert "1,234 older spans were dropped" in out
 
 
 def test_mistakes_get_one_message(capsys, run, tmp_path):
@@ -184,7 +184,10 @@ def test_mistakes_get_one_message(capsys, run, tmp_path):
         ([tmp_path / "untraced"], "--pipeline.trace-steps N"),
         ([run, "--steps", "3"], "it must be A:B"),
         ([run, "--steps", "5:5"], "which holds no step"),
-        ([run, "--steps", "90:"], "no step of batches 90: was recorded whole by all ranks; there are 8, from 1 to 8"),
+        (
+            [run, "--steps", "90:"],
+            "no step of batches 90: was recorded completely by all ranks; there are 8, from 1 to 8",
+        ),
         ([run, "--rank", "2"], "there is no rank 2"),
         ([run, "--rank", "-1"], "there is no rank -1"),
         ([run, "--sequential", tmp_path / "untraced"], "has no trace"),

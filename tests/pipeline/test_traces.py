@@ -14,8 +14,10 @@ from nestpipe.pipeline.channels import Channels
 from nestpipe.pipeline.runner import BatchFeed, Runner
 from nestpipe.pipeline.schedule import MODES, Event, Schedule
 from nestpipe.pipeline.stages import BatchWork
-from nestpipe.profiling.overlap import CAUSES, choose, report, steps_of
-from nestpipe.profiling.recorder import Recorder, load, stage_of
+from nestpipe.profiling.overlap import CAUSES, steps_of
+from nestpipe.profiling.overlap_report import choose, report
+from nestpipe.profiling.recorder import Recorder
+from nestpipe.profiling.trace_file import load, stage_of
 from tests.pipeline.recorded_runs import batches_of, prepared, rates_of
 from tests.rank_pool import run_ranks
 from tests.small_runs import small_log

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from nestpipe.pipeline.schedule import Schedule
-from nestpipe.profiling.recorder import RankTrace, RecordedWait, Span
+from nestpipe.profiling.trace_file import RankTrace, RecordedWait, Span
 
 MS = 1_000_000
 START_NS = 10**12
@@ -78,5 +78,5 @@ def trace_of(*spans, num_dropped=()):
 
 
 def compute(batch, begin, end, *, kind="compute", micro_batch=0, ready=0, waits=()):
-    """A span on the compute lane."""
+    """A span on the compute stream."""
     return Span("compute", kind, batch, micro_batch, min(begin, ready), begin, end, waits=waits)

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from nestpipe.errors import DataError
 from nestpipe.pipeline.schedule import MODES
-from nestpipe.profiling.overlap import CAUSES, choose, report, steps_of, waited_for_others_ns
-from nestpipe.profiling.recorder import KINDS, STREAMS, WAITS, RecordedWait, Span
+from nestpipe.profiling.overlap import CAUSES, steps_of
+from nestpipe.profiling.overlap_report import choose, report, waited_for_others_ns
+from nestpipe.profiling.trace_file import KINDS, STREAMS, WAITS, RecordedWait, Span
 from tests.profiling.made_up_traces import compute, made_up, ranks, trace_of
 
 
@@ -22,8 +23,10 @@ def event(stream, kind, batch, begin, end, *waits):
 
 
 def causes(step):
-    """Pieces relative to the begin of the step."""
-    return [(piece.begin_ns - step.begin_ns, piece.end_ns - step.begin_ns, piece.cause) for piece in step.pieces]
+    """Segments relative to the begin of the step."""
+    return [
+        (segment.begin_ns - step.begin_ns, segment.end_ns - step.begin_ns, segment.cause) for segment in step.segments
+    ]
 
 
 def test_a_step_divides_by_what_was_unfinished():
@@ -71,7 +74,7 @@ def test_a_step_divides_by_what_was_unfinished():
         ([event("rows", "rows", 1, 199, 200), event("table", "update", 0, 199, 200)], "communication"),
     ],
 )
-def test_the_reason_of_an_idle_lane(others, expected):
+def test_the_cause_of_idle_time(others, expected):
     ahead = [event("read", "read", 0, 0, 1), event("keys", "keys", 0, 1, 2), event("fetch", "retrieve", 0, 2, 3)]
     (step,) = steps_of(trace_of(*ahead, compute(0, 0, 100), *others, compute(1, 200, 300)))
     assert causes(step)[0][2] == expected
@@ -79,7 +82,7 @@ def test_the_reason_of_an_idle_lane(others, expected):
     assert step.time_ns(expected) == 100
 
 
-def test_other_events_on_the_compute_lane_are_not_busy():
+def test_other_events_on_the_compute_stream_are_not_busy():
     """A schedule that runs everything inline."""
     spans = [compute(0, 0, 10)]
     for number, kind in enumerate(("read", "keys", "retrieve", "rows", "compute", "grads", "dense sum", "update")):
@@ -95,18 +98,18 @@ def test_the_nested_pipeline_hides_what_its_edges_allow():
     usual, late = (steps_of(made_up(num_steps=8, retrieve_ms=ms))[2:] for ms in (4.0, 25.0))
     assert all(step.time_ns("lookup") == 0 for step in usual)
     assert all(step.time_ns("lookup") > 3 * step.time_ns("communication") for step in late[:-1])
-    # What is late are the rows of the next batch, for which the lane of rows waits; after the last one there is none.
+    # What is late are the rows of the next batch, for which the rows stream waits; after the last one there is none.
     assert late[-1].time_ns("lookup") == 0
     assert late[-1].total_ns < 1.1 * usual[-1].total_ns
     for step in usual:
         assert step.time_ns("busy") / step.total_ns > 0.6
-        assert step.time_ns("communication") >= 3_600_000  # rows of the first part, and the dense sum
+        assert step.time_ns("communication") >= 3_600_000  # rows of the first micro-batch, and the dense sum
         assert 0 < step.time_ns("bubble") < 1_000_000
         assert step.seen_ns["communication"] > step.time_ns("communication")
 
 
-def test_ids_that_come_late_are_lookup_wherever_lanes_wait_for_them():
-    """The lane of rows opens the receives of the next batch before it collects the last gradients of this one.
+def test_ids_that_come_late_are_lookup_wherever_streams_wait_for_them():
+    """The rows stream opens the receives of the next batch before it collects the last gradients of this one.
 
     Ids of a batch wait until the next one is read, to announce it; so the last two batches have nothing to wait for.
     """
@@ -142,7 +145,7 @@ def test_steps_follow_each_other(rank):
 
 @st.composite
 def any_trace(draw):
-    """Any spans that lanes could have executed: one after the other on the compute lane, anything elsewhere."""
+    """Any spans that streams could have executed: one after the other on the compute stream, anything elsewhere."""
 
     def waits(bounds):
         names = draw(st.lists(st.sampled_from(WAITS), min_size=len(bounds) // 2, max_size=len(bounds) // 2))
@@ -163,14 +166,14 @@ def any_trace(draw):
 
 
 def check_division(trace):
-    """The four parts of each step add up to it, piece by piece and without a gap."""
+    """The four causes of each step add up to it, segment by segment and without a gap."""
     spans, steps = trace.stream("compute"), steps_of(trace)
     for step in steps:
         own = [span for span in spans if span.batch == step.batch]
         before = [span for span in spans if span.batch < step.batch]
         assert (step.begin_ns, step.end_ns) == (before[-1].end_ns, own[-1].end_ns)
         assert sum(step.time_ns(cause) for cause in CAUSES) == own[-1].end_ns - before[-1].end_ns
-        assert all(one.begin_ns < one.end_ns == other.begin_ns for one, other in pairwise(step.pieces))
+        assert all(one.begin_ns < one.end_ns == other.begin_ns for one, other in pairwise(step.segments))
         work = [span for span in own if span.kind in {"arrive", "compute", "dense step"}]
         waits = [(span.begin_ns, wait) for span in work for wait in span.waits]
         waited = sum(max(wait.end_ns - max(wait.begin_ns, begin), 0) for begin, wait in waits)
@@ -289,14 +292,14 @@ def test_only_steps_that_all_ranks_have_are_chosen():
     assert [[step.batch for step in own] for own in choose([first, shorter])] == [[1, 2, 3], [1, 2, 3]]
     assert [step.batch for step in choose([first], 2, 4)[0]] == [2, 3]
     with pytest.raises(
-        DataError, match="no step of batches 9: was recorded whole by all ranks; there are 5, from 1 to 5"
+        DataError, match="no step of batches 9: was recorded completely by all ranks; there are 5, from 1 to 5"
     ):
         choose([first], 9)
     with pytest.raises(DataError, match="that takes two batches"):
         choose([made_up(num_steps=1)])
 
 
-def test_time_before_the_lane_came_to_an_event_is_a_bubble_whatever_ran():
+def test_time_before_the_stream_reached_an_event_is_a_bubble_whatever_ran():
     """A checkpoint between two runs of the pipeline: the next batch is read meanwhile or not, nobody waited for it."""
     step = steps_of(
         trace_of(

@@ -13,8 +13,9 @@ import pytest
 
 from nestpipe.errors import DataError
 from nestpipe.pipeline import schedule
-from nestpipe.profiling.overlap import choose, report
-from nestpipe.profiling.recorder import KINDS, MICRO_BATCH_KINDS, STREAMS, RecordedWait, Recorder, Span, load, now
+from nestpipe.profiling.overlap_report import choose, report
+from nestpipe.profiling.recorder import Recorder, now
+from nestpipe.profiling.trace_file import KINDS, MICRO_BATCH_KINDS, STREAMS, RecordedWait, Span, load
 from tests.profiling.made_up_traces import compute, made_up, ranks, trace_of
 
 
@@ -67,7 +68,7 @@ def test_waits_before_an_event_are_not_its_own():
     assert recorder.snapshot().spans[0].waits == ()
 
 
-def test_a_full_lane_drops_its_oldest_spans_and_counts_them(tmp_path):
+def test_a_full_stream_drops_its_oldest_spans_and_counts_them(tmp_path):
     recorder = Recorder(capacity=5)
     for batch in range(12):
         recorder.add("compute", "compute", batch, 0, 10 * batch, 10 * batch + 1, 10 * batch + 9)
@@ -81,7 +82,7 @@ def test_a_full_lane_drops_its_oldest_spans_and_counts_them(tmp_path):
     assert report([trace], choose([trace])).num_dropped == 7
 
 
-def test_kinds_and_lanes_are_those_of_the_schedules():
+def test_kinds_and_streams_are_those_of_the_schedules():
     assert set(KINDS) == set(get_args(schedule.Kind))
     assert MICRO_BATCH_KINDS == schedule.MICRO_BATCH_KINDS
     assert {stream for mode in schedule.MODES for stream in schedule.Schedule.of(mode, 2, groups=True).streams} == set(
@@ -109,7 +110,7 @@ def test_when_batches_were_done():
 
 
 def test_batches_before_the_first_to_take_leave_nothing_behind():
-    """A lane is busy with an earlier batch when another one begins to record: what it sent then is of no recorded event."""
+    """What a stream sends for an earlier batch is not counted when another stream has begun to record."""
     recorder, stream = Recorder(capacity=9), SimpleNamespace(watch="somebody else")
     observe = recorder.observer(100, 103, channels=[stream])
     assert stream.watch is None
@@ -140,7 +141,7 @@ def test_late_spans_are_found_behind_those_of_batches_ahead():
 
 
 def test_mistakes_of_a_caller():
-    with pytest.raises(ValueError, match="no kind of event 'comptue'"):
+    with pytest.raises(ValueError, match="unknown kind of event 'comptue'"):
         Recorder(capacity=1).add("compute", "comptue", 0, 0, 0, 0, 0)
     with pytest.raises(KeyError):
         Recorder(capacity=1).add("lookup", "retrieve", 0, 0, 0, 0, 0)
@@ -183,17 +184,22 @@ def test_a_changed_byte_is_found(tmp_path):
     data = path.read_bytes()
     for place in (len(data) // 2, len(data) - 2):
         path.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
-        with pytest.raises(DataError, match="is damaged: its spans are not those"):
+        with pytest.raises(DataError, match="is damaged: its spans do not match the digest"):
             load(tmp_path)
     for content in (data[:-30], data + b"[]\n"):
         path.write_bytes(content)
-        with pytest.raises(DataError, match="digest differs"):
+        with pytest.raises(DataError, match="do not match the digest"):
             load(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("first", "message"),
-    [(b"", "line 1 is not JSON"), (b"\x00\xff", "line 1 is not JSON"), (b"[1]", "no header"), (b"{}", "no header")],
+    [
+        (b"", "line 1 is not JSON"),
+        (b"\x00\xff", "line 1 is not JSON"),
+        (b"[1]", "not a trace header"),
+        (b"{}", "not a trace header"),
+    ],
 )
 def test_a_file_that_is_no_trace(tmp_path, first, message):
     path = made_up(num_steps=2).save(tmp_path)
@@ -205,7 +211,7 @@ def test_a_file_that_is_no_trace(tmp_path, first, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"version": 1}, "is of version 1, this nestpipe reads version 2"),
+        ({"version": 1}, "has trace format version 1; this nestpipe reads version 2"),
         ({"rank": 1}, "it was written by rank 1"),
         ({"world_size": None}, "TypeError"),
         ({"num_dropped": []}, "AttributeError"),
@@ -224,9 +230,12 @@ def test_a_header_that_says_something_else(tmp_path, change, message):
     [
         (Span("compute", "compute", 0, 0, 5, 4, 9), "line 2 ends before it begins"),
         (Span("compute", "compute", 0, 0, 3, 4, 2), "ends before it begins"),
-        (Span("lookup", "compute", 0, 0, 1, 2, 3), "unknown lane, kind or wait"),
-        (Span("compute", "lookup", 0, 0, 1, 2, 3), "unknown lane, kind or wait"),
-        (Span("compute", "compute", 0, 0, 1, 2, 9, waits=(RecordedWait("luck", 3, 4),)), "unknown lane, kind or wait"),
+        (Span("lookup", "compute", 0, 0, 1, 2, 3), "unknown stream, kind or wait"),
+        (Span("compute", "lookup", 0, 0, 1, 2, 3), "unknown stream, kind or wait"),
+        (
+            Span("compute", "compute", 0, 0, 1, 2, 9, waits=(RecordedWait("luck", 3, 4),)),
+            "unknown stream, kind or wait",
+        ),
         (Span("compute", "compute", 0, 0, 1, 2, 9, waits=(RecordedWait("rows", 3, 10),)), "waits outside itself"),
         (
             Span("compute", "compute", 0, 0, 1, 2, 9, waits=(RecordedWait("rows", 3, 6), RecordedWait("rows", 5, 7))),
@@ -240,9 +249,9 @@ def test_a_span_that_cannot_be(tmp_path, span, message):
         load(tmp_path)
 
 
-def test_the_compute_lane_does_one_thing_at_a_time(tmp_path):
+def test_the_compute_stream_does_one_thing_at_a_time(tmp_path):
     trace_of(compute(0, 1, 5), compute(0, 4, 9, micro_batch=1)).save(tmp_path)
-    with pytest.raises(DataError, match="line 3 begins while the compute lane is still busy"):
+    with pytest.raises(DataError, match="line 3 begins before the compute stream has ended"):
         load(tmp_path)
 
 
@@ -253,7 +262,9 @@ def test_files_of_two_runs_and_missing_ranks(tmp_path):
     with pytest.raises(DataError, match=r"rank-001.jsonl is missing; the run had 3 ranks"):
         load(tmp_path)
     replace(ranks(3)[1], run="other").save(tmp_path)
-    with pytest.raises(DataError, match="mixes two runs: rank 0 is of run 'made-up' on 3 ranks, rank 1 of run 'other'"):
+    with pytest.raises(
+        DataError, match="mixes two runs: rank 0 belongs to run 'made-up' on 3 ranks, rank 1 to run 'other'"
+    ):
         load(tmp_path)
     replace(ranks(3)[1], world_size=2).save(tmp_path)
     with pytest.raises(DataError, match="mixes two runs"):

@@ -93,7 +93,7 @@ def test_a_whole_run_shows_what_its_files_hold(runs):
     assert "Finished: 3 epochs done." in found.text("")
     assert "nested" in found.text("")
     assert "Timeline" in found.text("steps")
-    assert {"cpu", "native extension", "torch"} <= set(found.sections["environment"])
+    assert {"cpu", "native library", "torch"} <= set(found.sections["environment"])
 
 
 def test_every_drawing_has_a_title_a_description_and_named_axes(runs):
@@ -138,7 +138,7 @@ def test_two_ranks_are_compared(runs, tmp_path):
     assert "3,000 2 GB" in found.text("balance")
     assert "1,000 1 GB" in found.text("balance")
     assert "tokens 1.5" in found.text("balance")
-    assert "Lanes of 2 ranks over 3 steps" in found.text("steps")
+    assert "Streams of 2 ranks over 3 steps" in found.text("steps")
     assert "dense sum" in found.text("steps")
 
 
@@ -152,11 +152,11 @@ MISSING = {
 }
 
 
-@pytest.mark.parametrize("piece", MISSING)
-def test_a_missing_piece_is_one_line(copy, piece):
-    path = copy / piece
+@pytest.mark.parametrize("name", MISSING)
+def test_a_missing_file_is_one_line(copy, name):
+    path = copy / name
     shutil.rmtree(path) if path.is_dir() else path.unlink()
-    section, said = MISSING[piece]
+    section, said = MISSING[name]
     found = report(copy)
     assert any(said in line for line in found.notes[section]), found.notes
 

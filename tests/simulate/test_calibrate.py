@@ -8,7 +8,7 @@ from nestpipe.errors import DataError
 from nestpipe.pipeline.schedule import Event, Schedule
 from nestpipe.profiling.overlap import steps_of
 from nestpipe.simulate.calibrate import Probes, calibrate
-from nestpipe.simulate.cases import ARMS, CaseSettings, results, seconds_of_block
+from nestpipe.simulate.cases import CASES, CaseSettings, results
 from nestpipe.simulate.constants import Constants
 from nestpipe.simulate.costs import Cluster, StageCosts, run_of, slowest
 from nestpipe.simulate.event_simulator import StageWork
@@ -49,10 +49,10 @@ def compared(found, known, *, rel):
 
 
 def test_constants_are_found_again_in_traces_made_from_them():
-    # Counts and times in a trace are integers: rows of a part to one, and a nanosecond in 20 us.
+    # Counts and times in a trace are integers: rows of a micro-batch to one, and a nanosecond in 20 us.
     compared(calibrate(traced(KNOWN), device_s=0.05), KNOWN, rel=1e-3)
     nested = calibrate(traced(KNOWN, "nested"), device_s=0.05)
-    # The sum of dense gradients is on the wire with the last gradients: 20 kB beside 485 kB.
+    # The sum of dense gradients is on the wire with the last gradients: 20 kB next to 485 kB.
     assert nested.bytes_per_s == pytest.approx(KNOWN.bytes_per_s, rel=0.05)
     both = calibrate([*traced(KNOWN), *traced(KNOWN, "nested")], device_s=0.05)
     assert both.work_s == calibrate(traced(KNOWN), device_s=0.05).work_s
@@ -65,10 +65,10 @@ def test_congestion_is_found_from_two_numbers_of_workers_and_is_0_from_one():
     assert calibrate(both, device_s=0.05).congestion == pytest.approx(0.4, rel=0.01)
 
 
-def test_cpu_time_beside_the_lanes_moves_bytes_unless_it_is_spent_when_idle_too():
+def test_background_cpu_time_beyond_idle_moves_bytes():
     found, step_s = calibrate(traced(KNOWN), device_s=0.05), steps_of(traced(KNOWN)[0])[2].total_ns / 1e9
     sent = (2 * (KNOWN.num_rows * KNOWN.row_bytes + KNOWN.dense_bytes) + KNOWN.num_rows * KNOWN.key_bytes) / 2
-    probes = Probes(beside_s=0.006 + 0.02 * step_s, idle_share=0.02, peer_s=KNOWN.peer_s / 2)
+    probes = Probes(background_s=0.006 + 0.02 * step_s, idle_share=0.02, peer_s=KNOWN.peer_s / 2)
     busy = calibrate(traced(KNOWN), device_s=0.05, probes=probes)
     assert busy.wire_cpu_s == pytest.approx(0.006 / sent, rel=0.01)
     assert (busy.idle_share, busy.peer_s) == (0.02, KNOWN.peer_s / 2)
@@ -80,7 +80,8 @@ def test_ranks_that_share_cores_are_simulated_one_by_one():
     schedule = Schedule.of("nested", 4)
 
     def seconds(cores, constants=KNOWN):
-        return seconds_of_block(schedule, constants, Cluster(workers=4, cores=cores), num_batches=3)
+        traces = run_of(schedule, constants, Cluster(workers=4, cores=cores), num_batches=3).traces()
+        return max(span.end_ns for trace in traces for span in trace.spans)
 
     assert seconds(64) == pytest.approx(seconds(None), rel=1e-3)
     assert seconds(64) < seconds(2) < seconds(1)
@@ -104,11 +105,11 @@ def test_a_clock_that_is_not_ours():
 
 
 def test_traces_that_do_not_tell_are_refused():
-    with pytest.raises(DataError, match="a trace of one rank knows no network"):
+    with pytest.raises(DataError, match="a trace of one rank contains no messages"):
         calibrate(ranks(1))
     with pytest.raises(DataError, match="had 2 ranks, but there are traces of rank 1"):
         calibrate(ranks(2)[1:])
-    with pytest.raises(DataError, match=r"less than the 90[.]0 ms said to need no core"):
+    with pytest.raises(DataError, match=r"less than the device time of 90[.]0 ms"):
         calibrate(traced(KNOWN), device_s=0.09)
     with pytest.raises(DataError, match="trained in groups"):
         calibrate([replace(one, spans=(replace(one.spans[0], kind="merge"), *one.spans[1:])) for one in ranks(2)])
@@ -117,12 +118,12 @@ def test_traces_that_do_not_tell_are_refused():
 
 
 def test_every_message_costs_its_own_peers():
-    """In groups rows go to the group, dense gradients to all, and sums of parts to the replicas."""
+    """In groups rows go to the group, dense gradients to all, and sums of micro-batches to the replicas."""
     costs = StageCosts(Schedule.of("nested", 4, groups=True), KNOWN, Cluster(workers=64, group_size=16))
 
     def messages(kind):
         (work,) = (phase for phase in costs.phases(Event(kind, 3, 0)) if isinstance(phase, StageWork))
-        share = 0.25**0.7 if kind == "rows" else 1.0  # of the first part
+        share = 0.25**0.7 if kind == "rows" else 1.0  # of the first micro-batch
         return (work.cpu_s - share * KNOWN.work_s.get(kind, 0.0)) / KNOWN.peer_s
 
     found = {kind: messages(kind) for kind in ("rows", "keys", "dense sum", "merge", "update")}
@@ -141,12 +142,12 @@ def test_constants_are_kept_as_json(tmp_path):
 
 def test_more_bandwidth_is_never_slower_and_more_stragglers_never_faster():
     settings = CaseSettings(micro_batches=2, group_size=8)
-    for arm in ARMS:
+    for case in CASES:
         steps = [
-            results(arm, replace(KNOWN, bytes_per_s=rate, jitter=jitter), [64], settings)[0].step_s
+            results(case, replace(KNOWN, bytes_per_s=rate, jitter=jitter), [64], settings)[0].step_s
             for rate, jitter in ((1e7, 0.1), (1e7, 0), (4e7, 0), (1e10, 0))
         ]
-        assert steps == sorted(steps, reverse=True), arm.name
+        assert steps == sorted(steps, reverse=True), case.name
     assert slowest(1) == 0
     assert slowest(2) == pytest.approx(0.564, abs=0.03)  # Blom's approximation; the exact value is 1/sqrt(pi)
     assert slowest(1000) == pytest.approx(3.241, abs=0.03)
@@ -154,7 +155,9 @@ def test_more_bandwidth_is_never_slower_and_more_stragglers_never_faster():
 
 def test_dedupe_groups_and_staleness_do_what_they_should():
     constants = replace(KNOWN, duplicates=3.0, congestion=0.5)
-    step = {arm.name: results(arm, constants, [256], CaseSettings(micro_batches=4, group_size=16))[0] for arm in ARMS}
+    step = {
+        case.name: results(case, constants, [256], CaseSettings(micro_batches=4, group_size=16))[0] for case in CASES
+    }
     assert step["torchrec"].step_s > step["2d"].step_s  # smaller exchanges are less congested
     assert step["prefetch"].step_s > step["nested"].step_s > step["stale"].step_s
     assert step["torchrec"].cause_s["communication"] > 2.5 * step["prefetch"].cause_s["communication"]

@@ -37,7 +37,7 @@ def seconds_of(run):
 
 
 def steady(run):
-    """The time of a step in the middle, and its parts."""
+    """The time of a step in the middle, and its causes."""
     step = steps_of(run.trace())[run.num_batches // 2 - 1]
     return step.total_ns / 1e9, {
         cause: step.time_ns(cause) / 1e9 for cause in ("busy", "lookup", "communication", "bubble")
@@ -60,14 +60,14 @@ def test_a_nested_step_waits_for_the_first_rows_and_the_last_gradients():
     assert micro_batches == {"busy": 20.0, "lookup": 0.0, "communication": 5.0, "bubble": 0.0}
 
 
-def test_a_lane_that_takes_longer_than_the_rest_is_the_step():
+def test_a_stream_that_takes_longer_than_the_rest_is_the_step():
     step, _ = steady(SimulatedRun(Schedule.of("nested", 2), plan({**WORK, "retrieve": 40.0}, WIRE), 8))
     assert step == 40
 
 
 def test_without_an_edge_a_step_ends_too_early():
     """Rows that do not wait for the update of the batch before arrive earlier; so the edges are what is simulated."""
-    # With groups of ranks another lane than that of rows updates; without them its order alone keeps rows waiting.
+    # With groups of ranks another stream than that of rows updates; without them its order alone keeps rows waiting.
     schedule, durations = Schedule.of("nested", 2, groups=True), plan({**WORK, "update": 1.5}, WIRE)
     right, _ = steady(SimulatedRun(schedule, durations, 6))
     assert right == 3 + 2 * 10 + 2 + 1.5
@@ -79,7 +79,7 @@ def test_without_an_edge_a_step_ends_too_early():
     assert wrong == 3 + 2 * 10 + 2
 
 
-def test_lanes_share_cores_and_a_device_shares_nothing():
+def test_streams_share_cores_and_a_device_shares_nothing():
     # While 20 s of compute run, so do 4 s of retrieval: on one core they take as long as both.
     schedule, durations = Schedule.of("nested", 2), plan(WORK, {})
     assert steady(SimulatedRun(schedule, durations, 6))[0] == 20
@@ -172,7 +172,7 @@ def test_a_thread_that_had_less_goes_first_and_sleeping_saves_up_nothing():
         turns.go_on(turns.until_s())
     # One slice later at most they are even from the moment at which the second came.
     assert slept.left_s - long.left_s == pytest.approx(10 * slice_s(1), abs=1.01 * slice_s(1))
-    with pytest.raises(ValueError, match="nothing would ever be done"):
+    with pytest.raises(ValueError, match="no job would ever end"):
         CoreTurns(2, speed=-0.1)
 
 
@@ -230,9 +230,9 @@ def test_no_mode_is_above_sequential_and_a_faster_wire_never_hurts(seed):
     assert all(after <= before + 1e-6 for before, after in pairwise(nested)), nested
 
 
-def test_lanes_that_wait_for_each_other_are_named():
+def test_streams_that_deadlock_are_named():
     schedule = Schedule.of("serial", 1)
-    with pytest.raises(ValueError, match=r"no lane can go on: compute: keys\(0\)"):
+    with pytest.raises(ValueError, match=r"no stream can continue: compute: keys\(0\)"):
         SimulatedRun(
             schedule, lambda event: [], 2, needs=lambda event: [Event("write", 1)] if event.kind == "keys" else []
         ).trace()

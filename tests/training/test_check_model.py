@@ -1,6 +1,7 @@
 """`nestpipe check-model`: classes that keep the contracts pass, and each planted fault is named with what breaks it."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -8,17 +9,22 @@ from nestpipe.cli import main
 
 PATH = "tests.training.outside_models"
 
+_SOURCE = Path(__file__).with_name("outside_models.py").read_text().splitlines()
+_INDEXED = 'history = rows["history"].unique[rows["history"].index]'
+_LINE = next(number for number, line in enumerate(_SOURCE, start=1) if line.strip() == _INDEXED)
+_INDEXING = f"outside_models.py, line {_LINE}: `{_INDEXED}`"
+_COUPLING = "UndeclaredCoupling has coupling 'none', but its loss mixes samples"
 # class, contract that must be reported, and what the message must name
 FAULTS = [
-    ("OverTheBatch", "samples are independent", "submodule 'backbone.norm' of Retrieval"),
+    ("OverTheBatch", "samples are independent", "submodule 'backbone.norm' of Retrieval mixes the samples of a batch"),
     (
         "CentredOverTheBatch",
         "samples are independent",
         "submodule 'backbone' of Retrieval mixes the samples of a batch",
     ),
     ("GlobalGenerator", "randomness comes from rng", "submodule 'backbone.drop' of Retrieval draws from a global"),
-    ("IndexedRows", "no gradient through tensor[index]", 'rows["history"].unique[rows["history"].index]'),
-    ("UndeclaredCoupling", "loss is a sum, coupling is declared", "has coupling 'none', but its loss mixes samples"),
+    ("IndexedRows", "no gradient through tensor[index]", _INDEXING),
+    ("UndeclaredCoupling", "loss is a sum, coupling is declared", _COUPLING),
     ("WrongWeight", "weight is a sum over samples", "WrongWeight.weight gives 1 for a batch and 8 for its 8 samples"),
     ("UnsavedBuffer", "a resume changes nothing", "'backbone.num_calls' changes in training and is not saved"),
     ("MeanLoss", "loss is a sum, coupling is declared", "MeanLoss.forward returns a mean"),

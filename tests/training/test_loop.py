@@ -1,5 +1,6 @@
 """The loop: what it computes, how it stops, and that being killed changes nothing."""
 
+import itertools
 import json
 import signal
 import subprocess
@@ -18,6 +19,7 @@ from nestpipe.cli.demo import differing_tensors
 from nestpipe.config import keys
 from nestpipe.errors import CheckpointError, ConfigError, NestPipeError, TrainError
 from nestpipe.models.config import EncDecConfig
+from nestpipe.training.loop import train_to_end
 from nestpipe.training.run_folder import FREE_KEYS, Run
 from nestpipe.training.run_state import load_state, new_state
 from tests.rank_pool import exit_code_of
@@ -44,7 +46,7 @@ loop.train(Config.from_json(open(sys.argv[1]).read()), sys.argv[2], resume=True,
 
 
 # Likewise, but the writer of the first checkpoint stops at the n-th flush, and the loop dies two steps further.
-KILLED_BESIDE = """
+KILLED_IN_BACKGROUND = """
 import os, signal, sys, threading
 from nestpipe import Config, atomic_files
 from nestpipe.checkpoint import folders, writer
@@ -96,10 +98,16 @@ def test_the_same_run_twice_and_in_three_pieces_has_the_same_bits(log, calm, tmp
     again = train(config, tmp_path / "again", quiet=True)
     assert not differing_tensors(calm(model, loss), again.folder)
     for steps in (1, 6, 0):
-        train(replace(config, train=replace(config.train, steps=steps)), tmp_path / "pieces", resume=True, quiet=True)
-    assert not differing_tensors(calm(model, loss), tmp_path / "pieces")
+        train(
+            replace(config, train=replace(config.train, steps=steps)),
+            tmp_path / "in three lives",
+            resume=True,
+            quiet=True,
+        )
+    assert not differing_tensors(calm(model, loss), tmp_path / "in three lives")
     losses = [
-        [r["loss"] for r in read_jsonl(f / "metrics.jsonl") if "loss" in r] for f in (again.folder, tmp_path / "pieces")
+        [r["loss"] for r in read_jsonl(f / "metrics.jsonl") if "loss" in r]
+        for f in (again.folder, tmp_path / "in three lives")
     ]
     assert losses[0] == losses[1]
     assert len(losses[0]) == 12
@@ -149,7 +157,7 @@ def test_killed_while_a_checkpoint_is_written_beside_the_training(log, calm, tmp
     """Inside the folder, and after the rename: only the disk may not know of it yet."""
     folder, settings = tmp_path / "run", tmp_path / "config.json"
     settings.write_text(small_config(log).to_json())
-    assert exit_code_of(KILLED_BESIDE, str(settings), str(folder), str(count)) == -signal.SIGKILL
+    assert exit_code_of(KILLED_IN_BACKGROUND, str(settings), str(folder), str(count)) == -signal.SIGKILL
     assert checkpoint_folders.complete_steps(folder / "checkpoints") == ([] if count < 8 else [5])
     assert len(list((folder / "checkpoints").glob(".tmp*"))) == (count < 8)
     assert [r["step"] for r in read_jsonl(folder / "metrics.jsonl")] == list(range(1, 8))
@@ -194,7 +202,7 @@ def test_a_diverged_run_stops_and_keeps_its_last_good_checkpoint(log, tmp_path):
     )
 
 
-def test_ctrl_c_saves_and_the_run_goes_on(log, tmp_path):
+def test_ctrl_c_saves_and_the_run_resumes(log, tmp_path):
     settings, config = tmp_path / "config.json", small_config(log, epochs=100_000)
     settings.write_text(config.to_json())
     code = (
@@ -312,11 +320,12 @@ def test_time_biases_say_that_they_are_off_without_times(tmp_path, capfd):
 
 
 def test_minutes_are_added_up_over_interruptions(log, tmp_path):
-    config = small_config(log, epochs=0, minutes=0.02)
-    train(config, tmp_path / "run", quiet=True)
+    config, seconds = small_config(log, epochs=0, minutes=0.02), itertools.count(0.0, 0.1)
+    outcome = train_to_end(config, tmp_path / "run", quiet=True, clock=lambda: next(seconds))
+    assert outcome.stopped == "0.02 minutes done"
     _, manifest = load_state(Run.open(tmp_path / "run"))
     assert manifest.progress["seconds"] >= 1.2
-    train(config, tmp_path / "run", resume=True, quiet=True)
+    train_to_end(config, tmp_path / "run", resume=True, quiet=True, clock=lambda: next(seconds))
     assert load_state(Run.open(tmp_path / "run"))[1].step == manifest.step
 
 

@@ -9,7 +9,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from nestpipe.jagged import Batch, Cursor, Jagged
 from nestpipe.models.config import FuXiConfig, HSTUConfig, LossConfig, ModelConfig, SASRecConfig
 from nestpipe.models.retrieval import build_retrieval
-from nestpipe.training.mfu import measure_peak, mfu_effective, work_of
+from nestpipe.training import mfu
+from nestpipe.training.mfu import Utilisation, measure_peak, work_of
 
 CONFIGS = [
     SASRecConfig(dim=24, num_heads=3, hidden_dim=40, dropout=0.0),
@@ -58,8 +59,17 @@ def test_padding_is_work_by_the_published_convention_only() -> None:
     assert work.effective(torch.tensor([100, 0])) < work.padded(2, 100) / 2
 
 
-def test_utilisation_is_work_over_time_over_peak() -> None:
-    lengths = torch.tensor([30, 2])
-    share = mfu_effective(CONFIGS[1], lengths, 0.5, peak=1e9)
-    assert share == pytest.approx(work_of(CONFIGS[1]).effective(lengths) / 0.5e9)
+def test_utilisation_is_work_over_time_over_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    times, lengths = iter([10.0, 10.5, 11.5]), torch.tensor([30, 2])
+    monkeypatch.setattr(mfu, "measure_peak", lambda: 1e9)
+    used = Utilisation(CONFIGS[1], clock=lambda: next(times))
+    work = work_of(CONFIGS[1]).effective(lengths)
+    used.add(lengths)
+    assert used.take() == {"mfu_effective": pytest.approx(work / 0.5e9)}
+    used.add(lengths)
+    used.add(lengths)
+    assert used.take() == {"mfu_effective": pytest.approx(2 * work / 1e9)}
+
+
+def test_the_peak_is_measured() -> None:
     assert measure_peak(seconds=0.01) > 1e8

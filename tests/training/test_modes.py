@@ -13,7 +13,7 @@ from nestpipe.checkpoint import reader as checkpoint_reader
 from nestpipe.cli.demo import differing_tensors
 from nestpipe.errors import ConfigError
 from nestpipe.profiling.overlap import steps_of
-from nestpipe.profiling.recorder import load
+from nestpipe.profiling.trace_file import load
 from nestpipe.training import loop
 from nestpipe.training.loop import INTERRUPTED, train_to_end
 from tests.rank_pool import run_ranks
@@ -78,7 +78,7 @@ def test_every_checkpoint_and_every_logged_value_is_that_of_the_sequential_run(c
     assert metrics(tmp_path / "run") == metrics(folder)
 
 
-def test_a_run_may_change_its_mode_when_it_goes_on(calm, log, tmp_path):
+def test_a_run_may_change_its_mode_when_it_is_resumed(calm, log, tmp_path):
     validation, folder = calm
     cut = {"split": {"split": True}, "chunks": {"chunks": 2}}
     for steps, mode in (
@@ -112,7 +112,7 @@ def interrupted(world, config, folder):
         loop._Loop._after_step = plain
 
 
-def test_a_signal_on_one_rank_stops_all_after_the_same_batch_and_the_run_goes_on(log, tmp_path):
+def test_a_signal_on_one_rank_stops_all_after_the_same_batch_and_the_run_resumes(log, tmp_path):
     many = config_of(log, "nested", epochs=0, steps=1000, save_steps=10_000)
     assert run_ranks(2, interrupted, many, tmp_path / "run") == [INTERRUPTED] * 2
     (step,) = checkpoint_folders.complete_steps(tmp_path / "run" / "checkpoints")

@@ -23,9 +23,9 @@ ROOT = Path(__file__).resolve().parents[2]
 WORLD_SIZE, SAVE_STEPS, MAX_STEPS_PER_LIFE = 3, 3, 6
 
 
-def torchrun(*command, cwd, max_restarts=0, timeout_s=120):
-    """Everything that a group of three said on stderr; torchrun must end well."""
-    options = ["--standalone", "--nproc-per-node", str(WORLD_SIZE), "--max-restarts", str(max_restarts)]
+def torchrun(*command, cwd, num_ranks=WORLD_SIZE, max_restarts=0, timeout_s=120):
+    """The stderr of all ranks; torchrun must exit with 0."""
+    options = ["--standalone", "--nproc-per-node", str(num_ranks), "--max-restarts", str(max_restarts)]
     launch = [sys.executable, "-m", "torch.distributed.run", *options, "--monitor-interval", "0.05"]
     known = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     environment = {**known, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -62,7 +62,7 @@ def deaths(num_deaths, seed):
 
 
 @pytest.mark.timeout(1800)
-def test_ranks_killed_in_steps_and_saves_leave_the_bits_of_an_undisturbed_run(tmp_path, scale):
+def test_ranks_killed_in_steps_and_saves_end_bitwise_identical_to_an_undisturbed_run(tmp_path, scale):
     num_deaths = scale(2, 20)
     plan, steps = deaths(num_deaths, seed=num_deaths), (num_deaths + 1) * MAX_STEPS_PER_LIFE
     small_log(tmp_path / "log")

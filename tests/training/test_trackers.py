@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from nestpipe.atomic_files import read_jsonl
 from nestpipe.errors import ConfigError, DataError, TrainError
-from nestpipe.training.trackers import JsonlTracker, TensorBoardTracker, Tracker, Trackers
+from nestpipe.training.trackers import JsonlTracker, Progress, TensorBoardTracker, Tracker, Trackers
 
 
 def refuse_constant(name: str) -> None:
@@ -58,7 +58,7 @@ def test_reserved_names_and_files_in_use_are_refused(tmp_path: Path) -> None:
         tracker.log(1, {"step": 2.0})
     tracker.log(1, {"loss": 1.0})
     tracker.close()
-    with pytest.raises(TrainError, match="already holds the metrics of a run"):
+    with pytest.raises(TrainError, match="already holds the metrics of another run"):
         JsonlTracker(path)
     assert read_jsonl(path) == [{"step": 1, "loss": 1.0}]
 
@@ -160,7 +160,7 @@ def test_missing_tensorboard_names_the_extra(tmp_path: Path, monkeypatch: pytest
         TensorBoardTracker(tmp_path)
 
 
-class Recorder:
+class FakeTracker:
     def __init__(self, *, fails: bool = False) -> None:
         self.calls: list[tuple[Any, ...]] = []
         self.fails = fails
@@ -178,10 +178,35 @@ class Recorder:
 
 
 def test_fan_out_reaches_all_and_closes_all() -> None:
-    recorders = [Recorder(), Recorder(fails=True), Recorder()]
-    tracker: Tracker = Trackers(recorders)
+    trackers = [FakeTracker(), FakeTracker(fails=True), FakeTracker()]
+    tracker: Tracker = Trackers(trackers)
     tracker.log(1, {"loss": 2.0})
     tracker.summary({"best": 1})
     with pytest.raises(OSError, match="disk full"):
         tracker.close()
-    assert [recorder.calls for recorder in recorders] == [[(1, {"loss": 2.0}), ({"best": 1},), ()]] * 3
+    assert [one.calls for one in trackers] == [[(1, {"loss": 2.0}), ({"best": 1},), ()]] * 3
+
+
+def test_progress_prints_a_line_every_15_seconds(capfd: pytest.CaptureFixture[str]) -> None:
+    now = 100.0
+    progress = Progress(10, 0, done=2, quiet=False, clock=lambda: now)
+    for _ in range(4):
+        now += 10.0
+        progress.advance(num_tokens=50, epoch=1, loss=0.5, spent_s=now - 100)
+    progress.close()
+    lines = capfd.readouterr().err.splitlines()
+    assert lines == [
+        "step 4 of 10 · epoch 1 · loss 0.5000 · 5 tokens/s · 0:01:00 left",
+        "step 6 of 10 · epoch 1 · loss 0.5000 · 5 tokens/s · 0:00:40 left",
+    ]
+
+
+def test_progress_counts_down_to_the_first_limit(capfd: pytest.CaptureFixture[str]) -> None:
+    now = 0.0
+    progress = Progress(None, 90.0, done=0, quiet=False, clock=lambda: now)
+    now = 16.0
+    progress.advance(num_tokens=32, epoch=0, loss=None, spent_s=60.0)
+    assert capfd.readouterr().err == "step 1 · epoch 0 · 2 tokens/s · 0:00:30 left\n"
+    quiet = Progress(None, 90.0, done=0, quiet=True, clock=lambda: now)
+    quiet.say("nothing")
+    assert capfd.readouterr().err == ""

@@ -55,7 +55,7 @@ def hosts(lab, tmp_path, *command, max_restarts=0, timeout_s=150):
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("plan", [[[1, "step", 8]]], ids=["a rank dies"])
-def test_two_hosts_train_the_bits_of_one(tmp_path, plan):
+def test_two_hosts_train_bitwise_identically_to_one(tmp_path, plan):
     """`plan` is that of dying_rank."""
     if netlab.refusal():
         pytest.skip(REASON)

@@ -12,8 +12,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from nestpipe.report.number_format import count, duration, metric, num_bytes, share, significant, ticks
-from nestpipe.report.svg import LinePlot, Series, draw_lines
+from nestpipe.profiling.svg import ticks
+from nestpipe.report.number_format import count, duration, metric, num_bytes, share, significant
+from nestpipe.report.plots import LinePlot, Series, draw_lines
 
 NUMBERS = st.floats(-1e9, 1e9, allow_nan=False)
 
