@@ -24,7 +24,7 @@ from relay_worlds import ARMS, SEED, World
 
 from nestpipe.gateway.candidates import CandidateItems
 from nestpipe.gateway.cascade import Cascade, CascadeRequest
-from nestpipe.gateway.instance_client import InstanceClient, PrefillAnswer, PrefillCall, make_client
+from nestpipe.gateway.instance_client import InstanceClient, PrefillAnswer, PrefillOutcome, make_client
 from nestpipe.gateway.router import InstanceAddress, Members
 from nestpipe.serve.config import Stages
 
@@ -61,8 +61,8 @@ class Scattered(Members):
 class Silent(InstanceClient):
     """Full inference alone: nobody is told ahead."""
 
-    async def signal(self, asked: PrefillAnswer, instance: InstanceAddress, *, timeout_s: float) -> PrefillCall:
-        return PrefillCall(instance=instance, reason="off")
+    async def prefill(self, asked: PrefillAnswer, instance: InstanceAddress, *, timeout_s: float) -> PrefillOutcome:
+        return PrefillOutcome(instance=instance, reason="off")
 
 
 class Reached(TypedDict):

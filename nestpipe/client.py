@@ -54,7 +54,7 @@ class RecommendedItems(RankedItems):
     request: str
     instance: str | None
     attempts: int
-    signal: str
+    prefill_hint: str
     problem: str
     stages: dict[str, dict[str, float]]
 
@@ -100,9 +100,9 @@ def _recommend(user: int, k: int, options: Mapping[str, Any]) -> _Call[Recommend
     return _Call("/v1/recommend", {"user": user, "k": k, **_given(options)}, _reader(RecommendedItems))
 
 
-def _preinfer(user: int, request: str, candidates: int, options: Mapping[str, Any]) -> _Call[PrefillReply]:
+def _prefill(user: int, request: str, candidates: int, options: Mapping[str, Any]) -> _Call[PrefillReply]:
     body = {"user": user, "request": request, "candidates": candidates, **_given(options)}
-    return _Call("/v1/preinfer", body, _reader(PrefillReply), _place(user))
+    return _Call("/v1/prefill", body, _reader(PrefillReply), _place(user))
 
 
 def _rank(user: int, request: str, candidates: Sequence[int], options: Mapping[str, Any]) -> _Call[RankedItems]:
@@ -149,7 +149,7 @@ class Client:
         options = {"history": history, "exclude": exclude, "query_time": query_time, "request": request}
         return self._send(_recommend(user, k, options))
 
-    def preinfer(
+    def prefill(
         self,
         user: int,
         *,
@@ -159,7 +159,7 @@ class Client:
         query_time: int | None = None,
     ) -> PrefillReply:
         """Says ahead that a ranking of so many candidates will follow; its ticket goes to `rank`."""
-        return self._send(_preinfer(user, request, candidates, {"history": history, "query_time": query_time}))
+        return self._send(_prefill(user, request, candidates, {"history": history, "query_time": query_time}))
 
     def rank(
         self,
@@ -247,7 +247,7 @@ class AsyncClient:
         options = {"history": history, "exclude": exclude, "query_time": query_time, "request": request}
         return await self._send(_recommend(user, k, options))
 
-    async def preinfer(
+    async def prefill(
         self,
         user: int,
         *,
@@ -256,8 +256,8 @@ class AsyncClient:
         history: Sequence[Event] | None = None,
         query_time: int | None = None,
     ) -> PrefillReply:
-        """See `Client.preinfer`."""
-        return await self._send(_preinfer(user, request, candidates, {"history": history, "query_time": query_time}))
+        """See `Client.prefill`."""
+        return await self._send(_prefill(user, request, candidates, {"history": history, "query_time": query_time}))
 
     async def rank(
         self,

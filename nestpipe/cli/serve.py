@@ -81,7 +81,7 @@ def _one(arguments: ServeArguments) -> int:
 
         def started() -> None:
             where = f"http://{arguments.host}:{port}, admin on port {admin_port} of {arguments.admin_host}"
-            print(f"serving {engine.lineup.main.name} as {instance.name} on {where}", flush=True)
+            print(f"serving {engine.versions.main.name} as {instance.name} on {where}", flush=True)
 
         engine.start()
         try:

@@ -1,12 +1,12 @@
-"""One recommendation: signal, retrieval, pre-rank, rank. Each stage has its own deadline, and its time is in the answer.
+"""One recommendation: hint, retrieval, pre-rank, rank. Each stage has its own deadline, and its time is in the answer.
 
-    signal     ─►  the user's instance computes the prefix
+    hint     ─►  the user's instance computes the prefix
     retrieval  ━━━━━━━━━━━━┓
     pre-rank               ┗━━┓
     rank                      ┗━━━━━━━  where the ticket says; the next instance in full if that is gone
     release                          ─►  failure, retry elsewhere, cancel, disconnect; a ranking that used it lets go by itself
 
-What may be lost: the signal (ranking is then done in full), the ranking (the order of pre-rank is then the answer, and
+What may be lost: the hint (ranking is then done in full), the ranking (the order of pre-rank is then the answer, and
 says that it is degraded). What may not: retrieval, and pre-rank, whose filters decide what may be shown at all.
 """
 
@@ -22,7 +22,7 @@ from typing import Any, Protocol, TypeVar
 
 from nestpipe.errors import DataError, NestPipeError
 from nestpipe.gateway.candidates import CandidateItems, Floats, Ints, PastEvents, Retriever, past_from, without
-from nestpipe.gateway.instance_client import InstanceClient, InstanceError, PrefillAnswer, PrefillCall, RankingReply
+from nestpipe.gateway.instance_client import InstanceClient, InstanceError, PrefillAnswer, PrefillOutcome, RankingReply
 from nestpipe.gateway.router import InstanceAddress
 from nestpipe.serve.config import Stages
 
@@ -63,7 +63,7 @@ class CascadeAnswer:
     request: str
     instance: str | None
     attempts: int
-    signal: str  # why there was a prefix to wait for, or none
+    prefill_hint: str  # why there was a prefix to wait for, or none
     problem: str  # why there is no ranking
     stages: dict[str, StageTime]
     times_ms: dict[str, float] = field(default_factory=dict)
@@ -123,8 +123,8 @@ class LocalCandidateStages:
 class Cascade:
     """Recommends through a fleet."""
 
-    def __init__(self, remote: InstanceClient, upstream: CandidateStages, stages: Stages | None = None):
-        self.remote, self._upstream = remote, upstream
+    def __init__(self, remote: InstanceClient, candidate_stages: CandidateStages, stages: Stages | None = None):
+        self.remote, self._candidate_stages = remote, candidate_stages
         self.stages = stages or Stages()
 
     async def recommend(self, request: CascadeRequest) -> CascadeAnswer:
@@ -140,32 +140,32 @@ class Cascade:
         chosen = self.remote.choose(request.user)
         whole_s = (stages.retrieval_ms + stages.prerank_ms + stages.rank_ms) / 1e3
         with self.remote.holding(chosen):
-            signal = asyncio.create_task(self.remote.signal(asked, chosen, timeout_s=whole_s))
+            hint = asyncio.create_task(self.remote.prefill(asked, chosen, timeout_s=whole_s))
             used = False
             try:
-                retrieving = self._upstream.retrieve(request, stages.num_retrieved)
+                retrieving = self._candidate_stages.retrieve(request, stages.num_retrieved)
                 found = await self._timed("retrieval", retrieving, stages.retrieval_ms, times)
-                preranking = self._upstream.prerank(request, found, stages.num_candidates)
+                preranking = self._candidate_stages.prerank(request, found, stages.num_candidates)
                 candidates = await self._timed("prerank", preranking, stages.prerank_ms, times)
-                answer, used = await self._rank(request, asked, candidates, signal, chosen, times)
+                answer, used = await self._rank(request, asked, candidates, hint, chosen, times)
                 return answer
             finally:
                 if not used:
-                    self.remote.release(signal)
+                    self.remote.release(hint)
 
     async def _rank(
         self,
         request: CascadeRequest,
         asked: PrefillAnswer,
         candidates: CandidateItems,
-        signal: asyncio.Task[PrefillCall],
+        hint: asyncio.Task[PrefillOutcome],
         chosen: InstanceAddress,
         times: dict[str, StageTime],
     ) -> tuple[CascadeAnswer, bool]:
         """The answer, and whether the instance of the ticket gave it: that has let go of the prefix by itself."""
         start, deadline_s = time.monotonic(), self.stages.rank_ms / 1e3
-        await asyncio.wait({signal}, timeout=self.stages.signal_ms / 1e3)
-        found = signal.result() if signal.done() else PrefillCall(instance=chosen, reason="unanswered")
+        await asyncio.wait({hint}, timeout=self.stages.prefill_hint_ms / 1e3)
+        found = hint.result() if hint.done() else PrefillOutcome(instance=chosen, reason="unanswered")
         items, ranked, problem = candidates.items.tolist(), None, ""
         if items:
             try:
@@ -182,7 +182,7 @@ class Cascade:
             request=request.request,
             instance=ranked.instance if ranked else None,
             attempts=ranked.num_attempts if ranked else 0,
-            signal=found.reason,
+            prefill_hint=found.reason,
             problem=problem,
             stages=times | {"rank": took},
         )
@@ -214,7 +214,7 @@ def _parts_of(ranked: RankingReply | None, candidates: CandidateItems, k: int) -
         return {
             "items": candidates.items[:k].tolist(),
             "scores": candidates.scores[:k].tolist(),
-            "path": "upstream",
+            "path": "fallback",
             "prefix_len": 0,
             "degraded": len(candidates.items) > 0,
             "model": "",

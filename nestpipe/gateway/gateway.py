@@ -1,12 +1,12 @@
 """The gateway over HTTP: recommendations through the cascade, and the calls of an instance, sent where they belong.
 
     POST /v1/recommend                         the cascade
-    POST /v1/preinfer /v1/rank /v1/release     as at an instance, for callers with a retrieval of their own
+    POST /v1/prefill /v1/rank /v1/release     as at an instance, for callers with a retrieval of their own
     POST /v1/events /v1/invalidate             to every instance; events to any, if all read one log
     GET  /healthz /readyz /metrics /openapi.json   alive; at least one instance answers; numbers; what calls take and give
     admin, on its own port with a token:       GET /members, POST /members {"name", "action": join|drain|leave, "url"}
 
-Limits come before work: size and time of bodies, fields, and the number of requests under way.
+Limits come before work: size and time of bodies, fields, and the number of requests in flight.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from starlette.routing import Route
 
 from nestpipe.errors import NestPipeError
 from nestpipe.gateway.cascade import Cascade, CascadeRequest, StageError
-from nestpipe.gateway.instance_client import InstanceError, PrefillAnswer, PrefillCall, is_address
+from nestpipe.gateway.instance_client import InstanceError, PrefillAnswer, PrefillOutcome, is_address
 from nestpipe.gateway.router import MAX_TICKET_CHARS, RouterError
 from nestpipe.serve.config import BUCKETS_S, GatewayLimits
 from nestpipe.serve.openapi import gateway_bodies, gateway_document
@@ -56,7 +56,7 @@ class GatewayMetrics:
         self.seconds = Histogram(
             "nestpipe_gateway_stage_seconds", "Time of each stage", stages, buckets=BUCKETS_S, registry=registry
         )
-        self.under_way = Gauge("nestpipe_gateway_under_way", "Requests under way", registry=registry)
+        self.in_flight = Gauge("nestpipe_gateway_requests_in_flight", "Requests in flight", registry=registry)
 
 
 class Gateway:
@@ -68,15 +68,15 @@ class Gateway:
         self._shared_log = shared_log  # all instances read one event log, so one of them is enough to write it
         own = self._limits
         self._fields = {call: frozenset(fields) for call, (fields, _) in gateway_bodies(own).items()}
-        self._guard = RequestGuard(max_under_way=own.max_under_way, max_bytes=own.max_bytes, body_s=own.body_s)
+        self._guard = RequestGuard(max_in_flight=own.max_in_flight, max_bytes=own.max_bytes, body_s=own.body_s)
         self.numbers = GatewayMetrics()
-        self.numbers.under_way.set_function(lambda: self._guard.num_under_way)
+        self.numbers.in_flight.set_function(lambda: self._guard.num_in_flight)
 
     def app(self, *more: Route) -> Starlette:
         """What a server runs, with further routes if there are any."""
         calls = {
             "recommend": self._recommend,
-            "preinfer": self._preinfer,
+            "prefill": self._prefill,
             "rank": self._rank,
             "release": self._release,
             "events": self._events,
@@ -115,17 +115,17 @@ class Gateway:
             self.numbers.seconds.labels(stage).observe(took.ms / 1e3)
         return answer.to_json()
 
-    async def _preinfer(self, body: dict[str, Any]) -> dict[str, Any]:
-        fields = RequestFields(body, self._fields["preinfer"])
+    async def _prefill(self, body: dict[str, Any]) -> dict[str, Any]:
+        fields = RequestFields(body, self._fields["prefill"])
         asked = self._asked(fields, fields.integer("candidates", 1, self._limits.max_candidates))
         instance = self._remote.choose(asked.user)
-        signal = await self._remote.signal(asked, instance, timeout_s=self.cascade.stages.rank_ms / 1e3)
+        hint = await self._remote.prefill(asked, instance, timeout_s=self.cascade.stages.rank_ms / 1e3)
         return {
-            "ticket": signal.ticket,
-            "admitted": signal.reason in ADMITTED,
-            "reason": signal.reason,
+            "ticket": hint.ticket,
+            "admitted": hint.reason in ADMITTED,
+            "reason": hint.reason,
             "instance": instance.name,
-            "epoch": signal.epoch,
+            "epoch": hint.epoch,
         }
 
     async def _rank(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -136,11 +136,11 @@ class Gateway:
         k = None if body.get("k") is None else fields.integer("k", 1, self._limits.max_k)
         deadline_ms = fields.deadline_ms(most=self._limits.deadline_ms, default=self.cascade.stages.rank_ms)
         chosen = self._remote.choose(asked.user)
-        signal = PrefillCall(instance=chosen, ticket=ticket, reason="")
+        hint = PrefillOutcome(instance=chosen, ticket=ticket, reason="")
         is_used = False  # the prefix, by the instance that holds it
         try:
             with self._remote.holding(chosen):
-                ranked = await self._remote.rank(asked, signal, items, k, deadline_s=deadline_ms / 1e3)
+                ranked = await self._remote.rank(asked, hint, items, k, deadline_s=deadline_ms / 1e3)
             is_used = ranked.num_attempts == 1
         finally:
             if ticket and not is_used:

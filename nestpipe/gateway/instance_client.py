@@ -1,6 +1,6 @@
 """The instances of a fleet over HTTP: signals, rankings with one retry inside the deadline, releases, broadcasts.
 
-A signal never fails a request: whatever goes wrong with it, ranking is then done in full. A ranking is idempotent, so
+A hint never fails a request: whatever goes wrong with it, ranking is then done in full. A ranking is idempotent, so
 it may be sent twice: to the instance of the ticket, and if that cannot be had to the next in the user's order.
 """
 
@@ -53,8 +53,8 @@ class PrefillAnswer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PrefillCall:
-    """What became of a signal: where the request belongs, and the ticket of its prefix if one is computed."""
+class PrefillOutcome:
+    """What became of a hint: where the request belongs, and the ticket of its prefix if one is computed."""
 
     instance: InstanceAddress
     reason: str
@@ -111,7 +111,7 @@ class InstanceClient:
 
     @property
     def loads(self) -> Mapping[str, int]:
-        """Requests under way by instance, as far as this gateway knows."""
+        """requests in flight by instance, as far as this gateway knows."""
         return self._loads
 
     def choose(self, user: int) -> InstanceAddress:
@@ -127,23 +127,23 @@ class InstanceClient:
         finally:
             self._loads[instance.name] -= 1
 
-    async def signal(self, asked: PrefillAnswer, instance: InstanceAddress, *, timeout_s: float) -> PrefillCall:
+    async def prefill(self, asked: PrefillAnswer, instance: InstanceAddress, *, timeout_s: float) -> PrefillOutcome:
         """Asks for the prefix of a user ahead of ranking. Does not raise: without a ticket ranking is done in full.
 
         An instance at which not even the longest history is at risk says so, and for how long it is not asked again.
         """
         until, most = self._quiet.get(instance.name, (0.0, 0))
         if asked.num_candidates <= most and self._clock() < until:
-            return PrefillCall(instance=instance, reason="not_at_risk")
+            return PrefillOutcome(instance=instance, reason="not_at_risk")
         body = asked.body() | {"candidates": asked.num_candidates}
         try:
-            answer = await self._post(instance, "/v1/preinfer", body, timeout_s=timeout_s)
+            answer = await self._post(instance, "/v1/prefill", body, timeout_s=timeout_s)
         except InstanceError as error:
-            return PrefillCall(instance=instance, reason=error.code)
+            return PrefillOutcome(instance=instance, reason=error.code)
         ticket, quiet_s = answer.get("ticket"), answer.get("quiet_s")
         if isinstance(quiet_s, int | float) and quiet_s > 0:
             self._quiet[instance.name] = self._clock() + min(quiet_s, _MAX_QUIET_S), asked.num_candidates
-        return PrefillCall(
+        return PrefillOutcome(
             instance=instance,
             ticket=ticket if isinstance(ticket, str) else None,
             reason=str(answer.get("reason", "")),
@@ -151,11 +151,11 @@ class InstanceClient:
         )
 
     async def rank(
-        self, asked: PrefillAnswer, signal: PrefillCall, items: list[int], k: int | None, *, deadline_s: float
+        self, asked: PrefillAnswer, hint: PrefillOutcome, items: list[int], k: int | None, *, deadline_s: float
     ) -> RankingReply:
         """The ranking of some items, from the second instance if the first fails. Raises RemoteError."""
         end = self._clock() + deadline_s
-        order = self.members.follow(signal.ticket, asked.user, chosen=signal.instance.name, last=self._down())
+        order = self.members.follow(hint.ticket, asked.user, chosen=hint.instance.name, last=self._down())
         order = (order + order[:1])[:2]  # a fleet of one is asked again: the connection may have been old
         body = asked.body() | {"candidates": items, "k": k}
         problems: list[InstanceError] = []
@@ -164,7 +164,7 @@ class InstanceClient:
             if left < _MIN_ATTEMPT_S:
                 break
             left *= self._first_share if number == 0 and len(self.members) > 1 else 1.0
-            own = {"ticket": signal.ticket if number == 0 else None, "deadline_ms": round(left * 1e3, 3)}
+            own = {"ticket": hint.ticket if number == 0 else None, "deadline_ms": round(left * 1e3, 3)}
             try:
                 answer = _ranking(await self._post(instance, "/v1/rank", body | own, timeout_s=left), instance)
             except InstanceError as error:
@@ -179,11 +179,11 @@ class InstanceClient:
             f"no ranking inside {deadline_s * 1e3:.0f} ms: {said}", status=worst.status, code=worst.code
         )
 
-    def release(self, signal: asyncio.Task[PrefillCall]) -> None:
-        """Frees the prefix of a signal, in the background, also one that is still being asked for."""
+    def release(self, hint: asyncio.Task[PrefillOutcome]) -> None:
+        """Frees the prefix of a hint, in the background, also one that is still being asked for."""
 
         async def free() -> None:
-            found = await signal
+            found = await hint
             if found.ticket is not None:
                 await self.release_ticket(found.ticket)
 

@@ -44,7 +44,7 @@ http {{
         proxy_next_upstream error timeout http_502 non_idempotent;
         proxy_next_upstream_tries 2;
         proxy_next_upstream_timeout {2 * timeout_ms}ms;
-        location ~ ^/v1/(preinfer|rank|release)$ {{
+        location ~ ^/v1/(prefill|rank|release)$ {{
             if (${variable} = "") {{
                 return 400 '{{"error": {{"code": "no_user_header", "message": "send the user in the header {HEADER} too"}}}}';
             }}
@@ -53,7 +53,7 @@ http {{
         location = /readyz {{ proxy_pass http://nestpipe; }}
         # Events and invalidations concern every instance, and a proxy sends to one: use the instances' own addresses.
         location / {{
-            return 404 '{{"error": {{"code": "not_routed", "message": "nginx serves /v1/preinfer, /v1/rank and /v1/release"}}}}';
+            return 404 '{{"error": {{"code": "not_routed", "message": "nginx serves /v1/prefill, /v1/rank and /v1/release"}}}}';
         }}
     }}
 }}

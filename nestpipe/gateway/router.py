@@ -162,7 +162,7 @@ class Members:
     ) -> InstanceAddress:
         """Who gets a user's signal: the first in its order whose load is bounded by `spread` times the mean.
 
-        Loads are requests under way. Up to `free` of them the owner always keeps its users: moving has a price too.
+        Loads are requests in flight. Up to `free` of them the owner always keeps its users: moving has a price too.
         """
         order = self.order(user, last=last)
         order = [one for one in order if one.name not in last] or order

@@ -80,7 +80,7 @@ class Admin:
                 new, run, step = await self._loaded(body, RequestFields(body, frozenset({"run", "step"})))
                 self._notes.keep(replace(self._notes.told, run=run, step=step))
                 engine = self._instance.engine
-                engine.use(replace(engine.lineup, main=new))
+                engine.use(replace(engine.versions, main=new))
             case "/compare":
                 body = await read_json(http, max_bytes=4096, timeout_s=5.0)
                 await self._compare(body, RequestFields(body, frozenset({"run", "step", "share"})))
@@ -89,14 +89,14 @@ class Admin:
         engine, notes, share = self._instance.engine, self._notes, fields.share("share")
         if share == 0:
             notes.keep(replace(notes.told, compared=None, compared_step=None, share=0.0))
-            engine.use(ModelVersions(engine.lineup.main))
-        elif not body.keys() & {"run", "step"} and engine.lineup.other is not None:
+            engine.use(ModelVersions(engine.versions.main))
+        elif not body.keys() & {"run", "step"} and engine.versions.other is not None:
             notes.keep(replace(notes.told, share=share))
-            engine.use(replace(engine.lineup, share=share))
+            engine.use(replace(engine.versions, share=share))
         else:
             new, run, step = await self._loaded(body, fields)
             notes.keep(replace(notes.told, compared=run, compared_step=step, share=share))
-            engine.use(replace(engine.lineup, other=new, share=share))
+            engine.use(replace(engine.versions, other=new, share=share))
 
     async def _loaded(self, body: dict[str, Any], fields: RequestFields) -> tuple[ServedModel, str, int | None]:
         """A model, and what it is known by."""

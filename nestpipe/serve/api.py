@@ -1,6 +1,6 @@
 """An instance over HTTP: every field is checked and every limit applied before anything is queued.
 
-    POST /v1/preinfer /v1/rank /v1/release /v1/events /v1/invalidate      GET /healthz /readyz /metrics /openapi.json
+    POST /v1/prefill /v1/rank /v1/release /v1/events /v1/invalidate      GET /healthz /readyz /metrics /openapi.json
 
 A ticket that is forged, expired, or of another process is counted and not used; its request is answered all the same.
 """
@@ -67,13 +67,13 @@ class Instance:
         }
         # As many as may wait and be answered together: more would be read, and their histories parsed, for nothing.
         self._guard = RequestGuard(
-            max_under_way=engine.config.max_queue + engine.config.max_batch,
+            max_in_flight=engine.config.max_queue + engine.config.max_batch,
             max_bytes=self._limits.body_bytes,
             body_s=self._limits.body_s,
         )
         # Writers take turns and wait for the disk: they have places and threads of their own, so that ranks keep theirs.
         self._writes = RequestGuard(
-            max_under_way=_MAX_WRITES, max_bytes=self._limits.body_bytes, body_s=self._limits.body_s
+            max_in_flight=_MAX_WRITES, max_bytes=self._limits.body_bytes, body_s=self._limits.body_s
         )
         self._writers = ThreadPoolExecutor(_NUM_WRITERS, thread_name_prefix="events")
         self.numbers = EngineMetrics(engine)
@@ -82,7 +82,7 @@ class Instance:
     def app(self) -> Starlette:
         """What a server runs."""
         calls: dict[str, Call] = {
-            "preinfer": self._preinfer,
+            "prefill": self._prefill,
             "rank": self._rank,
             "release": self._release,
             "events": self._events,
@@ -99,9 +99,9 @@ class Instance:
         return {
             "instance": self.name,
             "epoch": self.epoch,
-            "model": engine.lineup.main.name,
-            "compared": engine.lineup.other.name if engine.lineup.other else None,
-            "share": engine.lineup.share,
+            "model": engine.versions.main.name,
+            "compared": engine.versions.other.name if engine.versions.other else None,
+            "share": engine.versions.share,
             "models": {one.name: {"answers": dict(one.counts), "costs": one.costs.as_dict()} for one in engine.models},
             "draining": self.is_draining,
             "waiting": engine.num_waiting,
@@ -114,8 +114,8 @@ class Instance:
         count, guard = self.numbers.answers.labels, self._writes if name == "events" else self._guard
         return guard.handler(call, refuse=_refuse, counted=lambda status: count(name, str(status)).inc())
 
-    async def _preinfer(self, body: Body) -> Body:
-        fields = RequestFields(body, self._fields["preinfer"])
+    async def _prefill(self, body: Body) -> Body:
+        fields = RequestFields(body, self._fields["prefill"])
         user, request = fields.integer("user"), fields.text("request")
         hold_s, num_candidates = (
             self.engine.config.device_ttl_s,
@@ -155,7 +155,7 @@ class Instance:
 
     def _quiet_s(self, num_candidates: int) -> float:
         """How long no signals are needed: some time, if they would help no history with any model."""
-        engine, main, other = self.engine, self.engine.lineup.main, self.engine.lineup.other
+        engine, main, other = self.engine, self.engine.versions.main, self.engine.versions.other
         is_quiet = all(
             helps_nobody(
                 engine.trigger,
@@ -171,7 +171,7 @@ class Instance:
     def _at_once(self, user: int, num_events: int, num_candidates: int) -> Reason | None:
         """The first reasons against a prefix, which need neither the events nor the engine: where the relay is of no use,
         a signal costs next to nothing."""
-        engine, served = self.engine, self.engine.lineup.of(user)
+        engine, served = self.engine, self.engine.versions.of(user)
         kept = num_events - truncate(num_events, served.max_len, served.block)
         reason = decide_early(
             engine.trigger, served.costs, queue_ms=engine.queue_ms, num_events=kept, num_candidates=num_candidates

@@ -99,7 +99,7 @@ class GatewayLimits:
     deadline_ms: float = 60_000.0
     write_s: float = 5.0
     """How long an instance may take for events and invalidations."""
-    max_under_way: int = 256
+    max_in_flight: int = 256
     """Requests at once; the next is refused at once, with 429."""
 
 
@@ -113,7 +113,7 @@ class Stages:
     """Deadline of pre-rank."""
     rank_ms: float = 100.0
     """Deadline of ranking, a second attempt included."""
-    signal_ms: float = 5.0
+    prefill_hint_ms: float = 5.0
     """How long ranking waits for a signal that has not been answered when the candidates are there."""
     num_retrieved: int = 512
     """Items that retrieval finds."""
@@ -121,7 +121,7 @@ class Stages:
     """Items that pre-rank leaves for ranking."""
 
     def problems(self) -> Iterator[str]:
-        for name in ("retrieval_ms", "prerank_ms", "rank_ms", "signal_ms"):
+        for name in ("retrieval_ms", "prerank_ms", "rank_ms", "prefill_hint_ms"):
             if not 0 < getattr(self, name) < float("inf"):
                 yield f"{name} is {getattr(self, name)}; it must be above 0 and finite"
         if not 1 <= self.num_candidates <= self.num_retrieved:

@@ -1,9 +1,9 @@
 """One instance: ranks are answered by the best path they can afford, prefixes are computed when nobody waits.
 
-    hit_device -> join -> hit_host -> extend -> full -> shorter -> upstream -> 503
+    hit_device -> join -> hit_host -> extend -> full -> shorter -> fallback -> 503
 
 The first path whose cost fits into what is left of the deadline is taken. The first five give the same scores; `shorter` (the
-last events alone) and `upstream` (the order of the caller) are degraded, and say so. Losing a prefix, a ticket or a tier
+last events alone) and `fallback` (the order of the caller) are degraded, and say so. Losing a prefix, a ticket or a tier
 leads to `full`, never to an error. One thread takes the steps; requests come from any thread and wait for a future.
 """
 
@@ -64,7 +64,7 @@ class Engine(WorkerThread):
         clock: Callable[[], float] = time.monotonic,
     ):
         super().__init__("engine", max_queue=config.max_queue)
-        self.lineup, self.histories = ModelVersions(served), histories
+        self.versions, self.histories = ModelVersions(served), histories
         self.models, self._known = WeakSet([served]), {served.name}  # also old ones that something refers to
         self.config, self.trigger, self.clock = config, trigger, clock
         self.cache = KVCache[KVPrefix](
@@ -83,7 +83,7 @@ class Engine(WorkerThread):
         self._inbox: deque[RankingRequest | PrefillHint] = deque()
         self._ranks: list[RankingRequest] = []  # a heap by deadline
         self._works: deque[PrefillWork] = deque()
-        self._spent: deque[PrefixKey] = deque()  # to demote
+        self._evictable: deque[PrefixKey] = deque()  # to demote
         self._held: dict[str, tuple[ServedModel, PrefixKey, float]] = {}  # request -> what waits for it, until when
         self._looked, self._num_removals = -math.inf, histories.num_removals
 
@@ -106,10 +106,10 @@ class Engine(WorkerThread):
             self.cache.unpin(held[1], request)
         return held is not None
 
-    def use(self, lineup: ModelVersions) -> None:
+    def use(self, versions: ModelVersions) -> None:
         """Answers new requests with other models; what was begun with a model is ended with it."""
-        self.models = WeakSet([*self.models, lineup.main, lineup.other or lineup.main])
-        self.lineup = lineup
+        self.models = WeakSet([*self.models, versions.main, versions.other or versions.main])
+        self.versions = versions
 
     def rank_p99_ms(self) -> float:
         """Of late."""
@@ -126,7 +126,7 @@ class Engine(WorkerThread):
         if plans:
             for mates in self._get_prefixes(plans):  # 3 found on the device, copied from the host, or made longer
                 self._score(mates)  # 4 together: one call of each model with prefixes, and one without
-            if len(self._spent) > self.config.max_batch:
+            if len(self._evictable) > self.config.max_batch:
                 self._demote()  # someone always waits, but the host must get its share
             return True
         return self._demote() or self._prefill()  # 5 nobody waits: one copy to the host, or one chunk of a prefill
@@ -142,7 +142,7 @@ class Engine(WorkerThread):
                 since = self.cache.num_invalidations  # what is made of the events is of that time
                 events = self.histories.of(job.user) if job.history is None else job.history
                 held = self._held.get(job.request)  # what was begun with a model is ended with it
-                served = held[0] if held else self.lineup.of(job.user)
+                served = held[0] if held else self.versions.of(job.user)
                 asked = served.ask(events, job.query_time)
                 if isinstance(job, PrefillHint):
                     if not settle(job.reply, self._decide(job, asked)):
@@ -169,7 +169,7 @@ class Engine(WorkerThread):
             is_other = before != self._known
             self.cache.sweep((lambda key: any(one.ranker.made(key) for one in self.models)) if is_other else None)
             known = self.cache.peek_state
-            self._spent = deque(key for key in self._spent if known(key) is not None)
+            self._evictable = deque(key for key in self._evictable if known(key) is not None)
             self._works = deque(work for work in self._works if known(work.asked.key) is not None)
             self._held = {request: held for request, held in list(self._held.items()) if held[2] > now}
 
@@ -242,7 +242,7 @@ class Engine(WorkerThread):
         return True
 
     def _demote(self) -> bool:
-        return any(self.cache.demote(self._spent.popleft()) for _ in range(len(self._spent)))
+        return any(self.cache.demote(self._evictable.popleft()) for _ in range(len(self._evictable)))
 
     # Ranks.
 
@@ -265,10 +265,10 @@ class Engine(WorkerThread):
                     self._join(rank)
                     plans.append(plan)
                 break
-            elif plans and (total_ms + plan.choice.cost_ms > until_ms or plan.choice.path in {"shorter", "upstream"}):
+            elif plans and (total_ms + plan.choice.cost_ms > until_ms or plan.choice.path in {"shorter", "fallback"}):
                 heapq.heappush(self._ranks, rank)
                 break
-            elif plan.choice.path == "upstream":
+            elif plan.choice.path == "fallback":
                 self._reply(plan, np.zeros(len(rank.items)))
             else:
                 self._note_wait(rank)
@@ -416,13 +416,13 @@ class Engine(WorkerThread):
 
     def _reply(self, plan: RankingPlan, scores: Any) -> None:
         rank, path = plan.rank, plan.choice.path
-        if path == "upstream" or not np.isfinite(scores).all():
-            path, plan.prefix, scores = "upstream", None, np.zeros(len(rank.items))
-        if path in {"shorter", "upstream"}:
+        if path == "fallback" or not np.isfinite(scores).all():
+            path, plan.prefix, scores = "fallback", None, np.zeros(len(rank.items))
+        if path in {"shorter", "fallback"}:
             plan.asked.served.costs.relax()
         self.cache.unpin(plan.asked.key, rank, consumed=path in HITS)
-        if path in HITS and plan.asked.key not in self._spent:
-            self._spent.append(plan.asked.key)
+        if path in HITS and plan.asked.key not in self._evictable:
+            self._evictable.append(plan.asked.key)
         self.release(rank.request)
         total_ms = 1000 * (self.clock() - rank.arrived)
         self._latencies.note(total_ms)

@@ -55,7 +55,7 @@ class GenerativeInstance:
         self._fields = {call: frozenset(own) for call, (own, _) in taken.items()}
         self._openapi = generative_document(taken)
         self._guard = RequestGuard(
-            max_under_way=config.max_queue + config.max_batch,
+            max_in_flight=config.max_queue + config.max_batch,
             max_bytes=self._limits.body_bytes,
             body_s=self._limits.body_s,
         )

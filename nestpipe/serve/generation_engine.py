@@ -130,7 +130,7 @@ class Generator(WorkerThread):
         )
         self.counts: Counter[tuple[str, str]] = Counter()  # ('path' or 'instruction', which): how often
         self._queue: list[GenerationRequest] = []  # a heap by deadline
-        self._spent: deque[PrefixKey] = deque()  # to demote
+        self._evictable: deque[PrefixKey] = deque()  # to demote
         self._looked, self._num_removals = -math.inf, histories.num_removals
 
     # From any thread.
@@ -153,7 +153,7 @@ class Generator(WorkerThread):
         ready = [plan for plan in plans if self._remember(plan)]  # 2 memories: found, copied from the host, or encoded
         for width in sorted({plan.choice.width for plan in ready}):
             self._decode([plan for plan in ready if plan.choice.width == width], width)  # 3 one search for all of them
-        while len(self._spent) > self.config.max_batch:
+        while len(self._evictable) > self.config.max_batch:
             self._demote()  # someone always waits, but the host must get its share
         return bool(plans) or self._demote()  # 4 nobody waits: a memory that was used goes to the host
 
@@ -163,7 +163,7 @@ class Generator(WorkerThread):
         if self.histories.num_removals != self._num_removals:
             self._num_removals = self.histories.num_removals
             self.cache.invalidate()
-            self._spent.clear()
+            self._evictable.clear()
         if (now := self.clock()) - self._looked > _LOOK_S:
             self._looked = now
             self.cache.sweep()
@@ -264,8 +264,8 @@ class Generator(WorkerThread):
         return memory, "full" if path in {"hit_device", "hit_host"} else path
 
     def _spend(self, key: PrefixKey) -> None:
-        if key not in self._spent:
-            self._spent.append(key)
+        if key not in self._evictable:
+            self._evictable.append(key)
 
     def _steer(self, job: GenerationRequest) -> tuple[Steering, Provenance]:
         number = None if job.scenario is None else self.scenarios[job.scenario]
@@ -332,8 +332,8 @@ class Generator(WorkerThread):
         settle(job.reply, answer)
 
     def _demote(self) -> bool:
-        while self._spent:
-            if self.cache.demote(self._spent.popleft()):
+        while self._evictable:
+            if self.cache.demote(self._evictable.popleft()):
                 return True
         return False
 

@@ -102,7 +102,7 @@ def _sample_users(histories: UserHistories) -> list[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionRecord:
-    """Folders and steps of the models of a lineup; no `run` is the one that the process was started with."""
+    """Folders and steps of the models of a versions; no `run` is the one that the process was started with."""
 
     run: str | None = None
     step: int | None = None
@@ -128,7 +128,7 @@ class VersionFile:
 
     def follow(self, engine: Engine, load: Load) -> None:
         """Gives an engine the models; if those of the file cannot be had, those of the command line. Raises what loading raises."""
-        before = engine.lineup
+        before = engine.versions
         try:
             _use(engine, self.told, load)
         except (NestPipeError, OSError) as error:
@@ -144,7 +144,7 @@ def _use(engine: Engine, told: VersionRecord, load: Load) -> None:
     if told.run is not None:
         engine.use(ModelVersions(load(Path(told.run), told.step)))
     if told.compared is not None:
-        engine.use(ModelVersions(engine.lineup.main, load(Path(told.compared), told.compared_step), told.share))
+        engine.use(ModelVersions(engine.versions.main, load(Path(told.compared), told.compared_step), told.share))
 
 
 def _read(path: Path | None) -> VersionRecord | None:

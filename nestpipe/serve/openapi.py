@@ -48,7 +48,7 @@ def bodies(schema: Schema, limits: Limits) -> dict[str, tuple[Properties, list[s
     count = {"type": "integer", "minimum": 1, "maximum": limits.candidates}
     rank = {**asked, "candidates": items, "k": given, "ticket": {**ticket, "type": ["string", "null"]}}
     return {
-        "preinfer": ({**asked, "candidates": count}, ["user", "request", "candidates"]),
+        "prefill": ({**asked, "candidates": count}, ["user", "request", "candidates"]),
         "rank": ({**rank, "deadline_ms": _deadline(limits)}, ["user", "request", "candidates"]),
         "release": ({"ticket": ticket}, ["ticket"]),
         **_writes(schema, limits),
@@ -93,7 +93,7 @@ def _deadline(limits: Limits) -> Properties:
 
 
 _ANSWERS: dict[str, tuple[str, Properties]] = {
-    "preinfer": (
+    "prefill": (
         "Says ahead that a ranking will follow, so that its prefix may be computed meanwhile.",
         {
             "ticket": {"type": ["string", "null"]},
@@ -180,7 +180,7 @@ def gateway_bodies(limits: GatewayLimits) -> dict[str, tuple[Properties, list[st
     }
     return {
         "recommend": ({**asked, "k": count, "exclude": items}, ["user"]),
-        "preinfer": ({**asked, "candidates": {**count, "maximum": limits.max_candidates}}, ["user", "candidates"]),
+        "prefill": ({**asked, "candidates": {**count, "maximum": limits.max_candidates}}, ["user", "candidates"]),
         "rank": (rank, ["user", "candidates"]),
         "release": ({"ticket": ticket}, ["ticket"]),
         "events": ({"events": _list({"type": "object"}, limits.max_events)}, ["events"]),
@@ -192,13 +192,14 @@ def gateway_document(limits: GatewayLimits) -> dict[str, Any]:
     """The document of a gateway."""
     said = {"instances": {"type": "array", "items": _TEXT}}
     texts = {
-        name: {"type": kind} for name, kind in (("request", "string"), ("signal", "string"), ("problem", "string"))
+        name: {"type": kind}
+        for name, kind in (("request", "string"), ("prefill_hint", "string"), ("problem", "string"))
     }
     more = {"instance": {"type": ["string", "null"]}, "attempts": {"type": "integer"}, "stages": {"type": "object"}}
-    text, said_ahead = _ANSWERS["preinfer"]
+    text, said_ahead = _ANSWERS["prefill"]
     answers = {
         **_ANSWERS,
-        "preinfer": (text, {name: one for name, one in said_ahead.items() if name != "quiet_s"}),
+        "prefill": (text, {name: one for name, one in said_ahead.items() if name != "quiet_s"}),
         "recommend": ("Recommends items through the whole cascade.", {**_ANSWERS["rank"][1], **texts, **more}),
         "events": (_ANSWERS["events"][0], said),
         "invalidate": (_ANSWERS["invalidate"][0], said),

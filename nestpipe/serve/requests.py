@@ -18,7 +18,7 @@ from nestpipe.serve.kv_cache import CacheEntry, EntryState
 from nestpipe.serve.prefill import HistoryRequest
 from nestpipe.serve.prefill_policy import Kind, RankingCosts, Reason
 
-Path = Literal["hit_device", "join", "hit_host", "extend", "full", "shorter", "upstream"]
+Path = Literal["hit_device", "join", "hit_host", "extend", "full", "shorter", "fallback"]
 _BOTH: tuple[Kind, Kind] = ("hit", "full")
 HITS = frozenset({"hit_device", "join", "hit_host", "extend"})
 
@@ -60,7 +60,7 @@ class RankingAnswer:
 
     @property
     def degraded(self) -> bool:
-        return self.path in {"shorter", "upstream"}
+        return self.path in {"shorter", "fallback"}
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -147,7 +147,7 @@ def choose(
     for kept in range(num_events - block, 0, -block):
         if (cost_ms := costs.usual_ms("full", kept, num_candidates)) <= slack_ms:
             return RankingPath("shorter", cost_ms, kept)
-    return RankingPath("upstream", 0.0)
+    return RankingPath("fallback", 0.0)
 
 
 _FEW = 32  # of which no percentile says anything

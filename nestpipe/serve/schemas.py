@@ -143,11 +143,11 @@ Refuse = Callable[[NestPipeError], tuple[int, str] | None]
 
 
 class RequestGuard:
-    """What stands before the calls of a service: a limit to requests under way, then to the size and time of a body."""
+    """What stands before the calls of a service: a limit to requests in flight, then to the size and time of a body."""
 
-    def __init__(self, *, max_under_way: int, max_bytes: int, body_s: float):
-        self._max_under_way, self._max_bytes, self._body_s = max_under_way, max_bytes, body_s
-        self.num_under_way = 0
+    def __init__(self, *, max_in_flight: int, max_bytes: int, body_s: float):
+        self._max_in_flight, self._max_bytes, self._body_s = max_in_flight, max_bytes, body_s
+        self.num_in_flight = 0
 
     def handler(self, call: Call, *, refuse: Refuse, counted: Callable[[int], object]) -> Handler:
         """Answers with what a call gives. Errors become answers too: `refuse` says the status and code of those it knows."""
@@ -174,15 +174,15 @@ class RequestGuard:
 
     async def run(self, http: Request, call: Call) -> dict[str, Any]:
         """The answer of a call, which ends when the client leaves; raises BadRequestError and what the call raises."""
-        if self.num_under_way >= self._max_under_way:
-            message = f"{self._max_under_way} requests are under way; try again in a second."
+        if self.num_in_flight >= self._max_in_flight:
+            message = f"{self._max_in_flight} requests are in flight; try again in a second."
             raise BadRequestError(message, status=429, code="overloaded")
-        self.num_under_way += 1
+        self.num_in_flight += 1
         try:
             body = await read_json(http, max_bytes=self._max_bytes, timeout_s=self._body_s)
             return await unless_gone(http, call(body))
         finally:
-            self.num_under_way -= 1
+            self.num_in_flight -= 1
 
 
 def lacks_token(http: Request, token: str) -> Response | None:

@@ -27,7 +27,9 @@ from tests.gateway.fake_instances import FakeInstance, true_ranking, true_score
 ITEMS = np.arange(100, 400)
 VECTORS = np.random.default_rng(0).standard_normal((300, 8), dtype=np.float32)
 # Roomy, because machines that run tests are busy; what must be fast has its own numbers below.
-STAGES = Stages(retrieval_ms=2000, prerank_ms=2000, rank_ms=4000, signal_ms=1000, num_retrieved=60, num_candidates=20)
+STAGES = Stages(
+    retrieval_ms=2000, prerank_ms=2000, rank_ms=4000, prefill_hint_ms=1000, num_retrieved=60, num_candidates=20
+)
 USER = 5
 TLS = ssl.create_default_context()  # made once: it reads all certificates
 
@@ -131,7 +133,7 @@ def test_all_stages_answer_with_their_times_and_the_prefix_is_used_and_released(
         ("rank", 10),
     ]
     assert all(0 < took.ms < took.deadline_ms for took in answer.stages.values())
-    assert fleet[0].paths() == ["preinfer", "rank"]
+    assert fleet[0].paths() == ["prefill", "rank"]
     assert not fleet[0].pinned
     assert not fleet[1].calls
 
@@ -139,7 +141,7 @@ def test_all_stages_answer_with_their_times_and_the_prefix_is_used_and_released(
 def test_the_signal_goes_out_before_retrieval_is_done(fleet):
     async def act(cascade: Cascade, upstream: Watched) -> CascadeAnswer:
         async def until_signalled() -> None:
-            while "preinfer" not in fleet[0].paths():
+            while "prefill" not in fleet[0].paths():
                 await asyncio.sleep(0.002)
 
         upstream.before["retrieval"] = until_signalled
@@ -148,7 +150,7 @@ def test_the_signal_goes_out_before_retrieval_is_done(fleet):
     assert_right(run(fleet, act))
 
 
-def test_the_load_counts_requests_under_way_and_moves_the_next_signal(fleet):
+def test_the_load_counts_requests_in_flight_and_moves_the_next_signal(fleet):
     async def act(cascade: Cascade, upstream: Watched) -> list[CascadeAnswer]:
         fleet[0].delay_s["rank"] = 0.2
         many = [cascade.recommend(CascadeRequest(user=USER, request=f"r{n}")) for n in range(6)]
@@ -165,11 +167,11 @@ def test_the_load_counts_requests_under_way_and_moves_the_next_signal(fleet):
 
 @pytest.mark.parametrize("fault", ["refused signal", "slow signal", "clock an hour ahead", "clock an hour back"])
 def test_without_a_prefix_ranking_is_done_in_full(fleet, fault):
-    stages = replace(STAGES, signal_ms=20.0)
+    stages = replace(STAGES, prefill_hint_ms=20.0)
     if fault == "refused signal":
-        fleet[0].status["preinfer"] = 429
+        fleet[0].status["prefill"] = 429
     elif fault == "slow signal":
-        fleet[0].delay_s["preinfer"] = 0.3
+        fleet[0].delay_s["prefill"] = 0.3
     else:
         jump = 3600 if fault == "clock an hour ahead" else -3600
         fleet[0].clock = chain([1e9], repeat(1e9 + jump)).__next__  # between signing and verifying
@@ -237,7 +239,7 @@ def test_a_fleet_that_cannot_rank_answers_in_the_order_of_prerank(fleet):
     for one in fleet:
         one.status["rank"] = 503
     answer = ask(fleet)
-    assert (answer.path, answer.degraded, answer.problem, answer.instance) == ("upstream", True, "injected", None)
+    assert (answer.path, answer.degraded, answer.problem, answer.instance) == ("fallback", True, "injected", None)
     assert set(answer.items) <= set(ITEMS.tolist()) - set(ITEMS[USER : USER + 10].tolist())
     assert answer.scores == sorted(answer.scores, reverse=True)
     assert sum(one.paths().count("rank") for one in fleet) == 2, "one retry, no more"
@@ -272,7 +274,7 @@ def test_a_stage_that_fails_or_is_late_ends_the_request_and_releases_the_prefix(
     with pytest.raises(StageError, match=message) as caught:
         run(fleet, act, stages=stages)
     assert caught.value.stage == stage
-    assert fleet[0].paths() == ["preinfer", "release"]
+    assert fleet[0].paths() == ["prefill", "release"]
     assert not fleet[0].pinned
 
 
@@ -291,7 +293,7 @@ def test_a_request_cancelled_in_any_stage_leaves_no_pin(fleet, stage):
         if stage == "rank":
             fleet[0].delay_s["rank"] = 3.0
         else:
-            fleet[0].delay_s["preinfer"] = 0.1 if stage == "signal" else 0.0
+            fleet[0].delay_s["prefill"] = 0.1 if stage == "signal" else 0.0
             upstream.before["prerank" if stage == "prerank" else "retrieval"] = hang
         task = asyncio.create_task(cascade.recommend(CascadeRequest(user=USER, request="r")))
         while not reached.is_set() and "rank" not in fleet[0].paths():

@@ -28,7 +28,7 @@ from nestpipe.client import Client, ServiceError
 from nestpipe.gateway.candidates import ExactIndex, PastReader, Retriever, mean_encoder
 from nestpipe.gateway.cascade import Cascade, CascadeAnswer, CascadeRequest, LocalCandidateStages
 from nestpipe.gateway.gateway import Gateway
-from nestpipe.gateway.instance_client import InstanceClient, PrefillAnswer, PrefillCall, RankingReply
+from nestpipe.gateway.instance_client import InstanceClient, PrefillAnswer, PrefillOutcome, RankingReply
 from nestpipe.gateway.router import MAX_TICKET_S, Members, _decode, sign
 from nestpipe.gateway.router import InstanceAddress as Member
 from nestpipe.serve.api import Instance, _holder
@@ -43,7 +43,7 @@ USERS = list(range(24))
 EXACT = 1e-5  # of scores of order one in 32 bits: the contract's tolerance
 # The machine may be busy; what is tested is that nothing is wrong, not that it is fast.
 STAGES = Stages(
-    retrieval_ms=60_000, prerank_ms=60_000, rank_ms=60_000, signal_ms=5000, num_retrieved=30, num_candidates=12
+    retrieval_ms=60_000, prerank_ms=60_000, rank_ms=60_000, prefill_hint_ms=5000, num_retrieved=30, num_candidates=12
 )
 
 
@@ -86,7 +86,7 @@ class Node:
         self.engine.use(ModelVersions(self.load(folder)))
 
     def compare(self, folder: Path) -> None:
-        self.engine.use(ModelVersions(self.engine.lineup.main, self.load(folder), 0.5))
+        self.engine.use(ModelVersions(self.engine.versions.main, self.load(folder), 0.5))
 
     @property
     def member(self) -> Member:
@@ -117,10 +117,10 @@ class Meddling(InstanceClient):
         self._stages = stages
         self.damaged: set[str] = set()  # who a prefix is held for whose ticket nobody can bring back
 
-    async def signal(self, asked: PrefillAnswer, instance: Member, *, timeout_s: float) -> PrefillCall:
+    async def prefill(self, asked: PrefillAnswer, instance: Member, *, timeout_s: float) -> PrefillOutcome:
         if asked.request.startswith("leaves-signal-"):
             self._stages.reached["signal"].set()
-        found = await super().signal(asked, instance, timeout_s=timeout_s)
+        found = await super().prefill(asked, instance, timeout_s=timeout_s)
         self.num_signals += 1
         if found.ticket is None or (self.num_signals % 3 and self.num_signals % 4):
             return found

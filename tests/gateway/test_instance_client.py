@@ -27,7 +27,7 @@ def test_an_instance_that_needs_no_signals_gets_none_for_as_long_as_it_said():
 
         async def ask(count: int) -> str:
             asked = PrefillAnswer(user=1, request="r", num_candidates=count)
-            return (await remote.signal(asked, one, timeout_s=5.0)).reason
+            return (await remote.prefill(asked, one, timeout_s=5.0)).reason
 
         assert [await ask(128), await ask(128), await ask(64)] == ["not_at_risk"] * 3
         assert sent == [128], "the others are as little at risk"

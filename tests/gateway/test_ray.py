@@ -114,7 +114,7 @@ class World:
     def signals(self, request):
         """The answer to the signal of every user."""
         return {
-            user: self._client.preinfer(user, request=request, candidates=NUM_ITEMS, query_time=ASKED) for user in USERS
+            user: self._client.prefill(user, request=request, candidates=NUM_ITEMS, query_time=ASKED) for user in USERS
         }
 
     def ranks(self, request, signals):

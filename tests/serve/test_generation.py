@@ -355,7 +355,7 @@ def test_under_steady_load_memories_reach_the_host_and_nothing_piles_up(run, ser
     for turn in range(30):
         submit(generator, turn % 20)
         assert generator.step()
-    assert len(generator._spent) <= 2
+    assert len(generator._evictable) <= 2
     assert generator.cache.host.copies >= 18
 
 

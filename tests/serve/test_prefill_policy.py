@@ -184,8 +184,8 @@ SIZED = [
         (None, 100.0, {}, "full"),
         (EntryState.COMPUTING, 71.0, {}, "shorter"),
         (None, 71.0, {}, "shorter"),
-        (EntryState.READY, 1.0, {}, "upstream"),
-        (None, 5.0, {}, "upstream"),
+        (EntryState.READY, 1.0, {}, "fallback"),
+        (None, 5.0, {}, "fallback"),
     ],
 )
 def test_the_first_path_that_fits(state, slack, more, path):
