@@ -12,16 +12,35 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
+import msgspec
+from msgspec import Struct
 
 from nestpipe.errors import NestPipeError
 from nestpipe.gateway.router import InstanceAddress, Members, peek_instance
+from nestpipe.serve.schemas import (
+    ErrorReply,
+    InstancePrefillReply,
+    PrefillRequest,
+    Problem,
+    RankedItems,
+    RankRequest,
+    ReleaseRequest,
+)
 
 _MIN_ATTEMPT_S = 0.002  # with less time left an answer cannot come
+_JSON = {"content-type": "application/json"}
 _MAX_QUIET_S = 5.0  # that an instance may ask for
 _TIMEOUTS = 3  # in a row, and an instance is thought to be down; slow ones keep their users
+
+
+Answer = TypeVar("Answer", bound=Struct)
+
+
+class _AnyAnswer(Struct):
+    """A JSON object whose fields do not matter."""
 
 
 class InstanceError(NestPipeError):
@@ -38,21 +57,6 @@ class InstanceError(NestPipeError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PrefillAnswer:
-    """What a request needs at every instance."""
-
-    user: int
-    request: str
-    num_candidates: int
-    query_time: int | None = None
-    history: list[Any] | None = None
-
-    def body(self) -> dict[str, Any]:
-        own: dict[str, Any] = {"user": self.user, "request": self.request, "query_time": self.query_time}
-        return own if self.history is None else own | {"history": self.history}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillOutcome:
     """What became of a hint: where the request belongs, and the ticket of its prefix if one is computed."""
 
@@ -66,7 +70,7 @@ class PrefillOutcome:
 class RankingReply:
     """An instance's answer to a ranking, and how it was got."""
 
-    answer: dict[str, Any]
+    answer: RankedItems
     instance: str
     num_attempts: int
 
@@ -127,56 +131,50 @@ class InstanceClient:
         finally:
             self._loads[instance.name] -= 1
 
-    async def prefill(self, asked: PrefillAnswer, instance: InstanceAddress, *, timeout_s: float) -> PrefillOutcome:
-        """Asks for the prefix of a user ahead of ranking. Does not raise: without a ticket ranking is done in full.
+    async def prefill(self, hint: PrefillRequest, instance: InstanceAddress, *, timeout_s: float) -> PrefillOutcome:
+        """Sends a prefill hint. Never raises: without a ticket the ranking is done in full.
 
-        An instance at which not even the longest history is at risk says so, and for how long it is not asked again.
+        An instance that would admit no hint says for how long, and gets none until then.
         """
         until, most = self._quiet.get(instance.name, (0.0, 0))
-        if asked.num_candidates <= most and self._clock() < until:
+        if hint.candidates <= most and self._clock() < until:
             return PrefillOutcome(instance=instance, reason="not_at_risk")
-        body = asked.body() | {"candidates": asked.num_candidates}
         try:
-            answer = await self._post(instance, "/v1/prefill", body, timeout_s=timeout_s)
+            answer = await self._post(instance, "/v1/prefill", hint, InstancePrefillReply, timeout_s=timeout_s)
         except InstanceError as error:
             return PrefillOutcome(instance=instance, reason=error.code)
-        ticket, quiet_s = answer.get("ticket"), answer.get("quiet_s")
-        if isinstance(quiet_s, int | float) and quiet_s > 0:
-            self._quiet[instance.name] = self._clock() + min(quiet_s, _MAX_QUIET_S), asked.num_candidates
-        return PrefillOutcome(
-            instance=instance,
-            ticket=ticket if isinstance(ticket, str) else None,
-            reason=str(answer.get("reason", "")),
-            epoch=str(answer.get("epoch", "")),
-        )
+        if answer.quiet_s > 0:
+            self._quiet[instance.name] = self._clock() + min(answer.quiet_s, _MAX_QUIET_S), hint.candidates
+        return PrefillOutcome(instance=instance, ticket=answer.ticket, reason=answer.reason, epoch=answer.epoch)
 
-    async def rank(
-        self, asked: PrefillAnswer, hint: PrefillOutcome, items: list[int], k: int | None, *, deadline_s: float
-    ) -> RankingReply:
-        """The ranking of some items, from the second instance if the first fails. Raises RemoteError."""
+    async def rank(self, request: RankRequest, chosen: InstanceAddress, *, deadline_s: float) -> RankingReply:
+        """The ranking of a request, from the second instance if the first fails. Raises InstanceError."""
         end = self._clock() + deadline_s
-        order = self.members.follow(hint.ticket, asked.user, chosen=hint.instance.name, last=self._down())
-        order = (order + order[:1])[:2]  # a fleet of one is asked again: the connection may have been old
-        body = asked.body() | {"candidates": items, "k": k}
+        order = self.members.follow(request.ticket, request.user, chosen=chosen.name, last=self._down())
+        order = (order + order[:1])[:2]  # a single instance is tried twice: its connection may have been stale
         problems: list[InstanceError] = []
         for number, instance in enumerate(order):
             left = end - self._clock()
             if left < _MIN_ATTEMPT_S:
                 break
             left *= self._first_share if number == 0 and len(self.members) > 1 else 1.0
-            own = {"ticket": hint.ticket if number == 0 else None, "deadline_ms": round(left * 1e3, 3)}
+            ticket = request.ticket if number == 0 else None
+            attempt = msgspec.structs.replace(request, ticket=ticket, deadline_ms=round(left * 1e3, 3))
             try:
-                answer = _ranking(await self._post(instance, "/v1/rank", body | own, timeout_s=left), instance)
+                answer = await self._post(instance, "/v1/rank", attempt, RankedItems, timeout_s=left)
+                if len(answer.items) != len(answer.scores):
+                    message = f"{instance.name} gave a ranking without a score for each item"
+                    raise InstanceError(message, status=502, code="bad_answer")
             except InstanceError as error:
                 if error.is_final:
                     raise
                 problems.append(error)
                 continue
             return RankingReply(answer=answer, instance=instance.name, num_attempts=number + 1)
-        said = "; ".join(map(str, problems)) or "no time was left"
-        worst = problems[-1] if problems else InstanceError("", code="deadline")
+        reasons = "; ".join(map(str, problems)) or "no time was left"
+        last = problems[-1] if problems else InstanceError("", code="deadline")
         raise InstanceError(
-            f"no ranking inside {deadline_s * 1e3:.0f} ms: {said}", status=worst.status, code=worst.code
+            f"no ranking inside {deadline_s * 1e3:.0f} ms: {reasons}", status=last.status, code=last.code
         )
 
     def release(self, hint: asyncio.Task[PrefillOutcome]) -> None:
@@ -199,7 +197,7 @@ class InstanceClient:
         if instance is None:
             return False
         try:
-            await self._post(instance, "/v1/release", {"ticket": ticket}, timeout_s=1.0)
+            await self._post(instance, "/v1/release", ReleaseRequest(ticket), _AnyAnswer, timeout_s=1.0)
         except InstanceError:
             return False
         return True
@@ -235,12 +233,10 @@ class InstanceClient:
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
-    async def broadcast(
-        self, path: str, body: Mapping[str, Any], *, timeout_s: float
-    ) -> dict[str, InstanceError | None]:
+    async def broadcast(self, path: str, request: Struct, *, timeout_s: float) -> dict[str, InstanceError | None]:
         """Sends the same to all members at once; what went wrong, by instance."""
         instances = list(self.members)
-        calls = [self._post(one, path, body, timeout_s=timeout_s) for one in instances]
+        calls = [self._post(one, path, request, _AnyAnswer, timeout_s=timeout_s) for one in instances]
         said = await asyncio.gather(*calls, return_exceptions=True)
         found: dict[str, InstanceError | None] = {}
         for one, result in zip(instances, said, strict=True):
@@ -249,13 +245,13 @@ class InstanceClient:
             found[one.name] = result if isinstance(result, InstanceError) else None
         return found
 
-    async def to_any(self, path: str, body: Mapping[str, Any], *, timeout_s: float) -> str:
+    async def to_any(self, path: str, request: Struct, *, timeout_s: float) -> str:
         """Sends to the least busy member that takes it, and says which; raises RemoteError if none does, or the body is refused."""
         down, problem = self._down(), InstanceError("there are no instances")
         for instance in sorted(self.members, key=lambda one: (one.name in down, self._loads[one.name])):
             try:
                 with self.holding(instance):
-                    await self._post(instance, path, body, timeout_s=timeout_s)
+                    await self._post(instance, path, request, _AnyAnswer, timeout_s=timeout_s)
             except InstanceError as error:
                 if error.is_final:
                     raise
@@ -274,16 +270,18 @@ class InstanceClient:
         return self._unready | {name for name, until in self._suspects.items() if until > now}
 
     async def _post(
-        self, instance: InstanceAddress, path: str, body: Mapping[str, Any], *, timeout_s: float
-    ) -> dict[str, Any]:
-        """A JSON answer. Raises RemoteError; who could not be reached is asked last for a while."""
+        self, instance: InstanceAddress, path: str, request: Struct, answer: type[Answer], *, timeout_s: float
+    ) -> Answer:
+        """The answer of an instance. Raises InstanceError; an instance that was not reached is suspect for a while."""
         where = f"{instance.name} ({instance.url}{path})"
         try:
             async with asyncio.timeout(timeout_s):
-                answer = await self._client.post(instance.url + path, json=body)
+                reply = await self._client.post(
+                    instance.url + path, content=msgspec.json.encode(request), headers=_JSON
+                )
         except TimeoutError:
             self._timeouts[instance.name] += 1
-            if self._timeouts[instance.name] >= _TIMEOUTS:  # one is slow, more are gone
+            if self._timeouts[instance.name] >= _TIMEOUTS:
                 self._suspects[instance.name] = self._clock() + self._suspect_s
             raise InstanceError(
                 f"{where} gave no answer in {timeout_s * 1e3:.0f} ms", status=504, code="timeout"
@@ -294,26 +292,21 @@ class InstanceClient:
         self._suspects.pop(instance.name, None)
         self._timeouts.pop(instance.name, None)
         try:
-            content = answer.json()
-        except ValueError:
-            content = None
-        if not isinstance(content, dict):
-            raise InstanceError(
-                f"{where} answered {answer.status_code} without a JSON object", status=502, code="bad_answer"
-            )
-        if answer.status_code == 200:
-            return content
-        problem = content.get("error")
-        problem = problem if isinstance(problem, dict) else {}
-        message = f"{where} answered {answer.status_code}: {problem.get('message', 'no reason given')}"
-        raise InstanceError(message, status=answer.status_code, code=str(problem.get("code", "error")))
+            if reply.status_code == 200:
+                return msgspec.json.decode(reply.content, type=answer)
+            problem = _problem_in(reply.content)
+        except (ValueError, RecursionError) as error:
+            message = f"{where} answered {reply.status_code}, but not as documented ({error})"
+            raise InstanceError(message, status=502, code="bad_answer") from None
+        raise InstanceError(
+            f"{where} answered {reply.status_code}: {problem.message}", status=reply.status_code, code=problem.code
+        )
 
 
-def _ranking(answer: dict[str, Any], instance: InstanceAddress) -> dict[str, Any]:
-    """An answer that has what a ranking must have; raises RemoteError."""
-    kinds = {"items": list, "scores": list, "path": str, "prefix_len": int, "degraded": bool, "model": str}
-    wrong = [name for name, kind in kinds.items() if not isinstance(answer.get(name), kind)]
-    if wrong or len(answer["items"]) != len(answer["scores"]):
-        message = f"{instance.name} gave a ranking without {', '.join(wrong) or 'a score for each item'}"
-        raise InstanceError(message, status=502, code="bad_answer")
-    return answer
+def _problem_in(content: bytes) -> Problem:
+    """The error that a refusal names; raises ValueError unless it is a JSON object."""
+    try:
+        return msgspec.json.decode(content, type=ErrorReply).error
+    except msgspec.ValidationError:
+        msgspec.json.decode(content, type=_AnyAnswer)
+        return Problem("error", "no reason given")

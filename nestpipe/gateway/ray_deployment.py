@@ -13,10 +13,11 @@ from ray import serve
 from ray.serve.config import RequestRouterConfig
 from starlette.applications import Starlette
 
-from nestpipe.serve.api import Body, Instance
+from nestpipe.serve.api import Instance
 from nestpipe.serve.arguments import ServeArguments, parse
 from nestpipe.serve.open_service import open_engine, open_run
-from nestpipe.serve.schemas import BadRequestError, RequestFields
+from nestpipe.serve.request_errors import BadRequestError
+from nestpipe.serve.schemas import InvalidateReply, InvalidateRequest
 from nestpipe.serve.service_folder import kept_secret
 
 ROUTER = "nestpipe.gateway.ray_router.UserRouter"
@@ -26,16 +27,15 @@ _STOP_S = 10.0
 class RayInstance(Instance):
     """An instance whose invalidations reach every replica, wherever the call arrives."""
 
-    async def _invalidate(self, body: Body) -> Body:
-        user = RequestFields(body, self._fields["invalidate"]).integer("user")
+    async def _invalidate(self, request: InvalidateRequest) -> InvalidateReply:
         here = serve.get_replica_context()
         handle = serve.get_deployment_handle(here.deployment, here.app_name)
         try:
-            found = await handle.broadcast("invalidate", user).results_async()
+            found = await handle.broadcast("invalidate", request.user).results_async()
         except Exception as error:
-            message = f"not every replica could be told ({type(error).__name__}); send it again."
+            message = f"not every replica was reached ({type(error).__name__}); send it again."
             raise BadRequestError(message, status=503, code="unreachable") from error
-        return {"entries": sum(found)}
+        return InvalidateReply(sum(found))
 
 
 class Replica:

@@ -17,23 +17,15 @@ import hashlib
 import hmac
 import json
 import math
-import re
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 
 from nestpipe.errors import NestPipeError
 from nestpipe.rng import GOLDEN, hash_text, mix64
+from nestpipe.serve.config import MAX_TICKET_CHARS, MAX_TICKET_S
 
 VERSION = "v1"
-USER_HEADER = "X-Nestpipe-User"
-"""For nginx, which hashes it."""
-SESSION_HEADER = "X-Session-Id"
-"""Ray Serve's own name for it."""
-MAX_TICKET_CHARS = 1024
-MAX_TICKET_S = 300.0
-"""A ticket that would live longer was made under another clock; clocks that jump back must not make tickets immortal."""
 _MIN_SECRET_BYTES = 16
-_TICKET = re.compile(rf"[\w.-]{{1,{MAX_TICKET_CHARS}}}", re.ASCII)
 _MAX_USER_CHARS = 20  # of 64 bits with a sign
 _MAX_TIME = 2.0**53  # NaN and infinity compare false too
 
@@ -190,17 +182,8 @@ class Members:
         return self._instances[name]
 
 
-def session_of(user: int | None, ticket: str | None = None) -> str:
-    """Where a request belongs, in one text, for those who route by a header: 'USER', 'USER/TICKET' or '/TICKET'.
-
-    A text that is no ticket is left out: it need not be one that a header can have.
-    """
-    is_ticket = _TICKET.fullmatch(ticket or "") is not None
-    return f"{'' if user is None else user}{f'/{ticket}' if is_ticket else ''}"
-
-
 def order_of(session: str, loads: Mapping[str, int], *, request: str) -> list[str]:
-    """The names of all instances in the order to try them, from such a text, whatever a caller has written there.
+    """The names of all instances in the order to try them, from the text of `session_of`, whatever a caller has written.
 
     A request of nobody goes by its own id: anywhere.
     """

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from nestpipe.gateway.router import MAX_TICKET_S
-
+MAX_TICKET_CHARS = 1024
+MAX_TICKET_S = 300.0
+"""A ticket that would live longer was made under another clock; clocks that jump back must not make tickets immortal."""
 BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
 """Of all histograms of times."""
 

@@ -16,7 +16,9 @@ from starlette.routing import Route
 
 from nestpipe.data.sequences import Sequences
 from nestpipe.gateway.candidates import PastEvents
-from nestpipe.serve.schemas import BadRequestError, RequestFields, read_json
+from nestpipe.serve.request_errors import BadRequestError
+from nestpipe.serve.request_guard import parse, read_json, refuse_with
+from nestpipe.serve.schemas import ItemNamesRequest
 
 _SHOWN_EVENTS = 20
 _SHOWN_USERS = 50
@@ -67,7 +69,7 @@ class DemoPage:
     async def _names(self, http: Request) -> Response:
         try:
             body = await read_json(http, max_bytes=1 << 16, timeout_s=5.0)
-            items = RequestFields(body, frozenset({"items"})).integers("items", most=1000)
+            items = parse(body, ItemNamesRequest).items
         except BadRequestError as error:
             return _refuse(error)
         return JSONResponse({str(item): self._texts[item] for item in items if item in self._texts})
@@ -79,4 +81,4 @@ class DemoPage:
 
 
 def _refuse(error: BadRequestError) -> Response:
-    return JSONResponse({"error": {"code": error.code, "message": str(error)}}, error.status)
+    return refuse_with(error.status, error.code, str(error))

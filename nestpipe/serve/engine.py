@@ -28,12 +28,12 @@ from nestpipe.serve.model_versions import ModelVersions
 from nestpipe.serve.prefill import HistoryRequest, ServedModel, copy_prefix
 from nestpipe.serve.prefill_policy import ADMITTED, InstanceLoad, Kind, TokenBucket, decide
 from nestpipe.serve.requests import (
+    DEGRADED,
     HITS,
     HintDecision,
     LateError,
     PrefillHint,
     PrefillWork,
-    RankingAnswer,
     RankingPath,
     RankingPlan,
     RankingRequest,
@@ -41,6 +41,7 @@ from nestpipe.serve.requests import (
     choose,
     length_of,
 )
+from nestpipe.serve.schemas import RankedItems
 from nestpipe.serve.user_history import UserHistories
 from nestpipe.serve.worker_thread import WorkerThread
 
@@ -265,7 +266,7 @@ class Engine(WorkerThread):
                     self._join(rank)
                     plans.append(plan)
                 break
-            elif plans and (total_ms + plan.choice.cost_ms > until_ms or plan.choice.path in {"shorter", "fallback"}):
+            elif plans and (total_ms + plan.choice.cost_ms > until_ms or plan.choice.path in DEGRADED):
                 heapq.heappush(self._ranks, rank)
                 break
             elif plan.choice.path == "fallback":
@@ -418,7 +419,7 @@ class Engine(WorkerThread):
         rank, path = plan.rank, plan.choice.path
         if path == "fallback" or not np.isfinite(scores).all():
             path, plan.prefix, scores = "fallback", None, np.zeros(len(rank.items))
-        if path in {"shorter", "fallback"}:
+        if path in DEGRADED:
             plan.asked.served.costs.relax()
         self.cache.unpin(plan.asked.key, rank, consumed=path in HITS)
         if path in HITS and plan.asked.key not in self._evictable:
@@ -429,12 +430,14 @@ class Engine(WorkerThread):
         self.counts["path", path] += 1
         plan.asked.served.counts[path] += 1
         order = np.argsort(-scores, kind="stable")[: rank.k]
-        answer = RankingAnswer(
+        times_ms = {"total": total_ms, "estimated": plan.choice.cost_ms}
+        answer = RankedItems(
             items=[int(rank.items[place]) for place in order],
             scores=scores[order].tolist(),
             path=path,
             prefix_len=length_of(plan.prefix),
+            degraded=path in DEGRADED,
             model=plan.asked.served.name,
-            times_ms={"total": total_ms, "estimated": plan.choice.cost_ms},
+            times_ms={name: round(ms, 3) for name, ms in times_ms.items()},
         )
         settle(rank.reply, answer)

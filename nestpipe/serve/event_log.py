@@ -15,7 +15,7 @@ import os
 import struct
 import weakref
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from typing import Any
 from nestpipe.atomic_files import flush
 from nestpipe.errors import DataError
 
-Event = dict[str, Any]
+Event = Mapping[str, Any]
 _MAGIC = b"NPEV"
 _HEAD = struct.Struct("<4sII")  # magic, length of the payload, its checksum
 

@@ -32,6 +32,7 @@ from nestpipe.serve.generation_model import EncoderMemory, EncoderRequest, Gener
 from nestpipe.serve.kv_cache import EntryState, KVCache, settle
 from nestpipe.serve.latency_model import DEGRADED, GenerationCosts, GenerationPath, MemoryPath, choose
 from nestpipe.serve.requests import LateError
+from nestpipe.serve.schemas import GeneratedItems, Provenance
 from nestpipe.serve.user_history import UserHistories
 from nestpipe.serve.worker_thread import WorkerThread
 
@@ -41,34 +42,6 @@ _LOOK_S = 0.5  # between two looks for what has expired
 
 class FailedError(NestPipeError):
     """The model failed on a request; the log says why."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Provenance:
-    """Which instruction steered a request: `source` is the scenario's, the user's (any) or the default, and why."""
-
-    source: Literal["scenario", "any", "default"]
-    reason: str
-    written_by: str = ""
-    written_s: float | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerationAnswer:
-    """Items, best first, with the log-probabilities of their ids; and how that was found out."""
-
-    items: list[int]
-    log_probabilities: list[float]
-    path: MemoryPath
-    instruction: Provenance
-    num_events: int  # of the history that was used
-    beam: int
-    model: str
-    times_ms: dict[str, float]
-
-    @property
-    def degraded(self) -> bool:
-        return self.path in DEGRADED
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -81,7 +54,7 @@ class GenerationRequest:
     scenario: str | None = None
     trigger: int | None = None
     history: Sequences | None = None
-    reply: Future[GenerationAnswer] = field(default_factory=Future)
+    reply: Future[GeneratedItems] = field(default_factory=Future)
     # What the generator notes.
     arrived: float = 0.0
 
@@ -319,15 +292,18 @@ class Generator(WorkerThread):
         self.counts["path", path] += 1
         if self.instructions is not None:
             self.counts["instruction", plan.provenance.reason] += 1
-        answer = GenerationAnswer(
+        times_ms = {**plan.times_ms, "decode": decode_ms, "total": 1000 * (self.clock() - job.arrived)}
+        answer = GeneratedItems(
             items=found.items,
             log_probabilities=found.log_probabilities,
             path=path,
+            degraded=path in DEGRADED,
             instruction=plan.provenance,
             num_events=plan.asked.num_events,
             beam=plan.choice.width,
             model=self.served.name,
-            times_ms={**plan.times_ms, "decode": decode_ms, "total": 1000 * (self.clock() - job.arrived)},
+            semantic_ids=self.served.trie.version,
+            times_ms={name: round(ms, 3) for name, ms in times_ms.items()},
         )
         settle(job.reply, answer)
 

@@ -117,34 +117,34 @@ class VersionFile:
     def __init__(self, path: Path | None = None, *, first: VersionRecord | None = None):
         """`first` is what the command line says; what is in the file goes before it."""
         self._path, self._first = path, first or VersionRecord()
-        self.told = _read(path) or self._first
+        self.record = _read(path) or self._first
 
-    def keep(self, told: VersionRecord) -> None:
+    def keep(self, record: VersionRecord) -> None:
         """Raises OSError, and then nothing has changed."""
         if self._path is not None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(self._path, (json.dumps(asdict(told), indent=2) + "\n").encode())
-        self.told = told
+            replace_file(self._path, (json.dumps(asdict(record), indent=2) + "\n").encode())
+        self.record = record
 
     def follow(self, engine: Engine, load: Load) -> None:
         """Gives an engine the models; if those of the file cannot be had, those of the command line. Raises what loading raises."""
         before = engine.versions
         try:
-            _use(engine, self.told, load)
+            _use(engine, self.record, load)
         except (NestPipeError, OSError) as error:
-            if self.told == self._first:
+            if self.record == self._first:
                 raise
             _log.warning("what %s says cannot be served (%s); the models of the command line are", self._path, error)
             engine.use(before)
-            self.told = self._first
-            _use(engine, self.told, load)
+            self.record = self._first
+            _use(engine, self.record, load)
 
 
-def _use(engine: Engine, told: VersionRecord, load: Load) -> None:
-    if told.run is not None:
-        engine.use(ModelVersions(load(Path(told.run), told.step)))
-    if told.compared is not None:
-        engine.use(ModelVersions(engine.versions.main, load(Path(told.compared), told.compared_step), told.share))
+def _use(engine: Engine, record: VersionRecord, load: Load) -> None:
+    if record.run is not None:
+        engine.use(ModelVersions(load(Path(record.run), record.step)))
+    if record.compared is not None:
+        engine.use(ModelVersions(engine.versions.main, load(Path(record.compared), record.compared_step), record.share))
 
 
 def _read(path: Path | None) -> VersionRecord | None:

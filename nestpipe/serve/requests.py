@@ -17,10 +17,12 @@ from nestpipe.models.prefix_inference import CandidateBatch
 from nestpipe.serve.kv_cache import CacheEntry, EntryState
 from nestpipe.serve.prefill import HistoryRequest
 from nestpipe.serve.prefill_policy import Kind, RankingCosts, Reason
+from nestpipe.serve.schemas import RankedItems
 
 Path = Literal["hit_device", "join", "hit_host", "extend", "full", "shorter", "fallback"]
 _BOTH: tuple[Kind, Kind] = ("hit", "full")
 HITS = frozenset({"hit_device", "join", "hit_host", "extend"})
+DEGRADED = frozenset({"shorter", "fallback"})
 
 
 class BusyError(NestPipeError):
@@ -47,22 +49,6 @@ def refuse_busy(error: NestPipeError) -> tuple[int, str] | None:
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class RankingAnswer:
-    """Candidates, best first, and how that was found out."""
-
-    items: list[int]
-    scores: list[float]
-    path: Path
-    prefix_len: int
-    model: str
-    times_ms: dict[str, float]
-
-    @property
-    def degraded(self) -> bool:
-        return self.path in {"shorter", "fallback"}
-
-
 @dataclass(slots=True, eq=False, kw_only=True)
 class RankingRequest:
     """A request to rank before a deadline. `request` names who holds the prefix that was computed for it."""
@@ -74,7 +60,7 @@ class RankingRequest:
     request: str = ""
     k: int | None = None
     history: Sequences | None = None
-    reply: Future[RankingAnswer] = field(default_factory=Future)
+    reply: Future[RankedItems] = field(default_factory=Future)
     # What the engine notes.
     arrived: float = 0.0
     since: int = 0  # how often users had been invalidated before its events were read

@@ -127,7 +127,7 @@ class FakeInstance:
             epoch=self.epoch,
             key="k",
             expiry=self.clock() + 30,
-            query_time=body["query_time"],
+            query_time=body.get("query_time"),
         )
         text = sign(ticket, SECRET) if self.reason in {"admitted", "probe", "already_live"} else None
         if text is not None:
@@ -142,9 +142,9 @@ class FakeInstance:
             return refused
         if self.garbage:
             return JSONResponse({"items": [1], "scores": "none"})
-        items = true_ranking(body["user"], body["candidates"], body["k"])
+        items = true_ranking(body["user"], body["candidates"], body.get("k"))
         hit = self._is_hit(body)
-        self.pinned.pop(body["ticket"], None)  # used, as far as this request is concerned
+        self.pinned.pop(body.get("ticket"), None)  # used, as far as this request is concerned
         return JSONResponse(
             {
                 "items": items,
@@ -158,7 +158,7 @@ class FakeInstance:
         )
 
     def _is_hit(self, body: dict[str, Any]) -> bool:
-        if body["ticket"] is None:
+        if body.get("ticket") is None:
             return False
         try:
             ticket = verify(body["ticket"], SECRET, now=self.clock())

@@ -26,14 +26,15 @@ import uvicorn
 
 from nestpipe.client import Client, ServiceError
 from nestpipe.gateway.candidates import ExactIndex, PastReader, Retriever, mean_encoder
-from nestpipe.gateway.cascade import Cascade, CascadeAnswer, CascadeRequest, LocalCandidateStages
+from nestpipe.gateway.cascade import Cascade, LocalCandidateStages
 from nestpipe.gateway.gateway import Gateway
-from nestpipe.gateway.instance_client import InstanceClient, PrefillAnswer, PrefillOutcome, RankingReply
-from nestpipe.gateway.router import MAX_TICKET_S, Members, _decode, sign
+from nestpipe.gateway.instance_client import InstanceClient, PrefillOutcome, RankingReply
 from nestpipe.gateway.router import InstanceAddress as Member
+from nestpipe.gateway.router import Members, _decode, sign
 from nestpipe.serve.api import Instance, _holder
-from nestpipe.serve.config import Stages, TriggerConfig
+from nestpipe.serve.config import MAX_TICKET_S, Stages, TriggerConfig
 from nestpipe.serve.model_versions import ModelVersions, load_beside
+from nestpipe.serve.schemas import PrefillRequest, RankRequest, RecommendedItems, RecommendRequest
 from tests.gateway.fake_instances import Served
 from tests.gateway.test_cascade import TLS
 from tests.serve.small_rankers import ASKED, make_engine
@@ -117,7 +118,7 @@ class Meddling(InstanceClient):
         self._stages = stages
         self.damaged: set[str] = set()  # who a prefix is held for whose ticket nobody can bring back
 
-    async def prefill(self, asked: PrefillAnswer, instance: Member, *, timeout_s: float) -> PrefillOutcome:
+    async def prefill(self, asked: PrefillRequest, instance: Member, *, timeout_s: float) -> PrefillOutcome:
         if asked.request.startswith("leaves-signal-"):
             self._stages.reached["signal"].set()
         found = await super().prefill(asked, instance, timeout_s=timeout_s)
@@ -131,7 +132,7 @@ class Meddling(InstanceClient):
         late = replace(_decode(content), expiry=1_800_000_000.0 - 2 * 3600)  # whatever its clock says
         return replace(found, ticket=sign(late, SECRET))
 
-    async def rank(self, asked: PrefillAnswer, *arguments: Any, **fields: Any) -> RankingReply:
+    async def rank(self, asked: RankRequest, *arguments: Any, **fields: Any) -> RankingReply:
         await self._stages.enter("rank", asked.request)
         found = await super().rank(asked, *arguments, **fields)
         await self._stages.enter("ranked", asked.request)
@@ -145,11 +146,11 @@ class Staged(LocalCandidateStages):
         super().__init__(*arguments)
         self._stages = stages
 
-    async def retrieve(self, request: CascadeRequest, count: int) -> Any:
+    async def retrieve(self, request: RecommendRequest, count: int) -> Any:
         await self._stages.enter("retrieval", request.request)
         return await super().retrieve(request, count)
 
-    async def prerank(self, request: CascadeRequest, found: Any, count: int) -> Any:
+    async def prerank(self, request: RecommendRequest, found: Any, count: int) -> Any:
         await self._stages.enter("prerank", request.request)
         return await super().prerank(request, found, count)
 
@@ -167,11 +168,11 @@ def upstream(run: Any, executor: ThreadPoolExecutor, stages: Crossing) -> LocalC
     return Staged(stages, retriever, executor)
 
 
-async def recommend(cascade: Cascade, user: int, request: str) -> CascadeAnswer:
-    return await cascade.recommend(CascadeRequest(user=user, request=request, k=12, query_time=ASKED))
+async def recommend(cascade: Cascade, user: int, request: str) -> RecommendedItems:
+    return await cascade.recommend(RecommendRequest(user=user, request=request, k=12, query_time=ASKED))
 
 
-def assert_same(answer: CascadeAnswer, truth: CascadeAnswer) -> None:
+def assert_same(answer: RecommendedItems, truth: RecommendedItems) -> None:
     """The same items with the same scores; items whose scores are nearer than the tolerance may change places."""
     assert not answer.degraded, (answer.path, answer.problem)
     found, wanted = (dict(zip(one.items, one.scores, strict=True)) for one in (answer, truth))
@@ -196,7 +197,7 @@ async def leave(port: int, stages: Crossing, name: str, number: int) -> None:
 class Load:
     """Users that ask again and again, some of whom leave in the middle, until it is stopped."""
 
-    def __init__(self, cascade: Cascade, truth: dict[str, dict[int, CascadeAnswer]]):
+    def __init__(self, cascade: Cascade, truth: dict[str, dict[int, RecommendedItems]]):
         self._cascade, self._truth = cascade, truth
         self.models: Counter[str] = Counter()
         self.paths: Counter[str] = Counter()
@@ -284,7 +285,7 @@ def test_no_answer_is_wrong_and_none_fails_whatever_happens_to_the_fleet(runs, s
     assert len(load.models) == 2, f"before the swaps one model, then both: {load.models}"
 
 
-async def _truth(run: Any, served: Any, folder: Any, own: LocalCandidateStages) -> dict[int, CascadeAnswer]:
+async def _truth(run: Any, served: Any, folder: Any, own: LocalCandidateStages) -> dict[int, RecommendedItems]:
     """What full inference says about every user."""
     node = Node(f"truth-{run.folder.name}", run, served, folder, trigger=TriggerConfig(mode="off"))
     remote = InstanceClient(Members([node.member]), httpx.AsyncClient(timeout=None, verify=TLS))

@@ -472,7 +472,7 @@ def test_the_clients_generate(service):
             return await client.generate(USER, 3, scenario="1", trigger=4, deadline_ms=30_000)
 
     assert asyncio.run(ask()).items == found.items
-    assert (len(found.items), found.instruction["source"], found.beam) == (3, "default", 16)
+    assert (len(found.items), found.instruction.source, found.beam) == (3, "default", 16)
 
 
 @pytest.mark.parametrize(

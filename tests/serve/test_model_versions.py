@@ -279,7 +279,7 @@ def test_the_command_swaps_compares_and_ends_a_comparison(runs, running, tmp_pat
 
 
 def notes_of(tmp_path):
-    return VersionFile(tmp_path / "notes.json").told
+    return VersionFile(tmp_path / "notes.json").record
 
 
 def test_the_next_process_goes_on_with_what_the_one_before_was_told(runs, served, running, tmp_path, caplog):
