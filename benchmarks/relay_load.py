@@ -23,7 +23,7 @@ import numpy as np
 
 from nestpipe.gateway.candidates import CandidateItems, Ints
 from nestpipe.gateway.cascade import Cascade, CascadeRequest
-from nestpipe.serve.server import spare_what_is_loaded
+from nestpipe.serve.server import freeze_loaded_objects
 
 MAX_LAG_MS = 2.0
 MAX_UNDER_WAY = 512
@@ -172,7 +172,7 @@ async def offer(
             outcome.lag_ms.append(max(time.monotonic() - start - at_s, 0.0) * 1e3)
             loop.call_soon_threadsafe(start_one, number)
 
-    spare_what_is_loaded()
+    freeze_loaded_objects()
     before = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_S)
     start = time.monotonic()

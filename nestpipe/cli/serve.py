@@ -13,7 +13,7 @@ import torch
 from nestpipe.errors import ConfigError
 from nestpipe.models.config import EncDecConfig
 from nestpipe.serve.arguments import ServeArguments, parse
-from nestpipe.serve.model_versions import VersionFile, VersionRecord, load_beside
+from nestpipe.serve.model_versions import VersionFile, VersionRecord, load_version
 from nestpipe.serve.open_service import open_engine, open_run
 from nestpipe.serve.prefill import ServedModel
 from nestpipe.serve.service_folder import EVENTS, kept_secret
@@ -57,7 +57,7 @@ def _one(arguments: ServeArguments) -> int:
 
         def load(folder: Path, step: int | None) -> ServedModel:
             chunk = arguments.engine.chunk
-            return load_beside(engine.histories, folder, step=step, label=arguments.label, tables=tables, chunk=chunk)
+            return load_version(engine.histories, folder, step=step, label=arguments.label, tables=tables, chunk=chunk)
 
         del run  # whose sequences stay mapped, also those of users that are forgotten later
         other = str(arguments.compare) if arguments.compare else None

@@ -41,7 +41,7 @@ Result = TypeVar("Result")
 
 
 class StageError(NestPipeError):
-    """A stage that cannot be done without failed or missed its deadline."""
+    """Retrieval or pre-rank failed or missed its deadline."""
 
     def __init__(self, message: str, *, stage: str, code: str, status: int = 503):
         super().__init__(message)
@@ -50,7 +50,7 @@ class StageError(NestPipeError):
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class RetrievedItems:
-    """What retrieval hands to pre-rank."""
+    """The result of retrieval, for pre-rank."""
 
     past: PastEvents
     query: Floats
@@ -66,7 +66,7 @@ class CandidateStages(Protocol):
 
 
 class LocalCandidateStages:
-    """Retrieval and pre-rank in threads of this process: their numpy, faiss and torch leave the event loop alone."""
+    """Retrieval and pre-rank in threads of this process, so that numpy, faiss and torch do not block the event loop."""
 
     def __init__(self, retriever: Retriever, executor: Executor):
         self._retriever, self._executor = retriever, executor
@@ -81,7 +81,7 @@ class LocalCandidateStages:
 
     def _retrieve(self, request: RecommendRequest, count: int) -> RetrievedItems:
         past = past_from(request.history, self._retriever.past_of(request.user))
-        query, places = self._retriever.retrieve(past, count + len(request.exclude), asked=request.query_time)
+        query, places = self._retriever.retrieve(past, count + len(request.exclude), query_time=request.query_time)
         return RetrievedItems(past=past, query=query, places=places)
 
     async def _run(self, work: Callable[[], Result]) -> Result:
@@ -89,7 +89,7 @@ class LocalCandidateStages:
 
 
 class Cascade:
-    """Recommends through a fleet."""
+    """Recommends through the instances of a fleet."""
 
     def __init__(self, remote: InstanceClient, candidate_stages: CandidateStages, stages: Stages | None = None):
         self.remote, self._candidate_stages = remote, candidate_stages
@@ -175,15 +175,15 @@ class Cascade:
     async def _timed(
         self, name: str, work: Awaitable[Result], deadline_ms: float, times: dict[str, StageTime]
     ) -> Result:
-        """A stage inside its deadline; raises StageError."""
+        """Runs a stage inside its deadline and records its time; raises StageError."""
         start = time.monotonic()
         try:
             async with asyncio.timeout(deadline_ms / 1e3):
                 result = await work
         except TimeoutError:
-            message = f"{name} was not done after its {deadline_ms:.0f} ms; give it more, or fewer items to look at."
+            message = f"{name} missed its deadline of {deadline_ms:.0f} ms; raise it, or let it return fewer items."
             raise StageError(message, stage=name, code="deadline") from None
-        except DataError as error:  # what the request brought cannot be used
+        except DataError as error:  # in the request
             raise StageError(f"{name}: {error}", stage=name, code="refused", status=422) from error
         except NestPipeError as error:
             raise StageError(f"{name}: {error}", stage=name, code="failed") from error

@@ -1,12 +1,12 @@
-"""The gateway over HTTP: recommendations through the cascade, and the calls of an instance, sent where they belong.
+"""The gateway over HTTP: recommendations through the cascade, and the calls of an instance, routed by user.
 
     POST /v1/recommend                         the cascade
     POST /v1/prefill /v1/rank /v1/release     as at an instance, for callers with a retrieval of their own
-    POST /v1/events /v1/invalidate             to every instance; events to any, if all read one log
-    GET  /healthz /readyz /metrics /openapi.json   alive; at least one instance answers; numbers; what calls take and give
+    POST /v1/events /v1/invalidate             to every instance; events to any one, if all read one log
+    GET  /healthz /readyz /metrics /openapi.json   ready if at least one instance is
     admin, on its own port with a token:       GET /members, POST /members {"name", "action": join|drain|leave, "url"}
 
-Limits come before work: size and time of bodies, fields, and the number of requests in flight.
+Limits come before work: requests in flight, size and time of bodies, fields.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from nestpipe.serve.schemas import (
 
 
 class GatewayMetrics:
-    """What /metrics says. Users are never labels."""
+    """Metrics of the gateway. Users are never labels."""
 
     def __init__(self) -> None:
         registry = self.registry = CollectorRegistry()
@@ -78,7 +78,7 @@ class Gateway:
     def __init__(self, cascade: Cascade, limits: GatewayLimits | None = None, *, shared_log: bool = False):
         self.cascade, self._remote = cascade, cascade.remote
         self._limits = limits or GatewayLimits()
-        self._shared_log = shared_log  # all instances read one event log, so one of them is enough to write it
+        self._shared_log = shared_log  # all instances read one event log, so any one of them may write it
         own = self._limits
         self._calls = gateway_calls(own)
         self._guard = RequestGuard(max_in_flight=own.max_in_flight, max_bytes=own.max_bytes, body_s=own.body_s)

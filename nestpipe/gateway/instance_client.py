@@ -1,7 +1,7 @@
-"""The instances of a fleet over HTTP: signals, rankings with one retry inside the deadline, releases, broadcasts.
+"""HTTP client of a gateway for its instances: prefill hints, rankings with one retry, releases, broadcasts.
 
-A hint never fails a request: whatever goes wrong with it, ranking is then done in full. A ranking is idempotent, so
-it may be sent twice: to the instance of the ticket, and if that cannot be had to the next in the user's order.
+A prefill hint never fails a request: without a prefix the ranking is done in full. A ranking is idempotent, so it may be sent
+twice: to the instance of the ticket and, if that fails, to the next in the user's order.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from nestpipe.serve.schemas import (
     ReleaseRequest,
 )
 
-_MIN_ATTEMPT_S = 0.002  # with less time left an answer cannot come
+_MIN_ATTEMPT_S = 0.002  # less is not enough for an answer
 _JSON = {"content-type": "application/json"}
-_MAX_QUIET_S = 5.0  # that an instance may ask for
-_TIMEOUTS = 3  # in a row, and an instance is thought to be down; slow ones keep their users
+_MAX_QUIET_S = 5.0  # limit on an instance's `quiet_s`
+_TIMEOUTS = 3  # consecutive timeouts that make an instance suspect; a slow one keeps its users
 
 
 Answer = TypeVar("Answer", bound=Struct)
@@ -52,13 +52,13 @@ class InstanceError(NestPipeError):
 
     @property
     def is_final(self) -> bool:
-        """Whether another instance would say the same: the request itself is wrong."""
+        """Whether a retry is pointless because the request itself is wrong."""
         return 400 <= self.status < 500 and self.status not in (408, 429)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillOutcome:
-    """What became of a hint: where the request belongs, and the ticket of its prefix if one is computed."""
+    """The instance of a request, the decision about its hint, and the ticket of its prefix, if any."""
 
     instance: InstanceAddress
     reason: str
@@ -68,7 +68,7 @@ class PrefillOutcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankingReply:
-    """An instance's answer to a ranking, and how it was got."""
+    """A ranking, its instance and the number of attempts."""
 
     answer: RankedItems
     instance: str
@@ -76,13 +76,13 @@ class RankingReply:
 
 
 def make_client() -> httpx.AsyncClient:
-    """Connections to instances: many, kept open, directly. Every call has a deadline of its own."""
+    """HTTP client with many keep-alive connections and without proxies. Every call has its own deadline."""
     limits = httpx.Limits(max_connections=1024, max_keepalive_connections=128, keepalive_expiry=30.0)
     return httpx.AsyncClient(timeout=None, limits=limits, trust_env=False)
 
 
 def is_address(url: str) -> bool:
-    """Whether an instance can be asked there."""
+    """Whether this is an http address with a host."""
     try:
         parsed = httpx.URL(url)
     except httpx.InvalidURL:
@@ -91,7 +91,7 @@ def is_address(url: str) -> bool:
 
 
 class InstanceClient:
-    """Talks to the members over a client that it closes. One per gateway process; all calls on one event loop."""
+    """Calls the members; closes `client`. One per gateway process; all calls on one event loop."""
 
     def __init__(
         self,
@@ -106,10 +106,10 @@ class InstanceClient:
         self._client, self._clock = client, clock
         self._first_share = first_share  # of the deadline, before the second attempt
         self._suspect_s = suspect_s
-        self._suspects: dict[str, float] = {}  # who could not be reached, until when it is asked last
-        self._unready: set[str] = set()  # who said so, or nothing, when it was last looked at
-        self._timeouts: Counter[str] = Counter()  # in a row
-        self._quiet: dict[str, tuple[float, int]] = {}  # who needs no signals: until when, up to how many candidates
+        self._suspects: dict[str, float] = {}  # unreachable instances, tried last until then
+        self._unready: set[str] = set()  # at the last readiness check
+        self._timeouts: Counter[str] = Counter()  # consecutive
+        self._quiet: dict[str, tuple[float, int]] = {}  # no prefill hints until then, up to that many candidates
         self._loads: Counter[str] = Counter()
         self._background: set[asyncio.Task[None]] = set()
 
@@ -119,12 +119,12 @@ class InstanceClient:
         return self._loads
 
     def choose(self, user: int) -> InstanceAddress:
-        """Where a request belongs; the only time that load is looked at."""
+        """The instance of a request; the only place where load counts."""
         return self.members.choose(user, self._loads, last=self._down())
 
     @contextmanager
     def holding(self, instance: InstanceAddress) -> Iterator[None]:
-        """Counts a request as load of an instance while it is under way."""
+        """Counts a request as load of an instance while it is in flight."""
         self._loads[instance.name] += 1
         try:
             yield
@@ -178,21 +178,21 @@ class InstanceClient:
         )
 
     def release(self, hint: asyncio.Task[PrefillOutcome]) -> None:
-        """Frees the prefix of a hint, in the background, also one that is still being asked for."""
+        """Unpins the prefix of a hint in the background, also of a hint that is still in flight."""
 
         async def free() -> None:
-            found = await hint
-            if found.ticket is not None:
-                await self.release_ticket(found.ticket)
+            outcome = await hint
+            if outcome.ticket is not None:
+                await self.release_ticket(outcome.ticket)
 
         self.start(free())
 
     async def let_go(self, ticket: str) -> None:
-        """`release_ticket`, whatever becomes of it; for `start`."""
+        """`release_ticket` without a result, for `start`."""
         await self.release_ticket(ticket)
 
     async def release_ticket(self, ticket: str) -> bool:
-        """Frees the prefix of a ticket; if that fails, its pin ends with its time, or has ended with the instance."""
+        """Unpins the prefix of a ticket; if that fails, the pin expires, or has gone with the instance."""
         instance = self.members.find(peek_instance(ticket))
         if instance is None:
             return False
@@ -203,9 +203,9 @@ class InstanceClient:
         return True
 
     async def ready(self, *, timeout_s: float) -> dict[str, bool]:
-        """Which members say that they are ready."""
+        """Readiness of the members."""
 
-        async def ask(instance: InstanceAddress) -> bool:
+        async def check(instance: InstanceAddress) -> bool:
             try:
                 async with asyncio.timeout(timeout_s):
                     return (await self._client.get(instance.url + "/readyz")).status_code == 200
@@ -213,11 +213,11 @@ class InstanceClient:
                 return False
 
         members = list(self.members)
-        said = await asyncio.gather(*map(ask, members))
-        return {one.name: is_ready for one, is_ready in zip(members, said, strict=True)}
+        states = await asyncio.gather(*map(check, members))
+        return {one.name: is_ready for one, is_ready in zip(members, states, strict=True)}
 
     async def watch(self, *, every_s: float = 0.5, timeout_s: float = 1.0) -> None:
-        """Looks at the members until it is cancelled: who starts, hangs or drains is asked last, who is back is asked again."""
+        """Checks readiness until it is cancelled: members that start, hang or drain are tried last."""
         while True:
             for name, is_ready in (await self.ready(timeout_s=timeout_s)).items():
                 if is_ready:
@@ -228,25 +228,25 @@ class InstanceClient:
             await asyncio.sleep(every_s)
 
     def start(self, work: Coroutine[Any, Any, None]) -> None:
-        """Runs something that no answer waits for; `close` does."""
+        """Runs a background task, which `close` waits for."""
         task = asyncio.create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
     async def broadcast(self, path: str, request: Struct, *, timeout_s: float) -> dict[str, InstanceError | None]:
-        """Sends the same to all members at once; what went wrong, by instance."""
+        """Sends a request to all members concurrently; returns errors by instance."""
         instances = list(self.members)
         calls = [self._post(one, path, request, _AnyAnswer, timeout_s=timeout_s) for one in instances]
-        said = await asyncio.gather(*calls, return_exceptions=True)
-        found: dict[str, InstanceError | None] = {}
-        for one, result in zip(instances, said, strict=True):
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        errors: dict[str, InstanceError | None] = {}
+        for one, result in zip(instances, results, strict=True):
             if isinstance(result, BaseException) and not isinstance(result, InstanceError):
                 raise result
-            found[one.name] = result if isinstance(result, InstanceError) else None
-        return found
+            errors[one.name] = result if isinstance(result, InstanceError) else None
+        return errors
 
     async def to_any(self, path: str, request: Struct, *, timeout_s: float) -> str:
-        """Sends to the least busy member that takes it, and says which; raises RemoteError if none does, or the body is refused."""
+        """Sends a request to the least busy member that accepts it and returns its name; raises InstanceError."""
         down, problem = self._down(), InstanceError("there are no instances")
         for instance in sorted(self.members, key=lambda one: (one.name in down, self._loads[one.name])):
             try:
@@ -261,7 +261,7 @@ class InstanceClient:
         raise problem
 
     async def close(self) -> None:
-        """Waits for what runs in the background, then closes the connections."""
+        """Waits for background tasks, then closes the connections."""
         await asyncio.gather(*self._background, return_exceptions=True)
         await self._client.aclose()
 

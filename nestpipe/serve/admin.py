@@ -22,8 +22,8 @@ from starlette.routing import Route
 
 from nestpipe.errors import NestPipeError
 from nestpipe.serve.api import Instance
-from nestpipe.serve.model_versions import Load, ModelVersions, ParityError, VersionFile
-from nestpipe.serve.prefill import ServedModel
+from nestpipe.serve.model_versions import Load, ParityError, VersionFile
+from nestpipe.serve.prefill import ModelVersions, ServedModel
 from nestpipe.serve.request_errors import BadRequestError
 from nestpipe.serve.request_guard import http_refusal, lacks_token, parse, read_json, refuse_with
 from nestpipe.serve.schemas import CompareRequest, Request, SwapRequest
@@ -76,7 +76,7 @@ class Admin:
 
     async def _swap(self, request: SwapRequest) -> None:
         new = await self._loaded(request.run, request.step)
-        self._file.keep(replace(self._file.record, run=request.run, step=request.step))
+        self._file.store(replace(self._file.record, run=request.run, step=request.step))
         engine = self._instance.engine
         engine.use(replace(engine.versions, main=new))
 
@@ -84,17 +84,17 @@ class Admin:
         engine, file, share = self._instance.engine, self._file, request.share
         names_model = (request.run, request.step) != (UNSET, UNSET)
         if share == 0:
-            file.keep(replace(file.record, compared=None, compared_step=None, share=0.0))
+            file.store(replace(file.record, compared=None, compared_step=None, share=0.0))
             engine.use(ModelVersions(engine.versions.main))
         elif not names_model and engine.versions.other is not None:
-            file.keep(replace(file.record, share=share))
+            file.store(replace(file.record, share=share))
             engine.use(replace(engine.versions, share=share))
         else:
             if request.run is UNSET:
                 raise BadRequestError("field 'run' is missing; name the folder of the run to compare.", code="bad_run")
             step = None if request.step is UNSET else request.step
             new = await self._loaded(request.run, step)
-            file.keep(replace(file.record, compared=request.run, compared_step=step, share=share))
+            file.store(replace(file.record, compared=request.run, compared_step=step, share=share))
             engine.use(replace(engine.versions, other=new, share=share))
 
     async def _loaded(self, run: str, step: int | None) -> ServedModel:

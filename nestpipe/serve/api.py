@@ -202,7 +202,7 @@ class Instance:
     def _check(self, events: Sequences) -> None:
         """Raises DataError for events that a model cannot read: they would fail every later request of their user."""
         for served in self.engine.models:
-            served.ask(events, 0)
+            served.prepare(events, 0)
 
     async def _invalidate(self, request: InvalidateRequest) -> InvalidateReply:
         return InvalidateReply(self.engine.cache.invalidate(request.user))

@@ -1,6 +1,6 @@
-"""A page to try a service with: pick a user, see the history, the recommendations, the path taken and where the time went.
+"""A demo page: a user's history, recommendations, the path of the ranking and the time of each stage.
 
-It is for looking, not for the public: whoever opens it may read the history of any user.
+It is not for the public: it shows the history of any user.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _POLICY = (
 
 
 class DemoPage:
-    """The page and what it asks for."""
+    """The page and the calls that it makes."""
 
     def __init__(self, sequences: Callable[[], Sequences], past_of: Callable[[int], PastEvents]):
-        self._sequences, self._past_of = sequences, past_of  # asked each time: users may be forgotten
+        self._sequences, self._past_of = sequences, past_of  # called each time: users may be forgotten
 
     def routes(self) -> list[Route]:
         return [
@@ -46,7 +46,7 @@ class DemoPage:
         return HTMLResponse(text, headers={"content-security-policy": _POLICY, "x-content-type-options": "nosniff"})
 
     async def _users(self, http: Request) -> Response:
-        """Some users with long histories, as texts: browsers have numbers of 53 bits."""
+        """Some users with long histories, as texts: numbers of browsers have 53 bits."""
         own = self._sequences()
         lengths = np.diff(own.offsets)
         rows = np.argsort(-lengths, kind="stable")[: _SHOWN_USERS * 20 : 20]

@@ -1,4 +1,4 @@
-"""A generative instance over HTTP: every field is checked and every limit applied before anything is queued.
+"""A generative instance over HTTP. Requests are parsed and limits are applied before anything is queued.
 
 POST /v1/generate /v1/events /v1/invalidate      GET /healthz /readyz /metrics /openapi.json
 admin, on its own port with a token:  GET /state, POST /drain
@@ -54,7 +54,7 @@ class GenerativeInstance:
         self.metrics = GenerationMetrics(generator)
 
     def app(self) -> Starlette:
-        """What a server runs."""
+        """The ASGI application."""
         calls: dict[str, Run] = {
             "generate": self._generate,
             "events": self._events,
@@ -66,7 +66,7 @@ class GenerativeInstance:
         return Starlette(routes=routes, exception_handlers={404: http_refusal, 405: http_refusal})
 
     def admin_app(self, token: str) -> Starlette:
-        """For who knows the token."""
+        """The admin application, with a token."""
 
         async def handle(http: Request) -> Response:
             if (refused := lacks_token(http, token)) is not None:
@@ -81,7 +81,7 @@ class GenerativeInstance:
         )
 
     def state(self) -> dict[str, Any]:
-        """What there is to know about the process, without any user."""
+        """The state of the process, for /state; it names no user."""
         generator = self.generator
         return {
             "instance": self.name,
@@ -125,7 +125,7 @@ class GenerativeInstance:
 
     async def _events(self, request: EventsRequest) -> EventsReply:
         # Events that the model cannot read would fail every later request of their user.
-        add, check = self.generator.histories.add, self.generator.served.ask
+        add, check = self.generator.histories.add, self.generator.served.prepare
         accepted, duplicates = await run_in_threadpool(add, request.events, check)
         return EventsReply(accepted=accepted, duplicates=duplicates)
 
@@ -157,7 +157,7 @@ def _refuse(error: NestPipeError) -> tuple[int, str] | None:
 
 
 class GenerationMetrics(Collector):
-    """What /metrics says. Users are never labels."""
+    """Metrics of the instance. Users are never labels."""
 
     def __init__(self, generator: Generator):
         self._generator = generator
@@ -174,11 +174,13 @@ class GenerationMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         generator = self._generator
         paths = CounterMetricFamily("nestpipe_generated", "Answers by path", labels=["path"])
-        looks = CounterMetricFamily("nestpipe_instructions", "Answers by the instruction found", labels=["found"])
+        instructions = CounterMetricFamily(
+            "nestpipe_instructions", "Answers by the instruction found", labels=["found"]
+        )
         for (what, which), count in sorted(generator.counts.items()):
-            (paths if what == "path" else looks).add_metric([which], count)
+            (paths if what == "path" else instructions).add_metric([which], count)
         yield paths
-        yield looks
+        yield instructions
         used = GaugeMetricFamily("nestpipe_cache_used_bytes", "Bytes of encoder memories", labels=["tier"])
         used.add_metric(["device"], generator.cache.device.used)
         used.add_metric(["host"], generator.cache.host.used)

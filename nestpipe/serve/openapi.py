@@ -151,8 +151,8 @@ def _document(title: str, calls: Calls, refusals: Mapping[str, str], log: Schema
             }
         }
     for name, text in (("healthz", "The process is alive."), ("readyz", "It takes requests.")):
-        said = {"200": _response(text, {"type": "object"}), "503": _response("It does not.", {"type": "object"})}
-        paths[f"/{name}"] = {"get": {"operationId": name, "summary": text, "responses": said}}
+        responses = {"200": _response(text, {"type": "object"}), "503": _response("It does not.", {"type": "object"})}
+        paths[f"/{name}"] = {"get": {"operationId": name, "summary": text, "responses": responses}}
     inlined = {named[kind] for pair in calls.values() for kind in pair}
     return {
         "openapi": "3.1.0",

@@ -271,7 +271,7 @@ def test_a_stage_that_fails_or_is_late_ends_the_request_and_releases_the_prefix(
         "prerank_ms": 10_000.0,
     }  # the other stage is not late, however slow the machine
     stages = Stages(rank_ms=1000, **{**deadlines, f"{stage}_ms": 200.0})
-    message = f"{stage} was not done after its 200 ms" if fault == "late" else f"{stage}: the index is gone"
+    message = f"{stage} missed its deadline of 200 ms" if fault == "late" else f"{stage}: the index is gone"
     with pytest.raises(StageError, match=message) as caught:
         run(fleet, act, stages=stages)
     assert caught.value.stage == stage

@@ -33,7 +33,8 @@ from nestpipe.gateway.router import InstanceAddress as Member
 from nestpipe.gateway.router import Members, _decode, sign
 from nestpipe.serve.api import Instance, _holder
 from nestpipe.serve.config import MAX_TICKET_S, Stages, TriggerConfig
-from nestpipe.serve.model_versions import ModelVersions, load_beside
+from nestpipe.serve.model_versions import load_version
+from nestpipe.serve.prefill import ModelVersions
 from nestpipe.serve.schemas import PrefillRequest, RankRequest, RecommendedItems, RecommendRequest
 from tests.gateway.fake_instances import Served
 from tests.gateway.test_cascade import TLS
@@ -81,7 +82,7 @@ class Node:
     def load(self, folder: Path) -> Any:
         """Another model as the administration loads it, while this one serves."""
         tables = self._folder / "tables"
-        return load_beside(self.engine.histories, folder, step=None, label="", tables=tables, chunk=8)
+        return load_version(self.engine.histories, folder, step=None, label="", tables=tables, chunk=8)
 
     def swap(self, folder: Path) -> None:
         self.engine.use(ModelVersions(self.load(folder)))
@@ -332,7 +333,7 @@ def _assert_nothing_is_held(node: Node, *, except_for: set[str]) -> None:
     engine, deadline = node.engine, time.monotonic() + 30
 
     def held() -> set[Any]:
-        return {holder for entry in list(engine.cache._entries.values()) for holder in entry.pins} | set(engine._held)
+        return {holder for entry in list(engine.cache._entries.values()) for holder in entry.pins} | set(engine._pinned)
 
     while held() - except_for or engine.num_waiting:
         assert time.monotonic() < deadline, held()

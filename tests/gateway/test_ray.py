@@ -133,7 +133,7 @@ class World:
 @pytest.fixture
 def world(service, runs, served, tmp_path):
     scorer, known = runs("hstu").predictor(), histories_of(runs("hstu"), tmp_path)
-    truth = {user: evaluated(scorer, served().ask(known.of(user), ASKED).history) for user in USERS}
+    truth = {user: evaluated(scorer, served().prepare(known.of(user), ASKED).history) for user in USERS}
     with Client(service.url, timeout_s=60) as client:
         yield World(client, truth)
 

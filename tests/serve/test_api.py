@@ -71,7 +71,7 @@ class World:
         return found.json()
 
     def settle(self):
-        wait_until(lambda: not self.instance.engine._works and not self.instance.engine._evictable)
+        wait_until(lambda: not self.instance.engine._prefills and not self.instance.engine._evictable)
 
 
 def wait_until(holds):

@@ -18,8 +18,7 @@ from nestpipe.serve.engine import Engine
 from nestpipe.serve.event_log import EventLog
 from nestpipe.serve.kv_cache import EntryState
 from nestpipe.serve.latency_model import LatencySample, fit, measure_costs
-from nestpipe.serve.model_versions import ModelVersions
-from nestpipe.serve.prefill import ServedModel
+from nestpipe.serve.prefill import ModelVersions, ServedModel
 from nestpipe.serve.requests import BusyError, LateError
 from nestpipe.serve.user_history import of_user, stored
 from tests.serve.small_rankers import (
@@ -47,7 +46,7 @@ def answer(engine, user, items=ITEMS, **fields):
 
 def asked_of(engine, user):
     """What the model is asked about a user."""
-    return engine.versions.main.ask(engine.histories.of(user), ASKED)
+    return engine.versions.main.prepare(engine.histories.of(user), ASKED)
 
 
 def scores(found):
@@ -92,9 +91,9 @@ def test_every_path_gives_the_scores_of_full_inference(runs, served, tmp_path, c
     assert again.path == "full"
 
     hint(engine, 4)
-    engine._take_in()
-    assert engine._prefill()
-    assert engine.cache.peek_state(engine._works[0].asked.key) == EntryState.COMPUTING
+    engine._accept()
+    assert engine._prefills.run()
+    assert engine.cache.peek_state(next(iter(engine._prefills)).inputs.key) == EntryState.COMPUTING
     joined, other = rank(engine, 4, ITEMS), rank(engine, 5, ITEMS, slack_s=50.0)
     engine.step()
     assert other.reply.result(0).path == "full", "a rank that is more urgent does not wait for a whole prefill"
@@ -249,8 +248,8 @@ def test_an_anchored_model_is_filled_at_once_and_never_extended(runs, tmp_path, 
     engine.versions.main.ranker.model.__class__ = Reverse
     full = answer(engine, 3)
     hint(engine, 3)
-    engine._take_in()
-    engine._prefill()
+    engine._accept()
+    engine._prefills.run()
     found = answer(engine, 3, request="r")
     assert found.path == "hit_device"
     assert same(found, full)
@@ -312,8 +311,8 @@ def test_a_shorter_history_stays_one_if_its_batch_fails(runs, served, tmp_path, 
 def test_where_full_never_fits_a_joiner_waits_as_long_as_a_hit_does(runs, served, tmp_path, clock):
     engine = make_engine(runs("hstu"), tmp_path, clock=clock, served=served(), known=costs(full=50, hit=1, pre=8))
     hint(engine, 3)
-    engine._take_in()
-    engine._prefill()
+    engine._accept()
+    engine._prefills.run()
     job = rank(engine, 3, ITEMS, slack_s=0.020)
     settle(engine)
     assert job.reply.result(0).path == "join"
@@ -321,10 +320,10 @@ def test_where_full_never_fits_a_joiner_waits_as_long_as_a_hit_does(runs, served
 
 def test_cancelled_joiners_do_not_cancel_the_work(engine):
     hint(engine, 3)
-    engine._take_in()
-    engine._prefill()
+    engine._accept()
+    engine._prefills.run()
     gone, stays = (rank(engine, 3, ITEMS) for _ in range(2))
-    engine._take_in()
+    engine._accept()
     engine._next_batch()
     gone.reply.cancel()
     settle(engine)
@@ -339,7 +338,7 @@ def test_ranks_are_batched_by_deadline_and_mates_change_nothing(engine, monkeypa
     settle(engine)
     calls = []
     call = engine._call
-    monkeypatch.setattr(engine, "_call", lambda plans: calls.append([p.rank.user for p in plans]) or call(plans))
+    monkeypatch.setattr(engine, "_call", lambda plans: calls.append([p.request.user for p in plans]) or call(plans))
     jobs = {
         user: rank(engine, user, ITEMS, slack_s=slack, request=f"r{user}")
         for user, slack in ((3, 9.0), (4, 2.0), (5, 1.0), (6, 4.0))
@@ -370,7 +369,7 @@ def test_reasons_and_what_is_held(runs, served, tmp_path, clock):
     )
     first, again = hint(engine, 3, "a"), hint(engine, 3, "b")
     late = hint(engine, 4, "c")
-    engine._take_in()
+    engine._accept()
     assert first.reply.result(0).reason == "admitted"
     assert again.reply.result(0).reason == "already_live"
     assert again.reply.result(0).held == first.reply.result(0).held != ""
@@ -455,10 +454,10 @@ def test_invalidate_leaves_nothing_of_the_user_in_tiers_or_in_flight(engine):
     sent = of_user(own, 3, stored(own, np.arange(20)).in_time_order())
     hint(engine, 3, "in work", history=sent)
     hint(engine, 4, "other")
-    engine._take_in()
-    engine._prefill()
+    engine._accept()
+    engine._prefills.run()
     joined = rank(engine, 3, ITEMS, history=sent)
-    engine._take_in()
+    engine._accept()
     assert [plan.choice.path for plan in engine._next_batch()] == ["join"]
     assert engine.cache.host.used > 0
     assert engine.cache.invalidate(3) == 2, "one on the host, one in work"
@@ -472,8 +471,8 @@ def test_invalidate_leaves_nothing_of_the_user_in_tiers_or_in_flight(engine):
 def test_a_failing_prefill_frees_its_room_and_full_inference_answers(engine, monkeypatch, caplog):
     fill = engine.versions.main.fill
     hint(engine, 3)
-    engine._take_in()
-    engine._prefill()
+    engine._accept()
+    engine._prefills.run()
     joined = rank(engine, 3)
     monkeypatch.setattr(type(engine.versions.main), "fill", lambda *a, **k: 1 / 0)
     settle(engine)
@@ -484,7 +483,7 @@ def test_a_failing_prefill_frees_its_room_and_full_inference_answers(engine, mon
 
 
 def test_scores_that_are_not_finite_give_the_order_of_the_caller(engine, monkeypatch):
-    monkeypatch.setattr(engine, "_call", lambda plans: [np.full(len(p.rank.items), np.nan) for p in plans])
+    monkeypatch.setattr(engine, "_call", lambda plans: [np.full(len(p.request.items), np.nan) for p in plans])
     found = answer(engine, 3, items=(4, 1))
     assert (found.path, found.items, found.degraded) == ("fallback", [4, 1], True)
 
@@ -500,7 +499,7 @@ def test_whatever_becomes_of_a_hit_nothing_stays_pinned(engine, monkeypatch):
     call = engine._call
     ways = {
         "full": lambda plans: call(plans) if plans[0].prefix is None else 1 / 0,
-        "fallback": lambda plans: [np.full(len(p.rank.items), np.nan) for p in plans],
+        "fallback": lambda plans: [np.full(len(p.request.items), np.nan) for p in plans],
     }
     for path, way in ways.items():
         hint(engine, 3, path)
@@ -549,7 +548,7 @@ def test_what_comes_meanwhile_waits_for_the_next_step_and_who_left_costs_nothing
     settle(engine)
     gone, urgent = rank(engine, 3, request="held"), rank(engine, 4)
     gone.reply.cancel()
-    ask, asked = engine.versions.main.ask, []
+    ask, asked = engine.versions.main.prepare, []
 
     def ask_more(events, query_time):
         asked.append(int(events.users[0]))
@@ -557,11 +556,11 @@ def test_what_comes_meanwhile_waits_for_the_next_step_and_who_left_costs_nothing
         hint(engine, 5, f"s{len(asked)}")
         return ask(events, query_time)
 
-    monkeypatch.setattr(engine.versions.main, "ask", ask_more)
+    monkeypatch.setattr(engine.versions.main, "prepare", ask_more)
     engine.step()
     assert asked == [4]
     assert urgent.reply.result(0).path == "full"
-    assert not engine._held
+    assert not engine._pinned
 
 
 def test_a_signal_that_nobody_waits_for_holds_nothing(engine, monkeypatch):
@@ -575,7 +574,7 @@ def test_a_signal_that_nobody_waits_for_holds_nothing(engine, monkeypatch):
     monkeypatch.setattr(engine, "_decide", leave)
     hint(engine, 3)
     engine.step()
-    assert not engine._held
+    assert not engine._pinned
 
 
 def test_the_host_gets_prefixes_also_while_ranks_wait_and_each_key_is_noted_once(runs, served, tmp_path, clock):
@@ -586,13 +585,13 @@ def test_the_host_gets_prefixes_also_while_ranks_wait_and_each_key_is_noted_once
     for _ in range(3):
         for user in range(4):
             rank(engine, user, request=f"r{user}")
-        while engine._inbox or engine._ranks:
+        while engine._inbox or engine._requests:
             engine.step()
         assert len(engine._evictable) <= 4
     assert engine.cache.host.copies
     engine.cache.invalidate()
     clock.now += 1
-    engine._look_around()
+    engine._refresh()
     assert not engine._evictable
 
 

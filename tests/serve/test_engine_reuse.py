@@ -29,8 +29,8 @@ def test_a_joiner_waits_as_long_as_waiting_is_in_time(runs, served, tmp_path, cl
     monkeypatch.setattr(ServedModel, "fill", slow)
     user = next(one for one in range(50) if asked_of(engine, one).num_events >= 24)
     hint(engine, user)
-    engine._take_in()
-    engine._prefill()
+    engine._accept()
+    engine._prefills.run()
     job = rank(engine, user, (1,), slack_s=(asked_of(engine, user).num_events + 5.0) / 1000)
     settle(engine)
     assert job.reply.result(0).path == "join"
@@ -38,8 +38,8 @@ def test_a_joiner_waits_as_long_as_waiting_is_in_time(runs, served, tmp_path, cl
 
 def test_a_prefix_that_a_rank_waits_for_goes_before_less_urgent_ranks(engine):
     hint(engine, 3)
-    engine._take_in()
-    engine._prefill()
+    engine._accept()
+    engine._prefills.run()
     urgent, other = rank(engine, 3, ITEMS, slack_s=1.0), rank(engine, 5, ITEMS, slack_s=2.0)
     while not urgent.reply.done():
         assert engine.step()
@@ -51,8 +51,8 @@ def test_what_a_rank_waits_for_is_ended_in_one_go(engine, monkeypatch):
     """Chunk by chunk it would take longer than full inference, and what is there of it would be thrown away."""
     user = next(one for one in range(50) if asked_of(engine, one).num_events >= 26)
     hint(engine, user)
-    engine._take_in()
-    engine._prefill()
+    engine._accept()
+    engine._prefills.run()
     chunks, fill = [], ServedModel.fill
     monkeypatch.setattr(ServedModel, "fill", lambda self, *a, **k: chunks.append(k["chunk"]) or fill(self, *a, **k))
     assert answer(engine, user).path == "join"
@@ -96,12 +96,12 @@ def test_full_inference_ends_a_prefill_that_came_too_late(runs, served, tmp_path
         runs("hstu"), tmp_path, clock=clock, served=served(), known=costs(full=10, hit=1, pre=12), trigger=trigger
     )
     hint(engine, 3)
-    engine._take_in()
-    assert len(engine._works) == 1
+    engine._accept()
+    assert len(engine._prefills) == 1
     job = rank(engine, 3, ITEMS, slack_s=0.011)
     assert engine.step()
     assert job.reply.result(0).path == "full"
-    assert not engine._works, "nothing is computed twice"
+    assert not engine._prefills, "nothing is computed twice"
     found = answer(engine, 3)
     assert found.path == "hit_device"
     assert same(found, job.reply.result(0))
@@ -140,7 +140,7 @@ def ranked_late(runs, served, tmp_path, clock, monkeypatch, *, signalled, wrap):
     )
     if signalled:
         hint(engine, 3)
-        engine._take_in()
+        engine._accept()
     job = rank(engine, 3, ITEMS, slack_s=0.011)
     settle(engine)
     assert job.reply.result(0).path == "full"
@@ -174,12 +174,12 @@ def test_a_rank_that_waited_while_its_user_went_brings_nothing_back(runs, served
     engine = make_engine(runs("hstu"), tmp_path, clock=clock, served=served(), known=known, trigger=trigger)
     add(engine, "a", 3)
     job = rank(engine, 3, ITEMS, slack_s=0.011)
-    engine._take_in()
+    engine._accept()
     if how == "invalidated":
         engine.cache.invalidate(3)
     else:
         EventLog(tmp_path / "events.log").rewrite(lambda event: event["user"] != 3)
-        engine._look_around()
+        engine._refresh()
     settle(engine)
     assert job.reply.result(0).path == "full"
     assert not engine.cache.peek_user(3)
@@ -187,21 +187,21 @@ def test_a_rank_that_waited_while_its_user_went_brings_nothing_back(runs, served
 
 def test_a_prefill_whose_user_was_invalidated_is_forgotten(engine, clock):
     hint(engine, 3)
-    engine._take_in()
-    engine._prefill()
-    assert engine._works
+    engine._accept()
+    engine._prefills.run()
+    assert engine._prefills
     engine.cache.invalidate(3)
     clock.now += 1
     rank(engine, 5, ITEMS)
-    engine._take_in()
-    assert not engine._works, "its events and what was made of them would wait until nobody else does"
+    engine._accept()
+    assert not engine._prefills, "its events and what was made of them would wait until nobody else does"
 
 
 def test_a_rank_that_is_refused_holds_nothing(engine):
     hint(engine, 3, "r", ttl_s=1000)
     settle(engine)
-    assert engine._held
+    assert engine._pinned
     job = rank(engine, 3, (10**9,), request="r")
     settle(engine)
     assert isinstance(job.reply.exception(0), DataError)
-    assert not engine._held
+    assert not engine._pinned

@@ -24,7 +24,8 @@ from nestpipe.serve import model_versions
 from nestpipe.serve.admin import Admin
 from nestpipe.serve.api import Instance
 from nestpipe.serve.model import open_served
-from nestpipe.serve.model_versions import ModelVersions, VersionFile, VersionRecord, load_beside
+from nestpipe.serve.model_versions import VersionFile, VersionRecord, load_version
+from nestpipe.serve.prefill import ModelVersions
 from tests.gateway.fake_instances import Served as Server
 from tests.serve.small_rankers import ASKED, NUM_ITEMS, Clock, hint, make_engine, rank, settle
 
@@ -37,7 +38,7 @@ def load(runs, tmp_path):
     """Loads the runs of the tests beside an engine's model."""
 
     def of(engine, folder, step=None):
-        return load_beside(engine.histories, folder, step=step, label="", tables=tmp_path / "tables", chunk=8)
+        return load_version(engine.histories, folder, step=step, label="", tables=tmp_path / "tables", chunk=8)
 
     return of
 
@@ -64,10 +65,10 @@ def test_new_requests_get_the_new_model_and_tickets_the_old_one_which_then_goes(
         hint(engine, 3, request, ttl_s=5)
         settle(engine)
     hint(engine, 4, "begun", ttl_s=5)
-    engine._take_in()
-    engine._prefill()  # one chunk of several
+    engine._accept()
+    engine._prefills.run()  # one chunk of several
     waiting = rank(engine, 5, ITEMS)
-    engine._take_in()
+    engine._accept()
     old = weakref.ref(engine.versions.main)
     engine.use(ModelVersions(load(engine, runs("fuxi").folder)))
     assert len(engine.models) == 2
@@ -90,11 +91,11 @@ def test_new_requests_get_the_new_model_and_tickets_the_old_one_which_then_goes(
     assert apart(hit, truth["fuxi"]) <= EXACT
     assert old() is not None, "a ticket is still out"
     clock.now += 6
-    engine._look_around()  # the ticket expires
+    engine._refresh()  # the ticket expires
     del waiting
     assert old() is None, "nothing refers to it any more: its memory is free without a collection"
     clock.now += 1
-    engine._look_around()
+    engine._refresh()
     assert len(engine.models) == 1
     assert {key.weights for key in engine.cache._entries} <= {engine.versions.main.ranker._weights}
     engine.cache.check()
@@ -107,12 +108,12 @@ def test_prefixes_of_a_model_that_goes_at_once_go_too(runs, served, tmp_path):
     hint(engine, 3)
     settle(engine)
     answer(engine, 3, request="r")
-    engine._look_around()
+    engine._refresh()
     assert len(engine.cache) == 1
     engine.use(ModelVersions(served("fuxi")))
     assert len(engine.models) == 1
     clock.now += 1
-    engine._look_around()
+    engine._refresh()
     assert len(engine.cache) == 0
 
 
@@ -169,7 +170,7 @@ def test_what_cannot_be_served_is_refused_and_the_old_model_goes_on(runs, runnin
     for call, body, status, code, message in (
         ("swap", {}, 400, "bad_run", "field 'run'"),
         ("swap", {"run": str(tmp_path / "nowhere")}, 400, "bad_model", "a run folder"),
-        ("swap", {"run": str(elsewhere)}, 400, "bad_model", "is on the sequence folder"),
+        ("swap", {"run": str(elsewhere)}, 400, "bad_model", "was trained on the sequence folder"),
         ("swap", {"run": fuxi, "step": 7}, 400, "bad_model", "no complete checkpoint of step 7"),
         ("swap", {"run": fuxi, "share": 1}, 400, "unknown_field", "share"),
         ("compare", {"run": fuxi}, 400, "bad_share", "0 .. 1"),
@@ -305,12 +306,12 @@ def test_the_next_process_goes_on_with_what_the_one_before_was_told(runs, served
         return main.name.split("/")[0], other and other.name.split("/")[0], new.versions.share
 
     assert versions(tmp_path / "notes.json") == ("hstu", "fuxi", 0.5)
-    VersionFile(tmp_path / "notes.json").keep(VersionRecord(run=fuxi))
+    VersionFile(tmp_path / "notes.json").store(VersionRecord(run=fuxi))
     assert versions(tmp_path / "notes.json", VersionRecord(compared=fuxi, share=0.1)) == ("fuxi", None, 0.0)
     assert versions(tmp_path / "none.json", VersionRecord(compared=fuxi, share=0.1)) == ("hstu", "fuxi", 0.1)
-    VersionFile(tmp_path / "notes.json").keep(VersionRecord(run=fuxi, compared="runs/gone", share=0.3))
+    VersionFile(tmp_path / "notes.json").store(VersionRecord(run=fuxi, compared="runs/gone", share=0.3))
     assert versions(tmp_path / "notes.json") == ("hstu", None, 0.0)
-    assert "runs/gone is gone); the models of the command line are" in caplog.text
+    assert "runs/gone is gone); serving those of the command line" in caplog.text
     with pytest.raises(ConfigError, match="gone"):
         versions(None, VersionRecord(compared="runs/gone", share=0.1))
     (tmp_path / "notes.json").write_text('{"run": 3, "st')
