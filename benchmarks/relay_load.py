@@ -22,7 +22,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from nestpipe.gateway.candidates import CandidateItems, Ints
-from nestpipe.gateway.cascade import Cascade, CascadeRequest
+from nestpipe.gateway.cascade import Cascade
+from nestpipe.serve.schemas import RecommendRequest
 from nestpipe.serve.server import freeze_loaded_objects
 
 MAX_LAG_MS = 2.0
@@ -78,11 +79,11 @@ class Waiting:
     retrieval_s: float = 0.030
     prerank_s: float = 0.005
 
-    async def retrieve(self, request: CascadeRequest, count: int) -> CandidateItems:
+    async def retrieve(self, request: RecommendRequest, count: int) -> CandidateItems:
         await asyncio.sleep(self.retrieval_s)
         return self.candidates
 
-    async def prerank(self, request: CascadeRequest, found: CandidateItems, count: int) -> CandidateItems:
+    async def prerank(self, request: RecommendRequest, found: CandidateItems, count: int) -> CandidateItems:
         await asyncio.sleep(self.prerank_s)
         return found
 
@@ -133,7 +134,7 @@ async def offer(
     """Sends a load and waits for the last answer; sends no more of it when more answers than `most_bad` were bad."""
     outcome, under_way, loop = Outcome(), set[asyncio.Task[None]](), asyncio.get_running_loop()
     requests = [
-        CascadeRequest(user=int(user), request=f"{name}-{number}", k=10, query_time=int(asked))
+        RecommendRequest(user=int(user), request=f"{name}-{number}", k=10, query_time=int(asked))
         for number, (user, asked) in enumerate(zip(load.users, load.query_times, strict=True))
     ]
 
@@ -243,7 +244,7 @@ async def warm_up(cascade: Cascade, users: Sequence[int], times: Sequence[int], 
             if time.monotonic() > until:
                 return
             await cascade.recommend(
-                CascadeRequest(user=user, request=f"warm-{number}-{num_done}", query_time=query_time)
+                RecommendRequest(user=user, request=f"warm-{number}-{num_done}", query_time=query_time)
             )
             num_done += 1
 
