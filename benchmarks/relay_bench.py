@@ -23,10 +23,11 @@ import relay_worlds
 from relay_worlds import ARMS, SEED, World
 
 from nestpipe.gateway.candidates import CandidateItems
-from nestpipe.gateway.cascade import Cascade, CascadeRequest
-from nestpipe.gateway.instance_client import InstanceClient, PrefillAnswer, PrefillCall, make_client
+from nestpipe.gateway.cascade import Cascade
+from nestpipe.gateway.instance_client import InstanceClient, PrefillOutcome, make_client
 from nestpipe.gateway.router import InstanceAddress, Members
 from nestpipe.serve.config import Stages
+from nestpipe.serve.schemas import PrefillRequest, RecommendRequest
 
 T = TypeVar("T")
 Draw = Callable[[int], np.ndarray]
@@ -61,8 +62,8 @@ class Scattered(Members):
 class Silent(InstanceClient):
     """Full inference only: no prefill hints are sent."""
 
-    async def signal(self, asked: PrefillAnswer, instance: InstanceAddress, *, timeout_s: float) -> PrefillCall:
-        return PrefillCall(instance=instance, reason="off")
+    async def prefill(self, hint: PrefillRequest, instance: InstanceAddress, *, timeout_s: float) -> PrefillOutcome:
+        return PrefillOutcome(instance=instance, reason="off")
 
 
 class Reached(TypedDict):
@@ -160,7 +161,7 @@ class Bench:
         async def act(cascade: Cascade) -> None:
             for warm in (True, False):
                 for place in near[:3] if warm else near:
-                    request = CascadeRequest(
+                    request = RecommendRequest(
                         user=int(self.world.users[place]),
                         request=f"unloaded-{warm}-{place}",
                         query_time=int(self.world.last_s[place]) + 60,

@@ -21,8 +21,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from nestpipe.gateway.candidates import CandidateItems, Ints
-from nestpipe.gateway.cascade import Cascade, CascadeRequest
-from nestpipe.serve.server import spare_what_is_loaded
+from nestpipe.gateway.cascade import Cascade
+from nestpipe.serve.schemas import RecommendRequest
+from nestpipe.serve.server import freeze_loaded_objects
 
 MAX_LAG_MS = 2.0
 MAX_UNDER_WAY = 512
@@ -77,11 +78,11 @@ class Waiting:
     retrieval_s: float = 0.030
     prerank_s: float = 0.005
 
-    async def retrieve(self, request: CascadeRequest, count: int) -> CandidateItems:
+    async def retrieve(self, request: RecommendRequest, count: int) -> CandidateItems:
         await asyncio.sleep(self.retrieval_s)
         return self.candidates
 
-    async def prerank(self, request: CascadeRequest, found: CandidateItems, count: int) -> CandidateItems:
+    async def prerank(self, request: RecommendRequest, found: CandidateItems, count: int) -> CandidateItems:
         await asyncio.sleep(self.prerank_s)
         return found
 
@@ -132,7 +133,7 @@ async def offer(
     """Sends a load and waits for the last answer; sends no more of it when more answers than `most_bad` were bad."""
     outcome, under_way, loop = Outcome(), set[asyncio.Task[None]](), asyncio.get_running_loop()
     requests = [
-        CascadeRequest(user=int(user), request=f"{name}-{number}", k=10, query_time=int(query_time))
+        RecommendRequest(user=int(user), request=f"{name}-{number}", k=10, query_time=int(query_time))
         for number, (user, query_time) in enumerate(zip(load.users, load.query_times, strict=True))
     ]
 
@@ -173,7 +174,7 @@ async def offer(
             outcome.lag_ms.append(max(time.monotonic() - start - at_s, 0.0) * 1e3)
             loop.call_soon_threadsafe(start_one, number)
 
-    spare_what_is_loaded()
+    freeze_loaded_objects()
     before = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_S)
     start = time.monotonic()
@@ -244,7 +245,7 @@ async def warm_up(cascade: Cascade, users: Sequence[int], times: Sequence[int], 
             if time.monotonic() > until:
                 return
             await cascade.recommend(
-                CascadeRequest(user=user, request=f"warm-{number}-{num_done}", query_time=query_time)
+                RecommendRequest(user=user, request=f"warm-{number}-{num_done}", query_time=query_time)
             )
             num_done += 1
 

@@ -29,7 +29,7 @@ from nestpipe.recipes import RECIPES
 from nestpipe.registry import own_kinds
 from nestpipe.serve.arguments import ServeArguments
 from nestpipe.serve.config import Limits
-from nestpipe.serve.openapi import bodies
+from nestpipe.serve.openapi import instance_document
 
 SNAPSHOT = Path(__file__).parent / "snapshots" / "public.json"
 _PACKAGE = Path(nestpipe.__file__).parent
@@ -46,7 +46,9 @@ def public() -> dict[str, Any]:
     """Everything that docs/project/stability.md promises."""
     return {
         "names": {name: _shape(getattr(nestpipe, name)) for name in nestpipe.__all__ if name != "recipes"},
-        "client": {name: _shape(getattr(client, name)) for name in dir(client) if _is_own(client, name)},
+        "client": {
+            name: _shape(getattr(client, name)) for name in client.__all__ if inspect.isclass(getattr(client, name))
+        },
         "errors": {name: _bases(getattr(errors, name)) for name in dir(errors) if _is_own(errors, name)},
         "recipes": sorted(RECIPES),
         "commands": _commands(),
@@ -62,8 +64,9 @@ def public() -> dict[str, Any]:
             "trace": [trace_file._FORMAT, trace_file._VERSION],
         },
         "calls": {
-            name: {"fields": sorted(fields), "needed": sorted(needed)}
-            for name, (fields, needed) in bodies(Schema(), Limits()).items()
+            path.removeprefix("/v1/"): _body(calls["post"]["requestBody"]["content"]["application/json"]["schema"])
+            for path, calls in instance_document(Schema(), Limits())["paths"].items()
+            if "post" in calls
         },
         "metrics": sorted(
             {
@@ -81,6 +84,10 @@ def _is_own(module: Any, name: str) -> bool:
     return inspect.isclass(value) and value.__module__ == module.__name__ and not name.startswith("_")
 
 
+def _body(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"fields": sorted(schema["properties"]), "needed": sorted(schema["required"])}
+
+
 def _bases(kind: type) -> list[str]:
     return [base.__name__ for base in kind.__mro__[1:-1]]
 
@@ -90,6 +97,7 @@ def _shape(value: Any) -> Any:
     if not inspect.isclass(value):
         return _parameters(value)
     fields = {field.name for field in dataclasses.fields(value)} if dataclasses.is_dataclass(value) else set()
+    fields |= set(getattr(value, "__struct_fields__", ()))
     found: dict[str, Any] = {"fields": sorted(fields)} if fields else {}
     for name, member in inspect.getmembers(value):
         if name.startswith("_") or name in fields or name in dir(Exception):

@@ -104,13 +104,13 @@ def _ask(demo: DemoStage, shop: ScenarioLog) -> str:
                 obeyed.count(found.items, range(wanted * per_topic, (wanted + 1) * per_topic))
     seen = f"detail: {looked.share:.0%} of the trigger's topic, cart: {bought.share:.0%} of the one that goes with it"
     check(demo.quick or min(looked.share, bought.share) >= _MIN_SHARE, f"the instruction was not followed; {seen}")
-    return f"{seen}; instructions by {found.instruction['written_by']}"
+    return f"{seen}; instructions by {found.instruction.written_by}"
 
 
 def _check_answer(found: GeneratedItems, had: list[int], catalogue: set[int]) -> None:
     items = found.items
     check(len(set(items)) == len(items) == _K, f"{items} are not {_K} items")
     check(set(items) <= catalogue and not set(items) & set(had), f"{items} are not all new items of the catalogue")
-    told = found.instruction
-    is_known = told["source"] == "any" and told["written_by"] and told["written_s"]
-    check(bool(is_known), f"the answer does not say which instruction steered it: {told}")
+    steered_by = found.instruction
+    is_known = steered_by.source == "any" and steered_by.written_by and steered_by.written_s
+    check(bool(is_known), f"the answer does not say which instruction steered it: {steered_by}")

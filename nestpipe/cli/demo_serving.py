@@ -74,12 +74,12 @@ def relay(demo: DemoStage) -> str:
     users = log.users[np.argsort(-np.diff(log.offsets), kind="stable")[:_NUM_USERS]].tolist()
     items, asked = log.catalogue[:_NUM_CANDIDATES].tolist(), int(log.times.max() // 1000) + 60
     demo.say(f"POST {url}/v1/rank                   {_NUM_CANDIDATES} candidates, no prefill hint")
-    demo.say(f"POST {url}/v1/preinfer, then /v1/rank with its ticket, {_LEAD_S * 1000:.0f} ms later")
+    demo.say(f"POST {url}/v1/prefill, then /v1/rank with its ticket, {_LEAD_S * 1000:.0f} ms later")
     full, prefix, gap = _Seen(), _Seen(), 0.0
     with Client(url, timeout_s=30.0) as client:
         for user in users * (1 if demo.quick else _NUM_ROUNDS):
             plain = full.rank(client, user, items, ticket=None, asked=asked)
-            signal = client.preinfer(user, request=f"demo-{user}", candidates=len(items), query_time=asked)
+            signal = client.prefill(user, request=f"demo-{user}", candidates=len(items), query_time=asked)
             check(signal.ticket is not None, f"no prefix was computed for user {user}: {signal.reason}")
             time.sleep(_LEAD_S)
             ahead = prefix.rank(client, user, items, ticket=signal.ticket, asked=asked)

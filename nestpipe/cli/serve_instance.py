@@ -20,7 +20,7 @@ from nestpipe.serve.arguments import ServeArguments
 from nestpipe.serve.engine import Engine
 from nestpipe.serve.generation_api import GenerativeInstance
 from nestpipe.serve.generation_engine import Generator
-from nestpipe.serve.model_versions import VersionFile, VersionRecord, load_beside
+from nestpipe.serve.model_versions import VersionFile, VersionRecord, load_version
 from nestpipe.serve.open_service import open_engine, open_generator, open_run
 from nestpipe.serve.prefill import ServedModel
 from nestpipe.serve.server import bind, run_apps
@@ -79,7 +79,7 @@ def _ranking(run: Run, arguments: ServeArguments, name: str) -> _Service:
 
     def load(folder: Path, step: int | None) -> ServedModel:
         chunk = arguments.engine.chunk
-        return load_beside(engine.histories, folder, step=step, label=arguments.label, tables=tables, chunk=chunk)
+        return load_version(engine.histories, folder, step=step, label=arguments.label, tables=tables, chunk=chunk)
 
     other = str(arguments.compare) if arguments.compare else None
     notes = VersionFile(arguments.notes, first=VersionRecord(compared=other, share=arguments.share if other else 0.0))
@@ -87,7 +87,7 @@ def _ranking(run: Run, arguments: ServeArguments, name: str) -> _Service:
     secret = kept_secret(folder / "secret").encode()
     instance = Instance(engine, name=name, secret=secret, limits=arguments.limits)
     admin = Admin(instance, kept_secret(folder / "token"), load, notes)
-    return _Service(engine, instance, instance.app(), admin.app(), engine.lineup.main.name)
+    return _Service(engine, instance, instance.app(), admin.app(), engine.versions.main.name)
 
 
 def _generative(run: Run, arguments: ServeArguments, name: str) -> _Service:

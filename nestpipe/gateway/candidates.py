@@ -1,8 +1,8 @@
 """The first two stages of the cascade: retrieval by vector search, and pre-rank by exact dot products and business filters.
 
-    past  --encode-->  query [D]  --index-->  some hundred places in the catalogue  --pre-rank-->  the candidates
+    past  --encode-->  query [D]  --index-->  some hundred catalogue positions  --pre-rank-->  candidates
 
-The index may be approximate (any faiss factory string); pre-rank scores what it found again with the true vectors.
+The index may be approximate (any faiss factory string); pre-rank scores its results exactly.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ log = logging.getLogger("nestpipe")
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
-_MEAN_OF = 32  # events whose mean stands for a user, where no retrieval model was trained
+_MEAN_OF = 32  # events whose mean is the query, without a trained retrieval model
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,10 +56,10 @@ class ExactIndex:
 
 
 class FaissIndex:
-    """Whatever a factory string of faiss says: 'Flat', 'HNSW32', 'IVF256,Flat', ..."""
+    """An index of faiss by its factory string: 'Flat', 'HNSW32', 'IVF256,Flat', ..."""
 
     def __init__(self, vectors: Floats, spec: str, faiss: Any):
-        faiss.omp_set_num_threads(1)  # searches run side by side, one thread each
+        faiss.omp_set_num_threads(1)  # searches run concurrently, one thread each
         self._index = faiss.index_factory(vectors.shape[1], spec, faiss.METRIC_INNER_PRODUCT)
         self._index.train(vectors)
         self._index.add(vectors)
@@ -70,7 +70,7 @@ class FaissIndex:
 
 
 def build_index(vectors: Floats, spec: str = "Flat") -> Index:
-    """faiss if it is installed, else exact search; one log line says which."""
+    """An index of faiss if it is installed, else exact search; logs which."""
     try:
         import faiss
     except ModuleNotFoundError:
@@ -84,24 +84,24 @@ def build_index(vectors: Floats, spec: str = "Flat") -> Index:
 
 
 class Filter(Protocol):
-    """A business rule: which of some items, best first, a user may be shown."""
+    """A business rule: which of some items (best first) a user may be shown."""
 
     def __call__(self, items: Ints, past: PastEvents) -> NDArray[np.bool_]: ...
 
 
 def unseen(items: Ints, past: PastEvents) -> NDArray[np.bool_]:
-    """Items that the user has not had."""
+    """Items that are not in the history."""
     return ~np.isin(items, past.items)
 
 
 def without(blocked: Collection[int]) -> Filter:
-    """Items that are not on a list."""
+    """Items that are not blocked."""
     listed = np.array(sorted(blocked), dtype=np.int64)
     return lambda items, past: ~np.isin(items, listed)
 
 
 def at_most(limit: int, group_of: Callable[[Ints], Ints]) -> Filter:
-    """No more than so many items of a group (category, author), the best ones."""
+    """The best `limit` items of each group (category, author)."""
 
     def keep(items: Ints, past: PastEvents) -> NDArray[np.bool_]:
         groups = group_of(items)
@@ -116,7 +116,7 @@ def at_most(limit: int, group_of: Callable[[Ints], Ints]) -> Filter:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CandidateItems:
-    """Items, best first, with the scores that put them in this order."""
+    """Items with scores, best first."""
 
     items: Ints
     scores: Floats
@@ -124,7 +124,7 @@ class CandidateItems:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Retriever:
-    """Items [I] (ascending ids) with vectors [I, D], and what turns a past into a query [D]."""
+    """Items [I] (ascending ids) with vectors [I, D], and an encoder of histories to queries [D]."""
 
     items: Ints
     vectors: Floats
@@ -133,15 +133,15 @@ class Retriever:
     past_of: Callable[[int], PastEvents]
     filters: tuple[Filter, ...] = (unseen,)
 
-    def retrieve(self, past: PastEvents, k: int, *, asked: int | None = None) -> tuple[Floats, Ints]:
-        """The query, and the places of k items near it; more are looked for because the seen ones will be dropped."""
-        query = np.ascontiguousarray(self.encode(past, asked), dtype=np.float32)
+    def retrieve(self, past: PastEvents, k: int, *, query_time: int | None = None) -> tuple[Floats, Ints]:
+        """The query and the places of its nearest items: k, and as many more as the `unseen` filter may drop."""
+        query = np.ascontiguousarray(self.encode(past, query_time), dtype=np.float32)
         return query, self.index.search(query, k + len(np.unique(past.items)))
 
     def prerank(
         self, query: Floats, places: Ints, past: PastEvents, count: int, *, filters: Iterable[Filter] = ()
     ) -> CandidateItems:
-        """The best `count` of some places by exact dot product, after the fleet's filters and the request's."""
+        """The best `count` of some places by exact dot product, after the filters of the service and of the request."""
         scores = self.vectors[places] @ query
         order = _top(scores, len(scores))
         places, scores = places[order], scores[order]
@@ -154,7 +154,7 @@ class Retriever:
 def retriever_of(
     run: Run, *, spec: str = "Flat", step: int | None = None, past_of: Callable[[int], PastEvents] | None = None
 ) -> Retriever:
-    """Retrieval with a trained run: its queries and item vectors, or for a ranking run means of its item rows."""
+    """Retrieval with a trained run: its queries and item vectors; a ranking run uses means of its item rows."""
     items = np.array(run.sequences.catalogue)
     if isinstance(run.config.model, RankingConfig | DCNConfig):
         vectors = _floats(run.load_model(step).rows.peek("item", torch.from_numpy(items)))
@@ -173,7 +173,7 @@ def retriever_of(
 
 
 class PastReader:
-    """The events of the users of a sequence folder; nothing for anybody else."""
+    """Histories from a sequence folder; empty for unknown users."""
 
     def __init__(self, sequences: Sequences):
         self._sequences = sequences
@@ -189,23 +189,23 @@ class PastReader:
 
 
 def mean_encoder(items: Ints, vectors: Floats) -> Callable[[PastEvents, int | None], Floats]:
-    """The mean vector of a user's last events; for a user without any that of all items."""
-    everybody: Floats = np.asarray(vectors.mean(axis=0))
+    """Query: the mean vector of the last events; without events, that of all items."""
+    overall_mean: Floats = np.asarray(vectors.mean(axis=0))
 
-    def encode(past: PastEvents, asked: int | None) -> Floats:
+    def encode(past: PastEvents, query_time: int | None) -> Floats:
         last = past.items[-_MEAN_OF:]
         places = np.minimum(np.searchsorted(items, last), len(items) - 1)
         known = places[items[places] == last]
-        return np.asarray(vectors[known].mean(axis=0)) if len(known) else everybody
+        return np.asarray(vectors[known].mean(axis=0)) if len(known) else overall_mean
 
     return encode
 
 
 def _encoder(encode_batch: Callable[[Batch], torch.Tensor], run: Run) -> Callable[[PastEvents, int | None], Floats]:
-    """Queries of a retrieval model, from the events that it would have been trained on."""
+    """Queries of a retrieval model, with training's truncation."""
     data, timed = run.config.data, run.sequences.times is not None
 
-    def encode(past: PastEvents, asked: int | None) -> Floats:
+    def encode(past: PastEvents, query_time: int | None) -> Floats:
         start = truncate(len(past.items), data.max_len, data.truncate_block)
         events = past.items[start:]
         offsets, times, query_times = torch.tensor([0, len(events)]), None, None
@@ -216,7 +216,7 @@ def _encoder(encode_batch: Callable[[Batch], torch.Tensor], run: Run) -> Callabl
                 )
             seconds = events if past.times_ms is None else past.times_ms[start:] // 1000
             last = int(seconds[-1]) if len(seconds) else 0
-            following = np.append(seconds[1:], asked if asked is not None else last)[: len(seconds)]
+            following = np.append(seconds[1:], query_time if query_time is not None else last)[: len(seconds)]
             times = Jagged(torch.from_numpy(seconds), offsets, len(events))
             query_times = times.with_values(torch.from_numpy(following))
         batch = Batch(
@@ -232,7 +232,7 @@ def _encoder(encode_batch: Callable[[Batch], torch.Tensor], run: Run) -> Callabl
 
 
 def past_from(history: Sequence[Any] | None, past: PastEvents) -> PastEvents:
-    """The history that a request brought, as a past; the one on file if it brought none."""
+    """The history of the request, or the stored one."""
     if history is None:
         return past
     items = np.array([event["item"] for event in history], dtype=np.int64)

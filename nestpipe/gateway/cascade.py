@@ -1,79 +1,47 @@
-"""One recommendation: signal, retrieval, pre-rank, rank. Each stage has its own deadline, and its time is in the answer.
+"""One recommendation: prefill hint, retrieval, pre-rank, ranking. Each stage has its own deadline; its time is in the answer.
 
-    signal     ─►  the user's instance computes the prefix
+    hint       ─►  the user's instance prefills the KV prefix
     retrieval  ━━━━━━━━━━━━┓
     pre-rank               ┗━━┓
-    rank                      ┗━━━━━━━  where the ticket says; the next instance in full if that is gone
-    release                          ─►  failure, retry elsewhere, cancel, disconnect; a ranking that used it lets go by itself
+    ranking                   ┗━━━━━━━  where the ticket says; the next instance in full if that is gone
+    release                          ─►  failure, retry elsewhere, cancel, disconnect; a ranking that used the prefix unpins it
 
-What may be lost: the signal (ranking is then done in full), the ranking (the order of pre-rank is then the answer, and
-says that it is degraded). What may not: retrieval, and pre-rank, whose filters decide what may be shown at all.
+The hint may be lost: the ranking is then done in full. The ranking may be lost: the order of pre-rank is then the answer, and
+marked as degraded. Retrieval and pre-rank may not: their filters decide what may be shown at all.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+import uuid
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
+from msgspec import UNSET
+
 from nestpipe.errors import DataError, NestPipeError
 from nestpipe.gateway.candidates import CandidateItems, Floats, Ints, PastEvents, Retriever, past_from, without
-from nestpipe.gateway.instance_client import InstanceClient, InstanceError, PrefillAnswer, PrefillCall, RankingReply
+from nestpipe.gateway.instance_client import InstanceClient, InstanceError, PrefillOutcome
 from nestpipe.gateway.router import InstanceAddress
 from nestpipe.serve.config import Stages
+from nestpipe.serve.schemas import (
+    PrefillRequest,
+    RankedItems,
+    RankRequest,
+    RecommendedItems,
+    RecommendRequest,
+    StageTime,
+)
 
 Result = TypeVar("Result")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CascadeRequest:
-    """Who wants how many recommendations; `history` replaces the one on file, `exclude` names items not to show."""
-
-    user: int
-    request: str
-    k: int = 10
-    query_time: int | None = None
-    history: list[Any] | None = None
-    exclude: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageTime:
-    """How long a stage took, of how long it had, and how many items it left."""
-
-    ms: float
-    deadline_ms: float
-    count: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CascadeAnswer:
-    """Items with scores, best first, and how they were found."""
-
-    items: list[int]
-    scores: list[float]
-    path: str
-    prefix_len: int
-    degraded: bool
-    model: str
-    request: str
-    instance: str | None
-    attempts: int
-    signal: str  # why there was a prefix to wait for, or none
-    problem: str  # why there is no ranking
-    stages: dict[str, StageTime]
-    times_ms: dict[str, float] = field(default_factory=dict)
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-
 class StageError(NestPipeError):
-    """A stage that cannot be done without failed or missed its deadline."""
+    """Retrieval or pre-rank failed or missed its deadline."""
 
     def __init__(self, message: str, *, stage: str, code: str, status: int = 503):
         super().__init__(message)
@@ -82,7 +50,7 @@ class StageError(NestPipeError):
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class RetrievedItems:
-    """What retrieval hands to pre-rank."""
+    """The result of retrieval, for pre-rank."""
 
     past: PastEvents
     query: Floats
@@ -92,28 +60,28 @@ class RetrievedItems:
 class CandidateStages(Protocol):
     """The stages before ranking."""
 
-    async def retrieve(self, request: CascadeRequest, count: int) -> Any: ...
+    async def retrieve(self, request: RecommendRequest, count: int) -> Any: ...
 
-    async def prerank(self, request: CascadeRequest, found: Any, count: int) -> CandidateItems: ...
+    async def prerank(self, request: RecommendRequest, found: Any, count: int) -> CandidateItems: ...
 
 
 class LocalCandidateStages:
-    """Retrieval and pre-rank in threads of this process: their numpy, faiss and torch leave the event loop alone."""
+    """Retrieval and pre-rank in threads of this process, so that numpy, faiss and torch do not block the event loop."""
 
     def __init__(self, retriever: Retriever, executor: Executor):
         self._retriever, self._executor = retriever, executor
 
-    async def retrieve(self, request: CascadeRequest, count: int) -> RetrievedItems:
+    async def retrieve(self, request: RecommendRequest, count: int) -> RetrievedItems:
         return await self._run(partial(self._retrieve, request, count))
 
-    async def prerank(self, request: CascadeRequest, found: RetrievedItems, count: int) -> CandidateItems:
+    async def prerank(self, request: RecommendRequest, found: RetrievedItems, count: int) -> CandidateItems:
         own = (without(request.exclude),) if request.exclude else ()
         rank = partial(self._retriever.prerank, found.query, found.places, found.past, count, filters=own)
         return await self._run(rank)
 
-    def _retrieve(self, request: CascadeRequest, count: int) -> RetrievedItems:
+    def _retrieve(self, request: RecommendRequest, count: int) -> RetrievedItems:
         past = past_from(request.history, self._retriever.past_of(request.user))
-        query, places = self._retriever.retrieve(past, count + len(request.exclude), asked=request.query_time)
+        query, places = self._retriever.retrieve(past, count + len(request.exclude), query_time=request.query_time)
         return RetrievedItems(past=past, query=query, places=places)
 
     async def _run(self, work: Callable[[], Result]) -> Result:
@@ -121,85 +89,101 @@ class LocalCandidateStages:
 
 
 class Cascade:
-    """Recommends through a fleet."""
+    """Recommends through the instances of a fleet."""
 
-    def __init__(self, remote: InstanceClient, upstream: CandidateStages, stages: Stages | None = None):
-        self.remote, self._upstream = remote, upstream
+    def __init__(self, remote: InstanceClient, candidate_stages: CandidateStages, stages: Stages | None = None):
+        self.remote, self._candidate_stages = remote, candidate_stages
         self.stages = stages or Stages()
 
-    async def recommend(self, request: CascadeRequest) -> CascadeAnswer:
-        """Raises StageError if retrieval or pre-rank fail, RemoteError if the request itself is refused by ranking."""
+    async def recommend(self, request: RecommendRequest) -> RecommendedItems:
+        """Raises StageError if retrieval or pre-rank fail, InstanceError if ranking refuses the request itself."""
         stages, times = self.stages, dict[str, StageTime]()
-        asked = PrefillAnswer(
+        request_id = uuid.uuid4().hex if request.request is UNSET else request.request
+        hint = PrefillRequest(
             user=request.user,
-            request=request.request,
-            num_candidates=stages.num_candidates,
+            request=request_id,
+            candidates=stages.num_candidates,
             query_time=request.query_time,
             history=request.history,
         )
         chosen = self.remote.choose(request.user)
         whole_s = (stages.retrieval_ms + stages.prerank_ms + stages.rank_ms) / 1e3
         with self.remote.holding(chosen):
-            signal = asyncio.create_task(self.remote.signal(asked, chosen, timeout_s=whole_s))
+            prefill = asyncio.create_task(self.remote.prefill(hint, chosen, timeout_s=whole_s))
             used = False
             try:
-                retrieving = self._upstream.retrieve(request, stages.num_retrieved)
-                found = await self._timed("retrieval", retrieving, stages.retrieval_ms, times)
-                preranking = self._upstream.prerank(request, found, stages.num_candidates)
+                retrieving = self._candidate_stages.retrieve(request, stages.num_retrieved)
+                retrieved = await self._timed("retrieval", retrieving, stages.retrieval_ms, times)
+                preranking = self._candidate_stages.prerank(request, retrieved, stages.num_candidates)
                 candidates = await self._timed("prerank", preranking, stages.prerank_ms, times)
-                answer, used = await self._rank(request, asked, candidates, signal, chosen, times)
+                answer, used = await self._rank(hint, request.k, candidates, prefill, chosen, times)
                 return answer
             finally:
                 if not used:
-                    self.remote.release(signal)
+                    self.remote.release(prefill)
 
     async def _rank(
         self,
-        request: CascadeRequest,
-        asked: PrefillAnswer,
+        hint: PrefillRequest,
+        k: int,
         candidates: CandidateItems,
-        signal: asyncio.Task[PrefillCall],
+        prefill: asyncio.Task[PrefillOutcome],
         chosen: InstanceAddress,
         times: dict[str, StageTime],
-    ) -> tuple[CascadeAnswer, bool]:
-        """The answer, and whether the instance of the ticket gave it: that has let go of the prefix by itself."""
+    ) -> tuple[RecommendedItems, bool]:
+        """The answer, and whether the instance of the ticket gave it: that instance has unpinned the prefix itself."""
         start, deadline_s = time.monotonic(), self.stages.rank_ms / 1e3
-        await asyncio.wait({signal}, timeout=self.stages.signal_ms / 1e3)
-        found = signal.result() if signal.done() else PrefillCall(instance=chosen, reason="unanswered")
+        await asyncio.wait({prefill}, timeout=self.stages.prefill_hint_ms / 1e3)
+        outcome = prefill.result() if prefill.done() else PrefillOutcome(instance=chosen, reason="unanswered")
         items, ranked, problem = candidates.items.tolist(), None, ""
         if items:
+            request = RankRequest(
+                user=hint.user,
+                candidates=items,
+                request=hint.request,
+                ticket=outcome.ticket,
+                k=k,
+                query_time=hint.query_time,
+                history=hint.history,
+            )
             try:
                 left = deadline_s - (time.monotonic() - start)
-                ranked = await self.remote.rank(asked, found, items, request.k, deadline_s=left)
+                ranked = await self.remote.rank(request, outcome.instance, deadline_s=left)
             except InstanceError as error:
                 if error.is_final:
                     raise
                 problem = error.code
-        parts = _parts_of(ranked, candidates, request.k)
-        took = StageTime(ms=_ms_since(start), deadline_ms=self.stages.rank_ms, count=len(parts["items"]))
-        answer = CascadeAnswer(
-            **parts,
-            request=request.request,
+        ranking = ranked.answer if ranked else _fallback(candidates, k)
+        took = StageTime(ms=_ms_since(start), deadline_ms=self.stages.rank_ms, count=len(ranking.items[:k]))
+        answer = RecommendedItems(
+            items=ranking.items[:k],
+            scores=ranking.scores[:k],
+            path=ranking.path,
+            prefix_len=ranking.prefix_len,
+            degraded=ranking.degraded,
+            model=ranking.model,
+            times_ms=ranking.times_ms,
+            request=hint.request,
             instance=ranked.instance if ranked else None,
             attempts=ranked.num_attempts if ranked else 0,
-            signal=found.reason,
+            prefill_hint=outcome.reason,
             problem=problem,
             stages=times | {"rank": took},
         )
-        return answer, found.ticket is not None and answer.attempts == 1
+        return answer, outcome.ticket is not None and answer.attempts == 1
 
     async def _timed(
         self, name: str, work: Awaitable[Result], deadline_ms: float, times: dict[str, StageTime]
     ) -> Result:
-        """A stage inside its deadline; raises StageError."""
+        """Runs a stage inside its deadline and records its time; raises StageError."""
         start = time.monotonic()
         try:
             async with asyncio.timeout(deadline_ms / 1e3):
                 result = await work
         except TimeoutError:
-            message = f"{name} was not done after its {deadline_ms:.0f} ms; give it more, or fewer items to look at."
+            message = f"{name} missed its deadline of {deadline_ms:.0f} ms; raise it, or let it return fewer items."
             raise StageError(message, stage=name, code="deadline") from None
-        except DataError as error:  # what the request brought cannot be used
+        except DataError as error:  # in the request
             raise StageError(f"{name}: {error}", stage=name, code="refused", status=422) from error
         except NestPipeError as error:
             raise StageError(f"{name}: {error}", stage=name, code="failed") from error
@@ -208,27 +192,16 @@ class Cascade:
         return result
 
 
-def _parts_of(ranked: RankingReply | None, candidates: CandidateItems, k: int) -> dict[str, Any]:
-    """The parts of an answer that ranking gives; without it the order of pre-rank, which is degraded unless it is empty."""
-    if ranked is None:
-        return {
-            "items": candidates.items[:k].tolist(),
-            "scores": candidates.scores[:k].tolist(),
-            "path": "upstream",
-            "prefix_len": 0,
-            "degraded": len(candidates.items) > 0,
-            "model": "",
-        }
-    answer = ranked.answer
-    return {
-        "items": list(answer["items"])[:k],
-        "scores": list(answer["scores"])[:k],
-        "path": str(answer["path"]),
-        "prefix_len": int(answer["prefix_len"]),
-        "degraded": bool(answer["degraded"]),
-        "model": str(answer["model"]),
-        "times_ms": dict(answer.get("times_ms", {})),
-    }
+def _fallback(candidates: CandidateItems, k: int) -> RankedItems:
+    """The order of pre-rank, for want of a ranking; degraded unless there was nothing to rank."""
+    return RankedItems(
+        items=candidates.items[:k].tolist(),
+        scores=candidates.scores[:k].tolist(),
+        path="fallback",
+        prefix_len=0,
+        degraded=len(candidates.items) > 0,
+        model="",
+    )
 
 
 def _ms_since(start: float) -> float:

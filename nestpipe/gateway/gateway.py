@@ -1,22 +1,21 @@
-"""The gateway over HTTP: recommendations through the cascade, and the calls of an instance, sent where they belong.
+"""The gateway over HTTP: recommendations through the cascade, and the calls of an instance, routed by user.
 
     POST /v1/recommend                         the cascade
-    POST /v1/preinfer /v1/rank /v1/release     as at an instance, for callers with a retrieval of their own
-    POST /v1/events /v1/invalidate             to every instance; events to any, if all read one log
-    GET  /healthz /readyz /metrics /openapi.json   alive; at least one instance answers; numbers; what calls take and give
+    POST /v1/prefill /v1/rank /v1/release     as at an instance, for callers with a retrieval of their own
+    POST /v1/events /v1/invalidate             to every instance; events to any one, if all read one log
+    GET  /healthz /readyz /metrics /openapi.json   ready if at least one instance is
     admin, on its own port with a token:       GET /members, POST /members {"name", "action": join|drain|leave, "url"}
 
-Limits come before work: size and time of bodies, fields, and the number of requests under way.
+Limits come before work: requests in flight, size and time of bodies, fields.
 """
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import asdict
-from typing import Any
 
+from msgspec import UNSET, Struct
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.applications import Starlette
 from starlette.requests import Request as HttpRequest
@@ -24,27 +23,41 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from nestpipe.errors import NestPipeError
-from nestpipe.gateway.cascade import Cascade, CascadeRequest, StageError
-from nestpipe.gateway.instance_client import InstanceError, PrefillAnswer, PrefillCall, is_address
-from nestpipe.gateway.router import MAX_TICKET_CHARS, RouterError
+from nestpipe.gateway.cascade import Cascade, StageError
+from nestpipe.gateway.instance_client import InstanceError, is_address
+from nestpipe.gateway.router import RouterError
 from nestpipe.serve.config import BUCKETS_S, GatewayLimits
-from nestpipe.serve.openapi import gateway_bodies, gateway_document
+from nestpipe.serve.openapi import gateway_calls, gateway_document
 from nestpipe.serve.prefill_policy import ADMITTED
-from nestpipe.serve.schemas import (
-    BadRequestError,
-    Call,
+from nestpipe.serve.request_errors import BadRequestError
+from nestpipe.serve.request_guard import (
     Handler,
-    RequestFields,
     RequestGuard,
+    Run,
     http_refusal,
     lacks_token,
+    parse,
     read_json,
-    refusal,
+    refuse_with,
+)
+from nestpipe.serve.schemas import (
+    EventsRequest,
+    InstancesReply,
+    InvalidateRequest,
+    MemberRequest,
+    PrefillReply,
+    PrefillRequest,
+    RankedItems,
+    RankRequest,
+    RecommendedItems,
+    RecommendRequest,
+    ReleaseReply,
+    ReleaseRequest,
 )
 
 
 class GatewayMetrics:
-    """What /metrics says. Users are never labels."""
+    """Metrics of the gateway. Users are never labels."""
 
     def __init__(self) -> None:
         registry = self.registry = CollectorRegistry()
@@ -56,7 +69,7 @@ class GatewayMetrics:
         self.seconds = Histogram(
             "nestpipe_gateway_stage_seconds", "Time of each stage", stages, buckets=BUCKETS_S, registry=registry
         )
-        self.under_way = Gauge("nestpipe_gateway_under_way", "Requests under way", registry=registry)
+        self.in_flight = Gauge("nestpipe_gateway_requests_in_flight", "Requests in flight", registry=registry)
 
 
 class Gateway:
@@ -65,18 +78,18 @@ class Gateway:
     def __init__(self, cascade: Cascade, limits: GatewayLimits | None = None, *, shared_log: bool = False):
         self.cascade, self._remote = cascade, cascade.remote
         self._limits = limits or GatewayLimits()
-        self._shared_log = shared_log  # all instances read one event log, so one of them is enough to write it
+        self._shared_log = shared_log  # all instances read one event log, so any one of them may write it
         own = self._limits
-        self._fields = {call: frozenset(fields) for call, (fields, _) in gateway_bodies(own).items()}
-        self._guard = RequestGuard(max_under_way=own.max_under_way, max_bytes=own.max_bytes, body_s=own.body_s)
-        self.numbers = GatewayMetrics()
-        self.numbers.under_way.set_function(lambda: self._guard.num_under_way)
+        self._calls = gateway_calls(own)
+        self._guard = RequestGuard(max_in_flight=own.max_in_flight, max_bytes=own.max_bytes, body_s=own.body_s)
+        self.metrics = GatewayMetrics()
+        self.metrics.in_flight.set_function(lambda: self._guard.num_in_flight)
 
     def app(self, *more: Route) -> Starlette:
-        """What a server runs, with further routes if there are any."""
-        calls = {
+        """The ASGI application, with further routes."""
+        calls: dict[str, Run] = {
             "recommend": self._recommend,
-            "preinfer": self._preinfer,
+            "prefill": self._prefill,
             "rank": self._rank,
             "release": self._release,
             "events": self._events,
@@ -95,110 +108,74 @@ class Gateway:
         yield
         await self._remote.close()
 
-    def _handler(self, name: str, call: Call) -> Handler:
-        count = self.numbers.answers.labels
-        return self._guard.handler(call, refuse=_refuse, counted=lambda status: count(name, str(status)).inc())
+    def _handler(self, name: str, run: Run) -> Handler:
+        count, (kind, _) = self.metrics.answers.labels, self._calls[name]
+        return self._guard.handler(kind, run, refuse=_refuse, counted=lambda status: count(name, str(status)).inc())
 
-    async def _recommend(self, body: dict[str, Any]) -> dict[str, Any]:
-        fields, limits = RequestFields(body, self._fields["recommend"]), self._limits
-        request = CascadeRequest(
-            user=fields.integer("user"),
-            request=fields.text("request", uuid.uuid4().hex),
-            k=fields.integer("k", 1, limits.max_k, 10),
-            query_time=fields.optional_integer("query_time"),
-            history=fields.history(most=limits.max_history),
-            exclude=tuple(fields.integers("exclude", most=limits.max_candidates)),
-        )
+    async def _recommend(self, request: RecommendRequest) -> RecommendedItems:
         answer = await self.cascade.recommend(request)
-        self.numbers.paths.labels(answer.path).inc()
+        self.metrics.paths.labels(answer.path).inc()
         for stage, took in answer.stages.items():
-            self.numbers.seconds.labels(stage).observe(took.ms / 1e3)
-        return answer.to_json()
+            self.metrics.seconds.labels(stage).observe(took.ms / 1e3)
+        return answer
 
-    async def _preinfer(self, body: dict[str, Any]) -> dict[str, Any]:
-        fields = RequestFields(body, self._fields["preinfer"])
-        asked = self._asked(fields, fields.integer("candidates", 1, self._limits.max_candidates))
-        instance = self._remote.choose(asked.user)
-        signal = await self._remote.signal(asked, instance, timeout_s=self.cascade.stages.rank_ms / 1e3)
-        return {
-            "ticket": signal.ticket,
-            "admitted": signal.reason in ADMITTED,
-            "reason": signal.reason,
-            "instance": instance.name,
-            "epoch": signal.epoch,
-        }
+    async def _prefill(self, hint: PrefillRequest) -> PrefillReply:
+        instance = self._remote.choose(hint.user)
+        outcome = await self._remote.prefill(hint, instance, timeout_s=self.cascade.stages.rank_ms / 1e3)
+        return PrefillReply(
+            ticket=outcome.ticket,
+            admitted=outcome.reason in ADMITTED,
+            reason=outcome.reason,
+            instance=instance.name,
+            epoch=outcome.epoch,
+        )
 
-    async def _rank(self, body: dict[str, Any]) -> dict[str, Any]:
-        fields = RequestFields(body, self._fields["rank"])
-        items = fields.integers("candidates", least=1, most=self._limits.max_candidates)
-        asked = self._asked(fields, len(items))
-        ticket = None if body.get("ticket") is None else fields.text("ticket", most=MAX_TICKET_CHARS)
-        k = None if body.get("k") is None else fields.integer("k", 1, self._limits.max_k)
-        deadline_ms = fields.deadline_ms(most=self._limits.deadline_ms, default=self.cascade.stages.rank_ms)
-        chosen = self._remote.choose(asked.user)
-        signal = PrefillCall(instance=chosen, ticket=ticket, reason="")
+    async def _rank(self, request: RankRequest) -> RankedItems:
+        deadline_ms = self.cascade.stages.rank_ms if request.deadline_ms is None else request.deadline_ms
+        chosen = self._remote.choose(request.user)
         is_used = False  # the prefix, by the instance that holds it
         try:
             with self._remote.holding(chosen):
-                ranked = await self._remote.rank(asked, signal, items, k, deadline_s=deadline_ms / 1e3)
+                ranked = await self._remote.rank(request, chosen, deadline_s=deadline_ms / 1e3)
             is_used = ranked.num_attempts == 1
         finally:
-            if ticket and not is_used:
-                self._remote.start(self._remote.let_go(ticket))
+            if request.ticket and not is_used:
+                self._remote.start(self._remote.let_go(request.ticket))
         return ranked.answer
 
-    async def _release(self, body: dict[str, Any]) -> dict[str, Any]:
-        return {
-            "released": await self._remote.release_ticket(
-                RequestFields(body, self._fields["release"]).text("ticket", most=MAX_TICKET_CHARS)
-            )
-        }
+    async def _release(self, request: ReleaseRequest) -> ReleaseReply:
+        return ReleaseReply(await self._remote.release_ticket(request.ticket))
 
-    async def _events(self, body: dict[str, Any]) -> dict[str, Any]:
-        events = body.get("events")
-        if not isinstance(events, list) or len(events) > self._limits.max_events:
-            raise BadRequestError(
-                f"field 'events' must be a list of at most {self._limits.max_events:,}.", code="bad_events"
-            )
+    async def _events(self, request: EventsRequest) -> InstancesReply:
         if self._shared_log:
-            return {"instances": [await self._remote.to_any("/v1/events", body, timeout_s=self._limits.write_s)]}
-        return await self._to_all("/v1/events", body)
+            return InstancesReply([await self._remote.to_any("/v1/events", request, timeout_s=self._limits.write_s)])
+        return await self._to_all("/v1/events", request)
 
-    async def _invalidate(self, body: dict[str, Any]) -> dict[str, Any]:
-        RequestFields(body, self._fields["invalidate"]).integer("user")
-        return await self._to_all("/v1/invalidate", body)
+    async def _invalidate(self, request: InvalidateRequest) -> InstancesReply:
+        return await self._to_all("/v1/invalidate", request)
 
-    async def _to_all(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """The same to every instance. Both calls are idempotent: a caller that is told of a failure sends again."""
-        said = await self._remote.broadcast(path, body, timeout_s=self._limits.write_s)
-        if failed := {name: error for name, error in said.items() if error is not None}:
+    async def _to_all(self, path: str, request: Struct) -> InstancesReply:
+        """Sends a request to every instance. Both calls are idempotent: after a failure the caller sends it again."""
+        errors = await self._remote.broadcast(path, request, timeout_s=self._limits.write_s)
+        if failed := {name: error for name, error in errors.items() if error is not None}:
             first = next(iter(failed.values()))
-            message = f"{len(failed)} of {len(said)} instances did not take it ({first}); send the same again."
+            message = f"{len(failed)} of {len(errors)} instances did not take it ({first}); send the same again."
             raise InstanceError(message, status=first.status if first.is_final else 503, code=first.code)
-        return {"instances": sorted(said)}
-
-    def _asked(self, fields: RequestFields, num_candidates: int) -> PrefillAnswer:
-        return PrefillAnswer(
-            user=fields.integer("user"),
-            request=fields.text("request", uuid.uuid4().hex),
-            num_candidates=num_candidates,
-            query_time=fields.optional_integer("query_time"),
-            history=fields.history(most=self._limits.max_history),
-        )
+        return InstancesReply(sorted(errors))
 
     async def _ready(self, http: HttpRequest) -> Response:
         ready = await self._remote.ready(timeout_s=1.0)
         return JSONResponse({"ready": ready}, 200 if any(ready.values()) else 503)
 
     async def _metrics(self, http: HttpRequest) -> Response:
-        return Response(generate_latest(self.numbers.registry), media_type="text/plain; version=0.0.4")
+        return Response(generate_latest(self.metrics.registry), media_type="text/plain; version=0.0.4")
 
     async def _document(self, http: HttpRequest) -> Response:
         return JSONResponse(gateway_document(self._limits))
 
 
 def admin_app(cascade: Cascade, token: str) -> Starlette:
-    """Membership over HTTP, for who knows the token."""
+    """Membership over HTTP, with a token."""
     members = cascade.remote.members
 
     async def handle(http: HttpRequest) -> Response:
@@ -206,28 +183,23 @@ def admin_app(cascade: Cascade, token: str) -> Starlette:
             return refused
         try:
             if http.method == "POST":
-                body = await read_json(http, max_bytes=4096, timeout_s=5.0)
-                _change(body)
+                change(parse(await read_json(http, max_bytes=4096, timeout_s=5.0), MemberRequest))
         except BadRequestError as error:
-            status, content = refusal(error.status, error.code, str(error))
-            return JSONResponse(content, status)
+            return refuse_with(error.status, error.code, str(error))
         except NestPipeError as error:
-            status, content = refusal(404, "no_instance", str(error))
-            return JSONResponse(content, status)
+            return refuse_with(404, "no_instance", str(error))
         return JSONResponse({"members": [asdict(one) for one in members], "loads": dict(cascade.remote.loads)})
 
-    def _change(body: dict[str, Any]) -> None:
-        fields = RequestFields(body, frozenset({"name", "action", "url"}))
-        name, action = fields.text("name"), fields.text("action")
-        if action == "join":
-            url = fields.text("url")
-            if not is_address(url):
-                raise BadRequestError("field 'url' must be an http address with a host.", code="bad_url")
-            members.join(name, url.rstrip("/"))
-        elif action in ("drain", "leave"):
-            {"drain": members.drain, "leave": members.leave}[action](name)
-        else:
-            raise BadRequestError(f"there is no action {action!r}; there are join, drain and leave.", code="bad_action")
+    def change(request: MemberRequest) -> None:
+        match request.action:
+            case "join":
+                if request.url is UNSET or not is_address(request.url):
+                    raise BadRequestError("field 'url' must be an http address with a host.", code="bad_url")
+                members.join(request.name, request.url.rstrip("/"))
+            case "drain":
+                members.drain(request.name)
+            case "leave":
+                members.leave(request.name)
 
     return Starlette(routes=[Route("/members", handle, methods=["GET", "POST"])])
 

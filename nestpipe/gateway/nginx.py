@@ -1,7 +1,7 @@
-"""The same affinity with nginx in front: a consistent hash on the user's header, retries on the next instance.
+"""nginx in place of the gateway: a consistent hash on the user's header, retries on the next instance.
 
-nginx cannot read a user out of a JSON body, so callers send it as a header too. The hash is nginx's own (ketama), so
-either nginx or gateways are in front of a fleet, not both: they would send one user to two instances.
+nginx cannot read the user in a JSON body, so callers send a header too. The hash is nginx's own (ketama): use either nginx or
+gateways for a fleet, because both together would send one user to two instances.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 from nestpipe.errors import ConfigError
-from nestpipe.gateway.router import USER_HEADER as HEADER
+from nestpipe.serve.schemas import USER_HEADER as HEADER
 
 
 def nginx_config(urls: Sequence[str], *, listen: str = "127.0.0.1:8700", timeout_ms: int = 200) -> str:
-    """A whole configuration file for these instances; raises ConfigError for addresses that nginx could not reach."""
+    """The configuration file for these instances; raises ConfigError for addresses that nginx cannot use."""
     hosts = [_host_of(url) for url in urls]
     if not hosts:
         raise ConfigError("nginx needs at least one instance; name them with --urls http://HOST:PORT ...")
@@ -44,7 +44,7 @@ http {{
         proxy_next_upstream error timeout http_502 non_idempotent;
         proxy_next_upstream_tries 2;
         proxy_next_upstream_timeout {2 * timeout_ms}ms;
-        location ~ ^/v1/(preinfer|rank|release)$ {{
+        location ~ ^/v1/(prefill|rank|release)$ {{
             if (${variable} = "") {{
                 return 400 '{{"error": {{"code": "no_user_header", "message": "send the user in the header {HEADER} too"}}}}';
             }}
@@ -53,7 +53,7 @@ http {{
         location = /readyz {{ proxy_pass http://nestpipe; }}
         # Events and invalidations concern every instance, and a proxy sends to one: use the instances' own addresses.
         location / {{
-            return 404 '{{"error": {{"code": "not_routed", "message": "nginx serves /v1/preinfer, /v1/rank and /v1/release"}}}}';
+            return 404 '{{"error": {{"code": "not_routed", "message": "nginx serves /v1/prefill, /v1/rank and /v1/release"}}}}';
         }}
     }}
 }}

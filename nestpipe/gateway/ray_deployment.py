@@ -1,4 +1,4 @@
-"""Ray Serve in the gateway's place: its replicas are instances, and nestpipe.gateway.ray_router finds a user's replica.
+"""Ray Serve in place of the gateway: replicas are instances, and nestpipe.gateway.ray_router routes users to them.
 
 `app` is for Ray's own commands on a cluster that runs; `nestpipe serve RUN --ray N` starts one on this machine.
 """
@@ -13,10 +13,11 @@ from ray import serve
 from ray.serve.config import RequestRouterConfig
 from starlette.applications import Starlette
 
-from nestpipe.serve.api import Body, Instance
+from nestpipe.serve.api import Instance
 from nestpipe.serve.arguments import ServeArguments, parse
 from nestpipe.serve.open_service import open_engine, open_run
-from nestpipe.serve.schemas import BadRequestError, RequestFields
+from nestpipe.serve.request_errors import BadRequestError
+from nestpipe.serve.schemas import InvalidateReply, InvalidateRequest
 from nestpipe.serve.service_folder import kept_secret
 
 ROUTER = "nestpipe.gateway.ray_router.UserRouter"
@@ -24,22 +25,21 @@ _STOP_S = 10.0
 
 
 class RayInstance(Instance):
-    """An instance whose invalidations reach every replica, wherever the call arrives."""
+    """An instance that forwards invalidations to every replica."""
 
-    async def _invalidate(self, body: Body) -> Body:
-        user = RequestFields(body, self._fields["invalidate"]).integer("user")
+    async def _invalidate(self, request: InvalidateRequest) -> InvalidateReply:
         here = serve.get_replica_context()
         handle = serve.get_deployment_handle(here.deployment, here.app_name)
         try:
-            found = await handle.broadcast("invalidate", user).results_async()
+            found = await handle.broadcast("invalidate", request.user).results_async()
         except Exception as error:
-            message = f"not every replica could be told ({type(error).__name__}); send it again."
+            message = f"not every replica was reached ({type(error).__name__}); send it again."
             raise BadRequestError(message, status=503, code="unreachable") from error
-        return {"entries": sum(found)}
+        return InvalidateReply(sum(found))
 
 
 class Replica:
-    """An instance in a process of Ray's: the same engine, the same handlers, the same limits."""
+    """An instance in a process of Ray, with the same engine, handlers and limits."""
 
     def __init__(self, arguments: ServeArguments):
         run = open_run(arguments)
@@ -59,11 +59,11 @@ class Replica:
         return self._instance.app()
 
     def invalidate(self, user: int) -> int:
-        """Takes a user's prefixes out of this replica; how many."""
+        """Drops a user's prefixes from this replica; returns their number."""
         return self._engine.cache.invalidate(user)
 
     def __del__(self) -> None:
-        """How Ray says that the last answers are out."""
+        """Ray deletes a replica after its last answer."""
         self._engine.stop()
 
 
@@ -75,7 +75,7 @@ def application(arguments: ServeArguments) -> serve.Application:
         name="nestpipe",
         num_replicas=max(arguments.ray, 1),
         ray_actor_options={"num_cpus": arguments.num_threads},
-        # One more than an instance takes: it says 429 itself, as it does without Ray.
+        # One more than an instance admits, so that the instance answers 429 itself, as without Ray.
         max_ongoing_requests=engine.max_queue + engine.max_batch + 1,
         max_queued_requests=engine.max_queue,
         graceful_shutdown_wait_loop_s=0.1,
@@ -83,7 +83,7 @@ def application(arguments: ServeArguments) -> serve.Application:
         request_router_config=RequestRouterConfig(request_router_class=ROUTER),
         logging_config={"log_level": "WARNING", "enable_access_log": False},
     )
-    # On a cluster every machine must see the folder under this name.
+    # On a cluster every machine must have the folder under this path.
     return deployment.bind(replace(arguments, run=arguments.run and arguments.run.resolve()))
 
 

@@ -1,12 +1,12 @@
-"""Where a request goes: the same instance for a user from every gateway, and a signed ticket between signal and ranking.
+"""Routing by user: every gateway sends a user to the same instance, and a signed ticket links prefill hint and ranking.
 
-    signal   -> choose(user, loads)     the owner, or the next in the user's order if the owner is overloaded
+    hint     -> choose(user, loads)     the owner, or the next in the user's order if the owner is overloaded
     ticket   <- the instance's answer   {request, instance, epoch, key digest, expiry, query time}, signed
-    ranking  -> follow(ticket, user)    where the ticket says; if that is gone, the user's order, in full
+    ranking  -> follow(ticket, user)    the instance of the ticket; if that is gone, the user's order, in full
 
-The owner is the highest rendezvous hash of (user, instance): gateways agree without shared state, and an instance that
-joins takes 1 / (N + 1) of the users and moves nobody else. Load moves the choice once, at the signal; ranking never
-hashes again, so that load which changes in between cannot part a request from its prefix.
+The owner is the instance with the highest rendezvous hash of (user, instance). Gateways agree without shared state, and an
+instance that joins takes 1 / (N + 1) of the users and moves no others. Load counts once, for the hint. The ranking follows its
+ticket, so that a change of load cannot separate a request from its prefix.
 """
 
 from __future__ import annotations
@@ -17,32 +17,25 @@ import hashlib
 import hmac
 import json
 import math
-import re
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 
 from nestpipe.errors import NestPipeError
 from nestpipe.rng import GOLDEN, hash_text, mix64
-from nestpipe.serve.config import MAX_TICKET_S
+from nestpipe.serve.config import MAX_TICKET_CHARS, MAX_TICKET_S
 
 VERSION = "v1"
-USER_HEADER = "X-Nestpipe-User"
-"""For nginx, which hashes it."""
-SESSION_HEADER = "X-Session-Id"
-"""Ray Serve's own name for it."""
-MAX_TICKET_CHARS = 1024
 _MIN_SECRET_BYTES = 16
-_TICKET = re.compile(rf"[\w.-]{{1,{MAX_TICKET_CHARS}}}", re.ASCII)
 _MAX_USER_CHARS = 20  # of 64 bits with a sign
 _MAX_TIME = 2.0**53  # NaN and infinity compare false too
 
 
 class RouterError(NestPipeError):
-    """There is no instance to ask, or one is not known."""
+    """No instance takes requests, or a name is unknown."""
 
 
 class TicketError(NestPipeError):
-    """A ticket is forged, damaged, expired, or not for this instance; the request is to be ranked in full."""
+    """A ticket is forged, damaged, expired, or not for this instance; its request is ranked in full."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +44,7 @@ class Ticket:
 
     request: str
     instance: str
-    epoch: str  # of the instance's process: another after every start, when no prefix of before is left
+    epoch: str  # of the instance's process; no prefix survives a restart
     key: str  # digest of the prefix's key
     expiry: float  # seconds since 1970, by the clock of the instance that signs and verifies
     query_time: int | None = None
@@ -60,12 +53,12 @@ class Ticket:
         """Raises TicketError unless the ticket was made by this process for this request."""
         here = {"instance": instance, "epoch": epoch, "request": request}
         for name, wanted in here.items():
-            if (said := getattr(self, name)) != wanted:
-                raise TicketError(f"the ticket is for {name} {said!r}, this is {wanted!r}; rank in full.")
+            if (value := getattr(self, name)) != wanted:
+                raise TicketError(f"the ticket is for {name} {value!r}, this is {wanted!r}; rank in full.")
 
 
 def sign(ticket: Ticket, secret: bytes) -> str:
-    """A ticket as text. Raises TicketError if it is longer than any verifier reads."""
+    """A ticket as text. Raises TicketError if it is too long."""
     _check_secret(secret)
     content = json.dumps(asdict(ticket), separators=(",", ":"), sort_keys=True, allow_nan=False)
     body = f"{VERSION}.{_encode(content.encode())}"
@@ -78,7 +71,7 @@ def sign(ticket: Ticket, secret: bytes) -> str:
 
 
 def verify(text: str, secret: bytes, *, now: float) -> Ticket:
-    """The ticket of a text made by `sign` with the same secret; raises TicketError for anything else, and when it has expired."""
+    """The ticket in a text of `sign` with the same secret; raises TicketError for anything else and when it has expired."""
     _check_secret(secret)
     if not isinstance(text, str) or len(text) > MAX_TICKET_CHARS or not text.isascii():
         raise TicketError(f"this is no ticket: one is text of at most {MAX_TICKET_CHARS:,} plain characters.")
@@ -101,7 +94,7 @@ def verify(text: str, secret: bytes, *, now: float) -> Ticket:
 
 
 def peek_instance(text: str | None) -> str | None:
-    """The instance that a ticket names, unverified: good enough to send it there, where it is verified."""
+    """The instance that a ticket names, unverified: that instance verifies it."""
     try:
         return _decode((text or "").split(".")[1]).instance
     except (IndexError, TicketError):
@@ -110,7 +103,7 @@ def peek_instance(text: str | None) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstanceAddress:
-    """A process that serves, by its name (part of the hash, so it must outlive restarts) and address."""
+    """An instance by name (part of the hash, so it must outlive restarts) and address."""
 
     name: str
     url: str
@@ -118,7 +111,7 @@ class InstanceAddress:
 
 
 class Members:
-    """The instances of a fleet. All gateways that were told the same members route alike."""
+    """The instances of a fleet. Gateways with the same members route alike."""
 
     def __init__(self, instances: Iterable[InstanceAddress] = ()):
         self._instances = {one.name: one for one in instances}
@@ -133,21 +126,21 @@ class Members:
         return None if name is None else self._instances.get(name)
 
     def join(self, name: str, url: str) -> None:
-        """Adds an instance, or gives a known one (also a draining one) a new address."""
+        """Adds an instance, or updates the address of a known one, which stops draining."""
         self._instances[name] = InstanceAddress(name=name, url=url)
 
     def drain(self, name: str) -> None:
-        """Sends no new user to an instance; requests with its tickets still go there."""
+        """Sends an instance no new requests, except rankings with its tickets."""
         self._instances[name] = replace(self._known(name), is_draining=True)
 
     def leave(self, name: str) -> None:
-        """Forgets an instance: rankings with its tickets go to the next in the user's order."""
+        """Removes an instance: rankings with its tickets go to the next in the user's order."""
         del self._instances[self._known(name).name]
 
     def order(self, user: int, *, last: Container[str] = ()) -> list[InstanceAddress]:
-        """Who may serve a user, the owner first, without those that drain; those in `last` (thought to be down) at the end.
+        """The instances for a user, the owner first; without draining ones, and with `last` (suspects) at the end.
 
-        Raises RouterError if nobody is left.
+        Raises RouterError if there is none.
         """
         able = self._able(user, last)
         if not able:
@@ -159,9 +152,9 @@ class Members:
     def choose(
         self, user: int, loads: Mapping[str, int], *, spread: float = 1.25, free: int = 4, last: Container[str] = ()
     ) -> InstanceAddress:
-        """Who gets a user's signal: the first in its order whose load is bounded by `spread` times the mean.
+        """The instance for a user's hint: the first in the user's order whose load is below `spread` times the mean.
 
-        Loads are requests under way. Up to `free` of them the owner always keeps its users: moving has a price too.
+        Loads are requests in flight. With fewer than `free` the owner always keeps its users, because moving costs a prefix.
         """
         order = self.order(user, last=last)
         order = [one for one in order if one.name not in last] or order
@@ -172,7 +165,7 @@ class Members:
     def follow(
         self, ticket: str | None, user: int, *, chosen: str | None = None, last: Container[str] = ()
     ) -> list[InstanceAddress]:
-        """Whom to ask for a ranking, in turn: where the ticket says, else who was chosen at the signal; then the user's order."""
+        """Instances to try for a ranking: that of the ticket, else the one chosen for the hint; then the user's order."""
         first = self.find(peek_instance(ticket))
         if first is None and (first := self.find(chosen)) is not None and first.is_draining:
             first = None
@@ -189,23 +182,14 @@ class Members:
         return self._instances[name]
 
 
-def session_of(user: int | None, ticket: str | None = None) -> str:
-    """Where a request belongs, in one text, for those who route by a header: 'USER', 'USER/TICKET' or '/TICKET'.
-
-    A text that is no ticket is left out: it need not be one that a header can have.
-    """
-    is_ticket = _TICKET.fullmatch(ticket or "") is not None
-    return f"{'' if user is None else user}{f'/{ticket}' if is_ticket else ''}"
-
-
 def order_of(session: str, loads: Mapping[str, int], *, request: str) -> list[str]:
-    """The names of all instances in the order to try them, from such a text, whatever a caller has written there.
+    """The names of all instances in the order to try them, from the text of `session_of`, whatever a caller has written.
 
-    A request of nobody goes by its own id: anywhere.
+    A request without a user is spread by its own id.
     """
-    said, slash, ticket = session.partition("/")
-    is_user = said.isascii() and said.removeprefix("-").isdecimal() and len(said) <= _MAX_USER_CHARS
-    user = int(said) if is_user else hash_text(request)
+    text, slash, ticket = session.partition("/")
+    is_user = text.isascii() and text.removeprefix("-").isdecimal() and len(text) <= _MAX_USER_CHARS
+    user = int(text) if is_user else hash_text(request)
     members = Members(InstanceAddress(name=name, url="") for name in loads)
     if slash:
         return [one.name for one in members.follow(ticket, user)]
@@ -214,7 +198,7 @@ def order_of(session: str, loads: Mapping[str, int], *, request: str) -> list[st
 
 
 def rendezvous(user: int, instance: str) -> int:
-    """The weight of an instance for a user: 64 bits that depend on nothing else."""
+    """The rendezvous hash of a user and an instance: 64 bits."""
     return mix64(mix64(user + GOLDEN) ^ hash_text(instance))
 
 
@@ -241,8 +225,8 @@ def _decode(text: str) -> Ticket:
     if not isinstance(content, dict) or set(content) != names:
         raise TicketError(f"the ticket's content is not the fields {', '.join(sorted(names))}.")
     texts = all(isinstance(content[name], str) for name in ("request", "instance", "epoch", "key"))
-    asked, expiry = content["query_time"], content["expiry"]
-    timed = (asked is None or type(asked) is int) and type(expiry) in (int, float) and abs(expiry) < _MAX_TIME
+    query_time, expiry = content["query_time"], content["expiry"]
+    timed = (query_time is None or type(query_time) is int) and type(expiry) in (int, float) and abs(expiry) < _MAX_TIME
     if not texts or not timed:
         raise TicketError("a field of the ticket has the wrong type.")
     return Ticket(**content)

@@ -1,7 +1,7 @@
-"""Instances as processes of this machine: started, watched, started again when they end, stopped with the gateway.
+"""Supervisor of instances on this machine: starts processes, restarts those that end, stops them with the gateway.
 
-An instance keeps its name and port over restarts, so its users stay; its epoch is new, so tickets of before are refused.
-A process whose gateway is gone must not go on serving, so the kernel is asked to end it with its parent.
+An instance keeps its name and port over restarts, so its users stay; its epoch is new, so old tickets are refused. An instance
+must not outlive its gateway: on Linux the kernel ends it with its parent.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from dataclasses import dataclass
 log = logging.getLogger("nestpipe")
 
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.2, 10.0
-_STEADY_S = 30.0  # a process that lived so long is no longer thought to fail at once
+_STEADY_S = 30.0  # after this uptime the restart delay is reset
 _PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Worker:
-    """One process to keep: its name, and the command that runs it."""
+    """A process to keep running: its name and command."""
 
     name: str
     command: tuple[str, ...]
 
 
 class Fleet:
-    """Processes that are kept running."""
+    """Keeps processes running."""
 
     def __init__(self, workers: Sequence[Worker], *, grace_s: float = 10.0):
         self.workers = tuple(workers)
@@ -43,11 +43,11 @@ class Fleet:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Starts all; returns at once."""
+        """Starts all processes without waiting for them."""
         self._tasks = [asyncio.create_task(self._keep(worker)) for worker in self.workers]
 
     async def stop(self) -> None:
-        """Asks every process to end, and ends those that do not."""
+        """Terminates every process; kills those that outlive the grace period."""
         self._stopping.set()
         await asyncio.gather(*self._tasks)
 
@@ -55,7 +55,7 @@ class Fleet:
         wait_s = _FIRST_WAIT_S
         while not self._stopping.is_set():
             began = time.monotonic()
-            # Not in the terminal's group: Ctrl-C is for the gateway, which ends its instances when the last answer is out.
+            # Not in the terminal's group: the gateway handles Ctrl-C and ends its instances after the last answer.
             process = await asyncio.create_subprocess_exec(
                 *worker.command, preexec_fn=_end_with_parent(), start_new_session=True
             )
@@ -72,7 +72,7 @@ class Fleet:
                 await asyncio.wait_for(self._stopping.wait(), wait_s)
 
     async def _until_end(self, process: asyncio.subprocess.Process) -> int:
-        """Waits for a process, which is ended when the fleet stops."""
+        """Waits for a process; terminates it when the fleet stops."""
         ended, stopping = asyncio.create_task(process.wait()), asyncio.create_task(self._stopping.wait())
         await asyncio.wait({ended, stopping}, return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
@@ -85,8 +85,8 @@ class Fleet:
 
 
 def _end_with_parent() -> Callable[[], None] | None:
-    """What the new process does first: it asks Linux for a signal when its parent is gone."""
+    """Runs in the new process first: Linux sends it SIGTERM when its parent dies."""
     if sys.platform != "linux":
         return None
-    library = ctypes.CDLL(None)  # loaded here: after the fork is no time for that
+    library = ctypes.CDLL(None)  # before the fork: loading libraries after it is unsafe
     return lambda: library.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

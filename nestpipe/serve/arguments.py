@@ -1,4 +1,4 @@
-"""The flags of `nestpipe serve`, which Ray replicas are given too."""
+"""The flags of `nestpipe serve` and of Ray replicas."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ class ServeArguments:
     """The flags of the command."""
 
     run: tyro.conf.Positional[Path | None] = None
-    """Folder of a run that ranks, or of one that generates."""
+    """Folder of a ranking or a generative run."""
     step: int | None = None
     """Checkpoint to serve [default: the best one if the run validated, else the latest]."""
     label: str = ""
     """Label to order by [default: the model's first]."""
     compare: Path | None = None
-    """Folder of a second run on the same data, which answers a share of the users."""
+    """Folder of a second run on the same data, which serves a share of the users."""
     share: float = 0.1
-    """How many of the users those are, 0 .. 1, by a hash of the user."""
+    """That share of the users, 0 .. 1, by a hash of the user."""
     host: str = "127.0.0.1"
     """Address to listen on."""
     port: int = 8701
@@ -33,56 +33,60 @@ class ServeArguments:
     admin_port: int = 8751
     """Port for administration; 0 takes a free one. Its token is in RUN/serve/token."""
     admin_host: str = "127.0.0.1"
-    """Address for administration: another one than --host, so that who is let in for requests is not let in there."""
+    """Address for administration, apart from --host: clients of the service need no access to it."""
     name: str = ""
     """Name of the instance, which must outlive restarts [default: host name and port]."""
     notes: Path | None = None
-    """File of what the instance is told to serve by 'nestpipe swap': a process that starts with it goes on with that."""
+    """File of the model versions set by 'nestpipe swap', which a restarted process serves again."""
     num_threads: int = 1
     """Threads of the model."""
     engine: EngineConfig = field(default_factory=EngineConfig)
     trigger: TriggerConfig = field(default_factory=TriggerConfig)
     limits: Limits = field(default_factory=Limits)
     instances: int = 0
-    """Start so many instances and a gateway in front of them, which takes --port; docs/how-to/fleet.md says more."""
+    """Start this many instances and a gateway on --port in front of them; see docs/how-to/fleet.md."""
     ray: int = 0
-    """Start so many replicas under Ray Serve instead, whose proxy takes --port; docs/how-to/fleet.md says more."""
+    """Start this many replicas under Ray Serve instead, with its proxy on --port; see docs/how-to/fleet.md."""
     retrieval: Path | None = None
     """Folder of a trained retrieval run for the gateway [default: means of this run's item vectors]."""
     stages: Stages = field(default_factory=Stages)
     demo: bool = False
-    """Show a page at the gateway's address to try it with; whoever opens it may read histories."""
+    """Serve a demo page at the gateway's address; it shows the history of any user."""
     print_nginx: bool = False
-    """Print a configuration of nginx for the gateway's place, and end."""
+    """Print an nginx configuration that replaces the gateway, and exit."""
 
     def check(self) -> None:
-        found = [f"engine.{problem}" for problem in self.engine.problems()]
-        found += [f"trigger.{problem}" for problem in self.trigger.problems()]
-        found += [f"limits.{problem}" for problem in self.limits.problems()]
-        found += [f"stages.{problem}" for problem in self.stages.problems()]
+        problems = [f"engine.{problem}" for problem in self.engine.problems()]
+        problems += [f"trigger.{problem}" for problem in self.trigger.problems()]
+        problems += [f"limits.{problem}" for problem in self.limits.problems()]
+        problems += [f"stages.{problem}" for problem in self.stages.problems()]
         if not 0 <= self.share <= 1:
-            found.append(f"share is {self.share}; it must be in 0 .. 1")
+            problems.append(f"share is {self.share}; it must be in 0 .. 1")
         if self.instances < 0:
-            found.append(f"instances is {self.instances}; it must be 0 (no gateway) or more")
+            problems.append(f"instances is {self.instances}; it must be 0 (no gateway) or more")
         if self.notes is not None and (self.instances or self.demo):
-            found.append(f"notes is {self.notes}; that is for one instance, those of a fleet have files of their own")
+            problems.append(
+                f"notes is {self.notes}; it is for one instance; the instances of a fleet have their own files"
+            )
         if self.ray < 0:
-            found.append(f"ray is {self.ray}; it must be 0 (no Ray) or more")
-        beside = [
+            problems.append(f"ray is {self.ray}; it must be 0 (no Ray) or more")
+        others = [
             name
             for name in ("instances", "demo", "print_nginx", "compare", "retrieval", "notes")
             if getattr(self, name)
         ]
-        if self.ray and beside:
-            found.append(f"ray is {self.ray}, but {beside[0].replace('_', '-')} is for a gateway or a single instance")
-        if found:
-            raise ConfigError("the configuration has problems:\n" + "\n".join(f"  - {problem}" for problem in found))
+        if self.ray and others:
+            problems.append(
+                f"ray is {self.ray}, but {others[0].replace('_', '-')} is for a gateway or a single instance"
+            )
+        if problems:
+            raise ConfigError("the configuration has problems:\n" + "\n".join(f"  - {problem}" for problem in problems))
 
 
 def parse(argv: Sequence[str]) -> ServeArguments:
     """The flags of a command line, checked."""
     example = "Example: nestpipe serve runs/ranking --port 8701 --trigger.budget-ms 50"
-    text = f"Serves a run that ranks or generates, as one instance; docs/how-to/serve.md says more.\n\n{example}"
+    text = f"Serves a ranking or generative run as one instance; see docs/how-to/serve.md.\n\n{example}"
     arguments = tyro.cli(ServeArguments, prog="nestpipe serve", description=text, args=argv)
     arguments.check()
     return arguments

@@ -1,4 +1,4 @@
-"""What an instance may use and when it computes ahead."""
+"""Settings of an instance and of a gateway: sizes, prefill policy, limits, stages. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+MAX_TICKET_CHARS = 1024
 MAX_TICKET_S = 300.0
 """A ticket that would live longer was made under another clock; clocks that jump back must not make tickets immortal."""
 BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
-"""Of all histograms of times."""
+"""Of all latency histograms."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,19 +18,19 @@ class EngineConfig:
     """Sizes of an instance."""
 
     device_bytes: int = 256 << 20
-    """Prefixes that are about to be used."""
+    """Capacity of the device tier: KV prefixes of requests to come."""
     host_bytes: int = 1 << 30
-    """Prefixes that were used, for the user's next request."""
+    """Capacity of the host tier: used KV prefixes, for the user's next request."""
     device_ttl_s: float = 10.0
-    """How long a prefix waits on the device for its request."""
+    """How long a KV prefix stays on the device for its request."""
     host_ttl_s: float = 600.0
-    """How long it is kept on the host."""
+    """How long it stays on the host."""
     chunk: int = 512
-    """Events of a prefill between two looks at the queue: what a rank may have to wait for."""
+    """Events of a prefill chunk, which a ranking request may have to wait for."""
     max_batch: int = 8
-    """Ranks answered together."""
+    """Ranking requests scored together."""
     max_queue: int = 256
-    """Requests that may wait; more are refused at once."""
+    """Requests that may be queued; more are refused with 429."""
 
     def problems(self) -> Iterator[str]:
         for name in ("device_bytes", "host_bytes", "device_ttl_s", "host_ttl_s"):
@@ -44,18 +45,18 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TriggerConfig:
-    """When a prefix is computed ahead."""
+    """When a prefill hint is admitted."""
 
     mode: Literal["on", "always", "shadow", "off"] = "on"
-    """always: whatever fits into the cache and the rate; shadow: decide and report, but do nothing; off: nothing."""
+    """always: whatever fits into the cache and the rate; shadow: decide and report only; off: never."""
     budget_ms: float = 100.0
-    """What ranking may take at its 99th percentile; also the deadline of requests that name none."""
+    """P99 latency that ranking may have; also the deadline of requests that name none."""
     lead_ms: float = 35.0
-    """Time from the signal to the ranking request: what retrieval and pre-rank take."""
+    """Time from the prefill hint to the ranking request, which retrieval and pre-rank take."""
     rate_ms_per_s: float = 500.0
-    """Compute that prefixes may use, in milliseconds per second."""
+    """Compute for prefills, in milliseconds per second."""
     burst_ms: float = 2000.0
-    """Compute that they may save up."""
+    """Unused compute that they may save up."""
 
     def problems(self) -> Iterator[str]:
         for name in ("budget_ms", "lead_ms", "rate_ms_per_s", "burst_ms"):
@@ -65,16 +66,16 @@ class TriggerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What a request may ask for; more is refused before it is queued."""
+    """Limits of a request; what exceeds them is refused before it is queued."""
 
     body_bytes: int = 1 << 20
     """Bytes of a body."""
     body_s: float = 5.0
-    """Seconds that a body may take to arrive."""
+    """Time that a body may take to arrive."""
     candidates: int = 2048
     """Candidates of one request."""
     history: int = 10_000
-    """Events of a history that the caller sends."""
+    """Events of a history in a request."""
     events: int = 1000
     """Events of one POST /v1/events."""
     deadline_ms: float = 60_000.0
@@ -88,7 +89,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayLimits:
-    """What one client may ask of a gateway."""
+    """Limits of a gateway."""
 
     max_bytes: int = 1 << 20
     body_s: float = 5.0
@@ -99,8 +100,8 @@ class GatewayLimits:
     deadline_ms: float = 60_000.0
     write_s: float = 5.0
     """How long an instance may take for events and invalidations."""
-    max_under_way: int = 256
-    """Requests at once; the next is refused at once, with 429."""
+    max_in_flight: int = 256
+    """Requests in flight; more are refused with 429."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,15 +114,15 @@ class Stages:
     """Deadline of pre-rank."""
     rank_ms: float = 100.0
     """Deadline of ranking, a second attempt included."""
-    signal_ms: float = 5.0
-    """How long ranking waits for a signal that has not been answered when the candidates are there."""
+    prefill_hint_ms: float = 5.0
+    """How long ranking waits for the answer to the prefill hint when the candidates are ready."""
     num_retrieved: int = 512
-    """Items that retrieval finds."""
+    """Items from retrieval."""
     num_candidates: int = 128
     """Items that pre-rank leaves for ranking."""
 
     def problems(self) -> Iterator[str]:
-        for name in ("retrieval_ms", "prerank_ms", "rank_ms", "signal_ms"):
+        for name in ("retrieval_ms", "prerank_ms", "rank_ms", "prefill_hint_ms"):
             if not 0 < getattr(self, name) < float("inf"):
                 yield f"{name} is {getattr(self, name)}; it must be above 0 and finite"
         if not 1 <= self.num_candidates <= self.num_retrieved:

@@ -1,6 +1,6 @@
-"""A page to try a service with: pick a user, see the history, the recommendations, the path taken and where the time went.
+"""A demo page: a user's history, recommendations, the path of the ranking and the time of each stage.
 
-It is for looking, not for the public: whoever opens it may read the history of any user.
+It is not for the public: it shows the history of any user.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from starlette.routing import Route
 
 from nestpipe.data.sequences import Sequences
 from nestpipe.gateway.candidates import PastEvents
-from nestpipe.serve.schemas import BadRequestError, RequestFields, read_json
+from nestpipe.serve.request_errors import BadRequestError
+from nestpipe.serve.request_guard import parse, read_json, refuse_with
+from nestpipe.serve.schemas import ItemNamesRequest
 
 _SHOWN_EVENTS = 20
 _SHOWN_USERS = 50
@@ -26,10 +28,10 @@ _POLICY = (
 
 
 class DemoPage:
-    """The page and what it asks for."""
+    """The page and the calls that it makes."""
 
     def __init__(self, sequences: Callable[[], Sequences], past_of: Callable[[int], PastEvents]):
-        self._sequences, self._past_of = sequences, past_of  # asked each time: users may be forgotten
+        self._sequences, self._past_of = sequences, past_of  # called each time: users may be forgotten
 
     def routes(self) -> list[Route]:
         return [
@@ -44,7 +46,7 @@ class DemoPage:
         return HTMLResponse(text, headers={"content-security-policy": _POLICY, "x-content-type-options": "nosniff"})
 
     async def _users(self, http: Request) -> Response:
-        """Some users with long histories, as texts: browsers have numbers of 53 bits."""
+        """Some users with long histories, as texts: numbers of browsers have 53 bits."""
         own = self._sequences()
         lengths = np.diff(own.offsets)
         rows = np.argsort(-lengths, kind="stable")[: _SHOWN_USERS * 20 : 20]
@@ -67,7 +69,7 @@ class DemoPage:
     async def _names(self, http: Request) -> Response:
         try:
             body = await read_json(http, max_bytes=1 << 16, timeout_s=5.0)
-            items = RequestFields(body, frozenset({"items"})).integers("items", most=1000)
+            items = parse(body, ItemNamesRequest).items
         except BadRequestError as error:
             return _refuse(error)
         return JSONResponse({str(item): self._texts[item] for item in items if item in self._texts})
@@ -79,4 +81,4 @@ class DemoPage:
 
 
 def _refuse(error: BadRequestError) -> Response:
-    return JSONResponse({"error": {"code": error.code, "message": str(error)}}, error.status)
+    return refuse_with(error.status, error.code, str(error))

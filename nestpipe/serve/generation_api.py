@@ -1,4 +1,4 @@
-"""A generative instance over HTTP: every field is checked and every limit applied before anything is queued.
+"""A generative instance over HTTP. Requests are parsed and limits are applied before anything is queued.
 
 POST /v1/generate /v1/events /v1/invalidate      GET /healthz /readyz /metrics /openapi.json
 admin, on its own port with a token:  GET /state, POST /drain
@@ -23,20 +23,18 @@ from starlette.routing import Route
 from nestpipe.errors import DataError, NestPipeError
 from nestpipe.serve.config import BUCKETS_S, Limits
 from nestpipe.serve.generation_engine import FailedError, GenerationRequest, Generator
-from nestpipe.serve.openapi import generative_bodies, generative_document
+from nestpipe.serve.openapi import generative_calls, generative_document
+from nestpipe.serve.request_errors import BadRequestError
+from nestpipe.serve.request_guard import Handler, RequestGuard, Run, http_refusal, lacks_token
 from nestpipe.serve.requests import refuse_busy
 from nestpipe.serve.schemas import (
-    BadRequestError,
-    Call,
-    Handler,
-    RequestFields,
-    RequestGuard,
-    http_refusal,
-    lacks_token,
-    posted_events,
+    EventsReply,
+    EventsRequest,
+    GeneratedItems,
+    GenerateRequest,
+    InvalidateReply,
+    InvalidateRequest,
 )
-
-Body = dict[str, Any]
 
 
 class GenerativeInstance:
@@ -46,24 +44,18 @@ class GenerativeInstance:
         """`budget_ms` is the deadline of requests that name none."""
         self.generator, self.name, self.is_draining = generator, name, False
         self._budget_ms, self._limits = budget_ms, limits or Limits()
-        config, schema, beam = (
-            generator.config,
-            generator.histories.sequences.schema,
-            generator.served.model.config.beam,
-        )
-        taken = generative_bodies(schema, self._limits, beam=beam, scenarios=list(generator.scenarios))
-        self._fields = {call: frozenset(own) for call, (own, _) in taken.items()}
-        self._openapi = generative_document(taken)
+        config, beam = generator.config, generator.served.model.config.beam
+        self._calls = generative_calls(self._limits, beam=beam, scenarios=list(generator.scenarios))
         self._guard = RequestGuard(
-            max_under_way=config.max_queue + config.max_batch,
+            max_in_flight=config.max_queue + config.max_batch,
             max_bytes=self._limits.body_bytes,
             body_s=self._limits.body_s,
         )
-        self.numbers = GenerationMetrics(generator)
+        self.metrics = GenerationMetrics(generator)
 
     def app(self) -> Starlette:
-        """What a server runs."""
-        calls: dict[str, Call] = {
+        """The ASGI application."""
+        calls: dict[str, Run] = {
             "generate": self._generate,
             "events": self._events,
             "invalidate": self._invalidate,
@@ -74,7 +66,7 @@ class GenerativeInstance:
         return Starlette(routes=routes, exception_handlers={404: http_refusal, 405: http_refusal})
 
     def admin_app(self, token: str) -> Starlette:
-        """For who knows the token."""
+        """The admin application, with a token."""
 
         async def handle(http: Request) -> Response:
             if (refused := lacks_token(http, token)) is not None:
@@ -88,8 +80,8 @@ class GenerativeInstance:
             exception_handlers={404: http_refusal, 405: http_refusal},
         )
 
-    def state(self) -> Body:
-        """What there is to know about the process, without any user."""
+    def state(self) -> dict[str, Any]:
+        """The state of the process, for /state; it names no user."""
         generator = self.generator
         return {
             "instance": self.name,
@@ -104,50 +96,41 @@ class GenerativeInstance:
             "estimates": asdict(generator.estimates),
         }
 
-    def _handler(self, name: str, call: Call) -> Handler:
-        count = self.numbers.answers.labels
-        return self._guard.handler(call, refuse=_refuse, counted=lambda status: count(name, str(status)).inc())
+    def _handler(self, name: str, run: Run) -> Handler:
+        count, (kind, _) = self.metrics.answers.labels, self._calls[name]
+        return self._guard.handler(kind, run, refuse=_refuse, counted=lambda status: count(name, str(status)).inc())
 
-    async def _generate(self, body: Body) -> Body:
-        arrived, fields, generator = (
-            self.generator.clock(),
-            RequestFields(body, self._fields["generate"]),
-            self.generator,
-        )
-        beam = generator.served.model.config.beam
-        user, sent = fields.integer("user"), fields.history(most=self._limits.history)
-        scenario = None if body.get("scenario") is None else fields.text("scenario")
-        if scenario is not None and scenario not in generator.scenarios:
+    async def _generate(self, request: GenerateRequest) -> GeneratedItems:
+        generator, arrived = self.generator, self.generator.clock()
+        if request.scenario is not None and request.scenario not in generator.scenarios:
             names = ", ".join(generator.scenarios) or "none"
-            raise BadRequestError(f"there is no scenario {scenario!r}; there are: {names}.", code="bad_scenario")
-        deadline_ms = fields.deadline_ms(most=self._limits.deadline_ms, default=self._budget_ms)
+            raise BadRequestError(
+                f"there is no scenario {request.scenario!r}; there are: {names}.", code="bad_scenario"
+            )
+        deadline_ms, user, history = request.deadline_ms or self._budget_ms, request.user, None
+        if request.history is not None:
+            history = await run_in_threadpool(generator.histories.given, user, request.history)
         job = GenerationRequest(
             user=user,
-            k=fields.integer("k", 1, beam, default=min(10, beam)),
+            k=request.k,
             deadline=arrived + deadline_ms / 1000,
-            scenario=scenario,
-            trigger=fields.optional_integer("trigger"),
-            history=None if sent is None else await run_in_threadpool(generator.histories.given, user, sent),
+            scenario=request.scenario,
+            trigger=request.trigger,
+            history=history,
         )
         generator.submit(job)
         answer = await asyncio.wrap_future(job.reply)
-        self.numbers.generate_seconds.observe(answer.times_ms["total"] / 1e3)
-        return {
-            **asdict(answer),
-            "degraded": answer.degraded,
-            "semantic_ids": generator.served.trie.version,
-            "times_ms": {name: round(ms, 3) for name, ms in answer.times_ms.items()},
-        }
+        self.metrics.generate_seconds.observe(answer.times_ms["total"] / 1e3)
+        return answer
 
-    async def _events(self, body: Body) -> Body:
-        events = posted_events(body, most=self._limits.events)
-        # Events that the model cannot read would spoil every later request of their user.
-        accepted, duplicates = await run_in_threadpool(self.generator.histories.add, events, self.generator.served.ask)
-        return {"accepted": accepted, "duplicates": duplicates}
+    async def _events(self, request: EventsRequest) -> EventsReply:
+        # Events that the model cannot read would fail every later request of their user.
+        add, check = self.generator.histories.add, self.generator.served.prepare
+        accepted, duplicates = await run_in_threadpool(add, request.events, check)
+        return EventsReply(accepted=accepted, duplicates=duplicates)
 
-    async def _invalidate(self, body: Body) -> Body:
-        user = RequestFields(body, self._fields["invalidate"]).integer("user")
-        return {"entries": self.generator.cache.invalidate(user)}
+    async def _invalidate(self, request: InvalidateRequest) -> InvalidateReply:
+        return InvalidateReply(self.generator.cache.invalidate(request.user))
 
     async def _alive(self, http: Request) -> Response:
         return JSONResponse({"alive": True})
@@ -157,10 +140,10 @@ class GenerativeInstance:
         return JSONResponse({"ready": is_ready}, 200 if is_ready else 503)
 
     async def _metrics(self, http: Request) -> Response:
-        return Response(self.numbers.text(), media_type="text/plain; version=0.0.4")
+        return Response(self.metrics.text(), media_type="text/plain; version=0.0.4")
 
     async def _document(self, http: Request) -> Response:
-        return JSONResponse(self._openapi)
+        return JSONResponse(generative_document(self.generator.histories.sequences.schema, self._calls))
 
 
 def _refuse(error: NestPipeError) -> tuple[int, str] | None:
@@ -174,7 +157,7 @@ def _refuse(error: NestPipeError) -> tuple[int, str] | None:
 
 
 class GenerationMetrics(Collector):
-    """What /metrics says. Users are never labels."""
+    """Metrics of the instance. Users are never labels."""
 
     def __init__(self, generator: Generator):
         self._generator = generator
@@ -191,11 +174,13 @@ class GenerationMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         generator = self._generator
         paths = CounterMetricFamily("nestpipe_generated", "Answers by path", labels=["path"])
-        looks = CounterMetricFamily("nestpipe_instructions", "Answers by the instruction found", labels=["found"])
+        instructions = CounterMetricFamily(
+            "nestpipe_instructions", "Answers by the instruction found", labels=["found"]
+        )
         for (what, which), count in sorted(generator.counts.items()):
-            (paths if what == "path" else looks).add_metric([which], count)
+            (paths if what == "path" else instructions).add_metric([which], count)
         yield paths
-        yield looks
+        yield instructions
         used = GaugeMetricFamily("nestpipe_cache_used_bytes", "Bytes of encoder memories", labels=["tier"])
         used.add_metric(["device"], generator.cache.device.used)
         used.add_metric(["host"], generator.cache.host.used)

@@ -1,8 +1,8 @@
-"""A generative run, opened for serving: what its encoder makes of a history is kept apart from what steers a request.
+"""A generative run opened for serving: encoder memories are separate from what steers a request.
 
-The encoder reads events alone, so its memory serves every scenario, trigger and instruction. It is a prefix in the relay's sense and
-has the relay's key: model, weights, semantic ids, user, and a digest of exactly what the encoder reads. If the instruction chooses
-events of a long history (IGR), that digest is of the chosen ones.
+The encoder reads events alone, so its memory serves every scenario, trigger and instruction. Its cache key is that of a KV prefix:
+model, weights, semantic ids, user, and a digest of exactly what the encoder reads. If the instruction selects events of a long
+history (IGR), the digest is of the selected events.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from nestpipe.training.run_folder import Run
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class EncoderRequest:
-    """A history as the encoder reads it, the key of its memory, and the catalogue places of all that the user has had."""
+class EncoderInputs:
+    """A history as the encoder reads it, the key of its memory, and the catalogue positions of all items in the history."""
 
     history: Batch
     key: PrefixKey
@@ -48,7 +48,7 @@ class EncoderRequest:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EncoderMemory:
-    """What the encoder made of a history, [M, D]; M is one more than the events if the user has a row."""
+    """Encoder output for a history, [M, D]; M is the number of events, plus one if users have rows."""
 
     key: PrefixKey
     memory: Tensor
@@ -56,7 +56,7 @@ class EncoderMemory:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Steering:
-    """What a request is steered by; None is the model's default."""
+    """What steers a request; None is the model's default."""
 
     scenario: int | None = None
     trigger: int | None = None
@@ -72,7 +72,7 @@ class GeneratedList:
 
 
 class GenerativeModel:
-    """A model in use. `instruction_version` is the one that stored instructions must have."""
+    """A model in use. Stored instructions must have `instruction_version`."""
 
     def __init__(
         self,
@@ -93,8 +93,8 @@ class GenerativeModel:
         self._description = digest_of((type(model).__name__, model.config))
         self._schema = f"{trie.version}/{trie.digest}"
 
-    def ask(self, events: Sequences, steering: Steering | None = None) -> EncoderRequest:
-        """The events of one user, as far as what steers the request leaves them; raises DataError if the model cannot read them."""
+    def prepare(self, events: Sequences, steering: Steering | None = None) -> EncoderInputs:
+        """The inputs of one user, with the events that the steering selects; raises DataError for unreadable events."""
         end = np.array([len(events.items)])
         start = truncate(end, self.max_len, self._block)
         batch = self._builder.over(events).history(torch.tensor([0]), start, end, asked_ms=None)
@@ -103,54 +103,54 @@ class GenerativeModel:
         given = {**read.sample_features, **_instructions([steering or Steering()])}
         read = self.model.select(replace(read, sample_features=given), None)
         every = torch.from_numpy(events.items)
-        return self._asked(read, self.trie.positions(every[torch.isin(every, self.trie.items)]))
+        return self._inputs(read, self.trie.positions(every[torch.isin(every, self.trie.items)]))
 
-    def shorter(self, asked: EncoderRequest, num_events: int) -> EncoderRequest:
-        """The same request with its last events alone; what was seen before stays seen."""
-        end = torch.tensor([asked.num_events])
-        return self._asked(cut_events(asked.history, end - num_events, end), asked.seen)
+    def shorter(self, inputs: EncoderInputs, num_events: int) -> EncoderInputs:
+        """The inputs of the last events alone; all seen items stay excluded."""
+        end = torch.tensor([inputs.num_events])
+        return self._inputs(cut_events(inputs.history, end - num_events, end), inputs.seen)
 
-    def num_bytes(self, asked: EncoderRequest) -> int:
-        """What its memory will take."""
-        return (asked.num_events + self.model.config.user_rows) * self.model.config.dim * self.model.place.itemsize
+    def num_bytes(self, inputs: EncoderInputs) -> int:
+        """Size of its memory."""
+        return (inputs.num_events + self.model.config.user_rows) * self.model.config.dim * self.model.place.itemsize
 
     @torch.no_grad()
-    def encode(self, asked: EncoderRequest) -> EncoderMemory:
-        wanted = {name: one for name, one in self.model.encode_lookups(asked.history).items() if name != "trigger"}
-        return EncoderMemory(asked.key, self.model.encoded(self._rows.read_each(wanted), asked.history)[0])
+    def encode(self, inputs: EncoderInputs) -> EncoderMemory:
+        wanted = {name: one for name, one in self.model.encode_lookups(inputs.history).items() if name != "trigger"}
+        return EncoderMemory(inputs.key, self.model.encoded(self._rows.read_each(wanted), inputs.history)[0])
 
     @torch.no_grad()
     def generate(
         self,
-        asked: Sequence[EncoderRequest],
+        inputs: Sequence[EncoderInputs],
         memories: Sequence[EncoderMemory],
         steering: Sequence[Steering],
         *,
         width: int,
         k: Sequence[int],
     ) -> list[GeneratedList]:
-        """For several requests at once; raises PrefixError if a memory is that of another history."""
-        for one, kept in zip(asked, memories, strict=True):
+        """Lists for several requests in one beam search; raises PrefixError if a memory is of another history."""
+        for one, kept in zip(inputs, memories, strict=True):
             kept.key.require(one.key)
-        batch = self._batch(asked, steering)
+        batch = self._batch(inputs, steering)
         wanted = {name: one for name, one in self.model.encode_lookups(batch).items() if name == "trigger"}
         offsets = offsets_of(torch.tensor([len(one.memory) for one in memories]))
         memory = torch.cat([one.memory for one in memories])
         tokens = Jagged(torch.empty(len(memory)), offsets, int(offsets.diff().max()))
         decoding = self.model.decoding(self._rows.read_each(wanted), batch, (memory, tokens))
         beams = search(decoding, self.trie, width=width, softmax=self.model.config.softmax)
-        lengths = torch.tensor([len(one.seen) for one in asked])
-        seen = Jagged(torch.cat([one.seen for one in asked]), offsets_of(lengths), int(lengths.max()))
+        lengths = torch.tensor([len(one.seen) for one in inputs])
+        seen = Jagged(torch.cat([one.seen for one in inputs]), offsets_of(lengths), int(lengths.max()))
         found = expand(self.trie, beams, max(k), seen=seen)
-        made = []
+        lists = []
         for positions, scores, most in zip(found.positions, found.scores, k, strict=True):
             kept = (positions >= 0).nonzero().flatten()[:most]
             items = self.trie.items.index_select(0, positions.index_select(0, kept))
-            made.append(GeneratedList(items.tolist(), scores.index_select(0, kept).tolist()))
-        return made
+            lists.append(GeneratedList(items.tolist(), scores.index_select(0, kept).tolist()))
+        return lists
 
-    def _asked(self, batch: Batch, seen: Tensor) -> EncoderRequest:
-        self.trie.positions(batch.items.values)  # raises for an item that the model cannot read
+    def _inputs(self, batch: Batch, seen: Tensor) -> EncoderInputs:
+        self.trie.positions(batch.items.values)  # raises DataError for an item that the model does not know
         key = PrefixKey(
             model=self._description,
             weights=self._weights,
@@ -158,15 +158,15 @@ class GenerativeModel:
             user=int(batch.sample_ids[0]),
             digest=InputDigest().then(batch, 0).text(),
             length=batch.num_tokens,
-            anchor="",  # no row of the memory knows the request
+            anchor="",  # the memory does not depend on the request
             dtype=str(self.model.place.dtype),
         )
-        return EncoderRequest(batch, key, seen)
+        return EncoderInputs(batch, key, seen)
 
-    def _batch(self, asked: Sequence[EncoderRequest], steering: Sequence[Steering]) -> Batch:
+    def _batch(self, inputs: Sequence[EncoderInputs], steering: Sequence[Steering]) -> Batch:
         """The requests without their histories."""
-        nothing = torch.zeros(len(asked) + 1, dtype=torch.int64)
-        users = torch.cat([one.history.sample_ids for one in asked])
+        nothing = torch.zeros(len(inputs) + 1, dtype=torch.int64)
+        users = torch.cat([one.history.sample_ids for one in inputs])
         return Batch(
             cursor=Cursor(0, 0),
             sample_ids=users,
@@ -176,7 +176,7 @@ class GenerativeModel:
 
 
 def _instructions(steering: Sequence[Steering]) -> dict[str, Jagged]:
-    """What steers some requests, as features of samples; an empty row is the default."""
+    """Steering as sample features; an empty row is the default."""
     given = {
         "scenario": _present([one.scenario for one in steering]),
         "trigger": _present([one.trigger for one in steering]),
@@ -189,13 +189,13 @@ def _instructions(steering: Sequence[Steering]) -> dict[str, Jagged]:
 
 
 def _present(values: Sequence[int | None]) -> Jagged:
-    """Values where there are some."""
+    """One row per value, empty for None."""
     counts = torch.tensor([int(one is not None) for one in values])
     return Jagged(torch.tensor([one for one in values if one is not None], dtype=torch.int64), offsets_of(counts), 1)
 
 
 def open_generative(run: Run, *, step: int | None = None, folder: Path, memory_bytes: int = 1 << 30) -> GenerativeModel:
-    """A checkpoint of a run, by default the best one if it validated, else the latest; rows lie in files in `folder`.
+    """A checkpoint of a run, by default the best validated one, else the latest; its tables are files in `folder`.
 
     Raises CheckpointError and DataError unless its semantic ids are those that it was trained with.
     """
@@ -206,7 +206,7 @@ def open_generative(run: Run, *, step: int | None = None, folder: Path, memory_b
     trained = manifest.progress.get("settings", {}).get("semantic ids", "").partition("/")[0]
     if not trained:
         raise CheckpointError(
-            f"{place} does not say which semantic ids it was trained with, so its codes mean nothing."
+            f"{place} does not say which semantic ids it was trained with, so its codes cannot be decoded."
         )
     registry = Registry.load(config.ids, version=trained)
     trie = registry.trie(torch.from_numpy(np.array(run.sequences.catalogue)))

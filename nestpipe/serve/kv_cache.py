@@ -1,18 +1,18 @@
-"""Prefixes in two byte-accounted tiers: a small device pool for what is about to be used, a host pool for reuse.
+"""KV prefixes in two byte-accounted tiers: a small one on the device for requests to come, one on the host for reuse.
 
     reserve -> RESERVED -> start -> COMPUTING -> finish -> READY <-> PINNED
                                                              |  demote: DEMOTING, a copy
                PROMOTING, a copy  <- promote <-  HOST   <----+
 
-Bytes are reserved before any work and given back when it fails. After every operation `used + reserved <= cap` and
-`used = sum of entries` hold in both tiers; `check` says so with the numbers. What is pinned or moving is never evicted; of the
-rest go first the expired, then the consumed, then the unconsumed, each by least recent use. A promoted entry keeps its
-host copy (values never change), so demoting it again copies nothing.
+Bytes are reserved before work starts and freed when it fails. After every operation `used + reserved <= cap` and
+`used = sum of entries` hold in both tiers; `check` verifies it. Pinned and moving entries are never evicted. Of the others the
+expired are evicted first, then the consumed, then the unconsumed, each by least recent use. A promoted entry keeps its host copy
+(values never change), so demoting it again copies nothing.
 
-Work on a key is done once: whoever asks meanwhile joins it with a future of its own, and cancelling that cancels nothing
-else. A lease (the entry itself) proves who does the work: if the user was invalidated meanwhile, its result is dropped.
+A key is computed once: other requests join the work with a future of their own, and cancelling it cancels nothing else. A lease
+(the entry itself) identifies the worker: if the user was invalidated meanwhile, its result is dropped.
 
-Keys and values are opaque, the copy and the clock are given: this file knows neither torch nor time.
+Keys and values are opaque, copy and clock are parameters: this file knows neither torch nor time.
 """
 
 from __future__ import annotations
@@ -39,18 +39,17 @@ class EntryState(StrEnum):
 
 
 _AT_REST = frozenset({EntryState.READY, EntryState.HOST})
-_IN_WORK = frozenset(
-    {EntryState.RESERVED, EntryState.COMPUTING, EntryState.PROMOTING}
-)  # bytes of the device are reserved
+# Their bytes on the device are reserved.
+_IN_WORK = frozenset({EntryState.RESERVED, EntryState.COMPUTING, EntryState.PROMOTING})
 
 
 class LostError(Exception):
-    """The work that was joined failed, or its user was invalidated: run in full."""
+    """The joined work failed, or its user was invalidated: rank in full."""
 
 
 @dataclass(slots=True, eq=False)
 class CacheEntry(Generic[Value]):
-    """One prefix: where it is, who holds it, who waits for it."""
+    """One prefix: its tiers, pins and joined futures."""
 
     key: Hashable
     user: int
@@ -58,14 +57,14 @@ class CacheEntry(Generic[Value]):
     state: EntryState = EntryState.RESERVED
     device: Value | None = None
     host: Value | None = None
-    pins: dict[Hashable, float] = field(default_factory=dict)  # who holds it, until when
+    pins: dict[Hashable, float] = field(default_factory=dict)  # holder -> until when
     joiners: list[Future[Value]] = field(default_factory=list)
     consumed: bool = False
     expires: float = math.inf
     used_at: float = 0.0
 
     def settle(self, now: float) -> EntryState:
-        """Its state, after pins that have run out were let go."""
+        """Its state, after expired pins were removed."""
         if self.pins and min(self.pins.values()) <= now:
             self.pins = {holder: until for holder, until in self.pins.items() if until > now}
         if self.state in {EntryState.READY, EntryState.PINNED}:
@@ -75,12 +74,12 @@ class CacheEntry(Generic[Value]):
 
 @dataclass(slots=True)
 class CacheTier:
-    """The bytes of one tier. While an entry is in work or moving here its bytes are reserved, then used."""
+    """The bytes of one tier. Bytes of an entry are reserved while it is computed or copied here, then used."""
 
     cap: int
     used: int = 0
     reserved: int = 0
-    copies: int = 0  # into this tier, and how many bytes they had
+    copies: int = 0  # into this tier
     copied_bytes: int = 0
 
     @property
@@ -88,7 +87,7 @@ class CacheTier:
         return self.cap - self.used - self.reserved
 
     def take_copy(self, num_bytes: int) -> None:
-        """What was reserved for a copy is used now."""
+        """A copy is complete: its reserved bytes are used."""
         self.copies += 1
         self.copied_bytes += num_bytes
         self.reserved -= num_bytes
@@ -96,7 +95,7 @@ class CacheTier:
 
 
 class KVCache(Generic[Value]):
-    """Both tiers. Safe to use from several threads; copies are made outside of the lock."""
+    """Both tiers. Thread-safe; copies are made outside of the lock."""
 
     def __init__(
         self,
@@ -139,16 +138,16 @@ class KVCache(Generic[Value]):
             return num_bytes <= free or num_bytes <= free + sum(one.num_bytes for one in self._evictable(self.device))
 
     def start(self, lease: CacheEntry[Value]) -> bool:
-        """The work begins; False if it is no longer wanted."""
+        """Work begins; False if the entry is gone."""
         with self._lock:
             if wanted := self._holds(lease):
                 lease.state = EntryState.COMPUTING
             return wanted
 
     def finish(self, lease: CacheEntry[Value], value: Value) -> bool:
-        """The work is done and everybody who joined gets the value; False if it is no longer wanted, and dropped.
+        """The value of a lease, for those who joined too; False if the entry is gone, and the value is dropped.
 
-        It takes the place of what the user had before and nobody holds: a user has one history.
+        It replaces unpinned prefixes of the user: a user has one history.
         """
         with self._lock:
             if not self._holds(lease):
@@ -160,9 +159,9 @@ class KVCache(Generic[Value]):
             return True
 
     def keep(self, key: Hashable, *, user: int, num_bytes: int, make: Callable[[], Value], since: int) -> bool:
-        """A value that was computed without any work on its key, to the host at once; False if it is live or has no room.
+        """Stores a value that was computed without a lease on the host; False if its key is live or there is no room.
 
-        `since` is what `num_invalidations` was before it was computed: if a user was invalidated meanwhile, it is dropped.
+        `since` is `num_invalidations` before the value was computed: if anything was invalidated meanwhile, it is dropped.
         """
         with self._lock:
             if since != self.num_invalidations or key in self._entries or not self._make_room(self.host, num_bytes):
@@ -180,13 +179,13 @@ class KVCache(Generic[Value]):
             return True
 
     def fail(self, lease: CacheEntry[Value]) -> None:
-        """The work failed: its bytes are free, and who joined is told."""
+        """The work failed: frees its bytes; joined futures get LostError."""
         with self._lock:
             if self._holds(lease):
                 self._remove(lease)
 
     def join(self, key: Hashable) -> Future[Value] | None:
-        """The value when the work on the key is done; None if there is no work on it. Cancel it to stop waiting."""
+        """A future of the value that is being computed; None if no work is in flight. Cancel it to stop waiting."""
         with self._lock:
             entry = self._entries.get(key)
             if entry is None or entry.state not in _IN_WORK:
@@ -210,7 +209,7 @@ class KVCache(Generic[Value]):
             return [value for value in values if value is not None]
 
     def pin(self, key: Hashable, holder: Hashable, *, until: float = math.inf) -> Value | None:
-        """Holds an entry, one in work too. Its value if it is on the device; what is on the host is not held: promote it."""
+        """Pins an entry, also one in work, and returns its value if it is on the device. Promote an entry on the host first."""
         with self._lock:
             entry, now = self._entries.get(key), self._clock()
             if entry is None or entry.state in {EntryState.HOST, EntryState.DEMOTING}:
@@ -221,17 +220,17 @@ class KVCache(Generic[Value]):
             return entry.device
 
     def unpin(self, key: Hashable, holder: Hashable, *, consumed: bool = False) -> None:
-        """Lets go; nothing happens to an entry that is gone. A consumed one is evicted before others."""
+        """Removes a pin, if the entry still exists. Consumed entries are evicted before others."""
         with self._lock:
             if entry := self._entries.get(key):
                 entry.pins.pop(holder, None)
                 entry.consumed |= consumed
                 entry.settle(self._clock())
 
-    # Moves: begun and ended under the lock, copied outside of it.
+    # Moves between tiers: started and finished under the lock, copied outside of it.
 
     def demote(self, key: Hashable) -> bool:
-        """From the device to the host; False if it is held, in work, not there, or the host has no room."""
+        """Device to host; False if it is pinned, in work, not on the device, or the host has no room."""
         with self._lock:
             entry = self._entries.get(key)
             if entry is None or entry.settle(self._clock()) != EntryState.READY or entry.device is None:
@@ -253,7 +252,7 @@ class KVCache(Generic[Value]):
             return True
 
     def promote(self, key: Hashable) -> bool:
-        """From the host to the device, as a copy; False if it is not on the host alone, or the device has no room."""
+        """Copies from the host to the device; False if it is not on the host alone, or the device has no room."""
         with self._lock:
             entry = self._entries.get(key)
             if entry is None or entry.state != EntryState.HOST or entry.host is None:
@@ -271,17 +270,17 @@ class KVCache(Generic[Value]):
             return True
 
     def _made(self, entry: CacheEntry[Value], make: Callable[[], Value]) -> Value:
-        """A copy for an entry; if none can be made the entry goes, because it would be moving for ever."""
+        """The value for an entry; on failure the entry is removed, or it would be moving for ever."""
         try:
             return make()
         except BaseException:
             self.fail(entry)
             raise
 
-    # Going away.
+    # Removal.
 
     def invalidate(self, user: int | None = None) -> int:
-        """Drops everything of a user, or of all, from both tiers and from work in flight; says how many entries."""
+        """Drops the entries of a user, or all, from both tiers and from work in flight; returns their number."""
         with self._lock:
             self.num_invalidations += 1
             doomed = list((self._entries if user is None else self._of_user.get(user, {})).values())
@@ -290,7 +289,7 @@ class KVCache(Generic[Value]):
             return len(doomed)
 
     def sweep(self, is_wanted: Callable[[Any], bool] | None = None) -> None:
-        """Lets go of what has expired, and of keys that nobody will ask for any more."""
+        """Evicts expired entries, and those that are not wanted any more."""
         with self._lock:
             now = self._clock()
             for entry in list(self._entries.values()):
@@ -299,7 +298,7 @@ class KVCache(Generic[Value]):
                     self.num_evicted += 1
 
     def check(self) -> None:
-        """Raises AssertionError unless the books balance."""
+        """Raises AssertionError unless both tiers' bytes equal the sums over their entries."""
         with self._lock:
             entries = list(self._entries.values())
             device_used = sum(one.num_bytes for one in entries if one.device is not None)
@@ -316,7 +315,7 @@ class KVCache(Generic[Value]):
         return entry
 
     def _remove_others(self, entry: CacheEntry[Value]) -> None:
-        """What the user had before and nobody holds: a user has one history."""
+        """Unpinned prefixes of the user's earlier history."""
         for other in list(self._of_user[entry.user].values()):
             if other is not entry and other.settle(self._clock()) in _AT_REST:
                 self._remove(other)
@@ -334,27 +333,27 @@ class KVCache(Generic[Value]):
             settle(joiner, value)
 
     def _evictable(self, tier: CacheTier) -> list[CacheEntry[Value]]:
-        """What may leave a tier, in the order in which it goes."""
+        """Entries that may be evicted from a tier, in eviction order."""
         now, on_device = self._clock(), tier is self.device
         here = (one for one in self._entries.values() if (one.device if on_device else one.host) is not None)
-        found = [one for one in here if one.settle(now) in _AT_REST]
-        return sorted(found, key=lambda one: (one.expires > now, not one.consumed, one.used_at))
+        at_rest = [one for one in here if one.settle(now) in _AT_REST]
+        return sorted(at_rest, key=lambda one: (one.expires > now, not one.consumed, one.used_at))
 
     def _make_room(self, tier: CacheTier, num_bytes: int) -> bool:
         """Evicts until so many bytes are free; evicts nothing if that cannot be reached."""
         if tier.free >= num_bytes:
             return True
-        found = self._evictable(tier)
-        if num_bytes > tier.free + sum(one.num_bytes for one in found):
+        evictable = self._evictable(tier)
+        if num_bytes > tier.free + sum(one.num_bytes for one in evictable):
             return False
-        for entry in found:
+        for entry in evictable:
             if tier.free >= num_bytes:
                 break
             self._evict(entry, tier)
         return True
 
     def _evict(self, entry: CacheEntry[Value], tier: CacheTier) -> None:
-        """From one tier; a copy in the other one stays."""
+        """Removes an entry from one tier; its copy in the other one stays."""
         self.num_evicted += 1
         if entry.device is None or entry.host is None:
             self._remove(entry)
@@ -383,7 +382,7 @@ class KVCache(Generic[Value]):
 
 
 def settle(reply: Future[Any], result: object) -> bool:
-    """Answers a future; False if whoever waited for it is gone."""
+    """Sets the result or exception of a future; False if it was cancelled."""
     if not reply.set_running_or_notify_cancel():
         return False
     if isinstance(result, BaseException):

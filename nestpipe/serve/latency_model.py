@@ -1,4 +1,4 @@
-"""What things take on this machine: the trigger's constants, measured on the model itself when an instance starts."""
+"""Latency models: cost constants measured on the model when an instance starts, and the choice of a generation path."""
 
 from __future__ import annotations
 
@@ -29,30 +29,31 @@ class LatencySample:
 def measure_costs(
     served: ServedModel, histories: UserHistories, *, chunk: int, num_candidates: int = 256, repeats: int = 3
 ) -> RankingCosts:
-    """Times histories and candidates of several sizes, the shortest of some repeats each; prefills chunk by chunk, as they run."""
+    """Measures histories and candidates of several sizes, the fastest of `repeats` each; prefills run chunk by chunk."""
     longest = served.max_len
     catalogue = histories.sequences.catalogue.tolist()
     samples, copy_ms_per_byte = [], 0.0
     for length in sorted({max(longest // 16, 2), max(longest // 4, 2), max(longest // 2, 2), max(longest, 2)}):
         events = histories.sample(length)
-        asked = served.ask(events, int(events.times[-1] // 1000) if events.times is not None else 0)
-        kept = served.fill_all(asked, chunk=chunk)
-        samples.append(LatencySample("pre", length, 0, _shortest(lambda: served.fill_all(asked, chunk=chunk), repeats)))  # noqa: B023
+        inputs = served.prepare(events, int(events.times[-1] // 1000) if events.times is not None else 0)
+        kept = served.fill_all(inputs, chunk=chunk)
+        prefill_ms = _shortest(lambda: served.fill_all(inputs, chunk=chunk), repeats)  # noqa: B023
+        samples.append(LatencySample("pre", length, 0, prefill_ms))
         for count in {max(num_candidates // 16, 1), max(num_candidates // 4, 1), num_candidates}:
             items = [catalogue[place % len(catalogue)] for place in range(count)]
             wanted = served.candidates(items, histories.sequences)
-            full_ms = _shortest(lambda: served.scores([asked], [wanted]), repeats)  # noqa: B023
-            hit_ms = _shortest(lambda: served.scores([asked], [wanted], [kept]), repeats)  # noqa: B023
+            full_ms = _shortest(lambda: served.scores([inputs], [wanted]), repeats)  # noqa: B023
+            hit_ms = _shortest(lambda: served.scores([inputs], [wanted], [kept]), repeats)  # noqa: B023
             samples += [LatencySample("full", length, count, full_ms), LatencySample("hit", length, count, hit_ms)]
         copy_ms_per_byte = _shortest(lambda: copy_prefix(kept), repeats) / max(kept.num_bytes, 1)  # noqa: B023
     return fit(samples, copy_ms_per_byte=copy_ms_per_byte)
 
 
 def fit(samples: Iterable[LatencySample], *, copy_ms_per_byte: float = 0.0) -> RankingCosts:
-    """The costs that explain measurements best."""
-    found, constants = list(samples), dict[Kind, Floats]()
+    """Fits the costs to measurements."""
+    measured, constants = list(samples), dict[Kind, Floats]()
     for kind in get_args(Kind):
-        own = [one for one in found if one.kind == kind]
+        own = [one for one in measured if one.kind == kind]
         matrix = np.array([terms(kind, one.length, one.candidates) for one in own])
         constants[kind] = _least_error(matrix, np.array([one.ms for one in own]))
     return RankingCosts(constants, copy_ms_per_byte=copy_ms_per_byte)
@@ -68,38 +69,32 @@ def _shortest(act: Callable[[], object], repeats: int) -> float:
 
 
 def _least_error(matrix: Floats, ms: Floats) -> Floats:
-    """Constants of the least relative error; none is negative, because more work never takes less time."""
-    used, found = list(range(matrix.shape[1])), np.zeros(matrix.shape[1])
+    """Non-negative least squares of the relative error: more work never takes less time."""
+    used, constants = list(range(matrix.shape[1])), np.zeros(matrix.shape[1])
     while used:
         solved = np.linalg.lstsq(matrix[:, used] / ms[:, None], np.ones(len(ms)), rcond=None)[0]
         if solved.min() >= 0:
-            found[used] = solved
+            constants[used] = solved
             break
         used.pop(int(solved.argmin()))
-    return found
+    return constants
 
 
-_NARROW = 4  # a narrow search has so many times fewer beams
-
-
+_NARROW = 4  # a narrow search has this many times fewer beams
 _REPEATS = 3
-
-
 MemoryPath = Literal["hit_device", "hit_host", "full", "shorter", "narrow"]
-
-
 DEGRADED = frozenset({"shorter", "narrow"})
 
 
 @dataclass(slots=True, kw_only=True)
 class GenerationCosts:
-    """What steps take here, in milliseconds; corrected while running."""
+    """Costs of encoding and decoding in milliseconds, corrected while running."""
 
     encode_ms: float
     encode_event_ms: float
     decode_ms: float
     decode_beam_ms: float
-    slowness: float = 1.0  # of late, against the above
+    slowness: float = 1.0  # recent latency over the measured one
 
     def encode(self, num_events: int) -> float:
         return self.slowness * (self.encode_ms + self.encode_event_ms * num_events)
@@ -108,18 +103,18 @@ class GenerationCosts:
         return self.slowness * (self.decode_ms + self.decode_beam_ms * width)
 
     def observe(self, took_ms: float, expected_ms: float) -> None:
-        """Goes up at once and down slowly: a late answer is worse than a narrow one."""
+        """Rises at once and falls slowly: a late answer is worse than a narrow one."""
         if expected_ms > 0:
             seen = self.slowness * took_ms / expected_ms
             self.slowness = min(max(0.95 * self.slowness + 0.05 * seen, min(seen, 2 * self.slowness), 0.25), 100.0)
 
     def relax(self) -> None:
-        """A request was refused unseen; if all are, nobody would notice that they could be answered again."""
+        """After a refusal: without new measurements the estimate must decay, or every request would be refused for ever."""
         self.slowness = max(0.98 * self.slowness, 0.25)
 
 
 class GenerationPath(NamedTuple):
-    """A path, what it costs, how many events and beams it uses."""
+    """A path, its estimated cost, and the events and beams that it uses."""
 
     path: MemoryPath
     cost_ms: float
@@ -148,14 +143,14 @@ def choose(
         hit = "hit_device"
     elif state == EntryState.HOST:
         hit = "hit_host"
-    tries = [GenerationPath(hit, decode, num_events, beam)] if hit else []
-    tries.append(GenerationPath("full", estimates.encode(num_events) + decode, num_events, beam))
+    paths = [GenerationPath(hit, decode, num_events, beam)] if hit else []
+    paths.append(GenerationPath("full", estimates.encode(num_events) + decode, num_events, beam))
     shorter = range(num_events - block, 0, -block)
-    tries += [GenerationPath("shorter", estimates.encode(kept) + decode, kept, beam) for kept in shorter]
+    paths += [GenerationPath("shorter", estimates.encode(kept) + decode, kept, beam) for kept in shorter]
     kept = num_events if hit else min(block, num_events)
     cost = estimates.decode(narrow) + (0.0 if hit else estimates.encode(kept))
-    tries.append(GenerationPath("narrow", cost, kept, narrow))
-    return next((one for one in tries if one.cost_ms <= slack_ms), None)
+    paths.append(GenerationPath("narrow", cost, kept, narrow))
+    return next((one for one in paths if one.cost_ms <= slack_ms), None)
 
 
 def narrow_width(beam: int, k: int) -> int:
@@ -163,9 +158,9 @@ def narrow_width(beam: int, k: int) -> int:
 
 
 def measure_generation(served: GenerativeModel, histories: UserHistories) -> GenerationCosts:
-    """Encodes and decodes a few times, long and short, wide and narrow."""
+    """Measures encoding (long, short) and decoding (wide, narrow)."""
     beam = served.model.config.beam
-    whole = served.ask(histories.sample(served.max_len))
+    whole = served.prepare(histories.sample(served.max_len))
     half = served.shorter(whole, max(served.max_len // 2, 1))
     memory = served.encode(whole)
 
@@ -186,7 +181,7 @@ def measure_generation(served: GenerativeModel, histories: UserHistories) -> Gen
 
 
 def _best_ms(work: Callable[[], object]) -> float:
-    """The shortest of some times, after a first one that does not count."""
+    """The fastest of some runs, after one warm-up run."""
     times = []
     for _ in range(_REPEATS + 1):
         began = time.perf_counter()

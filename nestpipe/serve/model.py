@@ -1,4 +1,4 @@
-"""A run's checkpoint, opened for serving: weights from safetensors, tables in mapped files, nothing of the training world."""
+"""Opens the checkpoint of a ranking run for serving: weights from safetensors, embedding tables in mapped files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from nestpipe.training.run_folder import Run
 def open_served(
     run: Run, *, step: int | None = None, label: str = "", folder: Path, memory_bytes: int = 1 << 30
 ) -> ServedModel:
-    """A checkpoint of a run, by default the best one if it validated, else the latest; rows lie in files in `folder`."""
+    """A checkpoint of a run, by default the best validated one, else the latest; its tables are files in `folder`."""
     if not isinstance(run.config.model, RankingConfig):
         raise ConfigError(
             f"{run.folder} has a model of kind '{type(run.config.model).__name__}', which has no histories with candidates to rank. "
@@ -44,13 +44,13 @@ def open_served(
 
 
 def mapped_rows(folder: Path, memory_bytes: int) -> EmbeddingConfig:
-    """Rows in mapped files, which all processes on a machine share through the page cache."""
+    """Tables in mapped files, which the processes of a machine share through the page cache."""
     folder.mkdir(parents=True, exist_ok=True)
     return EmbeddingConfig(optimizer="sgd", tier="mmap", mmap_folder=str(folder), memory_bytes=memory_bytes)
 
 
 def without_events(sequences: Sequences) -> Sequences:
-    """What says how events are read, and none of them: whatever stays mapped here could not be forgotten."""
+    """The schema and encodings without events: a mapped file that stays open could not be forgotten."""
     nothing = np.empty(0, np.int64)
     return replace(
         sequences,

@@ -1,9 +1,9 @@
-"""Another model while the service runs: loaded beside the one in use, tested against itself, measured; then it may be used.
+"""Model versions of a running service: another model is loaded, tested and measured before it is used.
 
     load  ->  parity self-test  ->  measure  ->  Engine.use
 
-Whatever goes wrong before the last step changes nothing. After it new requests get the new model, and what was begun with the
-old one (tickets, prefills, ranks that wait) is ended with it; then nothing refers to the old one and its memory is free.
+A failure before the last step changes nothing. After it new requests get the new model; tickets, prefills and queued requests keep
+the old one. When nothing refers to the old model any more, its memory is freed.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ import torch
 
 from nestpipe.atomic_files import replace_file
 from nestpipe.errors import ConfigError, NestPipeError
-from nestpipe.rng import GOLDEN, hash_text, mix64
 from nestpipe.serve.latency_model import measure_costs
 from nestpipe.serve.model import open_served
-from nestpipe.serve.prefill import ServedModel
+from nestpipe.serve.prefill import ModelVersions, ServedModel
 from nestpipe.serve.user_history import UserHistories
 from nestpipe.training.run_folder import Run
 
@@ -33,38 +32,24 @@ if TYPE_CHECKING:
 _log = logging.getLogger("nestpipe.serve")
 
 
-@dataclass(frozen=True, slots=True)
-class ModelVersions:
-    """The model of new requests, and that of a share of users if two are compared."""
-
-    main: ServedModel
-    other: ServedModel | None = None
-    share: float = 0.0
-
-    def of(self, user: int) -> ServedModel:
-        """Always the same for a user, on every instance; independent of which instance the user belongs to."""
-        place = mix64(mix64(user + GOLDEN) ^ hash_text("two models")) / 2**64
-        return self.other if self.other and place < self.share else self.main
-
-
-Load = Callable[[Path, int | None], ServedModel]  # a folder of a run, and a step of it or the best
-TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}  # of scores of order one: the contract of prefixes
+Load = Callable[[Path, int | None], ServedModel]  # run folder, step or None for the best
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}  # for scores of order one
 _NUM_USERS, _NUM_CANDIDATES = 8, 32
 
 
 class ParityError(NestPipeError):
-    """A model whose scores depend on what was kept of a history."""
+    """Scores with a cached prefix differ from those of full inference."""
 
 
-def load_beside(
+def load_version(
     histories: UserHistories, folder: Path, *, step: int | None, label: str, tables: Path, chunk: int
 ) -> ServedModel:
-    """A checkpoint of another run on the same data, tested and measured. Raises NestPipeError or OSError."""
+    """Loads a checkpoint of another run on the same data, tests and measures it. Raises NestPipeError or OSError."""
     run = Run.open(folder)
-    ours, theirs = (Path(one).resolve() for one in (histories.sequences.path, run.sequences.path))
-    if ours != theirs:
+    served_path, run_path = (Path(one).resolve() for one in (histories.sequences.path, run.sequences.path))
+    if served_path != run_path:
         raise ConfigError(
-            f"{folder} is on the sequence folder {theirs}, but the histories here are those of {ours}. "
+            f"{folder} was trained on the sequence folder {run_path}, but this instance serves histories of {served_path}. "
             "Start another instance for it, or train it on the same folder."
         )
     served = open_served(run, step=step, label=label, folder=tables)
@@ -74,17 +59,17 @@ def load_beside(
 
 
 def check_parity(served: ServedModel, histories: UserHistories, *, chunk: int) -> None:
-    """Raises ParityError unless scores with prefixes, filled chunk by chunk, are those of full inference."""
+    """Raises ParityError unless scores with prefixes, prefilled chunk by chunk, equal those of full inference."""
     wanted = served.candidates(histories.sequences.catalogue[:_NUM_CANDIDATES].tolist(), histories.sequences)
     allowed = TOLERANCE.get(served.ranker.model.place.dtype, min(TOLERANCE.values()))
     for user in _sample_users(histories):
         events = histories.of(user)
         last = 0 if events.times is None else int(events.times[-1] // 1000)
-        asked = served.ask(events, last + 60)
-        kept = served.fill_all(asked, chunk=chunk)
-        (full,), (cached,) = served.scores([asked], [wanted]), served.scores([asked], [wanted], [kept])
+        inputs = served.prepare(events, last + 60)
+        kept = served.fill_all(inputs, chunk=chunk)
+        (full,), (cached,) = served.scores([inputs], [wanted]), served.scores([inputs], [wanted], [kept])
         apart = float((full - cached).abs().max() / full.abs().max().clamp(min=1.0))
-        if not apart <= allowed:  # not a number is not allowed either
+        if not apart <= allowed:  # NaN fails too
             raise ParityError(
                 f"{served.name} failed its parity self-test: with a prefix of {kept.key.length} events its scores are {apart:.1e} "
                 f"away from full inference, {allowed:.0e} is allowed. It is not served; the model in use goes on."
@@ -92,7 +77,7 @@ def check_parity(served: ServedModel, histories: UserHistories, *, chunk: int) -
 
 
 def _sample_users(histories: UserHistories) -> list[int]:
-    """Users with histories of all lengths, from the shortest that has a prefix to the longest."""
+    """Users with histories of all lengths, from the shortest with a prefix to the longest."""
     own = histories.sequences
     lengths = np.diff(own.offsets)
     order = np.argsort(lengths, kind="stable")[int((lengths < 2).sum()) :]
@@ -102,7 +87,7 @@ def _sample_users(histories: UserHistories) -> list[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionRecord:
-    """Folders and steps of the models of a lineup; no `run` is the one that the process was started with."""
+    """Run folders and steps of the served models. Without `run`, the model of the command line is served."""
 
     run: str | None = None
     step: int | None = None
@@ -112,44 +97,44 @@ class VersionRecord:
 
 
 class VersionFile:
-    """Without a file they end with the process."""
+    """The served models, stored so that a restarted process serves them again; without a path they end with the process."""
 
     def __init__(self, path: Path | None = None, *, first: VersionRecord | None = None):
-        """`first` is what the command line says; what is in the file goes before it."""
+        """`first` is what the command line says; the file overrides it."""
         self._path, self._first = path, first or VersionRecord()
-        self.told = _read(path) or self._first
+        self.record = _read(path) or self._first
 
-    def keep(self, told: VersionRecord) -> None:
+    def store(self, record: VersionRecord) -> None:
         """Raises OSError, and then nothing has changed."""
         if self._path is not None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(self._path, (json.dumps(asdict(told), indent=2) + "\n").encode())
-        self.told = told
+            replace_file(self._path, (json.dumps(asdict(record), indent=2) + "\n").encode())
+        self.record = record
 
     def follow(self, engine: Engine, load: Load) -> None:
-        """Gives an engine the models; if those of the file cannot be had, those of the command line. Raises what loading raises."""
-        before = engine.lineup
+        """Loads the models into an engine; if those of the file fail, those of the command line. Raises what loading raises."""
+        before = engine.versions
         try:
-            _use(engine, self.told, load)
+            _use(engine, self.record, load)
         except (NestPipeError, OSError) as error:
-            if self.told == self._first:
+            if self.record == self._first:
                 raise
-            _log.warning("what %s says cannot be served (%s); the models of the command line are", self._path, error)
+            _log.warning("the models of %s cannot be served (%s); serving those of the command line", self._path, error)
             engine.use(before)
-            self.told = self._first
-            _use(engine, self.told, load)
+            self.record = self._first
+            _use(engine, self.record, load)
 
 
-def _use(engine: Engine, told: VersionRecord, load: Load) -> None:
-    if told.run is not None:
-        engine.use(ModelVersions(load(Path(told.run), told.step)))
-    if told.compared is not None:
-        engine.use(ModelVersions(engine.lineup.main, load(Path(told.compared), told.compared_step), told.share))
+def _use(engine: Engine, record: VersionRecord, load: Load) -> None:
+    if record.run is not None:
+        engine.use(ModelVersions(load(Path(record.run), record.step)))
+    if record.compared is not None:
+        engine.use(ModelVersions(engine.versions.main, load(Path(record.compared), record.compared_step), record.share))
 
 
 def _read(path: Path | None) -> VersionRecord | None:
     try:
         return None if path is None or not path.exists() else VersionRecord(**json.loads(path.read_text()))
     except (OSError, ValueError, TypeError) as error:
-        _log.warning("%s cannot be read (%s); the models of the command line are served", path, error)
+        _log.warning("%s cannot be read (%s); serving the models of the command line", path, error)
         return None

@@ -30,7 +30,7 @@ def open_run(arguments: ServeArguments) -> Run:
 def open_engine(
     run: Run, *, engine: EngineConfig, trigger: TriggerConfig, step: int | None = None, label: str = ""
 ) -> Engine:
-    """A run's model with its histories, measured on this machine; the engine is not started yet."""
+    """The engine of a run, not started yet: model, histories, and costs measured on this machine."""
     folder = run.folder / "serve"
     served = open_served(run, step=step, label=label, folder=folder)
     histories = UserHistories(run.sequences, EventLog(folder / EVENTS))
@@ -38,16 +38,16 @@ def open_engine(
     return Engine(served, histories, config=engine, trigger=trigger)
 
 
-_STORE_S = 0.02  # how long a request waits for a store that is busy, before the default takes the instruction's place
+_STORE_S = 0.02  # timeout of a busy instruction store; then the default instruction is used
 
 
 def open_histories(run: Run, log: Path) -> UserHistories:
-    """The users of a run, with what came by the event log."""
+    """The histories of a run and of its event log."""
     return UserHistories(run.sequences, EventLog(log))
 
 
 def open_generator(run: Run, log: Path, *, config: EngineConfig, step: int | None = None) -> Generator:
-    """A run's model with its histories and instructions, measured on this machine; it is not started yet."""
+    """The generator of a run, not started yet: model, histories, instructions, and costs measured on this machine."""
     folder = log.parent
     served = open_generative(run, step=step, folder=folder)
     histories, model = open_histories(run, log), served.model.config

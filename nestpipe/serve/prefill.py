@@ -1,9 +1,11 @@
-"""From the events of a user to what the model is asked: keys, prefills in chunks, scores of several requests at once."""
+"""The model as it serves: inputs of a request, prefills in chunks, scores of several requests in one call."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Sequence
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,12 +17,16 @@ from nestpipe.data.sequences import Sequences, truncate
 from nestpipe.jagged import Batch, Jagged
 from nestpipe.models.kv_prefix import KVPrefix, PrefixKey
 from nestpipe.models.prefix_inference import CandidateBatch, Ranker, Suffix, cut_events
+from nestpipe.rng import GOLDEN, hash_text, mix64
+from nestpipe.serve.kv_cache import CacheEntry, KVCache
 from nestpipe.serve.prefill_policy import RankingCosts
+
+_log = logging.getLogger("nestpipe.serve")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class HistoryRequest:
-    """One request's history as the model reads it: whole, and as prefix and suffix."""
+class HistoryInputs:
+    """The history of a request as the model reads it: whole, and as prefix and suffix."""
 
     history: Batch
     prefix: Batch
@@ -37,34 +43,41 @@ class HistoryRequest:
 
     @property
     def num_bytes(self) -> int:
-        """What its prefix will take, known before it is computed."""
+        """Size of its prefix, known before it is computed."""
         return self.key.length * (self.served.event_bytes + (0 if self.prefix.times is None else 8))
+
+    def longest_begun(self, cached: Sequence[KVPrefix]) -> KVPrefix | None:
+        """The longest of some prefixes that this history extends."""
+        by_length = sorted(cached, key=lambda one: -one.key.length)
+        return next((one for one in by_length if self.served.ranker.begins(one, self.prefix)), None)
 
 
 class ServedModel:
-    """A model in use. `name` says which weights it has, `label` orders candidates, `block` cuts histories as in training."""
+    """A model in use. `name` says which weights it has; candidates are ordered by `label`; `block` is training's truncation."""
 
     def __init__(self, ranker: Ranker, builder: BatchBuilder, *, name: str, label: str = "", block: int = 1):
         self.ranker, self.name, self._builder = ranker, name, builder
         self.max_len, self.block = ranker.model.max_len, block
-        self.costs, self.counts = RankingCosts(), Counter[str]()  # what it takes on this machine; answers by path
+        self.costs, self.counts = RankingCosts(), Counter[str]()  # on this machine; answers by path
         labels = [one.name for one in ranker.model.tasks.labels]
         self._column = labels.index(label) if label else 0
         config = ranker.model.config
         width = config.num_heads * (config.qk_dim + config.v_dim) * ranker.model.place.itemsize
         self.event_bytes = config.num_blocks * width
 
-    def ask(self, events: Sequences, query_time: int) -> HistoryRequest:
-        """The events of one user, asked for at a time in seconds; raises DataError if the model cannot read them."""
+    def prepare(self, events: Sequences, query_time: int) -> HistoryInputs:
+        """The inputs of one user at a query time in seconds; raises DataError for events that the model cannot read."""
         end = np.array([len(events.items)])
-        start, asked = truncate(end, self.max_len, self.block), np.array([query_time * 1000])
-        batch = self._builder.over(events).history(torch.tensor([0]), start, end, asked_ms=asked)
+        start = truncate(end, self.max_len, self.block)
+        batch = self._builder.over(events).history(
+            torch.tensor([0]), start, end, asked_ms=np.array([query_time * 1000])
+        )
         return self._split(replace(batch, sample_ids=torch.from_numpy(events.users)))
 
-    def shorter(self, asked: HistoryRequest, num_events: int) -> HistoryRequest:
-        """The same request with its last events alone."""
-        end = torch.tensor([asked.num_events])
-        return self._split(cut_events(asked.history, end - num_events, end))
+    def shorter(self, inputs: HistoryInputs, num_events: int) -> HistoryInputs:
+        """The inputs of the last events alone."""
+        end = torch.tensor([inputs.num_events])
+        return self._split(cut_events(inputs.history, end - num_events, end))
 
     def candidates(self, items: Sequence[int], sequences: Sequences) -> CandidateBatch:
         """Items with their features; raises DataError for one that the catalogue does not have."""
@@ -72,56 +85,142 @@ class ServedModel:
         features = self._builder.over(sequences).item_features(ids)
         return CandidateBatch(Jagged(torch.from_numpy(ids), torch.tensor([0, len(ids)]), len(ids)), features)
 
-    def fill(self, asked: HistoryRequest, kept: KVPrefix | None, *, chunk: int) -> KVPrefix:
-        """The next chunk of a prefix behind what is kept; all that is left if the model's rows know the request."""
-        first, last = (kept.key.length if kept else 0), asked.key.length
+    def fill(self, inputs: HistoryInputs, kept: KVPrefix | None, *, chunk: int) -> KVPrefix:
+        """The prefix, one chunk longer than `kept`; all of it if its rows depend on the request (anchored models)."""
+        first, last = (kept.key.length if kept else 0), inputs.key.length
         until = last if self.ranker.model.anchored else min(first + chunk, last)
-        part = cut_events(asked.prefix, torch.tensor([first]), torch.tensor([until]))
-        (filled,) = self.ranker.prefill(part) if kept is None else self.ranker.extend([kept], part)
+        chunk_events = cut_events(inputs.prefix, torch.tensor([first]), torch.tensor([until]))
+        (filled,) = self.ranker.prefill(chunk_events) if kept is None else self.ranker.extend([kept], chunk_events)
         return filled
 
-    def fill_all(self, asked: HistoryRequest, *, chunk: int) -> KVPrefix:
+    def fill_all(self, inputs: HistoryInputs, *, chunk: int) -> KVPrefix:
         """A whole prefix, chunk by chunk."""
-        kept = self.fill(asked, None, chunk=chunk)
-        while kept.key.length < asked.key.length:
-            kept = self.fill(asked, kept, chunk=chunk)
+        kept = self.fill(inputs, None, chunk=chunk)
+        while kept.key.length < inputs.key.length:
+            kept = self.fill(inputs, kept, chunk=chunk)
         return kept
 
     def scores(
         self,
-        asked: Sequence[HistoryRequest],
+        inputs: Sequence[HistoryInputs],
         candidates: Sequence[CandidateBatch],
         prefixes: Sequence[KVPrefix] | None = None,
     ) -> list[Tensor]:
-        """What each request's candidates are predicted, with prefixes or in full; raises PrefixError for a wrong prefix."""
-        wanted = _together(candidates)
+        """Predictions for each request's candidates, with prefixes or in full; raises PrefixError for a wrong prefix."""
+        joined = _concat(candidates)
         if prefixes is None:
-            found = self.ranker.full(Batch.concat([one.history for one in asked]), wanted)
+            logits = self.ranker.full(Batch.concat([one.history for one in inputs]), joined)
         else:
-            suffixes = Batch.concat([one.suffix.batch for one in asked])
-            found = self.ranker.score(prefixes, Suffix(suffixes, tuple(one.key for one in asked)), wanted)
-        return self._predicted(found, candidates)
+            suffixes = Batch.concat([one.suffix.batch for one in inputs])
+            logits = self.ranker.score(prefixes, Suffix(suffixes, tuple(one.key for one in inputs)), joined)
+        return self._predicted(logits, candidates)
 
     def scores_and_prefixes(
-        self, asked: Sequence[HistoryRequest], candidates: Sequence[CandidateBatch]
+        self, inputs: Sequence[HistoryInputs], candidates: Sequence[CandidateBatch]
     ) -> tuple[list[Tensor], Callable[[int], KVPrefix]]:
-        """The same in full, and the prefix of any of the requests, which were made on the way."""
-        history = Batch.concat([one.history for one in asked])
-        found, prefix_of = self.ranker.full_and_prefixes(history, _together(candidates), [one.suffix for one in asked])
-        return self._predicted(found, candidates), prefix_of
+        """Scores in full, and a function that gives the prefix of each request, which full inference computes anyway."""
+        history = Batch.concat([one.history for one in inputs])
+        logits, prefix_of = self.ranker.full_and_prefixes(history, _concat(candidates), [one.suffix for one in inputs])
+        return self._predicted(logits, candidates), prefix_of
 
-    def _predicted(self, found: Tensor, candidates: Sequence[CandidateBatch]) -> list[Tensor]:
-        """What candidates are predicted for the label that orders them."""
+    def _predicted(self, logits: Tensor, candidates: Sequence[CandidateBatch]) -> list[Tensor]:
+        """Predictions of the label that orders candidates."""
         with torch.no_grad():
-            column = self.ranker.model.tasks.predict(found)[:, self._column]
+            column = self.ranker.model.tasks.predict(logits)[:, self._column]
         return list(column.split([len(one.items.values) for one in candidates]))
 
-    def _split(self, history: Batch) -> HistoryRequest:
-        return HistoryRequest(history, *self.ranker.split(history), self)
+    def _split(self, history: Batch) -> HistoryInputs:
+        return HistoryInputs(history, *self.ranker.split(history), self)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelVersions:
+    """The model of new requests, and of a comparison the model for a share of the users."""
+
+    main: ServedModel
+    other: ServedModel | None = None
+    share: float = 0.0
+
+    def of(self, user: int) -> ServedModel:
+        """The same for a user on every instance, and independent of which instance owns the user."""
+        place = mix64(mix64(user + GOLDEN) ^ hash_text("two models")) / 2**64
+        return self.other if self.other and place < self.share else self.main
+
+
+@dataclass(slots=True, eq=False)
+class PrefillTask:
+    """A prefill in flight, which may start from a shorter prefix."""
+
+    inputs: HistoryInputs
+    lease: CacheEntry[KVPrefix]
+    prefix: KVPrefix | None
+
+    @property
+    def remaining(self) -> tuple[int, int]:
+        """The wanted length, and how many events of it are done."""
+        return self.inputs.key.length, length_of(self.prefix)
+
+
+class PrefillQueue:
+    """Prefills in the order of their hints, computed chunk by chunk. Used by the engine's thread alone."""
+
+    def __init__(self, cache: KVCache[KVPrefix], *, chunk: int):
+        self._cache, self._chunk = cache, chunk
+        self._tasks: deque[PrefillTask] = deque()
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def __iter__(self) -> Iterator[PrefillTask]:
+        return iter(self._tasks)
+
+    def append(self, task: PrefillTask) -> None:
+        self._tasks.append(task)
+
+    def remove(self, task: PrefillTask) -> None:
+        self._tasks.remove(task)
+
+    def of(self, key: PrefixKey) -> PrefillTask | None:
+        return next((task for task in self._tasks if task.inputs.key == key), None)
+
+    def prune(self) -> None:
+        """Drops prefills whose cache entry was invalidated."""
+        self._tasks = deque(task for task in self._tasks if self._cache.peek_state(task.inputs.key) is not None)
+
+    def backlog_ms(self, key: PrefixKey | None = None) -> float:
+        """Time until the prefill of a key is done, or all prefills; 0 for a key without one."""
+        keys = [task.inputs.key for task in self._tasks]
+        end = len(keys) if key is None else keys.index(key) + 1 if key in keys else 0
+        return sum(task.inputs.served.costs.pre_ms(*task.remaining) for task in list(self._tasks)[:end])
+
+    def run(self, key: PrefixKey | None = None) -> bool:
+        """Computes one chunk of the oldest prefill, or all that remains of a key's; False if there is none."""
+        task = self.of(key) if key else self._tasks[0] if self._tasks else None
+        if task is None:
+            return False
+        start, (length, before), served = time.perf_counter(), task.remaining, task.inputs.served
+        try:
+            if self._cache.start(task.lease):
+                task.prefix = served.fill(task.inputs, task.prefix, chunk=length if key else self._chunk)
+                done = length_of(task.prefix)
+                expected = served.costs.expected("pre", done, 0) - served.costs.expected("pre", before, 0)
+                served.costs.observe("pre", 1000 * (time.perf_counter() - start) - expected)
+                if done < length:
+                    return True
+                self._cache.finish(task.lease, task.prefix)
+        except Exception:
+            _log.exception("a prefill failed; its user is ranked in full")
+            self._cache.fail(task.lease)
+        self._tasks.remove(task)
+        return True
+
+
+def length_of(prefix: KVPrefix | None) -> int:
+    return prefix.key.length if prefix else 0
 
 
 def copy_prefix(prefix: KVPrefix) -> KVPrefix:
-    """The same in memory of its own, as a move between devices makes it."""
+    """A copy in its own memory, as a move between devices makes it."""
     return replace(
         prefix,
         keys=tuple(one.clone() for one in prefix.keys),
@@ -130,7 +229,7 @@ def copy_prefix(prefix: KVPrefix) -> KVPrefix:
     )
 
 
-def _together(candidates: Sequence[CandidateBatch]) -> CandidateBatch:
+def _concat(candidates: Sequence[CandidateBatch]) -> CandidateBatch:
     if len(candidates) == 1:
         return candidates[0]
     features = {name: Jagged.concat([one.features[name] for one in candidates]) for name in candidates[0].features}

@@ -1,12 +1,12 @@
-"""Which prefixes are worth computing ahead: arithmetic on costs, without clock, cache or model.
+"""Which prefill hints to admit: arithmetic on costs, without clock, cache or model.
 
-    T_full(L, C) = a0 + a1 (L + C) + a2 L² + a3 L C        all of it at the request
-    T_hit(L, C)  = b0 + b1 C + b2 L C                      the last event and the candidates, beside a prefix of L events
+    T_full(L, C) = a0 + a1 (L + C) + a2 L² + a3 L C        history of L events and C candidates, at the request
+    T_hit(L, C)  = b0 + b1 C + b2 L C                      last event and candidates, given a prefix of L events
     T_pre(L)     = c0 + c1 L + c2 L²                       the prefix alone
 
-The constants are fitted by profiling when an instance starts, and corrected while it runs by what was measured beyond them: for
-the trigger, which asks what may happen, by its 99th percentile; for a rank that has come, which takes a worse path for certain
-if it does not try a better one, by its median. The gain depends on both L and C, so a rule by length alone would be wrong.
+The constants are fitted when an instance starts. While it runs they are corrected by the residuals of measurements: by the P99 for
+the decision about a hint, which guards against the worst case, and by the median for the path of a ranking request, because a path
+that is not tried is a worse answer for certain. The gain depends on L and on C, so a rule by length alone would be wrong.
 """
 
 from __future__ import annotations
@@ -25,43 +25,43 @@ Kind = Literal["full", "hit", "pre"]
 Against = Literal["not_at_risk", "no_rescue", "too_late", "already_live", "no_room", "over_rate", "breaker"]
 Reason = Literal["admitted", Against, "probe", "shadow", "off"]
 REASONS = frozenset(get_args(Reason))
-ADMITTED = frozenset({"admitted", "probe"})  # a probe is one of many that the breaker would stop
+ADMITTED = frozenset({"admitted", "probe"})  # a probe is one of many hints that an open breaker refuses
 Floats = NDArray[np.float64]
 _WINDOW = 256  # measurements behind a correction
-_EVERY = 16  # measurements between two looks at them
+_EVERY = 16  # measurements between two corrections
 
 
 class RankingCosts:
-    """What things take, in milliseconds, by the constants of the three formulas; nothing if there are none."""
+    """Costs in milliseconds, by the constants of the three formulas; 0 without constants."""
 
     def __init__(self, constants: Mapping[Kind, Floats] | None = None, *, copy_ms_per_byte: float = 0.0):
         self._copy_ms_per_byte = copy_ms_per_byte
         self._constants = constants or {kind: 0 * terms(kind, 0, 0) for kind in get_args(Kind)}
-        self._beyond: dict[Kind, deque[float]] = {kind: deque(maxlen=_WINDOW) for kind in get_args(Kind)}
-        self._extra: dict[Kind, float] = dict.fromkeys(self._beyond, 0.0)
+        self._residuals: dict[Kind, deque[float]] = {kind: deque(maxlen=_WINDOW) for kind in get_args(Kind)}
+        self._extra: dict[Kind, float] = dict.fromkeys(self._residuals, 0.0)
         self._usual = dict(self._extra)
         self._num_seen = 0
 
     def full_ms(self, length: int, candidates: int) -> float:
-        """At its 99th percentile, as `hit_ms` and `pre_ms`."""
+        """P99, as `hit_ms` and `pre_ms`."""
         return self.expected("full", length, candidates) + self._extra["full"]
 
     def hit_ms(self, length: int, candidates: int) -> float:
         return self.expected("hit", length, candidates) + self._extra["hit"]
 
     def pre_ms(self, length: int, before: int = 0) -> float:
-        """From a prefix of `before` events to one of `length`."""
+        """P99 of extending a prefix from `before` to `length` events."""
         return self._rest_ms(length, before) + self._extra["pre"]
 
     def usual_ms(self, kind: Kind, length: int, candidates: int = 0, *, before: int = 0) -> float:
-        """What it takes as often as not."""
+        """The median."""
         expected = self._rest_ms(length, before) if kind == "pre" else self.expected(kind, length, candidates)
         return max(expected + self._usual[kind], 0.0)
 
     def rest_ms(self, length: int, candidates: int, *, before: int) -> float:
-        """As often as not, for a rank that goes on from a prefix of `before` events in one go and not chunk by chunk.
+        """The median of a request that extends a prefix of `before` events, in one call and not chunk by chunk.
 
-        Full inference makes the prefix too, so what is saved is what full inference of those events takes beyond a hit on them.
+        Full inference computes the prefix too, so it saves the difference of full inference and a hit on those events.
         """
         saved = self.expected("full", before, candidates) - self.expected("hit", before, candidates)
         return max(
@@ -73,12 +73,12 @@ class RankingCosts:
         return max(self.expected("pre", length, 0) - done, 0.0)
 
     def rescues(self, length: int, candidates: int, budget_ms: float) -> bool:
-        """Whether a hit may keep a budget that full inference may miss: as often as not, and by taking half as long."""
+        """Whether a hit meets a budget in the median, and takes at most half as long as full inference."""
         is_in_time = self.usual_ms("hit", length, candidates) <= budget_ms
         return is_in_time and self.halves(length, candidates, 0)
 
     def halves(self, length: int, candidates: int, num_bytes: int) -> bool:
-        """Whether a request whose prefix was kept takes at most half as long as one in full."""
+        """Whether a request whose prefix is cached on the host takes at most half as long as full inference."""
         kept_ms = self.expected("hit", length, candidates) + self.copy_ms(num_bytes)
         return kept_ms <= self.expected("full", length, candidates) / 2
 
@@ -86,26 +86,26 @@ class RankingCosts:
         return num_bytes * self._copy_ms_per_byte
 
     def expected(self, kind: Kind, length: int, candidates: int) -> float:
-        """By the fitted constants alone."""
+        """By the fitted constants, without corrections."""
         return float(self._constants[kind] @ terms(kind, length, candidates))
 
-    def observe(self, kind: Kind, beyond_ms: float) -> None:
-        """Corrects by what was measured beyond what was expected."""
-        self._beyond[kind].append(beyond_ms)
+    def observe(self, kind: Kind, residual_ms: float) -> None:
+        """Adds a residual: the measured minus the expected time."""
+        self._residuals[kind].append(residual_ms)
         self._num_seen += 1
         if self._num_seen % _EVERY == 0:
-            for name, values in self._beyond.items():
+            for name, values in self._residuals.items():
                 if len(values) >= _EVERY:
                     self._usual[name], self._extra[name] = np.percentile(values, [50, 99]).tolist()
 
     def relax(self) -> None:
-        """Something was not tried because of its cost. Unless corrections fade, it would never be tried again."""
+        """A path was not tried because of its cost. Corrections must decay, or it would never be tried again."""
         for kind in self._extra:
             self._extra[kind] *= 0.9
             self._usual[kind] *= 0.9
 
     def as_dict(self) -> dict[str, Any]:
-        """For people."""
+        """For /state."""
         return {
             kind: {"constants": c.tolist(), "extra_ms": self._extra[kind], "usual_ms": self._usual[kind]}
             for kind, c in self._constants.items()
@@ -114,22 +114,22 @@ class RankingCosts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstanceLoad:
-    """What an instance knows when a signal comes."""
+    """Load of an instance when a prefill hint arrives."""
 
-    is_live: bool  # the prefix is there, or in work
+    is_live: bool  # the prefix is cached or in work
     has_room: bool
     tokens_ms: float
-    work_ms: float  # what is left to compute of the prefix
-    wait_ms: float  # until it would be there
+    work_ms: float  # of the prefill
+    wait_ms: float  # until it would be done
     rank_p99_ms: float
-    queue_ms: float  # what ranks wait for their turn, at the 99th percentile
+    queue_ms: float  # P99 queueing time of ranking requests
 
 
 def decide_early(
     config: TriggerConfig, costs: RankingCosts, *, queue_ms: float, num_events: int, num_candidates: int
 ) -> Reason | None:
-    """The reasons against a prefix that need nothing but costs, and None if there is none of them."""
-    left_ms = config.budget_ms - queue_ms  # for the ranking itself
+    """The first reason against a prefill that costs alone tell; None if there is none."""
+    left_ms = config.budget_ms - queue_ms
     if config.mode == "off":
         return "off"
     if config.mode == "always":
@@ -142,36 +142,36 @@ def decide_early(
 def helps_nobody(
     config: TriggerConfig, costs: RankingCosts, *, queue_ms: float, max_events: int, num_candidates: int
 ) -> bool:
-    """Whether no signal would be admitted, however long its history: the longest is not at risk, or no hit is in time."""
+    """Whether no hint would be admitted, however long its history: the longest is not at risk, or no hit is in time."""
     longest = decide_early(config, costs, queue_ms=queue_ms, num_events=max_events, num_candidates=num_candidates)
     if config.mode == "always" or longest in {"off", "not_at_risk"}:
         return longest is not None
-    # Said for so many candidates it holds for fewer too: of those most of the time is the history's.
+    # With one candidate, because the answer must hold for fewer candidates too.
     return not costs.rescues(max_events, 1, config.budget_ms)
 
 
 def decide(
-    config: TriggerConfig, costs: RankingCosts, view: InstanceLoad, *, num_events: int, num_candidates: int
+    config: TriggerConfig, costs: RankingCosts, load: InstanceLoad, *, num_events: int, num_candidates: int
 ) -> Reason:
-    """'admitted', or the first reason against computing the prefix of such a request now."""
-    early = decide_early(config, costs, queue_ms=view.queue_ms, num_events=num_events, num_candidates=num_candidates)
+    """'admitted', or the first reason against a prefill now."""
+    early = decide_early(config, costs, queue_ms=load.queue_ms, num_events=num_events, num_candidates=num_candidates)
     if early is not None:
         return early
     hit_ms = costs.hit_ms(num_events, num_candidates)
     tests: tuple[tuple[Reason, bool], ...] = (
-        ("too_late", view.wait_ms > config.lead_ms + config.budget_ms - hit_ms),
-        ("already_live", view.is_live),
-        ("no_room", not view.has_room),
-        ("over_rate", view.tokens_ms < view.work_ms),
-        ("breaker", view.rank_p99_ms > config.budget_ms),
+        ("too_late", load.wait_ms > config.lead_ms + config.budget_ms - hit_ms),
+        ("already_live", load.is_live),
+        ("no_room", not load.has_room),
+        ("over_rate", load.tokens_ms < load.work_ms),
+        ("breaker", load.rank_p99_ms > config.budget_ms),
     )
-    asked = {"already_live", "no_room", "over_rate"} if config.mode == "always" else REASONS
-    first = next((reason for reason, fails in tests if fails and reason in asked), None)
+    checked = {"already_live", "no_room", "over_rate"} if config.mode == "always" else REASONS
+    first = next((reason for reason, fails in tests if fails and reason in checked), None)
     return first or ("shadow" if config.mode == "shadow" else "admitted")
 
 
 class TokenBucket:
-    """Tokens in milliseconds of compute: a long prefix costs more of them than a short one."""
+    """Rate limit in milliseconds of compute per second: a long prefill takes more tokens than a short one."""
 
     def __init__(self, *, per_s: float, most: float, now: float):
         self._per_s, self._most = per_s, most
@@ -187,7 +187,7 @@ class TokenBucket:
 
 
 def terms(kind: Kind, length: int, candidates: int) -> Floats:
-    """What the constants of a formula are multiplied with."""
+    """The terms that the constants of a formula are multiplied with."""
     n, c = float(length), float(candidates)
     match kind:
         case "full":

@@ -1,4 +1,4 @@
-"""What /metrics of an instance says. Users are never labels."""
+"""Metrics of an instance. Users are never labels."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nestpipe.serve.engine import Engine
 
 
 class EngineMetrics(Collector):
-    """Counts what the handlers see, and asks the engine for the rest when somebody looks."""
+    """Counters of the handlers; the engine's own figures are read when /metrics is scraped."""
 
     def __init__(self, engine: Engine):
         self._engine = engine
@@ -22,28 +22,32 @@ class EngineMetrics(Collector):
         own = self._registry
         self.answers = Counter("nestpipe_answers", "Answers by call and status", ["call", "status"], registry=own)
         self.rank_seconds = Histogram(
-            "nestpipe_rank_seconds", "Time of a rank in the engine", ["model"], buckets=BUCKETS_S, registry=own
+            "nestpipe_rank_seconds",
+            "Time of a ranking request in the engine",
+            ["model"],
+            buckets=BUCKETS_S,
+            registry=own,
         )
-        self.tickets = Counter("nestpipe_tickets_refused", "Tickets that were not taken", registry=own)
+        self.tickets = Counter("nestpipe_tickets_refused", "Tickets that were refused", registry=own)
 
     def text(self) -> bytes:
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
         engine = self._engine
-        for kind, title in (("path", "Ranks by path"), ("reason", "Signals by what the trigger said")):
+        for kind, title in (("path", "Ranking requests by path"), ("reason", "Prefill hints by decision")):
             family = CounterMetricFamily(f"nestpipe_{kind}", title, labels=[kind])
             for (what, which), count in sorted(engine.counts.items()):
                 if what == kind:
                     family.add_metric([which], count)
             yield family
-        ranked = CounterMetricFamily("nestpipe_ranked", "Ranks by model and path", labels=["model", "path"])
+        ranked = CounterMetricFamily("nestpipe_ranked", "Ranking requests by model and path", labels=["model", "path"])
         for served in list(engine.models):
             for path, count in sorted(served.counts.items()):
                 ranked.add_metric([served.name, path], count)
         yield ranked
         tiers = {"device": engine.cache.device, "host": engine.cache.host}
-        gauges = {"used": "Bytes of prefixes", "reserved": "Bytes of prefixes in work", "cap": "Bytes there may be"}
+        gauges = {"used": "Bytes of KV prefixes", "reserved": "Bytes of prefixes in work", "cap": "Capacity in bytes"}
         for name, title in gauges.items():
             gauge = GaugeMetricFamily(f"nestpipe_cache_{name}_bytes", title, labels=["tier"])
             for label, tier in tiers.items():
@@ -55,5 +59,5 @@ class EngineMetrics(Collector):
         yield copies
         yield CounterMetricFamily("nestpipe_cache_evicted", "Prefixes evicted", value=engine.cache.num_evicted)
         yield GaugeMetricFamily("nestpipe_waiting", "Requests that wait", value=engine.num_waiting)
-        p99_s = engine.rank_p99_ms() / 1e3
-        yield GaugeMetricFamily("nestpipe_rank_p99_seconds", "99th percentile of late", value=p99_s)
+        p99_s = engine.latencies.p99() / 1e3
+        yield GaugeMetricFamily("nestpipe_rank_p99_seconds", "P99 ranking latency over the last 5 s", value=p99_s)

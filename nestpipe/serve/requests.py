@@ -1,4 +1,4 @@
-"""What is asked of an instance, what it answers, and the paths between them in the order in which they are tried."""
+"""Jobs of the engine (ranking requests and prefill hints), and the choice of the path that answers a request."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from nestpipe.data.sequences import Sequences
 from nestpipe.errors import NestPipeError
 from nestpipe.models.kv_prefix import KVPrefix
 from nestpipe.models.prefix_inference import CandidateBatch
-from nestpipe.serve.kv_cache import CacheEntry, EntryState
-from nestpipe.serve.prefill import HistoryRequest
-from nestpipe.serve.prefill_policy import Kind, RankingCosts, Reason
+from nestpipe.serve.kv_cache import EntryState
+from nestpipe.serve.prefill import HistoryInputs
+from nestpipe.serve.prefill_policy import RankingCosts, Reason
+from nestpipe.serve.schemas import RankedItems
 
-Path = Literal["hit_device", "join", "hit_host", "extend", "full", "shorter", "upstream"]
-_BOTH: tuple[Kind, Kind] = ("hit", "full")
+Path = Literal["hit_device", "join", "hit_host", "extend", "full", "shorter", "fallback"]
 HITS = frozenset({"hit_device", "join", "hit_host", "extend"})
+DEGRADED = frozenset({"shorter", "fallback"})
 
 
 class BusyError(NestPipeError):
-    """Too much is waiting already; nothing was queued."""
+    """The queue is full; nothing was queued."""
 
 
 class StoppingError(BusyError):
@@ -47,25 +48,9 @@ def refuse_busy(error: NestPipeError) -> tuple[int, str] | None:
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class RankingAnswer:
-    """Candidates, best first, and how that was found out."""
-
-    items: list[int]
-    scores: list[float]
-    path: Path
-    prefix_len: int
-    model: str
-    times_ms: dict[str, float]
-
-    @property
-    def degraded(self) -> bool:
-        return self.path in {"shorter", "upstream"}
-
-
 @dataclass(slots=True, eq=False, kw_only=True)
 class RankingRequest:
-    """A request to rank before a deadline. `request` names who holds the prefix that was computed for it."""
+    """Rank items before a deadline. `request` is the holder of the prefix that was prefilled for it."""
 
     user: int
     items: Sequence[int]
@@ -74,11 +59,11 @@ class RankingRequest:
     request: str = ""
     k: int | None = None
     history: Sequences | None = None
-    reply: Future[RankingAnswer] = field(default_factory=Future)
-    # What the engine notes.
+    reply: Future[RankedItems] = field(default_factory=Future)
+    # Set by the engine.
     arrived: float = 0.0
-    since: int = 0  # how often users had been invalidated before its events were read
-    asked: HistoryRequest | None = None
+    since: int = 0  # `KVCache.num_invalidations` before its events were read
+    inputs: HistoryInputs | None = None
     candidates: CandidateBatch | None = None
     joined: Future[KVPrefix] | None = None
 
@@ -88,7 +73,7 @@ class RankingRequest:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class PrefillHint:
-    """A request to come, whose prefix may be worth computing now. It is held until `until` for `request`."""
+    """A ranking request will follow. If its prefix is worth computing now, it is pinned for `request` until `until`."""
 
     user: int
     num_candidates: int
@@ -101,14 +86,14 @@ class PrefillHint:
 
 @dataclass(frozen=True, slots=True)
 class HintDecision:
-    """What became of a signal; `held` is the digest of the prefix that waits for its request, if any."""
+    """Whether a hint was admitted, and why; `held` is the digest of the pinned prefix, if any."""
 
     reason: Reason
     held: str = ""
 
 
 class RankingPath(NamedTuple):
-    """A path, what it will cost, and of a shorter history the number of events."""
+    """A path, its estimated cost, and for `shorter` the number of events."""
 
     path: Path
     cost_ms: float
@@ -128,58 +113,44 @@ def choose(
 ) -> RankingPath:
     """The first path that fits into the slack.
 
-    Of a prefill that has not begun there is nothing to join: full inference makes the same, and the prefill is done with it.
-    `begun` is how many events of the prefix are there: those done if it is in work, those of a shorter one if there is none.
+    `begun` is the number of events that a prefix in work has done, or that the longest shorter prefix has. A prefill that has
+    not started is not joined: full inference computes the same prefix, and completes the prefill.
     """
-    hit_ms, full_ms = (costs.usual_ms(kind, num_events, num_candidates) for kind in _BOTH)
+    hit_ms = costs.usual_ms("hit", num_events, num_candidates)
+    full_ms = costs.usual_ms("full", num_events, num_candidates)
     rest_ms, copy_ms = costs.rest_ms(num_events, num_candidates, before=begun), costs.copy_ms(num_bytes)
     in_work = state in {EntryState.RESERVED, EntryState.COMPUTING}
-    tries: tuple[tuple[Path, bool, float], ...] = (
+    paths: tuple[tuple[Path, bool, float], ...] = (
         ("hit_device", state in {EntryState.READY, EntryState.PINNED}, hit_ms),
         ("join", in_work and begun > 0, rest_ms),
         ("hit_host", state == EntryState.HOST and copy_ms < costs.usual_ms("pre", num_events), copy_ms + hit_ms),
         ("extend", state is None and begun > 0 and rest_ms <= full_ms, rest_ms),
         ("full", True, full_ms),
     )
-    for path, is_open, cost_ms in tries:
+    for path, is_open, cost_ms in paths:
         if is_open and cost_ms <= slack_ms:
             return RankingPath(path, cost_ms)
     for kept in range(num_events - block, 0, -block):
         if (cost_ms := costs.usual_ms("full", kept, num_candidates)) <= slack_ms:
             return RankingPath("shorter", cost_ms, kept)
-    return RankingPath("upstream", 0.0)
-
-
-_FEW = 32  # of which no percentile says anything
-
-
-@dataclass(slots=True, eq=False)
-class PrefillWork:
-    """A prefill under way, perhaps from a shorter prefix on."""
-
-    asked: HistoryRequest
-    lease: CacheEntry[KVPrefix]
-    kept: KVPrefix | None
-
-    @property
-    def rest(self) -> tuple[int, int]:
-        """From how many events to how many."""
-        return self.asked.key.length, length_of(self.kept)
+    return RankingPath("fallback", 0.0)
 
 
 @dataclass(slots=True, eq=False)
 class RankingPlan:
-    """A rank, the path it takes, and what that needs."""
+    """A request with the path that answers it."""
 
-    rank: RankingRequest
-    asked: HistoryRequest
+    request: RankingRequest
+    inputs: HistoryInputs
     choice: RankingPath
     prefix: KVPrefix | None = None
-    take_made: Callable[[], KVPrefix] | None = None  # the prefix that full inference made on its way
+    take_prefix: Callable[[], KVPrefix] | None = None  # of a full inference, whose prefix is worth keeping
 
 
 class RecentTimes:
-    """Milliseconds that were measured, each with its time."""
+    """Measured milliseconds of a time window."""
+
+    _FEW = 32  # too few for a percentile
 
     def __init__(self, clock: Callable[[], float], *, window_s: float):
         self._clock, self._window_s = clock, window_s
@@ -189,11 +160,7 @@ class RecentTimes:
         self._measured.append((self._clock(), ms))
 
     def p99(self) -> float:
-        """Of the window; nothing if there were only few. From any thread."""
+        """0 if there are too few measurements. From any thread."""
         since = self._clock() - self._window_s
-        late = [ms for at, ms in list(self._measured) if at > since]
-        return float(np.percentile(late, 99)) if len(late) >= _FEW else 0.0
-
-
-def length_of(prefix: KVPrefix | None) -> int:
-    return prefix.key.length if prefix else 0
+        recent = [ms for at, ms in list(self._measured) if at > since]
+        return float(np.percentile(recent, 99)) if len(recent) >= self._FEW else 0.0

@@ -1,242 +1,315 @@
-"""Bodies of requests: read inside limits of size and time, and checked field by field before anything is queued."""
+"""Requests and answers of the HTTP services, each defined once.
+
+    nestpipe.client   builds requests and reads answers
+    request_guard.py  parses requests with `limited(RankRequest, candidates=2048, ...)`, the limits of one service
+    openapi.py        describes both in /openapi.json
+
+Features of events depend on the log, so events stay plain objects and `UserHistories` checks their features. The client imports
+this file, so it must need neither torch nor starlette.
+"""
 
 from __future__ import annotations
 
-import asyncio
-import hmac
-import json
-import logging
-import math
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import reduce
+from operator import or_
+from types import UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin
 
-from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+import msgspec
+from msgspec import UNSET, Meta, Struct, UnsetType
 
-from nestpipe.errors import NestPipeError
+from nestpipe.serve.config import MAX_TICKET_CHARS
 
-_log = logging.getLogger("nestpipe.serve")
-_INT64 = (-(2**63), 2**63 - 1)
-MAX_REQUEST_CHARS = 128
+USER_HEADER = "X-Nestpipe-User"
+"""For nginx, which hashes it."""
+SESSION_HEADER = "X-Session-Id"
+"""For Ray Serve, whose name it is."""
+_TICKET = re.compile(rf"[\w.-]{{1,{MAX_TICKET_CHARS}}}", re.ASCII)
 
-
-class BadRequestError(NestPipeError):
-    """The client's mistake, with the status and code to answer."""
-
-    def __init__(self, message: str, *, status: int = 400, code: str = "bad_request"):
-        super().__init__(message)
-        self.status, self.code = status, code
-
-
-async def read_json(request: Request, *, max_bytes: int, timeout_s: float) -> dict[str, Any]:
-    """The body as a JSON object; raises BadRequestError for one that is too large, too slow, or something else."""
-    parts, size = [], 0
-    try:
-        async with asyncio.timeout(timeout_s):
-            async for part in request.stream():
-                size += len(part)
-                if size > max_bytes:
-                    message = f"the body has more than {max_bytes:,} bytes; send fewer events or items."
-                    raise BadRequestError(message, status=413, code="too_large")
-                parts.append(part)
-    except TimeoutError:
-        message = f"the body was not complete after {timeout_s:g} s."
-        raise BadRequestError(message, status=408, code="too_slow") from None
-    except ClientDisconnect:
-        raise BadRequestError("the client left before its body was complete.", code="disconnected") from None
-    try:
-        text = b"".join(parts).decode()
-        content = json.loads(text, parse_constant=_refuse, parse_float=_finite)
-        if "\\u" in text:  # half of a pair may be written so, which nobody could send on
-            json.dumps(content, ensure_ascii=False).encode()
-    except (ValueError, RecursionError) as error:
-        raise BadRequestError(f"the body is no JSON ({str(error)[:80]}).", code="not_json") from None
-    if not isinstance(content, dict):
-        raise BadRequestError(
-            f"the body is a JSON {type(content).__name__}; an object is expected.", code="not_an_object"
-        )
-    return content
+Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+Seconds = Annotated[int, Meta(ge=0, le=2**43 - 1, description="Seconds since 1970.")]
+Count = Annotated[int, Meta(ge=1)]
+Name = Annotated[str, Meta(min_length=1, max_length=128)]
+TicketText = Annotated[str, Meta(min_length=1, max_length=MAX_TICKET_CHARS)]
+Milliseconds = Annotated[float, Meta(gt=0)]
+Event = Mapping[str, Any]
+"""An event as JSON: item, time in seconds and the features of the log; a posted one has an id and a user too."""
 
 
-class RequestFields:
-    """Reads the fields of a body; raises BadRequestError that names the field, what was seen and what is expected."""
+# Requests.
 
-    def __init__(self, body: Mapping[str, Any], known: frozenset[str]):
-        self._body = body
-        if unknown := sorted(set(body) - known):
-            raise BadRequestError(
-                f"unknown field {unknown[0][:40]!r}; there are: {', '.join(sorted(known))}.", code="unknown_field"
+
+class HistoryEvent(Struct):
+    """One event of a history that the caller sends; the features of the log come on top."""
+
+    item: Int64
+    time: Seconds | UnsetType = UNSET
+
+
+class PostedEvent(HistoryEvent, kw_only=True):
+    """One event for the event log. An id is stored once."""
+
+    id: Name
+    user: Int64
+
+
+class _Request(Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """Fields that are left at their default are not sent."""
+
+
+class _OfUser(_Request):
+    user: Int64
+
+
+class _TopK(_OfUser):
+    k: Count = 10
+
+
+class RecommendRequest(_TopK, kw_only=True):
+    """Recommends items through the cascade. `history` replaces the stored one, `exclude` lists items not to show."""
+
+    request: Name | UnsetType = UNSET
+    query_time: Seconds | None = None
+    history: Sequence[Event] | None = None
+    exclude: Sequence[Int64] = ()
+
+
+class PrefillRequest(_OfUser, kw_only=True):
+    """Prefill hint: a ranking request with this many candidates will follow. Its answer has the ticket for `rank`."""
+
+    request: Name
+    candidates: Count
+    query_time: Seconds | None = None
+    history: Sequence[Event] | None = None
+
+
+class _OfCandidates(_OfUser):
+    candidates: Annotated[Sequence[Int64], Meta(min_length=1)]
+
+
+class RankRequest(_OfCandidates, kw_only=True):
+    """Orders candidates, best first: the best `k`, or all of them."""
+
+    request: Name
+    ticket: TicketText | None = None
+    k: Count | None = None
+    history: Sequence[Event] | None = None
+    query_time: Seconds | None = None
+    deadline_ms: Milliseconds | None = None
+
+
+class GenerateRequest(_TopK, kw_only=True):
+    """Generates items, best first. `scenario` and `trigger` (an item) steer the generation."""
+
+    scenario: Name | None = None
+    trigger: Int64 | None = None
+    history: Sequence[Event] | None = None
+    deadline_ms: Milliseconds | None = None
+
+
+class ReleaseRequest(_Request):
+    """Unpins the KV prefix of a ticket that no ranking request will use."""
+
+    ticket: TicketText
+
+
+class EventsRequest(_Request):
+    """Appends events to histories. Each id is stored once, so a request may be repeated."""
+
+    events: Sequence[Event]
+
+
+class InvalidateRequest(_OfUser):
+    """Drops all KV prefixes of a user."""
+
+
+class SwapRequest(_Request):
+    """Switches new requests to the model of another run."""
+
+    run: Annotated[str, Meta(min_length=1, max_length=1024)]
+    step: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
+
+
+class CompareRequest(_Request):
+    """Answers a share of the users with a second model; 0 ends the comparison."""
+
+    share: Annotated[float, Meta(ge=0, le=1)]
+    run: Annotated[str, Meta(min_length=1, max_length=1024)] | UnsetType = UNSET
+    step: Annotated[int, Meta(ge=0, le=2**63 - 1)] | UnsetType | None = UNSET
+
+
+class MemberRequest(_Request):
+    """Changes the members of a gateway's fleet."""
+
+    name: Name
+    action: Literal["join", "drain", "leave"]
+    url: Name | UnsetType = UNSET
+
+
+class ItemNamesRequest(_Request):
+    """Texts of items, for the demo page."""
+
+    items: Annotated[Sequence[Int64], Meta(max_length=1000)] = ()
+
+
+# Answers.
+
+
+class RankedItems(Struct, frozen=True, kw_only=True):
+    """Items with scores, best first. `path` is how they were ranked; `degraded` marks a shortened or missing ranking."""
+
+    items: list[int]
+    scores: list[float]
+    path: str
+    prefix_len: int
+    degraded: bool
+    model: str
+    times_ms: dict[str, float] = {}
+
+    def pairs(self) -> list[tuple[int, float]]:
+        return list(zip(self.items, self.scores, strict=True))
+
+
+class StageTime(Struct, frozen=True, kw_only=True):
+    """Latency of a stage, its deadline, and the number of items that it returned."""
+
+    ms: float
+    deadline_ms: float
+    count: int
+
+
+class RecommendedItems(RankedItems, frozen=True, kw_only=True):
+    """A ranking by the cascade: `prefill_hint` is the reason for or against a KV prefix, `problem` why there is no ranking."""
+
+    request: str
+    instance: str | None
+    attempts: int
+    prefill_hint: str
+    problem: str
+    stages: dict[str, StageTime]
+
+
+class Provenance(Struct, frozen=True, kw_only=True):
+    """Which instruction steered a request: the scenario's, the user's (any) or the default, and the reason."""
+
+    source: Literal["scenario", "any", "default"]
+    reason: str
+    written_by: str = ""
+    written_s: float | None = None
+
+
+class GeneratedItems(Struct, frozen=True, kw_only=True):
+    """Items with the log-probabilities of their semantic ids, best first; `num_events` of the history were used."""
+
+    items: list[int]
+    log_probabilities: list[float]
+    path: str
+    degraded: bool
+    instruction: Provenance
+    num_events: int
+    beam: int
+    model: str
+    semantic_ids: str
+    times_ms: dict[str, float] = {}
+
+
+class PrefillReply(Struct, frozen=True, kw_only=True):
+    """Decision about a prefill hint. The ticket belongs to the ranking request that follows."""
+
+    ticket: str | None
+    admitted: bool
+    reason: str
+    instance: str
+    epoch: str
+
+
+class InstancePrefillReply(PrefillReply, frozen=True, kw_only=True):
+    """Of an instance, which also says for how long no prefill hint would be admitted."""
+
+    quiet_s: float = 0.0
+
+
+class ReleaseReply(Struct, frozen=True):
+    released: bool
+
+
+class EventsReply(Struct, frozen=True, kw_only=True):
+    accepted: int
+    duplicates: int
+
+
+class InvalidateReply(Struct, frozen=True):
+    entries: int
+
+
+class InstancesReply(Struct, frozen=True):
+    """Names of the instances that have done it."""
+
+    instances: list[str]
+
+
+class Problem(Struct, frozen=True):
+    code: str
+    message: str
+
+
+class ErrorReply(Struct, frozen=True):
+    error: Problem
+
+
+# Limits and routing.
+
+Request = TypeVar("Request", bound=Struct)
+
+
+def limited(kind: type[Request], **limits: Any) -> type[Request]:
+    """The definition with the limits of one service: the longest list or largest number, a Meta,
+    or another type with its default.
+    """
+    known = {one.name: one for one in msgspec.structs.fields(kind)}
+    fields: list[tuple[str, Any, Any]] = []
+    for name, limit in limits.items():
+        own = known[name]
+        if isinstance(limit, tuple):
+            hint, default = limit
+        else:
+            bound = (
+                limit if isinstance(limit, Meta) else Meta(max_length=limit) if _is_list(own.type) else Meta(le=limit)
             )
-
-    def integer(self, name: str, low: int = _INT64[0], high: int = _INT64[1], default: int | None = None) -> int:
-        value = self._body.get(name, default)
-        if type(value) is not int or not low <= value <= high:
-            raise _wrong(name, value, f"an integer in {low:,} .. {high:,}")
-        return value
-
-    def optional_integer(self, name: str) -> int | None:
-        return None if self._body.get(name) is None else self.integer(name)
-
-    def integers(self, name: str, *, most: int, least: int = 0) -> list[int]:
-        value = self._body.get(name, [])
-        if not isinstance(value, list) or not least <= len(value) <= most:
-            raise _wrong(name, value, f"a list of {least} .. {most:,} integers")
-        for one in value:
-            if type(one) is not int or not _INT64[0] <= one <= _INT64[1]:
-                raise _wrong(name, one, "a list of 64-bit integers")
-        return value
-
-    def text(self, name: str, default: str | None = None, *, most: int = MAX_REQUEST_CHARS) -> str:
-        value = self._body.get(name, default)
-        if not isinstance(value, str) or not 0 < len(value) <= most or not value.isprintable():
-            raise _wrong(name, value, f"a printable text of at most {most:,} characters")
-        return value
-
-    def deadline_ms(self, *, most: float, default: float) -> float:
-        value = self._body.get("deadline_ms")
-        if value is None:
-            return default
-        if type(value) not in (int, float) or not 0 < value <= most:
-            raise _wrong("deadline_ms", value, f"a number above 0, at most {most:,.0f}")
-        return float(value)
-
-    def share(self, name: str) -> float:
-        value: Any = self._body.get(name)
-        if type(value) not in (int, float) or not 0 <= value <= 1:
-            raise _wrong(name, value, "a number in 0 .. 1")
-        return float(value)
-
-    def history(self, *, most: int) -> list[Any] | None:
-        """Events with item and, if the log has times, time; the instances check the rest."""
-        value = self._body.get("history")
-        if value is None:
-            return None
-        if not isinstance(value, list) or len(value) > most:
-            raise _wrong("history", value, f"a list of at most {most:,} events")
-        for event in value:
-            if not isinstance(event, dict):
-                raise _wrong("history", event, "a list of objects with item and time")
-            RequestFields(event, frozenset(event)).integer("item")
-            if "time" in event:
-                RequestFields(event, frozenset(event)).integer("time", low=-(2**52), high=2**52)
-        return value
+            hint, default = _narrowed(own.type, bound), own.default
+        fields.append((name, hint, msgspec.field() if default is msgspec.NODEFAULT else default))
+    namespace = {"__doc__": kind.__doc__}
+    return cast(
+        type[Request], msgspec.defstruct(kind.__name__, fields, bases=(kind,), namespace=namespace, kw_only=True)
+    )
 
 
-def posted_events(body: Mapping[str, Any], *, most: int) -> list[dict[str, Any]]:
-    """The events of a body, each with an id and a user; raises BadRequestError. The rest of them is the log's to check."""
-    RequestFields(body, frozenset({"events"}))
-    events = body.get("events")
-    if not isinstance(events, list) or len(events) > most:
-        raise BadRequestError(f"field 'events' must be a list of at most {most:,}.", code="bad_events")
-    for event in events:
-        if not isinstance(event, dict):
-            raise BadRequestError("each event must be an object with id, user, item and time.", code="bad_events")
-        own = RequestFields(event, frozenset(event))
-        own.text("id")
-        own.integer("user")
-    return events
+def session_of(user: int | None, ticket: str | None = None) -> str:
+    """Routing key for proxies that route by a header: 'USER', 'USER/TICKET' or '/TICKET'.
+
+    A text that is no ticket is left out: a header could not carry every text.
+    """
+    is_ticket = _TICKET.fullmatch(ticket or "") is not None
+    return f"{'' if user is None else user}{f'/{ticket}' if is_ticket else ''}"
 
 
-Call = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
-Handler = Callable[[Request], Awaitable[Response]]
-Refuse = Callable[[NestPipeError], tuple[int, str] | None]
+def members(hint: Any) -> Iterator[Any]:
+    """The types of a union, without annotations."""
+    if get_origin(hint) in (Union, UnionType):
+        for one in get_args(hint):
+            yield from members(one)
+    else:
+        yield get_args(hint)[0] if get_origin(hint) is Annotated else hint
 
 
-class RequestGuard:
-    """What stands before the calls of a service: a limit to requests under way, then to the size and time of a body."""
-
-    def __init__(self, *, max_under_way: int, max_bytes: int, body_s: float):
-        self._max_under_way, self._max_bytes, self._body_s = max_under_way, max_bytes, body_s
-        self.num_under_way = 0
-
-    def handler(self, call: Call, *, refuse: Refuse, counted: Callable[[int], object]) -> Handler:
-        """Answers with what a call gives. Errors become answers too: `refuse` says the status and code of those it knows."""
-
-        async def answer(http: Request) -> tuple[int, dict[str, Any]]:
-            try:
-                return 200, await self.run(http, call)
-            except BadRequestError as error:
-                return refusal(error.status, error.code, str(error))
-            except NestPipeError as error:
-                if (known := refuse(error)) is not None:
-                    return refusal(*known, str(error))
-                _log.exception("a call failed")
-            except Exception:
-                _log.exception("a call failed")
-            return refusal(500, "failed", "this should not have happened; the log says what did.")
-
-        async def handle(http: Request) -> Response:
-            status, content = await answer(http)
-            counted(status)
-            return answer_of(status, content)
-
-        return handle
-
-    async def run(self, http: Request, call: Call) -> dict[str, Any]:
-        """The answer of a call, which ends when the client leaves; raises BadRequestError and what the call raises."""
-        if self.num_under_way >= self._max_under_way:
-            message = f"{self._max_under_way} requests are under way; try again in a second."
-            raise BadRequestError(message, status=429, code="overloaded")
-        self.num_under_way += 1
-        try:
-            body = await read_json(http, max_bytes=self._max_bytes, timeout_s=self._body_s)
-            return await unless_gone(http, call(body))
-        finally:
-            self.num_under_way -= 1
+def _is_list(hint: Any) -> bool:
+    return any(get_origin(one) is Sequence for one in members(hint))
 
 
-def lacks_token(http: Request, token: str) -> Response | None:
-    """What to answer to who does not know the token."""
-    said = http.headers.get("authorization", "").removeprefix("Bearer ")
-    if token and hmac.compare_digest(said.encode(), token.encode()):
-        return None
-    return answer_of(*refusal(401, "unauthorized", "send the token: 'Authorization: Bearer TOKEN'."))
-
-
-def answer_of(status: int, content: dict[str, Any]) -> Response:
-    return JSONResponse(content, status, {"retry-after": "1"} if status in (429, 503) else None)
-
-
-async def unless_gone(http: Request, work: Awaitable[dict[str, Any]]) -> dict[str, Any]:
-    """The result of some work, which is cancelled when the client leaves."""
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_wait_disconnect(http))
-    try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise BadRequestError("the client left.", status=499, code="disconnected")
-        return task.result()
-    finally:
-        for one in (task, gone):
-            one.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
-
-
-async def _wait_disconnect(http: Request) -> None:
-    while (await http.receive())["type"] != "http.disconnect":
-        pass
-
-
-async def http_refusal(http: Request, error: Exception) -> Response:
-    status = int(getattr(error, "status_code", 404))
-    what = {404: "there is no such path", 405: "this path wants another method"}.get(status, "refused")
-    return JSONResponse(refusal(status, what.split()[-1], f"{http.method} {http.url.path[:80]}: {what}.")[1], status)
-
-
-def refusal(status: int, code: str, message: str) -> tuple[int, dict[str, Any]]:
-    """A status and the body that says why."""
-    return status, {"error": {"code": code, "message": message}}
-
-
-def _wrong(name: str, value: Any, expected: str) -> BadRequestError:
-    seen = f"{type(value).__name__} of {len(value):,}" if isinstance(value, list | dict) else repr(value)[:60]
-    return BadRequestError(f"field {name!r} is {seen}; it must be {expected}.", code=f"bad_{name}")
-
-
-def _refuse(name: str) -> float:
-    raise ValueError(f"{name} is no number of JSON")
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    return value if math.isfinite(value) else _refuse(text[:20])
+def _narrowed(hint: Any, meta: Meta) -> Any:
+    """A type with a further constraint, which null and unset are exempt from."""
+    if get_origin(hint) in (Union, UnionType):
+        return reduce(or_, (one if one in (type(None), UnsetType) else _narrowed(one, meta) for one in get_args(hint)))
+    return Annotated[hint, meta]

@@ -1,4 +1,4 @@
-"""Apps on sockets until a signal: what is under way is answered first, a second signal ends at once."""
+"""Runs ASGI apps on sockets until SIGINT or SIGTERM. Requests in flight are answered first; a second signal ends at once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from nestpipe.errors import NestPipeError
 
 _DRAIN_S = 10
-_OTHER_FILES = 128  # that a process has open beside its connections
+_OTHER_FILES = 128  # open files besides connections
 
 
 class PortError(NestPipeError):
@@ -26,17 +26,17 @@ class PortError(NestPipeError):
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket with a port; raises PortError that says what to do. Port 0 takes a free one.
+    """A bound socket; raises PortError. Port 0 takes a free one.
 
-    Nobody can connect before an app runs on it: whoever asks a process that still loads is told at once that it is not there.
+    It does not listen yet: connections to a process that is still loading are refused at once.
     """
-    # asyncio switches off Nagle's algorithm only where the protocol is named; with it the second part of an answer waits 40 ms.
-    found = socket.socket(proto=socket.IPPROTO_TCP)
+    # asyncio sets TCP_NODELAY only if the protocol is named; with Nagle's algorithm the end of an answer waits 40 ms.
+    bound = socket.socket(proto=socket.IPPROTO_TCP)
     try:
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        found.bind((host, port))
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((host, port))
     except OSError as error:
-        found.close()
+        bound.close()
         if error.errno == errno.EADDRINUSE:
             raise PortError(
                 f"port {port} of {host} is in use, perhaps by another instance; choose another port, or end what listens there."
@@ -44,13 +44,13 @@ def bind(host: str, port: int) -> socket.socket:
         raise PortError(
             f"{host}:{port} cannot be listened on ({error.strerror or error}); choose another address."
         ) from None
-    return found
+    return bound
 
 
 class _Limited(H11Protocol):
-    """A connection that brings no whole head of a request in time is closed, and so is one too many.
+    """Closes connections beyond the limit, and those that send no complete request head in time.
 
-    uvicorn's own timer ends with the first byte; the limits of a service begin with a whole head.
+    uvicorn's own timer ends with the first byte; the limits of a service begin with a complete head.
     """
 
     _late: asyncio.TimerHandle | None = None
@@ -81,22 +81,22 @@ class _Limited(H11Protocol):
 
 
 def max_connections() -> int:
-    """What the limit on open files leaves for connections."""
+    """The limit on open files, less the other files of a process."""
     return max(resource.getrlimit(resource.RLIMIT_NOFILE)[0] - _OTHER_FILES, _OTHER_FILES)
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to whoever runs several servers."""
+    """Leaves signals to `run_apps`, which runs several servers."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
 
-def spare_what_is_loaded() -> None:
-    """The collector leaves alone what lives as long as the process anyway.
+def freeze_loaded_objects() -> None:
+    """Exempts loaded modules and models from garbage collection.
 
-    To look through all of it takes a tenth of a second, in which nobody is answered, every few hundred requests.
+    A full collection takes 0.1 s, in which nothing is answered, every few hundred requests.
     """
     gc.collect()
     gc.freeze()
@@ -111,13 +111,13 @@ async def run_apps(
 ) -> None:
     """Serves until SIGINT or SIGTERM; `on_stop` is called at once, before the last answers.
 
-    A connection is closed when no whole head of a request has come for `head_s` seconds.
+    A connection that sends no complete request head for `head_s` seconds is closed.
     """
     servers = [
         _Server(
             uvicorn.Config(
                 app,
-                loop="asyncio",  # and not what else is installed: this is what is tested and measured
+                loop="asyncio",  # tested and measured; not whatever else is installed
                 http=_Limited,
                 log_level="warning",
                 access_log=False,
@@ -136,7 +136,7 @@ async def run_apps(
             server.should_exit = True
         on_stop()
 
-    spare_what_is_loaded()
+    freeze_loaded_objects()
     loop = asyncio.get_running_loop()
     for name in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(name, stop)

@@ -1,13 +1,12 @@
-"""The events of a user: those of the sequence folder, then those of the event log; or what the caller sends.
+"""Histories of users: the events of the sequence folder, then those of the event log; or the events that a caller sends.
 
-A history is handed out as `Sequences` of one user, which the batch builder of training reads, so training and serving see
-the same inputs. It is whole: each model cuts it as it was trained.
+A history is a `Sequences` of one user, which training's batch builder reads, so training and serving see the same inputs. It is
+not truncated: each model truncates it as in training.
 """
 
 from __future__ import annotations
 
 import hashlib
-import math
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,18 +14,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from nestpipe.data.array_files import place_of
-from nestpipe.data.schema import Feature, Schema
+from nestpipe.data.schema import Schema
 from nestpipe.data.sequences import Sequences, StoredFeature
-from nestpipe.errors import DataError
 from nestpipe.jagged import ranges
 from nestpipe.serve.event_log import Event, EventLog
-
-Ints = NDArray[np.int64]
-_LATEST_S = 2**43  # in milliseconds still far from the end of 64 bits
-_INT64 = range(-(2**63), 2**63)
+from nestpipe.serve.event_parser import Ints, parse_events, parse_feature
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,11 +51,11 @@ class UserEvents:
 
 
 class UserHistories:
-    """Safe to use from several threads and, on one machine, from several instances of a run."""
+    """Thread-safe; on one machine several instances of a run may share the event log."""
 
     def __init__(self, sequences: Sequences, log: EventLog):
         self.sequences, self._log = sequences, log
-        self._writers = threading.Lock()  # held while something is written, for which no reader waits
+        self._writers = threading.Lock()  # serialises writers; readers do not wait for it
         self._lock = threading.Lock()
         self._new: dict[int, UserEvents] = {}
         self._ids: set[bytes] = set()
@@ -70,7 +64,7 @@ class UserHistories:
         self.refresh()
 
     def of(self, user: int) -> Sequences:
-        """What is known of a user; no events for one that nobody knows."""
+        """The history of a user; empty for an unknown one."""
         with self._lock:
             own, new = self.sequences, self._new.get(user)
         old = _rows(own, user)
@@ -78,23 +72,23 @@ class UserHistories:
         return of_user(own, user, events if new is None else events.then(new).in_time_order())
 
     def num_events(self, user: int) -> int:
-        """How many of them there are, without looking at any."""
+        """The length of a history, without reading it."""
         with self._lock:
             own, new = self.sequences, self._new.get(user)
         return len(_rows(own, user)) + (len(new) if new else 0)
 
     def given(self, user: int, events: Sequence[Mapping[str, Any]]) -> Sequences:
-        """The same of a history that the caller sends, from its first event on; raises DataError."""
+        """The history that a caller sends; raises DataError."""
         own = self.sequences
-        return of_user(own, user, _parse(own.schema, events).in_time_order())
+        return of_user(own, user, UserEvents(*parse_events(own.schema, events)).in_time_order())
 
     def sample(self, num_events: int) -> Sequences:
-        """Some events of the folder as those of one user, to measure with."""
+        """A history made of the folder's events, to measure costs with."""
         own = self.sequences
         return of_user(own, -1, stored(own, np.arange(num_events) % len(own.items)).in_time_order())
 
     def add(self, events: Sequence[Event], check: Callable[[Sequences], object]) -> tuple[int, int]:
-        """Keeps events, each id once: how many are new, how many known. Raises DataError, keeping none, if `check` does."""
+        """Logs events, each id once; returns how many are new and how many known. Raises DataError and logs none if `check` does."""
         with self._writers, self._log.writing():
             self.refresh()
             own, fresh = self.sequences, dict[bytes, Event]()
@@ -109,9 +103,9 @@ class UserHistories:
             return len(fresh), len(events) - len(fresh)
 
     def refresh(self) -> None:
-        """Takes in what was written. If something was taken away, nothing derived from histories may be kept.
+        """Reads new events. `num_removals` counts removals, after which nothing derived from histories may be kept.
 
-        All of it or nothing: what fails is tried again by the next call.
+        Atomic: what fails is tried again by the next call.
         """
         with self._lock, self._log.news() as (is_other, events):
             folder = place_of(self.sequences.path) or self._folder
@@ -133,10 +127,10 @@ def stored(own: Sequences, rows: Ints) -> UserEvents:
 
 
 def of_user(own: Sequences, user: int, events: UserEvents) -> Sequences:
-    """Events as all that a user has, with what the folder knows of the user."""
+    """The history of a user, with the user features of the folder."""
     place = _place(own, user)
     known = {
-        feature.name: _make(feature, [{}])
+        feature.name: parse_feature(feature, [{}])
         if place is None
         else _take(own.user_features[feature.name], np.array([place]))
         for feature in own.schema.of_scope("user")
@@ -159,85 +153,21 @@ def _place(own: Sequences, user: int) -> int | None:
 
 
 def _rows(own: Sequences, user: int) -> range:
-    """Where the folder has the user's events."""
+    """The rows of the user's events in the folder."""
     place = _place(own, user)
     return range(0) if place is None else range(*own.offsets[place : place + 2].tolist())
 
 
 def _parsed(schema: Schema, events: Collection[Event]) -> dict[int, UserEvents]:
-    """Events of the log by user."""
-    found: dict[int, list[Event]] = {}
+    """Logged events by user."""
+    by_user: dict[int, list[Event]] = {}
     for event in events:
-        found.setdefault(event["user"], []).append({k: v for k, v in event.items() if k not in {"id", "user"}})
-    return {user: _parse(schema, own) for user, own in found.items()}
-
-
-def _parse(schema: Schema, events: Sequence[Mapping[str, Any]]) -> UserEvents:
-    """Events as they come in JSON, times in seconds; raises DataError that names the event and the field."""
-    features = schema.of_scope("event")
-    names = {"item", *(["time"] if schema.time else []), *(one.name for one in features)}
-    names |= {f"{one.name}.weights" for one in features if one.weights is not None}
-    for place, event in enumerate(events):
-        if unknown := sorted(set(event) - names):
-            raise DataError(f"event {place} has {unknown[0]!r}, which the log does not have; it has {sorted(names)}.")
-        _whole(event, "item", place, _INT64)
-        if schema.time:
-            _whole(event, "time", place, range(_LATEST_S))
-    times = [event["time"] * 1000 for event in events] if schema.time else None
-    return UserEvents(
-        np.array([event["item"] for event in events], np.int64),
-        None if times is None else np.array(times, np.int64),
-        {feature.name: _make(feature, events) for feature in features},
-    )
-
-
-def _make(feature: Feature, events: Sequence[Mapping[str, Any]]) -> StoredFeature:
-    """One feature of some events, as the sequence folder has it; a missing value is null or not there."""
-    values = [event.get(feature.name) for event in events]
-    if feature.kind == "number":
-        return StoredFeature(np.array([_float(one, feature, n) for n, one in enumerate(values)], np.float32))
-    if feature.kind == "vector":
-        rows = [[None] * feature.dim if one is None else one for one in values]
-        if any(not isinstance(row, list) or len(row) != feature.dim for row in rows):
-            raise DataError(f"'{feature.name}' is a vector of {feature.dim} numbers; an event has something else.")
-        flat = [[_float(one, feature, n) for one in row] for n, row in enumerate(rows)]
-        return StoredFeature(np.array(flat, np.float32).reshape(len(rows), feature.dim))
-    bags = [[] if one is None else [one] if feature.kind == "id" else one for one in values]
-    for place, bag in enumerate(bags):
-        if not isinstance(bag, list) or not all(type(one) is int and one in _INT64 for one in bag):
-            raise DataError(
-                f"event {place}: '{feature.name}' is {values[place]!r}; it takes {feature.kind} as whole numbers."
-            )
-    offsets = np.concatenate([[0], np.cumsum([len(bag) for bag in bags], dtype=np.int64)]).astype(np.int64)
-    weights = None
-    if feature.weights is not None:
-        given = [
-            event.get(f"{feature.name}.weights") or [1.0] * len(bag) for event, bag in zip(events, bags, strict=True)
-        ]
-        if any(not isinstance(own, list) or len(own) != len(bag) for own, bag in zip(given, bags, strict=True)):
-            raise DataError(f"'{feature.name}.weights' must have one number for each of '{feature.name}'.")
-        weights = np.array([_float(one, feature, n) for n, own in enumerate(given) for one in own], np.float32)
-    return StoredFeature(np.array([one for bag in bags for one in bag], np.int64), offsets, weights)
-
-
-def _float(value: Any, feature: Feature, place: int) -> float:
-    if value is None:
-        return math.nan
-    if type(value) not in {int, float} or not abs(value) < 1e38:
-        raise DataError(f"event {place}: '{feature.name}' has {value!r}; it takes finite numbers of 32 bits.")
-    return float(value)
-
-
-def _whole(event: Mapping[str, Any], name: str, place: int, legal: range) -> None:
-    value = event.get(name)
-    if type(value) is not int or value not in legal:
-        raise DataError(
-            f"event {place}: '{name}' is {value!r}; it must be a whole number in {legal.start} .. {legal.stop - 1}."
-        )
+        by_user.setdefault(event["user"], []).append({k: v for k, v in event.items() if k not in {"id", "user"}})
+    return {user: UserEvents(*parse_events(schema, own)) for user, own in by_user.items()}
 
 
 def id_of(event: Event) -> bytes:
-    """A digest of what the caller calls the event."""
+    """Digest of an event's id."""
     return hashlib.blake2b(event["id"].encode("utf-8", "surrogatepass"), digest_size=12).digest()
 
 

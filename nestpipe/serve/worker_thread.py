@@ -1,4 +1,4 @@
-"""A thread that takes turns while requests come from other threads: what the engine and the generator have in common."""
+"""A thread that takes steps while other threads queue requests: the base of the engine and the generator."""
 
 from __future__ import annotations
 
@@ -11,68 +11,64 @@ from contextlib import contextmanager
 from nestpipe.serve.requests import BusyError, StoppingError
 
 _log = logging.getLogger("nestpipe.serve")
-_PAUSE_S = 0.2  # without news
+_PAUSE_S = 0.2  # of an idle thread
 
 
 class WorkerThread(ABC):
-    """Takes steps until it is stopped and nothing waits any more. Who is asked for something queues it `while_open`."""
+    """Takes steps until it is stopped and its queue is empty. Requests are queued inside `admitting`."""
 
     def __init__(self, name: str, *, max_queue: int):
         self._name, self._max_queue = name, max_queue
-        self._news, self._has_news = threading.Condition(), False
+        self._wakeup, self._has_new = threading.Condition(), False
         self._thread: threading.Thread | None = None
         self.is_stopping = False
 
     @property
     @abstractmethod
     def num_waiting(self) -> int:
-        """Requests that have no answer yet and are not in a step."""
+        """Queued requests."""
 
     @abstractmethod
     def step(self) -> bool:
-        """One turn; False if there was nothing to do."""
+        """One step; False if there was nothing to do."""
 
     @abstractmethod
-    def _look_around(self) -> None:
-        """What is done between steps, also if nobody asks for anything."""
-
-    def _pause_s(self) -> float:
-        """How long nothing can be done unless something comes."""
-        return _PAUSE_S
+    def _refresh(self) -> None:
+        """Called between steps, also while there are no requests."""
 
     @contextmanager
-    def while_open(self) -> Iterator[None]:
-        """There is room for one more request, and the thread will see it; raises BusyError, StoppingError when it ends."""
-        with self._news:
+    def admitting(self) -> Iterator[None]:
+        """Queue one request in the body, which wakes the thread. Raises BusyError if the queue is full, StoppingError at the end."""
+        with self._wakeup:
             if self.is_stopping:
-                raise StoppingError("the instance is stopping; ask another.")
+                raise StoppingError("the instance is stopping; try another.")
             if (num := self.num_waiting) >= self._max_queue:
-                raise BusyError(f"{num} requests wait already; try again later, or ask another instance.")
+                raise BusyError(f"{num} requests wait already; try again later, or another instance.")
             yield
-            self._has_news = True
-            self._news.notify()
+            self._has_new = True
+            self._wakeup.notify()
 
     def start(self) -> None:
         self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """Answers what is queued, then ends."""
-        with self._news:
-            self.is_stopping = self._has_news = True
-            self._news.notify()
+        """Answers the queued requests, then ends the thread."""
+        with self._wakeup:
+            self.is_stopping = self._has_new = True
+            self._wakeup.notify()
         if self._thread is not None:
             self._thread.join()
 
     def _run(self) -> None:
         while not (self.is_stopping and not self.num_waiting):
-            self._has_news = False
+            self._has_new = False
             try:
                 is_idle = not self.step()
-                self._look_around()
+                self._refresh()
             except Exception:
-                _log.exception("a step failed; the %s goes on", self._name)
+                _log.exception("a step failed; the %s continues", self._name)
                 is_idle = True
-            with self._news:
-                if is_idle and not self._has_news:
-                    self._news.wait(self._pause_s())
+            with self._wakeup:
+                if is_idle and not self._has_new:
+                    self._wakeup.wait(_PAUSE_S)

@@ -68,7 +68,7 @@ def test_secrets_are_made_once_and_for_their_owner_alone(tmp_path):
     assert len(first) == 64
     assert kept_secret(tmp_path / "serve" / "secret") == first
     (tmp_path / "serve" / "secret").write_text("")
-    with pytest.raises(ConfigError, match="has 0 characters, so it was cut or changed"):
+    with pytest.raises(ConfigError, match="has 0 characters, so it was truncated or changed"):
         kept_secret(tmp_path / "serve" / "secret")
     assert (tmp_path / "serve" / "secret").stat().st_mode & 0o777 == 0o600
     assert [path.name for path in (tmp_path / "serve").iterdir()] == ["secret"]

@@ -54,7 +54,7 @@ class Served:
         self._join()
 
     def stop(self) -> None:
-        """Ends it as a kill does: connections are closed, requests under way get no answer."""
+        """Ends it as a kill does: connections are closed, requests in flight get no answer."""
         self._server.should_exit = self._server.force_exit = True
         for one in list(self._server.server_state.connections):
             one.loop.call_soon_threadsafe(one.transport.abort)  # type: ignore[union-attr]
@@ -87,7 +87,7 @@ class FakeInstance:
         """A process of its own epoch, without any prefix of before."""
         self.epoch = f"e{next(self._epochs)}"
         self.pinned.clear()
-        names = ("preinfer", "rank", "release", "events", "invalidate")
+        names = ("prefill", "rank", "release", "events", "invalidate")
         routes = [Route(f"/v1/{name}", getattr(self, f"_{name}"), methods=["POST"]) for name in names]
         self._served = Served(Starlette(routes=[*routes, Route("/readyz", self._readyz)]), port=port)
         self.url = self._served.url
@@ -117,8 +117,8 @@ class FakeInstance:
             return body, JSONResponse({"error": error}, self.status[name])
         return body, None
 
-    async def _preinfer(self, request: Request) -> Response:
-        body, refused = await self._begin(request, "preinfer")
+    async def _prefill(self, request: Request) -> Response:
+        body, refused = await self._begin(request, "prefill")
         if refused:
             return refused
         ticket = Ticket(
@@ -127,7 +127,7 @@ class FakeInstance:
             epoch=self.epoch,
             key="k",
             expiry=self.clock() + 30,
-            query_time=body["query_time"],
+            query_time=body.get("query_time"),
         )
         text = sign(ticket, SECRET) if self.reason in {"admitted", "probe", "already_live"} else None
         if text is not None:
@@ -142,9 +142,9 @@ class FakeInstance:
             return refused
         if self.garbage:
             return JSONResponse({"items": [1], "scores": "none"})
-        items = true_ranking(body["user"], body["candidates"], body["k"])
+        items = true_ranking(body["user"], body["candidates"], body.get("k"))
         hit = self._is_hit(body)
-        self.pinned.pop(body["ticket"], None)  # used, as far as this request is concerned
+        self.pinned.pop(body.get("ticket"), None)  # used, as far as this request is concerned
         return JSONResponse(
             {
                 "items": items,
@@ -158,7 +158,7 @@ class FakeInstance:
         )
 
     def _is_hit(self, body: dict[str, Any]) -> bool:
-        if body["ticket"] is None:
+        if body.get("ticket") is None:
             return False
         try:
             ticket = verify(body["ticket"], SECRET, now=self.clock())

@@ -18,16 +18,19 @@ import pytest
 
 from nestpipe.errors import NestPipeError
 from nestpipe.gateway.candidates import CandidateItems, ExactIndex, PastEvents, Retriever, mean_encoder
-from nestpipe.gateway.cascade import Cascade, CascadeAnswer, CascadeRequest, LocalCandidateStages, StageError
+from nestpipe.gateway.cascade import Cascade, LocalCandidateStages, StageError
 from nestpipe.gateway.instance_client import InstanceClient, InstanceError
 from nestpipe.gateway.router import InstanceAddress, Members
 from nestpipe.serve.config import Stages
+from nestpipe.serve.schemas import RecommendedItems, RecommendRequest
 from tests.gateway.fake_instances import FakeInstance, true_ranking, true_score
 
 ITEMS = np.arange(100, 400)
 VECTORS = np.random.default_rng(0).standard_normal((300, 8), dtype=np.float32)
 # Roomy, because machines that run tests are busy; what must be fast has its own numbers below.
-STAGES = Stages(retrieval_ms=2000, prerank_ms=2000, rank_ms=4000, signal_ms=1000, num_retrieved=60, num_candidates=20)
+STAGES = Stages(
+    retrieval_ms=2000, prerank_ms=2000, rank_ms=4000, prefill_hint_ms=1000, num_retrieved=60, num_candidates=20
+)
 USER = 5
 TLS = ssl.create_default_context()  # made once: it reads all certificates
 
@@ -67,12 +70,12 @@ class Watched:
         self._local = LocalCandidateStages(retriever(), executor)
         self.before: dict[str, Callable[[], Awaitable[None]]] = {}
 
-    async def retrieve(self, request: CascadeRequest, count: int) -> Any:
+    async def retrieve(self, request: RecommendRequest, count: int) -> Any:
         if "retrieval" in self.before:
             await self.before["retrieval"]()
         return await self._local.retrieve(request, count)
 
-    async def prerank(self, request: CascadeRequest, found: Any, count: int) -> CandidateItems:
+    async def prerank(self, request: RecommendRequest, found: Any, count: int) -> CandidateItems:
         if "prerank" in self.before:
             await self.before["prerank"]()
         return await self._local.prerank(request, found, count)
@@ -101,8 +104,8 @@ def run(
     return asyncio.run(body())
 
 
-def ask(fleet: list[FakeInstance], **options: Any) -> CascadeAnswer:
-    return run(fleet, lambda cascade, upstream: cascade.recommend(CascadeRequest(user=USER, request="r")), **options)
+def ask(fleet: list[FakeInstance], **options: Any) -> RecommendedItems:
+    return run(fleet, lambda cascade, upstream: cascade.recommend(RecommendRequest(user=USER, request="r")), **options)
 
 
 def expected(k: int = 10) -> list[int]:
@@ -114,7 +117,7 @@ def expected(k: int = 10) -> list[int]:
     return true_ranking(USER, allowed[: STAGES.num_candidates], k)
 
 
-def assert_right(answer: CascadeAnswer) -> None:
+def assert_right(answer: RecommendedItems) -> None:
     assert answer.items == expected()
     assert answer.scores == [true_score(USER, item) for item in answer.items]
     assert not answer.degraded
@@ -131,27 +134,27 @@ def test_all_stages_answer_with_their_times_and_the_prefix_is_used_and_released(
         ("rank", 10),
     ]
     assert all(0 < took.ms < took.deadline_ms for took in answer.stages.values())
-    assert fleet[0].paths() == ["preinfer", "rank"]
+    assert fleet[0].paths() == ["prefill", "rank"]
     assert not fleet[0].pinned
     assert not fleet[1].calls
 
 
 def test_the_signal_goes_out_before_retrieval_is_done(fleet):
-    async def act(cascade: Cascade, upstream: Watched) -> CascadeAnswer:
+    async def act(cascade: Cascade, upstream: Watched) -> RecommendedItems:
         async def until_signalled() -> None:
-            while "preinfer" not in fleet[0].paths():
+            while "prefill" not in fleet[0].paths():
                 await asyncio.sleep(0.002)
 
         upstream.before["retrieval"] = until_signalled
-        return await cascade.recommend(CascadeRequest(user=USER, request="r"))
+        return await cascade.recommend(RecommendRequest(user=USER, request="r"))
 
     assert_right(run(fleet, act))
 
 
-def test_the_load_counts_requests_under_way_and_moves_the_next_signal(fleet):
-    async def act(cascade: Cascade, upstream: Watched) -> list[CascadeAnswer]:
+def test_the_load_counts_requests_in_flight_and_moves_the_next_signal(fleet):
+    async def act(cascade: Cascade, upstream: Watched) -> list[RecommendedItems]:
         fleet[0].delay_s["rank"] = 0.2
-        many = [cascade.recommend(CascadeRequest(user=USER, request=f"r{n}")) for n in range(6)]
+        many = [cascade.recommend(RecommendRequest(user=USER, request=f"r{n}")) for n in range(6)]
         answers = await asyncio.gather(*many)
         assert not any(cascade.remote.loads.values())
         return answers
@@ -165,11 +168,11 @@ def test_the_load_counts_requests_under_way_and_moves_the_next_signal(fleet):
 
 @pytest.mark.parametrize("fault", ["refused signal", "slow signal", "clock an hour ahead", "clock an hour back"])
 def test_without_a_prefix_ranking_is_done_in_full(fleet, fault):
-    stages = replace(STAGES, signal_ms=20.0)
+    stages = replace(STAGES, prefill_hint_ms=20.0)
     if fault == "refused signal":
-        fleet[0].status["preinfer"] = 429
+        fleet[0].status["prefill"] = 429
     elif fault == "slow signal":
-        fleet[0].delay_s["preinfer"] = 0.3
+        fleet[0].delay_s["prefill"] = 0.3
     else:
         jump = 3600 if fault == "clock an hour ahead" else -3600
         fleet[0].clock = chain([1e9], repeat(1e9 + jump)).__next__  # between signing and verifying
@@ -183,7 +186,7 @@ def test_without_a_prefix_ranking_is_done_in_full(fleet, fault):
 def test_ranking_goes_on_elsewhere_when_the_instance_of_the_ticket_cannot(fleet, fault):
     members = Members(one.member for one in fleet)
 
-    async def act(cascade: Cascade, upstream: Watched) -> CascadeAnswer:
+    async def act(cascade: Cascade, upstream: Watched) -> RecommendedItems:
         async def break_it() -> None:
             while not fleet[0].pinned:
                 await asyncio.sleep(0.002)
@@ -201,7 +204,7 @@ def test_ranking_goes_on_elsewhere_when_the_instance_of_the_ticket_cannot(fleet,
                 fleet[0].garbage = True
 
         upstream.before["prerank"] = break_it
-        return await cascade.recommend(CascadeRequest(user=USER, request="r"))
+        return await cascade.recommend(RecommendRequest(user=USER, request="r"))
 
     try:
         answer = run(fleet, act, members=members, first_share=0.05 if fault == "slow" else 0.7)
@@ -223,11 +226,11 @@ def test_ranking_goes_on_elsewhere_when_the_instance_of_the_ticket_cannot(fleet,
 def test_one_who_cannot_be_reached_is_asked_last_until_it_is_back(fleet):
     async def act(cascade: Cascade, upstream: Watched) -> list[str | None]:
         await asyncio.to_thread(fleet[0].stop)
-        found = [(await cascade.recommend(CascadeRequest(user=USER, request=f"r{n}"))).instance for n in range(2)]
+        found = [(await cascade.recommend(RecommendRequest(user=USER, request=f"r{n}"))).instance for n in range(2)]
         await asyncio.to_thread(fleet[0].start)
         cascade.remote.members.join(fleet[0].name, fleet[0].url)
         await asyncio.sleep(0.3)
-        return [*found, (await cascade.recommend(CascadeRequest(user=USER, request="r3"))).instance]
+        return [*found, (await cascade.recommend(RecommendRequest(user=USER, request="r3"))).instance]
 
     names = [one.name for one in fleet]
     assert run(fleet, act, suspect_s=0.2) == [names[1], names[1], names[0]]
@@ -237,7 +240,7 @@ def test_a_fleet_that_cannot_rank_answers_in_the_order_of_prerank(fleet):
     for one in fleet:
         one.status["rank"] = 503
     answer = ask(fleet)
-    assert (answer.path, answer.degraded, answer.problem, answer.instance) == ("upstream", True, "injected", None)
+    assert (answer.path, answer.degraded, answer.problem, answer.instance) == ("fallback", True, "injected", None)
     assert set(answer.items) <= set(ITEMS.tolist()) - set(ITEMS[USER : USER + 10].tolist())
     assert answer.scores == sorted(answer.scores, reverse=True)
     assert sum(one.paths().count("rank") for one in fleet) == 2, "one retry, no more"
@@ -261,18 +264,18 @@ def test_a_stage_that_fails_or_is_late_ends_the_request_and_releases_the_prefix(
             await asyncio.sleep(30)
 
         upstream.before[stage] = break_it
-        await cascade.recommend(CascadeRequest(user=USER, request="r"))
+        await cascade.recommend(RecommendRequest(user=USER, request="r"))
 
     deadlines = {
         "retrieval_ms": 10_000.0,
         "prerank_ms": 10_000.0,
     }  # the other stage is not late, however slow the machine
     stages = Stages(rank_ms=1000, **{**deadlines, f"{stage}_ms": 200.0})
-    message = f"{stage} was not done after its 200 ms" if fault == "late" else f"{stage}: the index is gone"
+    message = f"{stage} missed its deadline of 200 ms" if fault == "late" else f"{stage}: the index is gone"
     with pytest.raises(StageError, match=message) as caught:
         run(fleet, act, stages=stages)
     assert caught.value.stage == stage
-    assert fleet[0].paths() == ["preinfer", "release"]
+    assert fleet[0].paths() == ["prefill", "release"]
     assert not fleet[0].pinned
 
 
@@ -291,9 +294,9 @@ def test_a_request_cancelled_in_any_stage_leaves_no_pin(fleet, stage):
         if stage == "rank":
             fleet[0].delay_s["rank"] = 3.0
         else:
-            fleet[0].delay_s["preinfer"] = 0.1 if stage == "signal" else 0.0
+            fleet[0].delay_s["prefill"] = 0.1 if stage == "signal" else 0.0
             upstream.before["prerank" if stage == "prerank" else "retrieval"] = hang
-        task = asyncio.create_task(cascade.recommend(CascadeRequest(user=USER, request="r")))
+        task = asyncio.create_task(cascade.recommend(RecommendRequest(user=USER, request="r")))
         while not reached.is_set() and "rank" not in fleet[0].paths():
             await asyncio.sleep(0.002)
         task.cancel()
@@ -308,9 +311,9 @@ def test_a_request_cancelled_in_any_stage_leaves_no_pin(fleet, stage):
 
 
 def test_a_request_may_bring_its_history_and_name_what_not_to_show(fleet):
-    async def act(cascade: Cascade, upstream: Watched) -> CascadeAnswer:
+    async def act(cascade: Cascade, upstream: Watched) -> RecommendedItems:
         history = [{"item": int(item)} for item in ITEMS[50:55]]
-        request = CascadeRequest(user=-9, request="r", k=5, history=history, exclude=tuple(map(int, ITEMS[:50])))
+        request = RecommendRequest(user=-9, request="r", k=5, history=history, exclude=tuple(map(int, ITEMS[:50])))
         return await cascade.recommend(request)
 
     answer = run(fleet, act)
@@ -321,8 +324,8 @@ def test_a_request_may_bring_its_history_and_name_what_not_to_show(fleet):
 
 
 def test_nothing_to_show_is_an_empty_answer(fleet):
-    async def act(cascade: Cascade, upstream: Watched) -> CascadeAnswer:
-        return await cascade.recommend(CascadeRequest(user=USER, request="r", exclude=tuple(map(int, ITEMS))))
+    async def act(cascade: Cascade, upstream: Watched) -> RecommendedItems:
+        return await cascade.recommend(RecommendRequest(user=USER, request="r", exclude=tuple(map(int, ITEMS))))
 
     answer = run(fleet, act)
     assert (answer.items, answer.degraded) == ([], False)
@@ -354,7 +357,7 @@ def test_who_is_not_ready_is_asked_last_until_it_is(fleet):
         for is_ready in (True, False, True):
             fleet[0].ready = is_ready
             await asyncio.sleep(0.5)
-            found.append((await cascade.recommend(CascadeRequest(user=USER, request="r"))).instance)
+            found.append((await cascade.recommend(RecommendRequest(user=USER, request="r"))).instance)
         watch.cancel()
         await asyncio.gather(watch, return_exceptions=True)
         return found

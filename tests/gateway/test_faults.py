@@ -26,14 +26,16 @@ import uvicorn
 
 from nestpipe.client import Client, ServiceError
 from nestpipe.gateway.candidates import ExactIndex, PastReader, Retriever, mean_encoder
-from nestpipe.gateway.cascade import Cascade, CascadeAnswer, CascadeRequest, LocalCandidateStages
+from nestpipe.gateway.cascade import Cascade, LocalCandidateStages
 from nestpipe.gateway.gateway import Gateway
-from nestpipe.gateway.instance_client import InstanceClient, PrefillAnswer, PrefillCall, RankingReply
-from nestpipe.gateway.router import MAX_TICKET_S, Members, _decode, sign
+from nestpipe.gateway.instance_client import InstanceClient, PrefillOutcome, RankingReply
 from nestpipe.gateway.router import InstanceAddress as Member
+from nestpipe.gateway.router import Members, _decode, sign
 from nestpipe.serve.api import Instance, _holder
-from nestpipe.serve.config import Stages, TriggerConfig
-from nestpipe.serve.model_versions import ModelVersions, load_beside
+from nestpipe.serve.config import MAX_TICKET_S, Stages, TriggerConfig
+from nestpipe.serve.model_versions import load_version
+from nestpipe.serve.prefill import ModelVersions
+from nestpipe.serve.schemas import PrefillRequest, RankRequest, RecommendedItems, RecommendRequest
 from tests.gateway.fake_instances import Served
 from tests.gateway.test_cascade import TLS
 from tests.serve.small_rankers import ASKED, make_engine
@@ -43,7 +45,7 @@ USERS = list(range(24))
 EXACT = 1e-5  # of scores of order one in 32 bits: the contract's tolerance
 # The machine may be busy; what is tested is that nothing is wrong, not that it is fast.
 STAGES = Stages(
-    retrieval_ms=60_000, prerank_ms=60_000, rank_ms=60_000, signal_ms=5000, num_retrieved=30, num_candidates=12
+    retrieval_ms=60_000, prerank_ms=60_000, rank_ms=60_000, prefill_hint_ms=5000, num_retrieved=30, num_candidates=12
 )
 
 
@@ -80,13 +82,13 @@ class Node:
     def load(self, folder: Path) -> Any:
         """Another model as the administration loads it, while this one serves."""
         tables = self._folder / "tables"
-        return load_beside(self.engine.histories, folder, step=None, label="", tables=tables, chunk=8)
+        return load_version(self.engine.histories, folder, step=None, label="", tables=tables, chunk=8)
 
     def swap(self, folder: Path) -> None:
         self.engine.use(ModelVersions(self.load(folder)))
 
     def compare(self, folder: Path) -> None:
-        self.engine.use(ModelVersions(self.engine.lineup.main, self.load(folder), 0.5))
+        self.engine.use(ModelVersions(self.engine.versions.main, self.load(folder), 0.5))
 
     @property
     def member(self) -> Member:
@@ -117,10 +119,10 @@ class Meddling(InstanceClient):
         self._stages = stages
         self.damaged: set[str] = set()  # who a prefix is held for whose ticket nobody can bring back
 
-    async def signal(self, asked: PrefillAnswer, instance: Member, *, timeout_s: float) -> PrefillCall:
+    async def prefill(self, asked: PrefillRequest, instance: Member, *, timeout_s: float) -> PrefillOutcome:
         if asked.request.startswith("leaves-signal-"):
             self._stages.reached["signal"].set()
-        found = await super().signal(asked, instance, timeout_s=timeout_s)
+        found = await super().prefill(asked, instance, timeout_s=timeout_s)
         self.num_signals += 1
         if found.ticket is None or (self.num_signals % 3 and self.num_signals % 4):
             return found
@@ -131,7 +133,7 @@ class Meddling(InstanceClient):
         late = replace(_decode(content), expiry=1_800_000_000.0 - 2 * 3600)  # whatever its clock says
         return replace(found, ticket=sign(late, SECRET))
 
-    async def rank(self, asked: PrefillAnswer, *arguments: Any, **fields: Any) -> RankingReply:
+    async def rank(self, asked: RankRequest, *arguments: Any, **fields: Any) -> RankingReply:
         await self._stages.enter("rank", asked.request)
         found = await super().rank(asked, *arguments, **fields)
         await self._stages.enter("ranked", asked.request)
@@ -145,11 +147,11 @@ class Staged(LocalCandidateStages):
         super().__init__(*arguments)
         self._stages = stages
 
-    async def retrieve(self, request: CascadeRequest, count: int) -> Any:
+    async def retrieve(self, request: RecommendRequest, count: int) -> Any:
         await self._stages.enter("retrieval", request.request)
         return await super().retrieve(request, count)
 
-    async def prerank(self, request: CascadeRequest, found: Any, count: int) -> Any:
+    async def prerank(self, request: RecommendRequest, found: Any, count: int) -> Any:
         await self._stages.enter("prerank", request.request)
         return await super().prerank(request, found, count)
 
@@ -167,11 +169,11 @@ def upstream(run: Any, executor: ThreadPoolExecutor, stages: Crossing) -> LocalC
     return Staged(stages, retriever, executor)
 
 
-async def recommend(cascade: Cascade, user: int, request: str) -> CascadeAnswer:
-    return await cascade.recommend(CascadeRequest(user=user, request=request, k=12, query_time=ASKED))
+async def recommend(cascade: Cascade, user: int, request: str) -> RecommendedItems:
+    return await cascade.recommend(RecommendRequest(user=user, request=request, k=12, query_time=ASKED))
 
 
-def assert_same(answer: CascadeAnswer, truth: CascadeAnswer) -> None:
+def assert_same(answer: RecommendedItems, truth: RecommendedItems) -> None:
     """The same items with the same scores; items whose scores are nearer than the tolerance may change places."""
     assert not answer.degraded, (answer.path, answer.problem)
     found, wanted = (dict(zip(one.items, one.scores, strict=True)) for one in (answer, truth))
@@ -196,7 +198,7 @@ async def leave(port: int, stages: Crossing, name: str, number: int) -> None:
 class Load:
     """Users that ask again and again, some of whom leave in the middle, until it is stopped."""
 
-    def __init__(self, cascade: Cascade, truth: dict[str, dict[int, CascadeAnswer]]):
+    def __init__(self, cascade: Cascade, truth: dict[str, dict[int, RecommendedItems]]):
         self._cascade, self._truth = cascade, truth
         self.models: Counter[str] = Counter()
         self.paths: Counter[str] = Counter()
@@ -284,7 +286,7 @@ def test_no_answer_is_wrong_and_none_fails_whatever_happens_to_the_fleet(runs, s
     assert len(load.models) == 2, f"before the swaps one model, then both: {load.models}"
 
 
-async def _truth(run: Any, served: Any, folder: Any, own: LocalCandidateStages) -> dict[int, CascadeAnswer]:
+async def _truth(run: Any, served: Any, folder: Any, own: LocalCandidateStages) -> dict[int, RecommendedItems]:
     """What full inference says about every user."""
     node = Node(f"truth-{run.folder.name}", run, served, folder, trigger=TriggerConfig(mode="off"))
     remote = InstanceClient(Members([node.member]), httpx.AsyncClient(timeout=None, verify=TLS))
@@ -331,7 +333,7 @@ def _assert_nothing_is_held(node: Node, *, except_for: set[str]) -> None:
     engine, deadline = node.engine, time.monotonic() + 30
 
     def held() -> set[Any]:
-        return {holder for entry in list(engine.cache._entries.values()) for holder in entry.pins} | set(engine._held)
+        return {holder for entry in list(engine.cache._entries.values()) for holder in entry.pins} | set(engine._pinned)
 
     while held() - except_for or engine.num_waiting:
         assert time.monotonic() < deadline, held()

@@ -25,8 +25,10 @@ from nestpipe.serve.config import GatewayLimits, Stages
 from tests.gateway.fake_instances import FakeInstance, Served, true_ranking
 from tests.gateway.test_cascade import ITEMS, TLS, retriever
 
-LIMITS = GatewayLimits(max_bytes=20_000, body_s=0.3, max_history=50, max_candidates=300, max_k=100, max_under_way=4)
-STAGES = Stages(retrieval_ms=9000, prerank_ms=9000, rank_ms=9000, signal_ms=1000, num_retrieved=60, num_candidates=20)
+LIMITS = GatewayLimits(max_bytes=20_000, body_s=0.3, max_history=50, max_candidates=300, max_k=100, max_in_flight=4)
+STAGES = Stages(
+    retrieval_ms=9000, prerank_ms=9000, rank_ms=9000, prefill_hint_ms=1000, num_retrieved=60, num_candidates=20
+)
 TOKEN = "admin token"
 
 
@@ -86,7 +88,7 @@ def test_both_clients_get_typed_answers(world):
     with Client(world.url) as client:
         assert client.is_ready()
         answer = client.recommend(3, k=4, request="one")
-        signal = client.preinfer(3, request="two", candidates=30)
+        signal = client.prefill(3, request="two", candidates=30)
         items = [int(item) for item in ITEMS[:30]]
         ranked = client.rank(3, items, request="two", ticket=signal.ticket, k=5)
         assert signal.ticket is not None
@@ -94,7 +96,7 @@ def test_both_clients_get_typed_answers(world):
         client.send_events([{"id": "x", "user": 3, "item": 100, "time": 1}])
         client.invalidate(3)
     assert len(answer.pairs()) == 4
-    assert (answer.request, answer.path, answer.attempts, answer.signal) == ("one", "hit_device", 1, "admitted")
+    assert (answer.request, answer.path, answer.attempts, answer.prefill_hint) == ("one", "hit_device", 1, "admitted")
     assert set(answer.stages) == {"retrieval", "prerank", "rank"}
     assert (ranked.items, ranked.path) == (true_ranking(3, items, 5), "hit_device")
     assert all(one.paths().count("events") == one.paths().count("invalidate") == 1 for one in world.fleet)
@@ -103,7 +105,7 @@ def test_both_clients_get_typed_answers(world):
     async def again() -> None:
         async with AsyncClient(world.url) as client:
             assert (await client.recommend(3, k=4)).items == answer.items
-            signal = await client.preinfer(3, request="two", candidates=30)
+            signal = await client.prefill(3, request="two", candidates=30)
             assert (await client.rank(3, items, request="two", ticket=signal.ticket, k=5)).items == ranked.items
             assert signal.ticket is not None
             await client.release(signal.ticket)
@@ -123,7 +125,7 @@ def test_admitted_is_what_is_computed_for_this_signal(world, reason, admitted):
     for one in world.fleet:
         one.reason = reason
     with Client(world.url) as client:
-        said = client.preinfer(3, request="one", candidates=30)
+        said = client.prefill(3, request="one", candidates=30)
     assert (said.reason, said.admitted) == (reason, admitted)
     assert (said.ticket is not None) == (reason != "not_at_risk")
 
@@ -154,7 +156,7 @@ def test_admitted_is_what_is_computed_for_this_signal(world, reason, admitted):
         ("rank", b'{"user": 1, "request": "r", "candidates": []}', 400, "bad_candidates"),
         ("rank", b'{"user": 1, "request": "r", "candidates": [1], "ticket": 5}', 400, "bad_ticket"),
         ("rank", b'{"user": 1, "request": "r", "candidates": [1], "deadline_ms": -1}', 400, "bad_deadline_ms"),
-        ("preinfer", b'{"user": 1, "request": "r"}', 400, "bad_candidates"),
+        ("prefill", b'{"user": 1, "request": "r"}', 400, "bad_candidates"),
         ("release", b"{}", 400, "bad_ticket"),
         ("events", b'{"events": 5}', 400, "bad_events"),
         ("nowhere", b"{}", 404, "path"),
@@ -190,11 +192,11 @@ def connection(world: World) -> Iterator[socket.socket]:
 @pytest.mark.parametrize("stage", ["signal", "rank"])
 def test_a_client_that_leaves_in_any_stage_leaves_no_pin(world, stage):
     owner, body = world.owner(8), b'{"user": 8}'
-    owner.delay_s["preinfer" if stage == "signal" else "rank"] = 0.3
+    owner.delay_s["prefill" if stage == "signal" else "rank"] = 0.3
     with connection(world) as client:
         head = f"POST /v1/recommend HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
         client.sendall(head.encode() + body)
-        wait_until(lambda: ("preinfer" if stage == "signal" else "rank") in owner.paths())
+        wait_until(lambda: ("prefill" if stage == "signal" else "rank") in owner.paths())
     wait_until(lambda: "release" in owner.paths())
     assert not world.pins()
 
@@ -222,7 +224,7 @@ def test_too_many_at_once_are_refused_at_once(world):
                 one.holds_ranks = False
         assert sorted(one.result() for one in said) == ["hit_device"] * 4 + ["overloaded"] * 4
     assert {(error.status, error.retry_after_s) for error in refusals} == {(429, 1.0)}
-    assert "4 requests are under way" in str(refusals[0])
+    assert "4 requests are in flight" in str(refusals[0])
 
 
 def test_events_that_one_instance_missed_are_to_be_sent_again(world):
@@ -305,7 +307,7 @@ TOKENS = [b"null", b"-1", b"1e999", b"[[", b'"', b"{}", b"true", b"9" * 40, b"\\
 BODIES = {
     "recommend": b'{"user": 3, "k": 5, "request": "r", "query_time": 5, "history": [{"item": 101, "time": 5}], "exclude": [100]}',
     "rank": b'{"user": 3, "request": "r", "candidates": [100, 101], "k": 2, "ticket": "v1.a.b", "deadline_ms": 500.0}',
-    "preinfer": b'{"user": 3, "request": "r", "candidates": 20, "query_time": null}',
+    "prefill": b'{"user": 3, "request": "r", "candidates": 20, "query_time": null}',
     "release": b'{"ticket": "v1.a.b"}',
     "events": b'{"events": [{"id": "x", "user": 3, "item": 101, "time": 7}]}',
     "invalidate": b'{"user": 3}',
@@ -351,7 +353,7 @@ def test_a_ranking_that_went_elsewhere_leaves_no_pin(world):
     """The caller got its answer and has no reason to give its ticket back."""
     user = 7
     with Client(world.url) as client:
-        ticket = client.preinfer(user, request="r", candidates=3, query_time=1).ticket
+        ticket = client.prefill(user, request="r", candidates=3, query_time=1).ticket
         assert world.pins() == 1
         world.owner(user).status["rank"] = 429
         assert client.rank(user, [1, 2, 3], request="r", ticket=ticket, k=3, query_time=1).items

@@ -7,9 +7,12 @@ import json
 
 import httpx
 
-from nestpipe.gateway.instance_client import InstanceClient, PrefillAnswer
+from nestpipe.gateway.instance_client import InstanceClient
 from nestpipe.gateway.router import InstanceAddress, Members
+from nestpipe.serve.schemas import PrefillRequest
 from tests.serve.small_rankers import Clock
+
+REFUSED = {"ticket": None, "admitted": False, "reason": "not_at_risk", "instance": "one", "epoch": "e"}
 
 
 def test_an_instance_that_needs_no_signals_gets_none_for_as_long_as_it_said():
@@ -19,15 +22,15 @@ def test_an_instance_that_needs_no_signals_gets_none_for_as_long_as_it_said():
         body = json.loads(request.content)
         sent.append(body["candidates"])
         quiet_s = 1e9 if body["candidates"] > 900 else 1.0
-        return httpx.Response(200, json={"ticket": None, "reason": "not_at_risk", "epoch": "e", "quiet_s": quiet_s})
+        return httpx.Response(200, json={**REFUSED, "quiet_s": quiet_s})
 
     async def body() -> None:
         client = httpx.AsyncClient(transport=httpx.MockTransport(answer))
         remote = InstanceClient(Members([one]), client, clock=clock)
 
         async def ask(count: int) -> str:
-            asked = PrefillAnswer(user=1, request="r", num_candidates=count)
-            return (await remote.signal(asked, one, timeout_s=5.0)).reason
+            asked = PrefillRequest(user=1, request="r", candidates=count)
+            return (await remote.prefill(asked, one, timeout_s=5.0)).reason
 
         assert [await ask(128), await ask(128), await ask(64)] == ["not_at_risk"] * 3
         assert sent == [128], "the others are as little at risk"

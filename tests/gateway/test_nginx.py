@@ -70,13 +70,13 @@ def test_a_users_signal_and_ranking_meet_at_one_instance_and_move_only_if_it_is_
     with httpx.Client() as client:
         for user in range(60):
             signal = {"user": user, "request": "r", "candidates": 3, "query_time": None}
-            client.post(f"{url}/v1/preinfer", json=signal, headers={HEADER: str(user)}).raise_for_status()
+            client.post(f"{url}/v1/prefill", json=signal, headers={HEADER: str(user)}).raise_for_status()
             answer = rank(client, url, user).json()
             assert answer["items"] == true_ranking(user, [1, 2, 3], 3)
         with Client(url) as own:  # which sends the header, also with a ticket
-            ticket = own.preinfer(7, request="r", candidates=3, query_time=1).ticket
+            ticket = own.prefill(7, request="r", candidates=3, query_time=1).ticket
             assert own.rank(7, [1, 2, 3], request="r", ticket=ticket, k=3, query_time=1).path == "hit_device"
-            unused = own.preinfer(7, request="s", candidates=3, query_time=1).ticket
+            unused = own.prefill(7, request="s", candidates=3, query_time=1).ticket
             own.release(unused, user=7)
             assert not any(unused in one.pinned for one in fleet)
         met = [{body["user"] for name, body in one.calls if name != "release"} for one in fleet]

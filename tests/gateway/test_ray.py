@@ -114,7 +114,7 @@ class World:
     def signals(self, request):
         """The answer to the signal of every user."""
         return {
-            user: self._client.preinfer(user, request=request, candidates=NUM_ITEMS, query_time=ASKED) for user in USERS
+            user: self._client.prefill(user, request=request, candidates=NUM_ITEMS, query_time=ASKED) for user in USERS
         }
 
     def ranks(self, request, signals):
@@ -133,7 +133,7 @@ class World:
 @pytest.fixture
 def world(service, runs, served, tmp_path):
     scorer, known = runs("hstu").predictor(), histories_of(runs("hstu"), tmp_path)
-    truth = {user: evaluated(scorer, served().ask(known.of(user), ASKED).history) for user in USERS}
+    truth = {user: evaluated(scorer, served().prepare(known.of(user), ASKED).history) for user in USERS}
     with Client(service.url, timeout_s=60) as client:
         yield World(client, truth)
 

@@ -13,8 +13,6 @@ import pytest
 from hypothesis import given
 
 from nestpipe.gateway.router import (
-    MAX_TICKET_CHARS,
-    MAX_TICKET_S,
     InstanceAddress,
     Members,
     RouterError,
@@ -23,11 +21,11 @@ from nestpipe.gateway.router import (
     order_of,
     peek_instance,
     rendezvous,
-    session_of,
     sign,
     verify,
 )
-from nestpipe.serve.config import EngineConfig
+from nestpipe.serve.config import MAX_TICKET_CHARS, MAX_TICKET_S, EngineConfig
+from nestpipe.serve.schemas import session_of
 
 SECRET = b"sixteen bytes or more"
 NOW = 1_700_000_000.0

@@ -81,7 +81,7 @@ def rank(engine, user, items=tuple(range(12)), *, slack_s=100.0, query_time=ASKE
     return job
 
 
-def signal(engine, user, request="r", *, ttl_s=5.0, candidates=12, query_time=ASKED, **fields):
+def hint(engine, user, request="r", *, ttl_s=5.0, candidates=12, query_time=ASKED, **fields):
     job = PrefillHint(
         user=user,
         num_candidates=candidates,

@@ -30,8 +30,8 @@ from nestpipe.serve.admin import Admin
 from nestpipe.serve.api import Instance
 from nestpipe.serve.config import Limits, TriggerConfig
 from nestpipe.serve.engine import Engine
-from nestpipe.serve.openapi import document
-from nestpipe.serve.schemas import lacks_token
+from nestpipe.serve.openapi import instance_document
+from nestpipe.serve.request_guard import lacks_token
 from nestpipe.training.run_folder import Run
 from tests.gateway.fake_instances import Served as Server
 from tests.serve.small_rankers import ASKED, NUM_ITEMS, make_engine
@@ -64,14 +64,14 @@ class World:
         assert found.status_code == 200, found.text
         return found.json()
 
-    def preinfer(self, user, request="r", **fields):
+    def prefill(self, user, request="r", **fields):
         body = {"user": user, "request": request, "candidates": 20, "query_time": ASKED, **fields}
-        found = self.post("preinfer", body)
+        found = self.post("prefill", body)
         assert found.status_code == 200, found.text
         return found.json()
 
     def settle(self):
-        wait_until(lambda: not self.instance.engine._works and not self.instance.engine._spent)
+        wait_until(lambda: not self.instance.engine._prefills and not self.instance.engine._evictable)
 
 
 def wait_until(holds):
@@ -124,7 +124,7 @@ def test_cached_equals_full_through_http(open_world, backbone):
     assert (full["path"], full["prefix_len"], full["degraded"]) == ("full", 0, False)
     assert full["scores"] == sorted(full["scores"], reverse=True)
     assert full["model"].startswith(f"{backbone}/step-")
-    said = world.preinfer(7)
+    said = world.prefill(7)
     assert (said["admitted"], said["reason"], said["instance"]) == (True, "admitted", "one")
     first = world.rank(7, ticket=said["ticket"])
     assert first["path"] in {"hit_device", "join"}
@@ -163,7 +163,7 @@ def sent_history(log, user):
 def test_a_sent_history_gives_the_scores_of_the_stored_one(world, log):
     sent, stored = sent_history(log, 7), world.rank(7)
     assert same(world.rank(7, history=sent), stored)
-    world.preinfer(7)
+    world.prefill(7)
     world.settle()
     assert world.rank(7, history=sent)["path"] == "hit_device", "the same inputs, so the same prefix"
     changed = [*sent[:-3], {**sent[-3], "click": 1 - sent[-3]["click"]}, *sent[-2:]]
@@ -177,13 +177,13 @@ def test_a_sent_history_gives_the_scores_of_the_stored_one(world, log):
 
 
 def test_tickets_hold_release_and_carry_the_time_of_the_signal(world):
-    said = world.preinfer(7, query_time=None)
+    said = world.prefill(7, query_time=None)
     world.settle()
     assert world.instance.engine.cache.device.used > 0
     now = world.rank(7, "other", query_time=int(world.now[0]))
     world.now[0] += 5
     assert same(world.rank(7, ticket=said["ticket"], query_time=None), now)
-    again = world.preinfer(8)
+    again = world.prefill(8)
     world.settle()
     assert world.post("release", {"ticket": again["ticket"]}).json() == {"released": True}
     assert world.post("release", {"ticket": again["ticket"]}).json() == {"released": False}
@@ -191,7 +191,7 @@ def test_tickets_hold_release_and_carry_the_time_of_the_signal(world):
 
 @pytest.mark.parametrize("kind", ["forged", "cut", "expired", "epoch", "instance", "request", "clock back", "nonsense"])
 def test_a_ticket_that_is_not_good_is_refused_and_the_request_answered(world, kind):
-    good = world.preinfer(7)
+    good = world.prefill(7)
     full = world.rank(5)
     own = Ticket(request="x", instance="one", epoch=world.instance.epoch, key="k", expiry=world.now[0] + 5)
     text = {
@@ -225,7 +225,7 @@ def test_where_the_relay_is_of_no_use_a_signal_does_not_reach_the_engine(open_wo
     world = open_world(trigger=TriggerConfig(mode=mode, budget_ms=1e6))
     monkeypatch.setattr(world.instance.engine, "submit", lambda job: pytest.fail("it was queued"))
     for user in (7, 10**15):
-        said = world.preinfer(user)
+        said = world.prefill(user)
         assert (said["ticket"], said["admitted"], said["reason"]) == (None, False, reason)
         assert said["quiet_s"] == 1.0, "no other signal is needed for a while"
     assert f'nestpipe_reason_total{{reason="{reason}"}} 2.0' in world.http.get(f"{world.url}/metrics").text
@@ -255,7 +255,7 @@ def test_where_the_relay_is_of_no_use_a_signal_does_not_reach_the_engine(open_wo
             400,
             "bad_history",
         ),
-        ("preinfer", {"user": 1, "request": "r", "candidates": 0}, 400, "bad_candidates"),
+        ("prefill", {"user": 1, "request": "r", "candidates": 0}, 400, "bad_candidates"),
         ("events", {"events": [{"user": 1, "item": 1, "time": 1}]}, 400, "bad_id"),
         ("events", {"events": [{"id": "a", "user": 1, "item": 10**6, "time": 1}]}, 400, "bad_data"),
         ("events", {"events": [{"id": "a", "user": 1, "item": 1, "time": 1, "click": "x"}]}, 400, "bad_data"),
@@ -317,7 +317,7 @@ def test_health_metrics_and_the_document(shared):
     assert re.search(r'nestpipe_answers_total\{call="rank",status="200"\} \d', text)
     assert "user" not in text
     said = shared.http.get(f"{shared.url}/openapi.json").json()
-    assert said == json.loads(json.dumps(document(shared.instance.engine.histories.sequences.schema, LIMITS)))
+    assert said == json.loads(json.dumps(instance_document(shared.instance.engine.histories.sequences.schema, LIMITS)))
     asked = said["paths"]["/v1/rank"]["post"]["requestBody"]["content"]["application/json"]["schema"]
     assert asked["properties"]["candidates"]["maxItems"] == 50
     answer = said["paths"]["/v1/rank"]["post"]["responses"]["200"]["content"]["application/json"]["schema"]
@@ -444,7 +444,7 @@ def test_posts_of_events_that_wait_for_the_disk_keep_no_rank_waiting(open_world,
 
 def test_a_deadline_that_passed_is_a_503_or_the_callers_order(shared):
     found = shared.post("rank", {"user": 5, "request": "r", "candidates": ITEMS, "deadline_ms": 0.0001})
-    assert found.status_code == 503 or found.json()["path"] == "upstream"
+    assert found.status_code == 503 or found.json()["path"] == "fallback"
     if found.status_code == 503:
         assert found.json()["error"]["code"] == "deadline"
 
@@ -477,7 +477,7 @@ def test_forgetting_leaves_no_byte_of_the_user(runs, log, tmp_path, capsys):
             },
         )
         for user in (7, 8):
-            world.preinfer(user)
+            world.prefill(user)
             world.settle()
             world.rank(user)
         world.settle()
@@ -541,7 +541,7 @@ def test_memory_after_many_requests_is_that_after_few(open_world, scale):
     def ask(first, last):
         for number in range(first, last):
             user = number % 40
-            ticket = world.preinfer(user, f"r{number}")["ticket"] if number % 3 == 0 else None
+            ticket = world.prefill(user, f"r{number}")["ticket"] if number % 3 == 0 else None
             world.rank(user, f"r{number}", ticket=ticket)
 
     ask(0, num)
@@ -556,7 +556,7 @@ def test_a_prefix_is_all_that_is_counted(open_world):
     """What the books say is what the tensors take."""
     world = open_world()
     for user in range(5):
-        world.preinfer(user, f"r{user}")
+        world.prefill(user, f"r{user}")
     world.settle()
     kept: list[KVPrefix] = [one for user in range(5) for one in world.instance.engine.cache.peek_user(user)]
     assert len(kept) == 5

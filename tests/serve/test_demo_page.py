@@ -26,7 +26,9 @@ from tests.gateway.fake_instances import FakeInstance, Served, true_ranking
 from tests.gateway.test_cascade import TLS
 from tests.small_runs import write_log
 
-STAGES = Stages(retrieval_ms=5000, prerank_ms=5000, rank_ms=5000, signal_ms=1000, num_retrieved=60, num_candidates=40)
+STAGES = Stages(
+    retrieval_ms=5000, prerank_ms=5000, rank_ms=5000, prefill_hint_ms=1000, num_retrieved=60, num_candidates=40
+)
 
 
 @dataclass

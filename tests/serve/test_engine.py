@@ -18,8 +18,7 @@ from nestpipe.serve.engine import Engine
 from nestpipe.serve.event_log import EventLog
 from nestpipe.serve.kv_cache import EntryState
 from nestpipe.serve.latency_model import LatencySample, fit, measure_costs
-from nestpipe.serve.model_versions import ModelVersions
-from nestpipe.serve.prefill import ServedModel
+from nestpipe.serve.prefill import ModelVersions, ServedModel
 from nestpipe.serve.requests import BusyError, LateError
 from nestpipe.serve.user_history import of_user, stored
 from tests.serve.small_rankers import (
@@ -29,10 +28,10 @@ from tests.serve.small_rankers import (
     NUM_ITEMS,
     costs,
     evaluated,
+    hint,
     make_engine,
     rank,
     settle,
-    signal,
 )
 
 EXACT = 1e-5  # of scores of order one in 32 bits: the contract's tolerance
@@ -47,7 +46,7 @@ def answer(engine, user, items=ITEMS, **fields):
 
 def asked_of(engine, user):
     """What the model is asked about a user."""
-    return engine.lineup.main.ask(engine.histories.of(user), ASKED)
+    return engine.versions.main.prepare(engine.histories.of(user), ASKED)
 
 
 def scores(found):
@@ -72,7 +71,7 @@ def test_every_path_gives_the_scores_of_full_inference(runs, served, tmp_path, c
     engine = make_engine(runs(backbone), tmp_path, clock=clock, served=served(backbone))
     full = answer(engine, 3)
     assert (full.path, full.prefix_len, full.degraded) == ("full", 0, False)
-    signal(engine, 3)
+    hint(engine, 3)
     settle(engine)
     for wanted in ("hit_device", "hit_host", "hit_host"):
         found = answer(engine, 3, request="r")
@@ -91,10 +90,10 @@ def test_every_path_gives_the_scores_of_full_inference(runs, served, tmp_path, c
     assert same(longer, again := answer(engine, 3))
     assert again.path == "full"
 
-    signal(engine, 4)
-    engine._take_in()
-    assert engine._prefill()
-    assert engine.cache.peek_state(engine._works[0].asked.key) == EntryState.COMPUTING
+    hint(engine, 4)
+    engine._accept()
+    assert engine._prefills.run()
+    assert engine.cache.peek_state(next(iter(engine._prefills)).inputs.key) == EntryState.COMPUTING
     joined, other = rank(engine, 4, ITEMS), rank(engine, 5, ITEMS, slack_s=50.0)
     engine.step()
     assert other.reply.result(0).path == "full", "a rank that is more urgent does not wait for a whole prefill"
@@ -111,7 +110,7 @@ def test_the_served_top_ten_is_that_of_evaluation(runs, served, engine):
     for user in range(100):
         predicted = evaluated(scorer, asked_of(engine, user).history)
         if user % 2:
-            signal(engine, user, f"r{user}")
+            hint(engine, user, f"r{user}")
             settle(engine)
         found = answer(engine, user, k=10, request=f"r{user}")
         assert found.path == ("hit_device" if user % 2 else "full")
@@ -148,7 +147,7 @@ def test_test_events_get_the_numbers_of_the_report(runs, engine, log):
 
 
 def test_an_edited_history_is_never_answered_with_the_old_prefix(engine, log):
-    signal(engine, 3)
+    hint(engine, 3)
     settle(engine)
     before = answer(engine, 3, request="r")
     late = int(log.times[log.offsets[3] : log.offsets[4]][-4] // 1000)
@@ -167,7 +166,7 @@ def test_an_edited_action_is_another_prefix_of_the_same_length_and_not_extended(
             events.features["click"].values[5] = 1 - events.features["click"].values[5]
         return of_user(log, 3, events)
 
-    signal(engine, 3, history=history(20, edited=False))
+    hint(engine, 3, history=history(20, edited=False))
     settle(engine)
     assert answer(engine, 3, request="r", history=history(20, edited=False)).path == "hit_device"
     for num_events in (20, 21):
@@ -179,7 +178,7 @@ def test_an_edited_action_is_another_prefix_of_the_same_length_and_not_extended(
 
 def test_a_slid_window_is_a_new_prefix(engine):
     """Events are appended until the window moves by a block: then nothing kept fits any more."""
-    signal(engine, 3)
+    hint(engine, 3)
     settle(engine)
     answer(engine, 3, request="r")
     lengths, paths = [], []
@@ -189,7 +188,7 @@ def test_a_slid_window_is_a_new_prefix(engine):
         found = answer(engine, 3)
         paths.append(found.path)
         if found.path == "full":
-            signal(engine, 3, f"s{number}")
+            hint(engine, 3, f"s{number}")
             settle(engine)
             engine.release(f"s{number}")
         else:
@@ -203,25 +202,25 @@ def test_a_slid_window_is_a_new_prefix(engine):
 
 def test_prefixes_of_other_weights_are_not_found_and_not_accepted(runs, served, engine):
     """The weights' digest is in the key; a cache that ignored it would be stopped by the contract."""
-    signal(engine, 3)
+    hint(engine, 3)
     settle(engine)
     asked = asked_of(engine, 3)
     (kept,) = engine.cache.peek_user(3)
-    old = engine.lineup.main.ranker
+    old = engine.versions.main.ranker
     changed = type(old)(old.model, old._rows, weights="another digest", schema="")
-    engine.use(ModelVersions(ServedModel(changed, engine.lineup.main._builder, name="new", block=BLOCK)))
+    engine.use(ModelVersions(ServedModel(changed, engine.versions.main._builder, name="new", block=BLOCK)))
     found = answer(engine, 3)
     assert (found.path, found.model) == ("full", "new")
     now = asked_of(engine, 3)
     with pytest.raises(PrefixError, match="weights: kept"):
-        engine.lineup.main.scores([now], [engine.lineup.main.candidates(ITEMS, engine.histories.sequences)], [kept])
-    assert not engine.lineup.main.ranker.begins(kept, asked.prefix)
+        engine.versions.main.scores([now], [engine.versions.main.candidates(ITEMS, engine.histories.sequences)], [kept])
+    assert not engine.versions.main.ranker.begins(kept, asked.prefix)
 
 
 def test_a_prefix_that_the_contract_refuses_is_ranked_in_full(engine, monkeypatch, caplog):
     """Even if the cache gave out the wrong prefix, the answer would be right."""
     full = answer(engine, 3)
-    signal(engine, 4)
+    hint(engine, 4)
     settle(engine)
     (wrong,) = engine.cache.peek_user(4)
     monkeypatch.setattr(engine.cache, "peek_state", lambda key: EntryState.READY)
@@ -246,11 +245,11 @@ class Reverse(Ranking):
 
 def test_an_anchored_model_is_filled_at_once_and_never_extended(runs, tmp_path, clock):
     engine = make_engine(runs("hstu"), tmp_path, clock=clock)
-    engine.lineup.main.ranker.model.__class__ = Reverse
+    engine.versions.main.ranker.model.__class__ = Reverse
     full = answer(engine, 3)
-    signal(engine, 3)
-    engine._take_in()
-    engine._prefill()
+    hint(engine, 3)
+    engine._accept()
+    engine._prefills.run()
     found = answer(engine, 3, request="r")
     assert found.path == "hit_device"
     assert same(found, full)
@@ -273,7 +272,7 @@ def test_what_cannot_be_afforded_is_degraded_and_says_so(runs, served, tmp_path,
         assert (found.path, found.degraded) == ("shorter", True)
         assert set(found.items) == set(ITEMS)
     found = answer(engine, 3, items=(9, 2, 5, 7), slack_s=1e-6, k=3)
-    assert (found.path, found.degraded, found.items) == ("upstream", True, [9, 2, 5])
+    assert (found.path, found.degraded, found.items) == ("fallback", True, [9, 2, 5])
     late = rank(engine, 3, slack_s=-0.001)
     settle(engine)
     with pytest.raises(LateError, match="deadline passed"):
@@ -311,20 +310,20 @@ def test_a_shorter_history_stays_one_if_its_batch_fails(runs, served, tmp_path, 
 
 def test_where_full_never_fits_a_joiner_waits_as_long_as_a_hit_does(runs, served, tmp_path, clock):
     engine = make_engine(runs("hstu"), tmp_path, clock=clock, served=served(), known=costs(full=50, hit=1, pre=8))
-    signal(engine, 3)
-    engine._take_in()
-    engine._prefill()
+    hint(engine, 3)
+    engine._accept()
+    engine._prefills.run()
     job = rank(engine, 3, ITEMS, slack_s=0.020)
     settle(engine)
     assert job.reply.result(0).path == "join"
 
 
 def test_cancelled_joiners_do_not_cancel_the_work(engine):
-    signal(engine, 3)
-    engine._take_in()
-    engine._prefill()
+    hint(engine, 3)
+    engine._accept()
+    engine._prefills.run()
     gone, stays = (rank(engine, 3, ITEMS) for _ in range(2))
-    engine._take_in()
+    engine._accept()
     engine._next_batch()
     gone.reply.cancel()
     settle(engine)
@@ -335,11 +334,11 @@ def test_cancelled_joiners_do_not_cancel_the_work(engine):
 def test_ranks_are_batched_by_deadline_and_mates_change_nothing(engine, monkeypatch):
     alone = {user: answer(engine, user) for user in (3, 4, 5, 6)}
     for user in (4, 6):
-        signal(engine, user, f"r{user}")
+        hint(engine, user, f"r{user}")
     settle(engine)
     calls = []
     call = engine._call
-    monkeypatch.setattr(engine, "_call", lambda plans: calls.append([p.rank.user for p in plans]) or call(plans))
+    monkeypatch.setattr(engine, "_call", lambda plans: calls.append([p.request.user for p in plans]) or call(plans))
     jobs = {
         user: rank(engine, user, ITEMS, slack_s=slack, request=f"r{user}")
         for user, slack in ((3, 9.0), (4, 2.0), (5, 1.0), (6, 4.0))
@@ -368,19 +367,19 @@ def test_reasons_and_what_is_held(runs, served, tmp_path, clock):
         known=costs(full=50, hit=5, pre=30),
         trigger=TriggerConfig(budget_ms=20.0, lead_ms=35.0, burst_ms=70.0, rate_ms_per_s=10.0),
     )
-    first, again = signal(engine, 3, "a"), signal(engine, 3, "b")
-    late = signal(engine, 4, "c")
-    engine._take_in()
+    first, again = hint(engine, 3, "a"), hint(engine, 3, "b")
+    late = hint(engine, 4, "c")
+    engine._accept()
     assert first.reply.result(0).reason == "admitted"
     assert again.reply.result(0).reason == "already_live"
     assert again.reply.result(0).held == first.reply.result(0).held != ""
     assert late.reply.result(0).reason == "too_late", "another prefill stands before it"
     settle(engine)
-    more = [signal(engine, user, f"u{user}") for user in (5, 6)]
+    more = [hint(engine, user, f"u{user}") for user in (5, 6)]
     settle(engine)
     assert [job.reply.result(0).reason for job in more] == ["admitted", "too_late"]
     settle(engine)
-    dear = signal(engine, 7, "d")
+    dear = hint(engine, 7, "d")
     settle(engine)
     assert dear.reply.result(0).reason == "over_rate"
     clock.now += 100
@@ -391,14 +390,14 @@ def test_reasons_and_what_is_held(runs, served, tmp_path, clock):
         settle(engine)
         with pytest.raises(LateError):
             late.reply.result(0)
-    slow = [signal(engine, 8, f"e{n}") for n in range(16)]
+    slow = [hint(engine, 8, f"e{n}") for n in range(16)]
     settle(engine)
     said = [job.reply.result(0).reason for job in slow]
     assert said == ["breaker"] * 15 + ["probe"], "one is let through, to see whether it is still so"
     assert (engine.counts["reason", "breaker"], engine.counts["reason", "probe"]) == (15, 1)
     clock.now += 5
     engine.cache.invalidate()
-    again = signal(engine, 8, "f")
+    again = hint(engine, 8, "f")
     settle(engine)
     assert again.reply.result(0).reason == "admitted", "what was long ago does not count"
     assert engine.counts["reason", "admitted"] == 3
@@ -408,7 +407,7 @@ def test_shadow_computes_nothing(runs, served, tmp_path, clock):
     engine = make_engine(
         runs("hstu"), tmp_path, clock=clock, served=served(), trigger=TriggerConfig(mode="shadow", budget_ms=5.0)
     )
-    job = signal(engine, 3)
+    job = hint(engine, 3)
     settle(engine)
     assert (job.reply.result(0).reason, job.reply.result(0).held) == ("shadow", "")
     assert not len(engine.cache)
@@ -419,7 +418,7 @@ def test_bytes_stay_under_the_cap_and_full_inference_takes_over(runs, served, tm
     engine = make_engine(runs("hstu"), tmp_path, clock=clock, served=served(), device_bytes=2 * size, host_bytes=size)
     seen = set()
     for user in range(20):
-        job = signal(engine, user, f"r{user}")
+        job = hint(engine, user, f"r{user}")
         settle(engine)
         seen.add(job.reply.result(0).reason)
         for tier in (engine.cache.device, engine.cache.host):
@@ -427,13 +426,13 @@ def test_bytes_stay_under_the_cap_and_full_inference_takes_over(runs, served, tm
     assert seen == {"admitted", "no_room"}, "two are held for their requests, so there is no room for others"
     clock.now += 10
     assert answer(engine, 19).path == "full"
-    assert signal(engine, 19, "later").reply is not None
+    assert hint(engine, 19, "later").reply is not None
     settle(engine)
     assert answer(engine, 19, request="later").path == "hit_device", "holds have run out"
 
 
 def test_a_held_prefix_is_released_by_its_request_alone(engine):
-    signal(engine, 3, "mine", ttl_s=1000.0)
+    hint(engine, 3, "mine", ttl_s=1000.0)
     settle(engine)
     key = asked_of(engine, 3).key
     assert engine.cache.peek_state(key) == EntryState.PINNED
@@ -448,17 +447,17 @@ def test_a_held_prefix_is_released_by_its_request_alone(engine):
 
 
 def test_invalidate_leaves_nothing_of_the_user_in_tiers_or_in_flight(engine):
-    signal(engine, 3, "ready")
+    hint(engine, 3, "ready")
     settle(engine)
     answer(engine, 3, request="ready")
     own = engine.histories.sequences
     sent = of_user(own, 3, stored(own, np.arange(20)).in_time_order())
-    signal(engine, 3, "in work", history=sent)
-    signal(engine, 4, "other")
-    engine._take_in()
-    engine._prefill()
+    hint(engine, 3, "in work", history=sent)
+    hint(engine, 4, "other")
+    engine._accept()
+    engine._prefills.run()
     joined = rank(engine, 3, ITEMS, history=sent)
-    engine._take_in()
+    engine._accept()
     assert [plan.choice.path for plan in engine._next_batch()] == ["join"]
     assert engine.cache.host.used > 0
     assert engine.cache.invalidate(3) == 2, "one on the host, one in work"
@@ -470,23 +469,23 @@ def test_invalidate_leaves_nothing_of_the_user_in_tiers_or_in_flight(engine):
 
 
 def test_a_failing_prefill_frees_its_room_and_full_inference_answers(engine, monkeypatch, caplog):
-    fill = engine.lineup.main.fill
-    signal(engine, 3)
-    engine._take_in()
-    engine._prefill()
+    fill = engine.versions.main.fill
+    hint(engine, 3)
+    engine._accept()
+    engine._prefills.run()
     joined = rank(engine, 3)
-    monkeypatch.setattr(type(engine.lineup.main), "fill", lambda *a, **k: 1 / 0)
+    monkeypatch.setattr(type(engine.versions.main), "fill", lambda *a, **k: 1 / 0)
     settle(engine)
-    monkeypatch.setattr(type(engine.lineup.main), "fill", lambda self, *a, **k: fill(*a, **k))
+    monkeypatch.setattr(type(engine.versions.main), "fill", lambda self, *a, **k: fill(*a, **k))
     assert joined.reply.result(0).path == "full"
     assert (engine.cache.device.used, engine.cache.device.reserved, len(engine.cache)) == (0, 0, 0)
     assert "prefill failed" in caplog.text
 
 
 def test_scores_that_are_not_finite_give_the_order_of_the_caller(engine, monkeypatch):
-    monkeypatch.setattr(engine, "_call", lambda plans: [np.full(len(p.rank.items), np.nan) for p in plans])
+    monkeypatch.setattr(engine, "_call", lambda plans: [np.full(len(p.request.items), np.nan) for p in plans])
     found = answer(engine, 3, items=(4, 1))
-    assert (found.path, found.items, found.degraded) == ("upstream", [4, 1], True)
+    assert (found.path, found.items, found.degraded) == ("fallback", [4, 1], True)
 
 
 def test_an_unknown_candidate_is_the_callers_mistake(engine):
@@ -500,10 +499,10 @@ def test_whatever_becomes_of_a_hit_nothing_stays_pinned(engine, monkeypatch):
     call = engine._call
     ways = {
         "full": lambda plans: call(plans) if plans[0].prefix is None else 1 / 0,
-        "upstream": lambda plans: [np.full(len(p.rank.items), np.nan) for p in plans],
+        "fallback": lambda plans: [np.full(len(p.request.items), np.nan) for p in plans],
     }
     for path, way in ways.items():
-        signal(engine, 3, path)
+        hint(engine, 3, path)
         settle(engine)
         monkeypatch.setattr(engine, "_call", way)
         assert answer(engine, 3, request=path).path == path
@@ -513,7 +512,7 @@ def test_whatever_becomes_of_a_hit_nothing_stays_pinned(engine, monkeypatch):
 
 
 def test_two_ranks_of_a_user_in_one_batch_share_what_the_first_brings(engine, caplog):
-    signal(engine, 3)
+    hint(engine, 3)
     settle(engine)
     answer(engine, 3, request="r")
     for path in ("hit_host", "extend"):
@@ -545,23 +544,23 @@ def test_messages_that_reach_a_log_name_no_user(engine):
 
 
 def test_what_comes_meanwhile_waits_for_the_next_step_and_who_left_costs_nothing(engine, monkeypatch):
-    signal(engine, 3, "held")
+    hint(engine, 3, "held")
     settle(engine)
     gone, urgent = rank(engine, 3, request="held"), rank(engine, 4)
     gone.reply.cancel()
-    ask, asked = engine.lineup.main.ask, []
+    ask, asked = engine.versions.main.prepare, []
 
     def ask_more(events, query_time):
         asked.append(int(events.users[0]))
         assert len(asked) < 10, "signals that keep coming starve the ranks"
-        signal(engine, 5, f"s{len(asked)}")
+        hint(engine, 5, f"s{len(asked)}")
         return ask(events, query_time)
 
-    monkeypatch.setattr(engine.lineup.main, "ask", ask_more)
+    monkeypatch.setattr(engine.versions.main, "prepare", ask_more)
     engine.step()
     assert asked == [4]
     assert urgent.reply.result(0).path == "full"
-    assert not engine._held
+    assert not engine._pinned
 
 
 def test_a_signal_that_nobody_waits_for_holds_nothing(engine, monkeypatch):
@@ -573,27 +572,27 @@ def test_a_signal_that_nobody_waits_for_holds_nothing(engine, monkeypatch):
         return found
 
     monkeypatch.setattr(engine, "_decide", leave)
-    signal(engine, 3)
+    hint(engine, 3)
     engine.step()
-    assert not engine._held
+    assert not engine._pinned
 
 
 def test_the_host_gets_prefixes_also_while_ranks_wait_and_each_key_is_noted_once(runs, served, tmp_path, clock):
     engine = make_engine(runs("hstu"), tmp_path, clock=clock, served=served(), max_batch=2)
     for user in range(4):
-        signal(engine, user, f"r{user}")
+        hint(engine, user, f"r{user}")
     settle(engine)
     for _ in range(3):
         for user in range(4):
             rank(engine, user, request=f"r{user}")
-        while engine._inbox or engine._ranks:
+        while engine._inbox or engine._requests:
             engine.step()
-        assert len(engine._spent) <= 4
+        assert len(engine._evictable) <= 4
     assert engine.cache.host.copies
     engine.cache.invalidate()
     clock.now += 1
-    engine._look_around()
-    assert not engine._spent
+    engine._refresh()
+    assert not engine._evictable
 
 
 def test_a_user_without_history_is_ranked(engine):
@@ -638,7 +637,7 @@ def test_many_threads_get_the_scores_of_one(runs, served, tmp_path, scale):
                 log.rewrite(lambda one: one["user"] != 30)
             user = (seed + turn) % 8
             if turn % 3 == 0:
-                signal(engine, user, f"{seed}.{turn}").reply.result(60)
+                hint(engine, user, f"{seed}.{turn}").reply.result(60)
             job = rank(engine, user, ITEMS, request=f"{seed}.{turn}")
             if turn % 7 == 6:
                 job.reply.cancel()

@@ -11,7 +11,7 @@ from nestpipe.serve.config import TriggerConfig
 from nestpipe.serve.event_log import EventLog
 from nestpipe.serve.latency_model import LatencySample, fit
 from nestpipe.serve.prefill import ServedModel
-from tests.serve.small_rankers import costs, make_engine, rank, settle, signal
+from tests.serve.small_rankers import costs, hint, make_engine, rank, settle
 from tests.serve.test_engine import ITEMS, add, answer, asked_of, same
 
 
@@ -28,18 +28,18 @@ def test_a_joiner_waits_as_long_as_waiting_is_in_time(runs, served, tmp_path, cl
 
     monkeypatch.setattr(ServedModel, "fill", slow)
     user = next(one for one in range(50) if asked_of(engine, one).num_events >= 24)
-    signal(engine, user)
-    engine._take_in()
-    engine._prefill()
+    hint(engine, user)
+    engine._accept()
+    engine._prefills.run()
     job = rank(engine, user, (1,), slack_s=(asked_of(engine, user).num_events + 5.0) / 1000)
     settle(engine)
     assert job.reply.result(0).path == "join"
 
 
 def test_a_prefix_that_a_rank_waits_for_goes_before_less_urgent_ranks(engine):
-    signal(engine, 3)
-    engine._take_in()
-    engine._prefill()
+    hint(engine, 3)
+    engine._accept()
+    engine._prefills.run()
     urgent, other = rank(engine, 3, ITEMS, slack_s=1.0), rank(engine, 5, ITEMS, slack_s=2.0)
     while not urgent.reply.done():
         assert engine.step()
@@ -50,9 +50,9 @@ def test_a_prefix_that_a_rank_waits_for_goes_before_less_urgent_ranks(engine):
 def test_what_a_rank_waits_for_is_ended_in_one_go(engine, monkeypatch):
     """Chunk by chunk it would take longer than full inference, and what is there of it would be thrown away."""
     user = next(one for one in range(50) if asked_of(engine, one).num_events >= 26)
-    signal(engine, user)
-    engine._take_in()
-    engine._prefill()
+    hint(engine, user)
+    engine._accept()
+    engine._prefills.run()
     chunks, fill = [], ServedModel.fill
     monkeypatch.setattr(ServedModel, "fill", lambda self, *a, **k: chunks.append(k["chunk"]) or fill(self, *a, **k))
     assert answer(engine, user).path == "join"
@@ -95,13 +95,13 @@ def test_full_inference_ends_a_prefill_that_came_too_late(runs, served, tmp_path
     engine = make_engine(
         runs("hstu"), tmp_path, clock=clock, served=served(), known=costs(full=10, hit=1, pre=12), trigger=trigger
     )
-    signal(engine, 3)
-    engine._take_in()
-    assert len(engine._works) == 1
+    hint(engine, 3)
+    engine._accept()
+    assert len(engine._prefills) == 1
     job = rank(engine, 3, ITEMS, slack_s=0.011)
     assert engine.step()
     assert job.reply.result(0).path == "full"
-    assert not engine._works, "nothing is computed twice"
+    assert not engine._prefills, "nothing is computed twice"
     found = answer(engine, 3)
     assert found.path == "hit_device"
     assert same(found, job.reply.result(0))
@@ -113,7 +113,7 @@ def test_waiting_for_a_turn_is_what_makes_risk(runs, served, tmp_path, clock):
     engine = make_engine(runs("hstu"), tmp_path, clock=clock, served=served(), known=known, trigger=trigger)
 
     def said():
-        job = signal(engine, 3, f"r{clock.now}")
+        job = hint(engine, 3, f"r{clock.now}")
         clock.now += 1
         settle(engine)
         return job.reply.result(0).reason
@@ -139,8 +139,8 @@ def ranked_late(runs, served, tmp_path, clock, monkeypatch, *, signalled, wrap):
         ServedModel, "scores_and_prefixes", lambda self, *asked: wrap(engine, partial(made, self, *asked))
     )
     if signalled:
-        signal(engine, 3)
-        engine._take_in()
+        hint(engine, 3)
+        engine._accept()
     job = rank(engine, 3, ITEMS, slack_s=0.011)
     settle(engine)
     assert job.reply.result(0).path == "full"
@@ -174,34 +174,34 @@ def test_a_rank_that_waited_while_its_user_went_brings_nothing_back(runs, served
     engine = make_engine(runs("hstu"), tmp_path, clock=clock, served=served(), known=known, trigger=trigger)
     add(engine, "a", 3)
     job = rank(engine, 3, ITEMS, slack_s=0.011)
-    engine._take_in()
+    engine._accept()
     if how == "invalidated":
         engine.cache.invalidate(3)
     else:
         EventLog(tmp_path / "events.log").rewrite(lambda event: event["user"] != 3)
-        engine._look_around()
+        engine._refresh()
     settle(engine)
     assert job.reply.result(0).path == "full"
     assert not engine.cache.peek_user(3)
 
 
 def test_a_prefill_whose_user_was_invalidated_is_forgotten(engine, clock):
-    signal(engine, 3)
-    engine._take_in()
-    engine._prefill()
-    assert engine._works
+    hint(engine, 3)
+    engine._accept()
+    engine._prefills.run()
+    assert engine._prefills
     engine.cache.invalidate(3)
     clock.now += 1
     rank(engine, 5, ITEMS)
-    engine._take_in()
-    assert not engine._works, "its events and what was made of them would wait until nobody else does"
+    engine._accept()
+    assert not engine._prefills, "its events and what was made of them would wait until nobody else does"
 
 
 def test_a_rank_that_is_refused_holds_nothing(engine):
-    signal(engine, 3, "r", ttl_s=1000)
+    hint(engine, 3, "r", ttl_s=1000)
     settle(engine)
-    assert engine._held
+    assert engine._pinned
     job = rank(engine, 3, (10**9,), request="r")
     settle(engine)
     assert isinstance(job.reply.exception(0), DataError)
-    assert not engine._held
+    assert not engine._pinned

@@ -114,7 +114,7 @@ def test_kept_memories_answer_exactly_and_only_decode(generator, monkeypatch):
     assert same(first, third)
     assert not encoded
     alone = generator.served
-    asked = alone.ask(generator.histories.of(USER))
+    asked = alone.prepare(generator.histories.of(USER))
     fresh = alone.generate([asked], [encode(asked)], [Steering(scenario=1)], width=16, k=[5])[0]
     assert second.items == fresh.items
     assert second.log_probabilities == pytest.approx(fresh.log_probabilities, abs=EXACT)
@@ -122,7 +122,7 @@ def test_kept_memories_answer_exactly_and_only_decode(generator, monkeypatch):
 
 def test_a_changed_history_finds_no_memory_and_invalidation_forgets_it(generator):
     before = answer(generator, USER)
-    generator.histories.add([{"id": "e", "user": USER, "item": 3, "time": 2_000_000}], generator.served.ask)
+    generator.histories.add([{"id": "e", "user": USER, "item": 3, "time": 2_000_000}], generator.served.prepare)
     after = answer(generator, USER)
     assert after.path == "full"
     assert not same(before, after)
@@ -134,7 +134,7 @@ def test_a_changed_history_finds_no_memory_and_invalidation_forgets_it(generator
 
 def test_a_memory_of_another_history_is_refused(generator):
     served = generator.served
-    one, other = (served.ask(generator.histories.of(user)) for user in (USER, 13))
+    one, other = (served.prepare(generator.histories.of(user)) for user in (USER, 13))
     with pytest.raises(PrefixError, match="another user"):
         served.generate([one], [served.encode(other)], [Steering()], width=4, k=[1])
     shorter = served.shorter(one, 2)
@@ -176,7 +176,7 @@ def test_events_that_the_instruction_chooses_are_part_of_the_key(run, tmp_path):
     keys = {}
     for seed in range(20):
         vector = torch.from_numpy(np.random.default_rng(seed).normal(size=512).astype(np.float32))
-        asked = served.ask(generator.histories.of(USER), Steering(vector=vector))
+        asked = served.prepare(generator.histories.of(USER), Steering(vector=vector))
         keys.setdefault(asked.key.digest, (vector, asked))
     assert len(keys) > 1
     (one, first), (other, second) = list(keys.values())[:2]
@@ -355,7 +355,7 @@ def test_under_steady_load_memories_reach_the_host_and_nothing_piles_up(run, ser
     for turn in range(30):
         submit(generator, turn % 20)
         assert generator.step()
-    assert len(generator._spent) <= 2
+    assert len(generator._evictable) <= 2
     assert generator.cache.host.copies >= 18
 
 
@@ -472,7 +472,7 @@ def test_the_clients_generate(service):
             return await client.generate(USER, 3, scenario="1", trigger=4, deadline_ms=30_000)
 
     assert asyncio.run(ask()).items == found.items
-    assert (len(found.items), found.instruction["source"], found.beam) == (3, "default", 16)
+    assert (len(found.items), found.instruction.source, found.beam) == (3, "default", 16)
 
 
 @pytest.mark.parametrize(
@@ -536,7 +536,7 @@ def test_following_goes_on_until_it_is_interrupted(run, tmp_path, monkeypatch, c
         if len(naps) == 3:
             raise KeyboardInterrupt
         event = {"id": f"late{len(naps)}", "user": 600, "item": len(naps), "time": 2_000_000 + len(naps)}
-        generator.histories.add([event], generator.served.ask)
+        generator.histories.add([event], generator.served.prepare)
 
     monkeypatch.setattr("nestpipe.cli.think.time.sleep", nap)
     store = tmp_path / "store.sqlite"
@@ -573,12 +573,12 @@ def test_who_is_forgotten_leaves_what_following_knows_of_everybody(run, tmp_path
 
 def test_the_mark_of_a_run_names_no_event(run, generator, tmp_path):
     """It outlives the events, also those of users that are forgotten."""
-    generator.histories.add([{"id": "a wish", "user": 7, "item": 3, "time": 2_000_000}], generator.served.ask)
+    generator.histories.add([{"id": "a wish", "user": 7, "item": 3, "time": 2_000_000}], generator.served.prepare)
     feed = RunFeed(run, tmp_path / "events.log")
     _, cursor = feed.changed_users("")
     assert "a wish" not in cursor
     assert feed.changed_users(cursor)[0] == []
-    generator.histories.add([{"id": "more", "user": 8, "item": 3, "time": 2_000_000}], generator.served.ask)
+    generator.histories.add([{"id": "more", "user": 8, "item": 3, "time": 2_000_000}], generator.served.prepare)
     assert feed.changed_users(cursor)[0] == [8]
 
 

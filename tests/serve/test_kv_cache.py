@@ -360,3 +360,86 @@ def test_single_flight_and_books_under_threads(scale):
     assert not any(thread.is_alive() for thread in threads)
     assert not wrong
     cache.check()
+
+
+# What was computed without a lease.
+
+
+def kept(cache, key=1, *, since=0, num_bytes=10, make=lambda: ["value"]):
+    return cache.keep(key, user=7, num_bytes=num_bytes, make=make, since=since)
+
+
+@pytest.mark.parametrize("user", [7, 8, None])
+def test_a_value_computed_before_an_invalidation_is_not_kept(user):
+    """Of another user too: nobody knows whose events it was made of, and the next request computes it again."""
+    cache = make()
+    since = cache.num_invalidations
+    cache.invalidate(user)
+    assert not kept(cache, since=since)
+    assert (len(cache), cache.host.used, cache.host.reserved) == (0, 0, 0)
+    assert kept(cache, since=cache.num_invalidations), "what is computed afterwards is"
+    assert cache.peek_user(7) == [["value"]]
+
+
+def test_a_value_whose_user_is_invalidated_while_it_is_copied_is_not_kept():
+    cache = make()
+
+    def copy():
+        assert cache.invalidate(7) == 1
+        return ["value"]
+
+    assert not kept(cache, make=copy)
+    assert not cache.peek_user(7)
+    assert (len(cache), cache.host.used, cache.host.reserved) == (0, 0, 0)
+    cache.check()
+
+
+def test_a_kept_value_is_on_the_host_consumed_and_expires_as_others_do():
+    clock = Clock()
+    cache = make(host=20, clock=clock, host_ttl_s=9.0)
+    fill(cache, "other", num_bytes=10, user=8)
+    assert cache.demote("other")
+    clock.now += 1
+    assert kept(cache, 1)
+    assert (cache.host.used, cache.host.copies, cache.host.copied_bytes) == (20, 2, 20)
+    fill(cache, 3, num_bytes=10, user=9)
+    assert cache.demote(3)
+    assert (cache.peek_state(1), cache.peek_state("other")) == (None, EntryState.HOST), "consumed, so it goes first"
+    clock.now += 8.0 - 0.001
+    cache.sweep()
+    assert cache.peek_state("other") == EntryState.HOST
+    clock.now += 0.001
+    cache.sweep()
+    assert cache.peek_state("other") is None, "at its time, not after it"
+
+
+def test_a_value_that_exactly_fits_is_kept_and_one_byte_more_is_not():
+    cache = make(host=10)
+    assert not kept(cache, num_bytes=11)
+    assert kept(cache, num_bytes=10)
+    assert not kept(cache, num_bytes=10), "its key is live"
+    assert cache.has_room(100)
+    assert not cache.has_room(101)
+
+
+def test_a_pin_ends_at_its_time():
+    clock = Clock()
+    cache = make(clock=clock)
+    fill(cache, 1)
+    assert cache.pin(1, "holder", until=clock.now + 1) == [1]
+    clock.now += 0.999
+    assert cache.peek_state(1) == EntryState.PINNED
+    clock.now += 0.001
+    assert cache.peek_state(1) == EntryState.READY
+
+
+def test_a_kept_value_stays_for_the_time_of_the_host():
+    clock = Clock()
+    cache = make(clock=clock, host_ttl_s=9.0)
+    assert kept(cache)
+    clock.now += 8.999
+    cache.sweep()
+    assert cache.peek_state(1) == EntryState.HOST
+    clock.now += 0.001
+    cache.sweep()
+    assert cache.peek_state(1) is None

@@ -24,9 +24,10 @@ from nestpipe.serve import model_versions
 from nestpipe.serve.admin import Admin
 from nestpipe.serve.api import Instance
 from nestpipe.serve.model import open_served
-from nestpipe.serve.model_versions import ModelVersions, VersionFile, VersionRecord, load_beside
+from nestpipe.serve.model_versions import VersionFile, VersionRecord, load_version
+from nestpipe.serve.prefill import ModelVersions
 from tests.gateway.fake_instances import Served as Server
-from tests.serve.small_rankers import ASKED, NUM_ITEMS, Clock, make_engine, rank, settle, signal
+from tests.serve.small_rankers import ASKED, NUM_ITEMS, Clock, hint, make_engine, rank, settle
 
 EXACT = 1e-5  # of scores of order one in 32 bits: the contract's tolerance
 ITEMS, TOKEN = tuple(range(NUM_ITEMS)), "the token"
@@ -37,7 +38,7 @@ def load(runs, tmp_path):
     """Loads the runs of the tests beside an engine's model."""
 
     def of(engine, folder, step=None):
-        return load_beside(engine.histories, folder, step=step, label="", tables=tmp_path / "tables", chunk=8)
+        return load_version(engine.histories, folder, step=step, label="", tables=tmp_path / "tables", chunk=8)
 
     return of
 
@@ -61,14 +62,14 @@ def test_new_requests_get_the_new_model_and_tickets_the_old_one_which_then_goes(
     assert apart(truth["hstu"], truth["fuxi"]) > 1e-3
     engine = make_engine(runs("hstu"), tmp_path, clock=clock)
     for request in ("held", "expires"):
-        signal(engine, 3, request, ttl_s=5)
+        hint(engine, 3, request, ttl_s=5)
         settle(engine)
-    signal(engine, 4, "begun", ttl_s=5)
-    engine._take_in()
-    engine._prefill()  # one chunk of several
+    hint(engine, 4, "begun", ttl_s=5)
+    engine._accept()
+    engine._prefills.run()  # one chunk of several
     waiting = rank(engine, 5, ITEMS)
-    engine._take_in()
-    old = weakref.ref(engine.lineup.main)
+    engine._accept()
+    old = weakref.ref(engine.versions.main)
     engine.use(ModelVersions(load(engine, runs("fuxi").folder)))
     assert len(engine.models) == 2
     settle(engine)
@@ -83,20 +84,20 @@ def test_new_requests_get_the_new_model_and_tickets_the_old_one_which_then_goes(
         "the prefix of the old model is not that of the new one"
     )
     assert apart(new, truth["fuxi"]) <= EXACT
-    signal(engine, 3, "next", ttl_s=100)
+    hint(engine, 3, "next", ttl_s=100)
     settle(engine)
     hit = answer(engine, 3, request="next")
     assert (hit.model.split("/")[0], hit.path) == ("fuxi", "hit_device")
     assert apart(hit, truth["fuxi"]) <= EXACT
     assert old() is not None, "a ticket is still out"
     clock.now += 6
-    engine._look_around()  # the ticket expires
+    engine._refresh()  # the ticket expires
     del waiting
     assert old() is None, "nothing refers to it any more: its memory is free without a collection"
     clock.now += 1
-    engine._look_around()
+    engine._refresh()
     assert len(engine.models) == 1
-    assert {key.weights for key in engine.cache._entries} <= {engine.lineup.main.ranker._weights}
+    assert {key.weights for key in engine.cache._entries} <= {engine.versions.main.ranker._weights}
     engine.cache.check()
 
 
@@ -104,34 +105,34 @@ def test_prefixes_of_a_model_that_goes_at_once_go_too(runs, served, tmp_path):
     """Between two looks one model went and one came: there are as many as before, and not the same."""
     clock = Clock()
     engine = make_engine(runs("hstu"), tmp_path, served=served("hstu"), clock=clock)
-    signal(engine, 3)
+    hint(engine, 3)
     settle(engine)
     answer(engine, 3, request="r")
-    engine._look_around()
+    engine._refresh()
     assert len(engine.cache) == 1
     engine.use(ModelVersions(served("fuxi")))
     assert len(engine.models) == 1
     clock.now += 1
-    engine._look_around()
+    engine._refresh()
     assert len(engine.cache) == 0
 
 
 def test_two_models_side_by_side_by_a_hash_of_the_user(runs, served, tmp_path):
     other = served("fuxi")
     engine = make_engine(runs("hstu"), tmp_path, served=served("hstu"))
-    lineup = ModelVersions(engine.lineup.main, other, 0.3)
-    engine.use(lineup)
-    chosen = [lineup.of(user) is other for user in range(20_000)]
+    versions = ModelVersions(engine.versions.main, other, 0.3)
+    engine.use(versions)
+    chosen = [versions.of(user) is other for user in range(20_000)]
     assert 0.28 < np.mean(chosen) < 0.32
     assert all(
-        ModelVersions(engine.lineup.main, other, 0.5).of(user) is other for user in np.flatnonzero(chosen).tolist()
+        ModelVersions(engine.versions.main, other, 0.5).of(user) is other for user in np.flatnonzero(chosen).tolist()
     ), "who was in stays in"
     jobs = [rank(engine, user, ITEMS) for user in range(16)]
     settle(engine)
     said = [job.reply.result(0).model.split("/")[0] for job in jobs]
     assert said == ["fuxi" if one else "hstu" for one in chosen[:16]]
     assert len(set(said)) == 2, "in the same batches"
-    assert engine.lineup.main.counts["full"] == said.count("hstu")
+    assert engine.versions.main.counts["full"] == said.count("hstu")
 
 
 def undeclared(served):
@@ -165,11 +166,11 @@ def test_what_cannot_be_served_is_refused_and_the_old_model_goes_on(runs, runnin
     (elsewhere / "config.json").write_text(
         replace(config, data=replace(config.data, path=str(tmp_path / "log"))).to_json()
     )
-    fuxi, before = str(runs("fuxi").folder), engine.lineup
+    fuxi, before = str(runs("fuxi").folder), engine.versions
     for call, body, status, code, message in (
         ("swap", {}, 400, "bad_run", "field 'run'"),
         ("swap", {"run": str(tmp_path / "nowhere")}, 400, "bad_model", "a run folder"),
-        ("swap", {"run": str(elsewhere)}, 400, "bad_model", "is on the sequence folder"),
+        ("swap", {"run": str(elsewhere)}, 400, "bad_model", "was trained on the sequence folder"),
         ("swap", {"run": fuxi, "step": 7}, 400, "bad_model", "no complete checkpoint of step 7"),
         ("swap", {"run": fuxi, "share": 1}, 400, "unknown_field", "share"),
         ("compare", {"run": fuxi}, 400, "bad_share", "0 .. 1"),
@@ -188,18 +189,18 @@ def test_what_cannot_be_served_is_refused_and_the_old_model_goes_on(runs, runnin
     monkeypatch.setattr(model_versions, "open_served", lambda *args, **fields: undeclared(open_served(*args, **fields)))
     found = http.post(f"{admin}/swap", json={"run": fuxi})
     assert (found.status_code, found.json()["error"]["code"]) == (409, "parity")
-    assert engine.lineup is before
+    assert engine.versions is before
     body = {"user": 3, "request": "r", "candidates": ITEMS, "query_time": ASKED, "deadline_ms": 60_000}
     assert http.post(f"{url}/v1/rank", json=body).json()["model"].startswith("hstu/")
 
 
 def test_prefixes_of_a_model_that_knows_the_request_fail_the_self_test(runs, served, tmp_path):
     engine = make_engine(runs("hstu"), tmp_path)
-    undeclared(engine.lineup.main)
+    undeclared(engine.versions.main)
     with pytest.raises(
         model_versions.ParityError, match=r"failed its parity self-test: with a prefix of .* the model in use goes on"
     ):
-        model_versions.check_parity(engine.lineup.main, engine.histories, chunk=8)
+        model_versions.check_parity(engine.versions.main, engine.histories, chunk=8)
     sound = copy(served("hstu"))
     model_versions.check_parity(sound, engine.histories, chunk=8)
     sound.scores = lambda asked, wanted, kept=None: [torch.full((len(wanted[0].items.values),), torch.nan)]
@@ -263,7 +264,7 @@ def test_the_command_swaps_compares_and_ends_a_comparison(runs, running, tmp_pat
     for user in range(12):
         body = {"user": user, "request": "r", "candidates": ITEMS, "query_time": ASKED, "deadline_ms": 60_000}
         said[user] = http.post(f"{url}/v1/rank", json=body).json()["model"]
-    assert said == {user: engine.lineup.of(user).name for user in said}
+    assert said == {user: engine.versions.of(user).name for user in said}
     text = http.get(f"{url}/metrics").text
     for name in set(said.values()):
         count = list(said.values()).count(name)
@@ -279,7 +280,7 @@ def test_the_command_swaps_compares_and_ends_a_comparison(runs, running, tmp_pat
 
 
 def notes_of(tmp_path):
-    return VersionFile(tmp_path / "notes.json").told
+    return VersionFile(tmp_path / "notes.json").record
 
 
 def test_the_next_process_goes_on_with_what_the_one_before_was_told(runs, served, running, tmp_path, caplog):
@@ -298,20 +299,20 @@ def test_the_next_process_goes_on_with_what_the_one_before_was_told(runs, served
             raise ConfigError(f"{folder} is gone")
         return loaded[folder.name]
 
-    def lineup(path, first=None):
+    def versions(path, first=None):
         new = make_engine(runs("hstu"), tmp_path / "next", served=served("hstu"))
         VersionFile(path, first=first).follow(new, load)
-        main, other = new.lineup.main, new.lineup.other
-        return main.name.split("/")[0], other and other.name.split("/")[0], new.lineup.share
+        main, other = new.versions.main, new.versions.other
+        return main.name.split("/")[0], other and other.name.split("/")[0], new.versions.share
 
-    assert lineup(tmp_path / "notes.json") == ("hstu", "fuxi", 0.5)
-    VersionFile(tmp_path / "notes.json").keep(VersionRecord(run=fuxi))
-    assert lineup(tmp_path / "notes.json", VersionRecord(compared=fuxi, share=0.1)) == ("fuxi", None, 0.0)
-    assert lineup(tmp_path / "none.json", VersionRecord(compared=fuxi, share=0.1)) == ("hstu", "fuxi", 0.1)
-    VersionFile(tmp_path / "notes.json").keep(VersionRecord(run=fuxi, compared="runs/gone", share=0.3))
-    assert lineup(tmp_path / "notes.json") == ("hstu", None, 0.0)
-    assert "runs/gone is gone); the models of the command line are" in caplog.text
+    assert versions(tmp_path / "notes.json") == ("hstu", "fuxi", 0.5)
+    VersionFile(tmp_path / "notes.json").store(VersionRecord(run=fuxi))
+    assert versions(tmp_path / "notes.json", VersionRecord(compared=fuxi, share=0.1)) == ("fuxi", None, 0.0)
+    assert versions(tmp_path / "none.json", VersionRecord(compared=fuxi, share=0.1)) == ("hstu", "fuxi", 0.1)
+    VersionFile(tmp_path / "notes.json").store(VersionRecord(run=fuxi, compared="runs/gone", share=0.3))
+    assert versions(tmp_path / "notes.json") == ("hstu", None, 0.0)
+    assert "runs/gone is gone); serving those of the command line" in caplog.text
     with pytest.raises(ConfigError, match="gone"):
-        lineup(None, VersionRecord(compared="runs/gone", share=0.1))
+        versions(None, VersionRecord(compared="runs/gone", share=0.1))
     (tmp_path / "notes.json").write_text('{"run": 3, "st')
-    assert lineup(tmp_path / "notes.json") == ("hstu", None, 0.0)
+    assert versions(tmp_path / "notes.json") == ("hstu", None, 0.0)

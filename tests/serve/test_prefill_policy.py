@@ -9,8 +9,8 @@ from nestpipe.serve.config import TriggerConfig
 from nestpipe.serve.kv_cache import EntryState
 from nestpipe.serve.latency_model import LatencySample, fit
 from nestpipe.serve.prefill_policy import InstanceLoad, TokenBucket, decide, decide_early, helps_nobody
-from nestpipe.serve.requests import choose
-from tests.serve.small_rankers import costs
+from nestpipe.serve.requests import RecentTimes, choose
+from tests.serve.small_rankers import Clock, costs
 
 CONFIG = TriggerConfig(budget_ms=20.0, lead_ms=35.0)
 OPEN = {"is_live": False, "has_room": True, "tokens_ms": 1000.0, "work_ms": 40.0, "wait_ms": 40.0, "rank_p99_ms": 5.0}
@@ -184,8 +184,8 @@ SIZED = [
         (None, 100.0, {}, "full"),
         (EntryState.COMPUTING, 71.0, {}, "shorter"),
         (None, 71.0, {}, "shorter"),
-        (EntryState.READY, 1.0, {}, "upstream"),
-        (None, 5.0, {}, "upstream"),
+        (EntryState.READY, 1.0, {}, "fallback"),
+        (None, 5.0, {}, "fallback"),
     ],
 )
 def test_the_first_path_that_fits(state, slack, more, path):
@@ -200,3 +200,51 @@ def test_the_first_path_that_fits(state, slack, more, path):
 def test_nothing_is_promoted_that_is_cheaper_to_compute():
     dear = choose(fit(SIZED, copy_ms_per_byte=1.0), state=EntryState.HOST, slack_ms=1000.0, **FREE)
     assert dear.path == "full"
+
+
+class Exact:
+    """Costs without a fit, so that a limit can be met exactly."""
+
+    def __new__(cls, **ms):
+        known = costs()
+        known.expected = lambda kind, length, candidates: ms[kind]
+        return known
+
+
+def test_limits_that_are_met_exactly_are_kept():
+    def decided(known, **load):
+        own = InstanceLoad(**(OPEN | load))
+        return decide(CONFIG, Exact(**(RISKY | known)), own, num_events=2, num_candidates=9)
+
+    assert decided({"full": 20.0}) == "not_at_risk", "it just fits into the budget"
+    assert decided({"full": 20.001, "hit": 10.0}) == "admitted", "a hit takes less than half as long"
+    assert decided({"full": 40.0, "hit": 20.0}, wait_ms=35.0) == "admitted", "half as long, and just inside the budget"
+    assert decided({"full": 50.0, "hit": 20.001}) == "no_rescue"
+    assert decided({}, wait_ms=50.0) == "admitted", "it is ready when the hit must begin"
+    assert decided({}, tokens_ms=40.0) == "admitted"
+    assert decided({}, rank_p99_ms=20.0) == "admitted"
+    early = decide_early(CONFIG, Exact(**RISKY), queue_ms=0.0, num_events=1, num_candidates=9)
+    assert early == "not_at_risk", "one event has no prefix"
+
+
+def test_a_path_that_takes_exactly_the_time_that_is_left_is_taken():
+    known = Exact(full=5.0, hit=2.0, pre=9.0)
+    own = {"num_events": 9, "num_candidates": 9, "num_bytes": 0, "begun": 0, "block": 2}
+    assert choose(known, state=EntryState.READY, slack_ms=2.0, **own).path == "hit_device"
+    assert choose(known, state=None, slack_ms=5.0, **own).path == "full"
+    assert choose(known, state=None, slack_ms=4.999, **own).path == "fallback"
+    assert choose(known, state=None, slack_ms=5.0, **(own | {"begun": 1})).path == "extend"
+    equal = Exact(full=5.0, hit=5.0, pre=9.0)
+    assert choose(equal, state=None, slack_ms=5.0, **(own | {"begun": 1})).path == "extend", "no worse than full"
+
+
+def test_a_percentile_needs_enough_recent_measurements():
+    clock = Clock()
+    times = RecentTimes(clock, window_s=5.0)
+    for _ in range(31):
+        times.note(7.0)
+    assert times.p99() == 0.0
+    times.note(7.0)
+    assert times.p99() == 7.0
+    clock.now += 5.0
+    assert times.p99() == 0.0, "the window is over"

@@ -164,7 +164,7 @@ def test_readers_do_not_wait_for_a_writer(histories, monkeypatch):
     assert len(histories._new[3]) == 1, "the event is there once, whoever took it in"
 
 
-@pytest.mark.parametrize("failing", ["Sequences.open", "_parse"])
+@pytest.mark.parametrize("failing", ["Sequences.open", "parse_events"])
 def test_what_could_not_be_taken_in_is_taken_in_later(log, tmp_path, monkeypatch, failing):
     shutil.copytree(log.path, tmp_path / "log")
     one, other = (open_histories(Sequences.open(tmp_path / "log"), tmp_path) for _ in range(2))

@@ -1,0 +1,71 @@
+"""What is wrong with a request, in words: the field, what was seen there and what is wanted."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import msgspec
+
+from nestpipe.errors import NestPipeError
+
+
+class BadRequestError(NestPipeError):
+    """The request is invalid: the message names the field, and `status` and `code` are answered."""
+
+    def __init__(self, message: str, *, status: int = 400, code: str = "bad_request"):
+        super().__init__(message)
+        self.status, self.code = status, code
+
+
+def explained(problem: str, value: Any, kind: Any, name: str = "") -> BadRequestError:
+    """msgspec names the place and the type; callers also need the value that was seen and what is wanted there."""
+    text, _, place = problem.partition(" - at `$")
+    document = msgspec.json.schema(kind)
+    wanted = _resolved(document, document)
+    for field, index in re.findall(r"\.(\w+)|\[(\d+)\]", place):
+        name += f".{field}" if field and name else field or f"[{index}]"
+        value = value[field or int(index)]
+        wanted = _resolved(document, wanted["properties"][field] if field else _resolved(document, wanted)["items"])
+    if text.startswith("Object missing required field"):
+        field = text.split("`")[1]
+        name = f"{name}.{field}" if name else field
+        expected = _description(_resolved(document, wanted["properties"][field]))
+        return BadRequestError(f"field {name!r} is missing; it must be {expected}.", code=_code(name))
+    return wrong_field(name, value, _description(wanted))
+
+
+def wrong_field(name: str, value: Any, expected: str) -> BadRequestError:
+    seen = f"{type(value).__name__} of {len(value):,}" if isinstance(value, list | dict) else repr(value)[:60]
+    return BadRequestError(f"field {name!r} is {seen}; it must be {expected}.", code=_code(name))
+
+
+def _resolved(document: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
+    """A JSON schema without a reference; of a nullable one what it may be besides null."""
+    if "anyOf" in schema:
+        schema = next(one for one in schema["anyOf"] if one.get("type") != "null")
+    return document["$defs"][schema["$ref"].rpartition("/")[2]] if "$ref" in schema else schema
+
+
+def _description(schema: dict[str, Any]) -> str:
+    """What a JSON schema takes, in words."""
+    low, high = schema.get("minimum"), schema.get("maximum")
+    match schema.get("type"):
+        case "integer":
+            return f"an integer of {low:,} or more" if high is None else f"an integer in {low:,} .. {high:,}"
+        case "number":
+            if low is not None:
+                return f"a number in {low:g} .. {high:g}"
+            return f"a number above {schema['exclusiveMinimum']:g}" + (f", at most {high:,.0f}" if high else "")
+        case "string":
+            return f"a printable text of 1 .. {schema['maxLength']:,} characters"
+        case "array":
+            most = f" .. {schema['maxItems']:,}" if "maxItems" in schema else " or more"
+            what = {"integer": "integers"}.get(schema["items"].get("type"), "objects")
+            return f"a list of {schema.get('minItems', 0)}{most} {what}"
+    return f"one of {', '.join(schema['enum'])}" if "enum" in schema else "an object"
+
+
+def _code(name: str) -> str:
+    """Of the innermost field: 'history[3].item' is 'bad_item'."""
+    return "bad_" + name.rpartition(".")[2].partition("[")[0]
