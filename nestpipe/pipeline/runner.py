@@ -231,7 +231,7 @@ class Runner:
         missing = failure.ranks if isinstance(failure, CommError) else ()
         reason = str(failure) if isinstance(failure, NestPipeError) else f"{type(failure).__name__}: {failure}"
         for stream in self.state.channels:
-            stream.give_up(reason.rstrip("."), ranks=missing)
+            stream.abort(reason.rstrip("."), ranks=missing)
         for thread in threads:
             thread.join(_GRACE_S)
 

@@ -103,7 +103,7 @@ def test_a_rank_that_fails_ends_the_others_at_once():
         assert seconds < 20, "a deadline passed first"
         if rank != VICTIM:
             assert (kind, blamed) == ("CommError", (VICTIM,)), text
-            assert f"rank {VICTIM} gave up: ZeroDivisionError: the model divides by nothing at step 3" in text
+            assert f"rank {VICTIM} aborted: ZeroDivisionError: the model divides by nothing at step 3" in text
 
 
 def stop_and_go_on(world: World, mode: str):
