@@ -6,15 +6,20 @@
 
 Behaviour of gloo (torch 2.13) that shapes this code:
 
-- Receives posted before sends use both directions of the link at once. all_to_all_single takes turns: twice the time.
-- A point-to-point operation cannot be polled: `is_completed` stays False and there is no future. A second `wait` on a
-  finished operation hangs. So a handle waits for each operation once and remembers.
-- A wait that times out closes *all* connections of the group on this rank, so a deadline ends the channel. What had
-  arrived before can still be waited for; that separates the missing ranks from the others.
-- Peers then see a closed connection, as if this rank had died. It therefore publishes a failure report first, and a
-  rank that sees a closed connection looks for reports before it calls the peer dead.
-- A message longer than its receive ends the receiving process in std::terminate; a shorter one leaves the rest of the
-  buffer unchanged. So the size is part of the tag, and a message of the wrong size never arrives.
+- Receives posted before sends use both directions of the link at once. all_to_all_single takes
+  turns: twice the time.
+- A point-to-point operation cannot be polled: `is_completed` stays False and there is no future. A
+  second `wait` on a finished operation hangs. So a handle waits for each operation once and
+  remembers.
+- A wait that times out closes *all* connections of the group on this rank, so a deadline ends the
+  channel. What had arrived before can still be waited for; that separates the missing ranks from
+  the others.
+- Peers then see a closed connection, as if this rank had died. It therefore publishes a failure
+  report first, and a rank that sees a closed connection looks for reports before it calls the peer
+  dead.
+- A message longer than its receive ends the receiving process in std::terminate; a shorter one
+  leaves the rest of the buffer unchanged. So the size is part of the tag, and a message of the
+  wrong size never arrives.
 """
 
 from __future__ import annotations

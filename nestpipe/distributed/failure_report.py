@@ -2,9 +2,10 @@
 
     rank 0 ──waits in A──▶ rank 1 ──waits in B──▶ rank 2 (dead)       0 would blame 1; the reports lead to 2
 
-A rank that waits for a failed one is late for others, who would blame it. So each report says in which exchange a rank
-waited for whom, and `root_causes` follows the chain. Two ranks that miss each other in one exchange add nothing: only reports
-about *another* exchange are followed. The threads of a rank append to one key; no report overwrites another.
+A rank that waits for a failed one is late for others, who would blame it. So each report says in
+which exchange a rank waited for whom, and `root_causes` follows the chain. Two ranks that miss each
+other in one exchange add nothing: only reports about *another* exchange are followed. The threads
+of a rank append to one key; no report overwrites another.
 """
 
 from __future__ import annotations

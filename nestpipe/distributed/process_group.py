@@ -8,7 +8,8 @@
 
 Invariants:
 
-- Every rank creates the same channels in the same order and launches the same exchanges on each, empty ones included.
+- Every rank creates the same channels in the same order and launches the same exchanges on each,
+  empty ones included.
 - One thread launches on a channel; any thread may wait.
 - Both ends know the size of a message before it is sent.
 - A world of one runs the same code without process groups.

@@ -4,7 +4,8 @@
     hello/r = random word     ──▶     reply/r/word = name of the incarnation
     ack/name/r                ──▶     done when every rank has acknowledged
 
-The reply names the word it answers, so a rank never accepts the reply that a dead rank 0 left in the store.
+The reply names the word it answers, so a rank never accepts the reply that a dead rank 0 left in
+the store.
 """
 
 from __future__ import annotations
