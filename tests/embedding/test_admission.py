@@ -31,9 +31,11 @@ CONFIGS = st.builds(
 )
 
 
-def table(config, pool=False, **settings):
+def table(config, buffered=False, **settings):
     optimizer = OPTIMIZERS[config.optimizer](config)
-    return Plain(Table(TableSpec(name="item", dim=DIM), optimizer, seed=0, config=config, **settings), pool=pool)
+    return Plain(
+        Table(TableSpec(name="item", dim=DIM), optimizer, seed=0, config=config, **settings), buffered=buffered
+    )
 
 
 def tensor(ids):
@@ -142,13 +144,18 @@ def same_content(one, other):
 @given(CONFIGS, BATCHES)
 def test_a_table_follows_the_rules_with_either_index_and_when_resumed(config, batches):
     """The second of each pair says whether the resumed table is reloaded after the batch, and an update skipped."""
-    native, plain, resumed, pooled = table(config), table(config, native=False), table(config), table(config, pool=True)
+    native, plain, resumed, buffered = (
+        table(config),
+        table(config, native=False),
+        table(config),
+        table(config, buffered=True),
+    )
     oracle = Oracle(config)
     for step, (batch, marked) in enumerate(batches):
         ids = tensor(batch)
         oracle.advance(batch, step)
         grads = grads_of(ids, step)
-        for one in (native, plain, resumed, pooled):
+        for one in (native, plain, resumed, buffered):
             one.advance(ids, step)
             rows = one.fetch(ids)
             assert all(torch.equal(rows[place], oracle.peek(id_)) for place, id_ in enumerate(ids.tolist()))
@@ -159,8 +166,8 @@ def test_a_table_follows_the_rules_with_either_index_and_when_resumed(config, ba
         check_same(native, oracle)
         if marked:
             resumed = reloaded(resumed, config)
-        pooled.release()
-        for one in (plain, resumed, pooled):
+        buffered.release()
+        for one in (plain, resumed, buffered):
             same_content(one, native)
 
 

@@ -16,7 +16,6 @@ import torch
 from nestpipe.data.loader import Loader
 from nestpipe.distributed.process_group import World
 from nestpipe.embedding.admission import UsageLedger
-from nestpipe.embedding.chunked_exchange import shared_bits
 from nestpipe.embedding.prefetch_buffer import PrefetchBuffer
 from nestpipe.embedding.stale_rows import StaleRows
 from nestpipe.embedding.window import UNSHARED, Window
@@ -54,7 +53,9 @@ def peek(window: Window, name: str, piece: int) -> tuple[torch.Tensor, torch.Ten
     ids, order = torch.cat([owned.requests.ids for owned in chunks]).sort()
     rows = window.tables.row_access[name].gather(window.row_refs[name]).index_select(0, order)
     if window.split:
-        return ids, rows, shared_bits(chunks[0].shared.with_next, len(ids)).bool() ^ (piece == UNSHARED)
+        bits = chunks[0].shared.with_next
+        is_shared = torch.zeros(len(ids), dtype=torch.bool) if bits is None else bits.bool()
+        return ids, rows, is_shared ^ (piece == UNSHARED)
     return ids, rows, torch.isin(ids, chunks[piece].requests.ids)
 
 

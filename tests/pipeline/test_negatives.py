@@ -102,7 +102,7 @@ def test_two_wires_for_a_table_are_refused():
     lookups = {
         str(wire): Lookup(table="item", ids=torch.tensor([1]), wire=wire) for wire in (torch.half, torch.bfloat16)
     }
-    with pytest.raises(ValueError, match="several wires"):
+    with pytest.raises(ValueError, match="several wire types"):
         narrow_of(route([lookups], ["item"], Owners(4, 1)))
 
 

@@ -159,7 +159,7 @@ def keep_late(holder, held, grads, lr, update=StaleRows.update):
 
 def gather_for_all(holder, held, out=None):
     kept = holder._first[1] if holder._first else PreviousRows(held.ids[:0], holder.table.empty_rows(0))
-    return kept.lay_over(holder.inner.gather(held, out), held.ids)
+    return kept.overwrite(holder.inner.gather(held, out), held.ids)
 
 
 def keep_nothing(holder, held):
@@ -258,8 +258,8 @@ def test_every_order_of_every_pattern_ends_like_the_loop(depth, scale):
 
 def test_kept_rows_are_found_by_id():
     kept = PreviousRows.read({"kept.ids": torch.tensor([7, 3, 5]), "kept.rows": torch.tensor([[7.0], [3.0], [5.0]])})
-    rows = kept.lay_over(torch.zeros(4, 1), torch.tensor([5, 4, 8, 3]))
+    rows = kept.overwrite(torch.zeros(4, 1), torch.tensor([5, 4, 8, 3]))
     assert rows.flatten().tolist() == [5.0, 0.0, 0.0, 3.0]
     assert PreviousRows.read({}) is None
     none = PreviousRows(torch.empty(0, dtype=torch.int64), torch.empty(0, 1))
-    assert none.lay_over(torch.ones(1, 1), torch.tensor([3])).tolist() == [[1.0]]
+    assert none.overwrite(torch.ones(1, 1), torch.tensor([3])).tolist() == [[1.0]]
