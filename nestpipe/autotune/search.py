@@ -24,7 +24,7 @@ from functools import lru_cache
 from statistics import fmean, median_low
 from typing import Any, NamedTuple
 
-from nestpipe.pipeline.sample_clustering import micro_batch_sizes
+from nestpipe.pipeline.micro_batch import micro_batch_sizes
 
 MICRO_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 RAMPS = (1.0, 0.5, 0.25)

@@ -13,74 +13,74 @@ WITHOUT = {
     ("read", "keys"): "there is nothing to route",
     ("dense step", "read"): "nothing: bounds how far reading is ahead",
     ("dense step", "keys"): "nothing: bounds how far key routing is ahead",
-    ("keys", "retrieve"): "the owner does not know what is asked for",
-    ("write", "retrieve"): "a row loses its home while a batch still holds it; one event to spare, see below",
+    ("keys", "retrieve"): "the owner does not know what is requested",
+    ("write", "retrieve"): "a row loses its slot while a batch still holds it; one event to spare, see below",
     ("retrieve", "retrieve"): "counts, admissions and victims of a later batch come first",
-    ("retrieve", "post"): "nobody knows where the rows are that are asked for",
+    ("retrieve", "post"): "the place of the requested rows is unknown",
     ("keys", "post"): "receives of unknown size",
     ("post", "rows"): "a send without its receive",
-    ("update", "rows"): "**rows one step old**: what asynchronous prefetch does",
-    ("dense step", "compute"): "dense weights one step old, their gradients overwritten",
+    ("update", "rows"): "**rows stale by one step**: what asynchronous prefetch does",
+    ("dense step", "compute"): "dense weights stale by one step, their gradients overwritten",
     ("rows", "compute"): "computes with rows that have not been sent",
-    ("compute", "compute"): "sums in another order; gradients of a part wiped",
-    ("compute", "grads"): "gradients leave before they are whole",
+    ("compute", "compute"): "sums in another order; gradients of a micro-batch wiped",
+    ("compute", "grads"): "gradients are sent before they are complete",
     ("grads", "collect"): "adds what has not been sent",
-    ("collect", "collect"): "another order of sums; a part is missing in the update",
-    ("grads", "flag"): "flags are looked at before they are sent",
-    ("compute", "dense sum"): "a sum without the last part",
-    ("dense sum", "dense step"): "each rank goes its own way",
+    ("collect", "collect"): "another order of sums; a micro-batch is missing in the update",
+    ("grads", "flag"): "flags are read before they are sent",
+    ("compute", "dense sum"): "a sum without the last micro-batch",
+    ("dense sum", "dense step"): "ranks diverge",
     ("flag", "dense step"): "a batch that is not finite reaches the dense weights",
-    ("collect", "update"): "an update without the last part",
+    ("collect", "update"): "an update without the last micro-batch",
     ("flag", "update"): "a batch that is not finite reaches the rows",
-    ("update", "write"): "rows go home as they were before the update",
+    ("update", "write"): "rows are written back without the update",
     ("write", "write"): "a batch for which an id had no row releases it last, and the row of the other is lost",
-    ("collect", "merge"): "sums of a group leave before they are whole",
-    ("merge", "merge"): "an update without the sums of a part",
+    ("collect", "merge"): "sums of a group are sent before they are complete",
+    ("merge", "merge"): "an update without the sums of a micro-batch",
     ("merge", "update"): "an update without the other groups",
-    ("keys", "keys"): "nobody knows what the batch before holds",
+    ("keys", "keys"): "the rows of the previous batch are unknown",
     ("post", "unshared rows"): "a send without its receive",
     ("unshared update", "unshared rows"): "rows without an update two batches ago",
     ("unshared update", "rows"): "rows without an update two batches ago",
     ("arrive", "compute"): "nothing: both wait for the same messages, but not at the same time",
     ("rows", "arrive"): "waits for what has not been sent",
     ("unshared rows", "arrive"): "waits for what has not been sent",
-    ("compute", "unshared grads"): "gradients leave before they are whole",
+    ("compute", "unshared grads"): "gradients are sent before they are complete",
     ("unshared grads", "unshared collect"): "adds what has not been sent",
-    ("collect", "unshared collect"): "an update without the last part",
-    ("unshared collect", "unshared update"): "an update without the last part",
+    ("collect", "unshared collect"): "an update without the last micro-batch",
+    ("unshared collect", "unshared update"): "an update without the last micro-batch",
     ("flag", "unshared update"): "a batch that is not finite reaches the rows",
-    ("unshared update", "write"): "rows go home as they were before the update",
+    ("unshared update", "write"): "rows are written back without the update",
     ("post", "chunk rows"): "a send without its receive",
-    ("chunk update", "chunk rows"): "**rows one step old**, some of them",
-    ("chunk update", "rows"): "**rows one step old**, some of them",
+    ("chunk update", "chunk rows"): "**rows stale by one step**, some of them",
+    ("chunk update", "rows"): "**rows stale by one step**, some of them",
     ("chunk rows", "compute"): "computes with rows that have not been sent",
-    ("compute", "chunk grads"): "gradients leave before they are whole",
+    ("compute", "chunk grads"): "gradients are sent before they are complete",
     ("chunk grads", "chunk collect"): "adds what has not been sent",
-    ("collect", "chunk collect"): "an update without a part before the last",
-    ("chunk collect", "chunk update"): "an update without the last part",
+    ("collect", "chunk collect"): "an update without a micro-batch before the last",
+    ("chunk collect", "chunk update"): "an update without the last micro-batch",
     ("flag", "chunk update"): "a batch that is not finite reaches the rows",
-    ("chunk update", "write"): "rows go home as they were before the update",
+    ("chunk update", "write"): "rows are written back without the update",
 }
 
 
 def measured(case: Case) -> dict[str, list[str]]:
-    """For each edge, with a pool and in place: what became of the first forced order that was caught."""
+    """For each edge, in a buffer and in place: the verdict of the first forced order that was caught."""
     found: dict[str, list[str]] = {}
-    cases = [replace(case, pool=pool) for pool in (True, False)]
-    for _, edge, said in run_ranks(2, broken_edges, cases, deadline_s=1000)[0]:
-        order, verdict = next(((order, one) for order, one in said.items() if one != "equal"), ("", "equal"))
+    cases = [replace(case, buffered=buffered) for buffered in (True, False)]
+    for _, edge, tried in run_ranks(2, broken_edges, cases, deadline_s=1000)[0]:
+        order, verdict = next(((order, one) for order, one in tried.items() if one != "equal"), ("", "equal"))
         found.setdefault(edge, []).append(f"{verdict}, {order}" if order == "at will" else verdict)
     return found
 
 
 if __name__ == "__main__":
     for case in (
-        Case(pool=True),
-        Case(pool=True, depth=2, split=True),
-        Case(pool=True, groups=2),
-        Case(pool=True, chunks=2),
+        Case(buffered=True),
+        Case(buffered=True, depth=2, split=True),
+        Case(buffered=True, groups=2),
+        Case(buffered=True, chunks=2),
     ):
-        print("\n| edge | without it | pool | in place |\n|---|---|---|---|")
+        print("\n| edge | without it | buffer | in place |\n|---|---|---|---|")
         for edge, verdicts in measured(case).items():
             ends = tuple(one.partition("(")[0] for one in edge.split(" -> "))
             print(f"| {edge.replace('->', '→')} | {WITHOUT[ends]} | {' | '.join(verdicts)} |")

@@ -25,7 +25,7 @@ from tests.rank_pool import run_ranks
 
 VICTIM = 1
 DEADLINE_S = 4.0
-CASE = Case(pool=True)
+CASE = Case(buffered=True)
 MODES = ("serial", "dual-buffer", "frozen-window", "nested", "chunks")
 
 
@@ -109,7 +109,7 @@ def test_a_rank_that_fails_ends_the_others_at_once():
 def stop_and_go_on(world: World, mode: str):
     """One rank asks to stop while its fifth batch is read; all stop, look at what they have, and go on."""
     channels = Channels.of(world)
-    state, plain = new_toy(CASE, channels), new_toy(replace(CASE, pool=False), channels)
+    state, plain = new_toy(CASE, channels), new_toy(replace(CASE, buffered=False), channels)
     runner = runner_of(state, mode)
     asked = iter([False, False, False, False, True])
     wish = (lambda: next(asked, True)) if world.rank == VICTIM else (lambda: False)
@@ -136,7 +136,7 @@ def skip_not_finite(world: World):
     channels, found = Channels.of(world), []
     for mode in (None, *MODES):
         log, logs = [], []
-        state = new_toy(replace(CASE, pool=mode is not None), channels)
+        state = new_toy(replace(CASE, buffered=mode is not None), channels)
         taps = tapped(log)
         with (
             patch.object(sequential, "update", taps.batch["update"]),

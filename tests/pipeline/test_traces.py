@@ -24,18 +24,18 @@ BARRIERS = (3, 7)  # the run stops and goes on after 3 batches
 
 
 def asked_rows(work: BatchWork) -> int:
-    """The rows that all ranks together asked this one for."""
+    """The rows that all ranks requested from this one."""
     return sum(len(owned.requests.places) for chunks in work.window.owner_chunks.values() for owned in chunks)
 
 
 def schedule_of(mode: str, micro_batches: int) -> Schedule:
-    """Of a mode, or nested with hot and cold messages, or in slices."""
+    """Of a mode, or nested with split or chunked messages."""
     more = {"split": {"split": True}, "chunks": {"num_chunks": 3}}
     return Schedule.of("nested", micro_batches, **more[mode]) if mode in more else Schedule.of(mode, micro_batches)
 
 
 def record(world: World, path: Path, folder: Path, settings: dict[str, Any]) -> list[int]:
-    """Trains and saves the trace; returns the rows that this rank was asked for, batch by batch."""
+    """Trains and saves the trace; returns the rows requested from this rank, per batch."""
     channels = Channels.of(world)
     state, loader = prepared(world, path, settings, channels)
     recorder = Recorder(world.rank, world.size, capacity=1000, run="recorded")
