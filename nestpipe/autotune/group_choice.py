@@ -70,7 +70,7 @@ def _known(run: Run, control: Channel) -> dict[str, int]:
 
 
 def choose(state: TrainState, channels: Channels, batch: Batch, *, num_micro_batches: int) -> tuple[int, str]:
-    """The best number of groups for the traffic of a batch, and why. Collective; measures links on a new state without groups.
+    """The best number of groups for the traffic of a batch, and why. Collective; `state` is new and without groups.
 
     `num_micro_batches`: those whose messages are exposed.
     """

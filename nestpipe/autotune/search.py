@@ -117,7 +117,7 @@ class Measurement:
 
     @property
     def is_changed(self) -> bool:
-        """Whether steps have become slower or faster for good although the workload is the same: another job on the machine."""
+        """Whether steps have changed their time for good on the same workload: another job on the machine."""
         times = [step_s for step_s, *_ in self.recent]
         before, late = times[:-_ENOUGH], times[-_ENOUGH:]
         if len(before) < 2:

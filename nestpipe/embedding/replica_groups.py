@@ -105,7 +105,10 @@ class Replicas:
 
 @dataclass(slots=True, eq=False)
 class GroupUnion:
-    """The union of all groups' requests for one table of a shard. A group lists its ids by (micro-batch that completes the sum, id)."""
+    """The union of all groups' requests for one table of a shard.
+
+    A group lists its ids by (micro-batch that completes the sum, id).
+    """
 
     requests: OwnerRequests  # of the own group: places in the union, sums in the order of the group's list
     counts: Counts  # [group][micro-batch]: sums that the micro-batch completes

@@ -123,7 +123,7 @@ def exact_sqrt(values: Tensor) -> Tensor:
 
 
 def fold(values: Tensor) -> Tensor:
-    """Row sums [n, 1] of [n, D] by a fixed binary tree: the upper half is added to the lower until one is left. In place."""
+    """Row sums [n, 1] of [n, D] in place, by a fixed tree: the upper half is added to the lower until one is left."""
     while values.shape[1] > 1:
         half = -(-values.shape[1] // 2)
         values[:, : values.shape[1] - half].add_(values[:, half:])

@@ -125,7 +125,7 @@ class _Region:
     """Address space for the rows of one column."""
 
     def __init__(self, like: Tensor, num_rows: int, files: RowFiles | None):
-        """As many zero rows as the machine could hold; only `num_rows`, in ordinary memory, where the system refuses that."""
+        """As many zero rows as the machine could hold; `num_rows` in ordinary memory where the system refuses that."""
         self._row_bytes = _row_bytes(like)
         self._space: mmap.mmap | None = None
         self._file = _unnamed_file(files.folder) if files else None

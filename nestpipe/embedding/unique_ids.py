@@ -1,4 +1,7 @@
-"""Pure operations on ids: distinct ids, grouping, owners, membership. Native where that can be built; torch gives identical results."""
+"""Pure operations on ids: distinct ids, grouping, owners, membership.
+
+Native where that can be built (ids.cpp); torch gives identical results.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +73,7 @@ def among(ids: Tensor, others: Tensor, *, native: bool | None = None) -> Tensor:
 
 
 def split_by_bit(bits: Tensor, sizes: Sequence[int], *, native: bool | None = None) -> tuple[Tensor, Tensor, list[int]]:
-    """Places whose bit (uint8) is 0, places whose bit is 1, both ascending, and how many of the latter each range of `sizes` has."""
+    """Ascending places whose bit (uint8) is 0, those whose bit is 1, and the number of the latter per range of `sizes`."""
     functions = _functions() if native is None or native else None
     if functions is None:
         counts = [int(own.sum()) for own in bits.split(list(sizes))]

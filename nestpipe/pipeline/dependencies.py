@@ -2,10 +2,10 @@
 
 An `Event` is one stage of one batch, and of one micro-batch where the stage has several, on one
 rank. The dependencies are the definition of correct: any order of events that respects them is
-bitwise identical to the sequential step (docs/concepts/consistency.md). Each edge has a test that
-breaks it (tests/pipeline/test_mutants.py).
+bitwise identical to the sequential step (docs/concepts/consistency.md). Tests break every edge that
+the others do not imply (tests/pipeline/test_mutants.py).
 
-                 ┌───────────────── for each micro-batch ─────────────────┐
+                                    ┌──────── for each micro-batch ────────┐
     read ─ keys ─ retrieve ─ post ─ rows ─ compute ─ grads ─ collect ─ merge ─ flag ─┬─ dense sum ─ norm ─ dense step
                                                                                      └─ update ─ write
 

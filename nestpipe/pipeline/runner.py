@@ -131,7 +131,7 @@ class Runner:
     observe: Callable[[str, Event, int, int, int], None] | None = None  # stream, event, ready, begin and end in ns
 
     def run(self, feed: BatchFeed) -> int:
-        """Trains until the barrier; returns the number of batches. Raises the first failure of a stream, after all have ended."""
+        """Trains until the barrier; returns the number of batches. Raises the first failure, after all streams have ended."""
         self._protect_rows()
         board = EventBoard(self.schedule.streams, feed.num_batches)
         backend = stream_backend(self.state.embedding.row_channel.world.device, self.schedule.streams)

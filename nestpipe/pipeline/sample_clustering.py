@@ -71,7 +71,7 @@ def cluster(
 
 
 def rows_ratio(keys: Jagged, micro_batches: SampleGroups) -> float:
-    """Distinct keys summed over micro-batches, over those of the batch: what would be sent without deduplication across them."""
+    """Distinct keys per micro-batch, summed, over those of the batch: the traffic without deduplication across them."""
     in_all = len(dedupe(keys.values)[0])
     in_micro_batches = sum(len(dedupe(keys.select(places).values)[0]) for places in micro_batches.places())
     return in_micro_batches / in_all if in_all else 1.0

@@ -241,7 +241,7 @@ def dense_sum(state: TrainState, work: BatchWork) -> None:
 
 
 def norm(state: TrainState, work: BatchWork) -> None:
-    """The norm of dense and row gradients together: rows by ascending id, squares in fp64, owners (of group 0) in rank order."""
+    """Norm of dense and row gradients together: rows by id, squares in fp64, owners (of group 0) in rank order."""
     clip = work.rates.clip
     if not (clip.norm and clip.rows):
         return

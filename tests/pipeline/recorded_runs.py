@@ -176,7 +176,7 @@ def sequential_stale(
 def pipelined(
     world: World, path: Path, settings: dict[str, Any], num_steps: int, channels: Channels
 ) -> tuple[Log, dict[str, bytes]]:
-    """The runner, with random delays if there is a seed; stops at barriers and goes on."""
+    """The runner, with random delays if there is a seed; stops at barriers and resumes."""
     state, loader = prepared(world, path, settings, channels)
     clip_rows = settings.get("clip", Clip()).rows
     split = settings.get("split", False) and not clip_rows

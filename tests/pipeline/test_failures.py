@@ -1,4 +1,4 @@
-"""What ends a pipelined run early: a rank that stops, sleeps or fails, a wish to stop, a value that is not finite."""
+"""What ends a pipelined run early: a rank that stops, sleeps or fails, a stop request, a value that is not finite."""
 
 from __future__ import annotations
 
@@ -111,9 +111,9 @@ def stop_and_go_on(world: World, mode: str):
     channels = Channels.of(world)
     state, plain = new_toy(CASE, channels), new_toy(replace(CASE, buffered=False), channels)
     runner = runner_of(state, mode)
-    asked = iter([False, False, False, False, True])
-    wish = (lambda: next(asked, True)) if world.rank == VICTIM else (lambda: False)
-    done = [runner.run(feed_of(world.rank, stop_requested=wish))]
+    stop_flags = iter([False, False, False, False, True])
+    stop = (lambda: next(stop_flags, True)) if world.rank == VICTIM else (lambda: False)
+    done = [runner.run(feed_of(world.rank, stop_requested=stop))]
     batches = toy_batches(world.rank)
     for number, batch in enumerate(islice(batches, done[0])):
         sequential.step(plain, batch, CASE.rates(number))
@@ -127,7 +127,7 @@ def stop_and_go_on(world: World, mode: str):
 
 
 @pytest.mark.parametrize("mode", ["frozen-window", "nested", "chunks"])
-def test_the_wish_of_one_rank_stops_all_after_the_same_batch(mode):
+def test_a_stop_request_of_one_rank_stops_all_after_the_same_batch(mode):
     assert run_ranks(3, stop_and_go_on, mode) == [[5, 3]] * 3
 
 

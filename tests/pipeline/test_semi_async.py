@@ -139,8 +139,8 @@ def stop_and_go_on(world):
     state, plain = new_toy(case, channels), new_toy(case, channels)
     state.embedding.row_access = {name: StaleRows(one) for name, one in state.embedding.row_access.items()}
     runner, stop_flags = Runner(state, Schedule.of("nested", 2, depth=2, stale=True)), iter([False] * 4 + [True])
-    wish = (lambda: next(stop_flags, True)) if world.rank == 1 else (lambda: False)
-    done = runner.run(BatchFeed(batches=toy_batches(world.rank), rates=case.rates, stop_requested=wish))
+    stop = (lambda: next(stop_flags, True)) if world.rank == 1 else (lambda: False)
+    done = runner.run(BatchFeed(batches=toy_batches(world.rank), rates=case.rates, stop_requested=stop))
     done += runner.run(BatchFeed(batches=toy_batches(world.rank, done), rates=case.rates, num_batches=4))
     one_update_old(plain, islice(toy_batches(world.rank), done), case.rates)
     assert content(state) == content(plain)

@@ -20,7 +20,7 @@ from tests.pipeline.recorded_runs import batches_of, prepared, rates_of
 from tests.rank_pool import run_ranks
 from tests.small_runs import small_log
 
-BARRIERS = (3, 7)  # the run stops and goes on after 3 batches
+BARRIERS = (3, 7)  # the run stops and resumes after 3 batches
 
 
 def asked_rows(work: BatchWork) -> int:
@@ -79,7 +79,7 @@ def test_every_event_is_recorded_once(log, tmp_path, mode, loss):
             }
             for event, span in spans.items():
                 first = [spans[one] for one in schedule.yields_to(event) if one in spans]
-                assert all(one.end_ns <= span.begin_ns for one in first), f"{event} let nobody pass"
+                assert all(one.end_ns <= span.begin_ns for one in first), f"{event} did not yield"
         steps = steps_of(trace)
         assert [step.batch for step in steps] == [1, 2, 3, 4, 5, 6]
         for step in steps:
