@@ -35,10 +35,10 @@ class Jagged:
         return Jagged(values, offsets_of(lengths), max(map(len, rows), default=0))
 
     @staticmethod
-    def concat(many: Sequence[Jagged]) -> Jagged:
+    def concat(parts: Sequence[Jagged]) -> Jagged:
         """The rows of several, one after the other."""
-        offsets = offsets_of(torch.cat([one.lengths() for one in many]))
-        return Jagged(torch.cat([one.values for one in many]), offsets, max(one.max_len for one in many))
+        offsets = offsets_of(torch.cat([one.lengths() for one in parts]))
+        return Jagged(torch.cat([one.values for one in parts]), offsets, max(one.max_len for one in parts))
 
     @staticmethod
     def singles(values: Tensor) -> Jagged:
@@ -150,27 +150,27 @@ class Batch:
         return self.sample_ids.index_select(0, self.items.row_of_value())
 
     @staticmethod
-    def concat(many: Sequence[Batch]) -> Batch:
+    def concat(parts: Sequence[Batch]) -> Batch:
         """The samples of several batches for prediction, one after the other; all have the same features."""
-        first = many[0]
-        if len(many) == 1:
+        first = parts[0]
+        if len(parts) == 1:
             return first
 
         def joined(field: Callable[[Batch], Jagged | None]) -> Jagged | None:
-            present = [jagged for jagged in map(field, many) if jagged is not None]
+            present = [jagged for jagged in map(field, parts) if jagged is not None]
             return Jagged.concat(present) if present else None
 
         return Batch(
             cursor=first.cursor,
-            sample_ids=torch.cat([one.sample_ids for one in many]),
-            items=Jagged.concat([one.items for one in many]),
+            sample_ids=torch.cat([one.sample_ids for one in parts]),
+            items=Jagged.concat([one.items for one in parts]),
             times=joined(lambda one: one.times),
             query_times=joined(lambda one: one.query_times),
             event_features={
-                name: Jagged.concat([one.event_features[name] for one in many]) for name in first.event_features
+                name: Jagged.concat([one.event_features[name] for one in parts]) for name in first.event_features
             },
             sample_features={
-                name: Jagged.concat([one.sample_features[name] for one in many]) for name in first.sample_features
+                name: Jagged.concat([one.sample_features[name] for one in parts]) for name in first.sample_features
             },
         )
 
