@@ -1,9 +1,10 @@
-"""`Jagged` and `Batch`: the only types that cross the borders between modules.
+"""`Jagged` and `Batch`: the data types that packages exchange.
 
-    values   a0 a1 a2 | b0 | | d0 d1        rows of different length, back to back, no padding
+    values   a0 a1 a2 | b0 | | d0 d1        rows of different length, back to back, without padding
     offsets  0          3    4 4       6    row i is values[offsets[i]:offsets[i+1]]; empty rows are legal
 
-Invariants: offsets start at 0, never decrease and end at len(values); no row is longer than `max_len`.
+Invariants: offsets start at 0, never decrease and end at len(values); no row is longer than
+`max_len`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from nestpipe.errors import DataError
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Jagged:
-    """Rows of different length: values [T, ...], offsets [B + 1], and a host-side bound on the row length."""
+    """Rows of different length: values [T, ...], offsets [B + 1], and a bound on the row length, known on the host."""
 
     values: Tensor
     offsets: Tensor
@@ -36,8 +37,8 @@ class Jagged:
     @staticmethod
     def concat(parts: Sequence[Jagged]) -> Jagged:
         """The rows of several, one after the other."""
-        offsets = offsets_of(torch.cat([part.lengths() for part in parts]))
-        return Jagged(torch.cat([part.values for part in parts]), offsets, max(part.max_len for part in parts))
+        offsets = offsets_of(torch.cat([one.lengths() for one in parts]))
+        return Jagged(torch.cat([one.values for one in parts]), offsets, max(one.max_len for one in parts))
 
     @staticmethod
     def singles(values: Tensor) -> Jagged:
@@ -52,12 +53,12 @@ class Jagged:
         return self.offsets.diff()
 
     def row_of_value(self) -> Tensor:
-        """For each value the row it is in, [T]."""
+        """The row of each value, [T]."""
         rows = torch.arange(self.num_rows, device=self.offsets.device)
         return rows.repeat_interleave(self.lengths(), output_size=len(self.values))
 
     def positions(self) -> Tensor:
-        """For each value its place in its row, [T]."""
+        """The position of each value in its row, [T]."""
         places = torch.arange(len(self.values), device=self.offsets.device)
         return places - self.offsets.index_select(0, self.row_of_value())
 
@@ -78,7 +79,7 @@ class Jagged:
         return Jagged(self.values[first:last], self.offsets[begin : end + 1] - first, self.max_len)
 
     def check(self, name: str) -> None:
-        """Raises DataError if an invariant of the module's docstring does not hold."""
+        """Raises DataError if an invariant (see the module) does not hold."""
         lengths = self.lengths()
         problem = None
         if self.offsets.dtype != torch.int64 or self.offsets.dim() != 1 or not len(self.offsets):
@@ -107,7 +108,7 @@ def ranges(starts: Tensor, lengths: Tensor) -> Tensor:
 
 
 class Cursor(NamedTuple):
-    """A position in the data: batch `number` of `epoch`. It rides on the batch, so reading ahead never moves it."""
+    """A position in the data: batch `number` of `epoch`. It rides on the batch, so look-ahead never moves it."""
 
     epoch: int
     number: int
@@ -118,11 +119,11 @@ class Batch:
     """Samples (users) with their events, as the loader hands them to the model.
 
     `items`, `times`, `query_times` and `targets` have one row per sample and one value per event, in time order.
-    `event_features` have one row per event, `sample_features` one row per sample; a missing id is an empty row.
-    `target_features` have one row per target. Labels stand among the features by their name: NaN where unobserved.
-    Times are in seconds. `query_times` is the time for which an event's row answers: that of the next event, or of
-    the request for the last one. Order-only logs have no times; batches for inference have no targets. `groups` numbers the
-    samples that a loss may mix with each other; a group is never divided over ranks or parts.
+    `event_features` have one row per event, `target_features` one per target, `sample_features` one per sample; a missing
+    id is an empty row. Labels are features; NaN where unobserved. Times are in seconds. `query_times` is the time of the
+    prediction at an event: that of the next event, or of the request after the last one. Order-only logs have no times;
+    batches for inference have no targets. `groups` numbers the samples that a loss may mix; a group is never divided over
+    ranks or micro-batches.
     """
 
     cursor: Cursor
@@ -156,59 +157,61 @@ class Batch:
             return first
 
         def joined(field: Callable[[Batch], Jagged | None]) -> Jagged | None:
-            found = [one for one in map(field, parts) if one is not None]
-            return Jagged.concat(found) if found else None
+            present = [jagged for jagged in map(field, parts) if jagged is not None]
+            return Jagged.concat(present) if present else None
 
         return Batch(
             cursor=first.cursor,
-            sample_ids=torch.cat([part.sample_ids for part in parts]),
-            items=Jagged.concat([part.items for part in parts]),
-            times=joined(lambda part: part.times),
-            query_times=joined(lambda part: part.query_times),
+            sample_ids=torch.cat([one.sample_ids for one in parts]),
+            items=Jagged.concat([one.items for one in parts]),
+            times=joined(lambda one: one.times),
+            query_times=joined(lambda one: one.query_times),
             event_features={
-                name: Jagged.concat([part.event_features[name] for part in parts]) for name in first.event_features
+                name: Jagged.concat([one.event_features[name] for one in parts]) for name in first.event_features
             },
             sample_features={
-                name: Jagged.concat([part.sample_features[name] for part in parts]) for name in first.sample_features
+                name: Jagged.concat([one.sample_features[name] for one in parts]) for name in first.sample_features
             },
         )
 
     def select(self, rows: Tensor) -> Batch:
         """The samples at the given places, in the given order."""
         events = ranges(self.items.offsets.index_select(0, rows), self.items.lengths().index_select(0, rows))
-
-        def pick(jagged: Jagged | None) -> Jagged | None:
-            return None if jagged is None else jagged.select(rows)
-
-        return Batch(
-            cursor=self.cursor,
-            sample_ids=self.sample_ids.index_select(0, rows),
-            items=self.items.select(rows),
-            times=pick(self.times),
-            query_times=pick(self.query_times),
-            targets=pick(self.targets),
-            event_features={name: jagged.select(events) for name, jagged in self.event_features.items()},
-            sample_features={name: jagged.select(rows) for name, jagged in self.sample_features.items()},
-            target_features={name: jagged.select(events) for name, jagged in self.target_features.items()},
-            groups=None if self.groups is None else self.groups.index_select(0, rows),
+        return self._mapped(
+            lambda values: values.index_select(0, rows),
+            lambda by_sample: by_sample.select(rows),
+            lambda by_event: by_event.select(events),
         )
 
     def slice(self, begin: int, end: int) -> Batch:
         """Samples begin … end - 1, without copying values."""
         first, last = int(self.items.offsets[begin]), int(self.items.offsets[end])
+        return self._mapped(
+            lambda values: values[begin:end],
+            lambda by_sample: by_sample.slice(begin, end),
+            lambda by_event: by_event.slice(first, last),
+        )
 
-        def cut(jagged: Jagged | None) -> Jagged | None:
-            return None if jagged is None else jagged.slice(begin, end)
+    def _mapped(
+        self,
+        values: Callable[[Tensor], Tensor],
+        by_sample: Callable[[Jagged], Jagged],
+        by_event: Callable[[Jagged], Jagged],
+    ) -> Batch:
+        """The batch with functions applied to tensors per sample, and to rows per sample and per event."""
+
+        def optional(jagged: Jagged | None) -> Jagged | None:
+            return None if jagged is None else by_sample(jagged)
 
         return Batch(
             cursor=self.cursor,
-            sample_ids=self.sample_ids[begin:end],
-            items=self.items.slice(begin, end),
-            times=cut(self.times),
-            query_times=cut(self.query_times),
-            targets=cut(self.targets),
-            event_features={name: jagged.slice(first, last) for name, jagged in self.event_features.items()},
-            sample_features={name: jagged.slice(begin, end) for name, jagged in self.sample_features.items()},
-            target_features={name: jagged.slice(first, last) for name, jagged in self.target_features.items()},
-            groups=None if self.groups is None else self.groups[begin:end],
+            sample_ids=values(self.sample_ids),
+            items=by_sample(self.items),
+            times=optional(self.times),
+            query_times=optional(self.query_times),
+            targets=optional(self.targets),
+            event_features={name: by_event(jagged) for name, jagged in self.event_features.items()},
+            sample_features={name: by_sample(jagged) for name, jagged in self.sample_features.items()},
+            target_features={name: by_event(jagged) for name, jagged in self.target_features.items()},
+            groups=None if self.groups is None else values(self.groups),
         )

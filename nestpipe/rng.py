@@ -1,7 +1,8 @@
 """Counter-based randomness: a number is a pure function of (seed, step, sample, position, site).
 
-No generator has state, so a draw does not depend on who else is in the batch, on the number of ranks or parts, or on
-what was drawn before: a resumed, a balanced and a pipelined run see the same numbers as the plain one.
+Generators have no state, so a draw does not depend on the other samples of the batch, on the number
+of ranks or micro-batches, or on earlier draws: resumed, balanced and pipelined runs get the same
+numbers as the sequential one.
 
     keys = draw.keys("negatives", sample, position)      # one key per token
     ids  = integers(keys, width=128, high=num_items)     # 128 numbers per token
@@ -12,13 +13,10 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:  # who only hashes numbers, as a router does, need not wait for torch
-    from torch import Tensor
 _MASK = (1 << 64) - 1
 
 GOLDEN = 0x9E3779B97F4A7C15
@@ -33,7 +31,7 @@ def signed(value: int) -> int:
 
 
 def mix64(value: int) -> int:
-    """One 64-bit integer to another, bijectively; every input bit changes about half of the output bits."""
+    """A bijective 64-bit hash; every input bit changes about half of the output bits."""
     value &= _MASK
     for shift, multiplier in _MULTIPLIERS:
         value = ((value ^ (value >> shift)) * multiplier) & _MASK
@@ -48,7 +46,7 @@ def mix64_(values: Tensor) -> Tensor:
 
 
 def shift_right(values: Tensor, num_bits: int) -> Tensor:
-    """Logical shift: int64 tensors only have the arithmetic one."""
+    """Logical right shift; int64 tensors only have the arithmetic one."""
     return (values >> num_bits).bitwise_and_((1 << (64 - num_bits)) - 1)
 
 
@@ -69,14 +67,14 @@ class Rng:
     step: int
 
     def keys(self, site: str, sample: Tensor, position: Tensor | None = None) -> Tensor:
-        """Keys [n] for the draws made at `site`, one for each (sample, position); position 0 if not given."""
+        """Keys [n] for the draws at `site`, one per (sample, position) [default: position 0]."""
         base = mix64(mix64(mix64(self.seed) ^ hash_text(site)) + self.step * GOLDEN)
         keys = mix64_(sample * signed(GOLDEN) + signed(base))
         return mix64_(keys + 1 if position is None else keys + position * signed(GOLDEN) + 1)
 
 
 def bits(keys: Tensor, width: int) -> Tensor:
-    """64 random bits [n, width] for each key."""
+    """64 random bits [n, width] per key."""
     counter = torch.arange(1, width + 1, dtype=torch.int64, device=keys.device).mul_(signed(GOLDEN))
     return mix64_(keys.unsqueeze(1) + counter)
 
@@ -89,7 +87,7 @@ def integers(keys: Tensor, *, width: int, high: int) -> Tensor:
 
 
 def lanes16(keys: Tensor, width: int) -> Tensor:
-    """Signed 16-bit numbers [n, width], uniform over the whole range; four for the price of one hash."""
+    """Signed 16-bit numbers [n, width], uniform over the whole range; four per hash."""
     return bits(keys, -(-width // _LANES)).view(torch.int16)[:, :width]
 
 
@@ -103,10 +101,10 @@ def dropout(values: Tensor, probability: float, keys: Tensor) -> Tensor:
 
 
 def bell(keys: Tensor, width: int) -> Tensor:
-    """Numbers [n, width] near the unit normal, cut at 3.47 sigma: the scaled sum of four 16-bit uniforms.
+    """Approximately unit normal numbers [n, width], bounded by 3.47 sigma: the scaled sum of four 16-bit uniforms.
 
-    Made of integer sums and one exact conversion, so that a row's bits never depend on the rows beside it (the
-    vectorised log and cos of a Box-Muller transform differ between the body and the tail of a tensor).
+    Integer sums and one exact conversion, so that a row is bitwise independent of its neighbours (vectorised log and cos of a
+    Box-Muller transform round the body and the tail of a tensor differently).
     """
     total = lanes16(keys, width * _LANES).reshape(len(keys), width, _LANES).sum(2, dtype=torch.int64)
     # Each lane has mean -1/2 and variance (2**32 - 1) / 12, so 2 * total + 4 is centred with the deviation below.

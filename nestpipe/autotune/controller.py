@@ -1,14 +1,19 @@
-"""The settings of every step: from the configuration, a profile at the start, another run, or measured on the way.
+"""The settings of every step: configured, tuned at the start, taken from another run, or adapted while training.
 
-    RUN/settings.jsonl      {"step": 0, "parts": 4, "ramp": 1.0, "depth": 1, "pool_rows": 0, "why": "..."}      from this step on
+    RUN/settings.jsonl      {"step": 0, "micro_batches": 4, "ramp": 1.0, "depth": 1, "buffer_rows": 0, "why": "..."}
 
-A line is written before the step that it begins with, and a copy of all lines is in every checkpoint. What was decided once is
-never decided again: a run that goes on takes the lines that are there, also those beyond its checkpoint, so it repeats the same
-parts, and any mode that follows them (`--pipeline.follow RUN`) has the same bits. Only where the lines end is the clock looked at;
-that the settings stayed after the last line is not written, and may be looked at again.
+Invariants:
 
-Settings change at barriers, when no batch is in flight; all ranks decide alike from what all of them measured. While nothing
-changes there are ever fewer such barriers; a rank whose batches have become others brings the next one about (autotune/controller.py).
+- A line holds from its step on. It is written before that step, and every checkpoint contains a
+  copy of all lines.
+- A decision is never made twice: a resumed run takes the existing lines, also those beyond its
+  checkpoint, so it repeats the same micro-batches. Any mode that follows them (`--pipeline.follow
+  RUN`) is bitwise identical. Measurements only extend the lines.
+- Settings change at barriers, when no batch is in flight. All ranks decide alike from the
+  measurements of all.
+
+While nothing changes barriers become rarer; a rank whose batch sizes change requests the next one
+(backoff.py).
 """
 
 from __future__ import annotations
@@ -40,7 +45,7 @@ FILE = "settings.jsonl"
 
 @dataclass(frozen=True, slots=True)
 class AppliedSetting:
-    """What steps run with, from one on, and why."""
+    """The setting from one step on, and its reason."""
 
     first: int
     choice: PipelineChoice
@@ -56,13 +61,13 @@ class AppliedSetting:
 
 
 class Controller:
-    """Applies settings to the state and to what runs its stages, and finds new ones."""
+    """Applies settings to the training state and its runner, and chooses new ones."""
 
     def __init__(self, run: Run, state: TrainState, channels: Channels):
         self._run, self._state, self._channels = run, state, channels
         self._settings = run.config.pipeline
         self._history: list[AppliedSetting] = []
-        self._looks = (
+        self._timer = (
             MeasurementTimer(period=self._settings.adapt, number=state.num_steps) if self._settings.adapt else None
         )
         clip = run.config.train
@@ -71,26 +76,26 @@ class Controller:
 
     @property
     def history(self) -> list[dict[str, Any]]:
-        """The settings of all steps, for a checkpoint; empty if the configuration says all."""
+        """The settings of all steps, for a checkpoint; empty if the configuration fixes them."""
         return [one.to_json() for one in self._history]
 
     def start(self, saved: Sequence[dict[str, Any]], batches_of: Batches) -> str:
-        """Finds the settings to begin with; returns what there is to say. Every rank must call it.
+        """Chooses the first settings; returns a message, "" for none. Collective.
 
-        `saved`: the history in the checkpoint from which the run goes on. `batches_of()` opens batches for a profile.
+        `saved`: the history in the checkpoint from which the run resumes. `batches_of()` opens batches for a profile.
         """
         control, settings = self._channels.control, self._settings
         known = all_ranks_or_none(control, "settings read", lambda: self._read(saved) if self._leads else [])
-        said = json.loads(control.broadcast_bytes(json.dumps(known).encode(), 0, name="settings"))
-        self._history = [AppliedSetting.from_json(one) for one in said]
+        history = json.loads(control.broadcast_bytes(json.dumps(known).encode(), 0, name="settings"))
+        self._history = [AppliedSetting.from_json(one) for one in history]
         if self._history:
             self._write()
             return ""
         if settings.tune:
-            found = profile(self._run, self._channels, batches_of, clip_rows=self._clip_rows)
-            chosen = choose(found, max_micro_batches=self._max_micro_batches, max_depth=self._most_depth)
-            if self._looks and not settings.sync_steps:
-                self._looks = MeasurementTimer(period=settings.adapt, number=self._state.num_steps, found=found)
+            measured = profile(self._run, self._channels, batches_of, clip_rows=self._clip_rows)
+            chosen = choose(measured, max_micro_batches=self._max_micro_batches, max_depth=self._max_depth)
+            if self._timer and not settings.sync_steps:
+                self._timer = MeasurementTimer(period=settings.adapt, number=self._state.num_steps, known=measured)
             return self._decide(chosen)
         if settings.adapt:
             start = PipelineChoice(micro_batches=settings.micro_batches, ramp=settings.ramp, depth=settings.depth)
@@ -98,64 +103,64 @@ class Controller:
         return ""
 
     def begin(self) -> None:
-        """Applies the settings of the next step; called at every barrier."""
+        """Applies the settings of the next step. Called at every barrier."""
         number, settings = self._state.num_steps, self._settings
         if choice := self._choice(number):
             settings = replace(settings, micro_batches=choice.micro_batches, ramp=choice.ramp, depth=choice.depth)
-            for holder in self._state.embedding.row_access.values():
-                inner = holder.inner if isinstance(holder, StaleRows) else holder
+            for access in self._state.embedding.row_access.values():
+                inner = access.inner if isinstance(access, StaleRows) else access
                 if isinstance(inner, PrefetchBuffer):
                     inner.reserve(choice.buffer_rows)
         self._state.micro_batching = settings
         if self.runner is not None:
             self.runner.schedule = schedule_for(settings, number, clip_rows=self._clip_rows)
-            first = self._looks.due - MEASURE_STEPS if self._looks and not settings.trace_steps else 0
+            first = self._timer.due - MEASURE_STEPS if self._timer and not settings.trace_steps else 0
             self.runner.observe = self.recorder.observer(number, first, channels=self._state.channels)
 
     def steps_to_change(self) -> int | None:
-        """After how many steps other settings may begin, which takes a barrier; None for never."""
+        """Steps until the settings may change, which needs a barrier; None for never."""
         number = self._state.num_steps
-        found = [one.first - number for one in self._history if one.first > number]
-        if self._looks:
-            found.append(self._looks.due - number)
+        steps = [one.first - number for one in self._history if one.first > number]
+        if self._timer:
+            steps.append(self._timer.due - number)
         if switch := self._settings.steps_to_switch(number):
-            found.append(switch)
-        return min(found, default=None)
+            steps.append(switch)
+        return min(steps, default=None)
 
     def record(self, work: BatchWork) -> None:
-        """A step is done."""
-        if self._looks:
-            self._looks.record(size_of(work))
+        """Records the batch size of a finished step."""
+        if self._timer:
+            self._timer.record(size_of(work))
 
     def requests_measurement(self) -> bool:
-        """Whether this rank wants a barrier because its batches have become others."""
-        return self._looks is not None and self._looks.is_requested
+        """Whether this rank requests a barrier because its batch sizes have changed."""
+        return self._timer is not None and self._timer.is_requested
 
     def end(self, *, early: bool) -> str:
-        """At a barrier: new settings if they are due and nobody has decided before; returns what there is to say.
+        """At a barrier: measures and chooses if that is due and not decided already; returns a message, "" for none.
 
-        `early`: a rank asked for it, maybe to look.
+        `early`: a rank requested the barrier.
         """
-        number, stale, looks = self._state.num_steps, self._settings.is_stale, self._looks
-        if looks is None or self.runner is None:
+        number, stale, timer = self._state.num_steps, self._settings.is_stale, self._timer
+        if timer is None or self.runner is None:
             return ""
         if switched := stale(number) != stale(number - 1):
-            looks.forget()  # what was seen of exact steps says nothing about stale ones
+            timer.forget()  # times of exact steps say nothing about stale ones
         if early or switched:
-            looks.restart(number)
-        if number < looks.due:
+            timer.restart(number)
+        if number < timer.due:
             return ""
         if any(one.first >= number for one in self._history):
-            looks.postpone(number)
+            timer.postpone(number)
             return ""
         now = self._choice(number - 1)
-        first = max([looks.since, *(one.first for one in self._history)])
+        first = max([timer.since, *(one.first for one in self._history)])
         choice = now or PipelineChoice(micro_batches=self._state.micro_batching.micro_batches)
-        own = observe(self.recorder, choice, first, self._num_samples, looks.size)
-        if (seen := of_all_ranks(self._channels.control, own)) is None:
-            looks.postpone(number)  # too few steps since the settings changed
+        measured = observe(self.recorder, choice, first, self._num_samples, timer.size)
+        if (measured := of_all_ranks(self._channels.control, measured)) is None:
+            timer.postpone(number)  # too few steps since the settings changed
             return ""
-        chosen = looks.decide(number, seen, max_micro_batches=self._max_micro_batches, max_depth=self._most_depth)
+        chosen = timer.decide(number, measured, max_micro_batches=self._max_micro_batches, max_depth=self._max_depth)
         return "" if now and chosen.choice.is_within(now) else self._decide(chosen)
 
     def save_trace(self) -> None:
@@ -172,18 +177,18 @@ class Controller:
 
     @property
     def _max_micro_batches(self) -> int:
-        """What a loss over the whole batch allows."""
+        """1 for a loss over the whole batch."""
         return 1 if self._state.model.coupling == "batch" else MAX_MICRO_BATCHES
 
     @property
-    def _most_depth(self) -> int:
-        """What rows that are protected from eviction allow."""
+    def _max_depth(self) -> int:
+        """The depth for which rows are protected from eviction."""
         limits = self._run.config.embedding
         return limits.protect_steps - 1 - self._settings.staleness if limits.max_rows_per_bucket else MAX_DEPTH
 
     def _choice(self, number: int) -> PipelineChoice | None:
-        held = [one.choice for one in self._history if one.first <= number]
-        return held[-1] if held else None
+        choices = [one.choice for one in self._history if one.first <= number]
+        return choices[-1] if choices else None
 
     def _decide(self, chosen: TuningDecision) -> str:
         setting = AppliedSetting(self._state.num_steps, chosen.choice, chosen.why)
@@ -192,7 +197,7 @@ class Controller:
         return f"step {setting.first:,}: {setting.choice}. {setting.why}"
 
     def _read(self, saved: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Of rank 0: the lines of this run, of its checkpoint, or of the run that it follows."""
+        """On rank 0: the lines of this run, of its checkpoint, or of the run that it follows."""
         own, other = self._run.folder / FILE, self._settings.follow
         if own.exists() or saved:
             return read_jsonl(own) if own.exists() else list(saved)
@@ -204,7 +209,7 @@ class Controller:
                 f"{path} does not exist: {other} neither tuned nor adapted its settings; leave follow out."
             )
         first, lines = self._state.num_steps, read_jsonl(path)
-        # What this run did before it began to follow is not what the other one did.
+        # Steps of this run before it began to follow are its own.
         before = [line | {"step": first} for line in lines if line["step"] <= first]
         return before[-1:] + [line for line in lines if line["step"] > first]
 
@@ -214,7 +219,7 @@ class Controller:
         all_ranks_or_none(self._channels.control, "settings written", action)
 
     def _new_runner(self) -> tuple[Recorder, Runner | None]:
-        """What records the stages and runs them beside each other; no runner for the plain loops."""
+        """The recorder and the runner; no runner for the sequential loops."""
         settings, state = self._settings, self._state
         if settings.mode == "sequential" and not settings.trace_steps:
             return Recorder.off(), None
@@ -223,7 +228,9 @@ class Controller:
         if not recorded:
             return Recorder.off(), Runner(state, schedule)
         largest = settings
-        if settings.adapt or settings.tune or settings.follow or (self._run.folder / FILE).exists():  # parts may change
+        if (
+            settings.adapt or settings.tune or settings.follow or (self._run.folder / FILE).exists()
+        ):  # micro-batches may change
             largest = replace(settings, micro_batches=max(settings.micro_batches, MAX_MICRO_BATCHES), depth=MAX_DEPTH)
         most = schedule_for(largest, state.num_steps, clip_rows=self._clip_rows).max_events
         name, world = uuid.uuid4().hex.encode(), state.control.world

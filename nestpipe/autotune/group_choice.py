@@ -1,7 +1,10 @@
-"""The groups of a run's ranks: as configured, as chosen before, or chosen now from a short measured profile.
+"""The number of replica groups of a run: configured, chosen before, or chosen now from measured traffic and links.
 
-How many groups there are decides the order of sums, hence bits, and here a clock would decide it. So a choice is made once for
-a number of ranks and kept in RUN/run.json: a run that goes on with as many ranks has the same groups.
+    step = messages inside groups + messages between groups + row updates         cost(), for every divisor of the ranks
+
+The number of groups decides the order of sums, hence results bitwise, and here it depends on
+measured times. So it is chosen once per number of ranks and kept in RUN/run.json: a resumed run
+with as many ranks has the same groups.
 """
 
 from __future__ import annotations
@@ -27,71 +30,71 @@ from nestpipe.training.run_folder import Run, read_facts
 from nestpipe.training.run_state import new_state
 
 GROUPS = "groups"  # in RUN/run.json: number of ranks -> number of groups
-_PROBE_BYTES = 1 << 20  # of each rank
+_PROBE_BYTES = 1 << 20  # per rank
 _NUM_PROBES = 3
 _NUM_ROWS = 4096
-_MOST_IDS = 1 << 17  # of a rank that all look at; of more, those of some hash buckets
+_MAX_IDS = 1 << 17  # of a rank that are exchanged; of more, those of some hash buckets
 
 
 @dataclass(frozen=True, slots=True)
 class GroupedRun:
-    """A run and its lanes in their groups."""
+    """A run and its channels, divided into groups."""
 
     run: Run
     channels: Channels
-    chosen: Mapping[str, int] = field(default_factory=dict)  # so far, for its facts
-    why: str = ""  # of a choice made now
+    chosen: Mapping[str, int] = field(default_factory=dict)  # per number of ranks, for run.json
+    why: str = ""  # reason of a choice made now
 
 
 def grouped(run: Run, channels: Channels, first_batch: Callable[[], Batch]) -> GroupedRun:
-    """The run in its groups, the same on every rank; every rank must call it. The first batch is asked for if one must be measured."""
-    control, wanted = channels.control, run.config.pipeline.groups
+    """Divides the run into its groups. Collective. `first_batch` is called only if the number must be chosen."""
+    control, configured = channels.control, run.config.pipeline.groups
     size, known, why = str(control.world.size), _known(run, control), ""
-    if wanted == 0 and size not in known:
+    if configured == 0 and size not in known:
         settings = run.config.pipeline
-        # Beside compute run the messages of all parts but the first rows and the last gradients.
-        waited = 1 if settings.mode in ("frozen-window", "nested") else settings.micro_batches
-        wanted, why = choose(new_state(run, channels), channels, first_batch(), num_micro_batches=waited)
-        known = {**known, size: wanted}
-    number = wanted or known[size]
+        # A pipeline hides the messages of all micro-batches but the first rows and the last gradients.
+        num_exposed = 1 if settings.mode in ("frozen-window", "nested") else settings.micro_batches
+        chosen, why = choose(new_state(run, channels), channels, first_batch(), num_micro_batches=num_exposed)
+        known = {**known, size: chosen}
+    number = configured or known[size]
     config = replace(run.config, pipeline=replace(run.config.pipeline, groups=number))
     return GroupedRun(replace(run, config=config), channels.in_groups(number), known, why)
 
 
 def _known(run: Run, control: Channel) -> dict[str, int]:
-    """What was chosen before, as rank 0 reads it."""
-    leads = control.world.rank == 0
-    found = read_facts(run.folder).get(GROUPS, {}) if leads and Run.exists(run.folder) else {}
-    said: dict[str, int] = json.loads(control.broadcast_bytes(json.dumps(found).encode(), 0, name="groups"))
-    return said
+    """Earlier choices, read by rank 0."""
+    is_reader = control.world.rank == 0 and Run.exists(run.folder)
+    own = read_facts(run.folder).get(GROUPS, {}) if is_reader else {}
+    known: dict[str, int] = json.loads(control.broadcast_bytes(json.dumps(own).encode(), 0, name="groups"))
+    return known
 
 
 def choose(state: TrainState, channels: Channels, batch: Batch, *, num_micro_batches: int) -> tuple[int, str]:
-    """How many groups fit the traffic of a batch, and why, the same on every rank; measured now, on a new state without groups.
+    """The best number of groups for the traffic of a batch, and why. Collective; `state` is new and without groups.
 
-    Of `num_parts` the messages are waited for.
+    `num_micro_batches`: those whose messages are exposed.
     """
     num_ranks, control = channels.control.world.size, channels.control
     if num_ranks == 1:
         return 1, ""
-    tables, wires = demand(state, batch, control), measured_links(channels)
+    tables, links = demand(state, batch, control), measured_links(channels)
     row_s = max(value for (value,) in control.all_gather_floats([_row_s(state)], name="row time"))
-    return choose_groups(num_ranks, tables, wires, num_micro_batches=num_micro_batches, row_s=row_s)
+    return choose_groups(num_ranks, tables, links, num_micro_batches=num_micro_batches, row_s=row_s)
 
 
 def demand(state: TrainState, batch: Batch, control: Channel) -> list[TableTraffic]:
-    """What a batch asks of every table: distinct ids of one rank, of two neighbours and so on, on average."""
-    plan, found = read(state, batch, Rates(0.0, 0.0), 0).plan, []
+    """The traffic of a batch per table: mean distinct ids of one rank, of two neighbouring ranks, and so on."""
+    plan, traffic = read(state, batch, Rates(0.0, 0.0), 0).plan, []
     for name, table in state.embedding.tables.items():
         ids = plan.tables[name].ids
         most = max(row[0] for row in control.all_gather_ints([len(ids)], name="ids of a rank"))
-        share = -(-most // _MOST_IDS) or 1
+        share = -(-most // _MAX_IDS) or 1
         sample = ids[owner_of(ids, share, share) == 0] if share > 1 else ids
-        said = control.all_gather_bytes(sample.numpy().tobytes(), name="ids of a batch")
-        ranks = [np.frombuffer(one, dtype=np.int64) for one in said]
+        gathered = control.all_gather_bytes(sample.numpy().tobytes(), name="ids of a batch")
+        ranks = [np.frombuffer(one, dtype=np.int64) for one in gathered]
         distinct = {size: share * _distinct(ranks, size) for size in divisors(len(ranks))}
-        found.append(TableTraffic(table.spec.dim * table.empty_rows(0).itemsize, distinct))
-    return found
+        traffic.append(TableTraffic(table.spec.dim * table.empty_rows(0).itemsize, distinct))
+    return traffic
 
 
 def _distinct(ranks: list[NDArray[np.int64]], size: int) -> float:
@@ -101,32 +104,32 @@ def _distinct(ranks: list[NDArray[np.int64]], size: int) -> float:
 
 
 def measured_links(channels: Channels) -> dict[int, LinkModels]:
-    """How fast exchanges are inside and between groups, for every number of groups, while all ranks have theirs."""
-    world, found = channels.control.world, {}
+    """Measured links inside and between groups, for every number of groups; all ranks exchange at the same time."""
+    world, links = channels.control.world, {}
     for number in divisors(world.size):
-        grid, wires = RankGrid(world.size, number), []
+        grid, models = RankGrid(world.size, number), list[LinkModel]()
         for name, ranks in (("inside", grid.group_of(world.rank)), ("between", grid.replicas_of(world.rank))):
             channel = world.channel(f"probe {number} {name}", ranks=ranks)
-            wires.append(_measured(channel, channels.control))
+            models.append(_measured(channel, channels.control))
             channel.close()
-        found[number] = LinkModels(*wires)
-    return found
+        links[number] = LinkModels(*models)
+    return links
 
 
 def _measured(channel: Channel, control: Channel) -> LinkModel:
-    """The slowest rank counts."""
+    """The link of the slowest rank."""
     size = channel.world.size
     if size == 1:
         return LinkModel(0.0, float("inf"))
 
     def seconds(num_bytes: int) -> float:
         sends = [torch.zeros(num_bytes // (size - 1), dtype=torch.uint8) for _ in range(size)]
-        rooms = [torch.empty_like(one) for one in sends]
+        receives = [torch.empty_like(one) for one in sends]
         times = []
         for _ in range(1 + _NUM_PROBES):
             control.barrier()
             start = time.perf_counter()
-            channel.exchange("probe", sends, rooms).wait()
+            channel.exchange("probe", sends, receives).wait()
             times.append(time.perf_counter() - start)
         slowest = control.all_gather_floats(times[1:], name="probe times")  # the first one connects
         return float(median(max(column) for column in zip(*slowest, strict=True)))
@@ -136,31 +139,29 @@ def _measured(channel: Channel, control: Channel) -> LinkModel:
 
 
 def _row_s(state: TrainState) -> float:
-    """What it takes to hold and update a row, by the slowest table."""
+    """Seconds to take, update and release a row of the slowest table."""
     worst = 0.0
     for table in state.embedding.tables.values():
         limits = table.config
         num = min(_NUM_ROWS, limits.max_rows_per_bucket * limits.num_buckets or _NUM_ROWS)
-        holder, grads, ids = InPlaceRows(table), torch.ones_like(table.empty_rows(num)), torch.arange(num)
-        for step in range(limits.admit_after + 1):  # rows are made by those before the last
+        access, grads, ids = InPlaceRows(table), torch.ones_like(table.empty_rows(num)), torch.arange(num)
+        for step in range(limits.admit_after + 1):  # the steps before the last create the rows
             start = time.perf_counter()
-            held = holder.take(ids, step)
-            holder.update(held, grads, 0.0)
-            holder.release(held)
+            refs = access.take(ids, step)
+            access.update(refs, grads, 0.0)
+            access.release(refs)
             seconds = time.perf_counter() - start
         worst = max(worst, seconds / num)
     return worst
 
 
 _ID_BYTES = 8
-
-
-_MARGIN = 0.02  # more groups take more memory: they must be faster by this
+_MARGIN = 0.02  # relative gain that more groups need, because they take more memory
 
 
 @dataclass(frozen=True, slots=True)
 class LinkModel:
-    """An exchange of some ranks while all others have theirs: what it takes to start, and bytes per second of each rank."""
+    """Latency of an exchange and bandwidth per rank, while all other ranks exchange too."""
 
     start_s: float
     bytes_per_s: float
@@ -171,7 +172,7 @@ class LinkModel:
 
 @dataclass(frozen=True, slots=True)
 class LinkModels:
-    """Those of one number of groups."""
+    """The links for one number of groups."""
 
     inside: LinkModel
     between: LinkModel
@@ -179,15 +180,15 @@ class LinkModels:
 
 @dataclass(frozen=True, slots=True)
 class TableTraffic:
-    """What a batch asks of one table."""
+    """The traffic of a batch for one table."""
 
     row_bytes: int
-    distinct: Mapping[int, float]  # u: by number of neighbouring ranks, all divisors of their number
+    distinct: Mapping[int, float]  # ids, by number of neighbouring ranks (every divisor of all ranks)
 
 
 @dataclass(frozen=True, slots=True)
 class GroupCost:
-    """Seconds of a step with a number of groups; a pipeline hides some of them."""
+    """Seconds per step next to compute, before a pipeline hides some of them."""
 
     inside_s: float
     between_s: float
@@ -202,39 +203,39 @@ def cost(
     num_ranks: int,
     num_groups: int,
     tables: Sequence[TableTraffic],
-    wires: LinkModels,
+    links: LinkModels,
     *,
     num_micro_batches: int,
     row_s: float,
 ) -> GroupCost:
-    """What a step takes, beside compute, by the model above; of so many parts the messages are waited for."""
+    """The modelled cost of a step next to compute; messages of `num_micro_batches` are exposed."""
     shards = num_ranks // num_groups
     sent = sum(2 * one.distinct[1] * one.row_bytes for one in tables) * (shards - 1) / shards
     shared = sum(one.distinct[shards] / shards * (one.row_bytes + _ID_BYTES) for one in tables) * (num_groups - 1)
     updated = sum(one.distinct[num_ranks] for one in tables) / shards
-    # Rows and gradients of every part, and ids with their last parts; sums of every part, and ids. Alone there is nobody to send to.
+    # Inside: rows and gradients per micro-batch, ids and last uses. Between: sums per micro-batch, and ids.
     exchanges = (
         len(tables) * (2 * num_micro_batches + 2) * (shards > 1),
         len(tables) * (num_micro_batches + 1) * (num_groups > 1),
     )
     return GroupCost(
-        wires.inside.seconds(exchanges[0], sent), wires.between.seconds(exchanges[1], shared), updated * row_s
+        links.inside.seconds(exchanges[0], sent), links.between.seconds(exchanges[1], shared), updated * row_s
     )
 
 
 def choose_groups(
     num_ranks: int,
     tables: Sequence[TableTraffic],
-    wires: Mapping[int, LinkModels],
+    links: Mapping[int, LinkModels],
     *,
     num_micro_batches: int,
     row_s: float,
 ) -> tuple[int, str]:
-    """The number of groups with which a step takes least, and why; `wires` has those of every number that may be chosen."""
+    """The number of groups with the cheapest step, and why; only numbers in `links` are considered."""
     costs = {
-        number: cost(num_ranks, number, tables, wires[number], num_micro_batches=num_micro_batches, row_s=row_s)
+        number: cost(num_ranks, number, tables, links[number], num_micro_batches=num_micro_batches, row_s=row_s)
         for number in divisors(num_ranks)
-        if number in wires
+        if number in links
     }
     best = min(costs)
     for number, one in costs.items():
@@ -247,12 +248,8 @@ def _why(num_ranks: int, best: int, costs: Mapping[int, GroupCost]) -> str:
     own = costs[best]
     shape = f"{best} group{'s' * (best > 1)} of {num_ranks // best} rank{'s' * (num_ranks > best)}"
     others = ", ".join(f"{_ms(one.total_s)} with {number}" for number, one in costs.items() if number != best)
-    micro_batches = (
-        f"{_ms(own.inside_s)} inside groups, {_ms(own.between_s)} between them, {_ms(own.update_s)} to update rows"
-    )
-    return f"{shape}: {_ms(own.total_s)} a step expected beside compute ({micro_batches})" + (
-        f"; {others}" if others else ""
-    )
+    parts = f"{_ms(own.inside_s)} inside groups, {_ms(own.between_s)} between them, {_ms(own.update_s)} to update rows"
+    return f"{shape}: {_ms(own.total_s)} a step expected next to compute ({parts})" + (f"; {others}" if others else "")
 
 
 def _ms(seconds: float) -> str:

@@ -1,4 +1,4 @@
-"""A short measured profile: steps of a run in a few settings, on a state that is thrown away."""
+"""Measurements of steps: of a running training, and a short profile of a few settings on a temporary state."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from nestpipe.profiling.recorder import Recorder
 from nestpipe.training.run_folder import Run
 from nestpipe.training.run_state import new_state
 
-PROBES = (2, 8)  # parts: far enough apart to tell what a part costs
+PROBES = (2, 8)  # micro-batches: far enough apart to show what one costs
 NUM_STEPS = 12
-_FILLING = 2  # steps in which the pipeline is not full yet
-_FEWEST = 3  # steps that say what they take
-_CLOSELY = 5  # steps of which is asked where their time went, which takes 0.3 ms for each
+_WARM_UP = 2  # steps of pipeline warm-up
+_MIN_STEPS = 3  # for a measurement
+_ANALYSED = 5  # steps whose time is broken down, at 0.3 ms each
 Batches = Callable[[], AbstractContextManager[Iterator[Batch]]]
 
 
 def profile(run: Run, channels: Channels, batches_of: Batches, *, clip_rows: bool) -> list[Measurement]:
-    """Steps with few and with many parts, then with what these suggest; the best stands last. Every rank must call it."""
+    """Measures few and many micro-batches, then the setting that these suggest; the fastest is last. Collective."""
     settings = run.config.pipeline
     state, number = new_state(run, channels), settings.sync_steps
     rates = Rates(
         dense=run.config.dense.lr, rows=run.config.embedding.lr, clip=Clip(run.config.train.clip_norm, rows=clip_rows)
     )
     mode = "nested" if settings.mode == "sequential" else settings.mode
-    num_samples, found = run.config.data.batch_size // channels.control.world.size, list[Measurement]()
+    num_samples, measurements = run.config.data.batch_size // channels.control.world.size, list[Measurement]()
 
     def measure(choice: PipelineChoice) -> Measurement:
         own = replace(settings, mode=mode, micro_batches=choice.micro_batches, ramp=choice.ramp, depth=choice.depth)
@@ -59,43 +59,46 @@ def profile(run: Run, channels: Channels, batches_of: Batches, *, clip_rows: boo
         finally:
             for channel, watch in zip(watched, before, strict=True):
                 channel.watch = watch
-        seen = of_all_ranks(channels.control, observe(recorder, choice, first, num_samples, BatchSize.mean(sizes)))
-        assert seen is not None, f"{NUM_STEPS} steps are enough"
-        return seen
+        measured = of_all_ranks(channels.control, observe(recorder, choice, first, num_samples, BatchSize.mean(sizes)))
+        assert measured is not None, f"{NUM_STEPS} steps are enough"
+        return measured
 
     for micro_batches in PROBES:
-        found.append(
+        measurements.append(
             measure(PipelineChoice(micro_batches=min(micro_batches, max(num_samples, 1)), depth=settings.depth))
         )
-    suggested = choose(found, max_depth=settings.depth).choice
-    if suggested.cut not in [one.choice.cut for one in found]:
-        found.append(measure(replace(suggested, depth=settings.depth)))
-    return sorted(found, key=lambda one: -one.step_s)
+    suggested = choose(measurements, max_depth=settings.depth).choice
+    if suggested.cut not in [one.choice.cut for one in measurements]:
+        measurements.append(measure(replace(suggested, depth=settings.depth)))
+    return sorted(measurements, key=lambda one: -one.step_s)
 
 
 def size_of(work: BatchWork) -> BatchSize:
-    """Of a rank's batch."""
+    """The size of a rank's batch."""
     return BatchSize(work.plan.num_rows, work.batch.num_tokens)
 
 
 def observe(
     recorder: Recorder, choice: PipelineChoice, first: int, num_samples: int, size: BatchSize
 ) -> Measurement | None:
-    """What the recorded steps of one rank took, from the batch `first` on, with batches of that size; None if they are too few."""
-    recent = max(first, recorder.last_batch + 1 - _CLOSELY - _FILLING)
+    """The measurement of one rank from its recorded steps since batch `first`; None if there are too few."""
+    recent = max(first, recorder.last_batch + 1 - _ANALYSED - _WARM_UP)
     trace = recorder.snapshot(recent)
-    steps = [step for step in steps_of(trace) if step.batch >= recent + _FILLING]
-    if len(steps) < _FEWEST:
+    steps = [step for step in steps_of(trace) if step.batch >= recent + _WARM_UP]
+    if len(steps) < _MIN_STEPS:
         return None
     batches = {step.batch for step in steps}
-    edges = (("rows", 0), ("grads", choice.micro_batches - 1))  # if these are split, their hot halves; and all slices
+    edges = (
+        ("rows", 0),
+        ("grads", choice.micro_batches - 1),
+    )  # of a split schedule the shared rows; of a chunked one all chunks
     ends = [
         span.num_rows
         for span in trace.spans
         if span.batch in batches
         and ((span.kind, span.micro_batch) in edges or span.kind in ("chunk rows", "chunk grads"))
     ]
-    done_ns = recorder.batch_ends(first)[_FILLING - 1 :]
+    done_ns = recorder.batch_ends(first)[_WARM_UP - 1 :]
     return Measurement(
         choice=choice,
         step_s=_middle(after - before for before, after in pairwise(done_ns)) / 1e9,
@@ -111,15 +114,15 @@ def observe(
 
 
 def _middle(times: Iterable[int]) -> float:
-    """The mean of the middle half: hardly moved by a burst, and by noise less than the median is."""
+    """The interquartile mean: robust against bursts, and less noisy than the median."""
     ordered = sorted(times)
     left_out = len(ordered) // 4
     return fmean(ordered[left_out : len(ordered) - left_out])
 
 
 def of_all_ranks(channel: Channel, own: Measurement | None) -> Measurement | None:
-    """What all ranks saw, as one; None if the steps of some rank were too few. Every rank must call it."""
-    told = channel.all_gather_floats(own.numbers if own else [math.nan] * len(NUMBERS), name="observed")
-    if own is None or any(map(math.isnan, chain.from_iterable(told))):
+    """The measurement of all ranks; None if a rank had too few steps. Collective."""
+    rows = channel.all_gather_floats(own.numbers if own else [math.nan] * len(NUMBERS), name="observed")
+    if own is None or any(map(math.isnan, chain.from_iterable(rows))):
         return None
-    return own.of_ranks([dict(zip(NUMBERS, row, strict=True)) for row in told])
+    return own.of_ranks([dict(zip(NUMBERS, row, strict=True)) for row in rows])

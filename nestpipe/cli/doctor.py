@@ -25,7 +25,7 @@ from rich.table import Table
 from torch.nn import functional as F
 
 from nestpipe.cli.arguments import DoctorArguments
-from nestpipe.distributed.process_group import EXCHANGES
+from nestpipe.distributed.process_group import BACKENDS
 from nestpipe.jagged import Jagged
 from nestpipe.ops.attention import attention_layout, jagged_attention
 from nestpipe.ops.backends import TABLE, BackendRequest, Standing, decide
@@ -218,7 +218,7 @@ def components() -> dict[str, dict[str, Standing]]:
     found: dict[str, dict[str, Standing]] = {}
     for name, entry in TABLE.items():
         found[f"attention: {name} ({entry.about})"] = {"cpu": entry.cpu, "cuda": entry.cuda, "npu": entry.npu}
-    for device, library in EXCHANGES.items():
+    for device, library in BACKENDS.items():
         here: Standing = "tested here" if device == "cpu" else _UNTRIED
         found[f"exchange: {library}"] = {other: here if other == device else "absent" for other in DEVICES}
     # Models, losses and dense optimizers are plain torch; indices and rows live in the memory of the host.

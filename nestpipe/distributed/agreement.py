@@ -1,4 +1,4 @@
-"""Agreement of all ranks: an action that may fail on one of them succeeds on all or raises on all."""
+"""Agreement of all ranks: a local action succeeds on every rank or raises on every rank."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from nestpipe.errors import CheckpointError, ConfigError, DataError, NestPipeErr
 
 _ERRORS: dict[str, type[NestPipeError]] = {kind.__name__: kind for kind in (CheckpointError, ConfigError, DataError)}
 
-
 Result = TypeVar("Result")
 
 
 def all_ranks_or_none(channel: Channel, name: str, act: Callable[[], Result]) -> Result:
-    """What `act` returns, on every rank or on none: where one is refused, all raise, and the others say which rank it was.
+    """The result of `act`, which must not communicate. Collective.
 
-    Without this the others would only see that a rank has gone. `act` must not talk to other ranks.
+    If it raises on one rank, all ranks raise, and the others name that rank. Without the exchange they would only see
+    that a peer has closed its connection.
     """
     failure: Exception | None = None
     result: Result | None = None
@@ -27,10 +27,10 @@ def all_ranks_or_none(channel: Channel, name: str, act: Callable[[], Result]) ->
     except (NestPipeError, OSError) as error:
         failure = error
     own = json.dumps([type(failure).__name__, str(failure)] if failure else None)
-    said = [json.loads(data) for data in channel.all_gather_bytes(own.encode(), name=name)]
+    outcomes = [json.loads(data) for data in channel.all_gather_bytes(own.encode(), name=name)]
     if failure:
         raise failure
-    for rank, problem in enumerate(said):
-        if problem:
-            raise _ERRORS.get(problem[0], TrainError)(f"rank {rank} stopped: {problem[1]}")
+    for rank, outcome in enumerate(outcomes):
+        if outcome:
+            raise _ERRORS.get(outcome[0], TrainError)(f"rank {rank} stopped: {outcome[1]}")
     return cast(Result, result)

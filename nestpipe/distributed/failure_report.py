@@ -1,8 +1,11 @@
-"""Notes that ranks leave in the store when they give up, so that all name the rank that is really lost.
+"""Failure reports in the store, so that every rank names the rank that failed first.
 
-A rank that waits for a lost one elsewhere is late here, and whoever waits for it here would blame it. So every rank says in
-which exchange it missed whom; what a blamed rank itself missed *in another exchange* counts too. Two ranks that miss each
-other in one exchange say nothing new. Several threads of a rank may each leave a note: they add up, none is overwritten.
+    rank 0 ──waits in A──▶ rank 1 ──waits in B──▶ rank 2 (dead)       0 would blame 1; the reports lead to 2
+
+A rank that waits for a failed one is late for others, who would blame it. So each report says in
+which exchange a rank waited for whom, and `root_causes` follows the chain. Two ranks that miss each
+other in one exchange add nothing: only reports about *another* exchange are followed. The threads
+of a rank append to one key; no report overwrites another.
 """
 
 from __future__ import annotations
@@ -15,59 +18,67 @@ from dataclasses import dataclass
 
 from torch._C._distributed_c10d import Store
 
-GRACE_S = 1.0  # a note is written a moment after the connection closes
+from nestpipe.distributed.clock import Clock
+
+GRACE_S = 1.0  # a report is written shortly after the connection closes
+_POLL_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
 class FailureReport:
-    """Why a rank gave up and whom it blames."""
+    """Why a rank aborted and which ranks it blames."""
 
-    exchange: str  # in which it missed them until the deadline; "" if it did not wait so long
+    exchange: str  # that reached its deadline; "" if the rank aborted for another reason
     reason: str
     ranks: tuple[int, ...]
-    by: int  # the rank that gave up; others pass its note on
+    by: int  # the rank that aborted; others forward its report
 
 
-def publish(store: Store, rank: int, note: FailureReport) -> None:
-    """Adds a note of this rank; a courtesy: without the store the others still see the closed connection."""
+def publish(store: Store, rank: int, report: FailureReport) -> None:
+    """Appends a report of this rank. Best effort: without the store the peers still see the closed connection."""
     with contextlib.suppress(RuntimeError):
-        line = json.dumps([note.exchange, note.reason, note.ranks, note.by]) + "\n"
+        line = json.dumps([report.exchange, report.reason, report.ranks, report.by]) + "\n"
         store.append(_key(rank), line)  # type: ignore[attr-defined]  # in every store, but not in torch's stubs
 
 
 def collect(
-    store: Store, ranks: Iterable[int], *, elsewhere: str | None = None, within_s: float = GRACE_S
+    store: Store,
+    ranks: Iterable[int],
+    *,
+    not_about: str | None = None,
+    within_s: float = GRACE_S,
+    clock: Clock = time,
 ) -> list[FailureReport]:
-    """Notes of these ranks, waiting until each has left one; with `elsewhere`, one of another exchange than that."""
-    end = time.monotonic() + within_s
+    """Reports of these ranks, except those about exchange `not_about`. Waits up to `within_s` for one of each rank."""
+    ranks, end = tuple(ranks), clock.monotonic() + within_s
     while True:
-        found = {rank: [note for note in _read(store, rank) if note.exchange != elsewhere] for rank in ranks}
-        if all(found.values()) or time.monotonic() > end:
-            return [note for notes in found.values() for note in notes]
-        time.sleep(0.02)
+        reports = {rank: [one for one in _read(store, rank) if one.exchange != not_about] for rank in ranks}
+        if all(reports.values()) or clock.monotonic() > end:
+            return [report for own in reports.values() for report in own]
+        clock.sleep(_POLL_S)
 
 
-def root_causes(store: Store, notes: Iterable[FailureReport]) -> tuple[int, ...]:
-    """Everyone these notes blame, and whom those missed in other exchanges, and so on, as far as it is written by now."""
+def root_causes(store: Store, reports: Iterable[FailureReport]) -> tuple[int, ...]:
+    """The ranks that these reports blame, those that they blame in other exchanges, and so on; ascending."""
     blamed: set[int] = set()
-    seen: set[FailureReport] = set()
-    to_read = list(notes)
-    while to_read:
-        note = to_read.pop()
-        if note in seen:
+    visited: set[FailureReport] = set()
+    stack = list(reports)
+    while stack:
+        report = stack.pop()
+        if report in visited:
             continue
-        seen.add(note)
-        blamed.update(note.ranks)
-        to_read += [more for rank in note.ranks for more in _read(store, rank) if more.exchange != note.exchange]
+        visited.add(report)
+        blamed.update(report.ranks)
+        stack += [one for rank in report.ranks for one in _read(store, rank) if one.exchange != report.exchange]
     return tuple(sorted(blamed))
 
 
 def _key(rank: int) -> str:
-    return f"gave-up/{rank}"
+    return f"failures/{rank}"
 
 
 def _read(store: Store, rank: int) -> list[FailureReport]:
-    with contextlib.suppress(RuntimeError):  # likewise
+    with contextlib.suppress(RuntimeError):  # best effort, like `publish`
         if store.check([_key(rank)]):
             lines = [json.loads(line) for line in store.get(_key(rank)).decode().splitlines()]
             return [FailureReport(exchange, reason, tuple(ranks), by) for exchange, reason, ranks, by in lines]

@@ -1,17 +1,20 @@
-"""Which ids have a row: admission and eviction, decided once per batch, before anything of the batch is read.
+"""Admission and eviction: which ids have a row, decided once per batch before any row of the batch is read.
 
 For batch t, at the owner, bucket by bucket, so that every number of ranks decides the same:
 
-1. Rows of the batch note the step and count the batch.
-2. Every other id of the batch is counted; one that was seen in `admit_after` batches asks for a row.
-3. A bucket with more askers than room evicts rows, those of batches t-P … t excepted, by (last step, id) or
-   (frequency, id), just as many as it needs. P is `protect_steps`.
-4. The askers with the lowest ids get the room. The others keep their count and ask again when they are seen again.
-5. Counts of ids without a row are bounded: a bucket keeps 4 x `max_rows_per_bucket` of them, or 65,536 if its rows have no
-   limit, and forgets those not seen for the longest time first, ties by id.
+1. Rows of the batch record the step and increment their frequency.
+2. Every other id of the batch is counted; one that occurred in `admit_after` batches becomes a
+   candidate for a row.
+3. A bucket with more candidates than free rows evicts as many rows as it needs, by (last step, id)
+   for "lru" or (frequency, id) for "lfu". Rows of batches t-P … t are never evicted; P is
+   `protect_steps`.
+4. The candidates with the lowest ids are admitted. The others keep their count and compete again at
+   their next occurrence.
+5. Counts of ids without a row are bounded: a bucket keeps 4 x `max_rows_per_bucket` of them, or
+   65,536 if its rows have no limit, and drops the least recently used first, ties by id.
 
-An evicted row starts again from nothing. Nothing here depends on slots, on the clock or on what is in flight, and a
-batch that is skipped later has been counted all the same.
+An evicted row loses its weights and optimizer state. Decisions never depend on slots, on time or on
+what is in flight. A batch whose update is skipped has been counted all the same.
 """
 
 from __future__ import annotations
@@ -27,21 +30,21 @@ from nestpipe.embedding.config import EmbeddingConfig
 from nestpipe.embedding.id_index import make_index
 from nestpipe.embedding.row_store import RowStore
 
-_NUMBERS = torch.empty(0, dtype=torch.int64)
+_EMPTY = torch.empty(0, dtype=torch.int64)
 
-_STRIDE = 64  # one row in so many is looked at to guess how far to look
+_STRIDE = 64  # one row in 64 is sampled to estimate the eviction threshold
 
 Order = Literal["lru", "lfu"]
 
 
 class UsageLedger:
-    """Distinct ids with their bucket, last step and frequency. Calls take distinct ids."""
+    """Distinct ids with their bucket, last step and frequency. Arguments are distinct ids."""
 
     def __init__(self, num_buckets: int, *, native: bool | None = None):
         self.index = make_index(native=native)
-        self.sizes = torch.zeros(num_buckets, dtype=torch.int64)  # ids of each bucket
+        self.sizes = torch.zeros(num_buckets, dtype=torch.int64)  # ids per bucket
         self._owners = Owners(num_buckets, 1)
-        self._columns = RowStore(dict.fromkeys(("id", "bucket", "last_step", "frequency"), _NUMBERS))
+        self._columns = RowStore(dict.fromkeys(("id", "bucket", "last_step", "frequency"), _EMPTY))
 
     def __len__(self) -> int:
         return len(self.index)
@@ -51,17 +54,17 @@ class UsageLedger:
         return self._owners.bucket_of(ids)
 
     def touch(self, slots: Tensor, step: int) -> None:
-        """The ids of these slots are in batch `step`."""
+        """Records that the ids of these slots occur in batch `step`."""
         self._columns["last_step"].index_fill_(0, slots, step)
         frequency = self._columns["frequency"]
         frequency.index_copy_(0, slots, frequency.index_select(0, slots).add_(1))
 
     def frequency(self, slots: Tensor) -> Tensor:
-        """In how many batches [n] the ids of these slots were."""
+        """Number of batches [n] in which the ids of these slots occurred."""
         return self._columns["frequency"].index_select(0, slots)
 
     def add(self, ids: Tensor, *, last_step: Tensor, frequency: Tensor) -> Tensor:
-        """Takes in ids that are unknown; returns their slots."""
+        """Adds unknown ids; returns their slots."""
         slots, _ = self.index.find_or_add(ids)
         self._columns.grow(self.index.num_slots)
         bucket = self.bucket_of(ids)
@@ -72,30 +75,30 @@ class UsageLedger:
         return slots
 
     def remove(self, ids: Tensor) -> None:
-        """Forgets ids that are known."""
+        """Removes known ids."""
         slots = self.index.remove(ids)
         bucket = self._columns["bucket"]
         self.sizes -= torch.bincount(bucket.index_select(0, slots), minlength=len(self.sizes))
         bucket.index_fill_(0, slots, len(self.sizes))  # a free slot is in no bucket
 
     def choose(self, counts: Tensor, order: Order, *, before: int) -> Tensor:
-        """The first counts[b] ids of each bucket b, or all there are, of those last used before a step.
+        """Up to counts[b] ids of each bucket b that were last used before step `before`: the first in `order`.
 
-        "lru": by (last step, id); "lfu": by (frequency, id). Looks at every id, but only if some count is above 0.
+        "lru": by (last step, id); "lfu": by (frequency, id). Scans all ids if any count is above 0.
         """
         counts = counts.clamp(min=0)
         if not bool(counts.any()):
-            return _NUMBERS
+            return _EMPTY
         wanted = torch.cat([counts > 0, torch.zeros(1, dtype=torch.bool)])
         slots = (wanted.index_select(0, self._columns["bucket"]) & (self._columns["last_step"] < before)).nonzero()
         names = ("id", "last_step" if order == "lru" else "frequency", "bucket")
         ids, keys, bucket = (self._columns[name].index_select(0, slots.flatten()) for name in names)
-        near = _near(ids, keys, bucket, counts)
+        near = _preselect(ids, keys, bucket, counts)
         ids, keys, bucket = (column.index_select(0, near) for column in (ids, keys, bucket))
-        by = _sorted_by(ids, keys, bucket)
-        bucket = bucket.index_select(0, by)
+        order_by = _sorted_by(ids, keys, bucket)
+        bucket = bucket.index_select(0, order_by)
         first = rank_in_bucket(bucket, len(counts)) < counts.index_select(0, bucket)
-        return ids.index_select(0, by[first])
+        return ids.index_select(0, order_by[first])
 
     def export(self) -> dict[str, Tensor]:
         """Ids in ascending order, with last step and frequency."""
@@ -110,33 +113,33 @@ class UsageLedger:
 
 
 def _sorted_by(*columns: Tensor) -> Tensor:
-    """The order in which rows ascend by all columns, of which the last one matters most."""
-    by = torch.arange(len(columns[0]))
+    """The permutation that sorts by all columns; the last one is the most significant."""
+    order = torch.arange(len(columns[0]))
     for column in columns:
-        by = by.index_select(0, column.index_select(0, by).argsort(stable=True))
-    return by
+        order = order.index_select(0, column.index_select(0, order).argsort(stable=True))
+    return order
 
 
-def _near(ids: Tensor, keys: Tensor, bucket: Tensor, counts: Tensor) -> Tensor:
-    """Places that hold, in any order, the first counts[b] ids of each bucket b by (key, id): far fewer than all.
+def _preselect(ids: Tensor, keys: Tensor, bucket: Tensor, counts: Tensor) -> Tensor:
+    """A superset, usually small, of the places of the first counts[b] ids of each bucket b by (key, id).
 
-    A sample guesses how far to look, and looking says whether that was enough, so the answer does not depend on it.
+    A threshold is estimated from a sample and then verified, so the result of `choose` does not depend on the sample.
     """
-    enough = counts.minimum(torch.bincount(bucket, minlength=len(counts)))
+    needed = counts.minimum(torch.bincount(bucket, minlength=len(counts)))
     sample = _sorted_by(ids[::_STRIDE], keys[::_STRIDE]) * _STRIDE
-    guess = 2 * int(enough.sum()) // _STRIDE + _STRIDE
+    guess = 2 * int(needed.sum()) // _STRIDE + _STRIDE
     while guess < len(sample):
         last_id, last_key = ids[sample[guess]], keys[sample[guess]]
         near = ((keys < last_key) | ((keys == last_key) & (ids <= last_id))).nonzero().flatten()
         found = torch.bincount(bucket.index_select(0, near), minlength=len(counts))
-        if bool((found >= enough).all()):
+        if bool((found >= needed).all()):
             return near
         guess *= 4
     return torch.arange(len(ids))
 
 
 def rank_in_bucket(bucket: Tensor, num_buckets: int) -> Tensor:
-    """How many of the same bucket stand before each [n], where equal buckets stand together."""
+    """The number [n] of earlier entries of the same bucket; equal buckets are adjacent."""
     sizes = torch.bincount(bucket, minlength=num_buckets)
     first = sizes.cumsum(0) - sizes
     return torch.arange(len(bucket)) - first.index_select(0, bucket)
@@ -148,34 +151,36 @@ PENDING = "pending."  # names of exported counts of ids without a row
 
 
 class Admission:
-    """The ids that have rows, those that wait for one, and the rules between them."""
+    """The ids with rows, the counts of those without, and the rules between them."""
 
     def __init__(self, config: EmbeddingConfig, *, native: bool | None = None):
         self._config = config
         self.rows = UsageLedger(config.num_buckets, native=native)
-        self._pending = UsageLedger(config.num_buckets, native=native)  # unused if ids are admitted at first sight
+        self._pending = UsageLedger(config.num_buckets, native=native)  # unused if admit_after is 1
         self._step = -1
 
     def advance(self, ids: Tensor, step: int) -> tuple[Tensor, Tensor]:
-        """Counts a batch of distinct ids, ascending in each bucket; returns those that got a row, in order, and their slots."""
+        """Counts a batch of distinct ids, ascending in each bucket; returns the admitted ones, in order, and their slots."""
         if step <= self._step:
-            raise ValueError(f"batch {step} is counted after batch {self._step}; batches are counted once, in order")
+            raise ValueError(
+                f"batch {step} is counted after batch {self._step}; batches must be counted once, in order"
+            )
         self._step = step
         slots = self.rows.index.find(ids)
         self.rows.touch(slots[slots >= 0], step)
-        asking, counts = self._count(ids[slots < 0], step)
-        places = self._make_room(asking, step)
-        admitted = asking.index_select(0, places)
+        candidates, counts = self._count(ids[slots < 0], step)
+        places = self._make_room(candidates, step)
+        admitted = candidates.index_select(0, places)
         fresh = self.rows.add(
             admitted, last_step=torch.full_like(admitted, step), frequency=counts.index_select(0, places)
         )
         if self._config.admit_after > 1:
             self._pending.remove(admitted)
-            self._forget()
+            self._drop_oldest_counts()
         return admitted, fresh
 
     def export(self) -> dict[str, Tensor]:
-        """What is beside the rows: index state by ascending id, and the pending counts, which are as many as they are."""
+        """Usage state of the rows by ascending id, and the counts of ids without a row."""
         own = self.rows.export()
         content = {f"index.{name}": own[name] for name in ("last_step", "frequency")}
         if self._config.admit_after > 1:
@@ -183,7 +188,7 @@ class Admission:
         return content
 
     def load(self, content: Mapping[str, Tensor]) -> None:
-        """Replaces everything. Rows that come without index state were last used before the first batch, once."""
+        """Replaces everything. Rows without usage state count as used once, before the first batch."""
         ids = content["ids"]
         self.rows.load(
             {
@@ -192,13 +197,12 @@ class Admission:
                 "frequency": content.get("index.frequency", torch.ones_like(ids)),
             }
         )
-        none = ids.new_empty(0)
         names = ("ids", "last_step", "frequency")
-        self._pending.load({name: content.get(PENDING + name, none) for name in names})
+        self._pending.load({name: content.get(PENDING + name, ids.new_empty(0)) for name in names})
         self._step = -1
 
     def _count(self, ids: Tensor, step: int) -> tuple[Tensor, Tensor]:
-        """Counts ids without a row; returns those that ask for one, in order, and in how many batches they were."""
+        """Counts ids without a row; returns the candidates for one, in order, and their counts."""
         if self._config.admit_after == 1:
             return ids, torch.ones_like(ids)
         pending = self._pending
@@ -211,22 +215,22 @@ class Admission:
         return ids[ready], counts[ready]
 
     def _make_room(self, ids: Tensor, step: int) -> Tensor:
-        """Evicts as many rows as needed and allowed; returns which of the asking ids, ascending in each bucket, get a row."""
+        """Evicts as many rows as needed and allowed; returns places of the candidates to admit. Ascending per bucket."""
         limit = self._config.max_rows_per_bucket
         if not limit or not len(ids):
             return torch.arange(len(ids))
         bucket = self.rows.bucket_of(ids)
-        asked = torch.bincount(bucket, minlength=self._config.num_buckets)
+        num_candidates = torch.bincount(bucket, minlength=self._config.num_buckets)
         victims = self.rows.choose(
-            self.rows.sizes + asked - limit, self._config.evict, before=step - self._config.protect_steps
+            self.rows.sizes + num_candidates - limit, self._config.evict, before=step - self._config.protect_steps
         )
         self.rows.remove(victims)
         room = limit - self.rows.sizes
-        by = bucket.argsort(stable=True)
-        bucket = bucket.index_select(0, by)
-        return by[rank_in_bucket(bucket, len(room)) < room.index_select(0, bucket)].sort().values
+        order = bucket.argsort(stable=True)
+        bucket = bucket.index_select(0, order)
+        return order[rank_in_bucket(bucket, len(room)) < room.index_select(0, bucket)].sort().values
 
-    def _forget(self) -> None:
-        """Drops the oldest counts of buckets that have too many."""
-        most = _PENDING_PER_ROW * self._config.max_rows_per_bucket or _MAX_PENDING
-        self._pending.remove(self._pending.choose(self._pending.sizes - most, "lru", before=self._step + 1))
+    def _drop_oldest_counts(self) -> None:
+        """Bounds the counts of each bucket."""
+        limit = _PENDING_PER_ROW * self._config.max_rows_per_bucket or _MAX_PENDING
+        self._pending.remove(self._pending.choose(self._pending.sizes - limit, "lru", before=self._step + 1))

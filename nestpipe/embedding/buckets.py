@@ -1,7 +1,7 @@
-"""Ids, buckets, owners: a fixed hash puts an id into one of a fixed number of buckets, and each rank owns a range of buckets.
+"""Buckets and owners: a fixed hash maps an id to one of a fixed number of buckets; each rank owns a range of buckets.
 
-The bucket of an id never changes; the owner of a bucket depends only on the number of ranks. So a checkpoint written
-bucket by bucket loads on any number of ranks.
+The bucket of an id never changes; the owner of a bucket depends only on the number of ranks. So a
+checkpoint written bucket by bucket loads on any number of ranks.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 from nestpipe.embedding.config import MAX_CHUNKS
 from nestpipe.embedding.unique_ids import owner_of
 
-FINE_CHUNKS = MAX_CHUNKS
+FINE_CHUNKS = MAX_CHUNKS  # into which the buckets of an owner are divided; chunks are made of these
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Owners:
     def __post_init__(self) -> None:
         if not 1 <= self.world_size <= self.num_buckets:
             raise ValueError(
-                f"{self.world_size} ranks cannot share {self.num_buckets} buckets; there must be one for each"
+                f"{self.world_size} ranks cannot share {self.num_buckets} buckets; each rank needs at least one"
             )
 
     def bucket_of(self, ids: Tensor) -> Tensor:
@@ -38,8 +38,8 @@ class Owners:
         return owner_of(ids, self.num_buckets, self.world_size)
 
     def fine_chunks_of(self, ids: Tensor) -> Tensor:
-        """In which eighth of its owner's buckets each id is [n]: eighth e of rank r is number 8 r + e."""
-        return owner_of(ids, self.num_buckets, FINE_CHUNKS * self.world_size)  # of few buckets some have none
+        """The fine chunk [n] of each id: chunk c of rank r is FINE_CHUNKS * r + c. With few buckets some are empty."""
+        return owner_of(ids, self.num_buckets, FINE_CHUNKS * self.world_size)
 
     def buckets_of(self, rank: int) -> range:
         """The buckets that a rank owns."""

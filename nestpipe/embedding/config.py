@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-MAX_CHUNKS = 8  # into which the messages of a batch can be cut
+MAX_CHUNKS = 8  # of the first rows and the last gradients of a batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,7 @@ class EmbeddingConfig(OptimizerConfig):
     num_buckets: int = 64
     """Fixed partition of all ids; ranks own ranges of buckets, so it is the largest number of ranks."""
     admit_after: int = 1
-    """An id gets a row in the batch in which it is seen for the so-manieth time; before, it reads its initial value."""
+    """Number of batches in which an id must occur before it gets a row; until then it reads its initial value."""
     max_rows_per_bucket: int = 0
     """A bucket that is full evicts rows for new ids; 0 for no limit."""
     evict: Literal["lru", "lfu"] = "lru"
@@ -54,7 +54,7 @@ class EmbeddingConfig(OptimizerConfig):
     """Rows used in so many batches before this one, or in this one, are not evicted; at least pipeline depth + 1."""
 
     tier: Literal["memory", "mmap"] = "memory"
-    """Where rows are: in memory, or in files of which the rows in use are mapped into memory. The bits are the same."""
+    """Where rows are: in memory, or in files of which the rows in use are mapped into memory. Results are bitwise identical."""
     mmap_folder: str = ""
     """mmap: a folder on a fast local disk. The files have no names and vanish with the process."""
     memory_bytes: int = 1 << 30

@@ -1,7 +1,15 @@
-"""Which ids a window needs, told to their owners: counts first, so that everybody knows how much will come, then the ids.
+"""All-to-all of ids: which rows each rank requests from each owner.
 
-On a busy line each of the two waits behind rows and gradients. So a pipeline that looks ahead announces the counts of a batch
-while the ids of the batch before travel.
+    requester                             owner
+    counts per (owner, micro-batch)   ──▶ request sizes                 start_counts() -> CountExchange.wait()
+    ids, micro-batch of last use      ──▶ requests of all ranks         IdExchange.start() -> finish()
+
+Sizes must be known before ids can be received, so there are two exchanges. With look-ahead, the
+counts of batch t+1 are sent while the ids of batch t are in flight: on a saturated link each
+exchange queues behind rows and gradients.
+
+`RequesterState` and `OwnerState` are the two sides of one table in a window; `RowMessage` and
+`GradMessage` are its messages.
 """
 
 from __future__ import annotations
@@ -25,93 +33,92 @@ from nestpipe.errors import CommError
 
 @dataclass(slots=True, eq=False)
 class RequesterState:
-    """An asker's side of one table in a window."""
+    """The requester side of one table in a window."""
 
     plan: TablePlan
-    local_rows: list[Tensor]  # [part]: rows [u, D] of its distinct ids; new ones arrive there, the others are copied
-    grads: list[Tensor | None]  # [part]: sums [u, D] of the parts up to this one, once it has computed
-    narrow: NarrowRows | None = None  # if some rows travel in 16 bits
-    shared: SharedRows = field(default_factory=SharedRows)  # of the first leaf, and of the last one
-    # Of the first leaf, cold and hot rows as they arrive, and their positions.
+    local_rows: list[Tensor]  # [micro-batch]: rows [u, D] of its distinct ids; fresh ones are received in place
+    grads: list[Tensor | None]  # [micro-batch]: gradient sums [u, D] up to this one; None before its backward
+    narrow: NarrowRows | None = None  # if some rows are sent in 16 bits
+    shared: SharedRows = field(default_factory=SharedRows)  # of the first and of the last micro-batch
+    # is_unshared -> received rows of the first micro-batch and their positions
     split_rows: dict[bool, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def computed_grads(self, micro_batch: int) -> Tensor:
-        """The sums [u, D] of the parts up to this one; raises CommError if it has not computed yet."""
+        """Gradient sums [u, D] up to this micro-batch. Raises CommError before its backward."""
         if (grads := self.grads[micro_batch]) is None:
-            raise CommError("gradients were needed before they were computed: a dependency is missing in the schedule.")
+            raise CommError("gradients used before they were computed: the schedule lacks a dependency.")
         return grads
 
 
 @dataclass(slots=True, eq=False)
 class OwnerState:
-    """An owner's side of one table in a window, or of a slice of it."""
+    """The owner side of one table in a window, or of a chunk of it."""
 
     requests: OwnerRequests
-    narrow: NarrowRows | None = None  # if some rows travel in 16 bits
-    shared: SharedRows = field(default_factory=SharedRows)  # of the ids of all askers
-    num_collected: int = 0  # messages of gradients that have come
+    narrow: NarrowRows | None = None  # if some rows are sent in 16 bits
+    shared: SharedRows = field(default_factory=SharedRows)  # of the requested ids
+    num_collected: int = 0  # gradient messages received
     row_refs: RowRefs | None = None
-    split_updates: dict[bool, tuple[RowRefs, ArrivedGrads]] = field(
-        default_factory=dict
-    )  # cold and hot rows, and their sums, if split
-    chunk_grads: ArrivedGrads | None = None  # of a slice, where they will be
-    union: GroupUnion | None = None  # of all groups; then these are the requests that it has
-    totals: Tensor | None = None  # [K, D] what they add up to, if somebody asked
+    # is_unshared -> rows and their gradients, if the window is split
+    split_updates: dict[bool, tuple[RowRefs, ArrivedGrads]] = field(default_factory=dict)
+    chunk_grads: ArrivedGrads | None = None  # of a chunk, located before they arrive
+    union: GroupUnion | None = None  # of all replica groups; `requests` are then those of the union
+    totals: Tensor | None = None  # [K, D] complete gradients, if a norm needs them
 
     @property
     def retrieved(self) -> RowRefs:
-        """Where its rows are, once they are retrieved."""
+        """The rows. Raises CommError before `Window.retrieve`."""
         if self.row_refs is None:
-            raise CommError("rows were asked for before they were retrieved: a dependency is missing in the schedule.")
+            raise CommError("rows used before they were retrieved: the schedule lacks a dependency.")
         return self.row_refs
 
     @property
     def united(self) -> GroupUnion:
-        """The requests of all groups, once they are known."""
+        """The requests of all replica groups. Raises CommError before they are known."""
         if self.union is None:
-            raise CommError("sums of groups before their ids were known: a dependency is missing in the schedule.")
+            raise CommError("group sums used before the ids of all groups were known: the schedule lacks a dependency.")
         return self.union
 
     def check_collected(self, num_messages: int) -> None:
         if self.num_collected < num_messages:
-            raise CommError("an update before its gradients were collected: a dependency is missing in the schedule.")
+            raise CommError("rows updated before their gradients were collected: the schedule lacks a dependency.")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowMessage:
-    """One message of rows of a table, to every asker and from every owner."""
+    """One all-to-all of rows of a table, from owners to requesters."""
 
     handle: Handle
-    refs: RowRefs  # the rows that travel, asker after asker
-    send_buffer: Tensor  # room for them
-    sends: list[Tensor]  # to each asker: its part of that
-    receive_buffers: list[Tensor]  # for each owner: where its rows belong
-    own_refs: RowRefs  # the rows that do not travel, but are copied to where they belong
-    packed: list[Tensor] | None = None  # from each owner: bytes, if some rows travel in 16 bits
+    refs: RowRefs  # rows sent, requester after requester
+    send_buffer: Tensor  # for all of them
+    sends: list[Tensor]  # per requester: its view of the send buffer
+    receive_buffers: list[Tensor]  # per owner: a view of local_rows
+    own_refs: RowRefs  # rows that are copied here instead of sent
+    packed: list[Tensor] | None = None  # per owner: bytes to receive, if some rows are sent in 16 bits
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GradMessage:
-    """One message of gradient sums of a table, to every owner and from every asker."""
+    """One all-to-all of gradient sums of a table, from requesters to owners."""
 
     handle: Handle
-    sent_positions: Tensor | None  # positions in the leaf, owner by owner, of what travels; None for all of it
-    own_positions: Tensor | None  # positions of what is copied; None if it is used where it is
-    send_counts: list[int]  # to each owner
-    send_buffer: Tensor  # for what leaves, if that is not all of the leaf
-    received: list[Tensor]  # of each asker
+    sent_positions: Tensor | None  # positions in local_rows, owner by owner, of the sums sent; None: all
+    own_positions: Tensor | None  # positions of the sums copied here; None: used in place
+    send_counts: list[int]  # per owner
+    send_buffer: Tensor  # empty if all sums are sent
+    received: list[Tensor]  # per requester
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CountExchange:
-    """How many ids this rank needs of each owner, on its way to them, and the same of all others."""
+    """Request counts of every rank, in flight."""
 
-    local: dict[str, Counts]  # table by table: [owner][part], or [owner][part and slice]
-    buffer: Tensor  # [rank, n]: what each says
+    local: dict[str, Counts]  # per table: [owner][micro-batch], or [owner][micro-batch * num_chunks + chunk]
+    buffer: Tensor  # [rank, n], valid after wait()
     handle: Handle
 
     def wait(self) -> list[list[int]]:
-        """What each rank has said, when it has come."""
+        """Blocks until the counts of every rank have arrived; returns one row per rank."""
         self.handle.wait()
         rows: list[list[int]] = self.buffer.tolist()
         return rows
@@ -120,60 +127,57 @@ class CountExchange:
 def start_counts(
     tables: ShardedTables, plan: Plan, chunks: Mapping[str, Chunks], extra: list[int], *, where: str
 ) -> CountExchange:
-    """Tells each owner how many ids it will be asked for, and some numbers beside; every rank must call it."""
-    own = {name: chunks[name].first_counts if chunks else one.first_counts for name, one in plan.tables.items()}
-    wanted = [[n for counts in own.values() for n in counts[rank]] + extra for rank in range(tables.world_size)]
-    sends = torch.tensor(wanted, dtype=torch.int64, device=tables.id_channel.world.device)
-    buffers = torch.empty_like(sends)
-    return CountExchange(
-        own, buffers, tables.id_channel.exchange("counts", sends.unbind(), buffers.unbind(), where=where)
-    )
+    """Sends request counts, and `extra` integers, to all owners. Collective."""
+    local = {name: chunks[name].first_counts if chunks else one.first_counts for name, one in plan.tables.items()}
+    rows = [[n for counts in local.values() for n in counts[owner]] + extra for owner in range(tables.world_size)]
+    sends = torch.tensor(rows, dtype=torch.int64, device=tables.id_channel.world.device)
+    buffer = torch.empty_like(sends)
+    handle = tables.id_channel.exchange("counts", sends.unbind(), buffer.unbind(), where=where)
+    return CountExchange(local, buffer, handle)
 
 
 @dataclass(slots=True, eq=False)
 class IdExchange:
-    """Ids on their way to their owners."""
+    """Ids in flight to their owners."""
 
     tables: ShardedTables
     plan: Plan
     narrow: dict[str, NarrowRows]
     remote_narrow: dict[str, NarrowRows] = field(default_factory=dict)
-    received: dict[str, tuple[Tensor, Tensor, Counts]] = field(
-        default_factory=dict
-    )  # ids, their last parts, and counts
+    received: dict[str, tuple[Tensor, Tensor, Counts]] = field(default_factory=dict)  # ids, last uses, counts
     handles: list[Handle] = field(default_factory=list)
 
     @staticmethod
     def start(
-        tables: ShardedTables, plan: Plan, own_counts: Mapping[str, Counts], flags: list[list[int]], *, where: str
+        tables: ShardedTables, plan: Plan, local: Mapping[str, Counts], received: list[list[int]], *, where: str
     ) -> IdExchange:
-        """Sends each owner the ids that this rank needs of it, when it is known how many all will send."""
-        asking, begin = IdExchange(tables, plan, narrow_of(plan)), 0
+        """Sends ids to their owners. `local` and `received` are the counts of this rank and of all ranks."""
+        exchange, begin = IdExchange(tables, plan, narrow_of(plan)), 0
         for name in plan.tables:
-            end = begin + len(own_counts[name][0])
-            asking._launch(name, [row[begin:end] for row in flags], where)
+            end = begin + len(local[name][0])
+            exchange._launch(name, [row[begin:end] for row in received], where)
             begin = end
-        return asking
+        return exchange
 
     def _launch(self, name: str, counts: Counts, where: str) -> None:
         channel, own, sizes = self.tables.id_channel, self.plan.tables[name], [sum(row) for row in counts]
-        ids, last_micro_batch = torch.empty(sum(sizes), dtype=torch.int64), torch.empty(sum(sizes), dtype=torch.uint8)
-        self.received[name] = (ids, last_micro_batch, counts)
+        ids, last_use = torch.empty(sum(sizes), dtype=torch.int64), torch.empty(sum(sizes), dtype=torch.uint8)
+        self.received[name] = (ids, last_use, counts)
         self.handles += [
             channel.exchange(f"ids/{name}", own.ids.split(own.counts), ids.split(sizes), where=where),
-            channel.exchange(
-                f"last uses/{name}", own.last_use.split(own.counts), last_micro_batch.split(sizes), where=where
-            ),
+            channel.exchange(f"last uses/{name}", own.last_use.split(own.counts), last_use.split(sizes), where=where),
         ]
         if name in self.narrow:
-            mask, num = torch.empty(sum(sizes), dtype=torch.uint8), len(counts[0]) // self.plan.num_micro_batches
-            by_micro_batch = [[sum(row[place : place + num]) for place in range(0, len(row), num)] for row in counts]
+            mask, num_chunks = torch.empty(sum(sizes), dtype=torch.uint8), len(counts[0]) // self.plan.num_micro_batches
+            by_micro_batch = [
+                [sum(row[begin : begin + num_chunks]) for begin in range(0, len(row), num_chunks)] for row in counts
+            ]
             self.remote_narrow[name] = NarrowRows(self.narrow[name].wire, mask.view(torch.bool), by_micro_batch)
             sends = self.narrow[name].mask.view(torch.uint8).split(own.counts)
             self.handles.append(channel.exchange(f"narrow/{name}", sends, mask.split(sizes), where=where))
 
     def finish(self) -> tuple[dict[str, RequesterState], dict[str, list[OwnerState]]]:
-        """What a rank asks for and, slice by slice, what it is asked for, when all ids have come."""
+        """Blocks until all ids have arrived; returns both sides of each table, that of the owner per chunk."""
         for handle in self.handles:
             handle.wait()
         requester, owner, micro_batches = {}, {}, self.plan.num_micro_batches
@@ -189,14 +193,14 @@ class IdExchange:
 
 
 def _by_chunk(
-    ids: Tensor, last_micro_batch: Tensor, counts: Counts, micro_batches: int
+    ids: Tensor, last_use: Tensor, counts: Counts, num_micro_batches: int
 ) -> Iterator[tuple[Tensor, Tensor, Counts]]:
-    """The requests of all askers, slice by slice; counts are [asker][part and slice]."""
-    num = len(counts[0]) // micro_batches
-    if num == 1:
-        yield ids, last_micro_batch, counts
+    """Requests of all ranks, chunk by chunk; counts are [requester][micro-batch * num_chunks + chunk]."""
+    num_chunks = len(counts[0]) // num_micro_batches
+    if num_chunks == 1:
+        yield ids, last_use, counts
         return
     sizes = [n for row in counts for n in row]
-    pieces, lasts = ids.split(sizes), last_micro_batch.split(sizes)
-    for own in (slice(number, None, num) for number in range(num)):
-        yield torch.cat(pieces[own]), torch.cat(lasts[own]), [row[own] for row in counts]
+    ids_of, last_uses_of = ids.split(sizes), last_use.split(sizes)
+    for chunk in (slice(number, None, num_chunks) for number in range(num_chunks)):
+        yield torch.cat(ids_of[chunk]), torch.cat(last_uses_of[chunk]), [row[chunk] for row in counts]

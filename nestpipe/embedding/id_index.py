@@ -1,12 +1,13 @@
-"""Which slot an id has: an index from raw int64 ids to slots 0, 1, 2, …
+"""Index from raw int64 ids to slots 0, 1, 2, …
 
-Two implementations with one contract, equal slot for slot: `NativeIndex` (C++, a hash table) and `TorchIndex` (sorted
-ids, for machines without a compiler and as the plain definition beside the fast one).
+Two implementations of one contract, equal slot for slot: `NativeIndex` (a hash table in C++) and
+`TorchIndex` (sorted ids; the readable reference, and for machines without a compiler).
 
-Slots are handed out in the order in which new ids first appear; freed ones go first, the most recently freed before
-the others, then numbers never used. At all times len(index) + free slots == num_slots.
+Slots are assigned in the order in which new ids first appear: freed slots first, the most recently
+freed before the others, then new numbers. At all times len(index) + free slots == num_slots.
 
-Ids are int64 [n] on the CPU; any value is legal. Finds may run beside each other; a change must run alone.
+Ids are int64 [n] on the CPU; any value is legal. `find` may run concurrently; a change must run
+alone.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ class IdIndex(Protocol):
     """Ids -> slots."""
 
     def __len__(self) -> int:
-        """How many ids have a slot."""
+        """Number of ids with a slot."""
         ...
 
     @property
     def num_slots(self) -> int:
-        """One more than the highest slot ever handed out (since the last `load` or `clear`)."""
+        """One more than the highest slot assigned since the last `load` or `clear`."""
         ...
 
     def find(self, ids: Tensor) -> Tensor:
@@ -45,11 +46,11 @@ class IdIndex(Protocol):
         ...
 
     def find_or_add(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """The slot of each id [n], and the places [k], ascending, where ids that were unknown appear first."""
+        """The slot of each id [n], and the places [k], ascending, of the first occurrences of unknown ids."""
         ...
 
     def remove(self, ids: Tensor) -> Tensor:
-        """Frees the slots of distinct known ids and returns them [n]; else raises `UnknownIdError` and changes nothing."""
+        """Frees the slots [n] of distinct known ids and returns them. Raises `UnknownIdError` without any change."""
         ...
 
     def export(self) -> tuple[Tensor, Tensor]:
@@ -57,33 +58,33 @@ class IdIndex(Protocol):
         ...
 
     def load(self, ids: Tensor, slots: Tensor) -> None:
-        """Replaces the content; slots between those given are free, and the lowest is taken first."""
+        """Replaces the content. Gaps between the slots are free; the lowest is used first."""
         ...
 
     def reserve(self, num_ids: int) -> None:
-        """Makes room for this many ids in all, so that adding them moves nothing."""
+        """Allocates for this many ids in total."""
         ...
 
     def clear(self) -> None:
-        """Forgets all ids and slots."""
+        """Removes all ids and slots."""
         ...
 
 
 def make_index(*, native: bool | None = None, num_threads: int = 1) -> IdIndex:
-    """The native index if it can be built here, else the one in torch; `native` insists on one of them.
+    """The native index if it can be built, else the torch one; `native` forces one of them.
 
-    `num_threads` is for finds in the native index; torch's own setting rules the other.
+    `num_threads` is for `find` of the native index.
     """
-    found = library() if native is None or native else None
-    if found is not None:
-        return NativeIndex(found, num_threads=num_threads)
+    functions = library() if native is None or native else None
+    if functions is not None:
+        return NativeIndex(functions, num_threads=num_threads)
     if native:
-        raise RuntimeError("the native index was asked for but cannot be built; 'nestpipe doctor' explains")
+        raise RuntimeError("the native index cannot be built; 'nestpipe doctor' explains")
     return TorchIndex()
 
 
 class _IndexFunctions:
-    """What index.cpp offers."""
+    """The functions of index.cpp."""
 
     def __init__(self, native: Native):
         handle = ids = slots = places = c_void_p
@@ -172,7 +173,7 @@ class TorchIndex:
     def __init__(self) -> None:
         self._ids = torch.empty(0, dtype=torch.int64)  # ascending
         self._slots = torch.empty(0, dtype=torch.int64)  # of each of them
-        self._free = torch.empty(0, dtype=torch.int64)  # the most recently freed is the last
+        self._free = torch.empty(0, dtype=torch.int64)  # the most recently freed is last
 
     def __len__(self) -> int:
         return len(self._ids)
@@ -190,10 +191,10 @@ class TorchIndex:
 
     def find_or_add(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         ids = _checked(ids)
-        found = self.find(ids)
-        unknown = (found < 0).nonzero().flatten()
+        known = self.find(ids)
+        unknown = (known < 0).nonzero().flatten()
         if not len(unknown):
-            return found, unknown
+            return known, unknown
         new, inverse = ids.index_select(0, unknown).unique(return_inverse=True)
         first = torch.full_like(new, len(ids)).scatter_reduce_(0, inverse, unknown, "amin")
         added, order = first.sort()
@@ -229,17 +230,17 @@ class TorchIndex:
         self._ids, self._slots = ascending, slots.index_select(0, order)
 
     def reserve(self, num_ids: int) -> None:
-        """Nothing to do: every change makes new tensors."""
+        """No effect: every change makes new tensors."""
 
     def clear(self) -> None:
         self._ids = self._slots = self._free = self._ids.new_empty(0)
 
     def _place(self, ids: Tensor) -> Tensor:
-        """Where each id stands among the ids, if it does; the index must not be empty."""
+        """The place of each known id in the sorted ids; the index must not be empty."""
         return torch.searchsorted(self._ids, ids).clamp_(max=len(self) - 1)
 
     def _merge(self, ids: Tensor, slots: Tensor) -> None:
-        """Adds distinct ascending new ids: each moves the ids above it up by one."""
+        """Inserts distinct ascending new ids."""
         place = torch.searchsorted(self._ids, ids) + torch.arange(len(ids))
         old = torch.ones(len(self) + len(ids), dtype=torch.bool).index_fill_(0, place, False)
         merged = torch.empty(2, len(old), dtype=torch.int64)
@@ -257,7 +258,7 @@ def _checked(ids: Tensor) -> Tensor:
 
 
 def _free_slots(ascending_ids: Tensor, slots: Tensor) -> Tensor:
-    """The slots between those given, descending, because they are taken from the end; raises ValueError."""
+    """The gaps between the slots, descending because they are used from the end. Raises ValueError."""
     if len(ascending_ids) != len(slots):
         raise ValueError(f"{len(ascending_ids):,} ids but {len(slots):,} slots; each id has one")
     if not len(slots):

@@ -1,4 +1,4 @@
-"""What a model says about the rows it needs: tables, lookups, and the rows it gets back."""
+"""The model's side of a lookup: tables it declares, ids it requests, rows it gets back."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class TableSpec:
     name: str
     dim: int
     init_std: float = 0.02
-    optimizer: OptimizerConfig | None = None  # None: that of the run's `embedding` section
+    optimizer: OptimizerConfig | None = None  # None: the run's `embedding` section
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -29,8 +29,8 @@ class Lookup:
     """Ids [n] to find in a table; any int64 is legal.
 
     With `pool` "none" the model gets one vector per id; else one per bag, where bag i is ids[offsets[i]:offsets[i+1]],
-    optionally weighted. An empty bag gives a zero vector. `wire` is a 16-bit type that is good enough for this use: ids of
-    which all uses in a window say so travel in it (see `Rows.rounded`).
+    optionally weighted. An empty bag gives a zero vector. `wire` is a 16-bit type that is precise enough for this use: ids
+    whose uses in a window all have it are sent in it (see `Rows.rounded`).
     """
 
     table: str
@@ -51,10 +51,10 @@ class Lookup:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """The answer to a `Lookup`: the distinct rows [U, D] of its table in this part, and where each id finds its own.
+    """The result of a `Lookup`: the distinct rows [U, D] of its table in this micro-batch, and the position of each id.
 
-    `unique` is one leaf tensor shared by all lookups in the table, so gradients of a row meet there. Code that cannot
-    afford one vector per id (negatives) works on `unique` and `index` directly.
+    `unique` is one autograd leaf shared by all lookups in the table, so the gradients of a row are summed there. Code that
+    cannot afford one vector per id (negatives) works on `unique` and `index` directly.
     """
 
     unique: Tensor
@@ -62,9 +62,9 @@ class Rows:
     lookup: Lookup
 
     def rounded(self) -> Tensor:
-        """`unique` as the lookup's wire brings it, also where a row came whole because of another use; [U, D].
+        """`unique` [U, D] rounded to the lookup's wire type, also where a row was sent in full because of another use.
 
-        So what is computed does not depend on which uses meet in a window. Gradients go to the row as it is.
+        So results do not depend on which lookups share a window. The gradient is that of the unrounded row.
         """
         if self.lookup.wire is None:
             return self.unique

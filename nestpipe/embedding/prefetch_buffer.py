@@ -1,15 +1,19 @@
-"""Where the rows of batches in flight are: in their table, or in a pool of slots in front of it.
+"""Access to the rows of batches in flight: in their table, or in a prefetch buffer in front of it.
 
-A batch *holds* the rows of its ids from `take` to `release`. Two ways, one contract, the same bits:
+A batch *holds* the rows of its ids from `take` to `release`. Two implementations of one contract,
+bitwise identical:
 
-`InPlace`  rows stay in the table and are read and updated there. For rows in memory that the batch may touch directly.
-`Pool`     rows are copied into slots of their own when the first batch takes them and go home when the last one has
-           released them; a row that neighbouring batches share stays where it is. For tables behind a slower memory: only
-           `take` and `release` touch the table, so one thread can hide its latency.
+    InPlaceRows      rows are read and updated in the table. For tables in memory.
+    PrefetchBuffer   rows are copied into slots when the first batch takes them, and written back when the last batch
+                     releases them; a row that neighbouring batches share stays in its slot. For slower tiers: only
+                     `take` and `release` touch the table, so one thread hides its latency.
 
-`take` and `release` are called by one thread, `take` in the order of batches. A row is weights and all optimizer state.
-Whether an id has a row is decided by `take` and remembered by the batch: a later batch may admit an id whose earlier
-gradient still has to be dropped.
+Invariants:
+
+- One thread calls `take` and `release`; `take` in the order of batches.
+- A row is its weights and all of its optimizer state.
+- `take` decides whether an id has a row, and the batch remembers it: a later batch may admit an id
+  whose gradient in an earlier batch must still be dropped.
 """
 
 from __future__ import annotations
@@ -29,78 +33,80 @@ from nestpipe.embedding.table import WEIGHTS, Table
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowRefs:
-    """The rows of one batch, or some of them, and where each is."""
+    """References to the rows of one batch, or to some of them."""
 
     step: int  # of the batch
-    ids: Tensor  # [K] of a batch: distinct, and ascending in each bucket
+    ids: Tensor  # [K] of a whole batch: distinct, ascending in each bucket
     table_slots: Tensor  # [K] slot in the table, -1 for an id without a row
-    slots: Tensor  # [K] where the row is held; the same as homes if that is in place
-    rowless: Tensor  # [k] places among the ids of those without a row
-    initial: Tensor  # [k, D] in place: what those read
+    slots: Tensor  # [K] slot in use: in the buffer, or the same tensor as table_slots
+    rowless: Tensor  # [k] places of the ids without a row
+    initial: Tensor  # [k, D] in place: the initial values that those read
 
     def at(self, places: Tensor) -> RowRefs:
-        """Those at these places, in this order."""
-        homes = self.table_slots.index_select(0, places)
-        slots = homes if self.slots is self.table_slots else self.slots.index_select(0, places)
+        """The refs at these places, in this order."""
+        table_slots = self.table_slots.index_select(0, places)
+        slots = table_slots if self.slots is self.table_slots else self.slots.index_select(0, places)
         rowless, initial = self.rowless, self.initial
         if len(rowless):
-            rowless = (homes < 0).nonzero().flatten()
+            rowless = (table_slots < 0).nonzero().flatten()
         if len(initial):
             initial = initial.index_select(0, torch.searchsorted(self.rowless, places.index_select(0, rowless)))
-        return RowRefs(self.step, self.ids.index_select(0, places), homes, slots, rowless, initial)
+        return RowRefs(self.step, self.ids.index_select(0, places), table_slots, slots, rowless, initial)
 
     def split(self, sizes: Sequence[int]) -> Iterator[RowRefs]:
-        """Pieces of these sizes, one after the other."""
+        """Consecutive ranges of these sizes."""
         if len(sizes) == 1:
             yield self
             return
         begin = 0
         for size in sizes:
             own = slice(begin, begin + size)
-            homes = self.table_slots[own]
-            slots = homes if self.slots is self.table_slots else self.slots[own]
+            table_slots = self.table_slots[own]
+            slots = table_slots if self.slots is self.table_slots else self.slots[own]
             rowless = slice(*torch.searchsorted(self.rowless, torch.tensor([own.start, own.stop])).tolist())
-            yield RowRefs(self.step, self.ids[own], homes, slots, self.rowless[rowless] - begin, self.initial[rowless])
+            yield RowRefs(
+                self.step, self.ids[own], table_slots, slots, self.rowless[rowless] - begin, self.initial[rowless]
+            )
             begin += size
 
     @property
     def row_slots(self) -> Tensor:
-        """Where each row is held [K], -1 for an id without one."""
+        """The slot [K] of each row, -1 for an id without one."""
         return self.slots.index_fill(0, self.rowless, -1) if len(self.rowless) else self.slots
 
 
 class RowAccess(Protocol):
-    """Holds rows of one table for batches in flight."""
+    """Rows of one table for batches in flight."""
 
     table: Table
 
     def take(self, ids: Tensor, step: int) -> RowRefs:
-        """Decides which of a batch's distinct ids, in each bucket ascending, have a row, and holds them."""
+        """Admits a batch's distinct ids, ascending in each bucket, and holds their rows."""
         ...
 
     def gather(self, refs: RowRefs, out: Tensor | None = None) -> Tensor:
-        """A copy of the weights [n, D]; into `out` if given. They may be some of a batch's, and repeat."""
+        """A copy of the weights [n, D], in `out` if given. Refs may be some of a batch's, and repeat."""
         ...
 
     def update(self, refs: RowRefs, grads: Tensor | ArrivedGrads, lr: float) -> None:
-        """One optimizer step on each row; without a row there is none. They may be some of a batch's."""
+        """One optimizer step per row; gradients of ids without a row are dropped. Refs may be some of a batch's."""
         ...
 
     def release(self, refs: RowRefs) -> None:
-        """The batch is done with its rows."""
+        """Ends the batch's hold on its rows."""
         ...
 
 
 class InPlaceRows:
-    """Rows are used where they live."""
+    """Rows are read and updated in the table."""
 
     def __init__(self, table: Table):
         self.table = table
 
     def take(self, ids: Tensor, step: int) -> RowRefs:
-        homes = self.table.advance(ids, step)
-        rowless = (homes < 0).nonzero().flatten()
-        return RowRefs(step, ids, homes, homes, rowless, self.table.initial(ids.index_select(0, rowless)))
+        table_slots = self.table.advance(ids, step)
+        rowless = (table_slots < 0).nonzero().flatten()
+        return RowRefs(step, ids, table_slots, table_slots, rowless, self.table.initial(ids.index_select(0, rowless)))
 
     def gather(self, refs: RowRefs, out: Tensor | None = None) -> Tensor:
         if not len(refs.rowless):
@@ -118,7 +124,7 @@ class InPlaceRows:
 
 
 class PrefetchBuffer:
-    """Rows are copied into slots, each counted by the batches that hold it."""
+    """Rows are copied into slots, reference-counted by batches."""
 
     def __init__(self, table: Table, *, native: bool | None = None):
         self.table = table
@@ -128,23 +134,23 @@ class PrefetchBuffer:
         self._holders = RowStore({"holders": torch.empty(0, dtype=torch.int64)})
 
     def __len__(self) -> int:
-        """How many rows are held."""
+        """Number of rows in the buffer."""
         return len(self._index)
 
     def reserve(self, num_rows: int) -> None:
-        """Makes room for so many rows, so that the first batches need not."""
+        """Allocates space for so many rows ahead of the first batches."""
         self._columns.grow(num_rows)
         self._holders.grow(num_rows)
 
     def take(self, ids: Tensor, step: int) -> RowRefs:
-        homes = self.table.advance(ids, step)
+        table_slots = self.table.advance(ids, step)
         slots, fresh = self._index.find_or_add(ids)
         self._columns.grow(self._index.num_slots)
         self._holders.grow(self._index.num_slots)
         self._count(slots, 1)
-        self._load(ids.index_select(0, fresh), homes.index_select(0, fresh), slots.index_select(0, fresh))
-        rowless = (homes < 0).nonzero().flatten()
-        return RowRefs(step, ids, homes, slots, rowless, self.table.empty_rows(0))
+        self._load(ids.index_select(0, fresh), table_slots.index_select(0, fresh), slots.index_select(0, fresh))
+        rowless = (table_slots < 0).nonzero().flatten()
+        return RowRefs(step, ids, table_slots, slots, rowless, self.table.empty_rows(0))
 
     def gather(self, refs: RowRefs, out: Tensor | None = None) -> Tensor:
         return self._columns.gather(WEIGHTS, refs.slots, out)
@@ -154,18 +160,18 @@ class PrefetchBuffer:
 
     def release(self, refs: RowRefs) -> None:
         holders = self._count(refs.slots, -1)
-        gone = (holders == 0).nonzero().flatten()
-        tables = (holders == 0).logical_and_(refs.table_slots >= 0).nonzero().flatten()
-        self.table.write(refs.table_slots.index_select(0, tables), self._read(refs.slots.index_select(0, tables)))
-        self._index.remove(refs.ids.index_select(0, gone))
+        unheld = (holders == 0).nonzero().flatten()
+        dirty = (holders == 0).logical_and_(refs.table_slots >= 0).nonzero().flatten()
+        self.table.write(refs.table_slots.index_select(0, dirty), self._read(refs.slots.index_select(0, dirty)))
+        self._index.remove(refs.ids.index_select(0, unheld))
 
-    def _load(self, ids: Tensor, homes: Tensor, slots: Tensor) -> None:
-        known, unknown = ((homes >= 0).nonzero().flatten(), (homes < 0).nonzero().flatten())
-        self._write(slots.index_select(0, known), self.table.read(homes.index_select(0, known)))
+    def _load(self, ids: Tensor, table_slots: Tensor, slots: Tensor) -> None:
+        known, unknown = ((table_slots >= 0).nonzero().flatten(), (table_slots < 0).nonzero().flatten())
+        self._write(slots.index_select(0, known), self.table.read(table_slots.index_select(0, known)))
         self._write(slots.index_select(0, unknown), self.table.new_rows(ids.index_select(0, unknown)))
 
     def _count(self, slots: Tensor, change: int) -> Tensor:
-        """Changes the number of batches that hold each slot; returns it [n]."""
+        """Changes the reference count of each slot; returns the counts [n]."""
         holders = self._holders["holders"]
         counts = holders.index_select(0, slots).add_(change)
         holders.index_copy_(0, slots, counts)

@@ -1,17 +1,21 @@
-"""Groups: ranks as a grid [groups, shards], every group with a copy of all tables, sharded over its own ranks.
+"""Replica groups: ranks as a grid [groups, shards]. Every group holds all tables, sharded over its own ranks.
 
     rank            shard 0   shard 1   shard 2   shard 3
-    group 0            0         1         2         3        rows and gradients travel inside a group,
-    group 1            4         5         6         7        sums of gradients between *replicas*: 1 and 5
+    group 0            0         1         2         3        rows and gradients stay inside a group,
+    group 1            4         5         6         7        gradient sums are exchanged between *replicas*: 1 and 5
 
-Replicas hold the same rows with the same optimizer state, bit for bit, after every step, because each of them does the same:
+Replicas hold the same rows with the same optimizer state, bitwise, after every step, because each
+of them does the same:
 
-1. The ids of a shard are the union over all groups. After the ids of a group have come, replicas tell each other what was asked
-   of them, so all of them admit, evict, take and write back the same rows.
-2. An owner adds what its own group sends, in (part, rank) order, as without groups. Then replicas exchange these sums, which
-   come with the part that makes them whole, and each adds them in group order. One optimizer step uses the result.
+1. The ids of a shard are the union over all groups. After the id exchange of its group, each
+   replica sends the ids requested from it to the others, so all of them admit, evict, take and
+   write back the same rows.
+2. An owner adds the gradients of its own group in (micro-batch, rank) order, as without groups.
+   Replicas exchange these sums with the micro-batch that completes them; each adds them in group
+   order and makes one optimizer step.
 
-Replicas know each other's ids, so only sums travel. Weight, wish to stop and flags are those of all ranks.
+Replicas know each other's ids, so only sums are sent. Weight, stop flag and non-finite flags are
+those of all ranks.
 """
 
 from __future__ import annotations
@@ -31,7 +35,7 @@ from nestpipe.errors import CommError, ConfigError
 
 @dataclass(frozen=True, slots=True)
 class RankGrid:
-    """The ranks of a world in groups of neighbours."""
+    """The ranks of a world in groups of consecutive ranks."""
 
     num_ranks: int
     num_groups: int
@@ -40,7 +44,7 @@ class RankGrid:
         if self.num_groups < 1 or self.num_ranks % self.num_groups:
             raise ConfigError(
                 f"{self.num_ranks} ranks do not make {self.num_groups} groups of equal size; set --pipeline.groups to "
-                f"one of {', '.join(map(str, divisors(self.num_ranks)))}, or to 0, which chooses."
+                f"one of {', '.join(map(str, divisors(self.num_ranks)))}, or to 0 for an automatic choice."
             )
 
     @property
@@ -48,7 +52,7 @@ class RankGrid:
         return self.num_ranks // self.num_groups
 
     def group_of(self, rank: int) -> range:
-        """The ranks that share the tables with this one."""
+        """The ranks over which this one's tables are sharded."""
         first = rank - rank % self.num_shards
         return range(first, first + self.num_shards)
 
@@ -63,10 +67,10 @@ def divisors(number: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Replicas:
-    """The ranks that hold the same rows, one of each group, seen from one of them."""
+    """The ranks that hold the same rows, one per group, as one of them sees it."""
 
-    keys: Channel  # of replicas, for the thread that asks for rows
-    sums: Channel  # of replicas, for a thread of its own
+    keys: Channel  # of replicas, for the thread that exchanges ids
+    sums: Channel  # of replicas, for the thread that merges
     all_ranks: Channel  # of all ranks, for the thread that sends rows: flags are global
 
     @property
@@ -81,77 +85,76 @@ class Replicas:
     def unite(
         self, requests_of: dict[str, OwnerRequests], flags: Sequence[int], *, where: str = ""
     ) -> tuple[dict[str, GroupUnion], list[list[int]]]:
-        """What all groups ask of this shard, table by table, and the flags of each, from those of this one's group."""
+        """The requests of all groups to this shard, per table, and the flags of each group. Collective over replicas."""
         lists = {name: _by_last_micro_batch(requests) for name, requests in requests_of.items()}
         sizes = [n for _, counts in lists.values() for n in counts]
         received = self.keys.all_gather_ints([*sizes, *flags], name="sizes of groups")
-        handles, found = [], {}
+        handles, lists_of_all = [], {}
         for number, (name, (order, own)) in enumerate(lists.items()):
             counts = [row[number * len(own) : (number + 1) * len(own)] for row in received]
             buffer = torch.empty(sum(map(sum, counts)), dtype=torch.int64)
             ids = requests_of[name].ids.index_select(0, order)
             buffers = list(buffer.split([sum(row) for row in counts]))
             handles.append(self.keys.exchange(f"ids of groups/{name}", [ids] * self.num_groups, buffers, where=where))
-            found[name] = (buffer, counts, order)
+            lists_of_all[name] = (buffer, counts, order)
         for handle in handles:
             handle.wait()
-        unions = {name: GroupUnion.of(requests_of[name], *one, group=self.group) for name, one in found.items()}
+        unions = {name: GroupUnion.of(requests_of[name], *one, group=self.group) for name, one in lists_of_all.items()}
         return unions, [row[len(sizes) :] for row in received]
 
 
 @dataclass(slots=True, eq=False)
 class GroupUnion:
-    """What the replicas of a shard know of one table in a window. A group's list of ids goes by (part with which its sum is whole, id)."""
+    """The union of all groups' requests for one table of a shard.
 
-    requests: (
-        OwnerRequests  # of the own group, places in the union of all groups, sums in the order of the group's list
-    )
-    counts: Counts  # [group][part]: sums of a group that are whole with the part
-    starts: Tensor  # [K + 1] and
-    order: Tensor  # how the sums of all groups, list after list, add up to the gradient of each id
-    buffers: list[Tensor] = field(default_factory=list)  # of each group: its sums [n, D] in the order of its list
-    num_merged: int = 0  # parts whose sums have come from all groups
+    A group lists its ids by (micro-batch that completes the sum, id).
+    """
+
+    requests: OwnerRequests  # of the own group: places in the union, sums in the order of the group's list
+    counts: Counts  # [group][micro-batch]: sums that the micro-batch completes
+    starts: Tensor  # [K + 1]: where each id starts in `order`
+    order: Tensor  # numbers of the groups' sums, list after list, in the order in which they are added
+    buffers: list[Tensor] = field(default_factory=list)  # per group: its sums [n, D] in the order of its list
+    num_merged: int = 0  # micro-batches whose sums were launched
 
     @staticmethod
     def of(own: OwnerRequests, ids: Tensor, counts: Counts, order: Tensor, *, group: int) -> GroupUnion:
-        """From the lists of all groups, back to back, and the order in which the own one has the ids of the requests."""
+        """From the id lists of all groups, back to back, and the order of the own requests' ids in the own list."""
         sizes = [sum(row) for row in counts]
-        # Groups are askers of one part: their arrivals for an id go by group.
-        everyone = own_requests(ids, torch.zeros(len(ids), dtype=torch.uint8), [[size] for size in sizes])
-        place = torch.empty_like(order).index_copy_(0, order, everyone.places.split(sizes)[group])
+        # Each group acts as a requester with one micro-batch, so the arrivals of an id are in group order.
+        union = own_requests(ids, torch.zeros(len(ids), dtype=torch.uint8), [[size] for size in sizes])
+        place = torch.empty_like(order).index_copy_(0, order, union.places.split(sizes)[group])
         starts, arrivals = _in_order(own, order)
         requests = replace(
-            own, ids=everyone.ids, places=place.index_select(0, own.places), starts=starts, arrivals=arrivals
+            own, ids=union.ids, places=place.index_select(0, own.places), starts=starts, arrivals=arrivals
         )
-        return GroupUnion(requests, counts, everyone.starts, everyone.arrivals)
+        return GroupUnion(requests, counts, union.starts, union.arrivals)
 
     def launch(self, replicas: Replicas, name: str, micro_batch: int, arrived: list[Tensor], *, where: str) -> Handle:
-        """Sends the own group's sums that are whole with a part to all replicas; `arrived` are the rows that came so far."""
+        """Sends the own group's sums that a micro-batch completes to all replicas; `arrived`: all gradients so far."""
         if not self.buffers:
             self.buffers = [arrived[0].new_empty(sum(row), *arrived[0].shape[1:]) for row in self.counts]
         begins = [sum(row[:micro_batch]) for row in self.counts]
-        micro_batches = [
+        receives = [
             buffer[begin : begin + row[micro_batch]]
             for buffer, begin, row in zip(self.buffers, begins, self.counts, strict=True)
         ]
-        begin, own = begins[replicas.group], micro_batches[replicas.group]
+        begin, own = begins[replicas.group], receives[replicas.group]
         starts = self.requests.starts[begin : begin + len(own) + 1]
         order = self.requests.arrivals[int(starts[0]) : int(starts[-1])]
         ArrivedGrads(arrived, starts - starts[0], order).total(own)
         self.num_merged += 1
-        return replicas.sums.post(name, micro_batches, where=where, own=False).launch([own] * replicas.num_groups)
+        return replicas.sums.post(name, receives, where=where, own=False).launch([own] * replicas.num_groups)
 
     def sums(self, num_micro_batches: int) -> ArrivedGrads:
-        """The gradients of all ids, once all groups' sums are in."""
+        """The gradients of all ids, in group order. Raises CommError before the last merge."""
         if self.num_merged < num_micro_batches:
-            raise CommError(
-                "an update before groups had exchanged their sums: a dependency is missing in the schedule."
-            )
+            raise CommError("rows updated before the groups' sums were merged: the schedule lacks a dependency.")
         return ArrivedGrads(self.buffers, self.starts, self.order)
 
 
 def join(world: World, num_groups: int, all_ranks: Channel) -> tuple[Channel, Channel, Replicas]:
-    """The lanes of keys and rows inside this rank's group, and its replicas; a meeting of all ranks."""
+    """The id and row channels of this rank's group, and its replicas. Collective."""
     grid = RankGrid(world.size, num_groups)
     own, replicas = grid.group_of(world.rank), grid.replicas_of(world.rank)
     keys, rows = (world.channel(name, ranks=own) for name in ("keys", "rows"))
@@ -160,7 +163,7 @@ def join(world: World, num_groups: int, all_ranks: Channel) -> tuple[Channel, Ch
 
 
 def _by_last_micro_batch(requests: OwnerRequests) -> tuple[Tensor, list[int]]:
-    """The places of the ids by (part with which the last arrival for each comes, id), and how many each part has."""
+    """Places of the ids by (micro-batch of the last arrival, id), and their number per micro-batch."""
     last = requests.arrivals.index_select(0, requests.starts[1:] - 1)
     ends = torch.tensor([sum(counts) for counts in requests.arrival_counts]).cumsum(0)
     order, counts = group(torch.searchsorted(ends, last, right=True), len(ends))
@@ -168,7 +171,7 @@ def _by_last_micro_batch(requests: OwnerRequests) -> tuple[Tensor, list[int]]:
 
 
 def _in_order(requests: OwnerRequests, order: Tensor) -> tuple[Tensor, Tensor]:
-    """`starts` and `arrivals` of requests for the ids in another order."""
+    """`starts` and `arrivals` for the ids in another order."""
     sizes = requests.starts.diff().index_select(0, order)
     starts = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
     shift = (requests.starts[:-1].index_select(0, order) - starts[:-1]).repeat_interleave(sizes)

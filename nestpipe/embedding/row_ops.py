@@ -1,7 +1,8 @@
-"""Rows by slot: copies and sums, native where that can be built, with the same bits in torch.
+"""Copies and sums of rows by slot. Native where that can be built; torch is bitwise identical.
 
-A column [S, ...] holds one row per slot. Sums go in the order of the places, one after the other, in every version. The
-native versions release the GIL and are for dense columns on the CPU; sums are native for 32-bit numbers alone.
+A column [S, ...] holds one row per slot. Sums are added in the order of the places, one after the
+other, in every implementation. Native functions release the GIL; they take contiguous columns on
+the CPU, and fp32 for sums.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from nestpipe.ops.native_library import Native, library
 def gather_rows(
     column: Tensor, slots: Tensor, out: Tensor | None = None, *, native: bool | None = None, num_threads: int = 1
 ) -> Tensor:
-    """A copy [n, ...] of the rows at the slots, which may repeat; into `out` if given."""
+    """A copy [n, ...] of the rows at the slots, which may repeat; in `out` if given."""
     out = column.new_empty(len(slots), *column.shape[1:]) if out is None else out
     if out.shape != (len(slots), *column.shape[1:]):
         raise ValueError(
-            f"{len(slots):,} rows of a column {list(column.shape)} do not fit into room of {list(out.shape)}"
+            f"{len(slots):,} rows of a column {list(column.shape)} do not fit into a buffer {list(out.shape)}"
         )
     functions = _functions_for(native, column, out)
     if functions is None:
@@ -58,7 +59,7 @@ def scatter_rows(column: Tensor, slots: Tensor, rows: Tensor, *, native: bool | 
 
 
 def add_rows(target: Tensor, places: Tensor, rows: Tensor, *, native: bool | None = None) -> None:
-    """target[places[i]] += rows[i] for one i after the other; places may repeat."""
+    """target[places[i]] += rows[i], in the order of i; places may repeat."""
     _check_shape(target, places, rows)
     functions = _functions_for(native, target) if target.dtype == rows.dtype == torch.float32 else None
     if functions is None:
@@ -95,38 +96,38 @@ def add_from(
 
 
 def largest(values: Tensor, *, native: bool | None = None) -> float:
-    """The largest |value|; nan if there is one, 0 if there is nothing."""
+    """The largest |value|; nan if any value is, 0 without values."""
     functions = _functions_for(native, values) if values.dtype == torch.float32 else None
     if functions is not None:
-        found: float = struct.unpack("<f", struct.pack("<I", functions.largest(values.data_ptr(), values.numel())))[0]
-        return found
+        bits = functions.largest(values.data_ptr(), values.numel())
+        return float(struct.unpack("<f", struct.pack("<I", bits))[0])
     return float(torch.linalg.vector_norm(values, math.inf)) if values.numel() else 0.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ArrivedGrads:
-    """Gradients as sums [K, D] of rows that arrived in segments; the rows of all segments are counted through."""
+    """Gradients [K, D] as sums, not yet added, of rows that arrive in segments; rows are numbered across segments."""
 
     segments: Sequence[Tensor]  # [n, D] each
-    starts: Tensor  # [K + 1]: where the rows of each sum start in `order`; each has at least one
-    order: Tensor  # their numbers, in the order in which they are added
-    found: Tensor | None = None  # what `pointers` answers, if somebody looked before
+    starts: Tensor  # [K + 1]: where each sum starts in `order`; each has at least one row
+    order: Tensor  # numbers of the rows, in the order in which they are added
+    addresses: Tensor | None = None  # result of `pointers`, computed early
 
     def at(self, places: Tensor) -> ArrivedGrads:
-        """The sums at these places alone, in this order; where their rows are is looked up now."""
+        """Only the sums at these places, in this order; row addresses are computed now."""
         begins, ends = self.starts.index_select(0, places), self.starts.index_select(0, places + 1)
         counts = ends - begins
         starts = torch.zeros(len(places) + 1, dtype=torch.int64)
         torch.cumsum(counts, 0, out=starts[1:])
-        there = (begins - starts[:-1]).repeat_interleave(counts).add_(torch.arange(int(starts[-1])))
-        return ArrivedGrads(self.segments, starts, self.order.index_select(0, there)).located()
+        places_in_order = (begins - starts[:-1]).repeat_interleave(counts).add_(torch.arange(int(starts[-1])))
+        return ArrivedGrads(self.segments, starts, self.order.index_select(0, places_in_order)).located()
 
     def located(self) -> ArrivedGrads:
-        """The same, with where their rows are looked up now."""
-        return replace(self, found=self.pointers())
+        """The same, with row addresses computed now."""
+        return replace(self, addresses=self.pointers())
 
     def total(self, out: Tensor | None = None, *, native: bool | None = None) -> Tensor:
-        """The sums [K, D]; into `out` if given."""
+        """The sums [K, D]; in `out` if given."""
         first = self.segments[0]
         out = first.new_empty(len(self.starts) - 1, *first.shape[1:]) if out is None else out
         functions = _functions_for(native, out, *self.segments) if first.dtype == torch.float32 else None
@@ -140,20 +141,20 @@ class ArrivedGrads:
     def _total(self) -> Tensor:
         rows = torch.cat(list(self.segments))
         number = torch.arange(len(self.starts) - 1).repeat_interleave(self.starts.diff())
-        # Not zero: adding that would turn -0.0 into 0.0, which copying the first row does not.
+        # -0.0 is the neutral element: 0.0 would turn a sum of -0.0 into 0.0.
         sums = rows.new_full((len(self.starts) - 1, *rows.shape[1:]), -0.0)
         return sums.index_add_(0, number, rows.index_select(0, self.order))
 
     def pointers(self) -> Tensor:
-        """Where in memory the rows are, in the order in which they are added; for native code."""
-        if self.found is not None:
-            return self.found
+        """Addresses of the rows, in the order in which they are added; for native code."""
+        if self.addresses is not None:
+            return self.addresses
         ends = [(one.data_ptr(), one.data_ptr() + one.nbytes, row_bytes(one)) for one in self.segments]
         return torch.cat([torch.arange(*own) for own in ends]).index_select(0, self.order)
 
 
 def gather_each(unique: Tensor, index: Tensor, *, native: bool | None = None) -> Tensor:
-    """unique[index] [*index.shape, D] with a gradient: the sum over the occurrences of a row, in their order."""
+    """unique[index] [*index.shape, D]; its gradient sums the occurrences of a row in their order."""
     if _functions_for(native, unique) is None or unique.dtype != torch.float32:
         # Not unique[index]: the backward of advanced indexing is not deterministic.
         return torch.nn.functional.embedding(index, unique)
@@ -207,15 +208,15 @@ def _move(function: Any, target: Tensor, places: Tensor, sources: Tensor, column
 
 
 def _by_column(sources: Tensor, columns: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-    """For each column the numbers of the sources in it, and their rows."""
+    """Per column: which sources are in it, and their rows."""
     number, position = sources >> 32, sources & 0xFFFFFFFF
     for own, column in enumerate(columns):
-        found = (number == own).nonzero().flatten()
-        yield found, column.index_select(0, position.index_select(0, found))
+        members = (number == own).nonzero().flatten()
+        yield members, column.index_select(0, position.index_select(0, members))
 
 
 class _RowFunctions:
-    """What rows.cpp offers for copies and sums."""
+    """The functions of rows.cpp for copies and sums."""
 
     def __init__(self, native: Native):
         rows = slots = c_void_p
@@ -232,12 +233,12 @@ class _RowFunctions:
 
 @cache
 def _functions() -> _RowFunctions | None:
-    found = library()
-    return _RowFunctions(found) if found else None
+    native = library()
+    return _RowFunctions(native) if native else None
 
 
 def _functions_for(native: bool | None, *columns: Tensor) -> _RowFunctions | None:
-    """The native versions if they are wanted, built, and made for such columns."""
+    """The native functions if they are enabled, built, and support these columns."""
     fits = all(column.is_contiguous() and column.device.type == "cpu" for column in columns)
     return _functions() if fits and (native is None or native) else None
 
@@ -245,7 +246,7 @@ def _functions_for(native: bool | None, *columns: Tensor) -> _RowFunctions | Non
 def _check_shape(column: Tensor, slots: Tensor, rows: Tensor) -> None:
     if rows.shape != (len(slots), *column.shape[1:]):
         raise ValueError(
-            f"rows {list(rows.shape)} for {len(slots):,} slots do not fit a column {list(column.shape)}; one is needed per slot"
+            f"rows {list(rows.shape)} for {len(slots):,} slots do not fit a column {list(column.shape)}; one row per slot is needed"
         )
 
 

@@ -1,10 +1,11 @@
-"""Row optimizers: a row's new bits are a function of its old bits, its gradient and the step's learning rate.
+"""Row optimizers: the new value of a row is a function of its old value, its gradient and the learning rate alone.
 
-Whatever other rows share the call makes no difference, so a row may be updated on any rank, in any order and in any
-company. Therefore only elementwise operations that are exactly rounded, one after the other, and per-row sums in one
-order: other code that does the same operations (slots.py) has the same bits. That rules out pow and exp, the fused
-operations (addcmul, addcdiv, add with alpha: torch contracts a product and a sum where the processor can) and torch's
-own square root of 32-bit numbers, which is one unit off in one of six cases.
+Other rows in the same call make no difference, bitwise, so a row may be updated on any rank, in any
+order and in any batch. Therefore updates use only elementwise operations that are exactly rounded,
+one after the other, and per-row sums in a fixed order; the native version does the same operations.
+That excludes pow and exp, fused operations (addcmul, addcdiv, add with alpha: torch contracts
+product and sum where the processor can), and torch's fp32 square root, which is one unit off in one
+of six cases.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from nestpipe.embedding.row_ops import ArrivedGrads, check_slots, gather_rows, s
 from nestpipe.ops.native_library import Native, library
 
 State = dict[str, Tensor]
-_PIECE = 1 << 15
+_SQRT_CHUNK = 1 << 15  # values; stays in the cache
 
 
 class RowOptimizer(Protocol):
@@ -31,11 +32,11 @@ class RowOptimizer(Protocol):
     config: OptimizerConfig
 
     def new_state(self, num_rows: int, dim: int) -> State:
-        """The state of rows that were never updated."""
+        """Initial state."""
         ...
 
     def update(self, rows: Tensor, state: State, grads: Tensor, lr: float) -> None:
-        """One update of each row; every row is touched, also with a zero gradient."""
+        """One update of each row, also with a zero gradient."""
         ...
 
 
@@ -104,26 +105,25 @@ class Adam:
         rows.sub_((state["mean"] / corrections[:, :1]).mul_(lr).div_(denominator))
 
     def corrections(self, num_steps: int, dtype: torch.dtype) -> Tensor:
-        """1 - beta ** step [>= num_steps, 2] as a table: the last lanes of a vectorised pow have other bits."""
-        found = self._corrections.get(dtype)
-        if found is None or len(found) < num_steps:
+        """1 - beta ** step [>= num_steps, 2] as a table: a vectorised pow rounds the tail of a tensor differently."""
+        table = self._corrections.get(dtype)
+        if table is None or len(table) < num_steps:
             betas = (self.config.beta1, self.config.beta2)
-            found = torch.tensor([[1 - beta**k for beta in betas] for k in range(2 * num_steps)], dtype=torch.float64)
-            found = self._corrections[dtype] = found.to(dtype)
-        return found
+            table = torch.tensor([[1 - beta**k for beta in betas] for k in range(2 * num_steps)], dtype=torch.float64)
+            table = self._corrections[dtype] = table.to(dtype)
+        return table
 
 
 def exact_sqrt(values: Tensor) -> Tensor:
-    """The square root, exactly rounded for 32-bit numbers: that of a 64-bit number is near enough to round correctly."""
+    """The square root, exactly rounded for fp32: the fp64 root is close enough to round correctly."""
     roots = torch.empty_like(values, memory_format=torch.contiguous_format)
-    # In pieces that stay in the cache, and with little memory beside the rows.
-    for into, piece in zip(roots.view(-1).split(_PIECE), values.reshape(-1).split(_PIECE), strict=True):
-        into.copy_(piece.double().sqrt_())
+    for out, chunk in zip(roots.view(-1).split(_SQRT_CHUNK), values.reshape(-1).split(_SQRT_CHUNK), strict=True):
+        out.copy_(chunk.double().sqrt_())
     return roots
 
 
 def fold(values: Tensor) -> Tensor:
-    """Sums [n, 1] of rows [n, D], which are overwritten: the upper half is added to the lower one until one is left."""
+    """Row sums [n, 1] of [n, D] in place, by a fixed tree: the upper half is added to the lower until one is left."""
     while values.shape[1] > 1:
         half = -(-values.shape[1] // 2)
         values[:, : values.shape[1] - half].add_(values[:, half:])
@@ -155,14 +155,14 @@ def update_slots(
     native: bool | None = None,
     num_threads: int = 1,
 ) -> None:
-    """One update of the rows [S, D] and state [S, ...] at distinct slots [n] by gradients [n, D], which may still have to be added.
+    """One update of the rows [S, D] and state [S, ...] at distinct slots [n] by gradients [n, D].
 
-    A slot of -1 is left out, as often as it is there. Threads share the rows, which changes no bits.
+    Slots of -1 are skipped. The number of threads does not change the result.
     """
-    given = [grads] if isinstance(grads, Tensor) else grads.segments
+    segments = [grads] if isinstance(grads, Tensor) else grads.segments
     columns = [rows, *state.values()]
     fits = rows.device.type == "cpu" and all(column.is_contiguous() for column in columns)
-    fits = fits and rows.dtype == torch.float32 and all(one.dtype == torch.float32 for one in given)
+    fits = fits and rows.dtype == torch.float32 and all(one.dtype == torch.float32 for one in segments)
     functions = _functions() if fits and (native is None or native) else None
     if functions is None and isinstance(grads, ArrivedGrads):
         grads = grads.total()
@@ -240,7 +240,7 @@ class _Adam(Structure):
 
 
 class _OptimizerFunctions:
-    """What rows.cpp offers for updates. All return the number of places, or that of the first wrong slot."""
+    """The functions of rows.cpp for updates. All return the number of slots, or the place of the first invalid one."""
 
     def __init__(self, native: Native):
         call = POINTER(_OptimizerCall)
@@ -286,5 +286,5 @@ class _OptimizerFunctions:
 
 @cache
 def _functions() -> _OptimizerFunctions | None:
-    found = library()
-    return _OptimizerFunctions(found) if found else None
+    native = library()
+    return _OptimizerFunctions(native) if native else None

@@ -1,4 +1,4 @@
-"""Read-only row lookup for inference: never admits ids, so prediction leaves no trace in what is trained."""
+"""Read-only row lookup for inference; never admits ids."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from nestpipe.embedding.table import Table
 
 
 class RowReader(Protocol):
-    """Tables whose rows can be read: those of this process (`TableRows`) or sharded over ranks (`Sharded`)."""
+    """Tables whose rows can be read: of this process (`TableRows`) or sharded over ranks (`ShardedTables`)."""
 
     @property
     def tables(self) -> Mapping[str, Table]: ...
 
     def peek(self, name: str, ids: Tensor) -> Tensor:
-        """A copy of the rows [n, D] of any ids; an id without a row shows its initial value, as in training."""
+        """A copy of the rows [n, D]; an id without a row has its initial value, as in training."""
         ...
 
 
 def read_rows(reader: RowReader, lookups: Mapping[str, Lookup]) -> dict[str, Rows]:
-    """The rows of some lookups, each distinct id read once. With sharded tables every rank must call it."""
+    """The rows of lookups; each distinct id is read once. Collective if the tables are sharded."""
     plan = route([lookups], list(reader.tables), Owners(1, 1))
     return plan.rows(0, {name: reader.peek(name, table.ids) for name, table in plan.tables.items()})
 
@@ -41,8 +41,8 @@ class TableRows:
         return self.tables[name].peek(ids)
 
     def read_each(self, lookups: Mapping[str, Lookup]) -> dict[str, Rows]:
-        """The rows of a small request: finding equal ids would cost more than it saves."""
-        found = {}
+        """The rows of a small request, where deduplication costs more than it saves."""
+        rows = {}
         for table in {lookup.table for lookup in lookups.values()}:
             own = {name: lookup for name, lookup in lookups.items() if lookup.table == table}
             ids = torch.cat([lookup.ids.flatten() for lookup in own.values()])
@@ -50,5 +50,5 @@ class TableRows:
             for (name, lookup), index in zip(
                 own.items(), places.split([lookup.ids.numel() for lookup in own.values()]), strict=True
             ):
-                found[name] = Rows(unique, index.reshape(lookup.ids.shape), lookup)
-        return found
+                rows[name] = Rows(unique, index.reshape(lookup.ids.shape), lookup)
+        return rows

@@ -1,11 +1,12 @@
-"""Where rows are kept: columns that grow and never move, in memory or in files.
+"""Row storage: columns that grow without moving, in memory or in files.
 
-Each column reserves as much address space as the machine could ever fill; memory or disk is taken only as rows are
-added. So growing copies nothing, needs no second copy beside the first, and whoever reads a row meanwhile reads it from
-where it is. A column is one tensor: finding a row costs one addition, however large the table is.
+Each column reserves as much address space as the machine could ever fill; memory or disk is used
+only as rows are added. So growing copies nothing, and concurrent readers keep valid addresses. A
+column is one tensor: locating a row is one addition, however large the table is.
 
-In the `mmap` tier a column is a file, mapped. The file has no name: it is gone with the process, however that ends, and
-no checkpoint depends on it. Disk space is claimed before it is written, so a full disk is an error that can be read.
+In the `mmap` tier a column is a mapped, unnamed file. It vanishes with the process, and no
+checkpoint depends on it. Disk space is allocated before it is written, so a full disk raises
+OSError instead of SIGBUS.
 """
 
 from __future__ import annotations
@@ -27,23 +28,23 @@ from torch import Tensor
 from nestpipe.embedding.row_ops import gather_rows, scatter_rows
 from nestpipe.errors import TrainError
 
-# MAP_NORESERVE, for which Python 3.11 has no name: only what is written takes memory.
+# MAP_NORESERVE, which Python 3.11 does not export: only written pages use memory.
 _NORESERVE = 0x4000 if sys.platform == "linux" else 0
-_MOST_BYTES = 256 << 30  # reserved for a column at first, so that hundreds of columns fit into 47 bits
-_CLAIM_BYTES = 64 << 20  # disk space is claimed in such pieces
-_HUGE_BYTES = 64 << 20  # columns of this size lie in huge pages, or finding a page takes as long as reading a row
+_MOST_BYTES = 256 << 30  # of address space per column, so that hundreds of columns fit into 47 bits
+_ALLOCATE_BYTES = 64 << 20  # step in which disk space is allocated
+_HUGE_BYTES = 64 << 20  # columns of this size use huge pages, or TLB misses cost as much as reading a row
 
 
 @dataclass(frozen=True, slots=True)
 class RowFiles:
-    """Where the `mmap` tier keeps its files, and how much of a table may be mapped into memory at a time."""
+    """The folder of the `mmap` tier, and its budget of mapped memory per table."""
 
     folder: Path
     memory_bytes: int
 
 
 class RowStore:
-    """Columns of one length, by name. New rows are zero."""
+    """Columns of equal length, by name. New rows are zero."""
 
     def __init__(self, columns: Mapping[str, Tensor], files: RowFiles | None = None):
         """Columns with the type and row shape of the given empty tensors."""
@@ -52,7 +53,7 @@ class RowStore:
         self._regions: dict[str, _Region] = {}
         self._num_rows = 0
         self._touched_bytes = 0
-        self.pinned = False  # others use the columns meanwhile, so growing must not move them
+        self.pinned = False  # other threads use the columns, so growing must not move them
 
     def __getitem__(self, name: str) -> Tensor:
         """A column [num_rows, ...], to be read and written in place."""
@@ -63,18 +64,18 @@ class RowStore:
 
     @property
     def in_memory(self) -> bool:
-        """Whether rows may be used where they are; in files only `gather` and `scatter` keep the budget."""
+        """Whether columns may be used directly; in files only `gather` and `scatter` respect the memory budget."""
         return self._files is None
 
     def gather(self, name: str, slots: Tensor, out: Tensor | None = None) -> Tensor:
-        """A copy of the rows [n, ...] of a column; into `out` if given."""
+        """A copy of the rows [n, ...] of a column; in `out` if given."""
         column = self._columns[name]
         if self._files is None:
             return gather_rows(column, slots, out)
         rows = column.new_empty(len(slots), *column.shape[1:]) if out is None else out
-        for into, part in zip(rows.split(self._piece), slots.split(self._piece), strict=True):
-            torch.index_select(column, 0, part, out=into)
-            self._touch(column, len(part))
+        for target, chunk in zip(rows.split(self._chunk_rows), slots.split(self._chunk_rows), strict=True):
+            torch.index_select(column, 0, chunk, out=target)
+            self._touch(column, len(chunk))
         return rows
 
     def scatter(self, name: str, slots: Tensor, rows: Tensor) -> None:
@@ -83,12 +84,12 @@ class RowStore:
         if self._files is None:
             scatter_rows(column, slots, rows)
             return
-        for part, values in zip(slots.split(self._piece), rows.split(self._piece), strict=True):
-            column.index_copy_(0, part, values)
-            self._touch(column, len(part))
+        for chunk, values in zip(slots.split(self._chunk_rows), rows.split(self._chunk_rows), strict=True):
+            column.index_copy_(0, chunk, values)
+            self._touch(column, len(chunk))
 
     def grow(self, num_rows: int) -> None:
-        """Makes room for so many rows in all."""
+        """Extends all columns to so many rows."""
         if num_rows <= self._num_rows:
             return
         for name, column in self._columns.items():
@@ -96,23 +97,23 @@ class RowStore:
             if region is None or num_rows > len(region.rows):
                 if self.pinned and self._num_rows:
                     raise TrainError(
-                        f"{num_rows:,} rows do not fit where {self._num_rows:,} are, and they cannot move while other lanes use "
-                        "them: address space is limited here (ulimit -v). Raise the limit, or use --pipeline.mode sequential "
-                        "with --pipeline.rows table."
+                        f"{num_rows:,} rows do not fit into the address space of {self._num_rows:,}, and rows cannot move while other "
+                        "streams use them. Raise the limit (ulimit -v), or use --pipeline.mode sequential with "
+                        "--pipeline.rows table."
                     )
                 region = self._regions[name] = _Region(column, 2 * num_rows, self._files)
                 region.rows[: self._num_rows] = column
-            region.claim(num_rows)
+            region.allocate(num_rows)
             self._columns[name] = region.rows[:num_rows]
         self._num_rows = num_rows
 
     @property
-    def _piece(self) -> int:
-        """Rows that may be touched before mapped pages are given back: an eighth of the budget, one page for each."""
+    def _chunk_rows(self) -> int:
+        """Rows per chunk: an eighth of the memory budget at one page per row."""
         return max((self._files.memory_bytes if self._files else 0) // (8 * mmap.PAGESIZE), 1)
 
     def _touch(self, column: Tensor, num_rows: int) -> None:
-        """Counts what was mapped, at most, and unmaps everything when the budget is spent; the files keep it."""
+        """Adds an upper bound of the mapped bytes, and unmaps everything at half of the budget."""
         self._touched_bytes += num_rows * (_row_bytes(column) + mmap.PAGESIZE)
         if self._files and self._touched_bytes > self._files.memory_bytes // 2:
             for region in self._regions.values():
@@ -124,12 +125,12 @@ class _Region:
     """Address space for the rows of one column."""
 
     def __init__(self, like: Tensor, num_rows: int, files: RowFiles | None):
-        """As many zero rows as the machine could hold; `num_rows`, and rows that move, where the system refuses that."""
+        """As many zero rows as the machine could hold; `num_rows` in ordinary memory where the system refuses that."""
         self._row_bytes = _row_bytes(like)
         self._space: mmap.mmap | None = None
-        self._file = _nameless_file(files.folder) if files else None
+        self._file = _unnamed_file(files.folder) if files else None
         self._folder = files.folder if files else None
-        self._claimed_bytes = 0
+        self._allocated_bytes = 0
         self._has_huge_pages = False
         num_bytes = max(_available_bytes(files) // self._row_bytes, num_rows) * self._row_bytes
         if self._file is not None:
@@ -145,39 +146,41 @@ class _Region:
                 return
         self.rows = torch.frombuffer(self._space, dtype=like.dtype).view(-1, *like.shape[1:])
 
-    def claim(self, num_rows: int) -> None:
-        """Makes sure that so many rows can be written; raises OSError if the disk is full."""
+    def allocate(self, num_rows: int) -> None:
+        """Allocates storage for so many rows. Raises OSError if the disk is full."""
         if self._file is None:
             self._advise(num_rows)
             return
-        if num_rows * self._row_bytes <= self._claimed_bytes:
+        if num_rows * self._row_bytes <= self._allocated_bytes:
             return
-        end = min(-(-num_rows * self._row_bytes // _CLAIM_BYTES) * _CLAIM_BYTES, self.rows.nbytes)
+        end = min(-(-num_rows * self._row_bytes // _ALLOCATE_BYTES) * _ALLOCATE_BYTES, self.rows.nbytes)
         try:
-            os.posix_fallocate(self._file, self._claimed_bytes, end - self._claimed_bytes)
+            os.posix_fallocate(self._file, self._allocated_bytes, end - self._allocated_bytes)
         except OSError as error:
-            more = f"{end - self._claimed_bytes:,} bytes more for rows after {self._claimed_bytes:,}"
-            advice = "make room there, or set embedding.mmap_folder to another disk"
-            raise OSError(error.errno, f"{self._folder} has no room for {more} ({error.strerror}); {advice}") from error
-        self._claimed_bytes = end
+            more = f"{end - self._allocated_bytes:,} bytes more for rows after {self._allocated_bytes:,}"
+            advice = "free some, or set embedding.mmap_folder to another disk"
+            raise OSError(
+                error.errno, f"{self._folder} has no space for {more} ({error.strerror}); {advice}"
+            ) from error
+        self._allocated_bytes = end
 
     def _advise(self, num_rows: int) -> None:
-        """Asks for huge pages for what is written from now on, once the column is large."""
+        """Requests huge pages for later writes, once the column is large."""
         if self._has_huge_pages or self._space is None or num_rows * self._row_bytes < _HUGE_BYTES:
             return
         self._has_huge_pages = True
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            with suppress(OSError):  # only advice: may be refused
+            with suppress(OSError):  # advice may be refused
                 self._space.madvise(mmap.MADV_HUGEPAGE)
 
     def unmap(self) -> None:
-        """Gives mapped pages back; what was written stays in the file."""
+        """Unmaps all pages; the file keeps their content."""
         if self._space is not None and self._file is not None:
             self._space.madvise(mmap.MADV_DONTNEED)
 
 
 def _reserve(num_bytes: int, *, least: int) -> mmap.mmap | None:
-    """Address space without memory behind it: so much, or half and half again where a limit refuses that."""
+    """Address space without memory: `num_bytes`, or halved down to `least` where a limit refuses more."""
     while num_bytes >= least:
         try:
             return mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
@@ -186,8 +189,8 @@ def _reserve(num_bytes: int, *, least: int) -> mmap.mmap | None:
     return None
 
 
-def _nameless_file(folder: Path) -> int:
-    """The descriptor of a new file that is gone when the last who has it open or mapped is."""
+def _unnamed_file(folder: Path) -> int:
+    """The descriptor of a new file without a name; it vanishes with its last descriptor and mapping."""
     with tempfile.TemporaryFile(dir=folder) as file:
         return os.dup(file.fileno())
 

@@ -1,4 +1,4 @@
-"""Tables on many ranks: who holds which rows, and the lanes on which they travel. What a batch does with them: window.py."""
+"""Sharded tables: each rank holds the rows of its buckets. A batch uses them through a `Window` (window.py)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from nestpipe.embedding.table import Table
 
 
 class ShardedTables:
-    """All tables of a model, each rank holding the rows of its buckets; with `replicas` in each group of ranks once more."""
+    """All tables of a model, sharded over the ranks, or over each replica group. Owns the channels for ids and rows."""
 
     def __init__(
         self,
@@ -32,17 +32,17 @@ class ShardedTables:
             if table.config.has_limits and table.config.num_buckets != owners.num_buckets:
                 raise ValueError(
                     f"table '{name}' limits {table.config.num_buckets} buckets but there are {owners.num_buckets}; "
-                    "with another number every rank would decide on its own"
+                    "the limits are per bucket, so both must be equal"
                 )
 
     @property
     def rank(self) -> int:
-        """This rank among those that share the tables."""
+        """This rank among those over which the tables are sharded."""
         return self.row_channel.world.rank
 
     @property
     def world_size(self) -> int:
-        """How many ranks share the tables: all, or those of a group."""
+        """Ranks over which the tables are sharded: all, or those of a group."""
         return self.row_channel.world.size
 
     @property
@@ -55,26 +55,24 @@ class ShardedTables:
 
     @property
     def all_ranks(self) -> Channel:
-        """The lane of all ranks that belongs to the thread of the rows."""
+        """The channel of all ranks that belongs to the thread that sends rows."""
         return self.replicas.all_ranks if self.replicas else self.row_channel
 
     @property
     def channels(self) -> tuple[Channel, ...]:
-        """All that the tables' messages use."""
+        """All channels of the tables."""
         others = (self.replicas.keys, self.replicas.sums, self.replicas.all_ranks) if self.replicas else ()
         return self.id_channel, self.row_channel, *others
 
     def peek(self, name: str, ids: Tensor) -> Tensor:
-        """A copy of the rows [n, D] of any ids; admits nothing. Every rank must call it, each with ids of its own."""
+        """A copy of the rows [n, D] of any ids; never admits. Collective, each rank with its own ids."""
         owner = self.owners.owner_of(ids)
         order = owner.argsort(stable=True)
         counts = torch.bincount(owner, minlength=self.world_size).tolist()
-        wanted = [row[self.rank] for row in self.row_channel.all_gather_ints(counts)]
-        requester = [torch.empty(count, dtype=torch.int64) for count in wanted]
-        self.row_channel.exchange(f"peek/{name}", ids.index_select(0, order).split(counts), requester).wait()
+        request_counts = [row[self.rank] for row in self.row_channel.all_gather_ints(counts)]
+        requests = [torch.empty(count, dtype=torch.int64) for count in request_counts]
+        self.row_channel.exchange(f"peek/{name}", ids.index_select(0, order).split(counts), requests).wait()
         table = self.tables[name]
         rows = table.empty_rows(len(ids))
-        self.row_channel.exchange(
-            f"peeked/{name}", [table.peek(micro_batch) for micro_batch in requester], rows.split(counts)
-        ).wait()
+        self.row_channel.exchange(f"peeked/{name}", [table.peek(one) for one in requests], rows.split(counts)).wait()
         return torch.empty_like(rows).index_copy_(0, order, rows)

@@ -1,8 +1,8 @@
-"""The rows of one embedding table that live on one rank: ids -> slots -> rows with their optimizer state.
+"""The rows of one embedding table on one rank: ids -> slots -> weights with optimizer state.
 
-A slot is where a row happens to live; files, sums and choices go by id, never by slot. Rows appear when they are first looked up,
-or later and not for ever if the configuration sets limits (admission.py), with values that are a function of
-(seed, table, id), so the order of arrival leaves no trace.
+Slots are an implementation detail: checkpoints, sums and decisions go by id. Rows are created at
+their first lookup, or as the admission rules allow (admission.py). Initial values are a function of
+(seed, table, id), so the order of arrival has no effect.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from nestpipe.embedding.row_optimizer import RowOptimizer, State, update_slots
 from nestpipe.embedding.row_store import RowFiles, RowStore
 from nestpipe.rng import Rng, bell
 
-_INIT_ROWS = 1024  # rows made at a time: the integers behind a row take eight times its size
+_INIT_ROWS = 1024  # rows initialised at a time: their random integers take eight times the memory
 WEIGHTS = "rows"  # the column of weights; the others are optimizer state
 _STATE = "state."
 _NO_LIMITS = EmbeddingConfig()
 
 
 class Table:
-    """Rows of one table. `advance` wants distinct ids, those of each bucket in ascending order, as owners have them."""
+    """Rows of one table. `advance` takes distinct ids, ascending in each bucket, as owners have them."""
 
     def __init__(
         self,
@@ -44,9 +44,7 @@ class Table:
     ):
         self.spec, self.config = spec, config
         self._optimizer = optimizer
-        self._lr_factor = (
-            spec.optimizer.lr / config.lr if spec.optimizer else 1.0
-        )  # rates are those of the configuration
+        self._lr_factor = spec.optimizer.lr / config.lr if spec.optimizer else 1.0  # step rates are those of `config`
         self._seed = seed
         self._dtype = dtype
         self._admission = Admission(config, native=native) if config.has_limits else None
@@ -58,29 +56,28 @@ class Table:
         return len(self._index)
 
     def initial(self, ids: Tensor) -> Tensor:
-        """The rows [n, D] that these ids start with."""
+        """The initial rows [n, D] of these ids."""
         if not len(ids):
-            return self.empty_rows(0)  # the common case of a warm table
+            return self.empty_rows(0)  # common for a warm table
         keys = Rng(self._seed, 0).keys(f"init/{self.spec.name}", ids)
         rows = torch.empty(len(ids), self.spec.dim, dtype=self._dtype)
-        for part, own in zip(rows.split(_INIT_ROWS), keys.split(_INIT_ROWS), strict=True):
-            part.copy_(bell(own, self.spec.dim).mul_(self.spec.init_std))
+        for chunk, own in zip(rows.split(_INIT_ROWS), keys.split(_INIT_ROWS), strict=True):
+            chunk.copy_(bell(own, self.spec.dim).mul_(self.spec.init_std))
         return rows
 
     def new_rows(self, ids: Tensor) -> dict[str, Tensor]:
-        """Whole rows as these ids start with them."""
+        """Initial weights and optimizer state of these ids."""
         return {WEIGHTS: self.initial(ids), **self._new_state(len(ids))}
 
     def empty_rows(self, num_rows: int) -> Tensor:
-        """Room for rows [n, D] of this table."""
+        """An uninitialised buffer for rows [n, D]."""
         return torch.empty(num_rows, self.spec.dim, dtype=self._dtype)
 
     def advance(self, ids: Tensor, step: int) -> Tensor:
-        """The ids of batch `step` are counted and it is decided which get a row and which lose theirs; their slots [n].
+        """Admits and evicts ids for batch `step`; returns the slots [n] of its ids, -1 for an id without a row.
 
-        Called once per batch, in order, before anything of the batch is read; a batch that is skipped later is not taken
-        back. The slot of an id without a row is -1, which happens only with limits. A slot stays what it is until its id
-        is evicted, and that is not before `protect_steps` more batches.
+        Called once per batch, in order, before any row of the batch is read; a skipped update does not undo it. A slot
+        keeps its id until that is evicted, not before `protect_steps` more batches.
         """
         if self._admission:
             self._start(*self._admission.advance(ids, step))
@@ -91,20 +88,20 @@ class Table:
         return slots
 
     def gather(self, slots: Tensor, out: Tensor | None = None) -> Tensor:
-        """A copy of the weights [n, D] in slots; into `out` if given."""
+        """A copy of the weights [n, D] in slots; in `out` if given."""
         return self._rows.gather(WEIGHTS, slots, out)
 
     def read(self, slots: Tensor) -> dict[str, Tensor]:
-        """A copy of whole rows, weights and optimizer state, column by column."""
+        """A copy of weights and optimizer state, per column."""
         return {name: self._rows.gather(name, slots) for name in self._rows}
 
     def write(self, slots: Tensor, rows: Mapping[str, Tensor]) -> None:
-        """Overwrites whole rows."""
+        """Overwrites weights and optimizer state."""
         for name, values in rows.items():
             self._rows.scatter(name, slots, values.to(self._rows[name].dtype))
 
     def pin(self) -> None:
-        """From now on several threads use the rows, so growing must not move them."""
+        """Forbids moving rows from now on, because several threads use them."""
         self._rows.pinned = True
 
     def peek(self, ids: Tensor) -> Tensor:
@@ -119,7 +116,7 @@ class Table:
         return rows
 
     def update(self, slots: Tensor, grads: Tensor | ArrivedGrads, lr: float) -> None:
-        """One optimizer step on the rows in distinct slots; a slot of -1 and its gradient are left out."""
+        """One optimizer step on the rows in distinct slots; slots of -1 are skipped."""
         if self._rows.in_memory:
             self.step(self._rows, slots, grads, lr)
             return
@@ -131,30 +128,30 @@ class Table:
         self.write(slots, rows)
 
     def step(self, columns: RowStore, slots: Tensor, grads: Tensor | ArrivedGrads, lr: float) -> None:
-        """The same on columns in memory, where the rows are."""
+        """`update` in place on columns in memory."""
         own = {name: columns[name] for name in columns}
         update_slots(self._optimizer, own[WEIGHTS], _state_of(own), slots, grads, lr * self._lr_factor)
 
     def export(self) -> dict[str, Tensor]:
-        """Everything there is to know, in ascending order of ids; `pending.*`, if any, has ids of its own."""
+        """The whole table by ascending id; `pending.*`, if any, has its own ids."""
         ids, slots = self._index.export()
         return {"ids": ids, **self.read(slots), **(self._admission.export() if self._admission else {})}
 
     def export_buckets(self, owners: Owners, buckets: range) -> Iterator[tuple[int, dict[str, Tensor]]]:
-        """`export`, bucket by bucket, with the rows of one bucket in memory at a time; meanwhile nothing may change."""
+        """`export`, bucket by bucket, with one bucket in memory at a time. The table must not change meanwhile."""
         ids, slots = self._index.export()
-        beside = self._admission.export() if self._admission else {}
-        for number, part in split_buckets({"ids": ids, "slots": slots, **beside}, owners, buckets):
-            own = self.read(part.pop("slots"))
-            yield number, {**part, **own}
+        usage = self._admission.export() if self._admission else {}
+        for number, content in split_buckets({"ids": ids, "slots": slots, **usage}, owners, buckets):
+            rows = self.read(content.pop("slots"))
+            yield number, {**content, **rows}
 
     def load(self, content: Mapping[str, Tensor]) -> None:
-        """Replaces the content by an exported one, its ids in any order."""
+        """Replaces the content by an exported one; ids in any order."""
         self.load_index(content)
         self.load_rows(content)
 
     def load_index(self, content: Mapping[str, Tensor]) -> None:
-        """The first part of `load`, which looks at no rows; they follow by `load_rows`, all of them, in any pieces."""
+        """The first half of `load`: ids without rows. `load_rows` must follow for all of them, in any chunks."""
         if self._admission:
             self._admission.load(content)
         else:
@@ -166,7 +163,7 @@ class Table:
         self.write(self._index.find(content["ids"]), {name: content[name] for name in self._rows})
 
     def _new_state(self, num_rows: int) -> State:
-        """State of new rows, under the names of an export."""
+        """Optimizer state of new rows, under its names in an export."""
         state = self._optimizer.new_state(num_rows, self.spec.dim)
         return {
             _STATE + name: values.to(self._dtype) if values.is_floating_point() else values
@@ -174,23 +171,23 @@ class Table:
         }
 
     def _start(self, ids: Tensor, slots: Tensor) -> None:
-        """Gives ids that are new their first values; what an evicted row left in a slot is gone."""
+        """Initialises new ids, overwriting what evicted rows left in their slots."""
         self._rows.grow(self._index.num_slots)
         self.write(slots, self.new_rows(ids))
 
 
 def _state_of(rows: Mapping[str, Tensor]) -> State:
-    """The optimizer state among the columns of rows."""
+    """The optimizer state among the columns."""
     return {name.removeprefix(_STATE): values for name, values in rows.items() if name.startswith(_STATE)}
 
 
 def split_buckets(
     content: Mapping[str, Tensor], owners: Owners, buckets: range
 ) -> Iterator[tuple[int, dict[str, Tensor]]]:
-    """An exported table, bucket by bucket, each like an exported table; `pending.*` goes by `pending.ids`."""
+    """An exported table, bucket by bucket; `pending.*` is split by `pending.ids`."""
     names = {"ids": [name for name in content if not name.startswith(PENDING)]}
-    if waiting := [name for name in content if name.startswith(PENDING)]:
-        names[f"{PENDING}ids"] = waiting
+    if pending := [name for name in content if name.startswith(PENDING)]:
+        names[f"{PENDING}ids"] = pending
     places = {key: _by_bucket(content[key], owners) for key in names}
     for number in buckets:
         yield (
@@ -200,7 +197,7 @@ def split_buckets(
 
 
 def _by_bucket(ids: Tensor, owners: Owners) -> list[Tensor]:
-    """For each bucket the places of its ids, ascending."""
+    """Per bucket: places of its ids, ascending."""
     bucket = owners.bucket_of(ids)
     sizes = torch.bincount(bucket, minlength=owners.num_buckets).tolist()
     return list(bucket.argsort(stable=True).split(sizes))

@@ -1,4 +1,7 @@
-"""Ids of a batch: the distinct ones, where they are used and who owns them. Native where that can be built, with the same answers in torch."""
+"""Pure operations on ids: distinct ids, grouping, owners, membership.
+
+Native where that can be built (ids.cpp); torch gives identical results.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +28,12 @@ def dedupe(ids: Tensor, *, native: bool | None = None) -> tuple[Tensor, Tensor]:
     unique, inverse = torch.empty_like(ids), torch.empty_like(ids)
     num_unique = functions.dedupe(ids.data_ptr(), len(ids), unique.data_ptr(), inverse.data_ptr())
     check_memory(num_unique, len(ids))
-    # A copy, so that the room of the repeated ids is not kept for as long as the distinct ones.
+    # A copy frees the memory of the repeated ids.
     return unique[:num_unique].clone(), inverse
 
 
 def group(groups: Tensor, num_groups: int, *, native: bool | None = None) -> tuple[Tensor, Tensor]:
-    """Places [n] of group 0, then of group 1, …, ascending in each, and how many [num_groups] there are."""
+    """Places [n] of group 0, then of group 1, …, ascending in each, and the size [num_groups] of each."""
     functions = _functions() if native is None or native else None
     if functions is None:
         return groups.argsort(stable=True), torch.bincount(groups, minlength=num_groups)
@@ -69,16 +72,16 @@ def among(ids: Tensor, others: Tensor, *, native: bool | None = None) -> Tensor:
     return found
 
 
-def cut(bits: Tensor, sizes: Sequence[int], *, native: bool | None = None) -> tuple[Tensor, Tensor, list[int]]:
-    """Places whose bit (uint8) is 0, places whose bit is 1, both ascending, and how many of these each piece has."""
+def split_by_bit(bits: Tensor, sizes: Sequence[int], *, native: bool | None = None) -> tuple[Tensor, Tensor, list[int]]:
+    """Ascending places whose bit (uint8) is 0, those whose bit is 1, and the number of the latter per range of `sizes`."""
     functions = _functions() if native is None or native else None
     if functions is None:
-        counts = [int(piece.sum()) for piece in bits.split(list(sizes))]
+        counts = [int(own.sum()) for own in bits.split(list(sizes))]
         return (bits == 0).nonzero().flatten(), bits.nonzero().flatten(), counts
     bits, ends = bits.contiguous(), torch.tensor(sizes).cumsum(0)
     places, num = torch.empty(2, len(bits), dtype=torch.int64), torch.empty(2, len(sizes), dtype=torch.int64)
     pointers = (one.data_ptr() for one in (*places, *num))
-    functions.cut(bits.data_ptr(), ends.data_ptr(), len(sizes), *pointers)
+    functions.split_by_bit(bits.data_ptr(), ends.data_ptr(), len(sizes), *pointers)
     before = [0, *num[1].tolist()]
     num_set = before[-1]
     counts = [after - own for own, after in pairwise(before)]
@@ -86,25 +89,25 @@ def cut(bits: Tensor, sizes: Sequence[int], *, native: bool | None = None) -> tu
 
 
 class _IdFunctions:
-    """What ids.cpp offers."""
+    """The functions of ids.cpp."""
 
     def __init__(self, native: Native):
         ids = c_void_p
         self.dedupe = native.function("nestpipe_ids_dedupe", c_int64, ids, c_int64, ids, ids)
         self.group = native.function("nestpipe_ids_group", c_int64, ids, c_int64, c_int64, ids, ids)
         self.among = native.function("nestpipe_ids_among", None, ids, c_int64, ids, c_int64, ids)
-        self.cut = native.function("nestpipe_ids_cut", None, ids, ids, c_int64, ids, ids, ids, ids)
+        self.split_by_bit = native.function("nestpipe_ids_cut", None, ids, ids, c_int64, ids, ids, ids, ids)
         self.owner = native.function("nestpipe_ids_owner", None, ids, c_int64, c_int64, c_int64, ids)
 
 
 @cache
 def _functions() -> _IdFunctions | None:
-    found = library()
-    return _IdFunctions(found) if found else None
+    native = library()
+    return _IdFunctions(native) if native else None
 
 
 def check_memory(result: int, num_ids: int) -> None:
-    """Raises MemoryError if a native function says that there was none."""
+    """Raises MemoryError if a native function has reported that."""
     if result < 0:
         raise MemoryError(f"no memory to sort {num_ids:,} ids")
 
@@ -116,7 +119,7 @@ def _dedupe_in_torch(ids: Tensor) -> tuple[Tensor, Tensor]:
     if high - low >= min(_MAX_RANGE, 16 * len(ids)):
         unique, inverse = torch.unique(ids, return_inverse=True)
         return unique, inverse
-    # Ids of a dictionary are dense: marking them is ten times faster than sorting.
+    # Ids of a dictionary are dense: a bitmap is ten times faster than sorting.
     shifted = ids - low
     present = torch.zeros(high - low + 1, dtype=torch.bool).index_fill_(0, shifted, True)
     place = present.cumsum(0).sub_(1)

@@ -1,18 +1,20 @@
-"""Rows on many ranks: what a window asks of the owners, and what it sends back.
+"""The sharded lookup of one batch: requests to owners, rows to requesters, gradient sums to owners, row updates.
 
-    asker                                        owner
-    plan ── counts, weight, flags, ids ────────▶ union of all askers' ids; rows taken        ask, retrieve
-    rows of a part's first uses ◀─────────────── gathered from where they are held          launch_rows, leaves
-    gradient sums of last uses ────────────────▶ added in (part, rank) order                add_grads, launch_grads, collect
-                                                 sums of groups are exchanged, if any       merge (groups.py)
-                                                 one optimizer step per row                 update, release
+    requester                                     owner
+    plan ── counts, weight, flags, ids ─────────▶ union of all requested ids; rows taken     exchange_ids, retrieve
+    rows of first use ◀────────────────────────── gathered from table or prefetch buffer     launch_rows, local_rows
+    gradient sums of last use ──────────────────▶ added in (micro-batch, rank) order         add_grads, launch_grads, collect
+                                                  sums of replica groups are exchanged       merge (replica_groups.py)
+                                                  one optimizer step per row                 update, release
 
-One sum tree, whatever the number of parts and ranks that run it: occurrences of an id inside a part (backward), parts in
-part order (asker), arrivals in (part of last use, asking rank) order (owner), groups in group order. No atomics, no order of
-arrival.
+Invariants:
 
-Each method of a `Window` is a stage: called once (or once per part), by any thread, after those it depends on. Rows and
-gradients are *launched* by one thread and waited for by whoever needs them.
+- One sum tree for every schedule: occurrences of an id inside a micro-batch (backward),
+  micro-batches in order (requester), arrivals in (micro-batch of last use, requesting rank) order
+  (owner), groups in group order. There are no atomics, and the order of arrival never matters.
+- Each method of `Window` is a stage: called once, or once per micro-batch, by any thread, after the
+  stages it depends on.
+- One thread launches rows and gradients; whichever thread needs them waits.
 """
 
 from __future__ import annotations
@@ -44,68 +46,68 @@ from nestpipe.embedding.sharding import ShardedTables
 from nestpipe.embedding.stale_rows import StaleRows
 from nestpipe.errors import CommError
 
-UNSHARED = 1  # of two halves; the hot one is 0
-Message = tuple[int, int]  # part, and which half or slice of it
+UNSHARED = 1  # the chunk of unshared rows in a split window; shared rows are chunk 0
+Message = tuple[int, int]  # (micro-batch, chunk)
 
 
 @dataclass(slots=True, eq=False)
 class Window:
-    """The rows of one batch, frozen until every part has contributed.
+    """The rows of one batch, frozen until every micro-batch has contributed its gradients.
 
-    If it is `split`, rows of the first part and gradients of the last one travel in two halves (hot.py), and if it has `cuts` (all
-    tables or none) in slices (slices.py).
+    A `split` window sends the first rows and the last gradients as two chunks, shared and unshared with the neighbouring
+    batch; one with `chunks` (of all tables or none) sends them in chunks of buckets. See chunked_exchange.py.
     """
 
     tables: ShardedTables
     plan: Plan
     number: int  # of the batch, from the start of training
-    weight: float  # this rank's; global once the ids have been asked for
-    stop_requested: bool = False  # of this rank; of any rank once the ids have been asked for
+    weight: float  # of this rank; of all ranks after exchange_ids
+    stop_requested: bool = False  # by this rank; by any rank after exchange_ids
     split: bool = False
     chunks: Mapping[str, Chunks] = field(default_factory=dict)
     counts: CountExchange | None = None
-    largest: dict[str, float] = field(default_factory=dict)  # the largest |gradient| sent, table by table
+    largest: dict[str, float] = field(default_factory=dict)  # per table: the largest |gradient| sent
     requester: dict[str, RequesterState] = field(default_factory=dict)
-    owner_chunks: dict[str, list[OwnerState]] = field(default_factory=dict)  # slice by slice
-    row_refs: dict[str, RowRefs] = field(default_factory=dict)  # those of all slices, one after the other
-    row_messages: dict[Message, dict[str, RowMessage]] = field(default_factory=dict)  # table by table
+    owner_chunks: dict[str, list[OwnerState]] = field(default_factory=dict)  # per table and chunk
+    row_refs: dict[str, RowRefs] = field(default_factory=dict)  # of all chunks, in order
+    row_messages: dict[Message, dict[str, RowMessage]] = field(default_factory=dict)  # per message and table
     grad_messages: dict[Message, dict[str, GradMessage]] = field(default_factory=dict)
 
     def start_counts(self, *, where: str = "") -> CountExchange:
-        """Tells the owners how many ids the window will ask for, and all ranks its weight and whether to stop."""
+        """Sends request counts to the owners, and weight and stop flag to all ranks. Collective."""
         flags = [*struct.unpack("<q", struct.pack("<d", self.weight)), int(self.stop_requested)]
         return start_counts(self.tables, self.plan, self.chunks, flags, where=where)
 
     def exchange_ids(self, previous: Window | None = None, following: Window | None = None, *, where: str = "") -> None:
-        """Tells the owners which ids the window needs; agrees on the global weight and on whether to stop.
+        """Sends ids to their owners; agrees on the global weight and on whether to stop. Collective.
 
-        If it is split, the owners tell what it shares with the window before, if there is one. The window after, if it is given (on
-        every rank or on none) and there will be one, is announced meanwhile.
+        The counts of `following`, if given (on every rank or on none), are sent while the ids are in flight, unless this
+        batch is the last. A split window then exchanges which rows it shares with `previous`.
         """
-        announced = self.counts or self.start_counts(where=where)
-        received = announced.wait()
+        counts = self.counts or self.start_counts(where=where)
+        received = counts.wait()
         flags = [row[-2:] for row in received]
-        asking = IdExchange.start(self.tables, self.plan, announced.local, received, where=where)
-        if following is not None and not any(asks for _, asks in flags):
+        exchange = IdExchange.start(self.tables, self.plan, counts.local, received, where=where)
+        if following is not None and not any(stop for _, stop in flags):
             following.counts = following.start_counts(where=f"the one after {where}")
-        self.requester, self.owner_chunks = asking.finish()
+        self.requester, self.owner_chunks = exchange.finish()
         if self.tables.replicas:
             flags = self._unite_groups(self.tables.replicas, flags, where)
         self.weight = sum(struct.unpack("<d", struct.pack("<q", weight))[0] for weight, _ in flags)  # in rank order
-        self.stop_requested = any(asks for _, asks in flags)
+        self.stop_requested = any(stop for _, stop in flags)
         if self.split and previous is not None:
             chunked_exchange.exchange_shared(self, previous, where)
 
     def _unite_groups(self, replicas: Replicas, flags: list[list[int]], where: str) -> list[list[int]]:
-        """The ids become those of all groups; returns what all ranks told, in rank order, from what this one's group did."""
-        requester = {name: owner.requests for name, (owner,) in self.owner_chunks.items()}
-        unions, flags = replicas.unite(requester, [one for row in flags for one in row], where=where)
+        """Replaces the requested ids by the union over all groups; returns the flags of all ranks, in rank order."""
+        requests = {name: owner.requests for name, (owner,) in self.owner_chunks.items()}
+        unions, flags = replicas.unite(requests, [one for row in flags for one in row], where=where)
         for name, union in unions.items():
             self.owner_chunks[name][0].requests, self.owner_chunks[name][0].union = union.requests, union
         return [row[place : place + 2] for row in flags for place in range(0, len(row), 2)]
 
     def retrieve(self) -> None:
-        """Decides which ids have a row, and takes the rows; once per batch, in order."""
+        """Admits ids and takes their rows. Once per batch, in the order of batches."""
         for name, chunks in self.owner_chunks.items():
             ids = [owner.requests.ids for owner in chunks]
             refs = self.row_refs[name] = self.tables.row_access[name].take(torch.cat(ids), self.number)
@@ -113,113 +115,123 @@ class Window:
                 owner.row_refs = own
 
     def post_receives(self, *, where: str = "") -> None:
-        """Opens the receives of all row and gradient messages, so that none of them waits for its peer, and finds what is sent."""
+        """Posts the receives of all row and gradient messages, so that no sender waits for its peer; locates what is sent."""
         last = self.plan.num_micro_batches - 1
         for micro_batch in range(self.plan.num_micro_batches):
             for name in self.requester:
-                place = f"{where}, part {micro_batch}"
-                if micro_batch == 0 and (self.split or self.chunks):
-                    (chunked_exchange.post_split_rows if self.split else chunked_exchange.post_chunk_rows)(
-                        self, name, place
-                    )
+                place = f"{where}, micro-batch {micro_batch}"
+                if micro_batch == 0 and self.split:
+                    chunked_exchange.post_split_rows(self, name, place)
+                elif micro_batch == 0 and self.chunks:
+                    chunked_exchange.post_chunk_rows(self, name, place)
                 else:
-                    self._post_rows(name, micro_batch, place)
-                if micro_batch == last and (self.split or self.chunks):
-                    (chunked_exchange.post_split_grads if self.split else chunked_exchange.post_chunk_grads)(
-                        self, name, place
-                    )
+                    self._post_whole_rows(name, micro_batch, place)
+                if micro_batch == last and self.split:
+                    chunked_exchange.post_split_grads(self, name, place)
+                elif micro_batch == last and self.chunks:
+                    chunked_exchange.post_chunk_grads(self, name, place)
                 else:
-                    self._post_grads(name, micro_batch, place)
+                    self._post_whole_grads(name, micro_batch, place)
 
-    def _post_rows(self, name: str, micro_batch: int, where: str) -> None:
+    def _post_whole_rows(self, name: str, micro_batch: int, where: str) -> None:
         requester = self.requester[name]
         buffer = [requester.local_rows[micro_batch][fresh] for fresh in requester.plan.fresh(micro_batch)]
         packed = None if requester.narrow is None else requester.narrow.buffers(micro_batch, buffer)
-        self.open_rows(
-            name, (micro_batch, 0), self._row_refs(name), self._wanted(name, micro_batch), buffer, packed, where=where
-        )
+        places = self._requested_places(name, micro_batch)
+        self.post_rows(name, (micro_batch, 0), self._row_refs(name), places, buffer, packed, where=where)
 
-    def _wanted(self, name: str, micro_batch: int) -> list[Tensor]:
-        """Places among all rows that are held of those that each asker gets with a part."""
-        found, begin = [], 0
+    def _requested_places(self, name: str, micro_batch: int) -> list[Tensor]:
+        """Per requester: places, among the row refs of all chunks, of the rows that it gets with a micro-batch."""
+        by_chunk, begin = [], 0
         for owner in self.owner_chunks[name]:
-            found.append([places + begin if begin else places for places in owner.requests.rows_for(micro_batch)])
+            by_chunk.append([places + begin if begin else places for places in owner.requests.rows_for(micro_batch)])
             begin += len(owner.requests.ids)
-        return [torch.cat(own) for own in zip(*found, strict=True)] if len(found) > 1 else found[0]
+        return [torch.cat(own) for own in zip(*by_chunk, strict=True)] if len(by_chunk) > 1 else by_chunk[0]
 
-    def _post_grads(self, name: str, micro_batch: int, where: str) -> None:
+    def _post_whole_grads(self, name: str, micro_batch: int, where: str) -> None:
         plan, is_last = self.requester[name].plan, micro_batch == self.plan.num_micro_batches - 1
         counts = [
             sum(own)
             for own in zip(*(one.requests.arrival_counts[micro_batch] for one in self.owner_chunks[name]), strict=True)
         ]
-        leaving = self.chunks[name].leaving[micro_batch] if self.chunks else plan.ending[micro_batch]
-        # All that the last part has goes home with it.
-        sent = [own[micro_batch] for own in plan.last_counts]
-        self.open_grads(name, (micro_batch, 0), None if is_last else leaving, sent, counts, where=where)
+        ending = self.chunks[name].ending[micro_batch] if self.chunks else plan.ending[micro_batch]
+        send_counts = [own[micro_batch] for own in plan.last_counts]
+        # No id is used after the last micro-batch, so all of its sums are sent: positions None.
+        self.post_grads(name, (micro_batch, 0), None if is_last else ending, send_counts, counts, where=where)
 
-    def open_rows(
+    def post_rows(
         self,
         name: str,
         message: Message,
         refs: RowRefs,
-        wanted: list[Tensor],
-        buffer: list[Tensor],
+        places: list[Tensor],
+        buffers: list[Tensor],
         packed: list[Tensor] | None,
         *,
         where: str,
     ) -> None:
-        """Opens receives of rows: of each owner into its room. Own rows do not travel."""
+        """Posts a receive of rows into `buffers[owner]`; sends `refs` at `places[requester]`. Own rows are copied."""
         rank = self.tables.rank
-        handle = self.tables.row_channel.post(f"rows/{name}", packed or buffer, where=where, own=False)
-        own, wanted[rank] = refs.at(wanted[rank]), wanted[rank][:0]
-        travel = refs.at(torch.cat(wanted))
-        leaving = self.tables.tables[name].empty_rows(len(travel.ids))
-        sends = list(leaving.split([len(places) for places in wanted]))
-        sends[rank] = buffer[rank]
+        handle = self.tables.row_channel.post(f"rows/{name}", packed or buffers, where=where, own=False)
+        own, places[rank] = refs.at(places[rank]), places[rank][:0]
+        sent = refs.at(torch.cat(places))
+        send_buffer = self.tables.tables[name].empty_rows(len(sent.ids))
+        sends = list(send_buffer.split([len(one) for one in places]))
+        sends[rank] = buffers[rank]
         self.row_messages.setdefault(message, {})[name] = RowMessage(
-            handle, travel, leaving, sends, buffer, own, packed
+            handle, sent, send_buffer, sends, buffers, own, packed
         )
 
-    def open_grads(
-        self, name: str, message: Message, leaving: Tensor | None, sent: list[int], counts: list[int], *, where: str
+    def post_grads(
+        self,
+        name: str,
+        message: Message,
+        positions: Tensor | None,
+        send_counts: list[int],
+        receive_counts: list[int],
+        *,
+        where: str,
     ) -> None:
-        """Opens receives of so many sums from each asker. Own ones do not travel, but are copied; all of a leaf is not even that."""
+        """Posts a receive of gradient sums; sends those at `positions`, by owner. None: all of them, without a copy.
+
+        Own sums are not sent: they are copied, or used in place if all are sent.
+        """
         rank = self.tables.rank
         own: Tensor | None = None
-        if leaving is not None:
-            places = list(leaving.split(sent))
-            own, places[rank] = places[rank], places[rank][:0]
-            leaving, sent = torch.cat(places), [len(one) for one in places]
+        if positions is not None:
+            by_owner = list(positions.split(send_counts))
+            own, by_owner[rank] = by_owner[rank], by_owner[rank][:0]
+            positions, send_counts = torch.cat(by_owner), [len(one) for one in by_owner]
         else:
-            counts = [0 if requester == rank else count for requester, count in enumerate(counts)]
+            receive_counts = [0 if peer == rank else count for peer, count in enumerate(receive_counts)]
         table = self.tables.tables[name]
-        arrivals = list(table.empty_rows(sum(counts)).split(counts))
-        handle = self.tables.row_channel.post(f"gradients/{name}", arrivals, where=where, own=False)
-        buffer = table.empty_rows(0 if leaving is None else len(leaving))
-        self.grad_messages.setdefault(message, {})[name] = GradMessage(handle, leaving, own, sent, buffer, arrivals)
+        received = list(table.empty_rows(sum(receive_counts)).split(receive_counts))
+        handle = self.tables.row_channel.post(f"gradients/{name}", received, where=where, own=False)
+        send_buffer = table.empty_rows(0 if positions is None else len(positions))
+        self.grad_messages.setdefault(message, {})[name] = GradMessage(
+            handle, positions, own, send_counts, send_buffer, received
+        )
 
     def launch_rows(self, micro_batch: int, chunk: int = 0) -> None:
-        """Sends the rows that askers use in this part for the first time, or a half or slice of them."""
+        """Sends the rows that requesters use first in this micro-batch, or a chunk of them."""
         rank = self.tables.rank
         for name, message in self.row_messages[micro_batch, chunk].items():
-            holder, sends = self.tables.row_access[name], message.sends
+            access, sends = self.tables.row_access[name], message.sends
             narrow = self.owner_chunks[name][0].narrow if message.packed is not None else None
-            holder.gather(message.refs, message.send_buffer)
+            access.gather(message.refs, message.send_buffer)
             if narrow is not None:
-                others = enumerate(sends)
                 sends = [
-                    rows if requester == rank else narrow.pack(rows, requester, micro_batch)
-                    for requester, rows in others
+                    rows if peer == rank else narrow.pack(rows, peer, micro_batch) for peer, rows in enumerate(sends)
                 ]
             message.handle.launch(sends, num_rows=len(message.refs.ids) + len(message.own_refs.ids))
-            holder.gather(message.own_refs, message.receive_buffers[rank])  # nobody else waits for these
+            # After the launch: no other rank waits for the rows that stay here.
+            access.gather(message.own_refs, message.receive_buffers[rank])
             if narrow is not None:
                 narrow.round_(message.receive_buffers[rank], rank, micro_batch)
 
     def local_rows(self, micro_batch: int) -> dict[str, Tensor]:
-        """Leaf rows [u, D] of the part's distinct ids, table by table, once those of all parts so far have arrived."""
-        for requester in self.requester.values():  # needs no message of this part
+        """Rows [u, D] of the micro-batch's distinct ids as autograd leaves, per table. Blocks until they have arrived."""
+        for requester in self.requester.values():  # rows of earlier micro-batches need no message
             copy_from(
                 requester.local_rows[micro_batch],
                 requester.plan.repeated[micro_batch],
@@ -233,8 +245,8 @@ class Window:
         }
 
     def wait_rows(self, micro_batch: int) -> None:
-        """Waits for the part's rows and brings them to their places, once."""
-        # Cold rows are long there, and are brought to their places while hot ones travel.
+        """Blocks until the micro-batch's rows have arrived, and scatters them to their positions. Idempotent."""
+        # Unshared rows arrived long ago: scatter them while shared ones are in flight.
         for chunk in (UNSHARED, 0) if self.split else range(self.num_chunks):
             for name, message in self.row_messages.get((micro_batch, chunk), {}).items():
                 requester = self.requester[name]
@@ -244,11 +256,11 @@ class Window:
                         if owner != self.tables.rank:
                             requester.narrow.unpack(data, owner, micro_batch, buffer)
                 if micro_batch == 0 and (received := requester.split_rows.pop(bool(chunk), None)):
-                    rows, places = received
-                    scatter_rows(requester.local_rows[micro_batch], places, rows)
+                    rows, positions = received
+                    scatter_rows(requester.local_rows[micro_batch], positions, rows)
 
     def add_grads(self, micro_batch: int, local_rows: Mapping[str, Tensor]) -> None:
-        """Adds the sums so far to the part's gradients, for the ids that it shares with parts before."""
+        """Adds the sums of earlier micro-batches to this one's gradients, for the ids that they share."""
         for name, requester in self.requester.items():
             grad = local_rows[name].grad
             own = torch.zeros_like(requester.local_rows[micro_batch]) if grad is None else grad.contiguous()
@@ -257,77 +269,79 @@ class Window:
             requester.grads[micro_batch] = own
 
     def launch_grads(self, micro_batch: int, chunk: int = 0) -> None:
-        """Sends the sums of ids whose last use this part was, or a half or slice of them."""
+        """Sends the gradient sums of ids last used in this micro-batch, or a chunk of them, to their owners."""
         is_last = micro_batch == self.plan.num_micro_batches - 1
         for name, message in self.grad_messages[micro_batch, chunk].items():
             sums, own = self.requester[name].computed_grads(micro_batch), message.received[self.tables.rank]
-            leaving = (
+            sent = (
                 sums
                 if message.sent_positions is None
                 else gather_rows(sums, message.sent_positions, message.send_buffer)
             )
-            sends = list(leaving.split(message.send_counts))
+            sends = list(sent.split(message.send_counts))
             if message.own_positions is None:
                 message.received[self.tables.rank] = sends[self.tables.rank]
             else:
                 sends[self.tables.rank] = own
             message.handle.launch(sends)
             if message.own_positions is not None:
-                gather_rows(sums, message.own_positions, own)  # nobody else waits for these
-            # All of the last part leaves: its hot half or first slice comes first, and the flag that travels with it is about all.
-            for values in () if chunk else (sums,) if is_last else (leaving, own):
+                gather_rows(sums, message.own_positions, own)  # no other rank waits for these
+            # The non-finite flag is sent with chunk 0 of the last micro-batch, so that chunk checks the sums of all chunks.
+            for values in () if chunk else (sums,) if is_last else (sent, own):
                 self.largest[name] = larger(self.largest.get(name, 0.0), values)
 
     def collect(self, micro_batch: int, chunk: int = 0) -> None:
-        """The sums that come with a part, or a half or slice of them, have arrived."""
-        is_one = self.chunks and micro_batch == self.plan.num_micro_batches - 1
+        """Blocks until the gradient sums of a micro-batch, or of a chunk of it, have arrived at this owner."""
+        is_chunk = self.chunks and micro_batch == self.plan.num_micro_batches - 1
         for name, message in self.grad_messages[micro_batch, chunk].items():
             message.handle.wait_arrived()
-            for owner in [self.owner_chunks[name][chunk]] if is_one else self.owner_chunks[name]:
+            for owner in [self.owner_chunks[name][chunk]] if is_chunk else self.owner_chunks[name]:
                 owner.num_collected += 1
 
     def merge(self, micro_batch: int, *, where: str = "") -> None:
-        """Replicas exchange the sums of their groups that are whole with this part; each adds them in group order, in `update`."""
+        """Exchanges, between replicas, the group sums that are complete with this micro-batch; `update` adds them."""
         if (replicas := self.tables.replicas) is None:
             return
         handles = []
         for name, (owner,) in self.owner_chunks.items():
             if owner.num_collected <= micro_batch:
-                raise CommError("sums of a group before they were collected: a dependency is missing in the schedule.")
+                raise CommError("group sums merged before they were collected: the schedule lacks a dependency.")
             arrived = [one for number in range(micro_batch + 1) for one in self.grad_messages[number, 0][name].received]
             handles.append(owner.united.launch(replicas, f"sums/{name}", micro_batch, arrived, where=where))
         for handle in handles:
             handle.wait()
 
     def owned_grads(self) -> dict[str, Tensor]:
-        """The full gradient sums [K, D] of the rows that this rank owns, by ascending id, once all are collected."""
+        """Complete gradient sums [K, D] of the owned rows, by ascending id, per table. Only after all are collected."""
         if self.split or self.chunks:
-            raise ValueError("the sums of a split window are never whole: its pieces are updated one after the other.")
-        found = {}
+            raise ValueError("a window with chunks has no complete sums: its chunks are updated one after the other.")
+        totals = {}
         for name, (owner,) in self.owner_chunks.items():
             grads = self._sums(name, 0)
-            owner.totals = found[name] = grads.total() if isinstance(grads, ArrivedGrads) else grads
-            owner.totals.index_fill_(0, owner.retrieved.rowless, 0.0)  # they are dropped and count nowhere
-        return found
+            owner.totals = totals[name] = grads.total() if isinstance(grads, ArrivedGrads) else grads
+            owner.totals.index_fill_(0, owner.retrieved.rowless, 0.0)  # dropped: they must not count in a norm
+        return totals
 
     def keep_previous(self) -> None:
-        """The batch after this one reads the rows as they are now, also if a barrier comes first."""
+        """Keeps the rows as they are before the update: the next batch reads them, even after a barrier."""
         for name, (owner,) in self.owner_chunks.items():
-            holder = self.tables.row_access[name]
-            if isinstance(holder, StaleRows):
-                holder.keep_previous(owner.retrieved)
+            access = self.tables.row_access[name]
+            if isinstance(access, StaleRows):
+                access.keep_previous(owner.retrieved)
 
     def update(self, lr: float, chunk: int = 0) -> None:
-        """One optimizer step for each row of the window, or of a half or slice of it, that this rank owns."""
+        """One optimizer step for each owned row of the window, or of a chunk of it."""
         for name, chunks in self.owner_chunks.items():
             owner = chunks[0 if self.split else chunk]
             if self.split:
-                owner.check_collected(self.plan.num_micro_batches + chunk)  # the cold half comes after the hot one
+                owner.check_collected(
+                    self.plan.num_micro_batches + chunk
+                )  # the unshared chunk comes after the shared one
             refs, grads = owner.split_updates[bool(chunk)] if self.split else (owner.retrieved, self._sums(name, chunk))
             self.tables.row_access[name].update(refs, grads, lr)
 
     def _sums(self, name: str, chunk: int) -> Tensor | ArrivedGrads:
-        """The gradients of the rows of a slice that this rank owns, added in (part, rank) order."""
+        """The gradients of the owned rows of a chunk, added in (micro-batch, rank) order."""
         owner = self.owner_chunks[name][chunk]
         owner.check_collected(self.plan.num_micro_batches)
         if owner.totals is not None:
@@ -337,13 +351,15 @@ class Window:
         return owner.chunk_grads or ArrivedGrads(self.arrivals(name), owner.requests.starts, owner.requests.arrivals)
 
     def arrivals(self, name: str) -> list[Tensor]:
-        """Sums as they arrive, message by message."""
+        """Received gradient sums, message after message."""
         return [
-            one for key in sorted(self.grad_messages, key=_as_counted) for one in self.grad_messages[key][name].received
+            one
+            for key in sorted(self.grad_messages, key=_arrival_order)
+            for one in self.grad_messages[key][name].received
         ]
 
     def release(self) -> None:
-        """The window is done with its rows, and all it sent has left."""
+        """Blocks until everything is sent, and releases the rows."""
         rows = [message.handle for messages in self.row_messages.values() for message in messages.values()]
         grads = [message.handle for messages in self.grad_messages.values() for message in messages.values()]
         for handle in rows + grads:
@@ -353,17 +369,17 @@ class Window:
 
     @property
     def num_chunks(self) -> int:
-        """In how many the first rows and the last gradients travel."""
+        """Chunks in which the first rows and the last gradients are sent."""
         return next((len(cut.last_counts[0][0]) for cut in self.chunks.values()), 1)
 
     def _row_refs(self, name: str) -> RowRefs:
         if name not in self.row_refs:
-            raise CommError("rows were asked for before they were retrieved: a dependency is missing in the schedule.")
+            raise CommError("rows used before they were retrieved: the schedule lacks a dependency.")
         return self.row_refs[name]
 
 
-def _as_counted(message: Message) -> tuple[int, bool]:
-    """Parts in order, the cold half of a part first."""
+def _arrival_order(message: Message) -> tuple[int, bool]:
+    """Micro-batches in order, the unshared chunk of a micro-batch first."""
     return message[0], message[1] != UNSHARED
 
 

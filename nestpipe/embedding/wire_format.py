@@ -1,8 +1,9 @@
-"""Rows on their way in 16 bits: those that a window uses only where that is good enough.
+"""Rows sent in 16 bits: those whose uses in a window all allow it.
 
-A lookup may name a 16-bit type (negatives do). An id is *narrow* if all its uses in a window have that type; its row travels in
-it. Others travel once, whole. A message holds its whole rows, then its narrow ones, as bytes; both ends know which are which.
-Messages in halves or slices (pieces.py) bring all rows whole: who reads them rounds them (`Rows.rounded`).
+A lookup may name a 16-bit `wire` type (negatives do). An id is *narrow* if all its uses in a window
+have that type. A message holds its full rows, then its narrow ones, as bytes; both ends know which
+are which. Chunked messages (chunked_exchange.py) send all rows in full, and the reader rounds them
+(`Rows.rounded`).
 """
 
 from __future__ import annotations
@@ -19,19 +20,19 @@ from nestpipe.embedding.routing import Plan, TablePlan
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class NarrowRows:
-    """Which ids [n] of a table travel in which 16-bit type, message after message: peer by peer, part by part."""
+    """The narrow ids among the ids [n] of a table, which are in (peer, micro-batch) order, and their 16-bit type."""
 
     wire: torch.dtype
     mask: Tensor  # [n] bool
-    counts: list[list[int]]  # [peer][part]
+    counts: list[list[int]]  # [peer][micro-batch]
 
     def of(self, peer: int, micro_batch: int) -> Tensor:
-        """Of one message."""
+        """The mask of one message."""
         begin = sum(map(sum, self.counts[:peer])) + sum(self.counts[peer][:micro_batch])
         return self.mask[begin : begin + self.counts[peer][micro_batch]]
 
     def buffers(self, micro_batch: int, rows: Sequence[Tensor]) -> list[Tensor]:
-        """Room for the bytes of each peer's message of a part, which become these rows."""
+        """Byte buffers for the messages of a micro-batch, one per peer; `rows` are the unpacked shapes."""
         return [
             torch.empty(self._num_bytes(peer, micro_batch, one), dtype=torch.uint8) for peer, one in enumerate(rows)
         ]
@@ -44,11 +45,11 @@ class NarrowRows:
     def pack(self, rows: Tensor, peer: int, micro_batch: int) -> Tensor:
         """Rows [n, D] as the bytes of a message."""
         narrow = self.of(peer, micro_batch)
-        micro_batches = (_picked(rows, ~narrow), _picked(rows, narrow).to(self.wire))
-        return torch.cat([one.reshape(-1).view(torch.uint8) for one in micro_batches])
+        full, rounded = _masked(rows, ~narrow), _masked(rows, narrow).to(self.wire)
+        return torch.cat([one.reshape(-1).view(torch.uint8) for one in (full, rounded)])
 
     def unpack(self, data: Tensor, peer: int, micro_batch: int, into: Tensor) -> None:
-        """The bytes of a message into rows [n, D]."""
+        """Writes the bytes of a message into rows [n, D]."""
         narrow = self.of(peer, micro_batch)
         num_bytes = int((~narrow).sum()) * into.shape[1] * into.itemsize
         for mask, dtype, chunk in (
@@ -59,38 +60,38 @@ class NarrowRows:
             into.index_copy_(0, mask.nonzero().flatten(), rows)
 
     def round_(self, rows: Tensor, peer: int, micro_batch: int) -> None:
-        """Rows [n, D] that did not travel, as if they had."""
+        """Rounds rows [n, D] that were copied instead of sent, as if they had been sent."""
         places = self.of(peer, micro_batch).nonzero().flatten()
         rows.index_copy_(0, places, rows.index_select(0, places).to(self.wire).to(rows.dtype))
 
 
 def narrow_of(plan: Plan) -> dict[str, NarrowRows]:
-    """The tables of which some lookup has a wire; the model decides, so they are the same on every rank."""
-    found = {}
+    """The tables with a narrow lookup; the model declares them, so they are the same on every rank."""
+    tables = {}
     for table, own in plan.tables.items():
         if wire := _wire(plan.lookups, table):
-            found[table] = NarrowRows(wire, _mask(plan.lookups, table, own), own.first_counts)
-    return found
+            tables[table] = NarrowRows(wire, _mask(plan.lookups, table, own), own.first_counts)
+    return tables
 
 
 def _wire(micro_batches: Sequence[Mapping[str, Lookup]], table: str) -> torch.dtype | None:
-    found = {lookup.wire for lookups in micro_batches for lookup in lookups.values() if lookup.table == table} - {None}
-    if len(found) > 1:
+    wires = {lookup.wire for lookups in micro_batches for lookup in lookups.values() if lookup.table == table} - {None}
+    if len(wires) > 1:
         raise ValueError(
-            f"lookups in table '{table}' ask for several wires: {sorted(map(str, found))}; one is possible"
+            f"lookups in table '{table}' name several wire types: {sorted(map(str, wires))}; a table can have one"
         )
-    return next(iter(found), None)
+    return next(iter(wires), None)
 
 
 def _mask(micro_batches: Sequence[Mapping[str, Lookup]], table: str, plan: TablePlan) -> Tensor:
-    whole = [
+    full = [
         lookup.ids.flatten()
         for lookups in micro_batches
         for lookup in lookups.values()
         if lookup.table == table and lookup.wire is None
     ]
-    return ~torch.isin(plan.ids, torch.cat([plan.ids.new_empty(0), *whole]))
+    return ~torch.isin(plan.ids, torch.cat([plan.ids.new_empty(0), *full]))
 
 
-def _picked(rows: Tensor, mask: Tensor) -> Tensor:
+def _masked(rows: Tensor, mask: Tensor) -> Tensor:
     return rows.index_select(0, mask.nonzero().flatten())

@@ -1,1 +1,1 @@
-"""When things happen."""
+"""The training step: stages, schedules, runner and streams. sequential.py is read first."""

@@ -1,4 +1,4 @@
-"""A training state from a model: its tables on this rank, its dense parameters, and the channels between ranks."""
+"""Builds a training state: the tables of this rank, dense parameters, and channels between ranks."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def build_state(
     skip_nonfinite: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> TrainState:
-    """The state before the first step, on one of the ranks [default: the only one]. Raises ConfigError.
+    """The state before the first step, on the rank of `channels` [default: a single process]. Raises ConfigError.
 
-    `nestpipe.train_batches` trains it; a run has a folder, checkpoints and evaluation around it (`nestpipe.train`).
+    `nestpipe.train_batches` trains it. `nestpipe.train` adds a run folder, checkpoints and evaluation.
     """
     embedding, pipeline = embedding or EmbeddingConfig(), pipeline or PipelineConfig()
     channels = channels or Channels.of(World.single())
@@ -55,7 +55,7 @@ def build_state(
     sharded = ShardedTables(
         tables, channels.keys, channels.rows, Owners(embedding.num_buckets, num_ranks), channels.replicas
     )
-    sharded.row_access = {name: _holder(table, embedding, pipeline) for name, table in tables.items()}
+    sharded.row_access = {name: _row_access(table, embedding, pipeline) for name, table in tables.items()}
     return TrainState(
         model=model,
         embedding=sharded,
@@ -67,9 +67,9 @@ def build_state(
     )
 
 
-def _holder(table: Table, embedding: EmbeddingConfig, pipeline: PipelineConfig) -> RowAccess:
-    """Rows in files are copied to a pool when several batches are in flight, so that one lane alone touches the files."""
+def _row_access(table: Table, embedding: EmbeddingConfig, pipeline: PipelineConfig) -> RowAccess:
+    """A prefetch buffer for rows in files if several batches are in flight, so that one stream alone touches the files."""
     rows = pipeline.rows
     is_buffered = rows == "buffer" or (rows == "auto" and embedding.tier == "mmap" and pipeline.looks_ahead)
-    holder: RowAccess = PrefetchBuffer(table) if is_buffered else InPlaceRows(table)
-    return StaleRows(holder, sync_steps=pipeline.sync_steps) if pipeline.staleness else holder
+    access: RowAccess = PrefetchBuffer(table) if is_buffered else InPlaceRows(table)
+    return StaleRows(access, sync_steps=pipeline.sync_steps) if pipeline.staleness else access

@@ -7,28 +7,28 @@ from dataclasses import dataclass, replace
 from nestpipe.distributed.process_group import Channel, World
 from nestpipe.embedding.replica_groups import Replicas, join
 
-_SAVE_S = 1800.0  # one rank may have so much more to write or to copy than another
+_SAVE_S = 1800.0  # deadline of checkpoint exchanges: a rank may write much more than another
 
 
 @dataclass(frozen=True, slots=True)
 class Channels:
-    """The message lanes of a run. Each is used by one thread at a time: that of the saves by the saver, others by the runner."""
+    """The channels of a run. One thread at a time uses each: the checkpoint writer `saves`, the runner the others."""
 
     control: Channel
     keys: Channel
     rows: Channel
     dense: Channel
     saves: Channel
-    replicas: Replicas | None = None  # of groups; then `keys` and `rows` are those of this rank's group
+    replicas: Replicas | None = None  # with replica groups; `keys` and `rows` are then those of this rank's group
 
     @staticmethod
     def of(world: World) -> Channels:
-        """A meeting of all ranks."""
+        """Creates all channels. Collective."""
         control, keys, rows, dense = (world.channel(name) for name in ("control", "keys", "rows", "dense"))
         return Channels(control, keys, rows, dense, world.channel("saves", deadline_s=max(_SAVE_S, world.deadline_s)))
 
     def in_groups(self, num_groups: int) -> Channels:
-        """The same with all tables in each of so many groups of ranks; a meeting of all ranks."""
+        """The same channels with so many replica groups. Collective."""
         if num_groups == 1:
             return self
         keys, rows, replicas = join(self.rows.world, num_groups, all_ranks=self.rows)

@@ -11,7 +11,7 @@ from nestpipe.embedding.config import MAX_CHUNKS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatchConfig:
-    """How a batch is divided. This decides the order of sums, hence the bits, in every mode."""
+    """How a batch is divided. This decides the order of sums, hence the result bitwise, in every mode."""
 
     micro_batches: int = 1
     """Micro-batches per batch. Rows are updated once per batch, after the last micro-batch."""
@@ -29,7 +29,7 @@ class MicroBatchConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineConfig(MicroBatchConfig):
-    """How a batch is divided and which stages overlap. Given micro-batches and staleness, every mode gives the same bits."""
+    """How a batch is divided and which stages overlap. Given micro-batches and staleness, every mode is bitwise identical."""
 
     mode: Literal["sequential", "dual-buffer", "frozen-window", "nested"] = "sequential"
     """dual-buffer hides the lookup of the next batches, frozen-window the exchanges between micro-batches, nested both."""
@@ -38,7 +38,7 @@ class PipelineConfig(MicroBatchConfig):
     staleness: int = 0
     """1 is semi-asynchronous: the rows of a batch always miss the update of the previous batch. Not exact; sequential and nested."""
     sync_steps: int = 0
-    """With staleness 1: number of exact steps at the start, when most is learned."""
+    """With staleness 1: number of exact steps at the start."""
     rows: Literal["auto", "table", "buffer"] = "auto"
     """Where rows of batches in flight are: in their table or in a prefetch buffer. auto: a buffer if rows are in files."""
     split: bool = False
@@ -104,19 +104,19 @@ class PipelineConfig(MicroBatchConfig):
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether rows are retrieved before the batch before is done."""
+        """Whether rows of later batches are prefetched."""
         return self.mode in ("dual-buffer", "nested")
 
     @property
     def protect_steps(self) -> int:
-        """For how many batches rows must be protected from eviction."""
+        """Number of batches for which rows must be protected from eviction."""
         return max(self.depth + 1 if self.looks_ahead else 0, 1) + self.staleness
 
     def is_stale(self, number: int) -> bool:
-        """Whether the step of a batch runs as a stale one; the first of them has no update to miss."""
+        """Whether a batch runs as a stale step; the first of these has no update to miss."""
         return self.staleness > 0 and number >= self.sync_steps
 
     def steps_to_switch(self, number: int) -> int | None:
-        """After how many steps another schedule begins, which takes a barrier; None for never."""
+        """Steps until another schedule begins, which needs a barrier; None for never."""
         left = self.sync_steps - number if self.staleness else 0
         return left if left > 0 else None

@@ -1,11 +1,12 @@
-"""Can a schedule get stuck? A proof for a number of batches and ranks, without running anything.
+"""Deadlock check: proves, for a number of batches and ranks, that a schedule runs to its end. Nothing is run.
 
-Every rank runs the programs of its lanes, each in order, and an event starts when all it needs is done. A stage with
-messages counts as one event of all ranks: it is done when every rank has come. Nothing waits for ever if and only if the
-graph of all `needs`, all `lets_pass` and the program order of all lanes has no cycle. (That ranks use one group in the same
-order is necessary, but proves nothing alone.)
+Every rank runs the programs of its streams, each in order; an event starts when all it waits for is
+done. A stage with messages is one node for all ranks: it is done when every rank has entered. The
+schedule is free of deadlock if and only if the graph of all dependencies, all yields and the
+program order of all streams has no cycle. (The same order of exchanges on every rank is necessary,
+but not sufficient.)
 
-    check(Schedule.of("nested", 8, depth=2), num_batches=6, world_size=4)      # raises ScheduleError, or all is well
+    check(Schedule.of("nested", 8, depth=2), num_batches=6, world_size=4)      # raises ScheduleError, or returns
 """
 
 from __future__ import annotations
@@ -16,28 +17,28 @@ from itertools import pairwise
 
 from nestpipe.pipeline.schedule import CHUNK_KINDS, MESSAGES, Event, Kind, Schedule
 
-Programs = Mapping[str, Sequence[Event]]  # lane -> events in order
+Programs = Mapping[str, Sequence[Event]]  # stream -> events in order
 Node = tuple[Event, int]  # an event on a rank; messages are on EVERY_RANK
 EVERY_RANK = -1
 
 
 class ScheduleError(ValueError):
-    """A schedule lacks events, has some twice, differs between ranks, or cannot run to its end."""
+    """A schedule lacks events, has some twice, differs between ranks, or has a deadlock."""
 
 
 def check(schedule: Schedule, num_batches: int, world_size: int) -> None:
-    """Raises ScheduleError unless every event is in one program and no order of events can wait for itself."""
+    """Raises ScheduleError unless every event is in one program and no event waits for itself."""
     check_programs(schedule, [schedule.events(num_batches)] * world_size, num_batches)
 
 
 def check_programs(schedule: Schedule, ranks: Sequence[Programs], num_batches: int) -> None:
-    """The same for given programs of each rank."""
+    """`check` for given programs of each rank."""
     for rank, programs in enumerate(ranks):
         _check_complete(schedule, programs, num_batches, rank)
         for stream, program in programs.items():
             if list(program) != list(ranks[0][stream]):
-                raise ScheduleError(f"lane '{stream}' runs another program on rank {rank} than on rank 0")
-    befores: dict[Node, dict[Node, str]] = {}  # node -> those it waits for, and why
+                raise ScheduleError(f"stream '{stream}' runs another program on rank {rank} than on rank 0")
+    befores: dict[Node, dict[Node, str]] = {}  # node -> the nodes it waits for, and why
     for rank, programs in enumerate(ranks):
         for before, after, why in _waits(schedule, programs, num_batches, rank):
             befores.setdefault(before, {})
@@ -45,18 +46,18 @@ def check_programs(schedule: Schedule, ranks: Sequence[Programs], num_batches: i
     if cycle := find_cycle(befores):
         lines = (f"  {_name(after)} waits for {_name(before)}: {befores[after][before]}" for after, before in cycle)
         raise ScheduleError(
-            f"mode '{schedule.mode}' with {schedule.num_micro_batches} parts and depth {schedule.depth} would never end on "
+            f"mode '{schedule.mode}' with {schedule.num_micro_batches} micro-batches and depth {schedule.depth} deadlocks on "
             f"{len(ranks)} ranks. These events wait for each other:\n" + "\n".join(lines)
         )
 
 
 def all_events(schedule: Schedule, num_batches: int) -> list[Event]:
-    """Every event of so many batches, batch by batch in the order of the sequential step."""
+    """Every event of so many batches, in the order of the sequential step."""
     once: tuple[Kind, ...] = ("read", "keys", "retrieve", "post", *(("unshared rows",) if schedule.split else ()))
     more = range(schedule.num_chunks - 1)
-    cold: tuple[Kind, ...] = ("unshared grads", "unshared collect", "unshared update") if schedule.split else ()
+    unshared: tuple[Kind, ...] = ("unshared grads", "unshared collect", "unshared update") if schedule.split else ()
     norm: tuple[Kind, ...] = ("norm",) if schedule.clip_rows else ()
-    after: tuple[Kind, ...] = ("flag", "dense sum", *norm, "dense step", "update", *cold, "write")
+    after: tuple[Kind, ...] = ("flag", "dense sum", *norm, "dense step", "update", *unshared, "write")
     merge: tuple[Kind, ...] = ("merge",) if schedule.groups else ()
     each: tuple[Kind, ...] = ("rows", "compute", "grads", "collect", *merge)
     first: tuple[Kind, ...] = ("rows", "arrive", *each[1:]) if schedule.split else each
@@ -92,36 +93,38 @@ def find_cycle(befores: Mapping[Node, Mapping[Node, str]]) -> list[tuple[Node, N
                 ready.append(after)
     if not missing:
         return []
-    path = [next(iter(missing))]  # each of the rest waits for another of the rest, so going back must meet itself
+    path = [
+        next(iter(missing))
+    ]  # each of the rest waits for another of the rest, so following the waits must close a cycle
     while path[-1] not in path[:-1]:
         path.append(next(before for before in befores[path[-1]] if before in missing))
     return list(pairwise(path[path.index(path[-1]) :]))
 
 
 def _check_complete(schedule: Schedule, programs: Programs, num_batches: int, rank: int) -> None:
-    found = Counter(event for program in programs.values() for event in program)
+    actual = Counter(event for program in programs.values() for event in program)
     expected = Counter(all_events(schedule, num_batches))
-    for what, events in (("lack", expected - found), ("have too often", found - expected)):
+    for what, events in (("lack", expected - actual), ("have too often", actual - expected)):
         if events:
             raise ScheduleError(f"the programs of rank {rank} {what} {', '.join(map(str, sorted(events)))}")
     for stream, program in programs.items():
-        if strange := [event for event in program if schedule.stream_of(event.kind) != stream]:
-            raise ScheduleError(f"lane '{stream}' of rank {rank} runs {strange[0]}, which belongs to another lane")
+        if foreign := [event for event in program if schedule.stream_of(event.kind) != stream]:
+            raise ScheduleError(f"stream '{stream}' of rank {rank} runs {foreign[0]}, which belongs to another stream")
 
 
 def _waits(schedule: Schedule, programs: Programs, num_batches: int, rank: int) -> Iterator[tuple[Node, Node, str]]:
-    """Who waits for whom on a rank: (before, after, why)."""
+    """The waits of a rank: (before, after, why)."""
     for stream, program in programs.items():
         for before, after in pairwise(program):
             if before != after:
-                yield _node(before, rank), _node(after, rank), f"comes later on lane '{stream}'"
+                yield _node(before, rank), _node(after, rank), f"comes later on stream '{stream}'"
         for event in program:
             for need in schedule.needs(event):
-                if need.batch < num_batches:  # what will never be is not waited for
+                if need.batch < num_batches:  # events beyond the last batch are not waited for
                     yield _node(need, rank), _node(event, rank), "needs it"
             for first in schedule.yields_to(event):
                 if first.batch < num_batches:
-                    yield _node(first, rank), _node(event, rank), "lets it pass"
+                    yield _node(first, rank), _node(event, rank), "yields to it"
 
 
 def _node(event: Event, rank: int) -> Node:

@@ -1,8 +1,9 @@
-"""The dense part of a model as one flat buffer of fixed layout, with its optimizer.
+"""Dense parameters as one flat buffer with a fixed layout, and their optimizer.
 
-Parameters become views of `weights` and their gradients views of `grads`, in the order of `named_parameters`. One
-buffer makes one update, one norm, one finite check and one exchange: gradients are summed over ranks in rank order, so
-the sum is the same on every rank and in every run. (DDP regroups its buckets after the first step, which changes bits.)
+Parameters are views of `weights` and their gradients views of `grads`, in the order of
+`named_parameters`. So one update, one norm, one finite check and one all-reduce cover all of them.
+Gradients are summed in rank order, so the sum is the same on every rank and in every run. (DDP
+regroups its buckets after the first step, which changes the order of sums.)
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from nestpipe.embedding.row_optimizer import OPTIMIZERS, update_slots
 class DenseParams:
     """Owns the memory of a module's parameters and gradients."""
 
-    def __init__(self, module: nn.Module, config: DenseConfig, lane: Channel):
-        self.channel = lane
+    def __init__(self, module: nn.Module, config: DenseConfig, channel: Channel):
+        self.channel = channel
         self._named = dict(module.named_parameters())
         saved = module.state_dict().keys()
         self._buffers = {name: buffer for name, buffer in module.named_buffers() if name in saved}
@@ -41,7 +42,7 @@ class DenseParams:
         self.channel.sum_in_rank_order(self.grads)
 
     def update(self, lr: float) -> None:
-        """One optimizer step with the gradients collected since `zero_grads`."""
+        """One optimizer step with the gradients since `zero_grads`."""
         row = torch.zeros(1, dtype=torch.int64)
         update_slots(self._optimizer, self.weights.unsqueeze(0), self._state, row, self.grads.unsqueeze(0), lr)
 

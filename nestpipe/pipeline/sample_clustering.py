@@ -1,13 +1,18 @@
-"""Which samples of a batch share a part (micro-batch): few distinct keys in the first and in the last one.
+"""Sample clustering: assigns samples to micro-batches so that the first and the last one have few distinct keys.
 
-Every key crosses the wire once per window, so how parts overlap does not matter; but the rows of the first part and the
-gradients of the last one are what compute waits for. The first part takes, one after the other, the sample that brings
-the fewest new keys; then the last part does, from the samples that are left; then those between, from the second on,
-which keeps samples with the same keys together. Keys of the batch before, if they are given, count double, since they cannot travel
-before its update. Ties go by place, and inside a part samples stand in the order of their places.
+Each key is sent once per window, so keys shared by micro-batches cost nothing. But compute waits
+for the rows of the first micro-batch and for the gradients of the last. Greedy assignment:
 
-The answer is a function of the arguments: what may be spent is counted in operations, never in time. When it is spent,
-the samples that are left are taken in the order of their places. Groups of samples that belong together move as one.
+1. The first micro-batch takes, one by one, the sample that adds the fewest new keys.
+2. Then the last one, from the remaining samples.
+3. Then those between, from the second on, which keeps samples with the same keys together.
+
+Keys of the previous batch, if given, count double: their rows cannot be sent before its update.
+Ties are broken by place, and a micro-batch keeps its samples in their order. Groups of samples move
+as one.
+
+The result is a pure function of the arguments: the budget is counted in operations, not in time.
+When it is used up, the remaining samples are taken in their order.
 """
 
 from __future__ import annotations
@@ -15,7 +20,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from ctypes import POINTER, Structure, byref, c_int64, c_void_p
 from dataclasses import dataclass
-from fractions import Fraction
 from functools import cache
 from typing import Any
 
@@ -26,41 +30,19 @@ from nestpipe.embedding.unique_ids import dedupe, group
 from nestpipe.jagged import Jagged, offsets_of
 from nestpipe.ops.native_library import library
 
-_BUDGET = 1 << 24  # operations; 512 samples with 200 keys in 8 parts need a thirtieth of it
+_BUDGET = 1 << 24  # operations; 512 samples with 200 keys in 8 micro-batches need a thirtieth of it
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SampleGroups:
-    """The samples of each part: their places, part after part, ascending in each, and how many there are."""
+    """Samples per micro-batch: places, micro-batch after micro-batch, ascending in each, and their numbers."""
 
     order: Tensor  # [B]
     sizes: list[int]
 
     def places(self) -> list[Tensor]:
-        """The places of each part."""
+        """The places of each micro-batch."""
         return list(self.order.split(self.sizes))
-
-
-def micro_batch_sizes(num_samples: int, num_micro_batches: int, ramp: float = 1.0) -> list[int]:
-    """Samples for each part: nearly equal, but the first and the last `ramp` times as many as the others.
-
-    What does not divide goes to the middle first. With few samples the middle is empty from its end on, then the last part.
-    """
-    if not 0 < ramp <= 1:
-        raise ValueError(f"ramp is {ramp}; the first and the last part are in (0, 1] times as large as the others")
-    if num_micro_batches == 1:
-        return [num_samples]
-    edge, middle = Fraction(ramp), range(1, num_micro_batches - 1)
-    shares = [edge, *(Fraction(1) for _ in middle), edge]
-    sizes = [int(num_samples * share / sum(shares)) for share in shares]
-    for micro_batch in [*middle, 0, num_micro_batches - 1][: num_samples - sum(sizes)]:
-        sizes[micro_batch] += 1
-    for micro_batch, needed in ((0, 1), (num_micro_batches - 1, 2)):
-        if not sizes[micro_batch] and num_samples >= needed:
-            largest = max(middle, key=lambda other: (sizes[other], other))
-            sizes[largest] -= 1
-            sizes[micro_batch] += 1
-    return sizes
 
 
 def cluster(
@@ -72,13 +54,15 @@ def cluster(
     budget: int = _BUDGET,
     native: bool | None = None,
 ) -> SampleGroups:
-    """Distributes the samples (rows of `keys`, any int64, repeats count once) to parts of the given sizes.
+    """Assigns the samples (rows of `keys`, any int64, repeats count once) to micro-batches of the given sizes.
 
-    `previous`: the keys of the batch before, ascending. `groups` [B]: samples with the same number stay together; parts
-    then end at the border nearest to their size, and what the middle misses so is asked of its next part.
+    `previous`: keys of the previous batch, ascending. `groups` [B]: samples with the same number stay together; a micro-batch
+    then ends at the group border nearest to its size, and the next one in the middle makes up the difference.
     """
     if sum(sizes) != keys.num_rows or not sizes or min(sizes) < 0:
-        raise ValueError(f"parts of {list(sizes)} samples do not add up to the {keys.num_rows} samples of the batch")
+        raise ValueError(
+            f"micro-batches of {list(sizes)} samples do not add up to the {keys.num_rows} samples of the batch"
+        )
     unit_of_sample = torch.arange(keys.num_rows) if groups is None else _by_appearance(groups)
     units = _Units.of(keys, unit_of_sample, previous)
     micro_batch_of_unit = _assign(units, sizes, budget, native)
@@ -87,7 +71,7 @@ def cluster(
 
 
 def rows_ratio(keys: Jagged, micro_batches: SampleGroups) -> float:
-    """Distinct keys of the parts, added up, over those of the batch: what travels if every part asks for its own."""
+    """Distinct keys per micro-batch, summed, over those of the batch: the traffic without deduplication across them."""
     in_all = len(dedupe(keys.values)[0])
     in_micro_batches = sum(len(dedupe(keys.select(places).values)[0]) for places in micro_batches.places())
     return in_micro_batches / in_all if in_all else 1.0
@@ -95,7 +79,7 @@ def rows_ratio(keys: Jagged, micro_batches: SampleGroups) -> float:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Units:
-    """What moves as one: a sample or a group of them."""
+    """Units of assignment: samples, or groups of them."""
 
     keys: Jagged  # of the samples, as places in `ids`
     ids: Tensor  # [K] ascending
@@ -112,7 +96,7 @@ class _Units:
 
 
 def _by_appearance(groups: Tensor) -> Tensor:
-    """Numbers [B] of the groups in the order of their first samples."""
+    """Numbers [B] of the groups, in the order of their first samples."""
     distinct, number = dedupe(groups)
     first = torch.full_like(distinct, len(groups)).scatter_reduce_(0, number, torch.arange(len(groups)), "amin")
     return torch.empty_like(first).index_copy_(0, first.argsort(), torch.arange(len(first))).index_select(0, number)
@@ -136,17 +120,17 @@ class _Samples(Structure):
 
 @cache
 def _function() -> Any:
-    found = library()
+    native = library()
     arguments = POINTER(_Samples), c_void_p, c_int64, c_int64, c_void_p
-    return found.function("nestpipe_cluster", c_int64, *arguments) if found else None
+    return native.function("nestpipe_cluster", c_int64, *arguments) if native else None
 
 
 def _assign(units: _Units, sizes: Sequence[int], budget: int, native: bool | None) -> Tensor:
-    """The part [U] of each unit."""
+    """The micro-batch [U] of each unit."""
     function = _function() if native is None or native else None
     if function is None:
         return torch.tensor(_Greedy(units, budget).assign(sizes), dtype=torch.int64)
-    offsets, wanted = units.keys.offsets.contiguous(), torch.tensor(sizes, dtype=torch.int64)
+    offsets, targets = units.keys.offsets.contiguous(), torch.tensor(sizes, dtype=torch.int64)
     micro_batch_of = torch.empty(units.samples.num_rows, dtype=torch.int64)
     samples = _Samples(
         offsets=offsets.data_ptr(),
@@ -159,13 +143,13 @@ def _assign(units: _Units, sizes: Sequence[int], budget: int, native: bool | Non
         unit_offsets=units.samples.offsets.data_ptr(),
         num_units=units.samples.num_rows,
     )
-    if function(byref(samples), wanted.data_ptr(), len(sizes), budget, micro_batch_of.data_ptr()) < 0:
+    if function(byref(samples), targets.data_ptr(), len(sizes), budget, micro_batch_of.data_ptr()) < 0:
         raise MemoryError(f"no memory to cluster {units.keys.num_rows:,} samples with {len(units.ids):,} keys")
     return micro_batch_of
 
 
 class _Greedy:
-    """What cluster.cpp does, where there is no compiler."""
+    """The readable reference of cluster.cpp, used where that cannot be built."""
 
     def __init__(self, units: _Units, budget: int):
         of_sample = [set(row.tolist()) for row in units.keys.values.split(units.keys.lengths().tolist())]
@@ -182,7 +166,7 @@ class _Greedy:
         self._budget, self._spent = budget, 0
 
     def assign(self, sizes: Sequence[int]) -> list[int]:
-        """The part of each unit: the first is filled, then the last, then those between; the end of these gets the rest."""
+        """The micro-batch of each unit. The first is filled, then the last, then the middle, whose last one gets the rest."""
         last = len(sizes) - 1
         *filled, rest = dict.fromkeys([0, last, *range(1, last)])
         micro_batch_of = [rest] * len(self._sizes)

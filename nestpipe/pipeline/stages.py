@@ -1,17 +1,17 @@
-"""What happens to a batch, stage by stage: plain functions of (state, work) or (state, work, part).
+"""The stages of a batch: plain functions of (state, work) or (state, work, micro_batch).
 
-`sequential.py` calls them one after the other. A schedule (schedule.py) says which must wait for which, a runner
-(runner.py) runs them on lanes. None of them knows where it runs or what runs beside it.
+    read ─ keys ─ retrieve ─ post ─┬─ rows ─ compute ─ grads ─ collect ─ merge ─┬─ flag ─┬─ dense sum ─ norm ─ dense step
+                                   └──────────── for each micro-batch ──────────┘        └─ update ─ write
 
-    read ─ keys ─ retrieve ─ post ─┬─ rows ─ compute ─ grads ─ collect ─ merge ─┬─ flag ─┬─ dense sum ─ dense step
-                                   └──────────────── for each part ─────────────┘        └─ update ─ write
+`sequential.py` calls them one after the other. A schedule (schedule.py) says which must wait for
+which, and a runner (runner.py) runs them on streams. A stage does not know where it runs or what
+runs concurrently.
 
-`merge` is for groups of ranks (embedding/replica_groups.py) and does nothing without them.
-
-In a schedule that is split, `rows` of the first part, `grads` and `collect` of the last one and `update` are about what
-neighbouring batches share; `unshared rows`, `unshared grads`, `unshared collect` and `unshared update` about the rest. `arrive` waits for the
-rows of the first part. In one that has slices, the same stages are about the first slice, and `chunk rows`, `chunk grads`,
-`chunk collect` and `chunk update` about the others.
+- `merge` is for replica groups (embedding/replica_groups.py) and does nothing without them.
+- In a split schedule, `rows` of the first micro-batch, `grads` and `collect` of the last one, and
+  `update` handle the rows that neighbouring batches share; `unshared …` handle the rest. `arrive`
+  waits for the rows of the first micro-batch.
+- With chunks, the same stages handle the first chunk and `chunk …` the others.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from nestpipe.pipeline.dense_params import DenseParams
 from nestpipe.pipeline.micro_batch import cut_batch
 from nestpipe.rng import Rng
 
-_MAX_LOGS = 30  # the message that carries a batch's flags and logs has room for so many
+_MAX_LOGS = 30  # capacity of the message with a batch's flags and logs
 _FLAGS = 2
-_STALE, _HELD = "rows without the last update", "rows of the batch"  # travel with the logs
+_STALE, _HELD = "rows without the last update", "rows of the batch"  # sent with the logs
 
 
 @dataclass(frozen=True, slots=True)
 class Clip:
-    """Gradients are scaled down to this norm, 0 for never: of the dense part alone, or of dense part and rows."""
+    """Gradient clipping to a norm, 0 for never: of the dense gradients, or of dense and row gradients together."""
 
     norm: float = 0.0
     rows: bool = False
@@ -53,24 +53,24 @@ class Clip:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """The settings of one step, captured with its batch."""
+    """Learning rates and clipping of one step, captured with its batch."""
 
-    dense: float  # learning rates
+    dense: float
     rows: float
     clip: Clip = Clip()
 
 
 @dataclass(slots=True, eq=False)
 class TrainState:
-    """All that a step reads and changes."""
+    """Everything that a step reads and changes."""
 
     model: Model
     embedding: ShardedTables
     dense: DenseParams
-    control: Channel  # for what all ranks must agree on
+    control: Channel  # for agreements of all ranks
     seed: int
     micro_batching: MicroBatchConfig = field(default_factory=MicroBatchConfig)
-    skip_nonfinite: bool = False  # a batch with a non-finite value is skipped; otherwise it ends the training
+    skip_nonfinite: bool = False  # skip a batch with a non-finite value instead of raising
     num_steps: int = 0  # steps done
 
     @property
@@ -79,30 +79,30 @@ class TrainState:
 
     @property
     def channels(self) -> tuple[Channel, ...]:
-        """All lanes that stages send on."""
+        """All channels that stages use."""
         return *self.embedding.channels, self.dense.channel
 
 
 @dataclass(slots=True, eq=False)
 class BatchWork:
-    """One batch on its way through the stages."""
+    """One batch in flight: what its stages share."""
 
     number: int  # of the batch, from the start of training
     batch: Batch  # as it was read
     rates: Rates
     rng: Rng
-    micro_batches: list[Batch]  # of what the model chose of it
+    micro_batches: list[Batch]  # of the samples that the model selected
     plan: Plan
     window: Window
     sums: dict[str, float] = field(default_factory=dict)  # this rank's loss and logs
-    means: dict[str, float] = field(default_factory=dict)  # of all ranks, once the flags are in; empty for no weight
-    previous: Window | None = None  # of the batch before, in a split schedule
-    next: Window | None = None  # of the batch after, where it has been read
+    means: dict[str, float] = field(default_factory=dict)  # over all ranks, after `flag`; empty without weight
+    previous: Window | None = None  # window of the previous batch, in a split schedule
+    next: Window | None = None  # window of the next batch, if it has been read
     largest_dense: float = 0.0
-    skipped: bool = False  # nothing is updated
-    row_factor: float = 1.0  # by which row gradients are scaled
+    skipped: bool = False  # no parameter is updated
+    row_factor: float = 1.0  # scale of row gradients, from clipping
     _flags: Handle | None = None
-    _flag_room: list[Tensor] = field(default_factory=list)
+    _flag_buffers: list[Tensor] = field(default_factory=list)
 
     @property
     def where(self) -> str:
@@ -112,7 +112,7 @@ class BatchWork:
 def read(
     state: TrainState, batch: Batch, rates: Rates, number: int, split: bool = False, chunks: int = 1, stop: bool = False
 ) -> BatchWork:
-    """Cuts the batch into parts and finds out which rows each needs and who owns them."""
+    """Divides the batch into micro-batches and routes their lookups: which rows, which owners."""
     check_coupling(state, batch)
     rng = Rng(state.seed, number)
     chosen = state.model.select(batch, rng) if isinstance(state.model, Selecting) else batch
@@ -122,18 +122,18 @@ def read(
         list(state.embedding.tables),
         state.embedding.owners,
     )
-    cuts = {name: Chunks.of(own, chunks) for name, own in plan.tables.items()} if chunks > 1 else {}
-    window = Window(state.embedding, plan, number, state.model.weight(chosen), stop, split, cuts)
+    chunks_of = {name: Chunks.of(own, chunks) for name, own in plan.tables.items()} if chunks > 1 else {}
+    window = Window(state.embedding, plan, number, state.model.weight(chosen), stop, split, chunks_of)
     return BatchWork(number, batch, rates, rng, micro_batches, plan, window)
 
 
 def check_coupling(state: TrainState, batch: Batch) -> None:
-    """Raises ConfigError if the loss mixes samples that parts or ranks would keep apart."""
+    """Raises ConfigError if the loss couples samples that micro-batches or ranks would separate."""
     coupling, name = state.model.coupling, type(state.model).__name__
     if coupling == "batch" and (state.micro_batching.micro_batches > 1 or state.num_ranks > 1):
         raise ConfigError(
-            f"the loss of {name} mixes all samples of a batch (coupling 'batch'), but {state.micro_batching.micro_batches} parts on "
-            f"{state.num_ranks} ranks would keep them apart. Use --pipeline.micro-batches 1 on one rank, or define the loss "
+            f"the loss of {name} mixes all samples of a batch (coupling 'batch'), but {state.micro_batching.micro_batches} micro-batches on "
+            f"{state.num_ranks} ranks would separate them. Use --pipeline.micro-batches 1 on one rank, or define the loss "
             "inside groups (coupling 'group', --data.group-size)."
         )
     if coupling == "group" and batch.groups is None:
@@ -143,40 +143,40 @@ def check_coupling(state: TrainState, batch: Batch) -> None:
 
 
 def keys(state: TrainState, work: BatchWork) -> None:
-    """Ids go to their owners; the global weight and a wish to stop are agreed on."""
+    """All-to-all of ids; agrees on the global weight and on whether to stop."""
     work.window.exchange_ids(work.previous, work.next, where=work.where)
     work.previous = work.next = None
 
 
 def retrieve(state: TrainState, work: BatchWork) -> None:
-    """Owners decide which ids have rows, and take the rows."""
+    """Owners admit ids and take their rows."""
     work.window.retrieve()
-    lagging = [one for one in state.embedding.row_access.values() if isinstance(one, StaleRows)]
-    if lagging:
-        shares = [one.pop_shares(work.number) for one in lagging]
+    stale = [one for one in state.embedding.row_access.values() if isinstance(one, StaleRows)]
+    if stale:
+        shares = [one.pop_shares(work.number) for one in stale]
         work.sums[_STALE], work.sums[_HELD] = (float(sum(column)) for column in zip(*shares, strict=True))
 
 
 def post(state: TrainState, work: BatchWork) -> None:
-    """Opens the receives of all messages of the window."""
+    """Posts the receives of all messages of the window."""
     work.window.post_receives(where=work.where)
-    room = torch.zeros(state.num_ranks, _FLAGS + _MAX_LOGS, dtype=torch.float64)
-    work._flag_room = list(room.unbind())
-    work._flags = state.embedding.all_ranks.post("flags", work._flag_room, where=work.where)
+    buffers = torch.zeros(state.num_ranks, _FLAGS + _MAX_LOGS, dtype=torch.float64)
+    work._flag_buffers = list(buffers.unbind())
+    work._flags = state.embedding.all_ranks.post("flags", work._flag_buffers, where=work.where)
 
 
 def rows(state: TrainState, work: BatchWork, micro_batch: int) -> None:
-    """Rows of first use travel to their askers; of the first part those of the first slice, if there are any."""
+    """Sends rows of first use to their requesters; of the first micro-batch only chunk 0."""
     work.window.launch_rows(micro_batch)
 
 
 def arrive(state: TrainState, work: BatchWork) -> None:
-    """The rows of the first part are there; `compute` would wait for them too, but then nobody else knows when they are."""
+    """Waits for the rows of the first micro-batch, so that other streams can yield to their arrival."""
     work.window.wait_rows(0)
 
 
 def compute(state: TrainState, work: BatchWork, micro_batch: int) -> None:
-    """Dense forward and backward of one part; its row gradients join those of the parts before."""
+    """Dense forward and backward of one micro-batch; adds its row gradients to those of earlier ones."""
     if micro_batch == 0:
         state.dense.zero_grads()
     local_rows = work.window.local_rows(micro_batch)
@@ -191,30 +191,30 @@ def compute(state: TrainState, work: BatchWork, micro_batch: int) -> None:
 
 
 def grads(state: TrainState, work: BatchWork, micro_batch: int) -> None:
-    """Gradients of last use go home; flags and logs travel with those of the last part."""
+    """Sends gradient sums of last use to their owners; after the last micro-batch also flags and logs."""
     work.window.launch_grads(micro_batch)
     if micro_batch == work.plan.num_micro_batches - 1:
         if len(work.sums) > _MAX_LOGS:
-            raise TrainError(f"the model logs {len(work.sums) - 1} values; there is room for {_MAX_LOGS - 1}.")
+            raise TrainError(f"the model logs {len(work.sums) - 1} values; at most {_MAX_LOGS - 1} are supported.")
         values = [*_not_finite(state, work), *work.sums.values()]
         flags = torch.tensor(values + [0.0] * (_FLAGS + _MAX_LOGS - len(values)), dtype=torch.float64)
         _posted(work).launch([flags] * state.num_ranks)
 
 
 def collect(state: TrainState, work: BatchWork, micro_batch: int) -> None:
-    """Owners have the gradients that come with a part."""
+    """Owners wait for the gradients of a micro-batch."""
     work.window.collect(micro_batch)
 
 
 def merge(state: TrainState, work: BatchWork, micro_batch: int) -> None:
-    """Replicas of an owner, one in each group of ranks, exchange the sums that are whole with a part."""
-    work.window.merge(micro_batch, where=f"{work.where}, part {micro_batch}")
+    """Replicas exchange the gradient sums that a micro-batch completes."""
+    work.window.merge(micro_batch, where=f"{work.where}, micro-batch {micro_batch}")
 
 
 def flag(state: TrainState, work: BatchWork) -> None:
-    """All ranks learn whether one saw a non-finite value; raises TrainError on every rank if that ends the training."""
+    """Agrees on non-finite values and sums the logs. Raises TrainError on every rank unless such batches are skipped."""
     _posted(work).wait_arrived()
-    gathered = [values.tolist() for values in work._flag_room]
+    gathered = [values.tolist() for values in work._flag_buffers]
     work.skipped = not work.window.weight
     for rank, (code, seen, *_) in enumerate(gathered):
         if code:
@@ -224,9 +224,8 @@ def flag(state: TrainState, work: BatchWork) -> None:
                 what = f"{kinds[int(code) - 1]} is {seen} at {work.where} on rank {rank}"
                 raise TrainError(f"{what}; no parameter was updated.")
     if work.window.weight:
-        totals = [
-            sum(column) for column in zip(*(values[_FLAGS:] for values in gathered), strict=True)
-        ]  # in rank order
+        # In rank order.
+        totals = [sum(column) for column in zip(*(values[_FLAGS:] for values in gathered), strict=True)]
         named = dict(zip(work.sums, totals, strict=False))
         num_stale, num_rows = named.pop(_STALE, 0.0), named.pop(_HELD, 0.0)
         work.means = {name: total / work.window.weight for name, total in named.items()}
@@ -237,12 +236,12 @@ def flag(state: TrainState, work: BatchWork) -> None:
 
 
 def dense_sum(state: TrainState, work: BatchWork) -> None:
-    """Dense gradients are summed over all ranks."""
+    """All-reduces the dense gradients."""
     state.dense.sync()
 
 
 def norm(state: TrainState, work: BatchWork) -> None:
-    """With a norm over dense part and rows: rows by ascending id, squares in fp64, owners (of group 0) in rank order."""
+    """Norm of dense and row gradients together: rows by id, squares in fp64, owners (of group 0) in rank order."""
     clip = work.rates.clip
     if not (clip.norm and clip.rows):
         return
@@ -255,7 +254,7 @@ def norm(state: TrainState, work: BatchWork) -> None:
 
 
 def dense_step(state: TrainState, work: BatchWork) -> None:
-    """The dense optimizer's step; ends the batch for the compute lane."""
+    """One step of the dense optimizer; the last stage of a batch on the main stream."""
     if not work.skipped:
         _clip_dense(state, work)
         state.dense.update(work.rates.dense)
@@ -263,7 +262,7 @@ def dense_step(state: TrainState, work: BatchWork) -> None:
 
 
 def update(state: TrainState, work: BatchWork) -> None:
-    """One optimizer step for each row of the batch, or of its first slice."""
+    """One optimizer step per row of the batch, or of its first chunk."""
     if not work.skipped:
         if work.row_factor < 1.0:
             for sums in work.window.owned_grads().values():
@@ -272,28 +271,28 @@ def update(state: TrainState, work: BatchWork) -> None:
 
 
 def chunk_rows(state: TrainState, work: BatchWork, number: int) -> None:
-    """Rows of the first part travel to their askers: those of a further slice, or those that the batch before does not hold."""
+    """Sends rows of the first micro-batch: a further chunk, or those not shared with the previous batch."""
     work.window.launch_rows(0, number + 1)
 
 
 def chunk_grads(state: TrainState, work: BatchWork, number: int) -> None:
-    """Gradients of the last part go home: those of a further slice, or those that the batch after does not wait for."""
+    """Sends gradients of the last micro-batch: a further chunk, or those not shared with the next batch."""
     work.window.launch_grads(work.plan.num_micro_batches - 1, number + 1)
 
 
 def chunk_collect(state: TrainState, work: BatchWork, number: int) -> None:
-    """Owners have them."""
+    """Owners wait for the gradients of `chunk_grads`."""
     work.window.collect(work.plan.num_micro_batches - 1, number + 1)
 
 
 def chunk_update(state: TrainState, work: BatchWork, number: int) -> None:
-    """One optimizer step for each row of a further slice, or for each that the batch after does not hold."""
+    """One optimizer step per row of a further chunk, or per row not shared with the next batch."""
     if not work.skipped:
         work.window.update(work.rates.rows, number + 1)
 
 
 def write(state: TrainState, work: BatchWork) -> None:
-    """Rows that no later batch in flight holds go back to where they came from."""
+    """Releases the rows: those that no later batch in flight holds are written back."""
     _posted(work).wait()
     work.window.release()
 
@@ -305,20 +304,22 @@ def _add(sums: dict[str, float], output: Output) -> None:
 
 def _posted(work: BatchWork) -> Handle:
     if work._flags is None:
-        raise TrainError(f"flags of {work.where} before their receives were opened: the schedule lacks a dependency.")
+        raise TrainError(
+            f"flags of {work.where} used before their receives were posted: the schedule lacks a dependency."
+        )
     return work._flags
 
 
 def _not_finite(state: TrainState, work: BatchWork) -> tuple[float, float]:
-    """Which of loss, dense gradients and row gradients as sent is too large to be summed over all ranks: a code, a value."""
+    """A code and a value: which of loss, dense and row gradients could overflow a sum over all ranks; 0 for none."""
     limit = torch.finfo(state.dense.grads.dtype).max / state.num_ranks
-    found = [
+    magnitudes = [
         abs(work.sums["loss"]),
         work.largest_dense,
         *(work.window.largest[name] for name in state.embedding.tables),
     ]
-    for code, largest in enumerate(found, start=1):
-        if not largest <= limit:  # nan is not
+    for code, largest in enumerate(magnitudes, start=1):
+        if not largest <= limit:  # also true of nan
             return code, largest
     return 0, 0.0
 
@@ -356,7 +357,7 @@ BATCH_STAGES: dict[str, BatchStage] = {
     "update": update,
     "write": write,
     "arrive": arrive,
-    # The cold half is the second piece, like the second slice.
+    # The unshared rows are chunk 1 of a split window.
     "unshared rows": partial(chunk_rows, number=0),
     "unshared grads": partial(chunk_grads, number=0),
     "unshared collect": partial(chunk_collect, number=0),

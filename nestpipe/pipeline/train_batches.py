@@ -15,9 +15,9 @@ from nestpipe.pipeline.stages import BatchWork, Rates, TrainState
 def train_batches(
     state: TrainState, batches: Iterable[Batch], *, num_batches: int, lr: float = 1e-3, mode: Mode | None = None
 ) -> list[dict[str, float]]:
-    """Trains on the first `num_batches`; returns loss and logs of each. Every rank must call it.
+    """Trains on the first `num_batches`; returns loss and logs of each. Collective.
 
-    Without a `mode` stages run one after the other (sequential.py); all modes give the same bits.
+    Without a `mode` stages run one after the other (sequential.py); all modes are bitwise identical.
     """
     rates, means = Rates(dense=lr, rows=lr), list[dict[str, float]]()
     if mode is None:

@@ -1,4 +1,4 @@
-"""When a run looks at itself: plain numbers in, plain numbers out."""
+"""When an adapting run measures itself: plain numbers in, plain numbers out."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PERIOD = 100
 SEEN = LONG.observed(PipelineChoice(micro_batches=4))
 
 
-def test_when_to_look_again():
+def test_when_to_measure_again():
     assert [steps_to_measurement(number, 100, 1) for number in (0, 18, 82, 83, 99, 100)] == [100, 82, 18, 117, 101, 100]
     assert [steps_to_measurement(number, 100, 4) for number in (0, 82, 83)] == [400, 318, 417]
     assert steps_to_measurement(90, 100, 0) == 18
@@ -23,18 +23,18 @@ def test_when_to_look_again():
 
 
 def settled(size):
-    """After a first look at batches of one size, and a period."""
-    looks = MeasurementTimer(period=PERIOD, number=0)
-    for _ in range(looks.due):
-        looks.record(size)
-    looks.decide(looks.due, SEEN)
+    """After a first measurement of batches of one size, and a period."""
+    timer = MeasurementTimer(period=PERIOD, number=0)
+    for _ in range(timer.due):
+        timer.record(size)
+    timer.decide(timer.due, SEEN)
     for _ in range(PERIOD):
-        looks.record(size)
-    return looks
+        timer.record(size)
+    return timer
 
 
 @pytest.mark.parametrize(
-    ("size", "wanted"),
+    ("size", "requested"),
     [
         (BatchSize(111, 1000), True),
         (BatchSize(89, 1000), True),
@@ -43,34 +43,34 @@ def settled(size):
     ],
     ids=["more rows", "fewer rows", "longer, of the same items", "nearly the same"],
 )
-def test_batches_that_have_become_others_are_noticed(size, wanted):
-    looks = settled(BatchSize(100, 1000))
+def test_changed_batch_sizes_are_noticed(size, requested):
+    timer = settled(BatchSize(100, 1000))
     for number in range(24):
-        assert looks.is_requested == (wanted and number >= 12)
-        looks.record(size)
-    looks.restart(200)
-    assert not looks.is_requested
-    assert (looks.since, looks.due) == (200, 218)
-    looks.record(size)
-    assert looks.size == size, "what was before counts no more"
+        assert timer.is_requested == (requested and number >= 12)
+        timer.record(size)
+    timer.restart(200)
+    assert not timer.is_requested
+    assert (timer.since, timer.due) == (200, 218)
+    timer.record(size)
+    assert timer.size == size, "earlier batches do not count"
 
 
-def test_nobody_is_asked_twice_in_a_period():
-    """Batches that change to and fro all the time cost a barrier in a period, and no more."""
-    looks = MeasurementTimer(period=PERIOD, number=0)
-    for _ in range(looks.due):
-        looks.record(BatchSize(100, 100))
-    looks.decide(looks.due, SEEN)
-    assert [looks.record(BatchSize(200, 100)) or looks.is_requested for _ in range(PERIOD)] == [False] * (
+def test_at_most_one_request_per_period():
+    """Batch sizes that alternate cost one barrier per period."""
+    timer = MeasurementTimer(period=PERIOD, number=0)
+    for _ in range(timer.due):
+        timer.record(BatchSize(100, 100))
+    timer.decide(timer.due, SEEN)
+    assert [timer.record(BatchSize(200, 100)) or timer.is_requested for _ in range(PERIOD)] == [False] * (
         PERIOD - 1
     ) + [True]
 
 
-def test_an_odd_one_among_them_hides_no_change():
-    looks = settled(BatchSize(100, 1000))
+def test_an_outlier_hides_no_change():
+    timer = settled(BatchSize(100, 1000))
     for number in range(36):
-        looks.record(BatchSize(100, 300 if number % 6 == 5 else 2000))
-    assert looks.is_requested
+        timer.record(BatchSize(100, 300 if number % 6 == 5 else 2000))
+    assert timer.is_requested
 
 
 @pytest.mark.parametrize(
@@ -82,35 +82,35 @@ def test_an_odd_one_among_them_hides_no_change():
     ],
     ids=["few are large", "normal", "log-normal"],
 )
-def test_batches_that_differ_among_each_other_hardly_surprise_anybody(rows, most):
-    chance, num_wanted = random.Random(0), 0
-    looks = MeasurementTimer(period=PERIOD, number=0)
+def test_varying_batch_sizes_rarely_request_a_measurement(rows, most):
+    chance, num_requested = random.Random(0), 0
+    timer = MeasurementTimer(period=PERIOD, number=0)
     for number in range(1, 20_000):
-        looks.record(BatchSize(rows(chance), 1))
-        if looks.is_requested:
-            num_wanted += 1
-            looks.restart(number)
-        if number == looks.due:
-            looks.decide(number, SEEN)
-    assert num_wanted <= most
+        timer.record(BatchSize(rows(chance), 1))
+        if timer.is_requested:
+            num_requested += 1
+            timer.restart(number)
+        if number == timer.due:
+            timer.decide(number, SEEN)
+    assert num_requested <= most
 
 
-def test_steps_are_counted_from_look_to_look():
-    """Also if one was put off, or a barrier came early: how long ago something was tried decides when it is tried again."""
-    looks = MeasurementTimer(period=PERIOD, number=0)
-    for barrier in (looks.restart, looks.postpone):
-        looks.record(BatchSize(1, 1))
+def test_steps_are_counted_between_measurements():
+    """Also if one was postponed or a barrier came early: the age of a measurement decides when it is repeated."""
+    timer = MeasurementTimer(period=PERIOD, number=0)
+    for barrier in (timer.restart, timer.postpone):
+        timer.record(BatchSize(1, 1))
         barrier(30)
-    looks.record(BatchSize(1, 1))
-    looks.decide(500, SEEN)
-    looks.record(BatchSize(1, 1))
-    decision = looks.decide(518, SEEN)
+    timer.record(BatchSize(1, 1))
+    timer.decide(500, SEEN)
+    timer.record(BatchSize(1, 1))
+    decision = timer.decide(518, SEEN)
     assert decision.choice.micro_batches == 2, "what else there is"
-    looks.record(BatchSize(1, 1))
-    looks.decide(536, LONG.observed(decision.choice))
-    assert [(one.choice.micro_batches, one.num_steps, one.idle_steps) for one in looks.found] == [
+    timer.record(BatchSize(1, 1))
+    timer.decide(536, LONG.observed(decision.choice))
+    assert [(one.choice.micro_batches, one.num_steps, one.idle_steps) for one in timer.known] == [
         (4, 18, 18),
         (2, 18, 0),
     ]
-    looks.forget()
-    assert not looks.found
+    timer.forget()
+    assert not timer.known

@@ -52,7 +52,7 @@ SEEN = []
 
 
 def train(world, config, folder, choose=None, trial=PERIOD):
-    """Trains with another way to choose, if one is given, that is asked from the first look on."""
+    """Trains with another function that chooses, if given, from the first measurement on."""
     SEEN.clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backoff, "TRIAL_STEPS", trial)
@@ -95,7 +95,7 @@ def test_the_plain_loop_repeats_them_bit_for_bit(adapted, log, tmp_path):
     run_ranks(2, train, config_of(log, "sequential", micro_batches=2, follow=str(folder)), tmp_path / "run")
     assert not differing_tensors(folder, tmp_path / "run")
     run_ranks(2, train, config_of(log, "sequential", micro_batches=2), tmp_path / "fixed")
-    assert differing_tensors(folder, tmp_path / "fixed"), "other parts have other bits"
+    assert differing_tensors(folder, tmp_path / "fixed"), "other micro-batches give other results"
 
 
 def on_trial(found, **_):
@@ -104,7 +104,7 @@ def on_trial(found, **_):
 
 
 def test_trials_are_short_and_repeated_too(log, tmp_path):
-    """Three short looks, then the rest of the period, and so on; a run that was killed in the middle of one repeats it."""
+    """Three short measurements, then the rest of the period, and so on; a run that was killed in the middle of one repeats it."""
     config = config_of(log, "nested", micro_batches=2, adapt=2 * PERIOD)
     config = replace(config, train=replace(config.train, steps=6 * PERIOD))
     run_ranks(2, train, config, tmp_path / "run", on_trial, 6)
@@ -139,11 +139,11 @@ def patient(found, **_):
 
 
 def train_with_other_batches(world, config, folder, rank):
-    """From step 12 on, this rank's batches look four times as long; returns the steps of each look."""
+    """From step 12 on, this rank's batches seem four times as long; returns the steps of each measurement."""
 
     def saw(self, work):
         size = measure.size_of(work)
-        self._looks.record(size._replace(tokens=4 * size.tokens) if work.number >= 12 and world.rank == rank else size)
+        self._timer.record(size._replace(tokens=4 * size.tokens) if work.number >= 12 and world.rank == rank else size)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(controller.Controller, "record", saw)
@@ -156,10 +156,10 @@ def test_a_rank_whose_batches_become_others_makes_all_look(log, tmp_path, rank, 
     """At step 8, and then not before step 48, unless one of them asks for it: then at the new batches alone."""
     config = config_of(log, "nested", micro_batches=2, adapt=PERIOD)
     config = replace(config, train=replace(config.train, steps=6 * PERIOD))
-    looks, same = run_ranks(2, train_with_other_batches, config, tmp_path / "run", rank)
-    assert looks == same
-    assert looks[0] == 8
-    assert least <= looks[1] <= most
+    measured_at, same = run_ranks(2, train_with_other_batches, config, tmp_path / "run", rank)
+    assert measured_at == same
+    assert measured_at[0] == 8
+    assert least <= measured_at[1] <= most
     plain = replace(config, pipeline=replace(config.pipeline, mode="sequential", adapt=0))
     run_ranks(2, train, plain, tmp_path / "plain")
     assert not differing_tensors(tmp_path / "run", tmp_path / "plain"), "batches were lost or came twice"
@@ -173,15 +173,15 @@ def test_other_modes_choose_too(log, tmp_path, mode):
     assert len(seen[0]) >= 3
 
 
-def test_stale_steps_are_looked_at_anew(log, tmp_path):
-    """What was seen of exact ones is forgotten, and nobody waits for the end of a long period."""
+def test_stale_steps_are_measured_anew(log, tmp_path):
+    """Measurements of exact steps are dropped, without waiting for the end of a long period."""
     config = config_of(log, "nested", micro_batches=2, adapt=PERIOD, staleness=1, sync_steps=12)
-    looks, same = run_ranks(2, train_and_count, config, tmp_path / "run")
-    assert looks == same == [(8, 1), (12, 1)]
+    measured_at, same = run_ranks(2, train_and_count, config, tmp_path / "run")
+    assert measured_at == same == [(8, 1), (12, 1)]
 
 
 def train_and_count(world, config, folder):
-    """The steps of each look, and how many settings were known then."""
+    """The steps of each measurement, and the number of known settings then."""
     counts = []
 
     def counting(found, **_):
@@ -192,7 +192,7 @@ def train_and_count(world, config, folder):
     return counts
 
 
-def test_a_run_that_goes_on_looks_before_it_decides(log, tmp_path):
+def test_a_resumed_run_measures_before_it_decides(log, tmp_path):
     """Of the steps since it was started, all with one setting, though the last line is older; and at first it stays."""
     config = config_of(log, "nested", micro_batches=2, adapt=2 * PERIOD)
     run_ranks(2, train, replace(config, train=replace(config.train, steps=14)), tmp_path / "run", on_trial, 6)

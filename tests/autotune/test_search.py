@@ -31,7 +31,7 @@ class Workload:
     """What a step takes, by a formula; rows of a share s of the samples are s ** power of all."""
 
     compute_s: float
-    part_s: float  # each part costs this
+    micro_batch_s: float  # overhead of each micro-batch
     row_s: float  # a row or gradient on the wire
     latency_s: float
     rows: int = 10_000
@@ -41,7 +41,7 @@ class Workload:
 
     def observed(self, choice, noise=1.0):
         edge = 2 * self.rows * edge_share(choice, self.samples) ** self.power
-        busy = noise * (self.compute_s + self.part_s * choice.micro_batches)
+        busy = noise * (self.compute_s + self.micro_batch_s * choice.micro_batches)
         comm = noise * (self.latency_s + self.row_s * edge)
         between = max(self.row_s * (2 * self.rows - edge) - busy, 0.0)
         return Measurement(
@@ -65,9 +65,9 @@ class Workload:
         )
 
 
-SHORT = Workload(compute_s=0.010, part_s=0.0012, row_s=2e-7, latency_s=0.001, rows=6_000)
-LONG = Workload(compute_s=0.150, part_s=0.0012, row_s=2e-6, latency_s=0.001, rows=20_000)
-WIRE = Workload(compute_s=0.020, part_s=0.0002, row_s=4e-6, latency_s=0.002)
+SHORT = Workload(compute_s=0.010, micro_batch_s=0.0012, row_s=2e-7, latency_s=0.001, rows=6_000)
+LONG = Workload(compute_s=0.150, micro_batch_s=0.0012, row_s=2e-6, latency_s=0.001, rows=20_000)
+WIRE = Workload(compute_s=0.020, micro_batch_s=0.0002, row_s=4e-6, latency_s=0.002)
 
 
 def adapted(workload, choice, found=(), periods=12):
@@ -86,7 +86,7 @@ def adapted(workload, choice, found=(), periods=12):
 def test_periods_lead_to_the_best_settings_and_stay(workload, micro_batches):
     ratios, *_ = adapted(workload, PipelineChoice(micro_batches=micro_batches), periods=60)
     assert fmean(ratios[1000:]) <= 1.02
-    assert sum(one > 1.02 for one in ratios[3000:]) <= 0.1 * 3000, "it goes on trying"
+    assert sum(one > 1.02 for one in ratios[3000:]) <= 0.1 * 3000, "it keeps trying"
 
 
 def test_a_workload_that_changes_is_followed():
@@ -99,26 +99,26 @@ def test_a_workload_that_changes_is_followed():
     assert SHORT.observed(choice).step_s < LONG.observed(choice).step_s * SHORT.best_s() / LONG.best_s()
 
 
-def looked_at(seen, times):
+def measured(seen, times):
     """As if it had taken the same so many times."""
-    return seen.lasting(((seen.step_s, seen.busy_s, seen.comm_s),) * min(times, 16), times)
+    return seen.with_median(((seen.step_s, seen.busy_s, seen.comm_s),) * min(times, 16), times)
 
 
 def test_what_the_model_does_not_see_is_tried():
-    """Where messages cost a core that compute wants too, fewer parts are faster than any model of waiting says."""
-    seen = [looked_at(LONG.observed(PipelineChoice(micro_batches=micro_batches)), 3) for micro_batches in (8, 24, 12)]
-    stay = seen[-1] = looked_at(replace(seen[-1], step_s=0.9 * min(one.step_s for one in seen)), 3)
+    """Where messages cost a core that compute wants too, fewer micro-batches are faster than any model of waiting predicts."""
+    seen = [measured(LONG.observed(PipelineChoice(micro_batches=micro_batches)), 3) for micro_batches in (8, 24, 12)]
+    stay = seen[-1] = measured(replace(seen[-1], step_s=0.9 * min(one.step_s for one in seen)), 3)
     assert choose(seen).choice.cut == (12, 1.0), "nothing promises more"
     tried = choose(seen, explore=True).choice
     assert tried.micro_batches == 6, "24 were tried before"
     faster = replace(stay, choice=tried, step_s=0.8 * stay.step_s)
     assert choose([*seen, faster]).choice.cut == tried.cut, "what was faster stays"
-    slower = looked_at(replace(stay, choice=tried, step_s=1.2 * stay.step_s), 2)
+    slower = measured(replace(stay, choice=tried, step_s=1.2 * stay.step_s), 2)
     assert choose([slower, *seen], explore=True).choice.cut == (12, 1.0), "and nothing is tried for ever"
 
 
 def test_the_first_trial_is_a_cheap_one():
-    """From one setting nobody knows what a part costs: 8 instead of 4 may take twice as long, 2 never do."""
+    """From one setting the cost of a micro-batch is unknown: 8 instead of 4 may take twice as long, 2 never do."""
     for workload in (SHORT, LONG, WIRE):
         assert choose([workload.observed(PipelineChoice(micro_batches=4))], explore=True)[0].cut == (2, 1.0)
     assert choose([LONG.observed(PipelineChoice(micro_batches=1))], explore=True)[0].cut == (2, 1.0), (
@@ -131,23 +131,25 @@ def test_the_first_trial_is_a_cheap_one():
 
 
 @pytest.mark.parametrize(
-    ("factor", "looks", "again"), [(1.04, 3, 3000), (1.16, 2, 12_000), (1.5, 2, 12_000), (1.7, 2, 0)]
+    ("factor", "times_needed", "repeat_after"), [(1.04, 3, 3000), (1.16, 2, 12_000), (1.5, 2, 12_000), (1.7, 2, 0)]
 )
-def test_what_may_have_been_unlucky_is_tried_again_before_it_is_given_up(factor, looks, again):
+def test_an_unlucky_setting_is_tried_again_before_it_is_dropped(factor, times_needed, repeat_after):
     one = LONG.observed(PipelineChoice(micro_batches=4))
     seen = [
-        looked_at(replace(one, choice=PipelineChoice(micro_batches=micro_batches), step_s=3 * one.step_s), 4)
+        measured(replace(one, choice=PipelineChoice(micro_batches=micro_batches), step_s=3 * one.step_s), 4)
         for micro_batches in (2, 1)
     ]
-    unlucky, now = replace(one, choice=PipelineChoice(micro_batches=8), step_s=factor * one.step_s), looked_at(one, 3)
+    unlucky, now = replace(one, choice=PipelineChoice(micro_batches=8), step_s=factor * one.step_s), measured(one, 3)
     for times in (1, 2, 3):
-        chosen = choose([*seen, looked_at(unlucky, times), now], explore=True)
-        assert (chosen.patience == 0) == (times < looks)
-        assert chosen.choice.micro_batches == (8 if times < looks else 4)
+        chosen = choose([*seen, measured(unlucky, times), now], explore=True)
+        assert (chosen.patience == 0) == (times < times_needed)
+        assert chosen.choice.micro_batches == (8 if times < times_needed else 4)
     for num_steps in (2999, 3000, 11_999, 12_000, 90_000):
-        known = same_workload([*seen, looked_at(unlucky, 4), now], replace(one, num_steps=num_steps))
+        known = same_workload([*seen, measured(unlucky, 4), now], replace(one, num_steps=num_steps))
         chosen = choose(known, explore=True)
-        assert (chosen.patience == 0) == (again > 0 and num_steps >= again), "how long ago the last look was decides"
+        assert (chosen.patience == 0) == (repeat_after > 0 and num_steps >= repeat_after), (
+            "the age of the last measurement decides"
+        )
     known = same_workload(known, replace(unlucky, num_steps=18))
     assert known[-1].idle_steps == 0
 
@@ -160,12 +162,14 @@ def test_periods_with_one_setting_count_together():
     (both,) = same_workload([fast], slow)
     assert both.num_measurements == 2
     assert both.step_s == fast.step_s, "noise makes steps longer"
-    assert both.busy_s == fast.busy_s, "and what it was spent on is of the same look"
+    assert both.busy_s == fast.busy_s, "its parts are of the same measurement"
     (three,) = same_workload([both], slow)
     assert (three.step_s, three.busy_s) == (slow.step_s, slow.busy_s)
     (four,) = same_workload([three], fast)
-    assert four.step_s == pytest.approx((fast.step_s + slow.step_s) / 2), "an even number of looks favours nothing"
-    (many,) = same_workload([looked_at(fast, 16)], slow)
+    assert four.step_s == pytest.approx((fast.step_s + slow.step_s) / 2), (
+        "an even number of measurements favours nothing"
+    )
+    (many,) = same_workload([measured(fast, 16)], slow)
     assert (many.num_measurements, len(many.recent)) == (17, 16), "what was long ago is forgotten"
     assert many.step_s == fast.step_s
 
@@ -188,18 +192,20 @@ def test_depth_goes_by_what_the_present_depth_left():
 
 def test_what_takes_the_place_of_something_better_known_is_watched_closely():
     home, calm = PipelineChoice(micro_batches=2), replace(LONG, compute_s=1.0, row_s=0.0)
-    for looks, patience in ((2, 0), (4, 1), (8, 1), (9, 8), (15, 8)):
-        known = [looked_at(calm.observed(home), 9), looked_at(calm.observed(PipelineChoice(micro_batches=1)), 4)]
+    for num_measurements, patience in ((2, 0), (4, 1), (8, 1), (9, 8), (15, 8)):
+        known = [measured(calm.observed(home), 9), measured(calm.observed(PipelineChoice(micro_batches=1)), 4)]
         newcomer = replace(calm.observed(PipelineChoice(micro_batches=4)), step_s=0.9 * known[0].step_s)
-        chosen = choose([*known, looked_at(newcomer, looks)])
+        chosen = choose([*known, measured(newcomer, num_measurements)])
         assert (chosen.choice.micro_batches, chosen.patience) == (4, patience)
 
 
 @pytest.mark.parametrize("factor", [2.0, 0.5])
 def test_other_times_are_no_noise(factor):
-    """Another job on the machine, or one that has ended: all is looked at again, and not for ever."""
+    """Another job on the machine, or one that has ended: everything is measured again, and not for ever."""
     _, found, choice = adapted(LONG, PipelineChoice(micro_batches=4), periods=30)
-    other = Workload(factor * LONG.compute_s, factor * LONG.part_s, factor * LONG.row_s, LONG.latency_s, LONG.rows)
+    other = Workload(
+        factor * LONG.compute_s, factor * LONG.micro_batch_s, factor * LONG.row_s, LONG.latency_s, LONG.rows
+    )
     chosen, sizes = [], []
     for _ in range(40):
         found = same_workload(found, other.observed(choice))
@@ -207,7 +213,7 @@ def test_other_times_are_no_noise(factor):
         choice = choose(found, explore=True).choice
         chosen.append(choice.cut)
     assert 1 in sizes, "what others took before is forgotten"
-    assert len(set(chosen[30:])) == 1, "it goes on trying"
+    assert len(set(chosen[30:])) == 1, "it keeps trying"
     assert other.observed(choice).step_s <= 1.02 * other.best_s()
 
 
@@ -217,8 +223,8 @@ def test_a_trial_is_called_one():
     for more, micro_batches in (([], 2), ([LONG.observed(PipelineChoice(micro_batches=2))], 6)):
         chosen = choose([*seen, *more], explore=True)
         assert (chosen.choice.micro_batches, chosen.patience) == (micro_batches, 0)
-        assert chosen.why.startswith(f"on trial, {micro_batches} parts")
-        assert "on trial" not in choose([*seen, *more]).why, "nobody looks at it again"
+        assert chosen.why.startswith(f"on trial, {micro_batches} micro-batches")
+        assert "on trial" not in choose([*seen, *more]).why, "it is not measured again"
     _, found, choice = adapted(LONG, PipelineChoice(micro_batches=4), periods=40)
     for now in (choice, found[0].choice):
         found = same_workload(found, LONG.observed(now))
@@ -226,15 +232,15 @@ def test_a_trial_is_called_one():
         assert (chosen.choice.cut, chosen.patience > 0, "on trial" in chosen.why) == (choice.cut, True, False)
 
 
-def test_what_is_known_is_looked_at_ever_more_rarely():
-    """A few short looks, then after one period, two, four, eight; sooner while it takes another time than usual."""
+def test_stable_settings_are_measured_with_back_off():
+    """A few short measurements, then after one period, two, four, eight; sooner while times differ from the usual."""
     fast, slow = (
         LONG.observed(PipelineChoice(micro_batches=4)),
         LONG.observed(PipelineChoice(micro_batches=4), noise=1.3),
     )
-    assert [looked_at(fast, times).patience for times in range(1, 9)] == [0, 0, 1, 2, 4, 8, 8, 8]
+    assert [measured(fast, times).patience for times in range(1, 9)] == [0, 0, 1, 2, 4, 8, 8, 8]
     for before, now in ((fast, slow), (slow, fast)):
-        (both,) = same_workload([looked_at(before, 8)], now)
+        (both,) = same_workload([measured(before, 8)], now)
         assert both.patience == 1
         (both,) = same_workload([both], before)
         assert both.patience == 8
@@ -273,7 +279,7 @@ def test_noise_leads_nobody_astray(workload, bursts, most):
     assert sorted(ends)[-2] <= 1.05, "more than one run in twenty ends with something bad"
 
 
-def test_a_workload_that_has_just_changed_is_looked_at_twice():
+def test_a_workload_that_has_just_changed_is_measured_twice():
     short, long = SHORT.observed(PipelineChoice(micro_batches=4)), LONG.observed(PipelineChoice(micro_batches=4))
     assert is_new([], short)
     assert not is_new([short], short)
@@ -289,7 +295,7 @@ def test_a_workload_that_has_just_changed_is_looked_at_twice():
 
 def test_two_probes_tell_what_a_micro_batch_and_a_row_cost():
     model = StepCostModel.of([LONG.observed(PipelineChoice(micro_batches=micro_batches)) for micro_batches in (2, 8)])
-    assert model.compute.slope == pytest.approx(LONG.part_s)
+    assert model.compute.slope == pytest.approx(LONG.micro_batch_s)
     assert model.messages.slope == pytest.approx(LONG.row_s)
     assert model.exponent == pytest.approx(LONG.power)
     for choice in (PipelineChoice(micro_batches=4), PipelineChoice(micro_batches=16, ramp=0.5)):
@@ -307,7 +313,7 @@ def test_lines():
     assert LinearCost.through([(1, 3), (3, 7)], slope=9) == LinearCost(1, 2)
     assert LinearCost.through([(2, 6)], slope=1) == LinearCost(4, 1)
     assert LinearCost.through([(2, 6)], slope=float("inf")) == LinearCost(0, 3)
-    assert LinearCost.through([(1, 7), (3, 3)], slope=9) == LinearCost(5, 0), "more parts never cost less"
+    assert LinearCost.through([(1, 7), (3, 3)], slope=9) == LinearCost(5, 0), "more micro-batches never cost less"
     assert LinearCost.through([(0, 2)], slope=5) == LinearCost(2, 0)
 
 
@@ -316,12 +322,12 @@ def test_depth_rises_while_lookup_is_exposed():
     choice, why, _ = choose([slow.observed(PipelineChoice(micro_batches=4, depth=2))])
     assert choice.depth == 3
     assert "of a step waited for lookup at depth 2" in why
-    calm = Workload(compute_s=1.0, part_s=1e-4, row_s=1e-9, latency_s=0.0, lookup_s=0.02)
+    calm = Workload(compute_s=1.0, micro_batch_s=1e-4, row_s=1e-9, latency_s=0.0, lookup_s=0.02)
     known = [
-        looked_at(calm.observed(PipelineChoice(micro_batches=micro_batches, depth=2)), 9) for micro_batches in (2, 8, 4)
+        measured(calm.observed(PipelineChoice(micro_batches=micro_batches, depth=2)), 9) for micro_batches in (2, 8, 4)
     ]
     for most, patience in ((3, 0), (2, 8)):
-        assert choose(known, max_depth=most, explore=True).patience == patience, "a new depth is looked at soon"
+        assert choose(known, max_depth=most, explore=True).patience == patience, "a new depth is measured soon"
     assert choose([slow.observed(PipelineChoice(micro_batches=4, depth=2))], max_depth=2)[0].depth == 2
     assert choose([LONG.observed(PipelineChoice(micro_batches=4, depth=2))])[0].depth == 2
 
@@ -333,7 +339,7 @@ def test_the_choice_is_explained():
     assert choice.buffer_rows == 1.25 * 3 * 2 * LONG.rows
     assert "expected against" in why
     assert "exposed messages" in why
-    assert "pool of 150,000 rows: 3 batches of 40,000" in why
+    assert "buffer of 150,000 rows: 3 batches of 40,000" in why
     seen = [LONG.observed(choice), LONG.observed(PipelineChoice(micro_batches=8)), LONG.observed(choice)]
     assert "measured" in choose(seen)[1]
 
@@ -343,9 +349,9 @@ def test_ranks_together():
         LONG.observed(PipelineChoice(micro_batches=4)),
         LONG.observed(PipelineChoice(micro_batches=4), noise=1.5),
     )
-    told = [dict(zip(NUMBERS, seen.numbers, strict=True)) for seen in (one, other)]
-    both = one.of_ranks(told)
-    assert both == other.of_ranks(told)
+    rows = [dict(zip(NUMBERS, seen.numbers, strict=True)) for seen in (one, other)]
+    both = one.of_ranks(rows)
+    assert both == other.of_ranks(rows)
     assert both.step_s == other.step_s
     assert both.busy_s == pytest.approx((one.busy_s + other.busy_s) / 2)
     assert (both.choice, both.rows) == (one.choice, one.rows)
@@ -354,7 +360,7 @@ def test_ranks_together():
 def test_a_micro_batch_needs_a_sample_and_more_than_a_margin_is_promised():
     small = replace(LONG, samples=3)
     assert choose([small.observed(PipelineChoice(micro_batches=1))], max_micro_batches=3)[0].micro_batches <= 3
-    calm = Workload(compute_s=1.0, part_s=1e-4, row_s=1e-9, latency_s=0.0)
+    calm = Workload(compute_s=1.0, micro_batch_s=1e-4, row_s=1e-9, latency_s=0.0)
     assert (
         choose([calm.observed(PipelineChoice(micro_batches=micro_batches)) for micro_batches in (2, 8, 4)])[
             0
@@ -366,5 +372,5 @@ def test_a_micro_batch_needs_a_sample_and_more_than_a_margin_is_promised():
 @pytest.mark.parametrize("micro_batches", [4, 8])
 def test_one_observation_with_long_waits_leads_to_a_trial(micro_batches):
     """Waits that have little to do with rows, as on a busy machine: they are no reason to believe that the wire is full."""
-    busy = Workload(compute_s=0.017, part_s=0.0001, row_s=1e-7, latency_s=0.013, rows=2_600)
+    busy = Workload(compute_s=0.017, micro_batch_s=0.0001, row_s=1e-7, latency_s=0.013, rows=2_600)
     assert choose([busy.observed(PipelineChoice(micro_batches=micro_batches))])[0].micro_batches != micro_batches

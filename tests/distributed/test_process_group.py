@@ -72,47 +72,51 @@ def assert_received(world: World, seed: int, receive: list[Tensor], dtype: torch
         assert bits(got) == bits(want), f"from rank {peer}"
 
 
-class Notes:
-    """A watch that writes down what it is told."""
+class RecordingWatch:
+    """A watch that records its calls."""
 
     def __init__(self) -> None:
-        self.lines: list[tuple[object, ...]] = []
+        self.calls: list[tuple[object, ...]] = []
 
     def launched(self, name: str, num_bytes: int, num_rows: int) -> None:
-        self.lines.append(("launched", name, num_bytes, num_rows))
+        self.calls.append(("launched", name, num_bytes, num_rows))
 
     @contextlib.contextmanager
     def waiting(self, name: str) -> Iterator[None]:
-        self.lines.append(("waiting", name))
+        self.calls.append(("waiting", name))
         yield
-        self.lines.append(("waited", name))
+        self.calls.append(("waited", name))
 
 
 def watched_exchange(world: World) -> None:
-    lane, send, receive = world.channel("rows"), sends(world, 3), [torch.empty_like(one) for one in expected(world, 3)]
-    lane.watch = notes = Notes()
-    handle = lane.exchange("rows/item", send, receive)
+    channel, send, receive = (
+        world.channel("rows"),
+        sends(world, 3),
+        [torch.empty_like(one) for one in expected(world, 3)],
+    )
+    channel.watch = watch = RecordingWatch()
+    handle = channel.exchange("rows/item", send, receive)
     num_bytes = sum(one.nbytes for peer, one in enumerate(send) if peer != world.rank)
-    assert notes.lines == [("launched", "rows/item", num_bytes, sum(map(len, send)))]
+    assert watch.calls == [("launched", "rows/item", num_bytes, sum(map(len, send)))]
     handle.wait()
     handle.wait()
-    assert notes.lines[1:] == [("waiting", "rows/item"), ("waited", "rows/item")]
+    assert watch.calls[1:] == [("waiting", "rows/item"), ("waited", "rows/item")]
     assert_received(world, 3, receive)
-    lane.watch = None
-    lane.barrier()
-    assert len(notes.lines) == 3
+    channel.watch = None
+    channel.barrier()
+    assert len(watch.calls) == 3
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_a_watch_is_told_what_is_sent_and_waited_for(size: int) -> None:
+def test_a_watch_sees_launches_and_waits(size: int) -> None:
     run_ranks(size, watched_exchange)
 
 
 def exchange_dtypes(world: World) -> None:
-    lane = world.channel("rows")
+    channel = world.channel("rows")
     for seed, dtype in enumerate(DTYPES):
-        receive = [torch.empty_like(part) for part in expected(world, seed, dtype)]
-        lane.exchange(f"rows/{dtype}", sends(world, seed, dtype), receive).wait()
+        receive = [torch.empty_like(one) for one in expected(world, seed, dtype)]
+        channel.exchange(f"rows/{dtype}", sends(world, seed, dtype), receive).wait()
         assert_received(world, seed, receive, dtype)
 
 
@@ -123,12 +127,12 @@ def test_exchange_of_uneven_and_empty_messages_in_every_dtype(size: int) -> None
 
 
 def many_in_flight(world: World, count: int) -> None:
-    lane = world.channel("rows")
-    receives = [[torch.empty_like(part) for part in expected(world, seed)] for seed in range(count)]
+    channel = world.channel("rows")
+    receives = [[torch.empty_like(one) for one in expected(world, seed)] for seed in range(count)]
     # Posted in another order than launched, and launched in another order than waited for: the tags keep them apart.
-    posted = {seed: lane.post("rows", receives[seed], tag=seed) for seed in reversed(range(count))}
+    posted = {seed: channel.post("rows", receives[seed], tag=seed) for seed in reversed(range(count))}
     counted = [torch.zeros(2) for _ in range(world.size)]
-    untagged = lane.exchange("counted", [torch.full((2,), float(world.rank))] * world.size, counted)
+    untagged = channel.exchange("counted", [torch.full((2,), float(world.rank))] * world.size, counted)
     for seed in range(count):
         posted[seed].launch(sends(world, seed))
     for seed in torch.randperm(count, generator=torch.Generator().manual_seed(world.rank)).tolist():
@@ -136,7 +140,7 @@ def many_in_flight(world: World, count: int) -> None:
         posted[seed].wait()  # a second time is free
         assert_received(world, seed, receives[seed])
     untagged.wait()
-    assert [part[0].item() for part in counted] == list(range(world.size))
+    assert [one[0].item() for one in counted] == list(range(world.size))
 
 
 @every_size
@@ -145,54 +149,54 @@ def test_many_exchanges_in_flight_are_told_apart_by_tag(size: int) -> None:
 
 
 def drop_the_handles(world: World) -> None:
-    """The lane keeps the buffers alive: the caller forgets both the handle and what it sends."""
-    lane = world.channel("rows")
+    """The channel keeps buffers alive although the caller drops the handle and the sends."""
+    channel = world.channel("rows")
     received = []
     for value in range(20):
         receive = [torch.empty(50_000) for _ in range(world.size)]
-        lane.exchange("rows", [torch.full((50_000,), float(value)) for _ in range(world.size)], receive)
+        channel.exchange("rows", [torch.full((50_000,), float(value)) for _ in range(world.size)], receive)
         received.append(receive)
-    lane.barrier()
-    handles = list(lane.unfinished)
+    channel.barrier()
+    handles = list(channel.unfinished)
     assert len(handles) == 20
     for handle in handles:
         handle.wait()
-    assert all(bool((part == value).all()) for value, receive in enumerate(received) for part in receive)
+    assert all(bool((one == value).all()) for value, receive in enumerate(received) for one in receive)
 
 
 def test_buffers_live_until_the_exchange_is_done() -> None:
     run_ranks(2, drop_the_handles)
 
 
-def two_lanes(world: World, count: int) -> None:
+def two_channels(world: World, count: int) -> None:
     errors: list[BaseException] = []
 
-    def work(lane_number: int) -> None:
+    def work(channel_number: int) -> None:
         try:
-            lane = lanes[lane_number]
-            for seed in range(lane_number, 2 * count, 2):  # the lanes carry different messages
-                receive = [torch.empty_like(part) for part in expected(world, seed)]
-                lane.exchange("rows", sends(world, seed), receive).wait()
+            channel = channels[channel_number]
+            for seed in range(channel_number, 2 * count, 2):  # the channels carry different messages
+                receive = [torch.empty_like(one) for one in expected(world, seed)]
+                channel.exchange("rows", sends(world, seed), receive).wait()
                 assert_received(world, seed, receive)
         except BaseException as error:
             errors.append(error)
 
-    lanes = [world.channel("rows"), world.channel("keys")]
+    channels = [world.channel("rows"), world.channel("keys")]
     threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert not errors, errors
-    with pytest.raises(CommError, match="lane 'rows' belongs to another thread"):
-        lanes[0].barrier()
-    lanes[0].hand_over()
-    lanes[0].barrier()
+    with pytest.raises(CommError, match="channel 'rows' belongs to another thread"):
+        channels[0].barrier()
+    channels[0].hand_over()
+    channels[0].barrier()
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_two_lanes_from_two_threads_at_once(size: int) -> None:
-    run_ranks(size, two_lanes, 60)
+def test_two_channels_from_two_threads_at_once(size: int) -> None:
+    run_ranks(size, two_channels, 60)
 
 
 def addend(rank: int, num: int, dtype: torch.dtype) -> Tensor:
@@ -210,16 +214,16 @@ def summed(ranks: list[int], num: int, dtype: torch.dtype) -> Tensor:
 
 
 def sum_buffers(world: World) -> None:
-    lane = world.channel("dense")
+    channel = world.channel("dense")
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         for num in (0, 1, 2, 3, 5, 1000, 4099):
             buffer = addend(world.rank, num, dtype)
-            lane.sum_in_rank_order(buffer)
+            channel.sum_in_rank_order(buffer)
             assert bits(buffer) == bits(summed(list(range(world.size)), num, dtype)), f"{num} of {dtype}"
 
 
 @every_size
-def test_sums_have_the_bits_of_the_plain_loop_in_rank_order(size: int) -> None:
+def test_sums_are_bitwise_identical_to_the_plain_loop_in_rank_order(size: int) -> None:
     run_ranks(size, sum_buffers)
 
 
@@ -230,18 +234,19 @@ def test_the_sum_test_would_notice_another_order(order: list[int]) -> None:
 
 
 def small_messages(world: World) -> None:
-    lane = world.channel("keys")
-    assert lane.all_gather_ints([world.rank, -(1 << 62)]) == [[rank, -(1 << 62)] for rank in range(world.size)]
-    assert lane.all_gather_ints([]) == [[]] * world.size
-    told = lane.exchange_sizes([[10 * world.rank + peer, peer] for peer in range(world.size)])
-    assert told == [[10 * peer + world.rank, world.rank] for peer in range(world.size)]
+    channel = world.channel("keys")
+    assert channel.all_gather_ints([world.rank, -(1 << 62)]) == [[rank, -(1 << 62)] for rank in range(world.size)]
+    assert channel.all_gather_ints([]) == [[]] * world.size
+    received = channel.exchange_sizes([[10 * world.rank + peer, peer] for peer in range(world.size)])
+    assert received == [[10 * peer + world.rank, world.rank] for peer in range(world.size)]
     for source in range(world.size):
         assert (
-            lane.broadcast_bytes(f"from {world.rank} \0".encode() * 1000, source) == f"from {source} \0".encode() * 1000
+            channel.broadcast_bytes(f"from {world.rank} \0".encode() * 1000, source)
+            == f"from {source} \0".encode() * 1000
         )
-        assert lane.broadcast_bytes(b"", source) == b""
-    lane.barrier()
-    lane.agree("version", "0.1.0")
+        assert channel.broadcast_bytes(b"", source) == b""
+    channel.barrier()
+    channel.agree("version", "0.1.0")
 
 
 @every_size
@@ -250,10 +255,10 @@ def test_small_messages(size: int) -> None:
 
 
 def disagree(world: World) -> tuple[str, tuple[int, ...]]:
-    lane = world.channel("keys")
+    channel = world.channel("keys")
     with pytest.raises(CommError) as caught:
-        lane.agree("configuration", "b7" if world.rank == 1 else "a5")
-    lane.barrier()  # an error of agreement leaves the lane usable
+        channel.agree("configuration", "b7" if world.rank == 1 else "a5")
+    channel.barrier()  # an error of agreement leaves the channel usable
     return str(caught.value), caught.value.ranks
 
 
@@ -262,27 +267,29 @@ def test_a_disagreement_names_the_ranks_and_both_values() -> None:
     assert run_ranks(3, disagree) == [answer] * 3
 
 
-def wait_for_the_first(lane: Channel, handles: list[Handle]) -> None:
-    empty = [torch.empty(0)] * lane.world.size
-    handles.append(lane.exchange("rows/item", empty, empty, where="step 230, micro-batch 2"))
-    handles.append(lane.exchange("rows/user", empty, empty))
+def wait_for_the_first(channel: Channel, handles: list[Handle]) -> None:
+    empty = [torch.empty(0)] * channel.world.size
+    handles.append(channel.exchange("rows/item", empty, empty, where="step 230, micro-batch 2"))
+    handles.append(channel.exchange("rows/user", empty, empty))
     handles[0].wait()
 
 
 def come_late(world: World, late: int, folder: str) -> tuple[str, tuple[int, ...]]:
     world = replace(world, deadline_s=1.0, stacks=Path(folder))
-    lane = world.channel("rows")
+    channel = world.channel("rows")
     if world.rank == late:
         time.sleep(2.0)
     handles: list[Handle] = []
     with pytest.raises(CommError) as caught:
-        wait_for_the_first(lane, handles)
+        wait_for_the_first(channel, handles)
     for second in handles[1:]:
-        with pytest.raises(CommError, match=r"'rows/user' not finished .* its lane broke before: .*rows/item") as after:
+        with pytest.raises(
+            CommError, match=r"'rows/user' not finished .* its channel failed before: .*rows/item"
+        ) as after:
             second.wait()
         assert after.value.ranks == caught.value.ranks
-    with pytest.raises(CommError, match="lane 'rows' cannot be used any more: exchange 'rows/item'"):
-        lane.barrier()
+    with pytest.raises(CommError, match="channel 'rows' cannot be used any more: exchange 'rows/item'"):
+        channel.barrier()
     return str(caught.value), caught.value.ranks
 
 
@@ -293,8 +300,8 @@ def test_a_deadline_names_the_rank_that_never_entered(size: int, late: int, tmp_
     named = "exchange 'rows/item' (step 230, micro-batch 2)"
     for rank, (text, blamed) in enumerate(answers):
         assert blamed == (late,), text
-        if rank == late:  # finds its connections closed, and the note that says why
-            assert f"gave up: {named}: rank {late} never entered it." in text
+        if rank == late:  # finds its connections closed, and the report that says why
+            assert f"aborted: {named}: rank {late} never entered it." in text
         else:
             plain = re.sub(r"after 1\.\d s", "after 1 s", text)  # a busy machine adds to the deadline
             assert plain == f"{named} not finished after 1 s; rank {late} never entered it. {stacks}"
@@ -302,39 +309,43 @@ def test_a_deadline_names_the_rank_that_never_entered(size: int, late: int, tmp_
 
 
 def in_pairs(world: World, folder: str) -> tuple[list[list[int]], str, tuple[int, ...]]:
-    """Ranks 0 and 2, 1 and 3 on lanes of their own, of one name; then rank 3 is lost to its peer."""
+    """Ranks 0 and 2, 1 and 3 on channels of their own, of one name; then rank 3 is lost to its peer."""
     world = replace(world, deadline_s=1.0, stacks=Path(folder))
-    lane = world.channel("rows", ranks=range(world.rank % 2, 4, 2))
-    assert (lane.world.rank, lane.world.size, lane.world.number(1)) == (world.rank // 2, 2, world.rank % 2 + 2)
-    heard = lane.all_gather_ints([world.rank])
+    channel = world.channel("rows", ranks=range(world.rank % 2, 4, 2))
+    assert (channel.world.rank, channel.world.size, channel.world.global_rank(1)) == (
+        world.rank // 2,
+        2,
+        world.rank % 2 + 2,
+    )
+    gathered_here = channel.all_gather_ints([world.rank])
     if world.rank == 3:
-        return heard, "", ()
+        return gathered_here, "", ()
     try:
-        lane.barrier()
+        channel.barrier()
     except CommError as error:
-        return heard, str(error), error.ranks
-    return heard, "", ()
+        return gathered_here, str(error), error.ranks
+    return gathered_here, "", ()
 
 
-def test_some_ranks_have_a_lane_of_their_own_and_are_blamed_by_their_numbers_among_all(tmp_path: Path) -> None:
+def test_a_subgroup_channel_blames_global_ranks(tmp_path: Path) -> None:
     answers = run_ranks(4, in_pairs, str(tmp_path))
-    assert [heard for heard, *_ in answers] == [[[0], [2]], [[1], [3]]] * 2
+    assert [gathered_here for gathered_here, *_ in answers] == [[[0], [2]], [[1], [3]]] * 2
     assert [blamed for *_, blamed in answers] == [(), (3,), (), ()]
     assert "rank 3" in answers[1][1]
     assert (tmp_path / "stacks-1.txt").exists()
 
 
-def lose_one_of_two_lanes(world: World, order: str) -> list[tuple[int, ...]]:
-    """Rank 1 is lost to rank 2 on one lane, and so rank 2 is late for rank 0 on the other: whom each thread blames."""
+def lose_one_of_two_channels(world: World, order: str) -> list[tuple[int, ...]]:
+    """Rank 1 is lost to rank 2 on one channel, and so rank 2 is late for rank 0 on the other: whom each thread blames."""
     world = replace(world, deadline_s=1.0)
-    lanes = [world.channel("rows"), world.channel("keys")]
+    channels = [world.channel("rows"), world.channel("keys")]
     blamed: list[tuple[int, ...]] = []
 
-    def wait(lane: Channel, seconds: float) -> None:
+    def wait(channel: Channel, seconds: float) -> None:
         time.sleep(seconds)
         empty = [torch.empty(0)] * world.size
         try:
-            handle = lane.exchange("counts", empty, empty)
+            handle = channel.exchange("counts", empty, empty)
             time.sleep(2.4 if world.rank == 1 else 0)  # as a process that is stopped
             handle.wait()
         except CommError as error:
@@ -342,7 +353,7 @@ def lose_one_of_two_lanes(world: World, order: str) -> list[tuple[int, ...]]:
 
     late = {"rows first": (0.3, 1.5), "keys first": (0.3, 1.1)}[order]
     starts = {0: (0.0, 0.0), 1: (2.4, 0.0), 2: late}[world.rank]
-    threads = [threading.Thread(target=wait, args=one) for one in zip(lanes, starts, strict=True)]
+    threads = [threading.Thread(target=wait, args=one) for one in zip(channels, starts, strict=True)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -351,17 +362,17 @@ def lose_one_of_two_lanes(world: World, order: str) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("order", ["rows first", "keys first"])
-def test_what_another_thread_of_a_late_rank_missed_is_not_lost(order: str) -> None:
-    """Whichever lane of rank 2 ends first: it waits for rank 1, and is itself missed by rank 0, under the same name."""
-    for rank, blamed in enumerate(run_ranks(3, lose_one_of_two_lanes, order)):
+def test_reports_of_all_threads_of_a_late_rank_count(order: str) -> None:
+    """Whichever channel of rank 2 fails first: rank 2 waits for rank 1 on one, and rank 0 waits for rank 2 on the other."""
+    for rank, blamed in enumerate(run_ranks(3, lose_one_of_two_channels, order)):
         assert [1 in ranks for ranks in blamed] == [True, True], (rank, blamed)
 
 
 def wrong_size(world: World) -> tuple[int, ...]:
-    lane = replace(world, deadline_s=0.5).channel("rows")
+    channel = replace(world, deadline_s=0.5).channel("rows")
     send = [torch.zeros(4 if world.rank else 8) for _ in range(world.size)]
     with pytest.raises(CommError) as caught:
-        lane.exchange("rows", send, [torch.zeros_like(send[0]) for _ in send]).wait()
+        channel.exchange("rows", send, [torch.zeros_like(send[0]) for _ in send]).wait()
     return caught.value.ranks
 
 
@@ -369,7 +380,7 @@ def test_a_message_of_another_size_is_an_error_not_a_crash() -> None:
     assert run_ranks(2, wrong_size) == [(1,), (0,)]
 
 
-def miss_the_lane(world: World) -> str:
+def miss_the_channel(world: World) -> str:
     if world.rank == 1:
         return ""
     with pytest.raises(CommError) as caught:
@@ -378,20 +389,20 @@ def miss_the_lane(world: World) -> str:
     return str(caught.value)
 
 
-def test_a_lane_that_one_rank_does_not_make() -> None:
-    text = run_ranks(2, miss_the_lane)[0]
-    assert text.startswith("lane 'rows' not made after ")
-    assert text.endswith("; rank 1 never made it.")
+def test_a_channel_that_one_rank_does_not_create() -> None:
+    text = run_ranks(2, miss_the_channel)[0]
+    assert text.startswith("channel 'rows' not created after ")
+    assert text.endswith("; rank 1 never created it.")
 
 
 def lose_a_rank(world: World, victim: int) -> tuple[str, tuple[int, ...]]:
-    lane = world.channel("rows")
-    lane.barrier()
+    channel = world.channel("rows")
+    channel.barrier()
     if world.rank == victim:
         os.kill(os.getpid(), signal.SIGKILL)
     buffers = [torch.empty(1000) for _ in range(world.size)]
     with pytest.raises(CommError) as caught:
-        lane.exchange("rows/item", buffers, [torch.empty(1000) for _ in buffers]).wait()
+        channel.exchange("rows/item", buffers, [torch.empty(1000) for _ in buffers]).wait()
     return str(caught.value), caught.value.ranks
 
 
@@ -409,49 +420,49 @@ def test_a_killed_rank_ends_in_a_named_error_on_all_others(own_pool: RankPool, s
     for outcome in outcomes:
         assert outcome.failure is None, outcome.failure
         text, ranks = outcome.value
-        assert f"rank {victim} closed the connection: it has ended." in text
+        assert f"rank {victim} closed the connection: its process has ended." in text
         assert text.startswith("exchange 'rows/item' not finished after ")
         assert ranks == (victim,)
 
 
-def give_up_one(world: World) -> tuple[str, tuple[int, ...]]:
-    """One rank gives a lane up while another thread of it waits, and so does its peer."""
-    lane = world.channel("rows")
-    said: list[CommError] = []
+def abort_on_one(world: World) -> tuple[str, tuple[int, ...]]:
+    """One rank aborts a channel while another thread of it waits, and so does its peer."""
+    channel = world.channel("rows")
+    errors: list[CommError] = []
 
     def wait() -> None:
         empty = [torch.empty(0)] * world.size
         try:
-            lane.exchange("rows/item", empty, empty, tag=world.rank).wait()  # neither gets what it waits for
+            channel.exchange("rows/item", empty, empty, tag=world.rank).wait()  # neither gets what it waits for
         except CommError as error:
-            said.append(error)
+            errors.append(error)
 
     thread = threading.Thread(target=wait)
     thread.start()
     if world.rank == 1:
         time.sleep(0.2)
-        lane.give_up("the disk is full")
+        channel.abort("the disk is full")
     thread.join()
-    with pytest.raises(CommError, match="lane 'rows' cannot be used any more"):
-        lane.barrier()
-    return str(said[0]), said[0].ranks
+    with pytest.raises(CommError, match="channel 'rows' cannot be used any more"):
+        channel.barrier()
+    return str(errors[0]), errors[0].ranks
 
 
-def test_a_lane_that_is_given_up_ends_all_who_wait_on_it() -> None:
-    peer, own = run_ranks(2, give_up_one)
+def test_abort_ends_all_waits_on_the_channel() -> None:
+    peer, own = run_ranks(2, abort_on_one)
     assert peer[1] == own[1] == (1,)
-    assert peer[0].endswith("rank 1 gave up: the disk is full.")
-    assert "its lane broke before: it was given up: the disk is full." in own[0]
+    assert peer[0].endswith("rank 1 aborted: the disk is full.")
+    assert "its channel failed before: aborted: the disk is full." in own[0]
 
 
 def narrow(world: World) -> None:
-    lane = world.channel("rows")
+    channel = world.channel("rows")
     for wire in (torch.float16, torch.bfloat16):
         for dtype in (torch.float32, torch.float64, torch.int64, torch.bfloat16):
-            receive = [torch.empty_like(part) for part in expected(world, 3, dtype)]
-            lane.exchange("rows", sends(world, 3, dtype), receive, wire=wire).wait()
+            receive = [torch.empty_like(one) for one in expected(world, 3, dtype)]
+            channel.exchange("rows", sends(world, 3, dtype), receive, wire=wire).wait()
             wide = dtype in (torch.float32, torch.float64)
-            for got, want in zip(receive, expected(world, 3, dtype), strict=True):  # the own part too
+            for got, want in zip(receive, expected(world, 3, dtype), strict=True):  # the own buffer too
                 assert bits(got) == bits(want.to(wire).to(dtype) if wide else want)
 
 
@@ -461,11 +472,11 @@ def test_the_sixteen_bit_wire_rounds_wide_floats_and_nothing_else(size: int) -> 
 
 
 def restart(world: World, path: str) -> list[list[int]]:
-    """A group whose rank 1 is never heard of again, then the restarted one on the same store."""
+    """A group whose rank 1 is never gathered_here of again, then the restarted one on the same store."""
     store = dist.FileStore(path, world.size)
     if world.rank == 0:
         dead = World.from_store(store, 0, 2, restart=0, deadline_s=0.5)
-        with pytest.raises(CommError, match="rank 1 never made it"):
+        with pytest.raises(CommError, match="rank 1 never created it"):
             dead.channel("rows")
     alive = World.from_store(store, world.rank, 2, restart=1)
     return alive.channel("rows").all_gather_ints([world.rank + 5])
@@ -481,7 +492,7 @@ def from_variables(world: World, port: int) -> tuple[int, int, list[list[int]]]:
     try:
         found = World.from_environment(deadline_s=10)
         gathered = found.channel("keys").all_gather_ints([world.rank])
-        world.channel("end").barrier()  # rank 0 hosts the store, so it stays until all have met
+        world.channel("end").barrier()  # rank 0 hosts the store, so it stays until all have connected
         return found.rank, found.size, gathered
     finally:
         for name in settings:
@@ -504,27 +515,27 @@ def test_no_variables_is_a_world_of_one_and_some_are_an_error(monkeypatch: pytes
 
 def test_misuse_is_refused() -> None:
     world = World.single()
-    lane = world.channel("rows")
+    channel = world.channel("rows")
     two = torch.zeros(2)
     with pytest.raises(ValueError, match="has 2 receives for 1 ranks"):
-        lane.exchange("rows", [two], [two, two])
+        channel.exchange("rows", [two], [two, two])
     with pytest.raises(ValueError, match="has 0 sends for 1 ranks"):
-        lane.exchange("rows", [], [two])
+        channel.exchange("rows", [], [two])
     with pytest.raises(ValueError, match=r"sends itself torch\.float32"):
-        lane.exchange("rows", [two], [torch.zeros(3)])
+        channel.exchange("rows", [two], [torch.zeros(3)])
     with pytest.raises(ValueError, match="posted but not launched"):
-        lane.post("rows", [two]).wait()
+        channel.post("rows", [two]).wait()
     with pytest.raises(ValueError, match="tags end below"):
-        lane.post("rows", [two], tag=MAX_TAG)
+        channel.post("rows", [two], tag=MAX_TAG)
     with pytest.raises(CommError, match="exists already"):
         world.channel("rows")
     with pytest.raises(CommError, match="rank 2 does not exist in a world of 2"):
         World.from_store(dist.HashStore(), 2, 2)
-    with pytest.raises(CommError, match="no exchange for device 'meta'"):
+    with pytest.raises(CommError, match="no communication backend for device 'meta'"):
         World.single(device="meta")
     world.close()
     with pytest.raises(CommError, match="is closed"):
-        lane.barrier()
+        channel.barrier()
 
 
 def fail_on_one(world: World) -> int:

@@ -1,4 +1,4 @@
-"""A table used by one batch at a time, through either holder: what the tests of tables and optimizers compare."""
+"""A table used by one batch at a time through either row access, for tests of tables and optimizers."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from nestpipe.embedding.table import Table
 
 
 class Plain:
-    """Everything of a table, and rows by id."""
+    """All of a table, and its rows by id."""
 
-    def __init__(self, table: Table, *, pool: bool = False):
+    def __init__(self, table: Table, *, buffered: bool = False):
         self.table = table
-        self._holder: RowAccess = PrefetchBuffer(table) if pool else InPlaceRows(table)
-        self._held: RowRefs | None = None
+        self._access: RowAccess = PrefetchBuffer(table) if buffered else InPlaceRows(table)
+        self._refs: RowRefs | None = None
         self._step = 0
 
     def __len__(self) -> int:
@@ -28,28 +28,28 @@ class Plain:
 
     def advance(self, ids: Tensor, step: int) -> None:
         self.release()
-        self._held = self._holder.take(ids, step)
+        self._refs = self._access.take(ids, step)
 
     def fetch(self, ids: Tensor) -> Tensor:
         if self.table.config.has_limits and not self._holds(ids):
             return self.table.peek(ids)
-        return self._holder.gather(self._hold(ids))
+        return self._access.gather(self._hold(ids))
 
     def update(self, ids: Tensor, grads: Tensor, lr: float) -> None:
-        self._holder.update(self._hold(ids), grads, lr)
+        self._access.update(self._hold(ids), grads, lr)
         self.release()
 
     def _holds(self, ids: Tensor) -> bool:
-        return self._held is not None and torch.equal(self._held.ids, ids)
+        return self._refs is not None and torch.equal(self._refs.ids, ids)
 
     def _hold(self, ids: Tensor) -> RowRefs:
         if not self._holds(ids):
             self.advance(ids, self._step)
             self._step += 1
-        assert self._held is not None
-        return self._held
+        assert self._refs is not None
+        return self._refs
 
     def release(self) -> None:
-        if self._held is not None:
-            self._holder.release(self._held)
-            self._held = None
+        if self._refs is not None:
+            self._access.release(self._refs)
+            self._refs = None

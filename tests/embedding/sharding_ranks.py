@@ -32,7 +32,7 @@ State = dict[str, torch.Tensor]
 def new_state(
     world: World, path: Path, settings: dict[str, Any], channels: Channels | None = None
 ) -> tuple[TrainState, Loader]:
-    """A model on this rank: settings are model, loss, optimizer, parts, dtype, batch_size, group_size, balance, native, limits."""
+    """A model on this rank: settings are model, loss, optimizer, micro_batches, dtype, batch_size, group_size, balance, native, limits."""
     config = small_config(path, settings.get("model", "hstu"), settings.get("loss", "sampled"))
     data = replace(
         config.data,
@@ -86,23 +86,19 @@ def new_state(
 
 
 def resumed(old: TrainState, new: TrainState) -> TrainState:
-    """A new state that goes on where another was, over bucket files as a checkpoint has them."""
+    """A new state that resumes from another through bucket files, as a checkpoint does."""
     new.dense.load(old.dense.export())
     owners = old.embedding.owners
     for name, table in old.embedding.tables.items():
-        buckets = [
-            micro_batch
-            for _, micro_batch in split_buckets(table.export(), owners, owners.buckets_of(old.embedding.rank))
-        ]
-        new.embedding.tables[name].load(
-            {key: torch.cat([micro_batch[key] for micro_batch in buckets]) for key in buckets[0]}
-        )
+        own = owners.buckets_of(old.embedding.rank)
+        buckets = [content for _, content in split_buckets(table.export(), owners, own)]
+        new.embedding.tables[name].load({key: torch.cat([one[key] for one in buckets]) for key in buckets[0]})
     new.num_steps = old.num_steps
     return new
 
 
 def train_steps(world: World, path: Path, settings: dict[str, Any], num_steps: int) -> dict[str, State]:
-    """Trains from the first batch on; returns the losses, this rank's rows and the dense part."""
+    """Trains from the first batch on; returns the losses, this rank's rows and the dense parameters."""
     channels = Channels.of(world).in_groups(settings.get("groups", 1))
     state, loader = new_state(world, path, settings, channels)
     rates = Rates(dense=0.002, rows=0.004, clip=settings.get("clip", Clip()))
@@ -123,20 +119,17 @@ def train_steps(world: World, path: Path, settings: dict[str, Any], num_steps: i
 
 
 def merged(results: list[dict[str, State]]) -> State:
-    """All tensors of a run: rows of all ranks by id, and the dense part, which must be the same on every rank."""
+    """All tensors of a run: rows of all ranks by id, and the dense parameters, which must be the same on every rank."""
     for other in results[1:]:
-        for micro_batch in ("dense", "losses"):
-            assert all(
-                torch.equal(a, b)
-                for a, b in zip(results[0][micro_batch].values(), other[micro_batch].values(), strict=True)
-            )
+        for kind in ("dense", "losses"):
+            assert all(torch.equal(a, b) for a, b in zip(results[0][kind].values(), other[kind].values(), strict=True))
     tables = [result["table"] for result in results]
     ids = torch.cat([table["ids"] for table in tables])
     order = ids.argsort()
     assert len(ids.unique()) == len(ids), "two ranks hold one id"
-    waiting = torch.cat([table.get("pending.ids", ids[:0]) for table in tables]).argsort()
+    pending = torch.cat([table.get("pending.ids", ids[:0]) for table in tables]).argsort()
     rows = {
-        name: torch.cat([table[name] for table in tables]).index_select(0, waiting if "pending." in name else order)
+        name: torch.cat([table[name] for table in tables]).index_select(0, pending if "pending." in name else order)
         for name in tables[0]
     }
     return {**rows, **results[0]["dense"], **results[0]["losses"]}

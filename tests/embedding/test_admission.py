@@ -31,9 +31,11 @@ CONFIGS = st.builds(
 )
 
 
-def table(config, pool=False, **settings):
+def table(config, buffered=False, **settings):
     optimizer = OPTIMIZERS[config.optimizer](config)
-    return Plain(Table(TableSpec(name="item", dim=DIM), optimizer, seed=0, config=config, **settings), pool=pool)
+    return Plain(
+        Table(TableSpec(name="item", dim=DIM), optimizer, seed=0, config=config, **settings), buffered=buffered
+    )
 
 
 def tensor(ids):
@@ -142,13 +144,18 @@ def same_content(one, other):
 @given(CONFIGS, BATCHES)
 def test_a_table_follows_the_rules_with_either_index_and_when_resumed(config, batches):
     """The second of each pair says whether the resumed table is reloaded after the batch, and an update skipped."""
-    native, plain, resumed, pooled = table(config), table(config, native=False), table(config), table(config, pool=True)
+    native, plain, resumed, buffered = (
+        table(config),
+        table(config, native=False),
+        table(config),
+        table(config, buffered=True),
+    )
     oracle = Oracle(config)
     for step, (batch, marked) in enumerate(batches):
         ids = tensor(batch)
         oracle.advance(batch, step)
         grads = grads_of(ids, step)
-        for one in (native, plain, resumed, pooled):
+        for one in (native, plain, resumed, buffered):
             one.advance(ids, step)
             rows = one.fetch(ids)
             assert all(torch.equal(rows[place], oracle.peek(id_)) for place, id_ in enumerate(ids.tolist()))
@@ -159,8 +166,8 @@ def test_a_table_follows_the_rules_with_either_index_and_when_resumed(config, ba
         check_same(native, oracle)
         if marked:
             resumed = reloaded(resumed, config)
-        pooled.release()
-        for one in (plain, resumed, pooled):
+        buffered.release()
+        for one in (plain, resumed, buffered):
             same_content(one, native)
 
 
@@ -211,49 +218,49 @@ def first_of(ledger, ids, keys, counts):
 
 
 @pytest.fixture
-def looked_at(monkeypatch):
-    """How many rows each choice looked at in the end."""
+def num_preselected(monkeypatch):
+    """The number of rows that each choice preselected."""
     numbers = []
 
-    def near(*arguments, really=admission._near):
+    def preselect(*arguments, really=admission._preselect):
         places = really(*arguments)
         numbers.append(len(places))
         return places
 
-    monkeypatch.setattr(admission, "_near", near)
+    monkeypatch.setattr(admission, "_preselect", preselect)
     return numbers
 
 
 @pytest.mark.parametrize("counts", [[3, 3, 3], [900, 2, 1], [3, 3, 0]])
-def test_a_bucket_whose_rows_are_all_young_is_looked_for_until_it_has_enough(counts, looked_at):
-    """The first look finds rows in plenty, but none of the bucket that is young all through."""
+def test_preselection_grows_until_a_bucket_of_young_rows_has_enough(counts, num_preselected):
+    """The first threshold finds many rows, but none of the bucket that only has young ones."""
     ours, ids = UsageLedger(3), torch.arange(60_000)
     bucket = ours.bucket_of(ids)
     last_step = ids % 1000 + 1000 * (bucket == 2)
     ours.add(ids, last_step=last_step, frequency=torch.ones_like(ids))
     chosen = ours.choose(torch.tensor(counts), "lru", before=5000)
     assert chosen.tolist() == first_of(ours, ids, last_step, counts)
-    assert looked_at[0] > 30_000 if counts[2] else looked_at[0] < 10_000
+    assert num_preselected[0] > 30_000 if counts[2] else num_preselected[0] < 10_000
 
 
 @pytest.mark.parametrize("order", ["lru", "lfu"])
-def test_of_equal_rows_those_with_low_ids_are_looked_at(order, looked_at):
-    """All tie, so without the ids there would be nothing to look at, or everything."""
+def test_of_equal_rows_those_with_low_ids_are_preselected(order, num_preselected):
+    """All tie, so without the ids nothing or everything would be preselected."""
     ours, ids = UsageLedger(2), torch.arange(60_000).flip(0) - 30_000
     ones = torch.ones_like(ids)
     ours.add(ids, last_step=ones, frequency=ones)
     assert ours.choose(torch.tensor([4, 2]), order, before=2).tolist() == first_of(ours, ids, ones, [4, 2])
-    assert looked_at[0] < 10_000
+    assert num_preselected[0] < 10_000
 
 
 @pytest.mark.parametrize("num_ties", [1, 7, 20_000])
-def test_old_rows_with_high_ids_go_before_young_rows_with_low_ids(num_ties, looked_at):
+def test_old_rows_with_high_ids_go_before_young_rows_with_low_ids(num_ties, num_preselected):
     ours, ids = UsageLedger(2), torch.arange(60_000)
     last_step = (59_999 - ids) // num_ties  # the highest ids are the oldest
     ours.add(ids, last_step=last_step, frequency=torch.ones_like(ids))
     chosen = ours.choose(torch.tensor([5, 9]), "lru", before=60_000)
     assert chosen.tolist() == first_of(ours, ids, last_step, [5, 9])
-    assert looked_at[0] < 10_000
+    assert num_preselected[0] < 10_000
 
 
 def advance(ours, *batches):

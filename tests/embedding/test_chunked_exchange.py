@@ -1,4 +1,4 @@
-"""Slices are a function of the id, and what is said of them agrees with a count by hand; a batch's rows divide among them."""
+"""Chunks are a function of the id and agree with a plain loop; row refs split like the batch."""
 
 from __future__ import annotations
 
@@ -27,59 +27,59 @@ IDS = st.integers(-9, 9) | st.integers(-(2**63), 2**63 - 1)
     num=st.integers(2, MAX_CHUNKS),
     num_buckets=st.sampled_from([4, 7, 64]),
 )
-def test_slices_are_counted_and_sent_home_as_a_loop_would(rows, world_size, num, num_buckets):
+def test_chunk_counts_and_positions_agree_with_a_plain_loop(rows, world_size, num, num_buckets):
     owners = Owners(num_buckets, world_size)
     ids, sizes = torch.tensor([one for row in rows for one in row], dtype=torch.int64), [len(row) for row in rows]
     plan, _ = plan_table(ids, sizes, owners)
-    eighth = {one: int(owners.fine_chunks_of(torch.tensor([one]))) for row in rows for one in row}
-    owner = {one: int(owners.owner_of(torch.tensor([one]))) for one in eighth}
-    assert all(eighth[one] // FINE_CHUNKS == owner[one] for one in eighth)
-    slice_of = {one: eighth[one] % FINE_CHUNKS * num // FINE_CHUNKS for one in eighth}
-    first = {one: min(micro_batch for micro_batch, row in enumerate(rows) if one in row) for one in eighth}
-    last = {one: max(micro_batch for micro_batch, row in enumerate(rows) if one in row) for one in eighth}
-    in_order = sorted(eighth, key=lambda one: (owner[one], first[one], eighth[one], one))
+    fine = {one: int(owners.fine_chunks_of(torch.tensor([one]))) for row in rows for one in row}
+    owner = {one: int(owners.owner_of(torch.tensor([one]))) for one in fine}
+    assert all(fine[one] // FINE_CHUNKS == owner[one] for one in fine)
+    chunk_of = {one: fine[one] % FINE_CHUNKS * num // FINE_CHUNKS for one in fine}
+    first = {one: min(micro_batch for micro_batch, row in enumerate(rows) if one in row) for one in fine}
+    last = {one: max(micro_batch for micro_batch, row in enumerate(rows) if one in row) for one in fine}
+    in_order = sorted(fine, key=lambda one: (owner[one], first[one], fine[one], one))
     assert plan.ids.tolist() == in_order
-    assert plan.fine_chunks.tolist() == [eighth[one] % FINE_CHUNKS for one in in_order]
+    assert plan.fine_chunks.tolist() == [fine[one] % FINE_CHUNKS for one in in_order]
 
-    cut = Chunks.of(plan, num)
+    chunks = Chunks.of(plan, num)
     for rank in range(world_size):
-        assert cut.first_counts[rank] == [
-            sum((owner[one], first[one], slice_of[one]) == (rank, micro_batch, number) for one in eighth)
+        assert chunks.first_counts[rank] == [
+            sum((owner[one], first[one], chunk_of[one]) == (rank, micro_batch, number) for one in fine)
             for micro_batch in range(len(rows))
             for number in range(num)
         ]
     for micro_batch, row in enumerate(rows):
-        leaf = [one for one in in_order if one in row]
-        home = sorted((one for one in leaf if last[one] == micro_batch), key=lambda one: (owner[one], slice_of[one]))
-        assert [leaf[position] for position in cut.leaving[micro_batch].tolist()] == home
-        assert cut.last_counts[micro_batch] == [
-            [sum((owner[one], slice_of[one]) == (rank, number) for one in home) for number in range(num)]
+        local = [one for one in in_order if one in row]
+        ending = sorted((one for one in local if last[one] == micro_batch), key=lambda one: (owner[one], chunk_of[one]))
+        assert [local[position] for position in chunks.ending[micro_batch].tolist()] == ending
+        assert chunks.last_counts[micro_batch] == [
+            [sum((owner[one], chunk_of[one]) == (rank, number) for one in ending) for number in range(num)]
             for rank in range(world_size)
         ]
-    leaf = [one for one in in_order if one in rows[-1]]
-    for number, (positions, counts) in enumerate(cut.of_last_micro_batch()):
-        found = [leaf[position] for position in positions.tolist()]
-        assert found == [one for one in leaf if slice_of[one] == number]
-        assert counts == [sum(owner[one] == rank for one in found) for rank in range(world_size)]
+    local = [one for one in in_order if one in rows[-1]]
+    for number, (positions, counts) in enumerate(chunks.of_last_micro_batch()):
+        members = [local[position] for position in positions.tolist()]
+        assert members == [one for one in local if chunk_of[one] == number]
+        assert counts == [sum(owner[one] == rank for one in members) for rank in range(world_size)]
 
 
-@pytest.mark.parametrize("holder", [InPlaceRows, PrefetchBuffer])
-def test_pieces_of_a_batch_know_which_ids_have_no_row(holder):
+@pytest.mark.parametrize("access", [InPlaceRows, PrefetchBuffer])
+def test_split_refs_know_which_ids_have_no_row(access):
     config = EmbeddingConfig(num_buckets=1, max_rows_per_bucket=3, protect_steps=1)
     table = Table(TableSpec(name="item", dim=2), OPTIMIZERS["sgd"](config), seed=0, config=config)
-    held = holder(table).take(torch.tensor([3, 5, 7, 9, 11]), 0)
-    assert held.rowless.tolist() == [3, 4]
+    refs = access(table).take(torch.tensor([3, 5, 7, 9, 11]), 0)
+    assert refs.rowless.tolist() == [3, 4]
     for sizes in ([5], [2, 3], [0, 4, 1], [4, 0, 1], [1, 1, 1, 1, 1]):
-        pieces = list(held.split(sizes))
+        ranges = list(refs.split(sizes))
         begin = 0
-        for size, piece in zip(sizes, pieces, strict=True):
-            own = held.at(torch.arange(begin, begin + size))
+        for size, own_refs in zip(sizes, ranges, strict=True):
+            own = refs.at(torch.arange(begin, begin + size))
             for name in ("ids", "table_slots", "slots", "rowless", "initial", "row_slots"):
-                assert getattr(piece, name).tolist() == getattr(own, name).tolist(), (sizes, begin, name)
+                assert getattr(own_refs, name).tolist() == getattr(own, name).tolist(), (sizes, begin, name)
             begin += size
 
 
-def test_slices_that_cannot_be_are_named():
+def test_invalid_chunk_settings_are_named():
     assert list(PipelineConfig(mode="nested", chunks=4).problems()) == []
     wrong = {
         "chunks is 0; it must be in 1 .. 8": {"chunks": 0},
@@ -95,7 +95,7 @@ def test_slices_that_cannot_be_are_named():
         assert list(PipelineConfig(**{"mode": "nested", **settings}).problems()) == [message]
 
 
-def test_slices_are_off_where_no_update_may_be_late():
+def test_chunks_are_off_where_updates_are_stale_or_clipped():
     config = PipelineConfig(mode="nested", chunks=4, staleness=1, sync_steps=3)
     assert schedule_for(config, 0, clip_rows=False).num_chunks == 4
     assert schedule_for(config, 0, clip_rows=True).num_chunks == 1

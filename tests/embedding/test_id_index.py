@@ -72,8 +72,8 @@ def check_same(index: IdIndex, oracle: Oracle, extra=()):
     assert index.num_slots == oracle.num_slots == len(oracle.slots) + len(oracle.free)
     ids = sorted(oracle.slots)
     assert lists(index.export()) == [ids, [oracle.slots[one] for one in ids]]
-    asked = [*extra, *ids, *extra]
-    assert index.find(tensor(asked)).tolist() == [oracle.slots.get(one, -1) for one in asked]
+    queried = [*extra, *ids, *extra]
+    assert index.find(tensor(queried)).tolist() == [oracle.slots.get(one, -1) for one in queried]
 
 
 @both

@@ -35,17 +35,17 @@ def test_groups_of_unequal_size_are_refused(groups):
         RankGrid(8, groups)
 
 
-requests = st.lists(  # [asker][...] = (id, part with which its sum comes)
+requests = st.lists(  # [requester][...] = (id, micro-batch with which its sum arrives)
     st.lists(st.tuples(st.integers(0, 9), st.integers(0, 2)), max_size=6, unique_by=lambda one: one[0]),
     min_size=2,
     max_size=2,
 )
 
 
-@given(asked=st.lists(requests, min_size=1, max_size=4))
-def test_sums_go_by_micro_batch_and_rank_in_a_group_and_then_by_group(asked):
+@given(requested=st.lists(requests, min_size=1, max_size=4))
+def test_sums_go_by_micro_batch_and_rank_in_a_group_and_then_by_group(requested):
     """Sums of strings, which say in which order they were made."""
-    owned = [of_group(group) for group in asked]
+    owned = [of_group(group) for group in requested]
     lists = [_by_last_micro_batch(one) for one in owned]
     ids = torch.cat([one.ids.index_select(0, order) for one, (order, _) in zip(owned, lists, strict=True)])
     counts = [counts for _, counts in lists]
@@ -55,18 +55,18 @@ def test_sums_go_by_micro_batch_and_rank_in_a_group_and_then_by_group(asked):
     ]
     sent = []  # of each group: a word for each id of its list
     for group, union in enumerate(unions):
-        pieces = union.requests.arrivals.split(union.requests.starts.diff().tolist())
-        words = arrivals(asked[group], group)
-        sent += [" ".join(words[number] for number in piece.tolist()) for piece in pieces]
-        assert len(pieces) == sum(counts[group])
+        by_id = union.requests.arrivals.split(union.requests.starts.diff().tolist())
+        words = arrivals(requested[group], group)
+        sent += [" ".join(words[number] for number in numbers.tolist()) for numbers in by_id]
+        assert len(by_id) == sum(counts[group])
     for union in unions:
         assert union.requests.ids.tolist() == sorted(
-            {one for group in asked for requester in group for one, _ in requester}
+            {one for group in requested for requester in group for one, _ in requester}
         )
-        pieces = union.order.split(union.starts.diff().tolist())
-        found = [", ".join(sent[number] for number in piece.tolist()) for piece in pieces]
-        assert found == [defined(asked, one) for one in union.requests.ids.tolist()]
-    for group, union in zip(asked, unions, strict=True):  # each asker's rows are found in the union
+        by_id = union.order.split(union.starts.diff().tolist())
+        found = [", ".join(sent[number] for number in numbers.tolist()) for numbers in by_id]
+        assert found == [defined(requested, one) for one in union.requests.ids.tolist()]
+    for group, union in zip(requested, unions, strict=True):  # each requester's rows are found in the union
         flat = [one for requester in group for one, _ in requester]
         assert union.requests.ids.index_select(0, union.requests.places).tolist() == flat
 
@@ -78,7 +78,7 @@ def of_group(group):
 
 
 def arrivals(group, number):
-    """A word for each arrival, in (part, asker) order."""
+    """A word for each arrival, in (micro-batch, requester) order."""
     return [
         f"{number}{micro_batch}{requester}:{one}"
         for micro_batch in range(3)
@@ -88,10 +88,11 @@ def arrivals(group, number):
     ]
 
 
-def defined(asked, wanted):
+def defined(requested, wanted):
     """How the gradient of an id is added up, in words."""
     words = (
-        [word for word in arrivals(group, number) if word.endswith(f":{wanted}")] for number, group in enumerate(asked)
+        [word for word in arrivals(group, number) if word.endswith(f":{wanted}")]
+        for number, group in enumerate(requested)
     )
     return ", ".join(" ".join(one) for one in words if one)
 
@@ -103,9 +104,9 @@ def test_native_sums_have_the_bits_of_torch():
     segments[0][3] = -0.0
     order, starts = torch.randperm(16, generator=generator), torch.tensor([0, 1, 4, 5, 12, 16])
     arrived = ArrivedGrads(segments, starts, order)
-    room = torch.empty(5, 7)
-    assert arrived.total(room) is room
-    assert room.numpy().tobytes() == arrived.total(native=False).numpy().tobytes()
+    out = torch.empty(5, 7)
+    assert arrived.total(out) is out
+    assert out.numpy().tobytes() == arrived.total(native=False).numpy().tobytes()
     alone = ArrivedGrads(segments, torch.tensor([0, 1]), torch.tensor([3]))
     assert bool(alone.total().signbit().all())
 

@@ -47,11 +47,11 @@ def test_copies_are_those_of_torch(dim, size):
         expected = column.index_select(0, slots)
         assert same_bits(gather_rows(column, slots), expected)
         assert same_bits(gather_rows(column, slots, num_threads=3), expected)
-        room = torch.full((size + 2, dim), 7).to(dtype)
-        gather_rows(column, slots, room[1:-1])
-        assert same_bits(room[1:-1], expected)
-        assert room[0].eq(7).all()
-        assert room[-1].eq(7).all()
+        buffer = torch.full((size + 2, dim), 7).to(dtype)
+        gather_rows(column, slots, buffer[1:-1])
+        assert same_bits(buffer[1:-1], expected)
+        assert buffer[0].eq(7).all()
+        assert buffer[-1].eq(7).all()
         distinct = torch.randperm(4001, generator=torch.Generator().manual_seed(1))[:size]
         other = column.clone()
         scatter_rows(column, distinct, expected)
@@ -138,7 +138,7 @@ def test_a_slot_that_does_not_exist_is_named_and_nothing_changes(wrong):
 @both
 def test_shapes_that_do_not_fit_are_refused(native):
     column, slots = torch.zeros(4, 3), torch.tensor([0, 1])
-    with pytest.raises(ValueError, match="do not fit into room"):
+    with pytest.raises(ValueError, match="do not fit into a buffer"):
         gather_rows(column, slots, torch.zeros(3, 3), native=native)
     for call in (scatter_rows, add_rows):
         with pytest.raises(ValueError, match="do not fit a column"):

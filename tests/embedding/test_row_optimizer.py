@@ -139,7 +139,7 @@ def test_64_bit_rows_are_updated_in_64_bits(kind):
 
 
 def test_the_square_root_is_exactly_rounded():
-    """Beside integers: r is the root if and only if its square lies within half a unit on both sides of it."""
+    """Next to integers: r is the root if and only if its square lies within half a unit on both sides of it."""
     values = numbers(0, 500).abs().clamp_(min=1e-30)
     for value, root in zip(values.tolist(), exact_sqrt(values).tolist(), strict=True):
         low, high = (torch.tensor(root).nextafter(torch.tensor(end)).item() for end in (0.0, float("inf")))

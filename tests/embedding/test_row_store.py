@@ -31,9 +31,10 @@ def columns():
     return {"rows": torch.empty(0, 3), "step": torch.empty(0, 1, dtype=torch.int32), "id": torch.empty(0).long()}
 
 
-def table(config, dim=6, pool=False):
+def table(config, dim=6, buffered=False):
     return Plain(
-        Table(TableSpec(name="item", dim=dim), OPTIMIZERS[config.optimizer](config), seed=0, config=config), pool=pool
+        Table(TableSpec(name="item", dim=dim), OPTIMIZERS[config.optimizer](config), seed=0, config=config),
+        buffered=buffered,
     )
 
 
@@ -68,8 +69,8 @@ def test_rows_move_where_the_system_reserves_nothing(monkeypatch):
         one.grow(num_rows)
         one.scatter("id", torch.tensor([num_rows - 1]), torch.tensor([num_rows]))
     assert [(place, int(value)) for place, value in enumerate(one["id"]) if value] == [(1, 2), (2, 3), (4, 5), (39, 40)]
-    one.pinned = True  # now somebody uses them
-    with pytest.raises(TrainError, match=r"200 rows do not fit where 40 are.*ulimit -v"):
+    one.pinned = True  # other threads use them now
+    with pytest.raises(TrainError, match=r"200 rows do not fit into the address space of 40.*ulimit -v"):
         one.grow(200)
 
 
@@ -78,20 +79,20 @@ def test_a_full_disk_is_an_error_that_says_what_to_do(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(OSError, match=r"has no room for .* bytes more .*No space left.*embedding.mmap_folder"):
+    with pytest.raises(OSError, match=r"has no space for .* bytes more .*No space left.*embedding.mmap_folder"):
         RowStore(columns(), RowFiles(tmp_path, 1 << 20)).grow(1)
 
 
 @pytest.mark.parametrize("limits", [{}, {"admit_after": 2, "max_rows_per_bucket": 40}], ids=["free", "limits"])
-@pytest.mark.parametrize("pool", [False, True], ids=["in place", "pool"])
-def test_a_table_in_files_has_the_bits_of_one_in_memory(tmp_path, limits, pool, monkeypatch):
+@pytest.mark.parametrize("buffered", [False, True], ids=["in place", "buffered"])
+def test_a_table_in_files_is_bitwise_identical_to_one_in_memory(tmp_path, limits, buffered, monkeypatch):
     unmapped = []
     monkeypatch.setattr(
         row_store._Region, "unmap", lambda self, really=row_store._Region.unmap: (unmapped.append(1), really(self))
     )
     config = {"optimizer": "adam", "num_buckets": 4, **limits}
     memory, files = (
-        table(EmbeddingConfig(**config, **more), pool=pool and bool(more))
+        table(EmbeddingConfig(**config, **more), buffered=buffered and bool(more))
         for more in ({}, {"tier": "mmap", "mmap_folder": str(tmp_path), "memory_bytes": 1 << 20})
     )
     generator = torch.Generator().manual_seed(0)
@@ -186,7 +187,7 @@ def main(tier, folder, num_rows, dim, budget, num_steps):
 
 
 def advised(column):
-    """Whether huge pages were asked for where the column lies."""
+    """Whether huge pages were requested for the column."""
     mappings = re.split(r"(?m)^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text())[1:]
     for mapping in mappings:
         first, last = (int(edge, 16) for edge in mapping.partition(" ")[0].split("-"))

@@ -1,4 +1,4 @@
-"""Rows on several ranks: the same training whatever the number of ranks and parts, and the same bits every time."""
+"""Sharded tables: the same training for any number of ranks and micro-batches, bitwise identical when repeated."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_the_same_world_twice_has_the_same_bits_with_either_index(log, world_siz
 
 @pytest.mark.parametrize("micro_batches", [1, 3])
 def test_more_ranks_and_micro_batches_than_samples(log, micro_batches):
-    """Empty ranks and empty parts send their empty messages and change nothing."""
+    """Empty ranks and empty micro-batches send their empty messages and change nothing."""
     few = {"batch_size": 2, "micro_batches": micro_batches}
     assert worst(run(4, log, 12, **few), run(1, log, 12, batch_size=2)) < 1e-12
 
@@ -163,7 +163,7 @@ def test_a_non_finite_value_on_one_rank_stops_all_before_any_update(log):
 
 
 def test_a_split_window_has_no_sums_of_all_micro_batches():
-    with pytest.raises(ValueError, match="pieces are updated one after the other"):
+    with pytest.raises(ValueError, match="chunks are updated one after the other"):
         Window(tables=None, plan=None, number=0, weight=1.0, split=True).owned_grads()
 
 
@@ -198,23 +198,25 @@ def test_a_plan_sends_each_id_once_with_its_first_micro_batch_and_back_with_its_
     keys = [(number[one][0], first[one], number[one][1], one) for one in ids]
     assert keys == sorted(keys)
     assert plan.last_use.tolist() == [last[one] for one in ids]
-    leaves = [
+    local_rows = [
         sorted((one for one in set(micro_batch["x"].ids.tolist())), key=ids.index) for micro_batch in micro_batches
     ]
-    for micro_batch, leaf in enumerate(leaves):
-        assert [leaf[place] for place in routed.index[micro_batch]["x"].tolist()] == micro_batches[micro_batch][
+    for micro_batch, local in enumerate(local_rows):
+        assert [local[place] for place in routed.index[micro_batch]["x"].tolist()] == micro_batches[micro_batch][
             "x"
         ].ids.tolist()
-        assert [leaf[place] for place in plan.repeated[micro_batch].tolist()] == [
-            one for one in leaf if first[one] < micro_batch
+        assert [local[place] for place in plan.repeated[micro_batch].tolist()] == [
+            one for one in local if first[one] < micro_batch
         ]
         sources = [divmod(source, 1 << 32) for source in plan.source[micro_batch].tolist()]
-        assert [leaves[number][place] for number, place in sources] == [one for one in leaf if first[one] < micro_batch]
-        assert [leaf[place] for place in plan.ending[micro_batch].tolist()] == [
-            one for one in leaf if last[one] == micro_batch
+        assert [local_rows[number][place] for number, place in sources] == [
+            one for one in local if first[one] < micro_batch
         ]
-        assert [one for fresh in plan.fresh(micro_batch) for one in leaf[fresh]] == [
-            one for one in leaf if first[one] == micro_batch
+        assert [local[place] for place in plan.ending[micro_batch].tolist()] == [
+            one for one in local if last[one] == micro_batch
+        ]
+        assert [one for fresh in plan.fresh(micro_batch) for one in local[fresh]] == [
+            one for one in local if first[one] == micro_batch
         ]
     for owner, counts in enumerate(plan.first_counts):
         assert counts == [sum(key[:2] == (owner, micro_batch) for key in keys) for micro_batch in range(4)]
@@ -232,7 +234,7 @@ def test_native_plans_are_those_of_torch(rows, world_size):
     )
     assert index.tolist() == other_index.tolist()
     assert as_lists(ours) == as_lists(other)
-    # The same ids as requests of so many askers, each with the part of its last use.
+    # The same ids as requests of so many requesters, each with the micro-batch of its last use.
     counts = [[len(micro_batch) // world_size] * len(rows) for micro_batch in rows[:1]] * world_size
     num_asked = sum(map(sum, counts))
     if num_asked <= len(ids):

@@ -17,9 +17,9 @@ IDS = st.one_of(st.integers(-20, 20), INT64, st.sampled_from([-(2**63), 2**63 - 
 KINDS = sorted(OPTIMIZERS)
 
 
-def table(kind="adam", seed=0, dim=6, pool=False, **settings):
+def table(kind="adam", seed=0, dim=6, buffered=False, **settings):
     config = EmbeddingConfig(optimizer=kind, **settings)
-    return Plain(Table(TableSpec(name="item", dim=dim), OPTIMIZERS[kind](config), seed=seed), pool=pool)
+    return Plain(Table(TableSpec(name="item", dim=dim), OPTIMIZERS[kind](config), seed=seed), buffered=buffered)
 
 
 def grads_of(ids, dim, step):
@@ -46,7 +46,7 @@ def test_dedupe_of_dense_ids_takes_the_bitmap_and_agrees(ids):
 
 @given(st.sampled_from(KINDS), st.lists(st.sets(IDS, max_size=12), max_size=8))
 def test_a_table_is_a_dictionary_of_rows_each_updated_alone(kind, batches):
-    """Every row, updated in company, has the bits of a row that lives in a table of its own."""
+    """A row updated together with others is bitwise identical to one alone in its table."""
     whole, alone = table(kind, weight_decay=0.01), {}
     for number, batch in enumerate(batches):
         ids = torch.tensor(sorted(batch), dtype=torch.int64)

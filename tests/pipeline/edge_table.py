@@ -66,19 +66,19 @@ WITHOUT = {
 def measured(case: Case) -> dict[str, list[str]]:
     """For each edge, with a prefetch buffer and in place: the verdict on the first forced order that was caught."""
     found: dict[str, list[str]] = {}
-    cases = [replace(case, pool=pool) for pool in (True, False)]
-    for _, edge, said in run_ranks(2, broken_edges, cases, deadline_s=1000)[0]:
-        order, verdict = next(((order, one) for order, one in said.items() if one != "equal"), ("", "equal"))
+    cases = [replace(case, buffered=buffered) for buffered in (True, False)]
+    for _, edge, tried in run_ranks(2, broken_edges, cases, deadline_s=1000)[0]:
+        order, verdict = next(((order, one) for order, one in tried.items() if one != "equal"), ("", "equal"))
         found.setdefault(edge, []).append(f"{verdict}, {order}" if order == "at will" else verdict)
     return found
 
 
 if __name__ == "__main__":
     for case in (
-        Case(pool=True),
-        Case(pool=True, depth=2, split=True),
-        Case(pool=True, groups=2),
-        Case(pool=True, chunks=2),
+        Case(buffered=True),
+        Case(buffered=True, depth=2, split=True),
+        Case(buffered=True, groups=2),
+        Case(buffered=True, chunks=2),
     ):
         print("\n| edge | without it | prefetch buffer | in place |\n|---|---|---|---|")
         for edge, verdicts in measured(case).items():

@@ -28,7 +28,7 @@ Mutation = Callable[[], AbstractContextManager[object]]
 
 
 class Arena:
-    """The lanes of one rank; all ranks make new ones when one of them has failed."""
+    """The channels of one rank; all ranks create new ones after one of them has failed."""
 
     def __init__(self, world: World):
         self._world, self._verdicts = world, world.channel("verdicts")
@@ -55,7 +55,7 @@ class Arena:
             own = "equal" if ordered(case, self.channels(case), order) == expected else "differs"
         except Exception as error:  # caught is caught: most broken orders meet an error of comm or of the index
             own = type(error).__name__
-        found = {said.decode() for said in self._verdicts.all_gather_bytes(own.encode())}
+        found = {verdict.decode() for verdict in self._verdicts.all_gather_bytes(own.encode())}
         errors = sorted(found - {"equal", "differs"})
         if errors:
             self._num_failures += 1
@@ -69,7 +69,7 @@ class Arena:
 def plain(case: Case, channels: Channels) -> Result:
     """The sequential step, of the case's staleness, rows in place."""
     log: Log = []
-    state = new_toy(replace(case, pool=False), channels)
+    state = new_toy(replace(case, buffered=False), channels)
     batches = islice(toy_batches(state.control.world.rank), NUM_BATCHES)
     update = tapped(log).batch["update"]
     with patch.object(sequential, "update", update), patch.object(semi_async, "update", update):
@@ -86,8 +86,8 @@ def ordered(case: Case, channels: Channels, order: list[Event]) -> Result:
     log: Log = []
     state = new_toy(case, channels)
     feed = BatchFeed(batches=toy_batches(state.control.world.rank), rates=case.rates)
-    for stream in state.channels:
-        stream.hand_over()
+    for channel in state.channels:
+        channel.hand_over()
     taps = tapped(log, stages.BATCH_STAGES, stages.MICRO_BATCH_STAGES)
     with patch.dict(stages.BATCH_STAGES, taps.batch), patch.dict(stages.MICRO_BATCH_STAGES, taps.micro_batch):
         run_in_order(state, order, feed, schedule_of(case))
@@ -103,7 +103,7 @@ def schedule_of(case: Case) -> Schedule:
 def broken_edges(world: World, cases: list[Case], only: Collection[str] = ()) -> list[tuple[Case, str, dict[str, str]]]:
     """Every kind of edge that is not implied, broken in forced orders until one of them is caught: verdict by order.
 
-    Of a training that is split, in groups or in slices only those that the same training has not otherwise.
+    Of a training that is split, in groups or in chunks only those that the same training has not otherwise.
     """
     arena, found = Arena(world), []
     for case in cases:
@@ -143,8 +143,8 @@ def random_orders(world: World, case: Case, edge_names: list[str], count: int) -
             needs = orders.needs_without(schedule, NUM_BATCHES, edge, inherit=inherit)
             drawn = (orders.random_order(needs, f"{edge}/{seed}") for seed in range(100 * count))
             broken = list(islice((order for order in drawn if orders.breaks(order, edge)), count))
-            said = [arena.verdict(expected, case, order) for order in broken]
-            found.append((str(edge), sum(one != "equal" for one in said), len(said)))
+            verdicts = [arena.verdict(expected, case, order) for order in broken]
+            found.append((str(edge), sum(one != "equal" for one in verdicts), len(verdicts)))
     return found
 
 
@@ -155,12 +155,12 @@ def legal_orders(world: World, cases: list[Case], num_random: int) -> list[str]:
         schedule, expected = schedule_of(case), plain(case, arena.channels(case))
         needs = orders.needs_without(schedule, NUM_BATCHES)
         tried = {f"random {seed}": orders.random_order(needs, seed) for seed in range(num_random)}
-        cold = ("unshared grads", "unshared update") if case.split else ()
-        cold += ("chunk grads", "chunk update") if case.chunks > 1 else ()
-        tried |= {f"late {kind}": orders.late(needs, kind, 0) for kind in ("update", "write", "dense step", *cold)}
+        chunks = ("unshared grads", "unshared update") if case.split else ()
+        chunks += ("chunk grads", "chunk update") if case.chunks > 1 else ()
+        tried |= {f"late {kind}": orders.late(needs, kind, 0) for kind in ("update", "write", "dense step", *chunks)}
         early = ("unshared rows",) if case.split else ("chunk rows",) if case.chunks > 1 else ()
         tried |= {f"early {kind}": orders.early(needs, kind, 0) for kind in ("retrieve", "post", *early)}
         for name, order in tried.items():
-            said = arena.verdict(expected, case, order)
-            found += [f"{case}, {name}: {said}"] if said != "equal" else []
+            verdict = arena.verdict(expected, case, order)
+            found += [f"{case}, {name}: {verdict}"] if verdict != "equal" else []
     return found

@@ -16,7 +16,6 @@ import torch
 from nestpipe.data.loader import Loader
 from nestpipe.distributed.process_group import World
 from nestpipe.embedding.admission import UsageLedger
-from nestpipe.embedding.chunked_exchange import shared_bits
 from nestpipe.embedding.prefetch_buffer import PrefetchBuffer
 from nestpipe.embedding.stale_rows import StaleRows
 from nestpipe.embedding.window import UNSHARED, Window
@@ -48,18 +47,20 @@ def rates_of(settings: dict[str, Any]) -> Callable[[int], Rates]:
     )
 
 
-def peek(window: Window, name: str, piece: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Ids [K] that this rank owns in a window, ascending, their weights [K, D] as they are now, and which are in a half or slice."""
+def peek(window: Window, name: str, chunk: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Ids [K] that this rank owns in a window, ascending, their current weights [K, D], and which are in a chunk."""
     chunks = window.owner_chunks[name]
     ids, order = torch.cat([owned.requests.ids for owned in chunks]).sort()
     rows = window.tables.row_access[name].gather(window.row_refs[name]).index_select(0, order)
     if window.split:
-        return ids, rows, shared_bits(chunks[0].shared.with_next, len(ids)).bool() ^ (piece == UNSHARED)
-    return ids, rows, torch.isin(ids, chunks[piece].requests.ids)
+        bits = chunks[0].shared.with_next
+        is_shared = torch.zeros(len(ids), dtype=torch.bool) if bits is None else bits.bool()
+        return ids, rows, is_shared ^ (chunk == UNSHARED)
+    return ids, rows, torch.isin(ids, chunks[chunk].requests.ids)
 
 
 class Taps(NamedTuple):
-    """Updates that note the bits of the rows they leave."""
+    """Updates that record the rows they write, as bytes."""
 
     batch: dict[str, BatchStage]
     micro_batch: dict[str, MicroBatchStage]
@@ -70,23 +71,23 @@ def tapped(
     batch_stages: Mapping[str, BatchStage] = stages.BATCH_STAGES,
     micro_batch_stages: Mapping[str, MicroBatchStage] = stages.MICRO_BATCH_STAGES,
 ) -> Taps:
-    """Of a batch in halves or slices the bits are noted when all of it is done, each row as its own update left it."""
+    """A split or chunked batch is recorded when all of it is done, each row as its own update wrote it."""
     left: dict[tuple[int, str], torch.Tensor] = {}  # rows after the updates so far
     num_left: Counter[tuple[int, str]] = Counter()
 
-    def note(work: BatchWork, piece: int) -> None:
+    def record(work: BatchWork, chunk: int) -> None:
         window = work.window
         for name in window.owner_chunks:
-            key, (ids, rows, is_own) = (work.number, name), peek(window, name, piece)
+            key, (ids, rows, is_own) = (work.number, name), peek(window, name, chunk)
             left[key] = torch.where(is_own.unsqueeze(1), rows, left.get(key, rows))
             num_left[key] += 1
             if num_left[key] == (2 if window.split else window.num_chunks):
                 log.append((*key, ids.numpy().tobytes(), left.pop(key).numpy().tobytes()))
 
-    def tap(change: BatchStage, piece: int) -> BatchStage:
+    def tap(change: BatchStage, chunk: int) -> BatchStage:
         def update(state: TrainState, work: BatchWork) -> None:
             change(state, work)
-            note(work, piece)
+            record(work, chunk)
 
         return update
 
@@ -94,10 +95,10 @@ def tapped(
 
     def next_update(state: TrainState, work: BatchWork, number: int) -> None:
         change_slice(state, work, number)
-        note(work, number + 1)
+        record(work, number + 1)
 
-    pieces = {"update": 0, "unshared update": UNSHARED}
-    return Taps({kind: tap(batch_stages[kind], piece) for kind, piece in pieces.items()}, {"chunk update": next_update})
+    chunks = {"update": 0, "unshared update": UNSHARED}
+    return Taps({kind: tap(batch_stages[kind], chunk) for kind, chunk in chunks.items()}, {"chunk update": next_update})
 
 
 def delays(seed: int, longest_s: float) -> Callable[[str, Event], None]:
@@ -122,12 +123,12 @@ def content(state: TrainState) -> dict[str, bytes]:
 
 def prepared(world: World, path: Path, settings: dict[str, Any], channels: Channels) -> tuple[TrainState, Loader]:
     state, loader = new_state(world, path, {"dtype": torch.float32, **settings}, channels)
-    holders = state.embedding.row_access
-    if settings.get("pool"):
-        holders |= {name: PrefetchBuffer(table) for name, table in state.embedding.tables.items()}
+    row_access = state.embedding.row_access
+    if settings.get("buffered"):
+        row_access |= {name: PrefetchBuffer(table) for name, table in state.embedding.tables.items()}
     if settings.get("stale"):
-        holders |= {
-            name: StaleRows(holder, sync_steps=settings.get("sync_steps", 0)) for name, holder in holders.items()
+        row_access |= {
+            name: StaleRows(access, sync_steps=settings.get("sync_steps", 0)) for name, access in row_access.items()
         }
     return state, loader
 
@@ -136,7 +137,7 @@ def sequential(
     world: World, path: Path, settings: dict[str, Any], num_steps: int, channels: Channels
 ) -> tuple[Log, dict[str, bytes]]:
     """The plain loop, with the tap where the update is; rows are used in place."""
-    state, loader = prepared(world, path, {**settings, "pool": False}, channels)
+    state, loader = prepared(world, path, {**settings, "buffered": False}, channels)
     log: Log = []
     plain, sequential_module.update = sequential_module.update, tapped(log).batch["update"]
     try:
@@ -160,7 +161,7 @@ def sequential_stale(
     world: World, path: Path, settings: dict[str, Any], num_steps: int, channels: Channels
 ) -> tuple[Log, dict[str, bytes]]:
     """The plain loop with staleness 1 after a synchronous warm-up, without barriers; rows are used in place."""
-    state, loader = prepared(world, path, {**settings, "pool": False, "stale": False}, channels)
+    state, loader = prepared(world, path, {**settings, "buffered": False, "stale": False}, channels)
     log: Log = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sequential_module, "update", tapped(log).batch["update"])
@@ -175,7 +176,7 @@ def sequential_stale(
 def pipelined(
     world: World, path: Path, settings: dict[str, Any], num_steps: int, channels: Channels
 ) -> tuple[Log, dict[str, bytes]]:
-    """The runner, with random delays if there is a seed; stops at barriers and goes on."""
+    """The runner, with random delays if there is a seed; stops at barriers and resumes."""
     state, loader = prepared(world, path, settings, channels)
     clip_rows = settings.get("clip", Clip()).rows
     split = settings.get("split", False) and not clip_rows
@@ -203,16 +204,16 @@ def pipelined(
         )
         runner.run(feed)
         assert state.num_steps == end
-        for holder in state.embedding.row_access.values():
-            inner = holder.inner if isinstance(holder, StaleRows) else holder
-            assert not isinstance(inner, PrefetchBuffer) or not len(inner), "a row did not come home"
+        for access in state.embedding.row_access.values():
+            inner = access.inner if isinstance(access, StaleRows) else access
+            assert not isinstance(inner, PrefetchBuffer) or not len(inner), "a row was not written back"
     return sorted(log), content(state)
 
 
 def differences(
     world: World, path: Path, settings: dict[str, Any], num_steps: int, arms: list[dict[str, Any]]
 ) -> list[str]:
-    """Runs sequential once and every arm beside it; says what differs in which arm."""
+    """Runs sequential once and then every arm; returns what differs in which arm."""
     channels = Channels.of(world).in_groups(settings.get("groups", 1))
     num_evicted, choose = 0, UsageLedger.choose
 

@@ -1,17 +1,16 @@
-"""What a schedule does to rows, without numbers: a value is the history that made it, so two values are equal only if the
-same things happened to them in the same order.
+"""A symbolic model of what a schedule does to rows: a value is the history that produced it, so two values are equal only if
+the same operations were applied in the same order.
 
-Kept are the stages that touch rows or dense weights; `projected` gives the order that a schedule's needs leave between
-them once all other stages are forgotten. Eviction is part of the model: a table with fewer homes than keys gives the home
-of one row to another, which is what a late write or update must not meet.
+Only stages that touch rows or dense weights are modelled; `projected` gives the order that a schedule's dependencies imply
+between them once all other stages are removed. Eviction is part of the model: a table with fewer slots than keys gives the slot
+of one row to another, and a late write or update must not hit that.
 
-    retrieve  who has a home is decided, rows come from their homes     rows      values leave for the askers
-    compute   a gradient from the values and the dense weights          update    values change
-    dense step  the dense weights change                                write     values go home
+    retrieve    slots are assigned, rows are read from them             rows      values are sent to requesters
+    compute     a gradient from the values and the dense weights        update    values change
+    dense step  the dense weights change                                write     values are written back
 
-In a schedule that is split, rows and update are about the keys that the batch before or after holds too; cold rows and cold
-update are about the others. In one with two slices, rows and update are about every second key, next rows and next update about
-the others.
+In a schedule that is split, rows and update are about the keys shared with the previous or next batch, and the unshared
+stages about the others. With two chunks, rows and update are about every second key, and the chunk stages about the others.
 """
 
 from __future__ import annotations
@@ -35,13 +34,13 @@ Pattern = tuple[tuple[int, ...], ...]  # the keys of each batch
 
 
 class State(NamedTuple):
-    """All there is at a moment; tuples, so that states can be compared and remembered."""
+    """The complete state; tuples, so that states can be compared and hashed."""
 
-    homes: tuple[tuple[int, int], ...]  # (key, value) of each home; key -1 for an empty one
+    slots: tuple[tuple[int, int], ...]  # (key, value) of each slot; key -1 for an empty one
     used: tuple[int, ...]  # the batch that used each key last
-    pool: tuple[tuple[int, int], ...]  # (value, number of batches that hold it) of each key; no batch: not there
-    held: tuple[tuple[int, ...] | None, ...]  # of each batch: where its keys are at home, -1 for nowhere
-    reads: tuple[tuple[int, ...], ...]  # of each batch: the values that left, 0 for none yet
+    buffer: tuple[tuple[int, int], ...]  # (value, number of batches that hold it) of each key; no batch: not there
+    refs: tuple[tuple[int, ...] | None, ...]  # of each batch: the slots of its keys, -1 for none
+    reads: tuple[tuple[int, ...], ...]  # of each batch: the values sent, 0 for none yet
     grads: tuple[int, ...]  # of each batch; 0 for none yet
     dense: int
     dense_grad: int
@@ -52,13 +51,13 @@ FAILED = State((), (), (), (), (), (), -1, -1)  # a stage found nothing to work 
 
 @dataclass(slots=True, eq=False)
 class RowModel:
-    """Batches with these keys, on a table with so many homes, through a pool or in place."""
+    """Batches with these keys, on a table with so many slots, through a buffer or in place."""
 
     pattern: Pattern
     num_keys: int
-    num_homes: int
+    num_slots: int
     protect_steps: int
-    pool: bool
+    buffered: bool
     split: bool = False
     num_chunks: int = 1
     _names: dict[Any, int] = field(default_factory=dict)  # history -> value
@@ -69,7 +68,7 @@ class RowModel:
         none: tuple[None, ...] = (None,) * size
         reads = tuple((0,) * len(keys) for keys in self.pattern)
         return State(
-            ((-1, 0),) * self.num_homes,
+            ((-1, 0),) * self.num_slots,
             (-1,) * self.num_keys,
             ((0, 0),) * self.num_keys,
             none,
@@ -97,35 +96,35 @@ class RowModel:
 
     def apply(self, state: State, event: Event) -> State:
         """The state after an event, or FAILED."""
-        needs_held = event.kind not in ("retrieve", "compute", "dense step")
-        if state is FAILED or (needs_held and state.held[event.batch] is None):
+        needs_refs = event.kind not in ("retrieve", "compute", "dense step")
+        if state is FAILED or (needs_refs and state.refs[event.batch] is None):
             return FAILED
         handler = getattr(self, "_" + event.kind.replace(" ", "_"))
         after: State = handler(state, event.batch)
         return after
 
     def _retrieve(self, state: State, t: int) -> State:
-        homes, used, pool, held = list(state.homes), list(state.used), list(state.pool), []
-        if any(batch is not None for batch in state.held[t + 1 :]):
+        slots, used, buffer, refs = list(state.slots), list(state.used), list(state.buffer), []
+        if any(batch is not None for batch in state.refs[t + 1 :]):
             return FAILED  # batches are counted in order
         for key in self.pattern[t]:
             used[key] = t
         for key in self.pattern[t]:
-            place = next((home for home, (owner, _) in enumerate(homes) if owner == key), -1)
-            if place < 0 and (place := self._room(homes, used, t)) >= 0:
-                homes[place] = (key, self._value("new", key))
-            held.append(place)
-            value, holders = pool[key]
+            place = next((slot for slot, (owner, _) in enumerate(slots) if owner == key), -1)
+            if place < 0 and (place := self._free_slot(slots, used, t)) >= 0:
+                slots[place] = (key, self._value("new", key))
+            refs.append(place)
+            value, holders = buffer[key]
             if not holders:
-                value = homes[place][1] if place >= 0 else self._value("new", key)
-            pool[key] = (value, holders + 1)
+                value = slots[place][1] if place >= 0 else self._value("new", key)
+            buffer[key] = (value, holders + 1)
         return state._replace(
-            homes=tuple(homes), used=tuple(used), pool=tuple(pool), held=_with(state.held, t, tuple(held))
+            slots=tuple(slots), used=tuple(used), buffer=tuple(buffer), refs=_with(state.refs, t, tuple(refs))
         )
 
-    def _room(self, homes: list[tuple[int, int]], used: list[int], t: int) -> int:
-        """An empty home, or that of the row which was not used for the longest time, unless it is protected."""
-        ages = [(used[key] if key >= 0 else -2, key, place) for place, (key, _) in enumerate(homes)]
+    def _free_slot(self, slots: list[tuple[int, int]], used: list[int], t: int) -> int:
+        """An empty slot, or that of the row which was not used for the longest time, unless it is protected."""
+        ages = [(used[key] if key >= 0 else -2, key, place) for place, (key, _) in enumerate(slots)]
         age, key, place = min(ages)
         return place if key < 0 or age < t - self.protect_steps else -1
 
@@ -143,15 +142,15 @@ class RowModel:
 
     def _send(self, state: State, t: int, keys: set[int]) -> State:
         values = tuple(
-            self._now(state, key, home) if key in keys else before
-            for key, home, before in zip(self.pattern[t], _held(state, t), state.reads[t], strict=True)
+            self._now(state, key, slot) if key in keys else before
+            for key, slot, before in zip(self.pattern[t], _refs(state, t), state.reads[t], strict=True)
         )
         return state._replace(reads=_with(state.reads, t, values))
 
-    def _now(self, state: State, key: int, home: int) -> int:
-        if self.pool:
-            return state.pool[key][0]
-        return state.homes[home][1] if home >= 0 else self._value("new", key)
+    def _now(self, state: State, key: int, slot: int) -> int:
+        if self.buffered:
+            return state.buffer[key][0]
+        return state.slots[slot][1] if slot >= 0 else self._value("new", key)
 
     def _compute(self, state: State, t: int) -> State:
         if 0 in state.reads[t]:
@@ -172,31 +171,31 @@ class RowModel:
         return self._change(state, t, set(self.pattern[t]) - self._shared(t, t + 1))
 
     def _change(self, state: State, t: int, keys: set[int]) -> State:
-        homes, pool = list(state.homes), list(state.pool)
-        for key, home in zip(self.pattern[t], _held(state, t), strict=True):
-            if home >= 0 and key in keys:
-                new = self._value("updated", self._now(state, key, home), state.grads[t], key)
-                if self.pool:
-                    pool[key] = (new, pool[key][1])
+        slots, buffer = list(state.slots), list(state.buffer)
+        for key, slot in zip(self.pattern[t], _refs(state, t), strict=True):
+            if slot >= 0 and key in keys:
+                new = self._value("updated", self._now(state, key, slot), state.grads[t], key)
+                if self.buffered:
+                    buffer[key] = (new, buffer[key][1])
                 else:
-                    homes[home] = (homes[home][0], new)
-        return state._replace(homes=tuple(homes), pool=tuple(pool))
+                    slots[slot] = (slots[slot][0], new)
+        return state._replace(slots=tuple(slots), buffer=tuple(buffer))
 
     def _write(self, state: State, t: int) -> State:
-        homes, pool = list(state.homes), list(state.pool)
-        for key, home in zip(self.pattern[t], _held(state, t), strict=True):
-            value, holders = pool[key]
-            pool[key] = (value, holders - 1) if holders > 1 else (0, 0)
-            if holders == 1 and home >= 0 and self.pool:
-                homes[home] = (homes[home][0], value)
-        return state._replace(homes=tuple(homes), pool=tuple(pool))
+        slots, buffer = list(state.slots), list(state.buffer)
+        for key, slot in zip(self.pattern[t], _refs(state, t), strict=True):
+            value, holders = buffer[key]
+            buffer[key] = (value, holders - 1) if holders > 1 else (0, 0)
+            if holders == 1 and slot >= 0 and self.buffered:
+                slots[slot] = (slots[slot][0], value)
+        return state._replace(slots=tuple(slots), buffer=tuple(buffer))
 
     def _value(self, *history: Any) -> int:
         return self._names.setdefault(history, len(self._names) + 1)
 
 
-def _held(state: State, t: int) -> tuple[int, ...]:
-    found = state.held[t]
+def _refs(state: State, t: int) -> tuple[int, ...]:
+    found = state.refs[t]
     assert found is not None
     return found
 

@@ -1,4 +1,4 @@
-"""Losses that mix samples: inside groups they are the same on every number of ranks, parts and in every mode."""
+"""Losses that mix samples: inside groups they are the same on every number of ranks and micro-batches and in every mode."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every mode has the bits of the sequential step: each row of each update, and all that is left in the end."""
+"""Every mode is bitwise identical to the sequential step: each row of each update, and the final state."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def check(world_size, log, settings, arms, num_steps=8):
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_random_delays_change_no_bit(log, scale, world_size):
     arms = [
-        {"mode": MODES[1 + seed % 3], "pool": seed % 2 == 0, "depth": 1 + seed // 3 % 3, "seed": seed}
+        {"mode": MODES[1 + seed % 3], "buffered": seed % 2 == 0, "depth": 1 + seed // 3 % 3, "seed": seed}
         | ({"split": seed // 9 % 3 == 0, "chunks": 1 + 2 * (seed // 9 % 3 == 1)} if seed % 3 == 2 else {})
         for seed in range(scale(50, 500))
     ]
@@ -51,8 +51,8 @@ CROSS = {
         "batch_size": 3,
         "num_steps": 14,
     },
-    "one part": {"micro_batches": 1},
-    "more parts than samples": {"micro_batches": 6, "batch_size": 2},
+    "one micro-batch": {"micro_batches": 1},
+    "more micro-batches than samples": {"micro_batches": 6, "batch_size": 2},
     "all items": {"loss": "full"},
 }
 
@@ -61,10 +61,10 @@ CROSS = {
 @pytest.mark.parametrize("more", CROSS.values(), ids=CROSS.keys())
 def test_every_mode_and_setting(log, wide_log, scale, world_size, more):
     arms = [
-        {"mode": mode, "pool": pool, "split": split, "chunks": chunks, "depth": depth, "seed": seed}
+        {"mode": mode, "buffered": buffered, "split": split, "chunks": chunks, "depth": depth, "seed": seed}
         for depth in scale([2], [1, 2])
         for seed in range(scale(1, 8))
-        for mode, pool, split, chunks in [
+        for mode, buffered, split, chunks in [
             ("serial", True, False, 1),
             ("dual-buffer", True, False, 1),
             ("frozen-window", False, False, 1),
@@ -80,6 +80,6 @@ def test_every_mode_and_setting(log, wide_log, scale, world_size, more):
 
 
 def test_barriers_leave_no_trace(log):
-    arms = [{"mode": mode, "pool": True, "barriers": (1, 4), "depth": 2} for mode in MODES]
+    arms = [{"mode": mode, "buffered": True, "barriers": (1, 4), "depth": 2} for mode in MODES]
     arms += [{**arms[-1], "split": True}, {**arms[-1], "chunks": 2}]
     check(2, log, {"batch_size": 7, "micro_batches": 2}, arms, num_steps=7)

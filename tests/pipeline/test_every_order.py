@@ -33,7 +33,7 @@ BETWEEN = {
 }
 
 
-# Likewise if rows and gradients are split; what is hot is a fact of the model, told by nobody.
+# Likewise if rows and gradients are split; which rows are shared is a fact of the model, not a message.
 BETWEEN_SPLIT = BETWEEN | {
     ("keys", "keys"),
     ("keys", "post"),
@@ -48,7 +48,7 @@ BETWEEN_SPLIT = BETWEEN | {
 }
 
 
-# Or if they come in slices.
+# Or if they are chunked.
 BETWEEN_SLICES = BETWEEN | {
     ("compute", "chunk grads"),
     ("chunk grads", "chunk collect"),
@@ -65,14 +65,16 @@ def nested(depth, **cut):
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_every_order_of_every_pattern_ends_like_sequential(depth, scale):
     events, order = events_of(NUM_BATCHES), projected(nested(depth), NUM_BATCHES)
-    every = [(pool, num_homes) for pool in (True, False) for num_homes in (1, 2, 3)]
+    every = [(buffered, num_slots) for buffered in (True, False) for num_slots in (1, 2, 3)]
     total: Counter[str] = Counter()
     for number, pattern in enumerate(patterns(NUM_BATCHES, NUM_KEYS)):
-        for pool, num_homes in scale([every[number % 6]], every):
-            model = RowModel(pattern, NUM_KEYS, num_homes, depth + 1, pool)
+        for buffered, num_slots in scale([every[number % 6]], every):
+            model = RowModel(pattern, NUM_KEYS, num_slots, depth + 1, buffered)
             found = explore(events, order, model.apply, model.start)
             differing = found.differing(model.sequential())
-            assert differing is None, f"{pattern}, pool {pool}, {num_homes} homes: {' '.join(map(str, differing))}"
+            assert differing is None, (
+                f"{pattern}, buffered {buffered}, {num_slots} slots: {' '.join(map(str, differing))}"
+            )
             total += Counter(trainings=1, orders=sum(found.finals.values()), states=found.num_states)
     assert total["trainings"] == scale(816, 6 * 816)
     print(f"depth {depth}: {', '.join(f'{value:,} {name}' for name, value in total.items())}, none differs")
@@ -83,47 +85,47 @@ def test_every_order_of_every_pattern_ends_like_sequential(depth, scale):
 def test_every_order_of_a_schedule_in_pieces_ends_like_sequential(depth, scale, cut):
     schedule, num_keys = nested(depth, **cut), scale(2, 3)
     events, order = events_of(NUM_BATCHES, kinds_of(schedule)), projected(schedule, NUM_BATCHES)
-    every = [(pool, num_homes) for pool in (True, False) for num_homes in range(1, num_keys + 1)]
+    every = [(buffered, num_slots) for buffered in (True, False) for num_slots in range(1, num_keys + 1)]
     total: Counter[str] = Counter()
     for number, pattern in enumerate(patterns(NUM_BATCHES, num_keys)):
-        pool, num_homes = every[number % len(every)]
-        model = RowModel(pattern, num_keys, num_homes, depth + 1, pool, **cut)
-        plain = RowModel(pattern, num_keys, num_homes, depth + 1, pool, _names=model._names)
+        buffered, num_slots = every[number % len(every)]
+        model = RowModel(pattern, num_keys, num_slots, depth + 1, buffered, **cut)
+        plain = RowModel(pattern, num_keys, num_slots, depth + 1, buffered, _names=model._names)
         found = explore(events, order, model.apply, model.start)
         differing = found.differing(plain.sequential())
-        assert differing is None, f"{pattern}, pool {pool}, {num_homes} homes: {' '.join(map(str, differing))}"
+        assert differing is None, f"{pattern}, buffered {buffered}, {num_slots} slots: {' '.join(map(str, differing))}"
         total += Counter(trainings=1, orders=sum(found.finals.values()), states=found.num_states)
     print(f"depth {depth}, {cut}: {', '.join(f'{value:,} {name}' for name, value in total.items())}, none differs")
 
 
 def candidates(depth):
-    """Patterns that may show a missing edge, with the number of homes: first those of four batches, then longer ones."""
+    """Patterns that may show a missing edge, with the number of slots: first those of four batches, then longer ones."""
     source = random.Random(depth)
     short = list(patterns(NUM_BATCHES, NUM_KEYS))
     yield from ((source.choice(short), 1 + number % 3) for number in range(60))
-    # A key that gets the only home, which is protected no longer, at its second try.
+    # A key that gets the only slot, which is no longer protected, at its second try.
     again = {0: (0,), depth + 1: (1,), depth + 2: (1,)}
-    # A row that loses its home to another and comes back, while a batch that held it may still be under way.
+    # A row that loses its slot to another and comes back, while a batch that held it may still be in flight.
     away = {0: (0,), depth + 2: (1,), depth + 3: (0,)}
     for rare in (again, away):
         yield tuple(rare.get(t, ()) for t in range(depth + 4)), 1
 
 
-def counterexample(schedule, edge, pool):
+def counterexample(schedule, edge, buffered):
     """A training and an order of it that keeps all edges but this kind and ends elsewhere; None if there is none."""
     depth = schedule.depth
-    for pattern, num_homes in candidates(depth):
+    for pattern, num_slots in candidates(depth):
         events, order = events_of(len(pattern), kinds_of(schedule)), projected(schedule, len(pattern), edge)
-        model = RowModel(pattern, NUM_KEYS, num_homes, depth + 1, pool, schedule.split, schedule.num_chunks)
+        model = RowModel(pattern, NUM_KEYS, num_slots, depth + 1, buffered, schedule.split, schedule.num_chunks)
         found = explore(events, order, model.apply, model.start)
         if differing := found.differing(model.sequential()):
             return model, order, differing
     return None
 
 
-@pytest.mark.parametrize("pool", [True, False], ids=["pool", "in place"])
+@pytest.mark.parametrize("buffered", [True, False], ids=["buffered", "in place"])
 @pytest.mark.parametrize(("depth", "cut"), [(1, ""), (2, ""), (3, ""), (2, "split"), (1, "chunks"), (2, "chunks")])
-def test_without_an_edge_some_order_differs(depth, pool, cut):
+def test_without_an_edge_some_order_differs(depth, buffered, cut):
     schedule, length = nested(depth, **CUT.get(cut, {})), depth + 4
     between, free = set(), set()
     for edge in edges_of(schedule):
@@ -132,7 +134,7 @@ def test_without_an_edge_some_order_differs(depth, pool, cut):
         if set(projected(schedule, length, edge)) == set(projected(schedule, length)):
             between.add((edge.before, edge.after))
             continue
-        if (found := counterexample(schedule, edge, pool)) is None:
+        if (found := counterexample(schedule, edge, buffered)) is None:
             free.add((edge.before, edge.after))
             continue
         model, order, differing = found
@@ -144,10 +146,12 @@ def test_without_an_edge_some_order_differs(depth, pool, cut):
         for event in differing:
             state = model.apply(state, event)
         assert state != model.sequential()
-        print(f"depth {depth}, {'pool' if pool else 'in place'}, without {edge}: {' '.join(map(str, differing))}")
+        print(
+            f"depth {depth}, {'buffered' if buffered else 'in place'}, without {edge}: {' '.join(map(str, differing))}"
+        )
     assert between == {"split": BETWEEN_SPLIT, "chunks": BETWEEN_SLICES}.get(cut, BETWEEN)
     # Rows that stay in place and that the next batch holds too are kept from eviction by what that batch waits for.
     # Of slices one alone may be forgotten: what the next batch waits for keeps its rows back.
     updates = {"split": [("update", "write")], "chunks": [("update", "write"), ("chunk update", "write")]}
     unneeded = {("write", "write"), *updates.get(cut, [])}
-    assert free == (set() if pool else unneeded), "these edges could go"
+    assert free == (set() if buffered else unneeded), "these edges could go"

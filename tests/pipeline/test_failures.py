@@ -1,4 +1,4 @@
-"""What ends a pipelined run early: a rank that stops, sleeps or fails, a wish to stop, a value that is not finite."""
+"""What ends a pipelined run early: a rank that stops, sleeps or fails, a stop request, a value that is not finite."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.rank_pool import run_ranks
 
 VICTIM = 1
 DEADLINE_S = 4.0
-CASE = Case(pool=True)
+CASE = Case(buffered=True)
 MODES = ("serial", "dual-buffer", "frozen-window", "nested", "chunks")
 
 
@@ -103,17 +103,17 @@ def test_a_rank_that_fails_ends_the_others_at_once():
         assert seconds < 20, "a deadline passed first"
         if rank != VICTIM:
             assert (kind, blamed) == ("CommError", (VICTIM,)), text
-            assert f"rank {VICTIM} gave up: ZeroDivisionError: the model divides by nothing at step 3" in text
+            assert f"rank {VICTIM} aborted: ZeroDivisionError: the model divides by nothing at step 3" in text
 
 
 def stop_and_go_on(world: World, mode: str):
     """One rank asks to stop while its fifth batch is read; all stop, look at what they have, and go on."""
     channels = Channels.of(world)
-    state, plain = new_toy(CASE, channels), new_toy(replace(CASE, pool=False), channels)
+    state, plain = new_toy(CASE, channels), new_toy(replace(CASE, buffered=False), channels)
     runner = runner_of(state, mode)
-    asked = iter([False, False, False, False, True])
-    wish = (lambda: next(asked, True)) if world.rank == VICTIM else (lambda: False)
-    done = [runner.run(feed_of(world.rank, stop_requested=wish))]
+    stop_flags = iter([False, False, False, False, True])
+    stop = (lambda: next(stop_flags, True)) if world.rank == VICTIM else (lambda: False)
+    done = [runner.run(feed_of(world.rank, stop_requested=stop))]
     batches = toy_batches(world.rank)
     for number, batch in enumerate(islice(batches, done[0])):
         sequential.step(plain, batch, CASE.rates(number))
@@ -127,7 +127,7 @@ def stop_and_go_on(world: World, mode: str):
 
 
 @pytest.mark.parametrize("mode", ["frozen-window", "nested", "chunks"])
-def test_the_wish_of_one_rank_stops_all_after_the_same_batch(mode):
+def test_a_stop_request_of_one_rank_stops_all_after_the_same_batch(mode):
     assert run_ranks(3, stop_and_go_on, mode) == [[5, 3]] * 3
 
 
@@ -136,7 +136,7 @@ def skip_not_finite(world: World):
     channels, found = Channels.of(world), []
     for mode in (None, *MODES):
         log, logs = [], []
-        state = new_toy(replace(CASE, pool=mode is not None), channels)
+        state = new_toy(replace(CASE, buffered=mode is not None), channels)
         taps = tapped(log)
         with (
             patch.object(sequential, "update", taps.batch["update"]),

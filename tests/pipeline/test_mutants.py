@@ -36,32 +36,32 @@ ONE_TO_SPARE = {("write", "retrieve")}
 # Where rows are used in place, nothing is written back.
 NOTHING_TO_WRITE = {("update", "write"), ("chunk update", "write"), ("write", "write")}
 
-SPLIT = Case(pool=False, split=True)
+SPLIT = Case(buffered=False, split=True)
 CASES = {
     2: [
-        Case(pool=True),
-        Case(pool=True, clip=Clip(0.05, rows=True)),
+        Case(buffered=True),
+        Case(buffered=True, clip=Clip(0.05, rows=True)),
         SPLIT,
-        Case(pool=False, chunks=2),
+        Case(buffered=False, chunks=2),
     ],
     3: [
-        Case(pool=True, depth=2, optimizer="adam"),
-        Case(pool=True, depth=2, split=True),
-        Case(pool=True, depth=2, chunks=2),
+        Case(buffered=True, depth=2, optimizer="adam"),
+        Case(buffered=True, depth=2, split=True),
+        Case(buffered=True, depth=2, chunks=2),
     ],
 }
 EVERY_CASE = [
-    Case(pool=pool, depth=depth, optimizer=optimizer, clip=clip)
-    for pool in (True, False)
+    Case(buffered=buffered, depth=depth, optimizer=optimizer, clip=clip)
+    for buffered in (True, False)
     for depth in (1, 2, 3)
     for optimizer in ("adagrad", "adam")
     for clip in (Clip(), Clip(0.05, rows=True))
 ]
 EVERY_CASE += [
-    Case(pool=pool, depth=depth, **cut)
-    for pool in (True, False)
+    Case(buffered=buffered, depth=depth, **cut)
+    for buffered in (True, False)
     for depth in (1, 2, 3)
-    for cut in ({"split": True}, {"chunks": 2})  # of three slices of so few buckets one would be empty
+    for cut in ({"split": True}, {"chunks": 2})  # of three chunks of so few buckets one would be empty
 ]
 
 
@@ -94,15 +94,15 @@ def test_every_dropped_edge_is_caught(world_size, scale):
     cases = scale(CASES[world_size], EVERY_CASE)
     found = run_ranks(world_size, broken_edges, cases, deadline_s=scale(280, 3000))[0]
     assert {case for case, *_ in found} == set(cases)
-    for case, edge, said in found:
+    for case, edge, tried in found:
         both = ends(edge)
-        missed_by_one = said["by one event"] == "equal"
-        spare = both in BOUNDS | ONE_TO_SPARE or (not case.pool and both in NOTHING_TO_WRITE)
-        assert missed_by_one == spare, f"{edge} in {case}: {said}"
+        missed_by_one = tried["by one event"] == "equal"
+        spare = both in BOUNDS | ONE_TO_SPARE or (not case.buffered and both in NOTHING_TO_WRITE)
+        assert missed_by_one == spare, f"{edge} in {case}: {tried}"
         if both in ONE_TO_SPARE:
-            assert said["at will"] == "differs", f"{edge} in {case}: {said}"
+            assert tried["at will"] == "differs", f"{edge} in {case}: {tried}"
         if both in BOUNDS:
-            assert said["at will"] == "equal", f"{edge} in {case}: {said}"
+            assert tried["at will"] == "equal", f"{edge} in {case}: {tried}"
 
 
 @pytest.mark.timeout(3600)
@@ -117,7 +117,9 @@ def test_random_orders_without_an_edge(scale):
     """How often a race goes wrong by chance; with few orders only that they run."""
     edges = ["update(t-1) -> rows(t.0)", "write(t-2) -> retrieve(t)", "flag(t) -> update(t)"]
     count = scale(2, 200)
-    for edge, num_caught, num_orders in run_ranks(2, random_orders, Case(pool=True), edges, count, deadline_s=3000)[0]:
+    for edge, num_caught, num_orders in run_ranks(2, random_orders, Case(buffered=True), edges, count, deadline_s=3000)[
+        0
+    ]:
         print(f"{edge}: {num_caught} of {num_orders}")
         assert num_orders == count
         if count >= 50:
@@ -138,9 +140,9 @@ def test_sgd_would_hide_state_that_stays_behind():
 
 def test_rows_in_flight_must_be_protected():
     assert run_ranks(2, unprotected) == ["differs"] * 2
-    state = new_toy(Case(pool=True, depth=2, protect_steps=2), Channels.of(World.single()))
+    state = new_toy(Case(buffered=True, depth=2, protect_steps=2), Channels.of(World.single()))
     runner = Runner(state, Schedule.of("nested", state.micro_batching.micro_batches, depth=2))
-    feed = BatchFeed(batches=toy_batches(0), rates=Case(pool=True).rates, num_batches=1)
+    feed = BatchFeed(batches=toy_batches(0), rates=Case(buffered=True).rates, num_batches=1)
     with pytest.raises(
         ConfigError, match=r"table 'item' .* 2 batches ahead: set embedding.protect_steps to at least 3"
     ):

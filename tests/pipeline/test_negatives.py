@@ -1,4 +1,4 @@
-"""Every kind of negatives through the engine: all modes have the bits of sequential, all numbers of ranks and parts train alike."""
+"""Every kind of negatives through the engine: all modes are bitwise identical to sequential, all numbers of ranks and micro-batches train alike."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ def settings_of(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_mode_has_the_bits_of_sequential(log, kind):
     arms = [
-        {"mode": "nested", "pool": True, "depth": 2, "seed": 0},
-        {"mode": "dual-buffer", "pool": False, "depth": 1, "seed": 1},
-        {"mode": "frozen-window", "pool": False, "depth": 1, "seed": 2},
-        {"mode": "nested", "pool": False, "depth": 1, "seed": 3, "split": True},
-        {"mode": "nested", "pool": False, "depth": 1, "seed": 4, "chunks": 2},
+        {"mode": "nested", "buffered": True, "depth": 2, "seed": 0},
+        {"mode": "dual-buffer", "buffered": False, "depth": 1, "seed": 1},
+        {"mode": "frozen-window", "buffered": False, "depth": 1, "seed": 2},
+        {"mode": "nested", "buffered": False, "depth": 1, "seed": 3, "split": True},
+        {"mode": "nested", "buffered": False, "depth": 1, "seed": 4, "chunks": 2},
     ]
     found = run_ranks(3, differences, log, {**settings_of(kind), "micro_batches": 3}, 5, arms)
     assert [line for lines in found for line in lines] == []
@@ -102,7 +102,7 @@ def test_two_wires_for_a_table_are_refused():
     lookups = {
         str(wire): Lookup(table="item", ids=torch.tensor([1]), wire=wire) for wire in (torch.half, torch.bfloat16)
     }
-    with pytest.raises(ValueError, match="several wires"):
+    with pytest.raises(ValueError, match="several wire types"):
         narrow_of(route([lookups], ["item"], Owners(4, 1)))
 
 

@@ -23,7 +23,7 @@ def word(state, event):
 
 
 def chains(*lengths):
-    """Chains beside each other, as events and edges."""
+    """Independent chains, as events and edges."""
     events = [(chain, place) for chain, length in enumerate(lengths) for place in range(length)]
     return events, [(one, other) for one, other in pairwise(events) if one[0] == other[0]]
 

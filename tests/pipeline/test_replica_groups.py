@@ -1,4 +1,4 @@
-"""Groups of ranks: every grid trains what one process trains, replicas have the same bytes, and every mode has the same bits."""
+"""Groups of ranks: every grid trains what one process trains, replicas have the same bytes, and every mode is bitwise identical."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from tests.rank_pool import run_ranks
 from tests.small_runs import small_log
 
 NUM_STEPS = 20
-DOUBLE = Case(pool=False, optimizer="adam", depth=2, dtype=torch.float64)
+DOUBLE = Case(buffered=False, optimizer="adam", depth=2, dtype=torch.float64)
 MODES = ("dual-buffer", "frozen-window", "nested")
 
 
 def sequentially(case, channels, batches):
-    """All that training leaves behind, and the bits of every update."""
+    """The final state, and the rows of every update as bytes."""
     state, log = new_toy(case, channels), []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sequential, "update", tapped(log).batch["update"])
@@ -37,7 +37,7 @@ def sequentially(case, channels, batches):
 
 
 def beside_each_other(case, channels, batches, mode, seed):
-    state, log = new_toy(replace(case, pool=True), channels), []
+    state, log = new_toy(replace(case, buffered=True), channels), []
     clipped = {"clip_rows": case.clip.rows, "groups": case.groups > 1}
     schedule = Schedule.of(mode, case.num_micro_batches, depth=case.depth, **clipped)
     runner = Runner(
@@ -110,9 +110,9 @@ def test_every_grid_trains_what_one_process_trains(num_ranks, grids):
 
 
 def test_rows_one_update_old_in_groups(tmp_path):
-    """Nested with staleness 1 beside its plain loop, each with barriers."""
+    """Nested with staleness 1 against its plain loop, each with barriers."""
     settings = {"batch_size": 7, "micro_batches": 2, "groups": 2, "stale": True, "sync_steps": 2}
-    arms = [{"mode": "nested", "pool": True, "depth": 2, "barriers": (4,), "seed": 0}]
+    arms = [{"mode": "nested", "buffered": True, "depth": 2, "barriers": (4,), "seed": 0}]
     log = small_log(tmp_path / "log").path
     assert run_ranks(2, differences, log, settings, 7, arms) == [[], []]
 
@@ -123,7 +123,7 @@ def test_every_dropped_edge_of_groups_is_caught():
         *("collect(t.0) -> merge(t.0)", "collect(t.1) -> merge(t.1)", "merge(t.0) -> merge(t.1)"),
         *("merge(t.1) -> update(t)", "merge(t.1) -> norm(t)"),
     ]
-    cases = [Case(pool=True, groups=2), Case(pool=True, groups=2, clip=Clip(0.05, rows=True))]
+    cases = [Case(buffered=True, groups=2), Case(buffered=True, groups=2, clip=Clip(0.05, rows=True))]
     found = run_ranks(2, broken_edges, cases, edges, deadline_s=280)[0]
     assert {edge for _, edge, _ in found} == set(edges)
-    assert [said for *_, said in found if said["by one event"] == "equal"] == []
+    assert [tried for *_, tried in found if tried["by one event"] == "equal"] == []

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nestpipe.jagged import Jagged
-from nestpipe.pipeline.sample_clustering import SampleGroups, cluster, micro_batch_sizes, rows_ratio
+from nestpipe.pipeline.micro_batch import micro_batch_sizes
+from nestpipe.pipeline.sample_clustering import SampleGroups, cluster, rows_ratio
 from tests.embedding.test_unique_ids import HIGH, LOW, both
 
 KEYS = st.one_of(st.integers(0, 12), st.sampled_from([LOW, HIGH, -1]))
@@ -16,7 +17,7 @@ SAMPLES = st.lists(st.lists(KEYS, max_size=6), max_size=14)
 
 
 def oracle(samples, sizes, previous, groups):
-    """The parts as lists of places: every choice looks at every group and counts its new keys again."""
+    """The micro-batches as lists of places: every choice recounts the new keys of every group."""
     numbers = list(range(len(samples))) if groups is None else groups
     left = [[place for place, other in enumerate(numbers) if other == number] for number in dict.fromkeys(numbers)]
     micro_batches = [[] for _ in sizes]
@@ -107,7 +108,7 @@ def zipf(num_samples, num_keys, seed=0):
 
 
 def exposed(keys, micro_batches):
-    """Distinct keys of the first and of the last part."""
+    """Distinct keys of the first and of the last micro-batch."""
     first, *_, last = micro_batches.places()
     return sum(len(keys.select(places).values.unique()) for places in (first, last))
 
@@ -173,5 +174,5 @@ def test_some_sizes():
 
 
 def test_sizes_that_do_not_add_up_are_refused():
-    with pytest.raises(ValueError, match=r"parts of \[1, 2\] samples do not add up to the 4 samples"):
+    with pytest.raises(ValueError, match=r"micro-batches of \[1, 2\] samples do not add up to the 4 samples"):
         cluster(Jagged.from_rows([[1]] * 4), [1, 2])

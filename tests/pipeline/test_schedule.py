@@ -11,7 +11,7 @@ from nestpipe.pipeline.schedule import MODES, Event, Schedule
 
 
 def schedules(micro_batches, depths):
-    """Every mode with every number of parts and, where it counts, every depth."""
+    """Every mode with every number of micro-batches and, where it counts, every depth."""
     return sorted(
         {
             Schedule.of(mode, num_micro_batches, depth=depth, clip_rows=clip_rows, groups=groups)
@@ -49,7 +49,7 @@ NESTED = Schedule.of("nested", 2, depth=1)
 
 
 def moved(programs, event, before):
-    """The programs with one event moved before another of its lane."""
+    """The programs with one event moved before another of its stream."""
     stream = NESTED.stream_of(event.kind)
     program = [one for one in programs[stream] if one != event]
     program.insert(program.index(before), event)
@@ -79,7 +79,7 @@ def test_the_checker_finds_a_cycle(event, before):
     lines = str(caught.value).splitlines()[1:]
     waits = [line.strip().partition(":")[0].split(" waits for ") for line in lines]
     assert [one[1] for one in waits] == [one[0] for one in waits[1:] + waits[:1]], "the printed events are no cycle"
-    assert any(f"comes later on lane '{NESTED.stream_of(event.kind)}'" in line for line in lines)
+    assert any(f"comes later on stream '{NESTED.stream_of(event.kind)}'" in line for line in lines)
 
 
 def test_the_checker_finds_a_cycle_of_what_lets_others_pass(monkeypatch):
@@ -87,7 +87,7 @@ def test_the_checker_finds_a_cycle_of_what_lets_others_pass(monkeypatch):
     monkeypatch.setattr(
         Schedule, "yields_to", lambda self, event: [Event("rows", event.batch + 2)] if event.kind == "write" else []
     )
-    with pytest.raises(ScheduleError, match=r"write\(0\) on rank 0 waits for rows\(2.0\) on all ranks: lets it pass"):
+    with pytest.raises(ScheduleError, match=r"write\(0\) on rank 0 waits for rows\(2.0\) on all ranks: yields to it"):
         check(NESTED, 6, 1)
 
 
@@ -97,7 +97,7 @@ def test_ranks_with_different_programs_are_refused():
     check_programs(NESTED, [programs] * 2, 3)
     other = moved(programs, Event("post", 2), Event("grads", 1, 0))
     check_programs(NESTED, [other] * 2, 3)
-    with pytest.raises(ScheduleError, match="lane 'rows' runs another program on rank 1 than on rank 0"):
+    with pytest.raises(ScheduleError, match="stream 'rows' runs another program on rank 1 than on rank 0"):
         check_programs(NESTED, [programs, other], 3)
 
 
@@ -109,7 +109,7 @@ def test_what_is_missing_or_twice_is_named():
         ({"rows": [*rows, rows[-1]]}, r"rank 0 have too often update\(2\)"),
         (
             {"rows": rows[:-1], "dense": [*dense, rows[-1]]},
-            r"lane 'dense' of rank 0 runs update\(2\), which belongs",
+            r"stream 'dense' of rank 0 runs update\(2\), which belongs",
         ),
     ):
         with pytest.raises(ScheduleError, match=message):
@@ -150,14 +150,14 @@ def test_a_slice_is_updated_and_its_rows_leave_while_the_next_one_travels():
     assert sliced.yields_to(Event("write", 2)) == [Event("chunk rows", 3, 0)]
     assert sliced.yields_to(Event("keys", 5)) == [Event("chunk rows", 3, 0), Event("read", 6)]
     for wrong in ({"clip_rows": True}, {"stale": True}, {"split": True}, {"groups": True}):
-        with pytest.raises(ValueError, match="only nested has slices"):
+        with pytest.raises(ValueError, match="only nested has chunks"):
             Schedule.of("nested", 2, num_chunks=2, **wrong)
-    with pytest.raises(ValueError, match="only nested has slices"):
+    with pytest.raises(ValueError, match="only nested has chunks"):
         Schedule.of("dual-buffer", 2, num_chunks=2)
 
 
 def test_hot_rows_travel_alone():
-    """Between the last gradients of a batch and the arrival of the next first rows nothing else is on the line or takes over."""
+    """Between the last gradients of a batch and the arrival of the next first rows nothing else is on the link or takes over."""
     split = Schedule.of("nested", 2, depth=1, split=True)
     assert split.events(4)["rows"][-10:] == [
         *(

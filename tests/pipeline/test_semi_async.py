@@ -1,4 +1,4 @@
-"""Rows one update old, always: the nested pipeline has the bits of the loop in semi_async.py, wherever barriers are."""
+"""Rows stale by one step: the nested pipeline is bitwise identical to the loop in semi_async.py, wherever barriers are."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ def wide_log(tmp_path_factory):
 
 
 def arms_of(count, **more):
-    """Random delays, depths, holders and barriers."""
+    """Random delays, depths, accesss and barriers."""
     barriers = ((), (3,), (1, 2, 6), (4, 5))
     return [
         {
             "mode": "nested",
-            "pool": seed % 2 == 0,
+            "buffered": seed % 2 == 0,
             "depth": 1 + seed % 3,
             "seed": seed,
             "barriers": barriers[seed % 4],
@@ -87,7 +87,7 @@ def test_random_delays_and_barriers_change_no_bit(log, wide_log, scale, world_si
 
 
 def compared(world, log):
-    """Whether these have the bits of the synchronous loop: staleness 1, staleness 0, staleness 1 after the last step."""
+    """Whether these are bitwise identical to the synchronous loop: staleness 1, staleness 0, staleness 1 after the last step."""
     channels, settings = Channels.of(world), {"batch_size": 5, "micro_batches": 2, "mode": "nested", "stale": True}
     expected = sequential_run(world, log, settings, NUM_STEPS, channels)
     never = {**settings, "sync_steps": NUM_STEPS}
@@ -104,7 +104,7 @@ def test_staleness_0_is_sequential(log):
 @pytest.mark.parametrize("period", [1, 2], ids=["shared", "apart"])
 def test_where_neighbours_share_no_ids_nothing_is_stale(period):
     """Batches of even and of odd numbers have ids of their own; with one kind of batch the same loop differs."""
-    channels, case = Channels.of(World.single()), Case(pool=False, admit_after=1)
+    channels, case = Channels.of(World.single()), Case(buffered=False, admit_after=1)
 
     def batches(start=0):
         for number, batch in enumerate(toy_batches(0), start):
@@ -134,13 +134,13 @@ def test_where_neighbours_share_no_ids_nothing_is_stale(period):
 
 
 def stop_and_go_on(world):
-    """A wish to stop ends a stale run at a barrier that nobody had planned; going on leaves no trace of it."""
-    channels, case = Channels.of(world), Case(pool=True, depth=2)
+    """A stop request ends a stale run at an unplanned barrier; resuming leaves no trace of it."""
+    channels, case = Channels.of(world), Case(buffered=True, depth=2)
     state, plain = new_toy(case, channels), new_toy(case, channels)
     state.embedding.row_access = {name: StaleRows(one) for name, one in state.embedding.row_access.items()}
-    runner, asked = Runner(state, Schedule.of("nested", 2, depth=2, stale=True)), iter([False] * 4 + [True])
-    wish = (lambda: next(asked, True)) if world.rank == 1 else (lambda: False)
-    done = runner.run(BatchFeed(batches=toy_batches(world.rank), rates=case.rates, stop_requested=wish))
+    runner, stop_flags = Runner(state, Schedule.of("nested", 2, depth=2, stale=True)), iter([False] * 4 + [True])
+    stop = (lambda: next(stop_flags, True)) if world.rank == 1 else (lambda: False)
+    done = runner.run(BatchFeed(batches=toy_batches(world.rank), rates=case.rates, stop_requested=stop))
     done += runner.run(BatchFeed(batches=toy_batches(world.rank, done), rates=case.rates, num_batches=4))
     one_update_old(plain, islice(toy_batches(world.rank), done), case.rates)
     assert content(state) == content(plain)
@@ -151,18 +151,18 @@ def test_a_stop_that_nobody_planned_leaves_no_trace():
     assert run_ranks(2, stop_and_go_on) == [9] * 2
 
 
-def keep_late(holder, held, grads, lr, update=StaleRows.update):
-    update(holder, held, grads, lr)
-    if holder.previous is not None:
-        StaleRows.keep_previous(holder, held)
+def keep_late(access, refs, grads, lr, update=StaleRows.update):
+    update(access, refs, grads, lr)
+    if access.previous is not None:
+        StaleRows.keep_previous(access, refs)
 
 
-def gather_for_all(holder, held, out=None):
-    kept = holder._first[1] if holder._first else PreviousRows(held.ids[:0], holder.table.empty_rows(0))
-    return kept.lay_over(holder.inner.gather(held, out), held.ids)
+def gather_for_all(access, refs, out=None):
+    kept = access._first[1] if access._first else PreviousRows(refs.ids[:0], access.table.empty_rows(0))
+    return kept.overwrite(access.inner.gather(refs, out), refs.ids)
 
 
-def keep_nothing(holder, held):
+def keep_nothing(access, refs):
     pass
 
 
@@ -193,18 +193,18 @@ def test_no_stale_schedule_can_get_stuck(scale):
 @pytest.mark.timeout(3600)
 def test_every_dropped_edge_of_staleness_is_caught(scale):
     """Those that make rows old, and no older; with --soak every edge there is."""
-    cases = [Case(pool=True, stale=True), Case(pool=False, depth=2, optimizer="adam", stale=True)]
+    cases = [Case(buffered=True, stale=True), Case(buffered=False, depth=2, optimizer="adam", stale=True)]
     assert {str(edge) for edge in edges_of(schedule_of(cases[0]))} >= STALE_EDGES
     found = run_ranks(2, broken_edges, cases, scale(STALE_EDGES, set()), deadline_s=scale(120, 3000))[0]
-    wrong = {(case, edge): said for case, edge, said in found if edge in STALE_EDGES}
+    wrong = {(case, edge): tried for case, edge, tried in found if edge in STALE_EDGES}
     assert len(wrong) == 3 + 5, "at depth 1 the two from update(t-2) are implied"
-    assert {said["by one event"] for said in wrong.values()} == {"differs"}
-    for case, edge, said in found:
-        print(f"{'pool' if case.pool else 'in place'}, depth {case.depth}: {edge}: {said}")
+    assert {tried["by one event"] for tried in wrong.values()} == {"differs"}
+    for case, edge, tried in found:
+        print(f"{'buffered' if case.buffered else 'in place'}, depth {case.depth}: {edge}: {tried}")
 
 
 def test_any_order_that_keeps_the_edges_is_right(scale):
-    cases = [Case(pool=True, stale=True), Case(pool=False, depth=2, optimizer="adam", stale=True)]
+    cases = [Case(buffered=True, stale=True), Case(buffered=False, depth=2, optimizer="adam", stale=True)]
     assert run_ranks(2, legal_orders, cases, scale(2, 50), deadline_s=scale(120, 3000))[0] == []
 
 
@@ -233,7 +233,7 @@ class StaleRowModel(RowModel):
 def test_every_order_of_every_pattern_ends_like_the_loop(depth, scale):
     """All orders of four batches over two keys; without an edge of staleness some order does not."""
     schedule, differing = Schedule.of("nested", 1, depth=depth, stale=True), set()
-    every = [(pool, num_homes) for pool in (True, False) for num_homes in (1, 2)]
+    every = [(buffered, num_slots) for buffered in (True, False) for num_slots in (1, 2)]
     dropped = [
         edge
         for edge in edges_of(schedule)
@@ -241,14 +241,14 @@ def test_every_order_of_every_pattern_ends_like_the_loop(depth, scale):
     ]
     orders = {edge: projected(schedule, 4, edge) for edge in (None, *dropped)}
     for number, pattern in enumerate(patterns(4, 2)):
-        for pool, num_homes in scale([every[number % 4]], every):
-            model = StaleRowModel(pattern, 2, num_homes, depth + 1, pool)
+        for buffered, num_slots in scale([every[number % 4]], every):
+            model = StaleRowModel(pattern, 2, num_slots, depth + 1, buffered)
             for edge, order in orders.items():
                 found = explore(events_of(4), order, model.apply, model.start).differing(model.sequential())
-                assert edge or found is None, f"{pattern}, pool {pool}: {' '.join(map(str, found))}"
+                assert edge or found is None, f"{pattern}, buffered {buffered}: {' '.join(map(str, found))}"
                 differing |= {edge} if found else set()
     assert differing == set(dropped)
-    # At depth 1 rows of t-2 are back at home before those of t are retrieved, updated or not.
+    # At depth 1 rows of t-2 are written back before those of t are retrieved, updated or not.
     assert [str(edge) for edge in dropped] == [
         *(["update(t-2) -> rows(t.0)"] if depth > 1 else []),
         "update(t-1) -> update(t)",
@@ -258,8 +258,8 @@ def test_every_order_of_every_pattern_ends_like_the_loop(depth, scale):
 
 def test_kept_rows_are_found_by_id():
     kept = PreviousRows.read({"kept.ids": torch.tensor([7, 3, 5]), "kept.rows": torch.tensor([[7.0], [3.0], [5.0]])})
-    rows = kept.lay_over(torch.zeros(4, 1), torch.tensor([5, 4, 8, 3]))
+    rows = kept.overwrite(torch.zeros(4, 1), torch.tensor([5, 4, 8, 3]))
     assert rows.flatten().tolist() == [5.0, 0.0, 0.0, 3.0]
     assert PreviousRows.read({}) is None
     none = PreviousRows(torch.empty(0, dtype=torch.int64), torch.empty(0, 1))
-    assert none.lay_over(torch.ones(1, 1), torch.tensor([3])).tolist() == [[1.0]]
+    assert none.overwrite(torch.ones(1, 1), torch.tensor([3])).tolist() == [[1.0]]

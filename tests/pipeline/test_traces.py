@@ -22,22 +22,22 @@ from tests.pipeline.recorded_runs import batches_of, prepared, rates_of
 from tests.rank_pool import run_ranks
 from tests.small_runs import small_log
 
-BARRIERS = (3, 7)  # the run stops and goes on after 3 batches
+BARRIERS = (3, 7)  # the run stops and resumes after 3 batches
 
 
 def asked_rows(work: BatchWork) -> int:
-    """The rows that all ranks together asked this one for."""
+    """The rows that all ranks requested from this one."""
     return sum(len(owned.requests.places) for chunks in work.window.owner_chunks.values() for owned in chunks)
 
 
 def schedule_of(mode: str, micro_batches: int) -> Schedule:
-    """Of a mode, or nested with hot and cold messages, or in slices."""
+    """Of a mode, or nested with split or chunked messages."""
     more = {"split": {"split": True}, "chunks": {"num_chunks": 3}}
     return Schedule.of("nested", micro_batches, **more[mode]) if mode in more else Schedule.of(mode, micro_batches)
 
 
 def record(world: World, path: Path, folder: Path, settings: dict[str, Any]) -> list[int]:
-    """Trains and saves the trace; returns the rows that this rank was asked for, batch by batch."""
+    """Trains and saves the trace; returns the rows requested from this rank, per batch."""
     channels = Channels.of(world)
     state, loader = prepared(world, path, settings, channels)
     recorder = Recorder(world.rank, world.size, capacity=1000, run="recorded")
@@ -81,7 +81,7 @@ def test_every_event_is_recorded_once(log, tmp_path, mode, loss):
             }
             for event, span in spans.items():
                 first = [spans[one] for one in schedule.yields_to(event) if one in spans]
-                assert all(one.end_ns <= span.begin_ns for one in first), f"{event} let nobody pass"
+                assert all(one.end_ns <= span.begin_ns for one in first), f"{event} did not yield"
         steps = steps_of(trace)
         assert [step.batch for step in steps] == [1, 2, 3, 4, 5, 6]
         for step in steps:

@@ -1,4 +1,4 @@
-"""The smallest training in which every mistake of a pipeline shows: a few rows, two parts, and batches made by hand.
+"""The smallest training in which every mistake of a pipeline shows: a few rows, two micro-batches, and batches made by hand.
 
 Ids are shared with the next batch, with the one after it but not the next, at distances of three and four, or with none;
 some come back after their row was evicted, most need two batches to be admitted. One batch is not finite on one rank and
@@ -61,7 +61,7 @@ class Toy(nn.Module):
 class Case:
     """One training: what is kept where, how it is optimised, how far rows are ahead."""
 
-    pool: bool
+    buffered: bool
     optimizer: str = "adagrad"
     depth: int = 1
     num_micro_batches: int = 2
@@ -70,7 +70,7 @@ class Case:
     protect_steps: int | None = None  # depth + 1 if not given
     skip_nonfinite: bool = True
     stale: bool = False  # rows always miss the update of the batch before
-    split: bool = False  # hot and cold messages
+    split: bool = False  # shared and unshared messages
     groups: int = 1  # of ranks
     chunks: int = 1  # of last gradients, update and first rows
     dtype: torch.dtype = torch.float32
@@ -93,7 +93,7 @@ def new_toy(case: Case, channels: Channels) -> TrainState:
     table = Table(model.tables[0], OPTIMIZERS[case.optimizer](config), seed=0, config=config, dtype=case.dtype)
     owners = Owners(4, channels.rows.world.size)
     embedding = ShardedTables({"item": table}, channels.keys, channels.rows, owners, channels.replicas)
-    if case.pool:
+    if case.buffered:
         embedding.row_access = {"item": PrefetchBuffer(table)}
     dense = DenseParams(model, DenseConfig(optimizer=case.optimizer), channels.dense)
     return TrainState(

@@ -32,102 +32,102 @@ Patch = Callable[[Case], AbstractContextManager[object]]
 
 
 def state_not_taken(case: Case) -> AbstractContextManager[object]:
-    """Only weights come from the table; optimizer state starts anew in the pool."""
+    """Only weights come from the table; optimizer state is new in the buffer."""
 
-    def load(pool, ids, homes, slots):
-        pool._write(slots, pool.table.new_rows(ids))
-        known = (homes >= 0).nonzero().flatten()
-        weights = pool.table.gather(homes.index_select(0, known))
-        pool._columns.scatter(WEIGHTS, slots.index_select(0, known), weights)
+    def load(buffer, ids, table_slots, slots):
+        buffer._write(slots, buffer.table.new_rows(ids))
+        known = (table_slots >= 0).nonzero().flatten()
+        weights = buffer.table.gather(table_slots.index_select(0, known))
+        buffer._columns.scatter(WEIGHTS, slots.index_select(0, known), weights)
 
     return patch.object(PrefetchBuffer, "_load", load)
 
 
-def state_not_brought_home(case: Case) -> AbstractContextManager[object]:
+def state_not_written_back(case: Case) -> AbstractContextManager[object]:
     """Only weights are written back to the table."""
     write, release = Table.write, PrefetchBuffer.release
 
     def only_weights(table, slots, rows):
         write(table, slots, {WEIGHTS: rows[WEIGHTS]})
 
-    def releasing(pool, held):
+    def releasing(buffer, refs):
         with patch.object(Table, "write", only_weights):
-            release(pool, held)
+            release(buffer, refs)
 
     return patch.object(PrefetchBuffer, "release", releasing)
 
 
 def reordered(key: Callable[[int, int], Any]) -> AbstractContextManager[object]:
-    """The owner adds what arrives for a row by another key of (part, asking rank)."""
+    """The owner adds the arrivals of a row in another order of (micro-batch, requesting rank)."""
     return patch.object(id_exchange, "own_requests", _sorted_by(key))
 
 
 def _sorted_by(key: Callable[[int, int], Any]) -> Callable[..., Any]:
     """`own_requests` with another order of sums."""
 
-    def own(ids, last_micro_batch, first_counts):
-        found = own_requests(ids, last_micro_batch, first_counts)
+    def own(ids, last_use, first_counts):
+        found = own_requests(ids, last_use, first_counts)
         keys = [
             key(micro_batch, requester)
             for micro_batch, counts in enumerate(found.arrival_counts)
             for requester, count in enumerate(counts)
             for _ in range(count)
         ]
-        pieces = found.arrivals.split(found.starts.diff().tolist())
-        order = [number for piece in pieces for number in sorted(piece.tolist(), key=keys.__getitem__)]
+        by_id = found.arrivals.split(found.starts.diff().tolist())
+        order = [number for numbers in by_id for number in sorted(numbers.tolist(), key=keys.__getitem__)]
         return replace(found, arrivals=torch.tensor(order, dtype=torch.int64))
 
     return own
 
 
 def ranks_backwards(case: Case) -> AbstractContextManager[object]:
-    """Arrivals of a part are added from the last rank to the first."""
+    """Arrivals of a micro-batch are added from the last rank to the first."""
     return reordered(lambda micro_batch, requester: (micro_batch, -requester))
 
 
 def rank_by_rank(case: Case) -> AbstractContextManager[object]:
-    """Arrivals are added by (rank, part) instead of (part, rank)."""
+    """Arrivals are added by (rank, micro-batch) instead of (micro-batch, rank)."""
     return reordered(lambda micro_batch, requester: (requester, micro_batch))
 
 
 def micro_batches_backwards(case: Case) -> AbstractContextManager[object]:
-    """The asker adds the gradients of its parts from the last to the first."""
+    """The requester adds the gradients of its micro-batches from the last to the first."""
     seen: dict[int, list[Any]] = {}
 
-    def add_grads(window, micro_batch, leaves):
-        (name, asked), *_ = window.requester.items()
+    def add_grads(window, micro_batch, local_rows):
+        (name, requester), *_ = window.requester.items()
         micro_batches = seen.setdefault(id(window), [window])  # kept, so that no other window gets its id
-        grad = leaves[name].grad
-        micro_batches.append(torch.zeros_like(asked.local_rows[micro_batch]) if grad is None else grad)
+        grad = local_rows[name].grad
+        micro_batches.append(torch.zeros_like(requester.local_rows[micro_batch]) if grad is None else grad)
         before = [
-            dict(zip(again.tolist(), source.tolist(), strict=True))
-            for again, source in zip(asked.plan.repeated, asked.plan.source, strict=True)
+            dict(zip(repeated.tolist(), source.tolist(), strict=True))
+            for repeated, source in zip(requester.plan.repeated, requester.plan.source, strict=True)
         ]
-        asked.grads[micro_batch] = micro_batches[-1].clone()
+        requester.grads[micro_batch] = micro_batches[-1].clone()
         for position in before[micro_batch]:
             number, place = micro_batch, position
             while place in before[number]:
                 number, place = divmod(before[number][place], 1 << 32)
-                asked.grads[micro_batch][position] += micro_batches[1 + number][place]
+                requester.grads[micro_batch][position] += micro_batches[1 + number][place]
 
     return patch.object(Window, "add_grads", add_grads)
 
 
 def fused_optimizer(case: Case) -> AbstractContextManager[object]:
-    """Rows are updated by the gradients of each part as they come, instead of once by their sum."""
+    """Rows are updated by the gradients of each micro-batch as they arrive, instead of once by their sum."""
 
     def collect(state, work, micro_batch):
         stages.collect(state, work, micro_batch)
         for name, (owned,) in work.window.owner_chunks.items():
             dim, requests = state.embedding.tables[name].spec.dim, owned.requests
-            came = [
+            arrived = [
                 work.window.grad_messages[micro_batch, 0][name].received[requester]
                 if number == micro_batch
                 else torch.zeros(count, dim)
                 for number, counts in enumerate(requests.arrival_counts)
                 for requester, count in enumerate(counts)
             ]
-            sums = ArrivedGrads(came, requests.starts, requests.arrivals).total()
+            sums = ArrivedGrads(arrived, requests.starts, requests.arrivals).total()
             state.embedding.row_access[name].update(owned.row_refs, sums, work.rates.rows)
             owned.totals = torch.zeros_like(sums)
 
@@ -144,8 +144,8 @@ def flag_ignored_by_rows(case: Case) -> AbstractContextManager[object]:
     return patch.dict(stages.BATCH_STAGES, {"update": update})
 
 
-def flag_ignored_by_slices(case: Case) -> AbstractContextManager[object]:
-    """The rows of all slices but the first are updated whatever the flags say."""
+def flag_ignored_by_chunks(case: Case) -> AbstractContextManager[object]:
+    """The rows of all chunks but the first are updated whatever the flags say."""
 
     def next_update(state, work, number):
         skipped, work.skipped = work.skipped, False
@@ -155,8 +155,8 @@ def flag_ignored_by_slices(case: Case) -> AbstractContextManager[object]:
     return patch.dict(stages.MICRO_BATCH_STAGES, {"chunk update": next_update})
 
 
-def slices_one_ahead(case: Case) -> AbstractContextManager[object]:
-    """The first rows of a slice leave with those of the slice before, when that one is updated."""
+def chunks_one_ahead(case: Case) -> AbstractContextManager[object]:
+    """The first rows of a chunk are sent with those of the previous chunk, when that one is updated."""
 
     def rows(state, work, micro_batch):
         stages.rows(state, work, micro_batch)
@@ -190,17 +190,17 @@ def rate_not_captured(case: Case) -> Iterator[None]:
 
 @contextmanager
 def victims_pinned_by_flight(case: Case) -> Iterator[None]:
-    """A row may be evicted unless it is in this batch or in the pool at this moment."""
+    """A row may be evicted unless it is in this batch or in the buffer at this moment."""
     take, choose = PrefetchBuffer.take, UsageLedger.choose
-    held: list[torch.Tensor] = []
+    refs: list[torch.Tensor] = []
 
-    def taking(pool, ids, step):
-        held[:] = [pool._index.export()[0]]
-        return take(pool, ids, step)
+    def taking(buffer, ids, step):
+        refs[:] = [buffer._index.export()[0]]
+        return take(buffer, ids, step)
 
     def choosing(ledger, counts, order, *, before):
         now = before + (case.depth + 1 if case.protect_steps is None else case.protect_steps)
-        slots = ledger.index.find(torch.cat([torch.empty(0, dtype=torch.int64), *held]))
+        slots = ledger.index.find(torch.cat([torch.empty(0, dtype=torch.int64), *refs]))
         slots = slots[slots >= 0]
         steps = ledger._columns["last_step"]
         kept = steps.index_select(0, slots)
@@ -226,14 +226,14 @@ def mean_of_means(case: Case) -> AbstractContextManager[object]:
 
 @contextmanager
 def admission_at_update(case: Case) -> Iterator[None]:
-    """Whether an id has a row is looked up when its gradient is applied, not remembered from the batch's turn."""
+    """Whether an id has a row is looked up when its gradient is applied, not when the batch took its rows."""
 
     def late(update):
-        def updating(holder, held, grads, lr):
-            homes = holder.table._index.find(held.ids)
-            slots = homes if isinstance(holder, InPlaceRows) else held.slots
-            rowless = (homes < 0).nonzero().flatten()
-            update(holder, replace(held, table_slots=homes, slots=slots, rowless=rowless), grads, lr)
+        def updating(access, refs, grads, lr):
+            table_slots = access.table._index.find(refs.ids)
+            slots = table_slots if isinstance(access, InPlaceRows) else refs.slots
+            rowless = (table_slots < 0).nonzero().flatten()
+            update(access, replace(refs, table_slots=table_slots, slots=slots, rowless=rowless), grads, lr)
 
         return updating
 
@@ -246,7 +246,7 @@ def admission_at_update(case: Case) -> Iterator[None]:
 
 @contextmanager
 def values_drawn_in_turn(case: Case) -> Iterator[None]:
-    """Initial values come from a generator with a state, in the order in which ids ask for them."""
+    """Initial values come from a generator with a state, in the order in which ids arrive."""
     generators: dict[int, tuple[Table, torch.Generator]] = {}
 
     def initial(table, ids):
@@ -257,26 +257,26 @@ def values_drawn_in_turn(case: Case) -> Iterator[None]:
         yield
 
 
-def hot_by_one_rank(case: Case) -> AbstractContextManager[object]:
-    """A row counts as shared by neighbouring batches only if rank 1 asks for it in both; other ranks are not looked at."""
-    tell = chunked_exchange.exchange_shared
+def shared_by_one_rank(case: Case) -> AbstractContextManager[object]:
+    """A row counts as shared by neighbouring batches only if rank 1 requests it in both; other ranks are ignored."""
+    exchange_shared = chunked_exchange.exchange_shared
 
-    def asked_by_one(window):
+    def requested_by_one(window):
         requests = window.owner_chunks["item"][0].requests
         begin, size = (sum(counts) for counts in requests.first_counts[:2])
         return requests.ids.index_select(0, requests.places[begin : begin + size])
 
-    def telling(window, before, where):
-        own = [asked_by_one(one) for one in (window, before)]
+    def exchanging(window, before, where):
+        own = [requested_by_one(one) for one in (window, before)]
 
         def among_own(ids, others):
             both = torch.isin(ids, own[0]) & torch.isin(ids, own[1])
             return among(ids, others) & both.to(torch.uint8)
 
         with patch.object(chunked_exchange, "among", among_own):
-            tell(window, before, where)
+            exchange_shared(window, before, where)
 
-    return patch.object(chunked_exchange, "exchange_shared", telling)
+    return patch.object(chunked_exchange, "exchange_shared", exchanging)
 
 
 def groups_backwards(case: Case) -> AbstractContextManager[object]:
@@ -285,7 +285,7 @@ def groups_backwards(case: Case) -> AbstractContextManager[object]:
 
 
 def own_group_first(case: Case) -> AbstractContextManager[object]:
-    """Replicas add the sum of their own group first, so that each has bits of its own."""
+    """Replicas add the sum of their own group first, so that replicas differ bitwise."""
     unite = replica_groups.GroupUnion.of
 
     def united(own, ids, counts, order, *, group):
@@ -301,9 +301,9 @@ def weight_of_own_group(case: Case) -> AbstractContextManager[object]:
     """Each group divides by the weight of its own ranks."""
     unite = Window._unite_groups
 
-    def united(window, replicas, told, where):
-        unite(window, replicas, told, where)
-        return told
+    def united(window, replicas, flags, where):
+        unite(window, replicas, flags, where)
+        return flags
 
     return patch.object(Window, "_unite_groups", united)
 
@@ -319,39 +319,39 @@ class Wrong:
     min_ranks: int = 2  # the sum of two numbers is the same in either order
 
 
-POOL, IN_PLACE = Case(pool=True), Case(pool=False)
+BUFFERED, IN_PLACE = Case(buffered=True), Case(buffered=False)
 WRONG = [
-    Wrong(state_not_taken, POOL),
-    Wrong(state_not_taken, replace(POOL, optimizer="adam")),
-    Wrong(state_not_brought_home, POOL),
-    Wrong(state_not_brought_home, replace(POOL, optimizer="adam")),
+    Wrong(state_not_taken, BUFFERED),
+    Wrong(state_not_taken, replace(BUFFERED, optimizer="adam")),
+    Wrong(state_not_written_back, BUFFERED),
+    Wrong(state_not_written_back, replace(BUFFERED, optimizer="adam")),
     Wrong(ranks_backwards, IN_PLACE, min_ranks=3),
     Wrong(rank_by_rank, replace(IN_PLACE, num_micro_batches=3, admit_after=1), min_ranks=3),
     Wrong(micro_batches_backwards, replace(IN_PLACE, num_micro_batches=3, admit_after=1)),
     Wrong(fused_optimizer, IN_PLACE),
     Wrong(flag_ignored_by_rows, IN_PLACE),
-    Wrong(flag_of_own_rank, POOL),
+    Wrong(flag_of_own_rank, BUFFERED),
     Wrong(rate_not_captured, IN_PLACE, ("late", "dense step"), everywhere=True),
-    Wrong(victims_pinned_by_flight, POOL, everywhere=True),
+    Wrong(victims_pinned_by_flight, BUFFERED, everywhere=True),
     Wrong(mean_of_means, IN_PLACE),
     Wrong(admission_at_update, IN_PLACE, everywhere=True),
-    Wrong(admission_at_update, POOL, everywhere=True),
-    Wrong(values_drawn_in_turn, POOL, everywhere=True),
-    Wrong(hot_by_one_rank, replace(IN_PLACE, split=True), ("early", "unshared rows")),
-    Wrong(hot_by_one_rank, replace(POOL, split=True), ("late", "unshared update")),
+    Wrong(admission_at_update, BUFFERED, everywhere=True),
+    Wrong(values_drawn_in_turn, BUFFERED, everywhere=True),
+    Wrong(shared_by_one_rank, replace(IN_PLACE, split=True), ("early", "unshared rows")),
+    Wrong(shared_by_one_rank, replace(BUFFERED, split=True), ("late", "unshared update")),
     Wrong(ranks_backwards, replace(IN_PLACE, split=True), min_ranks=3),
     Wrong(ranks_backwards, replace(IN_PLACE, chunks=2), min_ranks=3),
-    Wrong(flag_ignored_by_slices, replace(IN_PLACE, chunks=2)),
-    Wrong(slices_one_ahead, replace(IN_PLACE, chunks=2), ("late", "chunk update")),
-    Wrong(slices_one_ahead, replace(POOL, chunks=2), ("late", "chunk update")),
+    Wrong(flag_ignored_by_chunks, replace(IN_PLACE, chunks=2)),
+    Wrong(chunks_one_ahead, replace(IN_PLACE, chunks=2), ("late", "chunk update")),
+    Wrong(chunks_one_ahead, replace(BUFFERED, chunks=2), ("late", "chunk update")),
     Wrong(groups_backwards, replace(IN_PLACE, groups=3, admit_after=1), min_ranks=3),
     Wrong(own_group_first, replace(IN_PLACE, groups=3, admit_after=1), min_ranks=3),
-    Wrong(weight_of_own_group, replace(POOL, groups=3), min_ranks=3),
+    Wrong(weight_of_own_group, replace(BUFFERED, groups=3), min_ranks=3),
 ]
 
 
 def wrong_stages(world: World) -> list[tuple[str, Case, str]]:
-    """Runs every wrong pipeline that this many ranks can tell from a right one; (what, training, verdict)."""
+    """Runs every wrong pipeline that this many ranks can exchange_shared from a right one; (what, training, verdict)."""
     arena, found = Arena(world), []
     for wrong in (one for one in WRONG if one.min_ranks <= world.size):
         needs = orders.needs_without(schedule_of(wrong.case), NUM_BATCHES)
@@ -362,21 +362,21 @@ def wrong_stages(world: World) -> list[tuple[str, Case, str]]:
         with wrong.patch(wrong.case):
             if wrong.everywhere:
                 expected = plain(wrong.case, arena.channels(wrong.case))
-            said = arena.verdict(expected, wrong.case, order)
-        found.append((wrong.patch.__name__, wrong.case, said))
+            verdict = arena.verdict(expected, wrong.case, order)
+        found.append((wrong.patch.__name__, wrong.case, verdict))
     return found
 
 
 def unprotected(world: World) -> str:
     """Eviction of rows that a batch in flight holds: `protect_steps` far below the depth."""
-    arena, case = Arena(world), Case(pool=False, depth=2, protect_steps=1)
+    arena, case = Arena(world), Case(buffered=False, depth=2, protect_steps=1)
     order = orders.early(orders.needs_without(schedule_of(case), NUM_BATCHES), "retrieve", 0)
     return arena.verdict(plain(case, arena.channels(case)), case, order)
 
 
 def weights_only_with_sgd(world: World) -> str:
-    """A weights-only pool, where rows have no state: the mistake that SGD hides."""
-    arena, case = Arena(world), Case(pool=True, optimizer="sgd")
+    """A weights-only buffer, where rows have no state: the mistake that SGD hides."""
+    arena, case = Arena(world), Case(buffered=True, optimizer="sgd")
     order = orders.early(orders.needs_without(schedule_of(case), NUM_BATCHES), "retrieve", 0)
-    with state_not_brought_home(case), state_not_taken(case):
+    with state_not_written_back(case), state_not_taken(case):
         return arena.verdict(plain(case, arena.channels(case)), case, order)
