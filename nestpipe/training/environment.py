@@ -47,11 +47,11 @@ def check_memory() -> MachineCheck:
 
 
 def check_native() -> MachineCheck:
-    """Compiles the extension if it is not in the cache, which takes some seconds once."""
+    """Compiles the library if it is not cached: about 10 s, once."""
     if isinstance(native_library.load(), native_library.Native):
-        return MachineCheck("native extension", "ok", native_library.status())
+        return MachineCheck("native library", "ok", native_library.status())
     advice = "id lookups are tens of times slower in torch; the results are the same. Mend the compiler and try again"
-    return MachineCheck("native extension", "warn", native_library.status(), advice)
+    return MachineCheck("native library", "warn", native_library.status(), advice)
 
 
 def check_accelerator() -> MachineCheck:

@@ -19,7 +19,7 @@ def test_json_has_every_check_and_none_fails(capsys: pytest.CaptureFixture[str])
     found = json.loads(capsys.readouterr().out)
     names = [check["name"] for check in found]
     assert len(set(names)) == len(names) == len(doctor.checks())
-    assert {"python", "torch", "g++", "native extension", "memory", "disk", "matmul", "determinism"} <= set(names)
+    assert {"python", "torch", "g++", "native library", "memory", "disk", "matmul", "determinism"} <= set(names)
     assert all(check["status"] in {"ok", "warn"} for check in found)
 
 

@@ -93,7 +93,7 @@ def test_a_whole_run_shows_what_its_files_hold(runs):
     assert "Finished: 3 epochs done." in found.text("")
     assert "nested" in found.text("")
     assert "Timeline" in found.text("steps")
-    assert {"cpu", "native extension", "torch"} <= set(found.sections["environment"])
+    assert {"cpu", "native library", "torch"} <= set(found.sections["environment"])
 
 
 def test_every_drawing_has_a_title_a_description_and_named_axes(runs):
