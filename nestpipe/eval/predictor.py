@@ -73,7 +73,7 @@ class EvalBatches:
         start = truncate(end, data.max_len, data.truncate_block)
         at = sequences.offsets[rows] + end
         asked = None if sequences.times is None else sequences.times[at]
-        history = self._builder.history(torch.from_numpy(rows), start, end, asked_ms=asked)
+        history = self._builder.history(torch.from_numpy(rows), start, end, request_ms=asked)
         first_seen = start if self._config.eval.seen == "input" else np.zeros_like(start)
         return EvalBatch(
             batch=replace(history, sample_features={**history.sample_features, **self._builder.requests(at)}),
@@ -112,9 +112,9 @@ class GenerativePredictor:
 
         return evaluate_lists(lists, num_items, samples, config.eval, config.seed, progress=progress)
 
-    def recommend(self, user: int, k: int = 10, *, asked_ms: int | None = None) -> Recommendation:
+    def recommend(self, user: int, k: int = 10, *, request_ms: int | None = None) -> Recommendation:
         """The best k items that the user of the log has not had; at most as many as the beam holds."""
-        asked = ask(self._sequences, self._split, self._config, user, asked_ms)
+        asked = ask(self._sequences, self._split, self._config, user, request_ms)
         found = self.generate(asked.batch, k, seen=asked.seen)
         kept = found.positions[0] >= 0
         items = self._sequences.catalogue[found.positions[0][kept].numpy()]
@@ -157,9 +157,9 @@ class RetrievalPredictor:
         config = self._config
         return evaluate(self.encode, self.item_vectors, samples, config.eval, config.seed, progress=progress)
 
-    def recommend(self, user: int, k: int = 10, *, asked_ms: int | None = None) -> Recommendation:
+    def recommend(self, user: int, k: int = 10, *, request_ms: int | None = None) -> Recommendation:
         """The best k items that the user of the log has not had, asked at a time (default: that of the last event)."""
-        asked = ask(self._sequences, self._split, self._config, user, asked_ms)
+        asked = ask(self._sequences, self._split, self._config, user, request_ms)
         queries = self.encode(asked.batch)
         top = top_items(queries, self.item_vectors, asked.seen, k, self._config.eval.max_bytes)
         kept = top.positions[0] >= 0
@@ -192,7 +192,7 @@ class UserRequest:
     seen: Jagged | None
 
 
-def ask(sequences: Sequences, split: Split, config: Config, user: int, asked_ms: int | None) -> UserRequest:
+def ask(sequences: Sequences, split: Split, config: Config, user: int, request_ms: int | None) -> UserRequest:
     """A user's whole history, asked at a time (default: that of the last event); raises DataError for an unknown user."""
     rows = np.flatnonzero(sequences.users == user)
     if not len(rows):
@@ -201,10 +201,10 @@ def ask(sequences: Sequences, split: Split, config: Config, user: int, asked_ms:
     start = truncate(end, config.data.max_len, config.data.truncate_block)
     times = sequences.times
     asked = None if times is None else times[sequences.offsets[rows + 1] - 1]
-    if asked is not None and asked_ms is not None:
-        asked = np.array([asked_ms])
+    if asked is not None and request_ms is not None:
+        asked = np.array([request_ms])
     builder = BatchBuilder(sequences, split, inputs_of(config, sequences))
-    batch = builder.history(torch.from_numpy(rows), start, end, asked_ms=asked)
+    batch = builder.history(torch.from_numpy(rows), start, end, request_ms=asked)
     seen = None if config.eval.seen == "none" else seen_items(sequences, rows, np.zeros_like(end), end)
     return UserRequest(batch, seen)
 

@@ -20,7 +20,7 @@ from nestpipe.data.batch_builder import BatchBuilder
 from nestpipe.data.features import label_values
 from nestpipe.data.schema import Label
 from nestpipe.data.sequences import Sequences
-from nestpipe.data.splits import Split, Windows, alone, cover, train_mask
+from nestpipe.data.splits import Split, Windows, disjoint_windows, overlapping_windows, train_mask
 from nestpipe.embedding.row_reader import RowReader, read_rows
 from nestpipe.errors import DataError, TrainError
 from nestpipe.eval.label_metrics import LabelPredictions
@@ -135,9 +135,9 @@ def held_out(sequences: Sequences, split: Split, config: Config, target: Target,
     data = config.data
     if is_next:
         first, end = np.maximum(first - 1, 0), end - 1
-        windows = cover(first, end, max_len=data.max_len, block=data.truncate_block)
+        windows = overlapping_windows(first, end, max_len=data.max_len, block=data.truncate_block)
     else:
-        windows = alone(first, end, max_len=data.max_len)
+        windows = disjoint_windows(first, end, max_len=data.max_len)
     if config.eval.max_users:
         users = np.unique(windows.user)[: config.eval.max_users]
         windows = windows.pick(np.flatnonzero(np.isin(windows.user, users)))

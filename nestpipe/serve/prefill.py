@@ -58,7 +58,7 @@ class ServedModel:
         """The events of one user, asked for at a time in seconds; raises DataError if the model cannot read them."""
         end = np.array([len(events.items)])
         start, asked = truncate(end, self.max_len, self.block), np.array([query_time * 1000])
-        batch = self._builder.over(events).history(torch.tensor([0]), start, end, asked_ms=asked)
+        batch = self._builder.over(events).history(torch.tensor([0]), start, end, request_ms=asked)
         return self._split(replace(batch, sample_ids=torch.from_numpy(events.users)))
 
     def shorter(self, asked: HistoryRequest, num_events: int) -> HistoryRequest:

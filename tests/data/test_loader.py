@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from nestpipe.data.batch_builder import ModelInputs
+from nestpipe.data.batch_builder import BatchBuilder, ModelInputs
 from nestpipe.data.config import DataConfig
 from nestpipe.data.loader import Loader
 from nestpipe.data.splits import make_split, parse_time_ms, train_mask
@@ -176,7 +176,7 @@ def test_features_follow_their_events(tmp_path):
             place += 1
     assert place == batch.num_tokens == len(batch.event_features["watch"].values)
     assert batch.sample_features["age"].num_rows == batch.num_samples
-    with pytest.raises(ConfigError, match="has no feature"):
+    with pytest.raises(ConfigError, match=r"but .* has only"):
         Loader(log, split, config, seed=0, inputs=ModelInputs(features=("wtach",)))
 
 
@@ -236,5 +236,20 @@ def test_targets_have_what_their_request_would_name(tmp_path):
     assert (reasoning.values.tolist(), reasoning.lengths().tolist()) == ([[1, 2], [3, 4]], [1, 1, 0])
     asked = source._builder.requests(np.array([4]))
     assert (asked["scenario"].values.tolist(), asked["reasoning"].values.tolist()) == ([3], [[5, 6]])
-    with pytest.raises(ConfigError, match="has no feature"):
+    with pytest.raises(ConfigError, match=r"but .* has only"):
         Loader(sequences, make_split(sequences, config), config, seed=0, inputs=ModelInputs(requests=("trigger",)))
+
+
+def test_the_last_query_time_of_a_history_is_that_of_the_request(tmp_path):
+    log = write_log(tmp_path / "log", HISTORIES)
+    builder = BatchBuilder(log, make_split(log, DataConfig(path="")))
+    users, start, end = torch.tensor([0, 2, 3]), np.array([0, 0, 1]), np.array([0, 2, 4])
+    events = [int(time) // 1000 for user in (2, 3) for time in log.times[log.offsets[user] :][:4]]
+    plain = builder.history(users, start, end, request_ms=None)
+    assert plain.query_times.values.tolist() == [events[1], events[2], events[6], events[7], events[7]]
+    asked = builder.history(users, start, end, request_ms=np.array([1, 7_000_999, 8_000_000]))
+    assert asked.query_times.values.tolist() == [events[1], 7000, events[6], events[7], 8000]
+    assert asked.times.values.tolist() == plain.times.values.tolist()
+    untimed = write_log(tmp_path / "untimed", HISTORIES, times=False)
+    other = BatchBuilder(untimed, make_split(untimed, DataConfig(path="")))
+    assert other.history(users, start, end, request_ms=np.array([1, 2, 3])).query_times is None

@@ -215,7 +215,7 @@ POISONS = {
         reasons={2: "user is not an int64", 3: "user is not an int64", 4: "user is not an int64"},
     ),
     "reserved column": Poison(
-        "#record,item,time\n1,2,3\n", schema=Schema(user="#record"), error="'#record' is taken by nestpipe's own"
+        "#record,item,time\n1,2,3\n", schema=Schema(user="#record"), error="'#record' is reserved for record numbers"
     ),
     "truncated gzip": Poison(
         zipped("user,item,time\n" + "1,2,3\n" * 1000, cut=9), "log.csv.gz", error="log.csv.gz is truncated or damaged"
@@ -228,7 +228,7 @@ POISONS = {
         "user;item;time\n1;2;3\n", error="single column with the delimiter ','.*';' would give 3"
     ),
     "empty file": Poison("", error="log.csv is empty"),
-    "header only": Poison("user,item,time\n", error="no usable record"),
+    "header only": Poison("user,item,time\n", error="no good record"),
     "missing column": Poison(
         "user,itme,time\n1,2,3\n",
         error="no column 'item' \\(did you mean 'itme'\\?\\). Its columns are: user, itme, time",
@@ -239,7 +239,7 @@ POISONS = {
         b"user,item,time\n1,2,3\n" + b"1,\xe9,3\n", error="not utf-8 text: byte 0xe9 near position 23"
     ),
     "unknown encoding": Poison("user,item,time\n1,2,3\n", encoding="klingon", error="unknown encoding 'klingon'"),
-    "unknown ending": Poison("1 2 3\n", "log.xyz", error="cannot tell the format"),
+    "unknown ending": Poison("1 2 3\n", "log.xyz", error="its format is unknown"),
     "not parquet": Poison("user,item,time\n1,2,3\n", "log.parquet", error="not a complete Parquet file"),
 }
 
@@ -412,7 +412,7 @@ def test_typed_ids(column: Column, encoding: str) -> None:
     frame = column.values.alias("user").to_frame().with_columns(item=1, time=1)
     schema = Schema.from_json({**Schema().to_json(), "user_encoding": encoding})
     if not column.kept:
-        with pytest.raises(DataError, match="no usable record"):
+        with pytest.raises(DataError, match="no good record"):
             run(frame, schema)
         return
     kept, bad = run(frame, schema)
@@ -460,7 +460,7 @@ def test_types_that_hold_no_value(name: str, values: pl.Series) -> None:
     schema = Schema(
         features=(Feature(name="rating", kind="number"), Feature(name="tags", kind="ids", weights="shares"))
     )
-    with pytest.raises(DataError, match=rf"column '{name}' is of type \w+.*Map another column"):
+    with pytest.raises(DataError, match=rf"column '{name}' has type \w+.*Map another column"):
         run(frame.with_columns(values.alias(name)), schema)
 
 

@@ -137,7 +137,7 @@ def test_predictions_are_those_of_requests_from_the_log(log, run):
         user, end = found.user[place : place + 1], found.num_before[place : place + 1]
         event = found.event[place : place + 1]
         start = (np.maximum(end - 8 + 3, 0) // 4) * 4
-        history = scorer.builder.history(torch.from_numpy(user), start, end, asked_ms=log.times[event])
+        history = scorer.builder.history(torch.from_numpy(user), start, end, request_ms=log.times[event])
         items = log.items[event]
         wanted = CandidateBatch(
             Jagged(torch.from_numpy(items), offsets_of(torch.tensor([1])), 1), scorer.builder.item_features(items)
