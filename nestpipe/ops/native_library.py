@@ -8,7 +8,7 @@ The kernels are plain C++17: `extern "C"` functions on raw pointers, called thro
 use no torch headers, so they compile in seconds and work with every version of torch.
 
     ~/.cache/nestpipe/kernels/nestpipe-DIGEST.so     or $XDG_CACHE_HOME/nestpipe/kernels
-    /tmp/nestpipe-UID/nestpipe-DIGEST.so             if that folder cannot be used
+    $TMPDIR/nestpipe-UID/nestpipe-DIGEST.so          if that folder cannot be used
 
 DIGEST covers sources, flags, compiler and processor, so a stale library is never loaded. Ranks that start together
 compile once: the first holds a file lock, the others wait for it. A library is code, so it is loaded only from a folder
