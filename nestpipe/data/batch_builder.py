@@ -159,8 +159,8 @@ class BatchBuilder:
             places = np.minimum(np.searchsorted(catalogue, items), len(catalogue) - 1)
             if len(unknown := np.flatnonzero(catalogue[places] != items)):
                 raise DataError(
-                    f"item {items[unknown[0]]} (position {unknown[0]}) is not among the {len(catalogue):,} items of "
-                    f"{self._sequences.path}, so its features are unknown. Leave it out, or ingest a log that has it."
+                    f"item {items[unknown[0]]} (position {unknown[0]}) is not in the catalogue of {self._sequences.path} "
+                    f"({len(catalogue):,} items), so its features are unknown. Leave it out, or ingest a log that has it."
                 )
             for feature in features:
                 found |= self._pick(feature, self._stored(feature), places)

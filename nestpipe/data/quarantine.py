@@ -220,10 +220,3 @@ def _entries(raw: RawChunk, which: NDArray[np.int64], reasons: list[str]) -> Ite
     return heapq.merge(
         zip(frame[RECORD].to_list(), row_reasons, rows, strict=True), raw.broken, key=lambda entry: entry[0]
     )
-
-
-def read_events(
-    source: LogSource | pl.DataFrame, schema: Schema, *, encoders: Mapping[str, Encoder], quarantine: Quarantine
-) -> Iterator[pl.DataFrame]:
-    """Typed chunks of a log: columns user, item, time, the features and `#order`; see `TypedReader` for tables."""
-    yield from TypedReader(schema, encoders, quarantine).log(source)

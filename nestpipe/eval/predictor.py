@@ -57,7 +57,7 @@ class EvalBatches:
         if not len(self._rows):
             hint = "Use another split (--data.split)."
             if target == "validation" and not config.data.validation:
-                hint = "The run was trained without --data.validation; evaluate the test targets."
+                hint = "It was trained without --data.validation; evaluate the test targets instead."
             raise DataError(f"{sequences.path} has no {target} targets under this split. {hint}")
         self._builder = BatchBuilder(sequences, split, inputs)
 

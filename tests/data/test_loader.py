@@ -243,13 +243,15 @@ def test_targets_have_what_their_request_would_name(tmp_path):
 def test_the_last_query_time_of_a_history_is_that_of_the_request(tmp_path):
     log = write_log(tmp_path / "log", HISTORIES)
     builder = BatchBuilder(log, make_split(log, DataConfig(path="")))
-    users, start, end = torch.tensor([0, 2, 3]), np.array([0, 0, 1]), np.array([0, 2, 4])
-    events = [int(time) // 1000 for user in (2, 3) for time in log.times[log.offsets[user] :][:4]]
+    users, start, end = torch.tensor([0, 2, 3]), np.array([0, 0, 1]), np.array([0, 1, 4])  # 0, 1 and 3 events
+    second = log.times // 1000
+    third, fourth = log.offsets[2], log.offsets[3]
     plain = builder.history(users, start, end, request_ms=None)
-    assert plain.query_times.values.tolist() == [events[1], events[2], events[6], events[7], events[7]]
-    asked = builder.history(users, start, end, request_ms=np.array([1, 7_000_999, 8_000_000]))
-    assert asked.query_times.values.tolist() == [events[1], 7000, events[6], events[7], 8000]
-    assert asked.times.values.tolist() == plain.times.values.tolist()
+    after = [second[third + 1], second[fourth + 2], second[fourth + 3], second[fourth + 3]]
+    assert plain.query_times.values.tolist() == after
+    timed = builder.history(users, start, end, request_ms=np.array([1, 7_000_999, 8_000_000]))
+    assert timed.query_times.values.tolist() == [7000, *after[1:3], 8000]
+    assert timed.times.values.tolist() == plain.times.values.tolist()
     untimed = write_log(tmp_path / "untimed", HISTORIES, times=False)
     other = BatchBuilder(untimed, make_split(untimed, DataConfig(path="")))
     assert other.history(users, start, end, request_ms=np.array([1, 2, 3])).query_times is None

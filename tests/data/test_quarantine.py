@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from nestpipe.data import quarantine
 from nestpipe.data.id_encoding import make_encoders
 from nestpipe.data.log_reader import LogSource
-from nestpipe.data.quarantine import Quarantine, read_events
+from nestpipe.data.quarantine import Quarantine, TypedReader
 from nestpipe.data.record_splitter import split_records
 from nestpipe.data.schema import Feature, Schema
 from nestpipe.errors import DataError
@@ -43,7 +43,7 @@ def run(
     """All kept rows and all quarantine entries; checks that nothing is lost."""
     sink = io.StringIO()
     sheet = Quarantine(sink, share)
-    kept = pl.concat(list(read_events(source, schema, encoders=make_encoders(schema), quarantine=sheet)))
+    kept = pl.concat(list(TypedReader(schema, make_encoders(schema), sheet).log(source)))
     bad = [json.loads(line) for line in sink.getvalue().splitlines()]
     assert sheet.num_read == kept.height + len(bad) == kept.height + sheet.num_bad
     return kept, bad
@@ -543,7 +543,7 @@ def test_bad_start_does_not_decide_about_the_whole(tmp_path: Path, monkeypatch: 
     hopeless = bad_log(tmp_path / "log.csv", 6_000, 4_000)
     sheet = Quarantine(io.StringIO(), 0.05)
     with pytest.raises(DataError, match=r"records so far are bad \(60\.0%\).*\n.*first record 1 of .*\"x\""):
-        list(read_events(hopeless, SCHEMA, encoders=make_encoders(SCHEMA), quarantine=sheet))
+        list(TypedReader(SCHEMA, make_encoders(SCHEMA), sheet).log(hopeless))
     assert len(str(sheet.file.getvalue()).splitlines()) == 1, "the entries of a chunk are written after the check"  # type: ignore[attr-defined]
     assert run(hopeless, SCHEMA, share=0.6)[0].height == 4_000
 
@@ -571,7 +571,7 @@ def test_quarantined_records_add_nothing_to_a_dictionary() -> None:
     schema = Schema(item_encoding="dictionary")
     encoders = make_encoders(schema)
     frame = pl.DataFrame({"user": ["1", "x"], "item": ["good", "bad"], "time": ["1", "1"]})
-    kept = pl.concat(list(read_events(frame, schema, encoders=encoders, quarantine=Quarantine(io.StringIO(), 1.0))))
+    kept = pl.concat(list(TypedReader(schema, encoders, Quarantine(io.StringIO(), 1.0)).log(frame)))
     assert kept["item"].to_list() == [hash_text("good")]
     table = encoders["item"].table()
     assert table is not None
