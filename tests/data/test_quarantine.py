@@ -629,3 +629,36 @@ def test_quoted_records_are_cut_where_they_end(rows: list[list[str]], block: int
         for pair in zip(chunk.texts, chunk.num_fields, strict=True)
     ]
     assert found == [(text.encode(), len(row)) for text, row in zip(quoted, rows, strict=True)]
+
+
+def test_the_share_that_is_allowed_is_allowed():
+    quarantine = Quarantine(io.StringIO(), 0.25)
+    quarantine.count(8, {"a": 2})
+    quarantine.check_share()
+    quarantine.count(0, {"a": 1})
+    quarantine.write("log", [(3, "a", {})])
+    with pytest.raises(DataError, match=r"3 of 8 records are bad \(37\.5%\), more than the 25\.0%"):
+        quarantine.check_share()
+
+
+def test_the_five_most_common_reasons_are_listed():
+    quarantine = Quarantine(io.StringIO(), 0.0)
+    quarantine.count(28, {f"reason {number}": number for number in range(1, 8)})
+    quarantine.write("log", [(number, f"reason {number}", {}) for number in range(1, 8)])
+    lines = [line for line in str(quarantine.too_many("")).splitlines() if line.startswith("  - ")]
+    assert [line.split(";")[0] for line in lines] == [f"  - {number} x reason {number}" for number in (7, 6, 5, 4, 3)]
+
+
+@pytest.mark.parametrize(
+    ("num_read", "num_bad", "max_share", "is_hopeless"),
+    [
+        (100_000, 50_001, 0.01, True),
+        (100_000, 50_000, 0.01, False),
+        (99_999, 99_999, 0.01, False),
+        (100_000, 50_001, 0.5, False),
+    ],
+)
+def test_reading_stops_early_only_if_more_than_half_is_bad(num_read, num_bad, max_share, is_hopeless):
+    quarantine = Quarantine(io.StringIO(), max_share)
+    quarantine.count(num_read, {"bad": num_bad})
+    assert quarantine.is_hopeless() is is_hopeless

@@ -24,6 +24,7 @@ from nestpipe.data.external_sort import Spool
 from nestpipe.data.features import NumberStats, apply_number, fit_number
 from nestpipe.data.ingest import BuildOptions, SideTable, write_sequences
 from nestpipe.data.log_reader import LogSource
+from nestpipe.data.quarantine import ORDER
 from nestpipe.data.schema import Feature, Schema
 from nestpipe.data.sequences import Sequences, StoredFeature, truncate
 from nestpipe.errors import ConfigError, DataError
@@ -410,6 +411,16 @@ def test_missing_ids_of_typed_columns_are_quarantined(tmp_path: Path) -> None:
     assert sequences.users.dtype == np.int64
     assert sequences.items.tolist() == [hash_text("1")]
     assert sequences.meta["quarantine"] == {"user is missing": 2, "item is missing": 1}
+
+
+def test_a_range_of_users_may_fill_the_budget(tmp_path: Path) -> None:
+    spool = Spool(tmp_path / "spool", budget_rows=10)
+    for first, counts in ((0, (3, 2, 3, 2)), (10, (2, 3, 2, 3))):  # five events of each user
+        users = np.repeat([1, 2, 3, 4], counts)
+        spool.add(pl.DataFrame({"user": users, "item": users, ORDER: range(first, first + 10)}))
+    found = list(spool.ranges(lambda frame: frame, None))
+    assert [frame["user"].to_list() for frame in found] == [[1] * 5 + [2] * 5, [3] * 5 + [4] * 5]
+    assert found[0][ORDER].to_list() == [0, 1, 2, 10, 11, 3, 4, 12, 13, 14]
 
 
 def test_nulls_and_floats_never_reach_the_arrays(tmp_path: Path) -> None:
