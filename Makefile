@@ -49,8 +49,8 @@ types: install  ## mypy --strict
 
 peers: $(PEERS)/.installed  ## make .venv-peers, where benchmarks run TorchRec next to nestpipe
 
-clean:  ## remove what make made: environments, builds and caches
-	rm -rf $(VENV) $(PEERS) build nestpipe/ops/csrc/build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+clean:  ## remove what make made; compiled kernels are in ~/.cache/nestpipe/kernels
+	rm -rf $(VENV) $(PEERS) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 # The plain name brings gigabytes of CUDA on Linux, so the CPU build is asked for first. A torch of the right version
 # that is already in the environment stays, whatever device it was built for.
@@ -75,8 +75,8 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PIP) install --quiet -c constraints.txt setuptools
 	$(call install_torch,$(VENV))
 	$(PIP) install --quiet -c constraints.txt --no-build-isolation -e ".[dev]"
-	@$(BIN)/python -c "from nestpipe.ops.native_library import status; print('native extension:', status())" || \
-		echo "native extension: could not be tried; 'nestpipe doctor' explains"
+	@$(BIN)/python -c "from nestpipe.ops.native_library import status; print('native library:', status())" || \
+		echo "native library: could not be built; 'nestpipe doctor' explains"
 	@touch $@
 
 $(VENV)/.docs: $(STAMP)

@@ -122,7 +122,7 @@ class Stage:
     def _given(self, events: Tensor) -> dict[str, Jagged]:
         triggers = self._flat(self.world.triggers, events)
         has = triggers >= 0
-        reasoning = self.instructions.index_select(0, self._flat(self.world.told, events))
+        reasoning = self.instructions.index_select(0, self._flat(self.world.named_topics, events))
         return {
             "scenario": Jagged.singles(self._flat(self.world.scenarios, events)),
             "trigger": Jagged(triggers[has], offsets_of(has.to(torch.int64)), 1),

@@ -92,7 +92,7 @@ class Arm:
 
     world: World
     loss: LossConfig
-    way: str | None = None
+    backend: str | None = None
     step: int = 0
     num_rows: int = 0
     loss_s: float = 0.0
@@ -112,7 +112,7 @@ class Arm:
             rows["negatives"].index,
             segment=self.loss.segment,
             blocks=blocks_of(self.loss, self.world.batch, rng),
-            way=self.way,
+            backend=self.backend,
         )
         _, d_items = torch.autograd.grad(loss, (self.world.queries, items))
         self.loss_s = time.process_time() - before

@@ -128,7 +128,7 @@ def by_second(scorer: RankingPredictor, run: Run, baseline: Predictions, found: 
             ]
         )
         history = scorer.builder.history(
-            torch.from_numpy(asked_by), truncate(end, data.max_len, data.truncate_block), end, asked_ms=asked
+            torch.from_numpy(asked_by), truncate(end, data.max_len, data.truncate_block), end, request_ms=asked
         )
         items = sequences.items[found.event[kept[np.concatenate(part)]]]
         lengths = torch.tensor([len(rows) for rows in part])

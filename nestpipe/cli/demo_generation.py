@@ -52,7 +52,7 @@ def _write(shop: ScenarioLog, folder: Path, demo: DemoStage) -> None:
     """Writes the shop's log and item titles as Parquet files."""
     users, events = np.indices(shop.items.shape)
     triggers, items = shop.triggers.ravel(), shop.items.ravel()
-    told = hashed_words(shop.instructions()).numpy()[shop.told.ravel()]
+    told = hashed_words(shop.instructions()).numpy()[shop.named_topics.ravel()]
     log = pl.DataFrame(
         {
             "user": users.ravel(),

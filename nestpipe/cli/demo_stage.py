@@ -64,12 +64,11 @@ def signals_interrupt() -> Iterator[None]:
 
 @contextlib.contextmanager
 def scratch_in(folder: Path) -> Iterator[None]:
-    """Temporary files and caches, of this process and of those it starts, go to a folder that is removed at the end."""
+    """Temporary files of this process and of those it starts go to a folder that is removed at the end."""
     before = dict(os.environ)
-    for name, part in {"TMPDIR": "tmp", "XDG_CACHE_HOME": "cache"}.items():
-        (folder / part).mkdir(parents=True)
-        os.environ[name] = str((folder / part).resolve())
-    tempfile.tempdir = None  # so that the next use looks at TMPDIR again
+    (folder / "tmp").mkdir(parents=True)
+    os.environ["TMPDIR"] = str((folder / "tmp").resolve())
+    tempfile.tempdir = None  # it is looked for anew
     try:
         yield
     finally:

@@ -100,7 +100,7 @@ def check_attention() -> MachineCheck:
     if not error < 1e-5:  # 100 roundings of float32; nan fails too
         return MachineCheck("attention", "fail", detail, "its results are wrong; please report this machine")
     if backend != "native":
-        return MachineCheck("attention", "warn", detail, "training is slower; mend the native extension")
+        return MachineCheck("attention", "warn", detail, "training is slower; repair the native library")
     return MachineCheck("attention", "ok", detail)
 
 

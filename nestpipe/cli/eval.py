@@ -14,8 +14,8 @@ from nestpipe.checkpoint import folders as checkpoint_folders
 from nestpipe.checkpoint.manifest import Manifest
 from nestpipe.cli.arguments import EvalArguments
 from nestpipe.errors import ConfigError
-from nestpipe.eval.compare import Comparison, compare
-from nestpipe.eval.label_report import LabelComparison, LabelReport, compare_tasks
+from nestpipe.eval.compare import Comparison, LabelComparison, compare, compare_labels
+from nestpipe.eval.label_report import LabelReport
 from nestpipe.eval.predictor import popularity
 from nestpipe.eval.ranking_eval import RankingPredictor, baselines, report_of
 from nestpipe.eval.retrieval_eval import EvalReport
@@ -44,7 +44,7 @@ def _compare(a: EvalReport | LabelReport, b: EvalReport | LabelReport, seed: int
     if isinstance(a, EvalReport) and isinstance(b, EvalReport):
         return compare(a, b, seed)
     if isinstance(a, LabelReport) and isinstance(b, LabelReport):
-        return compare_tasks(a, b, seed)
+        return compare_labels(a, b, seed)
     raise ConfigError("one run retrieves items, the other ranks events by labels; their metrics cannot be compared.")
 
 

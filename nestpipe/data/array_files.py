@@ -1,7 +1,10 @@
-"""Folders that appear whole or not at all, and the array files in them.
+"""Atomically published folders, and the growing .npy files in them.
 
-A folder is written beside its place under a temporary name and published by one rename. A process that dies leaves a
-hidden folder with its process number in the name; the next writer of the same place removes it.
+    .OUT.tmp-PID   written here, flushed         -> rename -> OUT
+    .OUT.old-PID   the folder that was replaced  -> removed
+
+A process that dies leaves a hidden folder with its process id in the name. The next writer of OUT removes it, or renames
+it back if the replacement never came.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from nestpipe.errors import DataError
 
 
 class FeatureFiles:
-    """The array files of one feature while they grow."""
+    """The array files of one feature, appended to in chunks."""
 
     def __init__(self, folder: Path, feature: Feature) -> None:
         stem = f"{feature.scope}.{feature.name}"
@@ -42,7 +45,7 @@ class FeatureFiles:
             self._weights = ArrayFile(folder / f"{stem}.weights.npy", dtype=np.float32)
 
     def append(self, frame: pl.DataFrame) -> None:
-        """Adds one row per row of the frame; null stands for missing."""
+        """Adds one row per row of the frame; null means missing."""
         column = frame[self._feature.name]
         if self._offsets is None:
             self._values.append(_floats(column, self._feature))
@@ -83,37 +86,37 @@ META = "meta.json"
 
 @contextmanager
 def publish_folder(out: Path, *, overwrite: bool, inputs: Sequence[Path] = ()) -> Iterator[Path]:
-    """A temporary folder that becomes `out` if the body succeeds, and vanishes if it fails; see `check_place`."""
+    """A temporary folder that becomes `out` if the body succeeds and is removed if it fails; see `check_place`."""
     target = out.resolve()
     remove_stale(target)
     check_place(out, overwrite=overwrite, inputs=inputs)
     target.parent.mkdir(parents=True, exist_ok=True)
     draft = _sibling(target, "tmp")
-    if draft.exists():  # this process's own, left by an interrupt in the cleanup below
+    if draft.exists():  # left by an interrupt during the cleanup below
         shutil.rmtree(draft)
     draft.mkdir()
     try:
         yield draft
         for path in [*draft.iterdir(), draft]:
             flush(path)
-        check_place(out, overwrite=overwrite)  # another process may have written there meanwhile
+        check_place(out, overwrite=overwrite)  # another process may have written it since
         _swap(draft, target)
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
         raise
 
 
-def place_of(folder: Path) -> tuple[int, int] | None:
-    """Another one after a folder was replaced; None while the new one is about to come."""
+def folder_version(folder: Path) -> tuple[int, int] | None:
+    """Changes when the folder is replaced; None during the replacement."""
     try:
-        found = (folder / META).stat()
+        info = (folder / META).stat()
     except FileNotFoundError:
         return None
-    return found.st_ino, found.st_mtime_ns
+    return info.st_ino, info.st_mtime_ns
 
 
 def remove_stale(out: Path) -> None:
-    """Clears up after dead processes; an old folder whose replacement never came goes back to its place."""
+    """Removes leftovers of dead processes; an old folder whose replacement never came is renamed back."""
     for path in sorted(out.parent.glob(f".{out.name}.*-*")):
         kind, _, process = path.name.removeprefix(f".{out.name}.").partition("-")
         if kind not in {"tmp", "old"} or not process.isdigit() or _is_alive(int(process)):
@@ -125,25 +128,35 @@ def remove_stale(out: Path) -> None:
 
 
 def check_place(out: Path, *, overwrite: bool, inputs: Sequence[Path] = ()) -> None:
-    """Raises DataError unless a folder may be written at `out`: it never replaces anything but a sequence folder."""
+    """Raises DataError unless `out` may be written: only a sequence folder is ever replaced."""
     target = out.resolve()
     parent = next(folder for folder in target.parents if folder.exists())
     if not parent.is_dir():
-        raise DataError(f"{out} cannot be written, because {parent} is a file. Choose another folder.")
+        raise DataError(
+            f"{out} cannot be created, because {parent} is a file; nothing was written. Choose another folder."
+        )
     if Path.cwd().is_relative_to(target):
-        raise DataError(f"{out} is the working folder or contains it; nothing was written. Name a new folder.")
+        raise DataError(
+            f"{out} is or contains the working folder {Path.cwd()}, which replacing it would delete; nothing was written. Choose another folder."
+        )
     for path in inputs:
         if path.resolve().is_relative_to(target):
-            raise DataError(f"{out} holds the input {path}, which writing there would delete. Choose another folder.")
+            raise DataError(
+                f"{out} contains the input {path}, which replacing it would delete; nothing was written. Choose another folder."
+            )
     if not target.exists():
         return
     if not target.is_dir():
-        raise DataError(f"{out} is a file; nothing was written. Choose another folder.")
+        raise DataError(
+            f"{out} is a file, but sequences are written to a folder; nothing was written. Choose another path."
+        )
     if not overwrite:
-        raise DataError(f"{out} exists already; nothing was written. Choose another folder or allow overwriting it.")
+        raise DataError(
+            f"{out} exists already; nothing was written. Choose another folder, or pass --overwrite (overwrite=True) to replace it."
+        )
     if any(target.iterdir()) and not _is_sequence_folder(target):
         raise DataError(
-            f"{out} is not a sequence folder (it has no {META} that says so), so it is not overwritten. Choose another folder or remove it yourself."
+            f"{out} holds files but no {META} of a sequence folder; overwriting could delete other data, so nothing was written. Choose another folder, or remove it yourself."
         )
 
 
@@ -186,7 +199,7 @@ def file_entry(path: Path) -> dict[str, Any]:
 
 
 class ArrayFile:
-    """A .npy file that grows along its first axis; numpy pads the header so that the final length fits in."""
+    """A .npy file that grows along its first axis; numpy pads the header, so the final length fits."""
 
     def __init__(self, path: Path, *, dtype: Any, shape: tuple[int, ...] = ()) -> None:
         self._file: IO[bytes] = path.open("wb")
@@ -226,12 +239,14 @@ def save_array(path: Path, values: NDArray[Any]) -> None:
 
 
 def load_array(path: Path) -> NDArray[Any]:
-    """Memory-maps an array, read-only; an empty one cannot be mapped and is loaded. Raises DataError if it is damaged."""
+    """Memory-maps an array read-only (an empty one is loaded); raises DataError if it is damaged."""
     try:
         with path.open("rb") as file:
             np.lib.format.read_magic(file)
             shape, _, _ = np.lib.format.read_array_header_1_0(file)
         mapped: NDArray[Any] = np.load(path, mmap_mode="r" if 0 not in shape else None, allow_pickle=False)
     except ValueError as error:
-        raise DataError(f"{path} is damaged ({error}). Ingest the log again.") from None
+        raise DataError(
+            f"{path} is no readable .npy file ({error}): the folder is damaged. Ingest the log again."
+        ) from None
     return mapped

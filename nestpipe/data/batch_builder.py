@@ -1,4 +1,4 @@
-"""Builds a `Batch` from memory-mapped sequences: the events of some users between two positions, with their features."""
+"""Builds a `Batch` from memory-mapped sequences: ranges of events of some users, with their features and labels."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from nestpipe.jagged import Batch, Cursor, Jagged, offsets_of, ranges
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInputs:
-    """What a model reads beside items and times. The features 'user' and 'item' are the ids themselves."""
+    """What a model reads in addition to items and times. The features 'user' and 'item' are the ids themselves."""
 
     features: tuple[str, ...] = ()
     labels: tuple[str, ...] = ()
-    requests: tuple[str, ...] = ()  # features of events that a request names before its event is known
-    layout: Literal["next", "events"] = "next"  # each event with the next one as its target, or the events alone
+    requests: tuple[str, ...] = ()  # event features that a request already has, such as the device
+    layout: Literal["next", "events"] = "next"  # the target of a row is the next event, or the event itself
 
 
 class BatchBuilder:
-    """Reads sequences; numbers are transformed by statistics fitted on the events that the split trains on."""
+    """Reads sequences; number features are transformed with statistics of the training events."""
 
     def __init__(
         self,
@@ -42,13 +42,15 @@ class BatchBuilder:
         *,
         statistics: Mapping[str, NumberStats] | None = None,
     ):
-        """Needs a split, or the statistics that were fitted on one."""
+        """Takes a split, or statistics that were fitted on one."""
         inputs = inputs or ModelInputs()
         self._sequences, self._layout = sequences, inputs.layout
         known = {feature.name: feature for feature in sequences.schema.features if feature.scope != "request"}
         own = tuple(name for name in inputs.features if name not in {"user", "item"})
         if missing := [name for name in (*own, *inputs.requests) if name not in known]:
-            raise ConfigError(f"{sequences.path} has no feature {missing}; it has {sorted(known)}.")
+            raise ConfigError(
+                f"the model reads the features {missing}, but {sequences.path} has only {sorted(known)}. Declare them in the schema and ingest the log again, or change the model's features."
+            )
         self._features = tuple(known[name] for name in own)
         self._requests = tuple(known[name] for name in inputs.requests)
         self._with_user = "user" in inputs.features
@@ -65,30 +67,30 @@ class BatchBuilder:
         return other
 
     def training(self, cursor: Cursor, samples: Tensor, windows: Windows) -> Batch:
-        """The rows of some windows, each event with the next one as its target, or alone; see `Inputs.layout`."""
+        """A training batch of some windows; see `ModelInputs.layout`. Labels of context rows are masked."""
         batch = self._build(
             cursor, samples, windows.user, windows.start, windows.end, with_targets=self._layout == "next"
         )
-        uncounted = batch.items.positions() < torch.from_numpy(windows.counted - windows.start).index_select(
+        is_context = batch.items.positions() < torch.from_numpy(windows.counted - windows.start).index_select(
             0, batch.items.row_of_value()
         )
-        if not self._labels or not bool(uncounted.any()):
+        if not self._labels or not bool(is_context.any()):
             return batch
         masked = {
-            label.name: Jagged.singles(batch.target_features[label.name].values.masked_fill(uncounted, torch.nan))
+            label.name: Jagged.singles(batch.target_features[label.name].values.masked_fill(is_context, torch.nan))
             for label in self._labels
         }
         return dataclasses.replace(batch, target_features={**batch.target_features, **masked})
 
-    def history(self, samples: Tensor, start: Ints, end: Ints, *, asked_ms: Ints | None) -> Batch:
-        """Events start .. end - 1 of each sample, asked for a recommendation at a time (if the log has times)."""
+    def history(self, samples: Tensor, start: Ints, end: Ints, *, request_ms: Ints | None) -> Batch:
+        """Events start .. end - 1 of each sample; the last one's query time is the time of the request."""
         batch = self._build(Cursor(0, 0), samples, samples.numpy(), start, end, with_targets=False)
-        if batch.query_times is None or asked_ms is None:
+        if batch.query_times is None or request_ms is None:
             return batch
         last = batch.items.offsets[1:] - 1
         has_events = batch.items.lengths() > 0
-        asked = torch.from_numpy(asked_ms // 1000)
-        values = batch.query_times.values.index_copy(0, last[has_events], asked[has_events])
+        request_s = torch.from_numpy(request_ms // 1000)
+        values = batch.query_times.values.index_copy(0, last[has_events], request_s[has_events])
         return dataclasses.replace(batch, query_times=batch.query_times.with_values(values))
 
     def item_features(self, items: NDArray[np.int64]) -> dict[str, Jagged]:
@@ -96,7 +98,7 @@ class BatchBuilder:
         return self._features_of_items(items)
 
     def requests(self, events: NDArray[Any]) -> dict[str, Jagged]:
-        """What requests for some events of the log would name (`Inputs.requests`); a missing value is an empty row."""
+        """The request features (`ModelInputs.requests`) of some events; a missing value is an empty row."""
         found = {}
         for feature in self._requests:
             stored = self._stored(feature)
@@ -136,7 +138,7 @@ class BatchBuilder:
         )
 
     def _features_of_events(self, events: NDArray[Any]) -> dict[str, Jagged]:
-        """What is known of events that have happened: their own features, those of their items, and their labels."""
+        """Features of past events: their own, those of their items, and their labels."""
         found = self._features_of_items(self._sequences.items[events])
         for feature in self._features:
             if feature.scope == "event":
@@ -144,7 +146,7 @@ class BatchBuilder:
         return found | self._label_rows(events)
 
     def _features_of_targets(self, events: NDArray[Any]) -> dict[str, Jagged]:
-        """What is known of candidates, the features of their items; what is to be predicted; and what requests name."""
+        """Features of targets: those of their items, the labels to predict, and the request features."""
         if not self._labels:
             return self.requests(events)
         return self._features_of_items(self._sequences.items[events]) | self._label_rows(events) | self.requests(events)
@@ -157,8 +159,8 @@ class BatchBuilder:
             places = np.minimum(np.searchsorted(catalogue, items), len(catalogue) - 1)
             if len(unknown := np.flatnonzero(catalogue[places] != items)):
                 raise DataError(
-                    f"item {items[unknown[0]]} (place {unknown[0]}) is not in the catalogue of {self._sequences.path}, so "
-                    f"its features are unknown. The catalogue has {len(catalogue):,} items."
+                    f"item {items[unknown[0]]} (position {unknown[0]}) is not in the catalogue of {self._sequences.path} "
+                    f"({len(catalogue):,} items), so its features are unknown. Leave it out, or ingest a log that has it."
                 )
             for feature in features:
                 found |= self._pick(feature, self._stored(feature), places)
@@ -174,7 +176,7 @@ class BatchBuilder:
         return found
 
     def _label_rows(self, events: NDArray[Any]) -> dict[str, Jagged]:
-        """Labels by name, and 'name.weights' if events have weights of their own."""
+        """Labels by name, and 'name.weights' if events have weights."""
         found = {}
         for label in self._labels:
             stored = self._sequences.event_features
@@ -207,7 +209,7 @@ class BatchBuilder:
         return by_scope[feature.scope][feature.name]
 
     def _fit(self, split: Split) -> dict[str, NumberStats]:
-        """Statistics of the number features; event features count only the events that are trained on."""
+        """Statistics of the number features; those of events are fitted on training events only."""
         statistics = {}
         for feature in self._features:
             if feature.kind == "number":

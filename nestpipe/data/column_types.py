@@ -1,7 +1,8 @@
-"""Raw columns to typed ones, and which rows failed and why.
+"""Parses raw columns into typed ones, and reports which rows failed and why.
 
-Each parser takes a raw series of any type and gives a typed series plus (mask, reason) pairs; the values under a mask
-mean nothing. Ids that are to be hashed or numbered stay text. A reason is a category, the same text for all rows it holds for, so that reasons can be counted.
+Each parser takes a raw series of any type and returns a typed series and (mask, reason) pairs; values under a mask are
+undefined. Ids that will be hashed or numbered stay text. A reason is a category, the same text for all its rows, so that
+reasons can be counted.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from nestpipe.data.schema import Encoding, Feature, TimeUnit
 from nestpipe.errors import DataError
 
 END_OF_TIME_MS = 4_133_980_800_000  # 2101-01-01; a later time is a wrong unit or a placeholder such as 9999-12-31
-# from here on a float may have lost the last digits of a whole number
+# from these values on a float cannot represent every whole number
 _INEXACT: dict[pl.DataType, float] = {pl.Float16(): 2.0**11, pl.Float32(): 2.0**24, pl.Float64(): 2.0**53}
 _WANTED = {"int64": "an int64", "hash": "a text or whole number", "dictionary": "a text or whole number"}
 _ISO_FORM = "an ISO 8601 date, like 2024-05-01 or 2024-05-01T10:00:00+02:00"
@@ -26,14 +27,14 @@ Problem = tuple[pl.Series, str]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TypedColumns:
-    """Typed columns by name, and the problems found on the way, the telling one first."""
+    """Typed columns by name, and their problems, the most specific first."""
 
     columns: dict[str, pl.Series]
     problems: list[Problem]
 
 
 def parse_key(raw: pl.Series, name: str, encoding: Encoding) -> TypedColumns:
-    """A user or item id, which must be there."""
+    """A user or item id, which is required."""
     values, missing, bad = _id_values(_scalars(raw), encoding)
     return TypedColumns({name: values}, [(missing, f"{name} is missing"), (bad, f"{name} is not {_WANTED[encoding]}")])
 
@@ -77,21 +78,21 @@ def parse_feature(frame: pl.DataFrame, feature: Feature) -> TypedColumns:
 
 
 def _refuse(raw: pl.Series, part: pl.DataType) -> None:
-    """Raises DataError if values of the type `part`, the column's own or that of its lists, are no ids or numbers."""
+    """Raises DataError if values of type `part` (of the column or of its lists) cannot be ids or numbers."""
     if part.is_nested() or part in (pl.Binary, pl.Duration, pl.Object):
         raise DataError(
-            f"column '{raw.name}' is of type {raw.dtype}, which holds no single id, time or number. Map another column."
+            f"column '{raw.name}' has type {raw.dtype}, which cannot be read as ids, times or numbers. Map another column in the schema, or convert it."
         )
 
 
 def _scalars(raw: pl.Series) -> pl.Series:
-    """The column itself, if its type has one value per row."""
+    """The column itself; raises DataError unless its type has one value per row."""
     _refuse(raw, raw.dtype)
     return raw
 
 
 def _text(raw: pl.Series) -> pl.Series:
-    """Text without surrounding blanks; null where nothing is left."""
+    """Text without surrounding blanks; null if nothing is left."""
     text = raw.cast(pl.String, strict=False).str.strip_chars()
     return text.set(text == "", None)
 
@@ -103,7 +104,7 @@ def _is_missing(raw: pl.Series) -> pl.Series:
 
 
 def _is_coarse(raw: pl.Series) -> pl.Series:
-    """Floats of few bits that may have lost their last digits; float64 holds every legal time."""
+    """Which float16 and float32 values may have lost digits; float64 represents every legal time."""
     if raw.dtype in (pl.Float16, pl.Float32):
         return (raw.abs() >= _INEXACT[raw.dtype]).fill_null(False)
     return pl.repeat(False, len(raw), eager=True)
@@ -113,13 +114,13 @@ def _id_values(raw: pl.Series, encoding: Encoding) -> tuple[pl.Series, pl.Series
     """Int64 ids, or the texts that are to be hashed or numbered; then which are missing and which are bad."""
     frame, missing = raw.to_frame("v"), _is_missing(raw)
     values = frame.select(_ids(pl.col("v"), raw.dtype, encoding, decimals=False))["v"]
-    if (values.is_null() & ~missing).any():  # the rare 12.0 costs time only where it may occur
+    if (values.is_null() & ~missing).any():  # parsing 12.0 is slow, so it is tried only if something failed
         values = frame.select(_ids(pl.col("v"), raw.dtype, encoding, decimals=True))["v"]
     return values, missing, values.is_null() & ~missing
 
 
 def _ids(value: pl.Expr, kind: pl.DataType, encoding: Encoding, *, decimals: bool) -> pl.Expr:
-    """Values of a type as int64 or text, null where they are missing or bad; `decimals` takes the text 12.0 for 12."""
+    """Values of a type as int64 or text, null if missing or bad; with `decimals` the text 12.0 means 12."""
     target = pl.Int64() if encoding == "int64" else pl.String()
     if kind == pl.Boolean:
         return pl.when(False).then(value.cast(target))
@@ -145,7 +146,7 @@ def _milliseconds(raw: pl.Series, unit: TimeUnit) -> pl.Series:
     whole = pl.repeat(None, len(raw), dtype=pl.Int64, eager=True)
     if not raw.dtype.is_float():
         whole, _, _ = _id_values(raw, "int64")
-    # whole numbers stay integers: a float would round large ones; the clip keeps the product inside int64
+    # Whole numbers stay integers, because a float would round large ones. The clip prevents overflow.
     whole = whole.clip(-(2**53), 2**53) * scale
     fraction = raw if raw.dtype.is_numeric() else _text(raw).cast(pl.Float64, strict=False)
     rounded = (fraction.cast(pl.Float64) * scale).clip(-(2.0**62), 2.0**62).round()
@@ -176,7 +177,7 @@ def _iso_times(text: pl.Series) -> pl.Series:
 
 
 def _extended(text: pl.Series) -> pl.Series:
-    """The rarer legal forms written in the usual one: 20240501T100000,5+02 becomes 2024-05-01T10:00:00.5+02:00."""
+    """Rarer legal forms converted to the usual one: 20240501T100000,5+02 becomes 2024-05-01T10:00:00.5+02:00."""
     for pattern, replacement in (
         (r"^(\d{4})(\d\d)(\d\d)(\D|$)", "${1}-${2}-${3}${4}"),
         (r"^(\d{4}-\d\d-\d\d)[T ]+(\d)", "${1}T${2}"),
@@ -201,7 +202,7 @@ def _parse_number(raw: pl.Series, feature: Feature) -> TypedColumns:
         missing |= text.str.to_lowercase().is_in(_MISSING_NUMBERS).fill_null(False)
         if text.str.starts_with(JSON_MARK).any():
             text = text.replace([JSON_MARK + "true", JSON_MARK + "false"], ["1", "0"])
-        # by way of Float64, so that a number outside float32 becomes infinite instead of null
+        # Through Float64, so that a number outside of float32 becomes infinite instead of null.
         values = text.cast(pl.Float64, strict=False).cast(pl.Float32, strict=False)
     bad = ~values.is_finite().fill_null(False) & ~missing
     problems = [(bad, f"{feature.name} is not a finite float32")]
@@ -217,7 +218,7 @@ def _inner(lists: pl.Series) -> pl.DataType:
 
 
 def _lists(raw: pl.Series, separator: str) -> pl.Series:
-    """A list per row; an empty one where the value is missing."""
+    """A list per row; empty if the value is missing."""
     if isinstance(raw.dtype, pl.Array):
         raw = raw.arr.to_list()
     if isinstance(raw.dtype, pl.List):
@@ -234,7 +235,7 @@ def _lists(raw: pl.Series, separator: str) -> pl.Series:
 
 
 def _split(text: pl.Series, separator: str) -> pl.Series:
-    """Texts cut at the separator; a JSON list has its own elements, whatever stands in them."""
+    """Texts split at the separator; elements of JSON lists are not split."""
     lists = text.str.split(separator)
     marked = text.str.starts_with(JSON_MARK + "[").fill_null(False)
     if not marked.any():

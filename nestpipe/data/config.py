@@ -11,7 +11,7 @@ from nestpipe.errors import ConfigError
 Format = Literal["auto", "csv", "jsonl", "parquet", "lines"]  # of a log
 SYNTHETIC_TOP = 10  # list length of a synthetic log's known metrics
 
-# Of the generated click log; a recipe splits it, and recipes are read without loading anything that generates.
+# The generated click log; here, so that its recipe does not import the generator.
 CLICKS_START = 1_700_000_000  # seconds since 1970
 CLICKS_DAYS, CLICKS_TRAIN_DAYS = 30, 24
 CLICKS_SPLIT_TIME = CLICKS_START + CLICKS_TRAIN_DAYS * 86_400
@@ -30,7 +30,7 @@ class DataConfig:
     validation: bool = False
     """Hold out one more event before the test target for validation; it is not trained on."""
     max_len: int = 200
-    """Longest history a sample keeps; also the constant divisor of HSTU."""
+    """Longest history of a sample; also the constant divisor of HSTU."""
     truncate_block: int = 1
     """Histories are cut at multiples of this many events; 1 follows the published protocols, serving likes 256."""
     windows: Literal["last", "all"] = "last"
@@ -38,15 +38,15 @@ class DataConfig:
     batch_size: int = 128
     """Samples in a global batch, over all ranks; ignored with a token budget."""
     batch_tokens: int = 0
-    """If not 0: fill each global batch up to this many events instead."""
+    """If not 0: fill each global batch with samples up to this many events instead."""
     group_size: int = 1
-    """Samples in so many places of an epoch's order form a group: a loss may mix them, and no rank or part divides them."""
+    """Consecutive samples of the epoch order that form a group: a loss may mix them, and ranks and micro-batches keep them together."""
     balance: bool = False
     """Give ranks samples of equal cost instead of equal numbers of samples; changes the order of sums, nothing else."""
     cost_linear: float = 1.0
-    """balance: what an event costs by itself, in any unit; `nestpipe tune balance RECIPE` measures both."""
+    """balance: cost per event, in any unit; `nestpipe tune balance RECIPE` measures both costs."""
     cost_square: float = 0.002
-    """balance: what the square of a sample's number of events costs, in the same unit."""
+    """balance: cost per squared number of events of a sample, in the same unit."""
     drop_last: bool = False
     """Leave out the last, smaller batch of an epoch."""
     read_ahead: int = 4
@@ -54,12 +54,12 @@ class DataConfig:
 
     def problems(self) -> Iterator[str]:
         if self.group_size > 1 and (self.batch_tokens or self.batch_size % self.group_size):
-            yield f"group_size is {self.group_size}; a batch must be whole groups: a batch_size that it divides, no batch_tokens"
+            yield f"group_size is {self.group_size}, but a batch must hold whole groups; use a batch_size that it divides (not {self.batch_size}) and no batch_tokens"
         for name in ("max_len", "truncate_block", "batch_size", "group_size", "read_ahead"):
             if getattr(self, name) < 1:
                 yield f"{name} is {getattr(self, name)}; it must be at least 1"
         if min(self.cost_linear, self.cost_square) < 0 or self.cost_linear + self.cost_square == 0:
-            yield f"cost_linear and cost_square are {self.cost_linear} and {self.cost_square}; none may be negative, nor both 0"
+            yield f"cost_linear and cost_square are {self.cost_linear} and {self.cost_square}; neither may be negative, nor may both be 0"
         if self.batch_tokens < 0:
             yield f"batch_tokens is {self.batch_tokens}; it must be 0 (off) or more"
         if self.truncate_block > self.max_len:

@@ -1,7 +1,7 @@
-"""A sequence folder without one of its users: their events, features and texts are gone, everybody else's stay.
+"""Erases one user from a sequence folder: events, features and texts.
 
-The catalogue stays too: it is a property of the items. Rejected records (quarantine.jsonl) may hold anything as it stood
-in the log, so that file is emptied.
+The catalogue is kept, because it describes items. quarantine.jsonl is emptied, because rejected records may contain
+anything of the log.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from nestpipe.data.sequences import QUARANTINE, Sequences, folder_digest
 
 
 def forget_user(sequences: Sequences, user: int, *, announce: Callable[[str], None]) -> int:
-    """Writes the folder again without a user, in the place of the old one; says how many events are gone.
+    """Replaces the folder by one without the user; returns the number of erased events, 0 for an unknown user.
 
-    Before the new folder takes the place, `announce` is told its digest. Only while nobody else writes the folder.
+    `announce` receives the digest of the new folder before it is published. No other process may write the folder.
     """
     place = int(np.searchsorted(sequences.users, user))
     if place == len(sequences.users) or sequences.users[place] != user:
@@ -38,7 +38,7 @@ def forget_user(sequences: Sequences, user: int, *, announce: Callable[[str], No
 
 
 def _copy(source: Path, target: Path, *, user: int, place: int, rows: slice) -> None:
-    """One file without the user's part of it."""
+    """Copies one file without the user's rows."""
     parts = source.name.split(".")
     is_features = parts[0] in {"event", "user"} and parts[-1] == "npy"
     if source.name == QUARANTINE:
@@ -68,13 +68,13 @@ def _copy(source: Path, target: Path, *, user: int, place: int, rows: slice) -> 
 
 
 def _without(offsets: NDArray[np.int64], rows: slice) -> NDArray[np.int64]:
-    """Offsets of rows of which some are gone."""
+    """Offsets after the removal of some rows."""
     lengths = np.delete(np.diff(offsets), rows)
     return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
 
 
 def _write_meta(sequences: Sequences, draft: Path, *, num_events: int) -> str:
-    """Says the digest of the new folder."""
+    """Returns the digest of the new folder."""
     meta: dict[str, Any] = json.loads(json.dumps(sequences.meta))
     for name in ("read", "kept", "events"):
         meta["counts"][name] -= num_events

@@ -1,10 +1,9 @@
-"""Sorts events that do not fit in memory: runs on disk, then ranges of users.
+"""External merge sort of events by (user, time, order of the log).
 
-    chunks -> runs of `budget_rows`, as read -> (filter, final ids, sort by user, time, order) -> sorted runs
-           -> for each range of users with about `budget_rows` events: its slice of every run, sorted together
+    chunks -> runs of `budget_rows` on disk -> filter, final ids, sort -> sorted runs
+           -> for each range of users with about `budget_rows` events: its rows of every run, sorted together
 
-The result is the events in the order (user, time, order of the log), whatever the budget. What fits into one run is
-never written.
+The result does not depend on the budget. A log that fits into one run is never written to disk.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ Bools = NDArray[np.bool_]
 
 
 class Spool:
-    """Events on their way from the log to the sequences."""
+    """Collects events in runs; returns them sorted."""
 
     def __init__(self, folder: Path, *, budget_rows: int) -> None:
         self._folder = folder
@@ -32,7 +31,7 @@ class Spool:
         self._paths: list[Path] = []
 
     def add(self, chunk: pl.DataFrame) -> None:
-        """Takes a typed chunk, in the order of the log."""
+        """Adds a typed chunk, in the order of the log."""
         for key in ("user", "item"):
             if chunk.schema[key] != pl.Int64 or chunk[key].null_count():
                 raise AssertionError(f"{key}: {chunk.schema[key]} with {chunk[key].null_count()} nulls instead of ids")
@@ -50,7 +49,7 @@ class Spool:
             self._buffer, self._num_buffered = [], 0
 
     def runs(self) -> Iterator[pl.DataFrame]:
-        """All events, one run at a time; may be read again and again."""
+        """All events, one run at a time; may be called repeatedly."""
         if not self._paths:
             yield pl.concat(self._buffer)
             return
@@ -61,25 +60,25 @@ class Spool:
     def ranges(
         self, prepare: Callable[[pl.DataFrame], pl.DataFrame], masks: list[Bools] | None
     ) -> Iterator[pl.DataFrame]:
-        """All events that the masks keep, prepared and in their final order, some users at a time."""
+        """All events that the masks keep, prepared and sorted, one range of users at a time."""
         if not self._paths:
             [only] = self.runs()
             yield _in_order(prepare(only if masks is None else only.filter(masks[0])))
             return
         users = [self._sort_run(index, run, prepare, masks) for index, run in enumerate(self.runs())]
         for low, high in self._limits(pl.concat(users)):
-            slices = []
+            ranges = []
             for path, known in zip(self._paths, users, strict=True):
                 first = known["user"].search_sorted(low, side="left")
                 last = known["user"].search_sorted(high, side="right")
                 before = int(known["len"][:first].sum())
-                slices.append(pl.scan_ipc(path).slice(before, int(known["len"][first:last].sum())).collect())
-            yield _in_order(pl.concat(slices))
+                ranges.append(pl.scan_ipc(path).slice(before, int(known["len"][first:last].sum())).collect())
+            yield _in_order(pl.concat(ranges))
 
     def _sort_run(
         self, index: int, run: pl.DataFrame, prepare: Callable[[pl.DataFrame], pl.DataFrame], masks: list[Bools] | None
     ) -> pl.DataFrame:
-        """Replaces a run by its sorted version; returns its users, ascending, with their number of events."""
+        """Replaces a run by its sorted version; returns its users, ascending, with their event counts."""
         run = _in_order(prepare(run if masks is None else run.filter(masks[index])))
         self._paths[index].unlink()
         self._paths[index] = self._folder / f"sorted-{index}.ipc"
@@ -89,8 +88,8 @@ class Spool:
     def _limits(self, users: pl.DataFrame) -> list[tuple[int, int]]:
         """The first and last user of each range."""
         total = users.group_by("user").agg(pl.col("len").sum()).sort("user")
-        part = (total["len"].cum_sum() - 1) // self._budget_rows
-        limits = total.with_columns(part.alias("part")).group_by("part", maintain_order=True)
+        number = (total["len"].cum_sum() - 1) // self._budget_rows
+        limits = total.with_columns(number.alias("range")).group_by("range", maintain_order=True)
         return limits.agg(low=pl.col("user").first(), high=pl.col("user").last()).select("low", "high").rows()
 
 

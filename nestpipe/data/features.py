@@ -1,4 +1,4 @@
-"""Label values of events, from the stored numbers that the schema makes them of."""
+"""Labels and number features: label values of events, and fitted transforms of numbers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Floats = NDArray[np.float32]
 
 
 def label_values(label: Label, stored: Mapping[str, StoredFeature], events: NDArray[Any]) -> Floats:
-    """One value per event: 0 or 1, a level from 0, or a number; NaN where unobserved."""
+    """One value per event: 0 or 1, a level from 0, or a number; NaN if unobserved."""
     numbers = stored[label.feature].values[events].astype(np.float64)
     observed = ~np.isnan(numbers)
     if label.observed is not None:
@@ -35,14 +35,14 @@ def label_values(label: Label, stored: Mapping[str, StoredFeature], events: NDAr
 
 
 def label_weights(label: Label, stored: Mapping[str, StoredFeature], events: NDArray[Any]) -> Floats | None:
-    """The weight of each event, or None if all count alike; raises DataError for a negative one."""
+    """The weight of each event, or None without weights; raises DataError for a negative one."""
     if label.weights is None:
         return None
     weights: Floats = np.nan_to_num(stored[label.weights].values[events].astype(np.float32))
     if len(weights) and weights.min() < 0:
         raise DataError(
-            f"label '{label.name}' has the weight {weights.min()} (feature '{label.weights}'); a negative weight would "
-            "reward errors. Mend the log."
+            f"label '{label.name}' has the weight {weights.min()} (feature '{label.weights}', event "
+            f"{int(np.asarray(events)[weights.argmin()]):,}); a negative weight would reward errors. Correct the log, or use another weights feature."
         )
     return weights
 
@@ -53,13 +53,13 @@ def _check_levels(label: Label, values: NDArray[np.float64]) -> None:
         highest = label.lowest + label.num_levels - 1
         raise DataError(
             f"label '{label.name}' has the value {values[wrong][0] + label.lowest:g} (feature '{label.feature}'), but its levels "
-            f"are the whole numbers {label.lowest} .. {highest}. Declare other levels, or a regression label."
+            f"are the whole numbers {label.lowest} .. {highest}. Declare other levels, or use a regression label."
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NumberStats:
-    """Mean and deviation after the logarithm (if any), quantile boundaries of the buckets, and counts."""
+    """Mean and standard deviation (after the logarithm, if any), quantile boundaries of buckets, and counts."""
 
     mean: float
     std: float
@@ -103,7 +103,7 @@ def apply_number(feature: Feature, stats: NumberStats, values: NDArray[Any]) -> 
     if feature.transform == "bucketise":
         return np.searchsorted(np.array(stats.boundaries), filled, side="right").astype(np.int64)
     if feature.transform in {"standardise", "log_standardise"}:
-        # a constant feature has no deviation to divide by; it becomes zero
+        # A constant feature has no deviation to divide by; it becomes zero.
         filled = (filled - stats.mean) / (stats.std or 1.0)
     return filled.astype(np.float32)
 
@@ -118,5 +118,5 @@ def _refuse_missing(feature: Feature, missing: NDArray[np.bool_]) -> None:
     if feature.missing == "refuse" and missing.any():
         raise DataError(
             f"feature '{feature.name}' is missing in {int(missing.sum()):,} of {len(missing):,} rows, first in row "
-            f"{int(missing.argmax()):,}, but its missing rule is 'refuse'. Use 'zero' or 'mean', or complete the side table."
+            f"{int(missing.argmax()):,}, but its missing rule is 'refuse'. Set missing to 'zero' or 'mean', or complete the table."
         )

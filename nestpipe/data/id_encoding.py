@@ -1,8 +1,11 @@
-"""How the values of an id column become int64.
+"""Encodings of id columns as int64.
 
-`int64` takes the number as it is: any value is legal. `hash` takes a stable 64-bit hash of the text. `dictionary`
-numbers the distinct texts from 0 in sorted order, so the numbers do not depend on the order of the log; as they are
-known only when everything has been read, texts are hashed first and the hashes replaced at the end.
+    int64        the number itself; every value is legal
+    hash         a stable 64-bit hash of the text
+    dictionary   the rank of the text among all distinct texts, from 0; independent of the order of the log
+
+Dictionary ranks are known only at the end of the log, so texts are hashed first (provisional ids) and the hashes are
+replaced at the end (final ids).
 """
 
 from __future__ import annotations
@@ -17,14 +20,14 @@ from nestpipe.rng import hash_text
 
 
 class Encoder:
-    """The encoding of one id column; it remembers texts where `keep` asks for it."""
+    """The encoding of one id column; `keep` stores its texts."""
 
     def __init__(self, name: str, *, encoding: Encoding, keep: bool) -> None:
         self.name = name
         self.encoding = encoding
         self._keep = keep or encoding == "dictionary"
         self._texts: dict[int, str] = {}
-        self._numbers: pl.DataFrame | None = None  # made by the first call of `final`, when all texts are known
+        self._numbers: pl.DataFrame | None = None  # built by the first call of `final`, when all texts are known
 
     def provisional(self, texts: pl.Series) -> pl.Series:
         """Int64 hashes of texts, null for null; raises DataError if two known texts share a hash."""
@@ -46,11 +49,11 @@ class Encoder:
         for code, text in zip(codes, texts, strict=True):
             if self._texts.setdefault(code, text) != text:
                 raise DataError(
-                    f"'{self.name}' values {text!r} and {self._texts[code]!r} have the same 64-bit hash {code}; rename one of them."
+                    f"'{self.name}' values {text!r} and {self._texts[code]!r} have the same 64-bit hash {code}, so they would become one id. Rename one of them."
                 )
 
     def final(self, frame: pl.DataFrame, column: str) -> pl.DataFrame:
-        """Replaces provisional by final ids; only a dictionary has any to replace."""
+        """Replaces provisional by final ids; a no-op unless the encoding is a dictionary."""
         if self.encoding != "dictionary" or column not in frame.columns:
             return frame
         if self._numbers is None:
@@ -65,7 +68,7 @@ class Encoder:
         )
 
     def table(self) -> pl.DataFrame | None:
-        """The columns id and text, by id, of all remembered texts; None if none is kept."""
+        """The columns id and text of all stored texts, by id; None if texts are not stored."""
         if not self._keep:
             return None
         texts = sorted(self._texts.values())
@@ -82,7 +85,7 @@ class Encoder:
 
 
 def make_encoders(schema: Schema) -> Mapping[str, Encoder]:
-    """One encoder for user, for item (whose texts are kept, recommendations need them back), and each id feature."""
+    """An encoder for user, item and each id feature; item texts are stored, because recommendations return them."""
     encoders = {
         "user": Encoder("user", encoding=schema.user_encoding, keep=False),
         "item": Encoder("item", encoding=schema.item_encoding, keep=schema.item_encoding != "int64"),

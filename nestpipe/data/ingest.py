@@ -1,9 +1,9 @@
-"""Builds a sequence folder from a log and optional side tables.
+"""Ingests a log and optional side tables into a sequence folder.
 
-    log -> typed chunks -> spool -> events by (user, time, order) -> arrays
+    log -> typed chunks -> external sort by (user, time, order) -> arrays
     item and user tables -> joined to the catalogue and to the users -> arrays
 
-Invariant, checked: read = kept + quarantined + filtered + duplicates. The folder appears whole or not at all.
+Invariant, checked: read = kept + quarantined + filtered + duplicates. The folder is published atomically.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from nestpipe.errors import ConfigError, DataError
 
 Source = LogSource | pl.DataFrame
 RowFilter = Callable[[Callable[[], Iterator[pl.DataFrame]]], tuple[list[Bools], dict[str, int]]]
-_EARLY_MS = 63_072_000_000  # 1972: a log of milliseconds that ends before was most likely written in seconds
+_EARLY_MS = 63_072_000_000  # 1972: milliseconds that end earlier are most likely seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -43,24 +43,24 @@ class SideTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BuildOptions:
-    """How to build. `dedupe`, `row_filter`, `extra`, `attachments` and `documents` decide what is stored, the others only how."""
+    """Options of ingest. Only `dedupe`, `row_filter`, `extra`, `attachments` and `documents` change what is stored."""
 
     dedupe: bool = False
-    """Keep the first of records that are equal in every column that is read."""
+    """Keep only the first of records that are equal in every column read."""
     max_quarantine_share: float = 0.01
-    """Stop if more than this share of the records of the log, or of a table, is bad."""
+    """Raise an error if more than this share of the records of the log, or of a table, is bad."""
     overwrite: bool = False
     budget_rows: int = 10_000_000
     """Events held in memory at a time."""
     progress: Callable[[str, int], None] = lambda phase, num_rows: None
     row_filter: RowFilter | None = None
-    """Given a function that iterates over the runs of typed events: a mask per run, and counts of what it dropped."""
+    """Takes a function that iterates over runs of typed events; returns a mask per run, and counts of dropped events."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Stored as meta['extra'], for example the origin of the data."""
     attachments: Mapping[str, pl.DataFrame] = field(default_factory=dict)
-    """Frames stored beside the arrays as NAME.parquet."""
+    """Frames stored as NAME.parquet."""
     documents: Mapping[str, Any] = field(default_factory=dict)
-    """Stored beside the arrays as NAME.json."""
+    """Stored as NAME.json."""
 
 
 def write_sequences(
@@ -72,7 +72,7 @@ def write_sequences(
     users: SideTable | None = None,
     options: BuildOptions | None = None,
 ) -> Sequences:
-    """Reads the log and the tables, writes the folder and opens it; raises DataError or ConfigError, leaving nothing."""
+    """Reads the log and the tables, writes the folder and opens it; on DataError or ConfigError nothing is written."""
     options = options or BuildOptions()
     _check_job(schema, items=items, users=users, options=options)
     sources = [log, *(table.source for table in (items, users) if table is not None)]
@@ -88,21 +88,21 @@ def _check_job(schema: Schema, *, items: SideTable | None, users: SideTable | No
     for scope, table in scopes:
         if table is None and (features := schema.of_scope(scope)):
             raise ConfigError(
-                f"feature '{features[0].name}' has scope '{scope}', but no {scope} table is given to take it from."
+                f"feature '{features[0].name}' has scope '{scope}', but there is no {scope} table to read it from. Give the {scope} table, or change the scope to 'event'."
             )
     if options.dedupe and schema.time is None:
         raise ConfigError(
-            "dedupe on an order-only log would drop real repetitions: two equal records there are two events. Give a time column or switch dedupe off."
+            "dedupe needs times: in an order-only log two equal records are two events, which it would drop. Give a time column, or turn dedupe off."
         )
     if not 0 <= options.max_quarantine_share <= 1:
-        raise ConfigError(f"max_quarantine_share is {options.max_quarantine_share}; it is a share between 0 and 1.")
+        raise ConfigError(f"max_quarantine_share is {options.max_quarantine_share}; it must be between 0 and 1.")
     if options.budget_rows < 1:
-        raise ConfigError(f"budget_rows is {options.budget_rows}; it takes at least 1 event in memory at a time.")
+        raise ConfigError(f"budget_rows is {options.budget_rows}; it must be at least 1 event.")
 
 
 @dataclass(slots=True)
 class _Totals:
-    """What is known after the events have been written."""
+    """Totals of the written events."""
 
     users: NDArray[np.int64]
     logged_items: NDArray[np.int64]
@@ -122,8 +122,8 @@ class _Build:
     def run(self, log: Source, items: SideTable | None, users: SideTable | None) -> None:
         spool = Spool(self._draft / "spool", budget_rows=self._options.budget_rows)
         with (self._draft / QUARANTINE).open("w", encoding="utf-8") as bad:
-            sheet = Quarantine(bad, self._options.max_quarantine_share)
-            for chunk in self._reader(sheet).log(log):
+            quarantine = Quarantine(bad, self._options.max_quarantine_share)
+            for chunk in self._reader(quarantine).log(log):
                 spool.add(chunk)
             item_table = self._read_table(items, "item", bad)
             user_table = self._read_table(users, "user", bad)
@@ -140,23 +140,22 @@ class _Build:
         self._write_table(item_table, "item", catalogue, totals.logged_items)
         self._write_table(user_table, "user", totals.users, totals.users)
         self._write_texts()
-        self._write_meta(sheet, totals, filtered, len(catalogue))
+        self._write_meta(quarantine, totals, filtered, len(catalogue))
 
-    def _reader(self, sheet: Quarantine) -> TypedReader:
-        return TypedReader(self._schema, self._encoders, sheet, self._options.progress)
+    def _reader(self, quarantine: Quarantine) -> TypedReader:
+        return TypedReader(self._schema, self._encoders, quarantine, self._options.progress)
 
     def _read_table(self, table: SideTable | None, scope: Scope, bad: Any) -> pl.DataFrame | None:
         if table is None:
             return None
-        sheet = Quarantine(bad, self._options.max_quarantine_share)
-        frame = self._reader(sheet).table(table.source, scope=scope, key=table.key)
-        counts = {
-            "read": sheet.num_read,
+        quarantine = Quarantine(bad, self._options.max_quarantine_share)
+        frame = self._reader(quarantine).table(table.source, scope=scope, key=table.key)
+        self._tables[scope] = {
+            "read": quarantine.num_read,
             "kept": frame.height,
-            "quarantined": sheet.num_bad,
-            "reasons": dict(sheet.reasons),
+            "quarantined": quarantine.num_bad,
+            "reasons": dict(quarantine.reasons),
         }
-        self._tables[scope] = counts
         return frame
 
     def _final(self, frame: pl.DataFrame) -> pl.DataFrame:
@@ -179,8 +178,8 @@ class _Build:
                     [name for name in frame.columns if name != ORDER], keep="first", maintain_order=True
                 )
                 num_duplicates += frame.height - events.height
-            found, counts = np.unique(events["user"].to_numpy(), return_counts=True)
-            users.append(found)
+            distinct, counts = np.unique(events["user"].to_numpy(), return_counts=True)
+            users.append(distinct)
             lengths.append(counts)
             logged = np.union1d(logged, events["item"].to_numpy())
             for name, file in files.items():
@@ -196,7 +195,9 @@ class _Build:
         for feature in features:
             feature.close()
         if not files["item"].num_rows:
-            raise DataError("the filter left no event; nothing was written. Loosen it.")
+            raise DataError(
+                f"the filter dropped all {sum(map(len, masks or [])):,} events, so there is nothing to train on; nothing was written. Use a less strict filter."
+            )
         save_array(self._draft / "users.npy", np.concatenate(users))
         save_array(
             self._draft / "offsets.npy", np.concatenate([[0], np.cumsum(np.concatenate(lengths))]).astype(np.int64)
@@ -207,7 +208,7 @@ class _Build:
     def _write_table(
         self, table: pl.DataFrame | None, scope: Scope, ids: NDArray[np.int64], logged: NDArray[np.int64]
     ) -> None:
-        """The features of a side table, one row per id; counts ids without attributes and attributes without events."""
+        """Writes the features of a side table, one row per id; counts ids without attributes and vice versa."""
         if table is None:
             return
         keyed = self._final(table.rename({KEY: scope}))
@@ -231,11 +232,11 @@ class _Build:
         for name, document in self._options.documents.items():
             (self._draft / f"{name}.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 
-    def _write_meta(self, sheet: Quarantine, totals: _Totals, filtered: dict[str, int], num_items: int) -> None:
+    def _write_meta(self, quarantine: Quarantine, totals: _Totals, filtered: dict[str, int], num_items: int) -> None:
         counts = {
-            "read": sheet.num_read,
+            "read": quarantine.num_read,
             "kept": totals.num_events,
-            "quarantined": sheet.num_bad,
+            "quarantined": quarantine.num_bad,
             "filtered": sum(filtered.values()),
             "duplicates": totals.num_duplicates,
             "users": len(totals.users),
@@ -254,7 +255,7 @@ class _Build:
             "time_span_ms": totals.time_span_ms,
             "tie_rule": TIE_RULE,
             "encodings": {name: encoder.to_json() for name, encoder in self._encoders.items()},
-            "quarantine": dict(sheet.reasons.most_common()),
+            "quarantine": dict(quarantine.reasons.most_common()),
             "filtered": filtered,
             "tables": self._tables,
             "notes": self._notes(totals),

@@ -1,11 +1,13 @@
-"""Which rank gets which samples of a global batch: equal cost, not equal counts, because all ranks wait for the slowest.
+"""Load balance: assigns the samples of a global batch to ranks by cost, because all ranks wait for the slowest.
 
-A sample of L events costs a·L + b·L²: attention is the square, everything else, negatives included, is linear. The costliest
-unit (a sample, or a group that must not be divided) goes first, each to the rank that has least so far; then samples of the
-rank that has most are swapped with others, or moved, as long as that makes it less.
+A sample of L events costs a·L + b·L²: attention is quadratic, everything else linear. A unit is a sample, or a group that
+must not be divided.
 
-The answer is a function of lengths, ids and coefficients. The loader knows all of them on every rank before it reads a single
-event, so each rank works it out for itself and reads its own samples: nothing is exchanged.
+    1  longest processing time first: each unit, in descending cost, goes to the rank with the least load
+    2  local search: a swap or a move of the most loaded rank, as long as it lowers the maximum
+
+The assignment is a pure function of lengths, ids and coefficients. Every rank computes it before it reads any event, so
+nothing is exchanged.
 """
 
 from __future__ import annotations
@@ -18,15 +20,15 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-# Counted, not timed: a run may not depend on the clock.
+# Limits are counts, because an assignment must not depend on the clock.
 _MOST_SWAPS = 1000
-_MOST_PAIRS = 1 << 22  # looked at for one batch; a swap looks at every unit of the fullest rank with every other
-_ENOUGH = 1e-3  # of the mean load
+_MOST_PAIRS = 1 << 22  # evaluated per batch; a swap evaluates every unit of the most loaded rank with every other
+_ENOUGH = 1e-3  # relative excess over the mean load at which the search stops
 
 
 @dataclass(frozen=True, slots=True)
 class SampleCost:
-    """What a sample costs by its length, in any unit: `nestpipe tune balance` says microseconds."""
+    """Cost of a sample by its length, in any unit; `nestpipe tune balance` measures microseconds."""
 
     linear: float = 1.0
     square: float = 0.0
@@ -38,15 +40,15 @@ class SampleCost:
 
 @dataclass(frozen=True, slots=True)
 class Imbalance:
-    """How uneven ranks are, by what each has to do: all are 0 if they are equal, and below 1."""
+    """Imbalance of the ranks: 0 if all are equal, always below 1."""
 
-    wait: float  # share of the slowest rank's time that ranks wait for it, on average
-    spread: float  # (most - least) / most
-    tokens: float  # the same of their numbers of events
+    wait: float  # mean waiting time, as a share of the slowest rank's time
+    spread: float  # (max - min) / max of the loads
+    tokens: float  # (max - min) / max of the numbers of events
 
     @staticmethod
     def of(loads: Floats, tokens: Floats) -> Imbalance:
-        """Of the costs and numbers of events [world size] that ranks have."""
+        """From the load and number of events of each rank [world size]."""
         most = loads.max()
         if not most > 0:
             return Imbalance(0.0, 0.0, 0.0)
@@ -73,12 +75,12 @@ def assign(costs: Floats, ids: Ints, world_size: int, *, swaps: bool = True) -> 
 
 
 def _swap(costs: Floats, by_id: Ints, rank_of: Ints, loads: Floats) -> bool:
-    """Takes cost from the rank that has most, by the one swap or move that leaves least to the worse of the two ranks."""
+    """Applies the swap or move of the most loaded rank that minimises the larger of the two loads; False if none helps."""
     most = int(loads.argmax())
     given = by_id[rank_of[by_id] == most]
     taken = by_id[rank_of[by_id] != most]
     others = np.flatnonzero(np.arange(len(loads)) != most)
-    # Columns: every unit of another rank in exchange, then for every other rank nothing in exchange.
+    # Columns: a swap with each unit of another rank, then a move to each other rank.
     receiver = np.concatenate([rank_of[taken], others])
     returned = np.concatenate([costs[taken], np.zeros(len(others))])
     moved = costs[given][:, None] - returned
@@ -96,20 +98,20 @@ def _swap(costs: Floats, by_id: Ints, rank_of: Ints, loads: Floats) -> bool:
 
 
 def fixed(num_units: int, world_size: int) -> Ints:
-    """As many units for each rank, in their order: what is done without balance."""
+    """Equal counts for all ranks, in order: the assignment without load balance."""
     sizes = [len(part) for part in np.array_split(np.arange(num_units), world_size)]
     return np.repeat(np.arange(world_size), sizes)
 
 
 def loads_of(costs: Floats, rank_of: Ints, world_size: int) -> Floats:
-    """What each rank has to do."""
+    """The total cost of each rank."""
     return np.bincount(rank_of, weights=costs, minlength=world_size).astype(np.float64)
 
 
 def fit(lengths: list[Ints], seconds: Floats) -> tuple[SampleCost, float]:
-    """Coefficients in microseconds from batches of samples and what each took; and the constant per batch, in seconds.
+    """Fits cost coefficients (microseconds) and the constant per batch (seconds) to the measured times of batches.
 
-    Least squares of relative errors, none of the coefficients negative: one that would be is left out.
+    Non-negative least squares of relative errors: a coefficient that would be negative is left out.
     """
     columns = np.array([[1.0, one.sum(), np.square(one.astype(np.float64)).sum()] for one in lengths])
     used = [0, 1, 2]

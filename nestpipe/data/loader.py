@@ -1,8 +1,8 @@
-"""Sequences -> batches.
+"""The data loader: training batches of a split, with a cursor to resume from.
 
-The global batch of a cursor is a pure function of (seed, epoch, index): the epoch's samples in the order of their
-hashes, cut by count or by a token budget. Nothing is remembered between batches, so resuming is starting at a cursor,
-and reading ahead in a thread changes nothing but the waiting time.
+The global batch at a cursor is a pure function of (seed, epoch, number): the epoch's samples in hash order, divided by
+count or by a token budget. The loader keeps no state between batches, so resuming is starting at a cursor, and reading
+ahead in a thread does not change the batches.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from nestpipe.data.config import DataConfig
 from nestpipe.data.features import NumberStats
 from nestpipe.data.load_balance import SampleCost, assign
 from nestpipe.data.sequences import Sequences, truncate
-from nestpipe.data.splits import Split, Windows, alone, cover
+from nestpipe.data.splits import Split, Windows, disjoint_windows, overlapping_windows
 from nestpipe.errors import DataError
 from nestpipe.jagged import Batch, Cursor
 from nestpipe.rng import permutation
@@ -51,21 +51,23 @@ class Loader:
         if config.windows == "all":
             first, max_len = np.zeros_like(num_rows), config.max_len
             if inputs.layout == "next":
-                self._windows = cover(first, num_rows, max_len=max_len, block=config.truncate_block)
+                self._windows = overlapping_windows(first, num_rows, max_len=max_len, block=config.truncate_block)
             else:
-                self._windows = alone(first, num_rows, max_len=max_len)
+                self._windows = disjoint_windows(first, num_rows, max_len=max_len)
             self._samples = torch.arange(len(self._windows))
         else:
             start = truncate(np.maximum(num_rows, 0), config.max_len, config.truncate_block)
             self._windows = Windows(np.arange(len(num_rows)), start, start, num_rows)
             self._samples = torch.from_numpy(np.flatnonzero(num_rows >= 1))
         if not len(self._samples):
-            raise DataError(f"{sequences.path} has no user with two training events, so there is nothing to predict.")
+            raise DataError(
+                f"{sequences.path} has no user with two training events under this split, so there is nothing to predict. Ingest longer histories, or use another split (--data.split)."
+            )
         self._cuts = lru_cache(maxsize=2)(self._epoch)
 
     @property
     def statistics(self) -> dict[str, NumberStats]:
-        """What number features are transformed with."""
+        """Statistics that transform the number features."""
         return self._builder.statistics
 
     @property
@@ -87,17 +89,17 @@ class Loader:
         return self._builder.training(cursor, samples, self._windows.pick(samples.numpy()))
 
     def lengths(self, samples: Tensor | None = None) -> Tensor:
-        """The number of events of some samples, or of all that an epoch has."""
+        """The number of events of some samples, or of all samples of an epoch."""
         windows = self._windows.pick((self._samples if samples is None else samples).numpy())
         return torch.from_numpy(windows.end - windows.start)
 
     @property
     def samples(self) -> Tensor:
-        """All that an epoch has."""
+        """All samples of an epoch."""
         return self._samples
 
     def _share(self, first: int, last: int) -> tuple[Tensor, Tensor | None]:
-        """Where this rank's samples of a global batch stand in the epoch, and their groups, which are never divided."""
+        """Epoch positions of this rank's samples of a global batch, and their groups, which are never divided."""
         size, places = self._config.group_size, torch.arange(first, last)
         if size == 1:
             return places.tensor_split(self._world_size)[self._rank], None
@@ -106,7 +108,7 @@ class Loader:
         return places, places // size
 
     def _balanced(self, order: Tensor, first: int, last: int) -> tuple[Tensor, Tensor | None]:
-        """The same with ranks of equal cost; every rank works out the whole assignment and takes its own."""
+        """The same with load balance; every rank computes the whole assignment and takes its own samples."""
         size, places = self._config.group_size, torch.arange(first, last)
         samples = order[first:last]
         costs = SampleCost(self._config.cost_linear, self._config.cost_square).of(self.lengths(samples).numpy())
@@ -120,7 +122,7 @@ class Loader:
         return places[torch.from_numpy(own)], groups[torch.from_numpy(own)]
 
     def iterate(self, start: Cursor) -> Generator[Batch]:
-        """Batches from a cursor on, epoch after epoch, for ever; prepared by a thread that ends with the iterator."""
+        """An endless iterator of batches from a cursor on; its reader thread ends with it."""
         ready: queue.Queue[Batch | BaseException] = queue.Queue(self._config.read_ahead)
         stop = threading.Event()
 
@@ -136,7 +138,7 @@ class Loader:
                     if stop.is_set():
                         return
                     put(self.batch(cursor))
-            except BaseException as error:  # handed to the consumer, which raises it
+            except BaseException as error:  # raised by the consumer
                 put(error)
 
         thread = threading.Thread(target=read, name="nestpipe-loader", daemon=True)
@@ -149,7 +151,7 @@ class Loader:
                 yield entry
         finally:
             stop.set()
-            with contextlib.suppress(queue.Empty):  # whoever waits to put something does so at once
+            with contextlib.suppress(queue.Empty):  # unblocks the reader thread
                 while True:
                     ready.get_nowait()
             thread.join()
@@ -171,13 +173,13 @@ class Loader:
             cuts = self._token_cuts(order)
         else:
             cuts = [*range(0, len(order), self._config.batch_size), len(order)]
-        # A short last batch is dropped on request, unless the epoch would then be empty.
+        # The short last batch is kept if it is the only one.
         if self._config.drop_last and len(cuts) > 2:
             cuts = cuts[:-1] if self._config.batch_tokens or len(order) % self._config.batch_size else cuts
         return order, cuts
 
     def _token_cuts(self, order: Tensor) -> list[int]:
-        """A batch takes samples while they fit the budget, and at least one."""
+        """Batch boundaries: as many samples as fit the budget, at least one."""
         budget, cuts, filled = self._config.batch_tokens, [0], 0
         windows = self._windows.pick(order.numpy())
         for place, tokens in enumerate((windows.end - windows.start).tolist()):

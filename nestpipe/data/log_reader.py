@@ -1,8 +1,8 @@
-"""`LogSource` says where records come from; `read_raw` yields them in chunks, not yet typed.
+"""Reads logs and tables: `LogSource` names the files, `read_raw` yields their records in untyped chunks.
 
-A chunk holds a frame of the wanted columns (text from CSV and JSONL, whatever the file has from Parquet) and apart
-from it the broken records, whose text has no columns. Each row carries its record number in its file, from 1, not
-counting the header. Problems of a whole file are errors, problems of a record never are.
+A chunk has a frame of the wanted columns (text from CSV and JSONL, typed from Parquet) and the broken records that have
+no columns. Each row carries its record number within its file, from 1, without the header. A problem of a whole file is
+an error; a problem of a record never is.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from nestpipe.errors import DataError
 
 RECORD = "#record"
 JSON_MARK = (
-    "\uffff"  # in front of a JSON list, object or boolean in a text column; by definition no text has this character
+    "\uffff"  # prefix of a JSON list, object or boolean in a text column; a Unicode noncharacter, so no text has it
 )
 LINE = "line"  # the one column of format 'lines'
 
@@ -49,20 +49,20 @@ class LogSource:
 
     paths: tuple[str, ...]
     format: Format = "auto"
-    """By suffix, in front of .gz or .zst."""
+    """Detected by suffix, before .gz or .zst."""
     delimiter: str = ""
-    """CSV: tab for .tsv, comma otherwise. Several characters are legal, but then quotes are ordinary characters."""
+    """CSV: by default tab for .tsv, otherwise comma. With several characters, quotes have no special meaning."""
     columns: tuple[str, ...] = ()
-    """CSV: the names of the columns of a file without header."""
+    """CSV: column names of a file without header."""
     encoding: str = "utf-8"
     transform: Callable[[pl.DataFrame], pl.DataFrame] | None = None
-    """Turns each raw frame into another that has the wanted columns and keeps the column `#record`."""
+    """Maps each raw frame to one with the wanted columns; keeps the column `#record`."""
     block_bytes: int = 8 << 20
     chunk_rows: int = 500_000
 
 
 class BrokenRecord(NamedTuple):
-    """A record that does not even fall apart into columns."""
+    """A record that cannot be split into columns."""
 
     record: int
     reason: str
@@ -71,7 +71,7 @@ class BrokenRecord(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RawChunk:
-    """Records of one file: a frame of columns and `#record`, and those that are broken."""
+    """Records of one file: a frame of columns and `#record`, and the broken ones."""
 
     file: str
     frame: pl.DataFrame
@@ -83,7 +83,7 @@ def read_raw(
 ) -> Iterator[RawChunk]:
     """The wanted columns of every record, in order; a frame counts as one file. Raises DataError for a bad file.
 
-    The `keys` are wanted columns that nearly every record has: a JSONL file without them is given up early.
+    `keys` are wanted columns that nearly every record has: a JSONL file whose first chunk lacks one is refused early.
     """
     if isinstance(source, pl.DataFrame):
         require_columns("the frame", source.columns, columns)
@@ -106,7 +106,7 @@ def _numbered(frame: pl.LazyFrame) -> pl.LazyFrame:
 def expand(source: LogSource) -> list[Path]:
     """The files of a source, each once; raises DataError if a path or glob matches none."""
     if not source.paths:
-        raise DataError("no log was given; name at least one file or glob.")
+        raise DataError("no log was given, so there is nothing to read. Name at least one file or glob.")
     found: dict[Path, Path] = {}
     for pattern in source.paths:
         path = Path(pattern)
@@ -115,7 +115,7 @@ def expand(source: LogSource) -> list[Path]:
         files = [match for match in matches if match.is_file()]
         if not files:
             raise DataError(
-                f"no file matches {pattern!r} (looked from {Path.cwd()}). Check the path, and quote a glob so that the shell leaves it alone."
+                f"no file matches {pattern!r} (relative to {Path.cwd()}), so there is nothing to read. Check the path, and quote a glob so that the shell does not expand it."
             )
         for file in files:
             found.setdefault(file.resolve(), file)
@@ -133,9 +133,7 @@ def columns_of(source: LogSource) -> list[str]:
 def require_columns(where: str, present: Sequence[str], wanted: Sequence[str]) -> None:
     """Raises DataError that names the missing columns, the nearest present ones, and all that are there."""
     if RECORD in wanted:
-        raise DataError(
-            f"{where}: the column name '{RECORD}' is taken by nestpipe's own record numbers. Rename the column."
-        )
+        raise DataError(f"{where}: the column name '{RECORD}' is reserved for record numbers. Rename the column.")
     hints = []
     for name in wanted:
         if name not in present:
@@ -151,7 +149,7 @@ def _read_file(path: Path, source: LogSource, columns: Sequence[str], keys: Sequ
     file_format = _format_of(path, source)
     if not path.stat().st_size:
         raise DataError(
-            f"{path} is empty (0 bytes): was the export finished? Remove it from the paths or write it again."
+            f"{path} is empty (0 bytes), which looks like an unfinished export. Remove it from the paths, or export it again."
         )
     wanted = () if source.transform else columns
     if file_format == "parquet":
@@ -173,7 +171,7 @@ def _format_of(path: Path, source: LogSource) -> Format:
         return _SUFFIXES[suffixes[-1]]
     known = ", ".join(_SUFFIXES)
     raise DataError(
-        f"cannot tell the format of {path} by its name; known endings are {known}, each also with .gz or .zst. Give the format."
+        f"{path} has no known suffix, so its format is unknown; known are {known}, each also with .gz or .zst. Pass the format (--format)."
     )
 
 
@@ -198,7 +196,7 @@ def _read_csv(path: Path, blocks: Iterator[bytes], source: LogSource, wanted: Se
 
 
 def _unify(blocks: Iterator[bytes], delimiter: str) -> Iterator[bytes]:
-    """Replaces a delimiter of several bytes by one byte, also where it lies across two blocks."""
+    """Replaces a delimiter of several bytes by one byte, also across block boundaries."""
     long, rest = delimiter.encode(), b""
     for block in blocks:
         data = rest + block
@@ -213,9 +211,9 @@ def _header(path: Path, records: Records, names: list[str], delimiter: str, seve
     if max(records.num_fields) <= 1 and len(names) != 1:
         line = records.texts[0].decode()
         better = max(_DELIMITERS, key=line.count)
-        hint = f"{better!r} would give {line.count(better) + 1}" if better in line else "no usual delimiter is in it"
+        hint = f"{better!r} would give {line.count(better) + 1}" if better in line else "there is no usual delimiter"
         raise DataError(
-            f"{path} has a single column with the delimiter {delimiter!r}; in its first line {line[:80]!r} {hint}. Give the delimiter."
+            f"{path} has a single column with the delimiter {delimiter!r}, so user and item are not separate columns; in its first line {line[:80]!r} {hint}. Pass the delimiter (--delimiter)."
         )
     if names:
         return names, False
@@ -225,7 +223,7 @@ def _header(path: Path, records: Records, names: list[str], delimiter: str, seve
     if len(set(found)) < len(found):
         twice = sorted({name for name in found if found.count(name) > 1})
         raise DataError(
-            f"{path} has more than one column named {', '.join(map(repr, twice))}; which one is meant cannot be told. Rename them."
+            f"{path} has more than one column named {', '.join(map(repr, twice))}, so it is ambiguous which to read. Rename them."
         )
     return found, True
 
@@ -279,7 +277,7 @@ def _read_lines(path: Path, chunks: Iterator[Records]) -> Iterator[RawChunk]:
 def _read_jsonl(
     path: Path, chunks: Iterator[Records], wanted: Sequence[str], keys: Sequence[str]
 ) -> Iterator[RawChunk]:
-    """A record may lack any key; a wanted one that no record of the file has is an error."""
+    """A record may lack any key; a wanted key that no record of the file has is an error."""
     number, seen = 1, dict[str, None]()
     for records in chunks:
         rows, numbers, broken = [], [], []
@@ -302,12 +300,12 @@ def _read_jsonl(
 
 
 def _json_row(text: bytes) -> dict[str, Any] | str:
-    """The object of a line, its numbers as texts, or the reason why it has none."""
+    """The object of a line with its numbers as text, or the reason why there is none."""
     try:
         row = _DECODER.decode(text.decode())
         if not isinstance(row, dict):
             return "not a JSON object"
-        # half of a surrogate pair can be escaped in JSON but is no character
+        # JSON can escape a lone surrogate, which is no character.
         if b"\\u" in text:
             json.dumps(row, ensure_ascii=False).encode()
     except UnicodeEncodeError:
@@ -318,17 +316,17 @@ def _json_row(text: bytes) -> dict[str, Any] | str:
 
 
 def _number_text(text: str) -> str:
-    """A JSON number that is whole loses its .0, so that it is the same id as one without."""
+    """A whole JSON number without its .0, so that 12.0 and 12 are the same id."""
     whole, _, fraction = text.partition(".")
     return text if fraction.strip("0") else whole
 
 
 def _constant_text(name: str) -> str | None:
-    """NaN is a missing value; an infinity is neither an id nor a legal number."""
+    """NaN means missing; an infinity is neither an id nor a legal number."""
     return None if name == "NaN" else JSON_MARK + name
 
 
-# once: json.loads would make one for every record
+# Built once: json.loads would build one per record.
 _DECODER = json.JSONDecoder(parse_float=_number_text, parse_int=str, parse_constant=_constant_text)
 
 
@@ -337,7 +335,7 @@ def _json_column(name: str, values: list[Any]) -> pl.Series:
 
 
 def _json_text(value: Any) -> str | None:
-    """Texts and numbers as they are; lists, objects and booleans as JSON behind a mark, the elements of a list likewise."""
+    """Texts and numbers unchanged; lists, objects and booleans, also inside lists, as JSON with a prefix."""
     if isinstance(value, list):
         return JSON_MARK + json.dumps([_json_scalar(one) for one in value], ensure_ascii=False)
     return _json_scalar(value)
@@ -348,11 +346,11 @@ def _json_scalar(value: Any) -> str | None:
 
 
 def shown(value: Any) -> Any:
-    """A raw value as it stood in the file, for people."""
+    """A raw value as it is in the file."""
     if isinstance(value, str) and value.startswith(JSON_MARK):
         try:
             value = json.loads(value.removeprefix(JSON_MARK))
-        except ValueError:  # the text had the mark itself
+        except ValueError:  # the text itself begins with the prefix
             return value
         return [shown(one) for one in value] if isinstance(value, list) else value
     return value
@@ -362,7 +360,9 @@ def _parquet_columns(path: Path) -> list[str]:
     try:
         return list(pl.read_parquet_schema(path))
     except (pl.exceptions.PolarsError, OSError) as error:
-        raise DataError(f"{path} is not a complete Parquet file ({error}). Copy or write it again.") from None
+        raise DataError(
+            f"{path} is not a complete Parquet file ({error}), so none of its records can be read. Copy or export it again."
+        ) from None
 
 
 def _read_parquet(path: Path, source: LogSource, wanted: Sequence[str]) -> Iterator[RawChunk]:
@@ -373,4 +373,6 @@ def _read_parquet(path: Path, source: LogSource, wanted: Sequence[str]) -> Itera
         for frame in scan.collect_batches(chunk_size=source.chunk_rows, maintain_order=True):
             yield RawChunk(str(path), frame)
     except (pl.exceptions.PolarsError, OSError) as error:
-        raise DataError(f"{path} cannot be read to its end ({error}). Copy or write it again.") from None
+        raise DataError(
+            f"{path} cannot be read to its end ({error}); a shorter log would look complete. Copy or export it again."
+        ) from None

@@ -1,4 +1,4 @@
-"""Readers of public data sets: MovieLens (ratings.dat, movies.dat, users.dat), KuaiRand (log_standard files), Amazon (lines)."""
+"""Ingest of public data sets: MovieLens-1M (three .dat files), KuaiRand (log_standard files), Amazon (one user per line)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MOVIELENS_SCHEMA = Schema(
 
 
 def ingest_movielens(folder: str | Path, out: str | Path, *, options: BuildOptions | None = None) -> Sequences:
-    """Every rating is an event and every movie a candidate, without any filter; equal times keep the order of the file."""
+    """Every rating is an event and every movie a candidate; nothing is filtered."""
     return write_sequences(
         out,
         schema=MOVIELENS_SCHEMA,
@@ -54,7 +54,7 @@ def _source(folder: str | Path, name: str, columns: tuple[str, ...]) -> LogSourc
     path = Path(folder) / name
     if not path.is_file():
         raise DataError(
-            f"{folder} has no {name}; a MovieLens-1M folder has ratings.dat, movies.dat and users.dat. Unpack ml-1m.zip and give that folder."
+            f"{folder} has no {name}, but a MovieLens-1M folder has ratings.dat, movies.dat and users.dat. Unpack ml-1m.zip and pass that folder."
         )
     return LogSource(
         paths=(str(path),),
@@ -67,7 +67,7 @@ def _source(folder: str | Path, name: str, columns: tuple[str, ...]) -> LogSourc
 
 
 def _with_year(movies: pl.DataFrame) -> pl.DataFrame:
-    """The year stands at the end of the title: 'Toy Story (1995)'."""
+    """The year at the end of the title: 'Toy Story (1995)'."""
     return movies.with_columns(pl.col("title").str.extract(r"\((\d{4})\)\s*$").alias("year"))
 
 
@@ -91,7 +91,7 @@ def ingest_kuairand(
     core: int = 5,
     options: BuildOptions | None = None,
 ) -> Sequences:
-    """Every impression is an event; signals and durations are event features, as far as the files have them."""
+    """Every impression is an event; the signals and durations that the files have are event features."""
     options = options or BuildOptions()
     source = LogSource(paths=(paths,) if isinstance(paths, str) else tuple(paths))
     present = columns_of(source)
@@ -112,15 +112,15 @@ def schema_of(columns: list[str]) -> Schema:
 
 
 def published(runs: Runs, *, core: int) -> tuple[list[Bools], dict[str, int]]:
-    """A mask per run, and how many impressions each rule dropped; raises DataError if no signal column is known."""
+    """The published filter: a mask per run, and dropped impressions per rule; raises DataError without signal columns."""
     masks, num_disliked, num_silent = [], 0, 0
     for run in runs():
         signals = [name for name in POSITIVE if name in run.columns]
         if not signals:
             raise DataError(
-                f"the published filter needs at least one of the columns {', '.join(POSITIVE)}; switch it off."
+                f"the published filter keeps events with a positive signal, but the log has none of the columns {', '.join(POSITIVE)}. Turn the filter off, or ingest files that have one."
             )
-        # a missing signal counts as none; it is NaN, which Polars holds for larger than any number
+        # A missing signal is NaN, which Polars compares as larger than any number; it counts as none.
         given = run.select(pl.col(NEGATIVE, *signals).fill_nan(0))
         liked = ~(given[NEGATIVE] > 0).to_numpy()
         positive = given.select(pl.any_horizontal(pl.col(name) > 0 for name in signals)).to_series().to_numpy()
@@ -134,7 +134,7 @@ def published(runs: Runs, *, core: int) -> tuple[list[Bools], dict[str, int]]:
 
 
 def k_core(runs: Runs, masks: list[Bools], *, core: int) -> list[Bools]:
-    """Masks under which every user and every item that is left has at least `core` events."""
+    """Masks under which every remaining user and item has at least `core` events."""
     while True:
         before = sum(int(mask.sum()) for mask in masks)
         for key in ("user", "item"):
@@ -152,7 +152,7 @@ AMAZON_SCHEMA = Schema(time=None)
 def ingest_amazon(
     path: str | Path, out: str | Path, *, texts: str | Path | None = None, options: BuildOptions | None = None
 ) -> Sequences:
-    """Every item of a line is an event of its user; a record of the counts is an event, not a line."""
+    """Every item of a line is an event of its user; counts are of events, not lines."""
     options = options or BuildOptions()
     if texts is not None:
         check_place(Path(out), overwrite=options.overwrite, inputs=[Path(texts)])
@@ -164,8 +164,8 @@ def ingest_amazon(
 
 def _events(lines: pl.DataFrame) -> pl.DataFrame:
     words = pl.col(LINE).str.strip_chars().str.split(" ")
-    parts = lines.select(RECORD, user=words.list.first(), item=words.list.slice(1))
-    return parts.explode("item", empty_as_null=True)
+    users = lines.select(RECORD, user=words.list.first(), item=words.list.slice(1))
+    return users.explode("item", empty_as_null=True)
 
 
 def read_texts(path: str | Path) -> pl.DataFrame:

@@ -1,10 +1,10 @@
-"""Logs and side tables through a schema into clean typed chunks; bad records go to the quarantine.
+"""Types the records of logs and side tables; bad records go to the quarantine.
 
     files -> raw chunks -> typed chunks (user, item, time in ms, features, `#order`)      read = kept + quarantined
-                        -> quarantine.jsonl: file, record, reason, the raw values
+                        -> quarantine.jsonl: file, record, reason, raw values
 
-`#order` numbers the records of the whole log; it decides among equal times. The names with # are ours: no feature,
-whose name is an identifier, can have one.
+`#order` numbers the records of the whole log and breaks ties of equal times. Names with # cannot collide with features,
+whose names are identifiers.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from nestpipe.errors import DataError
 ORDER = "#order"
 KEY = "#key"
 _FILE = "#file"
-# Only a log of which more than half of the first records is bad is given up before its end; otherwise the share in the
-# whole log decides, so that it does not matter where the log is cut into chunks.
+# Reading stops early only if more than half of the first records are bad. Otherwise the share in the whole log decides, so
+# that the outcome does not depend on chunk boundaries.
 _EARLY = 100_000
 _HOPELESS = 0.5
-_JSON = json.JSONEncoder(ensure_ascii=False, default=str)  # once: json.dumps would make one for every record
+_JSON = json.JSONEncoder(ensure_ascii=False, default=str)  # built once: json.dumps would build one per record
 
 
 @dataclass(slots=True)
@@ -51,16 +51,16 @@ class Quarantine:
         return self.reasons.total()
 
     def count(self, num_read: int, reasons: Mapping[str, int]) -> None:
-        """Records that were read, and the bad ones among them."""
+        """Adds to the number of records read, and of bad records per reason."""
         self.num_read += num_read
         self.reasons.update(reasons)
 
     def is_hopeless(self) -> bool:
-        """Whether so much is bad that the rest need not be read."""
+        """Whether so many records are bad that reading can stop."""
         return self.max_share < _HOPELESS and self.num_read >= _EARLY and self.num_bad > _HOPELESS * self.num_read
 
     def write(self, file: str, entries: Iterable[tuple[int, str, object]]) -> None:
-        """The record number, reason and raw values of records that have been counted."""
+        """Writes (record number, reason, raw values) of bad records; they were counted before."""
         for record, reason, values in entries:
             entry = {"file": file, "record": record, "reason": reason, "values": values}
             self.file.write(_JSON.encode(entry) + "\n")
@@ -75,7 +75,7 @@ class Quarantine:
     def too_many(self, when: str) -> DataError:
         """The error for too many bad records, with the share and the most common reasons."""
         share, allowed = self.num_bad / self.num_read, self.max_share
-        places = 1
+        places = 1  # as many decimals as it takes to tell the two shares apart
         while f"{share:.{places}%}" == f"{allowed:.{places}%}" and places < 9:
             places += 1
         lines = [
@@ -85,7 +85,7 @@ class Quarantine:
             f"{self.num_bad:,} of {self.num_read:,} records{when} are bad ({share:.{places}%}), more than the "
             f"{allowed:.{places}%} that max_quarantine_share allows; nothing was written. Most common reasons:\n"
             + "\n".join(lines)
-            + "\nMend the log or the column mapping, or raise max_quarantine_share."
+            + "\nCorrect the log or the column mapping, or raise max_quarantine_share."
         )
 
 
@@ -99,7 +99,7 @@ class TypedReader:
     progress: Callable[[str, int], None] = lambda phase, num_rows: None
 
     def log(self, source: LogSource | pl.DataFrame) -> Iterator[pl.DataFrame]:
-        """Typed chunks of a log, in order; raises DataError if nothing is left or too much is bad."""
+        """Typed chunks of a log, in order; raises DataError if no record is good or too many are bad."""
 
         def typed(frame: pl.DataFrame) -> list[TypedColumns]:
             found = [parse_key(frame[self.schema.user], "user", self.schema.user_encoding)]
@@ -113,7 +113,7 @@ class TypedReader:
             yield self._encoded(chunk.drop(RECORD, _FILE))
 
     def table(self, source: LogSource | pl.DataFrame, *, scope: Scope, key: str) -> pl.DataFrame:
-        """A whole side table, its key as column `#key`; later records of a key are quarantined."""
+        """A whole side table with its key as column `#key`; repeated keys are quarantined."""
         columns = [key]
         for feature in self.schema.of_scope(scope):
             columns += [feature.source, *([feature.weights] if feature.weights else [])]
@@ -140,7 +140,7 @@ class TypedReader:
         return table.filter(~again)
 
     def _encoded(self, frame: pl.DataFrame) -> pl.DataFrame:
-        """Texts replaced by provisional ids; only now, so that a quarantined record adds no text to a dictionary."""
+        """Replaces texts by provisional ids; after the quarantine, so that bad records add no text to a dictionary."""
         for name, kind in frame.schema.items():
             if kind == pl.String:
                 frame = frame.with_columns(self.encoders[name].provisional(frame[name]).alias(name))
@@ -159,26 +159,27 @@ class TypedReader:
         typed: Callable[[pl.DataFrame], list[TypedColumns]],
         phase: str,
     ) -> Iterator[pl.DataFrame]:
-        num_kept, sheet = 0, self.quarantine
+        num_kept, quarantine = 0, self.quarantine
         for raw in read_raw(source, columns, keys=keys):
             chunk = self._clean(raw, typed(raw.frame))
             num_kept += chunk.height
-            if sheet.num_read != num_kept + sheet.num_bad:
-                raise AssertionError(f"{raw.file}: read {sheet.num_read}, kept {num_kept}, quarantined {sheet.num_bad}")
-            self.progress(phase, sheet.num_read)
+            num_read, num_bad = quarantine.num_read, quarantine.num_bad
+            if num_read != num_kept + num_bad:
+                raise AssertionError(f"{raw.file}: read {num_read}, kept {num_kept}, quarantined {num_bad}")
+            self.progress(phase, num_read)
             yield chunk
-        sheet.check_share()
+        quarantine.check_share()
         if not num_kept:
             where = "the frame" if isinstance(source, pl.DataFrame) else ", ".join(source.paths)
             raise DataError(
-                f"{where} has no usable record ({sheet.num_read:,} read, {sheet.num_bad:,} quarantined), so there is nothing to build."
+                f"{where} has no good record ({quarantine.num_read:,} read, {quarantine.num_bad:,} quarantined), so there is nothing to train on; nothing was written. Check the file and the column mapping."
             )
 
     def _clean(self, raw: RawChunk, parts: list[TypedColumns]) -> pl.DataFrame:
-        """The rows without a problem; the others and the broken records go to the quarantine, in the order of the file."""
+        """The rows without a problem; all others go to the quarantine, in the order of the file."""
         problems = [problem for part in parts for problem in part.problems]
         which = np.full(raw.frame.height, -1)
-        for index in reversed(range(len(problems))):  # the first problem of a row is the one that is told
+        for index in reversed(range(len(problems))):  # a row's first problem is the one reported
             which[problems[index][0].to_numpy()] = index
         first_order = self.quarantine.num_read
         reasons = Counter(broken.reason for broken in raw.broken)
@@ -187,8 +188,8 @@ class TypedReader:
         self.quarantine.count(raw.frame.height + len(raw.broken), reasons)
         hopeless = self.quarantine.is_hopeless()
         if reasons:
-            told = _first_of_reasons(which) if hopeless else which
-            self.quarantine.write(raw.file, _entries(raw, told, [reason for _, reason in problems]))
+            listed = _first_of_reasons(which) if hopeless else which
+            self.quarantine.write(raw.file, _entries(raw, listed, [reason for _, reason in problems]))
         if hopeless:
             raise self.quarantine.too_many(" so far")
         own = [
@@ -201,7 +202,7 @@ class TypedReader:
 
 
 def _first_of_reasons(which: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Keeps the first row of each reason only, enough for an error message."""
+    """Keeps only the first row of each reason, enough for an error message."""
     numbers, places = np.unique(which, return_index=True)
     first = np.full_like(which, -1)
     first[places] = numbers
@@ -209,18 +210,13 @@ def _first_of_reasons(which: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def _entries(raw: RawChunk, which: NDArray[np.int64], reasons: list[str]) -> Iterator[tuple[int, str, object]]:
-    """The bad records of a chunk in the order of the file; `which` is the number of a row's reason, or -1."""
+    """The bad records of a chunk in the order of the file; `which` is the index of a row's reason, or -1."""
     bad = np.flatnonzero(which >= 0)
     frame = raw.frame[bad]
-    told = (reasons[index] for index in which[bad].tolist())
+    row_reasons = (reasons[index] for index in which[bad].tolist())
     rows: Iterator[dict[str, Any]] = frame.drop(RECORD).iter_rows(named=True)
     if any(frame[name].str.starts_with(JSON_MARK).any() for name, kind in frame.schema.items() if kind == pl.String):
         rows = ({name: shown(value) for name, value in row.items()} for row in rows)
-    return heapq.merge(zip(frame[RECORD].to_list(), told, rows, strict=True), raw.broken, key=lambda entry: entry[0])
-
-
-def read_events(
-    source: LogSource | pl.DataFrame, schema: Schema, *, encoders: Mapping[str, Encoder], quarantine: Quarantine
-) -> Iterator[pl.DataFrame]:
-    """Typed chunks of a log: columns user, item, time, the features and `#order`; see `Reader` for tables."""
-    yield from TypedReader(schema, encoders, quarantine).log(source)
+    return heapq.merge(
+        zip(frame[RECORD].to_list(), row_reasons, rows, strict=True), raw.broken, key=lambda entry: entry[0]
+    )

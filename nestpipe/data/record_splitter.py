@@ -1,10 +1,9 @@
-"""Text files, plain or compressed, as blocks of whole records.
+"""Splits text files, plain or compressed, into records.
 
-    bytes -> decompress -> decode -> UTF-8 bytes -> cut into records
+    bytes -> decompress -> decode -> UTF-8 bytes -> records
 
-A record is a line, except that a quoted CSV field may hold line breaks. Records are cut here and not by Polars,
-because Polars drops surplus fields, fills up missing ones and gives up on a stray quote, while each of these must
-reach the quarantine with its text.
+A record is a line; a quoted CSV field may contain line breaks. Polars would drop surplus fields, fill in missing ones and
+fail on a stray quote. Each of these must reach the quarantine with its text, so records are split here.
 """
 
 from __future__ import annotations
@@ -22,24 +21,24 @@ import polars as pl
 
 from nestpipe.errors import DataError
 
-UNIT = "\x1f"  # the ASCII unit separator stands for delimiters of several characters, which Polars does not read
+UNIT = "\x1f"  # ASCII unit separator, replaces delimiters of several characters, which Polars cannot read
 STRAY_QUOTE = -1
 
 _GZIP = b"\x1f\x8b"
 _ZSTD = b"\x28\xb5\x2f\xfd"
-_MAX_OPEN = 1 << 20  # a quoted record longer than this is taken for a quote that was never closed
+_MAX_OPEN = 1 << 20  # a longer quoted record is treated as an unclosed quote
 
 
 @dataclass(slots=True)
 class Records:
-    """Whole records and the number of fields of each; `STRAY_QUOTE` where the quotes do not pair up."""
+    """Whole records and the number of fields of each; `STRAY_QUOTE` if the quotes do not pair up."""
 
     texts: list[bytes] = field(default_factory=list)
     num_fields: list[int] = field(default_factory=list)
 
 
 def read_blocks(path: Path, *, encoding: str, block_bytes: int) -> Iterator[bytes]:
-    """The file's text as UTF-8, in blocks that may end anywhere; raises DataError if it is damaged or undecodable."""
+    """The file as UTF-8 in blocks with arbitrary boundaries; raises DataError if it is damaged or undecodable."""
     decoder = codecs.getincrementaldecoder(_codec(encoding))()
     num_bytes = 0
     try:
@@ -51,7 +50,7 @@ def read_blocks(path: Path, *, encoding: str, block_bytes: int) -> Iterator[byte
         byte = error.object[error.start]
         raise DataError(
             f"{path} is not {encoding} text: byte 0x{byte:02x} near position {num_bytes + error.start:,} cannot be decoded, "
-            "so no id in it can be trusted. Give the file's real encoding, for example latin-1."
+            "so no id in it can be trusted. Pass the encoding of the file (--encoding), for example latin-1."
         ) from None
 
 
@@ -59,8 +58,10 @@ def _codec(encoding: str) -> str:
     try:
         name = codecs.lookup(encoding).name
     except LookupError:
-        raise DataError(f"unknown encoding {encoding!r}; common ones are utf-8, latin-1, cp1252 and utf-16.") from None
-    # utf-8-sig drops the byte order mark that spreadsheets write, which would become part of the first column's name
+        raise DataError(
+            f"unknown encoding {encoding!r}, so the log cannot be decoded. Common encodings are utf-8, latin-1, cp1252 and utf-16."
+        ) from None
+    # utf-8-sig drops the byte order mark of spreadsheets, which would become part of the first column name.
     return "utf-8-sig" if name == "utf-8" else name
 
 
@@ -92,14 +93,14 @@ def _damaged(path: Path, error: Exception) -> DataError:
 def _zstd_blocks(path: Path, *, encoding: str) -> Iterator[bytes]:
     if _codec(encoding) != "utf-8-sig":
         raise DataError(
-            f"{path} is compressed with zstd, which is read as UTF-8 only, not {encoding}. Recompress it with gzip."
+            f"{path} is compressed with zstd, which is decoded as UTF-8 only, not as {encoding}. Compress it with gzip instead."
         )
     for frame in pl.scan_lines(path, glob=False).collect_batches(chunk_size=1 << 18):
         yield "".join(f"{line}\n" for line in frame["line"].to_list()).encode()
 
 
 def split_records(blocks: Iterator[bytes], *, delimiter: str, quoted: bool) -> Iterator[Records]:
-    """Blocks cut into whole records without their line ends; blank lines are not records."""
+    """Splits blocks into whole records without line ends; blank lines are not records."""
     separator = delimiter.encode()
     rest = b""
     for block in blocks:
@@ -115,7 +116,7 @@ def split_records(blocks: Iterator[bytes], *, delimiter: str, quoted: bool) -> I
 
 
 def _cut(data: bytes, *, separator: bytes, quoted: bool, final: bool) -> tuple[Records, int]:
-    """The whole records of the data and the number of bytes they take."""
+    """The whole records of the data, and the number of bytes they take."""
     if quoted and b'"' in data:
         return _cut_quoted(data, separator=separator, final=final)
     used = data.rfind(b"\n") + 1
@@ -138,7 +139,7 @@ def _cut_quoted(data: bytes, *, separator: bytes, final: bool) -> tuple[Records,
         else:
             end = data.find(b"\n", place)
             if end < 0 or not (final or found or len(data) - place >= _MAX_OPEN):
-                break  # the field may close, or the line may end, in the next block
+                break  # the quote may close, or the line may end, in the next block
             text, num_fields, place = data[place:end].removesuffix(b"\r"), STRAY_QUOTE, end + 1
         if text:
             records.texts.append(text)
@@ -148,7 +149,7 @@ def _cut_quoted(data: bytes, *, separator: bytes, final: bool) -> tuple[Records,
 
 @lru_cache
 def _record_pattern(separator: bytes) -> re.Pattern[bytes]:
-    """One legal record and its line end; possessive, so that a stray quote costs one pass over its field."""
+    """Matches one legal record and its line end; possessive, so that a stray quote costs one pass over its field."""
     quoted, plain = _field(separator)
     one = rb"(?:" + quoted + rb"|" + plain + rb")"
     return re.compile(rb"(" + one + rb"(?:" + re.escape(separator) + one + rb")*+)\r?\n")

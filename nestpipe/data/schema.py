@@ -1,20 +1,20 @@
-"""Features are declared once, here, for ingest, lookups, serving and checkpoints.
+"""The schema of a log: its columns, features and labels, declared once for ingest, models, serving and checkpoints.
 
 A `Schema` names the log's user, item and time columns and any number of features. A feature has a *kind* (what its
 values are) and a *scope* (whose values they are):
 
     kind    id      one int64 (or string, hashed or numbered)      at most one per row; a missing one is an empty row
             ids     several, with optional weights, pooled         "12|7|93" in text columns
-            number  one float; missing rule, then a transform whose statistics are fitted on the training part
+            number  one float; a rule for missing values, then a transform fitted on the training events
             vector  a fixed number of floats
     scope   event   a column of the log                  item, user   a column of a side table, joined by id
-            request known only when a recommendation is asked for; never stored with the log
+            request sent with a request for recommendations; never stored in the log
 
-A `Label` is what a ranking model learns about an event. It is made of a number feature of the event, so that one
-declaration gives both: the action of an event in the history, and the answer for a candidate.
+A `Label` is what a ranking model learns to predict about an event. It is derived from a number feature of the event, so
+one declaration gives both the action of a past event and the target of a candidate.
 
-    kind    binary      1 from `threshold` on: a click, a like, but also a dislike, a skip, a short view
-            ordinal     num_levels levels from `lowest` on, in steps of one: stars
+    kind    binary      1 if at least `threshold`: a click, a like, but also a dislike, a skip, a short view
+            ordinal     num_levels whole levels from `lowest` up: stars
             regression  the number itself, or its logarithm: seconds watched
 """
 
@@ -38,19 +38,19 @@ LabelKind = Literal["binary", "regression", "ordinal"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Feature:
-    """One feature; the fields below the first block matter only for the kinds they name."""
+    """One feature; fields after the first block apply only to the kinds named in their comments."""
 
     name: str
     kind: Kind
     scope: Scope = "event"
-    column: str | None = None  # its column in the log or side table; the name if not given
+    column: str | None = None  # in the log or side table; by default the name
 
     encoding: Encoding = "int64"  # id, ids: how a value becomes an int64
     separator: str = "|"  # ids, vector: between values in a text column
     weights: str | None = None  # ids: a column of weights, separated likewise
     pool: Literal["sum", "mean"] = "mean"  # ids
 
-    missing: Missing = "zero"  # number: the value that stands for a missing one, or quarantine of the record
+    missing: Missing = "zero"  # number: replacement of a missing value, or quarantine of the record
     transform: Transform = "none"  # number
     num_buckets: int = 16  # number, bucketise: quantile buckets, used as ids
 
@@ -63,27 +63,27 @@ class Feature:
     def problems(self) -> Iterator[str]:
         where = f"feature '{self.name}'"
         if not self.name.isidentifier():
-            yield f"{where}: the name must be a Python identifier, it becomes a file and a keyword"
+            yield f"{where}: the name must be a Python identifier, because it becomes part of file names"
         if self.name in {"user", "item", "time"}:
-            yield f"{where}: the names user, item and time are the schema's own columns"
+            yield f"{where}: the names user, item and time are reserved for the schema's columns"
         if self.weights is not None and self.kind != "ids":
-            yield f"{where}: weights go with kind 'ids', not '{self.kind}'"
+            yield f"{where}: weights need kind 'ids', not '{self.kind}'"
         if (self.dim > 0) != (self.kind == "vector"):
-            yield f"{where}: kind '{self.kind}' with dim {self.dim}; a vector needs dim > 0, nothing else has one"
+            yield f"{where}: kind '{self.kind}' with dim {self.dim}; a vector needs dim > 0, other kinds dim 0"
         if self.transform != "none" and self.kind != "number":
-            yield f"{where}: transform '{self.transform}' goes with kind 'number', not '{self.kind}'"
+            yield f"{where}: transform '{self.transform}' needs kind 'number', not '{self.kind}'"
         if self.transform == "bucketise" and self.num_buckets < 2:
-            yield f"{where}: num_buckets is {self.num_buckets}; it takes at least 2"
+            yield f"{where}: num_buckets is {self.num_buckets}; it must be at least 2"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Label:
-    """One label; unobserved where its number is missing, or where `observed` says so."""
+    """One label; unobserved if its number is missing, or if `observed` is not above 0."""
 
     name: str
     kind: LabelKind
-    feature: str  # the number feature of the event that it is made of
-    weight: float = 1.0  # of its loss beside those of other labels
+    feature: str  # the number feature of the event that it is derived from
+    weight: float = 1.0  # of its loss, relative to other labels
     weights: str | None = None  # a number feature with the weight of each event; a missing one is 0
     observed: str | None = None  # a number feature: the label counts only where it is above 0
 
@@ -101,11 +101,11 @@ class Label:
         if not self.name.isidentifier():
             yield f"{where}: the name must be a Python identifier, it becomes a keyword"
         if (self.num_levels >= 2) != (self.kind == "ordinal"):
-            yield f"{where}: kind '{self.kind}' with num_levels {self.num_levels}; ordinal takes 2 or more, nothing else has them"
+            yield f"{where}: kind '{self.kind}' with num_levels {self.num_levels}; ordinal needs at least 2, other kinds 0"
         if not 0 < self.weight < float("inf"):
             yield f"{where}: weight is {self.weight}; it must be above 0 and finite"
         if self.log and self.kind != "regression":
-            yield f"{where}: log goes with kind 'regression', not '{self.kind}'"
+            yield f"{where}: log needs kind 'regression', not '{self.kind}'"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +114,7 @@ class Schema:
 
     user: str = "user"
     item: str = "item"
-    time: str | None = "time"  # None: an order-only log, records stand in time order
+    time: str | None = "time"  # None: an order-only log, whose records are in time order
     time_unit: TimeUnit = "s"
     user_encoding: Encoding = "int64"
     item_encoding: Encoding = "int64"
@@ -141,7 +141,7 @@ class Schema:
         for label in self.labels:
             yield from label.problems()
             if lacking := [name for name in label.sources() if name not in numbers]:
-                yield f"label '{label.name}': {lacking} are no number features of scope 'event'; there are {sorted(numbers)}"
+                yield f"label '{label.name}': {lacking} are not among the number features of scope 'event', {sorted(numbers)}"
         taken = [*names, "user", "item", "time", *(label.name for label in self.labels)]
         for name in sorted({label.name for label in self.labels if taken.count(label.name) > 1}):
             yield f"label '{name}': the name is taken; features and labels share the keys of a batch"
@@ -150,7 +150,9 @@ class Schema:
         """The labels of these names in this order, or all of them if none is named; raises ConfigError."""
         known = {label.name: label for label in self.labels}
         if missing := [name for name in names if name not in known]:
-            raise ConfigError(f"the log has no label {missing}; it has {sorted(known) or 'none'}.")
+            raise ConfigError(
+                f"the model needs the labels {missing}, but the log has {sorted(known) or 'none'}. Declare them in the schema and ingest the log again, or name other labels."
+            )
         return tuple(known[name] for name in names or known)
 
     def check(self) -> None:

@@ -8,7 +8,7 @@
     event.NAME.values.npy, .offsets.npy, .weights.npy     likewise item.NAME and user.NAME
     meta.json      schema, counts, encodings, size and SHA-256 of every file
 
-`nestpipe.data.ingest` writes such folders; they never change.
+`nestpipe.data.ingest` writes such folders; their files never change.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ IntOrArray = TypeVar("IntOrArray", int, NDArray[np.int64])
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredFeature:
-    """Values of one feature. With offsets [rows + 1]: id and ids, row i is values[offsets[i]:offsets[i+1]].
+    """Values of one feature. With offsets [rows + 1] (id, ids): row i is values[offsets[i]:offsets[i+1]].
 
-    Without: one entry per row, float32 [rows] for numbers and [rows, dim] for vectors, NaN where missing.
+    Without: one entry per row, float32 [rows] for numbers and [rows, dim] for vectors, NaN if missing.
     """
 
     values: NDArray[Any]
@@ -93,7 +93,7 @@ class Sequences:
             damaged = [META]
         if damaged:
             raise DataError(
-                f"{self.path}: {', '.join(damaged)} changed since ingest (other SHA-256), so results would be wrong. Ingest the log again."
+                f"{self.path}: {', '.join(damaged)} changed since ingest (SHA-256 differs), so results would be wrong. Ingest the log again."
             )
 
     def texts(self, name: str) -> pl.DataFrame | None:
@@ -109,7 +109,7 @@ def truncate(length: IntOrArray, max_len: int, block: int) -> IntOrArray:
 
 
 def folder_digest(meta: dict[str, Any]) -> str:
-    """One SHA-256 of everything that decides about the content; the quarantine names the log's path, which does not."""
+    """SHA-256 of the content; without the quarantine, which contains the path of the log."""
     content = {name: meta[name] for name in ("format", "version", "schema", "encodings")}
     content["files"] = {name: entry for name, entry in meta["files"].items() if name != QUARANTINE}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
@@ -123,12 +123,12 @@ def _read_meta(folder: Path) -> dict[str, Any]:
     path = folder / META
     if not path.is_file():
         raise DataError(
-            f"{folder} has no {META}, so it is not a sequence folder written by 'nestpipe data'. Check the path."
+            f"{folder} has no {META}, so it is not a sequence folder of 'nestpipe data'. Check the path, or ingest the log into a new folder."
         )
     try:
         meta: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise DataError(f"{path} is damaged ({error}). Ingest the log again.") from None
+        raise DataError(f"{path} is no JSON ({error}): the folder is damaged. Ingest the log again.") from None
     found = (meta.get("format"), meta.get("version"))
     if found != (FORMAT, VERSION):
         raise DataError(
@@ -144,7 +144,7 @@ def _check_sizes(folder: Path, meta: dict[str, Any]) -> None:
         if size != entry["bytes"]:
             seen = "is missing" if size is None else f"has {size:,} bytes"
             raise DataError(
-                f"{path} {seen}, but {META} records {entry['bytes']:,}: the folder was damaged or half copied. Copy it again or ingest the log again."
+                f"{path} {seen}, but {META} records {entry['bytes']:,}: the folder is damaged or incompletely copied. Copy it again, or ingest the log again."
             )
 
 

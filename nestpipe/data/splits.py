@@ -1,4 +1,7 @@
-"""Which events are trained on, which are targets. A split is three numbers per user, made when a run starts."""
+"""Splits events into training, validation and test, and training events into windows.
+
+A split is a few numbers per user, computed when a run starts; the sequence folder does not change.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +21,9 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Split:
-    """Per user, counted from its first event: events before `train_end` are trained on; targets are -1 if there is none.
+    """Positions per user [U], from the user's first event: training events are before `train_end`; -1 means no target.
 
-    Retrieval has one target per user; ranking is tested on every event from `test_start` on.
+    Retrieval has one target per user. Ranking is tested on every event from `test_start` on.
     """
 
     train_end: Ints
@@ -30,7 +33,7 @@ class Split:
 
 
 def make_split(sequences: Sequences, config: DataConfig) -> Split:
-    """The split that the configuration asks for. A target has at least one event before it."""
+    """The configured split. A target has at least one event before it."""
     lengths = np.diff(sequences.offsets)
     test = lengths - 1 if config.split == "last" else _first_since(sequences, config.split_time or "")
     # Users without events after the split time are trained on in full.
@@ -45,13 +48,13 @@ def make_split(sequences: Sequences, config: DataConfig) -> Split:
 
 
 def _first_since(sequences: Sequences, text: str) -> Ints:
-    """For each user its first event at or after the time, -1 if there is none."""
+    """The first event of each user at or after the time, -1 if there is none."""
     if sequences.times is None:
         raise ConfigError(
-            f"data.split 'time' needs times, but {sequences.path} is an order-only log; use --data.split last."
+            f"data.split 'time' needs times, but {sequences.path} is an order-only log. Use --data.split last."
         )
     late = np.asarray(sequences.times >= parse_time_ms(text))
-    # The first late event of a user stands where the count of late events up to it leaves the count before the user.
+    # With n late events before a user, its first late event is late event number n, if that is the user's.
     before = np.concatenate([[0], np.cumsum(late)])
     positions = np.concatenate([np.flatnonzero(late), [len(late)]])
     first = positions[before[sequences.offsets[:-1]]]
@@ -68,13 +71,13 @@ def parse_time_ms(text: str) -> int:
         moment = datetime.fromisoformat(text)
     except ValueError:
         raise ConfigError(
-            f"data.split_time {text!r} is neither seconds since 1970 nor an ISO date such as 2003-01-01."
+            f"data.split_time {text!r} is neither seconds since 1970 nor an ISO date. Write for example 2003-01-01."
         ) from None
     return round((moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp() * 1000)
 
 
 def train_mask(sequences: Sequences, split: Split) -> NDArray[np.bool_]:
-    """For each event whether it is trained on."""
+    """Which events are training events [E]."""
     users: Any = np.repeat(np.arange(len(sequences.users)), np.diff(sequences.offsets))
     places = np.arange(len(users)) - sequences.offsets[users]
     return np.asarray(places < split.train_end[users])
@@ -82,7 +85,7 @@ def train_mask(sequences: Sequences, split: Split) -> NDArray[np.bool_]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Windows:
-    """Rows start .. end - 1 of a user (its place in the folder); those from `counted` on count."""
+    """Events start .. end - 1 of each user (index in the folder); events before `counted` are context only."""
 
     user: Ints
     start: Ints
@@ -96,8 +99,8 @@ class Windows:
         return Windows(self.user[places], self.start[places], self.counted[places], self.end[places])
 
 
-def cover(first: Ints, end: Ints, *, max_len: int, block: int) -> Windows:
-    """The windows in which rows first[u] .. end[u] - 1 of each user count exactly once; none where there are no rows."""
+def overlapping_windows(first: Ints, end: Ints, *, max_len: int, block: int) -> Windows:
+    """Windows with context in which events first[u] .. end[u] - 1 of each user count exactly once."""
     users = np.flatnonzero(end > first)
     start = truncate(first[users] + 1, max_len, block)
     beyond = np.maximum(end[users] - (start + max_len), 0)
@@ -109,8 +112,8 @@ def cover(first: Ints, end: Ints, *, max_len: int, block: int) -> Windows:
     return Windows(user, starts, counted, np.minimum(starts + max_len, end[user]))
 
 
-def alone(first: Ints, end: Ints, *, max_len: int) -> Windows:
-    """Windows for events that need none before them: rows first[u] .. end[u] - 1 of each user, without overlap."""
-    found = cover(np.zeros_like(first), end - first, max_len=max_len, block=max_len)
-    shift = first[found.user]
-    return Windows(found.user, found.start + shift, found.counted + shift, found.end + shift)
+def disjoint_windows(first: Ints, end: Ints, *, max_len: int) -> Windows:
+    """Windows without context: events first[u] .. end[u] - 1 of each user, for models that read no history."""
+    windows = overlapping_windows(np.zeros_like(first), end - first, max_len=max_len, block=max_len)
+    shift = first[windows.user]
+    return Windows(windows.user, windows.start + shift, windows.counted + shift, windows.end + shift)

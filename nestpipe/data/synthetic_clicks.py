@@ -1,10 +1,10 @@
-"""A click log with planted interactions and a known best AUC.
+"""Synthetic click log with planted feature interactions and a known best AUC.
 
     logit(click) = offset + item[i] + segment x category + device x tags (mean) + 0.6 · price · hour
 
-The tables of each term are drawn once. No term is visible in a single feature: a model must multiply features to find them.
-Ranking by this logit is the best any model can do, so its AUC on the drawn clicks is the known optimum. Seconds of dwell are
-known after a click only, and follow segment x category too.
+The tables of each term are drawn once. No interaction shows in a single feature, so a model must learn feature crosses.
+No model can rank better than this logit, so its AUC on the drawn clicks is the known optimum. The dwell time is observed
+after a click only, and depends on segment x category too.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ SCHEMA = Schema(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClickTruth:
-    """What ranking by the true chance reaches on the events since the split time, as drawn and in expectation."""
+    """Metrics of ranking by the true probability on the events since the split time, as drawn and in expectation."""
 
     num_test: int
     split_time: int
@@ -64,7 +64,7 @@ class ClickTruth:
 
 
 def ingest_clicks(out: Path, config: ClicksConfig, *, overwrite: bool = False) -> Sequences:
-    """Draws the log and writes it as a sequence folder, with truth.json beside the arrays; raises ConfigError."""
+    """Draws the log and writes it as a sequence folder with truth.json; raises ConfigError."""
     if found := list(config.problems()):
         raise ConfigError("the click log has problems:\n" + "\n".join(f"  - {problem}" for problem in found))
     check_place(out, overwrite=overwrite)
@@ -88,12 +88,12 @@ def ingest_clicks(out: Path, config: ClicksConfig, *, overwrite: bool = False) -
 
 
 def known_best(chance: Floats, clicks: Ints) -> ClickTruth:
-    """The metrics of the true chances [n]: on the drawn clicks [n], and of the AUC's two sums in expectation."""
+    """The metrics of the true probabilities [n]: on the drawn clicks [n], and the AUC in expectation."""
     order = np.argsort(chance, kind="stable")
     chance, clicks = chance[order], clicks[order]
     pairs = []
     for hit in (clicks.astype(np.float64), chance):
-        missed_before = np.cumsum(1 - hit) - (1 - hit)  # equal chances have no share of events worth counting
+        missed_before = np.cumsum(1 - hit) - (1 - hit)  # ties are too rare to count
         pairs.append(float((hit * missed_before).sum() / (hit.sum() * (1 - hit).sum() - (hit * (1 - hit)).sum())))
     losses = -np.where(clicks > 0, np.log(chance), np.log1p(-chance))
     return ClickTruth(
@@ -130,7 +130,7 @@ def _users(config: ClicksConfig, rng: np.random.Generator) -> pl.DataFrame:
 def _log(
     config: ClicksConfig, rng: np.random.Generator, items: pl.DataFrame, users: pl.DataFrame
 ) -> tuple[pl.DataFrame, Floats]:
-    """The log, and the chance of a click for each of its rows."""
+    """The log, and the click probability of each of its rows."""
     num = config.num_events
     user, item = rng.integers(0, config.num_users, num), rng.integers(0, config.num_items, num)
     device, time = (

@@ -1,7 +1,7 @@
-"""A synthetic world of scenarios and hidden intents, with a known optimum.
+"""Synthetic log of scenarios and hidden intents, with a known optimum.
 
-An item has a topic and a style, which its text names; a topic has a complement. A user has a few favourite topics and in every topic
-a preferred style, and follows a hidden intent (a topic) that switches now and then. Of each event
+An item has a topic and a style, both in its text; a topic has a complement. A user has a few favourite topics, a preferred
+style in every topic, and a hidden intent (a topic) that switches at random. For each event
 
     P(item) = noise / I + (1 - noise) * sum over topics of m[topic] * P(item | topic, the user's style there)
 
@@ -9,12 +9,12 @@ a preferred style, and follows a hidden intent (a topic) that switches now and t
     detail   m = half the topic of the trigger item, half the intent
     cart     m = half the complement of the trigger's topic, half the intent
 
-The trigger says nothing about the intent. An instruction names the intent with probability `accuracy`, otherwise a topic drawn
-without looking at it, so that at accuracy 0 it says nothing; everything else is the same for every accuracy.
+The trigger is independent of the intent. An instruction names the intent with probability `accuracy`, otherwise an
+independent topic, so at accuracy 0 it is uninformative. All other draws are the same for every accuracy.
 
-Best possible is who knows the user's favourites, styles and intent so far, and judges the present intent by Bayes' rule: no model,
-which has to guess these from the history, can expect more. The utility of an item in a scenario is a second goal beside the log:
-m[topic] * (0.5 + 0.2 if the style is right) + 0.3 * the item's value in the scenario.
+The optimum knows the user's favourites, styles and past intents, and infers the present intent by Bayes' rule. A model has
+to estimate these from the history, so none can expect more. The utility of an item in a scenario is a second objective:
+m[topic] * (0.5, or 0.7 in the preferred style) + 0.3 * the item's value in the scenario.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _BEHAVIOUR_SHARE = (0.6, 0.25, 0.15)  # click, cart, order
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScenarioLogConfig:
-    """The size of a world and how much its instructions tell."""
+    """The size of the log and how informative its instructions are."""
 
     num_users: int = 1200
     num_events: int = 48
@@ -74,24 +74,24 @@ class ScenarioLogConfig:
     num_topics: int = 16
     num_styles: int = 4
     per_style: int = 4
-    """Items of one style in one topic, the k-th with a share that falls with k."""
+    """Items per style and topic, the k-th with a share proportional to 1 / k."""
     accuracy: float = 0.9
-    """How often an instruction names the intent; otherwise it names a topic at random."""
+    """Probability that an instruction names the intent; otherwise it names a random topic."""
     switch: float = 0.5
-    """How often the intent is drawn anew."""
+    """Probability that the intent is drawn anew at an event."""
     faithful: float = 0.7
-    """How often a new intent is one of the favourites; otherwise any topic."""
+    """Probability that a new intent is one of the favourites; otherwise any topic."""
     anchored: float = 0.5
     """detail, cart: the share of the trigger's topic or its complement."""
     style_share: float = 0.8
     """Share of the preferred style within a topic."""
     noise: float = 0.05
-    """Share of events that follow nothing."""
+    """Share of events with a uniformly random item."""
     seed: int = 0
 
     def problems(self) -> Iterator[str]:
         if self.num_users < 1 or self.num_events < 2 or self.per_style < 1:
-            yield "it takes a user, 2 events and an item per style"
+            yield f"num_users {self.num_users}, num_events {self.num_events}, per_style {self.per_style}; they must be at least 1, 2 and 1"
         if not 4 <= self.num_topics <= len(_TOPICS):
             yield f"num_topics is {self.num_topics}; it must be in 4 .. {len(_TOPICS)}"
         if not 2 <= self.num_styles <= len(_STYLES):
@@ -102,7 +102,7 @@ class ScenarioLogConfig:
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """An item's number is its topic, style and place in this order: also its semantic id."""
+        """Numbers of topics, styles and items per style: mixed-radix digits of an item id, and its semantic id."""
         return self.num_topics, self.num_styles, self.per_style
 
     @property
@@ -112,7 +112,7 @@ class ScenarioLogConfig:
 
 @dataclass(frozen=True, slots=True)
 class Optimum:
-    """What the best possible expects on the last events: of the log's metrics, and of the utility of its first item."""
+    """Expected metrics of the best possible ranking on the last events, and the utility of its first item."""
 
     hr1: float
     hr10: float
@@ -122,7 +122,7 @@ class Optimum:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScenarioLog:
-    """All events [U, E] of all users; `trigger` is -1 where there is none, `told` is the topic that the instruction names."""
+    """All events [U, E] of all users; `triggers` is -1 if there is none."""
 
     config: ScenarioLogConfig
     complements: Ints  # [topics]
@@ -132,15 +132,15 @@ class ScenarioLog:
     scenarios: Ints
     triggers: Ints
     intents: Ints
-    told: Ints
+    named_topics: Ints  # in the instruction
     items: Ints
     behaviours: Ints  # 0 click, 1 cart, 2 order
 
     @staticmethod
     def make(config: ScenarioLogConfig) -> ScenarioLog:
-        """The world of a config; raises ConfigError."""
+        """Draws the log of a config; raises ConfigError."""
         if problems := list(config.problems()):
-            raise ConfigError("the world has problems: " + "; ".join(problems) + ".")
+            raise ConfigError("the scenario log has problems: " + "; ".join(problems) + ".")
         shape = (config.num_users, config.num_events)
         rng = np.random.default_rng([config.seed, 10])
         cycle = rng.permutation(config.num_topics)
@@ -157,8 +157,8 @@ class ScenarioLog:
         triggers = np.where(scenarios > 0, topics * (config.num_items // config.num_topics) + inside, -1)
         intents = _draw_intents(config, favourites)
         rng = np.random.default_rng([config.seed, 13])
-        is_told = rng.random(shape) < config.accuracy  # the same draws for every accuracy
-        told = np.where(is_told, intents, rng.integers(0, config.num_topics, shape))
+        is_right = rng.random(shape) < config.accuracy  # the same draws for every accuracy
+        named_topics = np.where(is_right, intents, rng.integers(0, config.num_topics, shape))
         world = ScenarioLog(
             config,
             complements,
@@ -168,7 +168,7 @@ class ScenarioLog:
             scenarios,
             triggers,
             intents,
-            told,
+            named_topics,
             np.zeros(shape, dtype=np.int64),
             np.random.default_rng([config.seed, 14]).choice(3, shape, p=_BEHAVIOUR_SHARE),
         )
@@ -180,12 +180,12 @@ class ScenarioLog:
         return world
 
     def texts(self) -> list[str]:
-        """What each item is called."""
+        """The text of each item."""
         numbers = zip(*np.unravel_index(np.arange(self.config.num_items), self.config.sizes), strict=True)
         return [f"{_STYLES[style]} {_TOPICS[topic]} no{place}" for topic, style, place in numbers]
 
     def instructions(self) -> list[str]:
-        """The text of an instruction for each topic that it may name."""
+        """The instruction text for each topic."""
         return [f"looking for {_TOPICS[topic]}" for topic in range(self.config.num_topics)]
 
     def chances(self, place: int, intent: Floats) -> Floats:
@@ -209,18 +209,18 @@ class ScenarioLog:
         return found
 
     def known_intent(self, place: int) -> Floats:
-        """The present intent's distribution [U, topics] for who knows the intent before and reads the instruction."""
+        """Posterior [U, topics] of the present intent, given the previous intent and the instruction."""
         config = self.config
         known = _prior(config, self.favourites)
         if place:
             before = _one_hot(self.intents[:, place - 1], config.num_topics)
             known = config.switch * known + (1 - config.switch) * before
-        named = _one_hot(self.told[:, place], config.num_topics)
+        named = _one_hot(self.named_topics[:, place], config.num_topics)
         known = known * (config.accuracy * named + (1 - config.accuracy) / config.num_topics)
         return np.asarray(known / known.sum(1, keepdims=True))
 
     def optimum(self) -> Optimum:
-        """What the best possible expects on the last events."""
+        """Expected metrics of the best possible ranking on the last events."""
         place = self.config.num_events - 1
         intent = self.known_intent(place)
         top = -np.sort(-self.chances(place, intent), axis=1)[:, :10]
@@ -233,17 +233,17 @@ class ScenarioLog:
         )
 
     def digest(self) -> str:
-        """A hash of everything that a model or a metric can see."""
+        """A hash of everything that a model or metric reads."""
         content = blake2b(digest_size=16)
         for one in (self.complements, (self.values * 100).round().astype(np.int64), self.favourites, self.styles):
             content.update(np.ascontiguousarray(one).tobytes())
-        for one in (self.scenarios, self.triggers, self.intents, self.told, self.items, self.behaviours):
+        for one in (self.scenarios, self.triggers, self.intents, self.named_topics, self.items, self.behaviours):
             content.update(np.ascontiguousarray(one).tobytes())
         content.update("\n".join([*self.texts(), *self.instructions()]).encode())
         return content.hexdigest()
 
     def _relevance(self, place: int, intent: Floats) -> Floats:
-        """m [U, topics]."""
+        """m [U, topics] of the module docstring."""
         config, scenario = self.config, self.scenarios[:, place]
         anchor = self.triggers[:, place].clip(min=0) // (config.num_items // config.num_topics)
         anchor = np.where(scenario == SCENARIOS.index("cart"), self.complements[anchor], anchor)

@@ -1,10 +1,10 @@
-"""Logs with planted signal and a known best metric.
+"""Synthetic sequences with planted transitions and known best metrics.
 
     P(next = j | last = i)  =  signal * successors(i)[j]  +  (1 - signal) * zipf[j]      over items not yet in the history
 
-`successors(i)` are a few items with falling weights, a function of (seed, i). A user never meets an item twice, so
-ranking the unseen items by P is the best any model can do when seen items are removed, and its metrics on the drawn
-test targets are the known optimum. Side features carry no further signal about the next item.
+`successors(i)` are a few items with decreasing weights, a function of (seed, i). No item repeats in a history, so with
+seen items removed no model can rank better than P, and the metrics of P on the drawn test targets are the known optimum.
+Side features carry no further signal about the next item.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ SCHEMA = Schema(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceTruth:
-    """What the best ranking reaches on each user's last event: on the drawn targets, and in expectation."""
+    """Metrics of the best ranking on each user's last event: on the drawn targets, and in expectation."""
 
     num_users: int
     num_events: int
@@ -67,7 +67,7 @@ class SequenceTruth:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SyntheticHistories:
-    """Items [U, max_len] of each user, -1 behind the end; `planted` says which events followed the signal."""
+    """Items [U, max_len] of each user, -1 after the end; `planted` marks events that followed the signal."""
 
     items: Ints
     planted: Bools
@@ -86,7 +86,7 @@ class _Process:
 @lru_cache(maxsize=4)
 def _process(config: SyntheticConfig) -> _Process:
     items = torch.arange(config.num_items)
-    # One successor from each of K equal stretches behind the item: distinct, and never the item itself.
+    # One successor from each of K equal ranges after the item: distinct, and never the item itself.
     stretch = (config.num_items - 1) // config.num_successors
     inside = integers(Rng(config.seed, 0).keys("successors", items), width=config.num_successors, high=stretch).numpy()
     successors = (items.numpy()[:, None] + 1 + np.arange(config.num_successors) * stretch + inside) % config.num_items
@@ -106,7 +106,7 @@ def bayes_scores(config: SyntheticConfig, last_items: Ints) -> Floats:
 
 
 def draw_histories(config: SyntheticConfig) -> SyntheticHistories:
-    """Every user's items, one position for all users at a time."""
+    """Every user's items, drawn position by position."""
     rng = np.random.default_rng([config.seed, 2])
     location = np.log(config.mean_len) - config.spread_len**2 / 2
     drawn = rng.lognormal(location, config.spread_len, config.num_users)
@@ -120,7 +120,7 @@ def draw_histories(config: SyntheticConfig) -> SyntheticHistories:
 
 
 def _draw_next(config: SyntheticConfig, rng: np.random.Generator, seen: Ints) -> tuple[Ints, Bools]:
-    """The next item for histories [n, t]; draws that repeat an item are drawn again, which renormalises P exactly."""
+    """The next item for histories [n, t]; rejection sampling of repeated items renormalises P exactly."""
     process = _process(config)
     items = np.full(len(seen), -1, dtype=np.int64)
     planted = np.zeros(len(seen), dtype=np.bool_)
@@ -186,7 +186,7 @@ def write_logs(folder: Path, config: SyntheticConfig) -> SequenceTruth:
 
 
 def ingest_synthetic(out: Path, config: SyntheticConfig, *, overwrite: bool = False) -> Sequences:
-    """Writes the logs to a temporary folder and ingests them as any other log; truth.json stands beside the arrays."""
+    """Writes the logs to a temporary folder and ingests them like any other log; adds truth.json."""
     config.check()
     check_place(out, overwrite=overwrite)  # before the work
     with tempfile.TemporaryDirectory(prefix="nestpipe-synthetic-") as folder:

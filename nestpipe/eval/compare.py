@@ -1,4 +1,4 @@
-"""Two evaluations of the same users, compared user by user with paired bootstrap intervals."""
+"""Compares two evaluations of the same users by paired bootstrap: top-k metrics, or GAUC of labels."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import numpy as np
 from rich.table import Table
 
 from nestpipe.errors import DataError
+from nestpipe.eval.label_metrics import ratio_difference
+from nestpipe.eval.label_report import LabelReport
 from nestpipe.eval.retrieval_eval import EvalReport
 from nestpipe.eval.topk_metrics import Counts, Interval, bootstrap_all
 
@@ -24,7 +26,7 @@ class Difference:
 
     @property
     def verdict(self) -> Literal["better", "worse", "no difference shown"]:
-        """What the interval says about b: it excludes 0 on one side, or it does not."""
+        """'better' or 'worse' if the interval of b - a excludes 0."""
         if self.interval.low > 0:
             return "better"
         return "worse" if self.interval.high < 0 else "no difference shown"
@@ -48,13 +50,16 @@ class Comparison:
         for header in ("metric", "a", "b", "b - a [95 %]", "b is"):
             table.add_column(header, no_wrap=True)
         for name, one in self.differences.items():
-            interval = f"{one.interval.mean:+.4f} [{one.interval.low:+.4f}, {one.interval.high:+.4f}]"
-            table.add_row(name, f"{one.a:.4f}", f"{one.b:.4f}", interval, one.verdict)
+            table.add_row(name, f"{one.a:.4f}", f"{one.b:.4f}", _signed(one.interval), one.verdict)
         return table
 
 
+def _signed(interval: Interval) -> str:
+    return f"{interval.mean:+.4f} [{interval.low:+.4f}, {interval.high:+.4f}]"
+
+
 def compare(report_a: EvalReport, report_b: EvalReport, seed: int, *, num_bootstrap: int = 1000) -> Comparison:
-    """Paired bootstrap of each metric that both reports have; raises DataError if they are not about the same targets."""
+    """Paired bootstrap of each metric that both reports have; raises DataError unless they have the same targets."""
     order_a, order_b = (np.lexsort((report.target, report.user)) for report in (report_a, report_b))
     _check_comparable(report_a, report_b, order_a, order_b)
     ks = tuple(k for k in report_a.ks if k in report_b.ks)
@@ -77,9 +82,46 @@ def _check_comparable(a: EvalReport, b: EvalReport, order_a: Counts, order_b: Co
         differ = np.flatnonzero((pairs_a != pairs_b).any(axis=0))
         if differ.size:
             (user_a, target_a), (user_b, target_b) = pairs_a[:, differ[0]], pairs_b[:, differ[0]]
-            problem = f"user {user_a} with target {target_a} in a faces user {user_b} with target {target_b} in b"
+            problem = f"user {user_a} with target {target_a} in a, but user {user_b} with target {target_b} in b"
     if problem:
         raise DataError(
             f"the two reports cannot be compared user by user: {problem}. "
             "Evaluate both runs on the same data with the same eval settings."
         )
+
+
+@dataclass(frozen=True, slots=True)
+class LabelComparison:
+    """GAUC of two evaluations of the same users by label: a, b, and the interval of b - a."""
+
+    differences: dict[str, tuple[float, float, Interval]]
+
+    def to_json(self) -> str:
+        return json.dumps(
+            {name: {"a": a, "b": b, "b_minus_a": asdict(one)} for name, (a, b, one) in self.differences.items()}
+        )
+
+    def __rich__(self) -> Table:
+        table = Table(title="gauc, paired over users")
+        for header in ("label", "a", "b", "b - a [95 %]"):
+            table.add_column(header, no_wrap=True)
+        for name, (a, b, one) in self.differences.items():
+            table.add_row(name, f"{a:.4f}", f"{b:.4f}", _signed(one))
+        return table
+
+
+def compare_labels(a: LabelReport, b: LabelReport, seed: int, *, num_bootstrap: int = 1000) -> LabelComparison:
+    """Paired bootstrap of GAUC for the labels that both reports have; raises DataError unless the events are the same."""
+    labels = [label for label in a.tasks if label in b.tasks and f"{label}.gauc" in a.per_user]
+    same = len(a.user) == len(b.user) and bool((a.user == b.user).all())
+    if not same or any((a.gauc(label).bottom != b.gauc(label).bottom).any() for label in labels):
+        raise DataError(
+            "the two reports are not about the same events of the same users, so they cannot be paired. Evaluate both runs on the same data and split."
+        )
+    pairs = {label: (a.gauc(label), b.gauc(label)) for label in labels}
+    return LabelComparison(
+        {
+            label: (one.value, other.value, ratio_difference(one, other, seed=seed, num=num_bootstrap))
+            for label, (one, other) in pairs.items()
+        }
+    )

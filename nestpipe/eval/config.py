@@ -14,19 +14,19 @@ class EvalConfig:
     ks: tuple[int, ...] = (1, 10, 50, 200)
     """List lengths of HR, NDCG and coverage, in increasing order."""
     seen: Literal["all", "input", "none"] = "all"
-    """Items taken out of the ranking: all that the user had before, only those of the input history, or none."""
+    """Items removed from the ranking: all that the user has seen, those of the input history, or none."""
     max_bytes: int = 256 * 2**20
     """Memory for scores; a larger catalogue is scored in more blocks, with the same result."""
     batch_size: int = 256
     """Users encoded at once."""
     num_bootstrap: int = 1000
-    """Resamplings of the users behind each interval."""
+    """Bootstrap resamples of the users for each interval."""
     max_users: int = 0
-    """Evaluate only the first so many users; 0 means all."""
+    """Evaluate only this many users, the first ones; 0 means all."""
 
     def problems(self) -> Iterator[str]:
         if not self.ks or min(self.ks) < 1 or list(self.ks) != sorted(set(self.ks)):
-            yield f"ks is {self.ks}; it must be increasing list lengths, 1 or more each"
+            yield f"ks is {self.ks}; list lengths must increase and be at least 1"
         if self.max_bytes < 2**16:
             yield f"max_bytes is {self.max_bytes:,}; it must be at least 65,536 for one useful block of scores"
         if self.batch_size < 1:

@@ -1,14 +1,14 @@
-"""How good predictions of labels are: order (AUC, GAUC), size (calibration, log loss, squared error), with intervals.
+"""Metrics of label predictions: ranking (AUC, GAUC), error (log loss, MSE) and calibration, with bootstrap intervals.
 
-    auc          share of pairs of events with different answers that the scores order rightly; a tie counts half
-    gauc         the same among the events of one user, averaged over users by their number of events
+    auc          share of pairs of events with different labels that the scores order correctly; a tie counts half
+    gauc         AUC within the events of each user, averaged over users by their number of events
     log_loss     of probabilities (binary)
-    mse          squared error (ordinal, regression)
-    calibration  sum of predictions / sum of answers; 1 is right on average
-    calibration_error    mean |prediction - answer| of ten bins with equally many events, by prediction
+    mse          mean squared error (ordinal, regression)
+    calibration  sum of predictions / sum of labels; 1 is calibrated on average
+    calibration_error    mean |prediction - label| of ten bins with equally many events, by prediction
 
-AUC is that of levels for ordinal labels: every pair of different levels counts. All but `auc` and `calibration_error` are
-ratios of sums over users, so an interval is a resampling of users.
+For ordinal labels AUC counts every pair of different levels. All metrics but `auc` and `calibration_error` are ratios of
+sums over users, so their intervals resample users.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from nestpipe.data.schema import Label
 from nestpipe.errors import DataError
-from nestpipe.eval.topk_metrics import Array, Counts, Interval
+from nestpipe.eval.topk_metrics import Array, Counts, Interval, resamples
 
 _EPS = 1e-12
 _NUM_BINS = 10
@@ -43,7 +43,7 @@ class Ratio:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class LabelPredictions:
-    """Predictions and answers of one label, NaN where unobserved, and the user of each event, as numbers 0 .. U - 1."""
+    """Predictions and true values (`answers`) of one label, NaN if unobserved; users are numbered 0 .. U - 1."""
 
     label: Label
     scores: Array
@@ -52,7 +52,7 @@ class LabelPredictions:
     num_users: int
 
     def observed(self, mask: NDArray[np.bool_] | None = None) -> LabelPredictions:
-        """Only events whose answer is known, and that the mask keeps."""
+        """Only events whose label is observed, and that the mask keeps."""
         keep = ~np.isnan(self.answers) if mask is None else mask & ~np.isnan(self.answers)
         return LabelPredictions(
             label=self.label,
@@ -64,13 +64,13 @@ class LabelPredictions:
 
 
 def auc(scores: Array, answers: Array) -> float:
-    """The share of rightly ordered pairs; NaN if all answers are equal."""
+    """The share of correctly ordered pairs; NaN if all labels are equal."""
     right, pairs = ordered_pairs(scores, answers, np.zeros(len(scores), dtype=np.int64), 1)
     return float(right[0] / pairs[0]) if pairs[0] else float("nan")
 
 
 def gauc(scores: Array, answers: Array, users: Counts, num_users: int) -> Ratio:
-    """AUC per user, weighted by the user's number of events; users with one answer only do not count."""
+    """AUC per user, weighted by the user's number of events; users whose labels are all equal do not count."""
     right, pairs = ordered_pairs(scores, answers, users, num_users)
     num_events = np.bincount(users, minlength=num_users).astype(np.float64)
     weight = np.where(pairs > 0, num_events, 0.0)
@@ -78,16 +78,18 @@ def gauc(scores: Array, answers: Array, users: Counts, num_users: int) -> Ratio:
 
 
 def ordered_pairs(scores: Array, answers: Array, groups: Counts, num_groups: int) -> tuple[Array, Array]:
-    """Per group [G]: pairs with different answers that the scores order rightly (ties half), and all such pairs."""
+    """Per group [G]: pairs with different labels that the scores order correctly (ties half), and all such pairs."""
     right, pairs = np.zeros(num_groups), np.zeros(num_groups)
     levels = np.unique(answers)
     if len(levels) > 64:
-        raise DataError(f"{len(levels)} different answers: AUC is for binary and ordinal labels.")
+        raise DataError(
+            f"a label has {len(levels)} different values, but AUC is for binary and ordinal labels. Declare it as a regression label."
+        )
     for low, high in combinations(levels.tolist(), 2):
         rows = np.flatnonzero((answers == low) | (answers == high))
-        found = _rank_sums(scores[rows], answers[rows] == high, groups[rows], num_groups)
-        right += found[0]
-        pairs += found[1]
+        ordered, total = _rank_sums(scores[rows], answers[rows] == high, groups[rows], num_groups)
+        right += ordered
+        pairs += total
     return right, pairs
 
 
@@ -99,7 +101,9 @@ def _rank_sums(scores: Array, positive: NDArray[np.bool_], groups: Counts, num_g
     is_new[1:] = (scores[1:] != scores[:-1]) | (groups[1:] != groups[:-1])
     first = np.flatnonzero(is_new)
     sizes = np.diff(np.append(first, len(order)))
-    mean_rank = np.repeat(first + (sizes + 1) / 2, sizes)  # over all groups; the group's own first rank goes off below
+    mean_rank = np.repeat(
+        first + (sizes + 1) / 2, sizes
+    )  # over all groups; ranks before the group are subtracted below
     size = np.bincount(groups, minlength=num_groups).astype(np.float64)
     before = np.cumsum(size) - size
     num_positive = _sums(groups, positive.astype(np.float64), num_groups)
@@ -112,7 +116,7 @@ def _sums(groups: Counts, values: Array, num_groups: int) -> Array:
 
 
 def ratios(found: LabelPredictions) -> dict[str, Ratio]:
-    """The metrics of one label that are ratios of sums over users; `found` holds observed events only."""
+    """The metrics of one label that are ratios of sums over users; `found` has observed events only."""
 
     def per_user(values: Array) -> Array:
         return _sums(found.users, values, found.num_users)
@@ -132,14 +136,14 @@ def ratios(found: LabelPredictions) -> dict[str, Ratio]:
 
 
 def calibration_error(scores: Array, answers: Array) -> float:
-    """The mean distance of prediction and answer over ten bins of equally many events."""
+    """Mean |prediction - label| over ten bins of equally many events."""
     bins = np.array_split(np.argsort(scores, kind="stable"), min(_NUM_BINS, max(1, len(scores))))
     gaps = [abs(float(scores[rows].mean() - answers[rows].mean())) * len(rows) for rows in bins if len(rows)]
     return sum(gaps) / max(1, len(scores))
 
 
 def points(found: LabelPredictions) -> dict[str, float]:
-    """The metrics of one label that are no ratios."""
+    """The metrics of one label that are not ratios of sums over users."""
     if found.label.kind == "regression":
         return {"calibration_error": calibration_error(found.scores, found.answers)}
     return {
@@ -149,16 +153,14 @@ def points(found: LabelPredictions) -> dict[str, float]:
 
 
 def intervals(found: Mapping[str, Ratio], *, seed: int, num: int) -> dict[str, Interval]:
-    """Each metric with its 95 % interval over resampled users, the same users for all."""
+    """Each metric with its 95 % bootstrap interval, from the same resamples of users."""
     names = list(found)
     tops = np.stack([found[name].top for name in names], axis=1)
     bottoms = np.stack([found[name].bottom for name in names], axis=1)
-    random, num_users = np.random.default_rng(seed), len(tops)
     values = np.empty((num, len(names)))
     with np.errstate(invalid="ignore", divide="ignore"):
-        for row in range(num):
-            times = np.bincount(random.integers(num_users, size=num_users), minlength=num_users)
-            values[row] = (times @ tops) / (times @ bottoms)
+        for row, counts in enumerate(resamples(len(tops), seed=seed, num=num)):
+            values[row] = (counts @ tops) / (counts @ bottoms)
     lows, highs = np.nanpercentile(values, [2.5, 97.5], axis=0)
     return {
         name: Interval(found[name].value, float(lows[place]), float(highs[place])) for place, name in enumerate(names)
@@ -166,13 +168,13 @@ def intervals(found: Mapping[str, Ratio], *, seed: int, num: int) -> dict[str, I
 
 
 def ratio_difference(a: Ratio, b: Ratio, *, seed: int, num: int = 1000) -> Interval:
-    """The interval of b - a, over the same resampled users for both; raises DataError if these are not the same."""
+    """The paired bootstrap interval of b - a; raises DataError unless both have the same users."""
     if len(a.top) != len(b.top):
-        raise DataError(f"a paired difference needs the same users on both sides, got {len(a.top)} and {len(b.top)}.")
-    random, num_users = np.random.default_rng(seed), len(a.top)
+        raise DataError(
+            f"a paired difference needs the same users in both, but there are {len(a.top)} and {len(b.top)}. Evaluate both runs on the same users."
+        )
     values = np.empty(num)
-    for row in range(num):
-        times = np.bincount(random.integers(num_users, size=num_users), minlength=num_users)
-        values[row] = (times @ b.top) / (times @ b.bottom) - (times @ a.top) / (times @ a.bottom)
+    for row, counts in enumerate(resamples(len(a.top), seed=seed, num=num)):
+        values[row] = (counts @ b.top) / (counts @ b.bottom) - (counts @ a.top) / (counts @ a.bottom)
     low, high = np.percentile(values, [2.5, 97.5])
     return Interval(b.value - a.value, float(low), float(high))

@@ -1,4 +1,4 @@
-"""What an evaluation of labels found: metrics per label and slice, kept with the sums per user that they are made of."""
+"""Report of a label evaluation: metrics per label and slice, with the sums per user that comparisons need."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ from numpy.typing import NDArray
 from rich.table import Table
 
 from nestpipe.atomic_files import replace_file
-from nestpipe.errors import DataError
-from nestpipe.eval.label_metrics import LabelPredictions, Ratio, intervals, points, ratio_difference, ratios
+from nestpipe.eval.label_metrics import LabelPredictions, Ratio, intervals, points, ratios
 from nestpipe.eval.topk_metrics import Array, Counts, Interval, tertiles
 
 
 @dataclass(frozen=True, slots=True)
 class LabelMetrics:
-    """The metrics of one label: with intervals over users where they are sums over users, else single values."""
+    """The metrics of one label: ratios of sums over users with intervals, others as single values."""
 
     num_events: int
     intervals: dict[str, Interval]
@@ -34,7 +33,7 @@ class LabelMetrics:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class LabelReport:
-    """Metrics of all labels, over all events and in slices, and GAUC's sums per user [num_users]."""
+    """Metrics of all labels, over all events and per slice, and the per-user sums of GAUC [num_users]."""
 
     num_users: int
     num_events: int
@@ -44,7 +43,7 @@ class LabelReport:
     per_user: dict[str, Array]
 
     def scalars(self) -> dict[str, float]:
-        """'metric/label' by name, for a tracker."""
+        """'metric/label' -> value, for trackers."""
         return {
             f"{metric}/{label}": value for label, one in self.tasks.items() for metric, value in one.scalars().items()
         }
@@ -53,7 +52,7 @@ class LabelReport:
         return Ratio(self.per_user[f"{label}.gauc"], self.per_user[f"{label}.weight"])
 
     def to_json(self) -> str:
-        """Everything but the sums per user."""
+        """All but the sums per user."""
         return json.dumps(self._content(), indent=2)
 
     def save(self, folder: Path) -> None:
@@ -88,43 +87,6 @@ class LabelReport:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class LabelComparison:
-    """GAUC of two evaluations of the same users: a, b, and the interval of b - a, by label."""
-
-    differences: dict[str, tuple[float, float, Interval]]
-
-    def to_json(self) -> str:
-        return json.dumps(
-            {name: {"a": a, "b": b, "b_minus_a": asdict(one)} for name, (a, b, one) in self.differences.items()}
-        )
-
-    def __rich__(self) -> Table:
-        table = Table(title="gauc, paired over users")
-        for header in ("label", "a", "b", "b - a [95 %]"):
-            table.add_column(header, no_wrap=True)
-        for name, (a, b, one) in self.differences.items():
-            table.add_row(name, f"{a:.4f}", f"{b:.4f}", f"{one.mean:+.4f} [{one.low:+.4f}, {one.high:+.4f}]")
-        return table
-
-
-def compare_tasks(a: LabelReport, b: LabelReport, seed: int, *, num_bootstrap: int = 1000) -> LabelComparison:
-    """Paired differences of GAUC for the labels that both have; raises DataError unless the events are the same."""
-    labels = [label for label in a.tasks if label in b.tasks and f"{label}.gauc" in a.per_user]
-    same = len(a.user) == len(b.user) and bool((a.user == b.user).all())
-    if not same or any((a.gauc(label).bottom != b.gauc(label).bottom).any() for label in labels):
-        raise DataError("the two reports are not about the same events of the same users. Evaluate both on one split.")
-    found = {}
-    for label in labels:
-        one, other = a.gauc(label), b.gauc(label)
-        found[label] = (
-            one.value,
-            other.value,
-            ratio_difference(one, other, seed=seed, num=num_bootstrap),
-        )
-    return LabelComparison(found)
-
-
 def label_report(
     predicted: Sequence[LabelPredictions],
     *,
@@ -134,7 +96,7 @@ def label_report(
     seed: int,
     num_bootstrap: int,
 ) -> LabelReport:
-    """Metrics of each label over all its events, in thirds by the number of events before, and under masks."""
+    """Metrics of each label over all its events, in thirds by history length, and under masks."""
     thirds = {f"{part.name} {part.low}-{part.high}": part.mask for part in tertiles(num_before)}
     slices = {**thirds, **masks}
     seen = np.unique(predicted[0].users)
@@ -158,7 +120,7 @@ def label_report(
 
 
 def _metrics(found: LabelPredictions, users: Counts, seed: int, num_bootstrap: int) -> LabelMetrics:
-    """Intervals resample the users that were evaluated; with hardly any events there is nothing but NaN."""
+    """Intervals resample the evaluated users; a metric without events is left out."""
     own = {name: Ratio(one.top[users], one.bottom[users]) for name, one in ratios(found).items()}
     own = {name: one for name, one in own.items() if one.bottom.any()}
     return LabelMetrics(

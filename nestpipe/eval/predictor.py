@@ -1,7 +1,7 @@
-"""A trained model in use: query vectors for histories, evaluation on held-out targets, recommendations.
+"""Inference with a trained model: evaluation on held-out targets, and recommendations for users of the log.
 
-Reads rows without admitting any, so scoring never changes what is trained. On several ranks each of them scores
-everything, so that all come to the same decision; they must ask in step.
+Row lookups are read-only and never admit ids. On several ranks every rank scores everything, so that all take the same
+decision; calls are collective.
 """
 
 from __future__ import annotations
@@ -55,8 +55,10 @@ class EvalBatches:
         self._targets: Ints = split.test if target == "test" else split.validation
         self._rows = np.flatnonzero(self._targets >= 1)
         if not len(self._rows):
-            hint = "" if target == "test" or config.data.validation else " It was trained without --data.validation."
-            raise DataError(f"{sequences.path} has no {target} targets under this split.{hint}")
+            hint = "Use another split (--data.split)."
+            if target == "validation" and not config.data.validation:
+                hint = "It was trained without --data.validation; evaluate the test targets instead."
+            raise DataError(f"{sequences.path} has no {target} targets under this split. {hint}")
         self._builder = BatchBuilder(sequences, split, inputs)
 
     def __len__(self) -> int:
@@ -72,8 +74,8 @@ class EvalBatches:
         end = self._targets[rows]
         start = truncate(end, data.max_len, data.truncate_block)
         at = sequences.offsets[rows] + end
-        asked = None if sequences.times is None else sequences.times[at]
-        history = self._builder.history(torch.from_numpy(rows), start, end, asked_ms=asked)
+        request_ms = None if sequences.times is None else sequences.times[at]
+        history = self._builder.history(torch.from_numpy(rows), start, end, request_ms=request_ms)
         first_seen = start if self._config.eval.seen == "input" else np.zeros_like(start)
         return EvalBatch(
             batch=replace(history, sample_features={**history.sample_features, **self._builder.requests(at)}),
@@ -84,14 +86,14 @@ class EvalBatches:
 
 
 class GenerativePredictor:
-    """Generates with a model and its rows."""
+    """Generates items with an encoder-decoder model and its embedding rows."""
 
     def __init__(self, model: Model, rows: RowReader, sequences: Sequences, split: Split, config: Config):
         self._model = cast(EncDec, model)
         self._rows, self._sequences, self._split, self._config = rows, sequences, split, config
 
     def generate(self, batch: Batch, k: int, *, seen: Jagged | None = None, pool: ItemPool | None = None) -> FoundItems:
-        """The best k items of each request, without seen ones, from a pool."""
+        """The best k items of each request, without seen items and within a pool, if given."""
         trie, model = cast(Trie, self._model.ids), self._model
         batch = model.select(batch, None)
         rows = read_rows(self._rows, model.encode_lookups(batch))
@@ -101,7 +103,7 @@ class GenerativePredictor:
         return expand(trie, beams, k, seen=seen, allowed=None if pool is None else pool.items)
 
     def evaluate(self, target: Target = "test", *, progress: bool = True) -> EvalReport:
-        """Where the held-out targets stand in the lists that are generated."""
+        """Ranks of the held-out targets in the generated lists."""
         config = self._config
         samples = EvalBatches(self._sequences, self._split, config, target, inputs=inputs_of(config, self._sequences))
         num_items, k = len(self._sequences.catalogue), max(config.eval.ks)
@@ -112,17 +114,17 @@ class GenerativePredictor:
 
         return evaluate_lists(lists, num_items, samples, config.eval, config.seed, progress=progress)
 
-    def recommend(self, user: int, k: int = 10, *, asked_ms: int | None = None) -> Recommendation:
-        """The best k items that the user of the log has not had; at most as many as the beam holds."""
-        asked = ask(self._sequences, self._split, self._config, user, asked_ms)
-        found = self.generate(asked.batch, k, seen=asked.seen)
+    def recommend(self, user: int, k: int = 10, *, request_ms: int | None = None) -> Recommendation:
+        """The best k items that the user has not seen; at most as many as the beam width."""
+        request = user_request(self._sequences, self._split, self._config, user, request_ms)
+        found = self.generate(request.batch, k, seen=request.seen)
         kept = found.positions[0] >= 0
         items = self._sequences.catalogue[found.positions[0][kept].numpy()]
         return Recommendation(items.tolist(), found.scores[0][kept].tolist())
 
 
 class RetrievalPredictor:
-    """Scores with a model and its rows."""
+    """Ranks the catalogue with a model and its embedding rows."""
 
     def __init__(self, model: Model, rows: RowReader, sequences: Sequences, split: Split, config: Config):
         self._model = cast(Recommender, model)
@@ -133,7 +135,7 @@ class RetrievalPredictor:
         return self.encoder()(batch)
 
     def encoder(self) -> Callable[[Batch], Tensor]:
-        """`encode` by itself, which keeps nothing of the log: users may be forgotten while it is used."""
+        """`encode` as a function without a reference to the log, which may change while it is used."""
         model, reader = self._model, self._rows
 
         def encode(batch: Batch) -> Tensor:
@@ -145,7 +147,7 @@ class RetrievalPredictor:
 
     @cached_property
     def item_vectors(self) -> Tensor:
-        """Vectors [I, D] of the whole catalogue, as of the first use."""
+        """Vectors [I, D] of the whole catalogue, computed at the first use."""
         with torch.no_grad():
             return self._model.item_vectors(
                 self._rows.peek("item", torch.from_numpy(np.array(self._sequences.catalogue)))
@@ -157,11 +159,11 @@ class RetrievalPredictor:
         config = self._config
         return evaluate(self.encode, self.item_vectors, samples, config.eval, config.seed, progress=progress)
 
-    def recommend(self, user: int, k: int = 10, *, asked_ms: int | None = None) -> Recommendation:
-        """The best k items that the user of the log has not had, asked at a time (default: that of the last event)."""
-        asked = ask(self._sequences, self._split, self._config, user, asked_ms)
-        queries = self.encode(asked.batch)
-        top = top_items(queries, self.item_vectors, asked.seen, k, self._config.eval.max_bytes)
+    def recommend(self, user: int, k: int = 10, *, request_ms: int | None = None) -> Recommendation:
+        """The best k items that the user has not seen, at a time (default: that of the last event)."""
+        request = user_request(self._sequences, self._split, self._config, user, request_ms)
+        queries = self.encode(request.batch)
+        top = top_items(queries, self.item_vectors, request.seen, k, self._config.eval.max_bytes)
         kept = top.positions[0] >= 0
         items = self._sequences.catalogue[top.positions[0][kept].numpy()]
         return Recommendation(items.tolist(), top.scores[0][kept].tolist())
@@ -171,53 +173,55 @@ Predictor = RetrievalPredictor | RankingPredictor | GenerativePredictor
 
 
 def make_predictor(model: Model, rows: RowReader, sequences: Sequences, split: Split, config: Config) -> Predictor:
-    """What evaluates the kind of model that was trained."""
+    """The predictor for the kind of model that was trained."""
     if isinstance(config.model, RankingConfig | DCNConfig):
         return RankingPredictor(model, rows, sequences, split, config)
     if isinstance(config.model, EncDecConfig):
         return GenerativePredictor(model, rows, sequences, split, config)
     if not isinstance(model, Recommender):
         raise ConfigError(
-            f"{type(model).__name__} cannot be evaluated: it lacks encode_lookups, encode or item_vectors, by which a model "
-            "ranks the catalogue."
+            f"{type(model).__name__} cannot be evaluated: it lacks encode_lookups, encode or item_vectors, which rank the "
+            "catalogue. Implement them (nestpipe.models.contract.Recommender)."
         )
     return RetrievalPredictor(model, rows, sequences, split, config)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UserRequest:
-    """The request of one user of the log, and the items to leave out."""
+    """The history of one user of the log, and the items to leave out."""
 
     batch: Batch
     seen: Jagged | None
 
 
-def ask(sequences: Sequences, split: Split, config: Config, user: int, asked_ms: int | None) -> UserRequest:
-    """A user's whole history, asked at a time (default: that of the last event); raises DataError for an unknown user."""
+def user_request(sequences: Sequences, split: Split, config: Config, user: int, request_ms: int | None) -> UserRequest:
+    """A request of a user at a time (default: that of the last event); raises DataError for an unknown user."""
     rows = np.flatnonzero(sequences.users == user)
     if not len(rows):
-        raise DataError(f"{sequences.path} has no user {user}; it has {len(sequences.users):,} users.")
+        raise DataError(
+            f"user {user} is not among the {len(sequences.users):,} users of {sequences.path}, so there is no history to read. Check the id."
+        )
     end = np.diff(sequences.offsets)[rows]
     start = truncate(end, config.data.max_len, config.data.truncate_block)
     times = sequences.times
-    asked = None if times is None else times[sequences.offsets[rows + 1] - 1]
-    if asked is not None and asked_ms is not None:
-        asked = np.array([asked_ms])
+    query_ms = None if times is None else times[sequences.offsets[rows + 1] - 1]
+    if query_ms is not None and request_ms is not None:
+        query_ms = np.array([request_ms])
     builder = BatchBuilder(sequences, split, inputs_of(config, sequences))
-    batch = builder.history(torch.from_numpy(rows), start, end, asked_ms=asked)
+    batch = builder.history(torch.from_numpy(rows), start, end, request_ms=query_ms)
     seen = None if config.eval.seen == "none" else seen_items(sequences, rows, np.zeros_like(end), end)
     return UserRequest(batch, seen)
 
 
 def popularity(sequences: Sequences, split: Split, config: Config, target: Target = "test") -> EvalReport:
-    """The floor that every model must beat: the items with most training events."""
+    """Evaluates the popularity baseline: the items with most training events."""
     positions = catalogue_positions(sequences, sequences.items[train_mask(sequences, split)])
     counts = torch.from_numpy(np.bincount(positions, minlength=len(sequences.catalogue)))
     return popularity_report(counts, EvalBatches(sequences, split, config, target), config.eval, config.seed)
 
 
 def catalogue_positions(sequences: Sequences, items: NDArray[np.int64]) -> Ints:
-    """The place of each item in the catalogue."""
+    """The position of each item in the catalogue."""
     return np.searchsorted(sequences.catalogue, items)
 
 

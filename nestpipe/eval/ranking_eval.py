@@ -1,7 +1,7 @@
-"""Evaluation of models that rank: predictions for every held-out event, then metrics per label and slice.
+"""Evaluation of ranking models: a prediction for every held-out event, then metrics per label and slice.
 
-An event is predicted from what serving would have had: the events before it in the log's order, cut in blocks. So the
-history of a test event includes earlier test events, as it would at that time; the weights are those of training.
+The history of an event is what serving would have: the events before it, truncated in blocks. So it includes earlier test
+events. The weights are not updated.
 """
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ from typing import Literal, cast
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from nestpipe.config import Config
 from nestpipe.data.batch_builder import BatchBuilder
 from nestpipe.data.features import label_values
 from nestpipe.data.schema import Label
 from nestpipe.data.sequences import Sequences
-from nestpipe.data.splits import Split, Windows, alone, cover, train_mask
+from nestpipe.data.splits import Split, Windows, disjoint_windows, overlapping_windows, train_mask
 from nestpipe.embedding.row_reader import RowReader, read_rows
 from nestpipe.errors import DataError, TrainError
 from nestpipe.eval.label_metrics import LabelPredictions
@@ -39,17 +38,17 @@ Target = Literal["test", "validation"]
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Predictions:
-    """Held-out events: their places in the folder, users (as places), numbers of events before, predictions and answers."""
+    """Held-out events: indices of event and user in the folder, history lengths, predictions and labels."""
 
     labels: tuple[Label, ...]
     event: Counts
     user: Counts
     num_before: Counts
     scores: Array  # [n, labels]
-    answers: Array  # [n, labels], NaN where unobserved
+    answers: Array  # [n, labels], the true values, NaN if unobserved
 
     def of(self, label: int, num_users: int) -> LabelPredictions:
-        """One label's column."""
+        """The predictions of one label."""
         return LabelPredictions(
             label=self.labels[label],
             scores=self.scores[:, label],
@@ -60,7 +59,7 @@ class Predictions:
 
 
 class RankingPredictor:
-    """Predicts with a model and its rows."""
+    """Predicts labels with a model and its embedding rows."""
 
     def __init__(self, model: Model, rows: RowReader, sequences: Sequences, split: Split, config: Config):
         self._model = cast(Ranking | DCN, model)
@@ -69,27 +68,29 @@ class RankingPredictor:
         self._builder = BatchBuilder(sequences, split, self._inputs)
 
     def ranker(self, weights: str) -> Ranker:
-        """The model with the prefix contract; `weights` names these weights, and no others, in keys of prefixes."""
+        """The model as a ranker with KV prefixes; `weights` identifies the weights in prefix keys."""
         if not isinstance(self._model, Ranking):
-            raise DataError("a model without histories has no prefixes; score its events with 'predict'.")
+            raise DataError("this model reads no history, so it has no KV prefixes. Call 'predict' instead.")
         schema = describe_statistics(self._builder.statistics)
         return Ranker(self._model, partial(read_rows, self._rows), weights=weights, schema=schema)
 
     @property
     def builder(self) -> BatchBuilder:
-        """Makes batches as the model reads them."""
+        """Builds the batches that the model reads."""
         return self._builder
 
     def evaluate(self, target: Target = "test", *, progress: bool = True) -> LabelReport:
-        """Metrics per label, in slices by the number of events before; there is no progress to show."""
+        """Metrics per label and slice of history length; `progress` has no effect."""
         return report_of(self.predict(target), self._sequences, self._split, self._config)
 
     def predict(self, target: Target = "test") -> Predictions:
-        """Predictions for every held-out event that has an event before it (or needs none)."""
+        """Predictions for every held-out event that has a history (or needs none)."""
         is_next = self._inputs.layout == "next"
         windows = held_out(self._sequences, self._split, self._config, target, is_next=is_next)
         if not len(windows):
-            raise DataError(f"{self._sequences.path} has no {target} events under this split.")
+            raise DataError(
+                f"{self._sequences.path} has no {target} events under this split, so there is nothing to predict. Use another split (--data.split)."
+            )
         parts = [self._predict(part) for part in _chunks(windows, self._config.eval.batch_size)]
         columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
         event, user, num_before, scores = columns
@@ -105,7 +106,7 @@ class RankingPredictor:
         )
 
     def _predict(self, windows: Windows) -> tuple[Counts, Counts, Counts, Array]:
-        """Events, users, places and predictions of the counted rows of some windows."""
+        """Event, user, history length and prediction of the counted rows of some windows."""
         batch = self._builder.training(Cursor(0, 0), torch.from_numpy(windows.user), windows)
         is_next = isinstance(self._model, Ranking)
         with torch.no_grad():
@@ -117,7 +118,9 @@ class RankingPredictor:
                 scores = self._model.event_scores(rows, batch)
             found = self._model.tasks.predict(scores)
         if not bool(found.isfinite().all()):
-            raise TrainError("a prediction is not finite. The model has diverged: go back to an earlier checkpoint.")
+            raise TrainError(
+                "a prediction is not finite, so it cannot be evaluated. The model has diverged: use an earlier checkpoint, or lower the learning rate."
+            )
         lengths = torch.from_numpy(windows.end - windows.start)
         place = ranges(torch.from_numpy(windows.start), lengths).numpy()
         user = np.repeat(windows.user, lengths.numpy())
@@ -127,7 +130,7 @@ class RankingPredictor:
 
 
 def held_out(sequences: Sequences, split: Split, config: Config, target: Target, *, is_next: bool) -> Windows:
-    """Windows that hold every held-out event once: as the target of the row before it, or as a row of its own."""
+    """Windows that count every held-out event once: as the target of the row before it, or as its own row."""
     lengths = np.diff(sequences.offsets)
     first, end = (split.test_start, lengths) if target == "test" else (split.validation, split.test_start)
     if target == "validation":
@@ -135,9 +138,9 @@ def held_out(sequences: Sequences, split: Split, config: Config, target: Target,
     data = config.data
     if is_next:
         first, end = np.maximum(first - 1, 0), end - 1
-        windows = cover(first, end, max_len=data.max_len, block=data.truncate_block)
+        windows = overlapping_windows(first, end, max_len=data.max_len, block=data.truncate_block)
     else:
-        windows = alone(first, end, max_len=data.max_len)
+        windows = disjoint_windows(first, end, max_len=data.max_len)
     if config.eval.max_users:
         users = np.unique(windows.user)[: config.eval.max_users]
         windows = windows.pick(np.flatnonzero(np.isin(windows.user, users)))
@@ -145,7 +148,7 @@ def held_out(sequences: Sequences, split: Split, config: Config, target: Target,
 
 
 def report_of(found: Predictions, sequences: Sequences, split: Split, config: Config) -> LabelReport:
-    """The metrics of some predictions; slices by the number of events before, and users without any training event."""
+    """The metrics of some predictions, with slices by history length and of users without training events."""
     new_user = split.train_end[found.user] == 0
     return label_report(
         [found.of(place, len(sequences.users)) for place in range(len(found.labels))],
@@ -158,7 +161,7 @@ def report_of(found: Predictions, sequences: Sequences, split: Split, config: Co
 
 
 def baselines(found: Predictions, sequences: Sequences, split: Split) -> dict[str, Predictions]:
-    """The same events predicted by the item's mean, and by biases of user and item, fitted on the training events."""
+    """Baseline predictions of the same events, fitted on training events: item mean, and user + item bias."""
     users = np.repeat(np.arange(len(sequences.users)), np.diff(sequences.offsets))
     items = np.searchsorted(sequences.catalogue, sequences.items)
     trained = np.flatnonzero(train_mask(sequences, split))
@@ -190,11 +193,8 @@ def _chunks(windows: Windows, size: int) -> Iterator[Windows]:
         yield windows.pick(np.arange(first, min(first + size, len(windows))))
 
 
-Index = NDArray[np.int64]
-
-
 def item_mean(items: Counts, answers: Array, num_items: int, *, prior: float = 5.0) -> Array:
-    """The mean answer of each item [I], drawn towards the mean of all by as many events as the prior says."""
+    """The mean label of each item [I], shrunk towards the overall mean by `prior` events."""
     overall = float(answers.mean())
     sums = np.bincount(items, weights=answers, minlength=num_items)
     counts = np.bincount(items, minlength=num_items)
@@ -211,7 +211,7 @@ def user_item_bias(
     prior: float = 10.0,
     rounds: int = 20,
 ) -> tuple[float, Array, Array]:
-    """Ridge regression answer = mean + user + item by alternating exact steps: the mean, biases [U] and [I]."""
+    """Ridge regression label = mean + user + item by alternating least squares: the mean, biases [U] and [I]."""
     overall = float(answers.mean())
     of_user, of_item = np.zeros(num_users), np.zeros(num_items)
     for _ in range(rounds):
@@ -220,6 +220,6 @@ def user_item_bias(
     return overall, of_user, of_item
 
 
-def _bias(groups: Index, rest: Array, num_groups: int, prior: float) -> Array:
-    sums = np.bincount(groups, weights=rest, minlength=num_groups)
+def _bias(groups: Counts, residuals: Array, num_groups: int, prior: float) -> Array:
+    sums = np.bincount(groups, weights=residuals, minlength=num_groups)
     return np.asarray(sums / (np.bincount(groups, minlength=num_groups) + prior))

@@ -1,9 +1,8 @@
-"""Full-ranking evaluation: one target per user, ranked against the whole catalogue in bounded memory.
+"""Retrieval evaluation: one target per user, ranked against the whole catalogue in bounded memory.
 
-    samples -> encode -> rank_targets -> Report -> report.json + per_user.parquet
-    nestpipe.eval.compare: Report + Report -> Comparison, user by user
+    samples -> encode -> rank_targets -> EvalReport -> report.json + per_user.parquet
 
-A report keeps the rank of every user, so two runs can be compared later without ranking again.
+A report stores the rank of every user, so that `compare` can pair two runs without ranking again.
 """
 
 from __future__ import annotations
@@ -33,6 +32,7 @@ from nestpipe.eval.topk_metrics import (
     Counts,
     Coverage,
     Interval,
+    RankedTargets,
     bootstrap_all,
     rank_targets,
     tertiles,
@@ -45,7 +45,7 @@ _COLUMNS = ("user", "target", "rank", "length")
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class EvalBatch:
-    """Users to evaluate: histories, the target [B] and the seen items of each as catalogue positions, user ids [B]."""
+    """Users to evaluate: histories, targets [B] and seen items as catalogue positions, user ids [B]."""
 
     batch: Batch
     target_positions: Tensor
@@ -53,7 +53,7 @@ class EvalBatch:
     users: Tensor
 
     def first(self, num_users: int) -> EvalBatch:
-        """Only the first so many users."""
+        """Only the first `num_users` users."""
         rows = torch.arange(min(num_users, len(self.users)), device=self.users.device)
         return EvalBatch(
             batch=self.batch.select(rows),
@@ -76,13 +76,13 @@ class EvalSlice:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class EvalReport:
-    """Metrics of one evaluation, and the arrays [num_users] they were made of."""
+    """Metrics of one evaluation, and the per-user arrays [num_users] behind them."""
 
     num_users: int
     num_items: int
     ks: tuple[int, ...]
     seen: str
-    targets_seen: int  # targets that the user had seen before and that were therefore removed: misses for any model
+    targets_seen: int  # targets removed because the user had seen them: misses for any model
     metrics: dict[str, Interval]
     coverage: dict[str, float]
     slices: tuple[EvalSlice, ...]
@@ -92,7 +92,7 @@ class EvalReport:
     length: Counts
 
     def scalars(self) -> dict[str, float]:
-        """Means and coverage by name, for a tracker."""
+        """Means and coverage by name, for trackers."""
         return {name: interval.mean for name, interval in self.metrics.items()} | self.coverage
 
     def user_metrics(self, ks: tuple[int, ...]) -> dict[str, Array]:
@@ -100,14 +100,14 @@ class EvalReport:
         return user_metrics(self.rank, ks, self.num_items)
 
     def to_json(self) -> str:
-        """Everything but the per-user arrays."""
+        """All but the per-user arrays."""
         return json.dumps(self._fields(), indent=2, default=asdict)
 
     def _fields(self) -> dict[str, Any]:
         return {one.name: getattr(self, one.name) for one in fields(self) if one.name not in _COLUMNS}
 
     def save(self, folder: Path) -> None:
-        """Writes report.json and per_user.parquet; a crash leaves the old report, or one that `load` refuses."""
+        """Writes report.json and per_user.parquet; after a crash `load` gets the old report or refuses."""
         folder.mkdir(parents=True, exist_ok=True)
         buffer = io.BytesIO()
         pl.DataFrame({name: getattr(self, name) for name in _COLUMNS}).write_parquet(buffer)
@@ -117,17 +117,15 @@ class EvalReport:
 
     @staticmethod
     def load(folder: Path) -> EvalReport:
-        """Reads what `save` wrote; raises DataError if it is missing or its two files do not belong together."""
+        """Reads a saved report; raises DataError if a file is missing or the two do not belong together."""
         try:
             content = json.loads((folder / "report.json").read_bytes())
             per_user = (folder / "per_user.parquet").read_bytes()
         except FileNotFoundError as error:
-            raise DataError(
-                f"{folder} holds no evaluation: {error.filename} is missing. Run 'nestpipe eval'."
-            ) from error
+            raise DataError(f"{folder} has no evaluation: {error.filename} is missing. Run 'nestpipe eval'.") from error
         if content.pop("per_user_digest") != _digest(per_user):
             raise DataError(
-                f"{folder}: report.json was not written with this per_user.parquet. Run 'nestpipe eval' again."
+                f"{folder}: report.json and per_user.parquet are of different evaluations (digests differ), perhaps after a crash. Run 'nestpipe eval' again."
             )
         content["ks"] = tuple(content["ks"])
         content["metrics"] = _intervals(content["metrics"])
@@ -165,31 +163,21 @@ def evaluate(
     *,
     progress: bool = True,
 ) -> EvalReport:
-    """Ranks each user's target by query · item vector [I, D], where `encode` gives the queries [B, D] of a batch.
+    """Ranks each user's target by query · item vector [I, D]; `encode` returns the queries [B, D] of a batch.
 
-    Shows a progress bar if stderr is a terminal, unless `progress` is off (one bar at a time: the trainer has its own).
-    Raises DataError if there are no samples, TrainError if a query or a score is not finite.
+    Shows a progress bar if stderr is a terminal and `progress` is on. Raises DataError without samples, TrainError if a
+    query or a score is not finite.
     """
-    coverage = Coverage(len(item_vectors))
-    chunks = []
-    for sample in _with_progress(_limited(samples, config.max_users), operator.length_hint(samples), progress):
+
+    def rank(sample: EvalBatch) -> RankedTargets:
         with torch.no_grad():
             queries = encode(sample.batch)
         _check_queries(queries, sample.users)
-        ranked = rank_targets(
-            queries,
-            item_vectors,
-            sample.target_positions,
-            None if config.seen == "none" else sample.seen,
-            top_k=max(config.ks),
-            max_bytes=config.max_bytes,
-        )
-        coverage.add(ranked.top)
-        columns = (sample.users, sample.target_positions, ranked.ranks, sample.batch.items.lengths())
-        chunks.append(torch.stack([column.cpu() for column in columns]))
-    if not sum(chunk.shape[1] for chunk in chunks):
-        raise DataError("there are no users to evaluate: no sequence is long enough to give a history and a target.")
-    return _report(torch.cat(chunks, 1).numpy(), coverage, len(item_vectors), config, seed)
+        seen = None if config.seen == "none" else sample.seen
+        k, max_bytes = max(config.ks), config.max_bytes
+        return rank_targets(queries, item_vectors, sample.target_positions, seen, top_k=k, max_bytes=max_bytes)
+
+    return _evaluate(rank, len(item_vectors), samples, config, seed, progress=progress)
 
 
 def evaluate_lists(
@@ -201,28 +189,48 @@ def evaluate_lists(
     *,
     progress: bool = True,
 ) -> EvalReport:
-    """Like `evaluate`, for a model that gives lists of catalogue positions [B, max(ks)], -1 for nothing.
+    """Like `evaluate`, for a model that generates lists of catalogue positions [B, max(ks)], padded with -1.
 
-    A target that is in no list gets the last rank, so HR and NDCG are exact and MRR is a lower bound.
+    A target outside of its list gets the last rank, so HR and NDCG are exact and MRR is a lower bound.
     """
-    coverage = Coverage(num_items)
-    chunks = []
-    for sample in _with_progress(_limited(samples, config.max_users), operator.length_hint(samples), progress):
+
+    def rank(sample: EvalBatch) -> RankedTargets:
         lists = generate(sample)
         hits = lists == sample.target_positions.unsqueeze(1)
         ranks = torch.where(hits.any(1), hits.to(torch.uint8).argmax(1) + 1, num_items)
         if config.seen != "none":
             removed = sample.seen.values == sample.target_positions.index_select(0, sample.seen.row_of_value())
             ranks[sample.seen.row_of_value()[removed]] = num_items + 1
-        coverage.add(lists)
-        chunks.append(torch.stack([sample.users, sample.target_positions, ranks, sample.batch.items.lengths()]))
+        return RankedTargets(ranks, lists)
+
+    return _evaluate(rank, num_items, samples, config, seed, progress=progress)
+
+
+def _evaluate(
+    rank: Callable[[EvalBatch], RankedTargets],
+    num_items: int,
+    samples: Iterable[EvalBatch],
+    config: EvalConfig,
+    seed: int,
+    *,
+    progress: bool,
+) -> EvalReport:
+    coverage = Coverage(num_items)
+    chunks = []
+    for sample in _with_progress(_limited(samples, config.max_users), operator.length_hint(samples), progress):
+        ranked = rank(sample)
+        coverage.add(ranked.top)
+        columns = (sample.users, sample.target_positions, ranked.ranks, sample.batch.items.lengths())
+        chunks.append(torch.stack([column.cpu() for column in columns]))
     if not sum(chunk.shape[1] for chunk in chunks):
-        raise DataError("there are no users to evaluate: no sequence is long enough to give a history and a target.")
+        raise DataError(
+            "there are no users to evaluate: no sequence is long enough for a history and a target. Use another split."
+        )
     return _report(torch.cat(chunks, 1).numpy(), coverage, num_items, config, seed)
 
 
 def popularity_report(counts: Tensor, samples: Iterable[EvalBatch], config: EvalConfig, seed: int) -> EvalReport:
-    """The floor: every user gets the items with the highest train counts [I], ranked by the same code."""
+    """Popularity baseline: every user gets the items with the highest training counts [I]."""
     item_vectors = counts.to(torch.float64).unsqueeze(1)  # exact up to 2**53, so equal counts stay ties
     return evaluate(lambda batch: item_vectors.new_ones(batch.num_samples, 1), item_vectors, samples, config, seed)
 
@@ -252,7 +260,7 @@ def _report(columns: Counts, coverage: Coverage, num_items: int, config: EvalCon
 
 
 def _limited(samples: Iterable[EvalBatch], max_users: int) -> Iterator[EvalBatch]:
-    """The samples up to max_users users; all if it is 0."""
+    """The samples of the first `max_users` users; all if it is 0."""
     left = max_users or sys.maxsize
     for sample in samples:
         yield sample if len(sample.users) <= left else sample.first(left)
@@ -273,7 +281,7 @@ def _check_queries(queries: Tensor, users: Tensor) -> None:
         user = int(users[int(finite.logical_not().nonzero()[0])])
         raise TrainError(
             f"the query vector of user {user} is not finite; it cannot be ranked. The model has diverged: "
-            "go back to an earlier checkpoint, or lower the learning rate."
+            "use an earlier checkpoint, or lower the learning rate."
         )
 
 

@@ -1,13 +1,13 @@
-"""Where targets stand in a full ranking of the catalogue, and what that says: per-user metrics, intervals, slices.
+"""Full ranking of the catalogue in bounded memory: ranks of targets, top-k lists, per-user metrics, bootstrap intervals.
 
-    queries [B, D]  x  item vectors [I, D]      scored in blocks; no block with its masks takes more than `max_bytes`
+    queries [B, D]  x  item vectors [I, D]      scored in blocks; a block with its masks takes at most `max_bytes`
 
       items   0 ....... | ......... | ...... I
     samples  [ block ]  [ block ]   [ block ]    seen items are removed, then each block adds to the rank of its
              [ block ]  [ block ]   [ block ]    samples' targets and to their running top k
 
-One rule for ties, in ranks and in lists: the lower catalogue position goes first. Equal means equal bits, so a
-target's score is read from the block that scores its neighbours, never computed by a dot product of its own.
+Ties, in ranks and in lists: the lower catalogue position goes first. Ties are bitwise, so a target's score is read from
+the block of its neighbours: a separate dot product could round differently.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ Array = NDArray[np.float64]
 Counts = NDArray[np.int64]
 
 _BYTES_PER_SCORE = 20  # a score of up to 8 bytes, three masks, and the running count of ties with its cast
-_MIN_ROWS = 32  # fewer queries than this per product and reading the item vectors takes longer than scoring them
+_MIN_ROWS = 32  # queries per product; with fewer, reading the item vectors takes longer than scoring them
 
 
 class Top(NamedTuple):
-    """Best items first: positions [B, k], -1 where fewer candidates exist, and scores [B, k], -inf there."""
+    """Best items first: positions [B, k] and scores [B, k]; -1 and -inf where there are fewer candidates."""
 
     positions: Tensor
     scores: Tensor
@@ -52,7 +52,7 @@ def rank_targets(
 ) -> RankedTargets:
     """Ranks catalogue positions `targets` [B] among all items but those in `seen`; also the top-k lists.
 
-    Raises TrainError on a score that is not finite and DataError on a position outside of the catalogue.
+    Raises TrainError if a score is not finite and DataError if a position is outside of the catalogue.
     """
     _check_positions("target", targets, len(item_vectors))
     ranks, tops = [], []
@@ -84,7 +84,7 @@ def top_items(queries: Tensor, item_vectors: Tensor, seen: Jagged | None, k: int
 
 
 class _BlockScorer:
-    """Scores some samples against spans of the catalogue; if one span is all, its block is kept for the second use."""
+    """Scores some samples against spans of the catalogue; a single span is scored once and kept."""
 
     def __init__(
         self, rows: slice, queries: Tensor, item_vectors: Tensor, seen: Jagged | None, spans: Sequence[slice]
@@ -110,24 +110,26 @@ class _BlockScorer:
         return scores
 
     def _check_finite(self, scores: Tensor, first_item: int) -> None:
-        # Both extremes carry a nan along, and need no mask as large as the block.
+        # amin and amax propagate nan, and need no mask of the size of the block.
         finite = scores.amin(1).isfinite() & scores.amax(1).isfinite()
         if not bool(finite.all()):
             row = int(finite.logical_not().nonzero()[0])
             column = int(scores[row].isfinite().logical_not().nonzero()[0])
             raise TrainError(
                 f"score of sample {self.rows.start + row} for the item at catalogue position {first_item + column} is "
-                f"{float(scores[row, column])}; it cannot be ranked. The model has diverged: go back to an earlier "
+                f"{float(scores[row, column])}; it cannot be ranked. The model has diverged: use an earlier "
                 "checkpoint, or lower the learning rate."
             )
 
 
 def _scorers(queries: Tensor, item_vectors: Tensor, seen: Jagged | None, max_bytes: int) -> Iterator[_BlockScorer]:
-    """One scorer per chunk of samples, with blocks that stay below max_bytes; at least one, perhaps empty."""
+    """One scorer per chunk of samples, with blocks of at most max_bytes; an empty one if there are no samples."""
     num_samples, num_items = len(queries), len(item_vectors)
     if seen is not None:
         if seen.num_rows != num_samples:
-            raise DataError(f"there are {num_samples} queries but {seen.num_rows} rows of seen items; they must match.")
+            raise DataError(
+                f"there are {num_samples} queries but {seen.num_rows} rows of seen items. Pass one row per query."
+            )
         _check_positions("seen item", seen.values, num_items)
     num_scores = max(1, max_bytes // _BYTES_PER_SCORE)
     num_rows = min(max(num_scores // max(1, num_items), _MIN_ROWS), num_scores)
@@ -137,7 +139,7 @@ def _scorers(queries: Tensor, item_vectors: Tensor, seen: Jagged | None, max_byt
 
 
 def _spans(size: int, width: int) -> list[slice]:
-    """0 .. size cut into the fewest spans of at most `width`, as equal as can be."""
+    """Divides 0 .. size into the fewest spans of at most `width`, as equal as possible."""
     num_spans = -(-size // width)
     edges = [size * index // num_spans for index in range(num_spans + 1)] if num_spans else [0]
     return [slice(start, stop) for start, stop in pairwise(edges)]
@@ -145,16 +147,16 @@ def _spans(size: int, width: int) -> list[slice]:
 
 def _target_scores(scorer: _BlockScorer, targets: Tensor) -> Tensor:
     """The score of each target [B], read from its block; -inf if it was removed."""
-    found = scorer.queries.new_empty(len(targets))
+    target_scores = scorer.queries.new_empty(len(targets))
     for span in scorer.spans:
         rows = ((targets >= span.start) & (targets < span.stop)).nonzero().squeeze(1)
         if len(rows):
-            found[rows] = scorer.block(span)[rows, targets[rows] - span.start]
-    return found
+            target_scores[rows] = scorer.block(span)[rows, targets[rows] - span.start]
+    return target_scores
 
 
 def _num_before(scores: Tensor, target_scores: Tensor, target_columns: Tensor) -> Tensor:
-    """How many items of the block [B, n] go before the target of each row: higher, or equal and further left."""
+    """How many items of the block [B, n] rank before each row's target: higher score, or equal and lower position."""
     columns = torch.arange(scores.shape[1], device=scores.device)
     before = scores == target_scores.unsqueeze(1)
     before &= columns < target_columns.unsqueeze(1)
@@ -163,7 +165,7 @@ def _num_before(scores: Tensor, target_scores: Tensor, target_columns: Tensor) -
 
 
 def _top_of_block(scores: Tensor, first_item: int, k: int) -> Top:
-    """The k best of a block [B, n], in the order of their position; `topk` alone takes any of equal scores."""
+    """The k best of a block [B, n] by position; `topk` alone breaks ties arbitrarily."""
     k = min(k, scores.shape[1])
     kth = scores.topk(k, dim=1, sorted=False).values.amin(1, keepdim=True)
     taken = scores >= kth
@@ -182,14 +184,14 @@ def _no_items(queries: Tensor) -> Top:
 
 
 def _merge(top: Top, later: Top, k: int) -> Top:
-    """The k best of both, best first; all positions of `later` are higher, so a stable sort settles ties."""
+    """The k best of both, best first; positions of `later` are higher, so a stable sort breaks ties correctly."""
     scores, order = torch.cat([top.scores, later.scores], 1).sort(dim=1, descending=True, stable=True)
     positions = torch.cat([top.positions, later.positions], 1).gather(1, order)
     return Top(positions[:, :k], scores[:, :k])
 
 
 def _padded(top: Top, k: int) -> Top:
-    """k columns, with position -1 where the candidates ran out."""
+    """Pads to k columns, with position -1 where there are no candidates."""
     missing = (0, k - top.scores.shape[1])
     scores = torch.nn.functional.pad(top.scores, missing, value=-torch.inf)
     positions = torch.nn.functional.pad(top.positions, missing, value=-1)
@@ -202,43 +204,43 @@ def _check_positions(what: str, positions: Tensor, num_items: int) -> None:
         place = int(wrong.nonzero()[0])
         raise DataError(
             f"{what} {place} has catalogue position {int(positions[place])}, but the catalogue has {num_items:,} items. "
-            "Positions count from 0; leave items out that are not in the catalogue."
+            "Leave out items that are not in the catalogue; positions start at 0."
         )
 
 
 class Coverage:
-    """Which items any top list has shown, and how far up: 4 bytes per item, whatever the number of users."""
+    """The best rank of each item in any top list; 4 bytes per item, for any number of users."""
 
     def __init__(self, num_items: int) -> None:
         self._num_items = num_items
         self._best = torch.full((num_items + 1,), torch.iinfo(torch.int32).max, dtype=torch.int32)
 
     def add(self, top: Tensor) -> None:
-        """Takes note of lists [B, k]; the padding, -1, goes to the spare last place."""
+        """Adds lists [B, k]; padding (-1) goes to the spare last entry."""
         places = torch.arange(1, top.shape[1] + 1, dtype=torch.int32).expand(top.shape)
         positions = top.cpu().remainder(self._num_items + 1)
         self._best.scatter_reduce_(0, positions.reshape(-1), places.reshape(-1), "amin")
 
     def at(self, k: int) -> float:
-        """The share of the catalogue that stood in at least one top-k list."""
+        """The share of the catalogue that is in at least one top-k list."""
         return int((self._best[: self._num_items] <= k).sum()) / max(1, self._num_items)
 
 
 def user_metrics(ranks: Counts, ks: Sequence[int], num_items: int) -> dict[str, Array]:
-    """hr@k, ndcg@k and mrr of each user (one target each); 0 where the target was removed from the ranking."""
-    found = ranks <= num_items
+    """hr@k, ndcg@k and mrr of each user (one target each); 0 if the target was removed from the ranking."""
+    is_ranked = ranks <= num_items
     metrics: dict[str, Array] = {}
     for k in ks:
-        metrics[f"hr@{k}"] = (found & (ranks <= k)).astype(np.float64)
+        metrics[f"hr@{k}"] = (is_ranked & (ranks <= k)).astype(np.float64)
     for k in ks:
         metrics[f"ndcg@{k}"] = metrics[f"hr@{k}"] / np.log2(ranks + 1.0)
-    metrics["mrr"] = found / ranks
+    metrics["mrr"] = is_ranked / ranks
     return metrics
 
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A mean over users and the range that holds it in 95 of 100 resamplings of the users."""
+    """A mean over users and its 95 % bootstrap interval."""
 
     mean: float
     low: float
@@ -248,17 +250,24 @@ class Interval:
         return f"{self.mean:.4f} [{self.low:.4f}, {self.high:.4f}]"
 
 
+def resamples(num_users: int, *, seed: int, num: int) -> Iterator[Counts]:
+    """How often each user is drawn in each bootstrap resample; one at a time, to bound memory."""
+    random = np.random.default_rng(seed)
+    for _ in range(num):
+        yield np.bincount(random.integers(num_users, size=num_users), minlength=num_users)
+
+
 def bootstrap_all(columns: Mapping[str, Array], *, seed: int, num: int = 1000) -> dict[str, Interval]:
-    """95 % percentile intervals of the means of several per-user columns, all from the same resampled users."""
+    """95 % percentile intervals of the means of several per-user columns, from the same resamples of users."""
     values = np.stack(list(columns.values()), axis=1).astype(np.float64)
     num_users = len(values)
     if not num_users:
-        raise DataError("there are no users to average over; the evaluation saw no samples.")
-    random = np.random.default_rng(seed)
+        raise DataError(
+            "there are no users to average over: the evaluation had no samples. Use a split with test targets."
+        )
     means = np.empty((num, values.shape[1]))
-    for index in range(num):  # one resample at a time: memory stays at one number per user
-        times = np.bincount(random.integers(num_users, size=num_users), minlength=num_users)
-        means[index] = times @ values / num_users
+    for index, counts in enumerate(resamples(num_users, seed=seed, num=num)):
+        means[index] = counts @ values / num_users
     lows, highs = np.percentile(means, [2.5, 97.5], axis=0)
     table = zip(columns, values.mean(axis=0), lows, highs, strict=True)
     return {name: Interval(float(mean), float(low), float(high)) for name, mean, low, high in table}
@@ -272,12 +281,14 @@ def bootstrap(values: Array, seed: int, num: int = 1000) -> Interval:
 def paired_difference(a: Array, b: Array, seed: int, num: int = 1000) -> Interval:
     """The interval of mean(b - a) over the same users, in the same order."""
     if a.shape != b.shape:
-        raise DataError(f"a paired difference needs the same users on both sides, got {len(a)} and {len(b)} values.")
+        raise DataError(
+            f"a paired difference needs the same users in both, but there are {len(a)} and {len(b)} values. Evaluate both runs on the same users."
+        )
     return bootstrap(b - a, seed, num)
 
 
 class Tertile(NamedTuple):
-    """Users whose history length lies in low .. high, both included."""
+    """Users with history lengths low .. high, inclusive."""
 
     name: str
     low: int
@@ -286,7 +297,7 @@ class Tertile(NamedTuple):
 
 
 def tertiles(lengths: Counts) -> list[Tertile]:
-    """Short, medium and long histories, a third of the users each as far as equal lengths allow; none is empty."""
+    """Short, medium and long histories, about a third of the users each; empty ones are left out."""
     first, second = np.quantile(lengths, [1 / 3, 2 / 3], method="lower")
     masks = {
         "short": lengths <= first,

@@ -25,7 +25,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from nestpipe.data.array_files import place_of
+from nestpipe.data.array_files import folder_version
 from nestpipe.data.sequences import Sequences
 from nestpipe.errors import ConfigError
 from nestpipe.generative.config import ThinkConfig
@@ -67,7 +67,7 @@ class FolderHistoryFeed:
     """A sequence folder. It is replaced as a whole, so its cursor is its digest."""
 
     def __init__(self, sequences: Sequences):
-        self._sequences, self._place = sequences, place_of(sequences.path)
+        self._sequences, self._place = sequences, folder_version(sequences.path)
 
     def changed_users(self, cursor: str) -> tuple[Iterable[int], str]:
         own = self.sequences
@@ -83,7 +83,7 @@ class FolderHistoryFeed:
     @property
     def sequences(self) -> Sequences:
         """The current folder, reopened when it was replaced: erased users must not be read."""
-        if (place := place_of(self._sequences.path)) not in (None, self._place):
+        if (place := folder_version(self._sequences.path)) not in (None, self._place):
             self._sequences, self._place = Sequences.open(self._sequences.path), place
         return self._sequences
 

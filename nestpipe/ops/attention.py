@@ -1,17 +1,17 @@
-"""Attention over jagged sequences: one op, several backends, biases given as rules instead of matrices.
+"""Attention over jagged sequences: one op, several backends, biases as rules instead of matrices.
 
     layout = attention_layout(items, times=times, query_times=query_times)               # once per batch
     out    = jagged_attention(q, k, v, layout, kind="silu", norm=max_len, bias=Bias(position=p, time=t))
 
-q [Q, H, D], k [K, H, D], v [K, H, V] are jagged rows back to back; the result is [Q, H, V], in channel mode
-[Q, channels, H, V]. Nothing is padded and no matrix of scores is kept: backward computes them again.
+q [Q, H, D], k [K, H, D] and v [K, H, V] hold the rows of all sequences back to back. The result is [Q, H, V], in channel
+mode [Q, channels, H, V]. Nothing is padded, and no score matrix is saved: backward recomputes the scores.
 
-Who sees whom. A sequence has places 0 … n-1, one per key. Its queries stand at the *last* places: with as many queries as
-keys this is plain causal attention; with fewer, the keys before the first query are a prefix (a cache), of which only k
-and v are given. The last `num_targets` places are targets (candidates): a target sees history and itself, never another
-target, and stands where the next event would, so its result does not depend on how many targets there are or on their order.
+Mask. A sequence has places 0 … n-1, one per key; its queries are the *last* places. With as many queries as keys this is
+plain causal attention. With fewer, the keys before the first query are a cached prefix, of which only k and v are given.
+The last `num_targets` places are targets (candidates). A target sees the history and itself, never another target, and has
+the place of the next event. So its result does not depend on the number or order of the targets.
 
-What a score is, for query i and visible key j at the distance d = place(i) - place(j):
+Score of query i and visible key j at the distance d = place(i) - place(j):
 
     s = scale · q_i·k_j              b_pos = position[min(d, N - 1)]
     T = max(|query_time_i - key_time_j|, 1) seconds
@@ -21,18 +21,18 @@ What a score is, for query i and visible key j at the distance d = place(i) - pl
     mode "channel"  up to three          A(s), b_pos, b_time, each times v; biases are not divided by norm
     kind "silu"     A(x) = silu(x) / norm, norm a constant of the model      kind "softmax"  A = softmax over visible keys
 
-Biases are shared by heads. In a log without times b_time is not read: nothing is added, and its channel is zero.
+Biases are shared by heads. For a log without times b_time is not applied, and its channel is zero.
 
-Serving: `attention_layout(suffix, keys=prefix_and_suffix, ..., num_targets=candidates)` with q for the suffix only. The
-native backend gives the same bits for a row whatever is before it in the cache, beside it in the batch, or behind it.
+Serving: `attention_layout(suffix, keys=prefix_and_suffix, ..., num_targets=candidates)` with q for the suffix only. On the
+native backend a row's result is bitwise independent of the cached prefix and of other rows of the batch.
 
-Backends: see `backends.py`. A user of the op never names one; tests and benchmarks do.
+`backends.py` chooses the backend; only tests and benchmarks name one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -41,8 +41,10 @@ from torch import Tensor
 from nestpipe.jagged import Jagged
 from nestpipe.ops import attention_reference, backends
 from nestpipe.ops.backends import BackendRequest
-from nestpipe.ops.kernel_args import KernelInputs, Kind, Mode
+from nestpipe.ops.kernel_args import KernelInputs, Kind, Layout, Mode
 from nestpipe.ops.limits import MAX_BUCKETS
+
+__all__ = ("Bias", "Layout", "attention_layout", "jagged_attention", "plan_of")
 
 _SCHEMA = (
     "(Tensor q, Tensor k, Tensor v, Tensor query_offsets, Tensor key_offsets, Tensor num_targets, Tensor? query_times, "
@@ -79,31 +81,6 @@ class Bias:
     mode: Mode = "add"
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Layout:
-    """Lengths and times of a batch, and what backends derive from them, made once and shared by blocks and heads."""
-
-    query_offsets: Tensor
-    key_offsets: Tensor
-    num_targets: Tensor
-    times: tuple[Tensor, Tensor] | None
-    num_buckets: int
-    decay: bool
-    _plans: dict[str, list[Tensor]] = field(default_factory=dict)
-
-    def plan(self, backend: str) -> list[Tensor]:
-        if backend not in self._plans:
-            self._plans[backend] = backends.module(backend).plan(
-                self.query_offsets,
-                self.key_offsets,
-                self.num_targets,
-                self.times,
-                num_buckets=self.num_buckets,
-                decay=self.decay,
-            )
-        return self._plans[backend]
-
-
 def attention_layout(
     queries: Jagged,
     *,
@@ -116,9 +93,9 @@ def attention_layout(
 ) -> Layout:
     """The layout of a batch.
 
-    `keys` has the rows of all keys, `queries` those of the queries (default: the same). `times` [K] and `query_times` [Q]
-    are seconds: of the events, and that which each row answers for. `num_targets` [B] is 0 by default. `num_buckets` 0 and
-    `decay` False say that no bias of that kind will be asked for. Raises ValueError if the parts do not fit.
+    `keys` has the rows of all keys, by default those of `queries`. `times` [K] are the seconds of the events,
+    `query_times` [Q] those for which each query predicts. `num_targets` [B] is 0 by default. With `num_buckets` 0 and
+    `decay` False the layout supports no time bias. Raises ValueError if shapes do not match.
     """
     keys = queries if keys is None else keys
     if num_targets is None:
@@ -148,10 +125,12 @@ def jagged_attention(
     bias: Bias | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """Attention as in the module's docstring: [Q, H, V] in add mode, [Q, channels, H, V] in channel mode."""
+    """Attention as defined in the module docstring: [Q, H, V] in add mode, [Q, channels, H, V] in channel mode."""
     bias = bias or Bias()
     if bias.time is not None and layout.times is not None and len(bias.time) != layout.num_buckets + 1:
-        raise ValueError(f"the time bias has {len(bias.time)} values, but the layout has {layout.num_buckets} buckets.")
+        raise ValueError(
+            f"the time bias has {len(bias.time)} values, but the layout has {layout.num_buckets} buckets, which take {layout.num_buckets + 1}."
+        )
     if bias.decay is not None and layout.times is not None and not layout.decay:
         raise ValueError("a decay bias needs a layout made with decay=True.")
     if backend is None:
@@ -162,9 +141,16 @@ def jagged_attention(
     if backend == "reference":
         out = attention_reference.attend(_inputs((*tensors, [], *numbers)))
     else:
-        out, _ = _forward(*tensors, layout.plan(backend), *numbers, backend)
+        out, _ = _forward(*tensors, plan_of(layout, backend), *numbers, backend)
     result: Tensor = out.squeeze(1) if bias.mode == "add" else out
     return result
+
+
+def plan_of(layout: Layout, backend: str) -> list[Tensor]:
+    """What a backend derives from a layout, computed once."""
+    if backend not in layout.plans:
+        layout.plans[backend] = backends.module(backend).plan(layout)
+    return layout.plans[backend]
 
 
 @torch.library.custom_op("nestpipe::jagged_attention", mutates_args=(), schema=f"{_SCHEMA} -> (Tensor, Tensor)")
@@ -176,12 +162,12 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
 @torch.library.custom_op(
     "nestpipe::jagged_attention_backward",
     mutates_args=(),
-    schema=f"(Tensor grad, Tensor out, Tensor kept, {_SCHEMA[1:]} -> Tensor[]",
+    schema=f"(Tensor grad, Tensor out, Tensor saved, {_SCHEMA[1:]} -> Tensor[]",
 )
 def _backward(*arguments: Any) -> list[Tensor]:
-    grad, out, kept, *rest, backend = arguments
-    found = backends.module(backend).backward(_inputs(rest), grad.contiguous(), out, kept)
-    return [one for one in found if one is not None]
+    grad, out, saved, *rest, backend = arguments
+    grads = backends.module(backend).backward(_inputs(rest), grad.contiguous(), out, saved)
+    return [one for one in grads if one is not None]
 
 
 def _inputs(arguments: Sequence[Any]) -> KernelInputs:
@@ -191,35 +177,35 @@ def _inputs(arguments: Sequence[Any]) -> KernelInputs:
 @_forward.register_fake
 def _(*arguments: Any) -> tuple[Tensor, Tensor]:
     inputs = _inputs(arguments[:-1])
-    kept = inputs.q.new_empty(inputs.q.shape[:2] if inputs.kind == "softmax" else 0)
-    return torch.empty_like(inputs.new_output()), kept
+    saved = inputs.q.new_empty(inputs.q.shape[:2] if inputs.kind == "softmax" else 0)
+    return torch.empty_like(inputs.new_output()), saved
 
 
 @_backward.register_fake
 def _(*arguments: Any) -> list[Tensor]:
     inputs = _inputs(arguments[3:-1])
-    given = (inputs.q, inputs.k, inputs.v, inputs.position, inputs.time, inputs.decay)
-    return [torch.empty_like(one) for one in given if one is not None]
+    differentiable = (inputs.q, inputs.k, inputs.v, inputs.position, inputs.time, inputs.decay)
+    return [torch.empty_like(one) for one in differentiable if one is not None]
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     *tensors, plan, kind, mode, scale, norm, backend = inputs
-    out, kept = output
-    # silu needs neither; the output is there anyway, because the next layer keeps it.
-    ctx.save_for_backward(*(output if kind == "softmax" else (out.new_empty(0), kept)), *tensors, *plan)
+    out, saved = output
+    # The backward of silu needs no output.
+    ctx.save_for_backward(*(output if kind == "softmax" else (out.new_empty(0), saved)), *tensors, *plan)
     ctx.numbers = (kind, mode, scale, norm, backend)
 
 
 def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
-    out, kept, *saved = ctx.saved_tensors
-    tensors, plan = saved[:11], saved[11:]
-    found = iter(_backward(grad, out, kept, *tensors, plan, *ctx.numbers))
-    wanted = {0, 1, 2, 8, 9, 10}  # q, k, v and the three biases
-    grads = [next(found) if place in wanted and one is not None else None for place, one in enumerate(tensors)]
+    out, saved, *rest = ctx.saved_tensors
+    tensors, plan = rest[:11], rest[11:]
+    computed = iter(_backward(grad, out, saved, *tensors, plan, *ctx.numbers))
+    differentiable = {0, 1, 2, 8, 9, 10}  # q, k, v and the three biases
+    grads = [next(computed) if at in differentiable and one is not None else None for at, one in enumerate(tensors)]
     return *grads, [None] * len(plan), *[None] * len(ctx.numbers)
 
 
-_forward.register_autograd(_differentiate, setup_context=_keep)
+_forward.register_autograd(_differentiate, setup_context=_save)
 
 
 def _problem(
@@ -230,14 +216,14 @@ def _problem(
     num_targets: Tensor,
     num_buckets: int,
 ) -> str | None:
-    """What does not fit, or None."""
+    """What does not match, or None."""
     if keys.num_rows != queries.num_rows or len(num_targets) != queries.num_rows:
-        return f"{queries.num_rows} rows of queries, {keys.num_rows} of keys, {len(num_targets)} numbers of targets"
+        return f"{queries.num_rows} rows of queries, {keys.num_rows} of keys, {len(num_targets)} target counts"
     if not 0 <= num_buckets <= MAX_BUCKETS:
-        return f"{num_buckets} time buckets; there may be 0 to {MAX_BUCKETS}"
-    seen = [None if one is None else len(one.values) for one in (times, query_times)]
-    if seen not in ([None, None], [len(keys.values), len(queries.values)]):
-        return f"{seen[0]} and {seen[1]} times for {len(keys.values)} keys and {len(queries.values)} queries"
+        return f"{num_buckets} time buckets; supported are 0 to {MAX_BUCKETS}"
+    num_times = [None if one is None else len(one.values) for one in (times, query_times)]
+    if num_times not in ([None, None], [len(keys.values), len(queries.values)]):
+        return f"{num_times[0]} and {num_times[1]} times for {len(keys.values)} keys and {len(queries.values)} queries"
     num_keys, num_queries = keys.lengths(), queries.lengths()
     bad = (num_keys < num_queries) | (num_targets > num_keys) | (num_targets < 0)
     if bool(bad.any()):

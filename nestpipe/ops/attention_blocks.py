@@ -1,8 +1,9 @@
-"""The attention op in plain PyTorch, on any device.
+"""The attention op in plain PyTorch, for any device.
 
-Sequences are grouped by length, so that little is padded, and queries are taken in blocks, so that a block sees only the
-keys before its end. A plan holds everything that depends on lengths and times alone. Scores are computed again in
-backward, so that only q, k and v (and for softmax one number per row and head) live in between.
+    batch -> groups of similar length (little padding) -> blocks of 128 queries (keys behind a block are skipped)
+
+The plan holds what depends on lengths and times alone. Backward recomputes the scores, so forward saves only q, k and v,
+and for softmax the logsumexp of each row and head.
 """
 
 from __future__ import annotations
@@ -13,15 +14,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nestpipe.ops.kernel_args import NEVER, Gradients, KernelInputs, buckets_of, gaps, log_of, pairs
+from nestpipe.ops.kernel_args import MASKED, Gradients, KernelInputs, Layout, buckets_of, gaps, log_of, pairs
 
 _QUERY_BLOCK = 128
-_MAX_SCORES = 1 << 21  # per group and head: 8 MiB of fp32 scores stay near the cache
+_MAX_SCORES = 1 << 21  # per group and head: 8 MiB of fp32 scores, about the size of a last-level cache
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Block:
-    """Queries first … last of a group and the keys that any of them sees."""
+    """Queries first … last - 1 of a group, and the keys that any of them sees."""
 
     first: int
     last: int
@@ -34,7 +35,7 @@ class _Block:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Group:
-    """Sequences of similar length, padded: places [b, q] of queries and [b, k] of keys, padding behind the last."""
+    """Sequences of similar length, padded: row numbers [b, q] of queries and [b, k] of keys; padding is the last + 1."""
 
     query_rows: Tensor
     key_rows: Tensor
@@ -46,27 +47,16 @@ class _Group:
         return [spans, self.query_rows, self.key_rows, *tensors]
 
 
-def plan(
-    query_offsets: Tensor,
-    key_offsets: Tensor,
-    num_targets: Tensor,
-    times: tuple[Tensor, Tensor] | None,
-    *,
-    num_buckets: int,
-    decay: bool,
-) -> list[Tensor]:
-    """The groups of a batch as a flat list; `times` are those of queries and keys."""
-    flat: list[Tensor] = []
-    for members in _members(query_offsets, key_offsets):
-        flat += _group(members, query_offsets, key_offsets, num_targets, times, num_buckets, decay).flat()
-    return flat
+def plan(layout: Layout) -> list[Tensor]:
+    """The groups of a batch as a flat list of tensors."""
+    return [one for members in _members(layout) for one in _group(members, layout).flat()]
 
 
 def forward(inputs: KernelInputs) -> tuple[Tensor, Tensor]:
-    """The output [Q, channels, H, V], and for softmax the log of each row's sum [Q, H]."""
+    """The output [Q, channels, H, V], and for softmax the logsumexp of each row [Q, H]."""
     num_queries, num_heads = inputs.q.shape[:2]
     out = inputs.q.new_zeros(num_queries + 1, inputs.num_channels, num_heads, inputs.v.shape[2])
-    kept = inputs.q.new_zeros((num_queries + 1, num_heads) if inputs.kind == "softmax" else 0)
+    saved = inputs.q.new_zeros((num_queries + 1, num_heads) if inputs.kind == "softmax" else 0)
     for group in _groups(inputs.plan):
         q, k, v = _gather(inputs, group)
         for block in group.blocks:
@@ -75,7 +65,7 @@ def forward(inputs: KernelInputs) -> tuple[Tensor, Tensor]:
             scores = _scores(inputs, block, q, k)
             if inputs.kind == "softmax":
                 sums = torch.logsumexp(scores, dim=-1, keepdim=True)
-                kept.index_copy_(0, rows, sums.squeeze(3).transpose(1, 2).flatten(0, 1))
+                saved.index_copy_(0, rows, sums.squeeze(3).transpose(1, 2).flatten(0, 1))
                 weights = scores.sub_(sums).exp_()
             else:
                 weights = (
@@ -84,14 +74,14 @@ def forward(inputs: KernelInputs) -> tuple[Tensor, Tensor]:
             matrices = [weights, *_bias_matrices(inputs, block)]
             results = torch.stack([(one @ values).transpose(1, 2) for one in matrices], dim=2)
             out.index_copy_(0, rows, results.flatten(0, 1))
-    return out[:num_queries], kept[:num_queries]
+    return out[:num_queries], saved[:num_queries]
 
 
-def backward(inputs: KernelInputs, grad: Tensor, out: Tensor, kept: Tensor) -> Gradients:
-    """Gradients of everything, with the scores computed again."""
+def backward(inputs: KernelInputs, grad: Tensor, out: Tensor, saved: Tensor) -> Gradients:
+    """All gradients; recomputes the scores."""
     sums = _BlockSums(inputs)
     softmax = inputs.kind == "softmax"
-    rest = (grad[:, 0] * out[:, 0]).sum(2) if softmax else kept  # [Q, H]: what softmax takes off each row
+    row_dots = (grad[:, 0] * out[:, 0]).sum(2) if softmax else saved  # [Q, H]: the softmax Jacobian's term per row
     for group in _groups(inputs.plan):
         q, k, v = _gather(inputs, group)
         d_q, d_k, d_v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
@@ -102,8 +92,8 @@ def backward(inputs: KernelInputs, grad: Tensor, out: Tensor, kept: Tensor) -> G
             scores = _scores(inputs, block, q, k)
             d_weights = d_out[0] @ values.transpose(2, 3)
             if softmax:
-                weights = scores.sub_(_pad(kept, rows).transpose(1, 2).unsqueeze(3)).exp_()
-                d_scores = d_weights.sub_(_pad(rest, rows).transpose(1, 2).unsqueeze(3)).mul_(weights)
+                weights = scores.sub_(_pad(saved, rows).transpose(1, 2).unsqueeze(3)).exp_()
+                d_scores = d_weights.sub_(_pad(row_dots, rows).transpose(1, 2).unsqueeze(3)).mul_(weights)
             else:
                 gate = torch.sigmoid(scores)
                 weights = (scores * gate).div_(inputs.norm).masked_fill_(hidden, 0.0)
@@ -125,7 +115,7 @@ def backward(inputs: KernelInputs, grad: Tensor, out: Tensor, kept: Tensor) -> G
 
 
 class _BlockSums:
-    """The gradients as they add up."""
+    """Accumulates the gradients of all blocks."""
 
     def __init__(self, inputs: KernelInputs):
         self._inputs = inputs
@@ -145,7 +135,7 @@ class _BlockSums:
             target.index_copy_(0, rows.flatten(), values.transpose(1, 2).flatten(0, 1))
 
     def add(self, block: _Block, grads: Sequence[Tensor]) -> None:
-        """Gradients [b, H, q, k] of the biases of a block: those of position first, then those of time."""
+        """Adds a block's gradients [b, H, q, k] of the position bias and of the time bias."""
         inputs = self._inputs
         if self._position is not None:
             by_pair = grads[0].sum(1)
@@ -171,13 +161,13 @@ class _BlockSums:
 
 
 def _scores(inputs: KernelInputs, block: _Block, q: Tensor, k: Tensor) -> Tensor:
-    """Scores [b, H, q, k] with the biases of add mode; for softmax hidden ones count for nothing."""
+    """Scores [b, H, q, k] with the biases of add mode; hidden pairs are masked for softmax."""
     scores = (q[:, :, block.first : block.last] * inputs.scale) @ k[:, :, : block.num_keys].transpose(2, 3)
     if inputs.mode == "add":
         for bias in _biases(inputs, block):
             scores += bias.unsqueeze(1)
     if inputs.kind == "softmax":
-        scores.masked_fill_(block.hidden.unsqueeze(1), NEVER)
+        scores.masked_fill_(block.hidden.unsqueeze(1), MASKED)
     return scores
 
 
@@ -192,7 +182,7 @@ def _bias_matrices(inputs: KernelInputs, block: _Block) -> list[Tensor]:
 
 
 def _biases(inputs: KernelInputs, block: _Block) -> Iterator[Tensor]:
-    """By position [1 or b, q, k], then by time [b, q, k]."""
+    """The position bias [1 or b, q, k], then the time bias [b, q, k]."""
     if inputs.position is not None:
         yield _at(inputs.position, block.distance.clamp(max=len(inputs.position) - 1))
     if inputs.uses_time:
@@ -221,45 +211,37 @@ def _pad(values: Tensor, rows: Tensor) -> Tensor:
     return padded.index_select(0, rows.flatten()).reshape(*rows.shape, *values.shape[1:])
 
 
-def _members(query_offsets: Tensor, key_offsets: Tensor) -> Iterator[Tensor]:
-    """Sequences [b] with similar numbers of keys; those without a query are left out."""
-    lengths, order = key_offsets.diff().cpu().sort(stable=True)
-    asked = query_offsets.diff().cpu().index_select(0, order) > 0
-    lengths, order = lengths[asked], order[asked]
+def _members(layout: Layout) -> Iterator[Tensor]:
+    """Sequences [b] with similar numbers of keys; sequences without a query are left out."""
+    lengths, order = layout.key_offsets.diff().cpu().sort(stable=True)
+    has_query = layout.query_offsets.diff().cpu().index_select(0, order) > 0
+    lengths, order = lengths[has_query], order[has_query]
     sizes = lengths.tolist()
     first = 0
     while first < len(sizes):
         last = first + 1
-        # A group ends where padding its first member would waste more than a quarter, or where scores get too large.
+        # A group ends where its shortest member would be padded by over a quarter, or where scores get too large.
         while (
             last < len(sizes)
             and sizes[last] <= sizes[first] * 1.25 + 8
             and (last - first) * sizes[last] ** 2 < _MAX_SCORES
         ):
             last += 1
-        yield order[first:last].to(key_offsets.device)
+        yield order[first:last].to(layout.key_offsets.device)
         first = last
 
 
-def _group(
-    members: Tensor,
-    query_offsets: Tensor,
-    key_offsets: Tensor,
-    num_targets: Tensor,
-    times: tuple[Tensor, Tensor] | None,
-    num_buckets: int,
-    decay: bool,
-) -> _Group:
-    query_rows, num_queries = _rows(query_offsets, members)
-    key_rows, num_keys = _rows(key_offsets, members)
-    targets = num_targets.index_select(0, members)
+def _group(members: Tensor, layout: Layout) -> _Group:
+    query_rows, num_queries = _rows(layout.query_offsets, members)
+    key_rows, num_keys = _rows(layout.key_offsets, members)
+    targets = layout.num_targets.index_select(0, members)
     first_place = num_keys - num_queries
     if not bool(first_place.any()) and not bool(targets.any()):
-        # All plain: one mask serves the whole group, and padding is later than every key.
+        # Plain causal attention: one mask for the whole group, because padding follows every key.
         first_place, num_history = first_place[:1], num_keys.max().reshape(1)
     else:
         num_history = num_keys - targets
-    query_times, key_times = (None, None) if times is None else (_pad(times[0], query_rows), _pad(times[1], key_rows))
+    times = None if layout.times is None else (_pad(layout.times[0], query_rows), _pad(layout.times[1], key_rows))
     blocks = []
     steps = torch.arange(max(query_rows.shape[1], key_rows.shape[1]), device=members.device)
     for first in range(0, query_rows.shape[1], _QUERY_BLOCK):
@@ -268,16 +250,16 @@ def _group(
         query_places = first_place[:, None, None] + steps[first:last, None]
         hidden, distance = pairs(query_places, steps[:end].reshape(1, 1, -1), num_history[:, None, None])
         buckets = log_gap = torch.empty(0, device=members.device)
-        if query_times is not None and key_times is not None:
-            gap = gaps(query_times[:, first:last, None], key_times[:, None, :end])
-            buckets = buckets_of(gap, num_buckets) if num_buckets else buckets
-            log_gap = log_of(gap) if decay else log_gap
+        if times is not None:
+            gap = gaps(times[0][:, first:last, None], times[1][:, None, :end])
+            buckets = buckets_of(gap, layout.num_buckets) if layout.num_buckets else buckets
+            log_gap = log_of(gap) if layout.decay else log_gap
         blocks.append(_Block(first, last, end, distance, hidden, buckets, log_gap))
     return _Group(query_rows, key_rows, tuple(blocks))
 
 
 def _rows(offsets: Tensor, members: Tensor) -> tuple[Tensor, Tensor]:
-    """Places [b, longest] of the members' values, padding behind the last value, and their lengths [b]."""
+    """Row numbers [b, longest] of the members' values, the last + 1 for padding, and their lengths [b]."""
     lengths = offsets.diff().index_select(0, members)
     steps = torch.arange(int(lengths.max()), device=offsets.device)
     rows = offsets.index_select(0, members).unsqueeze(1) + steps

@@ -1,6 +1,7 @@
-"""The attention op in C++ (native/attention.cpp), for fp32 on the CPU.
+"""The attention op in C++ (csrc/attention.cpp), for fp32 on the CPU.
 
-A row's bits do not depend on other rows, sequences, targets, cached prefixes or the number of threads.
+A row's result is bitwise independent of other rows, sequences and targets, of cached prefixes and of the number of
+threads.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nestpipe.ops.kernel_args import Gradients, KernelInputs, bucket_boundaries
+from nestpipe.ops.kernel_args import Gradients, KernelInputs, Layout, bucket_boundaries
 from nestpipe.ops.native_library import library
 
 
@@ -34,23 +35,16 @@ class _Attention(ctypes.Structure):
     )
 
 
-def plan(
-    query_offsets: Tensor,
-    key_offsets: Tensor,
-    num_targets: Tensor,
-    times: tuple[Tensor, Tensor] | None,
-    *,
-    num_buckets: int,
-    decay: bool,
-) -> list[Tensor]:
-    """Where each query's pairs begin, and their buckets (bytes) and logarithms of time (fp32), if they are wanted."""
-    if times is None or not (num_buckets or decay):
+def plan(layout: Layout) -> list[Tensor]:
+    """Where each query's pairs begin, and their time buckets (bytes) and log gaps (fp32), if a bias needs them."""
+    num_buckets, decay = layout.num_buckets, layout.decay
+    if layout.times is None or not (num_buckets or decay):
         return []
-    offsets = [one.contiguous() for one in (query_offsets, key_offsets, num_targets)]
-    query_times, key_times = (one.contiguous() for one in times)
+    offsets = [one.contiguous() for one in (layout.query_offsets, layout.key_offsets, layout.num_targets)]
+    query_times, key_times = (one.contiguous() for one in layout.times)
     starts = torch.empty(len(query_times) + 1, dtype=torch.int64)
     arguments = _Attention(
-        num_sequences=len(num_targets), **_pointers(("query_offsets", "key_offsets", "num_targets"), offsets)
+        num_sequences=len(layout.num_targets), **_pointers(("query_offsets", "key_offsets", "num_targets"), offsets)
     )
     _call("nestpipe_attention_starts", None, arguments, starts)
     arguments.starts = starts.data_ptr()
@@ -58,7 +52,7 @@ def plan(
     boundaries = bucket_boundaries(num_buckets)
     buckets = torch.zeros(num_pairs if num_buckets else 0, dtype=torch.uint8)
     log_gaps = torch.ones(num_pairs if decay else 0, dtype=torch.float32)
-    numbers = (
+    pair_arguments = (
         query_times,
         key_times,
         boundaries,
@@ -66,35 +60,35 @@ def plan(
         buckets if num_buckets else None,
         log_gaps if decay else None,
     )
-    _call("nestpipe_attention_pairs", None, arguments, *numbers)
+    _call("nestpipe_attention_pairs", None, arguments, *pair_arguments)
     return [starts, buckets, log_gaps]
 
 
 def forward(inputs: KernelInputs) -> tuple[Tensor, Tensor]:
-    """The output [Q, channels, H, V], and for softmax the log of each row's sum [Q, H]."""
+    """The output [Q, channels, H, V], and for softmax the logsumexp of each row [Q, H]."""
     out = inputs.new_output()
-    kept = inputs.q.new_empty(inputs.q.shape[:2] if inputs.kind == "softmax" else 0)
+    saved = inputs.q.new_empty(inputs.q.shape[:2] if inputs.kind == "softmax" else 0)
     call = _AttentionCall(inputs)
-    _checked("nestpipe_attention_forward", call.arguments(out=out, kept=kept))
-    return out, kept
+    _checked("nestpipe_attention_forward", call.arguments(out=out, kept=saved))
+    return out, saved
 
 
-def backward(inputs: KernelInputs, grad: Tensor, out: Tensor, kept: Tensor) -> Gradients:
+def backward(inputs: KernelInputs, grad: Tensor, out: Tensor, saved: Tensor) -> Gradients:
     q, k, v = (one.new_zeros(one.shape) for one in (inputs.q, inputs.k, inputs.v))
     biases = (inputs.position, inputs.time, inputs.decay)
-    found = Gradients(q, k, v, *(None if one is None else one.new_zeros(one.shape) for one in biases))
+    grads = Gradients(q, k, v, *(None if one is None else one.new_zeros(one.shape) for one in biases))
     call = _AttentionCall(inputs)
-    room = {f"d_{name}": one for name, one in found._asdict().items() if one is not None}
-    _checked("nestpipe_attention_backward", call.arguments(out=out, kept=kept, grad=grad, **room))
-    return found
+    outputs = {f"d_{name}": one for name, one in grads._asdict().items() if one is not None}
+    _checked("nestpipe_attention_backward", call.arguments(out=out, kept=saved, grad=grad, **outputs))
+    return grads
 
 
 class _AttentionCall:
-    """The arguments that both directions share; keeps alive what they point to."""
+    """The arguments of forward and backward; keeps the tensors alive that they point to."""
 
     def __init__(self, inputs: KernelInputs):
         self._inputs = inputs
-        # Heads must follow each other; rows may lie apart, as slices of one product do.
+        # Heads must be contiguous; rows may be strided, as views of one projection are.
         rows = [
             one if one.stride()[1:] == (one.shape[2], 1) else one.contiguous() for one in (inputs.q, inputs.k, inputs.v)
         ]
@@ -136,7 +130,7 @@ def _pointers(names: Any, tensors: Any) -> dict[str, int]:
 def _call(name: str, result: Any, arguments: _Attention, *more: Tensor | int | None) -> Any:
     native = library()
     if native is None:
-        raise RuntimeError("the native attention was asked for but cannot be built; 'nestpipe doctor' explains")
+        raise RuntimeError("the native attention was requested but cannot be built; 'nestpipe doctor' explains")
     kinds = [c_int64 if isinstance(one, int) else c_void_p for one in more]
     values = [one.data_ptr() if isinstance(one, Tensor) else one for one in more]
     return native.function(name, result, ctypes.POINTER(_Attention), *kinds)(ctypes.byref(arguments), *values)
@@ -144,4 +138,4 @@ def _call(name: str, result: Any, arguments: _Attention, *more: Tensor | int | N
 
 def _checked(name: str, arguments: _Attention) -> None:
     if _call(name, c_int64, arguments) != 0:
-        raise MemoryError(f"{name}: no memory for its tiles")
+        raise MemoryError(f"{name}: cannot allocate its tiles")

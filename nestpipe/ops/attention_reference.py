@@ -1,4 +1,4 @@
-"""The attention op by definition: everything padded, every matrix in memory, gradients by autograd. The oracle."""
+"""The attention op by definition, the oracle of tests: padded, all score matrices in memory, gradients by autograd."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from nestpipe.ops.kernel_args import NEVER, KernelInputs, buckets_of, decayed, gaps, log_of, pairs
+from nestpipe.ops.kernel_args import MASKED, KernelInputs, buckets_of, decayed, gaps, log_of, pairs
 
 
 def attend(inputs: KernelInputs) -> Tensor:
@@ -35,7 +35,7 @@ def attend(inputs: KernelInputs) -> Tensor:
 def _weights(inputs: KernelInputs, scores: Tensor, hidden: Tensor) -> Tensor:
     if inputs.kind == "silu":
         return (F.silu(scores) / inputs.norm).masked_fill(hidden, 0.0)
-    return torch.softmax(scores.masked_fill(hidden, NEVER), dim=-1)
+    return torch.softmax(scores.masked_fill(hidden, MASKED), dim=-1)
 
 
 def _position_bias(inputs: KernelInputs, distance: Tensor) -> Tensor:
@@ -61,7 +61,7 @@ def _at(table: Tensor, index: Tensor) -> Tensor:
 
 
 def _padded_rows(offsets: Tensor) -> Tensor:
-    """Places [B, longest] of jagged values; padding points behind the last one."""
+    """Row numbers [B, longest] of jagged values; the last + 1 for padding."""
     lengths = offsets.diff()
     longest = int(lengths.max()) if len(lengths) else 0
     steps = torch.arange(longest, device=offsets.device)

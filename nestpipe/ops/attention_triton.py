@@ -1,10 +1,11 @@
 """The attention op in Triton: silu with added position and time tables, forward and backward, float32.
 
-One program per block of queries and head, or of keys and head in the second half of backward; scores are computed again
-there. The kernels follow the rules of inputs.py, prefixes and targets included. Gradients of the tables are added atomically
-into a private row per program and then summed in order: they repeat to rounding, all others bit for bit.
+One program per block of queries and head; the gradients of keys and values take one per block of keys and head. Backward
+recomputes the scores. The kernels follow the rules of kernel_args.py, prefixes and targets included. Gradients of the bias
+tables are added atomically into a private row per program, then summed in order: repeated runs agree to rounding. All
+other gradients are bitwise reproducible.
 
-Tests run it in Triton's interpreter (TRITON_INTERPRET=1). It has not run on a GPU yet.
+Tests run it in Triton's interpreter (TRITON_INTERPRET=1). It has not been run on a GPU.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nestpipe.ops.kernel_args import BUCKET_WIDTH, Gradients, KernelInputs, bucket_boundaries
+from nestpipe.ops.kernel_args import BUCKET_WIDTH, Gradients, KernelInputs, Layout, bucket_boundaries
 
 _BLOCK = 32
 _INVERSE_WIDTH = tl.constexpr(1.0 / BUCKET_WIDTH)
@@ -27,7 +28,7 @@ def _scores(
     q, k, query_places, key_places, history, query_times, key_times, boundaries, position, time, scale,
     num_position, num_buckets, HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr
 ):  # fmt: skip
-    """Scores with biases, who is seen, and where the biases came from."""
+    """Scores with biases, the mask, and the indices of the biases."""
     x = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
     own = key_places[None, :] == query_places[:, None]
     seen = (key_places[None, :] <= query_places[:, None]) & ((key_places[None, :] < history) | own)
@@ -39,7 +40,7 @@ def _scores(
     if HAS_TIME:
         gap = tl.maximum(tl.abs(query_times[:, None] - key_times[None, :]), 1)
         bucket = tl.minimum((tl.log(gap.to(tl.float32)) * _INVERSE_WIDTH).to(tl.int32), num_buckets)
-        # The logarithm may be off by one at a boundary; boundaries are integers.
+        # The logarithm may be off by one bucket at a boundary; the integer boundaries decide.
         below = tl.load(boundaries + tl.maximum(bucket - 1, 0))
         bucket = tl.where((bucket > 0) & (gap < below), bucket - 1, bucket)
         above = tl.load(boundaries + tl.minimum(bucket, num_buckets - 1))
@@ -60,7 +61,7 @@ def _sequence(map_, query_offsets, key_offsets, num_targets):
 
 @triton.jit
 def _rows(start, rows, limit, head, heads, width, W: tl.constexpr):
-    """Places of rows of [n, heads, width], and which of them exist."""
+    """Addresses of rows of [n, heads, width], and which of them exist."""
     columns = tl.arange(0, W)
     places = ((start + rows)[:, None] * heads + head) * width + columns[None, :]
     return places, (rows < limit)[:, None] & (columns < width)[None, :]
@@ -172,18 +173,10 @@ def _key_grads_kernel(
     tl.store(d_v + at_v, total_v, mask=real_v)
 
 
-def plan(
-    query_offsets: Tensor,
-    key_offsets: Tensor,
-    num_targets: Tensor,
-    times: tuple[Tensor, Tensor] | None,
-    *,
-    num_buckets: int,
-    decay: bool,
-) -> list[Tensor]:
+def plan(layout: Layout) -> list[Tensor]:
     """(sequence, first row) for every block of queries and of keys, and the boundaries of time buckets."""
-    boundaries = bucket_boundaries(max(num_buckets, 1)).to(query_offsets.device)
-    return [_blocks(query_offsets), _blocks(key_offsets), boundaries]
+    boundaries = bucket_boundaries(max(layout.num_buckets, 1)).to(layout.query_offsets.device)
+    return [_blocks(layout.query_offsets), _blocks(layout.key_offsets), boundaries]
 
 
 def forward(inputs: KernelInputs) -> tuple[Tensor, Tensor]:
@@ -196,16 +189,16 @@ def forward(inputs: KernelInputs) -> tuple[Tensor, Tensor]:
     return out, q.new_empty(0)
 
 
-def backward(inputs: KernelInputs, grad: Tensor, out: Tensor, kept: Tensor) -> Gradients:
+def backward(inputs: KernelInputs, grad: Tensor, out: Tensor, saved: Tensor) -> Gradients:
     q, k, v = (one.contiguous() for one in (inputs.q, inputs.k, inputs.v))
     d_q, d_k, d_v = (torch.zeros_like(one) for one in (q, k, v))
     queries, keys, _ = inputs.plan
     shape = (len(queries) * q.shape[1],)
     private = [None if one is None else one.new_zeros(*shape, len(one)) for one in (inputs.position, inputs.time)]
-    room = [q if one is None else one for one in private]
+    table_grads = [q if one is None else one for one in private]
     if len(queries):
         shared, constants = _shared(inputs), _constants(inputs)
-        _query_grads_kernel[(len(queries), q.shape[1])](q, k, v, grad, d_q, *room, queries, *shared, **constants)
+        _query_grads_kernel[(len(queries), q.shape[1])](q, k, v, grad, d_q, *table_grads, queries, *shared, **constants)
         _key_grads_kernel[(len(keys), q.shape[1])](q, k, v, grad, d_k, d_v, keys, *shared, **constants)
     position, time = (None if one is None else one.sum(0) for one in private)
     return Gradients(d_q, d_k, d_v, position, time)
@@ -213,11 +206,11 @@ def backward(inputs: KernelInputs, grad: Tensor, out: Tensor, kept: Tensor) -> G
 
 def _check(inputs: KernelInputs) -> None:
     if (inputs.kind, inputs.mode, inputs.decay, inputs.q.dtype) != ("silu", "add", None, torch.float32):
-        raise ValueError("the triton kernel knows silu with added tables in float32 only.")
+        raise ValueError("the triton kernel supports only silu with added tables in float32.")
 
 
 def _shared(inputs: KernelInputs) -> list[Any]:
-    """Arguments that all kernels have; a tensor that is not read stands in for an absent one."""
+    """Arguments of all kernels; an absent tensor is replaced by one that is not read."""
     absent = inputs.query_offsets
     times = [absent if one is None else one for one in (inputs.query_times, inputs.key_times)]
     tables = [inputs.q if one is None else one.contiguous() for one in (inputs.position, inputs.time)]

@@ -1,6 +1,7 @@
-"""Which code runs the attention op, and why.
+"""Backends of the attention op: what exists on which device, and which one a call gets.
 
-Each backend says what it can run; `choose` takes the fastest that can. The table below is also what docs/how-to/devices.md shows.
+`choose` takes the fastest backend that supports the call, and logs it with the reason once. docs/how-to/devices.md
+shows `TABLE`.
 """
 
 from __future__ import annotations
@@ -10,12 +11,12 @@ import importlib.util
 import logging
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, cast
 
 import torch
 from torch import Tensor
 
-from nestpipe.ops.kernel_args import Gradients, KernelInputs
+from nestpipe.ops.kernel_args import Gradients, KernelInputs, Layout
 from nestpipe.ops.native_library import Native, load
 
 log = logging.getLogger("nestpipe")
@@ -24,31 +25,22 @@ Standing = Literal["tested here", "written, not run", "absent"]
 
 
 class Backend(Protocol):
-    """What a backend's module offers."""
+    """The functions of a backend's module."""
 
-    def plan(
-        self,
-        query_offsets: Tensor,
-        key_offsets: Tensor,
-        num_targets: Tensor,
-        times: tuple[Tensor, Tensor] | None,
-        *,
-        num_buckets: int,
-        decay: bool,
-    ) -> list[Tensor]:
-        """What depends on lengths and times alone."""
+    def plan(self, layout: Layout) -> list[Tensor]:
+        """Tensors that depend on lengths and times alone; computed once per batch."""
         ...
 
     def forward(self, inputs: KernelInputs) -> tuple[Tensor, Tensor]:
-        """The output [Q, channels, H, V], and what backward wants to have kept."""
+        """The output [Q, channels, H, V], and what is saved for backward."""
         ...
 
-    def backward(self, inputs: KernelInputs, grad: Tensor, out: Tensor, kept: Tensor) -> Gradients: ...
+    def backward(self, inputs: KernelInputs, grad: Tensor, out: Tensor, saved: Tensor) -> Gradients: ...
 
 
 @dataclass(frozen=True, slots=True)
 class BackendEntry:
-    """One backend: what it is, where it runs, and how far that was tried."""
+    """One backend, and how far it was tested on each device."""
 
     about: str
     cpu: Standing
@@ -63,15 +55,15 @@ TABLE: dict[str, BackendEntry] = {
     "blocks": BackendEntry(
         "plain PyTorch, groups of similar length", "tested here", "written, not run", "written, not run"
     ),
-    "native": BackendEntry("C++, fp32; bits independent of batch and threads", "tested here", "absent", "absent"),
+    "native": BackendEntry("C++, fp32; bitwise independent of batch and threads", "tested here", "absent", "absent"),
     "triton": BackendEntry("fused kernels: silu, add mode, tables", "tested here", "written, not run", "absent"),
 }
-"""Fastest last, per device. On the CPU, triton means its interpreter, which tests use and training never does."""
+"""Fastest last, per device. On the CPU, triton is its interpreter, which only tests use."""
 
 
 @dataclass(frozen=True, slots=True)
 class BackendRequest:
-    """What a call needs of a backend."""
+    """The properties of a call that decide which backends support it."""
 
     device: str
     dtype: torch.dtype
@@ -83,41 +75,40 @@ class BackendRequest:
 def module(name: str) -> Backend:
     if name not in TABLE:
         raise ValueError(f"unknown attention backend '{name}'; there are {', '.join(TABLE)}.")
-    found: Any = importlib.import_module(f"nestpipe.ops.attention_{name}")
-    backend: Backend = found
-    return backend
+    backend: Any = importlib.import_module(f"nestpipe.ops.attention_{name}")
+    return cast(Backend, backend)
 
 
-def choose(wish: BackendRequest) -> str:
-    """The fastest backend that can do it; the log says once which and why."""
-    backend, reason = decide(wish)
-    _say(backend, reason)
+def choose(request: BackendRequest) -> str:
+    """The fastest backend that supports the call; logged once with the reason."""
+    backend, reason = decide(request)
+    _log_once(backend, reason)
     return backend
 
 
 @cache
-def decide(wish: BackendRequest) -> tuple[str, str]:
-    """The backend and the reason, for people."""
-    if wish.device != "cpu":
-        problem = _triton_problem(wish)
+def decide(request: BackendRequest) -> tuple[str, str]:
+    """The backend and the reason."""
+    if request.device != "cpu":
+        problem = _triton_problem(request)
         return ("blocks", problem) if problem else ("triton", "a GPU")
-    if wish.dtype != torch.float32:
-        return "blocks", f"the native kernel computes in float32, not {str(wish.dtype).removeprefix('torch.')}"
-    if isinstance(found := load(), Native):
+    if request.dtype != torch.float32:
+        return "blocks", f"the native kernel computes in float32, not {str(request.dtype).removeprefix('torch.')}"
+    if isinstance(native := load(), Native):
         return "native", "float32 on the CPU"
-    return "blocks", f"{found}; 'nestpipe doctor' explains. Expect about 4x slower"
+    return "blocks", f"{native}; 'nestpipe doctor' explains. Expect about 4x slower"
 
 
-def _triton_problem(wish: BackendRequest) -> str | None:
-    if wish.device != "cuda":
-        return f"there is no kernel of our own for {wish.device}"
+def _triton_problem(request: BackendRequest) -> str | None:
+    if request.device != "cuda":
+        return f"nestpipe has no kernel for {request.device}"
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
-    if (wish.kind, wish.mode, wish.decay, wish.dtype) != ("silu", "add", False, torch.float32):
-        return "the triton kernel knows silu with added tables in float32 only"
+    if (request.kind, request.mode, request.decay, request.dtype) != ("silu", "add", False, torch.float32):
+        return "the triton kernel supports only silu with added tables in float32"
     return None
 
 
 @cache
-def _say(backend: str, reason: str) -> None:
+def _log_once(backend: str, reason: str) -> None:
     log.info("attention backend: %s (%s)", backend, reason)

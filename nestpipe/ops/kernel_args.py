@@ -1,11 +1,11 @@
-"""What one call of the attention op is given, and the rules that every backend follows.
+"""Arguments of the attention op, and the mask and bias rules that every backend follows.
 
-Letters: B sequences, Q queries and K keys in all (or of one sequence), H heads, D width of queries and keys, V of values.
+Shapes: B sequences, Q queries and K keys in total, H heads, D width of queries and keys, V width of values.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import torch
@@ -14,7 +14,21 @@ from torch import Tensor
 Kind = Literal["silu", "softmax"]
 Mode = Literal["add", "channel"]
 BUCKET_WIDTH = 0.301
-NEVER = -1e30  # a hidden score before softmax; not -inf, because a row of padding may see nothing and must not be nan
+MASKED = -1e30  # a masked score before softmax; -inf would give nan in padding rows, where everything is masked
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Layout:
+    """Lengths and times of a batch, shared by all layers and heads."""
+
+    query_offsets: Tensor  # [B + 1]
+    key_offsets: Tensor  # [B + 1]
+    num_targets: Tensor  # [B]
+    times: tuple[Tensor, Tensor] | None  # of queries [Q] and keys [K]
+    num_buckets: int
+    decay: bool
+    plans: dict[str, list[Tensor]] = field(default_factory=dict)
+    """Backend -> what it derives from the fields above; filled on first use."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -44,12 +58,12 @@ class KernelInputs:
 
     @property
     def uses_time(self) -> bool:
-        """Whether a time rule is read: a log without times leaves it alone."""
+        """Whether a time bias applies; never for a log without times."""
         return self.has_times and (self.time is not None or self.decay is not None)
 
     @property
     def time_channel(self) -> int | None:
-        """Its number in channel mode; it exists, as zeros, for logs without times too."""
+        """Index of the time channel in channel mode; all zeros for logs without times."""
         if self.time is None and self.decay is None:
             return None
         return 1 if self.position is None else 2
@@ -61,7 +75,7 @@ class KernelInputs:
         return 1 + (self.position is not None) + (self.time_channel is not None)
 
     def new_output(self) -> Tensor:
-        """Room for the result: [Q, channels, H, V]."""
+        """Zeros [Q, channels, H, V] for the result."""
         return self.q.new_zeros(self.q.shape[0], self.num_channels, self.q.shape[1], self.v.shape[2])
 
 
@@ -77,16 +91,16 @@ class Gradients(NamedTuple):
 
 
 class Pairs(NamedTuple):
-    """For queries and keys of one sequence or of several, padded: who sees whom, and how far apart they stand."""
+    """Mask and distance of the padded queries and keys of some sequences."""
 
-    hidden: Tensor  # [..., q, k]
+    hidden: Tensor  # [..., q, k], True where the query must not see the key
     distance: Tensor  # [..., q, k], 0 where hidden
 
 
 def pairs(query_places: Tensor, key_places: Tensor, num_history: Tensor) -> Pairs:
-    """Query places [..., q, 1], key places [..., 1, k] and history lengths [..., 1, 1] in their own sequences.
+    """Query places [..., q, 1], key places [..., 1, k] and history lengths [..., 1, 1], each within its sequence.
 
-    History sees itself and what was before; a target sees history and itself, and stands where the next event would.
+    An event sees itself and earlier events. A target sees the history and itself; its place is that of the next event.
     """
     hidden = (key_places > query_places) | ((key_places >= num_history) & (key_places != query_places))
     distance = torch.minimum(query_places, num_history) - torch.minimum(key_places, num_history)
@@ -94,19 +108,19 @@ def pairs(query_places: Tensor, key_places: Tensor, num_history: Tensor) -> Pair
 
 
 def gaps(query_times: Tensor, key_times: Tensor) -> Tensor:
-    """Seconds between, at least 1: query times [..., q, 1], key times [..., 1, k]."""
+    """Seconds between queries [..., q, 1] and keys [..., 1, k], at least 1."""
     return (query_times - key_times).abs_().clamp_(min=1)
 
 
 def log_of(gap: Tensor) -> Tensor:
-    """ln of the seconds between, rounded to fp32: it is kept for every pair."""
+    """ln of the gap, rounded to fp32 because it is stored for every pair."""
     return gap.to(torch.float64).log_().to(torch.float32)
 
 
 def bucket_boundaries(num_buckets: int) -> Tensor:
     """Seconds at which buckets 1 … num_buckets begin: bucket = floor(ln(seconds) / 0.301), in integers.
 
-    A boundary search has no rounding, unlike a vectorised logarithm whose last lanes may land in another bucket.
+    Searching integer boundaries is exact. A vectorised logarithm rounds differently in the remainder of a vector.
     """
     starts = torch.arange(1, num_buckets + 1, dtype=torch.float64).mul_(BUCKET_WIDTH).exp_().ceil_()
     return starts.clamp_(max=2.0**62).to(torch.int64)

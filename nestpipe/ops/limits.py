@@ -1,3 +1,3 @@
-"""Limits of the kernels, apart from them so that a configuration is checked without torch."""
+"""Limits of the kernels, in a torch-free module so that checking a configuration does not import torch."""
 
-MAX_BUCKETS = 255  # of time biases: a bucket fits into a byte
+MAX_BUCKETS = 255  # time buckets are stored as bytes

@@ -1,14 +1,18 @@
-"""Compiles the C++ files beside this one into one shared library, once per machine, and loads it.
+"""Builds the C++ kernels of `csrc/` into one shared library, once per machine and user, and loads it.
 
-    library()                      the loaded library; None, with one log line saying why, where it cannot be built
-      load()                       the same without the line, decided once per process
-        build(Sources, folders)    the file of the library: from the cache, or compiled
+    library()                      the loaded library; None, with one log line that says why, if it cannot be built
+      load()                       the same without the log line; decided once per process
+        build(Sources, folders)    path of the library: from the cache, or compiled
 
-The sources are plain C++17 with `extern "C"` functions on raw pointers, called by ctypes: no torch headers, so it
-compiles in seconds and fits every version of torch, and ctypes gives up the GIL during calls.
+The kernels are plain C++17: `extern "C"` functions on raw pointers, called through ctypes, which releases the GIL. They
+use no torch headers, so they compile in seconds and work with every version of torch.
 
-The name of the file is a digest of all it depends on (sources, flags, compiler, processor), so a stale one is never
-loaded. Processes that start together compile it once: the first holds a lock, the others wait and find the file.
+    ~/.cache/nestpipe/kernels/nestpipe-DIGEST.so     or $XDG_CACHE_HOME/nestpipe/kernels
+    $TMPDIR/nestpipe-UID/nestpipe-DIGEST.so          if that folder cannot be used
+
+DIGEST covers sources, flags, compiler and processor, so a stale library is never loaded. Ranks that start together
+compile once: the first holds a file lock, the others wait for it. A library is code, so it is loaded only from a folder
+that no other user can write. Each build removes libraries that have not been loaded for 30 days.
 """
 
 from __future__ import annotations
@@ -20,11 +24,14 @@ import logging
 import os
 import platform
 import shutil
+import stat
 import subprocess
+import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -32,7 +39,7 @@ from typing import Any
 
 log = logging.getLogger("nestpipe")
 
-HERE = Path(__file__).parent / "csrc"
+CSRC = Path(__file__).parent / "csrc"
 FLAGS = (
     "-O3",
     "-march=native",
@@ -40,15 +47,16 @@ FLAGS = (
     "-fPIC",
     "-shared",
     "-pthread",
-    "-fno-math-errno",  # else a square root is a call; it changes no bits
-    "-ffp-contract=off",  # else the compiler's choice of fused multiply-adds would change bits
+    "-fno-math-errno",  # inlines square roots; results stay bitwise identical
+    "-ffp-contract=off",  # fused multiply-adds, chosen by the compiler, would change results
 )
 _TIMEOUT_S = 600
-_ONE_AT_A_TIME = threading.Lock()
+_KEEP_DAYS = 30
+_load_lock = threading.Lock()
 
 
 class BuildError(Exception):
-    """The extension cannot be compiled or loaded here; the message is one line."""
+    """The library cannot be compiled or loaded here; the message is one line."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,7 +65,7 @@ class Native:
 
     path: Path
     origin: str
-    """How the file came about: compiled now, or found in the cache."""
+    """'cached' or 'built in N s', and why the user's cache folder is not used, if it is not."""
     _handle: ctypes.CDLL
 
     def function(self, name: str, result: Any, *arguments: Any) -> Callable[..., Any]:
@@ -69,7 +77,7 @@ class Native:
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """What is compiled, and by which compiler."""
+    """The source folder, the compiler and its flags."""
 
     folder: Path
     compiler: str
@@ -79,37 +87,37 @@ class Sources:
         return sorted(self.folder.glob("*.cpp"))
 
     def digest(self) -> str:
-        """Changes with everything that the compiled library depends on."""
+        """Of everything that the compiled library depends on."""
         parts = [version_of(self.compiler), *self.flags, cpu_features()]
         for path in [*self.files(), *sorted(self.folder.glob("*.h"))]:
             parts += [path.name, path.read_text()]
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
     def compile(self, target: Path) -> None:
-        """Writes the shared library; raises `BuildError` with the first line of the compiler's complaint."""
+        """Writes the shared library; raises `BuildError` with the compiler's first error."""
         command = [self.compiler, *self.flags, *map(str, self.files()), "-o", str(target)]
         errors = _run(command, timeout=_TIMEOUT_S).stderr
         if not target.exists():
-            raise BuildError(f"{self.compiler} made no file: {_first_error(errors)}")
+            raise BuildError(f"{self.compiler} wrote no file: {_first_error(errors)}")
 
 
 def library() -> Native | None:
-    """The extension, compiled if need be; None if that is impossible, which is logged once per process."""
+    """The library, compiled if it is not cached; None if that fails, which is logged once per process."""
     outcome = load()
     if isinstance(outcome, Native):
         return outcome
-    _complain(str(outcome))
+    _warn_once(str(outcome))
     return None
 
 
 def load() -> Native | BuildError:
-    """The extension, or why there is none; the answer stays the same for the life of the process."""
-    with _ONE_AT_A_TIME:
+    """The library, or why there is none; decided once per process."""
+    with _load_lock:
         return _load()
 
 
 def status() -> str:
-    """One line about the extension, for people."""
+    """One line for `nestpipe doctor`: where the library is, or why there is none."""
     outcome = load()
     if isinstance(outcome, Native):
         return f"{outcome.origin}: {outcome.path}"
@@ -117,25 +125,43 @@ def status() -> str:
 
 
 def build(sources: Sources, folders: Sequence[Path]) -> tuple[Path, str]:
-    """The library's file, from the first folder that has it or can be written, and how it came about."""
+    """Path and origin of the library: the first folder that has it, otherwise compiled into the first usable one."""
     name = f"nestpipe-{sources.digest()}.so"
-    found = next((folder / name for folder in folders if (folder / name).exists()), None)
-    if found is not None:
-        return found, "cached"
-    target = next((folder / name for folder in folders if _writable(folder)), None)
+    for folder in folders:
+        if _only_we_write(folder) and _only_we_write(folder / name):
+            with suppress(OSError):  # a read-only cache is fine
+                os.utime(folder / name)
+            return folder / name, "cached" + _reason(folders, folder)
+    target = next((folder for folder in folders if _refusal(folder) is None), None)
     if target is None:
-        raise BuildError(f"no folder to keep it in: cannot write to {' or '.join(map(str, folders))}")
-    with _locked(target.parent / "lock"):
-        if target.exists():
-            return target, "cached"
-        started = time.perf_counter()
-        half_done = target.with_suffix(f".{os.getpid()}.part")
+        raise BuildError(f"no folder to keep it in{_reason(folders, None)}")
+    return _build_in(target, name, sources, _reason(folders, target))
+
+
+def _build_in(folder: Path, name: str, sources: Sources, reason: str) -> tuple[Path, str]:
+    target = folder / name
+    with _locked(folder / "lock"):
+        if _only_we_write(target):
+            return target, "cached" + reason
+        sys.stderr.write(f"compiling kernels, once (about 10 s){reason and f' into {folder}{reason}'}\n")
+        sys.stderr.flush()
+        start = time.perf_counter()
+        draft = target.with_suffix(f".{os.getpid()}.part")
         try:
-            sources.compile(half_done)
-            half_done.replace(target)
+            sources.compile(draft)
+            draft.chmod(0o755)  # whatever the umask: see _only_we_write
+            draft.replace(target)
         finally:
-            half_done.unlink(missing_ok=True)
-        return target, f"built in {time.perf_counter() - started:.1f} s"
+            draft.unlink(missing_ok=True)
+        _remove_old(folder)
+        return target, f"built in {time.perf_counter() - start:.1f} s{reason}"
+
+
+def _remove_old(folder: Path) -> None:
+    oldest = time.time() - _KEEP_DAYS * 86_400
+    for path in folder.glob("nestpipe-*.so"):
+        if path.stat().st_mtime < oldest:
+            path.unlink()
 
 
 def find_compiler() -> str:
@@ -151,7 +177,7 @@ def version_of(compiler: str) -> str:
 
 
 def cpu_features() -> str:
-    """What -march=native sees of the processor, near enough."""
+    """The processor's features, on which -march=native depends."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     features = next((line for line in lines if line.lower().startswith(("flags", "features"))), platform.processor())
@@ -159,15 +185,17 @@ def cpu_features() -> str:
 
 
 def cache_folders() -> list[Path]:
-    """Beside the sources; where the package is installed read-only, the user's cache."""
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return [HERE / "build", Path(home) / "nestpipe"]
+    """The user's cache folder, and a temporary folder of the user for machines on which it cannot be used."""
+    cache_home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    with suppress(RuntimeError):  # neither HOME nor an entry in the password file: it stays relative and is refused
+        cache_home = cache_home.expanduser()
+    return [cache_home / "nestpipe" / "kernels", Path(tempfile.gettempdir()) / f"nestpipe-{os.geteuid()}"]
 
 
 @cache
 def _load() -> Native | BuildError:
     try:
-        path, origin = build(Sources(HERE, find_compiler()), cache_folders())
+        path, origin = build(Sources(CSRC, find_compiler()), cache_folders())
         return Native(path, origin, ctypes.CDLL(str(path)))
     except BuildError as error:
         return error
@@ -176,15 +204,15 @@ def _load() -> Native | BuildError:
 
 
 @cache
-def _complain(reason: str) -> None:
-    log.warning("native extension: running without it, slower: %s ('nestpipe doctor' explains)", reason)
+def _warn_once(reason: str) -> None:
+    log.warning("native library: running without it, slower: %s ('nestpipe doctor' explains)", reason)
 
 
 def _run(command: list[str], *, timeout: float) -> subprocess.CompletedProcess[str]:
     """Runs the compiler; raises `BuildError` if it fails."""
-    english = {**os.environ, "LC_ALL": "C"}
+    environment = {**os.environ, "LC_ALL": "C"}  # error messages in English
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=english, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BuildError(f"{command[0]} does not run: {error}") from error
     if done.returncode:
@@ -193,22 +221,44 @@ def _run(command: list[str], *, timeout: float) -> subprocess.CompletedProcess[s
 
 
 def _first_error(text: str) -> str:
-    """The first line that speaks of an error; a compiler begins with the place where it was."""
+    """The first line with an error; compilers print the function it is in before it."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return next((line for line in lines if "error" in line), lines[0] if lines else "it does not say why")
+    return next((line for line in lines if "error" in line), lines[0] if lines else "no error message")
 
 
-def _writable(folder: Path) -> bool:
+def _refusal(folder: Path) -> str | None:
+    """Why no library can be compiled into the folder, which is created if it is missing; None if one can."""
+    if not folder.is_absolute():
+        return f"{folder} is not an absolute path"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        return f"{folder} cannot be created ({error.strerror})"
+    if not _only_we_write(folder):
+        return f"{folder} belongs to another user or can be written by others"
+    return None if os.access(folder, os.W_OK | os.X_OK) else f"{folder} is read-only"
+
+
+def _only_we_write(path: Path) -> bool:
+    """Whether this user or root owns the file or folder and no other user may write to it; False for a link."""
+    try:
+        info = path.lstat()
     except OSError:
         return False
-    return os.access(folder, os.W_OK | os.X_OK)
+    is_private = info.st_uid in {0, os.geteuid()} and not info.st_mode & 0o022
+    return is_private and path.is_absolute() and not stat.S_ISLNK(info.st_mode)
+
+
+def _reason(folders: Sequence[Path], chosen: Path | None) -> str:
+    """Why the folders before the chosen one are not used; empty if it is the first."""
+    passed_over = folders[: None if chosen is None else folders.index(chosen)]
+    reasons = [reason for folder in passed_over if (reason := _refusal(folder))]
+    return f": {'; '.join(reasons)}" if reasons else ""
 
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Holds a lock that other processes wait for; it ends with the process, however that ends."""
+    """Holds a lock between processes; the kernel releases it when the process ends."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -1,4 +1,4 @@
-"""Softmax of a positive among sampled negatives, summed over tokens: the signature, what it means, and which code runs.
+"""Sampled softmax loss of one positive among shared negatives, summed over tokens, and the choice of its backend.
 
 Negatives are drawn in blocks of R, and a token is scored against one block or several:
 
@@ -9,12 +9,12 @@ Negatives are drawn in blocks of R, and a token is scored against one block or s
 
 With sharing, token i of a unit (a sample, or a declared group of samples) of L tokens also takes the blocks of tokens
 (i + s) mod L for k - 1 shifts s drawn for the unit: k·R negatives for the lookups of R. A negative that is the receiving
-token's own positive is left out. `plain_sampled_softmax` is the definition; everything else computes the same, and its
-gradients while it scores, because the gradient of a sum is the sum of the segments' gradients.
+token's own positive is left out. `plain_sampled_softmax` is the definition. The backends compute the same, and the
+gradients in the same pass: the gradient of a sum is the sum of the gradients of its segments.
 
-Memory: numbers for C tokens at a time (C = `segment`, or the longest unit), k·R each; never a vector for each pair.
+Memory: k·R scores for C tokens at a time (C = `segment`, or the longest unit); never a vector for each pair.
 
-Letters: T tokens, U distinct rows, G blocks of R negatives, k blocks per token, N units, C tokens of a segment, D width.
+Shapes: T tokens, U distinct rows, G blocks of R negatives, k blocks per token, N units, C tokens of a segment, D width.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from nestpipe.ops.native_library import Native, load
 
 log = logging.getLogger("nestpipe")
 
-Way = Literal["native", "gather", "product", "gemm"]
-# Scoring all U rows by one GEMM and picking k·R of them beats gathering them up to about this U / (k·R): in torch, and native.
+LossBackend = Literal["native", "gather", "product", "gemm"]
+# Measured: up to this U / (k·R), scoring all U rows by one GEMM beats gathering the negatives (torch) or the native kernel.
 _GEMM_RATIO, _GEMM_RATIO_NATIVE = 48, 2
 
 
@@ -62,7 +62,7 @@ class Blocks:
 
     @staticmethod
     def shifted(offsets: Tensor, shifts: Tensor) -> Blocks:
-        """One block for each token, shared inside units with these offsets [N + 1] by shifts [N, k - 1]; 0 is none."""
+        """One block for each token, shared within units with offsets [N + 1] by shifts [N, k - 1]; shift 0 is none."""
         lengths = offsets.diff()
         num_tokens = int(offsets[-1])
         unit = torch.arange(len(lengths)).repeat_interleave(lengths, output_size=num_tokens)
@@ -85,7 +85,7 @@ class Blocks:
 def draw_shifts(numbers: Tensor, lengths: Tensor) -> Tensor:
     """Distinct shifts [N, k - 1] in 1 .. L - 1 from numbers [N, k - 1] in 0 .. 2**31 - 2; 0 where there are no more.
 
-    The possible shifts are cut into k - 1 stretches, and one is taken of each.
+    The possible shifts are divided into k - 1 ranges; one shift is drawn from each.
     """
     count = numbers.shape[1]
     edges = torch.arange(count + 1) * (lengths.unsqueeze(1) - 1).clamp(min=0) // max(count, 1)
@@ -102,13 +102,13 @@ def sampled_softmax(
     segment: int,
     positive_rows: Tensor | None = None,
     blocks: Blocks | None = None,
-    way: Way | None = None,
+    backend: LossBackend | None = None,
 ) -> Tensor:
     """Sum over tokens of the softmax loss of one positive among its negatives.
 
-    queries [T, D]; rows [U, D]; positives [T] and negatives [G, R] are places in `rows`, those of positives in
-    `positive_rows` [U, D] if that is given: the same rows, but not rounded for the wire. Without `blocks` each token has
-    its own. `way` None picks the fastest of those that can do it.
+    queries [T, D]; rows [U, D]; positives [T] and negatives [G, R] index `rows`. Positives index `positive_rows` [U, D]
+    if given: the same rows before they were rounded for the wire. Without `blocks` each token has its own block.
+    `backend` None chooses the fastest that supports the call.
     """
     blocks = blocks or Blocks.own(len(queries))
     if (int(blocks.unit_blocks[-1]), len(blocks.of_token), len(positives)) != (
@@ -117,15 +117,15 @@ def sampled_softmax(
         len(queries),
     ):
         raise ValueError(
-            f"{len(queries)} queries with {len(positives)} positives and {len(negatives)} blocks of negatives do not fit "
+            f"{len(queries)} queries with {len(positives)} positives and {len(negatives)} blocks of negatives do not match "
             f"{len(blocks.of_token)} tokens with {int(blocks.unit_blocks[-1])} blocks"
         )
-    way = way or choose(rows, negatives, blocks)
+    backend = backend or choose(rows, negatives, blocks)
     task = negatives_torch.LossTask(
         positives, negatives, blocks.of_token, blocks.unit_tokens, blocks.unit_blocks, segment
     )
     same = rows if positive_rows is None else positive_rows
-    loss: Tensor = _SampledSoftmax.apply(queries, rows, same, task, WAYS[way])  # type: ignore[no-untyped-call]
+    loss: Tensor = _SampledSoftmax.apply(queries, rows, same, task, BACKENDS[backend])  # type: ignore[no-untyped-call]
     return loss
 
 
@@ -138,7 +138,7 @@ def plain_sampled_softmax(
     positive_rows: Tensor | None = None,
     blocks: Blocks | None = None,
 ) -> Tensor:
-    """`sampled_softmax` by definition, with a vector for every pair; the oracle of its tests."""
+    """`sampled_softmax` by definition, with a vector for every pair: the oracle of its tests."""
     of_token = (blocks or Blocks.own(len(queries))).of_token
     places = negatives.index_select(0, of_token.clamp(min=0).flatten()).reshape(*of_token.shape, -1)
     left_out = (places == positives[:, None, None]) | (of_token < 0).unsqueeze(2)
@@ -151,46 +151,46 @@ def plain_sampled_softmax(
     return F.cross_entropy(torch.cat([own, scores], dim=1), torch.zeros_like(positives), reduction="sum")
 
 
-def choose(rows: Tensor, negatives: Tensor, blocks: Blocks) -> Way:
-    """The fastest way that can do it; the log says once which and why."""
+def choose(rows: Tensor, negatives: Tensor, blocks: Blocks) -> LossBackend:
+    """The fastest backend that supports the call; logged once with the reason."""
     per_token = negatives.shape[1] * blocks.of_token.shape[1]
-    way, reason = _decide(
+    backend, reason = _decide(
         rows.device.type == "cpu" and rows.dtype == torch.float32,
         blocks.is_pool,
         blocks.one_per_unit and not blocks.is_pool and len(negatives) != len(blocks.of_token),
         len(rows) / max(per_token, 1),
     )
-    _say(way, reason)
-    return way
+    _log_once(backend, reason)
+    return backend
 
 
-def _decide(fits: bool, is_pool: bool, is_sample: bool, rows_per_negative: float) -> tuple[Way, str]:
+def _decide(fits: bool, is_pool: bool, is_sample: bool, rows_per_negative: float) -> tuple[LossBackend, str]:
     if is_pool:
         return "product", "one pool: every token by one GEMM"
-    found = load() if fits else "the native kernel computes in float32 on the CPU"
-    if isinstance(found, Native) and (is_sample or rows_per_negative > _GEMM_RATIO_NATIVE):
+    native = load() if fits else "the native kernel computes in float32 on the CPU"
+    if isinstance(native, Native) and (is_sample or rows_per_negative > _GEMM_RATIO_NATIVE):
         return "native", "float32 on the CPU"
     if is_sample:
-        return "product", f"a GEMM for each sample; {found}"
-    if isinstance(found, Native) or rows_per_negative <= _GEMM_RATIO:
+        return "product", f"a GEMM for each sample; {native}"
+    if isinstance(native, Native) or rows_per_negative <= _GEMM_RATIO:
         return "gemm", "few distinct rows: all are scored by one GEMM"
-    return "gather", f"{found}. Expect about 8x slower"
+    return "gather", f"{native}. Expect about 8x slower"
 
 
 @cache
-def _say(way: str, reason: str) -> None:
-    log.info("negatives: %s (%s)", way, reason)
+def _log_once(backend: str, reason: str) -> None:
+    log.info("negatives: %s (%s)", backend, reason)
 
 
 class _Run(Protocol):
-    """Loss, and gradients of queries, rows and rows of positives; the last two may be the same tensor."""
+    """Computes the loss and the gradients of queries, rows and positive rows; the last two may be one tensor."""
 
     def __call__(
         self, queries: Tensor, rows: Tensor, positive_rows: Tensor, task: negatives_torch.LossTask
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...
 
 
-WAYS: dict[Way, _Run] = {
+BACKENDS: dict[LossBackend, _Run] = {
     "native": negatives_native.run,
     "gather": negatives_torch.gather,
     "product": negatives_torch.product,
@@ -210,10 +210,12 @@ class _SampledSoftmax(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
-        # They are large and ours, so they are scaled in place, which can be done once.
+        # Scaled in place, because they are large; so backward runs once.
         grads, ctx.grads = ctx.grads, None
         if grads is None:
-            raise RuntimeError("the loss with negatives was differentiated before; its gradients are kept for one time")
+            raise RuntimeError(
+                "backward of the sampled softmax ran twice; its gradients are kept for one call. Compute the loss again"
+            )
         grad_queries, grad_rows, grad_positive_rows = grads
         grad_queries.mul_(grad)
         grad_rows.mul_(grad)

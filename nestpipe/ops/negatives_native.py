@@ -1,7 +1,7 @@
-"""The loss of ops/negatives.py in C++ (native/negatives.cpp), for fp32 on the CPU.
+"""Sampled softmax (negatives.py) in C++ (csrc/negatives.cpp), for fp32 on the CPU.
 
-A token's loss and gradient have bits that depend on its unit alone; a row's gradient is summed in the order of blocks and
-tokens. Neither segments nor threads change a bit.
+A token's loss and gradient depend on its unit alone. A row's gradient is summed in the order of blocks and tokens. So
+results are bitwise independent of the segment size and the number of threads.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch.nn import functional as F
 from nestpipe.embedding.unique_ids import group
 from nestpipe.jagged import offsets_of
 from nestpipe.ops.native_library import library
-from nestpipe.ops.negatives_torch import Found, LossTask
+from nestpipe.ops.negatives_torch import LossAndGrads, LossTask
 
-_LINE = 16  # floats; rows are whole cache lines
+_LINE = 16  # floats of a cache line; rows are padded to whole lines
 
 
 class _Negatives(ctypes.Structure):
@@ -33,11 +33,11 @@ class _Negatives(ctypes.Structure):
     )
 
 
-def run(queries: Tensor, rows: Tensor, positive_rows: Tensor, task: LossTask) -> Found:
+def run(queries: Tensor, rows: Tensor, positive_rows: Tensor, task: LossTask) -> LossAndGrads:
     """Loss and gradients; raises IndexError for a place that does not exist."""
     native = library()
     if native is None:
-        raise RuntimeError("native negatives were asked for but cannot be built; 'nestpipe doctor' explains")
+        raise RuntimeError("native negatives were requested but cannot be built; 'nestpipe doctor' explains")
     width, same = queries.shape[1], positive_rows is rows
     own_queries, own_rows = _whole_lines(queries), _whole_lines(rows)
     own_positive_rows = own_rows if same else _whole_lines(positive_rows)
@@ -72,16 +72,18 @@ def run(queries: Tensor, rows: Tensor, positive_rows: Tensor, task: LossTask) ->
         segment=task.segment,
         num_threads=torch.get_num_threads(),
     )
-    done = native.function("nestpipe_negatives_run", c_int64, ctypes.POINTER(_Negatives))(ctypes.byref(call))
-    if done == -1:
-        raise MemoryError(f"no memory to score {task.segment} events with {task.negatives.shape[1]} negatives each")
-    if done:
-        raise IndexError(f"a positive or a negative is not among the {len(rows):,} rows")
+    error = native.function("nestpipe_negatives_run", c_int64, ctypes.POINTER(_Negatives))(ctypes.byref(call))
+    if error == -1:
+        raise MemoryError(
+            f"cannot allocate the scores of {task.segment} tokens with {task.negatives.shape[1]} negatives each"
+        )
+    if error:
+        raise IndexError(f"a positive or a negative is outside of the {len(rows):,} rows")
     return losses.sum(), d_queries[:, :width], d_rows[:, :width], d_positive_rows[:, :width]
 
 
 def _whole_lines(values: Tensor) -> Tensor:
-    """Rows [n, D] of whole cache lines; a copy only if they are not."""
+    """Rows [n, D] padded to whole cache lines; copied only if they need padding."""
     values = values.detach()
     pad = -values.shape[1] % _LINE
     return F.pad(values, (0, pad)) if pad else values.contiguous()

@@ -97,7 +97,7 @@ class GenerativeModel:
         """The inputs of one user, with the events that the steering selects; raises DataError for unreadable events."""
         end = np.array([len(events.items)])
         start = truncate(end, self.max_len, self._block)
-        batch = self._builder.over(events).history(torch.tensor([0]), start, end, asked_ms=None)
+        batch = self._builder.over(events).history(torch.tensor([0]), start, end, request_ms=None)
         # The encoder knows the order of events alone.
         read = replace(batch, sample_ids=torch.from_numpy(events.users), times=None, query_times=None)
         given = {**read.sample_features, **_instructions([steering or Steering()])}

@@ -70,7 +70,7 @@ class ServedModel:
         end = np.array([len(events.items)])
         start = truncate(end, self.max_len, self.block)
         batch = self._builder.over(events).history(
-            torch.tensor([0]), start, end, asked_ms=np.array([query_time * 1000])
+            torch.tensor([0]), start, end, request_ms=np.array([query_time * 1000])
         )
         return self._split(replace(batch, sample_ids=torch.from_numpy(events.users)))
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from nestpipe.data.array_files import place_of
+from nestpipe.data.array_files import folder_version
 from nestpipe.data.schema import Schema
 from nestpipe.data.sequences import Sequences, StoredFeature
 from nestpipe.jagged import ranges
@@ -59,7 +59,7 @@ class UserHistories:
         self._lock = threading.Lock()
         self._new: dict[int, UserEvents] = {}
         self._ids: set[bytes] = set()
-        self._folder = place_of(sequences.path)
+        self._folder = folder_version(sequences.path)
         self.num_removals = 0
         self.refresh()
 
@@ -108,7 +108,7 @@ class UserHistories:
         Atomic: what fails is tried again by the next call.
         """
         with self._lock, self._log.news() as (is_other, events):
-            folder = place_of(self.sequences.path) or self._folder
+            folder = folder_version(self.sequences.path) or self._folder
             has_moved = folder != self._folder
             own = Sequences.open(self.sequences.path) if has_moved else self.sequences
             parsed, ids = _parsed(own.schema, events), {id_of(event) for event in events}

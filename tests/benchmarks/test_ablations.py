@@ -31,7 +31,7 @@ def test_a_request_knows_the_past_and_its_instruction_but_not_its_target():
     asked = STAGE.with_instructions(batch)
     assert asked.targets is None
     assert asked.sample_features["scenario"].values.tolist() == [world.scenarios[3, 15], world.scenarios[7, 4]]
-    told = [world.told[3, 15], world.told[7, 4]]
+    told = [world.named_topics[3, 15], world.named_topics[7, 4]]
     assert torch.equal(asked.sample_features["reasoning"].values, STAGE.instructions[told])
     trigger = [one for one in (world.triggers[3, 15], world.triggers[7, 4]) if one >= 0]
     assert asked.sample_features["trigger"].values.tolist() == trigger

@@ -38,7 +38,7 @@ def test_decisions_and_their_reasons(monkeypatch) -> None:
         assert decide(float32)[0] == "blocks"
         assert "no C++ compiler found" in decide(float32)[1]
         assert decide(double) == ("blocks", "the native kernel computes in float32, not float64")
-        assert decide(npu) == ("blocks", "there is no kernel of our own for npu")
+        assert decide(npu) == ("blocks", "nestpipe has no kernel for npu")
         monkeypatch.setattr(backends.importlib.util, "find_spec", lambda name: object())
         assert decide(BackendRequest("cuda", torch.float32, "silu", "add", decay=False)) == ("triton", "a GPU")
         assert decide(BackendRequest("cuda", torch.float32, "softmax", "add", decay=False))[0] == "blocks"

@@ -18,7 +18,7 @@ from nestpipe.data.ingest import write_sequences
 from nestpipe.data.loader import Loader
 from nestpipe.data.schema import Feature, Label, Schema
 from nestpipe.data.sequences import Sequences, truncate
-from nestpipe.data.splits import alone, cover, make_split
+from nestpipe.data.splits import disjoint_windows, make_split, overlapping_windows
 from nestpipe.errors import ConfigError, DataError
 from nestpipe.jagged import Cursor
 from nestpipe.pipeline.config import MicroBatchConfig
@@ -96,7 +96,7 @@ def test_features_named_user_and_item_are_ids(tmp_path):
 def test_every_row_counts_once_in_the_window_that_serving_would_use(spans, max_len, data):
     block = data.draw(st.integers(1, max_len))
     first, end = (np.array(column) for column in zip(*spans, strict=True))
-    windows = cover(first, end, max_len=max_len, block=block)
+    windows = overlapping_windows(first, end, max_len=max_len, block=block)
     counted = [
         (int(user), row)
         for user, start, since, stop in zip(windows.user, windows.start, windows.counted, windows.end, strict=True)
@@ -104,7 +104,7 @@ def test_every_row_counts_once_in_the_window_that_serving_would_use(spans, max_l
         if start == truncate(row + 1, max_len, block) and stop - start <= max_len
     ]
     assert sorted(counted) == [(user, row) for user, span in enumerate(spans) for row in range(*span)]
-    events = alone(first, end, max_len=max_len)
+    events = disjoint_windows(first, end, max_len=max_len)
     rows = [(int(u), row) for u, s, e in zip(events.user, events.start, events.end, strict=True) for row in range(s, e)]
     assert sorted(rows) == sorted(counted)
     assert (events.start == events.counted).all()
@@ -138,12 +138,12 @@ def test_every_mistake_in_a_schema_is_named():
     for micro_batch in (
         "'watch': the name is taken",
         "num_levels 0",
-        "['nothing'] are no number",
-        "log goes with",
+        "['nothing'] are not among the number",
+        "log needs",
         "weight is 0.0",
     ):
         assert micro_batch in text
-    with pytest.raises(ConfigError, match=r"no label \['x'\]; it has \['hated', 'level', 'seconds'\]"):
+    with pytest.raises(ConfigError, match=r"the labels \['x'\], but the log has \['hated', 'level', 'seconds'\]"):
         SCHEMA.labels_named(("x",))
 
 

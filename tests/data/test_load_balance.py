@@ -11,7 +11,7 @@ import torch
 from nestpipe import recipes
 from nestpipe.cli.tune_balance import tuned
 from nestpipe.data.config import DataConfig
-from nestpipe.data.load_balance import Imbalance, SampleCost, assign, fit, fixed, loads_of
+from nestpipe.data.load_balance import Imbalance, SampleCost, _swap, assign, fit, fixed, loads_of
 from nestpipe.data.loader import Loader
 from nestpipe.data.splits import make_split
 from nestpipe.jagged import Cursor
@@ -130,3 +130,27 @@ def test_coefficients_belong_to_the_run():
     data = recipes.tiny().data
     assert list(replace(data, cost_linear=-1.0).problems())
     assert list(replace(data, cost_linear=0.0, cost_square=0.0).problems())
+
+
+@pytest.mark.parametrize(
+    ("costs", "before", "after"),
+    [
+        ([1.0, 1.0, 1.0], [0, 0, 0], [1, 0, 0]),
+        ([3.0, 3.0, 4.0], [0, 0, 1], [2, 0, 1]),
+        ([3.0, 3.0, 4.0], [2, 2, 1], [0, 2, 1]),
+    ],
+)
+def test_a_unit_moves_without_a_swap_if_that_is_best(costs, before, after):
+    rank_of, loads = np.array(before), loads_of(np.array(costs), np.array(before), 3)
+    assert _swap(np.array(costs), np.arange(3), rank_of, loads)
+    assert rank_of.tolist() == after
+    assert loads.tolist() == loads_of(np.array(costs), rank_of, 3).tolist()
+
+
+@pytest.mark.parametrize("costs", [[2.0, 2.0], [4.0, 3.0, 2.0]])
+def test_nothing_moves_if_nothing_helps(costs):
+    rank_of = np.array([0, 1, 1][: len(costs)])
+    loads = loads_of(np.array(costs), rank_of, 2)
+    assert not _swap(np.array(costs), np.arange(len(costs)), rank_of, loads)
+    assert rank_of.tolist() == [0, 1, 1][: len(costs)]
+    assert assign(np.empty(0), np.empty(0, dtype=np.int64), 2).tolist() == []

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from nestpipe.data.batch_builder import ModelInputs
+from nestpipe.data.batch_builder import BatchBuilder, ModelInputs
 from nestpipe.data.config import DataConfig
 from nestpipe.data.loader import Loader
 from nestpipe.data.splits import make_split, parse_time_ms, train_mask
@@ -176,7 +176,7 @@ def test_features_follow_their_events(tmp_path):
             place += 1
     assert place == batch.num_tokens == len(batch.event_features["watch"].values)
     assert batch.sample_features["age"].num_rows == batch.num_samples
-    with pytest.raises(ConfigError, match="has no feature"):
+    with pytest.raises(ConfigError, match=r"but .* has only"):
         Loader(log, split, config, seed=0, inputs=ModelInputs(features=("wtach",)))
 
 
@@ -236,5 +236,22 @@ def test_targets_have_what_their_request_would_name(tmp_path):
     assert (reasoning.values.tolist(), reasoning.lengths().tolist()) == ([[1, 2], [3, 4]], [1, 1, 0])
     asked = source._builder.requests(np.array([4]))
     assert (asked["scenario"].values.tolist(), asked["reasoning"].values.tolist()) == ([3], [[5, 6]])
-    with pytest.raises(ConfigError, match="has no feature"):
+    with pytest.raises(ConfigError, match=r"but .* has only"):
         Loader(sequences, make_split(sequences, config), config, seed=0, inputs=ModelInputs(requests=("trigger",)))
+
+
+def test_the_last_query_time_of_a_history_is_that_of_the_request(tmp_path):
+    log = write_log(tmp_path / "log", HISTORIES)
+    builder = BatchBuilder(log, make_split(log, DataConfig(path="")))
+    users, start, end = torch.tensor([0, 2, 3]), np.array([0, 0, 1]), np.array([0, 1, 4])  # 0, 1 and 3 events
+    second = log.times // 1000
+    third, fourth = log.offsets[2], log.offsets[3]
+    plain = builder.history(users, start, end, request_ms=None)
+    after = [second[third + 1], second[fourth + 2], second[fourth + 3], second[fourth + 3]]
+    assert plain.query_times.values.tolist() == after
+    timed = builder.history(users, start, end, request_ms=np.array([1, 7_000_999, 8_000_000]))
+    assert timed.query_times.values.tolist() == [7000, *after[1:3], 8000]
+    assert timed.times.values.tolist() == plain.times.values.tolist()
+    untimed = write_log(tmp_path / "untimed", HISTORIES, times=False)
+    other = BatchBuilder(untimed, make_split(untimed, DataConfig(path="")))
+    assert other.history(users, start, end, request_ms=np.array([1, 2, 3])).query_times is None

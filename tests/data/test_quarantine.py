@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from nestpipe.data import quarantine
 from nestpipe.data.id_encoding import make_encoders
 from nestpipe.data.log_reader import LogSource
-from nestpipe.data.quarantine import Quarantine, read_events
+from nestpipe.data.quarantine import Quarantine, TypedReader
 from nestpipe.data.record_splitter import split_records
 from nestpipe.data.schema import Feature, Schema
 from nestpipe.errors import DataError
@@ -43,7 +43,7 @@ def run(
     """All kept rows and all quarantine entries; checks that nothing is lost."""
     sink = io.StringIO()
     sheet = Quarantine(sink, share)
-    kept = pl.concat(list(read_events(source, schema, encoders=make_encoders(schema), quarantine=sheet)))
+    kept = pl.concat(list(TypedReader(schema, make_encoders(schema), sheet).log(source)))
     bad = [json.loads(line) for line in sink.getvalue().splitlines()]
     assert sheet.num_read == kept.height + len(bad) == kept.height + sheet.num_bad
     return kept, bad
@@ -215,7 +215,7 @@ POISONS = {
         reasons={2: "user is not an int64", 3: "user is not an int64", 4: "user is not an int64"},
     ),
     "reserved column": Poison(
-        "#record,item,time\n1,2,3\n", schema=Schema(user="#record"), error="'#record' is taken by nestpipe's own"
+        "#record,item,time\n1,2,3\n", schema=Schema(user="#record"), error="'#record' is reserved for record numbers"
     ),
     "truncated gzip": Poison(
         zipped("user,item,time\n" + "1,2,3\n" * 1000, cut=9), "log.csv.gz", error="log.csv.gz is truncated or damaged"
@@ -228,7 +228,7 @@ POISONS = {
         "user;item;time\n1;2;3\n", error="single column with the delimiter ','.*';' would give 3"
     ),
     "empty file": Poison("", error="log.csv is empty"),
-    "header only": Poison("user,item,time\n", error="no usable record"),
+    "header only": Poison("user,item,time\n", error="no good record"),
     "missing column": Poison(
         "user,itme,time\n1,2,3\n",
         error="no column 'item' \\(did you mean 'itme'\\?\\). Its columns are: user, itme, time",
@@ -239,7 +239,7 @@ POISONS = {
         b"user,item,time\n1,2,3\n" + b"1,\xe9,3\n", error="not utf-8 text: byte 0xe9 near position 23"
     ),
     "unknown encoding": Poison("user,item,time\n1,2,3\n", encoding="klingon", error="unknown encoding 'klingon'"),
-    "unknown ending": Poison("1 2 3\n", "log.xyz", error="cannot tell the format"),
+    "unknown ending": Poison("1 2 3\n", "log.xyz", error="its format is unknown"),
     "not parquet": Poison("user,item,time\n1,2,3\n", "log.parquet", error="not a complete Parquet file"),
 }
 
@@ -412,7 +412,7 @@ def test_typed_ids(column: Column, encoding: str) -> None:
     frame = column.values.alias("user").to_frame().with_columns(item=1, time=1)
     schema = Schema.from_json({**Schema().to_json(), "user_encoding": encoding})
     if not column.kept:
-        with pytest.raises(DataError, match="no usable record"):
+        with pytest.raises(DataError, match="no good record"):
             run(frame, schema)
         return
     kept, bad = run(frame, schema)
@@ -460,7 +460,7 @@ def test_types_that_hold_no_value(name: str, values: pl.Series) -> None:
     schema = Schema(
         features=(Feature(name="rating", kind="number"), Feature(name="tags", kind="ids", weights="shares"))
     )
-    with pytest.raises(DataError, match=rf"column '{name}' is of type \w+.*Map another column"):
+    with pytest.raises(DataError, match=rf"column '{name}' has type \w+.*Map another column"):
         run(frame.with_columns(values.alias(name)), schema)
 
 
@@ -543,7 +543,7 @@ def test_bad_start_does_not_decide_about_the_whole(tmp_path: Path, monkeypatch: 
     hopeless = bad_log(tmp_path / "log.csv", 6_000, 4_000)
     sheet = Quarantine(io.StringIO(), 0.05)
     with pytest.raises(DataError, match=r"records so far are bad \(60\.0%\).*\n.*first record 1 of .*\"x\""):
-        list(read_events(hopeless, SCHEMA, encoders=make_encoders(SCHEMA), quarantine=sheet))
+        list(TypedReader(SCHEMA, make_encoders(SCHEMA), sheet).log(hopeless))
     assert len(str(sheet.file.getvalue()).splitlines()) == 1, "the entries of a chunk are written after the check"  # type: ignore[attr-defined]
     assert run(hopeless, SCHEMA, share=0.6)[0].height == 4_000
 
@@ -571,7 +571,7 @@ def test_quarantined_records_add_nothing_to_a_dictionary() -> None:
     schema = Schema(item_encoding="dictionary")
     encoders = make_encoders(schema)
     frame = pl.DataFrame({"user": ["1", "x"], "item": ["good", "bad"], "time": ["1", "1"]})
-    kept = pl.concat(list(read_events(frame, schema, encoders=encoders, quarantine=Quarantine(io.StringIO(), 1.0))))
+    kept = pl.concat(list(TypedReader(schema, encoders, Quarantine(io.StringIO(), 1.0)).log(frame)))
     assert kept["item"].to_list() == [hash_text("good")]
     table = encoders["item"].table()
     assert table is not None
@@ -629,3 +629,36 @@ def test_quoted_records_are_cut_where_they_end(rows: list[list[str]], block: int
         for pair in zip(chunk.texts, chunk.num_fields, strict=True)
     ]
     assert found == [(text.encode(), len(row)) for text, row in zip(quoted, rows, strict=True)]
+
+
+def test_the_share_that_is_allowed_is_allowed():
+    quarantine = Quarantine(io.StringIO(), 0.25)
+    quarantine.count(8, {"a": 2})
+    quarantine.check_share()
+    quarantine.count(0, {"a": 1})
+    quarantine.write("log", [(3, "a", {})])
+    with pytest.raises(DataError, match=r"3 of 8 records are bad \(37\.5%\), more than the 25\.0%"):
+        quarantine.check_share()
+
+
+def test_the_five_most_common_reasons_are_listed():
+    quarantine = Quarantine(io.StringIO(), 0.0)
+    quarantine.count(28, {f"reason {number}": number for number in range(1, 8)})
+    quarantine.write("log", [(number, f"reason {number}", {}) for number in range(1, 8)])
+    lines = [line for line in str(quarantine.too_many("")).splitlines() if line.startswith("  - ")]
+    assert [line.split(";")[0] for line in lines] == [f"  - {number} x reason {number}" for number in (7, 6, 5, 4, 3)]
+
+
+@pytest.mark.parametrize(
+    ("num_read", "num_bad", "max_share", "is_hopeless"),
+    [
+        (100_000, 50_001, 0.01, True),
+        (100_000, 50_000, 0.01, False),
+        (99_999, 99_999, 0.01, False),
+        (100_000, 50_001, 0.5, False),
+    ],
+)
+def test_reading_stops_early_only_if_more_than_half_is_bad(num_read, num_bad, max_share, is_hopeless):
+    quarantine = Quarantine(io.StringIO(), max_share)
+    quarantine.count(num_read, {"bad": num_bad})
+    assert quarantine.is_hopeless() is is_hopeless

@@ -24,6 +24,7 @@ from nestpipe.data.external_sort import Spool
 from nestpipe.data.features import NumberStats, apply_number, fit_number
 from nestpipe.data.ingest import BuildOptions, SideTable, write_sequences
 from nestpipe.data.log_reader import LogSource
+from nestpipe.data.quarantine import ORDER
 from nestpipe.data.schema import Feature, Schema
 from nestpipe.data.sequences import Sequences, StoredFeature, truncate
 from nestpipe.errors import ConfigError, DataError
@@ -110,7 +111,7 @@ def test_order_only_log(tmp_path: Path) -> None:
     assert sequences.times is None
     assert sequences.items.tolist() == [9, 7, 9, 8]
     assert "order-only" in sequences.meta["notes"][0]
-    with pytest.raises(ConfigError, match="two equal records there are two events"):
+    with pytest.raises(ConfigError, match="two equal records are two events"):
         write(tmp_path / "other", log, Schema(time=None), dedupe=True)
 
 
@@ -271,7 +272,7 @@ def test_side_table_shares_the_dictionary_of_the_log(tmp_path: Path) -> None:
 
 def test_feature_without_its_table_is_refused(tmp_path: Path) -> None:
     schema = Schema(features=(Feature(name="price", kind="number", scope="item"),))
-    with pytest.raises(ConfigError, match="'price' has scope 'item', but no item table"):
+    with pytest.raises(ConfigError, match="'price' has scope 'item', but there is no item table"):
         write(tmp_path / "out", frame([(1, 2, 3)]), schema)
 
 
@@ -358,15 +359,15 @@ def test_only_sequence_folders_are_overwritten(tmp_path: Path, monkeypatch: pyte
     (tmp_path / "file").write_text("text")
     (tmp_path / "empty").mkdir()
     for name in ("mine", "run"):
-        with pytest.raises(DataError, match="is not a sequence folder"):
+        with pytest.raises(DataError, match=r"no meta\.json of a sequence folder"):
             write(tmp_path / name, log, overwrite=True)
     with pytest.raises(DataError, match="is a file"):
         write(tmp_path / "file", log, overwrite=True)
-    with pytest.raises(DataError, match=r"x cannot be written, because .*file is a file"):
+    with pytest.raises(DataError, match=r"x cannot be created, because .*file is a file"):
         write(tmp_path / "file" / "x", log)
     monkeypatch.chdir(tmp_path / "empty")
     for out in (Path(), Path("..")):
-        with pytest.raises(DataError, match="is the working folder or contains it"):
+        with pytest.raises(DataError, match="is or contains the working folder"):
             write(out, log, overwrite=True)
     monkeypatch.chdir(tmp_path)
     assert write(tmp_path / "empty", log, overwrite=True).users.tolist() == [1]
@@ -382,7 +383,7 @@ def test_the_folder_that_is_read_is_not_overwritten(tmp_path: Path) -> None:
     schema = Schema(features=(Feature(name="price", kind="number", scope="item", column="time"),))
     for log, items in ((inside, None), (frame([(1, 2, 3)]), SideTable(source=inside, key="item"))):
         for out in ("out", "link"):
-            with pytest.raises(DataError, match=r"holds the input .*log\.csv, which writing there would delete"):
+            with pytest.raises(DataError, match=r"contains the input .*log\.csv, which replacing it would delete"):
                 write_sequences(
                     tmp_path / out,
                     schema=schema if items else Schema(),
@@ -410,6 +411,16 @@ def test_missing_ids_of_typed_columns_are_quarantined(tmp_path: Path) -> None:
     assert sequences.users.dtype == np.int64
     assert sequences.items.tolist() == [hash_text("1")]
     assert sequences.meta["quarantine"] == {"user is missing": 2, "item is missing": 1}
+
+
+def test_a_range_of_users_may_fill_the_budget(tmp_path: Path) -> None:
+    spool = Spool(tmp_path / "spool", budget_rows=10)
+    for first, counts in ((0, (3, 2, 3, 2)), (10, (2, 3, 2, 3))):  # five events of each user
+        users = np.repeat([1, 2, 3, 4], counts)
+        spool.add(pl.DataFrame({"user": users, "item": users, ORDER: range(first, first + 10)}))
+    found = list(spool.ranges(lambda frame: frame, None))
+    assert [frame["user"].to_list() for frame in found] == [[1] * 5 + [2] * 5, [3] * 5 + [4] * 5]
+    assert found[0][ORDER].to_list() == [0, 1, 2, 10, 11, 3, 4, 12, 13, 14]
 
 
 def test_nulls_and_floats_never_reach_the_arrays(tmp_path: Path) -> None:
@@ -488,7 +499,7 @@ def test_folders_that_cannot_be_opened(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="version 99; this nestpipe reads nestpipe-sequences version 1"):
         Sequences.open(tmp_path / "later")
     (tmp_path / "later" / "meta.json").write_text("{")
-    with pytest.raises(DataError, match=r"meta\.json is damaged"):
+    with pytest.raises(DataError, match=r"meta\.json is no JSON"):
         Sequences.open(tmp_path / "later")
 
 

@@ -32,7 +32,7 @@ def test_only_what_is_told_depends_on_the_accuracy():
     worlds = [ScenarioLog.make(replace(SMALL, accuracy=one)) for one in (0.0, 0.5, 0.9)]
     for name in ("items", "scenarios", "triggers", "intents", "behaviours", "values", "styles"):
         assert all(np.array_equal(getattr(worlds[0], name), getattr(one, name)) for one in worlds), name
-    right = [float((one.told == one.intents).mean()) for one in worlds]
+    right = [float((one.named_topics == one.intents).mean()) for one in worlds]
     # 4,800 instructions: a standard deviation of at most 0.007, and a topic at random is right in 1 of 16.
     assert right == pytest.approx([1 / 16, 0.5 + 0.5 / 16, 0.9 + 0.1 / 16], abs=0.03)
 

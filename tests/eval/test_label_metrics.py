@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from nestpipe.data.schema import Label
 from nestpipe.errors import DataError
+from nestpipe.eval.compare import compare_labels
 from nestpipe.eval.label_metrics import (
     LabelPredictions,
     Ratio,
@@ -22,7 +23,7 @@ from nestpipe.eval.label_metrics import (
     ratio_difference,
     ratios,
 )
-from nestpipe.eval.label_report import compare_tasks, label_report
+from nestpipe.eval.label_report import label_report
 from nestpipe.eval.ranking_eval import item_mean, user_item_bias
 
 CLICK = Label(name="click", kind="binary", feature="x")
@@ -59,7 +60,7 @@ def test_auc_and_gauc_count_pairs_with_ties(rows):
 
 
 def test_auc_of_a_continuous_answer_is_refused():
-    with pytest.raises(DataError, match="100 different answers"):
+    with pytest.raises(DataError, match="100 different values"):
         auc(np.zeros(100), np.arange(100.0))
 
 
@@ -135,10 +136,10 @@ def test_a_report_has_slices_and_compares_pairwise(tmp_path):
     report.save(tmp_path)
     assert (tmp_path / "report.json").exists()
     worse = make([LabelPredictions(**{**_fields(one), "scores": 1 - one.scores}) for one in parts])
-    assert compare_tasks(report, worse, 0).differences["click"][2].high < 0
+    assert compare_labels(report, worse, 0).differences["click"][2].high < 0
     fewer = make([LabelPredictions(**{**_fields(one), "users": one.users // 2}) for one in parts])
     with pytest.raises(DataError, match="not about the same events"):
-        compare_tasks(report, fewer, 0)
+        compare_labels(report, fewer, 0)
 
 
 def _fields(one):

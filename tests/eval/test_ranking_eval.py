@@ -137,7 +137,7 @@ def test_predictions_are_those_of_requests_from_the_log(log, run):
         user, end = found.user[place : place + 1], found.num_before[place : place + 1]
         event = found.event[place : place + 1]
         start = (np.maximum(end - 8 + 3, 0) // 4) * 4
-        history = scorer.builder.history(torch.from_numpy(user), start, end, asked_ms=log.times[event])
+        history = scorer.builder.history(torch.from_numpy(user), start, end, request_ms=log.times[event])
         items = log.items[event]
         wanted = CandidateBatch(
             Jagged(torch.from_numpy(items), offsets_of(torch.tensor([1])), 1), scorer.builder.item_features(items)
@@ -169,7 +169,7 @@ def test_a_candidate_may_not_know_its_answer(log):
 def test_a_model_without_histories_has_no_prefixes(log, tmp_path):
     config = ranking_config(log.path, "dcn")
     scorer = train(replace(config, train=replace(config.train, steps=1)), tmp_path / "run", quiet=True).predictor()
-    with pytest.raises(DataError, match="no prefixes"):
+    with pytest.raises(DataError, match="no KV prefixes"):
         scorer.ranker("any")
 
 
@@ -179,7 +179,7 @@ def test_refused_configurations(log, tmp_path):
     with pytest.raises(ConfigError, match=r"data\.windows 'all' is for models that rank"):
         train(tiny, tmp_path / "a", quiet=True)
     unknown = replace(config, model=replace(config.model, labels=("liked",)))
-    with pytest.raises(ConfigError, match=r"no label \['liked'\]; it has \['clicked', 'dwelled'\]"):
+    with pytest.raises(ConfigError, match=r"the labels \['liked'\], but the log has \['clicked', 'dwelled'\]"):
         train(unknown, tmp_path / "b", quiet=True)
     block = replace(config, data=replace(config.data, truncate_block=1))
     with pytest.raises(ConfigError, match="would be a window per event; use for example 4"):

@@ -203,7 +203,7 @@ def test_pairing_sees_what_two_separate_intervals_cannot() -> None:
     assert 0.009 < paired.low < paired.mean < paired.high < 0.011
     assert bootstrap(a, 0).high > bootstrap(b, 0).low
     assert paired_difference(a, a, seed=0) == Interval(0.0, 0.0, 0.0)
-    with pytest.raises(DataError, match="got 500 and 499"):
+    with pytest.raises(DataError, match="there are 500 and 499"):
         paired_difference(a, b[1:], seed=0)
 
 

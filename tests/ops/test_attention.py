@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from nestpipe.jagged import Jagged, offsets_of
 from nestpipe.ops import attention_blocks
-from nestpipe.ops.attention import Bias, attention_layout, jagged_attention
+from nestpipe.ops.attention import Bias, attention_layout, jagged_attention, plan_of
 from nestpipe.ops.kernel_args import bucket_boundaries
 from tests.ops.attention_cases import NUM_BUCKETS, Shape, make
 
@@ -90,7 +90,7 @@ def test_small_score_limit_changes_nothing(monkeypatch):
     monkeypatch.setattr(attention_blocks, "_MAX_SCORES", 1)
     monkeypatch.setattr(attention_blocks, "_QUERY_BLOCK", 4)
     layout = attention_layout(sequences)
-    assert len(layout.plan("blocks")) > 100
+    assert len(plan_of(layout, "blocks")) > 100
     assert torch.allclose(whole, jagged_attention(q, k, v, layout, kind="silu", bias=bias), rtol=1e-12, atol=1e-12)
 
 
@@ -169,9 +169,9 @@ def test_a_prefix_leaves_the_other_rows_as_they_were(backend, kind):
     [
         ({"num_targets": torch.tensor([4])}, "row 0 has 3 queries and 4 targets among 3 keys"),
         ({"keys": Jagged.from_rows([[1, 2]])}, "row 0 has 3 queries and 0 targets among 2 keys"),
-        ({"keys": Jagged.from_rows([[1], [2]])}, "1 rows of queries, 2 of keys, 1 numbers of targets"),
+        ({"keys": Jagged.from_rows([[1], [2]])}, "1 rows of queries, 2 of keys, 1 target counts"),
         ({"times": Jagged.from_rows([[1, 2, 3]])}, "3 and None times for 3 keys and 3 queries"),
-        ({"num_buckets": 256}, "256 time buckets; there may be 0 to 255"),
+        ({"num_buckets": 256}, "256 time buckets; supported are 0 to 255"),
     ],
 )
 def test_a_layout_that_does_not_fit_says_what_was_seen(changes, message):
@@ -197,7 +197,7 @@ def test_scores_are_not_kept_for_backward(backend):
     rows = Jagged(torch.arange(1000), torch.tensor([0, 1000]), 1000)
     layout = attention_layout(rows)
     q, k, v = (torch.ones(1000, 1, 8, requires_grad=True) for _ in range(3))
-    plan = {one.data_ptr() for one in layout.plan("blocks")}
+    plan = {one.data_ptr() for one in plan_of(layout, "blocks")}
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one) or one, lambda one: one):
         jagged_attention(q, k, v, layout, kind="silu", backend=backend)

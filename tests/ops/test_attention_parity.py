@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nestpipe.ops import native_library
-from nestpipe.ops.attention import Bias, jagged_attention
+from nestpipe.ops.attention import Bias, jagged_attention, plan_of
 from tests.ops.attention_cases import BIASES, SHAPES, Case, Shape, make
 
 KINDS = ("silu", "softmax")
@@ -102,5 +102,5 @@ def test_the_op_keeps_its_contract_with_torch() -> None:
     case = make(SHAPES["targets"], "position+time", "channel").to(torch.float32)
     layout, bias = case.layout, case.bias
     arguments = (case.q, case.k, case.v, layout.query_offsets, layout.key_offsets, layout.num_targets, *layout.times)
-    arguments += (bias.position, bias.time, None, layout.plan("blocks"), "silu", "channel", 1.0, 1.0, "blocks")
+    arguments += (bias.position, bias.time, None, plan_of(layout, "blocks"), "silu", "channel", 1.0, 1.0, "blocks")
     torch.library.opcheck(torch.ops.nestpipe.jagged_attention.default, arguments)

@@ -1,4 +1,4 @@
-"""The loss with negatives: every way equals the definition, in bounded memory; the native one's bits."""
+"""The loss with negatives: every backend equals the definition, in bounded memory."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def make(
     return Case(queries, rows, others, positives, negatives, blocks)
 
 
-def ways_of(source: str) -> tuple[str, ...]:
+def backends_of(source: str) -> tuple[str, ...]:
     return (
         ("product",)
         if source == "pool"
@@ -100,10 +100,10 @@ def ways_of(source: str) -> tuple[str, ...]:
 def test_every_way_in_torch_equals_the_definition_for_every_segment(source: str, rounded: bool) -> None:
     case = make(source, rounded=rounded)
     plain = case.run(plain_sampled_softmax)
-    for way in (None, *ways_of(source)):
+    for backend in (None, *backends_of(source)):
         for segment in SEGMENTS:
-            for one, other in zip(case.run(sampled_softmax, segment=segment, way=way), plain, strict=True):
-                assert torch.allclose(one, other, rtol=1e-12, atol=1e-12), (way, segment)
+            for one, other in zip(case.run(sampled_softmax, segment=segment, backend=backend), plain, strict=True):
+                assert torch.allclose(one, other, rtol=1e-12, atol=1e-12), (backend, segment)
 
 
 # fp32 sums of at most a few hundred terms of order ten: 2e-5 is some tens of roundings of the largest value.
@@ -113,11 +113,11 @@ def test_every_way_in_torch_equals_the_definition_for_every_segment(source: str,
 def test_native_equals_the_definition_and_segments_change_no_bit(source: str, dim: int) -> None:
     for rounded, num in ((False, 7), (True, 1), (False, 130)):
         case = make(source, dtype=torch.float32, rounded=rounded, dim=dim, num=num, scale=dim**-0.5)
-        found = case.run(sampled_softmax, segment=4, way="native")
+        found = case.run(sampled_softmax, segment=4, backend="native")
         for one, other in zip(found, case.run(plain_sampled_softmax), strict=True):
             assert float((one - other).abs().max()) <= 2e-5 * max(float(other.abs().max()), 1.0)
         for segment in SEGMENTS:
-            again = case.run(sampled_softmax, segment=segment, way="native")
+            again = case.run(sampled_softmax, segment=segment, backend="native")
             assert all(torch.equal(one, other) for one, other in zip(found, again, strict=True))
 
 
@@ -129,7 +129,7 @@ def test_native_bits_do_not_depend_on_threads_or_on_other_samples(source: str) -
     try:
         for num_threads in (1, 2, 3, 2):
             torch.set_num_threads(num_threads)
-            found.append(case.run(sampled_softmax, segment=100, way="native"))
+            found.append(case.run(sampled_softmax, segment=100, backend="native"))
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(one, other) for again in found[1:] for one, other in zip(found[0], again, strict=True))
@@ -141,7 +141,7 @@ def test_native_bits_do_not_depend_on_threads_or_on_other_samples(source: str) -
         queries = case.queries[part].detach().requires_grad_()
         blocks = Blocks(of_token, units, units)
         alone = Case(queries, case.rows, None, case.positives[part], case.negatives[part], blocks)
-        grad = alone.run(sampled_softmax, segment=100, way="native")[1]
+        grad = alone.run(sampled_softmax, segment=100, backend="native")[1]
         assert torch.equal(grad, found[0][1][part])
 
 
@@ -160,30 +160,30 @@ def test_shared_blocks_are_those_of_other_tokens_of_the_sample() -> None:
 
 
 @pytest.mark.usefixtures("compiler")
-@pytest.mark.parametrize("way", ["native", "gather", "gemm"])
-def test_only_accidental_hits_leave_a_loss_of_zero(way: str) -> None:
+@pytest.mark.parametrize("backend", ["native", "gather", "gemm"])
+def test_only_accidental_hits_leave_a_loss_of_zero(backend: str) -> None:
     case = make("token", dtype=torch.float32)
     negatives = case.positives.unsqueeze(1).expand(-1, 4)
-    assert sampled_softmax(case.queries, case.rows, case.positives, negatives, segment=8, way=way).item() == 0
+    assert sampled_softmax(case.queries, case.rows, case.positives, negatives, segment=8, backend=backend).item() == 0
 
 
 @pytest.mark.usefixtures("compiler")
-@pytest.mark.parametrize("way", ["native", "gather", "gemm"])
-def test_extreme_scores_stay_finite_and_a_nan_shows(way: str) -> None:
+@pytest.mark.parametrize("backend", ["native", "gather", "gemm"])
+def test_extreme_scores_stay_finite_and_a_nan_shows(backend: str) -> None:
     case = make("token", dtype=torch.float32, scale=1e4)
-    found = case.run(sampled_softmax, segment=8, way=way)
+    found = case.run(sampled_softmax, segment=8, backend=backend)
     assert all(bool(torch.isfinite(one).all()) for one in found)
     with torch.no_grad():
         case.rows[int(case.negatives[0, 0])] = torch.nan
-    assert not torch.isfinite(case.run(sampled_softmax, segment=8, way=way)[1]).all()
+    assert not torch.isfinite(case.run(sampled_softmax, segment=8, backend=backend)[1]).all()
 
 
 @pytest.mark.usefixtures("compiler")
 def test_no_tokens_is_a_loss_of_zero() -> None:
-    for way in ("native", "gather", "gemm", "product", None):
+    for backend in ("native", "gather", "gemm", "product", None):
         rows = torch.ones(3, 4, requires_grad=True)
         none = torch.empty(0, dtype=torch.int64)
-        loss = sampled_softmax(torch.empty(0, 4), rows, none, none.reshape(0, 2), segment=8, way=way)
+        loss = sampled_softmax(torch.empty(0, 4), rows, none, none.reshape(0, 2), segment=8, backend=backend)
         assert loss.item() == 0
         assert torch.equal(torch.autograd.grad(loss, rows)[0], torch.zeros(3, 4))
 
@@ -191,18 +191,18 @@ def test_no_tokens_is_a_loss_of_zero() -> None:
 @pytest.mark.usefixtures("compiler")
 def test_mistakes_are_named() -> None:
     case = make("token", dtype=torch.float32)
-    with pytest.raises(IndexError, match="not among the 11 rows"):
-        sampled_softmax(case.queries, case.rows, case.positives, case.negatives + 11, segment=8, way="native")
-    with pytest.raises(ValueError, match="22 blocks of negatives do not fit 23 tokens with 23 blocks"):
+    with pytest.raises(IndexError, match="outside of the 11 rows"):
+        sampled_softmax(case.queries, case.rows, case.positives, case.negatives + 11, segment=8, backend="native")
+    with pytest.raises(ValueError, match="22 blocks of negatives do not match 23 tokens with 23 blocks"):
         sampled_softmax(case.queries, case.rows, case.positives, case.negatives[1:], segment=8)
     loss = sampled_softmax(case.queries, case.rows, case.positives, case.negatives, segment=8)
     loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="kept for one time"):
+    with pytest.raises(RuntimeError, match="kept for one call"):
         loss.backward()
 
 
 def test_the_log_says_once_which_way_runs(caplog: pytest.LogCaptureFixture) -> None:
-    op._say.cache_clear()
+    op._log_once.cache_clear()
     with caplog.at_level(logging.INFO, logger="nestpipe"):
         for _ in range(2):
             make("pool").run(sampled_softmax, segment=8)
@@ -245,7 +245,7 @@ def test_no_vector_for_every_pair_is_ever_held(source: str) -> None:
 
     def work() -> None:
         sampled_softmax(
-            queries, rows, places[:, 0], places[:, 1:].contiguous(), segment=256, blocks=blocks, way="native"
+            queries, rows, places[:, 0], places[:, 1:].contiguous(), segment=256, blocks=blocks, backend="native"
         )
 
     work()  # the first call compiles, starts threads and fills the allocator's pools

@@ -408,7 +408,7 @@ def test_recommendations_are_unseen_and_best_first(calm):
 def test_the_request_time_changes_what_hstu_recommends_and_not_the_weights(calm):
     run = Run.open(calm("hstu", "sampled"))
     scorer = run.predictor()
-    soon, late = scorer.recommend(5, 5), scorer.recommend(5, 5, asked_ms=10**12)
+    soon, late = scorer.recommend(5, 5), scorer.recommend(5, 5, request_ms=10**12)
     assert soon.scores != late.scores
     assert scorer.recommend(5, 5) == soon
 

@@ -1,5 +1,5 @@
-// Attention over jagged sequences, as defined in ops/attention.py: its tasks, and what depends on lengths and times alone.
-// The rest is in attention_tiles.h, attention_forward.cpp and attention_backward.cpp.
+// Attention over jagged sequences, as defined in ops/attention.py: tasks, and the plan of lengths and times.
+// The kernels are in attention_tiles.h, attention_forward.cpp and attention_backward.cpp.
 
 #include "attention.h"
 
@@ -8,7 +8,7 @@
 namespace nestpipe {
 
 constexpr int64_t kTasks = 64;        // short sequences share a task, so that there are about this many
-constexpr int64_t kGroupWidth = 128;  // heads share a tile's biases up to this width in all: beyond, caches count for more
+constexpr int64_t kGroupWidth = 128;  // heads share a tile's biases up to this total width; wider groups miss the cache
 
 std::vector<Task> make_tasks(const Attention& a, std::vector<int64_t>& order) {
   order.resize(a.num_sequences);
@@ -39,7 +39,7 @@ namespace {
 
 using namespace nestpipe;
 
-// The bucket of a gap: the number of boundaries at or below it. Gaps of neighbours are alike, so the last answer is tried.
+// The bucket of a gap: the number of boundaries at or below it. Tries the previous bucket first: neighbouring gaps are alike.
 class Buckets {
  public:
   Buckets(const int64_t* boundaries, int64_t count) : boundaries_(boundaries), count_(count) {}
@@ -57,7 +57,7 @@ class Buckets {
   int64_t count_, last_ = 0, low_ = 1, high_ = 0;
 };
 
-// Seconds between, at least 1, without overflow.
+// Absolute difference in seconds, at least 1, without overflow.
 int64_t gap_of(int64_t x, int64_t y) {
   const uint64_t gap = x > y ? static_cast<uint64_t>(x) - static_cast<uint64_t>(y) : static_cast<uint64_t>(y) - static_cast<uint64_t>(x);
   return static_cast<int64_t>(std::clamp<uint64_t>(gap, 1, std::numeric_limits<int64_t>::max()));
@@ -76,7 +76,7 @@ bool same_as_before(const Sequence& s, int64_t query, const int64_t* query_times
 
 extern "C" {
 
-// Where the pairs of each query begin [queries + 1]: a row has the keys it sees, then room up to a whole vector.
+// Where the pairs of each query begin [queries + 1]: the keys it sees, padded to whole vectors.
 void nestpipe_attention_starts(const Attention* a, int64_t* starts) {
   int64_t next = 0;
   for (int64_t number = 0; number < a->num_sequences; ++number) {
@@ -89,7 +89,7 @@ void nestpipe_attention_starts(const Attention* a, int64_t* starts) {
   starts[a->query_offsets[a->num_sequences]] = next + 16;
 }
 
-// The bucket and the logarithm of the time between, for every pair; null for what is not wanted.
+// The time bucket and log gap of every pair; null outputs are skipped.
 void nestpipe_attention_pairs(const Attention* a, const int64_t* query_times, const int64_t* key_times,
                               const int64_t* boundaries, int64_t num_boundaries, uint8_t* buckets, float* log_gaps) {
   Buckets search(boundaries, num_boundaries);
@@ -98,7 +98,7 @@ void nestpipe_attention_pairs(const Attention* a, const int64_t* query_times, co
     for (int64_t query = 0; query < s.num_queries; ++query) {
       const int64_t asked = query_times[s.first_query + query], start = a->starts[s.first_query + query];
       const int64_t seen = s.seen(query), count = seen + s.is_target(query);
-      if (same_as_before(s, query, query_times, key_times)) {  // candidates of one request: most rows of a served one
+      if (same_as_before(s, query, query_times, key_times)) {  // candidates of one request, the most common rows in serving
         const int64_t before = a->starts[s.first_query + query - 1];
         if (buckets != nullptr) std::copy_n(buckets + before, count, buckets + start);
         if (log_gaps != nullptr) std::copy_n(log_gaps + before, round_up(count, kWidth), log_gaps + start);

@@ -1,7 +1,7 @@
-// What all parts of attention share: the arguments, memory, sequences, tasks.
+// Shared by all attention sources: arguments, memory, sequences, tasks.
 //
 // A task is one sequence (or several short ones) and a group of heads that share the biases of a tile. Tasks depend on
-// lengths and widths alone, so the number of threads leaves no trace.
+// lengths and widths alone, so results do not depend on the number of threads.
 
 #pragma once
 
@@ -22,7 +22,7 @@
 // The arguments of all functions; ops/attention_native.py has the same list.
 struct Attention {
   const float *q, *k, *v;
-  int64_t q_row, k_row, v_row;  // floats from one row to the next; heads follow each other
+  int64_t q_row, k_row, v_row;  // floats from one row to the next; heads are contiguous
   const int64_t *query_offsets, *key_offsets, *num_targets;
   const float* position;
   int64_t num_position;
@@ -47,10 +47,10 @@ constexpr int64_t kKeys = 64;
 constexpr int64_t kSilu = 0;
 constexpr int64_t kAdd = 0;
 
-// Floats on the boundary of a vector.
+// A vector-aligned buffer of floats.
 class Room {
  public:
-  // Room for this many, with any content.
+  // Grows to at least this many floats; contents are undefined.
   void reserve(int64_t size) {
     if (size > capacity_) {
       capacity_ = round_up(size, kWidth) + kWidth;
@@ -109,14 +109,14 @@ struct Tables {
     for (int64_t distance = 0; distance <= longest; ++distance)
       *position.at(longest - distance) = a.position[std::min(distance, a.num_position - 1)];
   }
-  // Vectors of hidden keys reach behind distance 0.
+  // Vectors read past distance 0 for hidden keys.
   int64_t size() const { return longest + 1 + kKeys + kWidth; }
 };
 
 // Longest sequences first; those too short for a task of their own share one.
 std::vector<Task> make_tasks(const Attention& a, std::vector<int64_t>& order);
 
-// Runs all tasks on some threads; the order in which they are taken leaves no trace. False if memory ran out.
+// Runs all tasks on some threads; their order does not affect results. False if memory ran out.
 template <typename Worker, typename Run>
 bool run_tasks(const Attention& a, Tables& tables, const std::vector<Task>& tasks, Run run) {
   std::atomic<size_t> next{0};

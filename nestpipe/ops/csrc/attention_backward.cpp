@@ -1,7 +1,7 @@
-// Attention, backward: tiles with their scores computed anew, and the gradients of everything.
+// Attention, backward: recomputes the scores tile by tile, and all gradients.
 //
-// Blocks of keys are taken one after the other, each with all queries that see it: its keys, values and their gradients
-// stay near, and only queries, gradients of the output and gradients of queries pass by.
+// The outer loop runs over blocks of keys, the inner one over the queries that see the block. The block's keys, values and
+// their gradients stay in cache; queries, output gradients and query gradients are streamed.
 //
 // Gradients of biases are summed over the heads of a tile, then per task, then in the order of tasks.
 
@@ -14,7 +14,7 @@ using namespace nestpipe;
 // Private sums of the gradients of biases.
 struct BiasSums {
   Room position;  // by longest - distance
-  Room time;      // kWidth lanes per bucket
+  Room time;      // kWidth vector lanes per bucket
   double decay[3] = {0, 0, 0};
 };
 
@@ -22,7 +22,7 @@ struct Backward : Tiles {
   using Tiles::Tiles;
 
   Room queries, grads, d_queries;                 // of a sequence, head by head: [queries, D], [channels, queries, V]
-  Room taken_off;                                 // softmax: what each row's gradient loses [heads, queries]
+  Room taken_off;                                 // softmax: the dot product of gradient and output of each row [heads, queries]
   Room packed_k, packed_v, flat_k, sum_k, sum_v;  // of a block of keys, head by head
   Room weights, d_bias, d_bias_time;              // tiles
   BiasSums* sums = nullptr;

@@ -72,7 +72,7 @@ struct Forward : Tiles {
     if (!add && by_time) times_keys(s, t, bias_time.at(0), v, Vp, out(h, time_channel));
   }
 
-  // Weights without the norm, by which the sums are divided at the end.
+  // Weights before the norm; the sums are divided by it at the end.
   static void silu_row(float* x, const float* b, int64_t seen) {
     for (int64_t column = 0; column < seen; column += kWidth) {
       const Floats value = score(x, b, column);
@@ -80,7 +80,7 @@ struct Forward : Tiles {
     }
   }
 
-  // Turns the scores of a row into weights relative to the largest so far, and rescales what was added before.
+  // Online softmax: turns a row's scores into weights relative to the running maximum, and rescales earlier sums.
   void softmax_row(float* x, const float* b, int64_t seen, float* sums_so_far, float& top, float& sum_of) const {
     if (seen == 0) return;
     Floats high = splat(-std::numeric_limits<float>::infinity());

@@ -1,7 +1,7 @@
 // Tiles of kQueries x kKeys over one sequence: scores by small products, biases, and products with keys and values.
 //
-// A row sees keys 0 .. seen-1 and, if it is a target, itself, which is handled apart: so its bits depend neither on other
-// targets nor on how many of the keys were cached. Only what a row sees is computed, to the grain of kRows rows.
+// A row sees keys 0 .. seen-1; a target also sees itself, which is handled separately. So a row's result is bitwise
+// independent of other targets and of how many keys were cached. Hidden pairs are skipped at a granularity of kRows rows.
 
 #pragma once
 
@@ -9,7 +9,7 @@
 
 namespace nestpipe {
 
-// What forward and backward share.
+// Shared by forward and backward.
 struct Tiles {
   Tiles(const Attention& attention, Tables& shared) : a(attention), tables(shared) {}
 
@@ -27,7 +27,7 @@ struct Tiles {
 
   // ---- packing ----
 
-  // Rows of some heads, which follow each other.
+  // Rows of some contiguous heads.
   struct Rows {
     const float* data;
     int64_t row, width;
@@ -37,7 +37,7 @@ struct Tiles {
   Rows key_rows(int64_t place, int64_t head) const { return {a.k + place * a.k_row + head * D, a.k_row, D}; }
   Rows value_rows(int64_t place, int64_t head) const { return {a.v + place * a.v_row + head * V, a.v_row, V}; }
 
-  // Panels [width, kPanel] of n rows, side by side: that of row i is at to + i * (width in whole vectors); heads are apart.
+  // Panels [width, kPanel] of n rows, side by side: that of row i is at to + i * (width in whole vectors); heads are stored separately.
   static void make_panels(Rows from, int64_t n, int64_t heads, float* to, int64_t apart) {
     for (int64_t i = 0; i < n; i += kPanel)
       for (int64_t h = 0; h < heads; ++h)
@@ -45,7 +45,7 @@ struct Tiles {
                    to + h * apart + i * round_up(from.width, kWidth));
   }
 
-  // Rows padded with zeros to whole vectors, times a factor; heads are apart.
+  // Rows padded with zeros to whole vectors, times a factor; heads are stored separately.
   static void copy(Rows from, int64_t n, int64_t heads, float factor, float* to, int64_t apart) {
     const int64_t width = from.width, padded = round_up(width, kWidth);
     for (int64_t i = 0; i < n; ++i)
@@ -79,7 +79,7 @@ struct Tiles {
 
   const int64_t* starts(const Sequence& s, int64_t query) const { return a.starts + s.first_query + query; }
 
-  // Rows of pairs lie far apart: no hardware guesses the next.
+  // Prefetch: rows of pairs are too far apart for the hardware prefetcher.
   static constexpr int64_t kAhead = 12;
   void prefetch(int64_t pair) const {
     if (a.time == nullptr) return;
@@ -96,7 +96,7 @@ struct Tiles {
 
   Floats faded(Floats log_gap) const { return exp(-a.decay[1] * exp(a.decay[2] * log_gap)); }
 
-  // The biases of a tile: their sum in add mode, else one matrix each, zero beside what is seen.
+  // The biases of a tile: their sum in add mode, else one matrix each, zero where hidden.
   void fill_biases(const Sequence& s, const Tile& t) {
     if (!by_position && !by_time) return;
     for (int64_t row = 0; row < t.rows; ++row) {

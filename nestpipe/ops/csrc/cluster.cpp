@@ -1,8 +1,8 @@
-// Which part each unit (a sample, or a group of samples that stay together) goes to: see pipeline/sample_clustering.py.
+// Assigns units (samples, or groups of samples that stay together) to micro-batches: see pipeline/sample_clustering.py.
 //
-// Greedy: a part takes, again and again, the unit that brings the least weight of keys it does not have yet, ties by
-// number. What a unit would bring is kept up to date: when a part gets a key, all units with that key become cheaper. A key
-// that only one unit has makes none cheaper, so it counts in the unit's cost and is then forgotten.
+// Greedy: a micro-batch repeatedly takes the unit that adds the least weight of new keys, ties by number. The added weight
+// of each unit is maintained: when a micro-batch gets a key, all units with that key become cheaper. A key of a single unit
+// makes no other unit cheaper, so it is counted in that unit's cost once and dropped.
 
 #include <algorithm>
 #include <cstdint>
@@ -81,8 +81,8 @@ class Greedy {
     }
   }
 
-  // Gives the part about `target` samples; returns how many it got.
-  int64_t fill(int64_t part, int64_t target, int64_t* part_of) {
+  // Fills the micro-batch with about `target` samples; returns how many it got.
+  int64_t fill(int64_t micro_batch, int64_t target, int64_t* micro_batch_of) {
     costs_ = full_costs_;
     int64_t size = 0;
     while (!left_.empty()) {
@@ -91,15 +91,15 @@ class Greedy {
       const int64_t more = unit_offsets_[unit + 1] - unit_offsets_[unit];
       if (size + more - target >= target - size) break;
       left_.erase(left_.begin() + place);
-      part_of[unit] = part;
+      micro_batch_of[unit] = micro_batch;
       size += more;
-      take_keys(part, unit);
+      take_keys(micro_batch, unit);
     }
     return size;
   }
 
-  void give_rest(int64_t part, int64_t* part_of) {
-    for (int32_t unit : left_) part_of[unit] = part;
+  void give_rest(int64_t micro_batch, int64_t* micro_batch_of) {
+    for (int32_t unit : left_) micro_batch_of[unit] = micro_batch;
     left_.clear();
   }
 
@@ -128,11 +128,11 @@ class Greedy {
     return std::min_element(left_.begin(), left_.end(), cheaper) - left_.begin();  // the first of equal ones
   }
 
-  void take_keys(int64_t part, int32_t unit) {
+  void take_keys(int64_t micro_batch, int32_t unit) {
     if (spent_ >= budget_) return;
     for (const int32_t* key = keys_of_.begin(unit); key != keys_of_.end(unit); ++key) {
-      if (seen_in_[*key] == part) continue;
-      seen_in_[*key] = part;
+      if (seen_in_[*key] == micro_batch) continue;
+      seen_in_[*key] = micro_batch;
       spent_ += units_of_.size(*key);
       for (const int32_t* other = units_of_.begin(*key); other != units_of_.end(*key); ++other) {
         costs_[*other] -= weights_[*key];
@@ -144,10 +144,10 @@ class Greedy {
   const int64_t* unit_offsets_;
   int64_t budget_;
   int64_t spent_ = 0;
-  std::vector<int32_t> left_;  // units that have no part yet, ascending
-  std::vector<int32_t> full_costs_;  // of a unit, for a part without keys
-  std::vector<int32_t> costs_;  // for the part that is being filled
-  std::vector<int64_t> seen_in_;  // the last part that got the key
+  std::vector<int32_t> left_;  // units without a micro-batch, ascending
+  std::vector<int32_t> full_costs_;  // of a unit, for a micro-batch without keys
+  std::vector<int32_t> costs_;  // for the micro-batch that is being filled
+  std::vector<int64_t> seen_in_;  // the last micro-batch that got the key
   Lists keys_of_;  // unit -> its distinct keys that others have too
   Lists units_of_;  // key -> the units that have it
 };
@@ -156,23 +156,23 @@ class Greedy {
 
 extern "C" {
 
-// Writes the part of each unit and returns 0, or kFailed without memory.
-int64_t nestpipe_cluster(const nestpipe_samples* input, const int64_t* sizes, int64_t num_parts, int64_t budget,
-                         int64_t* part_of) {
+// Writes the micro-batch of each unit and returns 0, or kFailed if memory ran out.
+int64_t nestpipe_cluster(const nestpipe_samples* input, const int64_t* sizes, int64_t num_micro_batches, int64_t budget,
+                         int64_t* micro_batch_of) {
   try {
     Greedy greedy(*input, budget);
     std::vector<int64_t> order{0};
-    if (num_parts > 1) order.push_back(num_parts - 1);
-    for (int64_t part = 1; part < num_parts - 1; ++part) order.push_back(part);
+    if (num_micro_batches > 1) order.push_back(num_micro_batches - 1);
+    for (int64_t micro_batch = 1; micro_batch < num_micro_batches - 1; ++micro_batch) order.push_back(micro_batch);
     int64_t missing = 0;  // in the middle so far
     for (uint64_t k = 0; k + 1 < order.size(); ++k) {
-      const int64_t part = order[k];
-      const bool is_middle = part > 0 && part < num_parts - 1;
-      const int64_t target = sizes[part] + (is_middle ? missing : 0);
-      const int64_t size = target > 0 ? greedy.fill(part, target, part_of) : 0;
+      const int64_t micro_batch = order[k];
+      const bool is_middle = micro_batch > 0 && micro_batch < num_micro_batches - 1;
+      const int64_t target = sizes[micro_batch] + (is_middle ? missing : 0);
+      const int64_t size = target > 0 ? greedy.fill(micro_batch, target, micro_batch_of) : 0;
       if (is_middle) missing = target - size;
     }
-    greedy.give_rest(order.back(), part_of);
+    greedy.give_rest(order.back(), micro_batch_of);
     return 0;
   } catch (const std::exception&) {
     return kFailed;

@@ -1,4 +1,4 @@
-// Fixed 64-bit hashes, as in hashing.py.
+// Fixed 64-bit hashes, as in rng.py.
 
 #pragma once
 

@@ -1,7 +1,7 @@
-// Ids of a batch: the distinct ones with their places, groups in order, owners.
+// Ids of a batch: deduplication, grouping by owner, and owners.
 //
-// No id is special and nothing is measured, so the answers are functions of the arguments alone. No function throws: one
-// that can run out of memory returns kFailed.
+// Every int64 is a legal id, and results are functions of the arguments alone. No function throws: one that can run out of
+// memory returns kFailed.
 
 #include <algorithm>
 #include <array>
@@ -17,10 +17,10 @@ namespace {
 
 constexpr int64_t kFailed = -1;
 constexpr uint64_t kBitsPerId = 256;  // a bitmap of so many bits per id is still cheaper than sorting
-constexpr int kSpareBits = 3;  // so many more than are needed to number the ids tell most of them apart
-constexpr int kDigitBits = 9;  // at most; the pages that a pass writes to must stay in the address cache
+constexpr int kSpareBits = 3;  // sorted bits beyond log2(n); they distinguish most ids
+constexpr int kDigitBits = 9;  // at most; the pages that a pass writes must stay in the TLB
 
-// Ids that lie close together: a bitmap, and how many ids there are before each of its words.
+// Dense ids: a bitmap, and the number of ids before each of its words.
 int64_t dedupe_close(const int64_t* ids, int64_t n, int64_t low, uint64_t range, int64_t* unique, int64_t* inverse) {
   struct Word {
     uint64_t bits;
@@ -68,7 +68,7 @@ void sort_by_bits(std::unique_ptr<Keyed[]>& rows, int64_t n, int shift, int num_
   }
 }
 
-// Ids anywhere: sorted by as many of their upper bits as tell most of n apart, then the few that agree in all of them.
+// Sparse ids: radix sort by the upper bits that distinguish most of n, then sort the few that agree in them.
 int64_t dedupe_spread(const int64_t* ids, int64_t n, int64_t low, uint64_t range, int64_t* unique, int64_t* inverse) {
   std::unique_ptr<Keyed[]> rows(new Keyed[n]);
   for (int64_t i = 0; i < n; ++i) rows[i] = {static_cast<uint64_t>(ids[i]) - static_cast<uint64_t>(low), i};
@@ -106,7 +106,7 @@ int64_t nestpipe_ids_dedupe(const int64_t* ids, int64_t n, int64_t* unique, int6
 }
 
 // Writes the places of group 0, then of group 1, ...; those of one group ascending. `counts` [num_groups] gets their
-// sizes. Returns n, or the place of the first group that is none.
+// sizes. Returns n, or the place of the first invalid group.
 int64_t nestpipe_ids_group(const int64_t* groups, int64_t n, int64_t num_groups, int64_t* order, int64_t* counts) {
   std::fill_n(counts, num_groups, 0);
   for (int64_t i = 0; i < n; ++i) {

@@ -1,13 +1,13 @@
 // Id -> slot: a hash index for any int64 id, with batch operations.
 //
-// Entries of 16 bytes lie in one array (a power of two, at most 5/8 full) and are found by linear probing from a home
-// place. An empty entry is known by its slot, so no id is special. Removing shifts later entries back instead of
-// leaving tombstones: an index that lost ids is as fast as one that never had them.
+// Open addressing: entries of 16 bytes in one array (a power of two, at most 5/8 full), linear probing from the hashed
+// position. An empty entry is marked by its slot, so every int64 is a legal id. Removal shifts later entries back instead
+// of leaving tombstones, so lookups stay fast after removals.
 //
-// Finding is bound by memory latency, so every loop prefetches the home of the id that comes kWindow later.
+// Lookups are bound by memory latency, so every loop prefetches the entry of the id kWindow ahead.
 //
 // Invariant: live ids + free slots == num_slots. No function throws: one that can run out of memory returns kFailed.
-// Finds may run beside each other; a change must run alone.
+// Lookups may run concurrently with each other, but not with changes.
 
 #include <algorithm>
 #include <cstdint>
@@ -44,7 +44,7 @@ struct Release {
 };
 using Entries = std::unique_ptr<Entry[], Release>;
 
-// Empty entries; large arrays lie in huge pages, else half of the time would go to address translation.
+// Empty entries; large arrays use huge pages, otherwise TLB misses take half of the time.
 Entries new_entries(uint64_t capacity) {
   const uint64_t bytes = capacity * sizeof(Entry);
   void* memory = std::aligned_alloc(std::min(bytes, kHugePage), bytes);
@@ -100,7 +100,7 @@ class Index {
     return num_added;
   }
 
-  // Returns n, or the place of the first id that is not there (any more); then nothing has changed.
+  // Returns n, or the place of the first unknown or repeated id; then nothing has changed.
   int64_t remove(const int64_t* ids, int64_t n, int64_t* slots) {
     if (free_.capacity() < free_.size() + n) free_.reserve(std::max(2 * free_.capacity(), free_.size() + n));
     for (int64_t i = 0; i < n; ++i) {
@@ -140,13 +140,13 @@ class Index {
     *this = std::move(fresh);
   }
 
-  // Makes room for `num_ids` ids in all.
+  // Grows the array for `num_ids` ids in total.
   void reserve(int64_t num_ids) {
     const uint64_t capacity = capacity_for(num_ids);
     if (capacity <= mask_ + 1) return;
     Entries old = std::exchange(entries_, new_entries(capacity));
     const uint64_t old_capacity = std::exchange(mask_, capacity - 1) + 1;
-    // The home is the low bits of the hash, so neighbours move to neighbours and this loop runs at memory speed.
+    // The position is the low bits of the hash, so neighbours stay neighbours and this loop runs at memory bandwidth.
     for (uint64_t place = 0; place < old_capacity; ++place) {
       if (old[place].slot != kEmpty) entries_[probe(old[place].id)] = old[place];
     }
@@ -170,7 +170,7 @@ class Index {
 
   void erase(uint64_t hole) {
     for (uint64_t place = (hole + 1) & mask_; entries_[place].slot != kEmpty; place = (place + 1) & mask_) {
-      // Probing for this entry passes the hole if its home is at least as far back.
+      // The entry may move into the hole if its hashed position is not after the hole.
       if (((place - home(entries_[place].id)) & mask_) < ((place - hole) & mask_)) continue;
       entries_[hole] = entries_[place];
       hole = place;

@@ -1,16 +1,16 @@
-// Softmax of one positive among sampled negatives, loss and gradients in one go, as defined in ops/negatives.py.
+// Sampled softmax of one positive among negatives, loss and gradients in one pass, as defined in ops/negatives.py.
 //
 // Negatives come in blocks of R rows; a block is scored for its receivers, one token or several. A block's rows are read
-// once: while they are in the cache, each receiver scores them, moves its running maximum and adds them, weighted, to its
-// query's gradient. The weights are kept until the receivers' sums are complete; then a row's gradient is the weighted sum
-// of its receivers' queries. So per segment there is one number for each (token, negative), never a vector.
+// once: while they are in cache, each receiver scores them, updates its running maximum and adds them, weighted, to the
+// gradient of its query. The weights are kept until the receivers' sums are complete; then a row's gradient is the weighted
+// sum of its receivers' queries. So a segment stores one number for each (token, negative), never a vector.
 //
 //   unit      tokens that share blocks, and those blocks: what one thread scores
 //   segment   whole units of at least so many tokens: what is kept at a time
 //
-// Bits: a token's loss and gradient depend on its unit alone. A row's gradient is the sum over (block, place in the block),
-// ascending, whatever the segments are; then over the tokens whose positive it is. Threads share units in the first
-// pass and columns in the second, so neither their number nor their order changes anything.
+// Determinism: a token's loss and gradient depend on its unit alone. A row's gradient is summed over (block, place in the
+// block), ascending, for any segment size; then over the tokens whose positive it is. Threads divide units in the first pass
+// and columns in the second, so results do not depend on their number.
 
 #include <cfloat>
 #include <cmath>
@@ -49,9 +49,9 @@ namespace {
 
 using namespace nestpipe;
 
-constexpr int64_t kAtOnce = 64;     // rows of a block that are scored before their weighted sum: they fit into the first cache
+constexpr int64_t kAtOnce = 64;     // rows of a block that are scored before their weighted sum: they fit into the L1 cache
 constexpr int64_t kLine = 16;       // floats in a cache line
-constexpr int64_t kAhead = 8;       // rows by which the second pass looks ahead
+constexpr int64_t kAhead = 8;       // prefetch distance of the second pass, in rows
 constexpr int64_t kMinTokens = 16;  // fewer are not worth a thread
 constexpr float kLeftOut = -FLT_MAX;
 
@@ -93,7 +93,7 @@ inline void by_strips(int64_t begin, int64_t end, const Work& work) {
 
 inline float exp_of(float x) { return exp(splat(x))[0]; }
 
-// What a token has seen so far: its largest score, the sum of exp(score - largest) over negatives, and the positive's score.
+// The running state of a token: its largest score, the sum of exp(score - largest) over negatives, and the positive's score.
 struct Running {
   float largest, positive;
   double total;
@@ -324,7 +324,7 @@ int64_t run(const nestpipe_negatives& call) {
 
 extern "C" {
 
-// 0, -1 for no memory, or -2 for a place that does not exist; then nothing has changed.
+// 0, -1 if memory ran out, or -2 for an invalid place; then nothing has changed.
 int64_t nestpipe_negatives_run(const nestpipe_negatives* call) {
   try {
     nestpipe_negatives own = *call;

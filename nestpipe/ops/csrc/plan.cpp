@@ -1,8 +1,8 @@
-// Who needs which rows in a window: the asker's plan, and what an owner makes of the requests of all askers.
+// Routing of ids in a window: the requester's plan, and the owner's plan for the requests of all requesters.
 //
-// A window is parts 0 .. P-1; ids are those of all parts, back to back. Its distinct ids stand at *places*, sorted by
-// (owner, first part, eighth of the owner's buckets, id). The rows of one part, its *leaf*, are those of its distinct ids in
-// the order of their places.
+// A window is micro-batches 0 .. P-1; ids are those of all micro-batches, back to back. Its distinct ids have *places*,
+// sorted by (owner, first micro-batch, eighth of the owner's buckets, id). The local rows of one micro-batch, its *leaf*, are
+// those of its distinct ids in the order of their places.
 // Answers are functions of the arguments alone. No function throws: one that runs out of memory returns kFailed.
 
 #include <cstdint>
@@ -16,23 +16,23 @@ extern "C" {
 
 int64_t nestpipe_ids_dedupe(const int64_t* ids, int64_t n, int64_t* unique, int64_t* inverse);  // ids.cpp
 
-// What is asked for, and where the answers go. Counts are [owner][part].
+// The inputs and outputs of a plan. Counts are [owner][micro-batch].
 struct nestpipe_plan {
   const int64_t* ids;  // [n]
-  const int64_t* part_ends;  // [num_parts]: where the ids of each part end
+  const int64_t* micro_batch_ends;  // [num_parts]: where the ids of each micro-batch end
   int64_t n;
-  int64_t num_parts;
+  int64_t num_micro_batches;
   int64_t num_buckets;
   int64_t world_size;
   int64_t* unique;  // room for n: the distinct ids, place by place
-  uint8_t* last_part;  // room for n: of each place
+  uint8_t* last_micro_batch;  // room for n: of each place
   uint8_t* eighths;  // room for n: of each place
-  int64_t* index;  // [n]: where the id's row is in the leaf of its part
-  int64_t* again;  // room for n: leaf positions of rows that an earlier part has, part after part
-  int64_t* source;  // room for n: the part that had each of them last, << 32, and its position there
-  int64_t* leaving;  // room for n: leaf positions of rows that no later part has, part after part
-  int64_t* first_counts;  // places whose first part it is
-  int64_t* last_counts;  // places whose last part it is
+  int64_t* index;  // [n]: where the id's row is in the leaf of its micro-batch
+  int64_t* again;  // room for n: leaf positions of rows that an earlier micro-batch has, micro-batch after micro-batch
+  int64_t* source;  // room for n: the micro-batch that had each of them last, << 32, and its position there
+  int64_t* leaving;  // room for n: leaf positions of rows that no later micro-batch has, micro-batch after micro-batch
+  int64_t* first_counts;  // places whose first micro-batch it is
+  int64_t* last_counts;  // places whose last micro-batch it is
   int64_t* leaf_counts;  // places in the leaf
 };
 
@@ -88,28 +88,28 @@ void sort_by(int64_t n, int64_t num_keys, int64_t* counts, const Key& key, const
 }
 
 int64_t make_plan(const nestpipe_plan& plan) {
-  const int64_t n = plan.n, parts = plan.num_parts, ranks = plan.world_size;
+  const int64_t n = plan.n, micro_batches = plan.num_micro_batches, ranks = plan.world_size;
   std::vector<int64_t> ids(n), place_of(n);  // the distinct ids, ascending; first their numbers, then their places
   const int64_t num_unique = nestpipe_ids_dedupe(plan.ids, n, ids.data(), plan.index);
   if (num_unique < 0) return kFailed;
-  std::vector<int64_t> first(num_unique, parts), eighth(num_unique);
+  std::vector<int64_t> first(num_unique, micro_batches), eighth(num_unique);
   std::vector<uint8_t> last(num_unique);
-  for (int64_t part = 0, i = 0; part < parts; ++part) {
-    for (; i < plan.part_ends[part]; ++i) {
+  for (int64_t micro_batch = 0, i = 0; micro_batch < micro_batches; ++micro_batch) {
+    for (; i < plan.micro_batch_ends[micro_batch]; ++i) {
       const int64_t number = plan.index[i];
-      if (first[number] == parts) first[number] = part;
-      last[number] = static_cast<uint8_t>(part);
+      if (first[number] == micro_batches) first[number] = micro_batch;
+      last[number] = static_cast<uint8_t>(micro_batch);
     }
   }
   for (int64_t u = 0; u < num_unique; ++u) eighth[u] = owner_of(ids[u], plan.num_buckets, ranks * kEighths);
-  std::vector<int64_t> first_of(num_unique), owner_of_place(num_unique), counts(ranks * parts * kEighths);
+  std::vector<int64_t> first_of(num_unique), owner_of_place(num_unique), counts(ranks * micro_batches * kEighths);
   const auto key = [&](int64_t u) {
-    return (eighth[u] / kEighths * parts + first[u]) * kEighths + eighth[u] % kEighths;
+    return (eighth[u] / kEighths * micro_batches + first[u]) * kEighths + eighth[u] % kEighths;
   };
-  sort_by(num_unique, ranks * parts * kEighths, counts.data(), key, [&](int64_t u, int64_t place) {
+  sort_by(num_unique, ranks * micro_batches * kEighths, counts.data(), key, [&](int64_t u, int64_t place) {
     place_of[u] = place;
     plan.unique[place] = ids[u];
-    plan.last_part[place] = last[u];
+    plan.last_micro_batch[place] = last[u];
     first_of[place] = first[u];
     owner_of_place[place] = eighth[u] / kEighths;
     plan.eighths[place] = static_cast<uint8_t>(eighth[u] % kEighths);
@@ -118,25 +118,25 @@ int64_t make_plan(const nestpipe_plan& plan) {
   Ranked members(num_unique);
   std::vector<int64_t> seen(num_unique);  // where each place was last
   int64_t num_again = 0, num_leaving = 0;
-  for (int64_t part = 0, begin = 0; part < parts; begin = plan.part_ends[part++]) {
+  for (int64_t micro_batch = 0, begin = 0; micro_batch < micro_batches; begin = plan.micro_batch_ends[micro_batch++]) {
     members.clear();
-    for (int64_t i = begin; i < plan.part_ends[part]; ++i) {
+    for (int64_t i = begin; i < plan.micro_batch_ends[micro_batch]; ++i) {
       plan.index[i] = place_of[plan.index[i]];
       members.insert(plan.index[i]);
     }
     members.rank_all([&](int64_t place, int64_t position) {
-      if (first_of[place] < part) {
+      if (first_of[place] < micro_batch) {
         plan.again[num_again] = position;
         plan.source[num_again++] = seen[place];
       }
-      if (plan.last_part[place] == part) {
+      if (plan.last_micro_batch[place] == micro_batch) {
         plan.leaving[num_leaving++] = position;
-        ++plan.last_counts[owner_of_place[place] * parts + part];
+        ++plan.last_counts[owner_of_place[place] * micro_batches + micro_batch];
       }
-      seen[place] = part << 32 | position;
-      ++plan.leaf_counts[owner_of_place[place] * parts + part];
+      seen[place] = micro_batch << 32 | position;
+      ++plan.leaf_counts[owner_of_place[place] * micro_batches + micro_batch];
     });
-    for (int64_t i = begin; i < plan.part_ends[part]; ++i) plan.index[i] = members.rank(plan.index[i]);
+    for (int64_t i = begin; i < plan.micro_batch_ends[micro_batch]; ++i) plan.index[i] = members.rank(plan.index[i]);
   }
   return num_unique;
 }
@@ -154,33 +154,33 @@ int64_t nestpipe_plan_make(const nestpipe_plan* plan) {
   }
 }
 
-// What the owner of a table is asked for. Requests are ids with the last part of each, asker after asker.
+// The requests that an owner receives: ids with the last micro-batch of each, requester after requester.
 struct nestpipe_requests {
   const int64_t* ids;  // [n]
-  const uint8_t* last_part;  // [n]
-  const int64_t* asker_ends;  // [world_size]: where the requests of each asker end
+  const uint8_t* last_micro_batch;  // [n]
+  const int64_t* requester_ends;  // [world_size]: where the requests of each requester end
   int64_t n;
-  int64_t num_parts;
+  int64_t num_micro_batches;
   int64_t world_size;
   int64_t* unique;  // room for n: the distinct ids, ascending
   int64_t* place;  // [n]: of each request among them
-  int64_t* arrival_counts;  // [part][asker]: sums that come with the part
+  int64_t* arrival_counts;  // [micro-batch][requester]: sums that come with the micro-batch
   int64_t* starts;  // room for n + 1: where the arrivals of each distinct id start in `arrivals`
-  int64_t* arrivals;  // [n]: numbers of the arrivals of one id after the other; they are counted in (part, asker) order
+  int64_t* arrivals;  // [n]: numbers of the arrivals of one id after the other; they are counted in (micro-batch, requester) order
 };
 
-// Fills in what the owner needs, the counts being zero; returns the number of distinct ids.
+// Fills in the owner's plan, whose counts are zero; returns the number of distinct ids.
 int64_t nestpipe_plan_own(const nestpipe_requests* requests) {
-  const int64_t n = requests->n, ranks = requests->world_size, parts = requests->num_parts;
+  const int64_t n = requests->n, ranks = requests->world_size, micro_batches = requests->num_micro_batches;
   try {
     const int64_t num_unique = nestpipe_ids_dedupe(requests->ids, n, requests->unique, requests->place);
     if (num_unique < 0) return kFailed;
-    std::vector<int64_t> asker(n), place_of_arrival(n);
+    std::vector<int64_t> requester(n), place_of_arrival(n);
     for (int64_t rank = 0, i = 0; rank < ranks; ++rank) {
-      for (; i < requests->asker_ends[rank]; ++i) asker[i] = rank;
+      for (; i < requests->requester_ends[rank]; ++i) requester[i] = rank;
     }
-    const auto key = [&](int64_t i) { return requests->last_part[i] * ranks + asker[i]; };
-    sort_by(n, ranks * parts, requests->arrival_counts, key,
+    const auto key = [&](int64_t i) { return requests->last_micro_batch[i] * ranks + requester[i]; };
+    sort_by(n, ranks * micro_batches, requests->arrival_counts, key,
             [&](int64_t i, int64_t number) { place_of_arrival[number] = requests->place[i]; });
     std::vector<int64_t> counts(num_unique);
     sort_by(n, num_unique, counts.data(), [&](int64_t number) { return place_of_arrival[number]; },

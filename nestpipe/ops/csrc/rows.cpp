@@ -1,11 +1,11 @@
 // Rows by slot: copies, sums and optimizer updates in place.
 //
 // Columns are [num_slots, D] and dense. Every element is computed by exactly rounded operations in one fixed order (no
-// fused multiply-add: see the flags in build.py), so its bits depend neither on its neighbours nor on where vectors end,
-// and equal those of the same operations in torch (optim.py). Threads share the places of a call; its slots are distinct
-// wherever rows are written by more than one.
+// fused multiply-add: see the flags in native_library.py), so it is bitwise independent of its neighbours and of vector
+// boundaries, and bitwise identical to the same operations in torch (row_optimizer.py). Threads divide the places of a call;
+// its slots are distinct wherever several threads write rows.
 //
-// Random rows are bound by memory latency, so every loop prefetches the row that comes kAhead later. A function that takes
+// Random access is bound by memory latency, so every loop prefetches the row kAhead ahead. A function that takes
 // slots returns n, or the place of the first slot that does not exist; then nothing has changed.
 
 #include <algorithm>
@@ -21,7 +21,7 @@ namespace {
 
 constexpr int64_t kAhead = 8;
 constexpr int64_t kLine = 64;
-constexpr int64_t kMaxLines = 16;  // of a row that is prefetched; the processor follows the rest by itself
+constexpr int64_t kMaxLines = 16;  // cache lines prefetched of a row; the hardware prefetcher does the rest
 constexpr int64_t kMinShare = 1 << 10;  // fewer rows are not worth a thread
 constexpr int64_t kBlock = 32;  // bytes copied at a time
 constexpr int64_t kNone = -1;  // the slot of a place that has none
@@ -64,7 +64,7 @@ float fold(float* values, int64_t dim) {
 
 extern "C" {
 
-// What every update is told about its rows.
+// The arguments of every update.
 struct nestpipe_rows {
   float* weights;  // [num_slots, dim]
   int64_t num_slots;
@@ -210,7 +210,7 @@ int64_t nestpipe_rows_add_from(const nestpipe_moves* moves) {
   });
 }
 
-// The largest |value| of n, as bits without a sign: these ascend with the value, and nan is above infinity.
+// The largest |value| of n, as bits without the sign, which ascend with the value; nan is above infinity.
 uint32_t nestpipe_rows_largest(const float* values, int64_t n) {
   uint32_t largest = 0;
   for (int64_t i = 0; i < n; ++i) {
@@ -271,7 +271,7 @@ int64_t nestpipe_rows_rowwise_adagrad(const nestpipe_rows* call, float* sums, fl
   });
 }
 
-// What Adam has beside the weights, and its constants.
+// Adam's state and constants.
 struct nestpipe_adam {
   float* mean;  // [num_slots, dim]
   float* square;  // [num_slots, dim]

@@ -1,4 +1,4 @@
-// Work on several threads, for kernels whose results do not depend on who computes which place.
+// Runs a range on several threads, for kernels whose results do not depend on how it is divided.
 
 #pragma once
 

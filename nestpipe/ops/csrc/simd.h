@@ -1,7 +1,7 @@
 // Vectors of floats, and the few functions on them that kernels need: fused multiply-add, exp, log, and a small sgemm.
 //
-// Bits never depend on tails: there is no scalar remainder anywhere, and an element of a product is one chain of fused
-// multiply-adds in the order of k, whatever the sizes of the blocks around it.
+// Results do not depend on vector remainders: there is no scalar tail, and an element of a product is one chain of fused
+// multiply-adds in the order of k, for any block size.
 
 #pragma once
 
@@ -35,7 +35,7 @@ inline void store(float* to, Floats value) { std::memcpy(to, &value, sizeof valu
 
 inline Floats splat(float value) { return value - Floats{}; }
 
-// The compiler may not fuse by itself (see the flags), so that the same source gives the same bits everywhere.
+// The compiler must not fuse (see the flags in native_library.py), so that results are bitwise identical everywhere.
 inline Floats fma(Floats a, Floats b, Floats c) {
 #if defined(__AVX512F__)
   return _mm512_fmadd_ps(a, b, c);
@@ -66,7 +66,7 @@ inline bool alike(const uint8_t* bytes) {
   return differ == 0;
 }
 
-// table[index] for kWidth bytes, which are often alike.
+// table[index] for kWidth bytes; fast if all are equal, as they often are.
 inline Floats gather(const float* table, const uint8_t* index) {
   if (alike(index)) return splat(table[index[0]]);
 #if defined(__AVX512F__)
