@@ -443,3 +443,15 @@ def test_a_kept_value_stays_for_the_time_of_the_host():
     clock.now += 0.001
     cache.sweep()
     assert cache.peek_state(1) is None
+
+
+def test_everything_is_evicted_for_an_entry_that_exactly_fits_and_nothing_for_a_larger_one():
+    cache = make(device=30)
+    fill(cache, 1, num_bytes=10)
+    fill(cache, 2, num_bytes=20)
+    assert not cache.has_room(31)
+    assert cache.reserve(3, user=3, num_bytes=31) is None
+    assert len(cache) == 2
+    assert cache.has_room(30)
+    assert cache.reserve(3, user=3, num_bytes=30) is not None
+    assert (len(cache), cache.num_evicted) == (1, 2)
