@@ -6,7 +6,7 @@ difference of two arms is taken per seed. Effect ± standard error of three seed
 generated the data.
 
     python benchmarks/ablations.py                 all arms; those with a record are not run again
-    python benchmarks/ablations.py --write         no runs; writes the table of the records into docs/how-to/instructions.md
+    python benchmarks/ablations.py --write         no runs; writes the table of the records into docs/concepts/generative.md
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 An `Event` is one stage of one batch, and of one micro-batch where the stage has several, on one
 rank. The dependencies are the definition of correct: any order of events that respects them is
-bitwise identical to the sequential step (docs/concepts/consistency.md). Tests break every edge that
+bitwise identical to the sequential step (docs/concepts/exactness.md). Tests break every edge that
 the others do not imply (tests/pipeline/test_mutants.py).
 
                                     ┌──────── for each micro-batch ────────┐

@@ -2,7 +2,7 @@
 
 The rows of a batch are sent before the update of the previous batch, so they always miss exactly
 that update. Dense weights are never stale. A pipeline gains from it because rows and gradients of
-neighbouring batches may be in flight at any time (docs/concepts/pipeline.md). This loop is the
+neighbouring batches may be in flight at any time (docs/how-to/generative-training.md). This loop is the
 reference with which that pipeline must be bitwise identical.
 
     before = None
