@@ -130,7 +130,7 @@ def test_the_reference_is_complete() -> None:
     reference = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(reference)
     pages = {Path(name).stem: page() for name, page in reference.PAGES.items()}
-    assert [name for name in COMMANDS if f"\n## nestpipe {name}\n" not in pages["cli"]] == []
+    assert [name for name in COMMANDS if f"# nestpipe {name}\n" not in pages["cli"]] == []
     assert "usage: nestpipe data ingest" in pages["cli"]
     own = [key for key in keys(Config()) if not key.startswith("model.")]
     assert [key for key in own if f"| `{key}` |" not in pages["configuration"]] == []
