@@ -255,3 +255,5 @@ def test_a_shorter_history_that_takes_exactly_the_time_that_is_left_is_taken():
     known.expected = lambda kind, length, candidates: float(length)
     found = choose(known, state=None, slack_ms=7.0, **FREE)
     assert (found.path, found.num_events, found.cost_ms) == ("shorter", 7, 7.0)
+    none = choose(known, state=None, slack_ms=0.0, **(FREE | {"num_events": 8}))
+    assert none.path == "fallback", "a history without events is no history"
