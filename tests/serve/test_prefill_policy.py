@@ -248,3 +248,12 @@ def test_a_percentile_needs_enough_recent_measurements():
     assert times.p99() == 7.0
     clock.now += 5.0
     assert times.p99() == 0.0, "the window is over"
+
+
+def test_a_shorter_history_that_takes_exactly_the_time_that_is_left_is_taken():
+    known = costs()
+    known.expected = lambda kind, length, candidates: float(length)
+    found = choose(known, state=None, slack_ms=7.0, **FREE)
+    assert (found.path, found.num_events, found.cost_ms) == ("shorter", 7, 7.0)
+    none = choose(known, state=None, slack_ms=0.0, **(FREE | {"num_events": 8}))
+    assert none.path == "fallback", "a history without events is no history"
