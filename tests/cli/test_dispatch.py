@@ -43,14 +43,6 @@ def test_mistakes_get_one_message_and_code_2(run, tmp_path, monkeypatch, argumen
     assert not list(tmp_path.iterdir()), "a refused command must leave nothing behind"
 
 
-def test_quickstart_runs_and_is_short(tmp_path):
-    example = Path(__file__).resolve().parents[2] / "examples" / "quickstart.py"
-    assert len(example.read_text().splitlines()) < 60
-    done = subprocess.run([sys.executable, str(example)], capture_output=True, text=True, cwd=tmp_path, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("user 0: item") == 10
-
-
 def test_the_installed_program_runs():
     done = subprocess.run(
         [str(Path(sys.executable).with_name("nestpipe")), "--help"], capture_output=True, text=True, check=True

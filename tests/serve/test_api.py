@@ -483,7 +483,7 @@ def test_forgetting_leaves_no_byte_of_the_user(runs, log, tmp_path, capsys):
         world.settle()
         kept = world.rank(8)
         assert main(["forget", str(tmp_path / "run"), "--user", "7"]) == 0
-        assert "stored and 1 logged events are gone" in capsys.readouterr().out
+        assert "stored and 1 logged events were erased" in capsys.readouterr().out
         wait_until(lambda: not engine.cache.peek_user(7))
         found = world.rank(7)
         assert same(found, world.rank(10**9))

@@ -212,7 +212,7 @@ def test_prefixes_of_other_weights_are_not_found_and_not_accepted(runs, served, 
     found = answer(engine, 3)
     assert (found.path, found.model) == ("full", "new")
     now = asked_of(engine, 3)
-    with pytest.raises(PrefixError, match="weights: kept"):
+    with pytest.raises(PrefixError, match="weights: cached"):
         engine.versions.main.scores([now], [engine.versions.main.candidates(ITEMS, engine.histories.sequences)], [kept])
     assert not engine.versions.main.ranker.begins(kept, asked.prefix)
 

@@ -135,5 +135,5 @@ def test_what_cannot_overlap_is_refused(log):
     with pytest.raises(ConfigError, match=r"set --embedding\.protect-steps 3"):
         limited.validate()
     files = replace(config.embedding, tier="mmap", mmap_folder="x")
-    with pytest.raises(ConfigError, match="need a pool"):
+    with pytest.raises(ConfigError, match="needs a prefetch buffer"):
         replace(config, embedding=files, pipeline=replace(config.pipeline, rows="table")).validate()
