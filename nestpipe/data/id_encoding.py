@@ -6,6 +6,9 @@
 
 Dictionary ranks are known only at the end of the log, so texts are hashed first (provisional ids) and the hashes are
 replaced at the end (final ids).
+
+An encoder that starts from the vocabulary of an earlier ingest keeps its numbers and numbers new texts,
+sorted, behind them.
 """
 
 from __future__ import annotations
@@ -15,26 +18,27 @@ from collections.abc import Mapping
 import polars as pl
 
 from nestpipe.data.schema import Encoding, Schema
+from nestpipe.data.vocabulary import TABLE_SCHEMA, Vocabulary
 from nestpipe.errors import DataError
 from nestpipe.rng import hash_text
 
 
 class Encoder:
-    """The encoding of one id column; `keep` stores its texts."""
+    """The encoding of one id column; it keeps the texts, because own ids come back out."""
 
-    def __init__(self, name: str, *, encoding: Encoding, keep: bool) -> None:
+    def __init__(self, name: str, *, encoding: Encoding, known: Vocabulary | None = None) -> None:
         self.name = name
         self.encoding = encoding
-        self._keep = keep or encoding == "dictionary"
-        self._texts: dict[int, str] = {}
-        self._numbers: pl.DataFrame | None = None  # built by the first call of `final`, when all texts are known
+        self._known = known or Vocabulary(name, encoding)
+        self._ids = {hash_text(text): number for number, text in self._known.table.iter_rows()}
+        self._texts = {hash_text(text): text for text in self._known.table["text"].to_list()}
+        self._numbers: pl.DataFrame | None = None  # made by the first call of `final`, when all texts are known
 
     def provisional(self, texts: pl.Series) -> pl.Series:
         """Int64 hashes of texts, null for null; raises DataError if two known texts share a hash."""
         distinct = texts.drop_nulls().unique()
         codes = [hash_text(text) for text in distinct.to_list()]
-        if self._keep:
-            self._remember(codes, distinct.to_list())
+        self._remember(codes, distinct.to_list())
         return texts.replace_strict(distinct, pl.Series(codes, dtype=pl.Int64), default=None, return_dtype=pl.Int64)
 
     def provisional_lists(self, lists: pl.Series) -> pl.Series:
@@ -57,9 +61,9 @@ class Encoder:
         if self.encoding != "dictionary" or column not in frame.columns:
             return frame
         if self._numbers is None:
-            codes = sorted(self._texts, key=self._texts.__getitem__)
+            ids = self._all_ids()
             self._numbers = pl.DataFrame(
-                {"code": codes, "id": range(len(codes))}, schema={"code": pl.Int64, "id": pl.Int64}
+                {"code": list(ids), "id": list(ids.values())}, schema={"code": pl.Int64, "id": pl.Int64}
             )
         element = pl.element() if isinstance(frame.schema[column], pl.List) else pl.col(column)
         mapped = element.replace_strict(self._numbers["code"], self._numbers["id"], default=None, return_dtype=pl.Int64)
@@ -67,30 +71,37 @@ class Encoder:
             pl.col(column).list.eval(mapped) if isinstance(frame.schema[column], pl.List) else mapped
         )
 
-    def table(self) -> pl.DataFrame | None:
-        """The columns id and text of all stored texts, by id; None if texts are not stored."""
-        if not self._keep:
-            return None
-        texts = sorted(self._texts.values())
-        ids = list(range(len(texts))) if self.encoding == "dictionary" else [hash_text(text) for text in texts]
-        return pl.DataFrame({"id": ids, "text": texts}, schema={"id": pl.Int64, "text": pl.String}).sort("id")
+    def _all_ids(self) -> dict[int, int]:
+        """The final id of each hash: numbers of the known texts stay, new texts follow in sorted order."""
+        if self.encoding == "hash":
+            return {code: code for code in self._texts}
+        new = sorted(self._texts.keys() - self._ids.keys(), key=self._texts.__getitem__)
+        return {**self._ids, **{code: self._known.next_id + place for place, code in enumerate(new)}}
+
+    def vocabulary(self) -> Vocabulary:
+        """All texts with their final ids; empty for int64, whose ids are the values themselves."""
+        ids = self._all_ids()
+        rows = {"id": list(ids.values()), "text": [self._texts[code] for code in ids]}
+        return Vocabulary(self.name, self.encoding, pl.DataFrame(rows, schema=TABLE_SCHEMA), next_id=self._next_id)
+
+    @property
+    def _next_id(self) -> int:
+        """The number that the next new text would get; 0 where texts are not numbered."""
+        num_new = len(self._texts) - len(self._ids)
+        return self._known.next_id + num_new if self.encoding == "dictionary" else 0
 
     def to_json(self) -> dict[str, object]:
         how = {
             "int64": "as is",
             "hash": "BLAKE2b-64 of the UTF-8 text",
-            "dictionary": "number of the text in sorted order, from 0",
+            "dictionary": "number of the text: the first ingest's in sorted order from 0, new ones sorted behind them",
         }
-        return {"encoding": self.encoding, "rule": how[self.encoding], "num_texts": len(self._texts)}
+        return {"encoding": self.encoding, "rule": how[self.encoding], "next_id": self._next_id}
 
 
-def make_encoders(schema: Schema) -> Mapping[str, Encoder]:
-    """An encoder for user, item and each id feature; item texts are stored, because recommendations return them."""
-    encoders = {
-        "user": Encoder("user", encoding=schema.user_encoding, keep=False),
-        "item": Encoder("item", encoding=schema.item_encoding, keep=schema.item_encoding != "int64"),
-    }
-    for feature in schema.features:
-        if feature.kind in {"id", "ids"}:
-            encoders[feature.name] = Encoder(feature.name, encoding=feature.encoding, keep=False)
-    return encoders
+def make_encoders(schema: Schema, known: Mapping[str, Vocabulary] | None = None) -> Mapping[str, Encoder]:
+    """One encoder for user, for item, and each id feature; from the vocabularies of an earlier ingest if given."""
+    known = known or {}
+    encodings = {"user": schema.user_encoding, "item": schema.item_encoding}
+    encodings |= {feature.name: feature.encoding for feature in schema.features if feature.kind in {"id", "ids"}}
+    return {name: Encoder(name, encoding=one, known=known.get(name)) for name, one in encodings.items()}

@@ -225,8 +225,8 @@ class _Build:
 
     def _write_texts(self) -> None:
         for name, encoder in self._encoders.items():
-            if (table := encoder.table()) is not None:
-                table.write_parquet(self._draft / f"texts.{name}.parquet")
+            if encoder.encoding != "int64":
+                encoder.vocabulary().table.write_parquet(self._draft / f"texts.{name}.parquet")
         for name, frame in self._options.attachments.items():
             frame.write_parquet(self._draft / f"{name}.parquet")
         for name, document in self._options.documents.items():

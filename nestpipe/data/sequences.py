@@ -25,9 +25,10 @@ from numpy.typing import NDArray
 
 from nestpipe.data.array_files import FORMAT, META, file_entry, load_array
 from nestpipe.data.schema import Schema, Scope
+from nestpipe.data.vocabulary import Vocabulary
 from nestpipe.errors import DataError
 
-VERSION = 1
+VERSION = 2  # 1 kept no texts of hashed ids, and no next_id
 QUARANTINE = "quarantine.jsonl"
 TIE_RULE = "equal times keep the order of the log"
 
@@ -96,10 +97,13 @@ class Sequences:
                 f"{self.path}: {', '.join(damaged)} changed since ingest (SHA-256 differs), so results would be wrong. Ingest the log again."
             )
 
-    def texts(self, name: str) -> pl.DataFrame | None:
-        """The columns id and text of 'user', 'item' or a feature; None if its texts were not kept."""
-        path = self.path / f"texts.{name}.parquet"
-        return pl.read_parquet(path) if path.exists() else None
+    def vocabulary(self, name: str) -> Vocabulary:
+        """The own ids of 'user', 'item' or an id feature; raises DataError for another name."""
+        if name not in (encodings := self.meta["encodings"]):
+            raise DataError(f"{self.path} has no ids named '{name}'; it has {sorted(encodings)}.")
+        about, path = encodings[name], self.path / f"texts.{name}.parquet"
+        table = None if about["encoding"] == "int64" else pl.read_parquet(path)
+        return Vocabulary(name, about["encoding"], table, next_id=about["next_id"])
 
 
 def truncate(length: IntOrArray, max_len: int, block: int) -> IntOrArray:

@@ -52,8 +52,7 @@ def test_movielens(tmp_path: Path, ml_folder: Path) -> None:
     np.testing.assert_array_equal(
         sequences.item_features["year"].values, np.array([1995, 1995, np.nan, 1950], np.float32)
     )
-    genres = sequences.texts("genres")
-    assert genres is not None
+    genres = sequences.vocabulary("genres").table
     assert genres["text"].to_list() == ["Animation", "Comedy", "Drama"]
     assert sequences.item_features["genres"].values.tolist() == [0, 1, 2, 1, 2]
     assert sequences.user_features["age"].values.tolist() == [1, 56]
@@ -238,8 +237,7 @@ def test_command_reads_side_tables_like_the_log(tmp_path: Path, extra: list[str]
     assert main(arguments) == 0
     sequences = Sequences.open(out)
     assert sequences.item_features["price"].values.tolist() == [5]
-    texts = sequences.texts("town")
-    assert texts is not None
+    texts = sequences.vocabulary("town").table
     assert texts["text"].to_list() == ["Köln"]
 
 

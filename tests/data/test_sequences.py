@@ -125,16 +125,14 @@ def test_string_ids(tmp_path: Path) -> None:
     numbered = write(tmp_path / "numbered", log, Schema(user_encoding="dictionary", item_encoding="dictionary"))
     assert numbered.users.tolist() == [0, 1]
     assert numbered.items.tolist() == [0, 1, 2]
-    texts = numbered.texts("user")
-    assert texts is not None
+    texts = numbered.vocabulary("user").table
     assert texts.rows() == [(0, "ann"), (1, "zoe")]
     hashed = write(tmp_path / "hashed", log, Schema(user_encoding="hash", item_encoding="hash"))
     assert sorted(hashed.users.tolist()) == hashed.users.tolist() == sorted([hash_text("ann"), hash_text("zoe")])
-    names = hashed.texts("item")
-    assert names is not None
+    names = hashed.vocabulary("item").table
     assert dict(names.rows()) == {hash_text(text): text for text in "abc"}
     assert hashed.meta["encodings"]["user"]["encoding"] == "hash"
-    assert hashed.texts("user") is None
+    assert hashed.vocabulary("user").own_ids(hashed.users) == sorted(["ann", "zoe"], key=hash_text)
 
 
 def test_duplicates_are_removed_only_on_request(tmp_path: Path) -> None:
@@ -496,7 +494,7 @@ def test_folders_that_cannot_be_opened(tmp_path: Path) -> None:
     shutil.copytree(tmp_path / "out", tmp_path / "later")
     meta = json.loads((tmp_path / "later" / "meta.json").read_text())
     (tmp_path / "later" / "meta.json").write_text(json.dumps(meta | {"version": 99}))
-    with pytest.raises(DataError, match="version 99; this nestpipe reads nestpipe-sequences version 1"):
+    with pytest.raises(DataError, match="version 99; this nestpipe reads nestpipe-sequences version 2"):
         Sequences.open(tmp_path / "later")
     (tmp_path / "later" / "meta.json").write_text("{")
     with pytest.raises(DataError, match=r"meta\.json is no JSON"):
