@@ -62,7 +62,7 @@ class Ingest(Reading):
     """Column of item ids."""
     time: str = "time"
     """Column of times; 'none' for a log that is only ordered."""
-    time_unit: TimeUnit = "s"
+    time_unit: TimeUnit = "auto"
     """Unit of the times; ISO 8601 dates without offset are UTC."""
     user_encoding: Encoding = "int64"
     """How user ids become int64: as they are, by hash, or by a dictionary, which strings need."""

@@ -18,8 +18,10 @@ from nestpipe.errors import DataError
 END_OF_TIME_MS = 4_133_980_800_000  # 2101-01-01; a later time is a wrong unit or a placeholder such as 9999-12-31
 # from these values on a float cannot represent every whole number
 _INEXACT: dict[pl.DataType, float] = {pl.Float16(): 2.0**11, pl.Float32(): 2.0**24, pl.Float64(): 2.0**53}
+_MS_FROM = 100_000_000_000  # auto: 1973 in milliseconds; in seconds no legal time comes near it, so units never overlap
 _WANTED = {"int64": "an int64", "hash": "a text or whole number", "dictionary": "a text or whole number"}
 _ISO_FORM = "an ISO 8601 date, like 2024-05-01 or 2024-05-01T10:00:00+02:00"
+_TIME_FORMS = {"iso8601": _ISO_FORM, "s": "a number", "ms": "a number", "auto": f"a number or {_ISO_FORM}"}
 _MISSING_NUMBERS = ("nan", "null", "none", "na", "n/a", "\\n")
 
 Problem = tuple[pl.Series, str]
@@ -53,7 +55,7 @@ def parse_time(raw: pl.Series, unit: TimeUnit) -> TypedColumns:
             coarse,
             f"time is too large for {raw.dtype}, which has lost its last digits (write it as an integer or float64)",
         ),
-        (bad, f"time is not {_ISO_FORM if unit == 'iso8601' else 'a number'}"),
+        (bad, f"time is not {_TIME_FORMS[unit]}"),
     ]
     if unit == "s":
         in_ms = high & (times < END_OF_TIME_MS * 1000)
@@ -142,6 +144,8 @@ def _milliseconds(raw: pl.Series, unit: TimeUnit) -> pl.Series:
         return raw.dt.timestamp("ms")
     if unit == "iso8601":
         return _iso_milliseconds(_text(raw))
+    if unit == "auto":
+        return _guessed_milliseconds(raw)
     scale = 1000 if unit == "s" else 1
     whole = pl.repeat(None, len(raw), dtype=pl.Int64, eager=True)
     if not raw.dtype.is_float():
@@ -151,6 +155,18 @@ def _milliseconds(raw: pl.Series, unit: TimeUnit) -> pl.Series:
     fraction = raw if raw.dtype.is_numeric() else _text(raw).cast(pl.Float64, strict=False)
     rounded = (fraction.cast(pl.Float64) * scale).clip(-(2.0**62), 2.0**62).round()
     return whole.zip_with(whole.is_not_null(), rounded.set(rounded.is_nan(), None).cast(pl.Int64, strict=False))
+
+
+def _guessed_milliseconds(raw: pl.Series) -> pl.Series:
+    """Each value by itself: a number is in seconds or, from 1973 in milliseconds on, in milliseconds; else ISO 8601."""
+    in_ms = _milliseconds(raw, "ms")
+    times = _milliseconds(raw, "s").zip_with((in_ms < _MS_FROM).fill_null(True), in_ms)
+    if raw.dtype.is_numeric():
+        return times
+    text = _text(raw)
+    # 20240501 is a whole number of seconds in 1970 and a date; nobody writes the former.
+    is_text = times.is_null() | text.str.contains(r"^(19|20)\d{6}$").fill_null(False)
+    return times.zip_with(~is_text, _iso_milliseconds(text)) if is_text.any() else times
 
 
 def _iso_milliseconds(text: pl.Series) -> pl.Series:

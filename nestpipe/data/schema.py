@@ -32,7 +32,7 @@ Scope = Literal["event", "item", "user", "request"]
 Encoding = Literal["int64", "hash", "dictionary"]
 Missing = Literal["mean", "zero", "refuse"]
 Transform = Literal["none", "log", "standardise", "log_standardise", "bucketise"]
-TimeUnit = Literal["s", "ms", "iso8601"]
+TimeUnit = Literal["auto", "s", "ms", "iso8601"]
 LabelKind = Literal["binary", "regression", "ordinal"]
 
 
@@ -115,7 +115,7 @@ class Schema:
     user: str = "user"
     item: str = "item"
     time: str | None = "time"  # None: an order-only log, whose records are in time order
-    time_unit: TimeUnit = "s"
+    time_unit: TimeUnit = "auto"  # each value by itself: seconds, milliseconds or an ISO 8601 text
     user_encoding: Encoding = "int64"
     item_encoding: Encoding = "int64"
     features: tuple[Feature, ...] = ()

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nestpipe.data import quarantine
+from nestpipe.data.column_types import parse_time
 from nestpipe.data.id_encoding import make_encoders
 from nestpipe.data.log_reader import LogSource
 from nestpipe.data.quarantine import Quarantine, TypedReader
@@ -108,7 +109,13 @@ POISONS = {
     "after 2100": Poison("user,item,time\n1,2,99999999999999999\n1,2,3\n", reasons={1: "time is after the year 2100"}),
     "milliseconds as seconds": Poison(
         "user,item,time\n1,2,1600000000000\n1,2,3\n",
+        schema=Schema(time_unit="s"),
         reasons={1: "time is after the year 2100 when read as seconds, but fits"},
+    ),
+    "any form of time": Poison(
+        "user,item,time\n1,2,1600000000\n1,2,1600000000000\n1,2,2020-09-13T12:26:40Z\n1,2,20200913\n1,2,noon\n1,2,5e9\n",
+        reasons={5: "time is not a number or an ISO 8601 date", 6: "time is after the year 2100"},
+        num_kept=4,
     ),
     "iso dates": Poison(
         "user,item,time\n1,2,1969-12-31\n1,2,9999-12-31\n1,2,31.12.2020\n1,2,2020-12-31\n",
@@ -567,15 +574,27 @@ def test_missing_features_are_not_errors(tmp_path: Path) -> None:
     assert kept.select("tags", "place", "shop").rows() == [([], None, None)]
 
 
+def test_every_form_of_one_time_is_that_time() -> None:
+    texts = [
+        "1600000000",
+        "1600000000.0",
+        "1600000000000",
+        "2020-09-13T12:26:40Z",
+        "2020-09-13 14:26:40+02:00",
+        "1.6e9",
+    ]
+    assert set(parse_time(pl.Series(texts), "auto").columns["time"].to_list()) == {1_600_000_000_000}
+    assert parse_time(pl.Series(["20200913"]), "auto").columns["time"].to_list() == [1_599_955_200_000]
+    assert parse_time(pl.Series([1_600_000_000, 1_600_000_000_000]), "auto").columns["time"].n_unique() == 1
+
+
 def test_quarantined_records_add_nothing_to_a_dictionary() -> None:
     schema = Schema(item_encoding="dictionary")
     encoders = make_encoders(schema)
     frame = pl.DataFrame({"user": ["1", "x"], "item": ["good", "bad"], "time": ["1", "1"]})
     kept = pl.concat(list(TypedReader(schema, encoders, Quarantine(io.StringIO(), 1.0)).log(frame)))
     assert kept["item"].to_list() == [hash_text("good")]
-    table = encoders["item"].table()
-    assert table is not None
-    assert table.rows() == [(0, "good")]
+    assert encoders["item"].vocabulary().table.rows() == [(0, "good")]
 
 
 FIELD = st.sampled_from(
