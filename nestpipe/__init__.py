@@ -21,8 +21,10 @@ if TYPE_CHECKING:
     from nestpipe.pipeline.train_batches import train_batches
     from nestpipe.registry import register_backbone, register_model
     from nestpipe.rng import Rng
+    from nestpipe.training.fit import fit
     from nestpipe.training.loop import train
     from nestpipe.training.run_folder import Run
+    from nestpipe.training.trained_run import TrainedRun, load
 
 _MODULES = {
     "Backbone": "models.contract",
@@ -46,7 +48,10 @@ _MODULES = {
     "Schema": "data.schema",
     "Sequences": "data.sequences",
     "TableSpec": "embedding.lookup",
+    "TrainedRun": "training.trained_run",
     "build_state": "pipeline.build_state",
+    "fit": "training.fit",
+    "load": "training.trained_run",
     "register_backbone": "registry",
     "register_model": "registry",
     "train": "training.loop",
@@ -74,7 +79,10 @@ __all__ = [
     "Schema",
     "Sequences",
     "TableSpec",
+    "TrainedRun",
     "build_state",
+    "fit",
+    "load",
     "recipes",
     "register_backbone",
     "register_model",

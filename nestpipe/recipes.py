@@ -36,6 +36,39 @@ def tiny() -> Config:
     )
 
 
+def sasrec() -> Config:
+    """SASRec for any log of users, items and times: full softmax, stops when validation no longer improves."""
+    return Config(
+        data=DataConfig(path="data/log", max_len=64, batch_size=128, validation=True),
+        model=SASRecConfig(dim=64, num_blocks=2, hidden_dim=256, dropout=0.2),
+        loss=LossConfig(kind="full", normalise=False, temperature=1.0),
+        embedding=EmbeddingConfig(lr=4e-3),
+        dense=DenseConfig(lr=2e-3),
+        train=TrainConfig(epochs=50, patience=5),
+    )
+
+
+def hstu() -> Config:
+    """HSTU for any log: the recipe `sasrec` with attention that reads the times of events."""
+    return replace(sasrec(), model=HSTUConfig(dim=64))
+
+
+def fuxi() -> Config:
+    """FuXi for any log: the recipe `sasrec` with channels for time, position and content."""
+    return replace(sasrec(), model=FuXiConfig(dim=64))
+
+
+def ranker() -> Config:
+    """A ranker for any log that has labels: predicts all of them for candidates, from the history."""
+    return Config(
+        data=DataConfig(path="data/log", max_len=128, truncate_block=64, windows="all", batch_size=32),
+        model=RankingConfig(dim=32, num_blocks=1, num_heads=1),
+        embedding=EmbeddingConfig(lr=1e-2),
+        dense=DenseConfig(lr=3e-3),
+        train=TrainConfig(epochs=12, decay_epochs=12, save_steps=1000),
+    )
+
+
 def ml1m_sasrec() -> Config:
     """SASRec with full softmax on MovieLens-1M, in the protocol of Meta's generative-recommenders."""
     return Config(
@@ -267,6 +300,10 @@ RECIPES: dict[str, Callable[[], Config]] = {
     recipe.__name__: recipe
     for recipe in (
         tiny,
+        sasrec,
+        hstu,
+        fuxi,
+        ranker,
         ml1m_sasrec,
         ml1m_hstu,
         ml1m_hstu_large,

@@ -48,12 +48,15 @@ SECTIONS: dict[str, dict[str, Command]] = {
         "forget": Command("erase a user from data and event logs", "forget:main", "arguments:ForgetArguments"),
     },
     "Train": {
+        "start": Command("from a log to a trained run, in one command", "start:main", "arguments:StartArguments"),
         "train": Command("train a recipe, in one process or under torchrun", "train:main"),
         "tune pipeline": Command("pipeline settings, from a few measured steps", "tune:pipeline"),
         "tune balance": Command("cost of a sample by its length, for load balance", "tune:balance"),
     },
-    "Evaluate": {
+    "Evaluate and recommend": {
         "eval": Command("metrics of a run, or two runs compared", "eval:main", "arguments:EvalArguments"),
+        "recommend": Command("items for users, in own ids", "recommend:recommend", "arguments:RecommendArguments"),
+        "similar": Command("items that are like an item", "recommend:similar", "arguments:SimilarArguments"),
         "report": Command("one HTML file about a run", "report:main", "arguments:ReportArguments"),
     },
     "Serve": {

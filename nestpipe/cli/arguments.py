@@ -14,6 +14,7 @@ import tyro
 
 from nestpipe.generative.config import Encoder, EndpointConfig, SidConfig, ThinkConfig
 from nestpipe.simulate import published
+from nestpipe.training.config import FitModel
 
 RunFolder = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
 IdsFolder = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="IDS")]
@@ -83,6 +84,77 @@ class InspectSid:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StartArguments:
+    """Looks at a log, proposes how to read it and which model to train, prints the exact commands, and runs them.
+
+    Example: nestpipe start log.csv --out shop
+
+    Next: nestpipe recommend shop/run --user NAME
+    """
+
+    log: Annotated[tuple[str, ...], tyro.conf.Positional]
+    """Files or globs: CSV, Parquet or JSONL, plain, .gz or .zst."""
+    out: Path
+    """Folder for FOLDER/data, FOLDER/run and FOLDER/run/report.html."""
+    user: str = ""
+    """Column of user ids; by default proposed from the names."""
+    item: str = ""
+    """Column of item ids; by default proposed from the names."""
+    time: str = ""
+    """Column of times, or 'none'; by default proposed from the names."""
+    model: FitModel = "sasrec"
+    """Model to train."""
+    epochs: Annotated[int | None, tyro.conf.arg(metavar="EPOCHS", help_behavior_hint="")] = None
+    """Passes over the log; by default from its size, ending early when validation no longer improves."""
+    yes: bool = False
+    """Run the commands without asking."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecommendArguments:
+    """Recommends items to users of the log, in the log's own ids. Items that a user has had are left out.
+
+    --all --out recommendations.parquet writes them for every user of the log.
+
+    Example: nestpipe recommend runs/shop --user alice bob
+    """
+
+    run: RunFolder
+    """Folder of the run."""
+    user: tuple[str, ...] = ()
+    """Own ids of users, as they are in the log. One without history gets the most popular items."""
+    all: bool = False
+    """Every user of the log; needs --out."""
+    k: int = 10
+    """Items for each user."""
+    out: OptionalFile = None
+    """Write a Parquet file with the columns user, rank, item, score, path instead of printing."""
+    step: OptionalStep = None
+    """Checkpoint to use; by default the best one if the run validated, else the latest."""
+    json: bool = False
+    """Print one JSON object per user instead of tables."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimilarArguments:
+    """Shows the items whose vectors point most in the direction of an item's (cosine), in the log's own ids.
+
+    Example: nestpipe similar runs/shop --item p7
+    """
+
+    run: RunFolder
+    """Folder of the run."""
+    item: tuple[str, ...]
+    """Own ids of items, as they are in the log."""
+    k: int = 10
+    """Similar items for each of them."""
+    step: OptionalStep = None
+    """Checkpoint to use; by default the best one if the run validated, else the latest."""
+    json: bool = False
+    """Print one JSON object per item instead of tables."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ForgetArguments:
     """Erases a user from the sequence folder of runs, from their event logs and from their instructions.
 
@@ -98,8 +170,8 @@ class ForgetArguments:
         tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN [RUN ...]", help_behavior_hint="(required)")
     ]
     """Folders of all runs on one sequence folder."""
-    user: int
-    """Id of the user."""
+    user: str
+    """Own id of the user, as it is in the log"""
 
 
 @dataclass(frozen=True, kw_only=True)

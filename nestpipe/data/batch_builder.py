@@ -97,6 +97,21 @@ class BatchBuilder:
         """The item features of candidates [n]; raises DataError for an item that is not in the catalogue."""
         return self._features_of_items(items)
 
+    def candidate_events(self, history: Batch, items: NDArray[np.int64]) -> Batch:
+        """Items [n] as events of one user that have not happened: features of the event itself are missing."""
+        features = self._features_of_items(items)
+        for feature in self._features:
+            if feature.scope == "event":
+                features |= self._pick(feature, missing_values(feature, len(items)), np.arange(len(items)))
+        rows = Jagged(torch.from_numpy(items), torch.tensor([0, len(items)]), len(items))
+        return Batch(
+            cursor=history.cursor,
+            sample_ids=history.sample_ids,
+            items=rows,
+            event_features=features,
+            sample_features=history.sample_features,
+        )
+
     def requests(self, events: NDArray[Any]) -> dict[str, Jagged]:
         """The request features (`ModelInputs.requests`) of some events; a missing value is an empty row."""
         found = {}
@@ -218,3 +233,12 @@ class BatchBuilder:
                     values = values[train_mask(self._sequences, split)]
                 statistics[feature.name] = fit_number(feature, np.asarray(values))
         return statistics
+
+
+def missing_values(feature: Feature, num_rows: int) -> StoredFeature:
+    """A feature that no row has a value for."""
+    if feature.kind in {"id", "ids"}:
+        weights = np.empty(0, np.float32) if feature.weights is not None else None
+        return StoredFeature(np.empty(0, np.int64), np.zeros(num_rows + 1, np.int64), weights)
+    shape = (num_rows, feature.dim) if feature.kind == "vector" else (num_rows,)
+    return StoredFeature(np.full(shape, np.nan, np.float32))

@@ -13,6 +13,8 @@ from typing import Literal, cast
 
 import numpy as np
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 
 from nestpipe.config import Config
 from nestpipe.data.batch_builder import BatchBuilder
@@ -24,16 +26,19 @@ from nestpipe.embedding.row_reader import RowReader, read_rows
 from nestpipe.errors import DataError, TrainError
 from nestpipe.eval.label_metrics import LabelPredictions
 from nestpipe.eval.label_report import LabelReport, label_report
-from nestpipe.eval.topk_metrics import Array, Counts
-from nestpipe.jagged import Cursor, ranges
+from nestpipe.eval.recommend import CataloguePredictor, UserRequest
+from nestpipe.eval.topk_metrics import Array, Counts, Top
+from nestpipe.jagged import Batch, Cursor, Jagged, ranges
 from nestpipe.models.build_model import inputs_of
 from nestpipe.models.contract import Model
 from nestpipe.models.dcn import DCN
+from nestpipe.models.heads import LabelHeads
 from nestpipe.models.kv_prefix import describe_statistics
-from nestpipe.models.prefix_inference import Ranker
+from nestpipe.models.prefix_inference import CandidateBatch, Ranker
 from nestpipe.models.ranking import Ranking
 
 Target = Literal["test", "validation"]
+_CANDIDATES = 4096  # items of the catalogue that are scored at a time
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -58,14 +63,16 @@ class Predictions:
         )
 
 
-class RankingPredictor:
+class RankingPredictor(CataloguePredictor):
     """Predicts labels with a model and its embedding rows."""
 
     def __init__(self, model: Model, rows: RowReader, sequences: Sequences, split: Split, config: Config):
-        self._model = cast(Ranking | DCN, model)
-        self._rows, self._sequences, self._split, self._config = rows, sequences, split, config
+        super().__init__(model, rows, sequences, split, config)
         self._inputs = inputs_of(config, sequences)
-        self._builder = BatchBuilder(sequences, split, self._inputs)
+
+    @property
+    def _tasks(self) -> LabelHeads:
+        return cast(Ranking | DCN, self._model).tasks
 
     def ranker(self, weights: str) -> Ranker:
         """The model as a ranker with KV prefixes; `weights` identifies the weights in prefix keys."""
@@ -94,7 +101,7 @@ class RankingPredictor:
         parts = [self._predict(part) for part in _chunks(windows, self._config.eval.batch_size)]
         columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
         event, user, num_before, scores = columns
-        labels = self._model.tasks.labels
+        labels = self._tasks.labels
         answers = [label_values(label, self._sequences.event_features, event) for label in labels]
         return Predictions(
             labels=labels,
@@ -105,6 +112,44 @@ class RankingPredictor:
             answers=np.stack(answers, axis=1).astype(np.float64),
         )
 
+    def top(self, request: UserRequest, k: int) -> Top:
+        """The best k items by the first label, of the whole catalogue: exact, and slow where the catalogue is large."""
+        tops = [self._top_of(request, row, k) for row in range(request.batch.num_samples)]
+        return Top(torch.stack([one.positions for one in tops]), torch.stack([one.scores for one in tops]))
+
+    def _top_of(self, request: UserRequest, row: int, k: int) -> Top:
+        """Positions [k] and scores [k] for one user; equal scores in the order of the catalogue."""
+        scores = self._catalogue_scores(request.batch.select(torch.tensor([row])))
+        if request.seen is not None:
+            scores[request.seen.values[request.seen.offsets[row] : request.seen.offsets[row + 1]]] = -torch.inf
+        best = torch.argsort(scores, descending=True, stable=True)[:k]
+        best = best[scores[best] > -torch.inf]
+        missing = (0, k - len(best))
+        return Top(F.pad(best, missing, value=-1), F.pad(scores[best], missing, value=-torch.inf))
+
+    @torch.no_grad()
+    def _catalogue_scores(self, history: Batch) -> Tensor:
+        """The first label's prediction for every item of the catalogue [I], for one user."""
+        catalogue = np.array(self._sequences.catalogue)
+        chunks = np.array_split(catalogue, range(_CANDIDATES, len(catalogue), _CANDIDATES))
+        if isinstance(self._model, DCN):
+            found = [self._event_scores(self._builder.candidate_events(history, chunk)) for chunk in chunks]
+        else:
+            ranker = self.ranker("recommend")
+            prefix, suffix = ranker.split(history)
+            kept = ranker.prefill(prefix)
+            found = [ranker.score(kept, suffix, self._candidates(chunk)) for chunk in chunks]
+        return self._tasks.predict(torch.cat(found))[:, 0]
+
+    def _candidates(self, items: Counts) -> CandidateBatch:
+        rows = Jagged(torch.from_numpy(items), torch.tensor([0, len(items)]), len(items))
+        return CandidateBatch(rows, self._builder.item_features(items))
+
+    def _event_scores(self, batch: Batch) -> Tensor:
+        """Scores [T, labels] of events by a model without histories."""
+        model = cast(DCN, self._model)
+        return model.event_scores(read_rows(self._rows, model.event_lookups(batch)), batch)
+
     def _predict(self, windows: Windows) -> tuple[Counts, Counts, Counts, Array]:
         """Event, user, history length and prediction of the counted rows of some windows."""
         batch = self._builder.training(Cursor(0, 0), torch.from_numpy(windows.user), windows)
@@ -114,9 +159,8 @@ class RankingPredictor:
                 rows = read_rows(self._rows, self._model.target_lookups(batch))
                 scores = self._model.target_scores(rows, batch, None)
             else:
-                rows = read_rows(self._rows, self._model.event_lookups(batch))
-                scores = self._model.event_scores(rows, batch)
-            found = self._model.tasks.predict(scores)
+                scores = self._event_scores(batch)
+            found = self._tasks.predict(scores)
         if not bool(found.isfinite().all()):
             raise TrainError(
                 "a prediction is not finite, so it cannot be evaluated. The model has diverged: use an earlier checkpoint, or lower the learning rate."

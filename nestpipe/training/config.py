@@ -8,6 +8,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+FitModel = Literal[
+    "sasrec", "hstu", "fuxi"
+]  # the recipes for any log that `nestpipe.fit` and `nestpipe start` choose sizes for
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:

@@ -16,7 +16,7 @@ from nestpipe.cli.demo import differing_tensors
 from nestpipe.data.ingest import write_sequences
 from nestpipe.data.schema import Feature, Schema
 from nestpipe.errors import CheckpointError, ConfigError, DataError
-from nestpipe.eval.predictor import GenerativePredictor, user_request
+from nestpipe.eval.predictor import GenerativePredictor
 from nestpipe.generative.semantic_ids import Registry, SidConfig
 from nestpipe.jagged import Jagged
 from nestpipe.models.build_model import inputs_of
@@ -175,7 +175,7 @@ def test_a_scenario_of_the_log_is_learned_and_asked_for_in_evaluation(tmp_path):
     # Ten of the fifteen items of the right half are in a list of ten: 0.67. Who does not know the half hits 0.33.
     assert run.predictor().evaluate(progress=False).metrics["hr@10"].mean > 0.5
     for number in (0, 1):
-        asked = user_request(run.sequences, run.split, config, 0, None).batch
+        asked = run.predictor().request_of(np.array([0])).batch
         given = {**asked.sample_features, "scenario": Jagged.singles(torch.tensor([number]))}
         found = run.predictor().generate(replace(asked, sample_features=given), 10).positions[0]
         assert set((found // 15).tolist()) == {number}

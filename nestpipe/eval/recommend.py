@@ -1,0 +1,179 @@
+"""Recommendations in own ids: the best items of the catalogue for users of the log, and items that are like an item.
+
+    own ids of users -> rows of the sequence folder -> requests, in batches -> top of the catalogue -> own ids of items
+
+A user without history, known or not, gets the most popular items of the training events: a model without any input would
+score every item alike. What a model must bring is `top`; ties take the lower catalogue position, as in evaluation.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional as F
+
+from nestpipe.config import Config
+from nestpipe.data.batch_builder import BatchBuilder
+from nestpipe.data.sequences import Sequences, truncate
+from nestpipe.data.splits import Ints, Split, train_mask
+from nestpipe.data.vocabulary import OwnId, Vocabulary
+from nestpipe.embedding.row_reader import RowReader
+from nestpipe.errors import ConfigError, DataError
+from nestpipe.eval.topk_metrics import Top, top_items
+from nestpipe.jagged import Batch, Jagged, offsets_of, ranges
+from nestpipe.models.build_model import inputs_of
+from nestpipe.models.contract import Model
+
+
+@dataclass(frozen=True, slots=True)
+class Recommendation:
+    """Items in own ids, best first, with their scores; `path` says whether the model or popularity ordered them."""
+
+    items: list[OwnId]
+    scores: list[float]
+    path: Literal["model", "popular"] = "model"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class UserRequest:
+    """The histories of some users of the log, and the catalogue positions to leave out for each."""
+
+    batch: Batch
+    seen: Jagged | None
+
+
+class CataloguePredictor(ABC):
+    """A trained model that can order the whole catalogue for a user."""
+
+    def __init__(self, model: Model, rows: RowReader, sequences: Sequences, split: Split, config: Config):
+        self._model, self._rows = model, rows
+        self._sequences, self._split, self._config = sequences, split, config
+
+    @abstractmethod
+    def top(self, request: UserRequest, k: int) -> Top:
+        """Catalogue positions [B, k] with scores, best first, without seen items; -1 where there are fewer."""
+
+    def recommend(self, user: OwnId, k: int = 10, *, request_ms: int | None = None) -> Recommendation:
+        """The best k items that a user has not had, at a time in ms since 1970 [default: that of their last event]."""
+        return next(self.recommend_all([user], k, request_ms=request_ms))
+
+    def recommend_all(
+        self, users: Iterable[OwnId], k: int = 10, *, request_ms: int | None = None
+    ) -> Iterator[Recommendation]:
+        """The same for many users, one after the other; batches of `eval.batch_size` are scored at a time."""
+        if k < 1:
+            raise ConfigError(f"k is {k}; a recommendation holds at least one item.")
+        remaining = iter(users)
+        while chunk := list(islice(remaining, self._config.eval.batch_size)):
+            yield from self._recommend(chunk, k, request_ms)
+
+    def _recommend(self, users: list[OwnId], k: int, request_ms: int | None) -> Iterator[Recommendation]:
+        places = np.array([self._place(user) for user in users], dtype=np.int64)
+        rows = places[places >= 0]
+        found: Iterator[Recommendation] = iter(())
+        if len(rows):
+            found = self._in_own_ids(self.top(self.request_of(rows, request_ms), k))
+        for place in places.tolist():
+            yield next(found) if place >= 0 else self._popular(k)
+
+    def similar(self, item: OwnId, k: int = 10) -> Recommendation:
+        """The k items whose vectors point most in the direction of an item's (cosine), without the item itself."""
+        number = self._items.number_of(item)
+        catalogue = self._sequences.catalogue
+        place = -1 if number is None else int(np.searchsorted(catalogue, number))
+        if not 0 <= place < len(catalogue) or catalogue[place] != number:
+            raise DataError(f"{self._sequences.path} has no item {item!r}; its catalogue has {len(catalogue):,} items.")
+        own = Jagged(torch.tensor([place]), torch.tensor([0, 1]), 1)
+        query = self._directions[place : place + 1]
+        return next(self._in_own_ids(top_items(query, self._directions, own, k, self._config.eval.max_bytes)))
+
+    @cached_property
+    def item_vectors(self) -> Tensor:
+        """Vectors [I, D] of the whole catalogue, as of the first use."""
+        if "item" not in {table.name for table in self._model.tables}:
+            raise ConfigError(f"{type(self._model).__name__} has no item vectors, so it knows no similar items.")
+        rows = self._rows.peek("item", torch.from_numpy(np.array(self._sequences.catalogue)))
+        with torch.no_grad():
+            as_vectors = getattr(self._model, "item_vectors", None)
+            vectors: Tensor = rows if as_vectors is None else as_vectors(rows)
+        return vectors
+
+    @cached_property
+    def _directions(self) -> Tensor:
+        return F.normalize(self.item_vectors, dim=1)
+
+    @cached_property
+    def _users(self) -> Vocabulary:
+        return self._sequences.vocabulary("user")
+
+    @cached_property
+    def _items(self) -> Vocabulary:
+        return self._sequences.vocabulary("item")
+
+    @cached_property
+    def _builder(self) -> BatchBuilder:
+        return BatchBuilder(self._sequences, self._split, inputs_of(self._config, self._sequences))
+
+    def _place(self, user: OwnId) -> int:
+        """The row of a user in the sequence folder; -1 for one without history."""
+        number, users = self._users.number_of(user), self._sequences.users
+        if number is None:
+            return -1
+        place = int(np.searchsorted(users, number))
+        return place if place < len(users) and users[place] == number else -1
+
+    def request_of(self, rows: Ints, request_ms: int | None = None) -> UserRequest:
+        """Whole histories, asked at a time [default: that of each one's last event]."""
+        sequences, data = self._sequences, self._config.data
+        end = np.diff(sequences.offsets)[rows]
+        start = truncate(end, data.max_len, data.truncate_block)
+        asked = None if sequences.times is None else sequences.times[sequences.offsets[rows + 1] - 1]
+        if asked is not None and request_ms is not None:
+            asked = np.full(len(rows), request_ms)
+        batch = self._builder.history(torch.from_numpy(rows), start, end, request_ms=asked)
+        seen = None if self._config.eval.seen == "none" else seen_items(sequences, rows, np.zeros_like(end), end)
+        return UserRequest(batch, seen)
+
+    def _in_own_ids(self, top: Top) -> Iterator[Recommendation]:
+        for positions, scores in zip(top.positions, top.scores, strict=True):
+            kept = positions >= 0
+            items = self._sequences.catalogue[positions[kept].numpy()]
+            yield Recommendation(self._items.own_ids(items), scores[kept].tolist())
+
+    def _popular(self, k: int) -> Recommendation:
+        counts = self._popularity
+        places = np.argsort(-counts, kind="stable")[:k]
+        items = self._items.own_ids(self._sequences.catalogue[places])
+        return Recommendation(items, counts[places].astype(float).tolist(), path="popular")
+
+    @cached_property
+    def _popularity(self) -> NDArray[np.int64]:
+        return training_counts(self._sequences, self._split)
+
+
+def training_counts(sequences: Sequences, split: Split) -> NDArray[np.int64]:
+    """How many training events each item of the catalogue has."""
+    positions = catalogue_positions(sequences, sequences.items[train_mask(sequences, split)])
+    return np.bincount(positions, minlength=len(sequences.catalogue))
+
+
+def catalogue_positions(sequences: Sequences, items: NDArray[np.int64]) -> Ints:
+    """The place of each item in the catalogue."""
+    return np.searchsorted(sequences.catalogue, items)
+
+
+def seen_items(sequences: Sequences, rows: Ints, start: Ints, end: Ints) -> Jagged:
+    """Catalogue positions of the events start .. end - 1 of each user."""
+    lengths = torch.from_numpy(end - start)
+    events = ranges(torch.from_numpy(sequences.offsets[rows] + start), lengths).numpy()
+    positions = torch.from_numpy(catalogue_positions(sequences, sequences.items[events]))
+    return Jagged(positions, offsets_of(lengths), int(lengths.max()) if len(lengths) else 0)

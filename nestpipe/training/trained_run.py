@@ -1,0 +1,101 @@
+"""A trained run in Python: recommendations as frames in own ids, similar items, evaluation.
+
+run = nestpipe.load("runs/shop")
+run.recommend(["alice", "bob"], k=10)      user, rank, item, score, path
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+
+import polars as pl
+
+from nestpipe.atomic_files import replace_file
+from nestpipe.data.vocabulary import OwnId
+from nestpipe.errors import ConfigError
+from nestpipe.eval.label_report import LabelReport
+from nestpipe.eval.predictor import Predictor
+from nestpipe.eval.recommend import Recommendation
+from nestpipe.eval.retrieval_eval import EvalReport
+from nestpipe.training.run_folder import Run
+
+DATA = "data"  # the sequence folder inside a saved run
+
+
+class TrainedRun:
+    """A run folder that answers. Ids in and out are those of the log."""
+
+    def __init__(self, run: Run, *, step: int | None = None):
+        self.run = run
+        self._step = step
+
+    @property
+    def folder(self) -> Path:
+        return self.run.folder
+
+    @cached_property
+    def predictor(self) -> Predictor:
+        """The model behind it; opened when it is first needed."""
+        return self.run.predictor(self._step)
+
+    @cached_property
+    def users(self) -> list[OwnId]:
+        """All users of the log."""
+        return self.run.sequences.vocabulary("user").own_ids(self.run.sequences.users)
+
+    @cached_property
+    def items(self) -> list[OwnId]:
+        """The catalogue."""
+        return self.run.sequences.vocabulary("item").own_ids(self.run.sequences.catalogue)
+
+    def recommend(self, users: OwnId | Iterable[OwnId], k: int = 10) -> pl.DataFrame:
+        """The best k items that each user has not had: columns user, rank, item, score, path."""
+        asked = [users] if isinstance(users, str | int) else list(users)
+        return recommendation_frame(asked, self.predictor.recommend_all(asked, k))
+
+    def similar(self, item: OwnId, k: int = 10) -> pl.DataFrame:
+        """The k items whose vectors point most in the direction of an item's: columns rank, item, score."""
+        found = self.predictor.similar(item, k)
+        return recommendation_frame([item], iter([found])).select("rank", "item", "score")
+
+    def evaluate(self) -> EvalReport | LabelReport:
+        """Metrics on the held-out targets of the log, with intervals."""
+        return self.predictor.evaluate(progress=False)
+
+    def save(self, folder: str | Path) -> TrainedRun:
+        """Copies the run and its data into a folder of their own, where every command finds them; returns the copy."""
+        target = Path(folder)
+        if target.exists():
+            raise ConfigError(f"{target} exists already; name a new folder, nothing was written.")
+        draft = target.with_name(f".{target.name}.tmp")
+        shutil.rmtree(draft, ignore_errors=True)
+        shutil.copytree(self.run.folder, draft)
+        shutil.copytree(self.run.sequences.path, draft / DATA)
+        config = self.run.config
+        moved = replace(config, data=replace(config.data, path=str((target / DATA).resolve())))
+        replace_file(draft / "config.json", moved.to_json().encode())
+        draft.rename(target)
+        return load(target, step=self._step)
+
+
+def load(folder: str | Path, *, step: int | None = None) -> TrainedRun:
+    """A run for recommendations: by default its best checkpoint if it validated, else the latest."""
+    return TrainedRun(Run.open(folder), step=step)
+
+
+def recommendation_frame(users: Sequence[OwnId], found: Iterator[Recommendation]) -> pl.DataFrame:
+    """Recommendations as rows: user, rank, item, score, path."""
+    lists = [next(found) for _ in users]
+    return pl.DataFrame(
+        {
+            "user": [user for user, one in zip(users, lists, strict=True) for _ in one.items],
+            "rank": [place for one in lists for place in range(1, len(one.items) + 1)],
+            "item": [item for one in lists for item in one.items],
+            "score": pl.Series([score for one in lists for score in one.scores], dtype=pl.Float32),
+            "path": [one.path for one in lists for _ in one.items],
+        }
+    )

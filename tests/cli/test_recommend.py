@@ -1,0 +1,66 @@
+"""`nestpipe recommend` and `nestpipe similar` say what the run's predictor says, in own ids."""
+
+from __future__ import annotations
+
+import json
+
+import polars as pl
+import pytest
+
+from nestpipe import train
+from nestpipe.cli import main
+from tests.eval.test_recommend import named_log
+from tests.small_runs import small_config
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("recommend")
+    return train(small_config(named_log(folder / "log").path, "sasrec", epochs=1), folder / "run", quiet=True)
+
+
+def test_users_are_named_as_in_the_log(run, capsys):
+    assert main(["recommend", str(run.folder), "--user", "Zoë 7", "nobody", "--k", "3", "--json"]) == 0
+    known, unknown = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    wanted = run.predictor().recommend("Zoë 7", 3)
+    assert known == {"user": "Zoë 7", "items": wanted.items, "scores": wanted.scores, "path": "model"}
+    assert (unknown["user"], unknown["path"], len(unknown["items"])) == ("nobody", "popular", 3)
+    assert main(["recommend", str(run.folder), "--user", "nobody", "--k", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert "user nobody   (no history: the most popular items)" in shown
+    assert unknown["items"][0] in shown
+
+
+def test_all_users_go_to_one_file(run, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("nestpipe.cli.recommend._ROWS", 12)  # four users at a time
+    out = tmp_path / "new" / "recommendations.parquet"
+    assert main(["recommend", str(run.folder), "--all", "--k", "3", "--out", str(out)]) == 0
+    assert "120 rows for 40 users" in capsys.readouterr().out
+    found, predictor = pl.read_parquet(out), run.predictor()
+    assert found.columns == ["user", "rank", "item", "score", "path"]
+    for user, lines in found.group_by("user", maintain_order=True):
+        assert lines["item"].to_list() == predictor.recommend(user[0], 3).items
+        assert lines["rank"].to_list() == [1, 2, 3]
+    assert found["user"].n_unique() == 40
+    assert [path.name for path in out.parent.iterdir()] == [out.name]
+
+
+def test_similar_items(run, capsys):
+    assert main(["similar", str(run.folder), "--item", "p7", "--k", "2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["items"] == run.predictor().similar("p7", 2).items
+    assert main(["similar", str(run.folder), "--item", "lamp"]) == 2
+    assert "no item 'lamp'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "name users with --user, or take every user of the log with --all"),
+        (["--all", "--user", "Zoë 7"], "one of the two"),
+        (["--all"], "--all needs a file: --out recommendations.parquet"),
+    ],
+)
+def test_what_is_missing_is_said(run, arguments, message, capsys):
+    assert main(["recommend", str(run.folder), *arguments]) == 2
+    assert message in capsys.readouterr().err
