@@ -38,7 +38,10 @@ from nestpipe.serve.schemas import (
     RecommendedItems,
     RecommendRequest,
     ReleaseRequest,
+    SimilarItems,
+    SimilarRequest,
     session_of,
+    user_key,
 )
 
 __all__ = [
@@ -50,6 +53,7 @@ __all__ = [
     "RankedItems",
     "RecommendedItems",
     "ServiceError",
+    "SimilarItems",
 ]
 
 Parameters = ParamSpec("Parameters")
@@ -74,7 +78,7 @@ class _ReleaseOfUser(ReleaseRequest, kw_only=True):
     Behind nginx, which routes by the user, say whose ticket it is; that is sent as a header.
     """
 
-    user: int | None = None
+    user: int | str | None = None
 
 
 class _Call(Generic[Parameters, Answer]):
@@ -124,6 +128,8 @@ class _Calls:
 
     recommend = _Call("/v1/recommend", RecommendRequest, RecommendedItems)
     """The best k items for a user; `history` replaces the stored one, `exclude` lists items not to show."""
+    similar = _Call("/v1/similar", SimilarRequest, SimilarItems)
+    """Items that are like an item, or like several together."""
     prefill = _Call("/v1/prefill", PrefillRequest, PrefillReply)
     """Prefill hint: a ranking request with this many candidates will follow. Its ticket goes to `rank`."""
     rank = _Call("/v1/rank", RankRequest, RankedItems)
@@ -195,8 +201,8 @@ class AsyncClient(_Calls):
 def _headers(request: Struct) -> dict[str, str]:
     """The routing key is a header too, because nginx and Ray Serve read no bodies."""
     user, ticket = getattr(request, "user", None), getattr(request, "ticket", None)
-    user = user if isinstance(user, int) else None  # the service refuses anything else
-    named = {} if user is None else {USER_HEADER: str(user)}
+    user = user if isinstance(user, int | str) else None  # the service refuses anything else
+    named = {} if user is None else {USER_HEADER: user_key(user)}
     return {"content-type": "application/json", SESSION_HEADER: session_of(user, ticket), **named}
 
 

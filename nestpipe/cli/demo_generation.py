@@ -77,7 +77,7 @@ class _Followed:
     num_items: int = 0
     num_right: int = 0
 
-    def count(self, items: list[int], right: range) -> None:
+    def count(self, items: list[int | str], right: range) -> None:
         self.num_items += len(items)
         self.num_right += sum(item in right for item in items)
 

@@ -15,7 +15,8 @@ from nestpipe.config import Config
 from nestpipe.data.array_files import remove_stale
 from nestpipe.data.erase_user import forget_user
 from nestpipe.data.sequences import Sequences
-from nestpipe.errors import ConfigError
+from nestpipe.data.vocabulary import OwnId
+from nestpipe.errors import ConfigError, DataError
 from nestpipe.generative.instruction_store import INSTRUCTIONS, SqliteStore
 from nestpipe.generative.nearline_job import JobLedger, ledger_of
 from nestpipe.serve.event_log import EventLog
@@ -32,7 +33,7 @@ def main(arguments: ForgetArguments) -> int:
     return 0
 
 
-def forget(runs: Sequence[Path], user: int) -> tuple[int, int]:
+def forget(runs: Sequence[Path], own: OwnId) -> tuple[int, int]:
     """Numbers of events erased from the sequence folder and from the event logs; raises ConfigError unless it is one folder.
 
     Crash-safe: the runs can be opened after an interruption at any point. The next call, for any user, completes a folder
@@ -51,6 +52,7 @@ def forget(runs: Sequence[Path], user: int) -> tuple[int, int]:
     with _writing(folder):
         remove_stale(folder)
         sequences = Sequences.open(folder)
+        user = _number_of(own, sequences)
         for run in runs:
             Run.open(run)  # raises if it is on other data
             _settle(run, sequences.digest)
@@ -62,7 +64,23 @@ def forget(runs: Sequence[Path], user: int) -> tuple[int, int]:
         digest = Sequences.open(folder).digest
         for run in runs:
             _settle(run, digest)
+        _unfinished(folder).unlink(missing_ok=True)
     return num_stored, num_logged
+
+
+def _number_of(own: OwnId, sequences: Sequences) -> int:
+    """The number of a user, kept in a file until everything is erased: the folder loses the name before the rest is done."""
+    note = _unfinished(sequences.path)
+    before: dict[str, int] = json.loads(note.read_text()) if note.exists() else {}
+    number = before.get(str(own), sequences.vocabulary("user").number_of(own))
+    if number is None:
+        raise DataError(f"user {own!r} is not in {sequences.path}; nothing was erased.")
+    replace_file(note, json.dumps({str(own): number}).encode())
+    return number
+
+
+def _unfinished(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.forgetting")
 
 
 def _forget_instructions(folder: Path, user: int) -> None:

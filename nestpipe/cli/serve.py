@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from nestpipe.errors import ConfigError
-from nestpipe.models.config import EncDecConfig
+from nestpipe.models.config import EncDecConfig, RankingConfig
 from nestpipe.serve.arguments import ServeArguments
 from nestpipe.training.run_folder import Run
 
@@ -26,7 +26,8 @@ def main(arguments: ServeArguments) -> int:
     return serve_fleet(arguments) if arguments.instances or arguments.demo else serve_instance(arguments)
 
 
-def refuse_generative(run: Run, what: str) -> None:
-    """Raises ConfigError if the run generates."""
-    if isinstance(run.config.model, EncDecConfig):
-        raise ConfigError(f"{run.folder} generates, and {what} is for runs that rank; serve it as one instance.")
+def require_ranker(run: Run, what: str) -> None:
+    """Raises ConfigError unless the run ranks candidates."""
+    if not isinstance(run.config.model, RankingConfig):
+        kind = "generates" if isinstance(run.config.model, EncDecConfig) else "recommends by itself"
+        raise ConfigError(f"{run.folder} {kind}, and {what} is for runs that rank; serve it as one instance.")

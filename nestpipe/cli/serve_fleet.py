@@ -19,7 +19,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from nestpipe.cli.serve import refuse_generative
+from nestpipe.cli.serve import require_ranker
 from nestpipe.cli.serve_instance import STOPPING
 from nestpipe.errors import ConfigError
 from nestpipe.gateway.candidates import PastEvents, Retriever, retriever_of
@@ -34,6 +34,7 @@ from nestpipe.serve.config import Stages
 from nestpipe.serve.demo_page import DemoPage
 from nestpipe.serve.event_log import EventLog
 from nestpipe.serve.open_service import open_run
+from nestpipe.serve.own_ids import ServiceIds
 from nestpipe.serve.server import PortError, bind, run_apps
 from nestpipe.serve.service_folder import EVENTS, kept_secret
 from nestpipe.serve.user_history import UserHistories
@@ -135,7 +136,7 @@ def serve_fleet(arguments: ServeArguments) -> int:
     place = addresses_of(arguments).settled()
     place.check()
     run = open_run(arguments)
-    refuse_generative(run, "a gateway (--instances, --demo)")
+    require_ranker(run, "a gateway (--instances, --demo)")
     folder = run.folder / "serve"
     flags = ["--num-threads", str(arguments.num_threads), "--label", arguments.label]
     flags += ["--step", str(arguments.step)] if arguments.step is not None else []
@@ -194,8 +195,9 @@ def _run_fleet(
 
         async def body() -> None:
             remote, fleet = InstanceClient(Members(place.members()), make_client()), Fleet(workers)
-            cascade = Cascade(remote, LocalCandidateStages(retriever, executor), stages)
-            page = DemoPage(lambda: histories.sequences, retriever.past_of).routes() if demo else []
+            ids = ServiceIds(lambda: histories.sequences)
+            cascade = Cascade(remote, LocalCandidateStages(retriever, executor, ids), stages)
+            page = DemoPage(lambda: histories.sequences, retriever.past_of, ids).routes() if demo else []
             gateway = Gateway(cascade, shared_log=True).app(*page)
             await fleet.start()
             tasks = (remote.watch(), keep_fresh(histories), _say_ready(remote, place, demo=demo))

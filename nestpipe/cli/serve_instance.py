@@ -1,10 +1,11 @@
-"""`nestpipe serve RUN`: one instance in this process, which ranks or generates, on two ports (requests, administration)."""
+"""`nestpipe serve RUN`: one instance in this process, which ranks, recommends or generates, on two ports (requests, administration)."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -12,8 +13,8 @@ from typing import NamedTuple
 import torch
 from starlette.applications import Starlette
 
-from nestpipe.cli.serve import refuse_generative
-from nestpipe.models.config import EncDecConfig
+from nestpipe.cli.serve import require_ranker
+from nestpipe.models.config import DCNConfig, EncDecConfig, RankingConfig
 from nestpipe.serve.admin import Admin
 from nestpipe.serve.api import Instance
 from nestpipe.serve.arguments import ServeArguments
@@ -21,7 +22,9 @@ from nestpipe.serve.engine import Engine
 from nestpipe.serve.generation_api import GenerativeInstance
 from nestpipe.serve.generation_engine import Generator
 from nestpipe.serve.model_versions import VersionFile, VersionRecord, load_version
-from nestpipe.serve.open_service import open_engine, open_generator, open_run
+from nestpipe.serve.next_item_api import NextItemInstance
+from nestpipe.serve.next_item_engine import NextItemEngine
+from nestpipe.serve.open_service import open_engine, open_generator, open_next_item_engine, open_run
 from nestpipe.serve.prefill import ServedModel
 from nestpipe.serve.server import bind, run_apps
 from nestpipe.serve.service_folder import EVENTS, kept_secret
@@ -33,8 +36,8 @@ STOPPING = "stopping: requests in flight are answered first"
 class _Service(NamedTuple):
     """An instance that has loaded its model, before it is started."""
 
-    engine: Engine | Generator
-    instance: Instance | GenerativeInstance
+    engine: Engine | Generator | NextItemEngine
+    instance: Instance | GenerativeInstance | NextItemInstance
     app: Starlette
     admin_app: Starlette
     model: str
@@ -43,14 +46,13 @@ class _Service(NamedTuple):
 def serve_instance(arguments: ServeArguments) -> int:
     """Runs until SIGINT or SIGTERM."""
     run = open_run(arguments)
-    is_generative = isinstance(run.config.model, EncDecConfig)
     if arguments.compare is not None or arguments.notes is not None:
-        refuse_generative(run, "--compare" if arguments.compare is not None else "--notes")
+        require_ranker(run, "--compare" if arguments.compare is not None else "--notes")
     torch.set_num_threads(arguments.num_threads)
     with bind(arguments.host, arguments.port) as public, bind(arguments.admin_host, arguments.admin_port) as private:
         port, admin_port = (one.getsockname()[1] for one in (public, private))
         name = arguments.name or f"{socket.gethostname()}-{port}"
-        service = (_generative if is_generative else _ranking)(run, arguments, name)
+        service = _opener(run)(run, arguments, name)
         del run  # whose sequences stay mapped, also those of users that are forgotten later
 
         def stop() -> None:
@@ -69,6 +71,26 @@ def serve_instance(arguments: ServeArguments) -> int:
         finally:
             service.engine.stop()
     return 0
+
+
+def _opener(run: Run) -> Callable[[Run, ServeArguments, str], _Service]:
+    """How the model of a run is served."""
+    match run.config.model:
+        case EncDecConfig():
+            return _generative
+        case RankingConfig() | DCNConfig():
+            return _ranking
+        case _:
+            return _next_item
+
+
+def _next_item(run: Run, arguments: ServeArguments, name: str) -> _Service:
+    folder = run.folder / "serve"
+    engine = open_next_item_engine(run, folder / EVENTS, config=arguments.engine, step=arguments.step)
+    budget_ms, limits = arguments.trigger.budget_ms, arguments.limits
+    instance = NextItemInstance(engine, name=name, budget_ms=budget_ms, limits=limits)
+    admin_app = instance.admin_app(kept_secret(folder / "token"))
+    return _Service(engine, instance, instance.app(), admin_app, engine.served.name)
 
 
 def _ranking(run: Run, arguments: ServeArguments, name: str) -> _Service:

@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from nestpipe.data.sequences import Sequences, truncate
+from nestpipe.data.vocabulary import OwnId
 from nestpipe.errors import DataError
 from nestpipe.eval.predictor import RetrievalPredictor
 from nestpipe.jagged import Batch, Cursor, Jagged
@@ -118,8 +119,8 @@ def at_most(limit: int, group_of: Callable[[Ints], Ints]) -> Filter:
 class CandidateItems:
     """Items with scores, best first."""
 
-    items: Ints
-    scores: Floats
+    items: Sequence[OwnId]
+    scores: Sequence[float]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -148,7 +149,7 @@ class Retriever:
         for keep in (*self.filters, *filters):
             kept = keep(self.items[places], past)
             places, scores = places[kept], scores[kept]
-        return CandidateItems(self.items[places[:count]], scores[:count])
+        return CandidateItems(self.items[places[:count]].tolist(), scores[:count].tolist())
 
 
 def retriever_of(

@@ -15,11 +15,11 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 from msgspec import UNSET
 
@@ -28,6 +28,7 @@ from nestpipe.gateway.candidates import CandidateItems, Floats, Ints, PastEvents
 from nestpipe.gateway.instance_client import InstanceClient, InstanceError, PrefillOutcome
 from nestpipe.gateway.router import InstanceAddress
 from nestpipe.serve.config import Stages
+from nestpipe.serve.own_ids import ServiceIds
 from nestpipe.serve.schemas import (
     PrefillRequest,
     RankedItems,
@@ -68,19 +69,30 @@ class CandidateStages(Protocol):
 class LocalCandidateStages:
     """Retrieval and pre-rank in threads of this process, so that numpy, faiss and torch do not block the event loop."""
 
-    def __init__(self, retriever: Retriever, executor: Executor):
-        self._retriever, self._executor = retriever, executor
+    def __init__(self, retriever: Retriever, executor: Executor, ids: ServiceIds | None = None):
+        """Without `ids`, users and items are the numbers themselves."""
+        self._retriever, self._executor, self._ids = retriever, executor, ids
 
     async def retrieve(self, request: RecommendRequest, count: int) -> RetrievedItems:
         return await self._run(partial(self._retrieve, request, count))
 
     async def prerank(self, request: RecommendRequest, found: RetrievedItems, count: int) -> CandidateItems:
-        own = (without(request.exclude),) if request.exclude else ()
-        rank = partial(self._retriever.prerank, found.query, found.places, found.past, count, filters=own)
-        return await self._run(rank)
+        return await self._run(partial(self._prerank, request, found, count))
+
+    def _prerank(self, request: RecommendRequest, found: RetrievedItems, count: int) -> CandidateItems:
+        ids, excluded = self._ids, cast(Sequence[int], request.exclude)
+        if ids is not None:
+            excluded = ids.items(request.exclude)[0].tolist()
+        rules = (without(excluded),) if excluded else ()
+        best = self._retriever.prerank(found.query, found.places, found.past, count, filters=rules)
+        return best if ids is None else CandidateItems(ids.own_items(cast(list[int], best.items)), best.scores)
 
     def _retrieve(self, request: RecommendRequest, count: int) -> RetrievedItems:
-        past = past_from(request.history, self._retriever.past_of(request.user))
+        user, history = cast(int, request.user), request.history
+        if self._ids is not None:
+            user = self._ids.user(request.user)
+            history = None if history is None else [self._ids.event(event) for event in history]
+        past = past_from(history, self._retriever.past_of(user))
         query, places = self._retriever.retrieve(past, count + len(request.exclude), query_time=request.query_time)
         return RetrievedItems(past=past, query=query, places=places)
 
@@ -135,7 +147,7 @@ class Cascade:
         start, deadline_s = time.monotonic(), self.stages.rank_ms / 1e3
         await asyncio.wait({prefill}, timeout=self.stages.prefill_hint_ms / 1e3)
         outcome = prefill.result() if prefill.done() else PrefillOutcome(instance=chosen, reason="unanswered")
-        items, ranked, problem = candidates.items.tolist(), None, ""
+        items, ranked, problem = list(candidates.items), None, ""
         if items:
             request = RankRequest(
                 user=hint.user,
@@ -163,6 +175,7 @@ class Cascade:
             degraded=ranking.degraded,
             model=ranking.model,
             times_ms=ranking.times_ms,
+            unknown=ranking.unknown,
             request=hint.request,
             instance=ranked.instance if ranked else None,
             attempts=ranked.num_attempts if ranked else 0,
@@ -195,8 +208,8 @@ class Cascade:
 def _fallback(candidates: CandidateItems, k: int) -> RankedItems:
     """The order of pre-rank, for want of a ranking; degraded unless there was nothing to rank."""
     return RankedItems(
-        items=candidates.items[:k].tolist(),
-        scores=candidates.scores[:k].tolist(),
+        items=list(candidates.items[:k]),
+        scores=list(candidates.scores[:k]),
         path="fallback",
         prefix_len=0,
         degraded=len(candidates.items) > 0,

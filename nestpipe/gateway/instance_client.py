@@ -118,7 +118,7 @@ class InstanceClient:
         """requests in flight by instance, as far as this gateway knows."""
         return self._loads
 
-    def choose(self, user: int) -> InstanceAddress:
+    def choose(self, user: int | str) -> InstanceAddress:
         """The instance of a request; the only place where load counts."""
         return self.members.choose(user, self._loads, last=self._down())
 

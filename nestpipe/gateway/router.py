@@ -19,7 +19,9 @@ import json
 import math
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
+from urllib.parse import unquote
 
+from nestpipe.data.vocabulary import OwnId
 from nestpipe.errors import NestPipeError
 from nestpipe.rng import GOLDEN, hash_text, mix64
 from nestpipe.serve.config import MAX_TICKET_CHARS, MAX_TICKET_S
@@ -137,7 +139,7 @@ class Members:
         """Removes an instance: rankings with its tickets go to the next in the user's order."""
         del self._instances[self._known(name).name]
 
-    def order(self, user: int, *, last: Container[str] = ()) -> list[InstanceAddress]:
+    def order(self, user: OwnId, *, last: Container[str] = ()) -> list[InstanceAddress]:
         """The instances for a user, the owner first; without draining ones, and with `last` (suspects) at the end.
 
         Raises RouterError if there is none.
@@ -150,7 +152,7 @@ class Members:
         return able
 
     def choose(
-        self, user: int, loads: Mapping[str, int], *, spread: float = 1.25, free: int = 4, last: Container[str] = ()
+        self, user: OwnId, loads: Mapping[str, int], *, spread: float = 1.25, free: int = 4, last: Container[str] = ()
     ) -> InstanceAddress:
         """The instance for a user's hint: the first in the user's order whose load is below `spread` times the mean.
 
@@ -163,7 +165,7 @@ class Members:
         return next((one for one in order if loads.get(one.name, 0) < bound), order[0])
 
     def follow(
-        self, ticket: str | None, user: int, *, chosen: str | None = None, last: Container[str] = ()
+        self, ticket: str | None, user: OwnId, *, chosen: str | None = None, last: Container[str] = ()
     ) -> list[InstanceAddress]:
         """Instances to try for a ranking: that of the ticket, else the one chosen for the hint; then the user's order."""
         first = self.find(peek_instance(ticket))
@@ -172,9 +174,12 @@ class Members:
         rest = [one for one in self._able(user, last) if one != first]
         return ([first] if first else []) + rest or self.order(user)
 
-    def _able(self, user: int, last: Container[str]) -> list[InstanceAddress]:
+    def _able(self, user: OwnId, last: Container[str]) -> list[InstanceAddress]:
         able = [one for one in self._instances.values() if not one.is_draining]
-        return sorted(able, key=lambda one: (one.name not in last, rendezvous(user, one.name), one.name), reverse=True)
+        number = routing_number(user)
+        return sorted(
+            able, key=lambda one: (one.name not in last, rendezvous(number, one.name), one.name), reverse=True
+        )
 
     def _known(self, name: str) -> InstanceAddress:
         if name not in self._instances:
@@ -188,13 +193,19 @@ def order_of(session: str, loads: Mapping[str, int], *, request: str) -> list[st
     A request without a user is spread by its own id.
     """
     text, slash, ticket = session.partition("/")
-    is_user = text.isascii() and text.removeprefix("-").isdecimal() and len(text) <= _MAX_USER_CHARS
-    user = int(text) if is_user else hash_text(request)
+    user = unquote(text) or request
     members = Members(InstanceAddress(name=name, url="") for name in loads)
     if slash:
         return [one.name for one in members.follow(ticket, user)]
     first = members.choose(user, loads)
     return [first.name, *(one.name for one in members.order(user) if one != first)]
+
+
+def routing_number(user: OwnId) -> int:
+    """A user as a number to hash: the same whether an id comes as a number or as its text."""
+    text = str(user)
+    is_number = text.isascii() and text.removeprefix("-").isdecimal() and len(text) <= _MAX_USER_CHARS
+    return int(text) if is_number else hash_text(text)
 
 
 def rendezvous(user: int, instance: str) -> int:

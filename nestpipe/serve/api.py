@@ -15,8 +15,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
+from msgspec.structs import replace
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
@@ -29,6 +30,7 @@ from nestpipe.gateway.router import Ticket, TicketError, sign, verify
 from nestpipe.serve.config import Limits
 from nestpipe.serve.engine import Engine
 from nestpipe.serve.openapi import instance_calls, instance_document
+from nestpipe.serve.own_ids import ServiceIds
 from nestpipe.serve.prefill_policy import ADMITTED, Reason, decide_early, helps_nobody
 from nestpipe.serve.prometheus import EngineMetrics
 from nestpipe.serve.request_guard import Handler, RequestGuard, Run, http_refusal
@@ -66,6 +68,7 @@ class Instance:
         self.engine, self.name, self.epoch = engine, name, uuid.uuid4().hex[:16]
         self._secret, self._limits, self._wall_clock = secret, limits or Limits(), wall_clock
         self._calls = instance_calls(self._limits)
+        self._ids = ServiceIds(lambda: engine.histories.sequences)
         # As many as the queue and one batch hold: further bodies would be read and parsed for nothing.
         self._guard = RequestGuard(
             max_in_flight=engine.config.max_queue + engine.config.max_batch,
@@ -118,16 +121,17 @@ class Instance:
 
     async def _prefill(self, hint: PrefillRequest) -> InstancePrefillReply:
         engine, reply = self.engine, partial(InstancePrefillReply, instance=self.name, epoch=self.epoch)
-        num_events = engine.histories.num_events(hint.user) if hint.history is None else len(hint.history)
-        if (reason := self._decide_early(hint.user, num_events, hint.candidates)) is not None:
+        user = self._ids.user(hint.user)
+        num_events = engine.histories.num_events(user) if hint.history is None else len(hint.history)
+        if (reason := self._decide_early(user, num_events, hint.candidates)) is not None:
             return reply(ticket=None, admitted=False, reason=reason, quiet_s=self._quiet_s(hint.candidates))
         job = PrefillHint(
-            user=hint.user,
+            user=user,
             num_candidates=hint.candidates,
             query_time=self._now() if hint.query_time is None else hint.query_time,
-            request=_holder(hint.user, hint.request),
+            request=_holder(user, hint.request),
             until=engine.clock() + engine.config.device_ttl_s,
-            history=await self._history(hint.user, hint.history),
+            history=await self._history(user, hint.history),
         )
         engine.submit(job)
         decision = await asyncio.wrap_future(job.reply)
@@ -169,25 +173,30 @@ class Instance:
         return reason
 
     async def _rank(self, request: RankRequest) -> RankedItems:
-        engine = self.engine
-        arrived, ticket = engine.clock(), self._ticket(request)
+        engine, ids = self.engine, self._ids
+        arrived, user = engine.clock(), ids.user(request.user)
+        ticket = self._ticket(request, user)
+        items, unknown = ids.items(request.candidates)
+        if not len(items):
+            model = engine.versions.of(user).name
+            return RankedItems(items=[], scores=[], path="full", model=model, unknown=unknown)
         query_time = request.query_time
         if query_time is None:
             query_time = self._now() if ticket is None or ticket.query_time is None else ticket.query_time
         deadline_ms = engine.trigger.budget_ms if request.deadline_ms is None else request.deadline_ms
         job = RankingRequest(
-            user=request.user,
-            items=request.candidates,
+            user=user,
+            items=items.tolist(),
             k=request.k,
             query_time=query_time,
             deadline=arrived + deadline_ms / 1000,
             request=ticket.request if ticket else "",
-            history=await self._history(request.user, request.history),
+            history=await self._history(user, request.history),
         )
         engine.submit(job)
         answer = await asyncio.wrap_future(job.reply)
         self.metrics.rank_seconds.labels(answer.model).observe(answer.times_ms["total"] / 1e3)
-        return answer
+        return replace(answer, items=ids.own_items(cast(list[int], answer.items)), unknown=unknown)
 
     async def _release(self, request: ReleaseRequest) -> ReleaseReply:
         ticket = verify(request.ticket, self._secret, now=self._wall_clock())
@@ -195,7 +204,8 @@ class Instance:
         return ReleaseReply(self.engine.release(ticket.request))
 
     async def _events(self, request: EventsRequest) -> EventsReply:
-        add = partial(self.engine.histories.add, request.events, self._check)
+        events = [self._ids.event(event) for event in request.events]
+        add = partial(self.engine.histories.add, events, self._check)
         accepted, duplicates = await asyncio.get_running_loop().run_in_executor(self._writers, add)
         return EventsReply(accepted=accepted, duplicates=duplicates)
 
@@ -205,17 +215,19 @@ class Instance:
             served.prepare(events, 0)
 
     async def _invalidate(self, request: InvalidateRequest) -> InvalidateReply:
-        return InvalidateReply(self.engine.cache.invalidate(request.user))
+        return InvalidateReply(self.engine.cache.invalidate(self._ids.user(request.user)))
 
     async def _history(self, user: int, events: Sequence[Event] | None) -> Sequences | None:
-        return None if events is None else await run_in_threadpool(self.engine.histories.given, user, events)
+        if events is None:
+            return None
+        return await run_in_threadpool(self.engine.histories.given, user, [self._ids.event(one) for one in events])
 
-    def _ticket(self, request: RankRequest) -> Ticket | None:
+    def _ticket(self, request: RankRequest, user: int) -> Ticket | None:
         if request.ticket is None:
             return None
         try:
             ticket = verify(request.ticket, self._secret, now=self._wall_clock())
-            ticket.require(instance=self.name, epoch=self.epoch, request=_holder(request.user, request.request))
+            ticket.require(instance=self.name, epoch=self.epoch, request=_holder(user, request.request))
         except TicketError:
             self.metrics.tickets.inc()
             return None

@@ -86,7 +86,7 @@ class ServeArguments:
 def parse(argv: Sequence[str]) -> ServeArguments:
     """The flags of a command line, checked."""
     example = "Example: nestpipe serve runs/ranking --port 8701 --trigger.budget-ms 50"
-    text = f"Serves a ranking or generative run as one instance; see docs/how-to/serve.md.\n\n{example}"
+    text = f"Serves a run as one instance: next-item models recommend, rankers rank, generative ones generate; see docs/how-to/serve.md.\n\n{example}"
     arguments = tyro.cli(ServeArguments, prog="nestpipe serve", description=text, args=argv)
     arguments.check()
     return arguments

@@ -74,6 +74,8 @@ class Limits:
     """Time that a body may take to arrive."""
     candidates: int = 2048
     """Candidates of one request."""
+    items: int = 1000
+    """Items that one request may ask for."""
     history: int = 10_000
     """Events of a history in a request."""
     events: int = 1000
@@ -82,7 +84,7 @@ class Limits:
     """The longest deadline."""
 
     def problems(self) -> Iterator[str]:
-        for name in ("body_bytes", "body_s", "candidates", "history", "events", "deadline_ms"):
+        for name in ("body_bytes", "body_s", "candidates", "items", "history", "events", "deadline_ms"):
             if not getattr(self, name) > 0:
                 yield f"{name} is {getattr(self, name)}; it must be above 0"
 

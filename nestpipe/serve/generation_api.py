@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from dataclasses import asdict
-from typing import Any
+from typing import Any, cast
 
+from msgspec.structs import replace
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -24,6 +25,7 @@ from nestpipe.errors import DataError, NestPipeError
 from nestpipe.serve.config import BUCKETS_S, Limits
 from nestpipe.serve.generation_engine import FailedError, GenerationRequest, Generator
 from nestpipe.serve.openapi import generative_calls, generative_document
+from nestpipe.serve.own_ids import ServiceIds
 from nestpipe.serve.request_errors import BadRequestError
 from nestpipe.serve.request_guard import Handler, RequestGuard, Run, http_refusal, lacks_token
 from nestpipe.serve.requests import refuse_busy
@@ -46,6 +48,7 @@ class GenerativeInstance:
         self._budget_ms, self._limits = budget_ms, limits or Limits()
         config, beam = generator.config, generator.served.model.config.beam
         self._calls = generative_calls(self._limits, beam=beam, scenarios=list(generator.scenarios))
+        self._ids = ServiceIds(lambda: generator.histories.sequences)
         self._guard = RequestGuard(
             max_in_flight=config.max_queue + config.max_batch,
             max_bytes=self._limits.body_bytes,
@@ -107,30 +110,32 @@ class GenerativeInstance:
             raise BadRequestError(
                 f"there is no scenario {request.scenario!r}; there are: {names}.", code="bad_scenario"
             )
-        deadline_ms, user, history = request.deadline_ms or self._budget_ms, request.user, None
+        deadline_ms, user, history = request.deadline_ms or self._budget_ms, self._ids.user(request.user), None
         if request.history is not None:
-            history = await run_in_threadpool(generator.histories.given, user, request.history)
+            events = [self._ids.event(one) for one in request.history]
+            history = await run_in_threadpool(generator.histories.given, user, events)
         job = GenerationRequest(
             user=user,
             k=request.k,
             deadline=arrived + deadline_ms / 1000,
             scenario=request.scenario,
-            trigger=request.trigger,
+            trigger=None if request.trigger is None else self._ids.item(request.trigger),
             history=history,
         )
         generator.submit(job)
         answer = await asyncio.wrap_future(job.reply)
         self.metrics.generate_seconds.observe(answer.times_ms["total"] / 1e3)
-        return answer
+        return replace(answer, items=self._ids.own_items(cast(list[int], answer.items)))
 
     async def _events(self, request: EventsRequest) -> EventsReply:
         # Events that the model cannot read would fail every later request of their user.
         add, check = self.generator.histories.add, self.generator.served.prepare
-        accepted, duplicates = await run_in_threadpool(add, request.events, check)
+        events = [self._ids.event(one) for one in request.events]
+        accepted, duplicates = await run_in_threadpool(add, events, check)
         return EventsReply(accepted=accepted, duplicates=duplicates)
 
     async def _invalidate(self, request: InvalidateRequest) -> InvalidateReply:
-        return InvalidateReply(self.generator.cache.invalidate(request.user))
+        return InvalidateReply(self.generator.cache.invalidate(self._ids.user(request.user)))
 
     async def _alive(self, http: Request) -> Response:
         return JSONResponse({"alive": True})

@@ -297,7 +297,7 @@ class Generator(WorkerThread):
             self.counts["instruction", plan.provenance.reason] += 1
         times_ms = {**plan.times_ms, "decode": decode_ms, "total": 1000 * (self.clock() - job.arrived)}
         answer = GeneratedItems(
-            items=generated.items,
+            items=list(generated.items),
             log_probabilities=generated.log_probabilities,
             path=path,
             degraded=path in DEGRADED,

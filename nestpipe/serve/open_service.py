@@ -15,6 +15,8 @@ from nestpipe.serve.generation_engine import Generator
 from nestpipe.serve.generation_model import open_generative
 from nestpipe.serve.latency_model import measure_costs, measure_generation
 from nestpipe.serve.model import open_served
+from nestpipe.serve.next_item_engine import NextItemEngine
+from nestpipe.serve.next_item_model import open_next_item
 from nestpipe.serve.service_folder import EVENTS
 from nestpipe.serve.user_history import UserHistories
 from nestpipe.training.run_folder import Run
@@ -23,7 +25,7 @@ from nestpipe.training.run_folder import Run
 def open_run(arguments: ServeArguments) -> Run:
     """The run to serve; raises ConfigError if none was named."""
     if arguments.run is None:
-        raise ConfigError("name the folder of a run that ranks: nestpipe serve RUN.")
+        raise ConfigError("name the folder of a run: nestpipe serve RUN.")
     return Run.open(arguments.run)
 
 
@@ -44,6 +46,11 @@ _STORE_S = 0.02  # timeout of a busy instruction store; then the default instruc
 def open_histories(run: Run, log: Path) -> UserHistories:
     """The histories of a run and of its event log."""
     return UserHistories(run.sequences, EventLog(log))
+
+
+def open_next_item_engine(run: Run, log: Path, *, config: EngineConfig, step: int | None = None) -> NextItemEngine:
+    """The engine of a next-item run, not started yet: model and histories."""
+    return NextItemEngine(open_next_item(run, step=step, folder=log.parent), open_histories(run, log), config=config)
 
 
 def open_generator(run: Run, log: Path, *, config: EngineConfig, step: int | None = None) -> Generator:

@@ -59,6 +59,22 @@ def instance_calls(limits: Limits) -> Calls:
     }
 
 
+def next_item_calls(limits: Limits) -> Calls:
+    """The calls of an instance that recommends from the whole catalogue."""
+    recommend = limited(
+        schemas.RecommendRequest,
+        k=limits.items,
+        history=limits.history,
+        exclude=limits.candidates,
+        deadline_ms=limits.deadline_ms,
+    )
+    return {
+        "recommend": (recommend, schemas.RecommendedItems),
+        "similar": (limited(schemas.SimilarRequest, k=limits.items), schemas.SimilarItems),
+        **_writes(limits),
+    }
+
+
 def generative_calls(limits: Limits, *, beam: int, scenarios: Sequence[str]) -> Calls:
     """The calls of an instance that generates."""
     generate = limited(
@@ -104,6 +120,10 @@ def _writes(limits: Limits) -> Calls:
 
 def instance_document(schema: Schema, limits: Limits) -> JsonSchema:
     return _document("An instance of nestpipe", instance_calls(limits), _REFUSALS, schema)
+
+
+def next_item_document(schema: Schema, calls: Calls) -> JsonSchema:
+    return _document("An instance of nestpipe that recommends", calls, _REFUSALS, schema)
 
 
 def generative_document(schema: Schema, calls: Calls) -> JsonSchema:

@@ -43,12 +43,17 @@ def wrong_field(name: str, value: Any, expected: str) -> BadRequestError:
 def _resolved(document: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
     """A JSON schema without a reference; of a nullable one what it may be besides null."""
     if "anyOf" in schema:
-        schema = next(one for one in schema["anyOf"] if one.get("type") != "null")
+        several = [one for one in schema["anyOf"] if one.get("type") != "null"]
+        schema = several[0] if len(several) == 1 else {"anyOf": several}
     return document["$defs"][schema["$ref"].rpartition("/")[2]] if "$ref" in schema else schema
 
 
 def _description(schema: dict[str, Any]) -> str:
     """What a JSON schema takes, in words."""
+    return ", or ".join(_describe_one(one) for one in schema.get("anyOf", [schema]))
+
+
+def _describe_one(schema: dict[str, Any]) -> str:
     low, high = schema.get("minimum"), schema.get("maximum")
     match schema.get("type"):
         case "integer":
@@ -61,7 +66,7 @@ def _description(schema: dict[str, Any]) -> str:
             return f"a printable text of 1 .. {schema['maxLength']:,} characters"
         case "array":
             most = f" .. {schema['maxItems']:,}" if "maxItems" in schema else " or more"
-            what = {"integer": "integers"}.get(schema["items"].get("type"), "objects")
+            what = "ids" if "anyOf" in schema["items"] else "objects"
             return f"a list of {schema.get('minItems', 0)}{most} {what}"
     return f"one of {', '.join(schema['enum'])}" if "enum" in schema else "an object"
 

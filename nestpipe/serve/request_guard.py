@@ -96,12 +96,23 @@ class RequestGuard:
         self._max_in_flight, self._max_bytes, self._body_s = max_in_flight, max_bytes, body_s
         self.num_in_flight = 0
 
-    def handler(self, kind: type[Any], run: Run, *, refuse: Refuse, counted: Callable[[int], object]) -> Handler:
-        """Answers requests of a kind with what `run` returns, or with its error, whose status and code `refuse` knows."""
+    def handler(
+        self,
+        kind: type[Any],
+        run: Run,
+        *,
+        refuse: Refuse,
+        counted: Callable[[int], object],
+        fields_of: Callable[[HttpRequest], Mapping[str, Any]] | None = None,
+    ) -> Handler:
+        """Answers requests of a kind with what `run` returns, or with its error, whose status and code `refuse` knows.
+
+        The fields are those of the body, or what `fields_of` finds in the address.
+        """
 
         async def answer(http: HttpRequest) -> tuple[int, msgspec.Struct]:
             try:
-                return 200, await self._run(http, kind, run)
+                return 200, await self._run(http, kind, run, fields_of)
             except BadRequestError as error:
                 return refusal(error.status, error.code, str(error))
             except NestPipeError as error:
@@ -119,16 +130,32 @@ class RequestGuard:
 
         return handle
 
-    async def _run(self, http: HttpRequest, kind: type[Any], run: Run) -> msgspec.Struct:
+    async def _run(
+        self,
+        http: HttpRequest,
+        kind: type[Any],
+        run: Run,
+        fields_of: Callable[[HttpRequest], Mapping[str, Any]] | None,
+    ) -> msgspec.Struct:
         if self.num_in_flight >= self._max_in_flight:
             message = f"{self._max_in_flight} requests are in flight; try again in a second."
             raise BadRequestError(message, status=429, code="overloaded")
         self.num_in_flight += 1
         try:
+            if fields_of is not None:
+                return await run(parse(fields_of(http), kind))
             body = await read_json(http, max_bytes=self._max_bytes, timeout_s=self._body_s)
             return await _unless_disconnected(http, run(parse(body, kind)))
         finally:
             self.num_in_flight -= 1
+
+
+def user_and_numbers(http: HttpRequest) -> dict[str, Any]:
+    """The fields of GET /v1/NAME/{user}?k=10: the user from the path, percent-decoded, and whole numbers."""
+    numbers = {
+        name: int(text) if text.isascii() and text.isdecimal() else text for name, text in http.query_params.items()
+    }
+    return {**numbers, "user": http.path_params["user"]}
 
 
 async def _unless_disconnected(http: HttpRequest, work: Awaitable[msgspec.Struct]) -> msgspec.Struct:

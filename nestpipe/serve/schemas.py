@@ -16,6 +16,7 @@ from functools import reduce
 from operator import or_
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin
+from urllib.parse import quote
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
@@ -29,6 +30,8 @@ SESSION_HEADER = "X-Session-Id"
 _TICKET = re.compile(rf"[\w.-]{{1,{MAX_TICKET_CHARS}}}", re.ASCII)
 
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+OwnId = Int64 | Annotated[str, Meta(min_length=1, max_length=512)]
+"""A user, an item or a value of an id feature as it is in the log: a whole number or a text."""
 Seconds = Annotated[int, Meta(ge=0, le=2**43 - 1, description="Seconds since 1970.")]
 Count = Annotated[int, Meta(ge=1)]
 Name = Annotated[str, Meta(min_length=1, max_length=128)]
@@ -44,7 +47,7 @@ Event = Mapping[str, Any]
 class HistoryEvent(Struct):
     """One event of a history that the caller sends; the features of the log come on top."""
 
-    item: Int64
+    item: OwnId
     time: Seconds | UnsetType = UNSET
 
 
@@ -52,7 +55,7 @@ class PostedEvent(HistoryEvent, kw_only=True):
     """One event for the event log. An id is stored once."""
 
     id: Name
-    user: Int64
+    user: OwnId
 
 
 class _Request(Struct, forbid_unknown_fields=True, omit_defaults=True):
@@ -60,7 +63,7 @@ class _Request(Struct, forbid_unknown_fields=True, omit_defaults=True):
 
 
 class _OfUser(_Request):
-    user: Int64
+    user: OwnId
 
 
 class _TopK(_OfUser):
@@ -68,12 +71,21 @@ class _TopK(_OfUser):
 
 
 class RecommendRequest(_TopK, kw_only=True):
-    """Recommends items through the cascade. `history` replaces the stored one, `exclude` lists items not to show."""
+    """Recommends items. `history` replaces the stored one, `exclude` lists items not to show, `explain` asks for reasons."""
 
     request: Name | UnsetType = UNSET
     query_time: Seconds | None = None
     history: Sequence[Event] | None = None
-    exclude: Sequence[Int64] = ()
+    exclude: Sequence[OwnId] = ()
+    deadline_ms: Milliseconds | None = None
+    explain: bool = False
+
+
+class SimilarRequest(_Request):
+    """Items that are like an item, or like several together."""
+
+    item: OwnId | Annotated[list[OwnId], Meta(min_length=1, max_length=100)]
+    k: Count = 10
 
 
 class PrefillRequest(_OfUser, kw_only=True):
@@ -86,7 +98,7 @@ class PrefillRequest(_OfUser, kw_only=True):
 
 
 class _OfCandidates(_OfUser):
-    candidates: Annotated[Sequence[Int64], Meta(min_length=1)]
+    candidates: Annotated[Sequence[OwnId], Meta(min_length=1)]
 
 
 class RankRequest(_OfCandidates, kw_only=True):
@@ -104,7 +116,7 @@ class GenerateRequest(_TopK, kw_only=True):
     """Generates items, best first. `scenario` and `trigger` (an item) steer the generation."""
 
     scenario: Name | None = None
-    trigger: Int64 | None = None
+    trigger: OwnId | None = None
     history: Sequence[Event] | None = None
     deadline_ms: Milliseconds | None = None
 
@@ -148,27 +160,25 @@ class MemberRequest(_Request):
     url: Name | UnsetType = UNSET
 
 
-class ItemNamesRequest(_Request):
-    """Texts of items, for the demo page."""
-
-    items: Annotated[Sequence[Int64], Meta(max_length=1000)] = ()
-
-
 # Answers.
 
 
 class RankedItems(Struct, frozen=True, kw_only=True):
-    """Items with scores, best first. `path` is how they were ranked; `degraded` marks a shortened or missing ranking."""
+    """Items with scores, best first. `path` is how they were ranked; `degraded` marks a shortened or missing ranking.
 
-    items: list[int]
+    Candidates that are not in the catalogue are listed as `unknown`.
+    """
+
+    items: list[int | str]
     scores: list[float]
     path: str
-    prefix_len: int
-    degraded: bool
+    prefix_len: int = 0
+    degraded: bool = False
     model: str
     times_ms: dict[str, float] = {}
+    unknown: list[int | str] = []
 
-    def pairs(self) -> list[tuple[int, float]]:
+    def pairs(self) -> list[tuple[int | str, float]]:
         return list(zip(self.items, self.scores, strict=True))
 
 
@@ -180,15 +190,36 @@ class StageTime(Struct, frozen=True, kw_only=True):
     count: int
 
 
+class Influence(Struct, frozen=True, kw_only=True):
+    """An event of the history, and by how much the score of an item falls without it."""
+
+    item: int | str
+    time: int | None
+    weight: float
+
+
 class RecommendedItems(RankedItems, frozen=True, kw_only=True):
-    """A ranking by the cascade: `prefill_hint` is the reason for or against a KV prefix, `problem` why there is no ranking."""
+    """Recommended items. With `explain`, `because` has the events that weighed most, for each item.
+
+    Of a cascade also: `prefill_hint` is the reason for or against a KV prefix, `problem` why there is no ranking.
+    """
 
     request: str
-    instance: str | None
-    attempts: int
-    prefill_hint: str
-    problem: str
-    stages: dict[str, StageTime]
+    instance: str | None = None
+    attempts: int = 1
+    prefill_hint: str = ""
+    problem: str = ""
+    stages: dict[str, StageTime] = {}
+    because: list[list[Influence]] | None = None
+
+
+class SimilarItems(Struct, frozen=True, kw_only=True):
+    """Items with cosines, best first; asked items that are not in the catalogue are listed as `unknown`."""
+
+    items: list[int | str]
+    scores: list[float]
+    model: str
+    unknown: list[int | str] = []
 
 
 class Provenance(Struct, frozen=True, kw_only=True):
@@ -203,7 +234,7 @@ class Provenance(Struct, frozen=True, kw_only=True):
 class GeneratedItems(Struct, frozen=True, kw_only=True):
     """Items with the log-probabilities of their semantic ids, best first; `num_events` of the history were used."""
 
-    items: list[int]
+    items: list[int | str]
     log_probabilities: list[float]
     path: str
     degraded: bool
@@ -286,13 +317,18 @@ def limited(kind: type[Request], **limits: Any) -> type[Request]:
     )
 
 
-def session_of(user: int | None, ticket: str | None = None) -> str:
+def session_of(user: int | str | None, ticket: str | None = None) -> str:
     """Routing key for proxies that route by a header: 'USER', 'USER/TICKET' or '/TICKET'.
 
     A text that is no ticket is left out: a header could not carry every text.
     """
     is_ticket = _TICKET.fullmatch(ticket or "") is not None
-    return f"{'' if user is None else user}{f'/{ticket}' if is_ticket else ''}"
+    return f"{'' if user is None else user_key(user)}{f'/{ticket}' if is_ticket else ''}"
+
+
+def user_key(user: int | str) -> str:
+    """A user as a header can carry it: percent-encoded, so that it has no slash and is ASCII."""
+    return quote(str(user), safe="")
 
 
 def members(hint: Any) -> Iterator[Any]:

@@ -23,6 +23,7 @@ from nestpipe.cli.serve_fleet import fleet_histories, fleet_retriever, keep_fres
 from nestpipe.config import Config, DataConfig
 from nestpipe.data import array_files as folders
 from nestpipe.serve.demo_page import DemoPage
+from nestpipe.serve.own_ids import ServiceIds
 from nestpipe.training.run_folder import Run
 from tests.gateway.fake_instances import Served
 from tests.small_runs import small_config, small_log, write_log
@@ -121,7 +122,7 @@ def test_a_gateway_lets_go_of_a_forgotten_user_while_nobody_asks(runs, log, tmp_
     histories = fleet_histories(run, tmp_path / "events.log")
     retriever = fleet_retriever(run, histories)
     del run
-    demo = DemoPage(lambda: histories.sequences, retriever.past_of)
+    demo = DemoPage(lambda: histories.sequences, retriever.past_of, ServiceIds(lambda: histories.sequences))
     server = Served(Starlette(routes=demo.routes()))
     users = server.url + "/demo/users"
     longest = httpx.get(users).json()["users"][0]

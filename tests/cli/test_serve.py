@@ -47,7 +47,13 @@ def test_mistakes_are_one_message(runs, capsys, tmp_path):
     assert "no complete checkpoint of step 7" in refused(capsys, folder, *free, "--step", 7)
     small_log(tmp_path / "log", num_users=8)
     train(small_config(tmp_path / "log", epochs=1), tmp_path / "retrieval", quiet=True)
-    assert "no histories with candidates to rank" in refused(capsys, tmp_path / "retrieval", *free)
+    for flags, what in (
+        (("--instances", 2), "a gateway"),
+        (("--compare", folder), "--compare"),
+        (("--ray", 2), "--ray"),
+    ):
+        message = refused(capsys, tmp_path / "retrieval", *free, *flags)
+        assert f"recommends by itself, and {what}" in message
 
 
 def test_a_damaged_table_is_not_served(runs, capsys, tmp_path):

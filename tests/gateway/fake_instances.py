@@ -142,13 +142,13 @@ class FakeInstance:
             return refused
         if self.garbage:
             return JSONResponse({"items": [1], "scores": "none"})
-        items = true_ranking(body["user"], body["candidates"], body.get("k"))
+        items = true_ranking(int(body["user"]), body["candidates"], body.get("k"))
         hit = self._is_hit(body)
         self.pinned.pop(body.get("ticket"), None)  # used, as far as this request is concerned
         return JSONResponse(
             {
                 "items": items,
-                "scores": [true_score(body["user"], item) for item in items],
+                "scores": [true_score(int(body["user"]), item) for item in items],
                 "path": "hit_device" if hit else "full",
                 "prefix_len": 7 if hit else 0,
                 "degraded": False,

@@ -79,7 +79,7 @@ def test_prerank_scores_exactly_and_filters_in_order_of_score():
         item = int(ITEMS[place])
         if item not in past.items and place != places[10] and sum(one % 5 == item % 5 for one in left) < 2:
             left.append(item)
-    assert found.items.tolist() == left[:8]
+    assert found.items == left[:8]
     np.testing.assert_allclose(found.scores, [VECTORS[(item - 7) // 3] @ query for item in left[:8]], rtol=1e-5)
 
 
@@ -100,7 +100,7 @@ def test_a_trained_run_retrieves_what_its_scorer_recommends(tmp_path):
         assert past.items.tolist() == sequences.items[sequences.offsets[user] : sequences.offsets[user + 1]].tolist()
         query, places = retriever.retrieve(past, 10)
         found, wanted = retriever.prerank(query, places, past, 10), scorer.recommend(user, 10)
-        assert found.items.tolist() == wanted.items
+        assert found.items == wanted.items
         # The scorer multiplies a block of users, we one: float32 sums of eight products in another order.
         np.testing.assert_allclose(found.scores, wanted.scores, atol=1e-6)
     nobody = PastReader(sequences)(10**9)

@@ -148,7 +148,7 @@ def test_admitted_is_what_is_computed_for_this_signal(world, reason, admitted):
         ("recommend", b'{"user": 1, "usr": 1}', 400, "unknown_field"),
         ("recommend", b'{"user": 1, "exclude": [1.5]}', 400, "bad_exclude"),
         ("recommend", b'{"user": 1, "history": [3]}', 400, "bad_history"),
-        ("recommend", b'{"user": 1, "history": [{"item": "3"}]}', 400, "bad_item"),
+        ("recommend", b'{"user": 1, "history": [{"item": 1.5}]}', 400, "bad_item"),
         ("recommend", b'{"user": 1, "request": ""}', 400, "bad_request"),
         ("recommend", json.dumps({"user": 1, "exclude": [1] * 301}).encode(), 400, "bad_exclude"),
         ("recommend", b'{"user": 1, "history": [' + b'{"item": 1},' * 50 + b'{"item": 1}]}', 400, "bad_history"),

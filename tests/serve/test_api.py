@@ -134,7 +134,7 @@ def test_cached_equals_full_through_http(open_world, backbone):
     assert second["path"] == "hit_host"
     assert second["items"] == full["items"][:5]
     assert same(first, full)
-    posted = {"events": [{"id": "e1", "user": 7, "item": 3, "time": ASKED - 9, "click": 1, "device": 2}]}
+    posted = {"events": [{"id": "e1", "user": 7, "item": 3, "time": ASKED - 9, "click": 1, "device": "tablet"}]}
     assert world.post("events", posted).json() == {"accepted": 1, "duplicates": 0}
     assert world.post("events", posted).json() == {"accepted": 0, "duplicates": 1}
     third = world.rank(7)
@@ -149,10 +149,10 @@ def test_cached_equals_full_through_http(open_world, backbone):
 def sent_history(log, user):
     """What is stored of a user, as a caller sends it."""
     rows = slice(*log.offsets[user : user + 2].tolist())
-    device = log.event_features["device"]
+    device, names = log.event_features["device"], dict(log.vocabulary("device").table.iter_rows())
     sent = []
     for n in range(rows.start, rows.stop):
-        event = {"item": int(log.items[n]), "time": int(log.times[n] // 1000), "device": int(device.values[n])}
+        event = {"item": int(log.items[n]), "time": int(log.times[n] // 1000), "device": names[int(device.values[n])]}
         for name in ("click", "dwell", "hour"):
             value = float(log.event_features[name].values[n])
             event[name] = None if np.isnan(value) else value
@@ -231,6 +231,16 @@ def test_where_the_relay_is_of_no_use_a_signal_does_not_reach_the_engine(open_wo
     assert f'nestpipe_reason_total{{reason="{reason}"}} 2.0' in world.http.get(f"{world.url}/metrics").text
 
 
+def test_candidates_that_the_catalogue_lacks_are_listed_and_the_rest_is_ranked(open_world):
+    world = open_world()
+    known = world.rank(7, candidates=[3, 5, 9])
+    found = world.rank(7, candidates=[10**6, 3, 5, 9, -1])
+    assert (found["items"], found["scores"]) == (known["items"], known["scores"])
+    assert found["unknown"] == [10**6, -1]
+    assert (known["unknown"], world.rank(7, candidates=[10**6])["items"]) == ([], [])
+    assert world.rank("7", candidates=["3", 5, "9"])["items"] == known["items"]  # a number may come as its text
+
+
 # Refusals and limits.
 
 
@@ -242,7 +252,7 @@ def test_where_the_relay_is_of_no_use_a_signal_does_not_reach_the_engine(open_wo
         ("rank", {"user": 2**63, "request": "r", "candidates": [1]}, 400, "bad_user"),
         ("rank", {"user": 1, "request": "r", "candidates": []}, 400, "bad_candidates"),
         ("rank", {"user": 1, "request": "r", "candidates": [1] * 51}, 400, "bad_candidates"),
-        ("rank", {"user": 1, "request": "r", "candidates": [10**6]}, 400, "bad_data"),
+        ("rank", {"user": "one", "request": "r", "candidates": [1]}, 400, "bad_data"),
         ("rank", {"user": 1, "request": "r", "candidates": [1], "k": 0}, 400, "bad_k"),
         ("rank", {"user": 1, "request": "r", "candidates": [1], "deadline_ms": -1}, 400, "bad_deadline_ms"),
         ("rank", {"user": 1, "request": "r", "candidates": [1], "query_time": -1}, 400, "bad_query_time"),
@@ -261,7 +271,8 @@ def test_where_the_relay_is_of_no_use_a_signal_does_not_reach_the_engine(open_wo
         ("events", {"events": [{"id": "a", "user": 1, "item": 1, "time": 1, "click": "x"}]}, 400, "bad_data"),
         ("events", {"events": [7]}, 400, "bad_events"),
         ("events", {}, 400, "bad_events"),
-        ("invalidate", {"user": "7"}, 400, "bad_user"),
+        ("invalidate", {"user": "seven"}, 400, "bad_data"),
+        ("events", {"events": [{"id": "a", "user": 1, "item": 1, "time": 1, "device": "fax"}]}, 400, "bad_data"),
         ("release", {"ticket": ""}, 400, "bad_ticket"),
     ],
 )

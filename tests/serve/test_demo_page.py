@@ -22,6 +22,7 @@ from nestpipe.gateway.instance_client import InstanceClient
 from nestpipe.gateway.router import Members
 from nestpipe.serve.config import Stages
 from nestpipe.serve.demo_page import DemoPage
+from nestpipe.serve.own_ids import ServiceIds
 from tests.gateway.fake_instances import FakeInstance, Served, true_ranking
 from tests.gateway.test_cascade import TLS
 from tests.small_runs import write_log
@@ -43,7 +44,7 @@ def world(tmp_path: Path) -> Iterator[World]:
     log = write_log(tmp_path / "log", {user: list(range(user, user + 5 + user)) for user in range(30)})
     items = np.array(log.catalogue)
     vectors = np.random.default_rng(0).standard_normal((len(items), 4), dtype=np.float32)
-    pasts, instance = PastReader(log), FakeInstance("a")
+    pasts, instance, ids = PastReader(log), FakeInstance("a"), ServiceIds(lambda: log)
     retriever = Retriever(
         items=items,
         vectors=vectors,
@@ -53,14 +54,14 @@ def world(tmp_path: Path) -> Iterator[World]:
     )
     with ThreadPoolExecutor(1) as executor:
         remote = InstanceClient(Members([instance.member]), httpx.AsyncClient(timeout=None, verify=TLS))
-        cascade = Cascade(remote, LocalCandidateStages(retriever, executor), STAGES)
-        gateway = Served(Gateway(cascade).app(*DemoPage(lambda: log, pasts).routes()))
+        cascade = Cascade(remote, LocalCandidateStages(retriever, executor, ids), STAGES)
+        gateway = Served(Gateway(cascade).app(*DemoPage(lambda: log, pasts, ids).routes()))
         yield World(gateway.url, instance, gateway)
         gateway.close()
         instance.stop()
 
 
-def test_the_page_asks_for_users_histories_and_names(world):
+def test_the_page_asks_for_users_and_histories(world):
     with httpx.Client(base_url=world.url, verify=TLS) as client:
         page = client.get("/")
         assert "script-src 'unsafe-inline'" in page.headers["content-security-policy"]
@@ -68,12 +69,10 @@ def test_the_page_asks_for_users_histories_and_names(world):
         users = client.get("/demo/users").json()["users"]
         assert users[0] == "29", "who has the longest history comes first"
         found = client.get("/demo/history", params={"user": "29"}).json()
-        assert (found["num_events"], len(found["events"]), found["events"][0]["item"]) == (34, 20, 62)
+        assert (found["num_events"], len(found["events"]), found["events"][0]["item"]) == (34, 20, "62")
         assert client.get("/demo/history", params={"user": "999"}).json()["error"]["code"] == "unknown_user"
         for wrong in ("", "x", "1.5", "9" * 30, "\u0663"):
             assert client.get("/demo/history", params={"user": wrong}).json()["error"]["code"] == "bad_user"
-        assert client.post("/demo/names", json={"items": [1]}).json() == {}
-        assert client.post("/demo/names", json={"items": "x"}).status_code == 400
 
 
 @pytest.fixture
@@ -119,8 +118,10 @@ def test_a_person_picks_a_user_reads_the_answer_and_later_the_error(world, drive
 
     driver.get(world.url)
     wait_for(lambda: driver.execute_script("return document.getElementById('user').value") == "29")
+    wait_for(lambda: len(rows()) == 10)  # something is there before the first click
+    assert "of 34 events" in text("#past")
     ask("7")
-    wait_for(lambda: len(rows()) == 10)
+    wait_for(lambda: "of 12 events" in text("#past"))
     with httpx.Client(base_url=world.url, verify=TLS) as client:
         answer = client.post("/v1/recommend", json={"user": 7}).json()
     assert [int(row[1]) for row in rows()] == answer["items"] == true_ranking(7, answer["items"], 10)

@@ -19,7 +19,9 @@ from nestpipe.serve.schemas import CompareRequest, MemberRequest, RankRequest
 
 LIMITS = Limits(candidates=3, history=2, events=2, deadline_ms=50.0)
 RANK = {"user": 1, "request": "r", "candidates": [1]}
-INT64 = "an integer in -9,223,372,036,854,775,808 .. 9,223,372,036,854,775,807"
+OWN_ID = (
+    "an integer in -9,223,372,036,854,775,808 .. 9,223,372,036,854,775,807, or a printable text of 1 .. 512 characters"
+)
 
 
 def test_the_client_needs_neither_torch_nor_starlette():
@@ -33,18 +35,18 @@ def test_the_client_needs_neither_torch_nor_starlette():
 @pytest.mark.parametrize(
     ("more", "code", "message"),
     [
-        ({"user": "7"}, "bad_user", f"field 'user' is '7'; it must be {INT64}."),
-        ({"candidates": [1, None]}, "bad_candidates", f"field 'candidates[1]' is None; it must be {INT64}."),
+        ({"user": 1.5}, "bad_user", f"field 'user' is 1.5; it must be {OWN_ID}."),
+        ({"candidates": [1, None]}, "bad_candidates", f"field 'candidates[1]' is None; it must be {OWN_ID}."),
         (
             {"candidates": []},
             "bad_candidates",
-            "field 'candidates' is list of 0; it must be a list of 1 .. 3 integers.",
+            "field 'candidates' is list of 0; it must be a list of 1 .. 3 ids.",
         ),
         ({"k": 4}, "bad_k", "field 'k' is 4; it must be an integer in 1 .. 3."),
         ({"deadline_ms": 0}, "bad_deadline_ms", "field 'deadline_ms' is 0; it must be a number above 0, at most 50."),
         ({"request": "a\n"}, "bad_request", "field 'request' is 'a\\n'; it must be a printable text."),
         ({"history": 5}, "bad_history", "field 'history' is 5; it must be a list of 0 .. 2 objects."),
-        ({"history": [{}]}, "bad_item", f"field 'history[0].item' is missing; it must be {INT64}."),
+        ({"history": [{}]}, "bad_item", f"field 'history[0].item' is missing; it must be {OWN_ID}."),
         (
             {"history": [{"item": 1}, {"item": 1, "time": -1}]},
             "bad_time",
