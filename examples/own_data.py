@@ -15,7 +15,6 @@ SCHEMA = nestpipe.Schema(
     user="customer",
     item="product",
     time="when",
-    time_unit="iso8601",
     user_encoding="dictionary",  # text ids are numbered; the sequence folder keeps the dictionary
     item_encoding="dictionary",
 )
@@ -42,9 +41,7 @@ def main(folder: Path) -> None:
 
     predictor = run.predictor()
     print(f"HR@10 {predictor.evaluate(progress=False).scalars()['hr@10']:.2f}")
-    customers = {name: number for number, name in sequences.texts("user").rows()}
-    products = dict(sequences.texts("item").rows())
-    print("for customer c7:", [products[item] for item in predictor.recommend(customers["c7"], k=3).items])
+    print("for customer c7:", predictor.recommend("c7", k=3).items)
 
 
 if __name__ == "__main__":

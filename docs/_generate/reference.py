@@ -38,6 +38,7 @@ FORMATS = {
     "Event log": ("nestpipe.serve.event_log", ""),
 }
 PYTHON = {
+    "From a log to recommendations": ("fit", "load", "TrainedRun"),
     "Train and use a run": ("train", "Run", "Config"),
     "Bring a model": ("register_backbone", "register_model", "Backbone", "Model", "Recommender", "ModelData", "Output"),
     "Rows and randomness": ("TableSpec", "Lookup", "Rows", "Rng"),
@@ -164,6 +165,7 @@ def http() -> str:
     generative = openapi.generative_calls(Limits(), beam=64, scenarios=("feed", "cart"))
     documents = {
         "Ranking instance": openapi.instance_document(Schema(), Limits()),
+        "Next-item instance": openapi.next_item_document(Schema(), openapi.next_item_calls(Limits())),
         "Generative instance": openapi.generative_document(Schema(), generative),
         "Gateway": openapi.gateway_document(),
     }
