@@ -52,7 +52,7 @@ def _write(shop: ScenarioLog, folder: Path, demo: DemoStage) -> None:
     """Writes the shop's log and item titles as Parquet files."""
     users, events = np.indices(shop.items.shape)
     triggers, items = shop.triggers.ravel(), shop.items.ravel()
-    told = hashed_words(shop.instructions()).numpy()[shop.named_topics.ravel()]
+    reasoning = hashed_words(shop.instructions()).numpy()[shop.named_topics.ravel()]
     log = pl.DataFrame(
         {
             "user": users.ravel(),
@@ -60,7 +60,7 @@ def _write(shop: ScenarioLog, folder: Path, demo: DemoStage) -> None:
             "time": _START + _HOUR * events.ravel(),
             "scenario": shop.scenarios.ravel(),
             "trigger": pl.Series(triggers).set(pl.Series(~np.isin(triggers, items)), None),  # -1, or never sold
-            "reasoning": pl.Series(told, dtype=pl.Array(pl.Float32, told.shape[1])).arr.to_list(),
+            "reasoning": pl.Series(reasoning, dtype=pl.Array(pl.Float32, reasoning.shape[1])).arr.to_list(),
         }
     )
     folder.mkdir()

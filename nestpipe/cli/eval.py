@@ -72,7 +72,7 @@ def evaluate_run(
     chosen = _step(run, step)
     report = run.predictor(chosen).evaluate(target)
     folder = run.folder / "eval" / target
-    (folder / "beside.json").unlink(missing_ok=True)  # it belongs to the previous report
+    (folder / "context.json").unlink(missing_ok=True)  # it belongs to the previous report
     report.save(folder)
     _write_context(run, target, step=chosen, baselines={})
     return report
@@ -82,9 +82,9 @@ def _write_context(run: Run, target: str, *, step: int, baselines: Mapping[str, 
     """Stores next to a report its checkpoint and, where they were computed, the baselines."""
     content = {
         "step": step,
-        "floors": {name: {key: asdict(one) for key, one in own.items()} for name, own in baselines.items()},
+        "baselines": {name: {key: asdict(one) for key, one in own.items()} for name, own in baselines.items()},
     }
-    replace_file(run.folder / "eval" / target / "beside.json", json.dumps(content, indent=2).encode())
+    replace_file(run.folder / "eval" / target / "context.json", json.dumps(content, indent=2).encode())
 
 
 def _step(run: Run, step: int | None) -> int:

@@ -244,8 +244,8 @@ def read_evaluation(folder: Path, target: str) -> Evaluation:
         content = json.loads((path / "report.json").read_text())
     except FileNotFoundError:
         raise DataError(f"the run was not evaluated; run 'nestpipe eval {folder}'.") from None
-    context = json.loads(file.read_text()) if (file := path / "beside.json").exists() else {}
-    baselines = {name: _values(metrics) for name, metrics in context.get("floors", {}).items()}
+    context = json.loads(file.read_text()) if (file := path / "context.json").exists() else {}
+    baselines = {name: _values(metrics) for name, metrics in context.get("baselines", {}).items()}
     read = _of_labels if "tasks" in content else _of_items
     return read(content, target, context.get("step"), baselines)
 

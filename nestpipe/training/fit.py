@@ -113,7 +113,7 @@ def choose_config(
     """A model and sizes that fit a log, from its counts alone."""
     lengths, num_items = np.diff(sequences.offsets), len(sequences.catalogue)
     max_len = int(np.clip(2 ** math.ceil(math.log2(max(np.quantile(lengths, 0.95), 8))), 8, 256))
-    num_samples = int((lengths >= 3).sum())  # shorter histories leave nothing to train on beside two held-out events
+    num_samples = int((lengths >= 3).sum())  # shorter histories leave nothing to train on next to two held-out events
     batch_size = int(np.clip(2 ** int(math.log2(max(num_samples / 8, 1))), 16, 128))
     steps_per_epoch = max(math.ceil(num_samples / batch_size), 1)
     dim = 64 if num_items < 50_000 else 128

@@ -80,11 +80,11 @@ def test_a_whole_run_shows_what_its_files_hold(runs):
     found = report(run)
     assert not found.notes, found.notes
     content = json.loads((run / "eval" / "test" / "report.json").read_text())
-    beside = json.loads((run / "eval" / "test" / "beside.json").read_text())
+    context = json.loads((run / "eval" / "test" / "context.json").read_text())
     for name, one in content["metrics"].items():
         assert f"{name} {one['mean']:.4f} [{one['low']:.4f}, {one['high']:.4f}]" in found.text("quality")
-        assert f"{beside['floors']['popularity baseline'][name]['mean']:.4f}" in found.text("quality")
-    assert f"checkpoint of step {beside['step']}" in found.text("quality")
+        assert f"{context['baselines']['popularity baseline'][name]['mean']:.4f}" in found.text("quality")
+    assert f"checkpoint of step {context['step']}" in found.text("quality")
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in lines if "loss" in line]
     assert f"From {losses[0]:.4g} at step 1 to {losses[-1]:.4g} at step 12" in found.text("curves")
@@ -121,7 +121,7 @@ def test_a_run_without_a_recorded_recipe_is_compared_with_the_nearest(runs):
     assert "differ from dcn, the nearest recipe" in found.text("settings")
 
 
-def test_a_ranking_run_has_its_labels_and_its_floors(runs):
+def test_a_ranking_run_has_its_labels_and_baselines(runs):
     found = report(runs["ranking"])
     content = json.loads((runs["ranking"] / "eval" / "test" / "report.json").read_text())
     one = content["tasks"]["clicked"]["intervals"]["gauc"]
@@ -163,7 +163,7 @@ def test_a_missing_file_is_one_line(copy, name):
 
 def test_damage_is_one_line_wherever_it_is(copy):
     latest = sorted((copy / "checkpoints").iterdir())[-1]
-    names = ("config.json", "run.json", "metrics.jsonl", "eval/test/report.json", "eval/test/beside.json")
+    names = ("config.json", "run.json", "metrics.jsonl", "eval/test/report.json", "eval/test/context.json")
     files = [copy / name for name in names] + [copy / "trace" / "rank-000.jsonl"]
     for path in (*files, latest / "manifest.json", latest / "dense.safetensors"):
         whole = path.read_bytes()
