@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Literal
@@ -37,6 +38,9 @@ def main(arguments: EvalArguments) -> int:
             shown = (f"{metric} {one.mean:.4f}" for metric, one in metrics.items())
             Console().print(f"{name}: " + "   ".join(shown), highlight=False)
         _write_context(run, arguments.target, step=_step(run, arguments.step), baselines=baselines)
+        (user,) = run.sequences.vocabulary("user").own_ids(run.sequences.users[:1])
+        folder = shlex.quote(str(arguments.run))
+        print(f"Next: nestpipe recommend {folder} --user {shlex.quote(str(user))}, or nestpipe serve {folder}")
     return 0
 
 

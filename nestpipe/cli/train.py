@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Annotated
@@ -64,7 +66,11 @@ def main(argv: list[str]) -> int:
         quiet=False,
         recipe=name,
     )
-    return 130 if outcome.stopped == INTERRUPTED else 0  # so that 'train && eval' does not go on after Ctrl-C
+    is_interrupted = outcome.stopped == INTERRUPTED
+    if int(os.environ.get("RANK", "0")) == 0:
+        folder = shlex.quote(str(outcome.run.folder))
+        print("Next: the same command with --resume goes on" if is_interrupted else f"Next: nestpipe eval {folder}")
+    return 130 if is_interrupted else 0  # so that 'train && eval' does not go on after Ctrl-C
 
 
 def recipe_of(name: str) -> Config:

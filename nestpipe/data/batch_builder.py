@@ -49,7 +49,7 @@ class BatchBuilder:
         own = tuple(name for name in inputs.features if name not in {"user", "item"})
         if missing := [name for name in (*own, *inputs.requests) if name not in known]:
             raise ConfigError(
-                f"the model reads the features {missing}, but {sequences.path} has only {sorted(known)}. Declare them in the schema and ingest the log again, or change the model's features."
+                f"the model reads the features {missing}, but {sequences.path} has only {sorted(known)}. Choose among these with --model.features, or ingest the log again with a --feature for each."
             )
         self._features = tuple(known[name] for name in own)
         self._requests = tuple(known[name] for name in inputs.requests)

@@ -66,8 +66,10 @@ class DataConfig:
             yield f"truncate_block {self.truncate_block} is above max_len {self.max_len}: nothing would be left of a long history"
         if self.windows == "all" and self.truncate_block == 1 < self.max_len:
             yield f"windows 'all' with truncate_block 1 would be a window per event; use for example {(self.max_len + 1) // 2}"
-        if (self.split == "time") != (self.split_time is not None):
-            yield f"split '{self.split}' with split_time {self.split_time!r}; a time split needs a time, nothing else takes one"
+        if self.split == "time" and self.split_time is None:
+            yield "split is 'time', but split_time is not given; name a date, such as --data.split-time 2024-06-01"
+        if self.split != "time" and self.split_time is not None:
+            yield f"split_time is {self.split_time!r}, but split is '{self.split}'; add --data.split time, or leave the time out"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

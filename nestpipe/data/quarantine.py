@@ -86,7 +86,12 @@ class Quarantine:
             f"{allowed:.{places}%} that max_quarantine_share allows; nothing was written. Most common reasons:\n"
             + "\n".join(lines)
             + "\nCorrect the log or the column mapping, or raise max_quarantine_share."
+            + "".join(f" Texts as {one} ids need --{one}-encoding dictionary." for one in self._text_ids())
         )
+
+    def _text_ids(self) -> list[str]:
+        """The columns of which many ids are no int64, most likely because they are texts."""
+        return [one for one in ("user", "item") if self.reasons[f"{one} is not an int64"] * 2 > self.num_bad]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -53,12 +53,22 @@ def _first_since(sequences: Sequences, text: str) -> Ints:
         raise ConfigError(
             f"data.split 'time' needs times, but {sequences.path} is an order-only log. Use --data.split last."
         )
-    late = np.asarray(sequences.times >= parse_time_ms(text))
+    at, first, last = parse_time_ms(text), int(sequences.times.min()), int(sequences.times.max())
+    if not first <= at <= last:
+        raise ConfigError(
+            f"data.split_time is {_date(at)}, but {sequences.path} has events from {_date(first)} to {_date(last)}: "
+            "one side of the split would be empty. Choose a time in between."
+        )
+    late = np.asarray(sequences.times >= at)
     # With n late events before a user, its first late event is late event number n, if that is the user's.
     before = np.concatenate([[0], np.cumsum(late)])
     positions = np.concatenate([np.flatnonzero(late), [len(late)]])
-    first = positions[before[sequences.offsets[:-1]]]
-    return np.where(first < sequences.offsets[1:], first - sequences.offsets[:-1], -1)
+    place = positions[before[sequences.offsets[:-1]]]
+    return np.where(place < sequences.offsets[1:], place - sequences.offsets[:-1], -1)
+
+
+def _date(milliseconds: int) -> str:
+    return f"{datetime.fromtimestamp(milliseconds / 1000, UTC):%Y-%m-%d %H:%M:%S} UTC"
 
 
 def parse_time_ms(text: str) -> int:

@@ -33,3 +33,11 @@ def test_brackets_in_a_path_are_printed_as_they_are(run, folder):
     code, out, _ = run("eval", name)
     assert code == 0
     assert name in out.replace("\n", "")
+
+
+def test_training_and_evaluation_end_with_the_next_command(run, folder):
+    name = str(folder / "next step")
+    _, out, _ = run("train", "tiny", "--data.path", str(folder / "log"), "--train.steps", "1", "--run", name)
+    assert f"Next: nestpipe eval '{name}'" in out
+    _, out, _ = run("eval", name)
+    assert f"Next: nestpipe recommend '{name}' --user 0" in out

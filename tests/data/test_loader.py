@@ -255,3 +255,18 @@ def test_the_last_query_time_of_a_history_is_that_of_the_request(tmp_path):
     untimed = write_log(tmp_path / "untimed", HISTORIES, times=False)
     other = BatchBuilder(untimed, make_split(untimed, DataConfig(path="")))
     assert other.history(users, start, end, request_ms=np.array([1, 2, 3])).query_times is None
+
+
+@pytest.mark.parametrize("text", ["1960-01-01", "1970-01-12", "2030-05-01"])
+def test_a_split_time_outside_of_the_log_names_both_dates(tmp_path, text):
+    log = small_log(tmp_path / "log")  # the first quarter of an hour of 1970-01-12 13:46:40 UTC
+    config = DataConfig(path=str(log.path), split="time", split_time=text)
+    with pytest.raises(ConfigError, match=rf"split_time is {text}.* from 1970-01-12 13:46:40 UTC to 1970-01-12 14:0"):
+        make_split(log, config)
+
+
+def test_a_split_time_without_a_time_split_and_the_reverse_name_the_flag():
+    (alone,) = DataConfig(split_time="2024-06-01").problems()
+    assert "add --data.split time" in alone
+    (without,) = DataConfig(split="time").problems()
+    assert "--data.split-time 2024-06-01" in without

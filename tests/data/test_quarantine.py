@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from nestpipe.data import quarantine
 from nestpipe.data.column_types import parse_time
 from nestpipe.data.id_encoding import make_encoders
+from nestpipe.data.ingest import write_sequences
 from nestpipe.data.log_reader import LogSource
 from nestpipe.data.quarantine import Quarantine, TypedReader
 from nestpipe.data.record_splitter import split_records
@@ -681,3 +682,10 @@ def test_reading_stops_early_only_if_more_than_half_is_bad(num_read, num_bad, ma
     quarantine = Quarantine(io.StringIO(), max_share)
     quarantine.count(num_read, {"bad": num_bad})
     assert quarantine.is_hopeless() is is_hopeless
+
+
+def test_texts_as_ids_propose_the_encoding(tmp_path: Path) -> None:
+    (tmp_path / "log.csv").write_text("user,item,time\n" + "".join(f"user {n},{n},1\n" for n in range(20)))
+    with pytest.raises(DataError, match="Texts as user ids need --user-encoding dictionary") as caught:
+        write_sequences(tmp_path / "out", schema=Schema(), log=LogSource(paths=(str(tmp_path / "log.csv"),)))
+    assert "--item-encoding" not in str(caught.value)
