@@ -112,7 +112,8 @@ class StartArguments:
 
 @dataclass(frozen=True, kw_only=True)
 class RecommendArguments:
-    """Recommends items to users of the log, in the log's own ids. Items that a user has had are left out.
+    """Recommends items to users of the log, in the log's own ids. Items that a user has had are left out, unless the
+    run was made with --eval.seen none. The time of a request is that of the user's last event.
 
     --all --out recommendations.parquet writes them for every user of the log.
 

@@ -13,7 +13,7 @@ from nestpipe.atomic_files import replace_file
 from nestpipe.cli.arguments import ForgetArguments
 from nestpipe.config import Config
 from nestpipe.data.array_files import remove_stale
-from nestpipe.data.erase_user import forget_user
+from nestpipe.data.erase_user import forget_user, is_quarantined
 from nestpipe.data.sequences import Sequences
 from nestpipe.data.vocabulary import OwnId
 from nestpipe.errors import ConfigError, DataError
@@ -47,40 +47,26 @@ def forget(runs: Sequence[Path], own: OwnId) -> tuple[int, int]:
 
     def announce(digest: str) -> None:
         for run in runs:
-            _note(run, next_digest=digest)
+            _note(run, next_digest=digest, forgetting=user)
 
     with _writing(folder):
         remove_stale(folder)
         sequences = Sequences.open(folder)
-        user = _number_of(own, sequences)
         for run in runs:
             Run.open(run)  # raises if it is on other data
             _settle(run, sequences.digest)
+        user = sequences.vocabulary("user").number_of(own)
+        if user is None and not is_quarantined(sequences, own):
+            raise DataError(f"user {own!r} is not in {folder}; nothing was erased.")
         logs = [run / "serve" / EVENTS for run in runs]
         num_logged = sum(EventLog(log).rewrite(lambda event: event["user"] != user) for log in logs if log.exists())
-        num_stored = forget_user(sequences, user, announce=announce)
-        for run in runs:
-            _forget_instructions(run / "serve", user)
+        num_stored = forget_user(sequences, user, announce=announce, own=own)
         digest = Sequences.open(folder).digest
         for run in runs:
+            if user is not None:
+                _forget_instructions(run / "serve", user)
             _settle(run, digest)
-        _unfinished(folder).unlink(missing_ok=True)
     return num_stored, num_logged
-
-
-def _number_of(own: OwnId, sequences: Sequences) -> int:
-    """The number of a user, kept in a file until everything is erased: the folder loses the name before the rest is done."""
-    note = _unfinished(sequences.path)
-    before: dict[str, int] = json.loads(note.read_text()) if note.exists() else {}
-    number = before.get(str(own), sequences.vocabulary("user").number_of(own))
-    if number is None:
-        raise DataError(f"user {own!r} is not in {sequences.path}; nothing was erased.")
-    replace_file(note, json.dumps({str(own): number}).encode())
-    return number
-
-
-def _unfinished(folder: Path) -> Path:
-    return folder.with_name(f".{folder.name}.forgetting")
 
 
 def _forget_instructions(folder: Path, user: int) -> None:
@@ -105,16 +91,19 @@ def _writing(folder: Path) -> Iterator[None]:
 
 
 def _settle(run: Path, digest: str) -> None:
-    """Ends an announced folder swap: the run belongs to the folder that exists now."""
+    """Ends an announced folder swap: the run belongs to the folder that exists now, and instructions of the user are gone."""
     facts = json.loads((run / "run.json").read_text())
     if facts["data_digest"] != digest:
         shutil.rmtree(run / "eval", ignore_errors=True)
     if "next_digest" in facts:
+        if facts.get("forgetting") is not None:
+            _forget_instructions(run / "serve", facts["forgetting"])
         _note(run, data_digest=digest)
 
 
-def _note(run: Path, **digests: str) -> None:
-    """Stores digests in run.json: of the run's folder, and of the one about to replace it."""
+def _note(run: Path, **changes: str | int | None) -> None:
+    """Stores in run.json the digest of the run's folder, or of the one about to replace it and the number that it lacks."""
     facts = json.loads((run / "run.json").read_text())
-    facts.pop("next_digest", None)
-    replace_file(run / "run.json", (json.dumps({**facts, **digests}, indent=2) + "\n").encode())
+    for name in ("next_digest", "forgetting"):
+        facts.pop(name, None)
+    replace_file(run / "run.json", (json.dumps({**facts, **changes}, indent=2) + "\n").encode())

@@ -25,6 +25,8 @@ def recommend(arguments: RecommendArguments) -> int:
     """`nestpipe recommend`."""
     if arguments.all == bool(arguments.user):
         raise ConfigError("name users with --user, or take every user of the log with --all; one of the two.")
+    if arguments.k < 1:
+        raise ConfigError(f"--k is {arguments.k}; a recommendation holds at least one item.")
     if arguments.all and arguments.out is None:
         raise ConfigError("--all needs a file: --out recommendations.parquet")
     run = Run.open(arguments.run)
@@ -60,7 +62,8 @@ def write_parquet(predictor: CataloguePredictor, users: list[OwnId], k: int, out
         num_users = max(_ROWS // k, 1)
         for first in range(0, len(users), num_users):
             frame = recommendation_frame(users[first : first + num_users], found)
-            frame.write_parquet(parts / f"{first:012d}.parquet")
+            if frame.height or (first + num_users >= len(users) and not num_rows):  # without rows the types are unknown
+                frame.write_parquet(parts / f"{first:012d}.parquet")
             num_rows += frame.height
         pl.scan_parquet(parts / "*.parquet").sink_parquet(parts / "all")
         (parts / "all").rename(out)

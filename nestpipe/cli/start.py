@@ -32,7 +32,6 @@ _NAMES = {
     "item": r"item|product|article|movie|video|song|track|book|sku|asin|goods|content|what",
     "time": r"time|timestamp|date|when|\bts\b|created|_at\b",
 }
-_DIRT = 0.01  # share of ids that may be no numbers in a column of numbers; ingest puts such records into quarantine
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +92,17 @@ def _train(arguments: StartArguments, data: Path, run: Path) -> list[str]:
     flags = ["--data.path", str(data)]
     for key, value in flat(config).items():
         if key != "data.path" and value != recipe.get(key):
-            flags += [f"--{key.replace('_', '-')}", str(value)]
+            flags += _flag(key.replace("_", "-"), value)
     resume = ["--resume"] if Run.exists(run) else []
     return ["train", arguments.model, *flags, "--run", str(run), *resume]
+
+
+def _flag(key: str, value: object) -> list[str]:
+    """A setting as the command line takes it."""
+    if isinstance(value, bool):
+        section, _, name = key.rpartition(".")
+        return [f"--{key}" if value else f"--{section}.no-{name}"]
+    return [f"--{key}", *map(str, value if isinstance(value, tuple) else (value,))]
 
 
 def _say_next(run: Path) -> None:
@@ -133,7 +140,8 @@ def propose(source: LogSource, *, user: str = "", item: str = "", time: str = ""
 
 
 def _encoding(texts: pl.Series) -> Encoding:
-    """int64 if the values that are there are whole numbers, but for a little dirt."""
+    """int64 if the values that are there are whole numbers as int64 would print them; 007 is a text."""
     there = texts.str.strip_chars().drop_nulls()
-    numbers = there.filter(there != "").cast(pl.Int64, strict=False)
-    return "dictionary" if numbers.null_count() > _DIRT * len(numbers) else "int64"
+    there = there.filter(there != "")
+    numbers = there.cast(pl.Int64, strict=False).cast(pl.String)
+    return "int64" if (numbers == there).fill_null(False).all() else "dictionary"

@@ -102,7 +102,10 @@ class BatchBuilder:
         features = self._features_of_items(items)
         for feature in self._features:
             if feature.scope == "event":
-                features |= self._pick(feature, missing_values(feature, len(items)), np.arange(len(items)))
+                lenient = dataclasses.replace(
+                    feature, missing="zero" if feature.missing == "refuse" else feature.missing
+                )
+                features |= self._pick(lenient, missing_values(feature, len(items)), np.arange(len(items)))
         rows = Jagged(torch.from_numpy(items), torch.tensor([0, len(items)]), len(items))
         return Batch(
             cursor=history.cursor,

@@ -161,7 +161,7 @@ def _guessed_milliseconds(raw: pl.Series) -> pl.Series:
     """Each value by itself: a number is in seconds or, from 1973 in milliseconds on, in milliseconds; else ISO 8601."""
     in_ms = _milliseconds(raw, "ms")
     times = _milliseconds(raw, "s").zip_with((in_ms < _MS_FROM).fill_null(True), in_ms)
-    if raw.dtype.is_numeric():
+    if raw.dtype.is_float():
         return times
     text = _text(raw)
     # 20240501 is a whole number of seconds in 1970 and a date; nobody writes the former.

@@ -18,26 +18,56 @@ from numpy.typing import NDArray
 
 from nestpipe.data.array_files import META, file_entry, publish_folder
 from nestpipe.data.sequences import QUARANTINE, Sequences, folder_digest
+from nestpipe.data.vocabulary import OwnId
 
 
-def forget_user(sequences: Sequences, user: int, *, announce: Callable[[str], None]) -> int:
-    """Replaces the folder by one without the user; returns the number of erased events, 0 for an unknown user.
+def forget_user(
+    sequences: Sequences, user: int | None, *, announce: Callable[[str], None], own: OwnId | None = None
+) -> int:
+    """Replaces the folder by one without the user; returns the number of erased events.
 
-    `announce` receives the digest of the new folder before it is published. No other process may write the folder.
+    A user without events may still be in the users table, or with their own id in quarantined records alone; these are
+    erased too. None is a user without a number. `announce` receives the digest of the new folder before it is published. No other process may
+    write the folder.
     """
-    place = int(np.searchsorted(sequences.users, user))
-    if place == len(sequences.users) or sequences.users[place] != user:
+    users = sequences.users
+    place = len(users) if user is None else int(np.searchsorted(users, user))
+    is_known = place < len(users) and users[place] == user
+    if not is_known and not _is_named(sequences, user, own):
         return 0
-    first, last = (int(edge) for edge in sequences.offsets[place : place + 2])
-    rows = slice(first, last)
+    first, last = (int(edge) for edge in sequences.offsets[place : place + 2]) if is_known else (0, 0)
+    place_of_user = slice(place, place + 1) if is_known else slice(0, 0)
     with publish_folder(sequences.path, overwrite=True) as draft:
         for name in sequences.meta["files"]:
-            _copy(sequences.path / name, draft / name, user=user, place=place, rows=rows)
-        announce(_write_meta(sequences, draft, num_events=last - first))
+            _copy(sequences.path / name, draft / name, user=user, own=place_of_user, rows=slice(first, last))
+        _drop_unused_texts(sequences, draft)
+        announce(_write_meta(sequences, draft, num_users=int(is_known), num_events=last - first))
     return last - first
 
 
-def _copy(source: Path, target: Path, *, user: int, place: int, rows: slice) -> None:
+def _is_named(sequences: Sequences, user: int | None, own: OwnId | None) -> bool:
+    """Whether something of a user without events is in the folder: a text, or a rejected record."""
+    if user is not None and user in sequences.vocabulary("user").table["id"]:
+        return True
+    return own is not None and is_quarantined(sequences, own)
+
+
+def is_quarantined(sequences: Sequences, own: OwnId) -> bool:
+    """Whether an own id occurs in rejected records."""
+    rejected = (sequences.path / QUARANTINE).read_text(encoding="utf-8")
+    return str(own) in rejected or json.dumps(str(own))[1:-1] in rejected
+
+
+def _drop_unused_texts(sequences: Sequences, draft: Path) -> None:
+    """Values of id features that nobody else has are gone with the user."""
+    for feature in sequences.schema.of_scope("event", "user"):
+        path = draft / f"texts.{feature.name}.parquet"
+        if path.exists():
+            used = pl.Series(np.unique(_load(draft / f"{feature.scope}.{feature.name}.values.npy")))
+            pl.read_parquet(path).filter(pl.col("id").is_in(used.implode())).write_parquet(path)
+
+
+def _copy(source: Path, target: Path, *, user: int | None, own: slice, rows: slice) -> None:
     """Copies one file without the user's rows."""
     parts = source.name.split(".")
     is_features = parts[0] in {"event", "user"} and parts[-1] == "npy"
@@ -46,23 +76,24 @@ def _copy(source: Path, target: Path, *, user: int, place: int, rows: slice) -> 
     elif source.name in {"items.npy", "times.npy"}:
         _save(target, np.delete(_load(source), rows))
     elif source.name == "users.npy":
-        _save(target, np.delete(_load(source), place))
+        _save(target, np.delete(_load(source), own))
     elif source.name == "offsets.npy":
-        _save(target, _without(_load(source), slice(place, place + 1)))
+        _save(target, _without(_load(source), own))
     elif is_features and parts[-2] == "offsets":
-        _save(target, _without(_load(source), rows if parts[0] == "event" else slice(place, place + 1)))
+        _save(target, _without(_load(source), rows if parts[0] == "event" else own))
     elif is_features:
         offsets = source.with_name(".".join([*parts[:-2], "offsets", "npy"]))
-        own = rows if parts[0] == "event" else slice(place, place + 1)
+        erased = rows if parts[0] == "event" else own
         if offsets.exists():
-            own = slice(*_load(offsets)[[own.start, own.stop]].tolist())
-        _save(target, np.delete(_load(source), own, axis=0))
+            erased = slice(*_load(offsets)[[erased.start, erased.stop]].tolist())
+        _save(target, np.delete(_load(source), erased, axis=0))
     elif parts[-1] == "parquet":
         frame = pl.read_parquet(source)
         column = "id" if source.name == "texts.user.parquet" else "user"
-        frame.filter(pl.col(column) != user).write_parquet(target) if column in frame.columns else shutil.copy(
-            source, target
-        )
+        if column in frame.columns and user is not None:
+            frame.filter(pl.col(column) != user).write_parquet(target)
+        else:
+            shutil.copy(source, target)
     else:
         shutil.copy(source, target)
 
@@ -73,12 +104,12 @@ def _without(offsets: NDArray[np.int64], rows: slice) -> NDArray[np.int64]:
     return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
 
 
-def _write_meta(sequences: Sequences, draft: Path, *, num_events: int) -> str:
+def _write_meta(sequences: Sequences, draft: Path, *, num_users: int, num_events: int) -> str:
     """Returns the digest of the new folder."""
     meta: dict[str, Any] = json.loads(json.dumps(sequences.meta))
     for name in ("read", "kept", "events"):
         meta["counts"][name] -= num_events
-    meta["counts"]["users"] -= 1
+    meta["counts"]["users"] -= num_users
     meta["files"] = {name: file_entry(draft / name) for name in meta["files"]}
     meta["digest"] = folder_digest(meta)
     (draft / META).write_text(json.dumps(meta, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

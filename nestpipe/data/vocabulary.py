@@ -51,9 +51,12 @@ class Vocabulary:
         return None
 
     def numbers_of(self, own: Sequence[OwnId]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """The numbers of many own ids at once, and which of them the vocabulary has; raises DataError for no int64."""
+        """The numbers of many own ids at once, and which of them the vocabulary could have; 0 for others."""
         if self.encoding == "int64":
-            return np.array([_whole(one, self.name) for one in own], np.int64), np.ones(len(own), np.bool_)
+            known = np.array([_is_int64(one) for one in own], np.bool_)
+            return np.array(
+                [int(one) if is_int else 0 for one, is_int in zip(own, known, strict=True)], np.int64
+            ), known
         if self.encoding == "hash":
             return np.array([hash_text(str(one)) for one in own], np.int64), np.ones(len(own), np.bool_)
         numbers, known = np.zeros(len(own), np.int64), np.zeros(len(own), np.bool_)
@@ -81,17 +84,20 @@ class Vocabulary:
         return self.table["text"].gather(inside).to_list()
 
 
+def _is_int64(own: OwnId) -> bool:
+    if isinstance(own, str):
+        return re.fullmatch(r"[+-]?[0-9]{1,20}", own) is not None and -(2**63) <= int(own) < 2**63
+    return not isinstance(own, bool) and -(2**63) <= own < 2**63
+
+
 def _whole(own: OwnId, name: str) -> int:
     """An own id of an int64 column, which may come as text (from a URL or the command line)."""
-    if isinstance(own, str) and not re.fullmatch(r"[+-]?[0-9]{1,20}", own):
+    if not _is_int64(own):
         raise DataError(
-            f"{name} {own[:80]!r} is not a whole number, but the log's {name} column holds int64. Texts need "
+            f"{name} {str(own)[:80]!r} is not an int64, but the log's {name} column holds int64. Texts need "
             f"--{name}-encoding dictionary (or hash) when the log is ingested."
         )
-    number = int(own)
-    if isinstance(own, bool) or not -(2**63) <= number < 2**63:
-        raise DataError(f"{name} {own!r} is not an int64, which the log's {name} column holds.")
-    return number
+    return int(own)
 
 
 def _sorted_blocks(texts: pl.Series) -> list[tuple[int, pl.Series]]:

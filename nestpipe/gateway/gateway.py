@@ -113,6 +113,12 @@ class Gateway:
         return self._guard.handler(kind, run, refuse=_refuse, counted=lambda status: count(name, str(status)).inc())
 
     async def _recommend(self, request: RecommendRequest) -> RecommendedItems:
+        for name in ("explain", "deadline_ms"):
+            if getattr(request, name):
+                message = (
+                    f"field {name!r} is answered by an instance of a next-item run, not by a gateway; leave it out."
+                )
+                raise BadRequestError(message, code=f"bad_{name}")
         answer = await self.cascade.recommend(request)
         self.metrics.paths.labels(answer.path).inc()
         for stage, took in answer.stages.items():

@@ -14,7 +14,6 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from nestpipe.data.sequences import Sequences
-from nestpipe.errors import DataError
 from nestpipe.gateway.candidates import PastEvents
 from nestpipe.serve.own_ids import ServiceIds
 from nestpipe.serve.request_errors import BadRequestError
@@ -54,10 +53,7 @@ class DemoPage:
 
     async def _history(self, http: Request) -> Response:
         text = http.query_params.get("user", "")
-        try:
-            past = self._past_of(self._ids.user(text))
-        except DataError as error:
-            return _refuse(BadRequestError(str(error), code="bad_user"))
+        past = self._past_of(self._ids.user(text))
         if not len(past.items):
             return _refuse(BadRequestError(f"user {text[:80]!r} has no events here.", status=404, code="unknown_user"))
         times = past.times_ms

@@ -166,12 +166,14 @@ class NextItemEngine(WorkerThread):
 
     def _because(self, one: _PreparedJob, found: ScoredItems) -> list[list[WeighedEvent]]:
         """For each item the events of the history without which its score falls most: one is left out at a time."""
-        events, num_events = one.events, min(len(one.events.items), _EXPLAINED_EVENTS)
+        events = one.events
+        num_events = min(self.served.num_read(len(events.items)), _EXPLAINED_EVENTS)
         weights = self.served.influence(events, one.job.query_time, found.items, num_events=num_events).numpy()
         first, times = len(events.items) - num_events, events.times
         shown = []
         for column in weights.T:
             best = np.argsort(-column, kind="stable")[:_SHOWN_EVENTS]
+            best = best[column[best] > 0]  # an event without which the score rises explains nothing
             shown.append(
                 [
                     WeighedEvent(

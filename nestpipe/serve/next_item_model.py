@@ -57,15 +57,22 @@ class NextItemModel:
         max_len: int,
         block: int,
         max_bytes: int,
+        keeps_seen: bool,
         name: str,
     ):
+        """`keeps_seen`: items that a user has had may be recommended again, as the run was evaluated."""
         self._model, self._rows, self._builder, self._max_bytes = model, rows, builder, max_bytes
         self.items, self.max_len, self._block, self.name = items, max_len, block, name
+        self._keeps_seen = keeps_seen
         self._by_popularity = np.argsort(-popularity, kind="stable")
         self._popularity = popularity
         with torch.no_grad():
             self._vectors = model.item_vectors(rows.peek("item", torch.from_numpy(items)))
             self._directions = F.normalize(self._vectors, dim=1)
+
+    def num_read(self, num_events: int) -> int:
+        """How many of the last events of a history the model reads."""
+        return num_events - truncate(num_events, self.max_len, self._block)
 
     def prepare(self, events: Sequences, query_time: int, *, excluded: Ints | None = None) -> PreparedHistory:
         """One user's events, for a request at a time in seconds; raises DataError for an item that the model does not know."""
@@ -73,7 +80,8 @@ class NextItemModel:
         start, asked = truncate(end, self.max_len, self._block), np.array([query_time * 1000])
         had = self._positions(events.items)
         batch = self._builder.over(events).history(torch.tensor([0]), start, end, request_ms=asked)
-        removed = had if excluded is None else np.concatenate([had, self._positions(excluded)])
+        seen = had[:0] if self._keeps_seen else had
+        removed = seen if excluded is None else np.concatenate([seen, self._positions(excluded)])
         return PreparedHistory(batch, torch.from_numpy(np.unique(removed)))
 
     def recommend(self, prepared: Sequence[PreparedHistory], ks: Sequence[int]) -> list[ScoredItems]:
@@ -160,5 +168,6 @@ def open_next_item(run: Run, *, step: int | None = None, folder: Path, memory_by
         max_len=config.data.max_len,
         block=config.data.truncate_block,
         max_bytes=config.eval.max_bytes,
+        keeps_seen=config.eval.seen == "none",
         name=f"{run.folder.name}/step-{manifest.step}/{manifest.digest[:12]}",
     )

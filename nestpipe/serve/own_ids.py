@@ -26,11 +26,13 @@ class ServiceIds:
     def __init__(self, sequences: Callable[[], Sequences]):
         self._sequences = sequences
         self._known: tuple[str, dict[str, Vocabulary]] = ("", {})
+        for name in ("user", "item"):  # before the service says that it is ready
+            self._vocabulary(name)
 
     def user(self, own: OwnId) -> int:
-        """The number of a user; one that no user of the log has for an unknown one. Raises DataError for no int64."""
-        number = self._vocabulary("user").number_of(own)
-        return number if number is not None else -1 - (hash_text(str(own)) & (2**62 - 1))
+        """The number of a user; one that no user of the log has for an unknown one."""
+        numbers, known = self._vocabulary("user").numbers_of([own])
+        return int(numbers[0]) if known[0] else -1 - (hash_text(str(own)) & (2**62 - 1))
 
     def item(self, own: OwnId) -> int:
         """The number of an item; raises DataError if the catalogue does not have it."""
@@ -59,32 +61,38 @@ class ServiceIds:
         if "user" in found:
             found["user"] = self._known_user(found["user"])
         found["item"] = self.item(found["item"])
-        for name in self._coded_features & found.keys():
-            value = found[name]
-            if isinstance(value, list):
+        for name, kind in self._coded_features.items():
+            value = found.get(name)
+            if isinstance(value, list) and kind == "ids":
                 found[name] = [self._feature(name, one) for one in value]
-            elif value is not None:
+            elif value is not None and not isinstance(value, list):  # a list where one value belongs is refused later
                 found[name] = self._feature(name, value)
         return found
 
     def _known_user(self, own: OwnId) -> int:
-        number = self._vocabulary("user").number_of(own)
-        if number is None:
+        numbers, known = self._vocabulary("user").numbers_of([own])
+        if not known[0]:
             raise DataError(
                 f"user {own!r} is not in the log, so their events cannot be stored yet. Ingest a log that has them."
             )
-        return number
+        return int(numbers[0])
 
-    def _feature(self, name: str, own: OwnId) -> int:
-        number = self._vocabulary(name).number_of(own)
-        if number is None:
-            raise DataError(f"{name} {own!r} is not among the {len(self._vocabulary(name).table):,} values of the log.")
+    def _feature(self, name: str, own: Any) -> int | None:
+        """The number of a value of an id feature, read as ingest reads it; None for an empty text, which is missing."""
+        if isinstance(own, bool) or not isinstance(own, int | str):
+            raise DataError(f"{name} is {str(own)[:60]!r}; it must be a whole number or a text, as in the log.")
+        text = str(own).strip()
+        number = self._vocabulary(name).number_of(text) if text else None
+        if text and number is None:
+            raise DataError(
+                f"{name} {text!r} is not among the {len(self._vocabulary(name).table):,} values of the log."
+            )
         return number
 
     @property
-    def _coded_features(self) -> set[str]:
+    def _coded_features(self) -> dict[str, str]:
         features = self._sequences().schema.of_scope("event", "request")
-        return {one.name for one in features if one.kind in {"id", "ids"} and one.encoding != "int64"}
+        return {one.name: one.kind for one in features if one.kind in {"id", "ids"} and one.encoding != "int64"}
 
     def _vocabulary(self, name: str) -> Vocabulary:
         sequences = self._sequences()

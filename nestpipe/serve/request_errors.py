@@ -26,7 +26,8 @@ def explained(problem: str, value: Any, kind: Any, name: str = "") -> BadRequest
     for field, index in re.findall(r"\.(\w+)|\[(\d+)\]", place):
         name += f".{field}" if field and name else field or f"[{index}]"
         value = value[field or int(index)]
-        wanted = _resolved(document, wanted["properties"][field] if field else _resolved(document, wanted)["items"])
+        inner = _member(document, wanted, "properties" if field else "items")
+        wanted = _resolved(document, inner[field] if field else inner)
     if text.startswith("Object missing required field"):
         field = text.split("`")[1]
         name = f"{name}.{field}" if name else field
@@ -38,6 +39,13 @@ def explained(problem: str, value: Any, kind: Any, name: str = "") -> BadRequest
 def wrong_field(name: str, value: Any, expected: str) -> BadRequestError:
     seen = f"{type(value).__name__} of {len(value):,}" if isinstance(value, list | dict) else repr(value)[:60]
     return BadRequestError(f"field {name!r} is {seen}; it must be {expected}.", code=_code(name))
+
+
+def _member(document: dict[str, Any], schema: dict[str, Any], key: str) -> dict[str, Any]:
+    """What is inside the one of several types that has something inside."""
+    several = (_resolved(document, one) for one in _resolved(document, schema).get("anyOf", [schema]))
+    found: dict[str, Any] = next(one for one in several if key in one)[key]
+    return found
 
 
 def _resolved(document: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:

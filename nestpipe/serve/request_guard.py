@@ -86,7 +86,10 @@ def _check_texts(request: msgspec.Struct, where: str) -> None:
 
 @cache
 def _text_fields(kind: type[msgspec.Struct]) -> list[str]:
-    return [one.name for one in msgspec.structs.fields(kind) if str in members(one.type)]
+    """Fields of texts alone: own ids, which may be numbers too, are whatever the log has."""
+    return [
+        one.name for one in msgspec.structs.fields(kind) if str in (own := set(members(one.type))) and int not in own
+    ]
 
 
 class RequestGuard:
@@ -153,7 +156,8 @@ class RequestGuard:
 def user_and_numbers(http: HttpRequest) -> dict[str, Any]:
     """The fields of GET /v1/NAME/{user}?k=10: the user from the path, percent-decoded, and whole numbers."""
     numbers = {
-        name: int(text) if text.isascii() and text.isdecimal() else text for name, text in http.query_params.items()
+        name: int(text) if text.isascii() and text.isdecimal() and len(text) < 20 else text
+        for name, text in http.query_params.items()
     }
     return {**numbers, "user": http.path_params["user"]}
 

@@ -80,16 +80,22 @@ def as_polars(frame: Any, columns: list[str]) -> pl.DataFrame:
 
 
 def _series(name: str, column: Any) -> pl.Series:
+    """A column of any of the libraries; missing values are null, texts and numbers in one column become texts."""
     if isinstance(column, pl.Series):
         return column
     if hasattr(column, "to_pylist"):  # Arrow
-        return (
-            pl.Series(name, column.to_pylist())
-            if not hasattr(column, "__arrow_c_stream__")
-            else pl.Series(name, column)
-        )
-    values = column.to_numpy()  # pandas
-    return pl.Series(name, values if values.dtype != object else values.tolist())
+        return pl.Series(name, column.to_pylist(), strict=False)
+    missing = column.isna().to_numpy()  # pandas
+    if str(column.dtype).startswith("datetime64"):
+        milliseconds = column.astype("int64") // {"s": 1, "ms": 1, "us": 10**3, "ns": 10**6}[column.dt.unit]
+        milliseconds *= 1000 if column.dt.unit == "s" else 1
+        times = pl.Series(name, milliseconds.to_numpy()).set(pl.Series(missing), None)
+        return times.cast(pl.Datetime("ms", "UTC"))
+    values = [None if gone else one for one, gone in zip(column.tolist(), missing.tolist(), strict=True)]
+    kinds = {type(one) for one in values if one is not None}
+    if len(kinds) > 1 and not kinds <= {int, float}:
+        values = [None if one is None else str(one) for one in values]
+    return pl.Series(name, values, strict=False)
 
 
 def schema_of(log: pl.DataFrame, *, user: str, item: str, time: str | None) -> Schema:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
+import numpy as np
 import polars as pl
 
 from nestpipe.atomic_files import replace_file
@@ -24,6 +25,7 @@ from nestpipe.eval.retrieval_eval import EvalReport
 from nestpipe.training.run_folder import Run
 
 DATA = "data"  # the sequence folder inside a saved run
+_NOT_SAVED = {DATA, "serve", "lock"}  # copied from where it is; a service's own; a process's own
 
 
 class TrainedRun:
@@ -54,7 +56,7 @@ class TrainedRun:
 
     def recommend(self, users: OwnId | Iterable[OwnId], k: int = 10) -> pl.DataFrame:
         """The best k items that each user has not had: columns user, rank, item, score, path."""
-        asked = [users] if isinstance(users, str | int) else list(users)
+        asked = [users] if isinstance(users, str | int | np.integer) else list(users)
         return recommendation_frame(asked, self.predictor.recommend_all(asked, k))
 
     def similar(self, item: OwnId, k: int = 10) -> pl.DataFrame:
@@ -73,12 +75,18 @@ class TrainedRun:
             raise ConfigError(f"{target} exists already; name a new folder, nothing was written.")
         draft = target.with_name(f".{target.name}.tmp")
         shutil.rmtree(draft, ignore_errors=True)
-        shutil.copytree(self.run.folder, draft)
-        shutil.copytree(self.run.sequences.path, draft / DATA)
         config = self.run.config
         moved = replace(config, data=replace(config.data, path=str((target / DATA).resolve())))
-        replace_file(draft / "config.json", moved.to_json().encode())
-        draft.rename(target)
+        try:
+            draft.mkdir(parents=True)
+            for path in self.run.folder.iterdir():
+                if path.name not in _NOT_SAVED:
+                    (shutil.copytree if path.is_dir() else shutil.copy2)(path, draft / path.name)
+            shutil.copytree(self.run.sequences.path, draft / DATA)
+            replace_file(draft / "config.json", moved.to_json().encode())
+            draft.rename(target)
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
         return load(target, step=self._step)
 
 
@@ -92,10 +100,16 @@ def recommendation_frame(users: Sequence[OwnId], found: Iterator[Recommendation]
     lists = [next(found) for _ in users]
     return pl.DataFrame(
         {
-            "user": [user for user, one in zip(users, lists, strict=True) for _ in one.items],
-            "rank": [place for one in lists for place in range(1, len(one.items) + 1)],
-            "item": [item for one in lists for item in one.items],
+            "user": _ids([user for user, one in zip(users, lists, strict=True) for _ in one.items]),
+            "rank": pl.Series([place for one in lists for place in range(1, len(one.items) + 1)], dtype=pl.Int64),
+            "item": _ids([item for one in lists for item in one.items]),
             "score": pl.Series([score for one in lists for score in one.scores], dtype=pl.Float32),
-            "path": [one.path for one in lists for _ in one.items],
+            "path": pl.Series([one.path for one in lists for _ in one.items], dtype=pl.String),
         }
     )
+
+
+def _ids(own: list[OwnId]) -> pl.Series:
+    """Own ids as a column: numbers if all are, else texts."""
+    is_text = any(isinstance(one, str) for one in own)
+    return pl.Series([str(one) if is_text else int(one) for one in own], dtype=pl.String if is_text else pl.Int64)

@@ -59,11 +59,11 @@ def users_of(runs):
 def test_two_at_once_take_turns(untrained, monkeypatch):
     barrier, forget_user = Barrier(2), command.forget_user
 
-    def forget_together(sequences, user, *, announce):
+    def forget_together(sequences, user, **options):
         """Without turns both would have mapped the folder before either replaces it."""
         with suppress(BrokenBarrierError):
             barrier.wait(0.2)
-        return forget_user(sequences, user, announce=announce)
+        return forget_user(sequences, user, **options)
 
     monkeypatch.setattr(command, "forget_user", forget_together)
     with ThreadPoolExecutor(2) as threads:

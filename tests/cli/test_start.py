@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from urllib.parse import quote
 
 import httpx
@@ -20,6 +21,7 @@ from nestpipe.cli.start import propose
 from nestpipe.client import Client
 from nestpipe.data.log_reader import LogSource
 from nestpipe.errors import ConfigError
+from nestpipe.training.fit import choose_config
 
 
 def write_dirty_log(path, num_users=40):
@@ -122,7 +124,7 @@ def test_without_yes_and_terminal_nothing_is_run(tmp_path, capsys):
             {"userName": ["a"], "user": [7], "movie": [2], "date": ["2026-01-01"]},
             ("user", "movie", "date", "int64", "int64"),
         ),
-        ({"user": [1] * 199 + [None], "item": ["7"] * 199 + ["?"]}, ("user", "item", "none", "int64", "int64")),
+        ({"user": [1, None], "item": ["007", "8"]}, ("user", "item", "none", "int64", "dictionary")),
         ({"user": ["1"] * 9 + ["one"], "item": [2] * 10}, ("user", "item", "none", "dictionary", "int64")),
     ],
 )
@@ -130,6 +132,19 @@ def test_columns_are_proposed_from_names_and_values(tmp_path, columns, wanted):
     pl.DataFrame(columns).write_parquet(tmp_path / "log.parquet")
     found = propose(LogSource(paths=(str(tmp_path / "log.parquet"),)))
     assert (found.user, found.item, found.time, found.user_encoding, found.item_encoding) == wanted
+
+
+def test_the_printed_command_makes_the_chosen_configuration(tmp_path, monkeypatch, capsys):
+    """Also with sampled softmax, whose settings differ from the recipe's in more than numbers."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("nestpipe.training.fit._FULL_SOFTMAX_ITEMS", 5)
+    write_dirty_log(tmp_path / "log.csv")
+    assert main(["start", "log.csv", "--out", "shop", "--epochs", "1", "--yes"]) == 0
+    assert "--loss.normalise" in capsys.readouterr().out
+    run = nestpipe.load("shop/run").run
+    wanted = choose_config(run.sequences, epochs=1)
+    made = replace(run.config, data=replace(run.config.data, path=wanted.data.path))
+    assert replace(made, train=replace(made.train, num_threads=wanted.train.num_threads)) == wanted
 
 
 def test_a_log_that_tells_nothing_is_asked_about(tmp_path):

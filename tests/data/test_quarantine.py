@@ -585,7 +585,8 @@ def test_every_form_of_one_time_is_that_time() -> None:
         "1.6e9",
     ]
     assert set(parse_time(pl.Series(texts), "auto").columns["time"].to_list()) == {1_600_000_000_000}
-    assert parse_time(pl.Series(["20200913"]), "auto").columns["time"].to_list() == [1_599_955_200_000]
+    for date in ("20200913", 20200913):
+        assert parse_time(pl.Series([date]), "auto").columns["time"].to_list() == [1_599_955_200_000]
     assert parse_time(pl.Series([1_600_000_000, 1_600_000_000_000]), "auto").columns["time"].n_unique() == 1
 
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from nestpipe.data.erase_user import forget_user
 from nestpipe.data.id_encoding import Encoder
-from nestpipe.data.ingest import write_sequences
-from nestpipe.data.schema import Schema
+from nestpipe.data.ingest import BuildOptions, SideTable, write_sequences
+from nestpipe.data.schema import Feature, Schema
 from nestpipe.data.sequences import Sequences
 from nestpipe.data.vocabulary import Vocabulary
 from nestpipe.errors import DataError
@@ -85,14 +85,49 @@ def test_a_forgotten_users_name_is_gone_and_their_number_stays_unused(tmp_path: 
     assert encoded(encoder, ["zoe", "ann"]) == [3, 0]
 
 
+def test_nothing_else_of_a_forgotten_user_stays(tmp_path: Path) -> None:
+    """Not a value that only they have, not a user without events, not a rejected record."""
+    log = pl.DataFrame(
+        {
+            "user": ["ann", "bob", "olga"],
+            "item": ["a", "b", "c"],
+            "time": ["1", "2", "noon"],
+            "shop": ["x1", "x2", "x3"],
+        }
+    )
+    people = pl.DataFrame({"user": ["ann", "bob", "dora"], "mail": ["ann@m", "bob@m", "dora@m"]})
+    mail = Feature(name="mail", kind="id", scope="user", encoding="hash")
+    shop = Feature(name="shop", kind="id", encoding="dictionary")
+    schema = Schema(user_encoding="dictionary", item_encoding="dictionary", features=(mail, shop))
+    options = BuildOptions(max_quarantine_share=1.0)
+    users = SideTable(source=people, key="user")
+    write_sequences(tmp_path / "out", schema=schema, log=log, users=users, options=options)
+
+    def files_with(text: str) -> list[str]:
+        return [path.name for path in (tmp_path / "out").iterdir() if text.encode() in path.read_bytes()]
+
+    for name in ("olga", "bob", "dora"):
+        assert files_with(name)
+        sequences = Sequences.open(tmp_path / "out")
+        number = sequences.vocabulary("user").number_of(name)
+        forget_user(sequences, number, announce=lambda digest: None, own=name)
+        assert not files_with(name)
+    assert not files_with("x2")
+    left = Sequences.open(tmp_path / "out")
+    left.verify()
+    assert left.vocabulary("user").own_ids(left.users) == ["ann"]
+    assert left.vocabulary("shop").number_of("x1") is not None
+    assert left.meta["counts"]["users"] == 1
+
+
 def test_what_is_no_id_is_said() -> None:
     numbers = Vocabulary("user", "int64")
     assert numbers.number_of("42") == 42
-    with pytest.raises(DataError, match=r"user 'alice' is not a whole number.*--user-encoding dictionary"):
-        numbers.number_of("alice")
-    for wrong in (True, 2**63, str(-(2**63) - 1)):
-        with pytest.raises(DataError, match="is not an int64"):
+    for wrong in ("alice", True, 2**63, str(-(2**63) - 1), "\u0663", "1.0", ""):
+        with pytest.raises(DataError, match=r"is not an int64.*--user-encoding dictionary"):
             numbers.number_of(wrong)
+    found, known = numbers.numbers_of(["42", "alice", -3, 2**63])
+    assert (found.tolist(), known.tolist()) == ([42, 0, -3, 0], [True, False, True, False])
     with pytest.raises(DataError, match="no text for 5; it holds 0 texts"):
         Vocabulary("item", "hash").own_ids(np.array([5]))
 

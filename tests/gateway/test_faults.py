@@ -391,8 +391,9 @@ def test_one_command_starts_a_fleet_that_survives_the_kill_of_an_instance(runs, 
                     assert (now.items, now.degraded) == (was.items, False)
                     np.testing.assert_allclose(now.scores, was.scores, atol=EXACT)
                 _wait(lambda: len(_children(process.pid)) == 2, process)
-                with pytest.raises(ServiceError, match="user 'three' is not a whole number"):
-                    client.recommend("three")
+                assert client.recommend("three").items, "a user without history"
+                with pytest.raises(ServiceError, match="field 'explain' is answered by an instance"):
+                    client.recommend(3, explain=True)
         finally:
             process.terminate()
             process.wait(timeout=60)

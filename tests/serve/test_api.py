@@ -238,6 +238,7 @@ def test_candidates_that_the_catalogue_lacks_are_listed_and_the_rest_is_ranked(o
     assert (found["items"], found["scores"]) == (known["items"], known["scores"])
     assert found["unknown"] == [10**6, -1]
     assert (known["unknown"], world.rank(7, candidates=[10**6])["items"]) == ([], [])
+    assert world.rank("guest \u200d", candidates=[3, 5, "sold out"])["unknown"] == ["sold out"]  # without history
     assert world.rank("7", candidates=["3", 5, "9"])["items"] == known["items"]  # a number may come as its text
 
 
@@ -252,7 +253,6 @@ def test_candidates_that_the_catalogue_lacks_are_listed_and_the_rest_is_ranked(o
         ("rank", {"user": 2**63, "request": "r", "candidates": [1]}, 400, "bad_user"),
         ("rank", {"user": 1, "request": "r", "candidates": []}, 400, "bad_candidates"),
         ("rank", {"user": 1, "request": "r", "candidates": [1] * 51}, 400, "bad_candidates"),
-        ("rank", {"user": "one", "request": "r", "candidates": [1]}, 400, "bad_data"),
         ("rank", {"user": 1, "request": "r", "candidates": [1], "k": 0}, 400, "bad_k"),
         ("rank", {"user": 1, "request": "r", "candidates": [1], "deadline_ms": -1}, 400, "bad_deadline_ms"),
         ("rank", {"user": 1, "request": "r", "candidates": [1], "query_time": -1}, 400, "bad_query_time"),
@@ -271,7 +271,11 @@ def test_candidates_that_the_catalogue_lacks_are_listed_and_the_rest_is_ranked(o
         ("events", {"events": [{"id": "a", "user": 1, "item": 1, "time": 1, "click": "x"}]}, 400, "bad_data"),
         ("events", {"events": [7]}, 400, "bad_events"),
         ("events", {}, 400, "bad_events"),
-        ("invalidate", {"user": "seven"}, 400, "bad_data"),
+        ("invalidate", {"user": 1.5}, 400, "bad_user"),
+        ("events", {"events": [{"id": "a", "user": "one", "item": 1, "time": 1}]}, 400, "bad_data"),
+        ("events", {"events": [{"id": "a", "user": 1, "item": 1, "time": 1, "device": {}}]}, 400, "bad_data"),
+        ("events", {"events": [{"id": "a", "user": 1, "item": 1, "time": 1, "device": True}]}, 400, "bad_data"),
+        ("events", {"events": [{"id": "a", "user": 1, "item": 1, "time": 1, "device": ["tv"]}]}, 400, "bad_data"),
         ("events", {"events": [{"id": "a", "user": 1, "item": 1, "time": 1, "device": "fax"}]}, 400, "bad_data"),
         ("release", {"ticket": ""}, 400, "bad_ticket"),
     ],

@@ -8,8 +8,9 @@ import polars as pl
 import pytest
 
 import nestpipe
+from nestpipe.data.column_types import parse_time
 from nestpipe.errors import ConfigError
-from nestpipe.training.fit import choose_config, schema_of
+from nestpipe.training.fit import as_polars, choose_config, schema_of
 
 
 def shop(num_users: int = 30) -> pl.DataFrame:
@@ -63,10 +64,33 @@ def test_every_kind_of_frame_gives_the_same_items(fitted, library, tmp_path):
     assert again.recommend(fitted.users, k=5).equals(fitted.recommend(fitted.users, k=5))
 
 
+@pytest.mark.parametrize("dtype", ["object", "category", "string", "Int64"])
+def test_missing_values_of_pandas_are_missing(dtype):
+    pandas = pytest.importorskip("pandas")
+    values = [1, None, 3] if dtype == "Int64" else ["a", None, "ß"]
+    frame = pandas.DataFrame({"x": pandas.Series(values, dtype=dtype)})
+    assert as_polars(frame, ["x"])["x"].to_list() == values
+
+
+def test_times_and_mixed_columns_of_pandas_are_read():
+    pandas = pytest.importorskip("pandas")
+    zoned = pandas.Series(pandas.to_datetime(["2026-03-01T10:00:00+02:00", None], utc=True))
+    plain = pandas.Series(pandas.to_datetime(["2026-03-01T08:00:00", "2026-03-02T08:00:00"]))
+    mixed = pandas.Series(["2026-03-01T08:00:00Z", 1_772_352_000], dtype=object)
+    frame = as_polars(pandas.DataFrame({"zoned": zoned, "plain": plain, "mixed": mixed}), ["zoned", "plain", "mixed"])
+    expected = 1_772_352_000_000
+    assert [parse_time(frame[name], "auto").columns["time"][0] for name in frame.columns] == [expected] * 3
+    assert frame["zoned"][1] is None
+    assert parse_time(frame["mixed"], "auto").columns["time"].to_list() == [expected] * 2
+
+
 def test_saved_and_loaded_it_answers_the_same(fitted, tmp_path):
     fitted.save(tmp_path / "shop")
     again = nestpipe.load(tmp_path / "shop")
     assert again.recommend(fitted.users, k=5).equals(fitted.recommend(fitted.users, k=5))
+    once_more = again.save(tmp_path / "twice")
+    assert once_more.recommend(fitted.users, k=5).equals(fitted.recommend(fitted.users, k=5))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["shop", "twice"]
     assert again.run.sequences.path == (tmp_path / "shop" / "data").resolve()
     with pytest.raises(ConfigError, match="exists already"):
         fitted.save(tmp_path / "shop")
