@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -72,3 +73,17 @@ def small_config(
         train=replace(recipe.train, **settings),
         eval=replace(recipe.eval, ks=(1, 10), num_bootstrap=100),
     )
+
+
+def files_naming(folder: Path, text: str) -> list[Path]:
+    """The files below a folder that hold a text as a whole; Parquet is compressed, so its values are looked at."""
+    whole = re.compile(rf"(?<![\w ]){re.escape(text)}(?![\w])".encode())
+    found = []
+    for path in sorted(one for one in folder.rglob("*") if one.is_file()):
+        content = path.read_bytes()
+        if path.suffix == ".parquet":
+            frame = pl.read_parquet(path)
+            content = "\n".join(str(value) for row in frame.iter_rows() for value in row).encode()
+        if whole.search(content):
+            found.append(path)
+    return found

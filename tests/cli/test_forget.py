@@ -22,11 +22,13 @@ from nestpipe.cli.forget import forget
 from nestpipe.cli.serve_fleet import fleet_histories, fleet_retriever, keep_fresh
 from nestpipe.config import Config, DataConfig
 from nestpipe.data import array_files as folders
+from nestpipe.errors import DataError
 from nestpipe.serve.demo_page import DemoPage
 from nestpipe.serve.own_ids import ServiceIds
 from nestpipe.training.run_folder import Run
+from tests.eval.test_recommend import named_log
 from tests.gateway.fake_instances import Served
-from tests.small_runs import small_config, small_log, write_log
+from tests.small_runs import files_naming, small_config, small_log, write_log
 
 DEAD = 2**22 + 1  # no process has this number: it is above what Linux gives
 
@@ -159,3 +161,31 @@ def test_a_gateway_with_a_retrieval_run_keeps_no_folder_of_before(tmp_path):
     gc.collect()
     mapped = Path("/proc/self/maps")
     assert not mapped.exists() or str(tmp_path / ".log.old") not in mapped.read_text()
+
+
+def test_an_interrupted_erasure_is_finished_by_the_next_one_without_the_name(tmp_path, monkeypatch):
+    """The folder loses the name before the instructions are erased; the run keeps the number until then, and no name."""
+    log = named_log(tmp_path / "log")
+    run = tmp_path / "run"
+    (run / "eval").mkdir(parents=True)
+    Run(run, Config(data=DataConfig(path=str(log.path)))).write(statistics={}, facts={})
+    number, erased = log.vocabulary("user").number_of("Zoë 3"), []
+
+    def cut_off(folder, user):
+        raise KeyboardInterrupt
+
+    assert files_naming(tmp_path, "Zoë 3")
+
+    monkeypatch.setattr(command, "_forget_instructions", cut_off)
+    with pytest.raises(KeyboardInterrupt):
+        forget([run], "Zoë 3")
+    assert Run.open(run).sequences.vocabulary("user").number_of("Zoë 3") is None
+    assert not files_naming(tmp_path, "Zoë 3")
+    monkeypatch.setattr(command, "_forget_instructions", lambda folder, user: erased.append(user))
+    other = log.vocabulary("user").number_of("Zoë 4")
+    assert forget([run], "Zoë 4")[0] == 7
+    assert erased[0] == number
+    assert set(erased) == {number, other}
+    assert "forgetting" not in (run / "run.json").read_text()
+    with pytest.raises(DataError, match="user 'Zoë 3' is not in"):
+        forget([run], "Zoë 3")

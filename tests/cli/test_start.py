@@ -22,6 +22,7 @@ from nestpipe.client import Client
 from nestpipe.data.log_reader import LogSource
 from nestpipe.errors import ConfigError
 from nestpipe.training.fit import choose_config
+from tests.small_runs import files_naming
 
 
 def write_dirty_log(path, num_users=40):
@@ -93,10 +94,10 @@ def test_http_client_command_and_offline_scoring_agree_in_own_ids(service, capsy
         new = {"id": "e1", "user": "käufer 0", "item": item, "time": 1_790_000_000}
         client.send_events([new])
         assert item not in client.recommend("käufer 0", k=12, deadline_ms=60_000).items
+    assert files_naming(tmp_path / "shop", "käufer 0")
     assert main(["forget", "shop/run", "--user", "käufer 0"]) == 0
     assert "4 stored and 1 logged events were erased" in capsys.readouterr().out
-    files = [path for path in (tmp_path / "shop").rglob("*") if path.is_file()]
-    assert not [path for path in files if "käufer 0".encode() in path.read_bytes()]
+    assert not files_naming(tmp_path / "shop", "käufer 0")
     deadline = time.monotonic() + 60  # the service notices within a second; the machine may be busy
     while httpx.get(f"{service}/v1/recommend/{quote('käufer 0')}", timeout=60).json()["path"] != "popular":
         assert time.monotonic() < deadline
