@@ -27,9 +27,9 @@ from nestpipe.generative import semantic_ids
 from nestpipe.profiling import trace_file
 from nestpipe.recipes import RECIPES
 from nestpipe.registry import own_kinds
-from nestpipe.serve.arguments import ServeArguments
 from nestpipe.serve.config import Limits
 from nestpipe.serve.openapi import instance_document
+from nestpipe.serve.serve_flags import ServeArguments
 
 SNAPSHOT = Path(__file__).parent / "snapshots" / "public.json"
 _PACKAGE = Path(nestpipe.__file__).parent

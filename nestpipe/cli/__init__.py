@@ -60,7 +60,7 @@ SECTIONS: dict[str, dict[str, Command]] = {
         "report": Command("one HTML file about a run", "report:main", "arguments:ReportArguments"),
     },
     "Serve": {
-        "serve": Command("serve a run over HTTP", "serve:main", "nestpipe.serve.arguments:parse"),
+        "serve": Command("serve a run over HTTP", "serve:main", "nestpipe.serve.serve_flags:parse"),
         "swap": Command("load another model into running instances", "swap:main", "arguments:SwapArguments"),
         "think": Command(
             "write instructions for a generative run, near-line", "think:main", "arguments:ThinkArguments"

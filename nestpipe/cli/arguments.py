@@ -1,7 +1,7 @@
 """Flags of the commands that have fixed ones: the docstring of a class is the help of its command.
 
 No torch in here: `--help` and refused flags answer without it. Flags of `data` are in data_arguments.py, those of `serve` in
-serve/arguments.py. `train`, `tune` and `check-model` have the flags of a recipe or a model, and parse for themselves.
+serve/serve_flags.py. `train`, `tune` and `check-model` have the flags of a recipe or a model, and parse for themselves.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from rich.progress import track
 from nestpipe.cli.arguments import RecommendArguments, SimilarArguments
 from nestpipe.data.vocabulary import OwnId
 from nestpipe.errors import ConfigError
-from nestpipe.eval.recommend import CataloguePredictor, Recommendation
+from nestpipe.eval.catalogue_predictor import CataloguePredictor, Recommendation
 from nestpipe.training.run_folder import Run
 from nestpipe.training.trained_run import recommendation_frame
 

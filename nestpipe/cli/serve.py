@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from nestpipe.errors import ConfigError
 from nestpipe.models.config import EncDecConfig, RankingConfig
-from nestpipe.serve.arguments import ServeArguments
+from nestpipe.serve.serve_flags import ServeArguments
 from nestpipe.training.run_folder import Run
 
 

@@ -29,12 +29,12 @@ from nestpipe.gateway.instance_client import InstanceClient, make_client
 from nestpipe.gateway.nginx import nginx_config
 from nestpipe.gateway.router import InstanceAddress, Members
 from nestpipe.gateway.supervisor import Fleet, Worker
-from nestpipe.serve.arguments import ServeArguments
 from nestpipe.serve.config import Stages
 from nestpipe.serve.demo_page import DemoPage
 from nestpipe.serve.event_log import EventLog
 from nestpipe.serve.open_service import open_run
 from nestpipe.serve.own_ids import ServiceIds
+from nestpipe.serve.serve_flags import ServeArguments
 from nestpipe.serve.server import PortError, bind, run_apps
 from nestpipe.serve.service_folder import EVENTS, kept_secret
 from nestpipe.serve.user_history import UserHistories

@@ -17,7 +17,6 @@ from nestpipe.cli.serve import require_ranker
 from nestpipe.models.config import DCNConfig, EncDecConfig, RankingConfig
 from nestpipe.serve.admin import Admin
 from nestpipe.serve.api import Instance
-from nestpipe.serve.arguments import ServeArguments
 from nestpipe.serve.engine import Engine
 from nestpipe.serve.generation_api import GenerativeInstance
 from nestpipe.serve.generation_engine import Generator
@@ -26,6 +25,7 @@ from nestpipe.serve.next_item_api import NextItemInstance
 from nestpipe.serve.next_item_engine import NextItemEngine
 from nestpipe.serve.open_service import open_engine, open_generator, open_next_item_engine, open_run
 from nestpipe.serve.prefill import ServedModel
+from nestpipe.serve.serve_flags import ServeArguments
 from nestpipe.serve.server import bind, run_apps
 from nestpipe.serve.service_folder import EVENTS, kept_secret
 from nestpipe.training.run_folder import Run

@@ -9,8 +9,8 @@ import threading
 
 from nestpipe.cli.serve import require_ranker
 from nestpipe.errors import ConfigError
-from nestpipe.serve.arguments import ServeArguments
 from nestpipe.serve.open_service import open_run
+from nestpipe.serve.serve_flags import ServeArguments
 
 _OBJECT_STORE_BYTES = 80 << 20  # about Ray's minimum; no request goes through it
 

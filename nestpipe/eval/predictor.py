@@ -21,8 +21,14 @@ from nestpipe.data.sequences import Sequences, truncate
 from nestpipe.data.splits import Ints, Split
 from nestpipe.embedding.row_reader import RowReader, read_rows
 from nestpipe.errors import ConfigError, DataError
+from nestpipe.eval.catalogue_predictor import (
+    CataloguePredictor,
+    UserRequest,
+    catalogue_positions,
+    seen_items,
+    training_counts,
+)
 from nestpipe.eval.ranking_eval import RankingPredictor
-from nestpipe.eval.recommend import CataloguePredictor, UserRequest, catalogue_positions, seen_items, training_counts
 from nestpipe.eval.retrieval_eval import EvalBatch, EvalReport, evaluate, evaluate_lists, popularity_report
 from nestpipe.eval.topk_metrics import Top, top_items
 from nestpipe.generative.beam import FoundItems, expand, search

@@ -24,9 +24,9 @@ from nestpipe.data.sequences import Sequences
 from nestpipe.data.splits import Split, Windows, disjoint_windows, overlapping_windows, train_mask
 from nestpipe.embedding.row_reader import RowReader, read_rows
 from nestpipe.errors import DataError, TrainError
+from nestpipe.eval.catalogue_predictor import CataloguePredictor, UserRequest
 from nestpipe.eval.label_metrics import LabelPredictions
 from nestpipe.eval.label_report import LabelReport, label_report
-from nestpipe.eval.recommend import CataloguePredictor, UserRequest
 from nestpipe.eval.topk_metrics import Array, Counts, Top
 from nestpipe.jagged import Batch, Cursor, Jagged, ranges
 from nestpipe.models.build_model import inputs_of

@@ -14,10 +14,10 @@ from ray.serve.config import RequestRouterConfig
 from starlette.applications import Starlette
 
 from nestpipe.serve.api import Instance
-from nestpipe.serve.arguments import ServeArguments, parse
 from nestpipe.serve.open_service import open_engine, open_run
 from nestpipe.serve.request_errors import BadRequestError
 from nestpipe.serve.schemas import InvalidateReply, InvalidateRequest
+from nestpipe.serve.serve_flags import ServeArguments, parse
 from nestpipe.serve.service_folder import kept_secret
 
 ROUTER = "nestpipe.gateway.ray_router.UserRouter"

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from nestpipe.errors import ConfigError
 from nestpipe.generative.instruction_store import INSTRUCTIONS, Instructions, SqliteStore
-from nestpipe.serve.arguments import ServeArguments
 from nestpipe.serve.config import EngineConfig, TriggerConfig
 from nestpipe.serve.engine import Engine
 from nestpipe.serve.event_log import EventLog
@@ -17,6 +16,7 @@ from nestpipe.serve.latency_model import measure_costs, measure_generation
 from nestpipe.serve.model import open_served
 from nestpipe.serve.next_item_engine import NextItemEngine
 from nestpipe.serve.next_item_model import open_next_item
+from nestpipe.serve.serve_flags import ServeArguments
 from nestpipe.serve.service_folder import EVENTS
 from nestpipe.serve.user_history import UserHistories
 from nestpipe.training.run_folder import Run

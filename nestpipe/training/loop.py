@@ -44,11 +44,11 @@ from nestpipe.pipeline.sequential import step
 from nestpipe.pipeline.stages import BatchWork, TrainState
 from nestpipe.profiling.torch_profiler import profiled
 from nestpipe.training.environment import environment
-from nestpipe.training.limits import Best, LoopProgress, RunLimits
 from nestpipe.training.mfu import Utilisation
 from nestpipe.training.open_run import agree, check_shared, open_run
 from nestpipe.training.process import exact_arithmetic, keep_freed_memory, lock_run, peak_memory_bytes, stop_signals
 from nestpipe.training.run_folder import Run
+from nestpipe.training.run_limits import Best, LoopProgress, RunLimits
 from nestpipe.training.run_state import load_state, new_state, warm_state
 from nestpipe.training.trackers import JsonlTracker, Progress, TensorBoardTracker, Tracker, Trackers
 

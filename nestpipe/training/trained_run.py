@@ -18,9 +18,9 @@ import polars as pl
 from nestpipe.atomic_files import replace_file
 from nestpipe.data.vocabulary import OwnId
 from nestpipe.errors import ConfigError
+from nestpipe.eval.catalogue_predictor import Recommendation
 from nestpipe.eval.label_report import LabelReport
 from nestpipe.eval.predictor import Predictor
-from nestpipe.eval.recommend import Recommendation
 from nestpipe.eval.retrieval_eval import EvalReport
 from nestpipe.training.run_folder import Run
 

@@ -26,7 +26,7 @@ from nestpipe.errors import DataError
 from nestpipe.serve.demo_page import DemoPage
 from nestpipe.serve.own_ids import ServiceIds
 from nestpipe.training.run_folder import Run
-from tests.eval.test_recommend import named_log
+from tests.eval.test_catalogue_predictor import named_log
 from tests.gateway.fake_instances import Served
 from tests.small_runs import files_naming, small_config, small_log, write_log
 

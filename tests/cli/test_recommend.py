@@ -9,7 +9,7 @@ import pytest
 
 from nestpipe import train
 from nestpipe.cli import main
-from tests.eval.test_recommend import named_log
+from tests.eval.test_catalogue_predictor import named_log
 from tests.small_runs import small_config
 
 

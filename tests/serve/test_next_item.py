@@ -12,7 +12,7 @@ from nestpipe.serve.next_item_api import NextItemInstance
 from nestpipe.serve.next_item_engine import RecommendationJob
 from nestpipe.serve.open_service import open_next_item_engine
 from nestpipe.serve.requests import BusyError, LateError
-from tests.eval.test_recommend import named_log
+from tests.eval.test_catalogue_predictor import named_log
 from tests.gateway.fake_instances import Served
 from tests.small_runs import small_config
 

@@ -6,7 +6,7 @@ import pytest
 
 from nestpipe import recipes
 from nestpipe.jagged import Cursor
-from nestpipe.training.limits import Best, LoopProgress, RunLimits
+from nestpipe.training.run_limits import Best, LoopProgress, RunLimits
 
 
 class FixedEpochs:

@@ -15,9 +15,9 @@ from nestpipe.data.schema import Schema
 from nestpipe.data.splits import train_mask
 from nestpipe.data.synthetic_clicks import ClicksConfig, ingest_clicks
 from nestpipe.errors import ConfigError, DataError
+from nestpipe.eval.catalogue_predictor import Recommendation
 from nestpipe.eval.predictor import RetrievalPredictor, make_predictor
 from nestpipe.eval.ranking_eval import RankingPredictor
-from nestpipe.eval.recommend import Recommendation
 from nestpipe.training.run_folder import Run
 from tests.eval.ranking_ranks import ranking_config
 from tests.serve import small_generative
