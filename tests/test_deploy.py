@@ -191,18 +191,21 @@ def test_commands_of_pods_parse(path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         (container,) = pod["containers"]
         command = container["command"]
         assert all(isinstance(word, str) for word in command), "arguments are strings: quote the numbers"
-        start = command.index("nestpipe.cli" if command[0] == "torchrun" else "nestpipe") + 1
+        words = command[command.index("nestpipe") + 1 :]
         with pytest.raises(Parsed):
-            main(command[start:])
+            main(words)
+        if words[0] == "launch":  # and the command of its ranks
+            with pytest.raises(Parsed):
+                main(words[words.index("train") :])
 
 
-def test_torchrun_of_the_job_starts_as_many_as_the_job_has_pods() -> None:
+def test_the_job_launches_on_as_many_hosts_as_it_has_pods() -> None:
     ((job, pod),) = pods_of(ROOT / "deploy" / "kubernetes" / "train.yaml")
-    text = " ".join(pod["containers"][0]["command"])
-    assert f"--nnodes={job['spec']['completions']} " in text
-    assert job["spec"]["completions"] == job["spec"]["parallelism"]
-    name, subdomain = job["metadata"]["name"], pod["subdomain"]
-    assert f"--rdzv-endpoint={name}-0.{subdomain}:29400 " in text
+    command = pod["containers"][0]["command"]
+    name, subdomain, size = job["metadata"]["name"], pod["subdomain"], job["spec"]["completions"]
+    assert job["spec"]["parallelism"] == size
+    hosts = command[command.index("--hosts") + 1].split(",")
+    assert hosts == [f"{name}-{number}.{subdomain}" for number in range(size)]
 
 
 def test_the_image_is_that_of_the_version_and_copies_what_is_there() -> None:

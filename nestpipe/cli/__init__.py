@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from nestpipe.distributed.local_host import end_with_parent, usable_cores
+from nestpipe.distributed.rank_failure import record_failure
 from nestpipe.errors import ConfigError, NestPipeError
 
 
@@ -49,7 +52,8 @@ SECTIONS: dict[str, dict[str, Command]] = {
     },
     "Train": {
         "start": Command("from a log to a trained run, in one command", "start:main", "arguments:StartArguments"),
-        "train": Command("train a recipe, in one process or under torchrun", "train:main"),
+        "train": Command("train a recipe, in one process or under launch", "train:main"),
+        "launch": Command("a command on several ranks, of one machine or many", "launch:main", "launch:parse"),
         "tune pipeline": Command("pipeline settings, from a few measured steps", "tune:pipeline"),
         "tune balance": Command("cost of a sample by its length, for load balance", "tune:balance"),
     },
@@ -89,13 +93,25 @@ def main(argv: list[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     name = " ".join(["nestpipe", *(word for word in words[:1] if word in _FIRST_WORDS)])
     try:
+        _prepare_process()
         return run(words)
     except (NestPipeError, OSError) as error:  # OSError: no such folder, no permission, disk full
         print(f"{name}: {error}", file=sys.stderr)
+        record_failure(f"{name}: {error}", error)
         return 2
     except KeyboardInterrupt:
         print(f"{name}: interrupted", file=sys.stderr)
         return 130
+
+
+def _prepare_process() -> None:
+    """Settings that must come before torch is imported, and the end of a rank whose launcher is gone."""
+    # Threads that wait for work must not spin: at a load of 9 on 2 cores a step took 4.7 s, passively 0.8 s.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    if (cores := usable_cores()) < (os.cpu_count() or 1):  # torch counts the cores of the machine, not the quota
+        os.environ.setdefault("OMP_NUM_THREADS", str(cores))
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_parent()
 
 
 def run(words: Sequence[str]) -> int:

@@ -50,6 +50,7 @@ from nestpipe.training.process import exact_arithmetic, keep_freed_memory, lock_
 from nestpipe.training.run_folder import Run
 from nestpipe.training.run_limits import Best, LoopProgress, RunLimits
 from nestpipe.training.run_state import load_state, new_state, warm_state
+from nestpipe.training.start_line import EarlierStart, cpu_model, gather_hosts, start_line
 from nestpipe.training.trackers import JsonlTracker, Progress, TensorBoardTracker, Tracker, Trackers
 
 INTERRUPTED = "interrupted"
@@ -131,8 +132,11 @@ class _Loop:
         self._memory = LoopProgress()
         self._cursor = Cursor(0, 0)
         self._saved_settings: list[dict[str, Any]] = []
+        self._restored = ""  # name of the checkpoint
         self._warm_start: WarmStartReport | None = None
         self._exit = contextlib.ExitStack()
+        hosts = gather_hosts(channels.control)
+        earlier = EarlierStart.of(run) if self._leads else None
         with contextlib.ExitStack() as undo:
             self._state = self._restore()
             all_ranks_or_none(
@@ -159,6 +163,8 @@ class _Loop:
         self._utilisation = Utilisation(run.config.model) if self._leads else None
         self._clock = clock
         self._since = clock()
+        if self._leads:
+            self._say(start_line(run, earlier, hosts, step=self._state.num_steps, checkpoint=self._restored))
         self._say(self._groups.why)
         if run.sequences.times is None and isinstance(run.config.model, HSTUConfig | FuXiConfig | RankingConfig):
             self._progress.say(f"{run.sequences.path} is an order-only log: the time biases are off.")
@@ -179,6 +185,7 @@ class _Loop:
         checkpoint_folders.remove_unfinished(self._run.checkpoints)
         num_ranks = self._channels.control.world.size
         facts = {"recipe": recipe, "num_ranks": num_ranks, GROUPS: self._groups.chosen, "environment": environment()}
+        facts["cpu_model"] = cpu_model()
         self._run.write(statistics=self._loader.statistics, facts=facts)
         if self._config.train.mirror:
             Mirror(self._config.train.mirror).push_run(self._run.folder)
@@ -352,6 +359,7 @@ class _Loop:
         best = Best(**progress["best"]) if progress["best"] else None
         self._memory = LoopProgress(seconds=progress["seconds"], best=best, num_stale=progress["num_stale"])
         self._cursor = manifest.cursor
+        self._restored = checkpoint_folders.checkpoint_folder(self._run.checkpoints, latest).name
         self._saved_settings = progress.get("autotune", [])
         return state
 

@@ -2,7 +2,10 @@
 
 import ast
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,8 +13,8 @@ import pytest
 from nestpipe.cli import main
 from nestpipe.cli.demo import differing_tensors
 from tests.small_runs import small_log
-from tests.training.test_torchrun import torchrun
 
+ROOT = Path(__file__).resolve().parents[2]
 SOURCE = Path(__file__).with_name("outside_gru.py")
 NUM_STEPS, SAVE_STEPS = 8, 2
 LIMITS = f"--train.epochs 0 --train.steps {NUM_STEPS} --train.save-steps {SAVE_STEPS} --train.log-steps 1"
@@ -31,12 +34,28 @@ def folder(tmp_path, monkeypatch):
 
 def train_on_two_ranks(folder, run, *flags, deaths=()):
     command = ("train", "outside_gru:recipe", "--run", run, "--resume", "--model.hidden", "8", *SETTINGS, *flags)
-    return torchrun(
-        *("tests.training.dying_rank", json.dumps(deaths), *command),
+    options = [
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "--max-restarts",
+        str(len(deaths)),
+        "--monitor-interval",
+        "0.05",
+    ]
+    known = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    start = [sys.executable, "-m", "torch.distributed.run", *options, "-m", "--", "tests.training.dying_rank"]
+    done = subprocess.run(
+        [*start, json.dumps(deaths), *command],
         cwd=folder,
-        num_ranks=2,
-        max_restarts=len(deaths),
+        env={**known, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
+    assert done.returncode == 0, done.stderr[-8000:]
+    return done.stderr
 
 
 def measured(run, metric):

@@ -1,4 +1,4 @@
-"""`nestpipe train` under torchrun: a killed rank costs the steps since the last checkpoint, and not one bit."""
+"""`nestpipe launch train`: a killed rank costs the steps since the last checkpoint, and not one bit."""
 
 import json
 import os
@@ -23,16 +23,14 @@ ROOT = Path(__file__).resolve().parents[2]
 WORLD_SIZE, SAVE_STEPS, MAX_STEPS_PER_LIFE = 3, 3, 6
 
 
-def torchrun(*command, cwd, num_ranks=WORLD_SIZE, max_restarts=0, timeout_s=120):
-    """The stderr of all ranks; torchrun must exit with 0."""
-    options = ["--standalone", "--nproc-per-node", str(num_ranks), "--max-restarts", str(max_restarts)]
-    launch = [sys.executable, "-m", "torch.distributed.run", *options, "--monitor-interval", "0.05"]
+def launch(plan, *command, cwd, max_restarts, timeout_s=120):
+    """The stderr of all ranks; the launcher must exit with 0."""
+    options = ["-n", str(WORLD_SIZE), "--max-restarts", str(max_restarts)]
     known = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    environment = {**known, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [*launch, "-m", "--", *command],
+        [sys.executable, "-m", "tests.training.launch_dying", json.dumps(plan), *options, *command],
         cwd=cwd,
-        env=environment,
+        env={**known, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=timeout_s,
@@ -80,9 +78,8 @@ def test_ranks_killed_in_steps_and_saves_end_bitwise_identical_to_an_undisturbed
     settings = f"--train.epochs 0 --train.steps {steps} --train.save-steps {SAVE_STEPS} --train.log-steps 1"
     sizes = "--data.path log --data.batch-size 16 --embedding.num-buckets 4 --train.num-threads 1"
     sizes += " --pipeline.micro-batches 2 --pipeline.mode nested"  # the calm run is sequential
-    said = torchrun(
-        "tests.training.dying_rank",
-        json.dumps(plan),
+    said = launch(
+        plan,
         *("train", "tiny", "--run", "run", "--resume", *settings.split(), *sizes.split()),
         cwd=tmp_path,
         max_restarts=num_deaths,
