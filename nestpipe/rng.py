@@ -88,7 +88,9 @@ def integers(keys: Tensor, *, width: int, high: int) -> Tensor:
 
 def lanes16(keys: Tensor, width: int) -> Tensor:
     """Signed 16-bit numbers [n, width], uniform over the whole range; four per hash."""
-    return bits(keys, -(-width // _LANES)).view(torch.int16)[:, :width]
+    # Flat first: torch cannot view an empty [0, 1] tensor as narrower numbers.
+    num_hashes = -(-width // _LANES)
+    return bits(keys, num_hashes).flatten().view(torch.int16).view(len(keys), num_hashes * _LANES)[:, :width]
 
 
 def dropout(values: Tensor, probability: float, keys: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nestpipe.rng import Rng, bell, bits, dropout, hash_text, integers, mix64, mix64_, permutation, signed
+from nestpipe.rng import Rng, bell, bits, dropout, hash_text, integers, lanes16, mix64, mix64_, permutation, signed
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
 
@@ -93,6 +93,14 @@ def test_lanes_of_one_hash_are_independent():
     values = bits(Rng(0, 0).keys("x", torch.arange(100_000)), 1).view(torch.int16).double()
     correlation = torch.corrcoef(values.T) - torch.eye(4)
     assert float(correlation.abs().max()) < 4 / math.sqrt(100_000)
+
+
+@pytest.mark.parametrize("width", [1, 4, 5])
+def test_no_rows_draw_nothing(width):
+    """An empty micro-batch with a narrow model."""
+    keys = torch.zeros(0, dtype=torch.int64)
+    assert lanes16(keys, width).shape == (0, width)
+    assert dropout(torch.zeros(0, width), 0.5, keys).shape == (0, width)
 
 
 def test_permutation_is_one_and_changes_with_epoch_and_seed():

@@ -97,6 +97,7 @@ def train_to_end(
     `recipe` is recorded with the run; `clock` returns seconds.
     """
     config.validate()
+    config = Config.from_json(config.to_json())  # as a resumed run reads it: 1 in a float field is 1.0
     keep_freed_memory()
     config = replace(config, data=replace(config.data, path=str(Path(config.data.path).resolve())))
     if isinstance(config.model, EncDecConfig):

@@ -249,6 +249,16 @@ def test_a_weight_that_overflows_is_not_saved(log, tmp_path):
     assert not checkpoint_folders.complete_steps(tmp_path / "run" / "checkpoints")
 
 
+def test_an_int_in_a_float_field_makes_a_run_that_resumes(log, tmp_path):
+    config = small_config(log)
+    config = replace(config, dense=replace(config.dense, weight_decay=0), train=replace(config.train, clip_norm=1))
+    first = train(replace(config, train=replace(config.train, epochs=0, steps=2)), tmp_path / "run", quiet=True)
+    again = Run.open(first.folder).config
+    assert type(again.train.clip_norm) is float
+    longer = replace(again, train=replace(again.train, steps=3))
+    assert train(longer, tmp_path / "run", resume=True, quiet=True).checkpoint()[1].step == 3
+
+
 def test_a_resumed_configuration_is_checked_and_saved(log, tmp_path):
     config = small_config(log, steps=2)
     train(config, tmp_path / "run", quiet=True)
