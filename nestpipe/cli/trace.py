@@ -5,17 +5,22 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from rich.console import Console
 
 from nestpipe.atomic_files import replace_file
 from nestpipe.cli.arguments import TraceArguments
-from nestpipe.errors import ConfigError
+from nestpipe.config import Config
+from nestpipe.distributed.local_host import usable_cores
+from nestpipe.errors import ConfigError, NestPipeError
 from nestpipe.profiling.overlap import StepTimes
 from nestpipe.profiling.overlap_report import choose, report
 from nestpipe.profiling.perfetto import to_perfetto
 from nestpipe.profiling.timeline import draw, middle
-from nestpipe.profiling.trace_file import load
+from nestpipe.profiling.trace_file import RankTrace, load
+from nestpipe.simulate.advice import advice, setting_of
+from nestpipe.training.run_folder import read_facts
 
 _DRAWN = 3  # steps in the drawing unless --steps says which
 _MOST_DRAWN = 12
@@ -47,7 +52,18 @@ def main(arguments: TraceArguments) -> int:
         soft_wrap=True,
     )
     console.print(f"{arguments.run / 'trace' / 'trace.perfetto.json'}: open in ui.perfetto.dev", soft_wrap=True)
+    console.print(_advice(arguments.run, traces), soft_wrap=True)
     return 0
+
+
+def _advice(run: Path, traces: Sequence[RankTrace]) -> str:
+    """What the run's own record says about its mode and machines decides what is compared."""
+    try:
+        mode, facts = Config.load(run / "config.json").pipeline.mode, read_facts(run)
+    except NestPipeError:  # only the traces were copied here
+        return advice(traces, setting_of(traces), cores=None)
+    cores = usable_cores() if len(facts.get("hosts", [])) == 1 else None
+    return advice(traces, setting_of(traces, mode), cores=cores)
 
 
 def _range(text: str | None) -> tuple[int | None, int | None]:

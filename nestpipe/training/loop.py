@@ -141,7 +141,9 @@ class _Loop:
         with contextlib.ExitStack() as undo:
             self._state = self._restore()
             all_ranks_or_none(
-                channels.control, "folder taken", lambda: self._take_folder(undo, recipe) if self._leads else None
+                channels.control,
+                "folder taken",
+                lambda: self._take_folder(undo, recipe, hosts) if self._leads else None,
             )
             check_shared(run.folder, channels.control)
             if self._warm_start and not quiet:
@@ -181,12 +183,11 @@ class _Loop:
         if lost := self._saver.abort(self._channels.control.deadline_s):
             self._progress.say(f"the checkpoint in flight was not saved: {lost}")
 
-    def _take_folder(self, undo: contextlib.ExitStack, recipe: str | None) -> None:
+    def _take_folder(self, undo: contextlib.ExitStack, recipe: str | None, hosts: list[str]) -> None:
         undo.enter_context(lock_run(self._run.folder))
         checkpoint_folders.remove_unfinished(self._run.checkpoints)
-        num_ranks = self._channels.control.world.size
-        facts = {"recipe": recipe, "num_ranks": num_ranks, GROUPS: self._groups.chosen, "environment": environment()}
-        facts["cpu_model"] = cpu_model()
+        facts: dict[str, Any] = {"recipe": recipe, "num_ranks": len(hosts), "hosts": sorted(set(hosts))}
+        facts |= {"cpu_model": cpu_model(), GROUPS: self._groups.chosen, "environment": environment()}
         self._run.write(statistics=self._loader.statistics, facts=facts)
         if self._config.train.mirror:
             Mirror(self._config.train.mirror).push_run(self._run.folder)
