@@ -18,6 +18,7 @@ from nestpipe import client, errors
 from nestpipe.checkpoint import manifest as checkpoint_manifest
 from nestpipe.cli import COMMANDS
 from nestpipe.cli.check_model import CheckModelArguments
+from nestpipe.cli.launch import LaunchOptions
 from nestpipe.cli.train import TrainArguments
 from nestpipe.cli.tune import TuneBalanceArguments, TunePipelineArguments
 from nestpipe.config import Config, keys
@@ -39,6 +40,7 @@ PARSED_BY_COMMAND = {
     "train": TrainArguments,
     "tune balance": TuneBalanceArguments,
     "tune pipeline": TunePipelineArguments,
+    "launch": LaunchOptions,
 }
 
 

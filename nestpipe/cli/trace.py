@@ -62,6 +62,8 @@ def _advice(run: Path, traces: Sequence[RankTrace]) -> str:
         mode, facts = Config.load(run / "config.json").pipeline.mode, read_facts(run)
     except NestPipeError:  # only the traces were copied here
         return advice(traces, setting_of(traces), cores=None)
+    if mode == "auto":
+        mode = facts.get("pipelines", {}).get(str(len(traces)), {}).get("mode", "sequential")
     cores = usable_cores() if len(facts.get("hosts", [])) == 1 else None
     return advice(traces, setting_of(traces, mode), cores=cores)
 

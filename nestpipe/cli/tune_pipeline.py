@@ -22,6 +22,7 @@ from nestpipe.models.build_model import inputs_of
 from nestpipe.pipeline.channels import Channels
 from nestpipe.training.process import exact_arithmetic, keep_freed_memory
 from nestpipe.training.run_folder import Run
+from nestpipe.training.start_line import gather_hosts
 
 
 def report(config: Config, *, as_json: bool) -> None:
@@ -47,7 +48,8 @@ def tuned(config: Config, world: World) -> tuple[list[Measurement], PipelineChoi
         world_size=world.size,
         inputs=inputs_of(config, run.sequences),
     )
-    groups = grouped(run, channels, lambda: loader.batch(Cursor(0, 0)))
+    hosts = gather_hosts(channels.control)
+    groups = grouped(run, channels, hosts, lambda: loader.batch(Cursor(0, 0)))
     clip_rows = config.train.clip == "all" and config.train.clip_norm > 0
     with exact_arithmetic(config.train.num_threads or torch.get_num_threads()):
         found = profile(

@@ -38,7 +38,7 @@ def build_state(
 
     `nestpipe.train_batches` trains it. `nestpipe.train` adds a run folder, checkpoints and evaluation.
     """
-    embedding, pipeline = embedding or EmbeddingConfig(), pipeline or PipelineConfig()
+    embedding, pipeline = embedding or EmbeddingConfig(), (pipeline or PipelineConfig()).on_one_rank()
     channels = channels or Channels.of(World.single())
     num_ranks = channels.rows.world.size
     if num_ranks > embedding.num_buckets:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from nestpipe.embedding.config import MAX_CHUNKS
@@ -31,8 +31,12 @@ class MicroBatchConfig:
 class PipelineConfig(MicroBatchConfig):
     """How a batch is divided and which stages overlap. Given micro-batches and staleness, every mode is bitwise identical."""
 
-    mode: Literal["sequential", "dual-buffer", "frozen-window", "nested"] = "sequential"
-    """dual-buffer hides the lookup of the next batches, frozen-window the exchanges between micro-batches, nested both."""
+    mode: Literal["auto", "sequential", "dual-buffer", "frozen-window", "nested"] = "auto"
+    """dual-buffer hides the lookup of the next batches, frozen-window the exchanges between micro-batches, nested both.
+    auto: nested on several machines, else sequential; the run says which and why."""
+    micro_batches: int = 0
+    """Micro-batches per batch. Rows are updated once per batch, after the last one. 0: chosen at the first start from the size of
+    a batch and the number of machines, and kept."""
     depth: int = 1
     """dual-buffer, nested: number of batches whose rows are prefetched."""
     staleness: int = 0
@@ -57,8 +61,9 @@ class PipelineConfig(MicroBatchConfig):
     """Record the last so many steps for `nestpipe trace RUN`."""
 
     def problems(self) -> Iterator[str]:
-        yield from MicroBatchConfig.problems(self)
+        yield from MicroBatchConfig.problems(replace(self, micro_batches=self.micro_batches or 1))
         yield from self._group_problems()
+        has = "may have" if self.mode == "auto" else "has"
         if not 1 <= self.depth <= 8:
             yield f"depth is {self.depth}; it must be in 1 .. 8"
         if self.split and self.mode != "nested":
@@ -66,14 +71,14 @@ class PipelineConfig(MicroBatchConfig):
         yield from self._chunk_problems()
         if self.staleness not in (0, 1):
             yield f"staleness is {self.staleness}; it must be 0 (exact) or 1 (rows stale by one step)"
-        if self.staleness and self.mode not in ("sequential", "nested"):
+        if self.staleness and self.mode not in ("auto", "sequential", "nested"):
             yield f"staleness is {self.staleness}, but mode {self.mode} has no stale rows; use nested (or sequential, slowly)"
-        if self.staleness and self.mode == "sequential" and self.trace_steps:
-            yield "trace_steps records streams, but mode sequential with staleness 1 has none; use nested"
+        if self.staleness and self.mode in ("auto", "sequential") and self.trace_steps:
+            yield f"trace_steps records streams, but mode {self.mode} with staleness 1 {has} none; use nested"
         if self.adapt < 0 or 0 < self.adapt < 8:
             yield f"adapt is {self.adapt}; it must be 0 (never) or at least 8 steps, enough for a measurement"
-        if self.adapt and self.mode == "sequential":
-            yield "adapt measures overlap, but mode sequential has none; use nested"
+        if self.adapt and self.mode in ("auto", "sequential"):
+            yield f"adapt measures overlap, but mode {self.mode} {has} none; use nested"
         if self.follow and (self.tune or self.adapt):
             yield "follow takes settings from another run, so tune and adapt have nothing to choose; remove them"
         if self.sync_steps < 0:
@@ -104,13 +109,18 @@ class PipelineConfig(MicroBatchConfig):
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether rows of later batches are prefetched."""
-        return self.mode in ("dual-buffer", "nested")
+        """Whether rows of later batches are prefetched; auto may."""
+        return self.mode in ("auto", "dual-buffer", "nested")
 
     @property
     def protect_steps(self) -> int:
         """Number of batches for which rows must be protected from eviction."""
         return max(self.depth + 1 if self.looks_ahead else 0, 1) + self.staleness
+
+    def on_one_rank(self) -> PipelineConfig:
+        """With the settings of a single process where they are left open."""
+        mode = "sequential" if self.mode == "auto" else self.mode
+        return replace(self, mode=mode, micro_batches=self.micro_batches or 1)
 
     def is_stale(self, number: int) -> bool:
         """Whether a batch runs as a stale step; the first of these has no update to miss."""

@@ -41,7 +41,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count
-from typing import Literal
+from typing import Literal, cast
 
 from nestpipe.pipeline.config import PipelineConfig
 from nestpipe.pipeline.dependencies import (
@@ -326,7 +326,8 @@ class Schedule:
 
 def schedule_for(config: PipelineConfig, number: int, *, clip_rows: bool) -> Schedule:
     """The schedule from a batch to the next barrier. Stale rows are sent one batch earlier, so depth is one more."""
-    mode: Mode = "serial" if config.mode == "sequential" else config.mode
+    open_or_sequential: dict[str, Mode] = {"auto": "serial", "sequential": "serial"}
+    mode = open_or_sequential.get(config.mode) or cast(Mode, config.mode)
     stale = config.is_stale(number)
     # A norm over all rows needs all gradients before any update, so no chunk may be updated before others.
     is_divisible = not clip_rows and not stale

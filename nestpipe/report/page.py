@@ -135,6 +135,8 @@ def _machine_figures(facts: RunFacts) -> Iterator[HeadlineFigure]:
     number = facts.num_ranks
     if number is not None:
         mode = "" if isinstance(facts.settings, Missing) else str(facts.settings.get("pipeline.mode", ""))
+        chosen = facts.about.get("pipelines", {}).get(str(number), {}) if mode == "auto" else {}
+        mode = f"auto: {chosen['mode']}" if chosen else mode
         yield HeadlineFigure("ranks", count(number), mode)
     if isinstance(facts.traced, TracedSteps):
         report = facts.traced.report

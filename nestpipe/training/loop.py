@@ -21,7 +21,7 @@ from typing import Any, cast
 from rich.console import Console
 
 from nestpipe.autotune.controller import Controller
-from nestpipe.autotune.group_choice import GROUPS, grouped
+from nestpipe.autotune.group_choice import grouped
 from nestpipe.checkpoint import folders as checkpoint_folders
 from nestpipe.checkpoint.async_writer import CheckpointSaver
 from nestpipe.checkpoint.origin import InitFrom
@@ -126,7 +126,8 @@ class _Loop:
             world_size=channels.control.world.size,
             inputs=inputs_of(run.config, run.sequences),
         )
-        self._groups = grouped(run, channels, lambda: self._loader.batch(Cursor(0, 0)))
+        hosts = gather_hosts(channels.control)
+        self._groups = grouped(run, channels, hosts, lambda: self._loader.batch(Cursor(0, 0)))
         run, channels = self._groups.run, self._groups.channels
         self._run, self._config, self._channels = run, run.config, channels
         self._limits = RunLimits(run.config, self._loader)
@@ -136,7 +137,6 @@ class _Loop:
         self._restored = ""  # name of the checkpoint
         self._warm_start: WarmStartReport | None = None
         self._exit = contextlib.ExitStack()
-        hosts = gather_hosts(channels.control)
         earlier = EarlierStart.of(run) if self._leads else None
         with contextlib.ExitStack() as undo:
             self._state = self._restore()
@@ -187,7 +187,7 @@ class _Loop:
         undo.enter_context(lock_run(self._run.folder))
         checkpoint_folders.remove_unfinished(self._run.checkpoints)
         facts: dict[str, Any] = {"recipe": recipe, "num_ranks": len(hosts), "hosts": sorted(set(hosts))}
-        facts |= {"cpu_model": cpu_model(), GROUPS: self._groups.chosen, "environment": environment()}
+        facts |= {"cpu_model": cpu_model(), "environment": environment(), **self._groups.chosen}
         self._run.write(statistics=self._loader.statistics, facts=facts)
         if self._config.train.mirror:
             Mirror(self._config.train.mirror).push_run(self._run.folder)

@@ -40,6 +40,7 @@ from nestpipe.generative.trie import Trie
 from nestpipe.models.build_model import build_model
 from nestpipe.models.config import EncDecConfig
 from nestpipe.models.contract import Model
+from nestpipe.pipeline.config import PipelineConfig
 from nestpipe.registry import entry_of
 
 # Settings that may change when a run is resumed: limits, reporting, paths, scheduling. All others affect the results.
@@ -69,6 +70,7 @@ class Run:
     folder: Path
     config: Config
     origin: Origin | None = None  # the checkpoint it was initialised from
+    asked: PipelineConfig | None = None  # as configured, if `config` has chosen settings in its place
 
     @staticmethod
     def exists(folder: str | Path) -> bool:
@@ -114,7 +116,7 @@ class Run:
             "init_from": asdict(self.origin) if self.origin else None,
         }
         replace_file(self.folder / "run.json", (json.dumps(content, indent=2) + "\n").encode())
-        replace_file(self.folder / "config.json", self.config.to_json().encode())
+        replace_file(self.folder / "config.json", self._asked_config.to_json().encode())
 
     @cached_property
     def sequences(self) -> Sequences:
@@ -155,7 +157,11 @@ class Run:
         facts = {"model": entry_of(self.config.model).kind}
         if self.semantic_ids is not None:
             facts["semantic ids"] = f"{self.semantic_ids.version}/{self.semantic_ids.digest}"
-        return {**facts, **{key: repr(one) for key, one in flat(self.config).items() if key not in FREE_KEYS}}
+        return {**facts, **{key: repr(one) for key, one in flat(self._asked_config).items() if key not in FREE_KEYS}}
+
+    @property
+    def _asked_config(self) -> Config:
+        return replace(self.config, pipeline=self.asked) if self.asked else self.config
 
     @property
     def checkpoints(self) -> Path:
