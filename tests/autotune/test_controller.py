@@ -271,7 +271,8 @@ def test_the_command_measures_and_explains(log, capsys):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"adapt": 8}, "mode sequential has none; use nested"),
+        ({"adapt": 8}, "mode auto may have none; use nested"),
+        ({"mode": "sequential", "adapt": 8}, "mode sequential has none; use nested"),
         ({"mode": "nested", "adapt": 3}, "at least 8 steps"),
         ({"mode": "nested", "adapt": 8, "follow": "x"}, "remove them"),
     ],
