@@ -24,7 +24,7 @@ from nestpipe.training.run_state import load_state
 from tests.rank_pool import run_ranks
 from tests.small_runs import small_config, small_log
 
-KINDS = {"plain": {}, "limits": {"admit_after": 2, "max_rows_per_bucket": 3}}
+KINDS = {"plain": {}, "limits": {"admit_after": 2, "max_rows": 12}}
 
 
 @pytest.fixture(scope="module")

@@ -85,8 +85,8 @@ def test_clipping_is_the_same_on_every_world_size(log, rows):
 
 
 LIMITS = {
-    "few rows": {"max_rows_per_bucket": 36, "evict": "lru"},
-    "second sight": {"admit_after": 2, "max_rows_per_bucket": 36, "evict": "lfu", "protect_steps": 3},
+    "few rows": {"max_rows": 290, "evict": "lru"},
+    "second sight": {"admit_after": 2, "max_rows": 290, "evict": "lfu", "protect_steps": 3},
     "admission alone": {"admit_after": 6},
 }
 
