@@ -1,5 +1,9 @@
 """Usage of ids: the linked lists against the sort, victim by victim, through loads on other numbers of ranks."""
 
+import resource
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given
@@ -24,7 +28,7 @@ BATCHES = st.lists(
         st.sets(IDS, max_size=9),  # the ids of the batch; those that have a slot are touched, the others admitted
         st.sets(IDS, max_size=2),  # removed after it, if they are there
         st.integers(1, 4),  # the frequency of new ids: they may have waited
-        st.sampled_from(["", "", "trim", "load"]),
+        st.sampled_from(["", "", "trim", "load", "reload"]),
     ),
     max_size=20,
 )
@@ -89,6 +93,8 @@ def test_the_lists_evict_what_the_sort_evicts(order, num_buckets, most, protect,
             )
         elif then == "load":
             ours = reloaded([ours], num_buckets, order)
+        elif then == "reload":
+            ours.load(export_usage(ours))
         same(ours, expected)
 
 
@@ -121,6 +127,23 @@ def test_many_ids_on_any_number_of_ranks(order, num_buckets, scale):
     same(whole, expected)
     same(reloaded(ranks, num_buckets, order), expected)
     assert num_evicted > 1_000
+
+
+@needs_compiler
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_frequencies_that_no_row_has_take_no_memory():
+    """Every row moves on in every step, so 4,096 lists of a frequency are left behind each time: 200 MB in all."""
+    ledger, ids = make_ledger(4096, "lfu", native=True), torch.arange(4096)
+    batch(ledger, ids, 0, protect=0, limits=None)
+    before = resident_bytes()
+    for step in range(1, 2001):
+        ledger.append(ledger.touch(ids, step))
+    assert resident_bytes() - before < 50 << 20
+    assert set(export_usage(ledger)["frequency"].tolist()) == {2001}
+
+
+def resident_bytes():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 @both
