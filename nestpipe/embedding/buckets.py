@@ -42,9 +42,9 @@ def too_many_ranks(config: EmbeddingConfig, num_ranks: int) -> str | None:
             "Start a run with more buckets, or use fewer ranks."
         )
     return (
-        f"{num_ranks} ranks cannot share a table of embedding.max_rows = {config.max_rows:,}: it has {num} buckets of at least "
-        f"{MIN_ROWS_PER_BUCKET} rows, and each rank needs a bucket of its own. Start a run with --embedding.max-rows "
-        f"{num_ranks * MIN_ROWS_PER_BUCKET} or more, or use at most {num} ranks."
+        f"{num_ranks} ranks cannot share a table of embedding.max_rows = {config.max_rows:,}: it has {_counted(num, 'bucket')} of "
+        f"at least {MIN_ROWS_PER_BUCKET} rows, and each rank needs a bucket of its own. Start a run with --embedding.max-rows "
+        f"{num_ranks * MIN_ROWS_PER_BUCKET} or more, or use at most {_counted(num, 'rank')}."
     )
 
 
@@ -54,9 +54,13 @@ def fewer_buckets(config: EmbeddingConfig) -> str:
     if num == config.num_buckets:
         return ""
     return (
-        f"embedding.max_rows {config.max_rows:,} takes {num} of {config.num_buckets:,} buckets, so that each has at least "
-        f"{min(MIN_ROWS_PER_BUCKET, config.max_rows)} rows: this run can use at most {num} ranks."
+        f"embedding.max_rows {config.max_rows:,} takes {num:,} of {config.num_buckets:,} buckets, so that each has at least "
+        f"{min(MIN_ROWS_PER_BUCKET, config.max_rows)} rows: this run can use at most {_counted(num, 'rank')}."
     )
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' if number > 1 else ''}"
 
 
 def divide(total: int, num_buckets: int) -> Tensor:
