@@ -46,6 +46,12 @@ def rows() -> Iterator[Row]:
         bound = f"row gather alone is {found['of_row_gather']:.2f} of our step"
         yield "embedding step over TBE", figure(found, "speedup_vs_tbe"), bound, command
         yield "embedding step over nn.Embedding(sparse)", figure(found, "speedup_vs_torch_sparse"), bound, command
+    for one in records("eviction")[-1:]:
+        found = one["figures"]
+        for order in ("lru", "lfu"):
+            reference = f"{found[f'{order}_ms']['4000000']:.1f} ms of CPU, limit 8 ms; growth limit 2.5x; sorting 0.5M rows in torch {found['torch_ms']:.0f} ms"
+            title = f"admission and eviction ({order}), 20,000 ids, 2,000 of them new: full table of 4M rows over 0.5M"
+            yield title, figure(found, f"{order}_growth"), reference, "eviction.py"
     for dense in ("mlp", "hstu"):
         found = records("train_step", lambda one, dense=dense: one["dense"] == dense and one.get("ranks", 2) == 2)
         latest = {network: one for one in found for network, own in one["figures"].items() if "vs_torchrec" in own}

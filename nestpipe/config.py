@@ -49,7 +49,7 @@ class Config:
         if not 0 <= self.seed < 2**63:
             yield f"seed is {self.seed}; it must be in 0 .. 2**63 - 1"
         least = self.pipeline.protect_steps
-        if self.embedding.max_rows_per_bucket and self.embedding.protect_steps < least:
+        if self.embedding.max_rows and self.embedding.protect_steps < least:
             yield (
                 f"embedding.protect_steps is {self.embedding.protect_steps}, but with pipeline.depth {self.pipeline.depth} rows "
                 f"stay in use longer; set --embedding.protect-steps {least}"

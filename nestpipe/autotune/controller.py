@@ -184,7 +184,7 @@ class Controller:
     def _max_depth(self) -> int:
         """The depth for which rows are protected from eviction."""
         limits = self._run.config.embedding
-        return limits.protect_steps - 1 - self._settings.staleness if limits.max_rows_per_bucket else MAX_DEPTH
+        return limits.protect_steps - 1 - self._settings.staleness if limits.max_rows else MAX_DEPTH
 
     def _choice(self, number: int) -> PipelineChoice | None:
         choices = [one.choice for one in self._history if one.first <= number]

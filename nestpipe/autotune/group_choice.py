@@ -187,7 +187,7 @@ def _row_s(state: TrainState) -> float:
     worst = 0.0
     for table in state.embedding.tables.values():
         limits = table.config
-        num = min(_NUM_ROWS, limits.max_rows_per_bucket * limits.num_buckets or _NUM_ROWS)
+        num = min(_NUM_ROWS, limits.max_rows or _NUM_ROWS)
         access, grads, ids = InPlaceRows(table), torch.ones_like(table.empty_rows(num)), torch.arange(num)
         for step in range(limits.admit_after + 1):  # the steps before the last create the rows
             start = time.perf_counter()

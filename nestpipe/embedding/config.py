@@ -46,10 +46,11 @@ class EmbeddingConfig(OptimizerConfig):
     """Fixed partition of all ids; ranks own ranges of buckets, so it is the largest number of ranks."""
     admit_after: int = 1
     """Number of batches in which an id must occur before it gets a row; until then it reads its initial value."""
-    max_rows_per_bucket: int = 0
-    """A bucket that is full evicts rows for new ids; 0 for no limit."""
+    max_rows: int = 0
+    """Rows of a table on all ranks together, divided over its buckets; a full bucket evicts rows for new ids. 0: no limit."""
     evict: Literal["lru", "lfu"] = "lru"
-    """Rows to evict first: those not used for the longest time, or those used in the fewest batches. Ties by id."""
+    """Rows to evict first: those not used for the longest time, or those used in the fewest batches. Ties: the longest
+    unused, then the lowest id."""
     protect_steps: int = 2
     """Rows used in so many batches before this one, or in this one, are not evicted; at least pipeline depth + 1."""
 
@@ -63,11 +64,11 @@ class EmbeddingConfig(OptimizerConfig):
     @property
     def has_limits(self) -> bool:
         """Whether an id can be without a row after a lookup."""
-        return self.admit_after > 1 or self.max_rows_per_bucket > 0
+        return self.admit_after > 1 or self.max_rows > 0
 
     def problems(self) -> Iterator[str]:
         yield from OptimizerConfig.problems(self)
-        for name, least in (("admit_after", 1), ("max_rows_per_bucket", 0), ("protect_steps", 2)):
+        for name, least in (("admit_after", 1), ("max_rows", 0), ("protect_steps", 2)):
             if getattr(self, name) < least:
                 yield f"{name} is {getattr(self, name)}; it must be at least {least}"
         if self.tier == "mmap" and not self.mmap_folder:

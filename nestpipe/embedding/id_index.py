@@ -108,29 +108,29 @@ class NativeIndex:
     def __init__(self, native: Native, *, num_threads: int = 1):
         self._functions = _IndexFunctions(native)
         self._num_threads = num_threads
-        self._handle = self._functions.create()
-        if self._handle is None:
+        self.handle = self._functions.create()  # of the index, for other native functions
+        if self.handle is None:
             raise MemoryError("no memory for an index")
-        weakref.finalize(self, self._functions.destroy, self._handle)
+        weakref.finalize(self, self._functions.destroy, self.handle)
 
     def __len__(self) -> int:
-        return int(self._functions.size(self._handle))
+        return int(self._functions.size(self.handle))
 
     @property
     def num_slots(self) -> int:
-        return int(self._functions.num_slots(self._handle))
+        return int(self._functions.num_slots(self.handle))
 
     def find(self, ids: Tensor) -> Tensor:
         ids = _checked(ids)
         slots = torch.empty_like(ids)
-        self._functions.find(self._handle, ids.data_ptr(), len(ids), slots.data_ptr(), self._num_threads)
+        self._functions.find(self.handle, ids.data_ptr(), len(ids), slots.data_ptr(), self._num_threads)
         return slots
 
     def find_or_add(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         ids = _checked(ids)
         slots, added = torch.empty_like(ids), torch.empty_like(ids)
         num_added = self._functions.find_or_add(
-            self._handle, ids.data_ptr(), len(ids), slots.data_ptr(), added.data_ptr()
+            self.handle, ids.data_ptr(), len(ids), slots.data_ptr(), added.data_ptr()
         )
         self._check_memory(num_added, len(ids))
         return slots, added[:num_added]
@@ -138,7 +138,7 @@ class NativeIndex:
     def remove(self, ids: Tensor) -> Tensor:
         ids = _checked(ids)
         slots = torch.empty_like(ids)
-        num_removed = self._functions.remove(self._handle, ids.data_ptr(), len(ids), slots.data_ptr())
+        num_removed = self._functions.remove(self.handle, ids.data_ptr(), len(ids), slots.data_ptr())
         self._check_memory(num_removed, 0)
         if num_removed < len(ids):
             raise _cannot_remove(self, ids, num_removed)
@@ -146,7 +146,7 @@ class NativeIndex:
 
     def export(self) -> tuple[Tensor, Tensor]:
         ids, slots = torch.empty(2, len(self), dtype=torch.int64)
-        self._functions.export(self._handle, ids.data_ptr(), slots.data_ptr())
+        self._functions.export(self.handle, ids.data_ptr(), slots.data_ptr())
         ids, order = ids.sort()
         return ids, slots.index_select(0, order)
 
@@ -154,13 +154,13 @@ class NativeIndex:
         ids, slots = _checked(ids), _checked(slots)
         free = _free_slots(ids.sort().values, slots)
         pointers = ids.data_ptr(), slots.data_ptr(), len(ids), free.data_ptr(), len(free)
-        self._check_memory(self._functions.load(self._handle, *pointers), len(ids))
+        self._check_memory(self._functions.load(self.handle, *pointers), len(ids))
 
     def reserve(self, num_ids: int) -> None:
-        self._check_memory(self._functions.reserve(self._handle, num_ids), num_ids)
+        self._check_memory(self._functions.reserve(self.handle, num_ids), num_ids)
 
     def clear(self) -> None:
-        self._check_memory(self._functions.clear(self._handle), 0)
+        self._check_memory(self._functions.clear(self.handle), 0)
 
     def _check_memory(self, result: int, num_more: int) -> None:
         if result < 0:

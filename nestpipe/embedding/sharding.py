@@ -29,10 +29,10 @@ class ShardedTables:
         self.replicas = replicas
         self.row_access: dict[str, RowAccess] = {name: InPlaceRows(table) for name, table in self.tables.items()}
         for name, table in self.tables.items():
-            if table.config.has_limits and table.config.num_buckets != owners.num_buckets:
+            if table.config.has_limits and table.num_buckets != owners.num_buckets:
                 raise ValueError(
-                    f"table '{name}' limits {table.config.num_buckets} buckets but there are {owners.num_buckets}; "
-                    "the limits are per bucket, so both must be equal"
+                    f"table '{name}' limits {table.num_buckets} buckets but there are {owners.num_buckets}; "
+                    "its limits are divided over buckets, so both must be equal"
                 )
 
     @property

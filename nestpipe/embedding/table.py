@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from nestpipe.embedding.admission import PENDING, Admission
-from nestpipe.embedding.buckets import Owners
+from nestpipe.embedding.buckets import Owners, num_table_buckets
 from nestpipe.embedding.config import EmbeddingConfig
 from nestpipe.embedding.id_index import make_index
 from nestpipe.embedding.lookup import TableSpec
@@ -40,14 +40,17 @@ class Table:
         seed: int,
         config: EmbeddingConfig = _NO_LIMITS,
         dtype: torch.dtype = torch.float32,
+        num_buckets: int | None = None,
         native: bool | None = None,
     ):
+        """`num_buckets` divides the limits of `config` [default: `num_table_buckets`]."""
         self.spec, self.config = spec, config
+        self.num_buckets = num_table_buckets(config) if num_buckets is None else num_buckets
         self._optimizer = optimizer
         self._lr_factor = spec.optimizer.lr / config.lr if spec.optimizer else 1.0  # step rates are those of `config`
         self._seed = seed
         self._dtype = dtype
-        self._admission = Admission(config, native=native) if config.has_limits else None
+        self._admission = Admission(config, self.num_buckets, native=native) if config.has_limits else None
         self._index = self._admission.rows.index if self._admission else make_index(native=native)
         files = RowFiles(Path(config.mmap_folder), config.memory_bytes) if config.tier == "mmap" else None
         self._rows = RowStore({WEIGHTS: self.empty_rows(0), **self._new_state(0)}, files)
@@ -80,8 +83,9 @@ class Table:
         keeps its id until that is evicted, not before `protect_steps` more batches.
         """
         if self._admission:
-            self._start(*self._admission.advance(ids, step))
-            return self._index.find(ids)
+            change = self._admission.advance(ids, step)
+            self._start(change.admitted, change.admitted_slots)
+            return change.slots
         slots, added = self._index.find_or_add(ids)
         if len(added):
             self._start(ids.index_select(0, added), slots.index_select(0, added))

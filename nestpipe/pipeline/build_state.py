@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from nestpipe.distributed.process_group import World
-from nestpipe.embedding.buckets import Owners
+from nestpipe.embedding.buckets import Owners, num_table_buckets, too_many_ranks
 from nestpipe.embedding.config import DenseConfig, EmbeddingConfig
 from nestpipe.embedding.prefetch_buffer import InPlaceRows, PrefetchBuffer, RowAccess
 from nestpipe.embedding.row_optimizer import OPTIMIZERS
@@ -41,11 +41,8 @@ def build_state(
     embedding, pipeline = embedding or EmbeddingConfig(), (pipeline or PipelineConfig()).on_one_rank()
     channels = channels or Channels.of(World.single())
     num_ranks = channels.rows.world.size
-    if num_ranks > embedding.num_buckets:
-        raise ConfigError(
-            f"{num_ranks} ranks cannot share embedding.num_buckets = {embedding.num_buckets}: "
-            "each rank needs a bucket of its own. Start a run with more buckets, or use fewer ranks."
-        )
+    if problem := too_many_ranks(embedding, num_ranks):
+        raise ConfigError(problem)
     tables = {}
     for spec in model.tables:
         settings = spec.optimizer or embedding
@@ -53,7 +50,7 @@ def build_state(
             spec, OPTIMIZERS[settings.optimizer](settings), seed=seed, config=embedding, dtype=dtype
         )
     sharded = ShardedTables(
-        tables, channels.keys, channels.rows, Owners(embedding.num_buckets, num_ranks), channels.replicas
+        tables, channels.keys, channels.rows, Owners(num_table_buckets(embedding), num_ranks), channels.replicas
     )
     sharded.row_access = {name: _row_access(table, embedding, pipeline) for name, table in tables.items()}
     return TrainState(

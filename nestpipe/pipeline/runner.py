@@ -219,7 +219,7 @@ class Runner:
             if self.schedule.depth:
                 table.pin()
             least = self.schedule.depth + 1
-            if table.config.max_rows_per_bucket and table.config.protect_steps < least:
+            if table.config.max_rows and table.config.protect_steps < least:
                 raise ConfigError(
                     f"table '{name}' protects rows of {table.config.protect_steps} batches from eviction, but rows are "
                     f"retrieved {self.schedule.depth} batches ahead: set embedding.protect_steps to at least {least}."

@@ -32,6 +32,7 @@ from nestpipe.config import Config
 from nestpipe.data.loader import Loader
 from nestpipe.distributed.agreement import all_ranks_or_none
 from nestpipe.distributed.process_group import World
+from nestpipe.embedding.buckets import fewer_buckets
 from nestpipe.eval.predictor import make_predictor
 from nestpipe.jagged import Batch, Cursor
 from nestpipe.models.build_model import inputs_of
@@ -169,6 +170,7 @@ class _Loop:
         if self._leads:
             self._say(start_line(run, earlier, hosts, step=self._state.num_steps, checkpoint=self._restored))
         self._say(self._groups.why)
+        self._say(fewer_buckets(run.config.embedding))
         if run.sequences.times is None and isinstance(run.config.model, HSTUConfig | FuXiConfig | RankingConfig):
             self._progress.say(f"{run.sequences.path} is an order-only log: the time biases are off.")
 

@@ -63,7 +63,7 @@ def test_groups_are_chosen_once_for_a_number_of_ranks(log, tmp_path):
 
     def config(steps):  # rows with limits are measured too
         found = config_of(log, steps, groups=0)
-        return replace(found, embedding=replace(found.embedding, admit_after=2, max_rows_per_bucket=5))
+        return replace(found, embedding=replace(found.embedding, admit_after=2, max_rows=130))
 
     run_ranks(2, train, config(2), folder)
     facts, settings = (json.loads((folder / name).read_text()) for name in ("run.json", "config.json"))

@@ -19,7 +19,7 @@ from nestpipe.training.loop import train_to_end
 from nestpipe.training.run_folder import Run
 from nestpipe.training.run_state import load_state
 from tests.rank_pool import run_ranks
-from tests.small_runs import small_config, small_log
+from tests.small_runs import small_config, small_log, write_log
 
 
 def train(world, config, folder):
@@ -59,21 +59,39 @@ def log(tmp_path_factory):
     return small_log(tmp_path_factory.mktemp("reshard") / "log").path
 
 
+@pytest.fixture(scope="module")
+def wide_log(tmp_path_factory):
+    """Twice as many items as the table of a limited run has rows."""
+    histories = {user: [(31 * user + 97 * k) % 1000 for k in range(3 + user % 13)] for user in range(120)}
+    return write_log(tmp_path_factory.mktemp("reshard") / "wide", histories).path
+
+
 KINDS = {
     "adam": {"optimizer": "adam"},
     "rowwise": {"optimizer": "rowwise_adagrad"},
-    "limits": {"optimizer": "adam", "admit_after": 2, "max_rows_per_bucket": 3},
+    "limits": {"optimizer": "adam", "admit_after": 2, "max_rows": 450},
 }
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def saved(request, log, tmp_path_factory):
+def saved(request, log, wide_log, tmp_path_factory):
     """A run of four ranks with checkpoints of steps 5 and 9."""
-    config = small_config(log, steps=9, pipeline={"micro_batches": 2})
+    config = small_config(
+        wide_log if "max_rows" in KINDS[request.param] else log, steps=9, pipeline={"micro_batches": 2}
+    )
     config = replace(config, embedding=replace(config.embedding, num_buckets=7, **KINDS[request.param]))
     folder = tmp_path_factory.mktemp("reshard") / "run"
     run_ranks(4, train, config, folder)
+    if config.embedding.max_rows:
+        before, after = (ids_of_step(folder, step) for step in (5, 9))
+        assert len(before - after) > 10, "rows must have been evicted for this to mean anything"
     return config, folder
+
+
+def ids_of_step(run, step):
+    """The ids with a row in a checkpoint."""
+    _, content = checkpoint_reader.load_checkpoint(checkpoint_folders.checkpoint_folder(run / "checkpoints", step))
+    return {one for name, bucket in content.items() if name != "dense" for one in bucket["ids"].tolist()}
 
 
 def damaged(saved, tmp_path):
@@ -163,6 +181,15 @@ def test_more_ranks_than_buckets_are_a_mistake_of_the_configuration(log, tmp_pat
         assert kind == "ConfigError"
         assert "3 ranks cannot share embedding.num_buckets = 2" in message
     assert not (tmp_path / "run").exists()
+
+
+def test_a_small_table_says_how_many_ranks_it_allows(log, tmp_path):
+    config = small_config(log)
+    config = replace(config, embedding=replace(config.embedding, max_rows=191))
+    for kind, message in refusals(3, config, tmp_path / "run"):
+        assert kind == "ConfigError"
+        assert "embedding.max_rows = 191: it has 2 buckets of at least 64 rows" in message
+        assert "--embedding.max-rows 192 or more, or use at most 2 ranks" in message
 
 
 def test_ranks_that_do_not_run_the_same_say_so_at_the_start(log, tmp_path):

@@ -190,7 +190,7 @@ def start(world, config, folder, source, allow=()):
 @pytest.mark.parametrize(("world_size", "num_buckets"), [(2, 4), (3, 7), (1, 3)])
 def test_any_number_of_ranks_and_buckets_takes_over_the_same_rows(log, old, tmp_path, world_size, num_buckets):
     config = small_config(log, **NONE)
-    config = replace(config, embedding=replace(config.embedding, num_buckets=num_buckets, max_rows_per_bucket=50))
+    config = replace(config, embedding=replace(config.embedding, num_buckets=num_buckets, max_rows=50 * num_buckets))
     assert run_ranks(world_size, start, config, tmp_path / "run", old) == ["1 steps done"] * world_size
     table, dense, _ = contents(tmp_path / "run", 0)
     before, dense_before, _ = contents(old)

@@ -62,6 +62,7 @@ def new_state(
             seed=0,
             config=limits,
             dtype=dtype,
+            num_buckets=limits.num_buckets,
             native=settings.get("native"),
         )
         for spec in model.tables

@@ -65,7 +65,7 @@ def test_chunk_counts_and_positions_agree_with_a_plain_loop(rows, world_size, nu
 
 @pytest.mark.parametrize("access", [InPlaceRows, PrefetchBuffer])
 def test_split_refs_know_which_ids_have_no_row(access):
-    config = EmbeddingConfig(num_buckets=1, max_rows_per_bucket=3, protect_steps=1)
+    config = EmbeddingConfig(num_buckets=1, max_rows=3, protect_steps=1)
     table = Table(TableSpec(name="item", dim=2), OPTIMIZERS["sgd"](config), seed=0, config=config)
     refs = access(table).take(torch.tensor([3, 5, 7, 9, 11]), 0)
     assert refs.rowless.tolist() == [3, 4]

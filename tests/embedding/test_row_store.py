@@ -83,7 +83,7 @@ def test_a_full_disk_is_an_error_that_says_what_to_do(tmp_path, monkeypatch):
         RowStore(columns(), RowFiles(tmp_path, 1 << 20)).grow(1)
 
 
-@pytest.mark.parametrize("limits", [{}, {"admit_after": 2, "max_rows_per_bucket": 40}], ids=["free", "limits"])
+@pytest.mark.parametrize("limits", [{}, {"admit_after": 2, "max_rows": 160}], ids=["free", "limits"])
 @pytest.mark.parametrize("buffered", [False, True], ids=["in place", "buffered"])
 def test_a_table_in_files_is_bitwise_identical_to_one_in_memory(tmp_path, limits, buffered, monkeypatch):
     unmapped = []

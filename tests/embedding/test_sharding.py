@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nestpipe.embedding.buckets import FINE_CHUNKS, Owners
+from nestpipe.embedding.buckets import FINE_CHUNKS, Owners, divide, fewer_buckets, num_table_buckets, too_many_ranks
+from nestpipe.embedding.config import EmbeddingConfig
 from nestpipe.embedding.lookup import Lookup
 from nestpipe.embedding.routing import own_requests, plan_table, route
 from nestpipe.embedding.window import Window
@@ -85,9 +86,9 @@ def test_clipping_is_the_same_on_every_world_size(log, rows):
 
 
 LIMITS = {
-    "few rows": {"max_rows_per_bucket": 36, "evict": "lru"},
-    "second sight": {"admit_after": 2, "max_rows_per_bucket": 36, "evict": "lfu", "protect_steps": 3},
-    "admission alone": {"admit_after": 6},
+    "few rows": {"max_rows": 290, "evict": "lru"},
+    "second sight": {"admit_after": 2, "max_rows": 290, "evict": "lfu", "protect_steps": 3},
+    "admission alone": {"admit_after": 6, "num_buckets": 4096},
 }
 
 
@@ -182,6 +183,36 @@ def test_buckets_cover_all_ranks_and_ids_do_not_move_between_buckets(world_size)
 def test_more_ranks_than_buckets_are_refused():
     with pytest.raises(ValueError, match="65 ranks cannot share 64 buckets"):
         Owners(64, 65)
+
+
+@pytest.mark.parametrize(
+    ("num_buckets", "max_rows", "expected"),
+    [
+        (64, 0, 64),
+        (4096, 0, 4096),
+        (4096, 4_000_000, 4096),
+        (4096, 262_144, 4096),
+        (4096, 262_143, 4095),
+        (64, 100, 1),
+        (64, 3, 1),
+    ],
+)
+def test_a_bounded_table_has_64_rows_in_a_bucket(num_buckets, max_rows, expected):
+    config = EmbeddingConfig(num_buckets=num_buckets, max_rows=max_rows)
+    assert num_table_buckets(config) == expected
+    assert too_many_ranks(config, expected) is None
+    assert str(expected) in (too_many_ranks(config, expected + 1) or "")
+    said = fewer_buckets(config)
+    assert said.endswith(f"at most {expected} rank{'s' * (expected > 1)}.") if expected < num_buckets else not said
+
+
+@given(total=st.integers(0, 10**7), num_buckets=st.integers(1, 65_536))
+def test_a_limit_is_divided_and_the_first_buckets_get_the_remainder(total, num_buckets):
+    shares = divide(total, num_buckets)
+    assert int(shares.sum()) == total
+    assert len(shares) == num_buckets
+    assert bool((shares.diff() <= 0).all())
+    assert int(shares[0] - shares[-1]) <= 1
 
 
 def test_a_plan_sends_each_id_once_with_its_first_micro_batch_and_back_with_its_last():

@@ -15,7 +15,7 @@ import torch
 
 from nestpipe.data.loader import Loader
 from nestpipe.distributed.process_group import World
-from nestpipe.embedding.admission import UsageLedger
+from nestpipe.embedding.admission import Admission, Turnover
 from nestpipe.embedding.prefetch_buffer import PrefetchBuffer
 from nestpipe.embedding.stale_rows import StaleRows
 from nestpipe.embedding.window import UNSHARED, Window
@@ -215,16 +215,16 @@ def differences(
 ) -> list[str]:
     """Runs sequential once and then every arm; returns what differs in which arm."""
     channels = Channels.of(world).in_groups(settings.get("groups", 1))
-    num_evicted, choose = 0, UsageLedger.choose
+    num_evicted, advance = 0, Admission.advance
 
-    def counting(ledger: UsageLedger, *arguments: Any, **named: Any) -> torch.Tensor:
+    def counting(admission: Admission, ids: torch.Tensor, step: int) -> Turnover:
         nonlocal num_evicted
-        victims = choose(ledger, *arguments, **named)
-        num_evicted += len(victims)
-        return victims
+        change = advance(admission, ids, step)
+        num_evicted += len(change.evicted.ids)
+        return change
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(UsageLedger, "choose", counting)
+        patch.setattr(Admission, "advance", counting)
         plain = sequential_stale if settings.get("stale") else sequential
         log, end = plain(world, path, settings, num_steps, channels)
     assert len(log) == num_steps

@@ -47,7 +47,7 @@ CROSS = {
     "clip dense": {"clip": Clip(0.05)},
     "clip all": {"clip": Clip(0.05, rows=True)},
     "admission and eviction": {
-        "limits": {"num_buckets": 8, "admit_after": 2, "max_rows_per_bucket": 30, "evict": "lfu", "protect_steps": 3},
+        "limits": {"num_buckets": 8, "admit_after": 2, "max_rows": 243, "evict": "lfu", "protect_steps": 3},
         "batch_size": 3,
         "num_steps": 14,
     },

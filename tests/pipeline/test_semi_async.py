@@ -71,7 +71,7 @@ CROSS = {
     3: {
         "micro_batches": 2,
         "clip": Clip(0.05, rows=True),
-        "limits": {"num_buckets": 8, "admit_after": 2, "max_rows_per_bucket": 30, "evict": "lfu", "protect_steps": 4},
+        "limits": {"num_buckets": 8, "admit_after": 2, "max_rows": 243, "evict": "lfu", "protect_steps": 4},
         "batch_size": 3,
     },
     4: {"optimizer": "adam", "micro_batches": 1},

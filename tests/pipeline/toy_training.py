@@ -87,10 +87,12 @@ def new_toy(case: Case, channels: Channels) -> TrainState:
     config = EmbeddingConfig(
         num_buckets=4,
         admit_after=case.admit_after,
-        max_rows_per_bucket=3,
+        max_rows=12,
         protect_steps=protect_steps,
     )
-    table = Table(model.tables[0], OPTIMIZERS[case.optimizer](config), seed=0, config=config, dtype=case.dtype)
+    table = Table(
+        model.tables[0], OPTIMIZERS[case.optimizer](config), seed=0, config=config, dtype=case.dtype, num_buckets=4
+    )
     owners = Owners(4, channels.rows.world.size)
     embedding = ShardedTables({"item": table}, channels.keys, channels.rows, owners, channels.replicas)
     if case.buffered:

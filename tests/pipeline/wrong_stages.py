@@ -14,13 +14,13 @@ from unittest.mock import patch
 import torch
 
 from nestpipe.distributed.process_group import World
-from nestpipe.embedding import chunked_exchange, id_exchange, replica_groups
-from nestpipe.embedding.admission import UsageLedger
+from nestpipe.embedding import admission, chunked_exchange, id_exchange, replica_groups
 from nestpipe.embedding.prefetch_buffer import InPlaceRows, PrefetchBuffer
 from nestpipe.embedding.routing import own_requests
 from nestpipe.embedding.row_ops import ArrivedGrads
 from nestpipe.embedding.table import WEIGHTS, Table
 from nestpipe.embedding.unique_ids import among
+from nestpipe.embedding.usage_ledger import TorchLedger
 from nestpipe.embedding.window import Window
 from nestpipe.pipeline import sequential, stages
 from nestpipe.pipeline.schedule import Kind
@@ -191,25 +191,28 @@ def rate_not_captured(case: Case) -> Iterator[None]:
 @contextmanager
 def victims_pinned_by_flight(case: Case) -> Iterator[None]:
     """A row may be evicted unless it is in this batch or in the buffer at this moment."""
-    take, choose = PrefetchBuffer.take, UsageLedger.choose
+    take = PrefetchBuffer.take
     refs: list[torch.Tensor] = []
 
     def taking(buffer, ids, step):
         refs[:] = [buffer._index.export()[0]]
         return take(buffer, ids, step)
 
-    def choosing(ledger, counts, order, *, before):
-        now = before + (case.depth + 1 if case.protect_steps is None else case.protect_steps)
-        slots = ledger.index.find(torch.cat([torch.empty(0, dtype=torch.int64), *refs]))
-        slots = slots[slots >= 0]
-        steps = ledger._columns["last_step"]
-        kept = steps.index_select(0, slots)
-        steps.index_fill_(0, slots, now)
-        victims = choose(ledger, counts, order, before=now)
-        steps.index_copy_(0, slots, kept)
-        return victims
+    class Pinning(TorchLedger):
+        def _evict(self, counts, *, before):
+            now = before + (case.depth + 1 if case.protect_steps is None else case.protect_steps)
+            slots = self.index.find(torch.cat([torch.empty(0, dtype=torch.int64), *refs]))
+            slots = slots[slots >= 0]
+            kept = self._last_step[slots]
+            self._last_step[slots] = now
+            evicted = super()._evict(counts, before=now)
+            self._last_step[slots] = kept
+            return evicted
 
-    with patch.object(PrefetchBuffer, "take", taking), patch.object(UsageLedger, "choose", choosing):
+    def make_ledger(num_buckets, order, *, native=None):
+        return Pinning(num_buckets, order)
+
+    with patch.object(PrefetchBuffer, "take", taking), patch.object(admission, "make_ledger", make_ledger):
         yield
 
 

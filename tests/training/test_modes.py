@@ -131,7 +131,7 @@ def test_a_traced_run_keeps_its_last_steps(log, tmp_path):
 
 def test_what_cannot_overlap_is_refused(log):
     config = config_of(log, "nested")
-    limited = replace(config, embedding=replace(config.embedding, max_rows_per_bucket=9, protect_steps=2))
+    limited = replace(config, embedding=replace(config.embedding, max_rows=9, protect_steps=2))
     with pytest.raises(ConfigError, match=r"set --embedding\.protect-steps 3"):
         limited.validate()
     files = replace(config.embedding, tier="mmap", mmap_folder="x")

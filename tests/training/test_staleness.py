@@ -110,4 +110,4 @@ def test_what_makes_no_sense_is_refused(log, more, message):
 def test_rows_in_flight_need_more_protection(log):
     config = small_config(log, pipeline={"mode": "nested", "staleness": 1})
     with pytest.raises(ConfigError, match=r"set --embedding\.protect-steps 3"):
-        replace(config, embedding=replace(config.embedding, max_rows_per_bucket=9, protect_steps=2)).validate()
+        replace(config, embedding=replace(config.embedding, max_rows=9, protect_steps=2)).validate()

@@ -126,8 +126,7 @@ int64_t nestpipe_ids_group(const int64_t* groups, int64_t n, int64_t num_groups,
 // The bucket of each id, and from it the rank that owns it; with as many ranks as buckets, the bucket itself.
 void nestpipe_ids_owner(const int64_t* ids, int64_t n, int64_t num_buckets, int64_t world_size, int64_t* owner) {
   for (int64_t i = 0; i < n; ++i) {
-    const uint64_t upper = nestpipe::mix64(static_cast<uint64_t>(ids[i])) >> 32;
-    const int64_t bucket = static_cast<int64_t>((upper * static_cast<uint64_t>(num_buckets)) >> 32);
+    const int64_t bucket = nestpipe::bucket_of(ids[i], num_buckets);
     owner[i] = world_size == num_buckets ? bucket : bucket * world_size / num_buckets;
   }
 }

@@ -74,8 +74,7 @@ class Ranked {
 };
 
 int64_t owner_of(int64_t id, int64_t num_buckets, int64_t world_size) {
-  const uint64_t upper = nestpipe::mix64(static_cast<uint64_t>(id)) >> 32;
-  return static_cast<int64_t>((upper * static_cast<uint64_t>(num_buckets)) >> 32) * world_size / num_buckets;
+  return nestpipe::bucket_of(id, num_buckets) * world_size / num_buckets;
 }
 
 // Sorts [0, n) by key(i), which is below num_keys, stably: calls placed(i, place). Adds the sizes to counts.
