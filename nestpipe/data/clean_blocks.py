@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from nestpipe.data.record_splitter import MAX_OPEN, CleanRecords
 
-Bytes = NDArray[np.uint8]
 _QUOTE, _NEWLINE = ord('"'), ord("\n")
 
 
@@ -47,39 +46,43 @@ def _cut_quoted(data: bytes, *, separator: bytes, num_columns: int) -> tuple[Cle
     has_returns = b"\r" in data
     unified = data.replace(b"\r\n", b"\n") if has_returns else data
     text = np.frombuffer(unified, np.uint8)
-    places = np.flatnonzero((text == separator[0]) | (text == _NEWLINE) | (text == _QUOTE))
-    kinds = text[places]
+    # A border is a delimiter or a line end; the text begins behind one.
+    is_border = np.ones(len(text) + 1, np.bool_)
+    np.logical_or(text == separator[0], text == _NEWLINE, out=is_border[1:])
+    places = np.flatnonzero(is_border[1:] | (text == _QUOTE))
+    kinds = text.take(places)
     is_quote = kinds == _QUOTE
-    is_inside = np.logical_xor.accumulate(is_quote)
-    is_line_end = kinds == _NEWLINE
-    outer_ends = np.flatnonzero(is_line_end & ~is_inside)
-    if not len(outer_ends):
+    quotes = np.flatnonzero(is_quote)
+    is_outer = ~is_quote
+    if len(quotes) % 2 or (quotes[1::2] - quotes[0::2] != 1).any():
+        # Borders with an odd number of quotes before them are part of a field.
+        is_outer &= ~np.logical_xor.accumulate(is_quote)
+    outer = np.flatnonzero(is_outer)
+    is_line_end = kinds.take(outer) == _NEWLINE
+    line_ends = places.take(outer[is_line_end])
+    if not len(line_ends):
         return None
-    last = int(outer_ends[-1]) + 1
-    used = int(places[last - 1]) + 1
+    used = int(line_ends[-1]) + 1
     body, rest = unified[:used], unified[used:]
     # With returns, a line break inside of quotes may have been altered: the record splitter keeps it.
-    is_altered = has_returns and (int(is_line_end[:last].sum()) != len(outer_ends) or b"\n" in rest)
-    if is_altered or len(rest) >= MAX_OPEN or not _are_paired(text[:used], places[:last][is_quote[:last]], separator):
+    is_altered = has_returns and (body.count(b"\n") != len(line_ends) or b"\n" in rest)
+    if is_altered or len(rest) >= MAX_OPEN or int(np.diff(line_ends, prepend=-1).max()) >= MAX_OPEN:
         return None
-    line_ends = places[outer_ends]
-    if int(np.diff(line_ends, prepend=-1).max()) >= MAX_OPEN:
+    in_body = places.take(quotes)
+    if not _are_paired(in_body[: np.searchsorted(in_body, used)], is_border[: used + 1]):
         return None
-    is_outer = ~is_quote[:last] & ~is_inside[:last]
-    num_records = _num_records(is_line_end[:last][is_outer], num_columns)
+    num_records = _num_records(is_line_end[: len(outer) - int(is_line_end[::-1].argmax())], num_columns)
     return (CleanRecords(body, num_records), len(data) - len(rest)) if num_records else None
 
 
-def _are_paired(text: Bytes, quotes: NDArray[np.intp], separator: bytes) -> bool:
-    """Whether quotes open at the start of fields and close at their ends; "" inside is a closing and an opening one."""
+def _are_paired(quotes: NDArray[np.intp], is_border: NDArray[np.bool_]) -> bool:
+    """Whether quotes open at the start of fields and close at their ends; is_border[i] tells of the byte before byte i."""
     opening, closing = quotes[0::2], quotes[1::2]
     if len(opening) != len(closing):
         return False
-    before = text[np.maximum(opening - 1, 0)]
-    after = text[closing + 1]  # the text ends with a line end, so there is a byte behind every quote
-    doubled = np.zeros(len(opening), np.bool_)
-    doubled[1:] = opening[1:] == closing[:-1] + 1
-    starts = (before == separator[0]) | (before == _NEWLINE) | (opening == 0) | doubled
-    continued = np.append(doubled[1:], False)
-    ends = (after == separator[0]) | (after == _NEWLINE) | continued
-    return bool(starts.all() and ends.all())
+    starts, ends = is_border.take(opening), is_border[2:].take(closing)
+    if starts.all() and ends.all():
+        return True
+    # "" inside of a field stands for a quote: a closing one and an opening one behind it.
+    doubled = opening[1:] - closing[:-1] == 1
+    return bool(starts[:1].all() and ends[-1:].all() and (starts[1:] | doubled).all() and (ends[:-1] | doubled).all())

@@ -59,7 +59,7 @@ def read_jsonl(
         first = not seen
         seen |= dict.fromkeys(form or () if fits.any() else ())
         seen |= dict.fromkeys(name for row in rows for name in row)
-        if first and seen:
+        if first and (rows or fits.any()):
             require_columns(str(path), list(seen), keys)
         frame = _parsed_frame(rows, places, wanted or seen)
         if fits.any():
