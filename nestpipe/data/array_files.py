@@ -48,17 +48,24 @@ class FeatureFiles:
         """Adds one row per row of the frame; null means missing."""
         column = frame[self._feature.name]
         if self._offsets is None:
-            self._values.append(_floats(column, self._feature))
+            self.append_rows(_floats(column, self._feature))
             return
         if self._feature.kind == "id":
             lengths, values = column.is_not_null(), column.drop_nulls()
         else:
             lengths, values = column.list.len().fill_null(0), _flat(column)
-        ends = self._values.num_rows + np.cumsum(lengths.to_numpy(), dtype=np.int64)
-        self._offsets.append(ends)
-        self._values.append(values.to_numpy())
-        if self._weights is not None:
-            self._weights.append(_flat(frame[f"{self._feature.name}.weights"]).to_numpy())
+        weights = None if self._weights is None else _flat(frame[f"{self._feature.name}.weights"]).to_numpy()
+        self.append_rows(values.to_numpy(), lengths.to_numpy(), weights)
+
+    def append_rows(
+        self, values: NDArray[Any], lengths: NDArray[Any] | None = None, weights: NDArray[Any] | None = None
+    ) -> None:
+        """Adds rows as they are stored; with lengths [rows] for features of several values per row."""
+        if self._offsets is not None and lengths is not None:
+            self._offsets.append(self._values.num_rows + np.cumsum(lengths, dtype=np.int64))
+        self._values.append(values)
+        if self._weights is not None and weights is not None:
+            self._weights.append(weights)
 
     def close(self) -> None:
         for file in (self._values, self._offsets, self._weights):
@@ -81,6 +88,7 @@ def _floats(column: pl.Series, feature: Feature) -> NDArray[np.float32]:
 
 
 FORMAT = "nestpipe-sequences"
+PART_FORMAT = "nestpipe-sequences-part"  # of a part of a log, which `nestpipe data merge` joins to others
 META = "meta.json"
 
 
@@ -165,7 +173,7 @@ def _is_sequence_folder(folder: Path) -> bool:
         meta = json.loads((folder / META).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
-    return isinstance(meta, dict) and meta.get("format") == FORMAT
+    return isinstance(meta, dict) and meta.get("format") in (FORMAT, PART_FORMAT)
 
 
 def _sibling(out: Path, kind: str) -> Path:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import polars as pl
 
-from nestpipe.data.log_reader import JSON_MARK
+from nestpipe.data.raw_chunk import JSON_MARK
 from nestpipe.data.schema import Encoding, Feature, TimeUnit
 from nestpipe.errors import DataError
 
@@ -152,6 +152,8 @@ def _milliseconds(raw: pl.Series, unit: TimeUnit) -> pl.Series:
         whole, _, _ = _id_values(raw, "int64")
     # Whole numbers stay integers, because a float would round large ones. The clip prevents overflow.
     whole = whole.clip(-(2**53), 2**53) * scale
+    if not whole.null_count():
+        return whole
     fraction = raw if raw.dtype.is_numeric() else _text(raw).cast(pl.Float64, strict=False)
     rounded = (fraction.cast(pl.Float64) * scale).clip(-(2.0**62), 2.0**62).round()
     return whole.zip_with(whole.is_not_null(), rounded.set(rounded.is_nan(), None).cast(pl.Int64, strict=False))
@@ -163,10 +165,17 @@ def _guessed_milliseconds(raw: pl.Series) -> pl.Series:
     times = _milliseconds(raw, "s").zip_with((in_ms < _MS_FROM).fill_null(True), in_ms)
     if raw.dtype.is_float():
         return times
+    if raw.dtype.is_integer() and not is_date_number(raw).any():
+        return times
     text = _text(raw)
     # 20240501 is a whole number of seconds in 1970 and a date; nobody writes the former.
     is_text = times.is_null() | text.str.contains(r"^(19|20)\d{6}$").fill_null(False)
     return times.zip_with(~is_text, _iso_milliseconds(text)) if is_text.any() else times
+
+
+def is_date_number(numbers: pl.Series) -> pl.Series:
+    """Which whole numbers are dates such as 20240501."""
+    return numbers.is_between(19_000_000, 20_999_999)
 
 
 def _iso_milliseconds(text: pl.Series) -> pl.Series:

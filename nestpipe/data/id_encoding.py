@@ -30,8 +30,8 @@ class Encoder:
         self.name = name
         self.encoding = encoding
         self._known = known or Vocabulary(name, encoding)
-        self._ids = {hash_text(text): number for number, text in self._known.table.iter_rows()}
-        self._texts = {hash_text(text): text for text in self._known.table["text"].to_list()}
+        self._texts: dict[int, str] = {}  # the texts of this ingest by their hash
+        self._ids: dict[int, int] = {}  # the numbers of those that are known from before
         self._numbers: pl.DataFrame | None = None  # made by the first call of `final`, when all texts are known
 
     def provisional(self, texts: pl.Series) -> pl.Series:
@@ -50,11 +50,27 @@ class Encoder:
         return lists.to_frame("lists").select(pl.col("lists").list.eval(element))["lists"]
 
     def _remember(self, codes: list[int], texts: list[str]) -> None:
-        for code, text in zip(codes, texts, strict=True):
+        new = [(code, text) for code, text in zip(codes, texts, strict=True) if self._texts.get(code) != text]
+        for code, text in new:
             if self._texts.setdefault(code, text) != text:
-                raise DataError(
-                    f"'{self.name}' values {text!r} and {self._texts[code]!r} have the same 64-bit hash {code}, so they would become one id. Rename one of them."
-                )
+                raise self._collision(text, self._texts[code], code)
+        if not len(self._known.table):
+            return
+        if self.encoding == "dictionary":
+            numbers, is_known = self._known.numbers_of([text for _, text in new])
+            found = zip(new, numbers.tolist(), is_known.tolist(), strict=True)
+            self._ids |= {code: number for (code, _), number, known in found if known}
+            return
+        for (code, text), before in zip(new, self._known.texts_of([code for code, _ in new]), strict=True):
+            if before is not None:
+                self._ids[code] = code
+                if before != text:
+                    raise self._collision(text, before, code)
+
+    def _collision(self, text: str, before: str, code: int) -> DataError:
+        return DataError(
+            f"'{self.name}' values {text!r} and {before!r} have the same 64-bit hash {code}, so they would become one id. Rename one of them."
+        )
 
     def final(self, frame: pl.DataFrame, column: str) -> pl.DataFrame:
         """Replaces provisional by final ids; a no-op unless the encoding is a dictionary."""
@@ -79,10 +95,11 @@ class Encoder:
         return {**self._ids, **{code: self._known.next_id + place for place, code in enumerate(new)}}
 
     def vocabulary(self) -> Vocabulary:
-        """All texts with their final ids; empty for int64, whose ids are the values themselves."""
-        ids = self._all_ids()
-        rows = {"id": list(ids.values()), "text": [self._texts[code] for code in ids]}
-        return Vocabulary(self.name, self.encoding, pl.DataFrame(rows, schema=TABLE_SCHEMA), next_id=self._next_id)
+        """All texts with their final ids, also those known from before; empty for int64, whose ids are the values."""
+        new = {code: number for code, number in self._all_ids().items() if code not in self._ids}
+        rows = {"id": list(new.values()), "text": [self._texts[code] for code in new]}
+        table = pl.concat([self._known.table, pl.DataFrame(rows, schema=TABLE_SCHEMA)], rechunk=True)
+        return Vocabulary(self.name, self.encoding, table, next_id=self._next_id)
 
     @property
     def _next_id(self) -> int:

@@ -19,13 +19,23 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from nestpipe.data.array_files import FORMAT, META, ArrayFile, FeatureFiles, file_entry, publish_folder, save_array
+from nestpipe.data.array_files import (
+    FORMAT,
+    META,
+    PART_FORMAT,
+    ArrayFile,
+    FeatureFiles,
+    file_entry,
+    publish_folder,
+    save_array,
+)
 from nestpipe.data.external_sort import Bools, Spool
 from nestpipe.data.id_encoding import make_encoders
 from nestpipe.data.log_reader import LogSource, expand
 from nestpipe.data.quarantine import KEY, ORDER, Quarantine, TypedReader
 from nestpipe.data.schema import Schema, Scope
 from nestpipe.data.sequences import QUARANTINE, TIE_RULE, VERSION, Sequences, folder_digest
+from nestpipe.data.vocabulary import Vocabulary
 from nestpipe.errors import ConfigError, DataError
 
 Source = LogSource | pl.DataFrame
@@ -74,19 +84,31 @@ def write_sequences(
 ) -> Sequences:
     """Reads the log and the tables, writes the folder and opens it; on DataError or ConfigError nothing is written."""
     options = options or BuildOptions()
-    _check_job(schema, items=items, users=users, options=options)
-    sources = [log, *(table.source for table in (items, users) if table is not None)]
-    inputs = [path for source in sources if isinstance(source, LogSource) for path in expand(source)]
-    with publish_folder(Path(out), overwrite=options.overwrite, inputs=inputs) as draft:
-        _Build(draft, schema, options).run(log, items, users)
+    check_job(schema, items=items, users=users, options=options)
+    with publish_folder(Path(out), overwrite=options.overwrite, inputs=input_files(log, items, users)) as draft:
+        FolderBuild(draft, schema, options).run(log, items, users)
     return Sequences.open(out)
 
 
-def _check_job(schema: Schema, *, items: SideTable | None, users: SideTable | None, options: BuildOptions) -> None:
+def input_files(log: Source, items: SideTable | None, users: SideTable | None) -> list[Path]:
+    """All files that are read."""
+    sources = [log, *(table.source for table in (items, users) if table is not None)]
+    return [path for source in sources if isinstance(source, LogSource) for path in expand(source)]
+
+
+def check_job(
+    schema: Schema,
+    *,
+    items: SideTable | None,
+    users: SideTable | None,
+    options: BuildOptions,
+    need_tables: bool = True,
+) -> None:
+    """Raises ConfigError unless the schema, the tables and the options fit each other."""
     schema.check()
     scopes: tuple[tuple[Scope, SideTable | None], ...] = (("item", items), ("user", users))
     for scope, table in scopes:
-        if table is None and (features := schema.of_scope(scope)):
+        if need_tables and table is None and (features := schema.of_scope(scope)):
             raise ConfigError(
                 f"feature '{features[0].name}' has scope '{scope}', but there is no {scope} table to read it from. Give the {scope} table, or change the scope to 'event'."
             )
@@ -101,7 +123,7 @@ def _check_job(schema: Schema, *, items: SideTable | None, users: SideTable | No
 
 
 @dataclass(slots=True)
-class _Totals:
+class EventTotals:
     """Totals of the written events."""
 
     users: NDArray[np.int64]
@@ -111,36 +133,62 @@ class _Totals:
     time_span_ms: list[int] | None
 
 
-class _Build:
-    def __init__(self, draft: Path, schema: Schema, options: BuildOptions) -> None:
+class FolderBuild:
+    """Builds one folder: of a whole log, or of a part of it that `folder_merge` joins to others."""
+
+    def __init__(
+        self, draft: Path, schema: Schema, options: BuildOptions, *, known: Mapping[str, Vocabulary] | None = None
+    ) -> None:
         self._draft = draft
         self._schema = schema
         self._options = options
-        self._encoders = make_encoders(schema)
+        self._encoders = make_encoders(schema, known)
         self._tables: dict[str, dict[str, Any]] = {}
 
     def run(self, log: Source, items: SideTable | None, users: SideTable | None) -> None:
+        """Writes a whole sequence folder."""
+        quarantine, totals, filtered, tables = self._read(log, items, users)
+        catalogue = with_table_items(totals.logged_items, tables["item"])
+        save_array(self._draft / "catalogue.npy", catalogue)
+        write_table(self._draft, self._schema, tables["item"], "item", catalogue)
+        write_table(self._draft, self._schema, tables["user"], "user", totals.users)
+        for scope, ids, logged in (("item", catalogue, totals.logged_items), ("user", totals.users, totals.users)):
+            if (table := tables[scope]) is not None:
+                self._tables[scope] |= table_counts(table[scope].to_numpy(), ids, logged)
+        self._write_texts()
+        about = self._about(log, quarantine, totals, filtered, num_items=len(catalogue))
+        write_meta(self._draft, about)
+
+    def run_part(
+        self, log: Source, items: SideTable | None, users: SideTable | None, *, shard: tuple[int, int] = (1, 1)
+    ) -> None:
+        """Writes a part: its tables stay tables, because the rows of the joined folder are not known yet."""
+        quarantine, totals, filtered, tables = self._read(log, items, users)
+        save_array(self._draft / "catalogue.npy", totals.logged_items)
+        for scope, table in tables.items():
+            if table is not None:
+                table.write_ipc(self._draft / f"table.{scope}.ipc")
+        self._write_texts()
+        about = self._about(log, quarantine, totals, filtered, num_items=len(totals.logged_items))
+        write_meta(self._draft, {**about, "format": PART_FORMAT, "shard": list(shard)})
+
+    def _read(
+        self, log: Source, items: SideTable | None, users: SideTable | None
+    ) -> tuple[Quarantine, EventTotals, dict[str, int], dict[str, pl.DataFrame | None]]:
         spool = Spool(self._draft / "spool", budget_rows=self._options.budget_rows)
         with (self._draft / QUARANTINE).open("w", encoding="utf-8") as bad:
             quarantine = Quarantine(bad, self._options.max_quarantine_share)
             for chunk in self._reader(quarantine).log(log):
                 spool.add(chunk)
-            item_table = self._read_table(items, "item", bad)
-            user_table = self._read_table(users, "user", bad)
+            tables = {"item": self._read_table(items, "item", bad), "user": self._read_table(users, "user", bad)}
         masks, filtered = self._options.row_filter(spool.runs) if self._options.row_filter else (None, {})
         totals = self._write_events(spool, masks)
         if (self._draft / "spool").exists():
             shutil.rmtree(self._draft / "spool")
-        catalogue = totals.logged_items
-        if item_table is not None:
-            catalogue = np.union1d(
-                catalogue, self._final(item_table.select(pl.col(KEY).alias("item")))["item"].to_numpy()
-            )
-        save_array(self._draft / "catalogue.npy", catalogue)
-        self._write_table(item_table, "item", catalogue, totals.logged_items)
-        self._write_table(user_table, "user", totals.users, totals.users)
-        self._write_texts()
-        self._write_meta(quarantine, totals, filtered, len(catalogue))
+        final = {
+            scope: None if table is None else self._final(table.rename({KEY: scope})) for scope, table in tables.items()
+        }
+        return quarantine, totals, filtered, final
 
     def _reader(self, quarantine: Quarantine) -> TypedReader:
         return TypedReader(self._schema, self._encoders, quarantine, self._options.progress)
@@ -163,7 +211,7 @@ class _Build:
             frame = encoder.final(frame, name)
         return frame
 
-    def _write_events(self, spool: Spool, masks: list[Bools] | None) -> _Totals:
+    def _write_events(self, spool: Spool, masks: list[Bools] | None) -> EventTotals:
         features = [FeatureFiles(self._draft, feature) for feature in self._schema.of_scope("event")]
         files = {"item": ArrayFile(self._draft / "items.npy", dtype=np.int64)}
         if self._schema.time is not None:
@@ -203,25 +251,7 @@ class _Build:
             self._draft / "offsets.npy", np.concatenate([[0], np.cumsum(np.concatenate(lengths))]).astype(np.int64)
         )
         time_span = [min(span), max(span)] if span else None
-        return _Totals(np.concatenate(users), logged, files["item"].num_rows, num_duplicates, time_span)
-
-    def _write_table(
-        self, table: pl.DataFrame | None, scope: Scope, ids: NDArray[np.int64], logged: NDArray[np.int64]
-    ) -> None:
-        """Writes the features of a side table, one row per id; counts ids without attributes and vice versa."""
-        if table is None:
-            return
-        keyed = self._final(table.rename({KEY: scope}))
-        known = keyed[scope].to_numpy()
-        self._tables[scope] |= {
-            "without_attributes": int((~np.isin(ids, known)).sum()),
-            "not_in_log": int((~np.isin(known, logged)).sum()),
-        }
-        joined = pl.DataFrame({scope: ids}).join(keyed, on=scope, how="left", maintain_order="left")
-        for feature in self._schema.of_scope(scope):
-            file = FeatureFiles(self._draft, feature)
-            file.append(joined)
-            file.close()
+        return EventTotals(np.concatenate(users), logged, files["item"].num_rows, num_duplicates, time_span)
 
     def _write_texts(self) -> None:
         for name, encoder in self._encoders.items():
@@ -232,7 +262,10 @@ class _Build:
         for name, document in self._options.documents.items():
             (self._draft / f"{name}.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 
-    def _write_meta(self, quarantine: Quarantine, totals: _Totals, filtered: dict[str, int], num_items: int) -> None:
+    def _about(
+        self, log: Source, quarantine: Quarantine, totals: EventTotals, filtered: dict[str, int], *, num_items: int
+    ) -> dict[str, Any]:
+        """The content of meta.json, without the files."""
         counts = {
             "read": quarantine.num_read,
             "kept": totals.num_events,
@@ -244,10 +277,7 @@ class _Build:
             "logged_items": len(totals.logged_items),
             "events": totals.num_events,
         }
-        if counts["read"] != sum(counts[name] for name in ("kept", "quarantined", "filtered", "duplicates")):
-            raise AssertionError(f"the counts do not add up: {counts}")
-        files = {path.name: file_entry(path) for path in sorted(self._draft.iterdir())}
-        meta = {
+        return {
             "format": FORMAT,
             "version": VERSION,
             "schema": self._schema.to_json(),
@@ -257,19 +287,61 @@ class _Build:
             "encodings": {name: encoder.to_json() for name, encoder in self._encoders.items()},
             "quarantine": dict(quarantine.reasons.most_common()),
             "filtered": filtered,
+            "dedupe": self._options.dedupe,
             "tables": self._tables,
-            "notes": self._notes(totals),
+            "notes": notes_of(self._schema, totals.time_span_ms),
             "extra": dict(self._options.extra),
-            "files": files,
+            "sources": source_entries(log),
         }
-        meta["digest"] = folder_digest(meta)
-        (self._draft / META).write_text(json.dumps(meta, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
-    def _notes(self, totals: _Totals) -> list[str]:
-        if self._schema.time is None:
-            return ["order-only log: there are no times, so time features and time biases are off"]
-        if self._schema.time_unit == "ms" and totals.time_span_ms and totals.time_span_ms[1] < _EARLY_MS:
-            return [
-                "all times are before 1972 when read as milliseconds; if the log is in seconds, ingest it with time unit s"
-            ]
-        return []
+
+def with_table_items(logged: NDArray[np.int64], item_table: pl.DataFrame | None) -> NDArray[np.int64]:
+    """The catalogue: ids of all items, of the log and of the item table, ascending."""
+    return logged if item_table is None else np.union1d(logged, item_table["item"].to_numpy())
+
+
+def write_table(draft: Path, schema: Schema, table: pl.DataFrame | None, scope: Scope, ids: NDArray[np.int64]) -> None:
+    """Writes the features of a side table, one row per id."""
+    if table is None:
+        return
+    joined = pl.DataFrame({scope: ids}).join(table, on=scope, how="left", maintain_order="left")
+    for feature in schema.of_scope(scope):
+        file = FeatureFiles(draft, feature)
+        file.append(joined)
+        file.close()
+
+
+def table_counts(known: NDArray[np.int64], ids: NDArray[np.int64], logged: NDArray[np.int64]) -> dict[str, int]:
+    """How many ids have no row in a side table, and how many of its rows have no event."""
+    return {
+        "without_attributes": int((~np.isin(ids, known)).sum()),
+        "not_in_log": int((~np.isin(known, logged)).sum()),
+    }
+
+
+def source_entries(log: Source) -> list[dict[str, Any]]:
+    """Name, size and SHA-256 of the files of a log, by which `nestpipe data append` knows a file again."""
+    if isinstance(log, pl.DataFrame):
+        return [{"file": "frame", "rows": log.height}]
+    return [{"file": str(path), **file_entry(path)} for path in expand(log)]
+
+
+def write_meta(draft: Path, about: Mapping[str, Any]) -> None:
+    """Writes meta.json with the digests of all files; checks that no record is lost."""
+    counts = about["counts"]
+    if counts["read"] != sum(counts[name] for name in ("kept", "quarantined", "filtered", "duplicates")):
+        raise AssertionError(f"the counts do not add up: {counts}")
+    meta = {**about, "files": {path.name: file_entry(path) for path in sorted(draft.iterdir())}}
+    meta["digest"] = folder_digest(meta)
+    (draft / META).write_text(json.dumps(meta, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def notes_of(schema: Schema, time_span_ms: list[int] | None) -> list[str]:
+    """What a user should know about the times."""
+    if schema.time is None:
+        return ["order-only log: there are no times, so time features and time biases are off"]
+    if schema.time_unit == "ms" and time_span_ms and time_span_ms[1] < _EARLY_MS:
+        return [
+            "all times are before 1972 when read as milliseconds; if the log is in seconds, ingest it with time unit s"
+        ]
+    return []

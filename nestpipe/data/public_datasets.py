@@ -13,7 +13,8 @@ import polars as pl
 from nestpipe.data.array_files import check_place
 from nestpipe.data.external_sort import Bools
 from nestpipe.data.ingest import BuildOptions, SideTable, write_sequences
-from nestpipe.data.log_reader import LINE, RECORD, LogSource, columns_of, expand, require_columns
+from nestpipe.data.log_reader import LINE, LogSource, columns_of, expand
+from nestpipe.data.raw_chunk import RECORD, require_columns
 from nestpipe.data.schema import Feature, Label, Schema
 from nestpipe.data.sequences import Sequences
 from nestpipe.errors import DataError

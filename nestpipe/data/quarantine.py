@@ -20,9 +20,10 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from nestpipe.data.column_types import TypedColumns, parse_feature, parse_key, parse_time
+from nestpipe.data.column_types import TypedColumns, is_date_number, parse_feature, parse_key, parse_time
 from nestpipe.data.id_encoding import Encoder
-from nestpipe.data.log_reader import JSON_MARK, RECORD, LogSource, RawChunk, read_raw, shown
+from nestpipe.data.log_reader import LogSource, read_raw
+from nestpipe.data.raw_chunk import JSON_MARK, RECORD, NumberKinds, RawChunk, shown
 from nestpipe.data.schema import Schema, Scope
 from nestpipe.errors import DataError
 
@@ -95,6 +96,24 @@ class Quarantine:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class _Wanted:
+    """The columns to read, those that nearly every record has, and those that may be read as numbers at once."""
+
+    columns: list[str]
+    keys: list[str]
+    numbers: NumberKinds
+    time: str | None = None
+
+    def needs_text(self, frame: pl.DataFrame, parts: list[TypedColumns]) -> bool:
+        """Whether a chunk read as numbers must be typed from its text: for the quarantine, or because of dates."""
+        if any(mask.any() for part in parts for mask, _ in part.problems):
+            return True
+        # 20240501 is a date, 020240501 are seconds.
+        times = frame[self.time] if self.time in self.numbers else None
+        return times is not None and times.dtype == pl.Int64 and bool(is_date_number(times).any())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class TypedReader:
     """Types the chunks of a log or of a side table."""
 
@@ -114,7 +133,14 @@ class TypedReader:
             return found + self._features(frame, "event")
 
         keys = [self.schema.user, self.schema.item, *([self.schema.time] if self.schema.time else [])]
-        for chunk in self._chunks(source, list(self.schema.log_columns()), keys, typed, "reading the log"):
+        kinds: list[tuple[str, type[pl.Int64 | pl.Float64] | None]] = [
+            (self.schema.user, pl.Int64 if self.schema.user_encoding == "int64" else None),
+            (self.schema.item, pl.Int64 if self.schema.item_encoding == "int64" else None),
+        ]
+        if self.schema.time is not None:
+            kinds.append((self.schema.time, pl.Int64 if self.schema.time_unit != "iso8601" else None))
+        wanted = _Wanted(list(self.schema.log_columns()), keys, self._kinds_of("event", kinds), self.schema.time)
+        for chunk in self._chunks(source, wanted, typed, "reading the log"):
             yield self._encoded(chunk.drop(RECORD, _FILE))
 
     def table(self, source: LogSource | pl.DataFrame, *, scope: Scope, key: str) -> pl.DataFrame:
@@ -127,8 +153,9 @@ class TypedReader:
             ids = parse_key(frame[key], scope, self.encoders[scope].encoding)
             return [TypedColumns({KEY: ids.columns[scope]}, ids.problems), *self._features(frame, scope)]
 
-        wanted = list(dict.fromkeys(columns))
-        chunks = list(self._chunks(source, wanted, [key], typed, f"reading the {scope} table"))
+        kind = pl.Int64 if self.encoders[scope].encoding == "int64" else None
+        wanted = _Wanted(list(dict.fromkeys(columns)), [key], self._kinds_of(scope, [(key, kind)]))
+        chunks = list(self._chunks(source, wanted, typed, f"reading the {scope} table"))
         table = self._first_of_each(pl.concat(chunks), scope).drop(RECORD, ORDER, _FILE)
         return self._encoded(table.rename({KEY: scope})).rename({scope: KEY})
 
@@ -156,17 +183,31 @@ class TypedReader:
     def _features(self, frame: pl.DataFrame, scope: Scope) -> list[TypedColumns]:
         return [parse_feature(frame, feature) for feature in self.schema.of_scope(scope)]
 
+    def _kinds_of(self, scope: Scope, kinds: list[tuple[str, type[pl.Int64 | pl.Float64] | None]]) -> NumberKinds:
+        """The columns that may be read as numbers at once: those whose typed values are the same then."""
+        for feature in self.schema.of_scope(scope):
+            kinds.append((feature.source, pl.Float64 if feature.kind == "number" else None))
+            if feature.weights is not None:
+                kinds.append((feature.weights, None))
+        found: dict[str, set[type[pl.Int64 | pl.Float64] | None]] = {}
+        for column, kind in kinds:
+            found.setdefault(column, set()).add(kind)
+        return {column: kind for column, several in found.items() if len(several) == 1 and (kind := several.pop())}
+
     def _chunks(
         self,
         source: LogSource | pl.DataFrame,
-        columns: list[str],
-        keys: list[str],
+        wanted: _Wanted,
         typed: Callable[[pl.DataFrame], list[TypedColumns]],
         phase: str,
     ) -> Iterator[pl.DataFrame]:
         num_kept, quarantine = 0, self.quarantine
-        for raw in read_raw(source, columns, keys=keys):
-            chunk = self._clean(raw, typed(raw.frame))
+        for raw in read_raw(source, wanted.columns, keys=wanted.keys, numbers=wanted.numbers):
+            parts = typed(raw.frame)
+            if raw.as_text is not None and wanted.needs_text(raw.frame, parts):
+                raw = RawChunk(raw.file, raw.as_text(), raw.broken)  # noqa: PLW2901
+                parts = typed(raw.frame)
+            chunk = self._clean(raw, parts)
             num_kept += chunk.height
             num_read, num_bad = quarantine.num_read, quarantine.num_bad
             if num_read != num_kept + num_bad:

@@ -12,7 +12,7 @@ import codecs
 import gzip
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -26,7 +26,7 @@ STRAY_QUOTE = -1
 
 _GZIP = b"\x1f\x8b"
 _ZSTD = b"\x28\xb5\x2f\xfd"
-_MAX_OPEN = 1 << 20  # a longer quoted record is treated as an unclosed quote
+MAX_OPEN = 1 << 20  # a longer quoted record is treated as an unclosed quote
 
 
 @dataclass(slots=True)
@@ -35,6 +35,18 @@ class Records:
 
     texts: list[bytes] = field(default_factory=list)
     num_fields: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class CleanRecords:
+    """Whole records of a regular block, each of all columns, with \\n as line end."""
+
+    body: bytes
+    num_records: int
+
+
+# Takes a block; returns its records and the bytes they take, or None if the block is not regular.
+CleanCut = Callable[[bytes], tuple[CleanRecords, int] | None]
 
 
 def read_blocks(path: Path, *, encoding: str, block_bytes: int) -> Iterator[bytes]:
@@ -101,16 +113,35 @@ def _zstd_blocks(path: Path, *, encoding: str) -> Iterator[bytes]:
 
 def split_records(blocks: Iterator[bytes], *, delimiter: str, quoted: bool) -> Iterator[Records]:
     """Splits blocks into whole records without line ends; blank lines are not records."""
+    for records in split_blocks(blocks, delimiter=delimiter, quoted=quoted, clean=None):
+        if isinstance(records, Records):
+            yield records
+
+
+def split_blocks(
+    blocks: Iterator[bytes], *, delimiter: str, quoted: bool, clean: CleanCut | None
+) -> Iterator[Records | CleanRecords]:
+    """The same, but `clean` may take a regular block as a whole; it must find the same records in it."""
     separator = delimiter.encode()
     rest = b""
     for block in blocks:
         data = rest + block
-        records, used = _cut(data, separator=separator, quoted=quoted, final=False)
+        whole = None if clean is None else clean(data)
+        if whole is not None:
+            regular, used = whole
+            yield regular
+        else:
+            records, used = _cut(data, separator=separator, quoted=quoted, final=False)
+            if records.texts:
+                yield records
         rest = data[used:]
-        if records.texts:
-            yield records
     if rest:
-        records, _ = _cut(rest + b"\n", separator=separator, quoted=quoted, final=True)
+        data = rest + b"\n"
+        whole = None if clean is None else clean(data)
+        if whole is not None and whole[1] == len(data):
+            yield whole[0]
+            return
+        records, _ = _cut(data, separator=separator, quoted=quoted, final=True)
         if records.texts:
             yield records
 
@@ -132,19 +163,33 @@ def _cut_quoted(data: bytes, *, separator: bytes, final: bool) -> tuple[Records,
     place = 0
     while place < len(data):
         found = match(data, place)
-        if found is not None and len(found[1]) < _MAX_OPEN:
+        if found is not None and len(found[1]) < MAX_OPEN:
             text = found[1].removesuffix(b"\r")
             num_fields = len(count(text)) if b'"' in text else text.count(separator) + 1
             place = found.end()
         else:
             end = data.find(b"\n", place)
-            if end < 0 or not (final or found or len(data) - place >= _MAX_OPEN):
+            if end < 0 or not (final or found or len(data) - place >= MAX_OPEN):
                 break  # the quote may close, or the line may end, in the next block
             text, num_fields, place = data[place:end].removesuffix(b"\r"), STRAY_QUOTE, end + 1
         if text:
             records.texts.append(text)
             records.num_fields.append(num_fields)
     return records, place
+
+
+def first_record(data: bytes, *, separator: bytes, quoted: bool) -> tuple[bytes, int] | None:
+    """The text of the first record and the bytes it takes; None if it is blank, broken or incomplete."""
+    if not quoted:
+        end = data.find(b"\n")
+        text = data[: max(end, 0)]
+    else:
+        found = _record_pattern(separator).match(data)
+        if found is None or len(found[1]) >= MAX_OPEN:
+            return None
+        end, text = found.end() - 1, found[1]
+    text = text.removesuffix(b"\r")
+    return (text, end + 1) if text else None
 
 
 @lru_cache

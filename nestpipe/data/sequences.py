@@ -23,7 +23,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from nestpipe.data.array_files import FORMAT, META, file_entry, load_array
+from nestpipe.data.array_files import FORMAT, META, PART_FORMAT, file_entry, load_array
 from nestpipe.data.schema import Schema, Scope
 from nestpipe.data.vocabulary import Vocabulary
 from nestpipe.errors import DataError
@@ -80,9 +80,9 @@ class Sequences:
             items=load_array(folder / "items.npy"),
             times=None if schema.time is None else load_array(folder / "times.npy"),
             catalogue=load_array(folder / "catalogue.npy"),
-            event_features=_open_features(folder, schema, "event"),
-            item_features=_open_features(folder, schema, "item"),
-            user_features=_open_features(folder, schema, "user"),
+            event_features=open_features(folder, schema, "event"),
+            item_features=open_features(folder, schema, "item"),
+            user_features=open_features(folder, schema, "user"),
             digest=meta["digest"],
         )
 
@@ -134,6 +134,11 @@ def _read_meta(folder: Path) -> dict[str, Any]:
     except ValueError as error:
         raise DataError(f"{path} is no JSON ({error}): the folder is damaged. Ingest the log again.") from None
     found = (meta.get("format"), meta.get("version"))
+    if found == (PART_FORMAT, VERSION):
+        number, total = meta["shard"]
+        raise DataError(
+            f"{folder} is shard {number}/{total} of a log, not a sequence folder: other shards hold more of its users' events. Join them with 'nestpipe data merge'."
+        )
     if found != (FORMAT, VERSION):
         raise DataError(
             f"{path} says format {found[0]} version {found[1]}; this nestpipe reads {FORMAT} version {VERSION}. Ingest the log again."
@@ -152,7 +157,9 @@ def _check_sizes(folder: Path, meta: dict[str, Any]) -> None:
             )
 
 
-def _open_features(folder: Path, schema: Schema, scope: Scope) -> dict[str, StoredFeature]:
+def open_features(folder: Path, schema: Schema, scope: Scope) -> dict[str, StoredFeature]:
+    """The features of a scope, memory-mapped."""
+
     def part(name: str, what: str) -> NDArray[Any]:
         return load_array(folder / f"{scope}.{name}.{what}.npy")
 

@@ -83,6 +83,15 @@ class Vocabulary:
             )
         return self.table["text"].gather(inside).to_list()
 
+    def texts_of(self, numbers: Sequence[int]) -> list[str | None]:
+        """The texts of numbers, in their order; None for a number that has none."""
+        wanted = np.asarray(numbers, dtype=np.int64)
+        if not len(self._ids):
+            return [None] * len(wanted)
+        places = np.minimum(np.searchsorted(self._ids, wanted), len(self._ids) - 1)
+        texts = self.table["text"].gather(places).to_list()
+        return [text if same else None for text, same in zip(texts, self._ids[places] == wanted, strict=True)]
+
 
 def _is_int64(own: OwnId) -> bool:
     if isinstance(own, str):
