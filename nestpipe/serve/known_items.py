@@ -82,14 +82,16 @@ class KnownItems:
         """Candidates by the model's own vectors: the query is the mean of the last events; without vectors by popularity."""
         if self.vectors is None:
             vectors: Floats = self._popularity.astype(np.float32)[:, None]
-            encode = _always_one
         else:
             vectors = np.ascontiguousarray(self.vectors.numpy(), dtype=np.float32)
-            encode = mean_encoder(self.items, vectors)
-        index = build_index(vectors)
-        return CandidateSearch(
-            Retriever(items=self.items, vectors=vectors, index=index, encode=encode, past_of=no_past), self.keeps_seen
+        retriever = Retriever(
+            items=self.items,
+            vectors=vectors,
+            index=build_index(vectors),
+            encode=_always_one if self.vectors is None else mean_encoder(self.items, vectors),
+            past_of=no_past,
         )
+        return CandidateSearch(retriever, self.keeps_seen)
 
 
 class CandidateSearch:

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from typing import Any
-
-from torch import Tensor
 
 from nestpipe.data.sequences import Sequences
 from nestpipe.serve.config import Limits
@@ -20,7 +19,7 @@ from nestpipe.serve.next_item_engine import NextItemEngine
 from nestpipe.serve.openapi import next_item_calls
 from nestpipe.serve.prometheus import InstanceMetrics
 from nestpipe.serve.recommendation import RecommendationAnswer, RecommendationJob
-from nestpipe.serve.recommending import RecommendingInstance
+from nestpipe.serve.recommending import HistoryScores, RecommendingInstance
 
 
 class NextItemInstance(RecommendingInstance):
@@ -63,8 +62,8 @@ class NextItemInstance(RecommendingInstance):
         self.engine.submit(job)
         return await asyncio.wrap_future(job.reply)
 
-    def _scores(self, job: RecommendationJob, histories: Sequence[Sequences], items: Sequence[int]) -> Tensor:
-        return self.engine.served.scores(histories, job.query_time, items)
+    def _scorer(self, job: RecommendationJob) -> HistoryScores:
+        return partial(self.engine.served.scores, query_time=job.query_time)
 
     def _known(self, user: int | None = None) -> KnownItems:
         return self.engine.served.known
@@ -72,7 +71,7 @@ class NextItemInstance(RecommendingInstance):
     def _max_len(self) -> int:
         return self.engine.served.max_len
 
-    def _model_name(self) -> str:
+    def _model_name(self, user: int | None = None) -> str:
         return self.engine.served.name
 
     def _check(self, events: Sequences) -> None:

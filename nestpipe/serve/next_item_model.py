@@ -70,7 +70,7 @@ class NextItemModel:
             for positions, scores, k in zip(top.positions, top.scores, ks, strict=True)
         ]
 
-    def scores(self, histories: Sequence[Sequences], query_time: int, items: Sequence[int]) -> Tensor:
+    def scores(self, histories: Sequence[Sequences], items: Sequence[int], *, query_time: int) -> Tensor:
         """Scores [n, K] of items after histories; those of an empty one are zero."""
         wanted = torch.from_numpy(self.known.positions(np.array(items, np.int64)))
         found = torch.zeros(len(histories), len(wanted), dtype=self._vectors.dtype)

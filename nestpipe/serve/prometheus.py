@@ -34,12 +34,11 @@ class InstanceMetrics(Collector):
         yield GaugeMetricFamily("nestpipe_waiting", "Requests that wait", value=self._worker.num_waiting)
 
 
-class EngineMetrics(InstanceMetrics):
+class RankingMetrics(InstanceMetrics):
     """Of an instance that ranks."""
 
-    def __init__(self, engine: Engine):
-        self._engine = engine
-        super().__init__(engine)
+    def __init__(self, worker: WorkerThread):
+        super().__init__(worker)
         self.rank_seconds = Histogram(
             "nestpipe_rank_seconds",
             "Time of a ranking request in the engine",
@@ -47,6 +46,14 @@ class EngineMetrics(InstanceMetrics):
             buckets=BUCKETS_S,
             registry=self._registry,
         )
+
+
+class EngineMetrics(RankingMetrics):
+    """Of an instance that ranks with KV prefixes."""
+
+    def __init__(self, engine: Engine):
+        self._engine = engine
+        super().__init__(engine)
         self.tickets = Counter("nestpipe_tickets_refused", "Tickets that were refused", registry=self._registry)
 
     def collect(self) -> Iterator[Metric]:

@@ -35,13 +35,14 @@ from nestpipe.serve.recommendation import (
     heaviest,
     influence,
 )
-from nestpipe.serve.request_errors import BadRequestError
 from nestpipe.serve.request_guard import Run, user_and_numbers
 from nestpipe.serve.requests import BusyError, LateError, StoppingError, public_error
 from nestpipe.serve.schemas import Influence, RecommendedItems, RecommendRequest, SimilarItems, SimilarRequest
 from nestpipe.serve.worker_thread import WorkerThread
 
 _log = logging.getLogger("nestpipe.serve")
+HistoryScores = Callable[[Sequence[Sequences], Sequence[int]], Tensor]
+"""Scores [n, K] of K items for n histories."""
 _READY_S = 2.0  # that a recommendation for readiness may take
 _PROVEN_S = 10.0  # how long an answer proves that a full instance works
 _SAMPLE = 8  # events of the history for readiness
@@ -49,8 +50,6 @@ _SAMPLE = 8  # events of the history for readiness
 
 class RecommendingInstance(HttpInstance):
     """Recommends, explains and finds similar items; a kind brings how items are found and scored."""
-
-    unexplained = ""  # why `explain` is refused
 
     def __init__(
         self,
@@ -78,8 +77,8 @@ class RecommendingInstance(HttpInstance):
         """The items of the model that answers a user."""
 
     @abstractmethod
-    def _scores(self, job: RecommendationJob, histories: Sequence[Sequences], items: Sequence[int]) -> Tensor:
-        """Scores [n, K] of items for other histories of a request's user."""
+    def _scorer(self, job: RecommendationJob) -> HistoryScores:
+        """What scores items for other histories of a request's user; raises BadRequestError if the model reads none."""
 
     @abstractmethod
     def _max_len(self) -> int:
@@ -93,8 +92,6 @@ class RecommendingInstance(HttpInstance):
         return [Route("/v1/recommend/{user:path}", from_address, methods=["GET"])]
 
     async def _recommend(self, request: RecommendRequest) -> RecommendedItems:
-        if request.explain and self.unexplained:
-            raise BadRequestError(f"field 'explain' cannot be answered: {self.unexplained}.", code="bad_explain")
         arrived, ids, user = self._worker.clock(), self._ids, self._ids.user(request.user)
         deadline_ms = self._budget_ms if request.deadline_ms is None else request.deadline_ms
         excluded, _ = ids.items(request.exclude)  # what is not in the catalogue is not shown anyway
@@ -107,10 +104,11 @@ class RecommendingInstance(HttpInstance):
             history=await self._history(user, request.history),
             scenario=getattr(request, "scenario", None),
         )
+        scorer = self._scorer(job) if request.explain else None
         answer = await self._find(job)
         because = None
-        if request.explain and answer.path != "popular":
-            explain = partial(self._because, job, answer.found.items)
+        if scorer is not None and answer.path != "popular":
+            explain = partial(self._because, job, scorer, answer.found.items)
             because = await asyncio.get_running_loop().run_in_executor(self._explaining, explain)
         self._note(answer)
         self._answers.recommended.labels(answer.path).inc()
@@ -138,15 +136,19 @@ class RecommendingInstance(HttpInstance):
         found = known.popular(job.k, removed=known.positions(job.excluded))
         return RecommendationAnswer(found=found, path="popular", model=model, times_ms={"total": 0.0})
 
-    def _because(self, job: RecommendationJob, items: Sequence[int]) -> list[list[Influence]]:
+    def _because(self, job: RecommendationJob, scorer: HistoryScores, items: Sequence[int]) -> list[list[Influence]]:
         """For each item the events of the history without which its score falls most."""
         if not items:
             return []
         events = self._worker.histories.of(job.user) if job.history is None else job.history
         num_events = min(len(events.items), self._max_len(), EXPLAINED_EVENTS)
-        score = partial(self._scores, job, items=items)
         try:
-            weights = influence(events, num_events, score, check_deadline=partial(self._check_deadline, job))
+            weights = influence(
+                events,
+                num_events,
+                lambda histories: scorer(histories, items),
+                check_deadline=partial(self._check_deadline, job),
+            )
         except Exception as error:
             raise public_error(error, "an answer could not be explained") from error
         return [
@@ -170,8 +172,8 @@ class RecommendingInstance(HttpInstance):
         )
 
     @abstractmethod
-    def _model_name(self) -> str:
-        """The model of new requests."""
+    def _model_name(self, user: int | None = None) -> str:
+        """The name of the model that answers a user."""
 
     async def _works(self) -> bool:
         """Whether a real recommendation goes through every stage in time."""

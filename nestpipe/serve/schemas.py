@@ -81,6 +81,15 @@ class RecommendRequest(_TopK, kw_only=True):
     explain: bool = False
 
 
+class SteeredRecommendRequest(RecommendRequest, kw_only=True):
+    """Recommends items. `history` replaces the stored one, `exclude` lists items not to show, `explain` asks for reasons.
+
+    `scenario` steers a generative run.
+    """
+
+    scenario: Name | None = None
+
+
 class SimilarRequest(_Request):
     """Items that are like an item, or like several together."""
 
