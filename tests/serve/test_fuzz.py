@@ -51,7 +51,7 @@ def test_every_answer_is_as_documented(urls, scale, which):
     assert httpx.post(f"{urls[which]}/v1/rank", json=body, timeout=60).json()["degraded"] is False
 
 
-@pytest.mark.parametrize(("kind", "num_operations"), [("next item", 7), ("dcn", 8), ("generative", 8)])
+@pytest.mark.parametrize(("kind", "num_operations"), [("next item", 7), ("dcn", 8)])
 def test_every_kind_of_run_answers_as_documented(runs_of, tmp_path, scale, kind, num_operations):
     with serving(kind, runs_of, tmp_path, limits=LIMITS) as service:
         url = str(service.http.base_url)
