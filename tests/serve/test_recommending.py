@@ -91,6 +91,18 @@ def test_a_user_without_history_gets_what_is_popular(service):
         assert service.recommend(user=10**9, k=1, explain=True)["because"] is None
 
 
+def test_a_history_needs_no_user(service):
+    user = user_with(service, 3)
+    events = history_of(service, user)
+    found = service.recommend(history=events, k=4)
+    if service.kind not in {"dcn", "generative"}:  # which read the user too
+        assert found["items"] == service.recommend(user=user, k=4)["items"]
+    assert len(found["items"]) == 4
+    refused = service.http.post("/v1/recommend", json={"k": 4})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "bad_user")
+    assert "name a user, or send a 'history'" in refused.json()["error"]["message"]
+
+
 def test_excluded_and_seen_items_are_never_shown(service):
     user = user_with(service, 3)
     every = service.recommend(user=user, k=30)["items"]
