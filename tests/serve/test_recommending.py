@@ -237,4 +237,6 @@ def test_a_ranker_orders_what_retrieval_finds(runs_of, tmp_path, kind):
         ranked = [item for item in offline(service, user, 24).items if item in seven[2:]]
         assert service.recommend(user=user, k=5, exclude=seven[:2])["items"] == ranked
         few = history_of(service, user)[:2]
+        five = service.recommend(user=user, k=5, history=few)["items"]
+        assert len(service.recommend(user=user, k=5, history=few, exclude=five[:4])["items"]) == 5
         assert len(service.recommend(user=user, k=9, history=few)["items"]) == 9  # more than are ranked otherwise
