@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -17,6 +17,8 @@ from nestpipe.serve.schemas import limited
 JsonSchema = dict[str, Any]
 Calls = dict[str, tuple[type[Any], type[Any]]]
 """The request and the answer of each call."""
+ServiceKind = Literal["ranker", "next_item", "generative"]
+"""The kind of run behind a gateway."""
 _KINDS = {
     "number": {"type": ["number", "null"]},
     "id": {"type": ["integer", "null"]},
@@ -87,25 +89,41 @@ def generative_calls(limits: Limits, *, beam: int, scenarios: Sequence[str]) -> 
     return {"generate": (generate, schemas.GeneratedItems), **_writes(limits)}
 
 
-def gateway_calls(limits: GatewayLimits) -> Calls:
+def gateway_calls(limits: GatewayLimits, kind: ServiceKind) -> Calls:
     """The calls of a gateway. A request without an id gets one."""
     request = (schemas.Name, msgspec.field(default_factory=lambda: uuid.uuid4().hex))
-    history, candidates = limits.max_history, limits.max_candidates
-    recommend = limited(schemas.RecommendRequest, k=limits.max_k, history=history, exclude=candidates, request=request)
+    k, history, candidates = limits.max_k, limits.max_history, limits.max_candidates
+    recommend = limited(
+        schemas.RecommendRequest,
+        k=k,
+        history=history,
+        exclude=candidates,
+        deadline_ms=limits.deadline_ms,
+        request=request,
+    )
     prefill = limited(schemas.PrefillRequest, candidates=candidates, history=history, request=request)
     rank = limited(
         schemas.RankRequest,
         candidates=candidates,
-        k=limits.max_k,
+        k=k,
         history=history,
         deadline_ms=limits.deadline_ms,
         request=request,
     )
+    generate = limited(schemas.GenerateRequest, k=k, history=history, deadline_ms=limits.deadline_ms)
+    of_kind: dict[ServiceKind, Calls] = {
+        "ranker": {
+            "prefill": (prefill, schemas.PrefillReply),
+            "rank": (rank, schemas.RankedItems),
+            "release": (schemas.ReleaseRequest, schemas.ReleaseReply),
+        },
+        "next_item": {},
+        "generative": {"generate": (generate, schemas.GeneratedItems)},
+    }
     return {
         "recommend": (recommend, schemas.RecommendedItems),
-        "prefill": (prefill, schemas.PrefillReply),
-        "rank": (rank, schemas.RankedItems),
-        "release": (schemas.ReleaseRequest, schemas.ReleaseReply),
+        "similar": (limited(schemas.SimilarRequest, k=k), schemas.SimilarItems),
+        **of_kind[kind],
         "events": (limited(schemas.EventsRequest, events=limits.max_events), schemas.InstancesReply),
         "invalidate": (schemas.InvalidateRequest, schemas.InstancesReply),
     }
@@ -130,9 +148,9 @@ def generative_document(schema: Schema, calls: Calls) -> JsonSchema:
     return _document("A generative instance of nestpipe", calls, _REFUSALS, schema)
 
 
-def gateway_document(limits: GatewayLimits | None = None) -> JsonSchema:
+def gateway_document(kind: ServiceKind, limits: GatewayLimits | None = None) -> JsonSchema:
     """A gateway leaves the features of events to its instances, so its document does not name them."""
-    return _document("A gateway of nestpipe", gateway_calls(limits or GatewayLimits()), _GATEWAY_REFUSALS, None)
+    return _document("A gateway of nestpipe", gateway_calls(limits or GatewayLimits(), kind), _GATEWAY_REFUSALS, None)
 
 
 def _document(title: str, calls: Calls, refusals: Mapping[str, str], log: Schema | None) -> JsonSchema:
