@@ -9,7 +9,6 @@ a future.
 from __future__ import annotations
 
 import heapq
-import logging
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -20,21 +19,15 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from nestpipe.data.sequences import Sequences
-from nestpipe.errors import NestPipeError
 from nestpipe.serve.config import EngineConfig
 from nestpipe.serve.kv_cache import settle
 from nestpipe.serve.next_item_model import Ints, NextItemModel, PreparedHistory, ScoredItems
-from nestpipe.serve.requests import LateError
+from nestpipe.serve.requests import LateError, public_error
 from nestpipe.serve.user_history import UserHistories
 from nestpipe.serve.worker_thread import WorkerThread
 
-_log = logging.getLogger("nestpipe.serve")
 _EXPLAINED_EVENTS = 32  # last events that an explanation weighs
 _SHOWN_EVENTS = 3  # of them, for each item
-
-
-class FailedModelError(NestPipeError):
-    """The model failed on a request; the log says why."""
 
 
 class WeighedEvent(NamedTuple):
@@ -92,8 +85,8 @@ class NextItemEngine(WorkerThread):
         config: EngineConfig,
         clock: Callable[[], float] = time.monotonic,
     ):
-        super().__init__("recommender", max_queue=config.max_queue)
-        self.served, self.histories, self.config, self.clock = served, histories, config, clock
+        super().__init__("recommender", histories, config=config, clock=clock)
+        self.served = served
         self.counts: Counter[str] = Counter()  # answers by path
         self._queue: list[RecommendationJob] = []  # a heap by deadline
 
@@ -141,7 +134,7 @@ class NextItemEngine(WorkerThread):
             events = self.histories.of(job.user) if job.history is None else job.history
             return _PreparedJob(job, events, self.served.prepare(events, job.query_time, excluded=job.excluded))
         except Exception as error:
-            settle(job.reply, _blamed(error, "a history could not be read"))
+            settle(job.reply, public_error(error, "a history could not be read"))
             return None
 
     def _recommend(self, ready: list[_PreparedJob]) -> None:
@@ -149,7 +142,7 @@ class NextItemEngine(WorkerThread):
             found = self.served.recommend([one.prepared for one in ready], [one.job.k for one in ready])
         except Exception as error:
             for one in ready:
-                settle(one.job.reply, _blamed(error, "a batch could not be scored"))
+                settle(one.job.reply, public_error(error, "a batch could not be scored"))
             return
         for one, items in zip(ready, found, strict=True):
             self._answer(one, items, "model")
@@ -158,7 +151,7 @@ class NextItemEngine(WorkerThread):
         try:
             because = self._because(one, found) if one.job.is_explained and path == "model" else None
         except Exception as error:
-            settle(one.job.reply, _blamed(error, "an answer could not be explained"))
+            settle(one.job.reply, public_error(error, "an answer could not be explained"))
             return
         self.counts[path] += 1
         times_ms = {"total": round((self.clock() - one.job.arrived) * 1e3, 3)}
@@ -185,11 +178,3 @@ class NextItemEngine(WorkerThread):
                 ]
             )
         return shown
-
-
-def _blamed(error: Exception, what: str) -> Exception:
-    """The error for the caller: its own mistake as it is, anything else without internals."""
-    if isinstance(error, NestPipeError):
-        return error
-    _log.error(what, exc_info=error)
-    return FailedModelError(f"{what}; the service's log has the traceback.")

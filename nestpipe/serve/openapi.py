@@ -136,16 +136,9 @@ def _writes(limits: Limits) -> Calls:
     }
 
 
-def instance_document(schema: Schema, limits: Limits) -> JsonSchema:
-    return _document("An instance of nestpipe", instance_calls(limits), _REFUSALS, schema)
-
-
-def next_item_document(schema: Schema, calls: Calls) -> JsonSchema:
-    return _document("An instance of nestpipe that recommends", calls, _REFUSALS, schema)
-
-
-def generative_document(schema: Schema, calls: Calls) -> JsonSchema:
-    return _document("A generative instance of nestpipe", calls, _REFUSALS, schema)
+def document(title: str, calls: Calls, schema: Schema) -> JsonSchema:
+    """Of an instance, whose events have the features of its log."""
+    return _document(title, calls, _REFUSALS, schema)
 
 
 def gateway_document(kind: ServiceKind, limits: GatewayLimits | None = None) -> JsonSchema:
