@@ -14,7 +14,6 @@ import torch
 from starlette.applications import Starlette
 
 from nestpipe.cli.serve import require_ranker
-from nestpipe.models.config import DCNConfig, EncDecConfig, RankingConfig
 from nestpipe.serve.admin import Admin
 from nestpipe.serve.api import Instance
 from nestpipe.serve.engine import Engine
@@ -23,7 +22,7 @@ from nestpipe.serve.generation_engine import Generator
 from nestpipe.serve.model_versions import VersionFile, VersionRecord, load_version
 from nestpipe.serve.next_item_api import NextItemInstance
 from nestpipe.serve.next_item_engine import NextItemEngine
-from nestpipe.serve.open_service import open_engine, open_generator, open_next_item_engine, open_run
+from nestpipe.serve.open_service import kind_of, open_engine, open_generator, open_next_item_engine, open_run
 from nestpipe.serve.prefill import ServedModel
 from nestpipe.serve.serve_flags import ServeArguments
 from nestpipe.serve.server import bind, run_apps
@@ -75,12 +74,12 @@ def serve_instance(arguments: ServeArguments) -> int:
 
 def _opener(run: Run) -> Callable[[Run, ServeArguments, str], _Service]:
     """How the model of a run is served."""
-    match run.config.model:
-        case EncDecConfig():
+    match kind_of(run):
+        case "generative":
             return _generative
-        case RankingConfig() | DCNConfig():
+        case "ranker":
             return _ranking
-        case _:
+        case "next_item":
             return _next_item
 
 

@@ -26,6 +26,4 @@ class Forwarding:
         reply = await self.remote.of_user("/v1/recommend", request, RecommendedItems, deadline_s=deadline_ms / 1e3)
         took_ms = round((time.monotonic() - start) * 1e3, 3)
         stage = StageTime(ms=took_ms, deadline_ms=deadline_ms, count=len(reply.answer.items))
-        return replace(
-            reply.answer, instance=reply.instance, attempts=reply.num_attempts, stages={"instance": stage}
-        )
+        return replace(reply.answer, instance=reply.instance, attempts=reply.num_attempts, stages={"instance": stage})

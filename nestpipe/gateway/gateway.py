@@ -138,9 +138,7 @@ class Gateway:
             "events": self._events,
             "invalidate": self._invalidate,
         }
-        routes = [
-            Route(f"/v1/{name}", self._handler(name, handlers[name]), methods=["POST"]) for name in self._calls
-        ]
+        routes = [Route(f"/v1/{name}", self._handler(name, handlers[name]), methods=["POST"]) for name in self._calls]
         from_address = self._handler("recommend", self._recommend, fields_of=user_and_numbers)
         routes.append(Route("/v1/recommend/{user:path}", from_address, methods=["GET"]))
         routes.extend(more)

@@ -49,7 +49,7 @@ class _AnyAnswer(Struct):
 
 
 class InstanceError(NestPipeError):
-    """An instance did not give an answer: `status` and `code` are its own, or 503 if it could not be reached."""
+    """An instance did not give an answer: `status` and `code` are its own, or 503 if it failed or was not reached."""
 
     def __init__(self, message: str, *, status: int = 503, code: str = "unreachable"):
         super().__init__(message)
@@ -208,7 +208,7 @@ class InstanceClient:
                 found = await self._post(instance, path, attempt(number, left), answer, timeout_s=left)
                 if not _is_whole(found):
                     message = f"{instance.name} gave an answer without a score for each item"
-                    raise InstanceError(message, status=502, code="bad_answer")
+                    raise InstanceError(message, code="bad_answer")
             except InstanceError as error:
                 if error.is_final:
                     raise
@@ -332,9 +332,7 @@ class InstanceClient:
             self._timeouts[instance.name] += 1
             if self._timeouts[instance.name] >= _TIMEOUTS:
                 self._suspects[instance.name] = self._clock() + self._suspect_s
-            raise InstanceError(
-                f"{where} gave no answer in {timeout_s * 1e3:.0f} ms", status=504, code="timeout"
-            ) from None
+            raise InstanceError(f"{where} gave no answer in {timeout_s * 1e3:.0f} ms", code="timeout") from None
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             self._suspects[instance.name] = self._clock() + self._suspect_s
             raise InstanceError(f"{where} cannot be reached ({type(error).__name__})") from error
@@ -346,9 +344,10 @@ class InstanceClient:
             problem = _problem_in(reply.content)
         except (ValueError, RecursionError) as error:
             message = f"{where} answered {reply.status_code}, but not as documented ({error})"
-            raise InstanceError(message, status=502, code="bad_answer") from None
+            raise InstanceError(message, code="bad_answer") from None
+        status = reply.status_code if reply.status_code < 500 else 503
         raise InstanceError(
-            f"{where} answered {reply.status_code}: {problem.message}", status=reply.status_code, code=problem.code
+            f"{where} answered {reply.status_code}: {problem.message}", status=status, code=problem.code
         )
 
 

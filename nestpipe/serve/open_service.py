@@ -7,6 +7,7 @@ from pathlib import Path
 
 from nestpipe.errors import ConfigError
 from nestpipe.generative.instruction_store import INSTRUCTIONS, Instructions, SqliteStore
+from nestpipe.models.config import DCNConfig, EncDecConfig, RankingConfig
 from nestpipe.serve.config import EngineConfig, TriggerConfig
 from nestpipe.serve.engine import Engine
 from nestpipe.serve.event_log import EventLog
@@ -16,6 +17,7 @@ from nestpipe.serve.latency_model import measure_costs, measure_generation
 from nestpipe.serve.model import open_served
 from nestpipe.serve.next_item_engine import NextItemEngine
 from nestpipe.serve.next_item_model import open_next_item
+from nestpipe.serve.openapi import ServiceKind
 from nestpipe.serve.serve_flags import ServeArguments
 from nestpipe.serve.service_folder import EVENTS
 from nestpipe.serve.user_history import UserHistories
@@ -27,6 +29,17 @@ def open_run(arguments: ServeArguments) -> Run:
     if arguments.run is None:
         raise ConfigError("name the folder of a run: nestpipe serve RUN.")
     return Run.open(arguments.run)
+
+
+def kind_of(run: Run) -> ServiceKind:
+    """How the model of a run is served."""
+    match run.config.model:
+        case EncDecConfig():
+            return "generative"
+        case RankingConfig() | DCNConfig():
+            return "ranker"
+        case _:
+            return "next_item"
 
 
 def open_engine(

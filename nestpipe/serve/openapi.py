@@ -36,8 +36,7 @@ _REFUSALS = {
 _GATEWAY_REFUSALS = {
     **_REFUSALS,
     "422": "Retrieval cannot use what the request brought.",
-    "502": "An instance gave no answer that can be used.",
-    "504": "An instance gave no answer in time.",
+    "503": "No instance gave an answer in time, or a stage failed.",
 }
 
 

@@ -20,6 +20,7 @@ from nestpipe.rng import mix64
 from nestpipe.serve.server import bind
 
 SECRET = b"a secret of the tests"
+CATALOGUE = list(range(100, 130))
 
 
 def true_score(user: int, item: int) -> float:
@@ -87,7 +88,7 @@ class FakeInstance:
         """A process of its own epoch, without any prefix of before."""
         self.epoch = f"e{next(self._epochs)}"
         self.pinned.clear()
-        names = ("prefill", "rank", "release", "events", "invalidate")
+        names = ("recommend", "similar", "generate", "prefill", "rank", "release", "events", "invalidate")
         routes = [Route(f"/v1/{name}", getattr(self, f"_{name}"), methods=["POST"]) for name in names]
         self._served = Served(Starlette(routes=[*routes, Route("/readyz", self._readyz)]), port=port)
         self.url = self._served.url
@@ -116,6 +117,35 @@ class FakeInstance:
             error = {"code": "injected", "message": f"{self.name} refuses"}
             return body, JSONResponse({"error": error}, self.status[name])
         return body, None
+
+    async def _recommend(self, request: Request) -> Response:
+        body, refused = await self._begin(request, "recommend")
+        if refused:
+            return refused
+        items = true_ranking(int(body["user"]), CATALOGUE, body.get("k", 10))
+        scores = [true_score(int(body["user"]), item) for item in items]
+        because = [[{"item": 100, "time": 5, "weight": 0.5}] for _ in items] if body.get("explain") else None
+        answer = {"items": items, "scores": [] if self.garbage else scores, "path": "model", "model": "m1"}
+        return JSONResponse({**answer, "request": body["request"], "instance": self.name, "because": because})
+
+    async def _similar(self, request: Request) -> Response:
+        body, refused = await self._begin(request, "similar")
+        return refused or JSONResponse({"items": [body["item"] + 1], "scores": [0.5], "model": "m1"})
+
+    async def _generate(self, request: Request) -> Response:
+        body, refused = await self._begin(request, "generate")
+        if refused:
+            return refused
+        items = true_ranking(int(body["user"]), CATALOGUE, body.get("k", 10))
+        about = {
+            "instruction": {"source": "default", "reason": "none"},
+            "num_events": 3,
+            "beam": 8,
+            "semantic_ids": "s",
+        }
+        scores = [true_score(int(body["user"]), item) for item in items]
+        answer = {"items": items, "log_probabilities": scores, "path": "full", "degraded": False, "model": "m1"}
+        return JSONResponse({**answer, **about})
 
     async def _prefill(self, request: Request) -> Response:
         body, refused = await self._begin(request, "prefill")

@@ -22,7 +22,10 @@ from nestpipe.gateway.instance_client import InstanceClient
 from nestpipe.gateway.router import Members
 from nestpipe.serve.config import Stages
 from nestpipe.serve.demo_page import DemoPage
+from nestpipe.serve.event_log import EventLog
 from nestpipe.serve.own_ids import ServiceIds
+from nestpipe.serve.schemas import RecommendRequest
+from nestpipe.serve.user_history import UserHistories
 from tests.gateway.fake_instances import FakeInstance, Served, true_ranking
 from tests.gateway.test_cascade import TLS
 from tests.small_runs import write_log
@@ -44,18 +47,21 @@ def world(tmp_path: Path) -> Iterator[World]:
     log = write_log(tmp_path / "log", {user: list(range(user, user + 5 + user)) for user in range(30)})
     items = np.array(log.catalogue)
     vectors = np.random.default_rng(0).standard_normal((len(items), 4), dtype=np.float32)
-    pasts, instance, ids = PastReader(log), FakeInstance("a"), ServiceIds(lambda: log)
+    instance, ids = FakeInstance("a"), ServiceIds(lambda: log)
+    histories = UserHistories(log, EventLog(tmp_path / "events.log"))
     retriever = Retriever(
         items=items,
         vectors=vectors,
         index=ExactIndex(vectors),
         encode=mean_encoder(items, vectors),
-        past_of=pasts,
+        past_of=PastReader(log),
     )
     with ThreadPoolExecutor(1) as executor:
         remote = InstanceClient(Members([instance.member]), httpx.AsyncClient(timeout=None, verify=TLS))
         cascade = Cascade(remote, LocalCandidateStages(retriever, executor, ids), STAGES)
-        gateway = Served(Gateway(cascade).app(*DemoPage(lambda: log, pasts, ids).routes()))
+        gateway = Served(
+            Gateway(cascade, probe=lambda: RecommendRequest(user=1)).app(*DemoPage(histories, ids).routes())
+        )
         yield World(gateway.url, instance, gateway)
         gateway.close()
         instance.stop()

@@ -15,6 +15,7 @@ from nestpipe.gateway.router import InstanceAddress as Member
 from nestpipe.gateway.router import Members
 from nestpipe.serve.api import Instance
 from nestpipe.serve.config import Limits, Stages, TriggerConfig
+from nestpipe.serve.schemas import RecommendRequest
 from tests.gateway.fake_instances import Served as Server
 from tests.gateway.test_cascade import TLS
 from tests.serve.openapi_requests import check_answers
@@ -36,7 +37,7 @@ def urls(runs, served, tmp_path_factory):
         members = Members([Member(name="one", url=instance.url)])
         remote = InstanceClient(members, httpx.AsyncClient(timeout=None, verify=TLS))
         upstream = LocalCandidateStages(retriever_of(runs("hstu")), executor)
-        gateway = Server(Gateway(Cascade(remote, upstream, stages)).app())
+        gateway = Server(Gateway(Cascade(remote, upstream, stages), probe=lambda: RecommendRequest(user=1)).app())
         yield {"instance": instance.url, "gateway": gateway.url}
         gateway.close()
     instance.close()

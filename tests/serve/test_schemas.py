@@ -94,7 +94,7 @@ def test_limits_are_taken_exactly_and_events_keep_all_their_fields():
 
 
 def test_a_gateway_names_requests_that_have_no_name():
-    kind = gateway_calls(GatewayLimits())["rank"][0]
+    kind = gateway_calls(GatewayLimits(), "ranker")["rank"][0]
     first, second = (parse({"user": 1, "candidates": [1]}, kind) for _ in range(2))
     assert len(first.request) == 32
     assert first.request != second.request
@@ -108,9 +108,12 @@ def test_the_client_sends_the_fields_that_are_documented():
         "events": Client.send_events,
         "invalidate": Client.invalidate,
     }
+    both = {"recommend": Client.recommend, "similar": Client.similar}
     for described, calls in (
         (document("An instance", instance_calls(Limits()), Schema()), sent),
-        (gateway_document(), sent | {"recommend": Client.recommend}),
+        (gateway_document("ranker"), sent | both),
+        (gateway_document("generative"), both | {"generate": Client.generate}),
+        (gateway_document("next_item"), both),
     ):
         for name, call in calls.items():
             body = described["paths"][f"/v1/{name}"]["post"]["requestBody"]["content"]["application/json"]["schema"]
