@@ -21,10 +21,9 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from nestpipe.cli.serve_instance import STOPPING
 from nestpipe.errors import ConfigError
+from nestpipe.eval.catalogue_predictor import training_counts
 from nestpipe.gateway.candidates import PastEvents, Retriever, retriever_of
 from nestpipe.gateway.cascade import Cascade, LocalCandidateStages
 from nestpipe.gateway.forwarding import Forwarding
@@ -33,11 +32,11 @@ from nestpipe.gateway.instance_client import InstanceClient, make_client
 from nestpipe.gateway.nginx import nginx_config
 from nestpipe.gateway.router import InstanceAddress, Members
 from nestpipe.gateway.supervisor import Fleet, Worker
-from nestpipe.models.config import EncDecConfig
 from nestpipe.serve.config import Stages
 from nestpipe.serve.demo_page import DemoPage
 from nestpipe.serve.event_log import EventLog
-from nestpipe.serve.open_service import kind_of, open_run
+from nestpipe.serve.known_items import known_items
+from nestpipe.serve.open_service import kind_of, open_retrieval, open_run
 from nestpipe.serve.openapi import ServiceKind
 from nestpipe.serve.own_ids import ServiceIds
 from nestpipe.serve.schemas import RecommendRequest
@@ -153,8 +152,10 @@ def serve_fleet(arguments: ServeArguments) -> int:
     for one in place.members():
         notes_of(run.folder, one).unlink(missing_ok=True)  # of an earlier fleet
     retriever = None
-    if kind == "ranker":
-        retriever = fleet_retriever(_retrieval_run(arguments.retrieval, run) if arguments.retrieval else run, histories)
+    if kind in ("ranker", "pointwise"):
+        finder = open_retrieval(arguments.retrieval, run) if arguments.retrieval else run
+        retriever = fleet_retriever(finder, histories, keeps_seen=run.config.eval.seen == "none")
+        del finder
     elif arguments.retrieval:
         raise ConfigError(f"{run.folder} finds items itself, and --retrieval is for runs that rank; leave it out.")
     plan = _FleetPlan(
@@ -170,26 +171,6 @@ def serve_fleet(arguments: ServeArguments) -> int:
     )
     del run  # whose sequences stay mapped, also those of users that are forgotten later
     return _run_fleet(plan)
-
-
-def _retrieval_run(folder: Path, ranker: Run) -> Run:
-    """The run that retrieves; raises ConfigError if its items are not those of the ranker."""
-    run = Run.open(folder)
-    if isinstance(run.config.model, EncDecConfig):
-        raise ConfigError(
-            f"{folder} generates items and has no vectors to search; name a next-item run as --retrieval."
-        )
-    own, other = (one.sequences for one in (run, ranker))
-    same_folder = Path(own.path).resolve() == Path(other.path).resolve()
-    if not same_folder and not (
-        np.array_equal(own.catalogue, other.catalogue)
-        and own.vocabulary("item").own_ids(own.catalogue) == other.vocabulary("item").own_ids(other.catalogue)
-    ):
-        raise ConfigError(
-            f"{folder} was trained on {own.path}, whose items are not those of {other.path}, which {ranker.folder} ranks. "
-            "Train it on the same sequence folder."
-        )
-    return run
 
 
 def print_nginx(arguments: ServeArguments) -> int:
@@ -227,7 +208,8 @@ class _FleetPlan:
     def recommender(self, remote: InstanceClient, executor: Executor, ids: ServiceIds) -> FleetRecommender:
         if self.retriever is None:
             return Forwarding(remote, budget_ms=self.budget_ms)
-        return Cascade(remote, LocalCandidateStages(self.retriever, executor, ids), self.stages)
+        stages = LocalCandidateStages(self.retriever, executor, ids)
+        return Cascade(remote, stages, self.stages, has_prefixes=self.kind == "ranker")
 
 
 def _run_fleet(plan: _FleetPlan) -> int:
@@ -281,15 +263,18 @@ def fleet_histories(run: Run, events: Path) -> UserHistories:
     return UserHistories(run.sequences, EventLog(events))
 
 
-def fleet_retriever(run: Run, histories: UserHistories) -> Retriever:
-    """Vector search from the current histories of users."""
+def fleet_retriever(run: Run, histories: UserHistories, *, keeps_seen: bool = False) -> Retriever:
+    """Vector search from the current histories of users; `keeps_seen` as the ranker was evaluated."""
 
     def past_of(user: int) -> PastEvents:
         histories.refresh()
         found = histories.of(user)
         return PastEvents(found.items, found.times)
 
-    return retriever_of(run, past_of=past_of)
+    ranks = kind_of(run) in ("ranker", "pointwise")
+    found = known_items(run, run.load_model()).search.retriever if ranks else retriever_of(run)
+    popularity, filters = training_counts(run.sequences, run.split), () if keeps_seen else found.filters
+    return replace(found, past_of=past_of, popularity=popularity, filters=filters)
 
 
 async def keep_fresh(histories: UserHistories, *, every_s: float = 1.0) -> None:

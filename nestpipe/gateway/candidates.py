@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from nestpipe.data.sequences import Sequences, truncate
 from nestpipe.data.vocabulary import OwnId
 from nestpipe.errors import DataError
-from nestpipe.eval.catalogue_predictor import training_counts
 from nestpipe.eval.predictor import RetrievalPredictor
 from nestpipe.jagged import Batch, Cursor, Jagged
 from nestpipe.models.config import DCNConfig, RankingConfig
@@ -186,7 +185,6 @@ def retriever_of(
         index=build_index(vectors, spec),
         encode=encode,
         past_of=past_of or PastReader(run.sequences),
-        popularity=training_counts(run.sequences, run.split),
     )
 
 

@@ -108,9 +108,17 @@ class LocalCandidateStages:
 class Cascade:
     """Recommends through the instances of a fleet."""
 
-    def __init__(self, remote: InstanceClient, candidate_stages: CandidateStages, stages: Stages | None = None):
+    def __init__(
+        self,
+        remote: InstanceClient,
+        candidate_stages: CandidateStages,
+        stages: Stages | None = None,
+        *,
+        has_prefixes: bool = True,
+    ):
+        """`has_prefixes`: the instances take prefill hints; models without histories have no KV prefixes."""
         self.remote, self._candidate_stages = remote, candidate_stages
-        self.stages = stages or Stages()
+        self.stages, self._has_prefixes = stages or Stages(), has_prefixes
 
     @property
     def budget_ms(self) -> float:
@@ -130,8 +138,8 @@ class Cascade:
         )
         chosen = self.remote.choose(request.user)
         with self.remote.holding(chosen):
-            prefill = asyncio.create_task(self.remote.prefill(hint, chosen, timeout_s=stages.whole_ms / 1e3))
-            work, used = _CascadeWork(hint, request.k, stages, chosen, prefill), False
+            prefill = asyncio.create_task(self._prefill(hint, chosen, timeout_s=stages.whole_ms / 1e3))
+            work, used = _CascadeWork(hint, request.k, request.explain, stages, chosen, prefill), False
             try:
                 retrieving = self._candidate_stages.retrieve(request, max(stages.num_retrieved, count))
                 retrieved = await work.timed("retrieval", retrieving, stages.retrieval_ms)
@@ -142,6 +150,11 @@ class Cascade:
             finally:
                 if not used:
                     self.remote.release(prefill)
+
+    async def _prefill(self, hint: PrefillRequest, chosen: InstanceAddress, *, timeout_s: float) -> PrefillOutcome:
+        if self._has_prefixes:
+            return await self.remote.prefill(hint, chosen, timeout_s=timeout_s)
+        return PrefillOutcome(instance=chosen, reason="no_prefixes")
 
     async def _rank(self, work: _CascadeWork, candidates: CandidateItems) -> tuple[RecommendedItems, bool]:
         """The answer, and whether the instance of the ticket gave it: that instance has unpinned the prefix itself."""
@@ -157,6 +170,7 @@ class Cascade:
                 k=k,
                 query_time=hint.query_time,
                 history=hint.history,
+                explain=work.is_explained,
             )
             try:
                 left = work.stages.rank_ms / 1e3 - (time.monotonic() - start)
@@ -176,6 +190,7 @@ class Cascade:
             model=ranking.model,
             times_ms=ranking.times_ms,
             unknown=ranking.unknown,
+            because=ranking.because,
             request=hint.request,
             instance=ranked.instance if ranked else None,
             attempts=ranked.num_attempts if ranked else 0,
@@ -192,6 +207,7 @@ class _CascadeWork:
 
     hint: PrefillRequest
     k: int
+    is_explained: bool
     stages: Stages
     chosen: InstanceAddress
     prefill: asyncio.Task[PrefillOutcome]

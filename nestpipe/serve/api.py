@@ -1,6 +1,7 @@
 """An instance over HTTP. Requests are parsed and limits are applied before anything is queued.
 
-    POST /v1/prefill /v1/rank /v1/release /v1/events /v1/invalidate      GET /healthz /readyz /metrics /openapi.json
+    POST /v1/recommend /v1/similar /v1/rank /v1/prefill /v1/release /v1/events /v1/invalidate
+    GET  /v1/recommend/{user}?k=10 /healthz /readyz /metrics /openapi.json
 
 A ticket that is forged, expired, or of another process is counted and not used; its request is answered all the same.
 """
@@ -11,28 +12,32 @@ import asyncio
 import hashlib
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
-from msgspec.structs import replace
+import torch
+from torch import Tensor
 
 from nestpipe.data.sequences import Sequences, truncate
 from nestpipe.errors import NestPipeError
 from nestpipe.gateway.router import Ticket, TicketError, sign, verify
-from nestpipe.serve.config import Limits
+from nestpipe.serve.config import Limits, Stages
 from nestpipe.serve.engine import Engine
-from nestpipe.serve.http_instance import HttpInstance
+from nestpipe.serve.known_items import CandidateSearch, KnownItems
 from nestpipe.serve.openapi import instance_calls
+from nestpipe.serve.prefill import ServedModel
 from nestpipe.serve.prefill_policy import ADMITTED, Reason, decide_early, helps_nobody
 from nestpipe.serve.prometheus import EngineMetrics
+from nestpipe.serve.ranking_instance import RankingInstance
+from nestpipe.serve.recommendation import RecommendationJob
+from nestpipe.serve.recommending import HistoryScores
 from nestpipe.serve.request_guard import Run
 from nestpipe.serve.requests import PrefillHint, RankingRequest
 from nestpipe.serve.schemas import (
     InstancePrefillReply,
     PrefillRequest,
-    RankedItems,
     RankRequest,
     ReleaseReply,
     ReleaseRequest,
@@ -41,8 +46,10 @@ from nestpipe.serve.schemas import (
 _QUIET_S = 1.0  # without prefill hints, while none would be admitted
 
 
-class Instance(HttpInstance):
+class Instance(RankingInstance):
     """The handlers of one process. Its epoch changes with every start, because no KV prefix survives a restart."""
+
+    metrics: EngineMetrics
 
     def __init__(
         self,
@@ -51,16 +58,26 @@ class Instance(HttpInstance):
         name: str,
         secret: bytes,
         limits: Limits | None = None,
+        search: CandidateSearch | None = None,
+        stages: Stages | None = None,
         wall_clock: Callable[[], float] = time.time,
     ):
-        limits, self.metrics = limits or Limits(), EngineMetrics(engine)
+        limits = limits or Limits()
         super().__init__(
-            engine, self.metrics, name=name, calls=instance_calls(limits), limits=limits, wall_clock=wall_clock
+            engine,
+            EngineMetrics(engine),
+            name=name,
+            calls=instance_calls(limits),
+            limits=limits,
+            budget_ms=engine.trigger.budget_ms,
+            search=search,
+            stages=stages or Stages(),
+            wall_clock=wall_clock,
         )
         self.engine, self.epoch, self._secret = engine, uuid.uuid4().hex[:16], secret
 
     def _handlers(self) -> dict[str, Run]:
-        return {"prefill": self._prefill, "rank": self._rank, "release": self._release}
+        return {"prefill": self._prefill, "release": self._release, **super()._handlers()}
 
     def state(self) -> dict[str, Any]:
         """The state of the process, for /state; it names no user."""
@@ -132,36 +149,36 @@ class Instance(HttpInstance):
             engine.counts["reason", reason] += 1
         return reason
 
-    async def _rank(self, request: RankRequest) -> RankedItems:
-        engine, ids = self.engine, self._ids
-        arrived, user = engine.clock(), ids.user(request.user)
-        ticket = self._ticket(request, user)
-        items, unknown = ids.items(request.candidates)
-        if not len(items):
-            model = engine.versions.of(user).name
-            return RankedItems(items=[], scores=[], path="full", model=model, unknown=unknown)
-        query_time = request.query_time
-        if query_time is None:
-            query_time = self._now() if ticket is None or ticket.query_time is None else ticket.query_time
-        deadline_ms = engine.trigger.budget_ms if request.deadline_ms is None else request.deadline_ms
-        job = RankingRequest(
-            user=user,
-            items=items.tolist(),
-            k=request.k,
-            query_time=query_time,
-            deadline=arrived + deadline_ms / 1000,
-            request=ticket.request if ticket else "",
-            history=await self._history(user, request.history),
-        )
-        engine.submit(job)
-        answer = await asyncio.wrap_future(job.reply)
-        self.metrics.rank_seconds.labels(answer.model).observe(answer.times_ms["total"] / 1e3)
-        return replace(answer, items=ids.own_items(cast(list[int], answer.items)), unknown=unknown)
-
     async def _release(self, request: ReleaseRequest) -> ReleaseReply:
         ticket = verify(request.ticket, self._secret, now=self._wall_clock())
         ticket.require(instance=self.name, epoch=self.epoch, request=ticket.request)
         return ReleaseReply(self.engine.release(ticket.request))
+
+    def _submit(self, job: RankingRequest) -> None:
+        self.engine.submit(job)
+
+    def _scorer(self, job: RecommendationJob) -> HistoryScores:
+        """In full, because the KV prefix of a history without one of its events serves no other request."""
+        served, own = self.engine.versions.of(job.user), self.engine.histories.sequences
+
+        def score(histories: Sequence[Sequences], items: Sequence[int]) -> Tensor:
+            inputs = [served.prepare(one, job.query_time) for one in histories]
+            return torch.stack(served.scores(inputs, [served.candidates(items, own)] * len(inputs)))
+
+        return score
+
+    def _known(self, user: int | None = None) -> KnownItems:
+        return self._version(user).known
+
+    def _model_name(self, user: int | None = None) -> str:
+        return self._version(user).name
+
+    def _max_len(self) -> int:
+        return self.engine.versions.main.max_len
+
+    def _version(self, user: int | None) -> ServedModel:
+        versions = self.engine.versions
+        return versions.main if user is None else versions.of(user)
 
     def _check(self, events: Sequences) -> None:
         for served in self.engine.models:

@@ -1,42 +1,47 @@
 """A generative instance over HTTP. Requests are parsed and limits are applied before anything is queued.
 
-POST /v1/generate /v1/events /v1/invalidate      GET /healthz /readyz /metrics /openapi.json
+POST /v1/recommend /v1/similar /v1/generate /v1/events /v1/invalidate
+GET  /v1/recommend/{user}?k=10 /healthz /readyz /metrics /openapi.json
 admin, on its own port with a token:  GET /state, POST /drain
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, cast
 
 from msgspec.structs import replace
+from torch import Tensor
 
 from nestpipe.data.sequences import Sequences
 from nestpipe.serve.config import Limits
 from nestpipe.serve.generation_engine import GenerationRequest, Generator
-from nestpipe.serve.http_instance import HttpInstance
+from nestpipe.serve.known_items import KnownItems, ScoredItems
 from nestpipe.serve.openapi import generative_calls
 from nestpipe.serve.prometheus import GenerationMetrics
+from nestpipe.serve.recommendation import RecommendationAnswer, RecommendationJob
+from nestpipe.serve.recommending import HistoryScores, RecommendingInstance
 from nestpipe.serve.request_errors import BadRequestError
 from nestpipe.serve.request_guard import Run
 from nestpipe.serve.schemas import GeneratedItems, GenerateRequest
 
 
-class GenerativeInstance(HttpInstance):
+class GenerativeInstance(RecommendingInstance):
     """The handlers of one process."""
 
     title = "A generative instance of nestpipe"
 
     def __init__(self, generator: Generator, *, name: str, budget_ms: float, limits: Limits | None = None):
         """`budget_ms` is the deadline of requests that name none."""
-        self.generator, self.metrics, self._budget_ms = generator, GenerationMetrics(generator), budget_ms
+        self.generator, self.metrics = generator, GenerationMetrics(generator)
         limits, beam = limits or Limits(), generator.served.model.config.beam
         calls = generative_calls(limits, beam=beam, scenarios=list(generator.scenarios))
-        super().__init__(generator, self.metrics, name=name, calls=calls, limits=limits)
+        super().__init__(generator, self.metrics, name=name, calls=calls, limits=limits, budget_ms=budget_ms)
 
     def _handlers(self) -> dict[str, Run]:
-        return {"generate": self._generate}
+        return {"generate": self._generate, **super()._handlers()}
 
     def state(self) -> dict[str, Any]:
         """The state of the process, for /state; it names no user."""
@@ -55,12 +60,8 @@ class GenerativeInstance(HttpInstance):
         }
 
     async def _generate(self, request: GenerateRequest) -> GeneratedItems:
-        generator, arrived = self.generator, self.generator.clock()
-        if request.scenario is not None and request.scenario not in generator.scenarios:
-            names = ", ".join(generator.scenarios) or "none"
-            raise BadRequestError(
-                f"there is no scenario {request.scenario!r}; there are: {names}.", code="bad_scenario"
-            )
+        arrived = self.generator.clock()
+        self._check_scenario(request.scenario)
         deadline_ms, user = request.deadline_ms or self._budget_ms, self._ids.user(request.user)
         job = GenerationRequest(
             user=user,
@@ -70,13 +71,64 @@ class GenerativeInstance(HttpInstance):
             trigger=None if request.trigger is None else self._ids.item(request.trigger),
             history=await self._history(user, request.history),
         )
-        generator.submit(job)
+        answer = await self._generated(job)
+        return replace(answer, items=self._ids.own_items(cast(list[int], answer.items)))
+
+    async def _generated(self, job: GenerationRequest) -> GeneratedItems:
+        self.generator.submit(job)
         answer = await asyncio.wrap_future(job.reply)
         self.metrics.generate_seconds.observe(answer.times_ms["total"] / 1e3)
-        return replace(answer, items=self._ids.own_items(cast(list[int], answer.items)))
+        return answer
+
+    def _check_scenario(self, scenario: str | None) -> None:
+        if scenario is not None and scenario not in self.generator.scenarios:
+            names = ", ".join(self.generator.scenarios) or "none"
+            raise BadRequestError(f"there is no scenario {scenario!r}; there are: {names}.", code="bad_scenario")
+
+    async def _find(self, job: RecommendationJob) -> RecommendationAnswer:
+        self._check_scenario(job.scenario)
+        if (popular := self._popular(job, self.generator.served.name)) is not None:
+            return popular
+        answer = await self._generated(_generation(job))
+        return RecommendationAnswer(
+            found=ScoredItems(cast(list[int], answer.items), answer.log_probabilities),
+            path=answer.path if answer.degraded else "generated",
+            model=answer.model,
+            times_ms=answer.times_ms,
+            degraded=answer.degraded,
+        )
+
+    def _scorer(self, job: RecommendationJob) -> HistoryScores:
+        generator = self.generator
+
+        def score(histories: Sequence[Sequences], items: Sequence[int]) -> Tensor:
+            steering, _ = generator.steer(_generation(job))
+            return generator.served.scores(histories, items, steering=steering)
+
+        return score
+
+    def _known(self, user: int | None = None) -> KnownItems:
+        return self.generator.served.known
+
+    def _max_len(self) -> int:
+        return self.generator.served.max_len
+
+    def _model_name(self, user: int | None = None) -> str:
+        return self.generator.served.name
 
     def _check(self, events: Sequences) -> None:
         self.generator.served.prepare(events)
 
     def _forget_inputs(self, user: int) -> int:
         return self.generator.cache.invalidate(user)
+
+
+def _generation(job: RecommendationJob) -> GenerationRequest:
+    return GenerationRequest(
+        user=job.user,
+        k=job.k,
+        deadline=job.deadline,
+        scenario=job.scenario,
+        history=job.history,
+        excluded=job.excluded,
+    )

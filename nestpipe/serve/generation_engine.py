@@ -28,6 +28,7 @@ from nestpipe.generative.instruction_store import ANY, Instructions
 from nestpipe.models.kv_prefix import PrefixKey
 from nestpipe.serve.config import EngineConfig
 from nestpipe.serve.generation_model import EncoderInputs, EncoderMemory, GeneratedList, GenerativeModel, Steering
+from nestpipe.serve.known_items import Ints
 from nestpipe.serve.kv_cache import EntryState, KVCache, settle
 from nestpipe.serve.latency_model import DEGRADED, GenerationCosts, GenerationPath, MemoryPath, choose
 from nestpipe.serve.requests import LateError, public_error
@@ -49,6 +50,7 @@ class GenerationRequest:
     scenario: str | None = None
     trigger: int | None = None
     history: Sequences | None = None
+    excluded: Ints | None = None
     reply: Future[GeneratedItems] = field(default_factory=Future)
     arrived: float = 0.0  # set by the generator
 
@@ -174,9 +176,10 @@ class Generator(WorkerThread):
         self._refresh()
         times = {"queue": 1000 * (self.clock() - job.arrived)}
         began = time.perf_counter()
-        steering, provenance = self._steer(job)
+        steering, provenance = self.steer(job)
         times["instruction"] = 1000 * (time.perf_counter() - began)
-        inputs = self.served.prepare(self.histories.of(job.user) if job.history is None else job.history, steering)
+        events = self.histories.of(job.user) if job.history is None else job.history
+        inputs = self.served.prepare(events, steering, excluded=job.excluded)
         choice = choose(
             self.estimates,
             state=self.cache.peek_state(inputs.key),
@@ -235,11 +238,12 @@ class Generator(WorkerThread):
         if key not in self._evictable:
             self._evictable.append(key)
 
-    def _steer(self, job: GenerationRequest) -> tuple[Steering, Provenance]:
+    def steer(self, job: GenerationRequest) -> tuple[Steering, Provenance]:
+        """What steers a request, and where its instruction comes from; raises DataError for an unknown trigger."""
         number = None if job.scenario is None else self.scenarios[job.scenario]
         steering = Steering(scenario=number, trigger=job.trigger)
         if job.trigger is not None:
-            self.served.trie.positions(torch.tensor([job.trigger]))  # raises DataError for an unknown item
+            self.served.trie.positions(torch.tensor([job.trigger]))
         if self.instructions is None:
             return steering, Provenance(source="default", reason="not used")
         instruction, reason = self.instructions.of(job.user, job.scenario or ANY)

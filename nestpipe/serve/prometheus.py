@@ -11,7 +11,6 @@ from prometheus_client.registry import Collector
 from nestpipe.serve.config import BUCKETS_S
 from nestpipe.serve.engine import Engine
 from nestpipe.serve.generation_engine import Generator
-from nestpipe.serve.next_item_engine import NextItemEngine
 from nestpipe.serve.worker_thread import WorkerThread
 
 
@@ -23,6 +22,10 @@ class InstanceMetrics(Collector):
         own = self._registry = CollectorRegistry()
         own.register(self)
         self.answers = Counter("nestpipe_answers", "Answers by call and status", ["call", "status"], registry=own)
+        self.recommended = Counter("nestpipe_recommended", "Recommendations by path", ["path"], registry=own)
+        self.recommend_seconds = Histogram(
+            "nestpipe_recommend_seconds", "Time of a recommendation", buckets=BUCKETS_S, registry=own
+        )
 
     def text(self) -> bytes:
         return generate_latest(self._registry)
@@ -31,12 +34,11 @@ class InstanceMetrics(Collector):
         yield GaugeMetricFamily("nestpipe_waiting", "Requests that wait", value=self._worker.num_waiting)
 
 
-class EngineMetrics(InstanceMetrics):
+class RankingMetrics(InstanceMetrics):
     """Of an instance that ranks."""
 
-    def __init__(self, engine: Engine):
-        self._engine = engine
-        super().__init__(engine)
+    def __init__(self, worker: WorkerThread):
+        super().__init__(worker)
         self.rank_seconds = Histogram(
             "nestpipe_rank_seconds",
             "Time of a ranking request in the engine",
@@ -44,6 +46,14 @@ class EngineMetrics(InstanceMetrics):
             buckets=BUCKETS_S,
             registry=self._registry,
         )
+
+
+class EngineMetrics(RankingMetrics):
+    """Of an instance that ranks with KV prefixes."""
+
+    def __init__(self, engine: Engine):
+        self._engine = engine
+        super().__init__(engine)
         self.tickets = Counter("nestpipe_tickets_refused", "Tickets that were refused", registry=self._registry)
 
     def collect(self) -> Iterator[Metric]:
@@ -74,24 +84,6 @@ class EngineMetrics(InstanceMetrics):
         yield CounterMetricFamily("nestpipe_cache_evicted", "Prefixes evicted", value=engine.cache.num_evicted)
         p99_s = engine.latencies.p99() / 1e3
         yield GaugeMetricFamily("nestpipe_rank_p99_seconds", "P99 ranking latency over the last 5 s", value=p99_s)
-
-
-class NextItemMetrics(InstanceMetrics):
-    """Of an instance that recommends from the whole catalogue."""
-
-    def __init__(self, engine: NextItemEngine):
-        self._engine = engine
-        super().__init__(engine)
-        self.seconds = Histogram(
-            "nestpipe_recommend_seconds", "Time of a request in the engine", buckets=BUCKETS_S, registry=self._registry
-        )
-
-    def collect(self) -> Iterator[Metric]:
-        yield from super().collect()
-        paths = CounterMetricFamily("nestpipe_recommended", "Answers by path", labels=["path"])
-        for path, count in sorted(self._engine.counts.items()):
-            paths.add_metric([path], count)
-        yield paths
 
 
 class GenerationMetrics(InstanceMetrics):

@@ -81,6 +81,15 @@ class RecommendRequest(_TopK, kw_only=True):
     explain: bool = False
 
 
+class SteeredRecommendRequest(RecommendRequest, kw_only=True):
+    """Recommends items. `history` replaces the stored one, `exclude` lists items not to show, `explain` asks for reasons.
+
+    `scenario` steers a generative run.
+    """
+
+    scenario: Name | None = None
+
+
 class SimilarRequest(_Request):
     """Items that are like an item, or like several together."""
 
@@ -102,7 +111,7 @@ class _OfCandidates(_OfUser):
 
 
 class RankRequest(_OfCandidates, kw_only=True):
-    """Orders candidates, best first: the best `k`, or all of them."""
+    """Orders candidates, best first: the best `k`, or all of them; `explain` asks for reasons."""
 
     request: Name
     ticket: TicketText | None = None
@@ -110,6 +119,7 @@ class RankRequest(_OfCandidates, kw_only=True):
     history: Sequence[Event] | None = None
     query_time: Seconds | None = None
     deadline_ms: Milliseconds | None = None
+    explain: bool = False
 
 
 class GenerateRequest(_TopK, kw_only=True):
@@ -163,10 +173,19 @@ class MemberRequest(_Request):
 # Answers.
 
 
+class Influence(Struct, frozen=True, kw_only=True):
+    """An event of the history, and by how much the score of an item falls without it."""
+
+    item: int | str
+    time: int | None
+    weight: float
+
+
 class RankedItems(Struct, frozen=True, kw_only=True):
     """Items with scores, best first. `path` is how they were ranked; `degraded` marks a shortened or missing ranking.
 
-    Candidates that are not in the catalogue are listed as `unknown`.
+    Candidates that are not in the catalogue are listed as `unknown`. With `explain`, `because` has the events that weighed
+    most, for each item.
     """
 
     items: list[int | str]
@@ -177,6 +196,7 @@ class RankedItems(Struct, frozen=True, kw_only=True):
     model: str
     times_ms: dict[str, float] = {}
     unknown: list[int | str] = []
+    because: list[list[Influence]] | None = None
 
     def pairs(self) -> list[tuple[int | str, float]]:
         return list(zip(self.items, self.scores, strict=True))
@@ -190,18 +210,9 @@ class StageTime(Struct, frozen=True, kw_only=True):
     count: int
 
 
-class Influence(Struct, frozen=True, kw_only=True):
-    """An event of the history, and by how much the score of an item falls without it."""
-
-    item: int | str
-    time: int | None
-    weight: float
-
-
 class RecommendedItems(RankedItems, frozen=True, kw_only=True):
-    """Recommended items. With `explain`, `because` has the events that weighed most, for each item.
-
-    Of a cascade also: `prefill_hint` is the reason for or against a KV prefix, `problem` why there is no ranking.
+    """Recommended items. Of a cascade also: `prefill_hint` is the reason for or against a KV prefix, `problem` why there is
+    no ranking.
     """
 
     request: str
@@ -210,7 +221,6 @@ class RecommendedItems(RankedItems, frozen=True, kw_only=True):
     prefill_hint: str = ""
     problem: str = ""
     stages: dict[str, StageTime] = {}
-    because: list[list[Influence]] | None = None
 
 
 class SimilarItems(Struct, frozen=True, kw_only=True):
