@@ -36,6 +36,7 @@ from nestpipe.serve.config import Stages
 from nestpipe.serve.demo_page import DemoPage
 from nestpipe.serve.event_log import EventLog
 from nestpipe.serve.known_items import known_items
+from nestpipe.serve.open_instance import check_flags
 from nestpipe.serve.open_service import kind_of, open_retrieval, open_run
 from nestpipe.serve.openapi import ServiceKind
 from nestpipe.serve.own_ids import ServiceIds
@@ -142,6 +143,7 @@ def serve_fleet(arguments: ServeArguments) -> int:
     place = addresses_of(arguments).settled()
     place.check()
     run = open_run(arguments)
+    check_flags(run, arguments)
     kind, folder = kind_of(run), run.folder / "serve"
     flags = ["--num-threads", str(arguments.num_threads), "--label", arguments.label]
     flags += ["--step", str(arguments.step)] if arguments.step is not None else []
@@ -156,8 +158,6 @@ def serve_fleet(arguments: ServeArguments) -> int:
         finder = open_retrieval(arguments.retrieval, run) if arguments.retrieval else run
         retriever = fleet_retriever(finder, histories, keeps_seen=run.config.eval.seen == "none")
         del finder
-    elif arguments.retrieval:
-        raise ConfigError(f"{run.folder} finds items itself, and --retrieval is for runs that rank; leave it out.")
     plan = _FleetPlan(
         place=place,
         workers=place.workers(run.folder, flags),

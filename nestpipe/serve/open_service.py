@@ -14,7 +14,7 @@ from nestpipe.models.config import DCNConfig, EncDecConfig, RankingConfig
 from nestpipe.serve.config import EngineConfig, TriggerConfig
 from nestpipe.serve.engine import Engine
 from nestpipe.serve.event_log import EventLog
-from nestpipe.serve.generation_engine import Generator
+from nestpipe.serve.generation_engine import GenerativeVersion, Generator
 from nestpipe.serve.generation_model import open_generative
 from nestpipe.serve.known_items import CandidateSearch, no_past
 from nestpipe.serve.latency_model import measure_costs, measure_generation
@@ -110,14 +110,19 @@ def open_retrieval(folder: Path, ranker: Run) -> Run:
 
 def open_generator(run: Run, log: Path, *, config: EngineConfig, step: int | None = None) -> Generator:
     """The generator of a run, not started yet: model, histories, instructions, and costs measured on this machine."""
-    folder = log.parent
+    histories = open_histories(run, log)
+    version = generative_version(run, histories, log.parent, step=step)
+    scenarios = [str(number) for number in range(version.served.model.config.num_scenarios)]
+    return Generator(version.served, histories, version.instructions, version.costs, config=config, scenarios=scenarios)
+
+
+def generative_version(
+    run: Run, histories: UserHistories, folder: Path, *, step: int | None = None
+) -> GenerativeVersion:
+    """The model of a generative run, its instructions in `folder`, and its costs measured on this machine."""
     served = open_generative(run, step=step, folder=folder)
-    histories, model = open_histories(run, log), served.model.config
-    instructions = None
+    model, instructions = served.model.config, None
     if model.reasoning_dim and model.placement != "none":
         store = SqliteStore(folder / INSTRUCTIONS, read_only=True, timeout_s=_STORE_S)
         instructions = Instructions(store, version=served.instruction_version, dim=model.reasoning_dim, clock=time.time)
-    scenarios = [str(number) for number in range(model.num_scenarios)]
-    return Generator(
-        served, histories, instructions, measure_generation(served, histories), config=config, scenarios=scenarios
-    )
+    return GenerativeVersion(served, instructions, measure_generation(served, histories))

@@ -110,7 +110,7 @@ class RecommendingInstance(HttpInstance):
         if scorer is not None and answer.path != "popular":
             because = await self._explained(job, scorer, answer.found.items)
         self._note(answer)
-        self._answers.recommended.labels(answer.path).inc()
+        self._answers.recommended.labels(answer.model, answer.path).inc()
         self._answers.recommend_seconds.observe(self._worker.clock() - arrived)
         return RecommendedItems(
             items=ids.own_items(answer.found.items),
