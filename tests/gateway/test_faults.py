@@ -33,8 +33,8 @@ from nestpipe.gateway.router import Members, _decode, sign
 from nestpipe.serve.api import Instance, _holder
 from nestpipe.serve.config import MAX_TICKET_S, Stages, TriggerConfig
 from nestpipe.serve.model_versions import load_version
-from nestpipe.serve.prefill import ModelVersions
 from nestpipe.serve.schemas import PrefillRequest, RankedItems, RankRequest, RecommendedItems, RecommendRequest
+from nestpipe.serve.versioned_worker import ModelVersions
 from tests.gateway.fake_instances import Served
 from tests.gateway.test_cascade import TLS
 from tests.serve.small_rankers import ASKED, make_engine

@@ -47,7 +47,7 @@ def urls(runs, served, tmp_path_factory):
 
 @pytest.mark.parametrize("which", ["instance", "gateway"])
 def test_every_answer_is_as_documented(urls, scale, which):
-    check_answers(urls[which], num_operations={"instance": 10, "gateway": 8}[which], num_examples=scale(10, 500))
+    check_answers(urls[which], num_operations={"instance": 10, "gateway": 10}[which], num_examples=scale(10, 500))
     body = {"user": 3, "request": "r", "candidates": [1, 2], "deadline_ms": SLOW_MS}
     assert httpx.post(f"{urls[which]}/v1/rank", json=body, timeout=60).json()["degraded"] is False
 
