@@ -39,7 +39,8 @@ class FleetProcess:
         self.wait(lambda: "gateway with" in self.output())
         line = next(line for line in self.output().splitlines() if "gateway with" in line)
         self.url = next(word for word in line.split() if word.startswith("http://")).rstrip(";")
-        self.port = int(self.url.rpartition(":")[2])
+        # Both were free ones: the administration follows the instances.
+        self.admin_port = int(self.url.rpartition(":")[2]) + len(self.instances()) + 1
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -50,7 +51,7 @@ class FleetProcess:
     def output(self) -> str:
         return self._log.read_text()
 
-    def wait(self, holds: Callable[[], bool], *, seconds: float = 200) -> None:
+    def wait(self, holds: Callable[[], bool], *, seconds: float = 100) -> None:
         deadline = time.monotonic() + seconds
         while not holds():
             if self.process.poll() is not None or time.monotonic() > deadline:

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from nestpipe import train
-from nestpipe.client import Client
-from tests.eval.test_catalogue_predictor import named_log
+from nestpipe.cli import main
+from nestpipe.client import Client, ServiceError
 from tests.gateway.fleet_process import Clients, FleetProcess
 from tests.serve.small_rankers import ASKED
 from tests.small_runs import small_config
 
-USERS = list(range(24))
+USERS, NOW = list(range(24)), 2_000_000_000
 EXACT = 1e-5  # of scores of order one in 32 bits: the contract's tolerance
 
 
@@ -54,29 +54,59 @@ def check_answers(clients, users):
     assert any(answer.attempts == 2 for _, answer in clients.answers), "an instance died with a request"
 
 
-@pytest.fixture(scope="module")
-def next_item(tmp_path_factory):
-    """A run whose users and items have names."""
-    folder = tmp_path_factory.mktemp("named")
-    return train(small_config(named_log(folder / "log").path, "sasrec", epochs=1), folder / "run", quiet=True)
-
-
-def test_a_fleet_of_a_next_item_run_answers_while_instances_are_killed(next_item, tmp_path):
-    users = [f"Zoë {number}" for number in range(12)]
-    with FleetProcess(next_item.folder, tmp_path / "log") as fleet:
-        clients = Clients(fleet.url, users, k=5)
+@pytest.mark.parametrize("kind", ["next item", "dcn", "generative"])
+def test_a_fleet_of_any_run_answers_while_its_model_is_switched_and_instances_are_killed(
+    kind, runs_of, second_of, tmp_path, capsys
+):
+    first, second = runs_of(kind), second_of(kind)
+    users = [int(user) for user in first.sequences.users[:8]]
+    with FleetProcess(first.folder, tmp_path / "log", "--demo") as fleet:
+        clients = Clients(fleet.url, users, k=4, query_time=NOW)
         try:
-            clients.more(40)
+            clients.more(20)
+            words = ["swap", first.folder, second.folder, "--instances", 2, "--admin-port", fleet.admin_port]
+            assert main([str(word) for word in words]) == 0, capsys.readouterr().err
+            clients.more(20)
             fleet.kill_instance()
-            clients.more(60)
+            clients.more(40)
+            fleet.wait(lambda: len(fleet.instances()) == 2)
         finally:
             clients.stop()
         with Client(fleet.url, timeout_s=60) as client:
-            assert client.recommend("nobody", k=3).path == "popular"
-            assert client.recommend(users[3], k=2, explain=True).because
-            assert client.similar("p7", k=4).items == next_item.predictor().similar("p7", 4).items
-            client.send_events([{"id": "e", "user": users[5], "item": "p1", "time": 2_000_000}])
-            assert "p1" not in client.recommend(users[5], k=30).items
-    check_answers(clients, users)
-    for user, answer in clients.answers[:20]:
-        assert answer.items == next_item.predictor().recommend(user, 5).items
+            fleet.wait(lambda: {client.recommend(user, k=4).instance for user in users} == {"i1", "i2"})
+            after = [client.recommend(user, k=4).model for user in users]
+            assert all(one.startswith(second.folder.name) for one in after), "the restarted instance kept its version"
+            check_calls(client, kind, first)
+    assert not clients.failures, clients.failures
+    assert not any(answer.degraded for _, answer in clients.answers)
+    assert any(answer.attempts == 2 for _, answer in clients.answers), "an instance died with a request"
+    truth = {run.folder.name: {user: offline(run, user) for user in users} for run in (first, second)}
+    found = {answer.model.split("/")[0] for _, answer in clients.answers}
+    assert found == {first.folder.name, second.folder.name}
+    for user, answer in clients.answers:
+        assert answer.items == truth[answer.model.split("/")[0]][user]
+
+
+def offline(run, user):
+    ms = None if "EncDec" in type(run.config.model).__name__ else NOW * 1000
+    return run.predictor().recommend(user, 4, request_ms=ms).items
+
+
+def check_calls(client, kind, run):
+    """Everything else that a gateway of this kind answers."""
+    user, item = int(run.sequences.users[3]), int(run.sequences.catalogue[5])
+    assert client.recommend("nobody", k=3).path == "popular"
+    assert len(client.similar(item, k=4).items) == 4
+    event = {"id": "e", "user": user, "item": item, "time": 1_702_000_000 if kind != "generative" else 2_000_000}
+    client.send_events([{**event, "click": 1} if kind == "dcn" else event])
+    assert item not in client.recommend(user, k=30).items
+    client.invalidate(user)
+    if kind == "dcn":
+        assert set(client.rank(user, [1, 2, 3], request="r").items) == {1, 2, 3}
+        with pytest.raises(ServiceError, match="this model reads no history") as caught:
+            client.recommend(user, explain=True)
+        assert caught.value.status == 400
+    else:
+        assert client.recommend(user, k=2, explain=True).because
+    if kind == "generative":
+        assert len(client.generate(user, k=3).items) == 3

@@ -4,38 +4,26 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
-from functools import cache
 
 import httpx
 import numpy as np
 import pytest
 
-from nestpipe import train
 from nestpipe.cli import main
 from nestpipe.serve.admin import Admin
 from nestpipe.serve.open_instance import open_instance
 from nestpipe.serve.serve_flags import ServeArguments
 from nestpipe.serve.service_folder import kept_secret
 from tests.gateway.fake_instances import Served
-from tests.serve import small_generative
 from tests.serve.small_services import SLOW_MS
 
 KINDS = ("next item", "dcn", "generative")
 
 
-@cache
-def second_generative(runs_of):
-    return small_generative.make_run(runs_of("generative").folder.parent, name="second", dim=16)
-
-
-@pytest.fixture(scope="module", params=KINDS)
-def pair(request, runs_of, tmp_path_factory):
+@pytest.fixture(params=KINDS)
+def pair(request, runs_of, second_of):
     """Two runs of a kind on one sequence folder, which differ."""
-    first = runs_of(request.param)
-    if request.param == "generative":
-        return first, second_generative(runs_of)
-    config = replace(first.config, seed=7)
-    return first, train(config, tmp_path_factory.mktemp("second") / "second", quiet=True)
+    return runs_of(request.param), second_of(request.param)
 
 
 class World:
