@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import secrets
 import socket
 import sys
@@ -89,9 +90,10 @@ class FleetAddresses:
         numbers = range(1, self.num_instances + 1)
         return [InstanceAddress(name=f"i{one}", url=f"http://{self.host}:{self.port + one}") for one in numbers]
 
-    def nginx(self) -> str:
+    def nginx(self, *, timeout_ms: int) -> str:
         """A configuration for nginx in the gateway's place."""
-        return nginx_config([one.url for one in self.members()], listen=f"{self.host}:{self.port}")
+        urls = [one.url for one in self.members()]
+        return nginx_config(urls, listen=f"{self.host}:{self.port}", timeout_ms=timeout_ms)
 
     def workers(self, run: Path, flags: Sequence[str]) -> list[Worker]:
         """The instances as commands; `flags` are those that all of them share."""
@@ -177,7 +179,7 @@ def print_nginx(arguments: ServeArguments) -> int:
     """Prints a configuration for nginx in the gateway's place."""
     place = addresses_of(arguments)
     place.check()
-    print(place.nginx(), end="")
+    print(place.nginx(timeout_ms=math.ceil(2 * arguments.trigger.budget_ms)), end="")
     return 0
 
 

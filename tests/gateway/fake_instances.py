@@ -90,7 +90,8 @@ class FakeInstance:
         self.pinned.clear()
         names = ("recommend", "similar", "generate", "prefill", "rank", "release", "events", "invalidate")
         routes = [Route(f"/v1/{name}", getattr(self, f"_{name}"), methods=["POST"]) for name in names]
-        self._served = Served(Starlette(routes=[*routes, Route("/readyz", self._readyz)]), port=port)
+        routes += [Route("/v1/recommend/{user:path}", self._recommend), Route("/readyz", self._readyz)]
+        self._served = Served(Starlette(routes=routes), port=port)
         self.url = self._served.url
 
     def stop(self) -> None:
@@ -108,7 +109,8 @@ class FakeInstance:
         return [path for path, _ in self.calls]
 
     async def _begin(self, request: Request, name: str) -> tuple[dict[str, Any], Response | None]:
-        body = await request.json()
+        address = {**request.path_params, "k": int(request.query_params.get("k", 10)), "request": "r"}
+        body = address if request.method == "GET" else await request.json()
         self.calls.append((name, body))
         await asyncio.sleep(self.delay_s.get(name, 0.0))
         while name == "rank" and self.holds_ranks:
