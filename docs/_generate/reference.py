@@ -166,6 +166,7 @@ def http() -> str:
     instances = {
         "Ranking instance": openapi.instance_calls(limits),
         "Next-item instance": openapi.next_item_calls(limits),
+        "DCN instance": openapi.pointwise_calls(limits),
         "Generative instance": openapi.generative_calls(limits, beam=64, scenarios=("feed", "cart")),
     }
     documents = {title: openapi.document(title, calls, Schema()) for title, calls in instances.items()}

@@ -274,7 +274,7 @@ def fleet_retriever(run: Run, histories: UserHistories, *, keeps_seen: bool = Fa
         return PastEvents(found.items, found.times)
 
     ranks = kind_of(run) in ("ranker", "pointwise")
-    found = known_items(run, run.load_model()).search.retriever if ranks else retriever_of(run)
+    found = known_items(run, run.load_model()).search().retriever if ranks else retriever_of(run)
     popularity, filters = training_counts(run.sequences, run.split), () if keeps_seen else found.filters
     return replace(found, past_of=past_of, popularity=popularity, filters=filters)
 

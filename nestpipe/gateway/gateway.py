@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 import time
+import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import asdict
@@ -52,6 +53,7 @@ from nestpipe.serve.schemas import (
     EventsRequest,
     GeneratedItems,
     GenerateRequest,
+    InstanceRecommendRequest,
     InstancesReply,
     InvalidateRequest,
     MemberRequest,
@@ -183,7 +185,11 @@ class Gateway:
         counted = lambda status: count(name, str(status)).inc()  # noqa: E731
         return self._guard.handler(kind, run, refuse=_refuse, counted=counted, **options)
 
-    async def _recommend(self, request: RecommendRequest) -> RecommendedItems:
+    async def _recommend(self, request: InstanceRecommendRequest) -> RecommendedItems:
+        if request.user is UNSET:
+            if request.history is None:
+                raise BadRequestError("field 'user' is missing; name a user, or send a 'history'.", code="bad_user")
+            request = replace(request, user=uuid.uuid4().hex)  # of nobody, to route by
         answer = await self._recommender.recommend(request)
         self._note(answer)
         self.metrics.paths.labels(answer.path).inc()

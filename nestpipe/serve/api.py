@@ -61,6 +61,7 @@ class Instance(RankingInstance):
         stages: Stages | None = None,
         wall_clock: Callable[[], float] = time.time,
     ):
+        self.engine, self.epoch, self._secret = engine, uuid.uuid4().hex[:16], secret
         limits = limits or Limits()
         super().__init__(
             engine,
@@ -73,7 +74,6 @@ class Instance(RankingInstance):
             stages=stages or Stages(),
             wall_clock=wall_clock,
         )
-        self.engine, self.epoch, self._secret = engine, uuid.uuid4().hex[:16], secret
 
     def _handlers(self) -> dict[str, Run]:
         return {"prefill": self._prefill, "release": self._release, **super()._handlers()}

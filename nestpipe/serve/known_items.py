@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -38,6 +39,8 @@ class KnownItems:
         """`keeps_seen`: items that a user has had may be recommended again, as the run was evaluated."""
         self.items, self.vectors, self.keeps_seen, self.max_bytes = items, vectors, keeps_seen, max_bytes
         self._popularity, self._by_popularity = popularity, np.argsort(-popularity, kind="stable")
+        self._search: CandidateSearch | None = None
+        self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return len(self.items)
@@ -77,9 +80,17 @@ class KnownItems:
             )
         return F.normalize(self.vectors, dim=1)
 
-    @cached_property
     def search(self) -> CandidateSearch:
-        """Candidates by the model's own vectors: the query is the mean of the last events; without vectors by popularity."""
+        """Candidates by the model's own vectors, built on first use. The query is the mean of the last events.
+
+        Without vectors, candidates come by popularity.
+        """
+        with self._lock:
+            if self._search is None:
+                self._search = self._build_search()
+            return self._search
+
+    def _build_search(self) -> CandidateSearch:
         if self.vectors is None:
             vectors: Floats = self._popularity.astype(np.float32)[:, None]
         else:

@@ -31,7 +31,7 @@ _REFUSALS = {
     "408": "The body took too long.",
     "413": "The body is too large.",
     "429": "Too many requests wait.",
-    "503": "The instance is stopping, or the deadline has passed.",
+    "503": "The instance is stopping, the deadline has passed, or a part of it failed.",
 }
 _GATEWAY_REFUSALS = {
     **_REFUSALS,
@@ -73,7 +73,7 @@ def _rank(limits: Limits, **more: Any) -> type[schemas.RankRequest]:
 def next_item_calls(limits: Limits) -> Calls:
     """The calls of an instance that recommends from the whole catalogue, which every instance has."""
     return {
-        "recommend": (_recommend(limits, schemas.RecommendRequest), schemas.RecommendedItems),
+        "recommend": (_recommend(limits, schemas.InstanceRecommendRequest), schemas.RecommendedItems),
         "similar": (limited(schemas.SimilarRequest, k=limits.items), schemas.SimilarItems),
         **_writes(limits),
     }
@@ -113,7 +113,7 @@ def gateway_calls(limits: GatewayLimits, kind: ServiceKind) -> Calls:
     request = (schemas.Name, msgspec.field(default_factory=lambda: uuid.uuid4().hex))
     k, history, candidates = limits.max_k, limits.max_history, limits.max_candidates
     recommend = limited(
-        schemas.SteeredRecommendRequest if kind == "generative" else schemas.RecommendRequest,
+        schemas.SteeredRecommendRequest if kind == "generative" else schemas.InstanceRecommendRequest,
         k=k,
         history=history,
         exclude=candidates,

@@ -53,6 +53,8 @@ class RankingInstance(RecommendingInstance):
             worker, metrics, name=name, calls=calls, limits=limits, budget_ms=budget_ms, wall_clock=wall_clock
         )
         self.metrics, self._search, self._stages = metrics, search, stages
+        if search is None:
+            self._known().search()  # before the first request
         self._searches = ThreadPoolExecutor(_NUM_SEARCHES, thread_name_prefix="retrieval")
 
     @abstractmethod
@@ -139,7 +141,7 @@ class RankingInstance(RecommendingInstance):
             if job.history is None:
                 histories.refresh()
             events = histories.of(job.user) if job.history is None else job.history
-            search = self._search or self._known(job.user).search
+            search = self._search or self._known(job.user).search()
             return search.find(events, job.query_time, job.k, excluded=job.excluded, stages=self._stages)
         except Exception as error:
             raise public_error(error, "retrieval failed") from error

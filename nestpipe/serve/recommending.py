@@ -35,14 +35,16 @@ from nestpipe.serve.recommendation import (
     heaviest,
     influence,
 )
+from nestpipe.serve.request_errors import BadRequestError
 from nestpipe.serve.request_guard import Run, user_and_numbers
 from nestpipe.serve.requests import BusyError, LateError, RankingRequest, StoppingError, public_error
-from nestpipe.serve.schemas import Influence, RecommendedItems, RecommendRequest, SimilarItems, SimilarRequest
+from nestpipe.serve.schemas import Influence, InstanceRecommendRequest, RecommendedItems, SimilarItems, SimilarRequest
 from nestpipe.serve.worker_thread import WorkerThread
 
 _log = logging.getLogger("nestpipe.serve")
 HistoryScores = Callable[[Sequence[Sequences], Sequence[int]], Tensor]
 """Scores [n, K] of K items for n histories."""
+NOBODY = -1  # a number that no user of a log has
 _READY_S = 2.0  # that a recommendation for readiness may take
 _PROVEN_S = 10.0  # how long an answer proves that a full instance works
 _SAMPLE = 8  # events of the history for readiness
@@ -91,8 +93,11 @@ class RecommendingInstance(HttpInstance):
         from_address = self._handler("recommend", self._recommend, fields_of=user_and_numbers)
         return [Route("/v1/recommend/{user:path}", from_address, methods=["GET"])]
 
-    async def _recommend(self, request: RecommendRequest) -> RecommendedItems:
-        arrived, ids, user = self._worker.clock(), self._ids, self._ids.user(request.user)
+    async def _recommend(self, request: InstanceRecommendRequest) -> RecommendedItems:
+        if request.user is UNSET and request.history is None:
+            raise BadRequestError("field 'user' is missing; name a user, or send a 'history'.", code="bad_user")
+        arrived, ids = self._worker.clock(), self._ids
+        user = NOBODY if request.user is UNSET else ids.user(request.user)
         deadline_ms = self._budget_ms if request.deadline_ms is None else request.deadline_ms
         excluded, _ = ids.items(request.exclude)  # what is not in the catalogue is not shown anyway
         job = RecommendationJob(
@@ -187,7 +192,7 @@ class RecommendingInstance(HttpInstance):
         worker = self._worker
         history = await run_in_threadpool(worker.histories.sample, min(_SAMPLE, self._max_len()))
         job = RecommendationJob(
-            user=-1, k=1, deadline=worker.clock() + _READY_S, query_time=self._now(), history=history
+            user=NOBODY, k=1, deadline=worker.clock() + _READY_S, query_time=self._now(), history=history
         )
         try:
             answer = await asyncio.wait_for(self._find(job), _READY_S)

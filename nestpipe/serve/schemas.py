@@ -81,10 +81,19 @@ class RecommendRequest(_TopK, kw_only=True):
     explain: bool = False
 
 
-class SteeredRecommendRequest(RecommendRequest, kw_only=True):
-    """Recommends items. `history` replaces the stored one, `exclude` lists items not to show, `explain` asks for reasons.
+class InstanceRecommendRequest(RecommendRequest):
+    """Recommends items to a user, or to whoever has a `history`, which replaces the stored one.
 
-    `scenario` steers a generative run.
+    `exclude` lists items not to show, `explain` asks for reasons.
+    """
+
+    user: OwnId | UnsetType = UNSET  # type: ignore[assignment]
+
+
+class SteeredRecommendRequest(InstanceRecommendRequest, kw_only=True):
+    """Recommends items to a user, or to whoever has a `history`, which replaces the stored one.
+
+    `exclude` lists items not to show, `explain` asks for reasons, `scenario` steers a generative run.
     """
 
     scenario: Name | None = None

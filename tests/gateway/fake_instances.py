@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from nestpipe.gateway.router import InstanceAddress, Ticket, TicketError, sign, verify
+from nestpipe.gateway.router import InstanceAddress, Ticket, TicketError, routing_number, sign, verify
 from nestpipe.rng import mix64
 from nestpipe.serve.server import bind
 
@@ -124,8 +124,8 @@ class FakeInstance:
         body, refused = await self._begin(request, "recommend")
         if refused:
             return refused
-        items = true_ranking(int(body["user"]), CATALOGUE, body.get("k", 10))
-        scores = [true_score(int(body["user"]), item) for item in items]
+        items = true_ranking(routing_number(body["user"]), CATALOGUE, body.get("k", 10))
+        scores = [true_score(routing_number(body["user"]), item) for item in items]
         because = [[{"item": 100, "time": 5, "weight": 0.5}] for _ in items] if body.get("explain") else None
         answer = {"items": items, "scores": [] if self.garbage else scores, "path": "model", "model": "m1"}
         return JSONResponse({**answer, "request": body["request"], "instance": self.name, "because": because})
@@ -138,14 +138,14 @@ class FakeInstance:
         body, refused = await self._begin(request, "generate")
         if refused:
             return refused
-        items = true_ranking(int(body["user"]), CATALOGUE, body.get("k", 10))
+        items = true_ranking(routing_number(body["user"]), CATALOGUE, body.get("k", 10))
         about = {
             "instruction": {"source": "default", "reason": "none"},
             "num_events": 3,
             "beam": 8,
             "semantic_ids": "s",
         }
-        scores = [true_score(int(body["user"]), item) for item in items]
+        scores = [true_score(routing_number(body["user"]), item) for item in items]
         answer = {"items": items, "log_probabilities": scores, "path": "full", "degraded": False, "model": "m1"}
         return JSONResponse({**answer, **about})
 
@@ -174,13 +174,13 @@ class FakeInstance:
             return refused
         if self.garbage:
             return JSONResponse({"items": [1], "scores": "none"})
-        items = true_ranking(int(body["user"]), body["candidates"], body.get("k"))
+        items = true_ranking(routing_number(body["user"]), body["candidates"], body.get("k"))
         hit = self._is_hit(body)
         self.pinned.pop(body.get("ticket"), None)  # used, as far as this request is concerned
         return JSONResponse(
             {
                 "items": items,
-                "scores": [true_score(int(body["user"]), item) for item in items],
+                "scores": [true_score(routing_number(body["user"]), item) for item in items],
                 "path": "hit_device" if hit else "full",
                 "prefix_len": 7 if hit else 0,
                 "degraded": False,

@@ -294,6 +294,9 @@ def test_a_user_in_the_address_and_many_items(world):
     for query, code in (("k=0", "bad_k"), ("k=x", "bad_k"), ("n=1", "unknown_field")):
         refused = world.http.get(f"{world.url}/v1/recommend/3?{query}")
         assert (refused.status_code, refused.json()["error"]["code"]) == (400, code)
+    history = [{"item": int(item)} for item in ITEMS[3:13]]
+    nobody = world.http.post(f"{world.url}/v1/recommend", json={"history": history, "k": 4}).json()
+    assert len(nobody["items"]) == 4, "a history without a user"
     many = world.http.post(f"{world.url}/v1/recommend", json={"user": 3, "k": 50}).json()
     assert len(many["items"]) == 50, "more than the candidates that the stages usually leave"
 

@@ -358,9 +358,9 @@ def test_administration_needs_its_token(shared):
 def test_a_call_that_fails_is_an_answer_and_is_counted(world, monkeypatch):
     monkeypatch.setattr(world.instance.engine, "submit", lambda job: {}["nothing"])
     found = world.post("rank", {"user": 1, "request": "a", "candidates": [1]})
-    assert (found.status_code, found.json()["error"]["code"]) == (500, "failed")
+    assert (found.status_code, found.json()["error"]["code"]) == (503, "failed")
     text = world.http.get(f"{world.url}/metrics").text
-    assert 'nestpipe_answers_total{call="rank",status="500"} 1.0' in text
+    assert 'nestpipe_answers_total{call="rank",status="503"} 1.0' in text
 
 
 def test_overload_and_draining_are_said_at_once(open_world):

@@ -9,6 +9,7 @@ import pytest
 
 from nestpipe.gateway.candidates import retriever_of
 from nestpipe.gateway.cascade import Cascade, LocalCandidateStages
+from nestpipe.gateway.forwarding import Forwarding
 from nestpipe.gateway.gateway import Gateway
 from nestpipe.gateway.instance_client import InstanceClient
 from nestpipe.gateway.router import InstanceAddress as Member
@@ -52,7 +53,22 @@ def test_every_answer_is_as_documented(urls, scale, which):
     assert httpx.post(f"{urls[which]}/v1/rank", json=body, timeout=60).json()["degraded"] is False
 
 
-@pytest.mark.parametrize(("kind", "num_operations"), [("next item", 7), ("dcn", 8), ("generative", 8)])
+@pytest.mark.parametrize(("kind", "num_operations"), [("next_item", 7), ("generative", 8)])
+def test_a_gateway_of_every_kind_answers_as_documented(runs_of, tmp_path, scale, kind, num_operations):
+    with serving(kind.replace("_", " "), runs_of, tmp_path, limits=LIMITS) as service:
+        members = Members([Member(name="a", url=str(service.http.base_url))])
+        remote = InstanceClient(members, httpx.AsyncClient(timeout=None, verify=TLS))
+        probe = RecommendRequest(user=int(service.run.sequences.users[0]), k=1)
+        recommender = Forwarding(remote, budget_ms=SLOW_MS)
+        gateway = Server(Gateway(recommender, kind=kind, probe=lambda: probe, shared_log=True).app())
+        try:
+            check_answers(gateway.url, num_operations=num_operations, num_examples=scale(10, 500))
+            assert httpx.get(f"{gateway.url}/readyz").status_code == 200
+        finally:
+            gateway.close()
+
+
+@pytest.mark.parametrize(("kind", "num_operations"), [("next item", 7), ("dcn", 8)])
 def test_every_kind_of_run_answers_as_documented(runs_of, tmp_path, scale, kind, num_operations):
     with serving(kind, runs_of, tmp_path, limits=LIMITS) as service:
         url = str(service.http.base_url)

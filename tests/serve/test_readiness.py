@@ -43,7 +43,7 @@ def is_ready(service):
 def test_a_broken_index_makes_an_instance_not_ready(runs_of, tmp_path, kind):
     with serving(kind, runs_of, tmp_path) as service:
         assert is_ready(service)
-        search = service.instance._search or service.instance._known().search
+        search = service.instance._search or service.instance._known().search()
         whole = search.retriever
         search.retriever = replace(whole, index=BrokenIndex())
         assert not is_ready(service)

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
+import polars as pl
 import pytest
 
+from nestpipe import train
+from nestpipe.data.ingest import write_sequences
+from nestpipe.data.schema import Feature, Label, Schema
 from nestpipe.serve.config import Stages
+from nestpipe.training.run_folder import Run
+from tests.eval.ranking_ranks import ranking_config
 from tests.serve.small_services import KINDS, NOW, serving
 
 HISTORIES = [kind for kind in KINDS if kind != "dcn"]  # whose scores depend on the history
@@ -83,6 +91,18 @@ def test_a_user_without_history_gets_what_is_popular(service):
         assert service.recommend(user=10**9, k=1, explain=True)["because"] is None
 
 
+def test_a_history_needs_no_user(service):
+    user = user_with(service, 3)
+    events = history_of(service, user)
+    found = service.recommend(history=events, k=4)
+    if service.kind not in {"dcn", "generative"}:  # which read the user too
+        assert found["items"] == service.recommend(user=user, k=4)["items"]
+    assert len(found["items"]) == 4
+    refused = service.http.post("/v1/recommend", json={"k": 4})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "bad_user")
+    assert "name a user, or send a 'history'" in refused.json()["error"]["message"]
+
+
 def test_excluded_and_seen_items_are_never_shown(service):
     user = user_with(service, 3)
     every = service.recommend(user=user, k=30)["items"]
@@ -139,6 +159,43 @@ def test_similar_items(service):
     assert several["unknown"] == ["lamp"]
     assert not set(items[5:7]) & set(several["items"])
     assert service.http.post("/v1/similar", json={"item": "lamp"}).status_code == 400
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_evaluated_with_seen_items_recommends_them(runs_of, tmp_path, monkeypatch, kind):
+    monkeypatch.setattr(Run, "check_settings", lambda *_: None)  # saves the training of another run
+
+    def keeping(name):
+        run = runs_of(name)
+        return replace(run, config=replace(run.config, eval=replace(run.config.eval, seen="none")))
+
+    with serving(kind, keeping, tmp_path) as service:
+        user = user_with(service, 3)
+        found, had = service.recommend(user=user, k=30)["items"], {event["item"] for event in history_of(service, user)}
+        assert found == offline(service, user, 30).items
+        assert had & set(found) if kind == "generative" else had <= set(found)  # its beam does not find everything
+
+
+def test_a_feature_that_must_not_be_missing_is_no_obstacle_to_a_candidate(runs_of, tmp_path):
+    """No candidate has the features of an event that has not happened, whatever the schema says of logged events."""
+    rows = [
+        (user, (3 * user + step) % 12, 1_000 + step, user + step % 2, step % 3 == 0)
+        for user in range(20)
+        for step in range(5)
+    ]
+    log = pl.DataFrame(rows, schema=["user", "item", "time", "price", "click"], orient="row")
+    features = tuple(Feature(name=name, kind="number", missing="refuse") for name in ("price", "click"))
+    label = Label(name="clicked", kind="binary", feature="click")
+    sequences = write_sequences(tmp_path / "log", schema=Schema(features=features, labels=(label,)), log=log)
+    config = ranking_config(sequences.path, "dcn")
+    config = replace(
+        config,
+        data=replace(config.data, split_time="1970-01-01T00:16:43"),
+        model=replace(config.model, features=("user", "item", "price")),
+    )
+    run = train(config, tmp_path / "run", quiet=True)
+    with serving("dcn", lambda _: run, tmp_path / "service") as service:
+        assert service.recommend(user=3, k=6)["items"] == offline(service, 3, 6).items
 
 
 @pytest.mark.parametrize("field", ["filter", "max_per", "boost", "pin", "diversity", "unseen", "rules"])

@@ -12,7 +12,7 @@ import pytest
 from nestpipe.client import Client
 from nestpipe.data.schema import Schema
 from nestpipe.serve.config import GatewayLimits, Limits
-from nestpipe.serve.openapi import document, gateway_calls, gateway_document, instance_calls
+from nestpipe.serve.openapi import document, gateway_calls, gateway_document, generative_calls, instance_calls
 from nestpipe.serve.request_errors import BadRequestError
 from nestpipe.serve.request_guard import parse
 from nestpipe.serve.schemas import CompareRequest, MemberRequest, RankRequest
@@ -55,7 +55,7 @@ def test_the_client_needs_neither_torch_nor_starlette():
         (
             {"usr": 1},
             "unknown_field",
-            "unknown field 'usr'; there are: candidates, deadline_ms, history, k, query_time, ",
+            "unknown field 'usr'; there are: candidates, deadline_ms, explain, history, k, query_time, ",
         ),
         ({" - at `$.zz`": 1}, "unknown_field", "unknown field ' - at `$.zz`'; there are: "),
     ],
@@ -109,12 +109,15 @@ def test_the_client_sends_the_fields_that_are_documented():
         "invalidate": Client.invalidate,
     }
     both = {"recommend": Client.recommend, "similar": Client.similar}
+    generative = both | {"generate": Client.generate}
     for described, calls in (
         (document("An instance", instance_calls(Limits()), Schema()), sent),
+        (document("A generative one", generative_calls(Limits(), beam=4, scenarios=[]), Schema()), generative),
         (gateway_document("ranker"), sent | both),
-        (gateway_document("generative"), both | {"generate": Client.generate}),
         (gateway_document("next_item"), both),
+        (gateway_document("generative"), generative),
     ):
         for name, call in calls.items():
             body = described["paths"][f"/v1/{name}"]["post"]["requestBody"]["content"]["application/json"]["schema"]
-            assert set(inspect.signature(call).parameters) == set(body["properties"])
+            steering = set() if "scenario" in body["properties"] else {"scenario"}  # generative runs alone have any
+            assert set(inspect.signature(call).parameters) - steering == set(body["properties"])
