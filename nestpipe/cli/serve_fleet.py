@@ -22,6 +22,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from nestpipe.cli.serve_instance import STOPPING
 from nestpipe.errors import ConfigError
 from nestpipe.eval.catalogue_predictor import training_counts
@@ -49,6 +51,7 @@ from nestpipe.serve.user_history import UserHistories
 from nestpipe.training.run_folder import Run
 
 _log = logging.getLogger("nestpipe.serve")
+_PROBED_USERS = 1000  # among whom the user of a readiness check is chosen
 _READY_S = 0.25  # between two polls of the instances' readiness
 # Below the ephemeral ports of outgoing connections, which could take a port before its instance has started.
 _FREE_PORTS = range(10_000, 32_000)
@@ -254,9 +257,10 @@ def _run_fleet(plan: _FleetPlan) -> int:
 
 
 def probe_of(histories: UserHistories, ids: ServiceIds) -> RecommendRequest:
-    """A request of a user with a history, which goes through every stage."""
+    """A request of a user with a history, but a short one: nothing would be left to rank for who has had every item."""
     own = histories.sequences
-    row = next((row for row in range(len(own.users)) if own.offsets[row + 1] > own.offsets[row]), 0)
+    lengths = np.diff(own.offsets[: _PROBED_USERS + 1])
+    row = int(np.argmin(np.where(lengths > 0, lengths, lengths.max(initial=0) + 1)))
     return RecommendRequest(user=ids.own_users(own.users[row : row + 1])[0], k=1)
 
 

@@ -44,10 +44,12 @@ class DemoPage:
         return HTMLResponse(text, headers={"content-security-policy": _POLICY, "x-content-type-options": "nosniff"})
 
     async def _users(self, http: Request) -> Response:
-        """Some users with long histories, as texts: numbers of browsers have 53 bits."""
+        """Users with histories of all lengths, a usual one first, as texts: numbers of browsers have 53 bits."""
         own = self._histories.sequences
         lengths = np.diff(own.offsets)
-        rows = np.argsort(-lengths, kind="stable")[: _SHOWN_USERS * 20 : 20]
+        order = np.argsort(lengths, kind="stable")[int((lengths == 0).sum()) :]
+        places = np.unique(np.linspace(0, len(order) - 1, _SHOWN_USERS).astype(np.int64)) if len(order) else order
+        rows = order[places[np.argsort(np.abs(places - len(order) // 2), kind="stable")]]
         return JSONResponse({"users": [str(user) for user in self._ids.own_users(own.users[rows])]})
 
     async def _history(self, http: Request) -> Response:
