@@ -170,7 +170,12 @@ def http() -> str:
         "Generative instance": openapi.generative_calls(limits, beam=64, scenarios=("feed", "cart")),
     }
     documents = {title: openapi.document(title, calls, Schema()) for title, calls in instances.items()}
-    documents["Gateway"] = openapi.gateway_document()
+    kinds: dict[str, openapi.ServiceKind] = {
+        "a ranker": "ranker",
+        "a next-item model": "next_item",
+        "a generative model": "generative",
+    }
+    documents |= {f"Gateway of {name}": openapi.gateway_document(kind) for name, kind in kinds.items()}
     parts = [
         "# HTTP\n\nEach service serves its OpenAPI document at `/openapi.json` and its metrics at `/metrics`. Bodies are JSON. "
         'An error is `{"error": {"code": …, "message": …}}`. The tables show the fields of a log without features and the '

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from nestpipe.errors import ConfigError
-from nestpipe.models.config import EncDecConfig, RankingConfig
 from nestpipe.serve.serve_flags import ServeArguments
-from nestpipe.training.run_folder import Run
 
 
 def main(arguments: ServeArguments) -> int:
@@ -24,10 +22,3 @@ def main(arguments: ServeArguments) -> int:
     if arguments.print_nginx:
         return print_nginx(arguments)
     return serve_fleet(arguments) if arguments.instances or arguments.demo else serve_instance(arguments)
-
-
-def require_ranker(run: Run, what: str) -> None:
-    """Raises ConfigError unless the run ranks candidates."""
-    if not isinstance(run.config.model, RankingConfig):
-        kind = "generates" if isinstance(run.config.model, EncDecConfig) else "recommends by itself"
-        raise ConfigError(f"{run.folder} {kind}, and {what} is for runs that rank; serve it as one instance.")

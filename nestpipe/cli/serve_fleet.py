@@ -2,29 +2,35 @@
 
 --port P            the gateway; instances listen on P + 1, P + 2, ...; 0 takes free ones
 --admin-port A      its administration, on --admin-host; the instances' on A + 1, A + 2, ...; likewise
---retrieval RUN     vectors and queries of a trained retrieval run; else means of the ranking run's own item vectors
+--retrieval RUN     for rankers: vectors and queries of a trained retrieval run; else means of the run's own item vectors
+
+The instances of a ranker order what the gateway has retrieved; those of other runs find items themselves.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import secrets
 import socket
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from nestpipe.cli.serve import require_ranker
+import numpy as np
+
 from nestpipe.cli.serve_instance import STOPPING
 from nestpipe.errors import ConfigError
+from nestpipe.eval.catalogue_predictor import training_counts
 from nestpipe.gateway.candidates import PastEvents, Retriever, retriever_of
 from nestpipe.gateway.cascade import Cascade, LocalCandidateStages
-from nestpipe.gateway.gateway import Gateway, admin_app
+from nestpipe.gateway.forwarding import Forwarding
+from nestpipe.gateway.gateway import FleetRecommender, Gateway, admin_app
 from nestpipe.gateway.instance_client import InstanceClient, make_client
 from nestpipe.gateway.nginx import nginx_config
 from nestpipe.gateway.router import InstanceAddress, Members
@@ -32,8 +38,12 @@ from nestpipe.gateway.supervisor import Fleet, Worker
 from nestpipe.serve.config import Stages
 from nestpipe.serve.demo_page import DemoPage
 from nestpipe.serve.event_log import EventLog
-from nestpipe.serve.open_service import open_run
+from nestpipe.serve.known_items import known_items
+from nestpipe.serve.open_instance import check_flags
+from nestpipe.serve.open_service import kind_of, open_retrieval, open_run
+from nestpipe.serve.openapi import ServiceKind
 from nestpipe.serve.own_ids import ServiceIds
+from nestpipe.serve.schemas import RecommendRequest
 from nestpipe.serve.serve_flags import ServeArguments
 from nestpipe.serve.server import PortError, bind, run_apps
 from nestpipe.serve.service_folder import EVENTS, kept_secret
@@ -41,6 +51,7 @@ from nestpipe.serve.user_history import UserHistories
 from nestpipe.training.run_folder import Run
 
 _log = logging.getLogger("nestpipe.serve")
+_PROBED_USERS = 1000  # among whom the user of a readiness check is chosen
 _READY_S = 0.25  # between two polls of the instances' readiness
 # Below the ephemeral ports of outgoing connections, which could take a port before its instance has started.
 _FREE_PORTS = range(10_000, 32_000)
@@ -82,9 +93,10 @@ class FleetAddresses:
         numbers = range(1, self.num_instances + 1)
         return [InstanceAddress(name=f"i{one}", url=f"http://{self.host}:{self.port + one}") for one in numbers]
 
-    def nginx(self) -> str:
+    def nginx(self, *, timeout_ms: int) -> str:
         """A configuration for nginx in the gateway's place."""
-        return nginx_config([one.url for one in self.members()], listen=f"{self.host}:{self.port}")
+        urls = [one.url for one in self.members()]
+        return nginx_config(urls, listen=f"{self.host}:{self.port}", timeout_ms=timeout_ms)
 
     def workers(self, run: Path, flags: Sequence[str]) -> list[Worker]:
         """The instances as commands; `flags` are those that all of them share."""
@@ -136,34 +148,41 @@ def serve_fleet(arguments: ServeArguments) -> int:
     place = addresses_of(arguments).settled()
     place.check()
     run = open_run(arguments)
-    require_ranker(run, "a gateway (--instances, --demo)")
-    folder = run.folder / "serve"
+    check_flags(run, arguments)
+    kind, folder = kind_of(run), run.folder / "serve"
     flags = ["--num-threads", str(arguments.num_threads), "--label", arguments.label]
     flags += ["--step", str(arguments.step)] if arguments.step is not None else []
     flags += ["--compare", str(arguments.compare), "--share", str(arguments.share)] if arguments.compare else []
     for name in ("engine", "trigger", "limits"):
         flags += flags_of(name, getattr(arguments, name))
-    workers, histories = place.workers(run.folder, flags), fleet_histories(run, folder / EVENTS)
+    histories = fleet_histories(run, folder / EVENTS)
     for one in place.members():
         notes_of(run.folder, one).unlink(missing_ok=True)  # of an earlier fleet
-    retriever = fleet_retriever(Run.open(arguments.retrieval) if arguments.retrieval else run, histories)
-    del run  # whose sequences stay mapped, also those of users that are forgotten later
-    return _run_fleet(
-        place,
-        workers,
+    retriever = None
+    if kind in ("ranker", "pointwise"):
+        finder = open_retrieval(arguments.retrieval, run) if arguments.retrieval else run
+        retriever = fleet_retriever(finder, histories, keeps_seen=run.config.eval.seen == "none")
+        del finder
+    plan = _FleetPlan(
+        place=place,
+        workers=place.workers(run.folder, flags),
+        kind=kind,
         histories=histories,
         retriever=retriever,
         stages=arguments.stages,
+        budget_ms=arguments.trigger.budget_ms,
         token=kept_secret(folder / "token"),
         demo=arguments.demo,
     )
+    del run  # whose sequences stay mapped, also those of users that are forgotten later
+    return _run_fleet(plan)
 
 
 def print_nginx(arguments: ServeArguments) -> int:
     """Prints a configuration for nginx in the gateway's place."""
     place = addresses_of(arguments)
     place.check()
-    print(place.nginx(), end="")
+    print(place.nginx(timeout_ms=math.ceil(2 * arguments.trigger.budget_ms)), end="")
     return 0
 
 
@@ -177,16 +196,29 @@ def addresses_of(arguments: ServeArguments) -> FleetAddresses:
     )
 
 
-def _run_fleet(
-    place: FleetAddresses,
-    workers: Sequence[Worker],
-    *,
-    histories: UserHistories,
-    retriever: Retriever,
-    stages: Stages,
-    token: str,
-    demo: bool,
-) -> int:
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class _FleetPlan:
+    """What a fleet of one kind of run needs; `retriever` is for rankers alone."""
+
+    place: FleetAddresses
+    workers: Sequence[Worker]
+    kind: ServiceKind
+    histories: UserHistories
+    retriever: Retriever | None
+    stages: Stages
+    budget_ms: float
+    token: str
+    demo: bool
+
+    def recommender(self, remote: InstanceClient, executor: Executor, ids: ServiceIds) -> FleetRecommender:
+        if self.retriever is None:
+            return Forwarding(remote, budget_ms=self.budget_ms)
+        stages = LocalCandidateStages(self.retriever, executor, ids)
+        return Cascade(remote, stages, self.stages, has_prefixes=self.kind == "ranker")
+
+
+def _run_fleet(plan: _FleetPlan) -> int:
+    place, histories = plan.place, plan.histories
     with (
         ThreadPoolExecutor(2, thread_name_prefix="retrieval") as executor,
         bind(place.host, place.port) as public,
@@ -194,20 +226,24 @@ def _run_fleet(
     ):
 
         async def body() -> None:
-            remote, fleet = InstanceClient(Members(place.members()), make_client()), Fleet(workers)
+            remote, fleet = InstanceClient(Members(place.members()), make_client()), Fleet(plan.workers)
             ids = ServiceIds(lambda: histories.sequences)
-            cascade = Cascade(remote, LocalCandidateStages(retriever, executor, ids), stages)
-            page = DemoPage(lambda: histories.sequences, retriever.past_of, ids).routes() if demo else []
-            gateway = Gateway(cascade, shared_log=True).app(*page)
+            gateway = Gateway(
+                plan.recommender(remote, executor, ids),
+                kind=plan.kind,
+                probe=lambda: probe_of(histories, ids),
+                shared_log=True,
+            )
+            page = DemoPage(histories, ids).routes() if plan.demo else []
             await fleet.start()
-            tasks = (remote.watch(), keep_fresh(histories), _say_ready(remote, place, demo=demo))
+            tasks = (remote.watch(), keep_fresh(histories), _say_ready(gateway, place, demo=plan.demo))
             watches = [asyncio.create_task(one) for one in tasks]
 
             def stopping() -> None:
                 print(STOPPING, file=sys.stderr, flush=True)
 
             try:
-                apps = [(gateway, public), (admin_app(cascade, token), private)]
+                apps = [(gateway.app(*page), public), (admin_app(remote, plan.token), private)]
                 await run_apps(apps, on_stop=stopping, started=lambda: None)
             finally:
                 for one in watches:
@@ -220,20 +256,31 @@ def _run_fleet(
     return 0
 
 
+def probe_of(histories: UserHistories, ids: ServiceIds) -> RecommendRequest:
+    """A request of a user with a history, but a short one: nothing would be left to rank for who has had every item."""
+    own = histories.sequences
+    lengths = np.diff(own.offsets[: _PROBED_USERS + 1])
+    row = int(np.argmin(np.where(lengths > 0, lengths, lengths.max(initial=0) + 1)))
+    return RecommendRequest(user=ids.own_users(own.users[row : row + 1])[0], k=1)
+
+
 def fleet_histories(run: Run, events: Path) -> UserHistories:
     """Histories of users, with the events that instances received since the log was ingested."""
     return UserHistories(run.sequences, EventLog(events))
 
 
-def fleet_retriever(run: Run, histories: UserHistories) -> Retriever:
-    """Vector search from the current histories of users."""
+def fleet_retriever(run: Run, histories: UserHistories, *, keeps_seen: bool = False) -> Retriever:
+    """Vector search from the current histories of users; `keeps_seen` as the ranker was evaluated."""
 
     def past_of(user: int) -> PastEvents:
         histories.refresh()
         found = histories.of(user)
         return PastEvents(found.items, found.times)
 
-    return retriever_of(run, past_of=past_of)
+    ranks = kind_of(run) in ("ranker", "pointwise")
+    found = known_items(run, run.load_model()).search().retriever if ranks else retriever_of(run)
+    popularity, filters = training_counts(run.sequences, run.split), () if keeps_seen else found.filters
+    return replace(found, past_of=past_of, popularity=popularity, filters=filters)
 
 
 async def keep_fresh(histories: UserHistories, *, every_s: float = 1.0) -> None:
@@ -246,8 +293,11 @@ async def keep_fresh(histories: UserHistories, *, every_s: float = 1.0) -> None:
         await asyncio.sleep(every_s)
 
 
-async def _say_ready(remote: InstanceClient, place: FleetAddresses, *, demo: bool) -> None:
-    while not all((await remote.ready(timeout_s=1.0)).values()):
+async def _say_ready(gateway: Gateway, place: FleetAddresses, *, demo: bool) -> None:
+    while True:
+        ready, problem = await gateway.readiness()
+        if all(ready.values()) and not problem:
+            break
         await asyncio.sleep(_READY_S)
     page = f"; open http://{place.host}:{place.port}/ in a browser" if demo else ""
     print(f"gateway with {place.num_instances} instances on http://{place.host}:{place.port}{page}", flush=True)

@@ -7,8 +7,8 @@ import secrets
 import signal
 import threading
 
-from nestpipe.cli.serve import require_ranker
 from nestpipe.errors import ConfigError
+from nestpipe.serve.open_instance import check_flags
 from nestpipe.serve.open_service import open_run
 from nestpipe.serve.serve_flags import ServeArguments
 
@@ -17,7 +17,7 @@ _OBJECT_STORE_BYTES = 80 << 20  # about Ray's minimum; no request goes through i
 
 def serve_on_ray(arguments: ServeArguments) -> int:
     """Runs until SIGINT or SIGTERM."""
-    require_ranker(open_run(arguments), "--ray")
+    check_flags(open_run(arguments), arguments)  # before Ray starts
     os.environ |= {  # Ray reads some of them when it is imported
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_USAGE_STATS_REPORT_URL": "http://127.0.0.1:9",  # Ray may report that it does not report

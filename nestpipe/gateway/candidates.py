@@ -117,15 +117,19 @@ def at_most(limit: int, group_of: Callable[[Ints], Ints]) -> Filter:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CandidateItems:
-    """Items with scores, best first."""
+    """Items with scores, best first; those of a user without history are popular, and not ranked."""
 
     items: Sequence[OwnId]
     scores: Sequence[float]
+    is_popular: bool = False
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Retriever:
-    """Items [I] (ascending ids) with vectors [I, D], and an encoder of histories to queries [D]."""
+    """Items [I] (ascending ids) with vectors [I, D], and an encoder of histories to queries [D].
+
+    `popularity` [I] counts the training events of each item; without it a user without history has a query too.
+    """
 
     items: Ints
     vectors: Floats
@@ -133,6 +137,7 @@ class Retriever:
     encode: Callable[[PastEvents, int | None], Floats]
     past_of: Callable[[int], PastEvents]
     filters: tuple[Filter, ...] = (unseen,)
+    popularity: Ints | None = None
 
     def retrieve(self, past: PastEvents, k: int, *, query_time: int | None = None) -> tuple[Floats, Ints]:
         """The query and the places of its nearest items: k, and as many more as the `unseen` filter may drop."""
@@ -150,6 +155,16 @@ class Retriever:
             kept = keep(self.items[places], past)
             places, scores = places[kept], scores[kept]
         return CandidateItems(self.items[places[:count]].tolist(), scores[:count].tolist())
+
+    def popular(self, past: PastEvents, count: int, *, filters: Iterable[Filter] = ()) -> CandidateItems | None:
+        """For a user without history the items with most training events, after the filters; None for other users."""
+        if self.popularity is None or len(past.items):
+            return None
+        places = np.argsort(-self.popularity, kind="stable")
+        for keep in (*self.filters, *filters):
+            places = places[keep(self.items[places], past)]
+        counts = self.popularity[places[:count]].astype(float)
+        return CandidateItems(self.items[places[:count]].tolist(), counts.tolist(), is_popular=True)
 
 
 def retriever_of(

@@ -7,17 +7,19 @@
     release                          ─►  failure, retry elsewhere, cancel, disconnect; a ranking that used the prefix unpins it
 
 The hint may be lost: the ranking is then done in full. The ranking may be lost: the order of pre-rank is then the answer, and
-marked as degraded. Retrieval and pre-rank may not: their filters decide what may be shown at all.
+marked as degraded. Retrieval and pre-rank may not: their filters decide what may be shown at all. A user without history gets the
+most popular items, which are not ranked. The deadline of a request is divided among the stages in proportion to their own.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol, TypeVar, cast
 
@@ -38,6 +40,7 @@ from nestpipe.serve.schemas import (
     StageTime,
 )
 
+_log = logging.getLogger("nestpipe.serve")
 Result = TypeVar("Result")
 
 
@@ -84,8 +87,10 @@ class LocalCandidateStages:
         if ids is not None:
             excluded = ids.items(request.exclude)[0].tolist()
         rules = (without(excluded),) if excluded else ()
-        best = self._retriever.prerank(found.query, found.places, found.past, count, filters=rules)
-        return best if ids is None else CandidateItems(ids.own_items(cast(list[int], best.items)), best.scores)
+        best = self._retriever.popular(found.past, count, filters=rules)
+        if best is None:
+            best = self._retriever.prerank(found.query, found.places, found.past, count, filters=rules)
+        return best if ids is None else replace(best, items=ids.own_items(cast(list[int], best.items)))
 
     def _retrieve(self, request: RecommendRequest, count: int) -> RetrievedItems:
         user, history = cast(int, request.user), request.history
@@ -103,70 +108,79 @@ class LocalCandidateStages:
 class Cascade:
     """Recommends through the instances of a fleet."""
 
-    def __init__(self, remote: InstanceClient, candidate_stages: CandidateStages, stages: Stages | None = None):
+    def __init__(
+        self,
+        remote: InstanceClient,
+        candidate_stages: CandidateStages,
+        stages: Stages | None = None,
+        *,
+        has_prefixes: bool = True,
+    ):
+        """`has_prefixes`: the instances take prefill hints; models without histories have no KV prefixes."""
         self.remote, self._candidate_stages = remote, candidate_stages
-        self.stages = stages or Stages()
+        self.stages, self._has_prefixes = stages or Stages(), has_prefixes
+
+    @property
+    def budget_ms(self) -> float:
+        """The deadline of a ranking request that names none."""
+        return self.stages.rank_ms
 
     async def recommend(self, request: RecommendRequest) -> RecommendedItems:
         """Raises StageError if retrieval or pre-rank fail, InstanceError if ranking refuses the request itself."""
-        stages, times = self.stages, dict[str, StageTime]()
-        request_id = uuid.uuid4().hex if request.request is UNSET else request.request
+        stages = self.stages.within(request.deadline_ms)
+        count = max(stages.num_candidates, request.k)
         hint = PrefillRequest(
             user=request.user,
-            request=request_id,
-            candidates=stages.num_candidates,
+            request=uuid.uuid4().hex if request.request is UNSET else request.request,
+            candidates=count,
             query_time=request.query_time,
             history=request.history,
         )
         chosen = self.remote.choose(request.user)
-        whole_s = (stages.retrieval_ms + stages.prerank_ms + stages.rank_ms) / 1e3
         with self.remote.holding(chosen):
-            prefill = asyncio.create_task(self.remote.prefill(hint, chosen, timeout_s=whole_s))
-            used = False
+            prefill = asyncio.create_task(self._prefill(hint, chosen, timeout_s=stages.whole_ms / 1e3))
+            work, used = _CascadeWork(hint, request.k, request.explain, stages, chosen, prefill), False
             try:
-                retrieving = self._candidate_stages.retrieve(request, stages.num_retrieved)
-                retrieved = await self._timed("retrieval", retrieving, stages.retrieval_ms, times)
-                preranking = self._candidate_stages.prerank(request, retrieved, stages.num_candidates)
-                candidates = await self._timed("prerank", preranking, stages.prerank_ms, times)
-                answer, used = await self._rank(hint, request.k, candidates, prefill, chosen, times)
+                retrieving = self._candidate_stages.retrieve(request, max(stages.num_retrieved, count))
+                retrieved = await work.timed("retrieval", retrieving, stages.retrieval_ms)
+                preranking = self._candidate_stages.prerank(request, retrieved, count)
+                candidates = await work.timed("prerank", preranking, stages.prerank_ms)
+                answer, used = await self._rank(work, candidates)
                 return answer
             finally:
                 if not used:
                     self.remote.release(prefill)
 
-    async def _rank(
-        self,
-        hint: PrefillRequest,
-        k: int,
-        candidates: CandidateItems,
-        prefill: asyncio.Task[PrefillOutcome],
-        chosen: InstanceAddress,
-        times: dict[str, StageTime],
-    ) -> tuple[RecommendedItems, bool]:
+    async def _prefill(self, hint: PrefillRequest, chosen: InstanceAddress, *, timeout_s: float) -> PrefillOutcome:
+        if self._has_prefixes:
+            return await self.remote.prefill(hint, chosen, timeout_s=timeout_s)
+        return PrefillOutcome(instance=chosen, reason="no_prefixes")
+
+    async def _rank(self, work: _CascadeWork, candidates: CandidateItems) -> tuple[RecommendedItems, bool]:
         """The answer, and whether the instance of the ticket gave it: that instance has unpinned the prefix itself."""
-        start, deadline_s = time.monotonic(), self.stages.rank_ms / 1e3
-        await asyncio.wait({prefill}, timeout=self.stages.prefill_hint_ms / 1e3)
-        outcome = prefill.result() if prefill.done() else PrefillOutcome(instance=chosen, reason="unanswered")
-        items, ranked, problem = list(candidates.items), None, ""
-        if items:
+        start, hint, k = time.monotonic(), work.hint, work.k
+        outcome, ranked, problem = PrefillOutcome(instance=work.chosen, reason="not_ranked"), None, ""
+        if candidates.items and not candidates.is_popular:
+            outcome = await work.hint_outcome()
             request = RankRequest(
                 user=hint.user,
-                candidates=items,
+                candidates=list(candidates.items),
                 request=hint.request,
                 ticket=outcome.ticket,
                 k=k,
                 query_time=hint.query_time,
                 history=hint.history,
+                explain=work.is_explained,
             )
             try:
-                left = deadline_s - (time.monotonic() - start)
+                left = work.stages.rank_ms / 1e3 - (time.monotonic() - start)
                 ranked = await self.remote.rank(request, outcome.instance, deadline_s=left)
             except InstanceError as error:
                 if error.is_final:
                     raise
                 problem = error.code
-        ranking = ranked.answer if ranked else _fallback(candidates, k)
-        took = StageTime(ms=_ms_since(start), deadline_ms=self.stages.rank_ms, count=len(ranking.items[:k]))
+        ranking = ranked.answer if ranked else _unranked(candidates, k)
+        took = StageTime(ms=_ms_since(start), deadline_ms=work.stages.rank_ms, count=len(ranking.items[:k]))
         answer = RecommendedItems(
             items=ranking.items[:k],
             scores=ranking.scores[:k],
@@ -176,18 +190,36 @@ class Cascade:
             model=ranking.model,
             times_ms=ranking.times_ms,
             unknown=ranking.unknown,
+            because=ranking.because,
             request=hint.request,
             instance=ranked.instance if ranked else None,
             attempts=ranked.num_attempts if ranked else 0,
             prefill_hint=outcome.reason,
             problem=problem,
-            stages=times | {"rank": took},
+            stages=work.times | {"rank": took},
         )
         return answer, outcome.ticket is not None and answer.attempts == 1
 
-    async def _timed(
-        self, name: str, work: Awaitable[Result], deadline_ms: float, times: dict[str, StageTime]
-    ) -> Result:
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _CascadeWork:
+    """A recommendation in work: what the instance was told, and the times of the stages so far."""
+
+    hint: PrefillRequest
+    k: int
+    is_explained: bool
+    stages: Stages
+    chosen: InstanceAddress
+    prefill: asyncio.Task[PrefillOutcome]
+    times: dict[str, StageTime] = field(default_factory=dict)
+
+    async def hint_outcome(self) -> PrefillOutcome:
+        """The answer to the prefill hint, which ranking does not wait for long."""
+        await asyncio.wait({self.prefill}, timeout=self.stages.prefill_hint_ms / 1e3)
+        unanswered = PrefillOutcome(instance=self.chosen, reason="unanswered")
+        return self.prefill.result() if self.prefill.done() else unanswered
+
+    async def timed(self, name: str, work: Awaitable[Result], deadline_ms: float) -> Result:
         """Runs a stage inside its deadline and records its time; raises StageError."""
         start = time.monotonic()
         try:
@@ -200,19 +232,23 @@ class Cascade:
             raise StageError(f"{name}: {error}", stage=name, code="refused", status=422) from error
         except NestPipeError as error:
             raise StageError(f"{name}: {error}", stage=name, code="failed") from error
+        except Exception as error:
+            _log.exception("%s failed", name)
+            message = f"{name} failed unexpectedly; the gateway's log has the traceback."
+            raise StageError(message, stage=name, code="failed") from error
         count = len(result.items) if isinstance(result, CandidateItems) else len(getattr(result, "places", ()))
-        times[name] = StageTime(ms=_ms_since(start), deadline_ms=deadline_ms, count=count)
+        self.times[name] = StageTime(ms=_ms_since(start), deadline_ms=deadline_ms, count=count)
         return result
 
 
-def _fallback(candidates: CandidateItems, k: int) -> RankedItems:
-    """The order of pre-rank, for want of a ranking; degraded unless there was nothing to rank."""
+def _unranked(candidates: CandidateItems, k: int) -> RankedItems:
+    """Popular items, or the order of pre-rank for want of a ranking, which is degraded unless there was nothing to rank."""
     return RankedItems(
         items=list(candidates.items[:k]),
         scores=list(candidates.scores[:k]),
-        path="fallback",
+        path="popular" if candidates.is_popular else "fallback",
         prefix_len=0,
-        degraded=len(candidates.items) > 0,
+        degraded=len(candidates.items) > 0 and not candidates.is_popular,
         model="",
     )
 

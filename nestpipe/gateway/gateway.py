@@ -1,21 +1,29 @@
-"""The gateway over HTTP: recommendations through the cascade, and the calls of an instance, routed by user.
+"""The gateway over HTTP: recommendations of a fleet, and the calls of its instances, routed by user.
 
-    POST /v1/recommend                         the cascade
-    POST /v1/prefill /v1/rank /v1/release     as at an instance, for callers with a retrieval of their own
+    POST /v1/recommend, GET /v1/recommend/{user}   by the cascade of a ranker, or by the user's instance
+    POST /v1/similar                           by any instance
+    POST /v1/prefill /v1/rank /v1/release     of a ranker, for callers with a retrieval of their own
+    POST /v1/generate                          of a generative run
     POST /v1/events /v1/invalidate             to every instance; events to any one, if all read one log
-    GET  /healthz /readyz /metrics /openapi.json   ready if at least one instance is
+    GET  /healthz /readyz /metrics /openapi.json
     admin, on its own port with a token:       GET /members, POST /members {"name", "action": join|drain|leave, "url"}
 
-Limits come before work: requests in flight, size and time of bodies, fields.
+Ready means that an instance is, and that one real recommendation went through every stage. Limits come before work: requests in
+flight, size and time of bodies, fields.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import asdict
+from typing import Any, Protocol
 
 from msgspec import UNSET, Struct
+from msgspec.structs import replace
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.applications import Starlette
 from starlette.requests import Request as HttpRequest
@@ -23,11 +31,11 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from nestpipe.errors import NestPipeError
-from nestpipe.gateway.cascade import Cascade, StageError
-from nestpipe.gateway.instance_client import InstanceError, is_address
+from nestpipe.gateway.cascade import StageError
+from nestpipe.gateway.instance_client import InstanceClient, InstanceError, is_address
 from nestpipe.gateway.router import RouterError
 from nestpipe.serve.config import BUCKETS_S, GatewayLimits
-from nestpipe.serve.openapi import gateway_calls, gateway_document
+from nestpipe.serve.openapi import ServiceKind, gateway_calls, gateway_document
 from nestpipe.serve.prefill_policy import ADMITTED
 from nestpipe.serve.request_errors import BadRequestError
 from nestpipe.serve.request_guard import (
@@ -39,9 +47,13 @@ from nestpipe.serve.request_guard import (
     parse,
     read_json,
     refuse_with,
+    user_and_numbers,
 )
 from nestpipe.serve.schemas import (
     EventsRequest,
+    GeneratedItems,
+    GenerateRequest,
+    InstanceRecommendRequest,
     InstancesReply,
     InvalidateRequest,
     MemberRequest,
@@ -53,7 +65,25 @@ from nestpipe.serve.schemas import (
     RecommendRequest,
     ReleaseReply,
     ReleaseRequest,
+    SimilarItems,
+    SimilarRequest,
 )
+
+_log = logging.getLogger("nestpipe.serve")
+_PROBE_MS = 2000.0  # that the recommendation of a readiness check may take
+_PROVEN_S = 1.0  # how long one that went through proves readiness
+
+
+class FleetRecommender(Protocol):
+    """How a gateway recommends: `Cascade`, or `Forwarding` to the user's instance."""
+
+    remote: InstanceClient
+
+    @property
+    def budget_ms(self) -> float:
+        """The deadline of a request to an instance that names none."""
+
+    async def recommend(self, request: RecommendRequest) -> RecommendedItems: ...
 
 
 class GatewayMetrics:
@@ -75,27 +105,44 @@ class GatewayMetrics:
 class Gateway:
     """The handlers and what they share."""
 
-    def __init__(self, cascade: Cascade, limits: GatewayLimits | None = None, *, shared_log: bool = False):
-        self.cascade, self._remote = cascade, cascade.remote
-        self._limits = limits or GatewayLimits()
-        self._shared_log = shared_log  # all instances read one event log, so any one of them may write it
+    def __init__(
+        self,
+        recommender: FleetRecommender,
+        limits: GatewayLimits | None = None,
+        *,
+        kind: ServiceKind = "ranker",
+        probe: Callable[[], RecommendRequest],
+        shared_log: bool = False,
+    ):
+        """`probe` is a request of a user with a history, which must be answered for the gateway to be ready.
+
+        `shared_log`: all instances read one event log, so any one of them may write it.
+        """
+        self._recommender, self._remote = recommender, recommender.remote
+        self._limits, self._kind = limits or GatewayLimits(), kind
+        self._probe, self._shared_log = probe, shared_log
         own = self._limits
-        self._calls = gateway_calls(own)
+        self._calls = gateway_calls(own, kind)
         self._guard = RequestGuard(max_in_flight=own.max_in_flight, max_bytes=own.max_bytes, body_s=own.body_s)
         self.metrics = GatewayMetrics()
         self.metrics.in_flight.set_function(lambda: self._guard.num_in_flight)
+        self._proven_at, self._problem = -float("inf"), ""
 
     def app(self, *more: Route) -> Starlette:
         """The ASGI application, with further routes."""
-        calls: dict[str, Run] = {
+        handlers: dict[str, Run] = {
             "recommend": self._recommend,
+            "similar": self._similar,
             "prefill": self._prefill,
             "rank": self._rank,
             "release": self._release,
+            "generate": self._generate,
             "events": self._events,
             "invalidate": self._invalidate,
         }
-        routes = [Route(f"/v1/{name}", self._handler(name, call), methods=["POST"]) for name, call in calls.items()]
+        routes = [Route(f"/v1/{name}", self._handler(name, handlers[name]), methods=["POST"]) for name in self._calls]
+        from_address = self._handler("recommend", self._recommend, fields_of=user_and_numbers)
+        routes.append(Route("/v1/recommend/{user:path}", from_address, methods=["GET"]))
         routes.extend(more)
         gets = {"healthz": _alive, "readyz": self._ready, "metrics": self._metrics, "openapi.json": self._document}
         routes += [Route(f"/{name}", handler) for name, handler in gets.items()]
@@ -103,31 +150,65 @@ class Gateway:
             routes=routes, lifespan=self._lifespan, exception_handlers={404: http_refusal, 405: http_refusal}
         )
 
+    async def readiness(self) -> tuple[dict[str, bool], str]:
+        """Which instances are ready, and why the gateway is not; empty if it is."""
+        ready = await self._remote.ready(timeout_s=1.0)
+        problem = await self._recommends() if any(ready.values()) else "no instance is ready"
+        if problem and problem != self._problem:
+            _log.warning("the gateway is not ready: %s", problem)
+        self._problem = problem
+        return ready, problem
+
+    async def _recommends(self) -> str:
+        """Why no recommendation goes through every stage; empty if one does, or did a moment ago."""
+        if time.monotonic() - self._proven_at < _PROVEN_S:
+            return ""
+        try:
+            answer = await self._recommender.recommend(replace(self._probe(), deadline_ms=_PROBE_MS))
+        except NestPipeError as error:
+            return str(error)
+        self._note(answer)
+        return f"ranking failed: {answer.problem}" if answer.problem else ""
+
+    def _note(self, answer: RecommendedItems) -> None:
+        """A recommendation that an instance answered has been through every stage."""
+        if answer.instance is not None:
+            self._proven_at = time.monotonic()
+
     @asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
         yield
         await self._remote.close()
 
-    def _handler(self, name: str, run: Run) -> Handler:
+    def _handler(self, name: str, run: Run, **options: Any) -> Handler:
         count, (kind, _) = self.metrics.answers.labels, self._calls[name]
-        return self._guard.handler(kind, run, refuse=_refuse, counted=lambda status: count(name, str(status)).inc())
+        counted = lambda status: count(name, str(status)).inc()  # noqa: E731
+        return self._guard.handler(kind, run, refuse=_refuse, counted=counted, **options)
 
-    async def _recommend(self, request: RecommendRequest) -> RecommendedItems:
-        for name in ("explain", "deadline_ms"):
-            if getattr(request, name):
-                message = (
-                    f"field {name!r} is answered by an instance of a next-item run, not by a gateway; leave it out."
-                )
-                raise BadRequestError(message, code=f"bad_{name}")
-        answer = await self.cascade.recommend(request)
+    async def _recommend(self, request: InstanceRecommendRequest) -> RecommendedItems:
+        if request.user is UNSET:
+            if request.history is None:
+                raise BadRequestError("field 'user' is missing; name a user, or send a 'history'.", code="bad_user")
+            request = replace(request, user=uuid.uuid4().hex)  # of nobody, to route by
+        answer = await self._recommender.recommend(request)
+        self._note(answer)
         self.metrics.paths.labels(answer.path).inc()
         for stage, took in answer.stages.items():
             self.metrics.seconds.labels(stage).observe(took.ms / 1e3)
         return answer
 
+    async def _similar(self, request: SimilarRequest) -> SimilarItems:
+        return await self._remote.similar(request, deadline_s=self._limits.similar_s)
+
+    async def _generate(self, request: GenerateRequest) -> GeneratedItems:
+        deadline_ms = self._recommender.budget_ms if request.deadline_ms is None else request.deadline_ms
+        reply = await self._remote.of_user("/v1/generate", request, GeneratedItems, deadline_s=deadline_ms / 1e3)
+        self.metrics.paths.labels(reply.answer.path).inc()
+        return reply.answer
+
     async def _prefill(self, hint: PrefillRequest) -> PrefillReply:
         instance = self._remote.choose(hint.user)
-        outcome = await self._remote.prefill(hint, instance, timeout_s=self.cascade.stages.rank_ms / 1e3)
+        outcome = await self._remote.prefill(hint, instance, timeout_s=self._recommender.budget_ms / 1e3)
         return PrefillReply(
             ticket=outcome.ticket,
             admitted=outcome.reason in ADMITTED,
@@ -137,7 +218,7 @@ class Gateway:
         )
 
     async def _rank(self, request: RankRequest) -> RankedItems:
-        deadline_ms = self.cascade.stages.rank_ms if request.deadline_ms is None else request.deadline_ms
+        deadline_ms = self._recommender.budget_ms if request.deadline_ms is None else request.deadline_ms
         chosen = self._remote.choose(request.user)
         is_used = False  # the prefix, by the instance that holds it
         try:
@@ -170,19 +251,19 @@ class Gateway:
         return InstancesReply(sorted(errors))
 
     async def _ready(self, http: HttpRequest) -> Response:
-        ready = await self._remote.ready(timeout_s=1.0)
-        return JSONResponse({"ready": ready}, 200 if any(ready.values()) else 503)
+        ready, problem = await self.readiness()
+        return JSONResponse({"ready": ready, "problem": problem}, 503 if problem else 200)
 
     async def _metrics(self, http: HttpRequest) -> Response:
         return Response(generate_latest(self.metrics.registry), media_type="text/plain; version=0.0.4")
 
     async def _document(self, http: HttpRequest) -> Response:
-        return JSONResponse(gateway_document(self._limits))
+        return JSONResponse(gateway_document(self._kind, self._limits))
 
 
-def admin_app(cascade: Cascade, token: str) -> Starlette:
+def admin_app(remote: InstanceClient, token: str) -> Starlette:
     """Membership over HTTP, with a token."""
-    members = cascade.remote.members
+    members = remote.members
 
     async def handle(http: HttpRequest) -> Response:
         if (refused := lacks_token(http, token)) is not None:
@@ -194,7 +275,7 @@ def admin_app(cascade: Cascade, token: str) -> Starlette:
             return refuse_with(error.status, error.code, str(error))
         except NestPipeError as error:
             return refuse_with(404, "no_instance", str(error))
-        return JSONResponse({"members": [asdict(one) for one in members], "loads": dict(cascade.remote.loads)})
+        return JSONResponse({"members": [asdict(one) for one in members], "loads": dict(remote.loads)})
 
     def change(request: MemberRequest) -> None:
         match request.action:

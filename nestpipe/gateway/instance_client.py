@@ -1,7 +1,7 @@
-"""HTTP client of a gateway for its instances: prefill hints, rankings with one retry, releases, broadcasts.
+"""HTTP client of a gateway for its instances: prefill hints, questions with one retry, releases, broadcasts.
 
-A prefill hint never fails a request: without a prefix the ranking is done in full. A ranking is idempotent, so it may be sent
-twice: to the instance of the ticket and, if that fails, to the next in the user's order.
+A prefill hint never fails a request: without a prefix the ranking is done in full. Rankings, recommendations and generations are
+idempotent, so they may be sent twice: to the instance of the ticket or of the user and, if that fails, to the next in the user's order.
 """
 
 from __future__ import annotations
@@ -9,25 +9,30 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import httpx
 import msgspec
 from msgspec import Struct
 
 from nestpipe.errors import NestPipeError
-from nestpipe.gateway.router import InstanceAddress, Members, peek_instance
+from nestpipe.gateway.router import InstanceAddress, Members, RouterError, peek_instance
 from nestpipe.serve.schemas import (
     ErrorReply,
+    GeneratedItems,
+    GenerateRequest,
     InstancePrefillReply,
     PrefillRequest,
     Problem,
     RankedItems,
     RankRequest,
+    RecommendRequest,
     ReleaseRequest,
+    SimilarItems,
+    SimilarRequest,
 )
 
 _MIN_ATTEMPT_S = 0.002  # less is not enough for an answer
@@ -44,7 +49,7 @@ class _AnyAnswer(Struct):
 
 
 class InstanceError(NestPipeError):
-    """An instance did not give an answer: `status` and `code` are its own, or 503 if it could not be reached."""
+    """An instance did not give an answer: `status` and `code` are its own, or 503 if it failed or was not reached."""
 
     def __init__(self, message: str, *, status: int = 503, code: str = "unreachable"):
         super().__init__(message)
@@ -67,10 +72,10 @@ class PrefillOutcome:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankingReply:
-    """A ranking, its instance and the number of attempts."""
+class InstanceReply(Generic[Answer]):
+    """The answer of an instance, its name and the number of attempts."""
 
-    answer: RankedItems
+    answer: Answer
     instance: str
     num_attempts: int
 
@@ -147,34 +152,73 @@ class InstanceClient:
             self._quiet[instance.name] = self._clock() + min(answer.quiet_s, _MAX_QUIET_S), hint.candidates
         return PrefillOutcome(instance=instance, ticket=answer.ticket, reason=answer.reason, epoch=answer.epoch)
 
-    async def rank(self, request: RankRequest, chosen: InstanceAddress, *, deadline_s: float) -> RankingReply:
+    async def rank(
+        self, request: RankRequest, chosen: InstanceAddress, *, deadline_s: float
+    ) -> InstanceReply[RankedItems]:
         """The ranking of a request, from the second instance if the first fails. Raises InstanceError."""
-        end = self._clock() + deadline_s
         order = self.members.follow(request.ticket, request.user, chosen=chosen.name, last=self._down())
-        order = (order + order[:1])[:2]  # a single instance is tried twice: its connection may have been stale
+
+        def attempt(number: int, left_s: float) -> RankRequest:
+            ticket = request.ticket if number == 0 else None
+            return msgspec.structs.replace(request, ticket=ticket, deadline_ms=round(left_s * 1e3, 3))
+
+        return await self._ask(order, "/v1/rank", attempt, RankedItems, deadline_s=deadline_s)
+
+    async def of_user(
+        self, path: str, request: RecommendRequest | GenerateRequest, answer: type[Answer], *, deadline_s: float
+    ) -> InstanceReply[Answer]:
+        """The answer of the user's instance, or of the next in the user's order if that fails. Raises InstanceError."""
+        chosen = self.choose(request.user)
+        order = self.members.follow(None, request.user, chosen=chosen.name, last=self._down())
+
+        def attempt(number: int, left_s: float) -> RecommendRequest | GenerateRequest:
+            return msgspec.structs.replace(request, deadline_ms=round(left_s * 1e3, 3))
+
+        with self.holding(chosen):
+            return await self._ask(order, path, attempt, answer, deadline_s=deadline_s)
+
+    async def similar(self, request: SimilarRequest, *, deadline_s: float) -> SimilarItems:
+        """The answer of the least busy instance, or of the next one if that fails. Raises InstanceError."""
+        order = self._least_busy()
+        if not order:
+            raise RouterError("there are no instances; start one, or let one join.")
+        with self.holding(order[0]):
+            reply = await self._ask(order, "/v1/similar", lambda *_: request, SimilarItems, deadline_s=deadline_s)
+        return reply.answer
+
+    async def _ask(
+        self,
+        order: Sequence[InstanceAddress],
+        path: str,
+        attempt: Callable[[int, float], Struct],
+        answer: type[Answer],
+        *,
+        deadline_s: float,
+    ) -> InstanceReply[Answer]:
+        """The first answer of at most two instances, each asked what `attempt` makes of its number and the seconds left."""
+        end = self._clock() + deadline_s
+        order = [*order, *order[:1]][:2]  # a single instance is tried twice: its connection may have been stale
         problems: list[InstanceError] = []
         for number, instance in enumerate(order):
             left = end - self._clock()
             if left < _MIN_ATTEMPT_S:
                 break
             left *= self._first_share if number == 0 and len(self.members) > 1 else 1.0
-            ticket = request.ticket if number == 0 else None
-            attempt = msgspec.structs.replace(request, ticket=ticket, deadline_ms=round(left * 1e3, 3))
             try:
-                answer = await self._post(instance, "/v1/rank", attempt, RankedItems, timeout_s=left)
-                if len(answer.items) != len(answer.scores):
-                    message = f"{instance.name} gave a ranking without a score for each item"
-                    raise InstanceError(message, status=502, code="bad_answer")
+                found = await self._post(instance, path, attempt(number, left), answer, timeout_s=left)
+                if not _is_whole(found):
+                    message = f"{instance.name} gave an answer without a score for each item"
+                    raise InstanceError(message, code="bad_answer")
             except InstanceError as error:
                 if error.is_final:
                     raise
                 problems.append(error)
                 continue
-            return RankingReply(answer=answer, instance=instance.name, num_attempts=number + 1)
+            return InstanceReply(answer=found, instance=instance.name, num_attempts=number + 1)
         reasons = "; ".join(map(str, problems)) or "no time was left"
         last = problems[-1] if problems else InstanceError("", code="deadline")
         raise InstanceError(
-            f"no ranking inside {deadline_s * 1e3:.0f} ms: {reasons}", status=last.status, code=last.code
+            f"no answer inside {deadline_s * 1e3:.0f} ms: {reasons}", status=last.status, code=last.code
         )
 
     def release(self, hint: asyncio.Task[PrefillOutcome]) -> None:
@@ -247,8 +291,8 @@ class InstanceClient:
 
     async def to_any(self, path: str, request: Struct, *, timeout_s: float) -> str:
         """Sends a request to the least busy member that accepts it and returns its name; raises InstanceError."""
-        down, problem = self._down(), InstanceError("there are no instances")
-        for instance in sorted(self.members, key=lambda one: (one.name in down, self._loads[one.name])):
+        problem = InstanceError("there are no instances")
+        for instance in self._least_busy():
             try:
                 with self.holding(instance):
                     await self._post(instance, path, request, _AnyAnswer, timeout_s=timeout_s)
@@ -264,6 +308,11 @@ class InstanceClient:
         """Waits for background tasks, then closes the connections."""
         await asyncio.gather(*self._background, return_exceptions=True)
         await self._client.aclose()
+
+    def _least_busy(self) -> list[InstanceAddress]:
+        """All members, those that drain or are down last."""
+        down = self._down()
+        return sorted(self.members, key=lambda one: (one.is_draining or one.name in down, self._loads[one.name]))
 
     def _down(self) -> set[str]:
         now = self._clock()
@@ -283,9 +332,7 @@ class InstanceClient:
             self._timeouts[instance.name] += 1
             if self._timeouts[instance.name] >= _TIMEOUTS:
                 self._suspects[instance.name] = self._clock() + self._suspect_s
-            raise InstanceError(
-                f"{where} gave no answer in {timeout_s * 1e3:.0f} ms", status=504, code="timeout"
-            ) from None
+            raise InstanceError(f"{where} gave no answer in {timeout_s * 1e3:.0f} ms", code="timeout") from None
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             self._suspects[instance.name] = self._clock() + self._suspect_s
             raise InstanceError(f"{where} cannot be reached ({type(error).__name__})") from error
@@ -297,10 +344,21 @@ class InstanceClient:
             problem = _problem_in(reply.content)
         except (ValueError, RecursionError) as error:
             message = f"{where} answered {reply.status_code}, but not as documented ({error})"
-            raise InstanceError(message, status=502, code="bad_answer") from None
+            raise InstanceError(message, code="bad_answer") from None
+        status = reply.status_code if reply.status_code < 500 else 503
         raise InstanceError(
-            f"{where} answered {reply.status_code}: {problem.message}", status=reply.status_code, code=problem.code
+            f"{where} answered {reply.status_code}: {problem.message}", status=status, code=problem.code
         )
+
+
+def _is_whole(answer: Struct) -> bool:
+    """Whether every item has a score."""
+    match answer:
+        case RankedItems() | SimilarItems():
+            return len(answer.items) == len(answer.scores)
+        case GeneratedItems():
+            return len(answer.items) == len(answer.log_probabilities)
+    return True
 
 
 def _problem_in(content: bytes) -> Problem:

@@ -1,7 +1,8 @@
-"""nginx in place of the gateway: a consistent hash on the user's header, retries on the next instance.
+"""nginx in place of the gateway: a consistent hash on the user, retries on the next instance.
 
-nginx cannot read the user in a JSON body, so callers send a header too. The hash is nginx's own (ketama): use either nginx or
-gateways for a fleet, because both together would send one user to two instances.
+nginx cannot read the user in a JSON body, so callers send a header too; in GET /v1/recommend/{user} it is in the address. The hash
+is nginx's own (ketama): use either nginx or gateways for a fleet, because both together would send one user to two instances.
+The file is the same for every kind of run: an instance refuses calls that its run does not have.
 """
 
 from __future__ import annotations
@@ -21,13 +22,28 @@ def nginx_config(urls: Sequence[str], *, listen: str = "127.0.0.1:8700", timeout
     servers = "\n".join(f"        server {host} max_fails=1 fail_timeout=2s;" for host in hosts)
     variable = "http_" + HEADER.lower().replace("-", "_")
     return f"""\
-# Written by 'nestpipe serve --print-nginx'. Every request carries its user in the header {HEADER}.
+# Written by 'nestpipe serve --print-nginx'. Every request of a user carries the user in the header {HEADER}.
 worker_processes auto;
 events {{ worker_connections 4096; }}
 http {{
     access_log off;
+    default_type application/json;
+    # The user as the header has it: percent-encoded.
+    map $request_uri $path_user {{
+        default "";
+        "~^/v1/recommend/(?<named>[^?]+)" $named;
+    }}
+    map ${variable} $nestpipe_user {{
+        default ${variable};
+        "" $path_user;
+    }}
     upstream nestpipe {{
-        hash ${variable} consistent;
+        hash $nestpipe_user consistent;
+{servers}
+        keepalive 64;
+    }}
+    upstream nestpipe_any {{
+        least_conn;
 {servers}
         keepalive 64;
     }}
@@ -40,20 +56,27 @@ http {{
         proxy_set_header Connection "";
         proxy_connect_timeout 50ms;
         proxy_read_timeout {timeout_ms}ms;
-        # Ranking is idempotent, so nginx may repeat a POST once, at the next instance.
+        # Answers are idempotent, and so are events by their ids: nginx may repeat a POST once, at the next instance.
         proxy_next_upstream error timeout http_502 non_idempotent;
         proxy_next_upstream_tries 2;
         proxy_next_upstream_timeout {2 * timeout_ms}ms;
-        location ~ ^/v1/(prefill|rank|release)$ {{
-            if (${variable} = "") {{
+        error_page 502 504 =503 @unavailable;
+        location @unavailable {{
+            return 503 '{{"error": {{"code": "unreachable", "message": "no instance answered in time"}}}}';
+        }}
+        location ~ ^/v1/(recommend|generate|prefill|rank|release)(/|$) {{
+            if ($nestpipe_user = "") {{
                 return 400 '{{"error": {{"code": "no_user_header", "message": "send the user in the header {HEADER} too"}}}}';
             }}
             proxy_pass http://nestpipe;
         }}
-        location = /readyz {{ proxy_pass http://nestpipe; }}
-        # Events and invalidations concern every instance, and a proxy sends to one: use the instances' own addresses.
+        # Instances of one machine share their event log.
+        location ~ ^/v1/(similar|events)$ {{ proxy_pass http://nestpipe_any; }}
+        location = /readyz {{ proxy_pass http://nestpipe_any; }}
+        location = /openapi.json {{ proxy_pass http://nestpipe_any; }}
+        # An invalidation concerns every instance, and a proxy sends to one: use the instances' own addresses.
         location / {{
-            return 404 '{{"error": {{"code": "not_routed", "message": "nginx serves /v1/prefill, /v1/rank and /v1/release"}}}}';
+            return 404 '{{"error": {{"code": "not_routed", "message": "nginx does not serve this; /openapi.json lists the calls, and invalidate is for each instance"}}}}';
         }}
     }}
 }}

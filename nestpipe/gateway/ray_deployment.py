@@ -13,29 +13,14 @@ from ray import serve
 from ray.serve.config import RequestRouterConfig
 from starlette.applications import Starlette
 
-from nestpipe.serve.api import Instance
-from nestpipe.serve.open_service import open_engine, open_run
+from nestpipe.data.vocabulary import OwnId
+from nestpipe.serve.open_instance import open_instance
+from nestpipe.serve.open_service import open_run
 from nestpipe.serve.request_errors import BadRequestError
-from nestpipe.serve.schemas import InvalidateReply, InvalidateRequest
 from nestpipe.serve.serve_flags import ServeArguments, parse
-from nestpipe.serve.service_folder import kept_secret
 
 ROUTER = "nestpipe.gateway.ray_router.UserRouter"
 _STOP_S = 10.0
-
-
-class RayInstance(Instance):
-    """An instance that forwards invalidations to every replica."""
-
-    async def _invalidate(self, request: InvalidateRequest) -> InvalidateReply:
-        here = serve.get_replica_context()
-        handle = serve.get_deployment_handle(here.deployment, here.app_name)
-        try:
-            found = await handle.broadcast("invalidate", request.user).results_async()
-        except Exception as error:
-            message = f"not every replica was reached ({type(error).__name__}); send it again."
-            raise BadRequestError(message, status=503, code="unreachable") from error
-        return InvalidateReply(sum(found))
 
 
 class Replica:
@@ -44,27 +29,32 @@ class Replica:
     def __init__(self, arguments: ServeArguments):
         run = open_run(arguments)
         torch.set_num_threads(arguments.num_threads)
-        self._engine = open_engine(
-            run, engine=arguments.engine, trigger=arguments.trigger, step=arguments.step, label=arguments.label
-        )
-        self._instance = RayInstance(
-            self._engine,
-            name=serve.get_replica_context().replica_tag,
-            secret=kept_secret(run.folder / "serve" / "secret").encode(),
-            limits=arguments.limits,
-        )
+        self._engine, self._instance, _, _ = open_instance(run, arguments, name=serve.get_replica_context().replica_tag)
+        self._instance.broadcast = _invalidate_everywhere
         self._engine.start()
 
     def __serve_build_asgi_app__(self) -> Starlette:
         return self._instance.app()
 
-    def invalidate(self, user: int) -> int:
-        """Drops a user's prefixes from this replica; returns their number."""
-        return self._engine.cache.invalidate(user)
+    def invalidate(self, user: OwnId) -> int:
+        """Drops what is cached of a user's history from this replica; returns the number of entries."""
+        return self._instance.invalidate(user)
 
     def __del__(self) -> None:
         """Ray deletes a replica after its last answer."""
-        self._engine.stop()
+        if hasattr(self, "_engine"):  # it may have failed to open its run
+            self._engine.stop()
+
+
+async def _invalidate_everywhere(user: OwnId) -> int:
+    """Invalidates a user at every replica."""
+    here = serve.get_replica_context()
+    handle = serve.get_deployment_handle(here.deployment, here.app_name)
+    try:
+        return sum(await handle.broadcast("invalidate", user).results_async())
+    except Exception as error:
+        message = f"not every replica was reached ({type(error).__name__}); send it again."
+        raise BadRequestError(message, status=503, code="unreachable") from error
 
 
 def application(arguments: ServeArguments) -> serve.Application:
@@ -83,8 +73,9 @@ def application(arguments: ServeArguments) -> serve.Application:
         request_router_config=RequestRouterConfig(request_router_class=ROUTER),
         logging_config={"log_level": "WARNING", "enable_access_log": False},
     )
-    # On a cluster every machine must have the folder under this path.
-    return deployment.bind(replace(arguments, run=arguments.run and arguments.run.resolve()))
+    # On a cluster every machine must have the folders under these paths.
+    folders = {name: getattr(arguments, name) for name in ("run", "compare", "retrieval")}
+    return deployment.bind(replace(arguments, **{name: path and path.resolve() for name, path in folders.items()}))
 
 
 def app(arguments: Mapping[str, str]) -> serve.Application:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from msgspec import UNSET
 from starlette.applications import Starlette
@@ -21,12 +22,12 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from nestpipe.errors import NestPipeError
-from nestpipe.serve.api import Instance
+from nestpipe.serve.http_instance import HttpInstance
 from nestpipe.serve.model_versions import Load, ParityError, VersionFile
-from nestpipe.serve.prefill import ModelVersions, ServedModel
 from nestpipe.serve.request_errors import BadRequestError
 from nestpipe.serve.request_guard import http_refusal, lacks_token, parse, read_json, refuse_with
 from nestpipe.serve.schemas import CompareRequest, Request, SwapRequest
+from nestpipe.serve.versioned_worker import ModelVersions, VersionedWorker
 
 _log = logging.getLogger("nestpipe.serve")
 
@@ -34,8 +35,17 @@ _log = logging.getLogger("nestpipe.serve")
 class Admin:
     """The admin handlers; one model is loaded at a time."""
 
-    def __init__(self, instance: Instance, token: str, load: Load, file: VersionFile | None = None):
-        self._instance, self._token, self._load = instance, token, load
+    def __init__(
+        self,
+        instance: HttpInstance,
+        engine: VersionedWorker[Any],
+        *,
+        token: str,
+        load: Load,
+        file: VersionFile | None = None,
+    ):
+        """`load` brings models of the kind that `engine` serves."""
+        self._instance, self._engine, self._token, self._load = instance, engine, token, load
         self._file = file or VersionFile()
         self._is_loading = False
 
@@ -77,11 +87,10 @@ class Admin:
     async def _swap(self, request: SwapRequest) -> None:
         new = await self._loaded(request.run, request.step)
         self._file.store(replace(self._file.record, run=request.run, step=request.step))
-        engine = self._instance.engine
-        engine.use(replace(engine.versions, main=new))
+        self._engine.use(replace(self._engine.versions, main=new))
 
     async def _compare(self, request: CompareRequest) -> None:
-        engine, file, share = self._instance.engine, self._file, request.share
+        engine, file, share = self._engine, self._file, request.share
         names_model = (request.run, request.step) != (UNSET, UNSET)
         if share == 0:
             file.store(replace(file.record, compared=None, compared_step=None, share=0.0))
@@ -97,7 +106,7 @@ class Admin:
             file.store(replace(file.record, compared=request.run, compared_step=step, share=share))
             engine.use(replace(engine.versions, other=new, share=share))
 
-    async def _loaded(self, run: str, step: int | None) -> ServedModel:
+    async def _loaded(self, run: str, step: int | None) -> Any:
         if self._is_loading:
             raise BadRequestError("another model is being loaded; wait for it.", status=409, code="busy")
         self._is_loading = True

@@ -27,7 +27,6 @@ from nestpipe.serve.config import Limits, Stages
 from nestpipe.serve.engine import Engine
 from nestpipe.serve.known_items import CandidateSearch, KnownItems
 from nestpipe.serve.openapi import instance_calls
-from nestpipe.serve.prefill import ServedModel
 from nestpipe.serve.prefill_policy import ADMITTED, Reason, decide_early, helps_nobody
 from nestpipe.serve.prometheus import EngineMetrics
 from nestpipe.serve.ranking_instance import RankingInstance
@@ -85,9 +84,7 @@ class Instance(RankingInstance):
         return {
             "instance": self.name,
             "epoch": self.epoch,
-            "model": engine.versions.main.name,
-            "compared": engine.versions.other.name if engine.versions.other else None,
-            "share": engine.versions.share,
+            **engine.describe_versions(),
             "models": {one.name: {"answers": dict(one.counts), "costs": one.costs.as_dict()} for one in engine.models},
             "draining": self.is_draining,
             "waiting": engine.num_waiting,
@@ -168,17 +165,13 @@ class Instance(RankingInstance):
         return score
 
     def _known(self, user: int | None = None) -> KnownItems:
-        return self._version(user).known
+        return self.engine.versions.of(user).known
 
     def _model_name(self, user: int | None = None) -> str:
-        return self._version(user).name
+        return self.engine.versions.of(user).name
 
     def _max_len(self) -> int:
         return self.engine.versions.main.max_len
-
-    def _version(self, user: int | None) -> ServedModel:
-        versions = self.engine.versions
-        return versions.main if user is None else versions.of(user)
 
     def _check(self, events: Sequences) -> None:
         for served in self.engine.models:

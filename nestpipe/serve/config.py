@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 MAX_TICKET_CHARS = 1024
@@ -102,6 +102,8 @@ class GatewayLimits:
     deadline_ms: float = 60_000.0
     write_s: float = 5.0
     """How long an instance may take for events and invalidations."""
+    similar_s: float = 5.0
+    """How long instances may take for similar items."""
     max_in_flight: int = 256
     """Requests in flight; more are refused with 429."""
 
@@ -129,3 +131,21 @@ class Stages:
                 yield f"{name} is {getattr(self, name)}; it must be above 0 and finite"
         if not 1 <= self.num_candidates <= self.num_retrieved:
             yield f"num_candidates is {self.num_candidates} of num_retrieved {self.num_retrieved}; it takes 1 .. num_retrieved"
+
+    @property
+    def whole_ms(self) -> float:
+        """The deadlines of all stages together."""
+        return self.retrieval_ms + self.prerank_ms + self.rank_ms
+
+    def within(self, deadline_ms: float | None) -> Stages:
+        """The stages of a request that names a deadline: each keeps its share of the time."""
+        if deadline_ms is None:
+            return self
+        share = deadline_ms / self.whole_ms
+        return replace(
+            self,
+            retrieval_ms=self.retrieval_ms * share,
+            prerank_ms=self.prerank_ms * share,
+            rank_ms=self.rank_ms * share,
+            prefill_hint_ms=min(self.prefill_hint_ms, self.rank_ms * share),
+        )

@@ -5,19 +5,19 @@ It is not for the public: it shows the history of any user.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from importlib import resources
 
 import numpy as np
+from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from nestpipe.data.sequences import Sequences
-from nestpipe.gateway.candidates import PastEvents
 from nestpipe.serve.own_ids import ServiceIds
 from nestpipe.serve.request_errors import BadRequestError
 from nestpipe.serve.request_guard import refuse_with
+from nestpipe.serve.user_history import UserHistories
 
 _SHOWN_EVENTS = 20
 _SHOWN_USERS = 50
@@ -29,9 +29,8 @@ _POLICY = (
 class DemoPage:
     """The page and the calls that it makes."""
 
-    def __init__(self, sequences: Callable[[], Sequences], past_of: Callable[[int], PastEvents], ids: ServiceIds):
-        self._ids = ids
-        self._sequences, self._past_of = sequences, past_of  # called each time: users may be forgotten
+    def __init__(self, histories: UserHistories, ids: ServiceIds):
+        self._histories, self._ids = histories, ids
 
     def routes(self) -> list[Route]:
         return [
@@ -45,18 +44,20 @@ class DemoPage:
         return HTMLResponse(text, headers={"content-security-policy": _POLICY, "x-content-type-options": "nosniff"})
 
     async def _users(self, http: Request) -> Response:
-        """Some users with long histories, as texts: numbers of browsers have 53 bits."""
-        own = self._sequences()
+        """Users with histories of all lengths, a usual one first, as texts: numbers of browsers have 53 bits."""
+        own = self._histories.sequences
         lengths = np.diff(own.offsets)
-        rows = np.argsort(-lengths, kind="stable")[: _SHOWN_USERS * 20 : 20]
-        return JSONResponse({"users": [str(user) for user in own.vocabulary("user").own_ids(own.users[rows])]})
+        order = np.argsort(lengths, kind="stable")[int((lengths == 0).sum()) :]
+        places = np.unique(np.linspace(0, len(order) - 1, _SHOWN_USERS).astype(np.int64)) if len(order) else order
+        rows = order[places[np.argsort(np.abs(places - len(order) // 2), kind="stable")]]
+        return JSONResponse({"users": [str(user) for user in self._ids.own_users(own.users[rows])]})
 
     async def _history(self, http: Request) -> Response:
         text = http.query_params.get("user", "")
-        past = self._past_of(self._ids.user(text))
+        past = await run_in_threadpool(self._history_of, self._ids.user(text))
         if not len(past.items):
             return _refuse(BadRequestError(f"user {text[:80]!r} has no events here.", status=404, code="unknown_user"))
-        times = past.times_ms
+        times = past.times
         last = range(len(past.items) - 1, max(len(past.items) - 1 - _SHOWN_EVENTS, -1), -1)
         names = self._ids.own_items(past.items[list(last)])
         events = [
@@ -64,6 +65,10 @@ class DemoPage:
             for name, one in zip(names, last, strict=True)
         ]
         return JSONResponse({"num_events": len(past.items), "events": events})
+
+    def _history_of(self, user: int) -> Sequences:
+        self._histories.refresh()
+        return self._histories.of(user)
 
 
 def _refuse(error: BadRequestError) -> Response:

@@ -16,7 +16,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from weakref import WeakSet
 
 import numpy as np
 
@@ -25,7 +24,6 @@ from nestpipe.serve.config import EngineConfig, TriggerConfig
 from nestpipe.serve.kv_cache import EntryState, KVCache, settle
 from nestpipe.serve.prefill import (
     HistoryInputs,
-    ModelVersions,
     PrefillQueue,
     PrefillTask,
     ServedModel,
@@ -47,7 +45,7 @@ from nestpipe.serve.requests import (
 )
 from nestpipe.serve.schemas import RankedItems
 from nestpipe.serve.user_history import UserHistories
-from nestpipe.serve.worker_thread import WorkerThread
+from nestpipe.serve.versioned_worker import VersionedWorker
 
 _log = logging.getLogger("nestpipe.serve")
 _SWEEP_S = 0.5  # between two sweeps of expired entries
@@ -56,7 +54,7 @@ _PROBE_EVERY = 16  # prefill hints that an open breaker refuses; the last of the
 _QUEUE_S = 30.0  # window of queueing times
 
 
-class Engine(WorkerThread):
+class Engine(VersionedWorker[ServedModel]):
     """Answers ranking requests and prefill hints."""
 
     def __init__(
@@ -68,9 +66,8 @@ class Engine(WorkerThread):
         trigger: TriggerConfig,
         clock: Callable[[], float] = time.monotonic,
     ):
-        super().__init__("engine", histories, config=config, clock=clock)
-        self.versions, self.trigger = ModelVersions(served), trigger
-        self.models, self._known = WeakSet([served]), {served.name}  # with old ones that something still refers to
+        super().__init__("engine", served, histories, config=config, clock=clock)
+        self.trigger, self._known = trigger, {served.name}
         self.cache = KVCache[KVPrefix](
             device_bytes=config.device_bytes,
             host_bytes=config.host_bytes,
@@ -109,11 +106,6 @@ class Engine(WorkerThread):
         if (pinned := self._pinned.pop(request, None)) is not None:
             self.cache.unpin(pinned[1], request)
         return pinned is not None
-
-    def use(self, versions: ModelVersions) -> None:
-        """Switches models for new requests; requests in flight keep theirs."""
-        self.models = WeakSet([*self.models, versions.main, versions.other or versions.main])
-        self.versions = versions
 
     # The engine's own thread.
 

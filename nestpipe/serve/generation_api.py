@@ -36,7 +36,7 @@ class GenerativeInstance(RecommendingInstance):
     def __init__(self, generator: Generator, *, name: str, budget_ms: float, limits: Limits | None = None):
         """`budget_ms` is the deadline of requests that name none."""
         self.generator, self.metrics = generator, GenerationMetrics(generator)
-        limits, beam = limits or Limits(), generator.served.model.config.beam
+        limits, beam = limits or Limits(), generator.versions.main.served.model.config.beam
         calls = generative_calls(limits, beam=beam, scenarios=list(generator.scenarios))
         super().__init__(generator, self.metrics, name=name, calls=calls, limits=limits, budget_ms=budget_ms)
 
@@ -46,17 +46,18 @@ class GenerativeInstance(RecommendingInstance):
     def state(self) -> dict[str, Any]:
         """The state of the process, for /state; it names no user."""
         generator = self.generator
+        main = generator.versions.main
         return {
             "instance": self.name,
-            "model": generator.served.name,
-            "semantic_ids": generator.served.trie.version,
+            **generator.describe_versions(),
+            "semantic_ids": main.served.trie.version,
             "scenarios": list(generator.scenarios),
             "draining": self.is_draining,
             "waiting": generator.num_waiting,
             "entries": len(generator.cache),
             "device": asdict(generator.cache.device),
             "host": asdict(generator.cache.host),
-            "estimates": asdict(generator.estimates),
+            "estimates": asdict(main.costs),
         }
 
     async def _generate(self, request: GenerateRequest) -> GeneratedItems:
@@ -87,7 +88,7 @@ class GenerativeInstance(RecommendingInstance):
 
     async def _find(self, job: RecommendationJob) -> RecommendationAnswer:
         self._check_scenario(job.scenario)
-        if (popular := self._popular(job, self.generator.served.name)) is not None:
+        if (popular := self._popular(job, self._model_name(job.user))) is not None:
             return popular
         answer = await self._generated(_generation(job))
         return RecommendationAnswer(
@@ -100,24 +101,26 @@ class GenerativeInstance(RecommendingInstance):
 
     def _scorer(self, job: RecommendationJob) -> HistoryScores:
         generator = self.generator
+        version = job.served = generator.versions.of(job.user)
 
         def score(histories: Sequence[Sequences], items: Sequence[int]) -> Tensor:
             steering, _ = generator.steer(_generation(job))
-            return generator.served.scores(histories, items, steering=steering)
+            return version.served.scores(histories, items, steering=steering)
 
         return score
 
     def _known(self, user: int | None = None) -> KnownItems:
-        return self.generator.served.known
+        return self.generator.versions.of(user).served.known
 
     def _max_len(self) -> int:
-        return self.generator.served.max_len
+        return self.generator.versions.main.served.max_len
 
     def _model_name(self, user: int | None = None) -> str:
-        return self.generator.served.name
+        return self.generator.versions.of(user).name
 
     def _check(self, events: Sequences) -> None:
-        self.generator.served.prepare(events)
+        for version in self.generator.models:
+            version.served.prepare(events)
 
     def _forget_inputs(self, user: int) -> int:
         return self.generator.cache.invalidate(user)
@@ -131,4 +134,5 @@ def _generation(job: RecommendationJob) -> GenerationRequest:
         scenario=job.scenario,
         history=job.history,
         excluded=job.excluded,
+        version=job.served,
     )

@@ -34,7 +34,7 @@ from nestpipe.serve.latency_model import DEGRADED, GenerationCosts, GenerationPa
 from nestpipe.serve.requests import LateError, public_error
 from nestpipe.serve.schemas import GeneratedItems, Provenance
 from nestpipe.serve.user_history import UserHistories
-from nestpipe.serve.worker_thread import WorkerThread
+from nestpipe.serve.versioned_worker import VersionedWorker
 
 _log = logging.getLogger("nestpipe.serve")
 _SWEEP_S = 0.5  # between two sweeps of expired entries
@@ -52,6 +52,7 @@ class GenerationRequest:
     history: Sequences | None = None
     excluded: Ints | None = None
     reply: Future[GeneratedItems] = field(default_factory=Future)
+    version: GenerativeVersion | None = None  # that answers; set by the instance or the generator
     arrived: float = 0.0  # set by the generator
 
     def __lt__(self, other: GenerationRequest) -> bool:
@@ -63,6 +64,7 @@ class _GenerationPlan:
     """A request with the path that answers it."""
 
     job: GenerationRequest
+    version: GenerativeVersion
     inputs: EncoderInputs
     choice: GenerationPath
     steering: Steering
@@ -71,7 +73,20 @@ class _GenerationPlan:
     memory: EncoderMemory | None = None
 
 
-class Generator(WorkerThread):
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class GenerativeVersion:
+    """A model in use, the instructions that it reads, and its costs on this machine."""
+
+    served: GenerativeModel
+    instructions: Instructions | None
+    costs: GenerationCosts
+
+    @property
+    def name(self) -> str:
+        return self.served.name
+
+
+class Generator(VersionedWorker[GenerativeVersion]):
     """Answers generation requests. `scenarios` are names in the order of the model's scenario numbers."""
 
     def __init__(
@@ -85,8 +100,9 @@ class Generator(WorkerThread):
         scenarios: Sequence[str] = (),
         clock: Callable[[], float] = time.monotonic,
     ):
-        super().__init__("generator", histories, config=config, clock=clock)
-        self.served, self.instructions, self.estimates = served, instructions, estimates
+        version = GenerativeVersion(served, instructions, estimates)
+        super().__init__("generator", version, histories, config=config, clock=clock)
+        self._known = {version.name}
         self.scenarios = {name: number for number, name in enumerate(scenarios)}
         self.cache = KVCache[EncoderMemory](
             device_bytes=config.device_bytes,
@@ -107,11 +123,16 @@ class Generator(WorkerThread):
         """Queues a job, whose `reply` gets the answer; raises BusyError."""
         with self.admitting():
             job.arrived = self.clock()
+            job.version = self.version_of(job)
             heapq.heappush(self._queue, job)
 
     @property
     def num_waiting(self) -> int:
         return len(self._queue)
+
+    def version_of(self, job: GenerationRequest) -> GenerativeVersion:
+        """The version that answers a request."""
+        return job.version or self.versions.of(job.user)
 
     # The generator's own thread.
 
@@ -121,14 +142,21 @@ class Generator(WorkerThread):
         ready = [
             plan for plan in plans if self._fetch_memory(plan)
         ]  # 2 from the device, copied from the host, or encoded
-        for width in sorted({plan.choice.width for plan in ready}):
-            self._decode([plan for plan in ready if plan.choice.width == width], width)  # 3 one beam search; reply
+        for group in self._alike(ready):
+            self._decode(group)  # 3 one beam search for each model and width; reply
         while len(self._evictable) > self.config.max_batch:
             self._demote()  # under constant load too, memories must reach the host
         return bool(plans) or self._demote()  # 4 idle: one copy to the host
 
+    def _alike(self, plans: Sequence[_GenerationPlan]) -> list[list[_GenerationPlan]]:
+        """Plans of one model and width."""
+        groups: dict[tuple[int, int], list[_GenerationPlan]] = {}
+        for plan in plans:
+            groups.setdefault((id(plan.version), plan.choice.width), []).append(plan)
+        return [groups[key] for key in sorted(groups, key=lambda key: key[1])]
+
     def _refresh(self) -> None:
-        """Reads new events, and drops what was invalidated or expired."""
+        """Reads new events, and drops what was invalidated, expired or belongs to a model that is gone."""
         self.histories.refresh()
         if self.histories.num_removals != self._num_removals:
             self._num_removals = self.histories.num_removals
@@ -136,7 +164,9 @@ class Generator(WorkerThread):
             self._evictable.clear()
         if (now := self.clock()) - self._swept_at > _SWEEP_S:
             self._swept_at = now
-            self.cache.sweep()
+            before, self._known = self._known, {one.name for one in self.models}
+            made = [one.served.made for one in self.models] if before != self._known else None
+            self.cache.sweep(None if made is None else lambda key: any(one(key) for one in made))
 
     def _next_batch(self) -> list[_GenerationPlan]:
         """Requests by deadline, as long as all of them together finish before the first deadline."""
@@ -153,7 +183,7 @@ class Generator(WorkerThread):
                 if plans:  # perhaps only because of the requests before it
                     self._put_back(job)
                     break
-                self.estimates.relax()
+                self.version_of(job).costs.relax()
                 settle(job.reply, error)
                 continue
             except Exception as error:
@@ -179,27 +209,29 @@ class Generator(WorkerThread):
         steering, provenance = self.steer(job)
         times["instruction"] = 1000 * (time.perf_counter() - began)
         events = self.histories.of(job.user) if job.history is None else job.history
-        inputs = self.served.prepare(events, steering, excluded=job.excluded)
+        version = self.version_of(job)
+        served = version.served
+        inputs = served.prepare(events, steering, excluded=job.excluded)
         choice = choose(
-            self.estimates,
+            version.costs,
             state=self.cache.peek_state(inputs.key),
             slack_ms=1000 * (job.deadline - self.clock()) - before_ms,
             num_events=inputs.num_events,
-            beam=self.served.model.config.beam,
+            beam=served.model.config.beam,
             k=job.k,
-            block=max(self.served.max_len // 8, 1),
+            block=max(served.max_len // 8, 1),
         )
         if choice is None:
             raise LateError("not even the narrowest search fits before the deadline.")
         if choice.num_events < inputs.num_events:
-            inputs = self.served.shorter(inputs, choice.num_events)
-        return _GenerationPlan(job, inputs, choice, steering, provenance, times)
+            inputs = served.shorter(inputs, choice.num_events)
+        return _GenerationPlan(job, version, inputs, choice, steering, provenance, times)
 
     def _fetch_memory(self, plan: _GenerationPlan) -> bool:
         """Sets the memory of a plan; False if that failed, and the request was answered with the error."""
         began = time.perf_counter()
         try:
-            plan.memory, path = self._memory(plan.job, plan.inputs, plan.choice)
+            plan.memory, path = self._memory(plan)
         except Exception as error:
             settle(plan.job.reply, public_error(error, "a request could not be encoded"))
             return False
@@ -207,11 +239,10 @@ class Generator(WorkerThread):
         plan.times_ms["encode"] = 1000 * (time.perf_counter() - began)
         return True
 
-    def _memory(
-        self, job: GenerationRequest, inputs: EncoderInputs, choice: GenerationPath
-    ) -> tuple[EncoderMemory, MemoryPath]:
+    def _memory(self, plan: _GenerationPlan) -> tuple[EncoderMemory, MemoryPath]:
         """The memory of a history and its path; it is cached for the user's next request."""
-        key, path = inputs.key, choice.path
+        job, inputs, served, costs = plan.job, plan.inputs, plan.version.served, plan.version.costs
+        key, path = inputs.key, plan.choice.path
         if self.cache.peek_state(key) == EntryState.HOST:
             self.cache.promote(key)
         memory = self.cache.pin(key, job)
@@ -219,16 +250,16 @@ class Generator(WorkerThread):
             self.cache.unpin(key, job, consumed=True)
             self._mark_evictable(key)
             return memory, "hit_device" if path == "full" else path  # encoded for another request of the batch
-        is_cached = not choice.is_degraded and self.cache.peek_state(key) is None
-        lease = self.cache.reserve(key, user=job.user, num_bytes=self.served.num_bytes(inputs)) if is_cached else None
+        is_cached = not plan.choice.is_degraded and self.cache.peek_state(key) is None
+        lease = self.cache.reserve(key, user=job.user, num_bytes=served.num_bytes(inputs)) if is_cached else None
         began = time.perf_counter()
         try:
-            memory = self.served.encode(inputs)
+            memory = served.encode(inputs)
         except Exception:
             if lease is not None:
                 self.cache.fail(lease)
             raise
-        self.estimates.observe(1000 * (time.perf_counter() - began), self.estimates.encode(inputs.num_events))
+        costs.observe(1000 * (time.perf_counter() - began), costs.encode(inputs.num_events))
         if lease is not None:
             self.cache.finish(lease, memory)
             self._mark_evictable(key)
@@ -240,13 +271,13 @@ class Generator(WorkerThread):
 
     def steer(self, job: GenerationRequest) -> tuple[Steering, Provenance]:
         """What steers a request, and where its instruction comes from; raises DataError for an unknown trigger."""
-        number = None if job.scenario is None else self.scenarios[job.scenario]
+        version, number = self.version_of(job), None if job.scenario is None else self.scenarios[job.scenario]
         steering = Steering(scenario=number, trigger=job.trigger)
         if job.trigger is not None:
-            self.served.trie.positions(torch.tensor([job.trigger]))
-        if self.instructions is None:
+            version.served.trie.positions(torch.tensor([job.trigger]))
+        if version.instructions is None:
             return steering, Provenance(source="default", reason="not used")
-        instruction, reason = self.instructions.of(job.user, job.scenario or ANY)
+        instruction, reason = version.instructions.of(job.user, job.scenario or ANY)
         if instruction is None:
             return steering, Provenance(source="default", reason=reason)
         vector = torch.from_numpy(instruction.vector)
@@ -256,42 +287,42 @@ class Generator(WorkerThread):
         )
         return replace(steering, vector=vector), provenance
 
-    def _decode(self, plans: Sequence[_GenerationPlan], width: int) -> None:
-        """One beam search for all requests; if it fails, one for each."""
-        began = time.perf_counter()
+    def _decode(self, plans: Sequence[_GenerationPlan]) -> None:
+        """One beam search for all requests of a model and a width; if it fails, one for each."""
+        began, costs = time.perf_counter(), plans[0].version.costs
         results: list[GeneratedList | Exception]
         try:
-            results = list(self._search(plans, width))
+            results = list(self._search(plans))
         except Exception:
             _log.exception("a beam search failed; its requests are decoded one by one")
-            results = [self._search_alone(plan, width) for plan in plans]
+            results = [self._search_alone(plan) for plan in plans]
         took_ms = 1000 * (time.perf_counter() - began)
-        self.estimates.observe(took_ms / len(plans), self.estimates.decode(width))
+        costs.observe(took_ms / len(plans), costs.decode(plans[0].choice.width))
         for plan, result in zip(plans, results, strict=True):
             if isinstance(result, Exception):
                 settle(plan.job.reply, result)
             else:
                 self._reply(plan, result, took_ms)
 
-    def _search(self, plans: Sequence[_GenerationPlan], width: int) -> list[GeneratedList]:
-        return self.served.generate(
+    def _search(self, plans: Sequence[_GenerationPlan]) -> list[GeneratedList]:
+        return plans[0].version.served.generate(
             [plan.inputs for plan in plans],
             [plan.memory for plan in plans if plan.memory is not None],
             [plan.steering for plan in plans],
-            width=width,
+            width=plans[0].choice.width,
             k=[plan.job.k for plan in plans],
         )
 
-    def _search_alone(self, plan: _GenerationPlan, width: int) -> GeneratedList | Exception:
+    def _search_alone(self, plan: _GenerationPlan) -> GeneratedList | Exception:
         try:
-            return self._search([plan], width)[0]
+            return self._search([plan])[0]
         except Exception as error:
             return public_error(error, "a request could not be decoded")
 
     def _reply(self, plan: _GenerationPlan, generated: GeneratedList, decode_ms: float) -> None:
         path, job = plan.choice.path, plan.job
         self.counts["path", path] += 1
-        if self.instructions is not None:
+        if plan.version.instructions is not None:
             self.counts["instruction", plan.provenance.reason] += 1
         times_ms = {**plan.times_ms, "decode": decode_ms, "total": 1000 * (self.clock() - job.arrived)}
         answer = GeneratedItems(
@@ -302,8 +333,8 @@ class Generator(WorkerThread):
             instruction=plan.provenance,
             num_events=plan.inputs.num_events,
             beam=plan.choice.width,
-            model=self.served.name,
-            semantic_ids=self.served.trie.version,
+            model=plan.version.name,
+            semantic_ids=plan.version.served.trie.version,
             times_ms={name: round(ms, 3) for name, ms in times_ms.items()},
         )
         settle(job.reply, answer)

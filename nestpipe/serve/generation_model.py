@@ -113,6 +113,10 @@ class GenerativeModel:
         every = torch.from_numpy(np.concatenate(unwanted if excluded is None else [*unwanted, excluded]))
         return self._inputs(read, self.trie.positions(every[torch.isin(every, self.trie.items)]))
 
+    def made(self, key: PrefixKey) -> bool:
+        """Whether a memory is one of this model."""
+        return (key.model, key.weights, key.schema) == (self._description, self._weights, self._schema)
+
     def shorter(self, inputs: EncoderInputs, num_events: int) -> EncoderInputs:
         """The inputs of the last events alone; all seen items stay excluded."""
         end = torch.tensor([inputs.num_events])

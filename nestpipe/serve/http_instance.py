@@ -1,9 +1,9 @@
-"""What the instances of all kinds of runs share: limits, events, readiness, metrics, the OpenAPI document, administration.
+"""What the instances of all kinds of runs share: limits, events, readiness, metrics, the OpenAPI document.
 
     POST /v1/events /v1/invalidate      GET /healthz /readyz /metrics /openapi.json
-    admin, on its own port with a token:  GET /state, POST /drain
 
-An instance of a kind adds its calls. Requests are parsed and limits are applied before anything is queued.
+Administration is in admin.py. An instance of a kind adds its calls. Requests are parsed and limits are applied before anything
+is queued.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -23,12 +23,13 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from nestpipe.data.sequences import Sequences
+from nestpipe.data.vocabulary import OwnId
 from nestpipe.errors import DataError, NestPipeError
 from nestpipe.serve.config import Limits
 from nestpipe.serve.openapi import Calls, document
 from nestpipe.serve.own_ids import ServiceIds
 from nestpipe.serve.prometheus import InstanceMetrics
-from nestpipe.serve.request_guard import Handler, RequestGuard, Run, http_refusal, lacks_token
+from nestpipe.serve.request_guard import Handler, RequestGuard, Run, http_refusal
 from nestpipe.serve.requests import refuse_busy
 from nestpipe.serve.schemas import Event, EventsReply, EventsRequest, InvalidateReply, InvalidateRequest
 from nestpipe.serve.worker_thread import WorkerThread
@@ -61,6 +62,7 @@ class HttpInstance(ABC):
         self._writes = self._limit(_MAX_WRITES)
         self._writers = ThreadPoolExecutor(_NUM_WRITERS, thread_name_prefix="events")
         self.is_draining = False
+        self.broadcast: Callable[[OwnId], Awaitable[int]] | None = None  # invalidates a user at all instances
 
     @abstractmethod
     def _handlers(self) -> dict[str, Run]:
@@ -98,21 +100,6 @@ class HttpInstance(ABC):
         routes += [*self._more_routes(), *(Route(f"/{name}", handler) for name, handler in gets.items())]
         return Starlette(routes=routes, exception_handlers={404: http_refusal, 405: http_refusal})
 
-    def admin_app(self, token: str) -> Starlette:
-        """State and draining, for callers with the token."""
-
-        async def handle(http: HttpRequest) -> Response:
-            if (refused := lacks_token(http, token)) is not None:
-                return refused
-            if http.method == "POST":
-                self.is_draining = True
-            return JSONResponse(self.state())
-
-        return Starlette(
-            routes=[Route("/state", handle), Route("/drain", handle, methods=["POST"])],
-            exception_handlers={404: http_refusal, 405: http_refusal},
-        )
-
     def _handler(
         self, name: str, run: Run, *, fields_of: Callable[[HttpRequest], Mapping[str, Any]] | None = None
     ) -> Handler:
@@ -134,7 +121,13 @@ class HttpInstance(ABC):
         return EventsReply(accepted=accepted, duplicates=duplicates)
 
     async def _invalidate(self, request: InvalidateRequest) -> InvalidateReply:
-        return InvalidateReply(self._forget_inputs(self._ids.user(request.user)))
+        if self.broadcast is not None:
+            return InvalidateReply(await self.broadcast(request.user))
+        return InvalidateReply(self.invalidate(request.user))
+
+    def invalidate(self, user: OwnId) -> int:
+        """Drops what is cached of a user's history; says how many entries."""
+        return self._forget_inputs(self._ids.user(user))
 
     async def _history(self, user: int, events: Sequence[Event] | None) -> Sequences | None:
         """The history that a request brings."""

@@ -1,8 +1,8 @@
 """Model versions of a running service: another model is loaded, tested and measured before it is used.
 
-    load  ->  parity self-test  ->  measure  ->  Engine.use
+    load  ->  self-test  ->  measure  ->  VersionedWorker.use
 
-A failure before the last step changes nothing. After it new requests get the new model; tickets, prefills and queued requests keep
+What `load` does is a kind's own, in open_service.py. A failure before the last step changes nothing. After it new requests get the new model; tickets, prefills and queued requests keep
 the old one. When nothing refers to the old model any more, its memory is freed.
 """
 
@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,17 +22,15 @@ from nestpipe.atomic_files import replace_file
 from nestpipe.errors import ConfigError, NestPipeError
 from nestpipe.serve.latency_model import measure_costs
 from nestpipe.serve.model import open_served
-from nestpipe.serve.prefill import ModelVersions, ServedModel
+from nestpipe.serve.prefill import ServedModel
 from nestpipe.serve.user_history import UserHistories
+from nestpipe.serve.versioned_worker import ModelVersions, VersionedWorker
 from nestpipe.training.run_folder import Run
-
-if TYPE_CHECKING:
-    from nestpipe.serve.engine import Engine
 
 _log = logging.getLogger("nestpipe.serve")
 
 
-Load = Callable[[Path, int | None], ServedModel]  # run folder, step or None for the best
+Load = Callable[[Path, int | None], Any]  # run folder, step or None for the best -> a model of the engine's kind
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}  # for scores of order one
 _NUM_USERS, _NUM_CANDIDATES = 8, 32
 
@@ -45,6 +43,15 @@ def load_version(
     histories: UserHistories, folder: Path, *, step: int | None, label: str, tables: Path, chunk: int
 ) -> ServedModel:
     """Loads a checkpoint of another run on the same data, tests and measures it. Raises NestPipeError or OSError."""
+    run = open_version(folder, histories)
+    served = open_served(run, step=step, label=label, folder=tables)
+    check_parity(served, histories, chunk=chunk)
+    served.costs = measure_costs(served, histories, chunk=chunk)
+    return served
+
+
+def open_version(folder: Path, histories: UserHistories) -> Run:
+    """Another run on the same data; raises ConfigError."""
     run = Run.open(folder)
     served_path, run_path = (Path(one).resolve() for one in (histories.sequences.path, run.sequences.path))
     if served_path != run_path:
@@ -52,10 +59,7 @@ def load_version(
             f"{folder} was trained on the sequence folder {run_path}, but this instance serves histories of {served_path}. "
             "Start another instance for it, or train it on the same folder."
         )
-    served = open_served(run, step=step, label=label, folder=tables)
-    check_parity(served, histories, chunk=chunk)
-    served.costs = measure_costs(served, histories, chunk=chunk)
-    return served
+    return run
 
 
 def check_parity(served: ServedModel, histories: UserHistories, *, chunk: int) -> None:
@@ -111,7 +115,7 @@ class VersionFile:
             replace_file(self._path, (json.dumps(asdict(record), indent=2) + "\n").encode())
         self.record = record
 
-    def follow(self, engine: Engine, load: Load) -> None:
+    def follow(self, engine: VersionedWorker[Any], load: Load) -> None:
         """Loads the models into an engine; if those of the file fail, those of the command line. Raises what loading raises."""
         before = engine.versions
         try:
@@ -125,7 +129,7 @@ class VersionFile:
             _use(engine, self.record, load)
 
 
-def _use(engine: Engine, record: VersionRecord, load: Load) -> None:
+def _use(engine: VersionedWorker[Any], record: VersionRecord, load: Load) -> None:
     if record.run is not None:
         engine.use(ModelVersions(load(Path(record.run), record.step)))
     if record.compared is not None:

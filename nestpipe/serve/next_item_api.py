@@ -52,8 +52,8 @@ class NextItemInstance(RecommendingInstance):
         engine = self.engine
         return {
             "instance": self.name,
-            "model": engine.served.name,
-            "items": len(engine.served.known),
+            **engine.describe_versions(),
+            "items": len(engine.versions.main.known),
             "draining": self.is_draining,
             "waiting": engine.num_waiting,
         }
@@ -63,19 +63,21 @@ class NextItemInstance(RecommendingInstance):
         return await asyncio.wrap_future(job.reply)
 
     def _scorer(self, job: RecommendationJob) -> HistoryScores:
-        return partial(self.engine.served.scores, query_time=job.query_time)
+        job.served = self.engine.versions.of(job.user)
+        return partial(job.served.scores, query_time=job.query_time)
 
     def _known(self, user: int | None = None) -> KnownItems:
-        return self.engine.served.known
+        return self.engine.versions.of(user).known
 
     def _max_len(self) -> int:
-        return self.engine.served.max_len
+        return self.engine.versions.main.max_len
 
     def _model_name(self, user: int | None = None) -> str:
-        return self.engine.served.name
+        return self.engine.versions.of(user).name
 
     def _check(self, events: Sequences) -> None:
-        self.engine.served.prepare(events, 0)
+        for served in self.engine.models:
+            served.prepare(events, 0)
 
     def _forget_inputs(self, user: int) -> int:
         return 0  # nothing of a user is kept between requests

@@ -21,17 +21,18 @@ from nestpipe.serve.next_item_model import NextItemModel, PreparedHistory
 from nestpipe.serve.recommendation import RecommendationAnswer, RecommendationJob
 from nestpipe.serve.requests import LateError, public_error
 from nestpipe.serve.user_history import UserHistories
-from nestpipe.serve.worker_thread import WorkerThread
+from nestpipe.serve.versioned_worker import VersionedWorker
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _PreparedJob:
     job: RecommendationJob
+    served: NextItemModel
     events: Sequences
     prepared: PreparedHistory
 
 
-class NextItemEngine(WorkerThread):
+class NextItemEngine(VersionedWorker[NextItemModel]):
     """Answers recommendation requests."""
 
     def __init__(
@@ -42,14 +43,14 @@ class NextItemEngine(WorkerThread):
         config: EngineConfig,
         clock: Callable[[], float] = time.monotonic,
     ):
-        super().__init__("recommender", histories, config=config, clock=clock)
-        self.served = served
+        super().__init__("recommender", served, histories, config=config, clock=clock)
         self._queue: list[RecommendationJob] = []  # a heap by deadline
 
     def submit(self, job: RecommendationJob) -> None:
         """Queues a job, whose `reply` will have the answer; raises BusyError. From any thread."""
         with self.admitting():
             job.arrived = self.clock()
+            job.served = job.served or self.versions.of(job.user)
             heapq.heappush(self._queue, job)
 
     @property
@@ -60,12 +61,12 @@ class NextItemEngine(WorkerThread):
         """One batch; False if there was nothing to do."""
         jobs = self._next_jobs()  # 1 the most urgent requests whose deadline has not passed
         ready = [one for job in jobs if (one := self._prepare(job)) is not None]  # 2 histories as the model reads them
-        known = [one for one in ready if len(one.events.items)]
         for one in ready:
             if not len(one.events.items):  # 3 nothing to encode
-                self._answer(one, self.served.known.popular(one.job.k, removed=one.prepared.removed.numpy()), "popular")
-        if known:
-            self._recommend(known)  # 4 one encoding and one product with the catalogue for all of them
+                self._answer(one, one.served.known.popular(one.job.k, removed=one.prepared.removed.numpy()), "popular")
+        known = [one for one in ready if len(one.events.items)]
+        for served in {id(one.served): one.served for one in known}.values():
+            self._recommend(served, [one for one in known if one.served is served])  # 4 one call of each model
         return bool(jobs)
 
     def _refresh(self) -> None:
@@ -88,14 +89,16 @@ class NextItemEngine(WorkerThread):
     def _prepare(self, job: RecommendationJob) -> _PreparedJob | None:
         try:
             events = self.histories.of(job.user) if job.history is None else job.history
-            return _PreparedJob(job, events, self.served.prepare(events, job.query_time, excluded=job.excluded))
+            prepared = job.served.prepare(events, job.query_time, excluded=job.excluded)
+            return _PreparedJob(job, job.served, events, prepared)
         except Exception as error:
             settle(job.reply, public_error(error, "a history could not be read"))
             return None
 
-    def _recommend(self, ready: list[_PreparedJob]) -> None:
+    def _recommend(self, served: NextItemModel, ready: list[_PreparedJob]) -> None:
+        """One encoding and one product with the catalogue for all of them."""
         try:
-            found = self.served.recommend([one.prepared for one in ready], [one.job.k for one in ready])
+            found = served.recommend([one.prepared for one in ready], [one.job.k for one in ready])
         except Exception as error:
             for one in ready:
                 settle(one.job.reply, public_error(error, "a batch could not be scored"))
@@ -105,5 +108,5 @@ class NextItemEngine(WorkerThread):
 
     def _answer(self, one: _PreparedJob, found: ScoredItems, path: str) -> None:
         times_ms = {"total": round((self.clock() - one.job.arrived) * 1e3, 3)}
-        answer = RecommendationAnswer(found=found, path=path, model=self.served.name, times_ms=times_ms)
+        answer = RecommendationAnswer(found=found, path=path, model=one.served.name, times_ms=times_ms)
         settle(one.job.reply, answer)

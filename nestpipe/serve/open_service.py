@@ -10,17 +10,18 @@ import numpy as np
 from nestpipe.errors import ConfigError
 from nestpipe.gateway.candidates import retriever_of
 from nestpipe.generative.instruction_store import INSTRUCTIONS, Instructions, SqliteStore
-from nestpipe.models.config import EncDecConfig
+from nestpipe.models.config import DCNConfig, EncDecConfig, RankingConfig
 from nestpipe.serve.config import EngineConfig, TriggerConfig
 from nestpipe.serve.engine import Engine
 from nestpipe.serve.event_log import EventLog
-from nestpipe.serve.generation_engine import Generator
+from nestpipe.serve.generation_engine import GenerativeVersion, Generator
 from nestpipe.serve.generation_model import open_generative
 from nestpipe.serve.known_items import CandidateSearch, no_past
 from nestpipe.serve.latency_model import measure_costs, measure_generation
 from nestpipe.serve.model import open_served
 from nestpipe.serve.next_item_engine import NextItemEngine
 from nestpipe.serve.next_item_model import open_next_item
+from nestpipe.serve.openapi import ServiceKind
 from nestpipe.serve.pointwise_engine import PointwiseEngine
 from nestpipe.serve.pointwise_model import open_pointwise
 from nestpipe.serve.serve_flags import ServeArguments
@@ -34,6 +35,19 @@ def open_run(arguments: ServeArguments) -> Run:
     if arguments.run is None:
         raise ConfigError("name the folder of a run: nestpipe serve RUN.")
     return Run.open(arguments.run)
+
+
+def kind_of(run: Run) -> ServiceKind:
+    """How the model of a run is served."""
+    match run.config.model:
+        case EncDecConfig():
+            return "generative"
+        case RankingConfig():
+            return "ranker"
+        case DCNConfig():
+            return "pointwise"
+        case _:
+            return "next_item"
 
 
 def open_engine(
@@ -70,6 +84,12 @@ def open_pointwise_engine(
 
 def open_search(folder: Path, ranker: Run) -> CandidateSearch:
     """Retrieval for a run that ranks, with the queries and item vectors of another run; raises ConfigError."""
+    run = open_retrieval(folder, ranker)
+    return CandidateSearch(retriever_of(run, past_of=no_past), keeps_seen=ranker.config.eval.seen == "none")
+
+
+def open_retrieval(folder: Path, ranker: Run) -> Run:
+    """A run that finds candidates for a ranker; raises ConfigError if it cannot, or if its items are others."""
     run = Run.open(folder)
     if isinstance(run.config.model, EncDecConfig):
         raise ConfigError(
@@ -85,19 +105,24 @@ def open_search(folder: Path, ranker: Run) -> CandidateSearch:
             f"{folder} was trained on {own.path}, whose items are not those of {other.path}, which {ranker.folder} ranks. "
             "Train it on the same sequence folder."
         )
-    return CandidateSearch(retriever_of(run, past_of=no_past), keeps_seen=ranker.config.eval.seen == "none")
+    return run
 
 
 def open_generator(run: Run, log: Path, *, config: EngineConfig, step: int | None = None) -> Generator:
     """The generator of a run, not started yet: model, histories, instructions, and costs measured on this machine."""
-    folder = log.parent
+    histories = open_histories(run, log)
+    version = generative_version(run, histories, log.parent, step=step)
+    scenarios = [str(number) for number in range(version.served.model.config.num_scenarios)]
+    return Generator(version.served, histories, version.instructions, version.costs, config=config, scenarios=scenarios)
+
+
+def generative_version(
+    run: Run, histories: UserHistories, folder: Path, *, step: int | None = None
+) -> GenerativeVersion:
+    """The model of a generative run, its instructions in `folder`, and its costs measured on this machine."""
     served = open_generative(run, step=step, folder=folder)
-    histories, model = open_histories(run, log), served.model.config
-    instructions = None
+    model, instructions = served.model.config, None
     if model.reasoning_dim and model.placement != "none":
         store = SqliteStore(folder / INSTRUCTIONS, read_only=True, timeout_s=_STORE_S)
         instructions = Instructions(store, version=served.instruction_version, dim=model.reasoning_dim, clock=time.time)
-    scenarios = [str(number) for number in range(model.num_scenarios)]
-    return Generator(
-        served, histories, instructions, measure_generation(served, histories), config=config, scenarios=scenarios
-    )
+    return GenerativeVersion(served, instructions, measure_generation(served, histories))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -17,6 +17,8 @@ from nestpipe.serve.schemas import limited
 JsonSchema = dict[str, Any]
 Calls = dict[str, tuple[type[Any], type[Any]]]
 """The request and the answer of each call."""
+ServiceKind = Literal["ranker", "pointwise", "next_item", "generative"]
+"""The kind of run behind a gateway."""
 _KINDS = {
     "number": {"type": ["number", "null"]},
     "id": {"type": ["integer", "null"]},
@@ -34,8 +36,7 @@ _REFUSALS = {
 _GATEWAY_REFUSALS = {
     **_REFUSALS,
     "422": "Retrieval cannot use what the request brought.",
-    "502": "An instance gave no answer that can be used.",
-    "504": "An instance gave no answer in time.",
+    "503": "No instance gave an answer in time, or a stage failed.",
 }
 
 
@@ -107,25 +108,42 @@ def generative_calls(limits: Limits, *, beam: int, scenarios: Sequence[str]) -> 
     }
 
 
-def gateway_calls(limits: GatewayLimits) -> Calls:
+def gateway_calls(limits: GatewayLimits, kind: ServiceKind) -> Calls:
     """The calls of a gateway. A request without an id gets one."""
     request = (schemas.Name, msgspec.field(default_factory=lambda: uuid.uuid4().hex))
-    history, candidates = limits.max_history, limits.max_candidates
-    recommend = limited(schemas.RecommendRequest, k=limits.max_k, history=history, exclude=candidates, request=request)
+    k, history, candidates = limits.max_k, limits.max_history, limits.max_candidates
+    recommend = limited(
+        schemas.SteeredRecommendRequest if kind == "generative" else schemas.InstanceRecommendRequest,
+        k=k,
+        history=history,
+        exclude=candidates,
+        deadline_ms=limits.deadline_ms,
+        request=request,
+    )
     prefill = limited(schemas.PrefillRequest, candidates=candidates, history=history, request=request)
     rank = limited(
         schemas.RankRequest,
         candidates=candidates,
-        k=limits.max_k,
+        k=k,
         history=history,
         deadline_ms=limits.deadline_ms,
         request=request,
     )
+    generate = limited(schemas.GenerateRequest, k=k, history=history, deadline_ms=limits.deadline_ms)
+    of_kind: dict[ServiceKind, Calls] = {
+        "ranker": {
+            "prefill": (prefill, schemas.PrefillReply),
+            "rank": (rank, schemas.RankedItems),
+            "release": (schemas.ReleaseRequest, schemas.ReleaseReply),
+        },
+        "pointwise": {"rank": (rank, schemas.RankedItems)},
+        "next_item": {},
+        "generative": {"generate": (generate, schemas.GeneratedItems)},
+    }
     return {
         "recommend": (recommend, schemas.RecommendedItems),
-        "prefill": (prefill, schemas.PrefillReply),
-        "rank": (rank, schemas.RankedItems),
-        "release": (schemas.ReleaseRequest, schemas.ReleaseReply),
+        "similar": (limited(schemas.SimilarRequest, k=k), schemas.SimilarItems),
+        **of_kind[kind],
         "events": (limited(schemas.EventsRequest, events=limits.max_events), schemas.InstancesReply),
         "invalidate": (schemas.InvalidateRequest, schemas.InstancesReply),
     }
@@ -140,9 +158,7 @@ def _writes(limits: Limits) -> Calls:
 
 def document(title: str, calls: Calls, schema: Schema) -> JsonSchema:
     """Of an instance, whose events have the features of its log."""
-    found = _document(title, calls, _REFUSALS, schema)
-    found["paths"]["/v1/recommend/{user}"] = {"get": _from_address(found["paths"]["/v1/recommend"]["post"])}
-    return found
+    return _document(title, calls, _REFUSALS, schema)
 
 
 def _from_address(post: JsonSchema) -> JsonSchema:
@@ -164,9 +180,9 @@ def _required(schema: JsonSchema) -> JsonSchema:
     return next(one for one in schema.get("anyOf", [schema]) if one.get("type") != "null")
 
 
-def gateway_document(limits: GatewayLimits | None = None) -> JsonSchema:
+def gateway_document(kind: ServiceKind, limits: GatewayLimits | None = None) -> JsonSchema:
     """A gateway leaves the features of events to its instances, so its document does not name them."""
-    return _document("A gateway of nestpipe", gateway_calls(limits or GatewayLimits()), _GATEWAY_REFUSALS, None)
+    return _document("A gateway of nestpipe", gateway_calls(limits or GatewayLimits(), kind), _GATEWAY_REFUSALS, None)
 
 
 def _document(title: str, calls: Calls, refusals: Mapping[str, str], log: Schema | None) -> JsonSchema:
@@ -204,6 +220,7 @@ def _document(title: str, calls: Calls, refusals: Mapping[str, str], log: Schema
                 },
             }
         }
+    paths["/v1/recommend/{user}"] = {"get": _from_address(paths["/v1/recommend"]["post"])}
     for name, text in (("healthz", "The process is alive."), ("readyz", "It takes requests.")):
         responses = {"200": _response(text, {"type": "object"}), "503": _response("It does not.", {"type": "object"})}
         paths[f"/{name}"] = {"get": {"operationId": name, "summary": text, "responses": responses}}

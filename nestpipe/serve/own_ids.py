@@ -51,6 +51,10 @@ class ServiceIds:
         known &= catalogue[places] == numbers
         return numbers[known], [one for one, is_known in zip(own, known.tolist(), strict=True) if not is_known]
 
+    def own_users(self, numbers: Ints | Sequence[int]) -> list[OwnId]:
+        """The own ids of users of the log."""
+        return self._vocabulary("user").own_ids(numbers)
+
     def own_items(self, numbers: Ints | Sequence[int]) -> list[OwnId]:
         """The own ids of items of the catalogue."""
         return self._vocabulary("item").own_ids(numbers)

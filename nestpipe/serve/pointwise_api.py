@@ -57,8 +57,8 @@ class PointwiseInstance(RankingInstance):
         engine = self.engine
         return {
             "instance": self.name,
-            "model": engine.served.name,
-            "items": len(engine.served.known),
+            **engine.describe_versions(),
+            "items": len(engine.versions.main.known),
             "draining": self.is_draining,
             "waiting": engine.num_waiting,
             "answers": dict(engine.counts),
@@ -74,13 +74,13 @@ class PointwiseInstance(RankingInstance):
         raise BadRequestError(message, code="bad_explain")
 
     def _known(self, user: int | None = None) -> KnownItems:
-        return self.engine.served.known
+        return self.engine.versions.of(user).known
 
     def _max_len(self) -> int:
         return 1
 
     def _model_name(self, user: int | None = None) -> str:
-        return self.engine.served.name
+        return self.engine.versions.of(user).name
 
     def _check(self, events: Sequences) -> None:
         self._known().positions(events.items)

@@ -10,6 +10,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,12 +22,20 @@ from nestpipe.serve.prefill_policy import Floats
 from nestpipe.serve.requests import FailedError, LateError, RankingRequest, public_error
 from nestpipe.serve.schemas import RankedItems
 from nestpipe.serve.user_history import UserHistories
-from nestpipe.serve.worker_thread import WorkerThread
+from nestpipe.serve.versioned_worker import VersionedWorker
 
 _log = logging.getLogger("nestpipe.serve")
 
 
-class PointwiseEngine(WorkerThread):
+class _PointwiseJob(NamedTuple):
+    """A ranking request with the model that answers it."""
+
+    job: RankingRequest
+    served: PointwiseModel
+    batch: Batch
+
+
+class PointwiseEngine(VersionedWorker[PointwiseModel]):
     """Answers ranking requests."""
 
     def __init__(
@@ -37,8 +46,8 @@ class PointwiseEngine(WorkerThread):
         config: EngineConfig,
         clock: Callable[[], float] = time.monotonic,
     ):
-        super().__init__("scorer", histories, config=config, clock=clock)
-        self.served, self.counts = served, Counter[str]()  # answers by path
+        super().__init__("scorer", served, histories, config=config, clock=clock)
+        self.counts = Counter[str]()  # answers by path
         self._queue: list[RankingRequest] = []  # a heap by deadline
 
     def submit(self, job: RankingRequest) -> None:
@@ -54,9 +63,9 @@ class PointwiseEngine(WorkerThread):
     def step(self) -> bool:
         """One batch; False if there was nothing to do."""
         jobs = self._next_jobs()  # 1 the most urgent requests whose deadline has not passed
-        ready = [(job, batch) for job in jobs if (batch := self._prepare(job)) is not None]  # 2 features
-        if ready:
-            self._score(ready)  # 3 one call for all of them; reply
+        ready = [one for job in jobs if (one := self._prepare(job)) is not None]  # 2 features
+        for served in {id(one.served): one.served for one in ready}.values():
+            self._score([one for one in ready if one.served is served])  # 3 one call of each model; reply
         return bool(jobs)
 
     def _refresh(self) -> None:
@@ -76,33 +85,32 @@ class PointwiseEngine(WorkerThread):
                 jobs.append(job)
         return jobs
 
-    def _prepare(self, job: RankingRequest) -> Batch | None:
+    def _prepare(self, job: RankingRequest) -> _PointwiseJob | None:
         try:
             events = self.histories.of(job.user) if job.history is None else job.history
-            return self.served.prepare(events, job.items, self.histories.sequences)
+            served = self.versions.of(job.user)
+            return _PointwiseJob(job, served, served.prepare(events, job.items, self.histories.sequences))
         except Exception as error:
             settle(job.reply, public_error(error, "a request could not be read"))
             return None
 
-    def _score(self, ready: list[tuple[RankingRequest, Batch]]) -> None:
-        """One call for all requests; if it fails, one for each."""
+    def _score(self, ready: list[_PointwiseJob]) -> None:
+        """One call for all requests of a model; if it fails, one for each."""
         try:
-            scores = self._call([batch for _, batch in ready])
+            scores = [one.numpy().astype(np.float64) for one in ready[0].served.scores([one.batch for one in ready])]
         except Exception as error:
             if len(ready) == 1:
-                settle(ready[0][0].reply, public_error(error, "the model failed on the request"))
+                settle(ready[0].job.reply, public_error(error, "the model failed on the request"))
                 return
             _log.exception("a batch failed; its requests are scored one by one")
             for one in ready:
                 self._score([one])
             return
-        for (job, _), own in zip(ready, scores, strict=True):
-            self._reply(job, own)
+        for one, own in zip(ready, scores, strict=True):
+            self._reply(one, own)
 
-    def _call(self, batches: list[Batch]) -> list[Floats]:
-        return [one.numpy().astype(np.float64) for one in self.served.scores(batches)]
-
-    def _reply(self, job: RankingRequest, scores: Floats) -> None:
+    def _reply(self, one: _PointwiseJob, scores: Floats) -> None:
+        job = one.job
         if not np.isfinite(scores).all():
             settle(
                 job.reply, FailedError("a score is not finite; the model has diverged. Serve an earlier checkpoint.")
@@ -114,7 +122,7 @@ class PointwiseEngine(WorkerThread):
             items=[int(job.items[place]) for place in order],
             scores=scores[order].tolist(),
             path="full",
-            model=self.served.name,
+            model=one.served.name,
             times_ms={"total": round((self.clock() - job.arrived) * 1e3, 3)},
         )
         settle(job.reply, answer)

@@ -17,7 +17,6 @@ from nestpipe.data.sequences import Sequences, truncate
 from nestpipe.jagged import Batch, Jagged
 from nestpipe.models.kv_prefix import KVPrefix, PrefixKey
 from nestpipe.models.prefix_inference import CandidateBatch, Ranker, Suffix, cut_events
-from nestpipe.rng import GOLDEN, hash_text, mix64
 from nestpipe.serve.known_items import KnownItems
 from nestpipe.serve.kv_cache import CacheEntry, KVCache
 from nestpipe.serve.prefill_policy import RankingCosts
@@ -144,20 +143,6 @@ class ServedModel:
 
     def _split(self, history: Batch) -> HistoryInputs:
         return HistoryInputs(history, *self.ranker.split(history), self)
-
-
-@dataclass(frozen=True, slots=True)
-class ModelVersions:
-    """The model of new requests, and of a comparison the model for a share of the users."""
-
-    main: ServedModel
-    other: ServedModel | None = None
-    share: float = 0.0
-
-    def of(self, user: int) -> ServedModel:
-        """The same for a user on every instance, and independent of which instance owns the user."""
-        place = mix64(mix64(user + GOLDEN) ^ hash_text("two models")) / 2**64
-        return self.other if self.other and place < self.share else self.main
 
 
 @dataclass(slots=True, eq=False)

@@ -22,7 +22,9 @@ class InstanceMetrics(Collector):
         own = self._registry = CollectorRegistry()
         own.register(self)
         self.answers = Counter("nestpipe_answers", "Answers by call and status", ["call", "status"], registry=own)
-        self.recommended = Counter("nestpipe_recommended", "Recommendations by path", ["path"], registry=own)
+        self.recommended = Counter(
+            "nestpipe_recommended", "Recommendations by model and path", ["model", "path"], registry=own
+        )
         self.recommend_seconds = Histogram(
             "nestpipe_recommend_seconds", "Time of a recommendation", buckets=BUCKETS_S, registry=own
         )

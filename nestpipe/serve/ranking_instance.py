@@ -87,8 +87,12 @@ class RankingInstance(RecommendingInstance):
             request=ticket.request if ticket else "",
             history=await self._history(user, request.history),
         )
+        scorer = self._scorer(_as_recommendation(job)) if request.explain else None
         answer = await self._ranked(job)
-        return replace(answer, items=ids.own_items(cast(list[int], answer.items)), unknown=unknown)
+        ranked, because = cast(list[int], answer.items), None
+        if scorer is not None and self._num_events(job):
+            because = await self._explained(_as_recommendation(job), scorer, ranked)
+        return replace(answer, items=ids.own_items(ranked), unknown=unknown, because=because)
 
     async def _ranked(self, job: RankingRequest) -> RankedItems:
         self._submit(job)
@@ -141,3 +145,10 @@ class RankingInstance(RecommendingInstance):
             return search.find(events, job.query_time, job.k, excluded=job.excluded, stages=self._stages)
         except Exception as error:
             raise public_error(error, "retrieval failed") from error
+
+
+def _as_recommendation(job: RankingRequest) -> RecommendationJob:
+    """The request of a ranking as explanations read it."""
+    return RecommendationJob(
+        user=job.user, k=len(job.items), deadline=job.deadline, query_time=job.query_time, history=job.history
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -54,6 +54,7 @@ class RecommendationJob:
     excluded: Ints = field(default_factory=lambda: np.empty(0, np.int64))
     history: Sequences | None = None
     scenario: str | None = None
+    served: Any = None  # the model that answers; set by the instance or the engine
     reply: Future[RecommendationAnswer] = field(default_factory=Future)
     arrived: float = 0.0  # set by the engine
 

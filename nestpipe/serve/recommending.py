@@ -37,7 +37,7 @@ from nestpipe.serve.recommendation import (
 )
 from nestpipe.serve.request_errors import BadRequestError
 from nestpipe.serve.request_guard import Run, user_and_numbers
-from nestpipe.serve.requests import BusyError, LateError, StoppingError, public_error
+from nestpipe.serve.requests import BusyError, LateError, RankingRequest, StoppingError, public_error
 from nestpipe.serve.schemas import Influence, InstanceRecommendRequest, RecommendedItems, SimilarItems, SimilarRequest
 from nestpipe.serve.worker_thread import WorkerThread
 
@@ -113,10 +113,9 @@ class RecommendingInstance(HttpInstance):
         answer = await self._find(job)
         because = None
         if scorer is not None and answer.path != "popular":
-            explain = partial(self._because, job, scorer, answer.found.items)
-            because = await asyncio.get_running_loop().run_in_executor(self._explaining, explain)
+            because = await self._explained(job, scorer, answer.found.items)
         self._note(answer)
-        self._answers.recommended.labels(answer.path).inc()
+        self._answers.recommended.labels(answer.model, answer.path).inc()
         self._answers.recommend_seconds.observe(self._worker.clock() - arrived)
         return RecommendedItems(
             items=ids.own_items(answer.found.items),
@@ -134,12 +133,20 @@ class RecommendingInstance(HttpInstance):
 
     def _popular(self, job: RecommendationJob, model: str) -> RecommendationAnswer | None:
         """The answer for a user without history; None for any other."""
-        num_events = self._worker.histories.num_events(job.user) if job.history is None else len(job.history.items)
-        if num_events:
+        if self._num_events(job):
             return None
         known = self._known(job.user)
         found = known.popular(job.k, removed=known.positions(job.excluded))
         return RecommendationAnswer(found=found, path="popular", model=model, times_ms={"total": 0.0})
+
+    def _num_events(self, job: RecommendationJob | RankingRequest) -> int:
+        return self._worker.histories.num_events(job.user) if job.history is None else len(job.history.items)
+
+    async def _explained(
+        self, job: RecommendationJob, scorer: HistoryScores, items: Sequence[int]
+    ) -> list[list[Influence]]:
+        explain = partial(self._because, job, scorer, items)
+        return await asyncio.get_running_loop().run_in_executor(self._explaining, explain)
 
     def _because(self, job: RecommendationJob, scorer: HistoryScores, items: Sequence[int]) -> list[list[Influence]]:
         """For each item the events of the history without which its score falls most."""

@@ -87,7 +87,7 @@ class InstanceRecommendRequest(RecommendRequest):
     `exclude` lists items not to show, `explain` asks for reasons.
     """
 
-    user: OwnId | UnsetType = UNSET  # type: ignore[assignment]  # a gateway routes by the user, an instance need not
+    user: OwnId | UnsetType = UNSET  # type: ignore[assignment]
 
 
 class SteeredRecommendRequest(InstanceRecommendRequest, kw_only=True):
@@ -120,7 +120,7 @@ class _OfCandidates(_OfUser):
 
 
 class RankRequest(_OfCandidates, kw_only=True):
-    """Orders candidates, best first: the best `k`, or all of them."""
+    """Orders candidates, best first: the best `k`, or all of them; `explain` asks for reasons."""
 
     request: Name
     ticket: TicketText | None = None
@@ -128,6 +128,7 @@ class RankRequest(_OfCandidates, kw_only=True):
     history: Sequence[Event] | None = None
     query_time: Seconds | None = None
     deadline_ms: Milliseconds | None = None
+    explain: bool = False
 
 
 class GenerateRequest(_TopK, kw_only=True):
@@ -181,10 +182,19 @@ class MemberRequest(_Request):
 # Answers.
 
 
+class Influence(Struct, frozen=True, kw_only=True):
+    """An event of the history, and by how much the score of an item falls without it."""
+
+    item: int | str
+    time: int | None
+    weight: float
+
+
 class RankedItems(Struct, frozen=True, kw_only=True):
     """Items with scores, best first. `path` is how they were ranked; `degraded` marks a shortened or missing ranking.
 
-    Candidates that are not in the catalogue are listed as `unknown`.
+    Candidates that are not in the catalogue are listed as `unknown`. With `explain`, `because` has the events that weighed
+    most, for each item.
     """
 
     items: list[int | str]
@@ -195,6 +205,7 @@ class RankedItems(Struct, frozen=True, kw_only=True):
     model: str
     times_ms: dict[str, float] = {}
     unknown: list[int | str] = []
+    because: list[list[Influence]] | None = None
 
     def pairs(self) -> list[tuple[int | str, float]]:
         return list(zip(self.items, self.scores, strict=True))
@@ -208,18 +219,9 @@ class StageTime(Struct, frozen=True, kw_only=True):
     count: int
 
 
-class Influence(Struct, frozen=True, kw_only=True):
-    """An event of the history, and by how much the score of an item falls without it."""
-
-    item: int | str
-    time: int | None
-    weight: float
-
-
 class RecommendedItems(RankedItems, frozen=True, kw_only=True):
-    """Recommended items. With `explain`, `because` has the events that weighed most, for each item.
-
-    Of a cascade also: `prefill_hint` is the reason for or against a KV prefix, `problem` why there is no ranking.
+    """Recommended items. Of a cascade also: `prefill_hint` is the reason for or against a KV prefix, `problem` why there is
+    no ranking.
     """
 
     request: str
@@ -228,7 +230,6 @@ class RecommendedItems(RankedItems, frozen=True, kw_only=True):
     prefill_hint: str = ""
     problem: str = ""
     stages: dict[str, StageTime] = {}
-    because: list[list[Influence]] | None = None
 
 
 class SimilarItems(Struct, frozen=True, kw_only=True):

@@ -70,11 +70,7 @@ class ServeArguments:
             )
         if self.ray < 0:
             problems.append(f"ray is {self.ray}; it must be 0 (no Ray) or more")
-        others = [
-            name
-            for name in ("instances", "demo", "print_nginx", "compare", "retrieval", "notes")
-            if getattr(self, name)
-        ]
+        others = [name for name in ("instances", "demo", "print_nginx", "notes") if getattr(self, name)]
         if self.ray and others:
             problems.append(
                 f"ray is {self.ray}, but {others[0].replace('_', '-')} is for a gateway or a single instance"

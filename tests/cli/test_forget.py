@@ -124,7 +124,7 @@ def test_a_gateway_lets_go_of_a_forgotten_user_while_nobody_asks(runs, log, tmp_
     histories = fleet_histories(run, tmp_path / "events.log")
     retriever = fleet_retriever(run, histories)
     del run
-    demo = DemoPage(lambda: histories.sequences, retriever.past_of, ServiceIds(lambda: histories.sequences))
+    demo = DemoPage(histories, ServiceIds(lambda: histories.sequences))
     server = Served(Starlette(routes=demo.routes()))
     users = server.url + "/demo/users"
     longest = httpx.get(users).json()["users"][0]

@@ -47,17 +47,16 @@ def test_mistakes_are_one_message(runs, capsys, tmp_path):
     assert "no complete checkpoint of step 7" in refused(capsys, folder, *free, "--step", 7)
     small_log(tmp_path / "log", num_users=8)
     train(small_config(tmp_path / "log", epochs=1), tmp_path / "retrieval", quiet=True)
-    for flags, what in (
-        (("--instances", 2), "a gateway"),
-        (("--compare", folder), "--compare"),
-        (("--ray", 2), "--ray"),
-    ):
-        message = refused(capsys, tmp_path / "retrieval", *free, *flags)
-        assert f"recommends by itself, and {what}" in message
-    message = refused(capsys, tmp_path / "retrieval", *free, "--retrieval", folder)
-    assert "finds items itself, and --retrieval is for runs that rank" in message
-    message = refused(capsys, folder, *free, "--retrieval", tmp_path / "retrieval")
-    assert "whose items are not those of" in message
+    for flags in ((), ("--instances", 2), ("--ray", 2)):
+        message = refused(capsys, tmp_path / "retrieval", *free, *flags, "--retrieval", folder)
+        assert "finds items itself, and --retrieval is for runs that rank" in message
+        message = refused(capsys, tmp_path / "retrieval", *free, *flags, "--label", "clicked")
+        assert "has no labels to order by, and --label is for runs that rank" in message
+    message = refused(capsys, tmp_path / "retrieval", *free, "--compare", folder)
+    assert "was trained on the sequence folder" in message
+    for flags in ((), ("--instances", 2)):
+        message = refused(capsys, folder, *free, *flags, "--retrieval", tmp_path / "retrieval")
+        assert "whose items are not those of" in message
 
 
 def test_a_damaged_table_is_not_served(runs, capsys, tmp_path):

@@ -15,11 +15,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from nestpipe.gateway.router import InstanceAddress, Ticket, TicketError, sign, verify
+from nestpipe.gateway.router import InstanceAddress, Ticket, TicketError, routing_number, sign, verify
 from nestpipe.rng import mix64
 from nestpipe.serve.server import bind
 
 SECRET = b"a secret of the tests"
+CATALOGUE = list(range(100, 130))
 
 
 def true_score(user: int, item: int) -> float:
@@ -87,9 +88,10 @@ class FakeInstance:
         """A process of its own epoch, without any prefix of before."""
         self.epoch = f"e{next(self._epochs)}"
         self.pinned.clear()
-        names = ("prefill", "rank", "release", "events", "invalidate")
+        names = ("recommend", "similar", "generate", "prefill", "rank", "release", "events", "invalidate")
         routes = [Route(f"/v1/{name}", getattr(self, f"_{name}"), methods=["POST"]) for name in names]
-        self._served = Served(Starlette(routes=[*routes, Route("/readyz", self._readyz)]), port=port)
+        routes += [Route("/v1/recommend/{user:path}", self._recommend), Route("/readyz", self._readyz)]
+        self._served = Served(Starlette(routes=routes), port=port)
         self.url = self._served.url
 
     def stop(self) -> None:
@@ -107,7 +109,8 @@ class FakeInstance:
         return [path for path, _ in self.calls]
 
     async def _begin(self, request: Request, name: str) -> tuple[dict[str, Any], Response | None]:
-        body = await request.json()
+        address = {**request.path_params, "k": int(request.query_params.get("k", 10)), "request": "r"}
+        body = address if request.method == "GET" else await request.json()
         self.calls.append((name, body))
         await asyncio.sleep(self.delay_s.get(name, 0.0))
         while name == "rank" and self.holds_ranks:
@@ -116,6 +119,35 @@ class FakeInstance:
             error = {"code": "injected", "message": f"{self.name} refuses"}
             return body, JSONResponse({"error": error}, self.status[name])
         return body, None
+
+    async def _recommend(self, request: Request) -> Response:
+        body, refused = await self._begin(request, "recommend")
+        if refused:
+            return refused
+        items = true_ranking(routing_number(body["user"]), CATALOGUE, body.get("k", 10))
+        scores = [true_score(routing_number(body["user"]), item) for item in items]
+        because = [[{"item": 100, "time": 5, "weight": 0.5}] for _ in items] if body.get("explain") else None
+        answer = {"items": items, "scores": [] if self.garbage else scores, "path": "model", "model": "m1"}
+        return JSONResponse({**answer, "request": body["request"], "instance": self.name, "because": because})
+
+    async def _similar(self, request: Request) -> Response:
+        body, refused = await self._begin(request, "similar")
+        return refused or JSONResponse({"items": [body["item"] + 1], "scores": [0.5], "model": "m1"})
+
+    async def _generate(self, request: Request) -> Response:
+        body, refused = await self._begin(request, "generate")
+        if refused:
+            return refused
+        items = true_ranking(routing_number(body["user"]), CATALOGUE, body.get("k", 10))
+        about = {
+            "instruction": {"source": "default", "reason": "none"},
+            "num_events": 3,
+            "beam": 8,
+            "semantic_ids": "s",
+        }
+        scores = [true_score(routing_number(body["user"]), item) for item in items]
+        answer = {"items": items, "log_probabilities": scores, "path": "full", "degraded": False, "model": "m1"}
+        return JSONResponse({**answer, **about})
 
     async def _prefill(self, request: Request) -> Response:
         body, refused = await self._begin(request, "prefill")
@@ -142,13 +174,13 @@ class FakeInstance:
             return refused
         if self.garbage:
             return JSONResponse({"items": [1], "scores": "none"})
-        items = true_ranking(int(body["user"]), body["candidates"], body.get("k"))
+        items = true_ranking(routing_number(body["user"]), body["candidates"], body.get("k"))
         hit = self._is_hit(body)
         self.pinned.pop(body.get("ticket"), None)  # used, as far as this request is concerned
         return JSONResponse(
             {
                 "items": items,
-                "scores": [true_score(int(body["user"]), item) for item in items],
+                "scores": [true_score(routing_number(body["user"]), item) for item in items],
                 "path": "hit_device" if hit else "full",
                 "prefix_len": 7 if hit else 0,
                 "degraded": False,

@@ -20,7 +20,7 @@ from nestpipe.errors import NestPipeError
 from nestpipe.gateway.candidates import CandidateItems, ExactIndex, PastEvents, Retriever, mean_encoder
 from nestpipe.gateway.cascade import Cascade, LocalCandidateStages, StageError
 from nestpipe.gateway.instance_client import InstanceClient, InstanceError
-from nestpipe.gateway.router import InstanceAddress, Members
+from nestpipe.gateway.router import InstanceAddress, Members, routing_number
 from nestpipe.serve.config import Stages
 from nestpipe.serve.schemas import RecommendedItems, RecommendRequest
 from tests.gateway.fake_instances import FakeInstance, true_ranking, true_score
@@ -41,8 +41,13 @@ def retriever() -> Retriever:
         vectors=VECTORS,
         index=ExactIndex(VECTORS),
         encode=mean_encoder(ITEMS, VECTORS),
-        past_of=lambda user: PastEvents(ITEMS[user : user + 10]),
+        past_of=past_of,
     )
+
+
+def past_of(user: int | str) -> PastEvents:
+    first = routing_number(user) % 290  # as a number or as its text
+    return PastEvents(ITEMS[first : first + 10])
 
 
 @pytest.fixture(scope="module")

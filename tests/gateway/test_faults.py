@@ -21,21 +21,20 @@ from typing import Any
 
 import httpx
 import numpy as np
-import pytest
 import uvicorn
 
-from nestpipe.client import Client, ServiceError
+from nestpipe.client import Client
 from nestpipe.gateway.candidates import ExactIndex, PastReader, Retriever, mean_encoder
 from nestpipe.gateway.cascade import Cascade, LocalCandidateStages
 from nestpipe.gateway.gateway import Gateway
-from nestpipe.gateway.instance_client import InstanceClient, PrefillOutcome, RankingReply
+from nestpipe.gateway.instance_client import InstanceClient, InstanceReply, PrefillOutcome
 from nestpipe.gateway.router import InstanceAddress as Member
 from nestpipe.gateway.router import Members, _decode, sign
 from nestpipe.serve.api import Instance, _holder
 from nestpipe.serve.config import MAX_TICKET_S, Stages, TriggerConfig
 from nestpipe.serve.model_versions import load_version
-from nestpipe.serve.prefill import ModelVersions
-from nestpipe.serve.schemas import PrefillRequest, RankRequest, RecommendedItems, RecommendRequest
+from nestpipe.serve.schemas import PrefillRequest, RankedItems, RankRequest, RecommendedItems, RecommendRequest
+from nestpipe.serve.versioned_worker import ModelVersions
 from tests.gateway.fake_instances import Served
 from tests.gateway.test_cascade import TLS
 from tests.serve.small_rankers import ASKED, make_engine
@@ -133,7 +132,7 @@ class Meddling(InstanceClient):
         late = replace(_decode(content), expiry=1_800_000_000.0 - 2 * 3600)  # whatever its clock says
         return replace(found, ticket=sign(late, SECRET))
 
-    async def rank(self, asked: RankRequest, *arguments: Any, **fields: Any) -> RankingReply:
+    async def rank(self, asked: RankRequest, *arguments: Any, **fields: Any) -> InstanceReply[RankedItems]:
         await self._stages.enter("rank", asked.request)
         found = await super().rank(asked, *arguments, **fields)
         await self._stages.enter("ranked", asked.request)
@@ -258,7 +257,12 @@ def test_no_answer_is_wrong_and_none_fails_whatever_happens_to_the_fleet(runs, s
             members = Members(one.member for one in nodes.values())
             remote = Meddling(stages, members, httpx.AsyncClient(timeout=None, verify=TLS), suspect_s=0.1)
             cascade = Cascade(remote, own, STAGES)
-            config = uvicorn.Config(Gateway(cascade).app(), log_level="critical", ws="none", lifespan="off")
+            config = uvicorn.Config(
+                Gateway(cascade, probe=lambda: RecommendRequest(user=1)).app(),
+                log_level="critical",
+                ws="none",
+                lifespan="off",
+            )
             server, load = Loopless(config), Load(cascade, truth)
             serving = asyncio.create_task(server.serve(sockets=[listening]))
             for number, fault in enumerate(faults(nodes, members, runs("fuxi").folder)):
@@ -391,9 +395,10 @@ def test_one_command_starts_a_fleet_that_survives_the_kill_of_an_instance(runs, 
                     assert (now.items, now.degraded) == (was.items, False)
                     np.testing.assert_allclose(now.scores, was.scores, atol=EXACT)
                 _wait(lambda: len(_children(process.pid)) == 2, process)
-                assert client.recommend("three").items, "a user without history"
-                with pytest.raises(ServiceError, match="field 'explain' is answered by an instance"):
-                    client.recommend(3, explain=True)
+                stranger = client.recommend("three", k=23, exclude=[0])
+                assert (stranger.path, stranger.degraded, stranger.instance) == ("popular", False, None)
+                assert stranger.scores == sorted(stranger.scores, reverse=True)
+                assert sorted(stranger.items) == list(range(1, 24)), "the whole catalogue but what is excluded"
         finally:
             process.terminate()
             process.wait(timeout=60)

@@ -17,11 +17,14 @@ import numpy as np
 import pytest
 
 from nestpipe.client import AsyncClient, Client, ServiceError
+from nestpipe.gateway import gateway
+from nestpipe.gateway.candidates import ExactIndex
 from nestpipe.gateway.cascade import Cascade, LocalCandidateStages
 from nestpipe.gateway.gateway import Gateway, admin_app
 from nestpipe.gateway.instance_client import InstanceClient
 from nestpipe.gateway.router import Members
 from nestpipe.serve.config import GatewayLimits, Stages
+from nestpipe.serve.schemas import RecommendRequest
 from tests.gateway.fake_instances import FakeInstance, Served, true_ranking
 from tests.gateway.test_cascade import ITEMS, TLS, retriever
 
@@ -60,7 +63,10 @@ def served() -> Iterator[World]:
             LocalCandidateStages(retriever(), executor),
             STAGES,
         )
-        servers = [Served(Gateway(cascade, LIMITS).app()), Served(admin_app(cascade, TOKEN))]
+        servers = [
+            Served(Gateway(cascade, LIMITS, probe=lambda: RecommendRequest(user=3)).app()),
+            Served(admin_app(cascade.remote, TOKEN)),
+        ]
         yield World(fleet, servers[0].url, servers[1].url, members, http)
         for server in servers:
             server.close()
@@ -237,12 +243,73 @@ def test_events_that_one_instance_missed_are_to_be_sent_again(world):
         client.send_events([{"id": "x", "user": 1, "item": 1, "time": 1}])
 
 
-def test_readiness_asks_the_instances(world):
+def test_ready_means_an_instance_and_one_recommendation_through_every_stage(world, monkeypatch):
+    monkeypatch.setattr(gateway, "_PROVEN_S", -1.0)  # an earlier recommendation proves nothing
+
+    def readiness() -> tuple[int, dict[str, Any]]:
+        answer = world.http.get(f"{world.url}/readyz")
+        return answer.status_code, answer.json()
+
     world.fleet[0].ready = False
-    assert world.http.get(f"{world.url}/readyz").json() == {"ready": {"a": False, "b": True}}
+    assert readiness() == (200, {"ready": {"a": False, "b": True}, "problem": ""})
+    for one in world.fleet:
+        one.status["rank"] = 503
+    assert readiness() == (503, {"ready": {"a": False, "b": True}, "problem": "ranking failed: injected"})
+    for one in world.fleet:
+        one.status.clear()
+
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("no index")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ExactIndex, "search", broken)
+        status, said = readiness()
+        assert (status, said["problem"]) == (503, "retrieval failed unexpectedly; the gateway's log has the traceback.")
+        answer = world.http.post(f"{world.url}/v1/recommend", json={"user": 3})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "retrieval_failed")
+    assert readiness()[0] == 200
     world.fleet[1].ready = False
-    assert world.http.get(f"{world.url}/readyz").status_code == 503
+    assert readiness()[1] == {"ready": {"a": False, "b": False}, "problem": "no instance is ready"}
     assert world.http.get(f"{world.url}/healthz").status_code == 200
+
+
+def test_the_deadline_of_a_request_is_divided_among_the_stages(world):
+    with Client(world.url) as client:
+        answer = client.recommend(3, deadline_ms=1500)
+        assert {name: round(took.deadline_ms) for name, took in answer.stages.items()} == {
+            "retrieval": 500,
+            "prerank": 500,
+            "rank": 500,
+        }
+        for one in world.fleet:
+            one.delay_s["rank"] = 1.0
+        late = client.recommend(3, deadline_ms=300)
+        assert (late.path, late.degraded, late.problem) == ("fallback", True, "timeout")
+        assert late.stages["rank"].ms < 900
+
+
+def test_a_user_in_the_address_and_many_items(world):
+    found = world.http.get(f"{world.url}/v1/recommend/3", params={"k": 4}).json()
+    assert found["items"] == world.http.post(f"{world.url}/v1/recommend", json={"user": 3, "k": 4}).json()["items"]
+    for query, code in (("k=0", "bad_k"), ("k=x", "bad_k"), ("n=1", "unknown_field")):
+        refused = world.http.get(f"{world.url}/v1/recommend/3?{query}")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, code)
+    history = [{"item": int(item)} for item in ITEMS[3:13]]
+    nobody = world.http.post(f"{world.url}/v1/recommend", json={"history": history, "k": 4}).json()
+    assert len(nobody["items"]) == 4, "a history without a user"
+    many = world.http.post(f"{world.url}/v1/recommend", json={"user": 3, "k": 50}).json()
+    assert len(many["items"]) == 50, "more than the candidates that the stages usually leave"
+
+
+def test_similar_items_come_from_any_instance_that_answers(world):
+    with Client(world.url) as client:
+        assert client.similar(7).items == [8]
+        world.fleet[0].status["similar"] = 503
+        assert client.similar(7).items == [8]
+        world.fleet[1].status["similar"] = 400
+        with pytest.raises(ServiceError, match="injected") as caught:
+            client.similar(7)
+        assert caught.value.status == 400
 
 
 def test_metrics_count_calls_and_never_name_users(world):
@@ -309,6 +376,7 @@ BODIES = {
     "rank": b'{"user": 3, "request": "r", "candidates": [100, 101], "k": 2, "ticket": "v1.a.b", "deadline_ms": 500.0}',
     "prefill": b'{"user": 3, "request": "r", "candidates": 20, "query_time": null}',
     "release": b'{"ticket": "v1.a.b"}',
+    "similar": b'{"item": 101, "k": 3}',
     "events": b'{"events": [{"id": "x", "user": 3, "item": 101, "time": 7}]}',
     "invalidate": b'{"user": 3}',
 }

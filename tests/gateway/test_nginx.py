@@ -15,7 +15,7 @@ import pytest
 from nestpipe.client import Client
 from nestpipe.errors import ConfigError
 from nestpipe.gateway.nginx import HEADER, nginx_config
-from tests.gateway.fake_instances import FakeInstance, true_ranking
+from tests.gateway.fake_instances import CATALOGUE, FakeInstance, true_ranking
 
 BODY = {"request": "r", "candidates": [1, 2, 3], "k": 3, "ticket": None, "query_time": None, "deadline_ms": 100.0}
 
@@ -95,10 +95,36 @@ def test_a_users_signal_and_ranking_meet_at_one_instance_and_move_only_if_it_is_
             fleet[0].start()
 
 
+def test_runs_that_find_items_themselves_are_routed_too(fleet, url):
+    with Client(url) as client, httpx.Client() as http:
+        for user in range(30):
+            assert client.recommend(user, k=3, request="r").items == true_ranking(user, CATALOGUE, 3)
+            assert client.generate(user, k=3).items == true_ranking(user, CATALOGUE, 3)
+            assert http.get(f"{url}/v1/recommend/{user}?k=3").json()["items"] == true_ranking(user, CATALOGUE, 3)
+        met = [{int(body["user"]) for _, body in one.calls} for one in fleet]
+        assert sum(map(len, met)) == 30, "no user was seen by two instances, whether in a header or in the address"
+        assert all(met)
+        client.send_events([{"id": "x", "user": 3, "item": 100, "time": 1}])
+        assert sum(one.paths().count("events") for one in fleet) == 1, "they share their log"
+        fleet[0].stop()
+        try:
+            for user in range(30):
+                assert client.recommend(user, k=3, request="r").items == true_ranking(user, CATALOGUE, 3)
+                assert client.similar(7).items == [8]
+        finally:
+            for one in fleet[1:]:
+                one.stop()
+            gone = http.post(f"{url}/v1/recommend", json={"user": 1}, headers={HEADER: "1"})
+            for one in fleet:
+                one.start()
+        assert (gone.status_code, gone.json()["error"]["code"]) == (503, "unreachable")
+
+
 def test_requests_that_nginx_cannot_place_are_refused(fleet, url):
     answer = httpx.post(f"{url}/v1/rank", json=BODY | {"user": 1})
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "no_user_header")
-    assert httpx.post(f"{url}/v1/events", json={"events": []}).json()["error"]["code"] == "not_routed"
+    assert httpx.post(f"{url}/v1/recommend", json={"user": 1}).json()["error"]["code"] == "no_user_header"
+    assert httpx.post(f"{url}/v1/invalidate", json={"user": 1}).json()["error"]["code"] == "not_routed"
     assert httpx.post(f"{url}/v1/rank", content=b" " * (2 << 20), headers={HEADER: "1"}).status_code == 413
     assert not any(one.calls for one in fleet)
 

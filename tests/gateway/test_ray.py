@@ -147,6 +147,7 @@ def test_a_users_signal_and_ranking_meet_at_one_replica_until_that_is_killed(ser
     second = world.signals("b")
     assert {user: one.instance for user, one in second.items()} == {user: one.instance for user, one in first.items()}
 
+    check_recommendations(service.url)
     with httpx.Client(base_url=service.url, timeout=60) as stranger:
         check_those_who_do_not_say_where_they_belong(stranger, second)
         check_limits(stranger)
@@ -174,6 +175,17 @@ def check_those_who_do_not_say_where_they_belong(stranger, signals):
         body = {"user": user, "request": "b", "candidates": ITEMS, "ticket": one.ticket, "deadline_ms": SLOW_MS}
         paths.append(stranger.post("/v1/rank", json=body).raise_for_status().json()["path"])
     assert "full" in paths, f"some met a replica without their prefix: {paths}"
+
+
+def check_recommendations(url):
+    """A replica recommends by itself, and a user's recommendations come from one replica."""
+    with Client(url, timeout_s=60) as client:
+        found = {user: client.recommend(user, k=5, query_time=ASKED, deadline_ms=SLOW_MS) for user in USERS}
+        assert len({one.instance for one in found.values()}) == 2
+        for user, one in found.items():
+            again = client.recommend(user, k=5, query_time=ASKED, deadline_ms=SLOW_MS)
+            assert (again.items, again.instance, again.degraded) == (one.items, one.instance, False)
+        assert len(client.similar(3, k=4).items) == 4
 
 
 def check_limits(stranger):

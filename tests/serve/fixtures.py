@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import cache
+
 import pytest
 
+from nestpipe import train
 from nestpipe.serve.model import open_served
+from tests.serve import small_generative
 from tests.serve.small_rankers import Clock, make_engine, make_log, make_run
 from tests.serve.small_services import make_runs
 
@@ -31,6 +36,20 @@ def runs(log, tmp_path_factory):
 def runs_of(log, runs, tmp_path_factory):
     """A run of each kind; see small_services.KINDS."""
     return make_runs(log.path, runs("hstu"), tmp_path_factory.mktemp("kinds"))
+
+
+@pytest.fixture(scope="session")
+def second_of(runs_of, tmp_path_factory):
+    """Another run of a kind on the same sequence folder; not for rankers, of which `runs` has two."""
+
+    @cache
+    def of(kind):
+        first = runs_of(kind)
+        if kind == "generative":
+            return small_generative.make_run(first.folder.parent, name="second", dim=16)
+        return train(replace(first.config, seed=7), tmp_path_factory.mktemp("second") / "second", quiet=True)
+
+    return of
 
 
 @pytest.fixture(scope="session")

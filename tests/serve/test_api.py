@@ -90,7 +90,7 @@ def open_world(runs, served, tmp_path):
         now = [1_800_000_000.0]
         instance = Instance(engine, name="one", secret=SECRET, limits=LIMITS, wall_clock=lambda: now[0])
         engine.start()
-        servers = [Server(instance.app()), Server(Admin(instance, TOKEN, nothing_else).app())]
+        servers = [Server(instance.app()), Server(Admin(instance, engine, token=TOKEN, load=nothing_else).app())]
         http = httpx.Client(timeout=60)
         opened.append((engine, servers, http))
         return World(instance, servers[0].url, servers[1].url, http, now)
@@ -291,7 +291,7 @@ def shared(runs, served, tmp_path_factory):
     engine = make_engine(runs("hstu"), tmp_path_factory.mktemp("shared"), served=served())
     instance = Instance(engine, name="one", secret=SECRET, limits=LIMITS)
     engine.start()
-    server, admin = Server(instance.app()), Server(Admin(instance, TOKEN, nothing_else).app())
+    server, admin = Server(instance.app()), Server(Admin(instance, engine, token=TOKEN, load=nothing_else).app())
     with httpx.Client(timeout=60) as http:
         yield World(instance, server.url, admin.url, http, [])
     server.close()

@@ -22,7 +22,10 @@ from nestpipe.gateway.instance_client import InstanceClient
 from nestpipe.gateway.router import Members
 from nestpipe.serve.config import Stages
 from nestpipe.serve.demo_page import DemoPage
+from nestpipe.serve.event_log import EventLog
 from nestpipe.serve.own_ids import ServiceIds
+from nestpipe.serve.schemas import RecommendRequest
+from nestpipe.serve.user_history import UserHistories
 from tests.gateway.fake_instances import FakeInstance, Served, true_ranking
 from tests.gateway.test_cascade import TLS
 from tests.small_runs import write_log
@@ -44,18 +47,21 @@ def world(tmp_path: Path) -> Iterator[World]:
     log = write_log(tmp_path / "log", {user: list(range(user, user + 5 + user)) for user in range(30)})
     items = np.array(log.catalogue)
     vectors = np.random.default_rng(0).standard_normal((len(items), 4), dtype=np.float32)
-    pasts, instance, ids = PastReader(log), FakeInstance("a"), ServiceIds(lambda: log)
+    instance, ids = FakeInstance("a"), ServiceIds(lambda: log)
+    histories = UserHistories(log, EventLog(tmp_path / "events.log"))
     retriever = Retriever(
         items=items,
         vectors=vectors,
         index=ExactIndex(vectors),
         encode=mean_encoder(items, vectors),
-        past_of=pasts,
+        past_of=PastReader(log),
     )
     with ThreadPoolExecutor(1) as executor:
         remote = InstanceClient(Members([instance.member]), httpx.AsyncClient(timeout=None, verify=TLS))
         cascade = Cascade(remote, LocalCandidateStages(retriever, executor, ids), STAGES)
-        gateway = Served(Gateway(cascade).app(*DemoPage(lambda: log, pasts, ids).routes()))
+        gateway = Served(
+            Gateway(cascade, probe=lambda: RecommendRequest(user=1)).app(*DemoPage(histories, ids).routes())
+        )
         yield World(gateway.url, instance, gateway)
         gateway.close()
         instance.stop()
@@ -67,7 +73,8 @@ def test_the_page_asks_for_users_and_histories(world):
         assert "script-src 'unsafe-inline'" in page.headers["content-security-policy"]
         assert "http://" not in page.text.replace("http://www.w3.org", "")
         users = client.get("/demo/users").json()["users"]
-        assert users[0] == "29", "who has the longest history comes first"
+        assert users[0] == "15", "a usual user comes first"
+        assert {"0", "29"} <= set(users), "histories of all lengths"
         found = client.get("/demo/history", params={"user": "29"}).json()
         assert (found["num_events"], len(found["events"]), found["events"][0]["item"]) == (34, 20, "62")
         assert client.get("/demo/history", params={"user": "999"}).json()["error"]["code"] == "unknown_user"
@@ -117,9 +124,11 @@ def test_a_person_picks_a_user_reads_the_answer_and_later_the_error(world, drive
         driver.find_element(By.CSS_SELECTOR, "button").click()
 
     driver.get(world.url)
-    wait_for(lambda: driver.execute_script("return document.getElementById('user').value") == "29")
+    wait_for(lambda: driver.execute_script("return document.getElementById('user').value") == "15")
     wait_for(lambda: len(rows()) == 10)  # something is there before the first click
-    assert "of 34 events" in text("#past")
+    assert "of 20 events" in text("#past")
+    driver.execute_script("document.getElementById('another').click()")
+    wait_for(lambda: "of 20 events" not in text("#past"))
     ask("7")
     wait_for(lambda: "of 12 events" in text("#past"))
     with httpx.Client(base_url=world.url, verify=TLS) as client:

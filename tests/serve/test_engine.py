@@ -18,9 +18,10 @@ from nestpipe.serve.engine import Engine
 from nestpipe.serve.event_log import EventLog
 from nestpipe.serve.kv_cache import EntryState
 from nestpipe.serve.latency_model import LatencySample, fit, measure_costs
-from nestpipe.serve.prefill import ModelVersions, ServedModel
+from nestpipe.serve.prefill import ServedModel
 from nestpipe.serve.requests import BusyError, LateError
 from nestpipe.serve.user_history import of_user, stored
+from nestpipe.serve.versioned_worker import ModelVersions
 from tests.serve.small_rankers import (
     ASKED,
     BLOCK,

@@ -9,12 +9,14 @@ import pytest
 
 from nestpipe.gateway.candidates import retriever_of
 from nestpipe.gateway.cascade import Cascade, LocalCandidateStages
+from nestpipe.gateway.forwarding import Forwarding
 from nestpipe.gateway.gateway import Gateway
 from nestpipe.gateway.instance_client import InstanceClient
 from nestpipe.gateway.router import InstanceAddress as Member
 from nestpipe.gateway.router import Members
 from nestpipe.serve.api import Instance
 from nestpipe.serve.config import Limits, Stages, TriggerConfig
+from nestpipe.serve.schemas import RecommendRequest
 from tests.gateway.fake_instances import Served as Server
 from tests.gateway.test_cascade import TLS
 from tests.serve.openapi_requests import check_answers
@@ -37,7 +39,7 @@ def urls(runs, served, tmp_path_factory):
         members = Members([Member(name="one", url=instance.url)])
         remote = InstanceClient(members, httpx.AsyncClient(timeout=None, verify=TLS))
         upstream = LocalCandidateStages(retriever_of(runs("hstu")), executor)
-        gateway = Server(Gateway(Cascade(remote, upstream, stages)).app())
+        gateway = Server(Gateway(Cascade(remote, upstream, stages), probe=lambda: RecommendRequest(user=1)).app())
         yield {"instance": instance.url, "gateway": gateway.url}
         gateway.close()
     instance.close()
@@ -46,9 +48,24 @@ def urls(runs, served, tmp_path_factory):
 
 @pytest.mark.parametrize("which", ["instance", "gateway"])
 def test_every_answer_is_as_documented(urls, scale, which):
-    check_answers(urls[which], num_operations={"instance": 10, "gateway": 8}[which], num_examples=scale(10, 500))
+    check_answers(urls[which], num_operations={"instance": 10, "gateway": 10}[which], num_examples=scale(10, 500))
     body = {"user": 3, "request": "r", "candidates": [1, 2], "deadline_ms": SLOW_MS}
     assert httpx.post(f"{urls[which]}/v1/rank", json=body, timeout=60).json()["degraded"] is False
+
+
+@pytest.mark.parametrize(("kind", "num_operations"), [("next_item", 7), ("generative", 8)])
+def test_a_gateway_of_every_kind_answers_as_documented(runs_of, tmp_path, scale, kind, num_operations):
+    with serving(kind.replace("_", " "), runs_of, tmp_path, limits=LIMITS) as service:
+        members = Members([Member(name="a", url=str(service.http.base_url))])
+        remote = InstanceClient(members, httpx.AsyncClient(timeout=None, verify=TLS))
+        probe = RecommendRequest(user=int(service.run.sequences.users[0]), k=1)
+        recommender = Forwarding(remote, budget_ms=SLOW_MS)
+        gateway = Server(Gateway(recommender, kind=kind, probe=lambda: probe, shared_log=True).app())
+        try:
+            check_answers(gateway.url, num_operations=num_operations, num_examples=scale(10, 500))
+            assert httpx.get(f"{gateway.url}/readyz").status_code == 200
+        finally:
+            gateway.close()
 
 
 @pytest.mark.parametrize(("kind", "num_operations"), [("next item", 7), ("dcn", 8)])

@@ -28,6 +28,7 @@ from nestpipe.generative import llm_provider
 from nestpipe.generative.instruction_store import ANY, SqliteStore, StoredInstruction
 from nestpipe.generative.nearline_job import JobLedger, ledger_of
 from nestpipe.generative.prompt_builder import CoVisits
+from nestpipe.serve.admin import Admin
 from nestpipe.serve.config import EngineConfig, Limits
 from nestpipe.serve.generation_api import GenerativeInstance
 from nestpipe.serve.generation_model import Steering, open_generative
@@ -101,8 +102,8 @@ def test_kept_memories_answer_exactly_and_only_decode(generator, monkeypatch):
     first = answer(generator, USER)
     assert (first.path, first.num_events, first.beam) == ("full", MAX_LEN, 16)
     encoded = []
-    encode = generator.served.encode
-    monkeypatch.setattr(generator.served, "encode", lambda asked: encoded.append(asked) or encode(asked))
+    encode = generator.versions.main.served.encode
+    monkeypatch.setattr(generator.versions.main.served, "encode", lambda asked: encoded.append(asked) or encode(asked))
     second = answer(generator, USER, scenario="cart")
     assert second.path == "hit_device"
     assert same(first, answer(generator, USER))
@@ -112,7 +113,7 @@ def test_kept_memories_answer_exactly_and_only_decode(generator, monkeypatch):
     assert third.path == "hit_host"
     assert same(first, third)
     assert not encoded
-    alone = generator.served
+    alone = generator.versions.main.served
     asked = alone.prepare(generator.histories.of(USER))
     fresh = alone.generate([asked], [encode(asked)], [Steering(scenario=1)], width=16, k=[5])[0]
     assert second.items == fresh.items
@@ -121,7 +122,9 @@ def test_kept_memories_answer_exactly_and_only_decode(generator, monkeypatch):
 
 def test_a_changed_history_finds_no_memory_and_invalidation_forgets_it(generator):
     before = answer(generator, USER)
-    generator.histories.add([{"id": "e", "user": USER, "item": 3, "time": 2_000_000}], generator.served.prepare)
+    generator.histories.add(
+        [{"id": "e", "user": USER, "item": 3, "time": 2_000_000}], generator.versions.main.served.prepare
+    )
     after = answer(generator, USER)
     assert after.path == "full"
     assert not same(before, after)
@@ -132,7 +135,7 @@ def test_a_changed_history_finds_no_memory_and_invalidation_forgets_it(generator
 
 
 def test_a_memory_of_another_history_is_refused(generator):
-    served = generator.served
+    served = generator.versions.main.served
     one, other = (served.prepare(generator.histories.of(user)) for user in (USER, 13))
     with pytest.raises(PrefixError, match="another user"):
         served.generate([one], [served.encode(other)], [Steering()], width=4, k=[1])
@@ -291,7 +294,7 @@ def test_degraded_answers_say_so_and_do_not_fill_the_cache(run, served, tmp_path
     clock = Clock()
     generator = make_generator(run, tmp_path, served=served, clock=clock, estimates=SLOW)
     for slack_ms, path, num_events in ((22.5, "shorter", 3), (9.5, "narrow", 1)):
-        generator.estimates = replace(SLOW)
+        generator.versions.main.costs = replace(SLOW)
         found = answer(generator, USER, slack_s=slack_ms / 1000, k=2)
         assert (found.path, found.num_events, found.degraded) == (path, num_events, True)
         seen = run.sequences.items[slice(*run.sequences.offsets[USER : USER + 2])]
@@ -305,7 +308,7 @@ def test_a_memory_makes_room_for_the_whole_search(run, served, tmp_path):
     clock = Clock()
     generator = make_generator(run, tmp_path, served=served, clock=clock, estimates=SLOW)
     answer(generator, USER)
-    generator.estimates = replace(SLOW)
+    generator.versions.main.costs = replace(SLOW)
     found = answer(generator, USER, slack_s=0.0185)
     assert (found.path, found.num_events, found.degraded) == ("hit_device", MAX_LEN, False)
 
@@ -318,7 +321,7 @@ def test_a_shorter_history_is_degraded_also_if_its_memory_is_there(run, served, 
         for item, ms in zip(events.items[-3:], events.times[-3:], strict=True)
     ]
     answer(generator, USER, history=generator.histories.given(USER, kept))
-    generator.estimates = replace(SLOW)
+    generator.versions.main.costs = replace(SLOW)
     found = answer(generator, USER, slack_s=0.0225)
     assert (found.path, found.num_events, found.degraded) == ("shorter", 3, True)
 
@@ -378,20 +381,20 @@ def test_one_bad_request_spoils_no_other(generator):
 
 
 def test_a_model_that_fails_for_some_answers_the_others(generator, monkeypatch):
-    search = generator.served.generate
+    search = generator.versions.main.served.generate
 
     def failing(asked, *arguments, **named):
         if any(one.key.user == 3 for one in asked):
             raise RuntimeError("no")
         return search(asked, *arguments, **named)
 
-    monkeypatch.setattr(generator.served, "generate", failing)
+    monkeypatch.setattr(generator.versions.main.served, "generate", failing)
     jobs = [submit(generator, USER), submit(generator, 3)]
     generator.step()
     assert jobs[0].reply.result(0).items
     with pytest.raises(FailedError):
         jobs[1].reply.result(0)
-    monkeypatch.setattr(generator.served, "encode", lambda asked: 1 / 0)
+    monkeypatch.setattr(generator.versions.main.served, "encode", lambda asked: 1 / 0)
     with pytest.raises(FailedError):
         answer(generator, 21)
     assert generator.cache.device.reserved == 0
@@ -426,7 +429,8 @@ def service(run):
     generator = open_generator(run, run.folder / "serve" / "events.log", config=EngineConfig())
     instance = GenerativeInstance(generator, name="one", budget_ms=30_000, limits=Limits(body_bytes=5000, events=3))
     generator.start()
-    servers = [Server(instance.app()), Server(instance.admin_app("the token"))]
+    admin = Admin(instance, generator, token="the token", load=lambda *_: 1 / 0)
+    servers = [Server(instance.app()), Server(admin.app())]
     with httpx.Client(base_url=servers[0].url, timeout=60) as http:
         yield instance, http, servers[1].url
     for server in servers:
@@ -446,7 +450,7 @@ def test_generate_over_http(service):
     assert body["log_probabilities"] == sorted(body["log_probabilities"], reverse=True)
     assert (body["path"], body["degraded"], body["beam"]) == ("full", False, 16)
     assert body["instruction"]["source"] == "default"
-    assert body["semantic_ids"] == service[0].generator.served.trie.version
+    assert body["semantic_ids"] == service[0].generator.versions.main.served.trie.version
     assert set(body["times_ms"]) == {"queue", "encode", "instruction", "decode", "total"}
     assert post(service, "generate", {"user": USER}).json()["path"] in {"hit_device", "hit_host"}
     text = service[1].get("/metrics").text
@@ -536,7 +540,7 @@ def test_following_goes_on_until_it_is_interrupted(run, tmp_path, monkeypatch, c
         if len(naps) == 3:
             raise KeyboardInterrupt
         event = {"id": f"late{len(naps)}", "user": 600, "item": len(naps), "time": 2_000_000 + len(naps)}
-        generator.histories.add([event], generator.served.prepare)
+        generator.histories.add([event], generator.versions.main.served.prepare)
 
     monkeypatch.setattr("nestpipe.cli.think.time.sleep", nap)
     store = tmp_path / "store.sqlite"
@@ -573,12 +577,16 @@ def test_who_is_forgotten_leaves_what_following_knows_of_everybody(run, tmp_path
 
 def test_the_mark_of_a_run_names_no_event(run, generator, tmp_path):
     """It outlives the events, also those of users that are forgotten."""
-    generator.histories.add([{"id": "a wish", "user": 7, "item": 3, "time": 2_000_000}], generator.served.prepare)
+    generator.histories.add(
+        [{"id": "a wish", "user": 7, "item": 3, "time": 2_000_000}], generator.versions.main.served.prepare
+    )
     feed = RunFeed(run, tmp_path / "events.log")
     _, cursor = feed.changed_users("")
     assert "a wish" not in cursor
     assert feed.changed_users(cursor)[0] == []
-    generator.histories.add([{"id": "more", "user": 8, "item": 3, "time": 2_000_000}], generator.served.prepare)
+    generator.histories.add(
+        [{"id": "more", "user": 8, "item": 3, "time": 2_000_000}], generator.versions.main.served.prepare
+    )
     assert feed.changed_users(cursor)[0] == [8]
 
 

@@ -25,7 +25,7 @@ from nestpipe.serve.admin import Admin
 from nestpipe.serve.api import Instance
 from nestpipe.serve.model import open_served
 from nestpipe.serve.model_versions import VersionFile, VersionRecord, load_version
-from nestpipe.serve.prefill import ModelVersions
+from nestpipe.serve.versioned_worker import ModelVersions
 from tests.gateway.fake_instances import Served as Server
 from tests.serve.small_rankers import ASKED, NUM_ITEMS, Clock, hint, make_engine, rank, settle
 
@@ -148,7 +148,7 @@ def running(runs, tmp_path, load):
     engine = make_engine(runs("hstu"), tmp_path)
     instance = Instance(engine, name="one", secret=b"the secret of the tests")
     engine.start()
-    admin = Admin(instance, TOKEN, partial(load, engine), VersionFile(tmp_path / "notes.json"))
+    admin = Admin(instance, engine, token=TOKEN, load=partial(load, engine), file=VersionFile(tmp_path / "notes.json"))
     servers = [Server(instance.app()), Server(admin.app())]
     with httpx.Client(timeout=60, headers={"authorization": f"Bearer {TOKEN}"}) as http:
         yield engine, http, *(one.url for one in servers)
@@ -216,8 +216,9 @@ def test_one_model_is_loaded_at_a_time(runs, served, tmp_path):
         assert may_end.wait(60)
         return served("fuxi")
 
-    instance = Instance(make_engine(runs("hstu"), tmp_path, served=served("hstu")), name="one", secret=b"x" * 16)
-    server = Server(Admin(instance, TOKEN, load).app())
+    engine = make_engine(runs("hstu"), tmp_path, served=served("hstu"))
+    instance = Instance(engine, name="one", secret=b"x" * 16)
+    server = Server(Admin(instance, engine, token=TOKEN, load=load).app())
     ask = partial(httpx.post, f"{server.url}/swap", json={"run": "r"}, headers={"authorization": f"Bearer {TOKEN}"})
     with ThreadPoolExecutor(1) as thread:
         first = thread.submit(ask, timeout=60)

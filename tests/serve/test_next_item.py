@@ -170,7 +170,7 @@ def test_ready_means_that_a_recommendation_goes_through(engine):
         def broken(*_):
             raise RuntimeError("no model")
 
-        engine.served.recommend = broken
+        engine.versions.main.recommend = broken
         assert client.get("/readyz").status_code == 503
         answer = client.post("/v1/recommend", json={"user": "Zoë 3"})
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "failed")

@@ -63,7 +63,8 @@ CALLS = {"next item": "recommend", "ranker": "scores", "dcn": "scores", "generat
 def test_a_broken_model_makes_an_instance_not_ready(runs_of, tmp_path, kind):
     with serving(kind, runs_of, tmp_path) as service:
         assert is_ready(service)
-        served = service.worker.versions.main if kind == "ranker" else service.worker.served
+        served = service.worker.versions.main
+        served = served.served if kind == "generative" else served
 
         def broken(*_, **__):
             raise RuntimeError("no weights")

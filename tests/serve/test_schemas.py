@@ -55,7 +55,7 @@ def test_the_client_needs_neither_torch_nor_starlette():
         (
             {"usr": 1},
             "unknown_field",
-            "unknown field 'usr'; there are: candidates, deadline_ms, history, k, query_time, ",
+            "unknown field 'usr'; there are: candidates, deadline_ms, explain, history, k, query_time, ",
         ),
         ({" - at `$.zz`": 1}, "unknown_field", "unknown field ' - at `$.zz`'; there are: "),
     ],
@@ -94,7 +94,7 @@ def test_limits_are_taken_exactly_and_events_keep_all_their_fields():
 
 
 def test_a_gateway_names_requests_that_have_no_name():
-    kind = gateway_calls(GatewayLimits())["rank"][0]
+    kind = gateway_calls(GatewayLimits(), "ranker")["rank"][0]
     first, second = (parse({"user": 1, "candidates": [1]}, kind) for _ in range(2))
     assert len(first.request) == 32
     assert first.request != second.request
@@ -108,12 +108,16 @@ def test_the_client_sends_the_fields_that_are_documented():
         "events": Client.send_events,
         "invalidate": Client.invalidate,
     }
-    generative = {"recommend": Client.recommend, "similar": Client.similar, "generate": Client.generate}
+    both = {"recommend": Client.recommend, "similar": Client.similar}
+    generative = both | {"generate": Client.generate}
     for described, calls in (
         (document("An instance", instance_calls(Limits()), Schema()), sent),
         (document("A generative one", generative_calls(Limits(), beam=4, scenarios=[]), Schema()), generative),
-        (gateway_document(), sent),
+        (gateway_document("ranker"), sent | both),
+        (gateway_document("next_item"), both),
+        (gateway_document("generative"), generative),
     ):
         for name, call in calls.items():
             body = described["paths"][f"/v1/{name}"]["post"]["requestBody"]["content"]["application/json"]["schema"]
-            assert set(inspect.signature(call).parameters) == set(body["properties"])
+            steering = set() if "scenario" in body["properties"] else {"scenario"}  # generative runs alone have any
+            assert set(inspect.signature(call).parameters) - steering == set(body["properties"])

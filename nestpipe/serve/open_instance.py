@@ -1,0 +1,164 @@
+"""Opens a run of any kind as an instance: its engine, its HTTP handlers, and how other models of its kind are loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from nestpipe.errors import ConfigError
+from nestpipe.serve.api import Instance
+from nestpipe.serve.generation_api import GenerativeInstance
+from nestpipe.serve.generation_engine import GenerativeVersion
+from nestpipe.serve.known_items import CandidateSearch
+from nestpipe.serve.model_versions import Load, VersionFile, VersionRecord, load_version, open_version
+from nestpipe.serve.next_item_api import NextItemInstance
+from nestpipe.serve.next_item_model import NextItemModel, open_next_item
+from nestpipe.serve.open_service import (
+    generative_version,
+    kind_of,
+    open_engine,
+    open_generator,
+    open_next_item_engine,
+    open_pointwise_engine,
+    open_search,
+)
+from nestpipe.serve.pointwise_api import PointwiseInstance
+from nestpipe.serve.pointwise_model import PointwiseModel, open_pointwise
+from nestpipe.serve.prefill import ServedModel
+from nestpipe.serve.recommending import RecommendingInstance
+from nestpipe.serve.serve_flags import ServeArguments
+from nestpipe.serve.service_folder import EVENTS, kept_secret
+from nestpipe.serve.versioned_worker import VersionedWorker
+from nestpipe.training.run_folder import Run
+
+_SAMPLE = 8  # events, or items, of a self-test
+
+
+class OpenedInstance(NamedTuple):
+    """An instance that has loaded its models, before its engine is started."""
+
+    engine: VersionedWorker[Any]
+    instance: RecommendingInstance
+    load: Load
+    file: VersionFile
+
+
+def open_instance(run: Run, arguments: ServeArguments, *, name: str) -> OpenedInstance:
+    """The instance of a run, with the models that its file of versions and the command line name. Raises NestPipeError."""
+    kind = kind_of(run)
+    check_flags(run, arguments)
+    open_kind = {
+        "ranker": _open_ranker,
+        "pointwise": _open_pointwise,
+        "next_item": _open_next_item,
+        "generative": _open_generative,
+    }[kind]
+    engine, load, make = open_kind(run, arguments)
+    other = str(arguments.compare) if arguments.compare else None
+    file = VersionFile(arguments.notes, first=VersionRecord(compared=other, share=arguments.share if other else 0.0))
+    file.follow(engine, load)
+    return OpenedInstance(engine, make(name), load, file)
+
+
+def check_flags(run: Run, arguments: ServeArguments) -> None:
+    """Raises ConfigError for flags that are for other kinds of runs."""
+    if kind_of(run) in ("ranker", "pointwise"):
+        return
+    if arguments.retrieval is not None:
+        raise ConfigError(f"{run.folder} finds items itself, and --retrieval is for runs that rank; leave it out.")
+    if arguments.label:
+        raise ConfigError(f"{run.folder} has no labels to order by, and --label is for runs that rank; leave it out.")
+
+
+_Opened = tuple[VersionedWorker[Any], Load, Callable[[str], RecommendingInstance]]
+
+
+def _open_ranker(run: Run, arguments: ServeArguments) -> _Opened:
+    folder, label = run.folder / "serve", arguments.label
+    engine = open_engine(run, engine=arguments.engine, trigger=arguments.trigger, step=arguments.step, label=label)
+    search, secret = _search(run, arguments), kept_secret(folder / "secret").encode()
+
+    def load(other: Path, step: int | None) -> ServedModel:
+        chunk = arguments.engine.chunk
+        return load_version(engine.histories, other, step=step, label=label, tables=folder, chunk=chunk)
+
+    def make(name: str) -> Instance:
+        return Instance(
+            engine, name=name, secret=secret, limits=arguments.limits, search=search, stages=arguments.stages
+        )
+
+    return engine, load, make
+
+
+def _open_pointwise(run: Run, arguments: ServeArguments) -> _Opened:
+    folder, label = run.folder / "serve", arguments.label
+    engine = open_pointwise_engine(run, folder / EVENTS, config=arguments.engine, step=arguments.step, label=label)
+    search = _search(run, arguments)
+
+    def load(other: Path, step: int | None) -> PointwiseModel:
+        own = engine.histories
+        served = open_pointwise(open_version(other, own), step=step, label=label, folder=folder)
+        items = own.sequences.catalogue[:_SAMPLE].tolist()
+        (scores,) = served.scores([served.prepare(own.sample(_SAMPLE), items, own.sequences)])
+        _require_finite(served.name, scores.numpy())
+        return served
+
+    def make(name: str) -> PointwiseInstance:
+        budget_ms, limits = arguments.trigger.budget_ms, arguments.limits
+        return PointwiseInstance(
+            engine, name=name, budget_ms=budget_ms, limits=limits, search=search, stages=arguments.stages
+        )
+
+    return engine, load, make
+
+
+def _open_next_item(run: Run, arguments: ServeArguments) -> _Opened:
+    folder = run.folder / "serve"
+    engine = open_next_item_engine(run, folder / EVENTS, config=arguments.engine, step=arguments.step)
+
+    def load(other: Path, step: int | None) -> NextItemModel:
+        served = open_next_item(open_version(other, engine.histories), step=step, folder=folder)
+        events = engine.histories.sample(min(_SAMPLE, served.max_len))
+        last = 0 if events.times is None else int(events.times[-1] // 1000)
+        scores = served.scores([events], served.known.items[:_SAMPLE].tolist(), query_time=last)
+        _require_finite(served.name, scores.numpy())
+        return served
+
+    def make(name: str) -> NextItemInstance:
+        return NextItemInstance(engine, name=name, budget_ms=arguments.trigger.budget_ms, limits=arguments.limits)
+
+    return engine, load, make
+
+
+def _open_generative(run: Run, arguments: ServeArguments) -> _Opened:
+    folder = run.folder / "serve"
+    generator = open_generator(run, folder / EVENTS, config=arguments.engine, step=arguments.step)
+
+    def load(other: Path, step: int | None) -> GenerativeVersion:
+        own = generator.versions.main.served.model.config
+        new = generative_version(open_version(other, generator.histories), generator.histories, folder, step=step)
+        config = new.served.model.config
+        if (config.num_scenarios, config.beam) != (own.num_scenarios, own.beam):
+            raise ConfigError(
+                f"{other} has {config.num_scenarios} scenarios and a beam of {config.beam}, but this instance answers "
+                f"requests for {own.num_scenarios} and {own.beam}. Start another instance for it."
+            )
+        return new
+
+    def make(name: str) -> GenerativeInstance:
+        return GenerativeInstance(generator, name=name, budget_ms=arguments.trigger.budget_ms, limits=arguments.limits)
+
+    return generator, load, make
+
+
+def _search(run: Run, arguments: ServeArguments) -> CandidateSearch | None:
+    """Retrieval by another run, if one is named."""
+    return open_search(arguments.retrieval, run) if arguments.retrieval else None
+
+
+def _require_finite(name: str, scores: Any) -> None:
+    if not np.isfinite(scores).all():
+        raise ConfigError(f"{name} gives scores that are not finite: it has diverged. Name an earlier step.")
