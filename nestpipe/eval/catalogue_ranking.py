@@ -13,13 +13,14 @@ position, so the result is the same for any number of ranks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from nestpipe.errors import DataError
-from nestpipe.eval.eval_ranks import EvalRanks, OneRank, gather, raise_on_all
+from nestpipe.errors import DataError, TrainError
+from nestpipe.eval.eval_ranks import EvalRanks, OneRank, Unpacked, gather, packed
 from nestpipe.jagged import Jagged, offsets_of
 from nestpipe.ops.catalogue_scan import CataloguePart, PartScan, Targets, Top, merge_tops, scan, scores_at
 
@@ -50,18 +51,15 @@ def rank_targets(
     _check(queries, part, seen)
     _check_positions("target", targets, part.num_items)
     batches = _of_all_ranks(ranks, queries, targets, seen)
-    known = [scores_at(one.queries, part, one.targets, max_bytes=max_bytes) for one in batches]
-    target_scores = torch.stack(gather(ranks, "target scores", torch.cat(known))).amax(0)
+    num_queries = [len(one.queries) for one in batches]
+    known = torch.cat([scores_at(one.queries, part, one.targets, max_bytes=max_bytes) for one in batches])
+    of_parts = ranks.exchange("target scores", [known] * ranks.size, [sum(num_queries)] * ranks.size)
+    target_scores = torch.stack(of_parts).amax(0).split(num_queries)
     found = []
-    for one, scores in zip(batches, target_scores.split([len(one.queries) for one in batches]), strict=True):
+    for one, scores in zip(batches, target_scores, strict=True):
         own = Targets(one.targets, scores)
         found.append(scan(one.queries, part, one.seen, k=top_k, targets=own, max_bytes=max_bytes))
-    problems = (_not_finite(one.queries, part, result, max_bytes) for one, result in zip(batches, found, strict=True))
-    raise_on_all(ranks, next(filter(None, problems), None))
-    before = torch.stack(ranks.exchange("counts", [one.before for one in found])).sum(0)
-    positions = ranks.exchange("best items", [one.top.positions for one in found])
-    scores_of_best = ranks.exchange("best scores", [one.top.scores for one in found])
-    top = merge_tops([Top(*one) for one in zip(positions, scores_of_best, strict=True)], top_k)
+    before, top = _returned(ranks, found, _not_finite(batches, found, part, max_bytes), top_k)
     return RankedTargets(torch.where(removed(targets, seen), part.num_items + 1, before + 1), top.positions)
 
 
@@ -70,7 +68,7 @@ def top_items(queries: Tensor, item_vectors: Tensor, seen: Jagged | None, k: int
     part = CataloguePart.whole(item_vectors)
     _check(queries, part, seen)
     found = scan(queries, part, seen, k=k, max_bytes=max_bytes)
-    raise_on_all(OneRank(), _not_finite(queries, part, found, max_bytes))
+    _raise(_not_finite([_QueryBatch(queries, queries, None)], [found], part, max_bytes))
     return found.top
 
 
@@ -81,16 +79,44 @@ class _QueryBatch(NamedTuple):
 
 
 def _of_all_ranks(ranks: EvalRanks, queries: Tensor, targets: Tensor, seen: Jagged | None) -> list[_QueryBatch]:
-    all_queries = gather(ranks, "queries", queries)
-    all_targets = gather(ranks, "targets", targets)
-    if seen is None:
-        return [_QueryBatch(own, positions, None) for own, positions in zip(all_queries, all_targets, strict=True)]
-    lengths = gather(ranks, "seen/lengths", seen.lengths())
-    values = gather(ranks, "seen/items", seen.values)
-    return [
-        _QueryBatch(own, positions, Jagged(items, offsets_of(num), int(num.max()) if len(num) else 0))
-        for own, positions, items, num in zip(all_queries, all_targets, values, lengths, strict=True)
-    ]
+    """The batch of every rank; all pass `seen`, or none."""
+    lengths = None if seen is None else seen.lengths()
+    values = targets[:0] if seen is None else seen.values
+    sizes = torch.tensor([len(queries), len(values)])
+    message = packed(sizes, targets, targets[:0] if lengths is None else lengths, values, queries)
+    batches = []
+    for data in gather(ranks, "queries", message):
+        reader = Unpacked(data)
+        num_queries, num_seen = reader.take(torch.int64, 2).tolist()
+        own_targets = reader.take(torch.int64, num_queries)
+        own_lengths = None if lengths is None else reader.take(torch.int64, num_queries)
+        own_values = reader.take(torch.int64, num_seen)
+        own_queries = reader.take(queries.dtype, num_queries, queries.shape[1])
+        own_seen = None
+        if own_lengths is not None:
+            own_seen = Jagged(own_values, offsets_of(own_lengths), int(own_lengths.max()) if num_queries else 0)
+        batches.append(_QueryBatch(own_queries, own_targets, own_seen))
+    return batches
+
+
+def _returned(ranks: EvalRanks, found: Sequence[PartScan], problem: _NotFinite | None, k: int) -> tuple[Tensor, Top]:
+    """The counts and best items of this rank's queries over all parts; raises on every rank if one has a problem."""
+    dtype = found[0].top.scores.dtype
+    place, value = (-1, -1), 0.0
+    if problem is not None:
+        place, value = (problem.sample, problem.position), problem.value
+    note = (torch.tensor(place), torch.tensor([value], dtype=torch.float64))
+    messages = [packed(*note, one.before, one.top.positions, one.top.scores) for one in found]
+    own, counts, tops = found[ranks.rank], [], []
+    for data in ranks.exchange("counts and best items", messages, [len(messages[ranks.rank])] * ranks.size):
+        reader = Unpacked(data)
+        sample, position = reader.take(torch.int64, 2).tolist()
+        value = float(reader.take(torch.float64, 1))
+        _raise(_NotFinite(sample, position, value) if sample >= 0 else None)
+        counts.append(reader.take(torch.int64, len(own.before)))
+        positions = reader.take(torch.int64, len(own.before), k)
+        tops.append(Top(positions, reader.take(dtype, len(own.before), k)))
+    return torch.stack(counts).sum(0), merge_tops(tops, k)
 
 
 def removed(targets: Tensor, seen: Jagged | None) -> Tensor:
@@ -102,19 +128,35 @@ def removed(targets: Tensor, seen: Jagged | None) -> Tensor:
     return removed
 
 
-def _not_finite(queries: Tensor, part: CataloguePart, found: PartScan, max_bytes: int) -> str | None:
-    """Names the first sample and item whose score is not finite, if there is one."""
-    if not bool(found.not_finite.any()):
-        return None
-    row = int(found.not_finite.nonzero()[0])
-    query = queries[row : row + 1].expand(len(part.vectors), -1)
-    positions = torch.arange(part.first, part.first + len(part.vectors))
-    scores = scores_at(query, part, positions, max_bytes=max_bytes)
-    place = int(scores.isfinite().logical_not().nonzero()[0])
-    return (
-        f"score of sample {row} for the item at catalogue position {part.first + place} is {float(scores[place])}; it cannot be "
-        "ranked. The model has diverged: use an earlier checkpoint, or lower the learning rate."
-    )
+class _NotFinite(NamedTuple):
+    """A score that is not finite."""
+
+    sample: int
+    position: int
+    value: float
+
+
+def _not_finite(
+    batches: Sequence[_QueryBatch], found: Sequence[PartScan], part: CataloguePart, max_bytes: int
+) -> _NotFinite | None:
+    """The first sample and item whose score is not finite, if there is one."""
+    for one, result in zip(batches, found, strict=True):
+        if bool(result.not_finite.any()):
+            row = int(result.not_finite.nonzero()[0])
+            query = one.queries[row : row + 1].expand(len(part.vectors), -1)
+            positions = torch.arange(part.first, part.first + len(part.vectors))
+            scores = scores_at(query, part, positions, max_bytes=max_bytes)
+            place = int(scores.isfinite().logical_not().nonzero()[0])
+            return _NotFinite(row, part.first + place, float(scores[place]))
+    return None
+
+
+def _raise(problem: _NotFinite | None) -> None:
+    if problem is not None:
+        raise TrainError(
+            f"score of sample {problem.sample} for the item at catalogue position {problem.position} is {problem.value}; it "
+            "cannot be ranked. The model has diverged: use an earlier checkpoint, or lower the learning rate."
+        )
 
 
 def _check(queries: Tensor, part: CataloguePart, seen: Jagged | None) -> None:

@@ -28,10 +28,11 @@ class EvalRanks(Protocol):
     @property
     def size(self) -> int: ...
 
-    def exchange(self, name: str, send: Sequence[Tensor]) -> list[Tensor]:
+    def exchange(self, name: str, send: Sequence[Tensor], sizes: Sequence[int] | None = None) -> list[Tensor]:
         """Sends send[p] to each rank p; returns what each rank sent. Collective.
 
-        All tensors have one type and one shape, but for the first dimension.
+        All tensors have one type and one shape, but for the first dimension. `sizes`: the first dimension of what each rank
+        sends here, if it is known; otherwise sizes are exchanged first.
         """
         ...
 
@@ -41,13 +42,29 @@ class OneRank:
 
     rank, size = 0, 1
 
-    def exchange(self, name: str, send: Sequence[Tensor]) -> list[Tensor]:
+    def exchange(self, name: str, send: Sequence[Tensor], sizes: Sequence[int] | None = None) -> list[Tensor]:
         return list(send)
 
 
 def gather(ranks: EvalRanks, name: str, own: Tensor) -> list[Tensor]:
     """The tensor of every rank; first dimensions may differ. Collective."""
     return ranks.exchange(name, [own] * ranks.size)
+
+
+def packed(*tensors: Tensor) -> Tensor:
+    """The bytes of several tensors: one message costs less than many."""
+    return torch.cat([one.reshape(-1).view(torch.uint8) for one in tensors])
+
+
+class Unpacked:
+    """Takes the tensors of a packed message, one after the other."""
+
+    def __init__(self, data: Tensor):
+        self._data, self._at = data, 0
+
+    def take(self, dtype: torch.dtype, *shape: int) -> Tensor:
+        start, self._at = self._at, self._at + math.prod(shape) * dtype.itemsize
+        return self._data[start : self._at].clone().view(dtype).reshape(shape)  # a copy is aligned
 
 
 def raise_on_all(ranks: EvalRanks, problem: str | None) -> None:

@@ -25,10 +25,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from nestpipe.atomic_files import replace_file
-from nestpipe.errors import DataError
+from nestpipe.errors import DataError, TrainError
 from nestpipe.eval.catalogue_ranking import RankedTargets, rank_targets, removed
 from nestpipe.eval.config import EvalConfig
-from nestpipe.eval.eval_ranks import EvalRanks, OneRank, dealt, in_batch_order, raise_on_all
+from nestpipe.eval.eval_ranks import EvalRanks, OneRank, dealt, in_batch_order
 from nestpipe.eval.topk_metrics import (
     Array,
     Counts,
@@ -176,18 +176,16 @@ def evaluate(
     def rank(sample: EvalBatch, is_own: bool) -> RankedTargets:
         with torch.no_grad():
             queries = encode(sample.batch)
-        raise_on_all(ranks, _not_finite(queries, sample.users))
         if not is_own:
             queries, sample = queries[:0], sample.first(0)
-        return rank_targets(
-            queries,
-            part,
-            sample.target_positions,
-            None if config.seen == "none" else sample.seen,
-            top_k=max(config.ks),
-            max_bytes=config.max_bytes,
-            ranks=ranks,
-        )
+        seen, k = None if config.seen == "none" else sample.seen, max(config.ks)
+        try:
+            return rank_targets(
+                queries, part, sample.target_positions, seen, top_k=k, max_bytes=config.max_bytes, ranks=ranks
+            )
+        except TrainError as error:  # raised on every rank
+            _check_queries(queries, sample.users, error)
+            raise
 
     return _evaluate(rank, part.num_items, samples, config, seed, ranks=ranks, progress=progress)
 
@@ -303,15 +301,14 @@ def _with_progress(turns: Iterable[tuple[int, bool]], num_batches: int, progress
     return track(turns, "evaluate", total=num_batches or None, console=Console(stderr=True), transient=True)
 
 
-def _not_finite(queries: Tensor, users: Tensor) -> str | None:
+def _check_queries(queries: Tensor, users: Tensor, cause: TrainError) -> None:
     finite = queries.isfinite().all(1)
-    if bool(finite.all()):
-        return None
-    user = int(users[int(finite.logical_not().nonzero()[0])])
-    return (
-        f"the query vector of user {user} is not finite; it cannot be ranked. The model has diverged: "
-        "use an earlier checkpoint, or lower the learning rate."
-    )
+    if not bool(finite.all()):
+        user = int(users[int(finite.logical_not().nonzero()[0])])
+        raise TrainError(
+            f"the query vector of user {user} is not finite; it cannot be ranked. The model has diverged: "
+            "use an earlier checkpoint, or lower the learning rate."
+        ) from cause
 
 
 def _intervals(metrics: dict[str, dict[str, float]]) -> dict[str, Interval]:
