@@ -45,13 +45,14 @@ def main(arguments: EvalArguments) -> int:
 def _opened(folder: Path, arguments: EvalArguments) -> Run:
     """The run with the flags of this evaluation instead of its own settings."""
     run = Run.open(folder)
-    flags = {
-        "max_users": arguments.max_users,
-        "seen": arguments.seen,
-        "ks": arguments.ks,
-        "batch_size": arguments.batch_size,
-    }
-    own = replace(run.config.eval, **{name: value for name, value in flags.items() if value is not None})
+    own = run.config.eval
+    own = replace(
+        own,
+        max_users=own.max_users if arguments.max_users is None else arguments.max_users,
+        ks=arguments.ks or own.ks,
+        seen=arguments.seen or own.seen,
+        batch_size=own.batch_size if arguments.batch_size is None else arguments.batch_size,
+    )
     if own == run.config.eval:
         return run
     config = replace(run.config, eval=own)

@@ -234,13 +234,13 @@ def _evaluate(
             coverage.add(ranked.top)
             columns = (sample.users, sample.target_positions, ranked.ranks, sample.batch.items.lengths())
             found.append((number, torch.stack([column.cpu() for column in columns], 1)))
-    columns = in_batch_order(ranks, "ranks", found, torch.empty(0, len(_COLUMNS), dtype=torch.int64))
-    if not len(columns):
+    per_user = in_batch_order(ranks, "ranks", found, torch.empty(0, len(_COLUMNS), dtype=torch.int64))
+    if not len(per_user):
         raise DataError(
             "there are no users to evaluate: no sequence is long enough for a history and a target. Use another split."
         )
     shares = coverage.shares(config.ks, ranks)
-    return _report(columns.T.numpy(), shares, num_items, config, seed)
+    return _report(per_user.T.numpy(), shares, num_items, config, seed)
 
 
 def popularity_report(counts: Tensor, samples: Sequence[EvalBatch], config: EvalConfig, seed: int) -> EvalReport:

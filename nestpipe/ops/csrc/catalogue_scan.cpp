@@ -10,9 +10,10 @@
 // queries, on the items next to it or on the threads. Ties: the lower position first.
 
 #include <algorithm>
-#include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <limits>
+#include <new>
 #include <vector>
 
 #include "share.h"
@@ -42,41 +43,49 @@ namespace {
 
 constexpr int64_t kQueryFloats = 1 << 16;  // queries that stay in the second cache while panels pass
 
-struct Candidate {
+// An item of the part as one number: better ones are smaller. Of equal scores, the lower position is smaller.
+uint64_t key_of(float score, int64_t place) {
+  const float value = score + 0.0f;  // -0 and 0 are equal scores
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  bits = bits >> 31 ? bits : ~bits & 0x7fffffff;  // descends as scores ascend
+  return static_cast<uint64_t>(bits) << 32 | static_cast<uint64_t>(place);
+}
+
+int64_t place_of(uint64_t key) { return static_cast<int64_t>(key & 0xffffffff); }
+
+float score_of(uint64_t key) {
+  uint32_t bits = static_cast<uint32_t>(key >> 32);
+  bits = bits >> 31 ? bits : ~bits & 0x7fffffff;
   float score;
-  int64_t position;
-  bool operator<(const Candidate& other) const {
-    return score > other.score || (score == other.score && position < other.position);
-  }
-};
+  std::memcpy(&score, &bits, sizeof score);
+  return score;
+}
 
 // The k best of the items offered so far, which come in ascending positions.
 struct Best {
-  std::vector<Candidate> found;
+  std::vector<uint64_t> keys;
   float threshold = -std::numeric_limits<float>::infinity();  // the score that a later item must exceed
 
-  void offer(float score, int64_t position, int64_t k) {
-    found.push_back({score, position});
-    if (static_cast<int64_t>(found.size()) >= 2 * k) prune(k);
-  }
-
-  void prune(int64_t k) {
-    std::nth_element(found.begin(), found.begin() + (k - 1), found.end());
-    found.resize(k);
-    threshold = found[k - 1].score;
+  void offer(float score, int64_t place, int64_t k) {
+    keys.push_back(key_of(score, place));
+    if (static_cast<int64_t>(keys.size()) < 2 * k) return;
+    std::nth_element(keys.begin(), keys.begin() + (k - 1), keys.end());
+    keys.resize(k);
+    threshold = score_of(keys[k - 1]);
   }
 };
 
-// Whether any lane is set.
-inline bool any(Ints mask) {
+// One bit for each lane that is set.
+inline uint32_t bits_of(Ints mask) {
 #if defined(__AVX512F__)
-  return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0;
+  return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask);
 #elif defined(__AVX2__)
-  return !_mm256_testz_si256((__m256i)mask, (__m256i)mask);
+  return static_cast<uint32_t>(_mm256_movemask_ps((__m256)mask));
 #else
-  bool found = false;
-  for (int lane = 0; lane < kWidth; ++lane) found |= mask[lane] != 0;
-  return found;
+  uint32_t bits = 0;
+  for (int lane = 0; lane < kWidth; ++lane) bits |= static_cast<uint32_t>(mask[lane] != 0) << lane;
+  return bits;
 #endif
 }
 
@@ -148,11 +157,13 @@ class Scan {
           state.before[0] -= is_before(scores[i], position + i, call_.target_scores[query], target);
       }
     }
-    const float threshold = state.best.threshold;
-    if (any(max(low, high) > splat(threshold)))
-      for (int64_t i = 0; i < n; ++i)
-        if (scores[i] > state.best.threshold && !state.has_seen(position + i))
-          state.best.offer(scores[i], position + i, call_.k);
+    const Floats threshold = splat(state.best.threshold);
+    uint32_t better = bits_of(low > threshold) | bits_of(high > threshold) << kWidth;
+    for (; better != 0; better &= better - 1) {
+      const int64_t i = __builtin_ctz(better);
+      if (scores[i] > state.best.threshold && !state.has_seen(position + i))
+        state.best.offer(scores[i], position + i - call_.first, call_.k);
+    }
   }
 
   static bool is_before(float score, int64_t position, float target_score, int64_t target) {
@@ -168,12 +179,12 @@ class Scan {
     }
     call_.not_finite[query] = is_bad;
     if (call_.targets != nullptr) call_.before[query] = before - num_seen_before(query, state);
-    std::vector<Candidate>& found = state.best.found;
-    std::sort(found.begin(), found.end());
+    std::vector<uint64_t>& keys = state.best.keys;
+    std::sort(keys.begin(), keys.end());
     for (int64_t place = 0; place < call_.k; ++place) {
-      const bool exists = place < static_cast<int64_t>(found.size());
-      call_.positions[query * call_.k + place] = exists ? found[place].position : -1;
-      call_.scores[query * call_.k + place] = exists ? found[place].score : -std::numeric_limits<float>::infinity();
+      const bool exists = place < static_cast<int64_t>(keys.size());
+      call_.positions[query * call_.k + place] = exists ? call_.first + place_of(keys[place]) : -1;
+      call_.scores[query * call_.k + place] = exists ? score_of(keys[place]) : -std::numeric_limits<float>::infinity();
     }
   }
 
@@ -204,7 +215,7 @@ class Scan {
 
 extern "C" {
 
-// Fills the results; returns 0, or -1 if memory ran out.
+// Fills the results; returns 0, or -1 if memory ran out. A part has fewer than 2^32 items.
 int64_t nestpipe_catalogue_scan(const nestpipe_scan* call) {
   std::vector<uint8_t> failed(1, 0);
   share(call->num_queries, call->num_threads, 4 * kRows, [&](int64_t begin, int64_t end) {
