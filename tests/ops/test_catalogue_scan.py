@@ -159,6 +159,18 @@ def test_ascending_scores_and_lists_longer_than_the_catalogue(backend: str) -> N
     assert bool((found.top.scores[:, 100:] == -math.inf).all())
 
 
+@pytest.mark.parametrize("backend", ["native", "torch"])
+def test_zero_and_minus_zero_are_one_score(backend: str) -> None:
+    queries, items = torch.full((1, 1), 1e-30), torch.tensor([[-1e-30], [0.0], [-1e-30], [0.0]])
+    part, targets = CataloguePart.whole(items), torch.tensor([2])
+    scores = scores_at(queries, part, targets, max_bytes=MAX_BYTES, backend=backend)
+    assert math.copysign(1.0, scores.item()) == -1.0
+    own = Targets(targets, scores)
+    found = scan(queries, part, None, k=3, targets=own, max_bytes=MAX_BYTES, backend=backend)
+    assert found.before.tolist() == [2]
+    assert found.top.positions.tolist() == [[0, 1, 2]]
+
+
 def test_merged_lists_keep_the_lower_position_first() -> None:
     first = Top(torch.tensor([[2, 0, -1]]), torch.tensor([[5.0, 1.0, -math.inf]]))
     later = Top(torch.tensor([[7, 9, 8]]), torch.tensor([[5.0, 3.0, 1.0]]))
