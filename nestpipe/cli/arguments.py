@@ -115,7 +115,7 @@ class RecommendArguments:
     """Recommends items to users of the log, in the log's own ids. Items that a user has had are left out, unless the
     run was made with --eval.seen none. The time of a request is that of the user's last event.
 
-    --all --out recommendations.parquet writes them for every user of the log.
+    --all --out recommendations.parquet writes them for every user of the log. Under torchrun the ranks share the users.
 
     Example: nestpipe recommend runs/shop --user alice bob
     """

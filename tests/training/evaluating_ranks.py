@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from nestpipe.cli.eval import evaluate_run
+from nestpipe.cli.recommend import write_parquet
 from nestpipe.config import Config
 from nestpipe.distributed.process_group import World
 from nestpipe.errors import NestPipeError
@@ -75,3 +76,11 @@ def refused(world: World, items: torch.Tensor) -> str:
     except NestPipeError as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+def recommended(world: World, folder: Path, out: Path, num_users: int) -> int:
+    """Recommendations for the first users of the log, written by all ranks; the number of rows."""
+    run = Run.open(folder)
+    users = run.sequences.vocabulary("user").own_ids(run.sequences.users[:num_users])
+    with eval_world(world) as ranks:
+        return write_parquet(run.predictor(), users, 3, out, ranks, run.config.eval.batch_size)

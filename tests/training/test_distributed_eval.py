@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import polars as pl
 import pytest
 import torch
 
@@ -176,3 +177,11 @@ def test_ranking_runs_are_predicted_by_shares(tmp_path: Path, model: str) -> Non
     assert json.loads(alone["report"])["num_users"] == 11
     for size in (2, 3):
         assert all(one == alone for one in run_ranks(size, evaluating_ranks.evaluated, run.folder, {"max_users": 11}))
+
+
+def test_ranks_write_one_file_of_recommendations(trained: Path, tmp_path: Path) -> None:
+    for num_users, num_rows in ((73, 219), (0, 0)):
+        assert run_ranks(1, evaluating_ranks.recommended, trained, tmp_path / "one", num_users) == [num_rows]
+        assert run_ranks(3, evaluating_ranks.recommended, trained, tmp_path / "three", num_users) == [num_rows] * 3
+        assert pl.read_parquet(tmp_path / "three").equals(pl.read_parquet(tmp_path / "one"))
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "three"]
