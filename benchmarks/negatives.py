@@ -28,7 +28,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from nestpipe import recipes
-from nestpipe.cli.eval import evaluate_run
 from nestpipe.data.synthetic_sequences import SyntheticConfig, ingest_synthetic
 from nestpipe.embedding.buckets import Owners
 from nestpipe.embedding.lookup import Lookup
@@ -217,7 +216,7 @@ def quality(data: str | None, *, num_seeds: int, epochs: int) -> dict[str, dict[
                     train=replace(recipe.train, epochs=epochs, num_threads=torch.get_num_threads()),
                 )
                 run = train(config, Path(folder) / f"{name}-{seed}", quiet=True)
-                values.append(evaluate_run(run).scalars()["hr@10"])
+                values.append(run.predictor().evaluate(progress=False).scalars()["hr@10"])
             found[name] = {
                 "hr10": [round(one, 4) for one in values],
                 "mean": round(statistics.mean(values), 4),

@@ -74,9 +74,20 @@ def rows() -> Iterator[Row]:
         for recipe, found in one["figures"].items():
             reference = f"padded count {found['mfu_padded']:.2f} at fill {found['fill']:.2f}"
             yield f"mfu_effective of a training step, {recipe}", f"{found['mfu_effective']:.2f}", reference, "mfu.py"
+    yield from _evaluation()
     yield from _generative_training()
     yield from _serving()
     yield from _quality()
+
+
+def _evaluation() -> Iterator[Row]:
+    for one in records("evaluation")[-1:]:
+        found, own = one["figures"], one["settings"]
+        where = f"{own['users']} users x {own['items'] / 1e6:.2f}M items, width {own['width']}, top {own['top']}"
+        seconds = f"{found['cpu_s']['ranking']:.2f} s, sgemm {found['cpu_s']['sgemm']:.2f} s; limit 4x"
+        yield f"full ranking over the bare sgemm, CPU: {where}", figure(found, "over_sgemm"), seconds, "evaluation.py"
+        title = "the same by two ranks: CPU of the busier one over one process"
+        yield title, figure(found, "busiest_of_two"), "limit 0.60x", "evaluation.py"
 
 
 def _over_dense() -> Iterator[Row]:

@@ -115,7 +115,7 @@ class RecommendArguments:
     """Recommends items to users of the log, in the log's own ids. Items that a user has had are left out, unless the
     run was made with --eval.seen none. The time of a request is that of the user's last event.
 
-    --all --out recommendations.parquet writes them for every user of the log.
+    --all --out recommendations.parquet writes them for every user of the log. Under torchrun the ranks share the users.
 
     Example: nestpipe recommend runs/shop --user alice bob
     """
@@ -180,7 +180,7 @@ class EvalArguments:
     """Ranks the held-out events of a run, next to baselines, or compares two runs with paired confidence intervals.
 
     A retrieval run is ranked against the whole catalogue; a ranking run is scored by AUC and GAUC. The report is kept in
-    RUN/eval.
+    RUN/eval. Under torchrun (-m nestpipe.cli eval RUN) the ranks share users and catalogue, with the same report.
 
     Example: nestpipe eval runs/a --compare runs/b
 
@@ -195,6 +195,14 @@ class EvalArguments:
     """Checkpoint of RUN to evaluate [default: the best one if the run validated, else the latest]."""
     target: Literal["test", "validation"] = "test"
     """Which held-out events to rank."""
+    max_users: Annotated[int | None, tyro.conf.arg(metavar="USERS", help_behavior_hint="")] = None
+    """Evaluate a fixed random sample of so many users, the same for every run; 0 means all [default: as the run]."""
+    ks: Annotated[tuple[int, ...] | None, tyro.conf.arg(metavar="K [K ...]", help_behavior_hint="")] = None
+    """List lengths of HR, NDCG and coverage, in increasing order [default: as the run]."""
+    seen: Annotated[Literal["all", "input", "none"] | None, tyro.conf.arg(help_behavior_hint="")] = None
+    """Items removed from the ranking: all, input or none [default: as the run]."""
+    batch_size: Annotated[int | None, tyro.conf.arg(metavar="USERS", help_behavior_hint="")] = None
+    """Users encoded at once [default: as the run]."""
     json: bool = False
     """Print JSON instead of tables."""
 

@@ -1,12 +1,12 @@
-"""`nestpipe eval`: metrics of a run on held-out events next to baselines, or two runs compared."""
+"""`nestpipe eval`: metrics of a run on held-out events next to baselines, or two runs compared; also under torchrun."""
 
 from __future__ import annotations
 
 import json
 import shlex
 from collections.abc import Mapping
-from dataclasses import asdict
-from typing import Literal
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 from rich.console import Console
 
@@ -17,31 +17,59 @@ from nestpipe.cli.arguments import EvalArguments
 from nestpipe.errors import ConfigError
 from nestpipe.eval.compare import Comparison, LabelComparison, compare, compare_labels
 from nestpipe.eval.label_report import LabelReport
-from nestpipe.eval.predictor import popularity
-from nestpipe.eval.ranking_eval import RankingPredictor, baselines, report_of
+from nestpipe.eval.predictor import Target, popularity
+from nestpipe.eval.ranking_eval import Predictions, RankingPredictor, baselines, report_of
 from nestpipe.eval.retrieval_eval import EvalReport
 from nestpipe.eval.topk_metrics import Interval
+from nestpipe.training.distributed_eval import EvalWorld, eval_world
 from nestpipe.training.run_folder import Run
 
 
 def main(arguments: EvalArguments) -> int:
-    run = Run.open(arguments.run)
-    report = evaluate_run(run, step=arguments.step, target=arguments.target)
-    if arguments.compare is not None:
-        other = evaluate_run(Run.open(arguments.compare), target=arguments.target)
-        _print(_compare(report, other, run.config.seed), arguments.json, f"a: {arguments.run}   b: {arguments.compare}")
-        return 0
-    _print(report, arguments.json, f"{arguments.run}, {arguments.target} targets")
-    if not arguments.json:
-        baselines = _baselines(run, report, arguments.target)
-        for name, metrics in baselines.items():
-            shown = (f"{metric} {one.mean:.4f}" for metric, one in metrics.items())
-            Console().print(f"{name}: " + "   ".join(shown), highlight=False)
-        _write_context(run, arguments.target, step=_step(run, arguments.step), baselines=baselines)
-        (user,) = run.sequences.vocabulary("user").own_ids(run.sequences.users[:1])
-        folder = shlex.quote(str(arguments.run))
-        print(f"Next: nestpipe recommend {folder} --user {shlex.quote(str(user))}, or nestpipe serve {folder}")
+    with eval_world() as world:
+        run = _opened(arguments.run, arguments)
+        report = evaluate_run(run, step=arguments.step, target=arguments.target, world=world)
+        if arguments.compare is not None:
+            other = evaluate_run(_opened(arguments.compare, arguments), target=arguments.target, world=world)
+            compared = _compare(report.report, other.report, run.config.seed)
+            if world.leads:
+                _print(compared, arguments.json, f"a: {arguments.run}   b: {arguments.compare}")
+            return 0
+    if world.leads:
+        _print(report.report, arguments.json, f"{arguments.run}, {arguments.target} targets")
+        if not arguments.json:
+            _show_context(run, report, arguments)
     return 0
+
+
+def _opened(folder: Path, arguments: EvalArguments) -> Run:
+    """The run with the flags of this evaluation instead of its own settings."""
+    run = Run.open(folder)
+    own = run.config.eval
+    own = replace(
+        own,
+        max_users=own.max_users if arguments.max_users is None else arguments.max_users,
+        ks=arguments.ks or own.ks,
+        seen=arguments.seen or own.seen,
+        batch_size=own.batch_size if arguments.batch_size is None else arguments.batch_size,
+    )
+    if own == run.config.eval:
+        return run
+    config = replace(run.config, eval=own)
+    config.validate()
+    return replace(run, config=config)
+
+
+def _show_context(run: Run, evaluated: Evaluated, arguments: EvalArguments) -> None:
+    """Prints and stores the baselines, and prints the next command."""
+    baselines = _baselines(run, evaluated, arguments.target)
+    for name, metrics in baselines.items():
+        shown = (f"{metric} {one.mean:.4f}" for metric, one in metrics.items())
+        Console().print(f"{name}: " + "   ".join(shown), highlight=False)
+    _write_context(run, arguments.target, step=evaluated.step, baselines=baselines)
+    (user,) = run.sequences.vocabulary("user").own_ids(run.sequences.users[:1])
+    folder = shlex.quote(str(arguments.run))
+    print(f"Next: nestpipe recommend {folder} --user {shlex.quote(str(user))}, or nestpipe serve {folder}")
 
 
 def _compare(a: EvalReport | LabelReport, b: EvalReport | LabelReport, seed: int) -> Comparison | LabelComparison:
@@ -52,16 +80,12 @@ def _compare(a: EvalReport | LabelReport, b: EvalReport | LabelReport, seed: int
     raise ConfigError("one run retrieves items, the other ranks events by labels; their metrics cannot be compared.")
 
 
-def _baselines(
-    run: Run, report: EvalReport | LabelReport, target: Literal["test", "validation"]
-) -> dict[str, dict[str, Interval]]:
+def _baselines(run: Run, evaluated: Evaluated, target: Target) -> dict[str, dict[str, Interval]]:
     """What any model should beat, on the same targets: name -> metric -> value."""
-    if isinstance(report, EvalReport):
+    if evaluated.predictions is None:
         return {"popularity baseline": popularity(run.sequences, run.split, run.config, target).metrics}
-    predictor = run.predictor()
-    assert isinstance(predictor, RankingPredictor)
     measured = {}
-    for name, predictions in baselines(predictor.predict(target), run.sequences, run.split).items():
+    for name, predictions in baselines(evaluated.predictions, run.sequences, run.split).items():
         tasks = report_of(predictions, run.sequences, run.split, run.config).tasks
         measured[name] = {
             f"gauc/{label}": one.intervals["gauc"] for label, one in tasks.items() if "gauc" in one.intervals
@@ -69,17 +93,30 @@ def _baselines(
     return measured
 
 
-def evaluate_run(
-    run: Run, *, step: int | None = None, target: Literal["test", "validation"] = "test"
-) -> EvalReport | LabelReport:
-    """Evaluates a run and keeps the report in its folder."""
-    chosen = _step(run, step)
-    report = run.predictor(chosen).evaluate(target)
-    folder = run.folder / "eval" / target
-    (folder / "context.json").unlink(missing_ok=True)  # it belongs to the previous report
-    report.save(folder)
-    _write_context(run, target, step=chosen, baselines={})
-    return report
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """A report, the checkpoint it is of and, for a ranking run, the predictions behind it."""
+
+    report: EvalReport | LabelReport
+    step: int
+    predictions: Predictions | None = None
+
+
+def evaluate_run(run: Run, *, step: int | None = None, target: Target = "test", world: EvalWorld) -> Evaluated:
+    """Evaluates a run and keeps the report in its folder. Collective."""
+    step = _step(run, step)
+    predictor = world.predictor(run, step)
+    if isinstance(predictor, RankingPredictor):
+        found = predictor.predict(target, ranks=world.ranks)
+        evaluated = Evaluated(report_of(found, run.sequences, run.split, run.config), step, found)
+    else:
+        evaluated = Evaluated(predictor.evaluate(target, ranks=world.ranks), step)
+    if world.leads:
+        folder = run.folder / "eval" / target
+        (folder / "context.json").unlink(missing_ok=True)  # it belongs to the previous report
+        evaluated.report.save(folder)
+        _write_context(run, target, step=step, baselines={})
+    return evaluated
 
 
 def _write_context(run: Run, target: str, *, step: int, baselines: Mapping[str, Mapping[str, Interval]]) -> None:

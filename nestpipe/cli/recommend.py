@@ -13,8 +13,11 @@ from rich.progress import track
 
 from nestpipe.cli.arguments import RecommendArguments, SimilarArguments
 from nestpipe.data.vocabulary import OwnId
+from nestpipe.distributed.agreement import all_ranks_or_none
 from nestpipe.errors import ConfigError
 from nestpipe.eval.catalogue_predictor import CataloguePredictor, Recommendation
+from nestpipe.eval.eval_ranks import part_of
+from nestpipe.training.distributed_eval import EvalWorld, eval_world
 from nestpipe.training.run_folder import Run
 from nestpipe.training.trained_run import recommendation_frame
 
@@ -35,8 +38,10 @@ def recommend(arguments: RecommendArguments) -> int:
         users: list[OwnId] = list(arguments.user)
         if arguments.all:
             users = run.sequences.vocabulary("user").own_ids(run.sequences.users)
-        num_rows = write_parquet(predictor, users, arguments.k, arguments.out)
-        print(f"{arguments.out}: {num_rows:,} rows for {len(users):,} users")
+        with eval_world() as world:
+            num_rows = write_parquet(predictor, users, arguments.k, arguments.out, world, run.config.eval.batch_size)
+        if world.leads:
+            print(f"{arguments.out}: {num_rows:,} rows for {len(users):,} users")
         return 0
     for user in arguments.user:
         _show(predictor.recommend(user, arguments.k), arguments.json, {"user": user}, f"user {user}")
@@ -51,25 +56,53 @@ def similar(arguments: SimilarArguments) -> int:
     return 0
 
 
-def write_parquet(predictor: CataloguePredictor, users: list[OwnId], k: int, out: Path) -> int:
-    """Writes recommendations for users with bounded memory; says how many rows. The file appears whole or not at all."""
+def write_parquet(
+    predictor: CataloguePredictor, users: list[OwnId], k: int, out: Path, world: EvalWorld, batch_size: int
+) -> int:
+    """Writes recommendations for users with bounded memory; says how many rows. The file appears whole or not at all.
+
+    Collective: each rank takes a share of whole batches of users, so the file is that of one process.
+    """
     parts = out.with_name(f".{out.name}.parts")
+    channel = world.channels.saves  # its deadline is long: shares may take differently long
+    all_ranks_or_none(channel, "parts created", lambda: _new_folder(parts) if world.leads else None)
+    try:
+        own = part_of(len(users), batch_size, world.ranks)
+        num_rows = all_ranks_or_none(
+            channel, "recommended", lambda: _write_parts(predictor, users, own, k, parts, progress=world.leads)
+        )
+        all_ranks_or_none(channel, "parts joined", lambda: _join(parts, out) if world.leads else None)
+    finally:
+        if world.leads:
+            shutil.rmtree(parts, ignore_errors=True)
+    return sum(num for (num,) in channel.all_gather_ints([num_rows], name="rows"))
+
+
+def _new_folder(parts: Path) -> None:
     shutil.rmtree(parts, ignore_errors=True)
     parts.mkdir(parents=True)
-    try:
-        num_rows = 0
-        found = predictor.recommend_all(track(users, "recommending", console=Console(stderr=True)), k)
-        num_users = max(_ROWS // k, 1)
-        for first in range(0, len(users), num_users):
-            frame = recommendation_frame(users[first : first + num_users], found)
-            if frame.height or (first + num_users >= len(users) and not num_rows):  # without rows the types are unknown
-                frame.write_parquet(parts / f"{first:012d}.parquet")
-            num_rows += frame.height
-        pl.scan_parquet(parts / "*.parquet").sink_parquet(parts / "all")
-        (parts / "all").rename(out)
-    finally:
-        shutil.rmtree(parts, ignore_errors=True)
+
+
+def _write_parts(
+    predictor: CataloguePredictor, users: list[OwnId], own: slice, k: int, parts: Path, *, progress: bool
+) -> int:
+    """Writes the recommendations for the users at some places, and says how many rows they have."""
+    num_rows, num_users = 0, max(_ROWS // k, 1)
+    shown = track(users[own], "recommending", console=Console(stderr=True), disable=not progress)
+    found = predictor.recommend_all(shown, k)
+    for first in range(own.start, own.stop, num_users):
+        frame = recommendation_frame(users[first : min(first + num_users, own.stop)], found)
+        if frame.height:  # without rows the types are unknown
+            frame.write_parquet(parts / f"{first:012d}.parquet")
+        num_rows += frame.height
     return num_rows
+
+
+def _join(parts: Path, out: Path) -> None:
+    if not any(parts.iterdir()):
+        recommendation_frame([], iter(())).write_parquet(parts / "none.parquet")
+    pl.scan_parquet(parts / "*.parquet").sink_parquet(parts / "all")
+    (parts / "all").rename(out)
 
 
 def _show(found: Recommendation, as_json: bool, about: dict[str, Any], title: str) -> None:

@@ -28,10 +28,11 @@ from nestpipe.data.splits import Ints, Split, train_mask
 from nestpipe.data.vocabulary import OwnId, Vocabulary
 from nestpipe.embedding.row_reader import RowReader
 from nestpipe.errors import ConfigError, DataError
-from nestpipe.eval.topk_metrics import Top, top_items
+from nestpipe.eval.catalogue_ranking import top_items
 from nestpipe.jagged import Batch, Jagged, offsets_of, ranges
 from nestpipe.models.build_model import inputs_of
 from nestpipe.models.contract import Model
+from nestpipe.ops.catalogue_scan import Top, block_items
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,13 +100,23 @@ class CataloguePredictor(ABC):
     @cached_property
     def item_vectors(self) -> Tensor:
         """Vectors [I, D] of the whole catalogue, as of the first use."""
+        return self._vectors_of(slice(0, len(self._sequences.catalogue)))
+
+    def _vectors_of(self, places: slice) -> Tensor:
+        """Vectors of some catalogue positions, which begin at a multiple of a block. Collective.
+
+        The model sees blocks of one size, the last one padded, so that their bits do not depend on how many are wanted.
+        """
         if "item" not in {table.name for table in self._model.tables}:
             raise ConfigError(f"{type(self._model).__name__} has no item vectors, so it knows no similar items.")
-        rows = self._rows.peek("item", torch.from_numpy(np.array(self._sequences.catalogue)))
+        rows = self._rows.peek("item", torch.from_numpy(np.array(self._sequences.catalogue[places])))
+        as_vectors = getattr(self._model, "item_vectors", None)
+        if as_vectors is None or not len(rows):
+            return rows
+        size = block_items(self._config.eval.max_bytes)
         with torch.no_grad():
-            as_vectors = getattr(self._model, "item_vectors", None)
-            vectors: Tensor = rows if as_vectors is None else as_vectors(rows)
-        return vectors
+            padded = (F.pad(block, (0, 0, 0, size - len(block))) for block in rows.split(size))
+            return torch.cat([as_vectors(block) for block in padded])[: len(rows)]
 
     @cached_property
     def _directions(self) -> Tensor:

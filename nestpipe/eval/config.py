@@ -16,13 +16,13 @@ class EvalConfig:
     seen: Literal["all", "input", "none"] = "all"
     """Items removed from the ranking: all that the user has seen, those of the input history, or none."""
     max_bytes: int = 256 * 2**20
-    """Memory for scores; a larger catalogue is scored in more blocks, with the same result."""
+    """Memory for scores, where the native kernel, which keeps none, cannot run."""
     batch_size: int = 256
     """Users encoded at once."""
     num_bootstrap: int = 1000
     """Bootstrap resamples of the users for each interval."""
     max_users: int = 0
-    """Evaluate only this many users, the first ones; 0 means all."""
+    """Evaluate only this many users, a fixed random sample; 0 means all."""
 
     def problems(self) -> Iterator[str]:
         if not self.ks or min(self.ks) < 1 or list(self.ks) != sorted(set(self.ks)):

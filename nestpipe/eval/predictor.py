@@ -1,15 +1,15 @@
 """Inference with a trained model: evaluation on held-out targets, and recommendations for users of the log.
 
-Row lookups are read-only and never admit ids. On several ranks every rank scores everything, so that all take the same
-decision; calls are collective.
+Row lookups are read-only and never admit ids. Where rows are sharded over ranks, lookups are collective, and `evaluate` shares
+users and catalogue among the ranks: all get the same report, bitwise that of one process.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Literal, cast
+from typing import Literal, cast, overload
 
 import numpy as np
 import torch
@@ -28,9 +28,11 @@ from nestpipe.eval.catalogue_predictor import (
     seen_items,
     training_counts,
 )
+from nestpipe.eval.catalogue_ranking import top_items
+from nestpipe.eval.eval_ranks import EvalRanks, OneRank, part_of
 from nestpipe.eval.ranking_eval import RankingPredictor
 from nestpipe.eval.retrieval_eval import EvalBatch, EvalReport, evaluate, evaluate_lists, popularity_report
-from nestpipe.eval.topk_metrics import Top, top_items
+from nestpipe.eval.user_sample import sampled_users
 from nestpipe.generative.beam import FoundItems, expand, search
 from nestpipe.generative.trie import ItemPool, Trie
 from nestpipe.jagged import Batch, Jagged
@@ -38,19 +40,24 @@ from nestpipe.models.build_model import inputs_of
 from nestpipe.models.config import DCNConfig, EncDecConfig, RankingConfig
 from nestpipe.models.contract import Model, Recommender
 from nestpipe.models.encdec import EncDec
+from nestpipe.ops.catalogue_scan import CataloguePart, Top, block_items
 
 Target = Literal["test", "validation"]
 
 
-class EvalBatches:
-    """The users of a split that have a target, in the order of the file, in batches."""
+_MIN_USERS = 16  # a batch of fewer is padded: libraries round small products in another way
+
+
+class EvalBatches(Sequence[EvalBatch]):
+    """The users of a split that have a target, or a fixed sample of them, in the order of the file, in batches."""
 
     def __init__(
         self, sequences: Sequences, split: Split, config: Config, target: Target, *, inputs: ModelInputs | None = None
     ):
         self._sequences, self._config = sequences, config
         self._targets: Ints = split.test if target == "test" else split.validation
-        self._rows = np.flatnonzero(self._targets >= 1)
+        rows = np.flatnonzero(self._targets >= 1)
+        self._rows = rows[sampled_users(sequences.users[rows], config.eval.max_users)]
         if not len(self._rows):
             hint = "Use another split (--data.split)."
             if target == "validation" and not config.data.validation:
@@ -61,10 +68,17 @@ class EvalBatches:
     def __len__(self) -> int:
         return math.ceil(len(self._rows) / self._config.eval.batch_size)
 
-    def __iter__(self) -> Iterator[EvalBatch]:
+    @overload
+    def __getitem__(self, number: int) -> EvalBatch: ...
+    @overload
+    def __getitem__(self, number: slice) -> Sequence[EvalBatch]: ...
+    def __getitem__(self, number: int | slice) -> EvalBatch | Sequence[EvalBatch]:
+        if isinstance(number, slice):
+            return [self[one] for one in range(*number.indices(len(self)))]
+        if not 0 <= number < len(self):
+            raise IndexError(f"batch {number} of {len(self)}")
         size = self._config.eval.batch_size
-        for first in range(0, len(self._rows), size):
-            yield self._batch(self._rows[first : first + size])
+        return self._batch(self._rows[number * size : (number + 1) * size])
 
     def _batch(self, rows: Ints) -> EvalBatch:
         sequences, data = self._sequences, self._config.data
@@ -96,8 +110,8 @@ class GenerativePredictor(CataloguePredictor):
         beams = search(decoding, trie, width=model.config.beam, pool=pool, softmax=model.config.softmax)
         return expand(trie, beams, k, seen=seen, allowed=None if pool is None else pool.items)
 
-    def evaluate(self, target: Target = "test", *, progress: bool = True) -> EvalReport:
-        """Ranks of the held-out targets in the generated lists."""
+    def evaluate(self, target: Target = "test", *, ranks: EvalRanks | None = None, progress: bool = True) -> EvalReport:
+        """Ranks of the held-out targets in the generated lists. Collective."""
         config = self._config
         samples = EvalBatches(self._sequences, self._split, config, target, inputs=inputs_of(config, self._sequences))
         num_items, k = len(self._sequences.catalogue), max(config.eval.ks)
@@ -106,7 +120,7 @@ class GenerativePredictor(CataloguePredictor):
             seen = None if config.eval.seen == "none" else sample.seen
             return self.generate(sample.batch, k, seen=seen).positions
 
-        return evaluate_lists(lists, num_items, samples, config.eval, config.seed, progress=progress)
+        return evaluate_lists(lists, num_items, samples, config.eval, config.seed, ranks=ranks, progress=progress)
 
     def top(self, request: UserRequest, k: int) -> Top:
         """The best k items that the beam finds."""
@@ -132,11 +146,25 @@ class RetrievalPredictor(CataloguePredictor):
 
         return encode
 
-    def evaluate(self, target: Target = "test", *, progress: bool = True) -> EvalReport:
-        """Ranks the held-out targets against the whole catalogue."""
-        samples = EvalBatches(self._sequences, self._split, self._config, target)
-        config = self._config
-        return evaluate(self.encode, self.item_vectors, samples, config.eval, config.seed, progress=progress)
+    def evaluate(self, target: Target = "test", *, ranks: EvalRanks | None = None, progress: bool = True) -> EvalReport:
+        """Ranks the held-out targets against the whole catalogue. Collective."""
+        config, ranks = self._config, ranks or OneRank()
+        samples = EvalBatches(self._sequences, self._split, config, target)
+        part = self.catalogue_part(ranks)
+        return evaluate(self._encode_padded, part, samples, config.eval, config.seed, ranks=ranks, progress=progress)
+
+    def _encode_padded(self, batch: Batch) -> Tensor:
+        num_users = batch.num_samples
+        if num_users >= _MIN_USERS:
+            return self.encode(batch)
+        return self.encode(batch.select(torch.arange(_MIN_USERS).clamp(max=num_users - 1)))[:num_users]
+
+    def catalogue_part(self, ranks: EvalRanks) -> CataloguePart:
+        """The item vectors that this rank scores. Collective."""
+        num_items = len(self._sequences.catalogue)
+        own = part_of(num_items, block_items(self._config.eval.max_bytes), ranks)
+        vectors = self.item_vectors if ranks.size == 1 else self._vectors_of(own)
+        return CataloguePart(vectors, own.start, num_items)
 
     def top(self, request: UserRequest, k: int) -> Top:
         """The best k items by the dot product of query and item vector."""

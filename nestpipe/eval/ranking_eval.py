@@ -6,7 +6,7 @@ events. The weights are not updated.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, cast
@@ -23,11 +23,13 @@ from nestpipe.data.schema import Label
 from nestpipe.data.sequences import Sequences
 from nestpipe.data.splits import Split, Windows, disjoint_windows, overlapping_windows, train_mask
 from nestpipe.embedding.row_reader import RowReader, read_rows
-from nestpipe.errors import DataError, TrainError
+from nestpipe.errors import DataError
 from nestpipe.eval.catalogue_predictor import CataloguePredictor, UserRequest
+from nestpipe.eval.eval_ranks import EvalRanks, OneRank, dealt, in_batch_order, raise_on_all
 from nestpipe.eval.label_metrics import LabelPredictions
 from nestpipe.eval.label_report import LabelReport, label_report
-from nestpipe.eval.topk_metrics import Array, Counts, Top
+from nestpipe.eval.topk_metrics import Array, Counts
+from nestpipe.eval.user_sample import sampled_users
 from nestpipe.jagged import Batch, Cursor, Jagged, ranges
 from nestpipe.models.build_model import inputs_of
 from nestpipe.models.contract import Model
@@ -36,9 +38,14 @@ from nestpipe.models.heads import LabelHeads
 from nestpipe.models.kv_prefix import describe_statistics
 from nestpipe.models.prefix_inference import CandidateBatch, Ranker
 from nestpipe.models.ranking import Ranking
+from nestpipe.ops.catalogue_scan import Top
 
 Target = Literal["test", "validation"]
 _CANDIDATES = 4096  # items of the catalogue that are scored at a time
+_NOT_FINITE = (
+    "a prediction is not finite, so it cannot be evaluated. The model has diverged: use an earlier checkpoint, or lower the "
+    "learning rate."
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -86,21 +93,21 @@ class RankingPredictor(CataloguePredictor):
         """Builds the batches that the model reads."""
         return self._builder
 
-    def evaluate(self, target: Target = "test", *, progress: bool = True) -> LabelReport:
-        """Metrics per label and slice of history length; `progress` has no effect."""
-        return report_of(self.predict(target), self._sequences, self._split, self._config)
+    def evaluate(
+        self, target: Target = "test", *, ranks: EvalRanks | None = None, progress: bool = True
+    ) -> LabelReport:
+        """Metrics per label and slice of history length; `progress` has no effect. Collective."""
+        return report_of(self.predict(target, ranks=ranks), self._sequences, self._split, self._config)
 
-    def predict(self, target: Target = "test") -> Predictions:
-        """Predictions for every held-out event that has a history (or needs none)."""
+    def predict(self, target: Target = "test", *, ranks: EvalRanks | None = None) -> Predictions:
+        """Predictions for every held-out event that has a history (or needs none). Collective: each rank predicts its share."""
         is_next = self._inputs.layout == "next"
         windows = held_out(self._sequences, self._split, self._config, target, is_next=is_next)
         if not len(windows):
             raise DataError(
                 f"{self._sequences.path} has no {target} events under this split, so there is nothing to predict. Use another split (--data.split)."
             )
-        parts = [self._predict(part) for part in _chunks(windows, self._config.eval.batch_size)]
-        columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
-        event, user, num_before, scores = columns
+        event, user, num_before, scores = self._predict_shared(windows, ranks or OneRank())
         labels = self._tasks.labels
         answers = [label_values(label, self._sequences.event_features, event) for label in labels]
         return Predictions(
@@ -111,6 +118,23 @@ class RankingPredictor(CataloguePredictor):
             scores=scores,
             answers=np.stack(answers, axis=1).astype(np.float64),
         )
+
+    def _predict_shared(self, windows: Windows, ranks: EvalRanks) -> tuple[Counts, Counts, Counts, Array]:
+        """What `_predict` gives for all windows, in their order, on every rank."""
+        size = self._config.eval.batch_size
+        events, predicted = [], []
+        for number, is_own in dealt(math.ceil(len(windows) / size), ranks):
+            *columns, scores = self._predict(
+                windows.pick(np.arange(number * size, min((number + 1) * size, len(windows))))
+            )
+            raise_on_all(ranks, None if np.isfinite(scores).all() else _NOT_FINITE)
+            if is_own:
+                events.append((number, torch.from_numpy(np.stack(columns, axis=1))))
+                predicted.append((number, torch.from_numpy(scores)))
+        no_events = torch.empty(0, 3, dtype=torch.int64)
+        no_scores = torch.empty(0, len(self._tasks.labels), dtype=torch.float64)
+        event, user, num_before = in_batch_order(ranks, "events", events, no_events).T.numpy()
+        return event, user, num_before, in_batch_order(ranks, "predictions", predicted, no_scores).numpy()
 
     def top(self, request: UserRequest, k: int) -> Top:
         """The best k items by the first label, of the whole catalogue: exact, and slow where the catalogue is large."""
@@ -161,10 +185,6 @@ class RankingPredictor(CataloguePredictor):
             else:
                 scores = self._event_scores(batch)
             found = self._tasks.predict(scores)
-        if not bool(found.isfinite().all()):
-            raise TrainError(
-                "a prediction is not finite, so it cannot be evaluated. The model has diverged: use an earlier checkpoint, or lower the learning rate."
-            )
         lengths = torch.from_numpy(windows.end - windows.start)
         place = ranges(torch.from_numpy(windows.start), lengths).numpy()
         user = np.repeat(windows.user, lengths.numpy())
@@ -186,7 +206,8 @@ def held_out(sequences: Sequences, split: Split, config: Config, target: Target,
     else:
         windows = disjoint_windows(first, end, max_len=data.max_len)
     if config.eval.max_users:
-        users = np.unique(windows.user)[: config.eval.max_users]
+        users = np.unique(windows.user)
+        users = users[sampled_users(sequences.users[users], config.eval.max_users)]
         windows = windows.pick(np.flatnonzero(np.isin(windows.user, users)))
     return windows
 
@@ -230,11 +251,6 @@ def baselines(found: Predictions, sequences: Sequences, split: Split) -> dict[st
         )
         for name, scores in columns.items()
     }
-
-
-def _chunks(windows: Windows, size: int) -> Iterator[Windows]:
-    for first in range(0, len(windows), size):
-        yield windows.pick(np.arange(first, min(first + size, len(windows))))
 
 
 def item_mean(items: Counts, answers: Array, num_items: int, *, prior: float = 5.0) -> Array:

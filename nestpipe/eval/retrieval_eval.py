@@ -10,9 +10,8 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import operator
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -23,22 +22,24 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from torch import Tensor
+from torch.nn import functional as F
 
 from nestpipe.atomic_files import replace_file
 from nestpipe.errors import DataError, TrainError
+from nestpipe.eval.catalogue_ranking import RankedTargets, rank_targets, removed
 from nestpipe.eval.config import EvalConfig
+from nestpipe.eval.eval_ranks import EvalRanks, OneRank, dealt, in_batch_order
 from nestpipe.eval.topk_metrics import (
     Array,
     Counts,
     Coverage,
     Interval,
-    RankedTargets,
     bootstrap_all,
-    rank_targets,
     tertiles,
     user_metrics,
 )
 from nestpipe.jagged import Batch, Jagged
+from nestpipe.ops.catalogue_scan import CataloguePart
 
 _COLUMNS = ("user", "target", "rank", "length")
 
@@ -156,37 +157,47 @@ class EvalReport:
 
 def evaluate(
     encode: Callable[[Batch], Tensor],
-    item_vectors: Tensor,
-    samples: Iterable[EvalBatch],
+    part: CataloguePart,
+    samples: Sequence[EvalBatch],
     config: EvalConfig,
     seed: int,
     *,
+    ranks: EvalRanks | None = None,
     progress: bool = True,
 ) -> EvalReport:
-    """Ranks each user's target by query · item vector [I, D]; `encode` returns the queries [B, D] of a batch.
+    """Ranks each user's target by query · item vector; `encode` returns the queries [B, D] of a batch.
 
-    Shows a progress bar if stderr is a terminal and `progress` is on. Raises DataError without samples, TrainError if a
-    query or a score is not finite.
+    Collective: `samples` are all batches, of which each rank encodes its share; `part` is what it has of the catalogue
+    (`part_of`). Shows a progress bar if stderr is a terminal and `progress` is on. Raises DataError without samples, TrainError
+    if a query or a score is not finite.
     """
+    ranks = ranks or OneRank()
 
-    def rank(sample: EvalBatch) -> RankedTargets:
+    def rank(sample: EvalBatch, is_own: bool) -> RankedTargets:
         with torch.no_grad():
             queries = encode(sample.batch)
-        _check_queries(queries, sample.users)
-        seen = None if config.seen == "none" else sample.seen
-        k, max_bytes = max(config.ks), config.max_bytes
-        return rank_targets(queries, item_vectors, sample.target_positions, seen, top_k=k, max_bytes=max_bytes)
+        if not is_own:
+            queries, sample = queries[:0], sample.first(0)
+        seen, k = None if config.seen == "none" else sample.seen, max(config.ks)
+        try:
+            return rank_targets(
+                queries, part, sample.target_positions, seen, top_k=k, max_bytes=config.max_bytes, ranks=ranks
+            )
+        except TrainError as error:  # raised on every rank
+            _check_queries(queries, sample.users, error)
+            raise
 
-    return _evaluate(rank, len(item_vectors), samples, config, seed, progress=progress)
+    return _evaluate(rank, part.num_items, samples, config, seed, ranks=ranks, progress=progress)
 
 
 def evaluate_lists(
     generate: Callable[[EvalBatch], Tensor],
     num_items: int,
-    samples: Iterable[EvalBatch],
+    samples: Sequence[EvalBatch],
     config: EvalConfig,
     seed: int,
     *,
+    ranks: EvalRanks | None = None,
     progress: bool = True,
 ) -> EvalReport:
     """Like `evaluate`, for a model that generates lists of catalogue positions [B, max(ks)], padded with -1.
@@ -194,48 +205,73 @@ def evaluate_lists(
     A target outside of its list gets the last rank, so HR and NDCG are exact and MRR is a lower bound.
     """
 
-    def rank(sample: EvalBatch) -> RankedTargets:
+    def rank(sample: EvalBatch, is_own: bool) -> RankedTargets:
         lists = generate(sample)
         hits = lists == sample.target_positions.unsqueeze(1)
-        ranks = torch.where(hits.any(1), hits.to(torch.uint8).argmax(1) + 1, num_items)
-        if config.seen != "none":
-            removed = sample.seen.values == sample.target_positions.index_select(0, sample.seen.row_of_value())
-            ranks[sample.seen.row_of_value()[removed]] = num_items + 1
-        return RankedTargets(ranks, lists)
+        found = torch.where(hits.any(1), hits.to(torch.uint8).argmax(1) + 1, num_items)
+        seen = None if config.seen == "none" else sample.seen
+        return RankedTargets(found.masked_fill(removed(sample.target_positions, seen), num_items + 1), lists)
 
-    return _evaluate(rank, num_items, samples, config, seed, progress=progress)
+    return _evaluate(rank, num_items, samples, config, seed, ranks=ranks or OneRank(), progress=progress)
 
 
 def _evaluate(
-    rank: Callable[[EvalBatch], RankedTargets],
+    rank: Callable[[EvalBatch, bool], RankedTargets],
     num_items: int,
-    samples: Iterable[EvalBatch],
+    samples: Sequence[EvalBatch],
     config: EvalConfig,
     seed: int,
     *,
+    ranks: EvalRanks,
     progress: bool,
 ) -> EvalReport:
     coverage = Coverage(num_items)
-    chunks = []
-    for sample in _with_progress(_limited(samples, config.max_users), operator.length_hint(samples), progress):
-        ranked = rank(sample)
-        coverage.add(ranked.top)
-        columns = (sample.users, sample.target_positions, ranked.ranks, sample.batch.items.lengths())
-        chunks.append(torch.stack([column.cpu() for column in columns]))
-    if not sum(chunk.shape[1] for chunk in chunks):
+    found = []
+    for number, is_own in _with_progress(dealt(len(samples), ranks), len(samples), progress and ranks.rank == 0):
+        sample = samples[number]
+        ranked = rank(sample, is_own)
+        if is_own:
+            coverage.add(ranked.top)
+            columns = (sample.users, sample.target_positions, ranked.ranks, sample.batch.items.lengths())
+            found.append((number, torch.stack([column.cpu() for column in columns], 1)))
+    per_user = in_batch_order(ranks, "ranks", found, torch.empty(0, len(_COLUMNS), dtype=torch.int64))
+    if not len(per_user):
         raise DataError(
             "there are no users to evaluate: no sequence is long enough for a history and a target. Use another split."
         )
-    return _report(torch.cat(chunks, 1).numpy(), coverage, num_items, config, seed)
+    shares = coverage.shares(config.ks, ranks)
+    return _report(per_user.T.numpy(), shares, num_items, config, seed)
 
 
-def popularity_report(counts: Tensor, samples: Iterable[EvalBatch], config: EvalConfig, seed: int) -> EvalReport:
-    """Popularity baseline: every user gets the items with the highest training counts [I]."""
-    item_vectors = counts.to(torch.float64).unsqueeze(1)  # exact up to 2**53, so equal counts stay ties
-    return evaluate(lambda batch: item_vectors.new_ones(batch.num_samples, 1), item_vectors, samples, config, seed)
+def popularity_report(counts: Tensor, samples: Sequence[EvalBatch], config: EvalConfig, seed: int) -> EvalReport:
+    """Popularity baseline: every user gets the items with the highest training counts [I], ties to the lower position.
+
+    All users share one order, so a rank is a place in it, less the seen items before it.
+    """
+    num_items, k = len(counts), max(config.ks)
+    order = counts.argsort(descending=True, stable=True)
+    place = torch.empty_like(order).index_copy_(0, order, torch.arange(num_items))
+
+    def rank(sample: EvalBatch, is_own: bool) -> RankedTargets:
+        seen = None if config.seen == "none" else sample.seen
+        num_users, own = len(sample.users), place[sample.target_positions]
+        num_best = min(num_items, k + (int(sample.seen.lengths().max()) if seen is not None and num_users else 0))
+        is_seen = torch.zeros(num_users, num_best, dtype=torch.bool)
+        before = own.clone()
+        if seen is not None:
+            pairs = torch.stack([seen.row_of_value(), place[seen.values]]).unique(dim=1)  # a repeated item counts once
+            before -= torch.bincount(pairs[0][pairs[1] < own[pairs[0]]], minlength=num_users)
+            best = pairs[:, pairs[1] < num_best]
+            is_seen[best[0], best[1]] = True
+        kept = is_seen.to(torch.uint8).argsort(dim=1, stable=True)[:, :k]  # unseen places first, in their order
+        top = order[kept].masked_fill(is_seen.gather(1, kept), -1)
+        top = F.pad(top, (0, k - top.shape[1]), value=-1)
+        return RankedTargets((before + 1).masked_fill(removed(sample.target_positions, seen), num_items + 1), top)
+
+    return _evaluate(rank, num_items, samples, config, seed, ranks=OneRank(), progress=True)
 
 
-def _report(columns: Counts, coverage: Coverage, num_items: int, config: EvalConfig, seed: int) -> EvalReport:
+def _report(columns: Counts, coverage: dict[str, float], num_items: int, config: EvalConfig, seed: int) -> EvalReport:
     users, targets, ranks, lengths = columns
     per_user = user_metrics(ranks, config.ks, num_items)
     slices = []
@@ -250,7 +286,7 @@ def _report(columns: Counts, coverage: Coverage, num_items: int, config: EvalCon
         seen=config.seen,
         targets_seen=int((ranks > num_items).sum()),
         metrics=bootstrap_all(per_user, seed=seed, num=config.num_bootstrap),
-        coverage={f"coverage@{k}": coverage.at(k) for k in config.ks},
+        coverage=coverage,
         slices=tuple(slices),
         user=users,
         target=targets,
@@ -259,30 +295,20 @@ def _report(columns: Counts, coverage: Coverage, num_items: int, config: EvalCon
     )
 
 
-def _limited(samples: Iterable[EvalBatch], max_users: int) -> Iterator[EvalBatch]:
-    """The samples of the first `max_users` users; all if it is 0."""
-    left = max_users or sys.maxsize
-    for sample in samples:
-        yield sample if len(sample.users) <= left else sample.first(left)
-        left -= len(sample.users)
-        if left <= 0:
-            return
-
-
-def _with_progress(samples: Iterator[EvalBatch], num_batches: int, progress: bool) -> Iterable[EvalBatch]:
+def _with_progress(turns: Iterable[tuple[int, bool]], num_batches: int, progress: bool) -> Iterable[tuple[int, bool]]:
     if not (progress and sys.stderr.isatty()):
-        return samples
-    return track(samples, "evaluate", total=num_batches or None, console=Console(stderr=True), transient=True)
+        return turns
+    return track(turns, "evaluate", total=num_batches or None, console=Console(stderr=True), transient=True)
 
 
-def _check_queries(queries: Tensor, users: Tensor) -> None:
+def _check_queries(queries: Tensor, users: Tensor, cause: TrainError) -> None:
     finite = queries.isfinite().all(1)
     if not bool(finite.all()):
         user = int(users[int(finite.logical_not().nonzero()[0])])
         raise TrainError(
             f"the query vector of user {user} is not finite; it cannot be ranked. The model has diverged: "
             "use an earlier checkpoint, or lower the learning rate."
-        )
+        ) from cause
 
 
 def _intervals(metrics: dict[str, dict[str, float]]) -> dict[str, Interval]:

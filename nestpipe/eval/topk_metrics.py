@@ -1,20 +1,9 @@
-"""Full ranking of the catalogue in bounded memory: ranks of targets, top-k lists, per-user metrics, bootstrap intervals.
-
-    queries [B, D]  x  item vectors [I, D]      scored in blocks; a block with its masks takes at most `max_bytes`
-
-      items   0 ....... | ......... | ...... I
-    samples  [ block ]  [ block ]   [ block ]    seen items are removed, then each block adds to the rank of its
-             [ block ]  [ block ]   [ block ]    samples' targets and to their running top k
-
-Ties, in ranks and in lists: the lower catalogue position goes first. Ties are bitwise, so a target's score is read from
-the block of its neighbours: a separate dot product could round differently.
-"""
+"""Top-k metrics of ranks: coverage, per-user metrics, bootstrap intervals, slices by history length."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -22,190 +11,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nestpipe.errors import DataError, TrainError
-from nestpipe.jagged import Jagged
+from nestpipe.errors import DataError
+from nestpipe.eval.eval_ranks import EvalRanks, gather
 
 Array = NDArray[np.float64]
 Counts = NDArray[np.int64]
-
-_BYTES_PER_SCORE = 20  # a score of up to 8 bytes, three masks, and the running count of ties with its cast
-_MIN_ROWS = 32  # queries per product; with fewer, reading the item vectors takes longer than scoring them
-
-
-class Top(NamedTuple):
-    """Best items first: positions [B, k] and scores [B, k]; -1 and -inf where there are fewer candidates."""
-
-    positions: Tensor
-    scores: Tensor
-
-
-class RankedTargets(NamedTuple):
-    """Ranks of the targets [B], from 1; num_items + 1 if the target was removed. Best positions [B, top_k]."""
-
-    ranks: Tensor
-    top: Tensor
-
-
-@torch.no_grad()
-def rank_targets(
-    queries: Tensor, item_vectors: Tensor, targets: Tensor, seen: Jagged | None, *, top_k: int, max_bytes: int
-) -> RankedTargets:
-    """Ranks catalogue positions `targets` [B] among all items but those in `seen`; also the top-k lists.
-
-    Raises TrainError if a score is not finite and DataError if a position is outside of the catalogue.
-    """
-    _check_positions("target", targets, len(item_vectors))
-    ranks, tops = [], []
-    for scorer in _scorers(queries, item_vectors, seen, max_bytes):
-        chunk = targets[scorer.rows].to(queries.device)
-        target_scores = _target_scores(scorer, chunk)
-        before = torch.zeros_like(chunk)
-        top = _no_items(scorer.queries)
-        for span in scorer.spans:
-            scores = scorer.block(span)
-            before += _num_before(scores, target_scores, chunk - span.start)
-            top = _merge(top, _top_of_block(scores, span.start, top_k), top_k)
-        removed = target_scores == -torch.inf
-        ranks.append(torch.where(removed, len(item_vectors) + 1, before + 1))
-        tops.append(_padded(top, top_k).positions)
-    return RankedTargets(torch.cat(ranks), torch.cat(tops))
-
-
-@torch.no_grad()
-def top_items(queries: Tensor, item_vectors: Tensor, seen: Jagged | None, k: int, max_bytes: int) -> Top:
-    """The k best items for each query [B, D], without those in `seen`; raises like `rank_targets`."""
-    tops = []
-    for scorer in _scorers(queries, item_vectors, seen, max_bytes):
-        top = _no_items(scorer.queries)
-        for span in scorer.spans:
-            top = _merge(top, _top_of_block(scorer.block(span), span.start, k), k)
-        tops.append(_padded(top, k))
-    return Top(torch.cat([top.positions for top in tops]), torch.cat([top.scores for top in tops]))
-
-
-class _BlockScorer:
-    """Scores some samples against spans of the catalogue; a single span is scored once and kept."""
-
-    def __init__(
-        self, rows: slice, queries: Tensor, item_vectors: Tensor, seen: Jagged | None, spans: Sequence[slice]
-    ) -> None:
-        self.rows, self.queries, self.item_vectors, self.spans = rows, queries[rows], item_vectors, spans
-        self._seen_rows = self._seen_items = torch.empty(0, dtype=torch.int64, device=queries.device)
-        if seen is not None:
-            chunk = seen.select(torch.arange(rows.start, rows.stop, device=seen.offsets.device))
-            self._seen_rows = chunk.row_of_value().to(queries.device)
-            self._seen_items = chunk.values.to(queries.device)
-        self._kept: Tensor | None = None
-
-    def block(self, span: slice) -> Tensor:
-        """Scores [rows, items of the span]; -inf for seen items."""
-        if self._kept is not None:
-            return self._kept
-        scores = self.queries @ self.item_vectors[span].T
-        self._check_finite(scores, span.start)
-        inside = (self._seen_items >= span.start) & (self._seen_items < span.stop)
-        scores[self._seen_rows[inside], self._seen_items[inside] - span.start] = -torch.inf
-        if len(self.spans) == 1:
-            self._kept = scores
-        return scores
-
-    def _check_finite(self, scores: Tensor, first_item: int) -> None:
-        # amin and amax propagate nan, and need no mask of the size of the block.
-        finite = scores.amin(1).isfinite() & scores.amax(1).isfinite()
-        if not bool(finite.all()):
-            row = int(finite.logical_not().nonzero()[0])
-            column = int(scores[row].isfinite().logical_not().nonzero()[0])
-            raise TrainError(
-                f"score of sample {self.rows.start + row} for the item at catalogue position {first_item + column} is "
-                f"{float(scores[row, column])}; it cannot be ranked. The model has diverged: use an earlier "
-                "checkpoint, or lower the learning rate."
-            )
-
-
-def _scorers(queries: Tensor, item_vectors: Tensor, seen: Jagged | None, max_bytes: int) -> Iterator[_BlockScorer]:
-    """One scorer per chunk of samples, with blocks of at most max_bytes; an empty one if there are no samples."""
-    num_samples, num_items = len(queries), len(item_vectors)
-    if seen is not None:
-        if seen.num_rows != num_samples:
-            raise DataError(
-                f"there are {num_samples} queries but {seen.num_rows} rows of seen items. Pass one row per query."
-            )
-        _check_positions("seen item", seen.values, num_items)
-    num_scores = max(1, max_bytes // _BYTES_PER_SCORE)
-    num_rows = min(max(num_scores // max(1, num_items), _MIN_ROWS), num_scores)
-    spans = _spans(num_items, max(1, num_scores // num_rows))
-    for rows in _spans(num_samples, num_rows) or [slice(0, 0)]:
-        yield _BlockScorer(rows, queries, item_vectors, seen, spans)
-
-
-def _spans(size: int, width: int) -> list[slice]:
-    """Divides 0 .. size into the fewest spans of at most `width`, as equal as possible."""
-    num_spans = -(-size // width)
-    edges = [size * index // num_spans for index in range(num_spans + 1)] if num_spans else [0]
-    return [slice(start, stop) for start, stop in pairwise(edges)]
-
-
-def _target_scores(scorer: _BlockScorer, targets: Tensor) -> Tensor:
-    """The score of each target [B], read from its block; -inf if it was removed."""
-    target_scores = scorer.queries.new_empty(len(targets))
-    for span in scorer.spans:
-        rows = ((targets >= span.start) & (targets < span.stop)).nonzero().squeeze(1)
-        if len(rows):
-            target_scores[rows] = scorer.block(span)[rows, targets[rows] - span.start]
-    return target_scores
-
-
-def _num_before(scores: Tensor, target_scores: Tensor, target_columns: Tensor) -> Tensor:
-    """How many items of the block [B, n] rank before each row's target: higher score, or equal and lower position."""
-    columns = torch.arange(scores.shape[1], device=scores.device)
-    before = scores == target_scores.unsqueeze(1)
-    before &= columns < target_columns.unsqueeze(1)
-    before |= scores > target_scores.unsqueeze(1)
-    return before.sum(1, dtype=torch.int32)
-
-
-def _top_of_block(scores: Tensor, first_item: int, k: int) -> Top:
-    """The k best of a block [B, n] by position; `topk` alone breaks ties arbitrarily."""
-    k = min(k, scores.shape[1])
-    kth = scores.topk(k, dim=1, sorted=False).values.amin(1, keepdim=True)
-    taken = scores >= kth
-    if bool((taken.sum(1, dtype=torch.int32) > k).any()):
-        taken = scores > kth
-        tied = scores == kth
-        room = k - taken.sum(1, keepdim=True, dtype=torch.int32)
-        taken |= tied & (tied.cumsum(1, dtype=torch.int32) <= room)
-    columns = taken.nonzero()[:, 1].reshape(-1, k)
-    return Top(columns + first_item, scores.gather(1, columns))
-
-
-def _no_items(queries: Tensor) -> Top:
-    empty = queries.new_empty(len(queries), 0)
-    return Top(empty.to(torch.int64), empty)
-
-
-def _merge(top: Top, later: Top, k: int) -> Top:
-    """The k best of both, best first; positions of `later` are higher, so a stable sort breaks ties correctly."""
-    scores, order = torch.cat([top.scores, later.scores], 1).sort(dim=1, descending=True, stable=True)
-    positions = torch.cat([top.positions, later.positions], 1).gather(1, order)
-    return Top(positions[:, :k], scores[:, :k])
-
-
-def _padded(top: Top, k: int) -> Top:
-    """Pads to k columns, with position -1 where there are no candidates."""
-    missing = (0, k - top.scores.shape[1])
-    scores = torch.nn.functional.pad(top.scores, missing, value=-torch.inf)
-    positions = torch.nn.functional.pad(top.positions, missing, value=-1)
-    return Top(positions.masked_fill(scores == -torch.inf, -1), scores)
-
-
-def _check_positions(what: str, positions: Tensor, num_items: int) -> None:
-    wrong = (positions < 0) | (positions >= num_items)
-    if bool(wrong.any()):
-        place = int(wrong.nonzero()[0])
-        raise DataError(
-            f"{what} {place} has catalogue position {int(positions[place])}, but the catalogue has {num_items:,} items. "
-            "Leave out items that are not in the catalogue; positions start at 0."
-        )
 
 
 class Coverage:
@@ -221,9 +31,15 @@ class Coverage:
         positions = top.cpu().remainder(self._num_items + 1)
         self._best.scatter_reduce_(0, positions.reshape(-1), places.reshape(-1), "amin")
 
-    def at(self, k: int) -> float:
-        """The share of the catalogue that is in at least one top-k list."""
-        return int((self._best[: self._num_items] <= k).sum()) / max(1, self._num_items)
+    def shares(self, ks: Sequence[int], ranks: EvalRanks) -> dict[str, float]:
+        """coverage@k: the share of the catalogue that is in a top-k list of any rank. Collective.
+
+        Each rank takes the minimum over all ranks for its share of the items, and counts.
+        """
+        own = torch.stack(ranks.exchange("coverage", self._best[: self._num_items].tensor_split(ranks.size))).amin(0)
+        counts = sum(gather(ranks, "covered", torch.tensor([[int((own <= k).sum()) for k in ks]])))
+        found = torch.as_tensor(counts)[0].tolist()
+        return {f"coverage@{k}": num / max(1, self._num_items) for k, num in zip(ks, found, strict=True)}
 
 
 def user_metrics(ranks: Counts, ks: Sequence[int], num_items: int) -> dict[str, Array]:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from nestpipe.data.sequences import Sequences
 from nestpipe.errors import DataError
 from nestpipe.eval.catalogue_predictor import training_counts
-from nestpipe.eval.topk_metrics import top_items
+from nestpipe.eval.catalogue_ranking import top_items
 from nestpipe.gateway.candidates import Floats, PastEvents, Retriever, build_index, mean_encoder, without
 from nestpipe.jagged import Jagged
 from nestpipe.serve.config import Stages

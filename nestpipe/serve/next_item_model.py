@@ -14,7 +14,7 @@ from nestpipe.data.batch_builder import BatchBuilder
 from nestpipe.data.sequences import Sequences, truncate
 from nestpipe.embedding.row_reader import TableRows, read_rows
 from nestpipe.errors import ConfigError
-from nestpipe.eval.topk_metrics import top_items
+from nestpipe.eval.catalogue_ranking import top_items
 from nestpipe.jagged import Batch, Jagged, offsets_of
 from nestpipe.models.build_model import inputs_of
 from nestpipe.models.contract import Recommender

@@ -44,15 +44,16 @@ from nestpipe.pipeline.semi_async import step_to_barrier
 from nestpipe.pipeline.sequential import step
 from nestpipe.pipeline.stages import BatchWork, TrainState
 from nestpipe.profiling.torch_profiler import profiled
+from nestpipe.training.distributed_eval import ChannelRanks
 from nestpipe.training.environment import environment
 from nestpipe.training.mfu import Utilisation
 from nestpipe.training.open_run import agree, check_shared, open_run
 from nestpipe.training.process import exact_arithmetic, keep_freed_memory, lock_run, peak_memory_bytes, stop_signals
 from nestpipe.training.run_folder import Run
-from nestpipe.training.run_limits import Best, LoopProgress, RunLimits
+from nestpipe.training.run_limits import Best, LoopProgress, RunLimits, validation_of
 from nestpipe.training.run_state import load_state, new_state, warm_state
 from nestpipe.training.start_line import EarlierStart, cpu_model, gather_hosts, start_line
-from nestpipe.training.trackers import JsonlTracker, Progress, TensorBoardTracker, Tracker, Trackers
+from nestpipe.training.trackers import Progress, Trackers, open_trackers
 
 INTERRUPTED = "interrupted"
 
@@ -149,7 +150,11 @@ class _Loop:
             check_shared(run.folder, channels.control)
             if self._warm_start and not quiet:
                 Console(stderr=True, highlight=False, markup=False).print(self._warm_start)
-            self._trackers = _trackers(run, self._state.num_steps) if self._leads else Trackers([])
+            self._trackers = (
+                open_trackers(run.folder, self._state.num_steps, tensorboard=run.config.train.tensorboard)
+                if self._leads
+                else Trackers([])
+            )
             undo.callback(self._trackers.close)
             train, done = run.config.train, self._state.num_steps
             self._progress = Progress(self._limits.num_steps(), train.minutes * 60, done=done, quiet=quiet)
@@ -315,7 +320,8 @@ class _Loop:
         # Only the means are used, so few bootstrap samples suffice.
         config = replace(self._config, eval=replace(self._config.eval, num_bootstrap=100))
         scorer = make_predictor(self._state.model, self._state.embedding, self._run.sequences, self._run.split, config)
-        values = scorer.evaluate("validation", progress=False).scalars()
+        report = scorer.evaluate("validation", ranks=ChannelRanks(self._channels.control), progress=False)
+        values = report.scalars()
         self._trackers.log(self._state.num_steps, {f"validation/{name}": value for name, value in values.items()})
         value = values[self._config.train.metric]
         self._progress.say(f"step {self._state.num_steps:,}: validation {self._config.train.metric} {value:.4f}")
@@ -360,8 +366,7 @@ class _Loop:
             self._channels.saves, "restored", lambda: load_state(self._run, latest, self._channels)
         )
         progress = manifest.progress
-        best = Best(**progress["best"]) if progress["best"] else None
-        self._memory = LoopProgress(seconds=progress["seconds"], best=best, num_stale=progress["num_stale"])
+        self._memory = LoopProgress.resumed(progress, validation_of(self._config))
         self._cursor = manifest.cursor
         self._restored = checkpoint_folders.checkpoint_folder(self._run.checkpoints, latest).name
         self._saved_settings = progress.get("autotune", [])
@@ -373,6 +378,7 @@ class _Loop:
             "settings": self._run.settings,
             "data": self._run.sequences.digest,
             "autotune": self._controller.history,
+            "validated": validation_of(self._config),
         }
         self._saver.save(
             self._state.num_steps,
@@ -390,11 +396,3 @@ def _closing(batches: Generator[Batch]) -> Iterator[Generator[Batch]]:
     finally:
         with contextlib.suppress(ValueError):  # after a failure a stream may still be reading
             batches.close()
-
-
-def _trackers(run: Run, num_steps: int) -> Tracker:
-    """New files for a new run; an interrupted one continues after its last saved step."""
-    trackers: list[Tracker] = [JsonlTracker.resume(run.folder / "metrics.jsonl", num_steps)]
-    if run.config.train.tensorboard:
-        trackers.append(TensorBoardTracker(run.folder / "tensorboard", resume_step=num_steps or None))
-    return Trackers(trackers)

@@ -10,7 +10,7 @@ import inspect
 import json
 import platform
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
@@ -34,6 +34,7 @@ from nestpipe.data.splits import Split, make_split
 from nestpipe.embedding.config import EmbeddingConfig
 from nestpipe.embedding.row_reader import TableRows
 from nestpipe.errors import CheckpointError, ConfigError
+from nestpipe.eval.config import EvalConfig
 from nestpipe.eval.predictor import Predictor, make_predictor
 from nestpipe.generative.semantic_ids import Registry
 from nestpipe.generative.trie import Trie
@@ -51,6 +52,7 @@ FREE_KEYS = (
     *("pipeline.groups", "pipeline.mode", "pipeline.depth", "pipeline.rows", "pipeline.split", "pipeline.chunks"),
     *("pipeline.tune", "pipeline.adapt", "pipeline.follow", "pipeline.trace_steps"),
     *("embedding.tier", "embedding.mmap_folder", "embedding.memory_bytes"),
+    *(f"eval.{field.name}" for field in fields(EvalConfig)),
 )
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from nestpipe.config import Config
 from nestpipe.data.loader import Loader
@@ -26,6 +27,18 @@ class LoopProgress:
     seconds: float = 0.0
     best: Best | None = None
     num_stale: int = 0  # validations since the best one
+
+    @staticmethod
+    def resumed(saved: Mapping[str, Any], validated: list[str]) -> LoopProgress:
+        """Of a checkpoint. A best value of another kind of validation (see `validation_of`) is forgotten: values differ."""
+        if not saved["best"] or saved.get("validated", validated) != validated:
+            return LoopProgress(seconds=saved["seconds"])
+        return LoopProgress(seconds=saved["seconds"], best=Best(**saved["best"]), num_stale=saved["num_stale"])
+
+
+def validation_of(config: Config) -> list[str]:
+    """The settings that decide the value of a validation."""
+    return [config.train.metric, config.eval.seen, str(config.eval.max_users)]
 
 
 class RunLimits:

@@ -148,6 +148,14 @@ def _to_json(value: Any) -> Any:
 _LINE_SECONDS = 15.0
 
 
+def open_trackers(folder: Path, num_steps: int, *, tensorboard: bool) -> Trackers:
+    """New files for a new run; an interrupted one continues after its last saved step."""
+    trackers: list[Tracker] = [JsonlTracker.resume(folder / "metrics.jsonl", num_steps)]
+    if tensorboard:
+        trackers.append(TensorBoardTracker(folder / "tensorboard", resume_step=num_steps or None))
+    return Trackers(trackers)
+
+
 class Progress:
     """Counts steps and tokens; shows loss, rate and time left on stderr unless `quiet`."""
 

@@ -28,3 +28,15 @@ def test_validation_targets_are_missed_with_their_reason(run, folder):
     code, _, err = run("eval", str(folder / "a"), "--target", "validation")
     assert code == 2
     assert "It was trained without --data.validation" in err
+
+
+def test_flags_replace_the_settings_of_the_run(run, folder):
+    code, out, _ = run("eval", str(folder / "a"), "--max-users", "7", "--ks", "3", "5", "--seen", "none", "--json")
+    report = json.loads(out)
+    assert code == 0
+    assert (report["num_users"], report["ks"], report["seen"]) == (7, [3, 5], "none")
+    code, out, _ = run("eval", str(folder / "a"), "--compare", str(folder / "b"), "--max-users", "7", "--json")
+    assert json.loads(out)["num_users"] == 7  # the same users, whatever the seeds of the runs
+    code, _, err = run("eval", str(folder / "a"), "--ks", "5", "3")
+    assert code == 2
+    assert "eval.ks is (5, 3)" in err

@@ -19,11 +19,13 @@ from nestpipe.eval.compare import compare
 from nestpipe.eval.config import EvalConfig
 from nestpipe.eval.retrieval_eval import EvalBatch, EvalReport, evaluate, popularity_report
 from nestpipe.jagged import Batch, Cursor, Jagged
+from nestpipe.ops.catalogue_scan import CataloguePart
 
 NUM_USERS, NUM_ITEMS, DIM = 90, 60, 8
 CONFIG = EvalConfig(ks=(1, 10, 100), num_bootstrap=200)
 QUERIES = torch.randn(NUM_USERS, DIM, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 ITEMS = torch.randn(NUM_ITEMS, DIM, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+WHOLE = CataloguePart.whole(ITEMS)
 HISTORIES = [[(user * 7 + event * 11) % NUM_ITEMS for event in range(1 + user // 3)] for user in range(NUM_USERS)]
 TARGETS = [(user * 13 + 5) % NUM_ITEMS for user in range(NUM_USERS)]
 
@@ -63,7 +65,7 @@ def oracle_ranks(queries: Tensor, items: Tensor) -> list[int]:
 
 @pytest.fixture(scope="module")
 def report() -> EvalReport:
-    return evaluate(encode, ITEMS, samples(), CONFIG, seed=3)
+    return evaluate(encode, WHOLE, samples(), CONFIG, seed=3)
 
 
 def test_report_holds_what_the_oracle_says(report: EvalReport) -> None:
@@ -97,23 +99,15 @@ def test_slices_split_the_users(report: EvalReport) -> None:
 
 def test_batches_and_blocks_do_not_change_the_report(report: EvalReport) -> None:
     small = EvalConfig(ks=CONFIG.ks, num_bootstrap=200, max_bytes=2**16)
-    assert evaluate(encode, ITEMS, iter(samples(7)), small, seed=3).to_json() == report.to_json()
+    assert evaluate(encode, WHOLE, samples(7), small, seed=3).to_json() == report.to_json()
 
 
 def test_seen_items_are_kept_on_request() -> None:
-    kept = evaluate(encode, ITEMS, samples(), EvalConfig(ks=(1,), num_bootstrap=100, seen="none"), seed=0)
+    kept = evaluate(encode, WHOLE, samples(), EvalConfig(ks=(1,), num_bootstrap=100, seen="none"), seed=0)
     scores = QUERIES @ ITEMS.T
     target_scores = scores.gather(1, torch.tensor(TARGETS).unsqueeze(1))
     assert kept.rank.tolist() == ((scores > target_scores).sum(1) + 1).tolist()
     assert kept.targets_seen == 0
-
-
-@pytest.mark.parametrize("max_users", [1, 32, 40, NUM_USERS, 1000])
-def test_max_users_takes_the_first(report: EvalReport, max_users: int) -> None:
-    config = EvalConfig(ks=(10,), num_bootstrap=100, max_users=max_users)
-    part = evaluate(encode, ITEMS, samples(), config, seed=0)
-    assert part.user.tolist() == report.user[:max_users].tolist()
-    assert part.rank.tolist() == report.rank[:max_users].tolist()
 
 
 def test_popularity_is_ranked_by_the_same_rule() -> None:
@@ -165,7 +159,7 @@ def test_table_shows_metrics_slices_and_boundaries(report: EvalReport) -> None:
 
 def test_comparison_says_better_worse_or_nothing(report: EvalReport) -> None:
     oracle = evaluate(
-        lambda batch: ITEMS[torch.tensor(TARGETS)[batch.sample_ids]] * 10, ITEMS, samples(), CONFIG, seed=3
+        lambda batch: ITEMS[torch.tensor(TARGETS)[batch.sample_ids]] * 10, WHOLE, samples(), CONFIG, seed=3
     )
     assert compare(report, oracle, seed=0).differences["mrr"].verdict == "better"
     assert compare(oracle, report, seed=0).differences["mrr"].verdict == "worse"
@@ -183,13 +177,13 @@ def test_comparison_says_better_worse_or_nothing(report: EvalReport) -> None:
 
 
 def test_comparison_pairs_users_whatever_their_order(report: EvalReport) -> None:
-    backwards = evaluate(encode, ITEMS, samples()[::-1], CONFIG, seed=3)
+    backwards = evaluate(encode, WHOLE, samples()[::-1], CONFIG, seed=3)
     assert backwards.user.tolist() != report.user.tolist()
     assert all(one.interval.low == one.interval.high == 0 for one in compare(report, backwards, 0).differences.values())
 
 
 def test_comparison_uses_the_list_lengths_of_both(report: EvalReport) -> None:
-    other = evaluate(encode, ITEMS, samples(), EvalConfig(ks=(5, 10), num_bootstrap=100), seed=3)
+    other = evaluate(encode, WHOLE, samples(), EvalConfig(ks=(5, 10), num_bootstrap=100), seed=3)
     assert list(compare(report, other, seed=0).differences) == ["hr@10", "ndcg@10", "mrr"]
 
 
@@ -217,12 +211,12 @@ def test_a_broken_model_names_the_user() -> None:
         return encode(batch).index_fill(0, torch.tensor([2]), torch.nan)
 
     with pytest.raises(TrainError, match="query vector of user 1002 is not finite"):
-        evaluate(broken, ITEMS, samples(), CONFIG, seed=0)
+        evaluate(broken, WHOLE, samples(), CONFIG, seed=0)
 
 
 def test_no_samples_is_an_error() -> None:
     with pytest.raises(DataError, match="no users to evaluate"):
-        evaluate(encode, ITEMS, [], CONFIG, seed=0)
+        evaluate(encode, WHOLE, [], CONFIG, seed=0)
 
 
 def test_progress_goes_to_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,7 +228,7 @@ def test_progress_goes_to_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> No
     config = EvalConfig(ks=(10,), num_bootstrap=100)
     for stream, progress, shown in ((Terminal(), True, True), (Terminal(), False, False), (io.StringIO(), True, False)):
         monkeypatch.setattr(sys, "stderr", stream)
-        evaluate(encode, ITEMS, samples(), config, seed=0, progress=progress)
+        evaluate(encode, WHOLE, samples(), config, seed=0, progress=progress)
         assert ("evaluate" in stream.getvalue()) == shown
 
 
