@@ -121,13 +121,13 @@ class NativeIndex:
         return int(self._functions.num_slots(self.handle))
 
     def find(self, ids: Tensor) -> Tensor:
-        ids = _checked(ids)
+        ids = checked_ids(ids)
         slots = torch.empty_like(ids)
         self._functions.find(self.handle, ids.data_ptr(), len(ids), slots.data_ptr(), self._num_threads)
         return slots
 
     def find_or_add(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        ids = _checked(ids)
+        ids = checked_ids(ids)
         slots, added = torch.empty_like(ids), torch.empty_like(ids)
         num_added = self._functions.find_or_add(
             self.handle, ids.data_ptr(), len(ids), slots.data_ptr(), added.data_ptr()
@@ -136,7 +136,7 @@ class NativeIndex:
         return slots, added[:num_added]
 
     def remove(self, ids: Tensor) -> Tensor:
-        ids = _checked(ids)
+        ids = checked_ids(ids)
         slots = torch.empty_like(ids)
         num_removed = self._functions.remove(self.handle, ids.data_ptr(), len(ids), slots.data_ptr())
         self._check_memory(num_removed, 0)
@@ -151,7 +151,7 @@ class NativeIndex:
         return ids, slots.index_select(0, order)
 
     def load(self, ids: Tensor, slots: Tensor) -> None:
-        ids, slots = _checked(ids), _checked(slots)
+        ids, slots = checked_ids(ids), checked_ids(slots)
         free = _free_slots(ids.sort().values, slots)
         pointers = ids.data_ptr(), slots.data_ptr(), len(ids), free.data_ptr(), len(free)
         self._check_memory(self._functions.load(self.handle, *pointers), len(ids))
@@ -183,14 +183,14 @@ class TorchIndex:
         return len(self._ids) + len(self._free)
 
     def find(self, ids: Tensor) -> Tensor:
-        ids = _checked(ids)
+        ids = checked_ids(ids)
         if not len(self):
             return torch.full_like(ids, -1)
         place = self._place(ids)
         return torch.where(self._ids.index_select(0, place) == ids, self._slots.index_select(0, place), -1)
 
     def find_or_add(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        ids = _checked(ids)
+        ids = checked_ids(ids)
         known = self.find(ids)
         unknown = (known < 0).nonzero().flatten()
         if not len(unknown):
@@ -207,7 +207,7 @@ class TorchIndex:
         return self.find(ids), added
 
     def remove(self, ids: Tensor) -> Tensor:
-        ids = _checked(ids)
+        ids = checked_ids(ids)
         slots = self.find(ids)
         ascending, order = ids.sort(stable=True)
         repeated = order[1:][ascending.diff() == 0]
@@ -224,7 +224,7 @@ class TorchIndex:
         return self._ids.clone(), self._slots.clone()
 
     def load(self, ids: Tensor, slots: Tensor) -> None:
-        ids, slots = _checked(ids), _checked(slots)
+        ids, slots = checked_ids(ids), checked_ids(slots)
         ascending, order = ids.sort()
         self._free = _free_slots(ascending, slots)
         self._ids, self._slots = ascending, slots.index_select(0, order)
@@ -249,7 +249,8 @@ class TorchIndex:
         self._ids, self._slots = merged[0], merged[1]
 
 
-def _checked(ids: Tensor) -> Tensor:
+def checked_ids(ids: Tensor) -> Tensor:
+    """Ids or slots as native functions take them. Raises ValueError."""
     if ids.dtype != torch.int64 or ids.ndim != 1 or ids.device.type != "cpu":
         raise ValueError(
             f"an index takes int64 values in one dimension on the CPU, but got {ids.dtype} {list(ids.shape)} on {ids.device}"

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from nestpipe.embedding.buckets import Owners
-from nestpipe.embedding.id_index import IdIndex, NativeIndex, TorchIndex, UnknownIdError
+from nestpipe.embedding.id_index import IdIndex, NativeIndex, TorchIndex, UnknownIdError, checked_ids
 from nestpipe.ops.native_library import Native, library
 
 Order = Literal["lru", "lfu"]
@@ -134,7 +134,7 @@ class NativeLedger:
 
     def touch(self, ids: Tensor, step: int) -> Tensor:
         _check_step(step)
-        ids = ids.contiguous()
+        ids = checked_ids(ids)
         slots = torch.empty_like(ids)
         self._functions.touch(self._handle, ids.data_ptr(), len(ids), step, slots.data_ptr())
         return slots
@@ -143,7 +143,7 @@ class NativeLedger:
         self, ids: Tensor, frequency: Tensor, *, step: int, before: int = 0, limits: Tensor | None = None
     ) -> tuple[Tensor, Evicted]:
         _check_step(step)
-        ids, frequency = ids.contiguous(), frequency.contiguous()
+        ids, frequency = checked_ids(ids), checked_ids(frequency)
         slots = torch.empty_like(ids)
         pointers = ids.data_ptr(), frequency.data_ptr(), len(ids), step, before
         most = None if limits is None else limits.data_ptr()
@@ -152,11 +152,11 @@ class NativeLedger:
         return slots, self._evicted(num_evicted)
 
     def append(self, slots: Tensor) -> None:
-        slots = slots.contiguous()
+        slots = checked_ids(slots)
         self._check_memory(self._functions.append(self._handle, slots.data_ptr(), len(slots)), 0)
 
     def remove(self, ids: Tensor) -> None:
-        ids = ids.contiguous()
+        ids = checked_ids(ids)
         num_removed = self._functions.remove(self._handle, ids.data_ptr(), len(ids))
         self._check_memory(num_removed, 0)
         if num_removed < len(ids):
@@ -166,20 +166,20 @@ class NativeLedger:
             )
 
     def trim(self, ids: Tensor, limits: Tensor) -> Evicted:
-        ids = ids.contiguous()
+        ids = checked_ids(ids)
         num_evicted = self._functions.trim(self._handle, ids.data_ptr(), len(ids), limits.data_ptr())
         self._check_memory(num_evicted, 0)
         return self._evicted(num_evicted)
 
     def state(self, slots: Tensor) -> tuple[Tensor, Tensor]:
-        slots = slots.contiguous()
+        slots = checked_ids(slots)
         last_step, frequency = torch.empty_like(slots), torch.empty_like(slots)
         self._functions.state(self._handle, slots.data_ptr(), len(slots), last_step.data_ptr(), frequency.data_ptr())
         return last_step, frequency
 
     def load(self, content: Mapping[str, Tensor]) -> None:
-        ids, last_step, frequency = (content[name].contiguous() for name in ("ids", "last_step", "frequency"))
-        _check_state(last_step, frequency)
+        ids, last_step, frequency = (checked_ids(content[name]) for name in ("ids", "last_step", "frequency"))
+        _check_state(ids, last_step, frequency)
         self._index.load(ids, torch.arange(len(ids)))
         order = _sorted_by(ids, last_step, *([frequency] if self._order == "lfu" else []), self._owners.bucket_of(ids))
         pointers = (one.data_ptr() for one in (ids, last_step, frequency, order))
@@ -248,9 +248,10 @@ class TorchLedger:
         return self._last_step[slots], self._frequency[slots]
 
     def load(self, content: Mapping[str, Tensor]) -> None:
-        _check_state(content["last_step"], content["frequency"])
+        ids, last_step, frequency = (content[name] for name in ("ids", "last_step", "frequency"))
+        _check_state(ids, last_step, frequency)
         self._index.clear()
-        self._add(content["ids"], content["last_step"], content["frequency"])
+        self._add(ids, last_step, frequency)
 
     def _add(self, ids: Tensor, last_step: Tensor, frequency: Tensor) -> Tensor:
         slots, _ = self._index.find_or_add(ids)
@@ -282,8 +283,12 @@ def _check_step(step: int) -> None:
         raise ValueError(f"step or frequency {step:,} is above {_MOST:,}; usage of rows is stored in 32 bits")
 
 
-def _check_state(last_step: Tensor, frequency: Tensor) -> None:
-    if len(last_step):
+def _check_state(ids: Tensor, last_step: Tensor, frequency: Tensor) -> None:
+    if not len(ids) == len(last_step) == len(frequency):
+        raise ValueError(
+            f"{len(ids):,} ids but {len(last_step):,} last steps and {len(frequency):,} frequencies; each id has one of both"
+        )
+    if len(ids):
         _check_step(max(int(last_step.max()), int(frequency.max())))
 
 

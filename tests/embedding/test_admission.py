@@ -261,6 +261,12 @@ def test_counts_of_ids_without_a_row_are_bounded(monkeypatch):
     assert kept == [one for one in range(99) if bucket_of(one, 4096) < 5]
 
 
+def test_rows_of_one_batch_tie_by_id_whether_they_are_old_or_new():
+    """Row 9 was there before row 1, but both were last used in batch 1."""
+    config = EmbeddingConfig(num_buckets=1, max_rows=2)
+    assert advance(table(config), {9}, {1, 9}, set(), set(), {20})[-1] == [9, 20]
+
+
 def test_rarely_used_rows_tie_by_their_last_step():
     """Rows 1 and 2 were used in two batches each, row 1 later."""
     config = EmbeddingConfig(num_buckets=1, max_rows=2, evict="lfu")

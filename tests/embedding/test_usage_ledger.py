@@ -179,6 +179,8 @@ def test_wrong_calls_are_refused(native):
         ledger.remove(tensor([5]))
     with pytest.raises(ValueError, match=r"2,147,483,648 is above 2,147,483,647"):
         ledger.touch(tensor([5]), 2**31)
+    with pytest.raises(ValueError, match="1 ids but 2 last steps and 1 frequencies"):
+        ledger.load({"ids": tensor([1]), "last_step": tensor([0, 3]), "frequency": tensor([2])})
     with pytest.raises(ValueError, match="stored in 32 bits"):
         ledger.load({"ids": tensor([1]), "last_step": tensor([0]), "frequency": tensor([2**40])})
 

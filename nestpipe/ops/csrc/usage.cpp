@@ -33,13 +33,14 @@ constexpr int32_t kDetached = -2;  // as `previous`: the row is in no list
 constexpr int32_t kMost = std::numeric_limits<int32_t>::max();
 constexpr uint64_t kMinRows = 16;
 
-struct Row {  // 32 bytes, so that it never lies in two cache lines
+struct Row {
   int64_t id;
   int32_t last_step, frequency;
   int32_t previous, next;
   int32_t bucket;
   int32_t list;  // its own, or while detached the one that it was in
 };
+static_assert(sizeof(Row) == 32, "a row must not lie in two cache lines");
 
 struct List {
   int32_t key;
