@@ -153,7 +153,9 @@ class Gateway:
     async def readiness(self) -> tuple[dict[str, bool], str]:
         """Which instances are ready, and why the gateway is not; empty if it is."""
         ready = await self._remote.ready(timeout_s=1.0)
-        problem = await self._recommends() if any(ready.values()) else "no instance is ready"
+        if not any(ready.values()):
+            return ready, "no instance is ready"
+        problem = await self._recommends()
         if problem and problem != self._problem:
             _log.warning("the gateway is not ready: %s", problem)
         self._problem = problem
@@ -167,6 +169,9 @@ class Gateway:
             answer = await self._recommender.recommend(replace(self._probe(), deadline_ms=_PROBE_MS))
         except NestPipeError as error:
             return str(error)
+        except Exception:
+            _log.exception("a readiness check failed")
+            return "the readiness check failed unexpectedly; the gateway's log has the traceback."
         self._note(answer)
         return f"ranking failed: {answer.problem}" if answer.problem else ""
 

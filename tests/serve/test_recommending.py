@@ -240,3 +240,20 @@ def test_a_ranker_orders_what_retrieval_finds(runs_of, tmp_path, kind):
         five = service.recommend(user=user, k=5, history=few)["items"]
         assert len(service.recommend(user=user, k=5, history=few, exclude=five[:4])["items"]) == 5
         assert len(service.recommend(user=user, k=9, history=few)["items"]) == 9  # more than are ranked otherwise
+
+
+def test_a_ranking_is_explained_like_a_recommendation_of_the_same_items(services):
+    service = services("ranker")
+    user = user_with(service, 4)
+    found = service.recommend(user=user, k=3, explain=True)
+    body = {"user": user, "candidates": found["items"], "request": "r", "query_time": NOW, "explain": True}
+    ranked = service.http.post("/v1/rank", json=body).json()
+    assert ranked["items"] == found["items"]
+    assert [[one["item"] for one in shown] for shown in ranked["because"]] == [
+        [one["item"] for one in shown] for shown in found["because"]
+    ]
+    assert service.http.post("/v1/rank", json={**body, "explain": False}).json()["because"] is None
+    stranger = service.http.post("/v1/rank", json={**body, "user": 10**9}).json()
+    assert (len(stranger["items"]), stranger["because"]) == (3, None), "without a history no event weighs"
+    refused = services("dcn").http.post("/v1/rank", json=body)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "bad_explain")
