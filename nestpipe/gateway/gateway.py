@@ -48,6 +48,7 @@ from nestpipe.serve.request_guard import (
     read_json,
     refuse_with,
     user_and_numbers,
+    user_route,
 )
 from nestpipe.serve.schemas import (
     EventsRequest,
@@ -142,7 +143,7 @@ class Gateway:
         }
         routes = [Route(f"/v1/{name}", self._handler(name, handlers[name]), methods=["POST"]) for name in self._calls]
         from_address = self._handler("recommend", self._recommend, fields_of=user_and_numbers)
-        routes.append(Route("/v1/recommend/{user:path}", from_address, methods=["GET"]))
+        routes.append(user_route("recommend", from_address))
         routes.extend(more)
         gets = {"healthz": _alive, "readyz": self._ready, "metrics": self._metrics, "openapi.json": self._document}
         routes += [Route(f"/{name}", handler) for name, handler in gets.items()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -113,6 +114,18 @@ def test_excluded_and_seen_items_are_never_shown(service):
     left = service.recommend(user=user, k=30, exclude=[*every[:2], "no such item"])["items"]
     assert left == every[2:]
     assert service.recommend(user=user, k=3, exclude=every)["items"] == []
+
+
+def test_answers_do_not_depend_on_who_else_asks(service):
+    users = service.run.sequences.users[10:16].tolist()
+    bodies = [{"user": user, "k": 6, "explain": service.kind != "dcn" and user % 3 == 0} for user in users]
+    alone = [service.recommend(**body) for body in bodies]
+    with ThreadPoolExecutor(8) as threads:
+        together = list(threads.map(lambda body: service.recommend(**body), bodies * 4))
+    for one, wanted in zip(together, alone * 4, strict=True):
+        assert one["items"] == wanted["items"]
+        np.testing.assert_allclose(one["scores"], wanted["scores"], rtol=1e-4, atol=1e-5)  # batch mates: order of sums
+        assert (one["because"] is None) == (wanted["because"] is None)
 
 
 def test_an_event_changes_the_next_answer(service):
