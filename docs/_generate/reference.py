@@ -172,6 +172,7 @@ def http() -> str:
     documents = {title: openapi.document(title, calls, Schema()) for title, calls in instances.items()}
     kinds: dict[str, openapi.ServiceKind] = {
         "a ranker": "ranker",
+        "a DCN": "pointwise",
         "a next-item model": "next_item",
         "a generative model": "generative",
     }

@@ -160,9 +160,12 @@ def serve_fleet(arguments: ServeArguments) -> int:
         notes_of(run.folder, one).unlink(missing_ok=True)  # of an earlier fleet
     retriever = None
     if kind in ("ranker", "pointwise"):
-        finder = open_retrieval(arguments.retrieval, run) if arguments.retrieval else run
-        retriever = fleet_retriever(finder, histories, keeps_seen=run.config.eval.seen == "none")
-        del finder
+        other, keeps_seen = arguments.retrieval, run.config.eval.seen == "none"
+        retriever = (
+            fleet_retriever(open_retrieval(other, run), histories, keeps_seen=keeps_seen)
+            if other
+            else fleet_retriever(run, histories, keeps_seen=keeps_seen, step=arguments.step)
+        )
     plan = _FleetPlan(
         place=place,
         workers=place.workers(run.folder, flags),
@@ -269,7 +272,9 @@ def fleet_histories(run: Run, events: Path) -> UserHistories:
     return UserHistories(run.sequences, EventLog(events))
 
 
-def fleet_retriever(run: Run, histories: UserHistories, *, keeps_seen: bool = False) -> Retriever:
+def fleet_retriever(
+    run: Run, histories: UserHistories, *, keeps_seen: bool = False, step: int | None = None
+) -> Retriever:
     """Vector search from the current histories of users; `keeps_seen` as the ranker was evaluated."""
 
     def past_of(user: int) -> PastEvents:
@@ -278,7 +283,7 @@ def fleet_retriever(run: Run, histories: UserHistories, *, keeps_seen: bool = Fa
         return PastEvents(found.items, found.times)
 
     ranks = kind_of(run) in ("ranker", "pointwise")
-    found = known_items(run, run.load_model()).search().retriever if ranks else retriever_of(run)
+    found = known_items(run, run.load_model(step)).search().retriever if ranks else retriever_of(run, step=step)
     popularity, filters = training_counts(run.sequences, run.split), () if keeps_seen else found.filters
     return replace(found, past_of=past_of, popularity=popularity, filters=filters)
 

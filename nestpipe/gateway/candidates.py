@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -156,11 +157,16 @@ class Retriever:
             places, scores = places[kept], scores[kept]
         return CandidateItems(self.items[places[:count]].tolist(), scores[:count].tolist())
 
+    @cached_property
+    def _by_popularity(self) -> Ints:
+        assert self.popularity is not None
+        return np.argsort(-self.popularity, kind="stable")
+
     def popular(self, past: PastEvents, count: int, *, filters: Iterable[Filter] = ()) -> CandidateItems | None:
         """For a user without history the items with most training events, after the filters; None for other users."""
         if self.popularity is None or len(past.items):
             return None
-        places = np.argsort(-self.popularity, kind="stable")
+        places = self._by_popularity
         for keep in (*self.filters, *filters):
             places = places[keep(self.items[places], past)]
         counts = self.popularity[places[:count]].astype(float)

@@ -48,6 +48,7 @@ from nestpipe.serve.request_guard import (
     read_json,
     refuse_with,
     user_and_numbers,
+    user_route,
 )
 from nestpipe.serve.schemas import (
     EventsRequest,
@@ -142,7 +143,7 @@ class Gateway:
         }
         routes = [Route(f"/v1/{name}", self._handler(name, handlers[name]), methods=["POST"]) for name in self._calls]
         from_address = self._handler("recommend", self._recommend, fields_of=user_and_numbers)
-        routes.append(Route("/v1/recommend/{user:path}", from_address, methods=["GET"]))
+        routes.append(user_route("recommend", from_address))
         routes.extend(more)
         gets = {"healthz": _alive, "readyz": self._ready, "metrics": self._metrics, "openapi.json": self._document}
         routes += [Route(f"/{name}", handler) for name, handler in gets.items()]
@@ -153,7 +154,9 @@ class Gateway:
     async def readiness(self) -> tuple[dict[str, bool], str]:
         """Which instances are ready, and why the gateway is not; empty if it is."""
         ready = await self._remote.ready(timeout_s=1.0)
-        problem = await self._recommends() if any(ready.values()) else "no instance is ready"
+        if not any(ready.values()):
+            return ready, "no instance is ready"
+        problem = await self._recommends()
         if problem and problem != self._problem:
             _log.warning("the gateway is not ready: %s", problem)
         self._problem = problem
@@ -167,6 +170,9 @@ class Gateway:
             answer = await self._recommender.recommend(replace(self._probe(), deadline_ms=_PROBE_MS))
         except NestPipeError as error:
             return str(error)
+        except Exception:
+            _log.exception("a readiness check failed")
+            return "the readiness check failed unexpectedly; the gateway's log has the traceback."
         self._note(answer)
         return f"ranking failed: {answer.problem}" if answer.problem else ""
 

@@ -39,6 +39,9 @@ def test_retrieval_answers_under_load_while_instances_are_killed(runs, retrieval
             clients.more(40)
         finally:
             clients.stop()
+        with Client(fleet.url, timeout_s=60) as client:
+            explained = client.recommend(3, k=2, explain=True, query_time=ASKED)
+            assert len(explained.because or []) == len(explained.items)
     check_answers(clients, USERS)
 
 

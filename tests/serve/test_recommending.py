@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -113,6 +114,18 @@ def test_excluded_and_seen_items_are_never_shown(service):
     left = service.recommend(user=user, k=30, exclude=[*every[:2], "no such item"])["items"]
     assert left == every[2:]
     assert service.recommend(user=user, k=3, exclude=every)["items"] == []
+
+
+def test_answers_do_not_depend_on_who_else_asks(service):
+    users = service.run.sequences.users[10:16].tolist()
+    bodies = [{"user": user, "k": 6, "explain": service.kind != "dcn" and user % 3 == 0} for user in users]
+    alone = [service.recommend(**body) for body in bodies]
+    with ThreadPoolExecutor(8) as threads:
+        together = list(threads.map(lambda body: service.recommend(**body), bodies * 4))
+    for one, wanted in zip(together, alone * 4, strict=True):
+        assert one["items"] == wanted["items"]
+        np.testing.assert_allclose(one["scores"], wanted["scores"], rtol=1e-4, atol=1e-5)  # batch mates: order of sums
+        assert (one["because"] is None) == (wanted["because"] is None)
 
 
 def test_an_event_changes_the_next_answer(service):
@@ -240,3 +253,20 @@ def test_a_ranker_orders_what_retrieval_finds(runs_of, tmp_path, kind):
         five = service.recommend(user=user, k=5, history=few)["items"]
         assert len(service.recommend(user=user, k=5, history=few, exclude=five[:4])["items"]) == 5
         assert len(service.recommend(user=user, k=9, history=few)["items"]) == 9  # more than are ranked otherwise
+
+
+def test_a_ranking_is_explained_like_a_recommendation_of_the_same_items(services):
+    service = services("ranker")
+    user = user_with(service, 4)
+    found = service.recommend(user=user, k=3, explain=True)
+    body = {"user": user, "candidates": found["items"], "request": "r", "query_time": NOW, "explain": True}
+    ranked = service.http.post("/v1/rank", json=body).json()
+    assert ranked["items"] == found["items"]
+    assert [[one["item"] for one in shown] for shown in ranked["because"]] == [
+        [one["item"] for one in shown] for shown in found["because"]
+    ]
+    assert service.http.post("/v1/rank", json={**body, "explain": False}).json()["because"] is None
+    stranger = service.http.post("/v1/rank", json={**body, "user": 10**9}).json()
+    assert (len(stranger["items"]), stranger["because"]) == (3, None), "without a history no event weighs"
+    refused = services("dcn").http.post("/v1/rank", json=body)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "bad_explain")

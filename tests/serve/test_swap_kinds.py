@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 
 from nestpipe.cli import main
+from nestpipe.errors import ConfigError
 from nestpipe.serve.admin import Admin
 from nestpipe.serve.open_instance import open_instance
 from nestpipe.serve.serve_flags import ServeArguments
 from nestpipe.serve.service_folder import kept_secret
 from tests.gateway.fake_instances import Served
+from tests.serve import small_generative
 from tests.serve.small_services import SLOW_MS
 
 KINDS = ("next item", "dcn", "generative")
@@ -33,6 +35,7 @@ class World:
         trigger = replace(ServeArguments().trigger, budget_ms=SLOW_MS)
         arguments = ServeArguments(run=run.folder, notes=notes, trigger=trigger)
         self.engine, self.instance, load, file = open_instance(run, arguments, name="a")
+        self.load = load
         token = kept_secret(run.folder / "serve" / "token")
         admin = Admin(self.instance, self.engine, token=token, load=load, file=file)
         self.engine.start()
@@ -117,3 +120,13 @@ def test_a_model_of_another_kind_is_refused_and_the_current_one_stays(pair, runs
         assert "refused" in message
         assert "which is not" in message or "which cannot" in message or "trained on the sequence folder" in message
         assert world.ask(int(first.sequences.users[0]))["model"].startswith(first.folder.name)
+
+
+def test_a_generative_model_that_takes_other_requests_is_refused(runs_of, tmp_path):
+    first = runs_of("generative")
+    narrow = small_generative.make_run(first.folder.parent, name="narrow", beam=12)
+    with (
+        World(first, tmp_path / "notes.json") as world,
+        pytest.raises(ConfigError, match="a beam of 12, but this inst"),
+    ):
+        world.load(narrow.folder, None)
