@@ -24,6 +24,8 @@ from nestpipe.eval.eval_ranks import EvalRanks, OneRank, Unpacked, gather, packe
 from nestpipe.jagged import Jagged, offsets_of
 from nestpipe.ops.catalogue_scan import CataloguePart, PartScan, Targets, Top, merge_tops, scan, scores_at
 
+_AT_ONCE = 1 << 16  # items among which one with a score that is not finite is looked for
+
 
 class RankedTargets(NamedTuple):
     """Ranks of the targets [B], from 1; num_items + 1 if the target was removed. Best positions [B, top_k]."""
@@ -53,14 +55,14 @@ def rank_targets(
     batches = _of_all_ranks(ranks, queries, targets, seen)
     num_queries = [len(one.queries) for one in batches]
     known = torch.cat([scores_at(one.queries, part, one.targets, max_bytes=max_bytes) for one in batches])
-    of_parts = ranks.exchange("target scores", [known] * ranks.size, [sum(num_queries)] * ranks.size)
-    target_scores = torch.stack(of_parts).amax(0).split(num_queries)
+    of_parts = ranks.exchange("target scores", [known.cpu()] * ranks.size, [sum(num_queries)] * ranks.size)
+    target_scores = torch.stack(of_parts).amax(0).to(queries.device).split(num_queries)
     found = []
     for one, scores in zip(batches, target_scores, strict=True):
         own = Targets(one.targets, scores)
         found.append(scan(one.queries, part, one.seen, k=top_k, targets=own, max_bytes=max_bytes))
     before, top = _returned(ranks, found, _not_finite(batches, found, part, max_bytes), top_k)
-    return RankedTargets(torch.where(removed(targets, seen), part.num_items + 1, before + 1), top.positions)
+    return RankedTargets((before + 1).masked_fill(removed(targets, seen).cpu(), part.num_items + 1), top.positions)
 
 
 def top_items(queries: Tensor, item_vectors: Tensor, seen: Jagged | None, k: int, max_bytes: int) -> Top:
@@ -91,7 +93,7 @@ def _of_all_ranks(ranks: EvalRanks, queries: Tensor, targets: Tensor, seen: Jagg
         own_targets = reader.take(torch.int64, num_queries)
         own_lengths = None if lengths is None else reader.take(torch.int64, num_queries)
         own_values = reader.take(torch.int64, num_seen)
-        own_queries = reader.take(queries.dtype, num_queries, queries.shape[1])
+        own_queries = reader.take(queries.dtype, num_queries, queries.shape[1]).to(queries.device)
         own_seen = None
         if own_lengths is not None:
             own_seen = Jagged(own_values, offsets_of(own_lengths), int(own_lengths.max()) if num_queries else 0)
@@ -121,11 +123,11 @@ def _returned(ranks: EvalRanks, found: Sequence[PartScan], problem: _NotFinite |
 
 def removed(targets: Tensor, seen: Jagged | None) -> Tensor:
     """Whether each target is among the seen items of its row."""
-    removed = torch.zeros(len(targets), dtype=torch.bool, device=targets.device)
+    found = torch.zeros(len(targets), dtype=torch.bool, device=targets.device)
     if seen is not None:
         row = seen.row_of_value()
-        removed[row[seen.values == targets.index_select(0, row)]] = True
-    return removed
+        found[row[seen.values == targets.index_select(0, row)]] = True
+    return found
 
 
 class _NotFinite(NamedTuple):
@@ -143,11 +145,11 @@ def _not_finite(
     for one, result in zip(batches, found, strict=True):
         if bool(result.not_finite.any()):
             row = int(result.not_finite.nonzero()[0])
-            query = one.queries[row : row + 1].expand(len(part.vectors), -1)
-            positions = torch.arange(part.first, part.first + len(part.vectors))
-            scores = scores_at(query, part, positions, max_bytes=max_bytes)
-            place = int(scores.isfinite().logical_not().nonzero()[0])
-            return _NotFinite(row, part.first + place, float(scores[place]))
+            for positions in torch.arange(part.first, part.first + len(part.vectors)).split(_AT_ONCE):
+                query = one.queries[row : row + 1].expand(len(positions), -1)
+                scores = scores_at(query, part, positions, max_bytes=max_bytes)
+                for place in scores.isfinite().logical_not().nonzero().squeeze(1).tolist():
+                    return _NotFinite(row, int(positions[place]), float(scores[place]))
     return None
 
 

@@ -52,8 +52,8 @@ def gather(ranks: EvalRanks, name: str, own: Tensor) -> list[Tensor]:
 
 
 def packed(*tensors: Tensor) -> Tensor:
-    """The bytes of several tensors: one message costs less than many."""
-    return torch.cat([one.reshape(-1).view(torch.uint8) for one in tensors])
+    """The bytes of several tensors, on the host: one message costs less than many."""
+    return torch.cat([one.reshape(-1).cpu().view(torch.uint8) for one in tensors])
 
 
 class Unpacked:

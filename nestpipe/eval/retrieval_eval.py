@@ -227,7 +227,8 @@ def _evaluate(
 ) -> EvalReport:
     coverage = Coverage(num_items)
     found = []
-    for number, is_own in _with_progress(dealt(len(samples), ranks), len(samples), progress and ranks.rank == 0):
+    turns = list(dealt(len(samples), ranks))
+    for number, is_own in _with_progress(turns, progress=progress and ranks.rank == 0):
         sample = samples[number]
         ranked = rank(sample, is_own)
         if is_own:
@@ -259,10 +260,10 @@ def popularity_report(counts: Tensor, samples: Sequence[EvalBatch], config: Eval
         is_seen = torch.zeros(num_users, num_best, dtype=torch.bool)
         before = own.clone()
         if seen is not None:
-            pairs = torch.stack([seen.row_of_value(), place[seen.values]]).unique(dim=1)  # a repeated item counts once
-            before -= torch.bincount(pairs[0][pairs[1] < own[pairs[0]]], minlength=num_users)
-            best = pairs[:, pairs[1] < num_best]
-            is_seen[best[0], best[1]] = True
+            once = (seen.row_of_value() * num_items + place[seen.values]).unique()  # a repeated item counts once
+            row, at = once // num_items, once % num_items
+            before -= torch.bincount(row[at < own[row]], minlength=num_users)
+            is_seen[row[at < num_best], at[at < num_best]] = True
         kept = is_seen.to(torch.uint8).argsort(dim=1, stable=True)[:, :k]  # unseen places first, in their order
         top = order[kept].masked_fill(is_seen.gather(1, kept), -1)
         top = F.pad(top, (0, k - top.shape[1]), value=-1)
@@ -295,10 +296,10 @@ def _report(columns: Counts, coverage: dict[str, float], num_items: int, config:
     )
 
 
-def _with_progress(turns: Iterable[tuple[int, bool]], num_batches: int, progress: bool) -> Iterable[tuple[int, bool]]:
+def _with_progress(turns: Sequence[tuple[int, bool]], *, progress: bool) -> Iterable[tuple[int, bool]]:
     if not (progress and sys.stderr.isatty()):
         return turns
-    return track(turns, "evaluate", total=num_batches or None, console=Console(stderr=True), transient=True)
+    return track(turns, "evaluate", console=Console(stderr=True), transient=True)
 
 
 def _check_queries(queries: Tensor, users: Tensor, cause: TrainError) -> None:

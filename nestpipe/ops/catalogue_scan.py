@@ -139,7 +139,7 @@ def _decide(device: str, dtype: torch.dtype) -> tuple[ScanBackend, str]:
         return "torch", f"the native kernel computes in float32, not {str(dtype).removeprefix('torch.')}"
     if isinstance(native := load(), Native):
         return "native", "float32 on the CPU"
-    return "torch", f"{native}; 'nestpipe doctor' explains. Expect about 4x slower"
+    return "torch", f"{native}; 'nestpipe doctor' explains. Expect about 9x slower"
 
 
 @cache
