@@ -74,12 +74,13 @@ class UsageLedger:
         self.sizes += torch.bincount(bucket, minlength=len(self.sizes))
         return slots
 
-    def remove(self, ids: Tensor) -> None:
-        """Removes known ids."""
+    def remove(self, ids: Tensor) -> Tensor:
+        """Removes known ids; returns the slots [n] that they had."""
         slots = self.index.remove(ids)
         bucket = self._columns["bucket"]
         self.sizes -= torch.bincount(bucket.index_select(0, slots), minlength=len(self.sizes))
         bucket.index_fill_(0, slots, len(self.sizes))  # a free slot is in no bucket
+        return slots
 
     def choose(self, counts: Tensor, order: Order, *, before: int) -> Tensor:
         """Up to counts[b] ids of each bucket b that were last used before step `before`: the first in `order`.
@@ -158,6 +159,7 @@ class Admission:
         self.rows = UsageLedger(config.num_buckets, native=native)
         self._pending = UsageLedger(config.num_buckets, native=native)  # unused if admit_after is 1
         self._step = -1
+        self.evicted = _EMPTY  # slots of the rows that the last `advance` evicted
 
     def advance(self, ids: Tensor, step: int) -> tuple[Tensor, Tensor]:
         """Counts a batch of distinct ids, ascending in each bucket; returns the admitted ones, in order, and their slots."""
@@ -217,6 +219,7 @@ class Admission:
     def _make_room(self, ids: Tensor, step: int) -> Tensor:
         """Evicts as many rows as needed and allowed; returns places of the candidates to admit. Ascending per bucket."""
         limit = self._config.max_rows_per_bucket
+        self.evicted = _EMPTY
         if not limit or not len(ids):
             return torch.arange(len(ids))
         bucket = self.rows.bucket_of(ids)
@@ -224,7 +227,7 @@ class Admission:
         victims = self.rows.choose(
             self.rows.sizes + num_candidates - limit, self._config.evict, before=step - self._config.protect_steps
         )
-        self.rows.remove(victims)
+        self.evicted = self.rows.remove(victims)
         room = limit - self.rows.sizes
         order = bucket.argsort(stable=True)
         bucket = bucket.index_select(0, order)

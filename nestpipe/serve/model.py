@@ -46,7 +46,7 @@ def open_served(
 def mapped_rows(folder: Path, memory_bytes: int) -> EmbeddingConfig:
     """Tables in mapped files, which the processes of a machine share through the page cache."""
     folder.mkdir(parents=True, exist_ok=True)
-    return EmbeddingConfig(optimizer="sgd", tier="mmap", mmap_folder=str(folder), memory_bytes=memory_bytes)
+    return EmbeddingConfig(optimizer="sgd", tier="files", files_folder=str(folder), buffer_bytes=memory_bytes)
 
 
 def without_events(sequences: Sequences) -> Sequences:
