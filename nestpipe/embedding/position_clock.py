@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from nestpipe.embedding.row_ops import gather_rows
-from nestpipe.embedding.row_store import RowStore
+from nestpipe.embedding.row_store import HUGE_BYTES, RowStore
 from nestpipe.ops.native_library import Native, library
 
 _NONE = -1
@@ -35,9 +35,10 @@ class PositionClock:
     slot_bytes = 5
     position_bytes = 6
 
-    def __init__(self, *, native: bool | None = None):
-        self._by_slot = RowStore({"position": torch.empty(0, dtype=torch.int32), "uses": torch.empty(0).byte()})
-        self._by_position = RowStore({"slot": torch.empty(0, dtype=torch.int32), "holders": torch.empty(0).short()})
+    def __init__(self, *, huge_bytes: int = HUGE_BYTES, native: bool | None = None):
+        by_slot = {"position": torch.empty(0, dtype=torch.int32), "uses": torch.empty(0).byte()}
+        by_position = {"slot": torch.empty(0, dtype=torch.int32), "holders": torch.empty(0).short()}
+        self._by_slot, self._by_position = (RowStore(one, huge_bytes=huge_bytes) for one in (by_slot, by_position))
         for one in (self._by_slot, self._by_position):
             one.pinned = True
         self._functions = _functions() if native is None or native else None

@@ -84,10 +84,12 @@ class RowBuffer:
         """An empty buffer of at most `num_bytes` for rows with the type and shape of the given tensors' rows."""
         self._name, self._below, self._num_bytes = name, below, num_bytes
         self._lock = threading.RLock()
-        self.rows = RowStore(columns)  # by position
+        self._is_large = num_bytes >= HUGE_BYTES
+        huge_bytes = 0 if self._is_large else num_bytes + 1  # from the first row on, or never
+        self.rows = RowStore(columns, huge_bytes=huge_bytes)  # by position
         self._dirty = RowStore({"dirty": torch.empty(0, dtype=torch.bool)})  # by position
         self.rows.pinned = self._dirty.pinned = True
-        self._clock = PositionClock(native=native)
+        self._clock = PositionClock(huge_bytes=huge_bytes, native=native)
         self._row_bytes = sum(map(row_bytes, columns.values())) + 1 + self._clock.position_bytes
         self._slot_bytes = self._clock.slot_bytes + below.slot_bytes
         self._capacity = self._planned_slots = 0
@@ -108,10 +110,8 @@ class RowBuffer:
     @property
     def _fixed_bytes(self) -> int:
         """Bytes that do not depend on the number of rows: those of the store below, and the last page of each column."""
-        columns = [*self.rows.columns.values(), *[torch.empty(0).byte()] * 6]
-        share = self._num_bytes / self._row_bytes
-        pages = (_HUGE_PAGE if share * row_bytes(one) >= HUGE_BYTES else mmap.PAGESIZE for one in columns)
-        return self._below.memory_bytes + sum(pages)
+        num_columns = len(self.rows.columns) + 6
+        return self._below.memory_bytes + num_columns * (_HUGE_PAGE if self._is_large else mmap.PAGESIZE)
 
     def grow(self, num_slots: int) -> None:
         """Extends the slots; new ones have no row. Their bytes are taken from the rows in the buffer."""
@@ -130,9 +130,9 @@ class RowBuffer:
     def hold(self, slots: Tensor) -> Tensor:
         """Brings the rows of distinct slots into the buffer until `release`; returns their positions, -1 for slots of -1."""
         with self._lock:
-            known = (slots >= 0).nonzero().flatten()
-            if len(known) == len(slots):
+            if not len(slots) or int(slots.min()) >= 0:
                 return self._hold(slots)
+            known = (slots >= 0).nonzero().flatten()
             return torch.full_like(slots, _NONE).index_copy_(0, known, self._hold(slots.index_select(0, known)))
 
     def mark_dirty(self, positions: Tensor) -> None:

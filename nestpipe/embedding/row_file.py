@@ -27,12 +27,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nestpipe.embedding.row_ops import gather_rows, row_bytes
-from nestpipe.embedding.row_store import RowStore
+from nestpipe.embedding.row_ops import check_slots, gather_rows, row_bytes
+from nestpipe.embedding.row_store import HUGE_BYTES, RowStore
 from nestpipe.ops.native_library import Native, library
 
 SEGMENT_BYTES = 4 << 20
 _MAX_APPEND_BYTES = 2 << 20  # packed and written at a time
+_DEAD_PER_LIVE = 1.0  # records; less needs less disk, but copies more
 _HEADER_BYTES = 8  # the slot
 _NONE = -1  # the record of a slot without one
 _MAX_RECORDS = 2**31 - 1
@@ -49,6 +50,7 @@ class RowFile:
         folder: Path,
         *,
         append_bytes: int = _MAX_APPEND_BYTES,
+        huge_bytes: int = HUGE_BYTES,
         native: bool | None = None,
     ):
         """A file for rows with the type and shape of the given tensors' rows."""
@@ -65,7 +67,7 @@ class RowFile:
         self._append_rows = max(min(append_bytes, _MAX_APPEND_BYTES) // self._record_bytes, 1)
         self._staging, self._copied = torch.empty(2, self._append_rows, self._record_bytes, dtype=torch.uint8)
         self._segment_rows = max(SEGMENT_BYTES // self._record_bytes, self._append_rows)
-        self._records = RowStore({"record": torch.empty(0, dtype=torch.int32)})
+        self._records = RowStore({"record": torch.empty(0, dtype=torch.int32)}, huge_bytes=huge_bytes)
         self._live = torch.empty(0, dtype=torch.int64)  # records per segment
         self._free: list[int] = []  # segments
         self.is_batched = True  # many reads in one system call, where that is possible
@@ -135,9 +137,7 @@ class RowFile:
 
     def drop(self, slots: Tensor) -> None:
         """Forgets the rows of distinct slots; those without one are ignored."""
-        records = self._records["record"].index_select(0, slots)
-        self._count(records[records >= 0], -1)
-        self._records["record"].index_fill_(0, slots, _NONE)
+        self._assign(slots, _NONE)
 
     def _room(self) -> int:
         """Records that fit into the open segment; opens one if it is full."""
@@ -156,10 +156,7 @@ class RowFile:
     def _append(self, slots: Tensor, packed: Tensor) -> None:
         """Writes packed records to the open segment, which has room for them, as the newest of their slots."""
         self._write_bytes(packed)
-        self.drop(slots)
-        records = torch.arange(self._end, self._end + len(slots), dtype=torch.int32)
-        self._records["record"].index_copy_(0, slots, records)
-        self._live[self._end // self._segment_rows] += len(slots)
+        self._assign(slots, self._end)
         self._end += len(slots)
 
     def _write_bytes(self, packed: Tensor) -> None:
@@ -176,8 +173,8 @@ class RowFile:
             ) from error
 
     def _compact(self) -> None:
-        """Copies live records to the end of the log until no more records are dead than live."""
-        while self.num_dead > max(self.num_live, self._segment_rows):
+        """Copies live records to the end of the log until few enough records are dead."""
+        while self.num_dead > max(_DEAD_PER_LIVE * self.num_live, self._segment_rows):
             live = self._live.clone()
             live[self._free] = self._segment_rows
             if self._end < self._open_end:
@@ -209,9 +206,21 @@ class RowFile:
             data, offset = data[size:], offset + size
         return packed
 
-    def _count(self, records: Tensor, change: int) -> None:
-        if len(records):
-            segments = torch.div(records, self._segment_rows, rounding_mode="floor")
+    def _assign(self, slots: Tensor, first: int) -> None:
+        """Makes records `first`, `first` + 1, … the newest of distinct slots; none at all if `first` is negative."""
+        records = self._records["record"]
+        if self._functions is not None:
+            slots = slots.contiguous()
+            call = (records.data_ptr(), len(records), slots.data_ptr(), len(slots), first)
+            check_slots(self._functions.assign(*call, self._live.data_ptr(), self._segment_rows), slots, len(records))
+            return
+        before = records.index_select(0, slots)
+        new = (
+            torch.arange(first, first + len(slots), dtype=torch.int32) if first >= 0 else torch.full_like(before, _NONE)
+        )
+        records.index_copy_(0, slots, new)
+        for own, change in ((before, -1), (new, 1)):
+            segments = own[own >= 0].div(self._segment_rows, rounding_mode="floor")
             self._live += change * torch.bincount(segments, minlength=len(self._live))
 
     def _pack(self, slots: Tensor, columns: Mapping[str, Tensor], places: Tensor) -> None:
@@ -320,6 +329,8 @@ class _RecordFunctions:
     def __init__(self, native: Native):
         rows = POINTER(_RecordRows)
         self.pack = native.function("nestpipe_records_pack", c_int64, rows, c_void_p)
+        numbers = (c_void_p, c_int64) * 2 + (c_int64, c_void_p, c_int64)
+        self.assign = native.function("nestpipe_records_assign", c_int64, *numbers)
         self.create = native.function("nestpipe_reader_create", c_void_p, c_int32, c_int64)
         self.destroy = native.function("nestpipe_reader_destroy", None, c_void_p)
         self.read = native.function(

@@ -28,8 +28,9 @@ HUGE_BYTES = 64 << 20  # columns of this size use huge pages, or TLB misses cost
 class RowStore:
     """Columns of equal length, by name. New rows are zero."""
 
-    def __init__(self, columns: Mapping[str, Tensor]):
-        """Columns with the type and row shape of the given empty tensors."""
+    def __init__(self, columns: Mapping[str, Tensor], *, huge_bytes: int = HUGE_BYTES):
+        """Columns with the type and row shape of the given empty tensors; those of `huge_bytes` use huge pages."""
+        self._huge_bytes = huge_bytes
         self._columns = dict(columns)
         self._regions: dict[str, _Region] = {}
         self._num_rows = 0
@@ -86,7 +87,7 @@ class RowStore:
                     )
                 region = self._regions[name] = _Region(column, 2 * num_rows)
                 region.rows[: self._num_rows] = column
-            region.advise(num_rows)
+            region.advise(num_rows, self._huge_bytes)
             self._columns[name] = region.rows[:num_rows]
         self._num_rows = num_rows
 
@@ -112,9 +113,9 @@ class _Region:
             return
         self.rows = torch.frombuffer(self._space, dtype=like.dtype).view(-1, *like.shape[1:])
 
-    def advise(self, num_rows: int) -> None:
+    def advise(self, num_rows: int, huge_bytes: int) -> None:
         """Requests huge pages for later writes, once the column is large."""
-        if self._has_huge_pages or self._space is None or num_rows * self._row_bytes < HUGE_BYTES:
+        if self._has_huge_pages or self._space is None or num_rows * self._row_bytes < huge_bytes:
             return
         self._has_huge_pages = True
         if hasattr(mmap, "MADV_HUGEPAGE"):

@@ -96,7 +96,7 @@ bool read_whole(int file, char* into, int64_t num_bytes, int64_t offset) {
 
 #ifdef NESTPIPE_RING
 
-constexpr unsigned kDepth = 64;
+constexpr unsigned kDepth = 32;
 
 struct Unmap {
   size_t num_bytes;
@@ -238,6 +238,23 @@ int64_t nestpipe_records_pack(const nestpipe_record_rows* call, char* out) {
     }
   }
   return rows.n;
+}
+
+// Makes records first, first + 1, ... the newest of distinct slots [n], or none at all if first is negative; live [segment]
+// counts the newest records. Returns n, or the place of the first slot that does not exist; then nothing has changed.
+int64_t nestpipe_records_assign(int32_t* records, int64_t num_slots, const int64_t* slots, int64_t n, int64_t first,
+                                int64_t* live, int64_t segment_rows) {
+  for (int64_t i = 0; i < n; ++i) {
+    if (slots[i] < 0 || slots[i] >= num_slots) return i;
+  }
+  for (int64_t i = 0; i < n; ++i) {
+    if (i + kAhead < n) __builtin_prefetch(records + slots[i + kAhead], 1);
+    int32_t& record = records[slots[i]];
+    if (record >= 0) --live[record / segment_rows];
+    record = first < 0 ? -1 : static_cast<int32_t>(first + i);
+    if (record >= 0) ++live[record / segment_rows];
+  }
+  return n;
 }
 
 // A reader of a file; null without memory.
