@@ -45,11 +45,11 @@ def filled(num_rows: int, **settings: Any) -> Table:
     """A table with all ids, whose file, if any, has as many dead records as live ones."""
     config = EmbeddingConfig(optimizer="adam", lr=LR, **settings)
     table = Table(TableSpec(name="item", dim=DIM), Adam(config), seed=SEED, config=config)
+    rows = table.new_rows(torch.tensor([0]))
     rng = np.random.default_rng(SEED + 1)
     table.load_index({"ids": torch.from_numpy(rng.permutation(num_rows))})
     for _ in range(2 if config.tier == "files" else 1):
         for ids in torch.from_numpy(rng.permutation(num_rows)).split(LOADED_ROWS):
-            rows = table.new_rows(ids[:1])
             table.load_rows({"ids": ids, **{name: one.expand(len(ids), -1).contiguous() for name, one in rows.items()}})
     return table
 

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from nestpipe.embedding.row_ops import check_slots, gather_rows, row_bytes
-from nestpipe.embedding.row_store import HUGE_BYTES, RowStore
+from nestpipe.embedding.row_store import RowStore
 from nestpipe.ops.native_library import Native, library
 
 SEGMENT_BYTES = 4 << 20
@@ -50,7 +50,6 @@ class RowFile:
         folder: Path,
         *,
         append_bytes: int = _MAX_APPEND_BYTES,
-        huge_bytes: int = HUGE_BYTES,
         native: bool | None = None,
     ):
         """A file for rows with the type and shape of the given tensors' rows."""
@@ -67,7 +66,7 @@ class RowFile:
         self._append_rows = max(min(append_bytes, _MAX_APPEND_BYTES) // self._record_bytes, 1)
         self._staging, self._copied = torch.empty(2, self._append_rows, self._record_bytes, dtype=torch.uint8)
         self._segment_rows = max(SEGMENT_BYTES // self._record_bytes, self._append_rows)
-        self._records = RowStore({"record": torch.empty(0, dtype=torch.int32)}, huge_bytes=huge_bytes)
+        self._records = RowStore({"record": torch.empty(0, dtype=torch.int32)})
         self._live = torch.empty(0, dtype=torch.int64)  # records per segment
         self._free: list[int] = []  # segments
         self.is_batched = True  # many reads in one system call, where that is possible
@@ -76,7 +75,7 @@ class RowFile:
     @property
     def memory_bytes(self) -> int:
         """Bytes in memory, without those per slot."""
-        return 2 * self._staging.nbytes
+        return 2 * self._append_rows * self._record_bytes
 
     @property
     def num_live(self) -> int:
@@ -114,7 +113,7 @@ class RowFile:
             )
         if not len(slots):
             return
-        if self._functions is None:
+        if self._functions is None or not all(column.is_contiguous() for column in columns.values()):
             self._read_each(slots, columns, places, records)
             return
         rows, keep = self._rows(slots, columns, places)
@@ -160,7 +159,7 @@ class RowFile:
         self._end += len(slots)
 
     def _write_bytes(self, packed: Tensor) -> None:
-        data, offset = memoryview(packed.numpy()).cast("B"), self._end * self._record_bytes
+        data, offset = _memory(packed), self._end * self._record_bytes
         try:
             while data:
                 written = os.pwrite(self._file, data, offset)
@@ -198,7 +197,7 @@ class RowFile:
     def _read_records(self, records: Tensor, out: Tensor) -> Tensor:
         """Consecutive records, packed, in `out`."""
         packed = out[: len(records)]
-        data, offset = memoryview(packed.numpy()).cast("B"), int(records[0]) * self._record_bytes
+        data, offset = _memory(packed), int(records[0]) * self._record_bytes
         while data:
             size = os.preadv(self._file, [data], offset)
             if not size:
@@ -256,7 +255,10 @@ class RowFile:
         """Arguments of native functions, and what must live as long as they do."""
         slots, places = slots.contiguous(), places.contiguous()
         each = (_RecordColumn * len(columns))(
-            *((column.data_ptr(), row_bytes(column), self._offsets[name]) for name, column in columns.items())
+            *(
+                _RecordColumn(column.data_ptr(), row_bytes(column), self._offsets[name])
+                for name, column in columns.items()
+            )
         )
         num_rows = min((len(column) for column in columns.values()), default=0)
         sizes = (slots.data_ptr(), len(slots), self._record_bytes)
@@ -279,6 +281,11 @@ def _layout(columns: Mapping[str, Tensor]) -> tuple[dict[str, int], int]:
         offsets[name] = end
         end += row_bytes(column)
     return offsets, end
+
+
+def _memory(packed: Tensor) -> memoryview:
+    """The bytes of contiguous records."""
+    return packed.numpy().reshape(-1).data
 
 
 def _part(packed: Tensor, offset: int, num_bytes: int) -> Tensor:
