@@ -68,6 +68,16 @@ def rows() -> Iterator[Row]:
         for recipe, found in one["figures"].items():
             reference = f"padded count {found['mfu_padded']:.2f} at fill {found['fill']:.2f}"
             yield f"mfu_effective of a training step, {recipe}", f"{found['mfu_effective']:.2f}", reference, "mfu.py"
+    for one in records("row_tiers")[-1:]:
+        found = one["figures"]
+        reference = f"limit 3x, aim 2x; {found['miss_share']:.0%} of the rows are not in the buffer"
+        reference += "; bitwise identical" * bool(found["bitwise_equal"])
+        yield (
+            "rows in files over rows in memory, CPU per row",
+            figure(found, "files_over_memory"),
+            reference,
+            "row_tiers.py",
+        )
     yield from _generative_training()
     yield from _serving()
     yield from _quality()
