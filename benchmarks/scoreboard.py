@@ -41,17 +41,7 @@ def rows() -> Iterator[Row]:
         yield "row exchange, 8 MiB at 1 Gbit/s, over the wire", figure(found, "over_wire"), limits, command
         title = "the same, receives opened one exchange ahead as the pipeline does"
         yield title, figure(found, "ahead_over_wire"), limits, command
-    for one in records("embedding_step")[-1:]:
-        found, command = one["figures"], "embedding_step.py"
-        bound = f"row gather alone is {found['of_row_gather']:.2f} of our step"
-        yield "embedding step over TBE", figure(found, "speedup_vs_tbe"), bound, command
-        yield "embedding step over nn.Embedding(sparse)", figure(found, "speedup_vs_torch_sparse"), bound, command
-    for one in records("eviction")[-1:]:
-        found = one["figures"]
-        for order in ("lru", "lfu"):
-            reference = f"{found[f'{order}_ms']['4000000']:.1f} ms of CPU, limit 8 ms; growth limit 2.5x; sorting 0.5M rows in torch {found['torch_ms']:.0f} ms"
-            title = f"admission and eviction ({order}), 20,000 ids, 2,000 of them new: full table of 4M rows over 0.5M"
-            yield title, figure(found, f"{order}_growth"), reference, "eviction.py"
+    yield from _tables()
     for dense in ("mlp", "hstu"):
         found = records("train_step", lambda one, dense=dense: one["dense"] == dense and one.get("ranks", 2) == 2)
         latest = {network: one for one in found for network, own in one["figures"].items() if "vs_torchrec" in own}
@@ -78,6 +68,30 @@ def rows() -> Iterator[Row]:
     yield from _generative_training()
     yield from _serving()
     yield from _quality()
+
+
+def _tables() -> Iterator[Row]:
+    for one in records("embedding_step")[-1:]:
+        found, command = one["figures"], "embedding_step.py"
+        bound = f"row gather alone is {found['of_row_gather']:.2f} of our step"
+        yield "embedding step over TBE", figure(found, "speedup_vs_tbe"), bound, command
+        yield "embedding step over nn.Embedding(sparse)", figure(found, "speedup_vs_torch_sparse"), bound, command
+    for one in records("eviction")[-1:]:
+        found = one["figures"]
+        for order in ("lru", "lfu"):
+            reference = f"{found[f'{order}_ms']['4000000']:.1f} ms of CPU, limit 8 ms; growth limit 2.5x; sorting 0.5M rows in torch {found['torch_ms']:.0f} ms"
+            title = f"admission and eviction ({order}), 20,000 ids, 2,000 of them new: full table of 4M rows over 0.5M"
+            yield title, figure(found, f"{order}_growth"), reference, "eviction.py"
+    for one in records("row_tiers")[-1:]:
+        found = one["figures"]
+        reference = f"limit 3x, aim 2x; {found['miss_share']:.0%} of the rows are not in the buffer"
+        reference += "; bitwise identical" * bool(found["bitwise_equal"])
+        yield (
+            "rows in files over rows in memory, CPU per row",
+            figure(found, "files_over_memory"),
+            reference,
+            "row_tiers.py",
+        )
 
 
 def _evaluation() -> Iterator[Row]:

@@ -54,8 +54,6 @@ class Config:
                 f"embedding.protect_steps is {self.embedding.protect_steps}, but with pipeline.depth {self.pipeline.depth} rows "
                 f"stay in use longer; set --embedding.protect-steps {least}"
             )
-        if self.pipeline.rows == "table" and self.embedding.tier == "mmap" and self.pipeline.looks_ahead:
-            yield "pipeline.rows is 'table', but embedding.tier mmap needs a prefetch buffer when batches overlap"
         if isinstance(self.model, EncDecConfig) and max(self.eval.ks) > self.model.beam:
             yield f"eval.ks goes up to {max(self.eval.ks)}, but model.beam {self.model.beam} finds fewer items; raise it or use shorter lists"
         if self.train.patience and not self.data.validation:

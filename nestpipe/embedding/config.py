@@ -54,12 +54,12 @@ class EmbeddingConfig(OptimizerConfig):
     protect_steps: int = 2
     """Rows used in so many batches before this one, or in this one, are not evicted; at least pipeline depth + 1."""
 
-    tier: Literal["memory", "mmap"] = "memory"
-    """Where rows are: in memory, or in files of which the rows in use are mapped into memory. Results are bitwise identical."""
-    mmap_folder: str = ""
-    """mmap: a folder on a fast local disk. The files have no names and vanish with the process."""
-    memory_bytes: int = 1 << 30
-    """mmap: how much of a table's files a rank keeps mapped into its memory."""
+    tier: Literal["memory", "files"] = "memory"
+    """Where rows are: in memory, or in files with a buffer in memory. Results are bitwise identical."""
+    files_folder: str = "/var/tmp"
+    """files: a folder on a fast local disk, with room for twice the rows. The files have no names and vanish with the process."""
+    buffer_bytes: int = 1 << 30
+    """files: memory for the rows of a table that a rank uses, and used recently. A tenth of the rows is a good size."""
 
     @property
     def has_limits(self) -> bool:
@@ -71,10 +71,10 @@ class EmbeddingConfig(OptimizerConfig):
         for name, least in (("admit_after", 1), ("max_rows", 0), ("protect_steps", 2)):
             if getattr(self, name) < least:
                 yield f"{name} is {getattr(self, name)}; it must be at least {least}"
-        if self.tier == "mmap" and not self.mmap_folder:
-            yield "tier is 'mmap' but mmap_folder is empty; name a folder on a fast local disk"
-        if self.memory_bytes < 1 << 20:
-            yield f"memory_bytes is {self.memory_bytes:,}; it must be at least 1 MiB"
+        if self.tier == "files" and not self.files_folder:
+            yield "tier is 'files' but files_folder is empty; name a folder on a fast local disk"
+        if self.buffer_bytes < 1 << 20:
+            yield f"buffer_bytes is {self.buffer_bytes:,}; it must be at least 1 MiB"
         if not 1 <= self.num_buckets <= 65536:
             yield f"num_buckets is {self.num_buckets}; it must be in 1 .. 65,536"
 

@@ -18,8 +18,9 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -109,18 +110,54 @@ class InPlaceRows:
         return RowRefs(step, ids, table_slots, table_slots, rowless, self.table.initial(ids.index_select(0, rowless)))
 
     def gather(self, refs: RowRefs, out: Tensor | None = None) -> Tensor:
-        if not len(refs.rowless):
-            return self.table.gather(refs.slots, out)
-        rows = self.table.empty_rows(len(refs.slots)) if out is None else out
-        known = (refs.slots >= 0).nonzero().flatten()
-        rows.index_copy_(0, known, self.table.gather(refs.slots.index_select(0, known)))
-        return rows.index_copy_(0, refs.rowless, refs.initial)
+        return _gather_with_initial(self.table.gather, refs, out)
 
     def update(self, refs: RowRefs, grads: Tensor | ArrivedGrads, lr: float) -> None:
         self.table.update(refs.row_slots, grads, lr)
 
     def release(self, refs: RowRefs) -> None:
         pass
+
+
+class BufferedRows:
+    """Rows are read and updated in the row buffer of a table in files; only `take` touches the files."""
+
+    def __init__(self, table: Table):
+        assert table.buffer is not None
+        self.table, self._buffer = table, table.buffer
+
+    def take(self, ids: Tensor, step: int) -> RowRefs:
+        table_slots = self.table.advance(ids, step)
+        rowless = (table_slots < 0).nonzero().flatten()
+        initial = self.table.initial(ids.index_select(0, rowless))
+        return RowRefs(step, ids, table_slots, self._buffer.hold(table_slots), rowless, initial)
+
+    def gather(self, refs: RowRefs, out: Tensor | None = None) -> Tensor:
+        return _gather_with_initial(partial(self._buffer.rows.gather, WEIGHTS), refs, out)
+
+    def update(self, refs: RowRefs, grads: Tensor | ArrivedGrads, lr: float) -> None:
+        self.table.step(self._buffer.rows, refs.slots, grads, lr)
+        self._buffer.mark_dirty(refs.slots)
+
+    def release(self, refs: RowRefs) -> None:
+        self._buffer.release(refs.slots)
+
+
+def rows_where_they_are(table: Table) -> RowAccess:
+    """Rows in the table if it is in memory, otherwise in its buffer."""
+    return InPlaceRows(table) if table.buffer is None else BufferedRows(table)
+
+
+def _gather_with_initial(
+    gather: Callable[[Tensor, Tensor | None], Tensor], refs: RowRefs, out: Tensor | None
+) -> Tensor:
+    """A copy of the rows in slots, and the initial values of ids without one."""
+    if not len(refs.rowless):
+        return gather(refs.slots, out)
+    rows = refs.initial.new_empty(len(refs.slots), *refs.initial.shape[1:]) if out is None else out
+    known = (refs.slots >= 0).nonzero().flatten()
+    rows.index_copy_(0, known, gather(refs.slots.index_select(0, known), None))
+    return rows.index_copy_(0, refs.rowless, refs.initial)
 
 
 class PrefetchBuffer:

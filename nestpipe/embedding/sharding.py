@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nestpipe.distributed.process_group import Channel
 from nestpipe.embedding.buckets import Owners
-from nestpipe.embedding.prefetch_buffer import InPlaceRows, RowAccess
+from nestpipe.embedding.prefetch_buffer import RowAccess, rows_where_they_are
 from nestpipe.embedding.replica_groups import Replicas
 from nestpipe.embedding.table import Table
 
@@ -27,7 +27,9 @@ class ShardedTables:
     ):
         self.tables, self.id_channel, self.row_channel, self.owners = dict(tables), keys, rows, owners
         self.replicas = replicas
-        self.row_access: dict[str, RowAccess] = {name: InPlaceRows(table) for name, table in self.tables.items()}
+        self.row_access: dict[str, RowAccess] = {
+            name: rows_where_they_are(table) for name, table in self.tables.items()
+        }
         for name, table in self.tables.items():
             if table.config.has_limits and table.num_buckets != owners.num_buckets:
                 raise ValueError(

@@ -18,9 +18,11 @@ from nestpipe.embedding.buckets import Owners, num_table_buckets
 from nestpipe.embedding.config import EmbeddingConfig
 from nestpipe.embedding.id_index import make_index
 from nestpipe.embedding.lookup import TableSpec
+from nestpipe.embedding.row_buffer import RowBuffer
+from nestpipe.embedding.row_file import RowFile
 from nestpipe.embedding.row_ops import ArrivedGrads
 from nestpipe.embedding.row_optimizer import RowOptimizer, State, update_slots
-from nestpipe.embedding.row_store import RowFiles, RowStore
+from nestpipe.embedding.row_store import RowStore
 from nestpipe.rng import Rng, bell
 
 _INIT_ROWS = 1024  # rows initialised at a time: their random integers take eight times the memory
@@ -52,8 +54,12 @@ class Table:
         self._dtype = dtype
         self._admission = Admission(config, self.num_buckets, native=native) if config.has_limits else None
         self._index = self._admission.rows.index if self._admission else make_index(native=native)
-        files = RowFiles(Path(config.mmap_folder), config.memory_bytes) if config.tier == "mmap" else None
-        self._rows = RowStore({WEIGHTS: self.empty_rows(0), **self._new_state(0)}, files)
+        columns = {WEIGHTS: self.empty_rows(0), **self._new_state(0)}
+        self.buffer: RowBuffer | None = None  # in front of rows in files
+        if config.tier == "files":
+            file = RowFile(columns, Path(config.files_folder), append_bytes=config.buffer_bytes // 64, native=native)
+            self.buffer = RowBuffer(spec.name, columns, file, config.buffer_bytes, native=native)
+        self._rows: RowStore | RowBuffer = RowStore(columns) if self.buffer is None else self.buffer
 
     def __len__(self) -> int:
         return len(self._index)
@@ -84,6 +90,7 @@ class Table:
         """
         if self._admission:
             change = self._admission.advance(ids, step)
+            self._rows.drop(change.evicted.slots)  # before new ids start in their slots
             self._start(change.admitted, change.admitted_slots)
             return change.slots
         slots, added = self._index.find_or_add(ids)
@@ -97,43 +104,41 @@ class Table:
 
     def read(self, slots: Tensor) -> dict[str, Tensor]:
         """A copy of weights and optimizer state, per column."""
-        return {name: self._rows.gather(name, slots) for name in self._rows}
+        return self._rows.read(slots)
 
     def write(self, slots: Tensor, rows: Mapping[str, Tensor]) -> None:
         """Overwrites weights and optimizer state."""
-        for name, values in rows.items():
-            self._rows.scatter(name, slots, values.to(self._rows[name].dtype))
+        columns = self._rows.rows if isinstance(self._rows, RowBuffer) else self._rows
+        self._rows.write(slots, {name: values.to(columns[name].dtype) for name, values in rows.items()})
 
     def pin(self) -> None:
         """Forbids moving rows from now on, because several threads use them."""
-        self._rows.pinned = True
+        if isinstance(self._rows, RowStore):
+            self._rows.pinned = True
 
     def peek(self, ids: Tensor) -> Tensor:
         """A copy of the rows [n, D] of any ids; those without a row show their initial value and get none."""
         slots = self._index.find(ids)
         unknown = (slots < 0).nonzero().flatten()
-        if len(unknown) == len(ids):
-            return self.initial(ids)
-        rows = self.gather(slots.clamp_(min=0))
-        if len(unknown):
-            rows.index_copy_(0, unknown, self.initial(ids.index_select(0, unknown)))
-        return rows
+        if not len(unknown):
+            return self.gather(slots)
+        rows = self.empty_rows(len(ids)).index_copy_(0, unknown, self.initial(ids.index_select(0, unknown)))
+        known = (slots >= 0).nonzero().flatten()
+        return rows.index_copy_(0, known, self.gather(slots.index_select(0, known)))
 
     def update(self, slots: Tensor, grads: Tensor | ArrivedGrads, lr: float) -> None:
         """One optimizer step on the rows in distinct slots; slots of -1 are skipped."""
-        if self._rows.in_memory:
+        if isinstance(self._rows, RowStore):
             self.step(self._rows, slots, grads, lr)
             return
-        known = (slots >= 0).nonzero().flatten()
-        sums = grads if isinstance(grads, Tensor) else grads.total()
-        slots, sums = slots.index_select(0, known), sums.index_select(0, known)
-        rows = self.read(slots)
-        self._optimizer.update(rows[WEIGHTS], _state_of(rows), sums, lr * self._lr_factor)
-        self.write(slots, rows)
+        positions = self._rows.hold(slots)
+        self.step(self._rows.rows, positions, grads, lr)
+        self._rows.mark_dirty(positions)
+        self._rows.release(positions)
 
     def step(self, columns: RowStore, slots: Tensor, grads: Tensor | ArrivedGrads, lr: float) -> None:
         """`update` in place on columns in memory."""
-        own = {name: columns[name] for name in columns}
+        own = columns.columns
         update_slots(self._optimizer, own[WEIGHTS], _state_of(own), slots, grads, lr * self._lr_factor)
 
     def export(self) -> dict[str, Tensor]:
@@ -156,6 +161,7 @@ class Table:
 
     def load_index(self, content: Mapping[str, Tensor]) -> None:
         """The first half of `load`: ids without rows. `load_rows` must follow for all of them, in any chunks."""
+        self._rows.drop(self._index.export()[1])
         if self._admission:
             self._admission.load(content)
         else:

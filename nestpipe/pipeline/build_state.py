@@ -10,7 +10,7 @@ from torch import nn
 from nestpipe.distributed.process_group import World
 from nestpipe.embedding.buckets import Owners, num_table_buckets, too_many_ranks
 from nestpipe.embedding.config import DenseConfig, EmbeddingConfig
-from nestpipe.embedding.prefetch_buffer import InPlaceRows, PrefetchBuffer, RowAccess
+from nestpipe.embedding.prefetch_buffer import PrefetchBuffer, RowAccess, rows_where_they_are
 from nestpipe.embedding.row_optimizer import OPTIMIZERS
 from nestpipe.embedding.sharding import ShardedTables
 from nestpipe.embedding.stale_rows import StaleRows
@@ -52,7 +52,7 @@ def build_state(
     sharded = ShardedTables(
         tables, channels.keys, channels.rows, Owners(num_table_buckets(embedding), num_ranks), channels.replicas
     )
-    sharded.row_access = {name: _row_access(table, embedding, pipeline) for name, table in tables.items()}
+    sharded.row_access = {name: _row_access(table, pipeline) for name, table in tables.items()}
     return TrainState(
         model=model,
         embedding=sharded,
@@ -64,9 +64,7 @@ def build_state(
     )
 
 
-def _row_access(table: Table, embedding: EmbeddingConfig, pipeline: PipelineConfig) -> RowAccess:
-    """A prefetch buffer for rows in files if several batches are in flight, so that one stream alone touches the files."""
-    rows = pipeline.rows
-    is_buffered = rows == "buffer" or (rows == "auto" and embedding.tier == "mmap" and pipeline.looks_ahead)
-    access: RowAccess = PrefetchBuffer(table) if is_buffered else InPlaceRows(table)
+def _row_access(table: Table, pipeline: PipelineConfig) -> RowAccess:
+    is_copied = pipeline.rows == "buffer" and table.buffer is None  # rows in files have a buffer anyway
+    access: RowAccess = PrefetchBuffer(table) if is_copied else rows_where_they_are(table)
     return StaleRows(access, sync_steps=pipeline.sync_steps) if pipeline.staleness else access

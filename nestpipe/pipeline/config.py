@@ -44,7 +44,7 @@ class PipelineConfig(MicroBatchConfig):
     sync_steps: int = 0
     """With staleness 1: number of exact steps at the start."""
     rows: Literal["auto", "table", "buffer"] = "auto"
-    """Where rows of batches in flight are: in their table or in a prefetch buffer. auto: a buffer if rows are in files."""
+    """Where rows of batches in flight are: in their table or in a prefetch buffer. auto: the table. Rows in files have a row buffer."""
     split: bool = False
     """nested: send rows that neighbouring batches do not share in messages of their own, which are hidden."""
     chunks: int = 1

@@ -30,7 +30,7 @@ from nestpipe.models.encdec import EncDec
 from nestpipe.models.kv_prefix import InputDigest, PrefixKey, digest_of
 from nestpipe.models.prefix_inference import cut_events
 from nestpipe.serve.known_items import Ints, KnownItems, known_items
-from nestpipe.serve.model import mapped_rows, without_events
+from nestpipe.serve.model import rows_in_files, without_events
 from nestpipe.training.run_folder import Run
 
 
@@ -236,7 +236,7 @@ def open_generative(run: Run, *, step: int | None = None, folder: Path, memory_b
         )
     registry = Registry.load(config.ids, version=trained)
     trie = registry.trie(torch.from_numpy(np.array(run.sequences.catalogue)))
-    loaded = run.load_model(manifest.step, rows=mapped_rows(folder, memory_bytes), ids=trie)
+    loaded = run.load_model(manifest.step, rows=rows_in_files(folder, memory_bytes), ids=trie)
     assert isinstance(loaded.model, EncDec)
     inputs = inputs_of(run.config, run.sequences)
     return GenerativeModel(

@@ -31,7 +31,7 @@ def open_served(
             f"{run.folder} has a model of kind '{type(run.config.model).__name__}', which has no histories with candidates to rank. "
             "Serve a run of a ranking recipe such as ml1m_ranking."
         )
-    loaded = run.load_model(step, rows=mapped_rows(folder, memory_bytes))
+    loaded = run.load_model(step, rows=rows_in_files(folder, memory_bytes))
     model, manifest = cast(Ranking, loaded.model), loaded.manifest
     if label and label not in (names := [one.name for one in model.tasks.labels]):
         raise ConfigError(f"the model of {run.folder} has no label '{label}' to order by; it has {names}.")
@@ -45,10 +45,10 @@ def open_served(
     return ServedModel(ranker, builder, known, name=name, label=label, block=run.config.data.truncate_block)
 
 
-def mapped_rows(folder: Path, memory_bytes: int) -> EmbeddingConfig:
-    """Tables in mapped files, which the processes of a machine share through the page cache."""
+def rows_in_files(folder: Path, memory_bytes: int) -> EmbeddingConfig:
+    """Tables in files, with at most this much memory per table."""
     folder.mkdir(parents=True, exist_ok=True)
-    return EmbeddingConfig(optimizer="sgd", tier="mmap", mmap_folder=str(folder), memory_bytes=memory_bytes)
+    return EmbeddingConfig(optimizer="sgd", tier="files", files_folder=str(folder), buffer_bytes=memory_bytes)
 
 
 def without_events(sequences: Sequences) -> Sequences:

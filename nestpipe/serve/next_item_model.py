@@ -19,7 +19,7 @@ from nestpipe.jagged import Batch, Jagged, offsets_of
 from nestpipe.models.build_model import inputs_of
 from nestpipe.models.contract import Recommender
 from nestpipe.serve.known_items import Ints, KnownItems, ScoredItems, known_items
-from nestpipe.serve.model import mapped_rows, without_events
+from nestpipe.serve.model import rows_in_files, without_events
 from nestpipe.training.run_folder import Run
 
 
@@ -88,7 +88,7 @@ class NextItemModel:
 
 def open_next_item(run: Run, *, step: int | None = None, folder: Path, memory_bytes: int = 1 << 30) -> NextItemModel:
     """A checkpoint of a run, by default the best one if it validated, else the latest; rows lie in files in `folder`."""
-    loaded = run.load_model(step, rows=mapped_rows(folder, memory_bytes))
+    loaded = run.load_model(step, rows=rows_in_files(folder, memory_bytes))
     if not isinstance(loaded.model, Recommender):
         raise ConfigError(
             f"{run.folder} has a model of kind '{type(loaded.model).__name__}', which cannot rank the catalogue: it lacks "

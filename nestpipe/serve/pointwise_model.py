@@ -17,7 +17,7 @@ from nestpipe.jagged import Batch
 from nestpipe.models.build_model import inputs_of
 from nestpipe.models.dcn import DCN
 from nestpipe.serve.known_items import KnownItems, known_items
-from nestpipe.serve.model import mapped_rows, without_events
+from nestpipe.serve.model import rows_in_files, without_events
 from nestpipe.training.run_folder import Run
 
 
@@ -53,7 +53,7 @@ def open_pointwise(
     run: Run, *, step: int | None = None, label: str = "", folder: Path, memory_bytes: int = 1 << 30
 ) -> PointwiseModel:
     """A checkpoint of a run, by default the best validated one, else the latest; its tables are files in `folder`."""
-    loaded = run.load_model(step, rows=mapped_rows(folder, memory_bytes))
+    loaded = run.load_model(step, rows=rows_in_files(folder, memory_bytes))
     model, manifest = loaded.model, loaded.manifest
     if not isinstance(model, DCN):
         raise ConfigError(f"{run.folder} has a model of kind '{type(model).__name__}', which is not pointwise.")

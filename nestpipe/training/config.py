@@ -46,7 +46,7 @@ class TrainConfig:
     keep_last: int = 2
     """Checkpoints to keep, the best one apart."""
     async_save: bool = True
-    """Write checkpoints in the background from a copy in memory (the mmap tier is never copied)."""
+    """Write checkpoints in the background from a copy in memory (rows in files are never copied)."""
     mirror: str = ""
     """A URL to which every checkpoint is copied, such as s3://bucket/run (needs the extra nestpipe[remote])."""
     log_steps: int = 20

@@ -51,7 +51,7 @@ FREE_KEYS = (
     *("train.tensorboard", "train.async_save", "train.mirror"),
     *("pipeline.groups", "pipeline.mode", "pipeline.depth", "pipeline.rows", "pipeline.split", "pipeline.chunks"),
     *("pipeline.tune", "pipeline.adapt", "pipeline.follow", "pipeline.trace_steps"),
-    *("embedding.tier", "embedding.mmap_folder", "embedding.memory_bytes"),
+    *("embedding.tier", "embedding.files_folder", "embedding.buffer_bytes"),
     *(f"eval.{field.name}" for field in fields(EvalConfig)),
 )
 
@@ -193,7 +193,7 @@ class Run:
         load_weights(cast(nn.Module, model), folder, manifest)
         own = self.config.embedding
         config = rows or EmbeddingConfig(
-            optimizer="sgd", tier=own.tier, mmap_folder=own.mmap_folder, memory_bytes=own.memory_bytes
+            optimizer="sgd", tier=own.tier, files_folder=own.files_folder, buffer_bytes=own.buffer_bytes
         )  # sgd has no state to load
         tables = {spec.name: load_table(spec, config, self.config.seed, folder, manifest) for spec in model.tables}
         return LoadedModel(model, TableRows(tables), manifest)

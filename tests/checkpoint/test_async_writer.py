@@ -15,7 +15,7 @@ from nestpipe.checkpoint import writer as checkpoint_writer
 from nestpipe.checkpoint.async_writer import CheckpointSaver
 from nestpipe.checkpoint.state import checkpoint_files
 from nestpipe.distributed.process_group import World
-from nestpipe.embedding.row_store import RowStore
+from nestpipe.embedding.row_buffer import RowBuffer
 from nestpipe.errors import NestPipeError, TrainError
 from nestpipe.jagged import Cursor
 from nestpipe.training.loop import train_to_end
@@ -218,13 +218,13 @@ def test_a_failed_run_does_not_stay_for_a_save_that_hangs(log, tmp_path, monkeyp
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_table_of_the_mmap_tier_is_saved_and_loaded_bucket_by_bucket(log, tmp_path, monkeypatch, kind):
+def test_a_table_in_files_is_saved_and_loaded_bucket_by_bucket(log, tmp_path, monkeypatch, kind):
     """Never the rows of two buckets at once, with the files of the memory tier."""
     config = small_config(log, steps=6)
     config = replace(config, embedding=replace(config.embedding, **KINDS[kind]))
     if kind == "limits":  # two buckets
         config = replace(config, embedding=replace(config.embedding, max_rows=130))
-    files = replace(config.embedding, tier="mmap", mmap_folder=str(tmp_path), memory_bytes=1 << 20)
+    files = replace(config.embedding, tier="files", files_folder=str(tmp_path), buffer_bytes=1 << 20)
     threads, write = set(), checkpoint_writer._write
     monkeypatch.setattr(
         checkpoint_writer, "_write", lambda *a: (threads.add(threading.current_thread().name[:5]), write(*a))[1]
@@ -232,30 +232,29 @@ def test_a_table_of_the_mmap_tier_is_saved_and_loaded_bucket_by_bucket(log, tmp_
     calm = train(config, tmp_path / "memory", quiet=True)
     assert threads == {"saver"}
     threads.clear()
-    run = train(replace(config, embedding=files), tmp_path / "mmap", quiet=True)
+    run = train(replace(config, embedding=files), tmp_path / "files", quiet=True)
     assert threads == {"MainT"}
     ours, theirs = (
         checkpoint_manifest.Manifest.read(checkpoint_folders.checkpoint_folder(one.checkpoints)) for one in (run, calm)
     )
     assert ours.files == theirs.files
-    moved = {"gather": [], "scatter": []}
+    moved = {"read": [], "write": []}
     for name, sizes in moved.items():
-        original = getattr(RowStore, name)
+        original = getattr(RowBuffer, name)
 
-        def counted(self, column, slots, *rows, original=original, sizes=sizes):
+        def counted(self, slots, *rows, original=original, sizes=sizes):
             sizes.append(len(slots))
-            return original(self, column, slots, *rows)
+            return original(self, slots, *rows)
 
-        monkeypatch.setattr(RowStore, name, counted)
+        monkeypatch.setattr(RowBuffer, name, counted)
     state, _ = load_state(Run.open(run.folder))
     again = {
         file: {key: tensor.clone() for key, tensor in tensors.items()} for file, tensors in checkpoint_files(state)
     }
     _, saved = checkpoint_reader.load_checkpoint(checkpoint_folders.checkpoint_folder(run.checkpoints))
     buckets = [len(saved[f"item.{number:03d}"]["ids"]) for number in range(len(saved) - 1)]
-    num_columns = 4  # rows, mean, square, step
     for sizes in moved.values():
-        assert sizes == [size for size in buckets for _ in range(num_columns)]
+        assert sizes == buckets
     assert sum(buckets) > max(buckets)
     assert again.keys() == saved.keys()
     assert all(torch.equal(again[file][key], saved[file][key]) for file in saved for key in saved[file])

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nestpipe.embedding.prefetch_buffer import InPlaceRows, PrefetchBuffer, RowAccess, RowRefs
+from nestpipe.embedding.prefetch_buffer import PrefetchBuffer, RowAccess, RowRefs, rows_where_they_are
 from nestpipe.embedding.table import Table
 
 
@@ -16,7 +16,7 @@ class Plain:
 
     def __init__(self, table: Table, *, buffered: bool = False):
         self.table = table
-        self._access: RowAccess = PrefetchBuffer(table) if buffered else InPlaceRows(table)
+        self._access: RowAccess = PrefetchBuffer(table) if buffered else rows_where_they_are(table)
         self._refs: RowRefs | None = None
         self._step = 0
 

@@ -134,6 +134,3 @@ def test_what_cannot_overlap_is_refused(log):
     limited = replace(config, embedding=replace(config.embedding, max_rows=9, protect_steps=2))
     with pytest.raises(ConfigError, match=r"set --embedding\.protect-steps 3"):
         limited.validate()
-    files = replace(config.embedding, tier="mmap", mmap_folder="x")
-    with pytest.raises(ConfigError, match="needs a prefetch buffer"):
-        replace(config, embedding=files, pipeline=replace(config.pipeline, rows="table")).validate()

@@ -125,17 +125,17 @@ def drawn(seed: int, log: Path, folder: Path) -> Drawn:
             clip=draw.choice(("dense", "all")),
             async_save=draw.random() < 0.7,
         )
-        limit = draw.choice((0, 0, 12))
+        limit = draw.choice((0, 0, 260))
         embedding = replace(
             config.embedding,
             optimizer=draw.choice(("sgd", "adagrad", "rowwise_adagrad", "adam")),
             weight_decay=draw.choice((0.0, 0.01)),
             num_buckets=draw.choice((4, 7, 16)),
             admit_after=draw.choice((1, 1, 2)),
-            max_rows_per_bucket=limit,
+            max_rows=limit,
             evict=draw.choice(("lru", "lfu")),
             protect_steps=6,
-            **({"tier": "mmap", "mmap_folder": str(folder), "memory_bytes": 1 << 20} if draw.random() < 0.3 else {}),
+            **({"tier": "files", "files_folder": str(folder), "buffer_bytes": 1 << 20} if draw.random() < 0.3 else {}),
         )
         group_size = draw.choice((2, 3)) if config.loss.mixes_groups else 1
         batch_size = draw.choice((4, 9, 11, 16)) if group_size == 1 else 4 * group_size
@@ -152,7 +152,7 @@ def drawn(seed: int, log: Path, folder: Path) -> Drawn:
 
 @pytest.fixture(scope="module")
 def log(tmp_path_factory):
-    return small_log(tmp_path_factory.mktemp("random") / "log").path
+    return small_log(tmp_path_factory.mktemp("random") / "log", num_items=600).path
 
 
 @pytest.mark.timeout(2400)

@@ -1,0 +1,271 @@
+"""Row buffer: the rows in use and recently used, in bounded memory over a slower store that has all rows.
+
+    slot -> position -> row, dirty bit                        position_clock.py says which slot has which position
+      │ none                ▲ read      │ written back if dirty, when the position is taken for another row
+      └──────────▶ slower store: a file (row_file.py)
+
+Rules of retention:
+
+- A row that a batch in flight holds keeps its position. Other rows stay until their position is
+  needed; rows used more often stay longer.
+- A row that was changed is dirty. It is written back before its position is reused, together with
+  others. Until then the slower store has an old row or none, so every reader asks the buffer first.
+- A slot that is dropped, because its id was evicted from the table, leaves the buffer without being
+  written back.
+- A slot of -1, an id without a row, is never in the buffer.
+- Reading without holding (evaluation, checkpoints) retains nothing, so it does not push out the
+  rows of training.
+- Memory never exceeds the bound. Rows, bookkeeping and the memory of the slower store count. A batch
+  that does not fit is refused.
+
+Which rows are retained changes no results.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from nestpipe.embedding.position_clock import PositionClock
+from nestpipe.embedding.row_ops import row_bytes, scatter_rows
+from nestpipe.embedding.row_store import HUGE_BYTES, RowStore
+from nestpipe.errors import TrainError
+
+_NONE = -1
+_WRITE_ROWS = 1 << 16  # written through the buffer at a time
+_HUGE_PAGE = 2 << 20
+
+
+class SlowerStore(Protocol):
+    """Rows by slot, all columns together, in something larger and slower than memory."""
+
+    slot_bytes: int
+    """Bytes of memory per slot."""
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes in memory, without those per slot."""
+        ...
+
+    def grow(self, num_slots: int) -> None:
+        """Extends the slots; new ones have no row."""
+        ...
+
+    def read(self, slots: Tensor, columns: Mapping[str, Tensor], places: Tensor) -> None:
+        """Copies the rows of slots to distinct places of columns, all or some. Raises KeyError for a slot without a row."""
+        ...
+
+    def write(self, slots: Tensor, columns: Mapping[str, Tensor], places: Tensor) -> None:
+        """Overwrites the rows of distinct slots by those at places of all columns."""
+        ...
+
+    def drop(self, slots: Tensor) -> None:
+        """Forgets the rows of distinct slots; those without one are ignored."""
+        ...
+
+
+class RowBuffer:
+    """Rows of one table by slot. Any thread may call; rows at held positions are used without a lock."""
+
+    def __init__(
+        self,
+        name: str,
+        columns: Mapping[str, Tensor],
+        below: SlowerStore,
+        num_bytes: int,
+        *,
+        native: bool | None = None,
+    ):
+        """An empty buffer of at most `num_bytes` for rows with the type and shape of the given tensors' rows."""
+        self._name, self._below, self._num_bytes = name, below, num_bytes
+        self._lock = threading.RLock()
+        self._is_large = num_bytes >= HUGE_BYTES
+        huge_bytes = 0 if self._is_large else num_bytes + 1  # from the first row on, or never
+        self.rows = RowStore(columns, huge_bytes=huge_bytes)  # by position
+        self._dirty = RowStore({"dirty": torch.empty(0, dtype=torch.bool)})  # by position
+        self.rows.pinned = self._dirty.pinned = True
+        self._clock = PositionClock(huge_bytes=huge_bytes, native=native)
+        self._row_bytes = sum(map(row_bytes, columns.values())) + 1 + self._clock.position_bytes
+        self._slot_bytes = self._clock.slot_bytes + below.slot_bytes
+        self._capacity = self._planned_slots = 0
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.rows)
+
+    @property
+    def slots(self) -> Tensor:
+        """The slots of all rows in the buffer."""
+        return self._clock.slots
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of memory in use; never more than the bound."""
+        return self._fixed_bytes + len(self.rows) * self._row_bytes + self._clock.num_slots * self._slot_bytes
+
+    @property
+    def _fixed_bytes(self) -> int:
+        """Bytes that do not depend on the number of rows: those of the store below, and the last page of each column."""
+        num_columns = len(self.rows.columns) + 6
+        return self._below.memory_bytes + num_columns * (_HUGE_PAGE if self._is_large else mmap.PAGESIZE)
+
+    def grow(self, num_slots: int) -> None:
+        """Extends the slots; new ones have no row. Their bytes are taken from the rows in the buffer."""
+        with self._lock:
+            if num_slots <= self._clock.num_slots:
+                return
+            if num_slots > self._planned_slots:
+                self._planned_slots = num_slots + num_slots // 16 + 1024
+                self._capacity = self._rows_beside(self._planned_slots)
+            self._trim()
+            if self.memory_bytes + (num_slots - self._clock.num_slots) * self._slot_bytes > self._num_bytes:
+                raise self._too_small(len(self.rows))  # batches in flight hold the last positions
+            self._clock.grow(num_slots)
+            self._below.grow(num_slots)
+
+    def hold(self, slots: Tensor) -> Tensor:
+        """Brings the rows of distinct slots into the buffer until `release`; returns their positions, -1 for slots of -1."""
+        with self._lock:
+            if not len(slots) or int(slots.min()) >= 0:
+                return self._hold(slots)
+            known = (slots >= 0).nonzero().flatten()
+            return torch.full_like(slots, _NONE).index_copy_(0, known, self._hold(slots.index_select(0, known)))
+
+    def mark_dirty(self, positions: Tensor) -> None:
+        """Tells that the rows at held positions were changed; positions of -1 are skipped."""
+        if len(positions) and int(positions.min()) < 0:
+            positions = positions[positions >= 0]
+        self._dirty["dirty"].index_fill_(0, positions, True)
+
+    def release(self, positions: Tensor) -> None:
+        """Ends a hold; rows stay in the buffer until others need their room."""
+        with self._lock:
+            self._clock.release(positions)
+
+    def gather(self, name: str, slots: Tensor, out: Tensor | None = None) -> Tensor:
+        """A copy of the rows [n, ...] of a column; in `out` if given. Retains nothing."""
+        column = self.rows[name]
+        out = column.new_empty(len(slots), *column.shape[1:]) if out is None else out
+        self._copy_rows(slots, {name: out})
+        return out
+
+    def read(self, slots: Tensor) -> dict[str, Tensor]:
+        """A copy of the rows of all columns. Retains nothing."""
+        out = {name: one.new_empty(len(slots), *one.shape[1:]) for name, one in self.rows.columns.items()}
+        self._copy_rows(slots, out)
+        return out
+
+    def write(self, slots: Tensor, rows: Mapping[str, Tensor]) -> None:
+        """Overwrites rows of the given columns at distinct slots."""
+        begin, is_whole = 0, all(name in rows for name in self.rows)
+        while begin < len(slots):
+            with self._lock:
+                size = min(len(slots) - begin, _WRITE_ROWS, max(self._capacity - self._clock.num_held, 1))
+                own = slice(begin, begin + size)
+                positions = self._hold(slots[own], is_read=not is_whole)
+                self.rows.write(positions, {name: values[own] for name, values in rows.items()})
+                self.mark_dirty(positions)
+                self.release(positions)
+            begin += size
+
+    def drop(self, slots: Tensor) -> None:
+        """Forgets the rows of distinct slots; dirty ones are not written back."""
+        if not len(slots):
+            return
+        with self._lock:
+            positions = self._clock.find(slots)
+            positions = positions[positions >= 0]
+            held = positions[self._clock.is_held(positions)]
+            if len(held):
+                slot = int(self._clock.slots_at(held[:1]))
+                raise RuntimeError(
+                    f"slot {slot} of table '{self._name}' is dropped while a batch in flight holds its row"
+                )
+            self._clock.unlink(slots, positions)
+            self._clock.forget(slots)
+            self._dirty["dirty"].index_fill_(0, positions, False)
+            self._below.drop(slots)
+
+    def _copy_rows(self, slots: Tensor, out: Mapping[str, Tensor]) -> None:
+        with self._lock:
+            positions = self._clock.find(slots)
+            missing = (positions < 0).nonzero().flatten()
+            if not len(missing):
+                for name, rows in out.items():
+                    self.rows.gather(name, positions, rows)
+                return
+            found = (positions >= 0).nonzero().flatten()
+            for name, rows in out.items() if len(found) else ():
+                scatter_rows(rows, found, self.rows.gather(name, positions.index_select(0, found)))
+            self._below.read(slots.index_select(0, missing), out, missing)
+
+    def _hold(self, slots: Tensor, *, is_read: bool = True) -> Tensor:
+        positions, missing = self._clock.hold(slots)
+        if (needed := self._clock.num_held + len(missing)) > self._capacity:
+            self._clock.release(positions)
+            raise self._too_small(needed)
+        if len(missing):
+            new = slots.index_select(0, missing)
+            free = self._free_positions(len(missing))
+            if is_read:
+                self._below.read(new, self.rows.columns, free)
+            self._clock.link(new, free)
+            positions.index_copy_(0, missing, free)
+        return positions
+
+    def _free_positions(self, num_rows: int) -> Tensor:
+        """So many positions without a row, held."""
+        begin = len(self.rows)
+        end = max(min(begin + num_rows, self._capacity), begin)
+        self.rows.grow(end)
+        self._dirty.grow(end)
+        fresh = self._clock.add(end - begin)
+        if len(fresh) == num_rows:
+            return fresh
+        taken = self._clock.take(num_rows - len(fresh), min(begin, self._capacity))
+        self._evict(taken)
+        return torch.cat([fresh, taken])
+
+    def _evict(self, positions: Tensor) -> None:
+        """Removes the rows at positions, writing dirty ones back."""
+        slots = self._clock.slots_at(positions)
+        dirty = self._dirty["dirty"].index_select(0, positions).nonzero().flatten()
+        places = positions.index_select(0, dirty)
+        self._below.write(slots.index_select(0, dirty), self.rows.columns, places)
+        self._dirty["dirty"].index_fill_(0, places, False)
+        self._clock.unlink(slots[slots >= 0], positions)
+
+    def _rows_beside(self, num_slots: int) -> int:
+        """Rows that fit into the bound beside so many slots."""
+        fixed_bytes = self._fixed_bytes + num_slots * self._slot_bytes
+        if fixed_bytes + self._row_bytes > self._num_bytes:
+            raise TrainError(
+                f"the index of {num_slots:,} rows of table '{self._name}' takes {fixed_bytes:,} bytes, which leaves no room for "
+                f"a row in its buffer of {self._num_bytes:,} bytes. Set --embedding.buffer-bytes to a tenth of "
+                f"the table's {num_slots * self._row_bytes:,} bytes, or more."
+            )
+        return (self._num_bytes - fixed_bytes) // self._row_bytes
+
+    def _too_small(self, needed: int) -> TrainError:
+        least = self._num_bytes + (needed - self._capacity) * self._row_bytes
+        return TrainError(
+            f"the batches in flight use {needed:,} rows of table '{self._name}' at once, but its buffer of "
+            f"{self._num_bytes:,} bytes has room for {self._capacity:,}. Set --embedding.buffer-bytes {least} or more, "
+            "or use a smaller --data.batch-size."
+        )
+
+    def _trim(self) -> None:
+        """Returns the memory of positions above the capacity, as far as no batch holds one."""
+        if len(self.rows) <= self._capacity:
+            return
+        tail = torch.arange(self._capacity, len(self.rows))
+        is_held = self._clock.is_held(tail)
+        self._evict(tail[~is_held])
+        end = int(tail[is_held].max()) + 1 if bool(is_held.any()) else self._capacity
+        self.rows.shrink(end)
+        self._dirty.shrink(end)
+        self._clock.shrink(end)
