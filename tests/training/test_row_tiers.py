@@ -8,18 +8,18 @@ from unittest.mock import patch
 import pytest
 
 from nestpipe.cli.demo import differing_tensors
-from nestpipe.embedding import row_file
+from nestpipe.embedding import buckets, row_file
 from nestpipe.embedding.row_buffer import RowBuffer
 from nestpipe.training.loop import train_to_end
 from tests.rank_pool import run_ranks
 from tests.small_runs import small_config, small_log
 
-LIMITS = {"admit_after": 2, "max_rows": 260, "protect_steps": 3, "num_buckets": 4}
+LIMITS = {"admit_after": 2, "max_rows": 120, "protect_steps": 3, "num_buckets": 4}
 
 
 @pytest.fixture(scope="module")
 def log(tmp_path_factory):
-    return small_log(tmp_path_factory.mktemp("tiers") / "log", num_items=600).path
+    return small_log(tmp_path_factory.mktemp("tiers") / "log", num_items=300).path
 
 
 def train(world, config, folder):
@@ -39,6 +39,7 @@ def train(world, config, folder):
 
     with (
         patch.object(row_file, "SEGMENT_BYTES", 4096),
+        patch.object(buckets, "MIN_ROWS_PER_BUCKET", 30),  # so that four ranks evict rows of a small log
         patch.object(RowBuffer, "_hold", tight),
         patch.object(RowBuffer, "_evict", counted),
     ):
