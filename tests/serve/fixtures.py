@@ -46,7 +46,7 @@ def second_of(runs_of, tmp_path_factory):
     def of(kind):
         first = runs_of(kind)
         if kind == "generative":
-            return small_generative.make_run(first.folder.parent, name="second", dim=16)
+            return small_generative.make_run(first.folder.parent, name="second", hidden_dim=32)
         return train(replace(first.config, seed=7), tmp_path_factory.mktemp("second") / "second", quiet=True)
 
     return of

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import httpx
@@ -31,17 +33,20 @@ def pair(request, runs_of, second_of):
 class World:
     """An instance of a run with its administration."""
 
-    def __init__(self, run, notes):
+    def __init__(self, run, notes=None, **flags):
         trigger = replace(ServeArguments().trigger, budget_ms=SLOW_MS)
-        arguments = ServeArguments(run=run.folder, notes=notes, trigger=trigger)
+        arguments = ServeArguments(run=run.folder, notes=notes, trigger=trigger, **flags)
         self.engine, self.instance, load, file = open_instance(run, arguments, name="a")
         self.load = load
         token = kept_secret(run.folder / "serve" / "token")
         admin = Admin(self.instance, self.engine, token=token, load=load, file=file)
-        self.engine.start()
         self._servers = [Served(self.instance.app()), Served(admin.app())]
         self.http = httpx.Client(base_url=self._servers[0].url, timeout=60)
         self.admin_port = self._servers[1].port
+
+    def start(self):
+        self.engine.start()
+        return self
 
     def __enter__(self):
         return self
@@ -80,7 +85,7 @@ def test_another_model_for_everybody_or_for_some_users(pair, tmp_path, capsys):
         return capsys.readouterr().out
 
     notes = tmp_path / "notes.json"
-    with World(first, notes) as world:
+    with World(first, notes).start() as world:
         assert set(check({user: world.ask(user) for user in users}).values()) == {first.folder.name}
         assert f"{second.folder.name}/step-" in swap(world, second.folder, "--share", 0.5)
         shared = check({user: world.ask(user) for user in users})
@@ -88,7 +93,7 @@ def test_another_model_for_everybody_or_for_some_users(pair, tmp_path, capsys):
         if "DCN" not in type(first.config.model).__name__:
             explained = world.ask(users[0], explain=True)
             assert (explained["items"], len(explained["because"])) == (truth[shared[users[0]]][users[0]], 4)
-    with World(first, notes) as world:  # another process of the instance
+    with World(first, notes).start() as world:  # another process of the instance
         assert check({user: world.ask(user) for user in users}) == shared
         answers, stop = [], threading.Event()
 
@@ -110,10 +115,27 @@ def test_another_model_for_everybody_or_for_some_users(pair, tmp_path, capsys):
         assert np.unique([one.name for one in world.engine.models]).size == 1, "nothing refers to the old one"
 
 
-def test_a_model_of_another_kind_is_refused_and_the_current_one_stays(pair, runs_of, tmp_path, capsys):
+def test_requests_of_both_models_are_answered_together(pair):
+    first, second = pair
+    users = first.sequences.users[:8].tolist()
+    truth = {run.folder.name: {user: wanted(run, user) for user in users} for run in pair}
+    with World(first, compare=second.folder, share=0.5) as world, ThreadPoolExecutor(8) as threads:
+        answers = [threads.submit(world.ask, user) for user in users]
+        deadline = time.monotonic() + 60
+        while world.engine.num_waiting < len(users):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        world.start()  # now all of them are in the first batch
+        found = {user: answer.result() for user, answer in zip(users, answers, strict=True)}
+    assert {answer["model"].split("/")[0] for answer in found.values()} == set(truth)
+    for user, answer in found.items():
+        assert answer["items"] == truth[answer["model"].split("/")[0]][user]
+
+
+def test_a_model_of_another_kind_is_refused_and_the_current_one_stays(pair, runs_of, capsys):
     first, _ = pair
     kind = next(kind for kind in KINDS if runs_of(kind).folder != first.folder and kind != "generative")
-    with World(first, tmp_path / "notes.json") as world:
+    with World(first).start() as world:
         command = ["swap", str(first.folder), str(runs_of(kind).folder), "--admin-port", str(world.admin_port)]
         assert main(command) == 2
         message = capsys.readouterr().err
@@ -122,11 +144,11 @@ def test_a_model_of_another_kind_is_refused_and_the_current_one_stays(pair, runs
         assert world.ask(int(first.sequences.users[0]))["model"].startswith(first.folder.name)
 
 
-def test_a_generative_model_that_takes_other_requests_is_refused(runs_of, tmp_path):
+def test_a_generative_model_that_takes_other_requests_is_refused(runs_of):
     first = runs_of("generative")
     narrow = small_generative.make_run(first.folder.parent, name="narrow", beam=12)
     with (
-        World(first, tmp_path / "notes.json") as world,
+        World(first).start() as world,
         pytest.raises(ConfigError, match="a beam of 12, but this inst"),
     ):
         world.load(narrow.folder, None)
