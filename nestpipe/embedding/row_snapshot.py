@@ -1,0 +1,181 @@
+"""The rows of a table as they were at one moment, read section by section while training continues.
+
+    loop     snapshot │ update: rows not read yet leave a copy in the log │ update ...
+    thread            └▶ read section 0 ──▶ read section 1: table, overwritten by the log ──▶ ...
+
+No second copy of the rows: the log holds only rows that were updated before their section was read, and never more than
+1 / `_LOG_SHARE` of the rows. An update for which it has no room waits until sections have been read; the reader never waits for
+an update. Ids and slots are copied (16 bytes per row).
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nestpipe.embedding.buckets import Owners
+from nestpipe.embedding.row_store import RowStore
+
+_LOG_SHARE = 20  # rows of the table per row of the log
+_MIN_LOG_ROWS = 1024
+
+
+class RowSnapshot:
+    """Rows of distinct slots, by place: the i-th is that of `slots[i]`. `read` takes places in order; `close` ends it."""
+
+    def __init__(self, store: RowStore, slots: Tensor, *, concurrent: bool, log_rows: int = 0):
+        """With `concurrent`, every change of the store must be announced by `preserve` before it is made."""
+        self._store, self._slots = store, slots
+        self._condition = threading.Condition()
+        self._next = 0  # the first place that has not been read
+        self._is_closed = not concurrent
+        log_rows = min(log_rows or max(len(slots) // _LOG_SHARE, _MIN_LOG_ROWS), len(slots)) if concurrent else 0
+        num_slots = int(slots.max()) + 1 if concurrent and len(slots) else 0
+        self._place = torch.full((num_slots,), -1, dtype=torch.int32)  # by slot
+        if num_slots:
+            self._place[slots] = torch.arange(len(slots), dtype=torch.int32)
+        self._entry = torch.full((len(slots) if concurrent else 0,), -1, dtype=torch.int32)  # of the log, by place
+        self._log = {name: store[name].new_empty(log_rows, *store[name].shape[1:]) for name in store}
+        self._free = torch.arange(log_rows, dtype=torch.int32)
+        self._num_free = log_rows
+
+    @property
+    def is_tight(self) -> bool:
+        """Whether three quarters of the log are in use, so that an update may soon have to wait."""
+        has_bound = len(self._free) < len(self._slots)
+        return has_bound and not self._is_closed and 4 * self._num_free < len(self._free)
+
+    def preserve(self, slots: Tensor) -> None:
+        """Copies the rows of these slots that have not been read; waits while the log is full. Before any change of them."""
+        with self._condition:
+            known = slots[(slots >= 0) & (slots < len(self._place))]
+            while not self._is_closed:
+                places = self._place.index_select(0, known)
+                wanted = (places >= self._next).nonzero().flatten()
+                wanted = wanted[self._entry.index_select(0, places.index_select(0, wanted)) < 0]
+                if len(wanted) <= self._num_free:
+                    self._copy(known.index_select(0, wanted), places.index_select(0, wanted).long())
+                    return
+                self._condition.wait()
+
+    def read(self, begin: int, end: int) -> dict[str, Tensor]:
+        """The rows of these places, per column."""
+        slots = self._slots[begin:end]
+        with self._condition:
+            rows = {name: self._store.gather(name, slots) for name in self._store}
+            if not self._is_closed:
+                entries = self._entry[begin:end]
+                logged = (entries >= 0).nonzero().flatten()
+                used = entries.index_select(0, logged)
+                for name, values in rows.items():
+                    values.index_copy_(0, logged, self._log[name].index_select(0, used))
+                self._free[self._num_free : self._num_free + len(used)] = used
+                self._num_free += len(used)
+                self._next = end
+                self._condition.notify_all()
+        return rows
+
+    def close(self) -> None:
+        """Ends the snapshot: nothing is preserved from now on, and nobody waits."""
+        with self._condition:
+            self._is_closed = True
+            self._condition.notify_all()
+
+    def _copy(self, slots: Tensor, places: Tensor) -> None:
+        self._num_free -= len(slots)
+        entries = self._free[self._num_free : self._num_free + len(slots)].clone()
+        self._entry.index_copy_(0, places, entries)
+        for name, column in self._log.items():
+            column.index_copy_(0, entries.long(), self._store.gather(name, slots))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TableSection:
+    """A range of buckets of one table."""
+
+    buckets: range
+    index: dict[str, Tensor]  # ids with their usage, and columns that have ids of their own
+    rows: dict[str, Tensor]  # weights and optimizer state, in the order of the ids
+
+
+class TableSnapshot:
+    """A table, or what has changed in it, as it was at one moment; read once, section by section."""
+
+    def __init__(self, rows: RowSnapshot, sections: list[tuple[range, dict[str, Tensor]]]):
+        self.rows, self._sections = rows, sections
+
+    @property
+    def num_rows(self) -> int:
+        return sum(len(index["ids"]) for _, index in self._sections)
+
+    def read(self) -> Iterator[TableSection]:
+        """The sections, in order; at most one has its rows in memory."""
+        begin = 0
+        while self._sections:
+            buckets, index = self._sections.pop(0)
+            end = begin + len(index["ids"])
+            yield TableSection(buckets, index, self.rows.read(begin, end))
+            begin = end
+
+
+def by_section(
+    content: Mapping[str, Tensor], owners: Owners, buckets: range, *, rows_per_section: int
+) -> list[tuple[range, dict[str, Tensor]]]:
+    """Columns of a table, by ranges of buckets with at most so many ids, or one bucket; ordered by bucket.
+
+    A column belongs to the ids of the same prefix: `pending.last_step` to `pending.ids`, `gone` to itself, others to `ids`.
+    """
+    if not len(buckets):
+        return []
+    names: dict[str, list[str]] = {"ids": []}
+    for name in content:
+        names.setdefault(ids_column(name), []).append(name)
+    sorted_buckets: dict[str, Tensor] = {}
+    columns: dict[str, Tensor] = {}
+    for key, own in names.items():
+        order, sorted_buckets[key] = _bucket_order(content[key], owners, buckets)
+        columns |= {name: content[name].index_select(0, order) for name in own}
+    edges = _edges(sorted_buckets["ids"], buckets, rows_per_section)
+    places = {key: torch.searchsorted(own, torch.tensor(edges)).tolist() for key, own in sorted_buckets.items()}
+    return [
+        (
+            range(first, last),
+            {name: columns[name][places[key][i] : places[key][i + 1]] for key in names for name in names[key]},
+        )
+        for i, (first, last) in enumerate(itertools.pairwise(edges))
+    ]
+
+
+def ids_column(name: str) -> str:
+    """The column of ids to which a column belongs."""
+    if name == "gone" or name.endswith(".gone"):
+        return name
+    prefix = name.partition(".")[0]
+    return f"{prefix}.ids" if prefix in {"pending", "kept"} else "ids"
+
+
+def _bucket_order(ids: Tensor, owners: Owners, buckets: range) -> tuple[Tensor, Tensor]:
+    """Places of the ids in these buckets, by bucket and then as given; and their buckets."""
+    bucket = owners.bucket_of(ids)
+    if len(buckets) == owners.num_buckets:
+        order = bucket.argsort(stable=True)
+    else:
+        own = ((bucket >= buckets.start) & (bucket < buckets.stop)).nonzero().flatten()
+        order = own.index_select(0, bucket.index_select(0, own).argsort(stable=True))
+    return order, bucket.index_select(0, order)
+
+
+def _edges(bucket: Tensor, buckets: range, rows_per_section: int) -> list[int]:
+    """Where sections begin, and the end, from the sorted buckets of the ids."""
+    ends = torch.bincount(bucket - buckets.start, minlength=len(buckets)).cumsum(0)
+    edges, done = [buckets.start], 0
+    while edges[-1] < buckets.stop:
+        fitting = buckets.start + int(torch.searchsorted(ends, done + rows_per_section, right=True))
+        edges.append(max(fitting, edges[-1] + 1))
+        done = int(ends[edges[-1] - buckets.start - 1])
+    return edges
