@@ -73,6 +73,11 @@ class CheckpointSaver:
         self._thread = threading.Thread()
 
     @property
+    def is_saving(self) -> bool:
+        """Whether a save is in flight and has not ended."""
+        return self._in_flight is not None and not self._in_flight.done()
+
+    @property
     def failed(self) -> bool:
         """Whether the save in flight has failed, so that `wait` would raise."""
         return self._in_flight is not None and self._in_flight.done() and self._in_flight.exception() is not None
@@ -80,7 +85,7 @@ class CheckpointSaver:
     @property
     def is_tight(self) -> bool:
         """Whether the steps of this rank are so far ahead of the save in flight that all ranks should `wait`."""
-        return self._snapshot is not None and self._snapshot.is_tight
+        return self.is_saving and self._snapshot is not None and self._snapshot.is_tight
 
     def save(
         self,

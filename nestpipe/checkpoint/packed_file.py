@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import BinaryIO
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as load_blob
-from safetensors.torch import save as save_blob
 from torch import Tensor
 
 from nestpipe.checkpoint.manifest import DENSE, INDEX, ROWS, STATE, Blob, move_away_advice
@@ -17,6 +17,19 @@ from nestpipe.checkpoint.places import Place, read_range, size_of
 from nestpipe.embedding.row_snapshot import TableSection
 from nestpipe.embedding.table import WEIGHTS
 from nestpipe.errors import CheckpointError
+
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
 
 
 class PackWriter:
@@ -40,11 +53,33 @@ class PackWriter:
             self._add(state, STATE, *place)
 
     def _add(self, tensors: Mapping[str, Tensor], kind: str, *place: str | int) -> None:
-        data = save_blob({name: one.contiguous() for name, one in tensors.items()})
-        digest = hashlib.sha256(data).hexdigest()
-        self._file.write(data)
-        self.blobs.append(Blob(self._name, self._offset, len(data), digest, kind, *place))  # type: ignore[arg-type]
-        self._offset += len(data)
+        digest, num_bytes = hashlib.sha256(), 0
+        for piece in _pieces(tensors):
+            digest.update(piece)
+            self._file.write(piece)
+            num_bytes += len(piece)
+        found = self._name, self._offset, num_bytes, digest.hexdigest()
+        self.blobs.append(Blob(*found, kind, *place))  # type: ignore[arg-type]
+        self._offset += num_bytes
+
+
+def _pieces(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
+    """A safetensors file of these tensors, piece by piece; `safetensors.torch.save` would copy all of them twice."""
+    header: dict[str, object] = {}
+    offset = 0
+    for name, one in tensors.items():
+        header[name] = {
+            "dtype": _DTYPES[one.dtype],
+            "shape": list(one.shape),
+            "data_offsets": [offset, offset + one.nbytes],
+        }
+        offset += one.nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    for one in tensors.values():
+        if one.numel():
+            yield memoryview(one.detach().contiguous().view(-1).view(torch.uint8).numpy())
 
 
 def read_blob(folder: Place, blob: Blob) -> dict[str, Tensor]:

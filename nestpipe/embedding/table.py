@@ -28,7 +28,9 @@ from nestpipe.rng import Rng, bell
 _INIT_ROWS = 1024  # rows initialised at a time: their random integers take eight times the memory
 WEIGHTS = "rows"  # the column of weights; the others are optimizer state
 _STATE = "state."
-_SECTION_BYTES = 16 << 20  # of rows that a save holds in memory at a time
+_SECTION_BYTES = 16 << 20  # at most, of rows that a save holds in memory at a time
+_MIN_SECTIONS = 128  # of a large table; smaller sections than this gives are at least _MIN_SECTION_BYTES
+_MIN_SECTION_BYTES = 256 << 10
 _NO_LIMITS = EmbeddingConfig()
 
 
@@ -173,9 +175,8 @@ class Table:
         if self._changed:
             content = self._changed.only(ids, slots, usage) if delta else content
             self._changed.reset(ids, usage)
-        sections = by_section(
-            {**content, **extra}, owners, buckets, rows_per_section=max(_SECTION_BYTES // self._row_bytes, 1)
-        )
+        rows_per_section = max(self._section_bytes(len(content["ids"])) // self._row_bytes, 1)
+        sections = by_section({**content, **extra}, owners, buckets, rows_per_section=rows_per_section)
         slots = torch.cat([torch.empty(0, dtype=torch.int64), *(index.pop("slots") for _, index in sections)])
         rows = RowSnapshot(self._rows, slots, concurrent=concurrent)
         if concurrent:
@@ -185,6 +186,10 @@ class Table:
     def changed_bytes(self) -> int:
         """Size of the rows that have changed since the last snapshot."""
         return self._changed.num_rows * self._row_bytes if self._changed else 0
+
+    def _section_bytes(self, num_rows: int) -> int:
+        """Size of the sections of a snapshot: a small part of the table, so that saving needs little memory."""
+        return min(max(num_rows * self._row_bytes // _MIN_SECTIONS, _MIN_SECTION_BYTES), _SECTION_BYTES)
 
     @property
     def _row_bytes(self) -> int:
