@@ -74,6 +74,7 @@ class TableState:
 
     def close(self) -> None:
         self.table.end_snapshot()
+        self.taken = None
 
 
 def filled(num_rows: int) -> TableState:

@@ -5,14 +5,14 @@
 
 No second copy of the rows: the log holds only rows that were updated before their section was read, and never more than
 1 / `_LOG_SHARE` of the rows. An update for which it has no room waits until sections have been read; the reader never waits for
-an update. Ids and slots are copied (16 bytes per row).
+an update. Ids and slots are copied (16 bytes per row), and there are 8 bytes per row to find what is in the log.
 """
 
 from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -21,8 +21,10 @@ from torch import Tensor
 from nestpipe.embedding.buckets import Owners
 from nestpipe.embedding.row_store import RowStore
 
-_LOG_SHARE = 20  # rows of the table per row of the log
+_LOG_SHARE = 32  # rows of the table per row of the log
 _MIN_LOG_ROWS = 1024
+_NUM_PASSES = 16  # in which a large index is sorted
+_CHUNK_ROWS = 1 << 16
 
 
 class RowSnapshot:
@@ -124,31 +126,30 @@ class TableSnapshot:
 
 
 def by_section(
-    content: Mapping[str, Tensor], owners: Owners, buckets: range, *, rows_per_section: int
+    content: dict[str, Tensor], owners: Owners, buckets: range, *, rows_per_section: int
 ) -> list[tuple[range, dict[str, Tensor]]]:
     """Columns of a table, by ranges of buckets with at most so many ids, or one bucket; ordered by bucket.
 
     A column belongs to the ids of the same prefix: `pending.last_step` to `pending.ids`, `gone` to itself, others to `ids`.
+    `content` is emptied, so that columns are freed one by one.
     """
     if not len(buckets):
         return []
     names: dict[str, list[str]] = {"ids": []}
     for name in content:
         names.setdefault(ids_column(name), []).append(name)
-    sorted_buckets: dict[str, Tensor] = {}
-    columns: dict[str, Tensor] = {}
-    for key, own in names.items():
-        order, sorted_buckets[key] = _bucket_order(content[key], owners, buckets)
-        columns |= {name: content[name].index_select(0, order) for name in own}
-    edges = _edges(sorted_buckets["ids"], buckets, rows_per_section)
-    places = {key: torch.searchsorted(own, torch.tensor(edges)).tolist() for key, own in sorted_buckets.items()}
-    return [
-        (
-            range(first, last),
-            {name: columns[name][places[key][i] : places[key][i + 1]] for key in names for name in names[key]},
-        )
-        for i, (first, last) in enumerate(itertools.pairwise(edges))
-    ]
+    edges: list[int] = []
+    sections: list[dict[str, Tensor]] = []
+    for key, own in names.items():  # those of `ids` are first, and decide where sections begin
+        bucket = _bucket_numbers(content[key], owners)
+        ends = _bucket_ends(bucket, buckets)
+        edges = edges or _edges(ends, buckets, rows_per_section)
+        sections = sections or [{} for _ in edges[1:]]
+        places = [0, *(int(ends[edge - buckets.start - 1]) for edge in edges[1:])]
+        columns = _sorted_columns({name: content.pop(name) for name in own}, bucket, buckets, ends)
+        for section, (begin, end) in zip(sections, itertools.pairwise(places), strict=True):
+            section.update({name: values[begin:end] for name, values in columns.items()})
+    return list(zip((range(*one) for one in itertools.pairwise(edges)), sections, strict=True))
 
 
 def ids_column(name: str) -> str:
@@ -159,23 +160,41 @@ def ids_column(name: str) -> str:
     return f"{prefix}.ids" if prefix in {"pending", "kept"} else "ids"
 
 
-def _bucket_order(ids: Tensor, owners: Owners, buckets: range) -> tuple[Tensor, Tensor]:
-    """Places of the ids in these buckets, by bucket and then as given; and their buckets."""
-    bucket = owners.bucket_of(ids)
-    if len(buckets) == owners.num_buckets:
-        order = bucket.argsort(stable=True)
-    else:
-        own = ((bucket >= buckets.start) & (bucket < buckets.stop)).nonzero().flatten()
-        order = own.index_select(0, bucket.index_select(0, own).argsort(stable=True))
-    return order, bucket.index_select(0, order)
+def _bucket_numbers(ids: Tensor, owners: Owners) -> Tensor:
+    """The bucket of each id, in 4 bytes."""
+    numbers = torch.empty(len(ids), dtype=torch.int32)
+    for target, chunk in zip(numbers.split(_CHUNK_ROWS), ids.split(_CHUNK_ROWS), strict=True):
+        target.copy_(owners.bucket_of(chunk))
+    return numbers
 
 
-def _edges(bucket: Tensor, buckets: range, rows_per_section: int) -> list[int]:
-    """Where sections begin, and the end, from the sorted buckets of the ids."""
-    ends = torch.bincount(bucket - buckets.start, minlength=len(buckets)).cumsum(0)
+def _bucket_ends(bucket: Tensor, buckets: range) -> Tensor:
+    """Number of ids up to and in each of these buckets, without those of other buckets."""
+    counts = torch.zeros(buckets.stop + 1, dtype=torch.int64)
+    for chunk in bucket.split(_CHUNK_ROWS):
+        counts += torch.bincount(chunk.clamp(max=buckets.stop), minlength=buckets.stop + 1)
+    return counts[buckets.start : buckets.stop].cumsum(0)
+
+
+def _edges(ends: Tensor, buckets: range, rows_per_section: int) -> list[int]:
+    """Where sections begin, and the end."""
     edges, done = [buckets.start], 0
     while edges[-1] < buckets.stop:
         fitting = buckets.start + int(torch.searchsorted(ends, done + rows_per_section, right=True))
         edges.append(max(fitting, edges[-1] + 1))
         done = int(ends[edges[-1] - buckets.start - 1])
     return edges
+
+
+def _sorted_columns(columns: dict[str, Tensor], bucket: Tensor, buckets: range, ends: Tensor) -> dict[str, Tensor]:
+    """Columns of the ids in these buckets, by bucket and then as given; in passes, which need little memory each."""
+    total = int(ends[-1])
+    found = {name: values.new_empty(total, *values.shape[1:]) for name, values in columns.items()}
+    begin, first = 0, buckets.start
+    for edge in _edges(ends, buckets, max(total // _NUM_PASSES, _CHUNK_ROWS))[1:]:
+        own = ((bucket >= first) & (bucket < edge)).nonzero().flatten()
+        order = own.index_select(0, bucket.index_select(0, own).argsort(stable=True))
+        for name, values in columns.items():
+            found[name][begin : begin + len(order)] = values.index_select(0, order)
+        begin, first = begin + len(order), edge
+    return found

@@ -29,7 +29,7 @@ _INIT_ROWS = 1024  # rows initialised at a time: their random integers take eigh
 WEIGHTS = "rows"  # the column of weights; the others are optimizer state
 _STATE = "state."
 _SECTION_BYTES = 16 << 20  # at most, of rows that a save holds in memory at a time
-_MIN_SECTIONS = 128  # of a large table; smaller sections than this gives are at least _MIN_SECTION_BYTES
+_MIN_SECTIONS = 256  # of a large table; smaller sections than this gives are at least _MIN_SECTION_BYTES
 _MIN_SECTION_BYTES = 256 << 10
 _NO_LIMITS = EmbeddingConfig()
 
@@ -175,8 +175,10 @@ class Table:
         if self._changed:
             content = self._changed.only(ids, slots, usage) if delta else content
             self._changed.reset(ids, usage)
+        content.update(extra)
+        del ids, slots  # so that `by_section` can free them
         rows_per_section = max(self._section_bytes(len(content["ids"])) // self._row_bytes, 1)
-        sections = by_section({**content, **extra}, owners, buckets, rows_per_section=rows_per_section)
+        sections = by_section(content, owners, buckets, rows_per_section=rows_per_section)
         slots = torch.cat([torch.empty(0, dtype=torch.int64), *(index.pop("slots") for _, index in sections)])
         rows = RowSnapshot(self._rows, slots, concurrent=concurrent)
         if concurrent:
