@@ -79,7 +79,7 @@ def _pieces(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
     yield len(text).to_bytes(8, "little") + text
     for one in tensors.values():
         if one.numel():
-            yield memoryview(one.detach().contiguous().view(-1).view(torch.uint8).numpy())
+            yield one.detach().contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 def read_blob(folder: Place, blob: Blob) -> dict[str, Tensor]:

@@ -8,6 +8,7 @@ import torch
 from nestpipe.embedding.buckets import Owners
 from nestpipe.embedding.config import EmbeddingConfig
 from nestpipe.embedding.lookup import TableSpec
+from nestpipe.embedding.prefetch_buffer import InPlaceRows, PrefetchBuffer
 from nestpipe.embedding.row_optimizer import OPTIMIZERS
 from nestpipe.embedding.row_snapshot import RowSnapshot, by_section
 from nestpipe.embedding.row_store import RowStore
@@ -110,3 +111,34 @@ def test_deltas_applied_one_after_the_other_give_the_table(limits):
                 assert [*sorted(counts)] == whole["pending.ids"].tolist()
                 assert [counts[one][1] for one in sorted(counts)] == whole["pending.frequency"].tolist()
     assert min(sizes) < len(rows)
+
+
+@pytest.mark.parametrize("access", [InPlaceRows, PrefetchBuffer])
+@pytest.mark.parametrize("limits", [{}, {"max_rows_per_bucket": 4}], ids=["free", "limits"])
+def test_a_table_is_read_as_it_was_while_rows_are_updated_added_and_evicted(limits, access):
+    config = EmbeddingConfig(optimizer="adagrad", num_buckets=4, **limits)
+    table = Table(TableSpec(name="item", dim=2), OPTIMIZERS["adagrad"](config), seed=0, config=config)
+    owners, rows = Owners(4, 1), access(table)
+
+    def train(first, step):
+        own = {"ids": torch.arange(first, first + 9)}
+        refs = rows.take(
+            torch.cat([one["ids"] for _, one in by_section(own, owners, range(4), rows_per_section=1)]), step
+        )
+        rows.update(refs, torch.ones(9, 2), 0.1)
+        rows.release(refs)
+
+    train(0, 0)
+    train(5, 1)
+    before = table.export()
+    sections = table.snapshot(owners, range(4), extra={}, concurrent=True).read()
+    found = []
+    for step in range(5, 9):
+        train(3 * step, step)
+        found.append(next(sections, None))
+    found = [one for one in [*found, *sections] if one]
+    table.end_snapshot()
+    order = torch.cat([one.index["ids"] for one in found]).argsort()
+    assert {*before["ids"].tolist()} != {*table.export()["ids"].tolist()}
+    for name in found[0].rows:
+        assert torch.equal(torch.cat([one.rows[name] for one in found])[order], before[name])
