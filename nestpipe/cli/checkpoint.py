@@ -15,7 +15,7 @@ from nestpipe.atomic_files import replace_file
 from nestpipe.checkpoint.difference import dense_differences, table_differences
 from nestpipe.checkpoint.folders import checkpoints_at, checkpoints_of
 from nestpipe.checkpoint.manifest import Manifest
-from nestpipe.checkpoint.places import Place
+from nestpipe.checkpoint.places import Place, RemotePath
 from nestpipe.checkpoint.reader import damages, dense_shapes, table_facts
 from nestpipe.checkpoint.rewrite import compact as compact_checkpoint
 from nestpipe.checkpoint.rewrite import rebucket as rebucket_checkpoints
@@ -86,7 +86,10 @@ def rebucket(arguments: RebucketCheckpoints) -> int:
         content = json.loads(path.read_text())
         content["embedding"]["num_buckets"] = arguments.buckets
         Config.from_json(json.dumps(content)).validate()
-        replace_file(path, (json.dumps(content, indent=2) + "\n").encode())
+        data = (json.dumps(content, indent=2) + "\n").encode()
+        replace_file(path, data)
+        if config.train.checkpoints:
+            (RemotePath.of(config.train.checkpoints) / "config.json").write_last(data)
     shown = ", ".join(str(step) for step in steps) or "none"
     print(f"{arguments.run}: {arguments.buckets:,} buckets, at most as many ranks; rewritten checkpoints: {shown}")
     return 0

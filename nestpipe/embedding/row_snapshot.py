@@ -48,9 +48,9 @@ class RowSnapshot:
 
     @property
     def is_tight(self) -> bool:
-        """Whether three quarters of the log are in use, so that an update may soon have to wait."""
+        """Whether half of the log is in use, so that an update may soon have to wait."""
         has_bound = len(self._free) < len(self._slots)
-        return has_bound and not self._is_closed and 4 * self._num_free < len(self._free)
+        return has_bound and not self._is_closed and 2 * self._num_free < len(self._free)
 
     def preserve(self, slots: Tensor) -> None:
         """Copies the rows of these slots that have not been read; waits while the log is full. Before any change of them."""

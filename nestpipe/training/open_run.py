@@ -33,6 +33,8 @@ def open_run(config: Config, folder: Path, resume: bool, init_from: InitFrom | N
     all_ranks_or_none(channels.saves, "run fetched", lambda: _fetch_run(config, folder, resume))
     own = [int(resume and Run.exists(folder)), torch.get_num_threads()]
     exists, num_threads = control.all_gather_ints(own, name="run exists")[0]
+    if exists and config.train.checkpoints:
+        _share_files(folder, control)  # the folder of another rank may be lost, or never have been written
     if exists:
         return all_ranks_or_none(control, "run opened", lambda: _reopen(config, folder, init_from))
     config = replace(config, train=replace(config.train, num_threads=config.train.num_threads or num_threads))
@@ -64,21 +66,30 @@ def _fetch_run(config: Config, folder: Path, resume: bool) -> None:
 
 def share_run(run: Run, control: Channel) -> None:
     """Stores what rank 0 has written about the run with its checkpoints, and in the folders of all ranks. Collective."""
-    own = control.world.rank == 0
-    for name in RUN_FILES:
-        content = (run.folder / name).read_bytes() if own else b""
-        shared = control.broadcast_bytes(content, 0, name=name)
-        all_ranks_or_none(control, f"{name} stored", functools.partial(_store, run, name, shared, remotely=own))
 
-
-def _store(run: Run, name: str, content: bytes, *, remotely: bool) -> None:
-    if remotely:
+    def store() -> None:
         remote = RemotePath.of(run.config.train.checkpoints)
         remote.mkdir()
-        (remote / name).write_last(content)
-    elif not (run.folder / name).exists() or (run.folder / name).read_bytes() != content:
-        run.folder.mkdir(parents=True, exist_ok=True)
-        replace_file(run.folder / name, content)
+        for name in RUN_FILES:
+            (remote / name).write_last((run.folder / name).read_bytes())
+
+    _share_files(run.folder, control)
+    all_ranks_or_none(control, "run stored", lambda: store() if control.world.rank == 0 else None)
+
+
+def _share_files(folder: Path, control: Channel) -> None:
+    """Gives every rank's folder the run files of rank 0. Collective."""
+    for name in RUN_FILES:
+        content = (folder / name).read_bytes() if control.world.rank == 0 else b""
+        shared = control.broadcast_bytes(content, 0, name=name)
+        all_ranks_or_none(control, f"{name} shared", functools.partial(_write_if_other, folder / name, shared))
+
+
+def _write_if_other(path: Path, content: bytes) -> None:
+    """Ranks may share a folder: a file that has the content already is left alone."""
+    if not path.exists() or path.read_bytes() != content:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, content)
 
 
 def _create(config: Config, folder: Path, origin: Origin | None) -> Run:

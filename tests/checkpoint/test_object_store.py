@@ -122,8 +122,15 @@ def test_kills_and_faults_of_the_store_end_with_the_same_bits(server, tmp_path, 
     run_ranks(4, calm_run, config, tmp_path / "calm")
     use_endpoint(server).mkdir("bucket")
     far = replace(config, train=replace(config.train, checkpoints=URL))
-    deaths = [(2, "blob", 1), (0, "manifest", 4), (1, "step", 5), (0, "finished file", 1), (3, "blob", 2)]
-    for death in deaths[: scale(2, 5)]:
+    deaths = [
+        (0, "manifest", 1),
+        (2, "blob", 1),
+        (0, "manifest", 4),
+        (1, "step", 5),
+        (0, "finished file", 1),
+        (3, "blob", 2),
+    ]
+    for death in deaths[: scale(2, 6)]:
         with pytest.raises(RanksError, match="died with exit code -9"):
             run_ranks(4, train, far, tmp_path / "run", server, death)
     with FaultyProxy(server, share=0.1) as proxy:
