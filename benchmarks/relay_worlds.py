@@ -24,7 +24,7 @@ import torch
 
 from nestpipe import recipes
 from nestpipe.checkpoint import writer as checkpoint_writer
-from nestpipe.checkpoint.state import checkpoint_files
+from nestpipe.checkpoint.state import StateSnapshot
 from nestpipe.config import Config
 from nestpipe.data.config import DataConfig
 from nestpipe.data.ingest import write_sequences
@@ -111,7 +111,7 @@ def _new_run(config: Config, folder: Path) -> None:
     for name, table in state.embedding.tables.items():
         table.advance(ids if name == "item" else torch.arange(_NUM_SMALL_IDS), 0)
     checkpoint_writer.save_checkpoint(
-        run.checkpoints, 1, Cursor(0, 0), {"settings": run.settings}, checkpoint_files(state)
+        run.checkpoints, 1, Cursor(0, 0), {"settings": run.settings}, StateSnapshot(state).content()
     )
 
 

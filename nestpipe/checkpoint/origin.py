@@ -11,7 +11,7 @@ from nestpipe.checkpoint import folders as checkpoint_folders
 from nestpipe.checkpoint.config import Word
 from nestpipe.checkpoint.folders import is_checkpoint
 from nestpipe.checkpoint.manifest import Manifest
-from nestpipe.checkpoint.remote_copy import is_url, local_copy
+from nestpipe.checkpoint.places import is_url, place_of
 from nestpipe.errors import CheckpointError, ConfigError
 
 
@@ -19,7 +19,7 @@ from nestpipe.errors import CheckpointError, ConfigError
 class InitFrom:
     """The source of a warm start: a run (its best checkpoint, or the latest if it did not validate) or a checkpoint.
 
-    `allow` lists permitted differences. The source may be a URL; every rank then copies the checkpoint to a temporary folder.
+    `allow` lists permitted differences. The source may be a URL.
     """
 
     source: str | Path
@@ -30,11 +30,11 @@ class InitFrom:
         if unknown := [word for word in self.allow if word not in get_args(Word)]:
             raise ConfigError(f"--allow {unknown[0]} is not known; there are: {', '.join(get_args(Word))}.")
         source = self.absolute()
-        with local_copy(source, whole=False) as path:
-            folder = path if is_checkpoint(path) else checkpoint_folders.best_checkpoint(path / "checkpoints")
-            manifest = Manifest.read(folder)
-            checkpoint = str(folder).replace(str(path), source)
-        return Origin(source, checkpoint, manifest.step, manifest.digest, self.allow)
+        place = place_of(source)
+        is_one = is_checkpoint(place)
+        folder = place if is_one else checkpoint_folders.best_checkpoint(checkpoint_folders.checkpoints_of(source))
+        manifest = Manifest.read(folder)
+        return Origin(source, str(folder), manifest.step, manifest.digest, self.allow)
 
     def absolute(self) -> str:
         """The source as a URL or an absolute path."""

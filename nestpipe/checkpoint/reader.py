@@ -1,121 +1,136 @@
-"""Reads checkpoints: verified tensors, and table sizes from file headers alone."""
+"""Reads checkpoints, full or delta: verified tensors, and table sizes."""
 
 from __future__ import annotations
 
-import hashlib
-from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from nestpipe.checkpoint.manifest import Manifest, move_away_advice
+from nestpipe.checkpoint.chain import BucketRange, Chain, MergedSection
+from nestpipe.checkpoint.manifest import DENSE, ROWS, STATE, Manifest
+from nestpipe.checkpoint.packed_file import blob_shapes, check_size, read_blob
+from nestpipe.checkpoint.places import Place
+from nestpipe.embedding.buckets import Owners
 from nestpipe.embedding.config import EmbeddingConfig
 from nestpipe.embedding.lookup import TableSpec
 from nestpipe.embedding.row_optimizer import OPTIMIZERS
-from nestpipe.embedding.table import Table
+from nestpipe.embedding.row_snapshot import ids_column
+from nestpipe.embedding.table import WEIGHTS, Table
 from nestpipe.errors import CheckpointError
 
 
 def load_checkpoint(
-    folder: Path, wanted: Callable[[str], bool] = lambda name: True
+    folder: Place, wanted: Callable[[str], bool] = lambda name: True
 ) -> tuple[Manifest, dict[str, dict[str, Tensor]]]:
-    """Reads and verifies the wanted files of a checkpoint; raises CheckpointError naming a damaged one."""
+    """The dense part and whole tables by ascending id, all verified; raises CheckpointError naming a damaged file."""
     manifest = Manifest.read(folder)
-    names = (file.removesuffix(".safetensors") for file in manifest.files)
-    return manifest, {name: read_tensors(folder, manifest, name) for name in names if wanted(name)}
+    content = {DENSE: read_dense(folder, manifest)} if wanted(DENSE) else {}
+    return manifest, content | {name: read_table(folder, manifest, name) for name in manifest.tables if wanted(name)}
 
 
-def read_tensors(
-    folder: Path,
-    manifest: Manifest,
-    name: str,
-    wanted: Callable[[str], bool] = lambda key: True,
-    *,
-    verify: bool = True,
-) -> dict[str, Tensor]:
-    """The wanted tensors of one file; raises CheckpointError if it is missing or, with `verify`, damaged."""
-    file = f"{name}.safetensors"
-    if file not in manifest.files:
-        raise CheckpointError(f"{folder} holds no {name}, which this model needs.")
-    if verify:
-        verify_file(folder / file, manifest.files[file])
-    try:
-        with safe_open(folder / file, "pt") as opened:
-            return {key: opened.get_tensor(key) for key in opened.keys() if wanted(key)}  # noqa: SIM118
-    except SafetensorError as error:
-        raise CheckpointError(f"{folder / file} cannot be read ({error}).") from error
+def read_dense(folder: Place, manifest: Manifest) -> dict[str, Tensor]:
+    """Dense weights and optimizer state; raises CheckpointError if they are missing or damaged."""
+    for blob in manifest.blobs:
+        if blob.kind == DENSE:
+            return read_blob(folder, blob)
+    raise CheckpointError(f"{folder} holds no dense part, which this model needs.")
 
 
-def verify_file(path: Path, expected: Mapping[str, Any]) -> None:
-    """Raises CheckpointError if a file is missing or does not match its digest."""
-    if not path.exists():
-        raise CheckpointError(
-            f"{path.parent} lacks {path.name}, which its manifest lists. {move_away_advice(path.parent)}"
-        )
-    if path.stat().st_size != expected["bytes"] or file_digest(path) != expected["sha256"]:
-        raise CheckpointError(
-            f"{path} is not what was saved: its digest differs from the manifest's. {move_away_advice(path.parent)}"
-        )
+def dense_shapes(folder: Place, manifest: Manifest) -> dict[str, list[int]]:
+    """Names and shapes of the dense tensors, from a header alone."""
+    return {
+        key: shape for one in manifest.blobs if one.kind == DENSE for key, shape in blob_shapes(folder, one).items()
+    }
 
 
-def file_digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def read_table(folder: Place, manifest: Manifest, name: str) -> dict[str, Tensor]:
+    """A whole table by ascending id; `pending.*` and `kept.*` have ids of their own."""
+    columns: dict[str, list[Tensor]] = {}
+    for section in table_sections(folder, manifest, name):
+        for column, values in {**section.index, **section.rows()}.items():
+            columns.setdefault(column, []).append(values)
+    return by_id(columns)
+
+
+def by_id(parts: Mapping[str, Sequence[Tensor]]) -> dict[str, Tensor]:
+    """Parts of columns as whole ones by ascending id; distinct ids."""
+    whole = {column: torch.cat(list(values)) for column, values in parts.items()}
+    orders = {key: whole[key].argsort() for key in {ids_column(column) for column in whole}}
+    return {column: values.index_select(0, orders[ids_column(column)]) for column, values in whole.items()}
+
+
+def table_sections(
+    folder: Place, manifest: Manifest, name: str, within: BucketRange | None = None
+) -> Iterator[MergedSection]:
+    """A table, or the part of it within a range, section by section, so that it may be larger than memory."""
+    if name not in manifest.tables:
+        raise CheckpointError(f"{folder} holds no table '{name}', which this model needs.")
+    return Chain(folder, manifest).sections(name, within)
 
 
 @dataclass(frozen=True, slots=True)
 class TableFacts:
-    """Sizes of one table, over all its bucket files."""
+    """Sizes of one table."""
 
     name: str
     dim: int
     rows_per_bucket: list[int]
-    num_bytes: int
+    num_bytes: int  # of this checkpoint, without earlier links
     state: dict[str, list[int]]  # the optimizer's values for one row: name -> shape
 
-
-def bucket_files(manifest: Manifest) -> dict[str, list[str]]:
-    """The files of each table, by bucket."""
-    files: dict[str, list[str]] = defaultdict(list)
-    for file in sorted(manifest.files):
-        table, _, number = file.removesuffix(".safetensors").rpartition(".")
-        if number.isdigit():
-            files[table].append(file)
-    return files
+    @property
+    def num_rows(self) -> int:
+        return sum(self.rows_per_bucket)
 
 
-def table_facts(folder: Path, manifest: Manifest) -> list[TableFacts]:
-    """Sizes of the tables of a checkpoint, from headers alone."""
-    tables = []
-    for name, files in bucket_files(manifest).items():
-        headers = [tensor_shapes(folder / file) for file in files]
-        state = {key.removeprefix("state."): shape[1:] for key, shape in headers[0].items() if key.startswith("state.")}
-        num_bytes = sum(manifest.files[file]["bytes"] for file in files)
-        rows = [header["rows"] for header in headers]
-        tables.append(TableFacts(name, rows[0][1], [shape[0] for shape in rows], num_bytes, state))
+def table_facts(folder: Place, manifest: Manifest) -> list[TableFacts]:
+    """Sizes of the tables of a checkpoint, from headers and ids."""
+    chain, tables = Chain(folder, manifest), []
+    for name, num_buckets in manifest.tables.items():
+        dim, state = row_shape(folder, manifest, name)
+        owners, counts = Owners(num_buckets, 1), torch.zeros(num_buckets, dtype=torch.int64)
+        for section in chain.sections(name):
+            counts += torch.bincount(owners.bucket_of(section.index["ids"]), minlength=num_buckets)
+        num_bytes = sum(blob.num_bytes for blob in manifest.blobs if blob.table == name)
+        tables.append(TableFacts(name, dim, counts.tolist(), num_bytes, state))
     return tables
 
 
-def tensor_shapes(path: Path) -> dict[str, list[int]]:
-    """Names and shapes of the tensors of a file."""
-    advice = f"'nestpipe checkpoint verify {path.parent}' lists all damage"
-    if not path.exists():
-        raise CheckpointError(f"{path} is missing; {advice}.")
+def row_shape(folder: Place, manifest: Manifest, name: str) -> tuple[int, dict[str, list[int]]]:
+    """Dimension and optimizer state of one row of a table, from headers alone."""
+    dim = blob_shapes(folder, next(manifest.blobs_of(name, ROWS)))[WEIGHTS][1]
+    for blob in manifest.blobs_of(name, STATE):
+        return dim, {key.removeprefix("state."): shape[1:] for key, shape in blob_shapes(folder, blob).items()}
+    return dim, {}
+
+
+def damages(folder: Place) -> tuple[list[str], int, int]:
+    """What is wrong with a checkpoint and the links before it, file by file; and its numbers of files and bytes."""
     try:
-        with safe_open(path, "pt") as file:
-            return {key: file.get_slice(key).get_shape() for key in sorted(file.keys())}
-    except SafetensorError as error:
-        raise CheckpointError(f"{path} cannot be read ({error}); {advice}.") from error
+        manifest = Manifest.read(folder)
+        chain = Chain(folder, manifest)
+    except CheckpointError as error:
+        return [str(error)], 0, 0
+    problems: dict[str, None] = {}
+    for place, one in chain.links:
+        for file, num_bytes in one.files.items():
+            try:
+                for blob in (blob for blob in one.blobs if blob.file == file):
+                    read_blob(place, blob)
+                check_size(place, file, num_bytes)
+            except CheckpointError as error:
+                problems[str(error)] = None
+    unknown = {path.name for path in folder.iterdir()} - {"manifest.json", *manifest.files}
+    for name in sorted(unknown):
+        problems[f"{folder / name} is not in the manifest: nothing reads it, it can be deleted."] = None
+    return list(problems), len(manifest.files), sum(manifest.files.values())
 
 
-def load_weights(model: nn.Module, folder: Path, manifest: Manifest) -> None:
+def load_weights(model: nn.Module, folder: Place, manifest: Manifest) -> None:
     """Loads frozen weights into a model; raises CheckpointError if one is missing or has another shape."""
-    saved = read_tensors(folder, manifest, "dense", lambda key: key.startswith("weights."))
+    saved = read_dense(folder, manifest)
     model.requires_grad_(False)
     for name, parameter in model.named_parameters():
         weights = saved.get(f"weights.{name}")
@@ -130,12 +145,13 @@ def load_weights(model: nn.Module, folder: Path, manifest: Manifest) -> None:
             buffer.copy_(values)
 
 
-def load_table(spec: TableSpec, config: EmbeddingConfig, seed: int, folder: Path, manifest: Manifest) -> Table:
-    """Loads the index, then the rows bucket by bucket: a table may be larger than memory."""
+def load_table(spec: TableSpec, config: EmbeddingConfig, seed: int, folder: Place, manifest: Manifest) -> Table:
+    """Loads the index, then the rows section by section: a table may be larger than memory."""
     table = Table(spec, OPTIMIZERS[config.optimizer](config), seed=seed, config=config)
-    files = [file.removesuffix(".safetensors") for file in bucket_files(manifest).get(spec.name, [])]
-    ids = [read_tensors(folder, manifest, file, lambda key: key == "ids")["ids"] for file in files]
+    if spec.name not in manifest.tables:
+        return table
+    ids = [section.index["ids"] for section in table_sections(folder, manifest, spec.name)]
     table.load_index({"ids": torch.cat([torch.empty(0, dtype=torch.int64), *ids])})
-    for file in files:
-        table.load_rows(read_tensors(folder, manifest, file, lambda key: key in {"ids", "rows"}, verify=False))
+    for section in table_sections(folder, manifest, spec.name):
+        table.load_rows({"ids": section.index["ids"], **section.rows((ROWS,))})
     return table

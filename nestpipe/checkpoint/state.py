@@ -1,60 +1,91 @@
-"""A training state as checkpoint files and back. Rows are stored by bucket, so any number of ranks can load them."""
+"""A training state as the content of a checkpoint and back. Rows are stored by bucket, so any number of ranks can load them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
-from nestpipe.checkpoint import reader as checkpoint_reader
-from nestpipe.checkpoint.manifest import Manifest
-from nestpipe.embedding.stale_rows import PreviousRows, StaleRows, split_previous
+from nestpipe.checkpoint.chain import BucketRange
+from nestpipe.checkpoint.manifest import Link, Manifest
+from nestpipe.checkpoint.places import Place
+from nestpipe.checkpoint.reader import read_dense, table_sections
+from nestpipe.checkpoint.writer import SaveContent
+from nestpipe.embedding.row_snapshot import TableSnapshot
+from nestpipe.embedding.sharding import ShardedTables
+from nestpipe.embedding.stale_rows import PreviousRows, StaleRows
+from nestpipe.embedding.table import Table
 from nestpipe.pipeline.stages import TrainState
 
 
-def checkpoint_files(state: TrainState) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """The files of this rank, as copies: its share of the buckets among replicas, and on rank 0 the dense part."""
-    embedding = state.embedding
-    if state.control.world.rank == 0:
-        yield "dense", state.dense.export()
-    for name, table in embedding.tables.items():
-        buckets = embedding.owners.buckets_of(embedding.rank)[embedding.group :: embedding.num_groups]
-        access = embedding.row_access[name]
-        stale = access.previous.export() if isinstance(access, StaleRows) and access.previous else {}
-        previous = dict(split_previous(stale, embedding.owners, buckets))
-        for number, content in table.export_buckets(embedding.owners, buckets):
-            yield bucket_name(name, number), {**content, **previous.get(number, {})}
+@dataclass(frozen=True, slots=True, eq=False)
+class StateSource:
+    """A training state of which snapshots can be taken between steps."""
+
+    state: TrainState
+
+    def changed_bytes(self) -> int:
+        embedding = self.state.embedding
+        return sum(table.changed_bytes() for table in embedding.tables.values()) // embedding.num_groups
+
+    def snapshot(self, *, concurrent: bool, delta: bool) -> StateSnapshot:
+        return StateSnapshot(self.state, concurrent=concurrent, delta=delta)
 
 
-def restore_state(state: TrainState, folder: Path, manifest: Manifest) -> None:
+class StateSnapshot:
+    """The state of this rank as it is now: its share of the buckets among replicas, and on rank 0 the dense part.
+
+    With `concurrent` training may continue while it is saved. `close` must follow.
+    """
+
+    def __init__(self, state: TrainState, *, concurrent: bool = False, delta: bool = False):
+        embedding = state.embedding
+        self._tables: dict[str, Table] = embedding.tables
+        self._num_buckets = embedding.owners.num_buckets
+        self._dense = state.dense.export() if state.control.world.rank == 0 else None
+        self._snapshots: dict[str, TableSnapshot] = {}
+        for name, table in embedding.tables.items():
+            access = embedding.row_access[name]
+            kept = access.previous.export() if isinstance(access, StaleRows) and access.previous else {}
+            self._snapshots[name] = table.snapshot(
+                embedding.owners, _own_buckets(embedding), extra=kept, delta=delta, concurrent=concurrent
+            )
+
+    @property
+    def is_tight(self) -> bool:
+        """Whether the next steps may have to wait until more of the snapshot has been read."""
+        return any(snapshot.rows.is_tight for snapshot in self._snapshots.values())
+
+    def content(self, chain: Sequence[Link] = ()) -> SaveContent:
+        """What to save; can be consumed once."""
+        tables = {name: snapshot.read() for name, snapshot in self._snapshots.items()}
+        return SaveContent(self._dense, tables, dict.fromkeys(tables, self._num_buckets), chain)
+
+    def close(self) -> None:
+        """Ends the snapshot, read or not."""
+        for table in self._tables.values():
+            table.end_snapshot()
+
+
+def _own_buckets(embedding: ShardedTables) -> range:
+    """The buckets that this rank saves: those that it owns, divided among the replicas that own the same."""
+    buckets, number, count = embedding.owners.buckets_of(embedding.rank), embedding.group, embedding.num_groups
+    return buckets[len(buckets) * number // count : len(buckets) * (number + 1) // count]
+
+
+def restore_state(state: TrainState, folder: Place, manifest: Manifest) -> None:
     """Loads the dense part and the rows that this rank owns into a new state; raises CheckpointError."""
     embedding = state.embedding
-    state.dense.load(checkpoint_reader.read_tensors(folder, manifest, "dense"))
+    state.dense.load(read_dense(folder, manifest))
+    own = BucketRange(embedding.owners, embedding.owners.buckets_of(embedding.rank))
     for name, table in embedding.tables.items():
-        files = [bucket_name(name, number) for number in embedding.owners.buckets_of(embedding.rank)]
-        # The index, then the rows bucket by bucket: a table may be larger than memory.
-        indices = [
-            checkpoint_reader.read_tensors(folder, manifest, file, lambda key: not _is_of_rows(key)) for file in files
-        ]
+        # The index, then the rows section by section: a table may be larger than memory.
+        indices = [section.index for section in table_sections(folder, manifest, name, own)]
         content = {key: torch.cat([one[key] for one in indices]) for key in indices[0]}
         table.load_index(content)
-        for file in files:
-            table.load_rows(checkpoint_reader.read_tensors(folder, manifest, file, _is_row_or_id, verify=False))
+        for section in table_sections(folder, manifest, name, own):
+            table.load_rows({"ids": section.index["ids"], **section.rows()})
         if isinstance(access := embedding.row_access[name], StaleRows):
             access.previous = PreviousRows.read(content)
     state.num_steps = manifest.step
-
-
-def _is_of_rows(key: str) -> bool:
-    """Whether a tensor of a bucket file holds weights or optimizer state."""
-    return key == "rows" or key.startswith("state.")
-
-
-def _is_row_or_id(key: str) -> bool:
-    return key == "ids" or _is_of_rows(key)
-
-
-def bucket_name(table: str, bucket: int) -> str:
-    return f"{table}.{bucket:03d}"

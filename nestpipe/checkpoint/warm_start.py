@@ -23,13 +23,13 @@ from pathlib import Path
 
 import torch
 from rich.table import Table as Shown
-from torch import Tensor
 
-from nestpipe.checkpoint import reader as checkpoint_reader
+from nestpipe.checkpoint.chain import BucketRange
 from nestpipe.checkpoint.config import Word
-from nestpipe.checkpoint.manifest import Manifest
+from nestpipe.checkpoint.manifest import ROWS, STATE, Manifest
 from nestpipe.checkpoint.origin import Origin
-from nestpipe.checkpoint.reader import bucket_files, table_facts, tensor_shapes
+from nestpipe.checkpoint.places import Place
+from nestpipe.checkpoint.reader import dense_shapes, read_dense, table_facts, table_sections
 from nestpipe.embedding.row_optimizer import OPTIMIZERS
 from nestpipe.embedding.table import Table
 from nestpipe.errors import ConfigError
@@ -74,11 +74,11 @@ class WarmStartReport:
 
 
 def compare(
-    state: TrainState, folder: Path, manifest: Manifest, *, settings: Mapping[str, str], data_digest: str
+    state: TrainState, folder: Place, manifest: Manifest, *, settings: Mapping[str, str], data_digest: str
 ) -> list[WarmStartLine]:
     """Compares a new state with a checkpoint; reads file headers only."""
     lines = list(_compare_tables(state, folder, manifest))
-    lines += _compare_dense(state, tensor_shapes(folder / "dense.safetensors"))
+    lines += _compare_dense(state, dense_shapes(folder, manifest))
     before = manifest.progress.get("settings", {})
     for key in sorted(before | settings):
         decides = key in {"model", "data.max_len"} or (key.startswith("model.") and key not in _HARMLESS)
@@ -90,7 +90,7 @@ def compare(
     return lines
 
 
-def _compare_tables(state: TrainState, folder: Path, manifest: Manifest) -> Iterator[WarmStartLine]:
+def _compare_tables(state: TrainState, folder: Place, manifest: Manifest) -> Iterator[WarmStartLine]:
     saved, tables = {facts.name: facts for facts in table_facts(folder, manifest)}, state.embedding.tables
     for name, table in tables.items():
         title, now, facts = f"table '{name}'", f"dim {table.spec.dim}", saved.get(name)
@@ -100,7 +100,7 @@ def _compare_tables(state: TrainState, folder: Path, manifest: Manifest) -> Iter
             yield WarmStartLine(title, f"dim {facts.dim}", now, "initialised", "fresh", "reshaped")
         else:
             kept = facts.state == _row_state(table)
-            there = f"dim {facts.dim}, {sum(facts.rows_per_bucket):,} rows"
+            there = f"dim {facts.dim}, {facts.num_rows:,} rows"
             if kept:
                 yield WarmStartLine(title, there, now, "loaded", "kept")
             else:
@@ -109,7 +109,7 @@ def _compare_tables(state: TrainState, folder: Path, manifest: Manifest) -> Iter
     for name, facts in saved.items():
         if name not in tables:
             yield WarmStartLine(
-                f"table '{name}'", f"dim {facts.dim}, {sum(facts.rows_per_bucket):,} rows", "", "dropped", "", "dropped"
+                f"table '{name}'", f"dim {facts.dim}, {facts.num_rows:,} rows", "", "dropped", "", "dropped"
             )
 
 
@@ -146,48 +146,33 @@ def check(lines: Sequence[WarmStartLine], origin: Origin, folder: Path) -> None:
         raise ConfigError(f"no tensor of {origin.checkpoint} matches the model of {folder}; start without --init-from.")
 
 
-def load_into(state: TrainState, folder: Path, manifest: Manifest, lines: Sequence[WarmStartLine]) -> None:
+def load_into(state: TrainState, folder: Place, manifest: Manifest, lines: Sequence[WarmStartLine]) -> None:
     """Loads what `compare` marked as loaded: dense tensors, and the rows that this rank owns."""
     loaded = {line.name: line for line in lines if line.what == "loaded"}
-    _, content = checkpoint_reader.load_checkpoint(folder, lambda name: name == "dense")
     dense = state.dense.export()
     keeps_state = all(line.state == "kept" for line in lines if line.name.startswith("dense "))
-    for key, tensor in content["dense"].items():
+    for key, tensor in read_dense(folder, manifest).items():
         if keeps_state if key.startswith(_STATE) else f"dense '{key.removeprefix(_WEIGHTS)}'" in loaded:
             dense[key] = tensor
     state.dense.load(dense)
     for name, table in state.embedding.tables.items():
         if line := loaded.get(f"table '{name}'"):
-            files = bucket_files(manifest)[name]
-            table.load(_own_rows(state, folder, files, table, keep_state=line.state == "kept"))
+            _load_rows(state, folder, manifest, table, keep_state=line.state == "kept")
 
 
-def _own_rows(
-    state: TrainState, folder: Path, files: Sequence[str], table: Table, *, keep_state: bool
-) -> dict[str, Tensor]:
-    """The rows that this rank owns, from the buckets that may hold some; the number of buckets may differ."""
-    embedding = state.embedding
-    own = embedding.owners.buckets_of(embedding.rank)
-    num_now, num_before = embedding.owners.num_buckets, len(files)
-    # A bucket is a range of hashes, for any number of buckets.
-    wanted = [
-        file.removesuffix(".safetensors")
-        for number, file in enumerate(files)
-        if number * num_now < own.stop * num_before and (number + 1) * num_now > own.start * num_before
-    ]
-    _, content = checkpoint_reader.load_checkpoint(folder, lambda name: name in wanted)
-    names = ["ids", "rows", *(_STATE + name for name in (_row_state(table) if keep_state else ()))]
-    columns: dict[str, list[Tensor]] = {name: [] for name in names}
-    for bucket in content.values():
-        mine = (embedding.owners.owner_of(bucket["ids"]) == embedding.rank).nonzero().flatten()
-        for name in names:
-            columns[name].append(bucket[name].index_select(0, mine))
-    rows = {name: torch.cat(tensors) for name, tensors in columns.items()}
-    if keep_state:
-        return rows
+def _load_rows(state: TrainState, folder: Place, manifest: Manifest, table: Table, *, keep_state: bool) -> None:
+    """The rows that this rank owns, section by section; the number of buckets may differ."""
+    embedding, name = state.embedding, table.spec.name
+    own = BucketRange(embedding.owners, embedding.owners.buckets_of(embedding.rank))
+    ids = [section.index["ids"] for section in table_sections(folder, manifest, name, own)]
+    table.load_index({"ids": torch.cat(ids)})
     settings = table.spec.optimizer or table.config
-    fresh = OPTIMIZERS[settings.optimizer](settings).new_state(len(rows["ids"]), table.spec.dim)
-    return {**rows, **{_STATE + name: values for name, values in fresh.items()}}
+    for section in table_sections(folder, manifest, name, own):
+        rows = section.rows((ROWS, STATE) if keep_state else (ROWS,))
+        if not keep_state:
+            fresh = OPTIMIZERS[settings.optimizer](settings).new_state(len(section.index["ids"]), table.spec.dim)
+            rows |= {_STATE + key: values for key, values in fresh.items()}
+        table.load_rows({"ids": section.index["ids"], **rows})
 
 
 def _row_state(table: Table) -> dict[str, list[int]]:

@@ -33,7 +33,7 @@ GROUPS = {  # first word of commands that have two: what they are for, and an ex
     "data": ("logs into sequence folders", "data synthetic --out data/tiny"),
     "sid": ("semantic ids of a catalogue, for generative models", "sid build data/beauty --out data/beauty-ids"),
     "tune": ("measure a recipe on this machine and recommend settings", "tune pipeline tiny"),
-    "checkpoint": ("what a checkpoint holds, and whether it is intact", "checkpoint verify runs/tiny"),
+    "checkpoint": ("inspect, verify, compare and rewrite checkpoints", "checkpoint verify runs/tiny"),
 }
 SECTIONS: dict[str, dict[str, Command]] = {
     "Get data in": {
@@ -74,6 +74,9 @@ SECTIONS: dict[str, dict[str, Command]] = {
         "trace": Command("where the time of training steps went", "trace:main", "arguments:TraceArguments"),
         "checkpoint inspect": Command("step, tables, parameters", "checkpoint:inspect", "arguments:InspectCheckpoint"),
         "checkpoint verify": Command("files against digests", "checkpoint:verify", "arguments:VerifyCheckpoint"),
+        "checkpoint diff": Command("two checkpoints, bitwise", "checkpoint:diff", "arguments:DiffCheckpoints"),
+        "checkpoint compact": Command("a delta made full", "checkpoint:compact", "arguments:CompactCheckpoint"),
+        "checkpoint rebucket": Command("other buckets", "checkpoint:rebucket", "arguments:RebucketCheckpoints"),
         "simulate": Command("predict a step's time on many workers", "simulate:main", "arguments:SimulateArguments"),
     },
     "Check": {

@@ -333,6 +333,49 @@ class VerifyCheckpoint:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DiffCheckpoints:
+    """Compares two checkpoints tensor by tensor and row by row, bitwise; number of ranks and deltas do not matter.
+
+    Exit code 1 if they differ.
+
+    Example: nestpipe checkpoint diff runs/tiny runs/other
+    """
+
+    path: CheckpointPlace
+    """Folder of a run or of one of its checkpoints, or the URL of either."""
+    other: CheckpointPlace
+    """What to compare with."""
+    step: OptionalStep = None
+    """Checkpoint of both runs [default: the latest of each]."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompactCheckpoint:
+    """Rewrites a delta as a full checkpoint, which needs no earlier one.
+
+    Example: nestpipe checkpoint compact runs/tiny
+    """
+
+    path: CheckpointPlace
+    """Folder of a run or of one of its checkpoints, or the URL of either."""
+    step: OptionalStep = None
+    """Checkpoint of the run [default: the latest]."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RebucketCheckpoints:
+    """Rewrites a run with another number of buckets, which is the largest number of ranks.
+
+    Example: nestpipe checkpoint rebucket runs/tiny --buckets 4096
+    """
+
+    run: RunFolder
+    """Folder of the run."""
+    buckets: int
+    """Number of buckets."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class SimulateArguments:
     """Predicts what a training step takes on many workers, by running the real schedules in a cost model, and draws it.
 

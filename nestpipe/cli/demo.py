@@ -13,13 +13,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from nestpipe.checkpoint import folders as checkpoint_folders
 from nestpipe.checkpoint import reader as checkpoint_reader
+from nestpipe.checkpoint.difference import same_bits
 from nestpipe.cli.arguments import DemoArguments
 from nestpipe.cli.demo_generation import generate
 from nestpipe.cli.demo_serving import relay, serve, shut_down
@@ -196,7 +196,9 @@ STEPS: list[tuple[str, Callable[[DemoStage], str]]] = [
 def differing_tensors(a: Path, b: Path) -> list[str]:
     """Names of the tensors that are not bitwise identical in the latest checkpoints of two runs."""
     contents = [
-        checkpoint_reader.load_checkpoint(checkpoint_folders.checkpoint_folder(run / "checkpoints"))[1]
+        checkpoint_reader.load_checkpoint(checkpoint_folders.checkpoint_folder(checkpoint_folders.checkpoints_of(run)))[
+            1
+        ]
         for run in (a, b)
     ]
     flat = [
@@ -206,12 +208,8 @@ def differing_tensors(a: Path, b: Path) -> list[str]:
     return [
         name
         for name in flat[0] | flat[1]
-        if name not in flat[0] or name not in flat[1] or not _same_bits(flat[0][name], flat[1][name])
+        if name not in flat[0] or name not in flat[1] or not same_bits(flat[0][name], flat[1][name])
     ]
-
-
-def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
 def _data(demo: DemoStage) -> list[str]:

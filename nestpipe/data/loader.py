@@ -188,3 +188,13 @@ class Loader:
                 filled = 0
             filled += tokens
         return [*cuts, len(order)]
+
+
+@contextlib.contextmanager
+def closing_batches(batches: Generator[Batch]) -> Iterator[Generator[Batch]]:
+    """Closes the batches at the end."""
+    try:
+        yield batches
+    finally:
+        with contextlib.suppress(ValueError):  # after a failure a stream may still be reading
+            batches.close()

@@ -42,7 +42,7 @@ class OptimizerConfig:
 class EmbeddingConfig(OptimizerConfig):
     """How embedding rows are kept and optimised. A row is updated only in steps that look it up."""
 
-    num_buckets: int = 64
+    num_buckets: int = 4096
     """Fixed partition of all ids; ranks own ranges of buckets, so it is the largest number of ranks."""
     admit_after: int = 1
     """Number of batches in which an id must occur before it gets a row; until then it reads its initial value."""

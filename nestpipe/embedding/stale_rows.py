@@ -13,13 +13,12 @@ addressed by id: any number of ranks can resume with them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from nestpipe.embedding.buckets import Owners
 from nestpipe.embedding.prefetch_buffer import RowAccess, RowRefs
 from nestpipe.embedding.row_ops import ArrivedGrads
 from nestpipe.embedding.unique_ids import dedupe
@@ -103,17 +102,6 @@ class StaleRows:
         first = self._first  # read once: another stream may clear it
         if first is not None and first[0] == refs.step:
             self._first = None
-
-
-def split_previous(
-    content: Mapping[str, Tensor], owners: Owners, buckets: range
-) -> Iterator[tuple[int, dict[str, Tensor]]]:
-    """Exported kept rows, bucket by bucket; yields nothing without kept rows."""
-    if content:
-        bucket = owners.bucket_of(content[f"{KEPT}ids"])
-        for number in buckets:
-            own = (bucket == number).nonzero().flatten()
-            yield number, {name: values.index_select(0, own) for name, values in content.items()}
 
 
 def _num_shared(ids: Tensor, others: Tensor | None) -> int:

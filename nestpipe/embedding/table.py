@@ -7,27 +7,32 @@ their first lookup, or as the admission rules allow (admission.py). Initial valu
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from nestpipe.embedding.admission import PENDING, Admission
+from nestpipe.embedding.admission import Admission
 from nestpipe.embedding.buckets import Owners, num_table_buckets
+from nestpipe.embedding.changed_rows import ChangedRows
 from nestpipe.embedding.config import EmbeddingConfig
 from nestpipe.embedding.id_index import make_index
 from nestpipe.embedding.lookup import TableSpec
 from nestpipe.embedding.row_buffer import RowBuffer
 from nestpipe.embedding.row_file import RowFile
-from nestpipe.embedding.row_ops import ArrivedGrads
+from nestpipe.embedding.row_ops import ArrivedGrads, row_bytes
 from nestpipe.embedding.row_optimizer import RowOptimizer, State, update_slots
+from nestpipe.embedding.row_snapshot import RowSnapshot, TableSnapshot, by_section
 from nestpipe.embedding.row_store import RowStore
 from nestpipe.rng import Rng, bell
 
 _INIT_ROWS = 1024  # rows initialised at a time: their random integers take eight times the memory
 WEIGHTS = "rows"  # the column of weights; the others are optimizer state
 _STATE = "state."
+_SECTION_BYTES = 16 << 20  # at most, of rows that a save holds in memory at a time
+_MIN_SECTIONS = 256  # of a large table; smaller sections than this gives are at least _MIN_SECTION_BYTES
+_MIN_SECTION_BYTES = 256 << 10
 _NO_LIMITS = EmbeddingConfig()
 
 
@@ -60,6 +65,8 @@ class Table:
             file = RowFile(columns, Path(config.files_folder), append_bytes=config.buffer_bytes // 64, native=native)
             self.buffer = RowBuffer(spec.name, columns, file, config.buffer_bytes, native=native)
         self._rows: RowStore | RowBuffer = RowStore(columns) if self.buffer is None else self.buffer
+        self._changed: ChangedRows | None = None
+        self._snapshot: RowSnapshot | None = None  # that reads the rows while they change
 
     def __len__(self) -> int:
         return len(self._index)
@@ -92,10 +99,13 @@ class Table:
             change = self._admission.advance(ids, step)
             self._rows.drop(change.evicted.slots)  # before new ids start in their slots
             self._start(change.admitted, change.admitted_slots)
-            return change.slots
-        slots, added = self._index.find_or_add(ids)
-        if len(added):
-            self._start(ids.index_select(0, added), slots.index_select(0, added))
+            slots = change.slots
+        else:
+            slots, added = self._index.find_or_add(ids)
+            if len(added):
+                self._start(ids.index_select(0, added), slots.index_select(0, added))
+        if self._changed:
+            self._changed.mark(slots, self._index.num_slots)
         return slots
 
     def gather(self, slots: Tensor, out: Tensor | None = None) -> Tensor:
@@ -108,8 +118,9 @@ class Table:
 
     def write(self, slots: Tensor, rows: Mapping[str, Tensor]) -> None:
         """Overwrites weights and optimizer state."""
-        columns = self._rows.rows if isinstance(self._rows, RowBuffer) else self._rows
-        self._rows.write(slots, {name: values.to(columns[name].dtype) for name, values in rows.items()})
+        if snapshot := self._snapshot:
+            snapshot.preserve(slots)
+        self._rows.write(slots, {name: values.to(self._columns[name].dtype) for name, values in rows.items()})
 
     def pin(self) -> None:
         """Forbids moving rows from now on, because several threads use them."""
@@ -129,6 +140,8 @@ class Table:
     def update(self, slots: Tensor, grads: Tensor | ArrivedGrads, lr: float) -> None:
         """One optimizer step on the rows in distinct slots; slots of -1 are skipped."""
         if isinstance(self._rows, RowStore):
+            if snapshot := self._snapshot:
+                snapshot.preserve(slots)
             self.step(self._rows, slots, grads, lr)
             return
         positions = self._rows.hold(slots)
@@ -146,13 +159,62 @@ class Table:
         ids, slots = self._index.export()
         return {"ids": ids, **self.read(slots), **(self._admission.export() if self._admission else {})}
 
-    def export_buckets(self, owners: Owners, buckets: range) -> Iterator[tuple[int, dict[str, Tensor]]]:
-        """`export`, bucket by bucket, with one bucket in memory at a time. The table must not change meanwhile."""
+    def track_changes(self) -> None:
+        """Records from now on what changes, so that `snapshot` can be a delta."""
+        self._changed = ChangedRows()
+        self._changed.reset(self._index.export()[0], self._admission.export() if self._admission else {})
+
+    def snapshot(
+        self,
+        owners: Owners,
+        buckets: range,
+        *,
+        extra: Mapping[str, Tensor],
+        delta: bool = False,
+        concurrent: bool = False,
+    ) -> TableSnapshot:
+        """The rows of these buckets, or with `delta` what has changed since the last snapshot, with `extra` columns.
+
+        With `concurrent` training may continue while it is read; `end_snapshot` must follow.
+        """
         ids, slots = self._index.export()
         usage = self._admission.export() if self._admission else {}
-        for number, content in split_buckets({"ids": ids, "slots": slots, **usage}, owners, buckets):
-            rows = self.read(content.pop("slots"))
-            yield number, {**content, **rows}
+        content = {"ids": ids, "slots": slots, **usage}
+        if self._changed:
+            content = self._changed.only(ids, slots, usage) if delta else content
+            self._changed.reset(ids, usage)
+        content.update(extra)
+        del ids, slots  # so that `by_section` can free them
+        rows_per_section = max(self._section_bytes(len(content["ids"])) // self._row_bytes, 1)
+        sections = by_section(content, owners, buckets, rows_per_section=rows_per_section)
+        slots = torch.cat([torch.empty(0, dtype=torch.int64), *(index.pop("slots") for _, index in sections)])
+        rows = RowSnapshot(self._rows, slots, concurrent=concurrent)
+        if concurrent:
+            self._snapshot = rows
+        return TableSnapshot(rows, sections)
+
+    def changed_bytes(self) -> int:
+        """Size of the rows that have changed since the last snapshot."""
+        return self._changed.num_rows * self._row_bytes if self._changed else 0
+
+    def _section_bytes(self, num_rows: int) -> int:
+        """Size of the sections of a snapshot: a small part of the table, so that saving needs little memory."""
+        return min(max(num_rows * self._row_bytes // _MIN_SECTIONS, _MIN_SECTION_BYTES), _SECTION_BYTES)
+
+    @property
+    def _row_bytes(self) -> int:
+        return sum(row_bytes(column) for column in self._columns.columns.values())
+
+    @property
+    def _columns(self) -> RowStore:
+        """The columns in memory: of all rows, or of those in the buffer."""
+        return self._rows.rows if isinstance(self._rows, RowBuffer) else self._rows
+
+    def end_snapshot(self) -> None:
+        """Ends a concurrent snapshot, read or not."""
+        if snapshot := self._snapshot:
+            self._snapshot = None
+            snapshot.close()
 
     def load(self, content: Mapping[str, Tensor]) -> None:
         """Replaces the content by an exported one; ids in any order."""
@@ -189,25 +251,3 @@ class Table:
 def _state_of(rows: Mapping[str, Tensor]) -> State:
     """The optimizer state among the columns."""
     return {name.removeprefix(_STATE): values for name, values in rows.items() if name.startswith(_STATE)}
-
-
-def split_buckets(
-    content: Mapping[str, Tensor], owners: Owners, buckets: range
-) -> Iterator[tuple[int, dict[str, Tensor]]]:
-    """An exported table, bucket by bucket; `pending.*` is split by `pending.ids`."""
-    names = {"ids": [name for name in content if not name.startswith(PENDING)]}
-    if pending := [name for name in content if name.startswith(PENDING)]:
-        names[f"{PENDING}ids"] = pending
-    places = {key: _by_bucket(content[key], owners) for key in names}
-    for number in buckets:
-        yield (
-            number,
-            {name: content[name].index_select(0, places[key][number]) for key in names for name in names[key]},
-        )
-
-
-def _by_bucket(ids: Tensor, owners: Owners) -> list[Tensor]:
-    """Per bucket: places of its ids, ascending."""
-    bucket = owners.bucket_of(ids)
-    sizes = torch.bincount(bucket, minlength=owners.num_buckets).tolist()
-    return list(bucket.argsort(stable=True).split(sizes))

@@ -91,7 +91,7 @@ def _tables(saved: SavedCheckpoint) -> Markup:
         number = sum(one.rows_per_bucket)
         sizes = (count(number), count(one.dim), count(number * one.dim), num_bytes(one.num_bytes))
         rows.append((f"table {one.name}", *sizes, ", ".join(one.state) or "none"))
-    dense = num_bytes(saved.manifest.files["dense.safetensors"]["bytes"])
+    dense = num_bytes(sum(blob.num_bytes for blob in saved.manifest.blobs if not blob.table))
     rows.append(("dense part", "–", "–", count(saved.num_dense), dense, "–"))
     heads = ("part", "rows", "dim", "weights", "size on disk, with state", "optimizer state")
     return table(heads, rows, caption=f"Learned parameters, from the checkpoint of step {saved.manifest.step:,}")

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 from nestpipe.atomic_files import read_jsonl
 from nestpipe.checkpoint import folders as checkpoint_folders
 from nestpipe.checkpoint.manifest import Manifest
-from nestpipe.checkpoint.reader import TableFacts, table_facts, tensor_shapes
+from nestpipe.checkpoint.reader import TableFacts, dense_shapes, table_facts
 from nestpipe.errors import ConfigError, DataError
 from nestpipe.profiling import overlap_report, trace_file
 from nestpipe.profiling.overlap import StepTimes
@@ -171,9 +171,9 @@ def _traced(folder: Path) -> TracedSteps:
 
 
 def _saved(folder: Path) -> SavedCheckpoint:
-    latest = checkpoint_folders.checkpoint_folder(folder / "checkpoints")
+    latest = checkpoint_folders.checkpoint_folder(checkpoint_folders.checkpoints_of(folder))
     manifest = Manifest.read(latest)
-    shapes = tensor_shapes(latest / "dense.safetensors")
+    shapes = dense_shapes(latest, manifest)
     return SavedCheckpoint(manifest, table_facts(latest, manifest), _num_weights(shapes))
 
 

@@ -46,9 +46,12 @@ class TrainConfig:
     keep_last: int = 2
     """Checkpoints to keep, the best one apart."""
     async_save: bool = True
-    """Write checkpoints in the background from a copy in memory (rows in files are never copied)."""
-    mirror: str = ""
-    """A URL to which every checkpoint is copied, such as s3://bucket/run (needs the extra nestpipe[remote])."""
+    """Write checkpoints in the background while training continues (not with rows in files)."""
+    max_deltas: int = 8
+    """Checkpoints in a row that hold only what has changed, while they are small; 0 saves every checkpoint whole."""
+    checkpoints: str = ""
+    """Where checkpoints are saved: by default the run folder, which all ranks then share, or a URL such as s3://bucket/run,
+    to which every rank writes its own files (needs the extra nestpipe[remote])."""
     log_steps: int = 20
     """Write metrics after this many steps."""
     num_threads: int = 0
@@ -68,6 +71,7 @@ class TrainConfig:
             "decay_epochs",
             "patience",
             "num_threads",
+            "max_deltas",
             "clip_norm",
         ):
             if getattr(self, name) < 0:
@@ -79,7 +83,7 @@ class TrainConfig:
                 yield f"{name} is {getattr(self, name)}; it must be at least 1"
         if self.tensorboard and importlib.util.find_spec("tensorboard") is None:
             yield "tensorboard is on, but the package is not installed: pip install 'nestpipe[tensorboard]'"
-        if self.mirror and "://" not in self.mirror:
-            yield f"mirror is {self.mirror!r}; it must be a URL, such as s3://bucket/run or file:///folder"
+        if self.checkpoints and "://" not in self.checkpoints:
+            yield f"checkpoints is {self.checkpoints!r}; it must be a URL, such as s3://bucket/run or file:///folder"
         if not re.fullmatch(r"(hr|ndcg)@[1-9]\d*|mrr|g?auc/\w+", self.metric):
             yield f"metric is {self.metric!r}; it must be hr@K, ndcg@K, mrr, or auc/LABEL or gauc/LABEL for ranking"

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -24,12 +24,12 @@ from nestpipe.autotune.controller import Controller
 from nestpipe.autotune.group_choice import grouped
 from nestpipe.checkpoint import folders as checkpoint_folders
 from nestpipe.checkpoint.async_writer import CheckpointSaver
+from nestpipe.checkpoint.manifest import Link
 from nestpipe.checkpoint.origin import InitFrom
-from nestpipe.checkpoint.remote_copy import Mirror
-from nestpipe.checkpoint.state import checkpoint_files
+from nestpipe.checkpoint.state import StateSource
 from nestpipe.checkpoint.warm_start import WarmStartReport
 from nestpipe.config import Config
-from nestpipe.data.loader import Loader
+from nestpipe.data.loader import Loader, closing_batches
 from nestpipe.distributed.agreement import all_ranks_or_none
 from nestpipe.distributed.process_group import World
 from nestpipe.embedding.buckets import fewer_buckets
@@ -47,7 +47,7 @@ from nestpipe.profiling.torch_profiler import profiled
 from nestpipe.training.distributed_eval import ChannelRanks
 from nestpipe.training.environment import environment
 from nestpipe.training.mfu import Utilisation
-from nestpipe.training.open_run import agree, check_shared, open_run
+from nestpipe.training.open_run import agree, check_shared, open_run, share_run
 from nestpipe.training.process import exact_arithmetic, keep_freed_memory, lock_run, peak_memory_bytes, stop_signals
 from nestpipe.training.run_folder import Run
 from nestpipe.training.run_limits import Best, LoopProgress, RunLimits, validation_of
@@ -138,16 +138,20 @@ class _Loop:
         self._saved_settings: list[dict[str, Any]] = []
         self._restored = ""  # name of the checkpoint
         self._warm_start: WarmStartReport | None = None
+        self._chain: tuple[Link, ...] = ()
         self._exit = contextlib.ExitStack()
         earlier = EarlierStart.of(run) if self._leads else None
         with contextlib.ExitStack() as undo:
             self._state = self._restore()
+            if run.config.train.max_deltas:
+                for table in self._state.embedding.tables.values():
+                    table.track_changes()
             all_ranks_or_none(
                 channels.control,
                 "folder taken",
                 lambda: self._take_folder(undo, recipe, hosts) if self._leads else None,
             )
-            check_shared(run.folder, channels.control)
+            (share_run if self._config.train.checkpoints else check_shared)(run, channels.control)
             if self._warm_start and not quiet:
                 Console(stderr=True, highlight=False, markup=False).print(self._warm_start)
             self._trackers = (
@@ -164,7 +168,8 @@ class _Loop:
                 channels.saves,
                 keep_last=train.keep_last,
                 background=train.async_save and run.config.embedding.tier == "memory",
-                mirror=Mirror(train.mirror) if train.mirror else None,
+                max_deltas=train.max_deltas,
+                chain=self._chain,
             )
             undo.callback(self._close_saver)
             self._exit = undo.pop_all()
@@ -196,8 +201,6 @@ class _Loop:
         facts: dict[str, Any] = {"recipe": recipe, "num_ranks": len(hosts), "hosts": sorted(set(hosts))}
         facts |= {"cpu_model": cpu_model(), "environment": environment(), **self._groups.chosen}
         self._run.write(statistics=self._loader.statistics, facts=facts)
-        if self._config.train.mirror:
-            Mirror(self._config.train.mirror).push_run(self._run.folder)
 
     def run_to_end(self, *, profile: bool) -> str:
         """Trains until a limit or a stop signal, saves, and returns the reason."""
@@ -215,7 +218,7 @@ class _Loop:
             while reason is None:
                 if early:  # batches read ahead of the barrier are read again
                     reading.close()
-                    batches = reading.enter_context(_closing(self._loader.iterate(self._cursor)))
+                    batches = reading.enter_context(closing_batches(self._loader.iterate(self._cursor)))
                 early = self._run_to_barrier(batches, stop.is_set, profile_step)
                 reason = self._reason_to_stop(requested=stop.is_set())
                 if reason is None and self._limits.saves_after(self._state.num_steps):
@@ -266,6 +269,7 @@ class _Loop:
                         stop_requested()
                         or self._is_out_of_time()
                         or self._saver.failed
+                        or self._saver.is_tight
                         or self._controller.requests_measurement()
                     ),
                     on_step=on_step,
@@ -290,7 +294,7 @@ class _Loop:
 
     def _first_batches(self) -> contextlib.AbstractContextManager[Iterator[Batch]]:
         """Batches for a measurement before the first step."""
-        return _closing(self._loader.iterate(Cursor(0, 0)))
+        return closing_batches(self._loader.iterate(Cursor(0, 0)))
 
     def _say(self, text: str) -> None:
         if text:
@@ -334,10 +338,10 @@ class _Loop:
     def _reason_to_stop(self, *, requested: bool) -> str | None:
         """Agreed by all ranks: a signal may have reached any of them; the clock is that of rank 0."""
         flags = self._channels.control.all_gather_ints(
-            [requested, self._is_out_of_time(), self._saver.failed], name="stop"
+            [requested, self._is_out_of_time(), self._saver.failed or self._saver.is_tight], name="stop"
         )
-        if any(failed for *_, failed in flags):
-            self._saver.wait()  # raises, on every rank
+        if any(waits for *_, waits in flags):
+            self._saver.wait()  # raises, on every rank, if the save has failed
         if any(signalled for signalled, *_ in flags):
             return INTERRUPTED
         return self._limits.reason_to_stop(
@@ -352,9 +356,14 @@ class _Loop:
         return self._memory.seconds + self._clock() - self._since
 
     def _restore(self) -> TrainState:
-        control, steps = self._channels.control, checkpoint_folders.complete_steps(self._run.checkpoints)
-        seen = control.all_gather_ints([steps[-1] if steps else -1], name="latest checkpoint")
-        latest = seen[0][0]  # of rank 0: on a network file system other ranks may not see it yet
+        control = self._channels.control
+        # Rank 0 looks: on a network file system other ranks may not see the latest yet.
+        steps = all_ranks_or_none(
+            self._channels.saves,
+            "checkpoints listed",
+            lambda: checkpoint_folders.complete_steps(self._run.checkpoints) if self._leads else [],
+        )
+        ((latest,), *_) = control.all_gather_ints([steps[-1] if steps else -1], name="latest checkpoint")
         if latest < 0 and self._run.origin:
             state, self._warm_start = all_ranks_or_none(
                 self._channels.saves, "warm state", lambda: warm_state(self._run, self._channels)
@@ -370,6 +379,7 @@ class _Loop:
         self._cursor = manifest.cursor
         self._restored = checkpoint_folders.checkpoint_folder(self._run.checkpoints, latest).name
         self._saved_settings = progress.get("autotune", [])
+        self._chain = manifest.links
         return state
 
     def _save(self) -> None:
@@ -384,15 +394,6 @@ class _Loop:
             self._state.num_steps,
             self._cursor,
             {**asdict(self._memory), **facts},
-            checkpoint_files(self._state),
+            StateSource(self._state),
             keep=self._memory.best.step if self._memory.best else None,
         )
-
-
-@contextlib.contextmanager
-def _closing(batches: Generator[Batch]) -> Iterator[Generator[Batch]]:
-    try:
-        yield batches
-    finally:
-        with contextlib.suppress(ValueError):  # after a failure a stream may still be reading
-            batches.close()

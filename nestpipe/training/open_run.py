@@ -1,7 +1,8 @@
-"""Opens a run on all ranks: one shared folder, and the same configuration, code and data on every rank."""
+"""Opens a run on all ranks: one shared folder or one URL, and the same configuration, code and data on every rank."""
 
 from __future__ import annotations
 
+import functools
 import json
 import socket
 import time
@@ -10,8 +11,9 @@ from pathlib import Path
 
 import torch
 
+from nestpipe.atomic_files import replace_file
 from nestpipe.checkpoint.origin import InitFrom, Origin
-from nestpipe.checkpoint.remote_copy import Mirror
+from nestpipe.checkpoint.places import RemotePath
 from nestpipe.config import Config
 from nestpipe.distributed.agreement import all_ranks_or_none
 from nestpipe.distributed.exchange import named_ranks
@@ -21,15 +23,18 @@ from nestpipe.models.config import EncDecConfig
 from nestpipe.pipeline.channels import Channels
 from nestpipe.training.run_folder import FREE_KEYS, Run
 
+RUN_FILES = ("run.json", "config.json")  # config.json last: it makes a folder a run
 _SHARED_S = 5.0  # a network file system may show a new file this late
 
 
 def open_run(config: Config, folder: Path, resume: bool, init_from: InitFrom | None, channels: Channels) -> Run:
     """The run of all ranks. Rank 0 decides whether it exists, which checkpoint it starts from and how many threads it uses."""
     control, leads = channels.control, channels.control.world.rank == 0
-    all_ranks_or_none(channels.saves, "mirror", lambda: _restore_from_mirror(config, folder, resume) if leads else None)
+    all_ranks_or_none(channels.saves, "run fetched", lambda: _fetch_run(config, folder, resume))
     own = [int(resume and Run.exists(folder)), torch.get_num_threads()]
     exists, num_threads = control.all_gather_ints(own, name="run exists")[0]
+    if exists and config.train.checkpoints:
+        _share_files(folder, control)  # the folder of another rank may be lost, or never have been written
     if exists:
         return all_ranks_or_none(control, "run opened", lambda: _reopen(config, folder, init_from))
     config = replace(config, train=replace(config.train, num_threads=config.train.num_threads or num_threads))
@@ -43,19 +48,48 @@ def open_run(config: Config, folder: Path, resume: bool, init_from: InitFrom | N
     )
 
 
-def _restore_from_mirror(config: Config, folder: Path, resume: bool) -> None:
-    """Restores a lost folder from the mirror; raises ConfigError if a new run would overwrite another there."""
-    if not config.train.mirror:
+def _fetch_run(config: Config, folder: Path, resume: bool) -> None:
+    """Restores a lost folder from the run's URL; raises ConfigError if a new run would overwrite another there."""
+    if not config.train.checkpoints or Run.exists(folder):
         return
-    mirror = Mirror(config.train.mirror)
-    if Run.exists(folder):
+    remote = RemotePath.of(config.train.checkpoints)
+    if not (remote / RUN_FILES[-1]).exists():
         return
-    if resume:
-        mirror.restore(folder)
-    elif mirror.holds_run():
+    if not resume:
         raise ConfigError(
-            f"{mirror.url} already holds a run; add --resume to continue it, or give another --train.mirror."
+            f"{remote} already holds a run; add --resume to continue it, or give another --train.checkpoints."
         )
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in RUN_FILES:
+        replace_file(folder / name, (remote / name).read_bytes())
+
+
+def share_run(run: Run, control: Channel) -> None:
+    """Stores what rank 0 has written about the run with its checkpoints, and in the folders of all ranks. Collective."""
+
+    def store() -> None:
+        remote = RemotePath.of(run.config.train.checkpoints)
+        remote.mkdir()
+        for name in RUN_FILES:
+            (remote / name).write_last((run.folder / name).read_bytes())
+
+    _share_files(run.folder, control)
+    all_ranks_or_none(control, "run stored", lambda: store() if control.world.rank == 0 else None)
+
+
+def _share_files(folder: Path, control: Channel) -> None:
+    """Gives every rank's folder the run files of rank 0. Collective."""
+    for name in RUN_FILES:
+        content = (folder / name).read_bytes() if control.world.rank == 0 else b""
+        shared = control.broadcast_bytes(content, 0, name=name)
+        all_ranks_or_none(control, f"{name} shared", functools.partial(_write_if_other, folder / name, shared))
+
+
+def _write_if_other(path: Path, content: bytes) -> None:
+    """Ranks may share a folder: a file that has the content already is left alone."""
+    if not path.exists() or path.read_bytes() != content:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, content)
 
 
 def _create(config: Config, folder: Path, origin: Origin | None) -> Run:
@@ -80,9 +114,9 @@ def agree(run: Run, control: Channel) -> None:
         raise CommError(f"the ranks do not agree on what to train:\n{text}", ranks=tuple(sorted(blamed)))
 
 
-def check_shared(folder: Path, control: Channel) -> None:
+def check_shared(run: Run, control: Channel) -> None:
     """Raises ConfigError on every rank if one does not see the files that rank 0 has just written."""
-    lock = folder / "lock"
+    folder, lock = run.folder, run.folder / "lock"
     mark = control.broadcast_bytes(lock.read_bytes() if control.world.rank == 0 else b"", 0, name="mark")
 
     def wait_for_lock() -> None:
@@ -91,7 +125,8 @@ def check_shared(folder: Path, control: Channel) -> None:
             if time.monotonic() > end:
                 raise ConfigError(
                     f"{folder.resolve()} on {socket.gethostname()} is not the folder that rank 0 writes to. "
-                    "All ranks must see one run folder: set --run to a path on a shared file system."
+                    "All ranks must see one run folder: set --run to a path on a shared file system, or save to a store: "
+                    "--train.checkpoints s3://bucket/run."
                 )
             time.sleep(0.1)
 

@@ -26,6 +26,7 @@ from nestpipe.atomic_files import replace_file
 from nestpipe.checkpoint import folders as checkpoint_folders
 from nestpipe.checkpoint.manifest import Manifest
 from nestpipe.checkpoint.origin import Origin
+from nestpipe.checkpoint.places import Place, run_checkpoints
 from nestpipe.checkpoint.reader import load_table, load_weights
 from nestpipe.config import Config, flat
 from nestpipe.data.features import NumberStats
@@ -48,7 +49,7 @@ from nestpipe.registry import entry_of
 FREE_KEYS = (
     *("data.path", "model.ids"),
     *("train.epochs", "train.steps", "train.minutes", "train.save_steps", "train.keep_last", "train.log_steps"),
-    *("train.tensorboard", "train.async_save", "train.mirror"),
+    *("train.tensorboard", "train.async_save", "train.max_deltas", "train.checkpoints"),
     *("pipeline.groups", "pipeline.mode", "pipeline.depth", "pipeline.rows", "pipeline.split", "pipeline.chunks"),
     *("pipeline.tune", "pipeline.adapt", "pipeline.follow", "pipeline.trace_steps"),
     *("embedding.tier", "embedding.files_folder", "embedding.buffer_bytes"),
@@ -84,7 +85,7 @@ class Run:
         """A run in a new folder, which `write` creates; raises ConfigError if there is one already."""
         config.validate()
         run = Run(Path(folder), config, origin)
-        if Run.exists(folder) or checkpoint_folders.complete_steps(run.checkpoints):
+        if Run.exists(folder) or checkpoint_folders.complete_steps(run.folder / "checkpoints"):
             raise ConfigError(
                 f"{run.folder} already holds a run; add --resume to continue it, or give another folder with --run."
             )
@@ -166,10 +167,11 @@ class Run:
         return replace(self.config, pipeline=self.asked) if self.asked else self.config
 
     @property
-    def checkpoints(self) -> Path:
-        return self.folder / "checkpoints"
+    def checkpoints(self) -> Place:
+        """Where the checkpoints are: in the folder, or at the URL that the run saves to."""
+        return run_checkpoints(self.folder, self.config.train.checkpoints)
 
-    def checkpoint(self, step: int | None = None) -> tuple[Path, Manifest]:
+    def checkpoint(self, step: int | None = None) -> tuple[Place, Manifest]:
         """The folder and manifest of a checkpoint: by default the best one if the run validated, else the latest."""
         parent = self.checkpoints
         folder = (
@@ -198,7 +200,7 @@ class Run:
         tables = {spec.name: load_table(spec, config, self.config.seed, folder, manifest) for spec in model.tables}
         return LoadedModel(model, TableRows(tables), manifest)
 
-    def check_settings(self, folder: Path, manifest: Manifest) -> None:
+    def check_settings(self, folder: Place, manifest: Manifest) -> None:
         """Raises CheckpointError if a checkpoint was saved with other settings than those of this run."""
         before, now = manifest.progress.get("settings", {}), self.settings
         changed = [f"{key}: {before[key]} -> {now[key]}" for key in before if before[key] != now.get(key, before[key])]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from nestpipe.checkpoint import folders as checkpoint_folders
 from nestpipe.checkpoint import warm_start
 from nestpipe.checkpoint.manifest import Manifest
-from nestpipe.checkpoint.remote_copy import local_copy
+from nestpipe.checkpoint.places import place_of
 from nestpipe.checkpoint.state import restore_state
 from nestpipe.models.build_model import build_model
 from nestpipe.pipeline.build_state import build_state
@@ -43,9 +43,9 @@ def warm_state(run: Run, channels: Channels | None = None) -> tuple[TrainState, 
     if run.origin is None:
         raise ValueError(f"{run.folder} has no origin")
     state = new_state(run, channels)
-    with local_copy(run.origin.checkpoint) as folder:
-        manifest = run.origin.check(Manifest.read(folder))
-        lines = warm_start.compare(state, folder, manifest, settings=run.settings, data_digest=run.sequences.digest)
-        warm_start.check(lines, run.origin, run.folder)
-        warm_start.load_into(state, folder, manifest, lines)
+    folder = place_of(run.origin.checkpoint)
+    manifest = run.origin.check(Manifest.read(folder))
+    lines = warm_start.compare(state, folder, manifest, settings=run.settings, data_digest=run.sequences.digest)
+    warm_start.check(lines, run.origin, run.folder)
+    warm_start.load_into(state, folder, manifest, lines)
     return state, warm_start.WarmStartReport(run.origin, tuple(lines))

@@ -241,7 +241,7 @@ def test_a_run_that_goes_on_takes_the_decisions_that_were_made(adapted, log, tmp
     (tmp_path / "run" / "settings.jsonl").write_bytes((folder / "settings.jsonl").read_bytes())
     run_ranks(2, train, replace(short, train=replace(short.train, steps=NUM_STEPS)), tmp_path / "run", never)
     assert not differing_tensors(folder, tmp_path / "run")
-    (tmp_path / "run" / "settings.jsonl").unlink()  # a mirror brings back checkpoints, and no log
+    (tmp_path / "run" / "settings.jsonl").unlink()  # a folder that was restored from a URL has no log
     alone = config_of(log, "sequential", micro_batches=2)
     run_ranks(2, train, replace(alone, train=replace(alone.train, steps=NUM_STEPS + 1)), tmp_path / "run", never)
     assert len(read_jsonl(tmp_path / "run" / "settings.jsonl")) == 4

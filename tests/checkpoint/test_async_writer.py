@@ -9,12 +9,15 @@ import torch
 
 from nestpipe import atomic_files, train
 from nestpipe.checkpoint import folders as checkpoint_folders
-from nestpipe.checkpoint import manifest as checkpoint_manifest
 from nestpipe.checkpoint import reader as checkpoint_reader
 from nestpipe.checkpoint import writer as checkpoint_writer
 from nestpipe.checkpoint.async_writer import CheckpointSaver
-from nestpipe.checkpoint.state import checkpoint_files
+from nestpipe.checkpoint.manifest import Manifest
+from nestpipe.checkpoint.state import StateSnapshot
+from nestpipe.checkpoint.writer import SaveContent
 from nestpipe.distributed.process_group import World
+from nestpipe.embedding import table
+from nestpipe.embedding.buckets import num_table_buckets
 from nestpipe.embedding.row_buffer import RowBuffer
 from nestpipe.errors import NestPipeError, TrainError
 from nestpipe.jagged import Cursor
@@ -40,23 +43,22 @@ def test_a_slow_writer_saves_what_was_there_when_it_was_asked(log, tmp_path, mon
     waiting = train(config, tmp_path / "waiting", quiet=True)
     from nestpipe.training import loop
 
-    step, write, num_steps, seen = loop.step, checkpoint_writer._write, [0], []
+    step, write, num_steps, seen = loop.step, checkpoint_writer.write_pack, [0], []
 
     def counted(*arguments):
         logs = step(*arguments)
         num_steps[0] += 1
         return logs
 
-    def slow(path, tensors):
-        if path.name == "dense.safetensors":
-            first, end = num_steps[0], time.monotonic() + 20
-            while num_steps[0] < min(first + 2, 12) and time.monotonic() < end:
-                time.sleep(0.001)
-            seen.append(num_steps[0] - first)
-        return write(path, tensors)
+    def slow(*arguments):
+        first, end = num_steps[0], time.monotonic() + 20
+        while num_steps[0] < min(first + 2, 12) and time.monotonic() < end:
+            time.sleep(0.001)
+        seen.append(num_steps[0] - first)
+        return write(*arguments)
 
     monkeypatch.setattr(loop, "step", counted)
-    monkeypatch.setattr(checkpoint_writer, "_write", slow)
+    monkeypatch.setattr(checkpoint_writer, "write_pack", slow)
     in_background = train(
         replace(config, train=replace(config.train, async_save=True)), tmp_path / "background", quiet=True
     )
@@ -64,10 +66,10 @@ def test_a_slow_writer_saves_what_was_there_when_it_was_asked(log, tmp_path, mon
     assert checkpoint_folders.complete_steps(waiting.checkpoints) == [3, 6, 9, 12]
     for number in (3, 6, 9, 12):
         ours, theirs = (
-            checkpoint_manifest.Manifest.read(checkpoint_folders.checkpoint_folder(run.checkpoints, number))
+            Manifest.read(checkpoint_folders.checkpoint_folder(run.checkpoints, number))
             for run in (in_background, waiting)
         )
-        assert ours.files == theirs.files
+        assert ours.contents() == theirs.contents()
         assert ours.cursor == theirs.cursor
 
 
@@ -75,8 +77,26 @@ def saver(parent, *, background=True):
     return CheckpointSaver(parent, World.single().channel("saves"), keep_last=2, background=background)
 
 
-def content(value=0.0):
-    return {"dense": {"w": torch.full((2,), value)}}.items()
+class Source:
+    """A state of one dense tensor."""
+
+    is_tight = False
+
+    def __init__(self, value=0.0, dense=dict):
+        self.dense = dense(w=torch.full((2,), value))
+
+    def changed_bytes(self):
+        return 0
+
+    def snapshot(self, *, concurrent, delta):
+        return self
+
+    def content(self, chain):
+        dense, self.dense = self.dense, None
+        return SaveContent(dense, chain=chain)
+
+    def close(self):
+        pass
 
 
 class SlowToFree(dict):
@@ -86,10 +106,8 @@ class SlowToFree(dict):
 
 def test_wait_joins_the_thread(tmp_path):
     """Freeing tensors during interpreter shutdown aborts the process."""
-    files = [("dense", SlowToFree(w=torch.zeros(2)))]
     own = saver(tmp_path)
-    own.save(1, Cursor(0, 1), {}, iter(files))
-    files.clear()
+    own.save(1, Cursor(0, 1), {}, Source(dense=SlowToFree))
     own.wait()
     assert "saver" not in [thread.name for thread in threading.enumerate()]
 
@@ -108,7 +126,7 @@ def test_one_save_is_in_flight_at_a_time_and_old_ones_are_pruned(tmp_path, monke
     monkeypatch.setattr(checkpoint_writer, "save_checkpoint", watched)
     ours = saver(tmp_path)
     for step in range(1, 6):
-        ours.save(step, Cursor(0, step), {}, content(), keep=1)
+        ours.save(step, Cursor(0, step), {}, Source(), keep=1)
     assert not ours.abort(20)
     assert most == [1]
     assert checkpoint_folders.complete_steps(tmp_path) == [1, 4, 5]
@@ -119,13 +137,13 @@ def test_an_error_of_the_writer_is_raised_once_and_the_next_save_works(tmp_path,
     ours = saver(tmp_path, background=background)
 
     def save_and_wait(value):
-        ours.save(3, Cursor(0, 3), {}, content(value))
+        ours.save(3, Cursor(0, 3), {}, Source(value))
         ours.wait()
 
     with pytest.raises(TrainError, match="dense/w is not finite after step 3; nothing was saved"):
         save_and_wait(torch.inf)
     assert not checkpoint_folders.complete_steps(tmp_path)
-    ours.save(4, Cursor(0, 4), {}, content())
+    ours.save(4, Cursor(0, 4), {}, Source())
     ours.wait()
     assert checkpoint_folders.complete_steps(tmp_path) == [4]
     assert not list(tmp_path.glob(".tmp*"))
@@ -133,7 +151,7 @@ def test_an_error_of_the_writer_is_raised_once_and_the_next_save_works(tmp_path,
 
 def test_a_failure_is_known_without_waiting_and_returned_at_the_end(tmp_path):
     ours = saver(tmp_path)
-    ours.save(3, Cursor(0, 3), {}, content(torch.nan))
+    ours.save(3, Cursor(0, 3), {}, Source(torch.nan))
     end = time.monotonic() + 20
     while not ours.failed and time.monotonic() < end:
         time.sleep(0.001)
@@ -218,26 +236,25 @@ def test_a_failed_run_does_not_stay_for_a_save_that_hangs(log, tmp_path, monkeyp
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_table_in_files_is_saved_and_loaded_bucket_by_bucket(log, tmp_path, monkeypatch, kind):
-    """Never the rows of two buckets at once, with the files of the memory tier."""
+def test_a_table_in_files_is_saved_and_loaded_section_by_section(log, tmp_path, monkeypatch, kind):
+    """Never the rows of two sections at once, here of one bucket each, with the content of the memory tier."""
+    monkeypatch.setattr(table, "_SECTION_BYTES", 1)
     config = small_config(log, steps=6)
     config = replace(config, embedding=replace(config.embedding, **KINDS[kind]))
     if kind == "limits":  # two buckets
         config = replace(config, embedding=replace(config.embedding, max_rows=130))
     files = replace(config.embedding, tier="files", files_folder=str(tmp_path), buffer_bytes=1 << 20)
-    threads, write = set(), checkpoint_writer._write
+    threads, write = set(), checkpoint_writer.write_pack
     monkeypatch.setattr(
-        checkpoint_writer, "_write", lambda *a: (threads.add(threading.current_thread().name[:5]), write(*a))[1]
+        checkpoint_writer, "write_pack", lambda *a: (threads.add(threading.current_thread().name[:5]), write(*a))[1]
     )
     calm = train(config, tmp_path / "memory", quiet=True)
     assert threads == {"saver"}
     threads.clear()
     run = train(replace(config, embedding=files), tmp_path / "files", quiet=True)
     assert threads == {"MainT"}
-    ours, theirs = (
-        checkpoint_manifest.Manifest.read(checkpoint_folders.checkpoint_folder(one.checkpoints)) for one in (run, calm)
-    )
-    assert ours.files == theirs.files
+    ours, theirs = (Manifest.read(checkpoint_folders.checkpoint_folder(one.checkpoints)) for one in (run, calm))
+    assert ours.contents() == theirs.contents()
     moved = {"read": [], "write": []}
     for name, sizes in moved.items():
         original = getattr(RowBuffer, name)
@@ -248,13 +265,14 @@ def test_a_table_in_files_is_saved_and_loaded_bucket_by_bucket(log, tmp_path, mo
 
         monkeypatch.setattr(RowBuffer, name, counted)
     state, _ = load_state(Run.open(run.folder))
-    again = {
-        file: {key: tensor.clone() for key, tensor in tensors.items()} for file, tensors in checkpoint_files(state)
-    }
+    again = list(StateSnapshot(state).content().tables["item"])
     _, saved = checkpoint_reader.load_checkpoint(checkpoint_folders.checkpoint_folder(run.checkpoints))
-    buckets = [len(saved[f"item.{number:03d}"]["ids"]) for number in range(len(saved) - 1)]
+    buckets = [len(section.index["ids"]) for section in again]
+    num_buckets = num_table_buckets(config.embedding)
+    assert [section.buckets for section in again] == [range(number, number + 1) for number in range(num_buckets)]
     for sizes in moved.values():
         assert sizes == buckets
-    assert sum(buckets) > max(buckets)
-    assert again.keys() == saved.keys()
-    assert all(torch.equal(again[file][key], saved[file][key]) for file in saved for key in saved[file])
+    assert sum(buckets) == len(saved["item"]["ids"]) > max(buckets)
+    order = torch.cat([section.index["ids"] for section in again]).argsort()
+    for key in again[0].rows:
+        assert torch.equal(torch.cat([section.rows[key] for section in again])[order], saved["item"][key])

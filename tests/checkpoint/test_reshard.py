@@ -11,7 +11,8 @@ import torch
 from nestpipe.checkpoint import folders as checkpoint_folders
 from nestpipe.checkpoint import reader as checkpoint_reader
 from nestpipe.checkpoint import writer as checkpoint_writer
-from nestpipe.checkpoint.state import checkpoint_files
+from nestpipe.checkpoint.difference import dense_differences, table_differences
+from nestpipe.checkpoint.state import StateSnapshot
 from nestpipe.cli.demo import differing_tensors
 from nestpipe.errors import NestPipeError
 from nestpipe.pipeline.channels import Channels
@@ -31,7 +32,7 @@ def reshard(world, folder, out, groups):
     channels = Channels.of(world).in_groups(groups)
     state, manifest = load_state(Run.open(folder), channels=channels)
     checkpoint_writer.save_checkpoint(
-        out, manifest.step, manifest.cursor, manifest.progress, checkpoint_files(state), channels.control
+        out, manifest.step, manifest.cursor, manifest.progress, StateSnapshot(state).content(), channels.control
     )
     return state.embedding.tables["item"].export()
 
@@ -105,17 +106,19 @@ def damaged(saved, tmp_path):
 @pytest.mark.parametrize(("world_size", "groups"), [(4, 1), (3, 1), (2, 1), (1, 1), (4, 2)])
 def test_any_number_of_ranks_loads_the_same_rows_and_state(saved, tmp_path, world_size, groups):
     _, folder = saved
-    manifest, content = checkpoint_reader.load_checkpoint(checkpoint_folders.checkpoint_folder(folder / "checkpoints"))
+    before = checkpoint_folders.checkpoint_folder(folder / "checkpoints")
+    table = checkpoint_reader.load_checkpoint(before)[1]["item"]
     exported = run_ranks(world_size, reshard, folder, tmp_path, groups)[: world_size // groups]
-    again, _ = checkpoint_reader.load_checkpoint(checkpoint_folders.checkpoint_folder(tmp_path))
-    assert again.files == manifest.files
-    buckets = [content[f"item.{number:03d}"] for number in range(7)]
-    assert {*exported[0]} == {*buckets[0]} > {"ids", "rows"}
-    for name in (name for name in buckets[0] if not name.startswith("pending.")):  # those have ids of their own
-        of_ranks, of_files = (torch.cat([part[name] for part in parts]) for parts in (exported, buckets))
-        order, wanted = (torch.cat([part["ids"] for part in parts]).argsort() for parts in (exported, buckets))
-        assert torch.equal(of_ranks[order], of_files[wanted])
-        assert len(of_files) > 10
+    again = checkpoint_folders.checkpoint_folder(tmp_path)
+    assert len(list(again.glob("part-*.pack"))) == world_size
+    assert not dense_differences(before, again)
+    assert [one.is_equal for one in table_differences(before, again)] == [True]
+    assert {*exported[0]} == {*table} > {"ids", "rows"}
+    order = torch.cat([part["ids"] for part in exported]).argsort()
+    for name in (name for name in table if not name.startswith("pending.")):  # those have ids of their own
+        of_ranks = torch.cat([part[name] for part in exported])
+        assert torch.equal(of_ranks[order], table[name])
+        assert len(of_ranks) > 10
 
 
 def test_the_next_steps_on_as_many_ranks_are_bitwise_identical(saved, tmp_path):
@@ -138,23 +141,25 @@ def test_a_run_goes_on_with_other_numbers_of_ranks(saved, tmp_path):
             assert torch.allclose(ours[file][name], tensor, rtol=1e-3, atol=1e-5), (file, name)
 
 
-def test_a_missing_bucket_is_refused_by_every_rank(saved, tmp_path):
+def test_a_missing_file_is_refused_by_every_rank(saved, tmp_path):
     config, folder, step = damaged(saved, tmp_path)
-    (step / "item.003.safetensors").unlink()
+    (part,) = step.glob("part-*-3.pack")  # of the last buckets, which rank 2 will own
+    part.unlink()
     found = refusals(3, config, folder)
-    assert all(kind == "CheckpointError" and "lacks item.003.safetensors" in message for kind, message in found), found
-    assert [message.startswith("rank 1 stopped: ") for _, message in found] == [True, False, True]
+    assert all(kind == "CheckpointError" and f"lacks {part.name}" in message for kind, message in found), found
+    assert [message.startswith("rank 2 stopped: ") for _, message in found] == [True, True, False]
 
 
 def test_a_flipped_byte_is_refused_by_every_rank(saved, tmp_path):
     config, folder, step = damaged(saved, tmp_path)
-    data = bytearray((step / "item.006.safetensors").read_bytes())
+    (part,) = step.glob("part-*-3.pack")
+    data = bytearray(part.read_bytes())
     data[-3] ^= 16
-    (step / "item.006.safetensors").write_bytes(data)
+    part.write_bytes(data)
     found = refusals(3, config, folder)
     for kind, message in found:
         assert kind == "CheckpointError"
-        assert "item.006.safetensors is not what was saved" in message
+        assert f"{part.name} is not what was saved: the digest of its state of table 'item', buckets 6 to 6" in message
     assert [message.startswith("rank 2 stopped: ") for _, message in found] == [True, True, False]
 
 

@@ -13,8 +13,10 @@ from nestpipe.checkpoint import reader as checkpoint_reader
 from nestpipe.checkpoint import writer as checkpoint_writer
 from nestpipe.checkpoint.origin import InitFrom
 from nestpipe.checkpoint.reader import table_facts
+from nestpipe.checkpoint.writer import SaveContent
 from nestpipe.cli import main
 from nestpipe.cli.demo import differing_tensors
+from nestpipe.embedding.row_snapshot import TableSection
 from nestpipe.errors import CheckpointError, ConfigError, NestPipeError
 from nestpipe.training.loop import train_to_end
 from nestpipe.training.run_folder import Run
@@ -41,10 +43,8 @@ def contents(folder, step=None):
     manifest, content = checkpoint_reader.load_checkpoint(
         checkpoint_folders.checkpoint_folder(folder / "checkpoints", step)
     )
-    buckets = [content[f"item.{number:03d}"] for number in range(len(content) - 1)]
-    table = {name: torch.cat([bucket[name] for bucket in buckets]) for name in buckets[0] if name[:5] != "pendi"}
-    order = table["ids"].argsort()
-    return {name: values[order] for name, values in table.items()}, content["dense"], manifest
+    table = {name: values for name, values in content["item"].items() if name[:5] != "pendi"}
+    return table, content["dense"], manifest
 
 
 def same(a, b):
@@ -150,10 +150,10 @@ def test_what_differs_is_listed_whole_and_nothing_is_written(log, old, tmp_path)
 def test_tables_are_added_and_dropped(log, old, tmp_path):
     """The old model had a table of its own and lacked ours."""
     manifest, content = checkpoint_reader.load_checkpoint(checkpoint_folders.checkpoint_folder(old / "checkpoints"))
-    renamed = {name.replace("item", "user"): part for name, part in content.items()}
-    checkpoint_writer.save_checkpoint(
-        tmp_path / "old" / "checkpoints", 6, manifest.cursor, manifest.progress, renamed.items()
-    )
+    rows = {name: values for name, values in content["item"].items() if name != "ids"}
+    section = TableSection(range(1), {"ids": content["item"]["ids"]}, rows)
+    renamed = SaveContent(content["dense"], {"user": [section]}, {"user": 1})
+    checkpoint_writer.save_checkpoint(tmp_path / "old" / "checkpoints", 6, manifest.cursor, manifest.progress, renamed)
     config = small_config(log, **NONE)
     with pytest.raises(ConfigError) as refused:
         warm(config, tmp_path / "run", tmp_path / "old")
@@ -163,7 +163,7 @@ def test_tables_are_added_and_dropped(log, old, tmp_path):
     _, dense, manifest = contents(run.folder, 0)
     assert same(dense, content["dense"])
     facts = table_facts(checkpoint_folders.checkpoint_folder(run.checkpoints, 0), manifest)
-    assert [(one.name, sum(one.rows_per_bucket)) for one in facts] == [("item", 0)]
+    assert [(one.name, one.num_rows) for one in facts] == [("item", 0)]
 
 
 def test_a_model_that_shares_nothing_is_refused_whatever_is_allowed(log, old, tmp_path):
@@ -205,12 +205,12 @@ def test_a_refusal_reaches_every_rank(log, old, tmp_path):
     found = run_ranks(2, start, config, tmp_path / "run", old)
     assert all("--allow dropped model" in message for message in found), found
     shutil.copytree(old, tmp_path / "old")
-    bucket = tmp_path / "old" / "checkpoints" / "step-000006" / "item.003.safetensors"
-    good = bucket.read_bytes()
+    (part,) = (tmp_path / "old" / "checkpoints" / "step-000006").glob("part-*.pack")
+    good = part.read_bytes()
     for damaged, message in ((good[:-1] + bytes([good[-1] ^ 1]), "is not what was saved"), (b"", "cannot be read")):
-        bucket.write_bytes(damaged)
+        part.write_bytes(damaged)
         found = run_ranks(2, start, small_config(log, **NONE), tmp_path / "run", tmp_path / "old")
-        assert all(one.startswith("CheckpointError") and f"{bucket} {message}" in one for one in found), found
+        assert all(one.startswith("CheckpointError") and f"{part} {message}" in one for one in found), found
     assert not (tmp_path / "run").exists()
 
 

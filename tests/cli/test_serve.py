@@ -62,14 +62,16 @@ def test_mistakes_are_one_message(runs, capsys, tmp_path):
 def test_a_damaged_table_is_not_served(runs, capsys, tmp_path):
     import shutil
 
+    from nestpipe.checkpoint.folders import checkpoint_folder
+    from nestpipe.checkpoint.manifest import Manifest
+
     shutil.copytree(runs("hstu").folder, tmp_path / "run")
-    (victim,) = list((tmp_path / "run" / "checkpoints").glob("*/item.003.safetensors"))
-    data = bytearray(victim.read_bytes())
-    data[-1] ^= 1
-    victim.write_bytes(data)
-    assert "item.003.safetensors is not what was saved" in refused(
-        capsys, tmp_path / "run", "--port", 0, "--admin-port", 0
-    )
+    folder = checkpoint_folder(tmp_path / "run" / "checkpoints")
+    blob = next(Manifest.read(folder).blobs_of("item", "rows"))
+    data = bytearray((folder / blob.file).read_bytes())
+    data[blob.offset + blob.num_bytes - 1] ^= 1
+    (folder / blob.file).write_bytes(data)
+    assert f"{blob.file} is not what was saved" in refused(capsys, tmp_path / "run", "--port", 0, "--admin-port", 0)
 
 
 def test_secrets_are_made_once_and_for_their_owner_alone(tmp_path):

@@ -15,8 +15,9 @@ from nestpipe.data.splits import make_split
 from nestpipe.distributed.process_group import World
 from nestpipe.embedding.buckets import Owners
 from nestpipe.embedding.row_optimizer import OPTIMIZERS
+from nestpipe.embedding.row_snapshot import by_section
 from nestpipe.embedding.sharding import ShardedTables
-from nestpipe.embedding.table import Table, split_buckets
+from nestpipe.embedding.table import Table
 from nestpipe.jagged import Cursor
 from nestpipe.models.retrieval import build_retrieval
 from nestpipe.pipeline.channels import Channels
@@ -92,7 +93,7 @@ def resumed(old: TrainState, new: TrainState) -> TrainState:
     owners = old.embedding.owners
     for name, table in old.embedding.tables.items():
         own = owners.buckets_of(old.embedding.rank)
-        buckets = [content for _, content in split_buckets(table.export(), owners, own)]
+        buckets = [content for _, content in by_section(table.export(), owners, own, rows_per_section=1)]
         new.embedding.tables[name].load({key: torch.cat([one[key] for one in buckets]) for key in buckets[0]})
     new.num_steps = old.num_steps
     return new

@@ -12,7 +12,8 @@ from nestpipe.embedding.buckets import Owners
 from nestpipe.embedding.config import EmbeddingConfig
 from nestpipe.embedding.lookup import TableSpec
 from nestpipe.embedding.row_optimizer import OPTIMIZERS
-from nestpipe.embedding.table import Table, split_buckets
+from nestpipe.embedding.row_snapshot import by_section
+from nestpipe.embedding.table import Table
 from tests.embedding.one_batch_table import Plain
 
 DIM = 3
@@ -143,7 +144,7 @@ def check_same(ours, oracle):
 def reloaded(old, config, **settings):
     """A new table with the content of an old one, over bucket files as a checkpoint has them, in another order."""
     owners = Owners(config.num_buckets, 1)
-    buckets = [micro_batch for _, micro_batch in split_buckets(old.export(), owners, owners.buckets_of(0))][::-1]
+    buckets = [own for _, own in by_section(old.export(), owners, owners.buckets_of(0), rows_per_section=1)][::-1]
     new = table(config, **settings)
     new.load({name: torch.cat([bucket[name] for bucket in buckets]) for name in buckets[0]})
     return new

@@ -73,7 +73,7 @@ def test_every_checkpoint_and_every_logged_value_is_that_of_the_sequential_run(c
             checkpoint_reader.load_checkpoint(checkpoint_folders.checkpoint_folder(run / "checkpoints", step))
             for run in (tmp_path / "run", folder)
         )
-        assert ours[0].files == theirs[0].files
+        assert ours[0].contents() == theirs[0].contents()
         assert ours[0].cursor == theirs[0].cursor
     assert metrics(tmp_path / "run") == metrics(folder)
 

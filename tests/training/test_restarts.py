@@ -51,7 +51,7 @@ def deaths(num_deaths, seed):
     for number in range(num_deaths):
         rank = random_.randrange(WORLD_SIZE)
         at_step = ("_after_step", random_.randint(2, MAX_STEPS_PER_LIFE))
-        in_save = ("flush", random_.randint(1, 5 if rank == 0 else 1))
+        in_save = ("flush", random_.randint(1, 4 if rank == 0 else 1))
         others = (
             [("check_finite", 1), ("prune_checkpoints", 1), ("_publish", 1)] if rank == 0 else [("check_finite", 1)]
         )
