@@ -115,6 +115,20 @@ def padded(batch: Batch) -> Batch:
     return batch.select(torch.arange(max(16, batch.num_samples)).clamp(max=batch.num_samples - 1))
 
 
+def test_small_batches_are_padded(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    predictor = Run.open(trained).predictor()
+    assert isinstance(predictor, RetrievalPredictor)
+    encode, sizes = predictor.encode, []
+
+    def counted(batch: Batch) -> torch.Tensor:
+        sizes.append(batch.num_samples)
+        return encode(batch)
+
+    monkeypatch.setattr(predictor, "encode", counted)
+    assert predictor.evaluate(progress=False).num_users == 73
+    assert sizes == [16] * 5
+
+
 def test_a_sample_is_the_same_at_every_world_size_and_part_of_a_larger_one(trained: Path) -> None:
     everyone = run_ranks(1, evaluating_ranks.evaluated, trained, {})[0]
     rank_of = dict(zip(everyone["user"], everyone["rank"], strict=True))
