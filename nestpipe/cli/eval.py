@@ -53,11 +53,9 @@ def _opened(folder: Path, arguments: EvalArguments) -> Run:
         seen=arguments.seen or own.seen,
         batch_size=own.batch_size if arguments.batch_size is None else arguments.batch_size,
     )
-    if own == run.config.eval:
-        return run
-    config = replace(run.config, eval=own)
-    config.validate()
-    return replace(run, config=config)
+    if problems := [f"eval.{problem}" for problem in own.problems()]:  # the metric of training is not measured here
+        raise ConfigError("; ".join(problems))
+    return replace(run, config=replace(run.config, eval=own))
 
 
 def _show_context(run: Run, evaluated: Evaluated, arguments: EvalArguments) -> None:

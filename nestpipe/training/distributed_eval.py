@@ -1,7 +1,7 @@
 """Evaluation by all ranks of a world: each encodes its share of the users and scores its part of the catalogue.
 
-    nestpipe eval RUN, under torchrun:   open_evaluation(run, step)   rows of a checkpoint, each rank its buckets
-    validation in training:              ChannelRanks(control)        rows of the state in training
+    nestpipe eval RUN, under torchrun:   eval_world() -> predictor(run, step)   rows of a checkpoint, each rank its buckets
+    validation in training:              ChannelRanks(control)                  rows of the state in training
 
 The algorithm, which knows no process groups, is in eval/eval_ranks.py and eval/catalogue_ranking.py.
 """

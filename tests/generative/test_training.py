@@ -25,6 +25,7 @@ from nestpipe.training.run_folder import Run
 from nestpipe.training.run_state import load_state
 from tests.rank_pool import run_ranks
 from tests.small_runs import small_config, small_log
+from tests.training.evaluating_ranks import evaluated
 
 
 def make_ids(folder: Path, *, seed: int = 0) -> Registry:
@@ -107,6 +108,8 @@ def test_a_run_recommends_unseen_items_and_is_evaluated_on_items(world, calm):
     assert report.num_users == 40
     hits = [int(rank) <= 10 for rank in report.rank]
     assert report.metrics["hr@10"].mean == pytest.approx(sum(hits) / 40)
+    alone, *_ = run_ranks(1, evaluated, calm, {"batch_size": 7})
+    assert run_ranks(3, evaluated, calm, {"batch_size": 7}) == [alone] * 3
 
 
 def test_other_ids_are_refused_by_run_and_checkpoint(world, calm, tmp_path):

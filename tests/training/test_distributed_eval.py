@@ -115,6 +115,20 @@ def padded(batch: Batch) -> Batch:
     return batch.select(torch.arange(max(16, batch.num_samples)).clamp(max=batch.num_samples - 1))
 
 
+def test_small_batches_are_padded(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    predictor = Run.open(trained).predictor()
+    assert isinstance(predictor, RetrievalPredictor)
+    encode, sizes = predictor.encode, []
+
+    def counted(batch: Batch) -> torch.Tensor:
+        sizes.append(batch.num_samples)
+        return encode(batch)
+
+    monkeypatch.setattr(predictor, "encode", counted)
+    assert predictor.evaluate(progress=False).num_users == 73
+    assert sizes == [16] * 5
+
+
 def test_a_sample_is_the_same_at_every_world_size_and_part_of_a_larger_one(trained: Path) -> None:
     everyone = run_ranks(1, evaluating_ranks.evaluated, trained, {})[0]
     rank_of = dict(zip(everyone["user"], everyone["rank"], strict=True))
@@ -138,15 +152,22 @@ def test_a_sample_does_not_prefer_any_users() -> None:
     assert sampled_users(users, 0).tolist() == sampled_users(users, 5_000).tolist() == list(range(5_000))
 
 
-def test_validation_in_training_is_that_of_one_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("size", "pipeline"),
+    [(3, {"mode": "sequential"}), (4, {"mode": "nested", "micro_batches": 2, "groups": 2})],
+    ids=["sequential", "nested in groups"],
+)
+def test_validation_in_training_is_that_of_one_process(tmp_path: Path, size: int, pipeline: dict[str, object]) -> None:
     log = small_log(tmp_path / "log")
-    config = small_config(log.path, patience=1, epochs=2, metric="hr@10")
+    config = small_config(log.path, patience=1, epochs=2, metric="hr@10", pipeline=pipeline)
     config = replace(config, data=replace(config.data, validation=True), eval=replace(config.eval, batch_size=7))
-    run_ranks(3, evaluating_ranks.train_run, config, tmp_path / "run")
+    run_ranks(size, evaluating_ranks.train_run, config, tmp_path / "run")
     run = Run.open(tmp_path / "run")
     best = run.checkpoint()[1].progress["best"]
     found = run.predictor(best["step"]).evaluate("validation", progress=False).scalars()["hr@10"]
     assert found == best["value"] > 0
+    alone, *_ = run_ranks(1, evaluating_ranks.evaluated, run.folder, {})
+    assert run_ranks(2, evaluating_ranks.evaluated, run.folder, {}) == [alone] * 2
 
 
 def test_evaluation_settings_may_change_on_resume_and_the_best_value_of_others_is_forgotten(tmp_path: Path) -> None:
