@@ -232,7 +232,7 @@ def _is_missing(stored: StoredFeature) -> NDArray[np.bool_]:
     """Which rows have no value."""
     if stored.offsets is not None:
         return np.asarray(np.diff(stored.offsets) == 0)
-    return np.isnan(stored.values if stored.values.ndim == 1 else stored.values[:, 0])
+    return np.asarray(np.isnan(stored.values if stored.values.ndim == 1 else stored.values[:, 0]))
 
 
 def _empty_table(scope: Scope, features: tuple[Feature, ...]) -> pl.DataFrame:

@@ -129,9 +129,10 @@ class _Merge:
         catalogue = with_table_items(logged, tables["item"])
         save_array(self._draft / "catalogue.npy", catalogue)
         counted = dict(self._meta["tables"])
-        for scope, ids, in_log in (("item", catalogue, logged), ("user", merged.users, merged.users)):
-            table = tables[scope]
-            write_table(self._draft, self._schema, table, "item" if scope == "item" else "user", ids)
+        rows = {"item": (catalogue, logged), "user": (merged.users, merged.users)}
+        for scope, table in tables.items():
+            ids, in_log = rows[scope]
+            write_table(self._draft, self._schema, table, scope, ids)
             if table is not None:
                 counted[scope] = counted[scope] | table_counts(table[scope].to_numpy(), ids, in_log)
         num_bad = [part.meta["counts"]["quarantined"] for part in self._parts]
