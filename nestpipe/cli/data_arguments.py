@@ -12,7 +12,7 @@ import tyro
 from nestpipe.data.config import ClicksConfig, Format, SyntheticConfig
 from nestpipe.data.schema import Encoding, TimeUnit
 
-SequenceFolder = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
+SequenceFolder = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
 LogFiles = Annotated[
     tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="LOG [LOG ...]", help_behavior_hint="(required)")
 ]
@@ -26,8 +26,8 @@ OptionalTexts = Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavi
 class Writing:
     """Flags of all commands that write a sequence folder."""
 
-    out: Path
-    """Sequence folder to write."""
+    out: Annotated[str, tyro.conf.arg(metavar="FOLDER")]
+    """Sequence folder to write; also s3://... or gs://..."""
     overwrite: bool = False
     """Replace the folder if it exists."""
 
@@ -86,7 +86,7 @@ class Ingest(LogFlags, Writing):
     """
 
     paths: LogFiles
-    """Files or globs; if the log has no times, in the order of time."""
+    """Files, URLs (s3://, gs://) or globs; if the log has no times, in the order of time."""
     user: str = "user"
     """Column of user ids."""
     item: str = "item"
@@ -166,7 +166,7 @@ class MovieLens(Reading):
     Next: nestpipe train ml1m_hstu
     """
 
-    folder: SequenceFolder
+    folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
     """The unpacked folder."""
 
 

@@ -16,6 +16,7 @@ from typing import Any
 from nestpipe.data.array_files import check_place
 from nestpipe.data.ingest import BuildOptions, SideTable, check_job, input_files
 from nestpipe.data.log_reader import LogSource, expand
+from nestpipe.data.remote_files import is_url, name_of
 from nestpipe.data.schema import Schema
 from nestpipe.data.sequences import Sequences
 from nestpipe.data.shards import merge_shards, write_shard
@@ -109,4 +110,6 @@ def _write(shards: list[Path], place: int, job: dict[str, Any]) -> str:
 
 def _absolute(log: LogSource) -> LogSource:
     """Workers have other working folders."""
-    return dataclasses.replace(log, paths=tuple(str(path.absolute()) for path in expand(log)))
+    return dataclasses.replace(
+        log, paths=tuple(name_of(path) if is_url(name_of(path)) else str(path.absolute()) for path in expand(log))
+    )

@@ -63,7 +63,7 @@ class ClickTruth:
         return ClickTruth(**json.loads((folder / "truth.json").read_text()))
 
 
-def ingest_clicks(out: Path, config: ClicksConfig, *, overwrite: bool = False) -> Sequences:
+def ingest_clicks(out: str | Path, config: ClicksConfig, *, overwrite: bool = False) -> Sequences:
     """Draws the log and writes it as a sequence folder with truth.json; raises ConfigError."""
     if found := list(config.problems()):
         raise ConfigError("the click log has problems:\n" + "\n".join(f"  - {problem}" for problem in found))

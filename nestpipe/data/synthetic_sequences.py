@@ -185,7 +185,7 @@ def write_logs(folder: Path, config: SyntheticConfig) -> SequenceTruth:
     return truth
 
 
-def ingest_synthetic(out: Path, config: SyntheticConfig, *, overwrite: bool = False) -> Sequences:
+def ingest_synthetic(out: str | Path, config: SyntheticConfig, *, overwrite: bool = False) -> Sequences:
     """Writes the logs to a temporary folder and ingests them like any other log; adds truth.json."""
     config.check()
     check_place(out, overwrite=overwrite)  # before the work
