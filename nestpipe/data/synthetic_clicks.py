@@ -67,7 +67,7 @@ def ingest_clicks(out: str | Path, config: ClicksConfig, *, overwrite: bool = Fa
     """Draws the log and writes it as a sequence folder with truth.json; raises ConfigError."""
     if found := list(config.problems()):
         raise ConfigError("the click log has problems:\n" + "\n".join(f"  - {problem}" for problem in found))
-    check_place(out, overwrite=overwrite)
+    check_place(Path(out), overwrite=overwrite)
     rng = np.random.default_rng([config.seed, 7])
     items, users = _items(config, rng), _users(config, rng)
     log, chance = _log(config, rng, items, users)
