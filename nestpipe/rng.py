@@ -11,6 +11,7 @@ numbers as the sequential one.
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -56,6 +57,7 @@ def hash_text(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
 
 
+_PART = 1 << 16  # positions computed at a time
 _LANES = 4  # 16-bit numbers in one 64-bit hash
 
 
@@ -114,6 +116,46 @@ def bell(keys: Tensor, width: int) -> Tensor:
     return (total * 2 + 4).to(torch.float64).div_(deviation)
 
 
+class EpochOrder:
+    """The order of an epoch's samples: a keyed bijection, so that any position is computed by itself.
+
+    A position below `size` is a pair (left, right) of about sqrt(size) values each. Every round of the Feistel network adds a
+    hash of one half to the other, which can be undone, so the network is a bijection of the pairs. A pair that is no position
+    (fewer than one in sqrt(size)) goes through the network again until it is one.
+    """
+
+    def __init__(self, size: int, *, seed: int, epoch: int) -> None:
+        self.size = size
+        self._width = max(math.isqrt(max(size - 1, 0)) + 1, 1)
+        self._height = -(-size // self._width)
+        base = mix64(mix64(mix64(seed) ^ hash_text("epoch order")) + epoch * GOLDEN)
+        # Few samples have few hashes per round: with 8 rounds, some orders of 5 samples are twice as frequent as others.
+        num_rounds = 8 if size >= 1024 else 24
+        self._keys = [signed(mix64(base + number * GOLDEN)) for number in range(1, num_rounds + 1)]
+
+    def at(self, positions: Tensor) -> Tensor:
+        """The samples [n] at some positions [n] of the epoch."""
+        samples = self._network(positions)
+        while len(beyond := (samples >= self.size).nonzero().flatten()):
+            samples[beyond] = self._network(samples[beyond])
+        return samples
+
+    def _network(self, pairs: Tensor) -> Tensor:
+        left, right = pairs // self._height, pairs % self._height
+        for number, key in enumerate(self._keys):
+            if number % 2:
+                right = (right + self._hash(left, key)) % self._height
+            else:
+                left = (left + self._hash(right, key)) % self._width
+        return left * self._height + right
+
+    @staticmethod
+    def _hash(half: Tensor, key: int) -> Tensor:
+        """31 random bits of each value."""
+        return shift_right(mix64_(half * signed(GOLDEN) + key), 33)
+
+
 def permutation(size: int, *, seed: int, epoch: int) -> Tensor:
-    """The order [size] of an epoch: samples sorted by their hash, ties by sample."""
-    return torch.argsort(Rng(seed, epoch).keys("shuffle", torch.arange(size)), stable=True)
+    """The whole order [size] of an epoch; costs much more than the few positions of a batch."""
+    order = EpochOrder(size, seed=seed, epoch=epoch)
+    return torch.cat([torch.empty(0, dtype=torch.int64), *(order.at(part) for part in torch.arange(size).split(_PART))])

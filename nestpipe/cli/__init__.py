@@ -38,6 +38,8 @@ GROUPS = {  # first word of commands that have two: what they are for, and an ex
 SECTIONS: dict[str, dict[str, Command]] = {
     "Get data in": {
         "data ingest": Command("a log as CSV, Parquet or JSONL", "data:ingest", "data_arguments:Ingest"),
+        "data append": Command("new events join a sequence folder", "data:append", "data_arguments:Append"),
+        "data merge": Command("shards of a log into one folder", "data:merge", "data_arguments:Merge"),
         "data movielens": Command("MovieLens-1M", "data:movielens", "data_arguments:MovieLens"),
         "data kuairand": Command("KuaiRand", "data:kuairand", "data_arguments:KuaiRand"),
         "data amazon": Command("Amazon reviews, one line per user", "data:amazon", "data_arguments:Amazon"),

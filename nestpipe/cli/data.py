@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,13 +12,28 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from nestpipe.cli.data_arguments import Amazon, Clicks, Ingest, Inspect, KuaiRand, MovieLens, Reading, Synthetic, Verify
+from nestpipe.cli.data_arguments import (
+    Amazon,
+    Append,
+    Clicks,
+    Ingest,
+    Inspect,
+    KuaiRand,
+    LogFlags,
+    Merge,
+    MovieLens,
+    ReadingLimits,
+    Synthetic,
+    Verify,
+)
 from nestpipe.cli.data_describe import describe
 from nestpipe.data import public_datasets
+from nestpipe.data.append import append_log
 from nestpipe.data.ingest import BuildOptions, SideTable, write_sequences
 from nestpipe.data.log_reader import LogSource
 from nestpipe.data.schema import Feature, Label, Schema
 from nestpipe.data.sequences import Sequences
+from nestpipe.data.shards import merge_shards, write_shard
 from nestpipe.data.synthetic_clicks import ingest_clicks
 from nestpipe.data.synthetic_sequences import ingest_synthetic
 from nestpipe.errors import ConfigError
@@ -38,31 +53,85 @@ def ingest(flags: Ingest) -> None:
         features=tuple(parse_feature_flag(text) for text in flags.feature),
         labels=tuple(parse_label_flag(text) for text in flags.label),
     )
-    log = LogSource(
-        paths=flags.paths,
+    log = _log_source(flags, flags.paths)
+    items, users = _side_tables(flags, flags.paths, item=flags.item, user=flags.user)
+    if flags.texts is not None and flags.item_encoding != "int64":
+        raise ConfigError(
+            f"--texts names items by number, but --item-encoding is {flags.item_encoding}: they would not be found."
+        )
+    if flags.texts is not None and (flags.shard or flags.ray):
+        raise ConfigError(
+            "--texts is not kept by shards: item texts are attached to whole folders only. Leave out --shard and --ray."
+        )
+    with _building(flags) as options:
+        attachments = {"text": public_datasets.read_texts(flags.texts)} if flags.texts is not None else {}
+        own = dataclasses.replace(options, dedupe=flags.dedupe, attachments=attachments, overwrite=flags.overwrite)
+        if flags.shard:
+            shard = parse_shard_flag(flags.shard)
+            write_shard(flags.out, shard=shard, schema=schema, log=log, items=items, users=users, options=own)
+        elif flags.ray:
+            from nestpipe.data.ray_ingest import RayShards
+
+            shards = RayShards(flags.ray, address=flags.ray_address)
+            sequences = shards.ingest(flags.out, schema=schema, log=log, items=items, users=users, options=own)
+        else:
+            sequences = write_sequences(flags.out, schema=schema, log=log, items=items, users=users, options=own)
+    if flags.shard:
+        print(f"{flags.out}: shard {flags.shard} of the log; 'nestpipe data merge' joins all shards")
+    else:
+        describe(sequences)
+
+
+def append(flags: Append) -> None:
+    schema = Sequences.open(flags.folder).schema
+    items, users = _side_tables(flags, flags.source, item=schema.item, user=schema.user)
+    with _building(flags) as options:
+        log = _log_source(flags, flags.source)
+        sequences = append_log(flags.folder, log=log, items=items, users=users, options=options, force=flags.force)
+    describe(sequences)
+
+
+def merge(flags: Merge) -> None:
+    with _progress() as show:
+        options = BuildOptions(overwrite=flags.overwrite, progress=show)
+        sequences = merge_shards(flags.out, flags.shards, options=options)
+    describe(sequences)
+
+
+def parse_shard_flag(text: str) -> tuple[int, int]:
+    """The number of a shard and of all shards, from I/N; raises ConfigError."""
+    number, _, total = text.partition("/")
+    if not (number.isdecimal() and total.isdecimal() and 1 <= int(number) <= int(total)):
+        raise ConfigError(f"--shard {text!r} is not of the form I/N with I from 1 to N, for example 1/4.")
+    return int(number), int(total)
+
+
+def _log_source(flags: LogFlags, paths: tuple[str, ...]) -> LogSource:
+    return LogSource(
+        paths=paths,
         format=flags.format,
         delimiter=_tabbed(flags.delimiter),
         columns=tuple(flags.columns.split(",")) if flags.columns else (),
         encoding=flags.encoding,
     )
-    items = _side_table(flags, flags.items_table, key=flags.items_key or flags.item, delimiter=flags.items_delimiter)
-    users = _side_table(flags, flags.users_table, key=flags.users_key or flags.user, delimiter=flags.users_delimiter)
-    if flags.texts is not None and flags.item_encoding != "int64":
-        raise ConfigError(
-            f"--texts names items by number, but --item-encoding is {flags.item_encoding}: they would not be found."
-        )
-    with _building(flags) as options:
-        attachments = {"text": public_datasets.read_texts(flags.texts)} if flags.texts is not None else {}
-        own = dataclasses.replace(options, dedupe=flags.dedupe, attachments=attachments)
-        sequences = write_sequences(flags.out, schema=schema, log=log, items=items, users=users, options=own)
-    describe(sequences)
 
 
-def _side_table(flags: Ingest, path: str | None, *, key: str, delimiter: str) -> SideTable | None:
+def _side_tables(
+    flags: LogFlags, paths: tuple[str, ...], *, item: str, user: str
+) -> tuple[SideTable | None, SideTable | None]:
+    """The tables of items and of users; `item` and `user` are the names of the log's columns."""
+    items = _side_table(flags, paths, flags.items_table, key=flags.items_key or item, delimiter=flags.items_delimiter)
+    users = _side_table(flags, paths, flags.users_table, key=flags.users_key or user, delimiter=flags.users_delimiter)
+    return items, users
+
+
+def _side_table(
+    flags: LogFlags, paths: tuple[str, ...], path: str | None, *, key: str, delimiter: str
+) -> SideTable | None:
     if path is None:
         return None
     source = LogSource(paths=(path,), delimiter=_tabbed(delimiter))
-    if _ending(path) == _ending(flags.paths[0]):
+    if _ending(path) == _ending(paths[0]):
         source = dataclasses.replace(
             source,
             format=flags.format,
@@ -122,8 +191,8 @@ def verify(flags: Verify) -> None:
 
 
 @contextmanager
-def _building(flags: Reading) -> Iterator[BuildOptions]:
-    """How to build, with a progress line on stderr."""
+def _progress() -> Iterator[Callable[[str, int], None]]:
+    """A progress line on stderr."""
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}"),
@@ -138,9 +207,16 @@ def _building(flags: Reading) -> Iterator[BuildOptions]:
                 tasks[phase] = bar.add_task(phase, total=None)
             bar.update(tasks[phase], completed=num_rows)
 
+        yield show
+
+
+@contextmanager
+def _building(flags: ReadingLimits) -> Iterator[BuildOptions]:
+    """How to build, with a progress line on stderr."""
+    with _progress() as show:
         yield BuildOptions(
             max_quarantine_share=flags.max_quarantine_share,
-            overwrite=flags.overwrite,
+            overwrite=getattr(flags, "overwrite", False),
             budget_rows=flags.budget_rows,
             progress=show,
         )

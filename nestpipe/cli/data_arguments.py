@@ -12,7 +12,7 @@ import tyro
 from nestpipe.data.config import ClicksConfig, Format, SyntheticConfig
 from nestpipe.data.schema import Encoding, TimeUnit
 
-SequenceFolder = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
+SequenceFolder = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
 LogFiles = Annotated[
     tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="LOG [LOG ...]", help_behavior_hint="(required)")
 ]
@@ -22,18 +22,18 @@ OptionalTable = Annotated[str | None, tyro.conf.arg(metavar="FILE", help_behavio
 OptionalTexts = Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Writing:
     """Flags of all commands that write a sequence folder."""
 
-    out: Path
-    """Sequence folder to write."""
+    out: Annotated[str, tyro.conf.arg(metavar="FOLDER")]
+    """Sequence folder to write; also s3://... or gs://..."""
     overwrite: bool = False
     """Replace the folder if it exists."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reading(Writing):
+@dataclass(frozen=True, kw_only=True)
+class ReadingLimits:
     """Flags of all commands that read a log."""
 
     max_quarantine_share: float = 0.01
@@ -42,8 +42,39 @@ class Reading(Writing):
     """Events held in memory at a time; a larger log is sorted on disk."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ingest(Reading):
+@dataclass(frozen=True, kw_only=True)
+class Reading(ReadingLimits, Writing):
+    """Flags of all commands that turn a log into a new folder."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogFlags(ReadingLimits):
+    """How the log and its side tables are written."""
+
+    items_table: OptionalTable = None
+    """File of item attributes, joined by item id. With the log's ending it is read with the log's delimiter and encoding."""
+    items_key: OptionalText = ""
+    """Column of item ids in that file [default: the log's]."""
+    items_delimiter: OptionalText = ""
+    """CSV: delimiter of that file [default: a comma, or the log's]."""
+    users_table: OptionalTable = None
+    """File of user attributes, joined by user id; likewise."""
+    users_key: OptionalText = ""
+    """Column of user ids in that file [default: the log's]."""
+    users_delimiter: OptionalText = ""
+    """CSV: delimiter of that file [default: a comma, or the log's]."""
+    format: Format = "auto"
+    """Format of the log; auto: by its ending."""
+    delimiter: OptionalText = ""
+    r"""CSV: delimiter, \t for a tab [default: a tab for .tsv, else a comma]."""
+    columns: OptionalText = ""
+    """CSV without header: the names of its columns, such as user,item,time."""
+    encoding: str = "utf-8"
+    """Encoding of the text, for example latin-1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ingest(LogFlags, Writing):
     """Turns a log into a sequence folder: each user's events in the order of time.
 
     Reads CSV, Parquet or JSONL, plain, .gz or .zst. Flags map columns to user, item, time and features. Bad records go to
@@ -55,7 +86,7 @@ class Ingest(Reading):
     """
 
     paths: LogFiles
-    """Files or globs; if the log has no times, in the order of time."""
+    """Files, URLs (s3://, gs://) or globs; if the log has no times, in the order of time."""
     user: str = "user"
     """Column of user ids."""
     item: str = "item"
@@ -72,33 +103,59 @@ class Ingest(Reading):
     """name:kind:scope[:option=value]..., such as genres:ids:item:encoding=dictionary; the options are the fields of nestpipe.Feature."""
     label: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """name:kind:feature=NUMBER[:option=value]..., what a ranking model predicts, such as liked:binary:feature=rating:threshold=4."""
-    items_table: OptionalTable = None
-    """File of item attributes, joined by item id. With the log's ending it is read with the log's delimiter and encoding."""
-    items_key: OptionalText = ""
-    """Column of item ids in that file [default: --item]."""
-    items_delimiter: OptionalText = ""
-    """CSV: delimiter of that file [default: a comma, or the log's]."""
-    users_table: OptionalTable = None
-    """File of user attributes, joined by user id; likewise."""
-    users_key: OptionalText = ""
-    """Column of user ids in that file [default: --user]."""
-    users_delimiter: OptionalText = ""
-    """CSV: delimiter of that file [default: a comma, or the log's]."""
-    format: Format = "auto"
-    """Format of the log; auto: by its ending."""
-    delimiter: OptionalText = ""
-    r"""CSV: delimiter, \t for a tab [default: a tab for .tsv, else a comma]."""
-    columns: OptionalText = ""
-    """CSV without header: the names of its columns, such as user,item,time."""
-    encoding: str = "utf-8"
-    """Encoding of the text, for example latin-1."""
     dedupe: bool = False
     """Keep only the first of equal records."""
     texts: OptionalTexts = None
     """Parquet file with item_id and title, kept for 'nestpipe sid build'; item ids must be int64."""
+    shard: Annotated[str, tyro.conf.arg(metavar="I/N", help_behavior_hint="")] = ""
+    """Read only part I (from 1) of N of the log's files, for 'nestpipe data merge'; for logs of many machines."""
+    ray: int = 0
+    """Read the log in this many shards under Ray Data and merge them; the folder must be on a disk that all machines share."""
+    ray_address: str = "local"
+    """Ray cluster to use; local: this machine alone."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
+class Append(LogFlags):
+    """Adds new events, users and items to a sequence folder, without reading the old log again.
+
+    The columns are those of the folder's schema, ids keep their numbers, and duplicates are dropped if they were when the
+    folder was made. With int64 and hash ids the folder becomes that of one ingest of both logs. A file that is in the folder
+    already is refused. Runs on the folder keep the old events until they are started again.
+
+    Example: nestpipe data append data/mine --from 'logs/2024-06-*.csv.gz'
+
+    Next: nestpipe train ml1m_sasrec --data.path data/mine
+    """
+
+    folder: SequenceFolder
+    """Sequence folder that 'nestpipe data' wrote."""
+    source: Annotated[tuple[str, ...], tyro.conf.arg(name="from", metavar="LOG [LOG ...]")]
+    """Files or globs of the new log."""
+    force: bool = False
+    """Append files that are in the folder already."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Merge(Writing):
+    """Joins the shards of a log into one sequence folder: the same bytes as one ingest of the whole log.
+
+    Every shard is needed once, in any order.
+
+    Example: nestpipe data merge shards/1 shards/2 shards/3 shards/4 --out data/mine
+
+    Next: nestpipe data inspect data/mine
+    """
+
+    shards: Annotated[
+        tuple[Path, ...],
+        tyro.conf.Positional,
+        tyro.conf.arg(metavar="SHARD [SHARD ...]", help_behavior_hint="(required)"),
+    ]
+    """Folders that 'nestpipe data ingest --shard' wrote."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class MovieLens(Reading):
     """Turns MovieLens-1M into a sequence folder: ratings with genres, age, gender and occupation.
 
@@ -109,11 +166,11 @@ class MovieLens(Reading):
     Next: nestpipe train ml1m_hstu
     """
 
-    folder: SequenceFolder
+    folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
     """The unpacked folder."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class KuaiRand(Reading):
     """Turns KuaiRand's log_standard files into a sequence folder.
 
@@ -132,7 +189,7 @@ class KuaiRand(Reading):
     """Events that every user and item must keep under the filter."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Amazon(Reading):
     """Turns lines 'user item item ...', oldest first, into a sequence folder, as published for Amazon reviews.
 
@@ -147,7 +204,7 @@ class Amazon(Reading):
     """Parquet file with item_id and title, kept for 'nestpipe sid build'."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Synthetic(Writing):
     """Generates a log with planted signal, whose best possible metrics are known (truth.json).
 
@@ -159,7 +216,7 @@ class Synthetic(Writing):
     config: Annotated[SyntheticConfig, tyro.conf.arg(name="")] = dataclasses.field(default_factory=SyntheticConfig)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Clicks(Writing):
     """Generates a click log with planted feature interactions, whose best possible AUC is known (truth.json).
 
@@ -171,7 +228,7 @@ class Clicks(Writing):
     config: Annotated[ClicksConfig, tyro.conf.arg(name="")] = dataclasses.field(default_factory=ClicksConfig)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Inspect:
     """Shows counts, history lengths, time span, features and quarantine of a sequence folder.
 
@@ -182,7 +239,7 @@ class Inspect:
     """Sequence folder that 'nestpipe data' wrote."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Verify:
     """Reads every file of a sequence folder and compares it with its digest.
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import secrets
 import signal
 import threading
 
+from nestpipe.data.ray_ingest import private_ray_environment
 from nestpipe.errors import ConfigError
 from nestpipe.serve.open_instance import check_flags
 from nestpipe.serve.open_service import open_run
@@ -18,12 +18,7 @@ _OBJECT_STORE_BYTES = 80 << 20  # about Ray's minimum; no request goes through i
 def serve_on_ray(arguments: ServeArguments) -> int:
     """Runs until SIGINT or SIGTERM."""
     check_flags(open_run(arguments), arguments)  # before Ray starts
-    os.environ |= {  # Ray reads some of them when it is imported
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_USAGE_STATS_REPORT_URL": "http://127.0.0.1:9",  # Ray may report that it does not report
-        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # its name for 'one machine': ports are on loopback
-        "RAY_AUTH_TOKEN": secrets.token_hex(32),  # but a replica's inner port is on every address, and wants this
-    }
+    os.environ |= private_ray_environment()
     try:
         import ray
         from ray import serve

@@ -15,6 +15,7 @@ from torch import Tensor
 from nestpipe.config import Config
 from nestpipe.data.load_balance import Ints, SampleCost, fit
 from nestpipe.data.loader import Loader
+from nestpipe.data.remote_files import absolute_path
 from nestpipe.distributed.process_group import World
 from nestpipe.jagged import Cursor
 from nestpipe.models.build_model import inputs_of
@@ -55,7 +56,7 @@ def tuned(config: Config, *, num_events: int, num_steps: int = 3) -> Fitted:
     """Fits the cost to processor time of whole steps on one rank. Samples of a step are of similar length."""
     config.validate()
     keep_freed_memory()
-    config = replace(config, data=replace(config.data, path=str(Path(config.data.path).resolve())))
+    config = replace(config, data=replace(config.data, path=absolute_path(config.data.path)))
     run = Run(Path(), config)
     loader = Loader(run.sequences, run.split, config.data, seed=config.seed, inputs=inputs_of(config, run.sequences))
     chosen = _choose(loader.samples, loader.lengths(), num_events)

@@ -16,6 +16,7 @@ from nestpipe.autotune.measure import profile
 from nestpipe.autotune.search import Measurement, PipelineChoice, choose
 from nestpipe.config import Config
 from nestpipe.data.loader import Loader
+from nestpipe.data.remote_files import absolute_path
 from nestpipe.distributed.process_group import World
 from nestpipe.jagged import Cursor
 from nestpipe.models.build_model import inputs_of
@@ -37,7 +38,7 @@ def tuned(config: Config, world: World) -> tuple[list[Measurement], PipelineChoi
     """What was measured, the choice, and why; the same on every rank."""
     config.validate()
     keep_freed_memory()
-    config = replace(config, data=replace(config.data, path=str(Path(config.data.path).resolve())))
+    config = replace(config, data=replace(config.data, path=absolute_path(config.data.path)))
     run, channels = Run(Path(), config), Channels.of(world)
     loader = Loader(
         run.sequences,

@@ -32,9 +32,10 @@ from nestpipe.data.ingest import (
     source_entries,
     write_meta,
 )
+from nestpipe.data.remote_files import is_url
 from nestpipe.data.schema import Feature, Scope
 from nestpipe.data.sequences import QUARANTINE, Sequences, StoredFeature, open_features
-from nestpipe.errors import DataError
+from nestpipe.errors import ConfigError, DataError
 
 Ints = NDArray[np.int64]
 
@@ -53,6 +54,10 @@ def append_log(
     Side tables give the attributes of new items and users, and of known ones that have none. A file that is in the folder
     already is refused by name, unless `force` is set. Only one process may append at a time.
     """
+    if is_url(folder):
+        raise ConfigError(
+            f"{folder} is in an object store, where a folder cannot be replaced by one rename; nothing was changed. Append to a local folder, and copy it."
+        )
     path = Path(folder)
     remove_stale(path.resolve())
     sequences = Sequences.open(path)
@@ -232,7 +237,7 @@ def _is_missing(stored: StoredFeature) -> NDArray[np.bool_]:
     """Which rows have no value."""
     if stored.offsets is not None:
         return np.asarray(np.diff(stored.offsets) == 0)
-    return np.isnan(stored.values if stored.values.ndim == 1 else stored.values[:, 0])
+    return np.asarray(np.isnan(stored.values if stored.values.ndim == 1 else stored.values[:, 0]))
 
 
 def _empty_table(scope: Scope, features: tuple[Feature, ...]) -> pl.DataFrame:

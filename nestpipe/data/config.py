@@ -22,7 +22,7 @@ class DataConfig:
     """Which sequences to train on, and how they become batches."""
 
     path: str = "data/tiny"
-    """Sequence folder written by 'nestpipe data'."""
+    """Sequence folder written by 'nestpipe data'; of s3://... or gs://... every host makes one copy."""
     split: Literal["last", "time"] = "last"
     """Test target: each user's last event, or the first event at or after `split_time`."""
     split_time: str | None = None

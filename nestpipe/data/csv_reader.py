@@ -28,6 +28,7 @@ from nestpipe.data.raw_chunk import (
     require_columns,
 )
 from nestpipe.data.record_splitter import STRAY_QUOTE, UNIT, CleanRecords, Records, first_record, split_blocks
+from nestpipe.data.remote_files import name_of
 from nestpipe.errors import DataError
 
 _DELIMITERS = (",", "\t", ";", "|", "::", " ")
@@ -90,7 +91,7 @@ class CsvReader:
                 f"{better!r} would give {line.count(better) + 1}" if better in line else "there is no usual delimiter"
             )
             raise DataError(
-                f"{self._path} has a single column with the delimiter {self._delimiter!r}, so user and item are not separate columns; in its first line {line[:80]!r} {hint}. Pass the delimiter (--delimiter)."
+                f"{name_of(self._path)} has a single column with the delimiter {self._delimiter!r}, so user and item are not separate columns; in its first line {line[:80]!r} {hint}. Pass the delimiter (--delimiter)."
             )
         self._set_names(self._columns or self._split_header(records.texts[0]))
 
@@ -103,9 +104,9 @@ class CsvReader:
         if len(set(names)) < len(names):
             twice = sorted({name for name in names if names.count(name) > 1})
             raise DataError(
-                f"{self._path} has more than one column named {', '.join(map(repr, twice))}, so it is ambiguous which to read. Rename them."
+                f"{name_of(self._path)} has more than one column named {', '.join(map(repr, twice))}, so it is ambiguous which to read. Rename them."
             )
-        require_columns(str(self._path), names, self._wanted)
+        require_columns(name_of(self._path), names, self._wanted)
         self._names = names
 
     def _clean_chunk(self, records: CleanRecords, numbers: NumberKinds, *, number: int) -> RawChunk:
@@ -114,18 +115,18 @@ class CsvReader:
             sample = self._scan(records.body, {}, num_rows=_SAMPLE_ROWS).select(self._wanted or self._names).collect()
             self._kinds = {name: numbers[name] for name in plain_numbers(sample, numbers)}
         if not self._kinds:
-            return RawChunk(str(self._path), as_text())
+            return RawChunk(name_of(self._path), as_text())
         try:
             frame = self._parse(records.body, records.num_records, self._kinds, number=number)
             is_plain = len(plain_numbers(frame, self._kinds)) == len(self._kinds)
         except pl.exceptions.ComputeError:
             is_plain = False
         if is_plain:
-            return RawChunk(str(self._path), frame, as_text=as_text)
+            return RawChunk(name_of(self._path), frame, as_text=as_text)
         text = as_text()
         plain = plain_numbers(text, self._kinds)
         self._kinds = {name: self._kinds[name] for name in plain} if len(plain) < len(self._kinds) else {}
-        return RawChunk(str(self._path), text)
+        return RawChunk(name_of(self._path), text)
 
     def _split_chunk(self, records: Records, *, number: int) -> RawChunk:
         num_columns = len(self._names or ())
@@ -139,7 +140,7 @@ class CsvReader:
                 broken.append(BrokenRecord(place, _field_problem(num_fields, num_columns), shown))
         frame = self._parse(b"".join(text + b"\n" for text in good), len(good), {}, number=0)
         frame = frame.with_columns(pl.Series(RECORD, numbers, dtype=pl.Int64))
-        return RawChunk(str(self._path), frame, tuple(broken))
+        return RawChunk(name_of(self._path), frame, tuple(broken))
 
     def _parse(self, body: bytes, num_records: int, kinds: NumberKinds, *, number: int) -> pl.DataFrame:
         """A frame of record numbers and the wanted columns, as text unless `kinds` says otherwise."""
@@ -149,7 +150,7 @@ class CsvReader:
         else:
             frame = pl.DataFrame(schema={RECORD: pl.Int64, **dict.fromkeys(self._wanted or names, pl.String)})
         if frame.height != num_records:
-            raise AssertionError(f"{self._path}: {num_records} records became a frame of {frame.shape}")
+            raise AssertionError(f"{name_of(self._path)}: {num_records} records became a frame of {frame.shape}")
         return frame
 
     def _scan(self, body: bytes, kinds: NumberKinds, num_rows: int | None = None) -> pl.LazyFrame:

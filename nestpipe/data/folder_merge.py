@@ -106,8 +106,10 @@ def merge_events(
         lengths.append(np.diff(order.offsets))
         merged.num_events += len(order.rows)
         progress("merging events", merged.num_events)
-    for open_file in (*files.values(), *features.values()):
-        open_file.close()
+    for array in files.values():
+        array.close()
+    for feature in features.values():
+        feature.close()
     save_array(draft / "users.npy", merged.users)
     save_array(draft / "offsets.npy", np.concatenate([[0], np.cumsum(np.concatenate(lengths))]).astype(np.int64))
     return merged
@@ -185,8 +187,8 @@ class MergeOrder:
         same = np.zeros(len(self.rows) + 1, np.bool_)
         same[1:-1] = self.times[1:] == self.times[:-1]
         same[self.offsets] = False
-        places = np.flatnonzero(same[:-1] | same[1:])
-        run = np.cumsum(~same[:-1][places])
+        places: Ints = np.flatnonzero(same[:-1] | same[1:]).astype(np.int64)
+        run = np.cumsum(~same[:-1][places], dtype=np.int64)
         part = np.searchsorted(self.starts, self.rows[places], side="right")
         lowest, highest = np.full(len(places) + 1, len(self.starts) + 1), np.zeros(len(places) + 1, np.int64)
         np.minimum.at(lowest, run, part)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +34,7 @@ from nestpipe.data.external_sort import Bools, Spool
 from nestpipe.data.id_encoding import make_encoders
 from nestpipe.data.log_reader import LogSource, expand
 from nestpipe.data.quarantine import KEY, ORDER, Quarantine, TypedReader
+from nestpipe.data.remote_files import check_url, is_url, name_of, push_folder
 from nestpipe.data.schema import Schema, Scope
 from nestpipe.data.sequences import QUARANTINE, TIE_RULE, VERSION, Sequences, folder_digest
 from nestpipe.data.vocabulary import Vocabulary
@@ -85,6 +87,12 @@ def write_sequences(
     """Reads the log and the tables, writes the folder and opens it; on DataError or ConfigError nothing is written."""
     options = options or BuildOptions()
     check_job(schema, items=items, users=users, options=options)
+    if is_url(out):
+        check_url(str(out), overwrite=options.overwrite)
+        with tempfile.TemporaryDirectory(prefix="nestpipe-") as local:
+            write_sequences(f"{local}/out", schema=schema, log=log, items=items, users=users, options=options)
+            push_folder(Path(local) / "out", str(out))
+        return Sequences.open(out)
     with publish_folder(Path(out), overwrite=options.overwrite, inputs=input_files(log, items, users)) as draft:
         FolderBuild(draft, schema, options).run(log, items, users)
     return Sequences.open(out)
@@ -323,7 +331,7 @@ def source_entries(log: Source) -> list[dict[str, Any]]:
     """Name, size and SHA-256 of the files of a log, by which `nestpipe data append` knows a file again."""
     if isinstance(log, pl.DataFrame):
         return [{"file": "frame", "rows": log.height}]
-    return [{"file": str(path), **file_entry(path)} for path in expand(log)]
+    return [{"file": name_of(path), **file_entry(path)} for path in expand(log)]
 
 
 def write_meta(draft: Path, about: Mapping[str, Any]) -> None:

@@ -25,6 +25,7 @@ from nestpipe.data.raw_chunk import (
     plain_numbers,
     require_columns,
 )
+from nestpipe.data.remote_files import name_of
 
 _VALUE = r'"[^"\\\x00-\x1f]*"|-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?|true|false|null'
 _FIRST = "first"  # the group of a line's opening brace, which tells whether the line has the form
@@ -60,21 +61,21 @@ def read_jsonl(
         seen |= dict.fromkeys(form or () if fits.any() else ())
         seen |= dict.fromkeys(name for row in rows for name in row)
         if first and (rows or fits.any()):
-            require_columns(str(path), list(seen), keys)
+            require_columns(name_of(path), list(seen), keys)
         frame = _parsed_frame(rows, places, wanted or seen)
         if fits.any():
             frame = pl.concat([frame, _captured_frame(values, fits, wanted)]).sort(RECORD)
         frame = frame.with_columns(pl.col(RECORD) + number)
         as_numbers = {} if split_all else plain_numbers(frame, numbers)
         yield RawChunk(
-            str(path),
+            name_of(path),
             frame.with_columns(**as_numbers),
             tuple(broken),
             as_text=(lambda text=frame: text) if as_numbers else None,  # type: ignore[misc]
         )
         number += len(lines)
     if seen:
-        require_columns(str(path), list(seen), wanted)
+        require_columns(name_of(path), list(seen), wanted)
 
 
 def _line_blocks(blocks: Iterator[bytes]) -> Iterator[pl.Series]:

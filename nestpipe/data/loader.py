@@ -1,7 +1,7 @@
 """The data loader: training batches of a split, with a cursor to resume from.
 
-The global batch at a cursor is a pure function of (seed, epoch, number): the epoch's samples in hash order, divided by
-count or by a token budget. The loader keeps no state between batches, so resuming is starting at a cursor, and reading
+The global batch at a cursor is a pure function of (seed, epoch, number): the epoch's samples in the order of a keyed bijection,
+divided by count or by a token budget. The loader keeps no state between batches, so resuming is starting at a cursor, and reading
 ahead in a thread does not change the batches.
 """
 
@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import queue
 import threading
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -26,7 +26,9 @@ from nestpipe.data.sequences import Sequences, truncate
 from nestpipe.data.splits import Split, Windows, disjoint_windows, overlapping_windows
 from nestpipe.errors import DataError
 from nestpipe.jagged import Batch, Cursor
-from nestpipe.rng import permutation
+from nestpipe.rng import EpochOrder
+
+_PART = 1 << 16  # samples whose lengths are read at a time
 
 
 class Loader:
@@ -82,7 +84,7 @@ class Loader:
         order, cuts = self._cuts(cursor.epoch)
         first, last = cuts[cursor.number], cuts[cursor.number + 1]
         places, groups = self._balanced(order, first, last) if self._config.balance else self._share(first, last)
-        return dataclasses.replace(self.batch_of(order.index_select(0, places), cursor), groups=groups)
+        return dataclasses.replace(self.batch_of(self._samples_at(order, places), cursor), groups=groups)
 
     def batch_of(self, samples: Tensor, cursor: Cursor) -> Batch:
         """A training batch of some samples."""
@@ -107,10 +109,13 @@ class Loader:
         places = places[torch.isin(places // size, own)]
         return places, places // size
 
-    def _balanced(self, order: Tensor, first: int, last: int) -> tuple[Tensor, Tensor | None]:
+    def _samples_at(self, order: EpochOrder, places: Tensor) -> Tensor:
+        return self._samples.index_select(0, order.at(places))
+
+    def _balanced(self, order: EpochOrder, first: int, last: int) -> tuple[Tensor, Tensor | None]:
         """The same with load balance; every rank computes the whole assignment and takes its own samples."""
         size, places = self._config.group_size, torch.arange(first, last)
-        samples = order[first:last]
+        samples = self._samples_at(order, places)
         costs = SampleCost(self._config.cost_linear, self._config.cost_square).of(self.lengths(samples).numpy())
         if size == 1:
             rank_of = assign(costs, samples.numpy(), self._world_size)
@@ -166,28 +171,30 @@ class Loader:
             yield cursor
             cursor = self.next_cursor(cursor)
 
-    def _epoch(self, epoch: int) -> tuple[Tensor, list[int]]:
-        """The samples of an epoch in order, and where its batches begin and end."""
-        order = self._samples.index_select(0, permutation(len(self._samples), seed=self._seed, epoch=epoch))
+    def _epoch(self, epoch: int) -> tuple[EpochOrder, Sequence[int]]:
+        """The order of an epoch, of which only a batch's samples are computed, and where its batches begin and end."""
+        num_samples = len(self._samples)
+        order = EpochOrder(num_samples, seed=self._seed, epoch=epoch)
         if self._config.batch_tokens:
             cuts = self._token_cuts(order)
         else:
-            cuts = [*range(0, len(order), self._config.batch_size), len(order)]
+            cuts = [*range(0, num_samples, self._config.batch_size), num_samples]
         # The short last batch is kept if it is the only one.
         if self._config.drop_last and len(cuts) > 2:
-            cuts = cuts[:-1] if self._config.batch_tokens or len(order) % self._config.batch_size else cuts
+            cuts = cuts[:-1] if self._config.batch_tokens or num_samples % self._config.batch_size else cuts
         return order, cuts
 
-    def _token_cuts(self, order: Tensor) -> list[int]:
+    def _token_cuts(self, order: EpochOrder) -> list[int]:
         """Batch boundaries: as many samples as fit the budget, at least one."""
-        budget, cuts, filled = self._config.batch_tokens, [0], 0
-        windows = self._windows.pick(order.numpy())
-        for place, tokens in enumerate((windows.end - windows.start).tolist()):
-            if filled and filled + tokens > budget:
-                cuts.append(place)
-                filled = 0
-            filled += tokens
-        return [*cuts, len(order)]
+        budget, cuts, filled, place = self._config.batch_tokens, [0], 0, 0
+        for places in torch.arange(order.size).split(_PART):
+            for tokens in self.lengths(self._samples_at(order, places)).tolist():
+                if filled and filled + tokens > budget:
+                    cuts.append(place)
+                    filled = 0
+                filled += tokens
+                place += 1
+        return [*cuts, order.size]
 
 
 @contextlib.contextmanager

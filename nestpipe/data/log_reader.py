@@ -19,6 +19,7 @@ from nestpipe.data.csv_reader import CsvReader
 from nestpipe.data.jsonl_reader import read_jsonl
 from nestpipe.data.raw_chunk import RECORD, NumberKinds, RawChunk, numbered, require_columns
 from nestpipe.data.record_splitter import UNIT, Records, read_blocks, split_records
+from nestpipe.data.remote_files import fetch_files, is_url, name_of
 from nestpipe.errors import DataError
 
 NO_NUMBERS: NumberKinds = {}
@@ -80,16 +81,24 @@ def read_raw(
                 yield chunk
                 continue
             frame = source.transform(chunk.frame)
-            require_columns(str(path), frame.columns, columns)
+            require_columns(name_of(path), frame.columns, columns)
             yield RawChunk(chunk.file, frame.select(RECORD, *columns), chunk.broken)
 
 
 def expand(source: LogSource) -> list[Path]:
-    """The files of a source, each once; raises DataError if a path or glob matches none."""
+    """The files of a source, each once, URLs as local copies; raises DataError if a path, URL or glob matches none."""
     if not source.paths:
         raise DataError("no log was given, so there is nothing to read. Name at least one file or glob.")
     found: dict[Path, Path] = {}
     for pattern in source.paths:
+        if is_url(pattern):
+            copies = fetch_files(pattern)
+            if not copies:
+                raise DataError(
+                    f"no file matches {pattern!r} in the store, so there is nothing to read. Check the address."
+                )
+            found |= {copy: copy for copy in copies}
+            continue
         path = Path(pattern)
         # pathlib's own glob takes no absolute patterns
         matches = [path] if path.is_file() else [Path(match) for match in sorted(glob.glob(pattern, recursive=True))]  # noqa: PTH207
@@ -152,7 +161,7 @@ def _read_lines(path: Path, chunks: Iterator[Records]) -> Iterator[RawChunk]:
         numbers = range(number, number + len(records.texts))
         texts = [text.decode() for text in records.texts]
         yield RawChunk(
-            str(path), pl.DataFrame({RECORD: numbers, LINE: texts}, schema={RECORD: pl.Int64, LINE: pl.String})
+            name_of(path), pl.DataFrame({RECORD: numbers, LINE: texts}, schema={RECORD: pl.Int64, LINE: pl.String})
         )
         number += len(texts)
 
@@ -168,11 +177,11 @@ def _parquet_columns(path: Path) -> list[str]:
 
 def _read_parquet(path: Path, source: LogSource, wanted: Sequence[str]) -> Iterator[RawChunk]:
     present = _parquet_columns(path)
-    require_columns(str(path), present, wanted)
+    require_columns(name_of(path), present, wanted)
     scan = numbered(pl.scan_parquet(path, glob=False).select(wanted or present))
     try:
         for frame in scan.collect_batches(chunk_size=source.chunk_rows, maintain_order=True):
-            yield RawChunk(str(path), frame)
+            yield RawChunk(name_of(path), frame)
     except (pl.exceptions.PolarsError, OSError) as error:
         raise DataError(
             f"{path} cannot be read to its end ({error}); a shorter log would look complete. Copy or export it again."

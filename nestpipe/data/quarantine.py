@@ -109,8 +109,9 @@ class _Wanted:
         if any(mask.any() for part in parts for mask, _ in part.problems):
             return True
         # 20240501 is a date, 020240501 are seconds.
-        times = frame[self.time] if self.time in self.numbers else None
-        return times is not None and times.dtype == pl.Int64 and bool(is_date_number(times).any())
+        if self.time is None or frame.schema[self.time] != pl.Int64:
+            return False
+        return bool(is_date_number(frame[self.time]).any())
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -24,6 +24,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from nestpipe.data.array_files import FORMAT, META, PART_FORMAT, file_entry, load_array
+from nestpipe.data.remote_files import fetch_folder, is_url
 from nestpipe.data.schema import Schema, Scope
 from nestpipe.data.vocabulary import Vocabulary
 from nestpipe.errors import DataError
@@ -66,8 +67,8 @@ class Sequences:
 
     @staticmethod
     def open(path: str | Path) -> Sequences:
-        """Maps the folder into memory; raises DataError if it is missing, incomplete or of another version."""
-        folder = Path(path)
+        """Maps the folder into memory, of a URL a local copy; raises DataError if it is missing, incomplete or outdated."""
+        folder = fetch_folder(str(path)) if is_url(path) else Path(path)
         meta = _read_meta(folder)
         _check_sizes(folder, meta)
         schema = Schema.from_json(meta["schema"])

@@ -34,6 +34,7 @@ from nestpipe.data.ingest import (
     write_table,
 )
 from nestpipe.data.log_reader import LogSource, expand
+from nestpipe.data.remote_files import name_of
 from nestpipe.data.schema import Schema, Scope
 from nestpipe.data.sequences import QUARANTINE, Sequences
 from nestpipe.data.vocabulary import Vocabulary
@@ -63,7 +64,7 @@ def write_shard(
             f"shard {number}/{total} of a log of {len(files)} files: a shard has at least one whole file, so it must be 1/1 to {len(files)}/{len(files)}. Use fewer shards, or write the log into more files."
         )
     own = np.array_split(np.arange(len(files)), total)[number - 1]
-    part = dataclasses.replace(log, paths=tuple(str(files[place]) for place in own))
+    part = dataclasses.replace(log, paths=tuple(name_of(files[place]) for place in own))
     tables = (items, users) if number == 1 else (None, None)
     inputs = input_files(log, items, users)
     with publish_folder(Path(out), overwrite=options.overwrite, inputs=inputs) as draft:
@@ -129,9 +130,10 @@ class _Merge:
         catalogue = with_table_items(logged, tables["item"])
         save_array(self._draft / "catalogue.npy", catalogue)
         counted = dict(self._meta["tables"])
-        for scope, ids, in_log in (("item", catalogue, logged), ("user", merged.users, merged.users)):
-            table = tables[scope]
-            write_table(self._draft, self._schema, table, "item" if scope == "item" else "user", ids)
+        rows = {"item": (catalogue, logged), "user": (merged.users, merged.users)}
+        for scope, table in tables.items():
+            ids, in_log = rows[scope]
+            write_table(self._draft, self._schema, table, scope, ids)
             if table is not None:
                 counted[scope] = counted[scope] | table_counts(table[scope].to_numpy(), ids, in_log)
         num_bad = [part.meta["counts"]["quarantined"] for part in self._parts]

@@ -63,11 +63,11 @@ class ClickTruth:
         return ClickTruth(**json.loads((folder / "truth.json").read_text()))
 
 
-def ingest_clicks(out: Path, config: ClicksConfig, *, overwrite: bool = False) -> Sequences:
+def ingest_clicks(out: str | Path, config: ClicksConfig, *, overwrite: bool = False) -> Sequences:
     """Draws the log and writes it as a sequence folder with truth.json; raises ConfigError."""
     if found := list(config.problems()):
         raise ConfigError("the click log has problems:\n" + "\n".join(f"  - {problem}" for problem in found))
-    check_place(out, overwrite=overwrite)
+    check_place(Path(out), overwrite=overwrite)
     rng = np.random.default_rng([config.seed, 7])
     items, users = _items(config, rng), _users(config, rng)
     log, chance = _log(config, rng, items, users)

@@ -185,10 +185,10 @@ def write_logs(folder: Path, config: SyntheticConfig) -> SequenceTruth:
     return truth
 
 
-def ingest_synthetic(out: Path, config: SyntheticConfig, *, overwrite: bool = False) -> Sequences:
+def ingest_synthetic(out: str | Path, config: SyntheticConfig, *, overwrite: bool = False) -> Sequences:
     """Writes the logs to a temporary folder and ingests them like any other log; adds truth.json."""
     config.check()
-    check_place(out, overwrite=overwrite)  # before the work
+    check_place(Path(out), overwrite=overwrite)  # before the work
     with tempfile.TemporaryDirectory(prefix="nestpipe-synthetic-") as folder:
         raw = Path(folder)
         truth = write_logs(raw, config)

@@ -30,6 +30,7 @@ from nestpipe.checkpoint.state import StateSource
 from nestpipe.checkpoint.warm_start import WarmStartReport
 from nestpipe.config import Config
 from nestpipe.data.loader import Loader, closing_batches
+from nestpipe.data.remote_files import absolute_path
 from nestpipe.distributed.agreement import all_ranks_or_none
 from nestpipe.distributed.process_group import World
 from nestpipe.embedding.buckets import fewer_buckets
@@ -101,7 +102,7 @@ def train_to_end(
     config.validate()
     config = Config.from_json(config.to_json())  # as a resumed run reads it: 1 in a float field is 1.0
     keep_freed_memory()
-    config = replace(config, data=replace(config.data, path=str(Path(config.data.path).resolve())))
+    config = replace(config, data=replace(config.data, path=absolute_path(config.data.path)))
     if isinstance(config.model, EncDecConfig):
         config = replace(config, model=replace(config.model, ids=str(Path(config.model.ids).resolve())))
     with contextlib.closing(world or World.from_environment(stacks=Path(folder))) as open_world:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import polars as pl
 import pytest
 
+from nestpipe.data import ray_ingest
 from nestpipe.data.ingest import BuildOptions, SideTable, write_sequences
 from nestpipe.data.log_reader import LogSource
+from nestpipe.data.ray_ingest import RayShards
 from nestpipe.data.schema import Encoding, Feature, Schema
 from nestpipe.data.sequences import Sequences
 from nestpipe.data.shards import merge_shards, write_shard
@@ -95,3 +102,39 @@ def test_only_all_shards_of_one_log_merge(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"shard 1/4 of a log of 3 files.*fewer shards"):
         cut(tmp_path, paths, schema, 4)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.skipif(find_spec("ray") is None, reason="needs: pip install nestpipe[ray]")
+def test_ray_reads_shards_and_merges_them(tmp_path: Path) -> None:
+    """A real Ray on this machine, in a process of its own: the folder of one ingest, and no shard is left."""
+    for number in range(3):
+        rows = "".join(f"u{n},i{n % 7 * number},{n % 5}\n" for n in range(50))
+        (tmp_path / f"log{number}.csv").write_text(f"user,item,time\n{rows}")
+    schema = Schema(user_encoding="dictionary", item_encoding="dictionary")
+    ingest(tmp_path / "whole", [str(tmp_path / "log*.csv")], schema)
+    flags = ["ingest", "log*.csv", "--user-encoding", "dictionary", "--item-encoding", "dictionary", "--ray", "2"]
+    done = subprocess.run(
+        [sys.executable, "-m", "nestpipe.cli", "data", *flags, "--out", "own"],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    own, whole = contents(tmp_path / "own"), contents(tmp_path / "whole")
+    assert {name for name in whole if own.get(name) != whole[name]} == {
+        "meta.json"
+    }  # it names the files by absolute paths
+    assert Sequences.open(tmp_path / "own").digest == Sequences.open(tmp_path / "whole").digest
+    assert not (tmp_path / "own.shards").exists()
+
+
+def test_what_ray_cannot_do_is_said(tmp_path: Path) -> None:
+    paths, schema = rich_files(tmp_path, 3), rich_schema("hash")
+    log = LogSource(paths=tuple(paths))
+    with pytest.raises(ConfigError, match="4 shards of a log of 3 files"):
+        RayShards(4).ingest(tmp_path / "bad", schema=schema, log=log)
+    job = {"schema": schema, "log": log, "options": BuildOptions(max_quarantine_share=0)}
+    found = ray_ingest._write([tmp_path / "one", tmp_path / "two"], 1, job)
+    assert re.match(r"shard 2/2: \d+ of [\d,]+ records are bad", found)

@@ -111,7 +111,7 @@ def test_the_same_run_twice_and_in_three_pieces_has_the_same_bits(log, calm, tmp
     ]
     assert losses[0] == losses[1]
     assert len(losses[0]) == 12
-    assert losses[0][-1] < losses[0][0]
+    assert sum(losses[0][-4:]) < sum(losses[0][:4])  # of whole epochs, which hold the same samples
 
 
 def test_another_seed_gives_other_bits(log, calm, tmp_path):
