@@ -47,14 +47,12 @@ def ingest(flags: Ingest) -> None:
     )
     items = _side_table(flags, flags.items_table, key=flags.items_key or flags.item, delimiter=flags.items_delimiter)
     users = _side_table(flags, flags.users_table, key=flags.users_key or flags.user, delimiter=flags.users_delimiter)
-    if flags.texts is not None and flags.item_encoding != "int64":
-        raise ConfigError(
-            f"--texts names items by number, but --item-encoding is {flags.item_encoding}: they would not be found."
-        )
+    texts = None if flags.texts is None else public_datasets.text_table(flags.texts, item=flags.item)
     with _building(flags) as options:
-        attachments = {"text": public_datasets.read_texts(flags.texts)} if flags.texts is not None else {}
-        own = dataclasses.replace(options, dedupe=flags.dedupe, attachments=attachments)
-        sequences = write_sequences(flags.out, schema=schema, log=log, items=items, users=users, options=own)
+        own = dataclasses.replace(options, dedupe=flags.dedupe)
+        sequences = write_sequences(
+            flags.out, schema=schema, log=log, items=items, users=users, texts=texts, options=own
+        )
     describe(sequences)
 
 

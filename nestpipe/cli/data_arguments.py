@@ -95,7 +95,7 @@ class Ingest(Reading):
     dedupe: bool = False
     """Keep only the first of equal records."""
     texts: OptionalTexts = None
-    """Parquet file with item_id and title, kept for 'nestpipe sid build'; item ids must be int64."""
+    """File with item ids as in the log (column item_id, or as --item names it) and title, kept for 'nestpipe sid build'."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,7 +144,7 @@ class Amazon(Reading):
     path: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")]
     """The sequence file."""
     texts: OptionalTexts = None
-    """Parquet file with item_id and title, kept for 'nestpipe sid build'."""
+    """File with item_id and title, kept for 'nestpipe sid build'."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

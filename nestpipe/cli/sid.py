@@ -7,13 +7,13 @@ from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
-import polars as pl
 import torch
 from rich.console import Console
 from torch import Tensor
 
 from nestpipe.cli.arguments import BuildSid, ExtendSid, InspectSid
 from nestpipe.data.config import DataConfig
+from nestpipe.data.item_texts import ITEM_TEXTS, read_item_texts
 from nestpipe.data.sequences import Sequences
 from nestpipe.data.splits import make_split
 from nestpipe.errors import ConfigError, DataError
@@ -91,13 +91,9 @@ def text_vectors(
     sequences: Sequences, *, encoder: Encoder = "auto", column: str = "title"
 ) -> tuple[Tensor, Tensor, str]:
     """Ids [I] of the catalogue, vectors [I, D] of their texts (empty if missing), and the name of the encoder."""
-    path = sequences.path / "text.parquet"
-    if not path.is_file():
-        raise DataError(f"{sequences.path} has no text.parquet; ingest the log again with --texts FILE.")
-    table = pl.read_parquet(path)
-    if column not in table.columns:
-        raise DataError(f"{path} has no column '{column}'; it has {table.columns}.")
-    texts = dict(zip(table["item"].to_list(), table[column].fill_null("").to_list(), strict=True))
+    texts = read_item_texts(sequences, column)
+    if texts is None:
+        raise DataError(f"{sequences.path} has no {ITEM_TEXTS}; ingest the log again with --texts FILE.")
     catalogue = np.array(sequences.catalogue)
     vectors, name = encode_texts(
         [texts.get(item, "") for item in catalogue.tolist()], encoder=encoder, cache=cache_folder()

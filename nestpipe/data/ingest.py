@@ -19,9 +19,19 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from nestpipe.data.array_files import FORMAT, META, ArrayFile, FeatureFiles, file_entry, publish_folder, save_array
+from nestpipe.data.array_files import (
+    FORMAT,
+    META,
+    ArrayFile,
+    FeatureFiles,
+    file_entry,
+    keep_values,
+    publish_folder,
+    save_array,
+)
 from nestpipe.data.external_sort import Bools, Spool
 from nestpipe.data.id_encoding import make_encoders
+from nestpipe.data.item_texts import raw_texts, write_item_texts
 from nestpipe.data.log_reader import LogSource, expand
 from nestpipe.data.quarantine import KEY, ORDER, Quarantine, TypedReader
 from nestpipe.data.schema import Schema, Scope
@@ -43,7 +53,7 @@ class SideTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BuildOptions:
-    """Options of ingest. Only `dedupe`, `row_filter`, `extra`, `attachments` and `documents` change what is stored."""
+    """Options of ingest. Only `dedupe`, `row_filter`, `extra` and `documents` change what is stored."""
 
     dedupe: bool = False
     """Keep only the first of records that are equal in every column read."""
@@ -57,8 +67,6 @@ class BuildOptions:
     """Takes a function that iterates over runs of typed events; returns a mask per run, and counts of dropped events."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Stored as meta['extra'], for example the origin of the data."""
-    attachments: Mapping[str, pl.DataFrame] = field(default_factory=dict)
-    """Frames stored as NAME.parquet."""
     documents: Mapping[str, Any] = field(default_factory=dict)
     """Stored as NAME.json."""
 
@@ -70,15 +78,19 @@ def write_sequences(
     log: Source,
     items: SideTable | None = None,
     users: SideTable | None = None,
+    texts: SideTable | None = None,
     options: BuildOptions | None = None,
 ) -> Sequences:
-    """Reads the log and the tables, writes the folder and opens it; on DataError or ConfigError nothing is written."""
+    """Reads the log and the tables, writes the folder and opens it; on DataError or ConfigError nothing is written.
+
+    `texts` are kept for semantic ids and instructions: the columns beside its key are texts of the item.
+    """
     options = options or BuildOptions()
     _check_job(schema, items=items, users=users, options=options)
-    sources = [log, *(table.source for table in (items, users) if table is not None)]
+    sources = [log, *(table.source for table in (items, users, texts) if table is not None)]
     inputs = [path for source in sources if isinstance(source, LogSource) for path in expand(source)]
     with publish_folder(Path(out), overwrite=options.overwrite, inputs=inputs) as draft:
-        _Build(draft, schema, options).run(log, items, users)
+        _Build(draft, schema, options).run(log, items, users, texts)
     return Sequences.open(out)
 
 
@@ -118,8 +130,9 @@ class _Build:
         self._options = options
         self._encoders = make_encoders(schema)
         self._tables: dict[str, dict[str, Any]] = {}
+        self._notes: list[str] = []
 
-    def run(self, log: Source, items: SideTable | None, users: SideTable | None) -> None:
+    def run(self, log: Source, items: SideTable | None, users: SideTable | None, texts: SideTable | None) -> None:
         spool = Spool(self._draft / "spool", budget_rows=self._options.budget_rows)
         with (self._draft / QUARANTINE).open("w", encoding="utf-8") as bad:
             quarantine = Quarantine(bad, self._options.max_quarantine_share)
@@ -139,7 +152,11 @@ class _Build:
         save_array(self._draft / "catalogue.npy", catalogue)
         self._write_table(item_table, "item", catalogue, totals.logged_items)
         self._write_table(user_table, "user", totals.users, totals.users)
+        self._drop_unknown_items(catalogue)
         self._write_texts()
+        if texts is not None:
+            read, vocabulary = raw_texts(texts.source, texts.key), self._encoders["item"].vocabulary()
+            self._tables["text"] = write_item_texts(self._draft, read, texts.key, vocabulary, catalogue)
         self._write_meta(quarantine, totals, filtered, len(catalogue))
 
     def _reader(self, quarantine: Quarantine) -> TypedReader:
@@ -223,12 +240,20 @@ class _Build:
             file.append(joined)
             file.close()
 
+    def _drop_unknown_items(self, catalogue: NDArray[np.int64]) -> None:
+        """A value of a feature that names an item which the catalogue does not have becomes a missing one."""
+        for feature in self._schema.features:
+            if feature.encoding == "item" and feature.scope != "request":
+                num_dropped = keep_values(self._draft, feature, lambda values: np.isin(values, catalogue))
+                if num_dropped:
+                    self._notes.append(
+                        f"feature '{feature.name}': {num_dropped:,} values name items that are in no event; they are missing"
+                    )
+
     def _write_texts(self) -> None:
         for name, encoder in self._encoders.items():
-            if encoder.encoding != "int64":
+            if encoder.encoding != "int64" and encoder.name == name:
                 encoder.vocabulary().table.write_parquet(self._draft / f"texts.{name}.parquet")
-        for name, frame in self._options.attachments.items():
-            frame.write_parquet(self._draft / f"{name}.parquet")
         for name, document in self._options.documents.items():
             (self._draft / f"{name}.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 
@@ -254,18 +279,21 @@ class _Build:
             "counts": counts,
             "time_span_ms": totals.time_span_ms,
             "tie_rule": TIE_RULE,
-            "encodings": {name: encoder.to_json() for name, encoder in self._encoders.items()},
+            "encodings": {
+                name: encoder.to_json() if encoder.name == name else {"encoding": encoder.name}
+                for name, encoder in self._encoders.items()
+            },
             "quarantine": dict(quarantine.reasons.most_common()),
             "filtered": filtered,
             "tables": self._tables,
-            "notes": self._notes(totals),
+            "notes": [*self._notes, *self._time_notes(totals)],
             "extra": dict(self._options.extra),
             "files": files,
         }
         meta["digest"] = folder_digest(meta)
         (self._draft / META).write_text(json.dumps(meta, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
-    def _notes(self, totals: _Totals) -> list[str]:
+    def _time_notes(self, totals: _Totals) -> list[str]:
         if self._schema.time is None:
             return ["order-only log: there are no times, so time features and time biases are off"]
         if self._schema.time_unit == "ms" and totals.time_span_ms and totals.time_span_ms[1] < _EARLY_MS:

@@ -154,7 +154,8 @@ class TypedReader:
         return frame
 
     def _features(self, frame: pl.DataFrame, scope: Scope) -> list[TypedColumns]:
-        return [parse_feature(frame, feature) for feature in self.schema.of_scope(scope)]
+        features = self.schema.of_scope(scope)
+        return [parse_feature(frame, one, self.schema.encoding_of(one)) for one in features]
 
     def _chunks(
         self,

@@ -16,7 +16,7 @@ import logging
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -75,7 +75,7 @@ class _GenerationPlan:
 
 
 class Generator(WorkerThread):
-    """Answers generation requests. `scenarios` are names in the order of the model's scenario numbers."""
+    """Answers generation requests. `scenarios` are the model's scenario numbers by name."""
 
     def __init__(
         self,
@@ -85,13 +85,13 @@ class Generator(WorkerThread):
         estimates: GenerationCosts,
         *,
         config: EngineConfig,
-        scenarios: Sequence[str] = (),
+        scenarios: Mapping[str, int] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         super().__init__("generator", max_queue=config.max_queue)
         self.served, self.histories, self.instructions = served, histories, instructions
         self.estimates, self.config, self.clock = estimates, config, clock
-        self.scenarios = {name: number for number, name in enumerate(scenarios)}
+        self.scenarios = dict(scenarios or {})
         self.cache = KVCache[EncoderMemory](
             device_bytes=config.device_bytes,
             host_bytes=config.host_bytes,

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from nestpipe.errors import ConfigError
 from nestpipe.generative.instruction_store import INSTRUCTIONS, Instructions, SqliteStore
+from nestpipe.generative.scenarios import scenario_numbers
 from nestpipe.serve.config import EngineConfig, TriggerConfig
 from nestpipe.serve.engine import Engine
 from nestpipe.serve.event_log import EventLog
@@ -62,7 +63,7 @@ def open_generator(run: Run, log: Path, *, config: EngineConfig, step: int | Non
     if model.reasoning_dim and model.placement != "none":
         store = SqliteStore(folder / INSTRUCTIONS, read_only=True, timeout_s=_STORE_S)
         instructions = Instructions(store, version=served.instruction_version, dim=model.reasoning_dim, clock=time.time)
-    scenarios = [str(number) for number in range(model.num_scenarios)]
+    scenarios = scenario_numbers(run.sequences, model.num_scenarios)
     return Generator(
         served, histories, instructions, measure_generation(served, histories), config=config, scenarios=scenarios
     )
