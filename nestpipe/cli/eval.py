@@ -16,6 +16,7 @@ from nestpipe.checkpoint.manifest import Manifest
 from nestpipe.cli.arguments import EvalArguments
 from nestpipe.errors import ConfigError
 from nestpipe.eval.compare import Comparison, LabelComparison, compare, compare_labels
+from nestpipe.eval.example_lists import make_examples
 from nestpipe.eval.label_report import LabelReport
 from nestpipe.eval.predictor import popularity
 from nestpipe.eval.ranking_eval import RankingPredictor, baselines, report_of
@@ -74,10 +75,12 @@ def evaluate_run(
 ) -> EvalReport | LabelReport:
     """Evaluates a run and keeps the report in its folder."""
     chosen = _step(run, step)
-    report = run.predictor(chosen).evaluate(target)
+    predictor = run.predictor(chosen)
+    report = predictor.evaluate(target)
     folder = run.folder / "eval" / target
     (folder / "context.json").unlink(missing_ok=True)  # it belongs to the previous report
     report.save(folder)
+    make_examples(predictor, run.sequences, run.split).save(folder)
     _write_context(run, target, step=chosen, baselines={})
     return report
 

@@ -36,6 +36,14 @@ def write_dirty_log(path, num_users=40):
     path.write_text("\n".join([*lines, "x,p3,yesterday,1", "x,p3"]) + "\n")
 
 
+def wait_for(holds):
+    """Services notice within a second; the machine may be busy."""
+    deadline = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 def test_a_dirty_log_becomes_a_run_that_recommends(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_dirty_log(tmp_path / "log.csv")
@@ -45,7 +53,9 @@ def test_a_dirty_log_becomes_a_run_that_recommends(tmp_path, capsys, monkeypatch
     shown = re.findall(r"^\$ nestpipe (\w+(?: ingest)?)", out, re.MULTILINE)
     assert shown == ["data ingest", "train", "eval", "report"]
     assert "1 x missing fields: 2 instead of 4" in out
-    assert (tmp_path / "shop" / "run" / "report.html").exists()
+    report = (tmp_path / "shop" / "run" / "report.html").read_text()
+    assert report.count('<article class="example"><h3>käufer ') == 6
+    assert '<th scope="row">p3</th><td>' in report
     assert "Next: nestpipe recommend shop/run --user 'käufer 0'" in out
     run = nestpipe.load("shop/run")
     assert run.run.sequences.meta["counts"]["kept"] == 40 * 4 + 60
@@ -80,7 +90,7 @@ def service(tmp_path, monkeypatch, capsys):
 def test_http_client_command_and_offline_scoring_agree_in_own_ids(service, capsys, tmp_path):
     offline = nestpipe.load("shop/run")
     with Client(service, timeout_s=60) as client:
-        assert client.is_ready()
+        wait_for(client.is_ready)
         for user in ("käufer 0", "käufer 7", "nobody/ß"):
             wanted = offline.recommend(user, k=4)
             answer = client.recommend(user, k=4, deadline_ms=60_000)
@@ -98,10 +108,7 @@ def test_http_client_command_and_offline_scoring_agree_in_own_ids(service, capsy
     assert main(["forget", "shop/run", "--user", "käufer 0"]) == 0
     assert "4 stored and 1 logged events were erased" in capsys.readouterr().out
     assert not files_naming(tmp_path / "shop", "käufer 0")
-    deadline = time.monotonic() + 60  # the service notices within a second; the machine may be busy
-    while httpx.get(f"{service}/v1/recommend/{quote('käufer 0')}", timeout=60).json()["path"] != "popular":
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_for(lambda: httpx.get(f"{service}/v1/recommend/{quote('käufer 0')}", timeout=60).json()["path"] == "popular")
 
 
 def test_without_yes_and_terminal_nothing_is_run(tmp_path, capsys):
