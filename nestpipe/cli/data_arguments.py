@@ -51,7 +51,7 @@ class Ingest(Reading):
 
     Example: nestpipe data ingest 'logs/*.csv.gz' --user user_id --item movie --time ts --feature rating:number:event --out data/mine
 
-    Next: nestpipe data inspect data/mine, then nestpipe train ml1m_sasrec --data.path data/mine
+    Next: nestpipe data inspect data/mine, then nestpipe train sasrec --data.path data/mine
     """
 
     paths: LogFiles
@@ -165,7 +165,7 @@ class Clicks(Writing):
 
     Example: nestpipe data clicks --out data/clicks
 
-    Next: nestpipe train dcn
+    Next: nestpipe train clicks_dcn
     """
 
     config: Annotated[ClicksConfig, tyro.conf.arg(name="")] = dataclasses.field(default_factory=ClicksConfig)

@@ -36,7 +36,7 @@ def main(arguments: EvalArguments) -> int:
     if not arguments.json:
         baselines = _baselines(run, report, arguments.target)
         for name, metrics in baselines.items():
-            shown = (f"{metric} {one.mean:.4f}" for metric, one in metrics.items())
+            shown = (f"{metric} {mean_of(one):.4f}" for metric, one in metrics.items())
             Console().print(f"{name}: " + "   ".join(shown), highlight=False)
         _write_context(run, arguments.target, step=_step(run, arguments.step), baselines=baselines)
         (user,) = run.sequences.vocabulary("user").own_ids(run.sequences.users[:1])
@@ -55,19 +55,26 @@ def _compare(a: EvalReport | LabelReport, b: EvalReport | LabelReport, seed: int
 
 def _baselines(
     run: Run, report: EvalReport | LabelReport, target: Literal["test", "validation"]
-) -> dict[str, dict[str, Interval]]:
-    """What any model should beat, on the same targets: name -> metric -> value."""
+) -> dict[str, dict[str, Interval | float]]:
+    """What any model should beat, on the same targets: name -> metric -> value, with its interval where there is one."""
     if isinstance(report, EvalReport):
-        return {"popularity baseline": popularity(run.sequences, run.split, run.config, target).metrics}
+        return {"popularity baseline": {**popularity(run.sequences, run.split, run.config, target).metrics}}
     predictor = run.predictor()
     assert isinstance(predictor, RankingPredictor)
-    measured = {}
+    measured: dict[str, dict[str, Interval | float]] = {}
     for name, predictions in baselines(predictor.predict(target), run.sequences, run.split).items():
         tasks = report_of(predictions, run.sequences, run.split, run.config).tasks
-        measured[name] = {
-            f"gauc/{label}": one.intervals["gauc"] for label, one in tasks.items() if "gauc" in one.intervals
-        }
+        measured[name] = {}
+        for label, one in tasks.items():
+            if "gauc" in one.intervals:
+                measured[name][f"gauc/{label}"] = one.intervals["gauc"]
+            elif "auc" in one.points:  # users with one event each have no order to compare
+                measured[name][f"auc/{label}"] = one.points["auc"]
     return measured
+
+
+def mean_of(value: Interval | float) -> float:
+    return value.mean if isinstance(value, Interval) else value
 
 
 def evaluate_run(
@@ -85,11 +92,16 @@ def evaluate_run(
     return report
 
 
-def _write_context(run: Run, target: str, *, step: int, baselines: Mapping[str, Mapping[str, Interval]]) -> None:
+def _write_context(
+    run: Run, target: str, *, step: int, baselines: Mapping[str, Mapping[str, Interval | float]]
+) -> None:
     """Stores next to a report its checkpoint and, where they were computed, the baselines."""
     content = {
         "step": step,
-        "baselines": {name: {key: asdict(one) for key, one in own.items()} for name, own in baselines.items()},
+        "baselines": {
+            name: {key: asdict(one) if isinstance(one, Interval) else {"mean": one} for key, one in own.items()}
+            for name, own in baselines.items()
+        },
     }
     replace_file(run.folder / "eval" / target / "context.json", json.dumps(content, indent=2).encode())
 

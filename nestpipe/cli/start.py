@@ -52,7 +52,8 @@ def main(arguments: StartArguments) -> int:
     ids = f"users in '{columns.user}' ({columns.user_encoding}), items in '{columns.item}' ({columns.item_encoding})"
     print(f"{', '.join(arguments.log)}: {ids}, times in '{columns.time}'")
     ingest = ["data", "ingest", *arguments.log, "--user", columns.user, "--item", columns.item, "--time", columns.time]
-    ingest += ["--user-encoding", columns.user_encoding, "--item-encoding", columns.item_encoding, "--out", str(data)]
+    ingest += ["--user-encoding", columns.user_encoding, "--item-encoding", columns.item_encoding]
+    ingest += [*_declared(arguments), "--out", str(data)]
     steps: list[Callable[[], list[str] | None]] = [
         lambda: None if (data / "meta.json").exists() else ingest,
         lambda: _train(arguments, data, run),
@@ -72,6 +73,14 @@ def main(arguments: StartArguments) -> int:
             return code
     _say_next(run)
     return 0
+
+
+def _declared(arguments: StartArguments) -> list[str]:
+    """What is read besides ids and times, as ingest takes it."""
+    words = [word for one in arguments.feature for word in ("--feature", one)]
+    words += [word for one in arguments.label for word in ("--label", one)]
+    files = {"--items-table": arguments.items_table, "--users-table": arguments.users_table, "--texts": arguments.texts}
+    return words + [word for flag, file in files.items() if file is not None for word in (flag, str(file))]
 
 
 def _confirmed(arguments: StartArguments, ingest: list[str]) -> bool:
