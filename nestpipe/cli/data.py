@@ -47,7 +47,9 @@ def ingest(flags: Ingest) -> None:
     )
     items = _side_table(flags, flags.items_table, key=flags.items_key or flags.item, delimiter=flags.items_delimiter)
     users = _side_table(flags, flags.users_table, key=flags.users_key or flags.user, delimiter=flags.users_delimiter)
-    texts = None if flags.texts is None else public_datasets.text_table(flags.texts, item=flags.item)
+    texts = None
+    if flags.texts is not None:
+        texts = public_datasets.text_table(_side_source(flags, str(flags.texts), ""), item=flags.item)
     with _building(flags) as options:
         own = dataclasses.replace(options, dedupe=flags.dedupe)
         sequences = write_sequences(
@@ -57,17 +59,16 @@ def ingest(flags: Ingest) -> None:
 
 
 def _side_table(flags: Ingest, path: str | None, *, key: str, delimiter: str) -> SideTable | None:
-    if path is None:
-        return None
+    return None if path is None else SideTable(source=_side_source(flags, path, delimiter), key=key)
+
+
+def _side_source(flags: Ingest, path: str, delimiter: str) -> LogSource:
+    """A file beside the log, read as the log is if it has its ending."""
     source = LogSource(paths=(path,), delimiter=_tabbed(delimiter))
-    if _ending(path) == _ending(flags.paths[0]):
-        source = dataclasses.replace(
-            source,
-            format=flags.format,
-            delimiter=source.delimiter or _tabbed(flags.delimiter),
-            encoding=flags.encoding,
-        )
-    return SideTable(source=source, key=key)
+    if _ending(path) != _ending(flags.paths[0]):
+        return source
+    read_as = source.delimiter or _tabbed(flags.delimiter)
+    return dataclasses.replace(source, format=flags.format, delimiter=read_as, encoding=flags.encoding)
 
 
 def _tabbed(delimiter: str) -> str:

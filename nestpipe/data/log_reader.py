@@ -130,6 +130,18 @@ def columns_of(source: LogSource) -> list[str]:
     return next(iter(_read_file(path, source, (), ()))).frame.columns[1:]
 
 
+def propose_delimiter(source: LogSource) -> str:
+    """The delimiter that the first line of a CSV file shows; empty if it is the one that is taken anyway."""
+    path = expand(source)[0]
+    if source.delimiter or _format_of(path, source) != "csv" or not path.stat().st_size:
+        return source.delimiter
+    first = next(iter(read_blocks(path, encoding=source.encoding, block_bytes=source.block_bytes)))
+    line = first.partition(b"\n")[0].decode(errors="replace")
+    usual = "\t" if ".tsv" in path.name.lower() else ","
+    better = max((one for one in _DELIMITERS if one != " "), key=line.count)
+    return better if usual not in line and better in line else ""
+
+
 def require_columns(where: str, present: Sequence[str], wanted: Sequence[str]) -> None:
     """Raises DataError that names the missing columns, the nearest present ones, and all that are there."""
     if RECORD in wanted:
@@ -208,9 +220,10 @@ def _unify(blocks: Iterator[bytes], delimiter: str) -> Iterator[bytes]:
 
 def _header(path: Path, records: Records, names: list[str], delimiter: str, several: bool) -> tuple[list[str], bool]:
     """The names of the columns and whether the first record is the header."""
-    if max(records.num_fields) <= 1 and len(names) != 1:
-        line = records.texts[0].decode()
-        better = max(_DELIMITERS, key=line.count)
+    line = records.texts[0].decode()
+    better = max(_DELIMITERS, key=line.count)
+    is_single = max(records.num_fields) <= 1 or (records.num_fields[0] <= 1 and better in line and better != " ")
+    if is_single and len(names) != 1:
         hint = f"{better!r} would give {line.count(better) + 1}" if better in line else "there is no usual delimiter"
         raise DataError(
             f"{path} has a single column with the delimiter {delimiter!r}, so user and item are not separate columns; in its first line {line[:80]!r} {hint}. Pass the delimiter (--delimiter)."

@@ -155,7 +155,7 @@ def ingest_amazon(
     """Every item of a line is an event of its user; counts are of events, not lines."""
     options = options or BuildOptions()
     log = LogSource(paths=(str(path),), format="lines", transform=_events)
-    table = None if texts is None else text_table(texts, item=AMAZON_SCHEMA.item)
+    table = None if texts is None else text_table(LogSource(paths=(str(texts),)), item=AMAZON_SCHEMA.item)
     return write_sequences(out, schema=AMAZON_SCHEMA, log=log, texts=table, options=options)
 
 
@@ -165,7 +165,6 @@ def _events(lines: pl.DataFrame) -> pl.DataFrame:
     return users.explode("item", empty_as_null=True)
 
 
-def text_table(path: str | Path, *, item: str) -> SideTable:
+def text_table(source: LogSource, *, item: str) -> SideTable:
     """A file of item texts, whose ids are in a column named as the log's or item_id."""
-    source = LogSource(paths=(str(path),))
     return SideTable(source=source, key=text_key(source, item))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -159,9 +160,24 @@ def test_a_log_that_tells_nothing_is_asked_about(tmp_path):
     pl.DataFrame({"a": [1], "b": [2]}).write_parquet(tmp_path / "log.parquet")
     source = LogSource(paths=(str(tmp_path / "log.parquet"),))
     with pytest.raises(
-        ConfigError, match=r"which column holds the user ids; the log has \['a', 'b'\]. Say it with --user"
+        ConfigError,
+        match=r"which column holds the user and item ids; the log has \['a', 'b'\]. Say it with --user COLUMN --item",
     ):
         propose(source)
     assert propose(source, user="a", item="b").time == "none"
     with pytest.raises(ConfigError, match=r"no column \['c'\]"):
         propose(source, user="c", item="b")
+
+
+@pytest.mark.parametrize("delimiter", [";", "\t", "|", ","])
+def test_the_delimiter_is_proposed_from_the_first_line(tmp_path, capsys, delimiter):
+    """Spreadsheets write semicolons where a number has a comma."""
+    rows = ["customer;product;when;price", "a;p1;2026-03-01;3,50", "b;p2;2026-03-02;4,50"]
+    (tmp_path / "log.csv").write_text("\n".join(row.replace(";", delimiter) for row in rows))
+    if delimiter == ",":
+        (tmp_path / "log.csv").write_text("\n".join(row.rpartition(";")[0].replace(";", ",") for row in rows))
+    assert main(["start", str(tmp_path / "log.csv"), "--out", str(tmp_path / "shop")]) == 0
+    words = shlex.split(capsys.readouterr().out.partition("nestpipe ")[2].partition("\n")[0])
+    assert ("--delimiter" in words) == (delimiter != ",")
+    assert main(words) == 0
+    assert "2 records read = 2 kept" in capsys.readouterr().out
