@@ -36,10 +36,10 @@ from nestpipe.serve.schemas import (
     RankedItems,
     RankRequest,
     RecommendedItems,
-    RecommendRequest,
     ReleaseRequest,
     SimilarItems,
     SimilarRequest,
+    SteeredRecommendRequest,
     session_of,
     user_key,
 )
@@ -126,7 +126,7 @@ class _Call(Generic[Parameters, Answer]):
 class _Calls:
     """The calls of both clients."""
 
-    recommend = _Call("/v1/recommend", RecommendRequest, RecommendedItems)
+    recommend = _Call("/v1/recommend", SteeredRecommendRequest, RecommendedItems)
     """The best k items for a user; `history` replaces the stored one, `exclude` lists items not to show."""
     similar = _Call("/v1/similar", SimilarRequest, SimilarItems)
     """Items that are like an item, or like several together."""

@@ -28,7 +28,7 @@ from nestpipe.profiling import trace_file
 from nestpipe.recipes import RECIPES
 from nestpipe.registry import own_kinds
 from nestpipe.serve.config import Limits
-from nestpipe.serve.openapi import instance_document
+from nestpipe.serve.openapi import document, instance_calls
 from nestpipe.serve.serve_flags import ServeArguments
 
 SNAPSHOT = Path(__file__).parent / "snapshots" / "public.json"
@@ -65,7 +65,7 @@ def public() -> dict[str, Any]:
         },
         "calls": {
             path.removeprefix("/v1/"): _body(calls["post"]["requestBody"]["content"]["application/json"]["schema"])
-            for path, calls in instance_document(Schema(), Limits())["paths"].items()
+            for path, calls in document("", instance_calls(Limits()), Schema())["paths"].items()
             if "post" in calls
         },
         "metrics": sorted(

@@ -162,13 +162,15 @@ def http() -> str:
     from nestpipe.serve import openapi
     from nestpipe.serve.config import Limits
 
-    generative = openapi.generative_calls(Limits(), beam=64, scenarios=("feed", "cart"))
-    documents = {
-        "Ranking instance": openapi.instance_document(Schema(), Limits()),
-        "Next-item instance": openapi.next_item_document(Schema(), openapi.next_item_calls(Limits())),
-        "Generative instance": openapi.generative_document(Schema(), generative),
-        "Gateway": openapi.gateway_document(),
+    limits = Limits()
+    instances = {
+        "Ranking instance": openapi.instance_calls(limits),
+        "Next-item instance": openapi.next_item_calls(limits),
+        "DCN instance": openapi.pointwise_calls(limits),
+        "Generative instance": openapi.generative_calls(limits, beam=64, scenarios=("feed", "cart")),
     }
+    documents = {title: openapi.document(title, calls, Schema()) for title, calls in instances.items()}
+    documents["Gateway"] = openapi.gateway_document()
     parts = [
         "# HTTP\n\nEach service serves its OpenAPI document at `/openapi.json` and its metrics at `/metrics`. Bodies are JSON. "
         'An error is `{"error": {"code": …, "message": …}}`. The tables show the fields of a log without features and the '

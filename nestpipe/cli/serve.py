@@ -23,8 +23,7 @@ def main(arguments: ServeArguments) -> int:
         ) from None
     if arguments.print_nginx:
         return print_nginx(arguments)
-    needs_gateway = arguments.instances or arguments.demo or arguments.retrieval is not None
-    return serve_fleet(arguments) if needs_gateway else serve_instance(arguments)
+    return serve_fleet(arguments) if arguments.instances or arguments.demo else serve_instance(arguments)
 
 
 def require_ranker(run: Run, what: str) -> None:

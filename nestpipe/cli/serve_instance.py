@@ -14,20 +14,29 @@ import torch
 from starlette.applications import Starlette
 
 from nestpipe.cli.serve import require_ranker
+from nestpipe.errors import ConfigError
 from nestpipe.models.config import DCNConfig, EncDecConfig, RankingConfig
 from nestpipe.serve.admin import Admin
 from nestpipe.serve.api import Instance
-from nestpipe.serve.engine import Engine
 from nestpipe.serve.generation_api import GenerativeInstance
-from nestpipe.serve.generation_engine import Generator
+from nestpipe.serve.http_instance import HttpInstance
+from nestpipe.serve.known_items import CandidateSearch
 from nestpipe.serve.model_versions import VersionFile, VersionRecord, load_version
 from nestpipe.serve.next_item_api import NextItemInstance
-from nestpipe.serve.next_item_engine import NextItemEngine
-from nestpipe.serve.open_service import open_engine, open_generator, open_next_item_engine, open_run
+from nestpipe.serve.open_service import (
+    open_engine,
+    open_generator,
+    open_next_item_engine,
+    open_pointwise_engine,
+    open_run,
+    open_search,
+)
+from nestpipe.serve.pointwise_api import PointwiseInstance
 from nestpipe.serve.prefill import ServedModel
 from nestpipe.serve.serve_flags import ServeArguments
 from nestpipe.serve.server import bind, run_apps
 from nestpipe.serve.service_folder import EVENTS, kept_secret
+from nestpipe.serve.worker_thread import WorkerThread
 from nestpipe.training.run_folder import Run
 
 STOPPING = "stopping: requests in flight are answered first"
@@ -36,8 +45,8 @@ STOPPING = "stopping: requests in flight are answered first"
 class _Service(NamedTuple):
     """An instance that has loaded its model, before it is started."""
 
-    engine: Engine | Generator | NextItemEngine
-    instance: Instance | GenerativeInstance | NextItemInstance
+    engine: WorkerThread
+    instance: HttpInstance
     app: Starlette
     admin_app: Starlette
     model: str
@@ -48,6 +57,8 @@ def serve_instance(arguments: ServeArguments) -> int:
     run = open_run(arguments)
     if arguments.compare is not None or arguments.notes is not None:
         require_ranker(run, "--compare" if arguments.compare is not None else "--notes")
+    if arguments.retrieval is not None and not isinstance(run.config.model, RankingConfig | DCNConfig):
+        raise ConfigError(f"{run.folder} finds items itself, and --retrieval is for runs that rank; leave it out.")
     torch.set_num_threads(arguments.num_threads)
     with bind(arguments.host, arguments.port) as public, bind(arguments.admin_host, arguments.admin_port) as private:
         port, admin_port = (one.getsockname()[1] for one in (public, private))
@@ -78,8 +89,10 @@ def _opener(run: Run) -> Callable[[Run, ServeArguments, str], _Service]:
     match run.config.model:
         case EncDecConfig():
             return _generative
-        case RankingConfig() | DCNConfig():
+        case RankingConfig():
             return _ranking
+        case DCNConfig():
+            return _pointwise
         case _:
             return _next_item
 
@@ -107,9 +120,38 @@ def _ranking(run: Run, arguments: ServeArguments, name: str) -> _Service:
     notes = VersionFile(arguments.notes, first=VersionRecord(compared=other, share=arguments.share if other else 0.0))
     notes.follow(engine, load)
     secret = kept_secret(folder / "secret").encode()
-    instance = Instance(engine, name=name, secret=secret, limits=arguments.limits)
+    instance = Instance(
+        engine,
+        name=name,
+        secret=secret,
+        limits=arguments.limits,
+        search=_search(run, arguments),
+        stages=arguments.stages,
+    )
     admin = Admin(instance, kept_secret(folder / "token"), load, notes)
     return _Service(engine, instance, instance.app(), admin.app(), engine.versions.main.name)
+
+
+def _pointwise(run: Run, arguments: ServeArguments, name: str) -> _Service:
+    folder = run.folder / "serve"
+    engine = open_pointwise_engine(
+        run, folder / EVENTS, config=arguments.engine, step=arguments.step, label=arguments.label
+    )
+    instance = PointwiseInstance(
+        engine,
+        name=name,
+        budget_ms=arguments.trigger.budget_ms,
+        limits=arguments.limits,
+        search=_search(run, arguments),
+        stages=arguments.stages,
+    )
+    admin_app = instance.admin_app(kept_secret(folder / "token"))
+    return _Service(engine, instance, instance.app(), admin_app, engine.served.name)
+
+
+def _search(run: Run, arguments: ServeArguments) -> CandidateSearch | None:
+    """Retrieval by another run, if one is named."""
+    return open_search(arguments.retrieval, run) if arguments.retrieval else None
 
 
 def _generative(run: Run, arguments: ServeArguments, name: str) -> _Service:

@@ -79,6 +79,27 @@ def search(
     return Beams(nodes.gather(1, order), scores)
 
 
+@torch.no_grad()
+def path_scores(decoder: Decoder, trie: Trie, positions: Tensor, *, softmax: Softmax = "legal") -> Tensor:
+    """The log-probabilities [R, K] of the leaves of items [K] (catalogue positions), for each request: no beam, all paths."""
+    check_version("the model", decoder.version, trie.version)
+    logits = decoder.first()
+    nodes = codes = torch.zeros(logits.shape[:2], dtype=torch.int64)
+    scores = logits.new_zeros(len(logits), len(positions))
+    for level in range(trie.num_levels):
+        if level:
+            parents = torch.zeros_like(nodes) if level == 1 else torch.arange(len(positions)).expand_as(nodes)
+            logits = decoder.next(parents, codes, nodes)
+        children, log_probs = _children(trie, level, None, nodes, logits, softmax)
+        wanted = trie.item_nodes[positions, level].expand(len(logits), -1)
+        places = (
+            (children.expand(-1, len(positions), -1) == wanted.unsqueeze(2)).to(torch.uint8).argmax(2, keepdim=True)
+        )
+        scores += log_probs.expand(-1, len(positions), -1).gather(2, places).squeeze(2)
+        nodes, codes = wanted.contiguous(), trie.item_codes[positions, level].repeat(len(logits), 1)
+    return scores
+
+
 def _children(
     trie: Trie, level: int, pool: ItemPool | None, nodes: Tensor, logits: Tensor, softmax: Softmax
 ) -> tuple[Tensor, Tensor]:

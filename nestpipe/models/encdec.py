@@ -255,6 +255,11 @@ class EncDec(nn.Module):
         vectors = self._code_vectors(self.ids.positions(ids))
         return vectors if rows is None else vectors + rows.gather()
 
+    def item_vectors(self, rows: Tensor) -> Tensor:
+        """Vectors [I, D] of the whole catalogue, as the encoder reads items, from their rows [I, D]."""
+        vectors = self._code_vectors(torch.arange(len(self.ids.item_codes)))
+        return vectors + rows if self.config.item_rows else vectors
+
     def _memory(self, rows: Mapping[str, Rows], batch: Batch, rng: Rng | None) -> tuple[Tensor, Jagged]:
         """Encoder output [M, D], and the encoder's tokens as rows."""
         vectors = self._item_vectors(rows.get("history"), batch.items.values)

@@ -1,6 +1,7 @@
 """An instance over HTTP. Requests are parsed and limits are applied before anything is queued.
 
-    POST /v1/prefill /v1/rank /v1/release /v1/events /v1/invalidate      GET /healthz /readyz /metrics /openapi.json
+    POST /v1/recommend /v1/similar /v1/rank /v1/prefill /v1/release /v1/events /v1/invalidate
+    GET  /v1/recommend/{user}?k=10 /healthz /readyz /metrics /openapi.json
 
 A ticket that is forged, expired, or of another process is counted and not used; its request is answered all the same.
 """
@@ -12,49 +13,43 @@ import hashlib
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
-from msgspec.structs import replace
-from starlette.applications import Starlette
-from starlette.concurrency import run_in_threadpool
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
+import torch
+from torch import Tensor
 
 from nestpipe.data.sequences import Sequences, truncate
-from nestpipe.errors import DataError, NestPipeError
+from nestpipe.errors import NestPipeError
 from nestpipe.gateway.router import Ticket, TicketError, sign, verify
-from nestpipe.serve.config import Limits
+from nestpipe.serve.config import Limits, Stages
 from nestpipe.serve.engine import Engine
-from nestpipe.serve.openapi import instance_calls, instance_document
-from nestpipe.serve.own_ids import ServiceIds
+from nestpipe.serve.known_items import CandidateSearch, KnownItems
+from nestpipe.serve.openapi import instance_calls
+from nestpipe.serve.prefill import ServedModel
 from nestpipe.serve.prefill_policy import ADMITTED, Reason, decide_early, helps_nobody
 from nestpipe.serve.prometheus import EngineMetrics
-from nestpipe.serve.request_guard import Handler, RequestGuard, Run, http_refusal
-from nestpipe.serve.requests import PrefillHint, RankingRequest, refuse_busy
+from nestpipe.serve.ranking_instance import RankingInstance
+from nestpipe.serve.recommendation import RecommendationJob
+from nestpipe.serve.recommending import HistoryScores
+from nestpipe.serve.request_guard import Run
+from nestpipe.serve.requests import PrefillHint, RankingRequest
 from nestpipe.serve.schemas import (
-    Event,
-    EventsReply,
-    EventsRequest,
     InstancePrefillReply,
-    InvalidateReply,
-    InvalidateRequest,
     PrefillRequest,
-    RankedItems,
     RankRequest,
     ReleaseReply,
     ReleaseRequest,
 )
 
 _QUIET_S = 1.0  # without prefill hints, while none would be admitted
-_MAX_WRITES, _NUM_WRITERS = 64, 2  # posts of events in flight, and threads for them
 
 
-class Instance:
+class Instance(RankingInstance):
     """The handlers of one process. Its epoch changes with every start, because no KV prefix survives a restart."""
+
+    metrics: EngineMetrics
 
     def __init__(
         self,
@@ -63,39 +58,26 @@ class Instance:
         name: str,
         secret: bytes,
         limits: Limits | None = None,
+        search: CandidateSearch | None = None,
+        stages: Stages | None = None,
         wall_clock: Callable[[], float] = time.time,
     ):
-        self.engine, self.name, self.epoch = engine, name, uuid.uuid4().hex[:16]
-        self._secret, self._limits, self._wall_clock = secret, limits or Limits(), wall_clock
-        self._calls = instance_calls(self._limits)
-        self._ids = ServiceIds(lambda: engine.histories.sequences)
-        # As many as the queue and one batch hold: further bodies would be read and parsed for nothing.
-        self._guard = RequestGuard(
-            max_in_flight=engine.config.max_queue + engine.config.max_batch,
-            max_bytes=self._limits.body_bytes,
-            body_s=self._limits.body_s,
+        self.engine, self.epoch, self._secret = engine, uuid.uuid4().hex[:16], secret
+        limits = limits or Limits()
+        super().__init__(
+            engine,
+            EngineMetrics(engine),
+            name=name,
+            calls=instance_calls(limits),
+            limits=limits,
+            budget_ms=engine.trigger.budget_ms,
+            search=search,
+            stages=stages or Stages(),
+            wall_clock=wall_clock,
         )
-        # Writes wait for the disk, so they have their own limit and threads: ranking requests are not delayed.
-        self._writes = RequestGuard(
-            max_in_flight=_MAX_WRITES, max_bytes=self._limits.body_bytes, body_s=self._limits.body_s
-        )
-        self._writers = ThreadPoolExecutor(_NUM_WRITERS, thread_name_prefix="events")
-        self.metrics = EngineMetrics(engine)
-        self.is_draining = False
 
-    def app(self) -> Starlette:
-        """The ASGI application."""
-        calls: dict[str, Run] = {
-            "prefill": self._prefill,
-            "rank": self._rank,
-            "release": self._release,
-            "events": self._events,
-            "invalidate": self._invalidate,
-        }
-        routes = [Route(f"/v1/{name}", self._handler(name, call), methods=["POST"]) for name, call in calls.items()]
-        gets = {"healthz": self._alive, "readyz": self._ready, "metrics": self._metrics, "openapi.json": self._document}
-        routes += [Route(f"/{name}", handler) for name, handler in gets.items()]
-        return Starlette(routes=routes, exception_handlers={404: http_refusal, 405: http_refusal})
+    def _handlers(self) -> dict[str, Run]:
+        return {"prefill": self._prefill, "release": self._release, **super()._handlers()}
 
     def state(self) -> dict[str, Any]:
         """The state of the process, for /state; it names no user."""
@@ -113,11 +95,6 @@ class Instance:
             "device": asdict(engine.cache.device),
             "host": asdict(engine.cache.host),
         }
-
-    def _handler(self, name: str, run: Run) -> Handler:
-        count, guard = self.metrics.answers.labels, self._writes if name == "events" else self._guard
-        kind, _ = self._calls[name]
-        return guard.handler(kind, run, refuse=_refuse, counted=lambda status: count(name, str(status)).inc())
 
     async def _prefill(self, hint: PrefillRequest) -> InstancePrefillReply:
         engine, reply = self.engine, partial(InstancePrefillReply, instance=self.name, epoch=self.epoch)
@@ -172,55 +149,43 @@ class Instance:
             engine.counts["reason", reason] += 1
         return reason
 
-    async def _rank(self, request: RankRequest) -> RankedItems:
-        engine, ids = self.engine, self._ids
-        arrived, user = engine.clock(), ids.user(request.user)
-        ticket = self._ticket(request, user)
-        items, unknown = ids.items(request.candidates)
-        if not len(items):
-            model = engine.versions.of(user).name
-            return RankedItems(items=[], scores=[], path="full", model=model, unknown=unknown)
-        query_time = request.query_time
-        if query_time is None:
-            query_time = self._now() if ticket is None or ticket.query_time is None else ticket.query_time
-        deadline_ms = engine.trigger.budget_ms if request.deadline_ms is None else request.deadline_ms
-        job = RankingRequest(
-            user=user,
-            items=items.tolist(),
-            k=request.k,
-            query_time=query_time,
-            deadline=arrived + deadline_ms / 1000,
-            request=ticket.request if ticket else "",
-            history=await self._history(user, request.history),
-        )
-        engine.submit(job)
-        answer = await asyncio.wrap_future(job.reply)
-        self.metrics.rank_seconds.labels(answer.model).observe(answer.times_ms["total"] / 1e3)
-        return replace(answer, items=ids.own_items(cast(list[int], answer.items)), unknown=unknown)
-
     async def _release(self, request: ReleaseRequest) -> ReleaseReply:
         ticket = verify(request.ticket, self._secret, now=self._wall_clock())
         ticket.require(instance=self.name, epoch=self.epoch, request=ticket.request)
         return ReleaseReply(self.engine.release(ticket.request))
 
-    async def _events(self, request: EventsRequest) -> EventsReply:
-        events = [self._ids.event(event) for event in request.events]
-        add = partial(self.engine.histories.add, events, self._check)
-        accepted, duplicates = await asyncio.get_running_loop().run_in_executor(self._writers, add)
-        return EventsReply(accepted=accepted, duplicates=duplicates)
+    def _submit(self, job: RankingRequest) -> None:
+        self.engine.submit(job)
+
+    def _scorer(self, job: RecommendationJob) -> HistoryScores:
+        """In full, because the KV prefix of a history without one of its events serves no other request."""
+        served, own = self.engine.versions.of(job.user), self.engine.histories.sequences
+
+        def score(histories: Sequence[Sequences], items: Sequence[int]) -> Tensor:
+            inputs = [served.prepare(one, job.query_time) for one in histories]
+            return torch.stack(served.scores(inputs, [served.candidates(items, own)] * len(inputs)))
+
+        return score
+
+    def _known(self, user: int | None = None) -> KnownItems:
+        return self._version(user).known
+
+    def _model_name(self, user: int | None = None) -> str:
+        return self._version(user).name
+
+    def _max_len(self) -> int:
+        return self.engine.versions.main.max_len
+
+    def _version(self, user: int | None) -> ServedModel:
+        versions = self.engine.versions
+        return versions.main if user is None else versions.of(user)
 
     def _check(self, events: Sequences) -> None:
-        """Raises DataError for events that a model cannot read: they would fail every later request of their user."""
         for served in self.engine.models:
             served.prepare(events, 0)
 
-    async def _invalidate(self, request: InvalidateRequest) -> InvalidateReply:
-        return InvalidateReply(self.engine.cache.invalidate(self._ids.user(request.user)))
-
-    async def _history(self, user: int, events: Sequence[Event] | None) -> Sequences | None:
-        if events is None:
-            return None
-        return await run_in_threadpool(self.engine.histories.given, user, [self._ids.event(one) for one in events])
+    def _forget_inputs(self, user: int) -> int:
+        return self.engine.cache.invalidate(user)
 
     def _ticket(self, request: RankRequest, user: int) -> Ticket | None:
         if request.ticket is None:
@@ -233,31 +198,8 @@ class Instance:
             return None
         return ticket
 
-    def _now(self) -> int:
-        return int(self._wall_clock())
-
-    async def _alive(self, http: Request) -> Response:
-        return JSONResponse({"alive": True})
-
-    async def _ready(self, http: Request) -> Response:
-        is_ready = not self.is_draining and not self.engine.is_stopping
-        return JSONResponse({"ready": is_ready}, 200 if is_ready else 503)
-
-    async def _metrics(self, http: Request) -> Response:
-        return Response(self.metrics.text(), media_type="text/plain; version=0.0.4")
-
-    async def _document(self, http: Request) -> Response:
-        return JSONResponse(instance_document(self.engine.histories.sequences.schema, self._limits))
-
-
-def _refuse(error: NestPipeError) -> tuple[int, str] | None:
-    match error:
-        case DataError():
-            return 400, "bad_data"
-        case TicketError():
-            return 403, "bad_ticket"
-        case _:
-            return refuse_busy(error)
+    def _refuse(self, error: NestPipeError) -> tuple[int, str] | None:
+        return (403, "bad_ticket") if isinstance(error, TicketError) else super()._refuse(error)
 
 
 def _holder(user: int, request: str) -> str:

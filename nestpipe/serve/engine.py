@@ -68,10 +68,9 @@ class Engine(WorkerThread):
         trigger: TriggerConfig,
         clock: Callable[[], float] = time.monotonic,
     ):
-        super().__init__("engine", max_queue=config.max_queue)
-        self.versions, self.histories = ModelVersions(served), histories
+        super().__init__("engine", histories, config=config, clock=clock)
+        self.versions, self.trigger = ModelVersions(served), trigger
         self.models, self._known = WeakSet([served]), {served.name}  # with old ones that something still refers to
-        self.config, self.trigger, self.clock = config, trigger, clock
         self.cache = KVCache[KVPrefix](
             device_bytes=config.device_bytes,
             host_bytes=config.host_bytes,

@@ -24,24 +24,20 @@ from typing import Literal
 import torch
 
 from nestpipe.data.sequences import Sequences
-from nestpipe.errors import NestPipeError
 from nestpipe.generative.instruction_store import ANY, Instructions
 from nestpipe.models.kv_prefix import PrefixKey
 from nestpipe.serve.config import EngineConfig
 from nestpipe.serve.generation_model import EncoderInputs, EncoderMemory, GeneratedList, GenerativeModel, Steering
+from nestpipe.serve.known_items import Ints
 from nestpipe.serve.kv_cache import EntryState, KVCache, settle
 from nestpipe.serve.latency_model import DEGRADED, GenerationCosts, GenerationPath, MemoryPath, choose
-from nestpipe.serve.requests import LateError
+from nestpipe.serve.requests import LateError, public_error
 from nestpipe.serve.schemas import GeneratedItems, Provenance
 from nestpipe.serve.user_history import UserHistories
 from nestpipe.serve.worker_thread import WorkerThread
 
 _log = logging.getLogger("nestpipe.serve")
 _SWEEP_S = 0.5  # between two sweeps of expired entries
-
-
-class FailedError(NestPipeError):
-    """The model failed on a request; the log says why."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -54,6 +50,7 @@ class GenerationRequest:
     scenario: str | None = None
     trigger: int | None = None
     history: Sequences | None = None
+    excluded: Ints | None = None
     reply: Future[GeneratedItems] = field(default_factory=Future)
     arrived: float = 0.0  # set by the generator
 
@@ -88,9 +85,8 @@ class Generator(WorkerThread):
         scenarios: Mapping[str, int] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        super().__init__("generator", max_queue=config.max_queue)
-        self.served, self.histories, self.instructions = served, histories, instructions
-        self.estimates, self.config, self.clock = estimates, config, clock
+        super().__init__("generator", histories, config=config, clock=clock)
+        self.served, self.instructions, self.estimates = served, instructions, estimates
         self.scenarios = dict(scenarios or {})
         self.cache = KVCache[EncoderMemory](
             device_bytes=config.device_bytes,
@@ -161,7 +157,7 @@ class Generator(WorkerThread):
                 settle(job.reply, error)
                 continue
             except Exception as error:
-                settle(job.reply, _public_error(error, "a request could not be read"))
+                settle(job.reply, public_error(error, "a request could not be read"))
                 continue
             slack_ms = 1000 * ((plans[0].job if plans else job).deadline - self.clock())
             if plans and (plan.choice.is_degraded or total_ms + plan.choice.cost_ms > slack_ms):
@@ -180,9 +176,10 @@ class Generator(WorkerThread):
         self._refresh()
         times = {"queue": 1000 * (self.clock() - job.arrived)}
         began = time.perf_counter()
-        steering, provenance = self._steer(job)
+        steering, provenance = self.steer(job)
         times["instruction"] = 1000 * (time.perf_counter() - began)
-        inputs = self.served.prepare(self.histories.of(job.user) if job.history is None else job.history, steering)
+        events = self.histories.of(job.user) if job.history is None else job.history
+        inputs = self.served.prepare(events, steering, excluded=job.excluded)
         choice = choose(
             self.estimates,
             state=self.cache.peek_state(inputs.key),
@@ -204,7 +201,7 @@ class Generator(WorkerThread):
         try:
             plan.memory, path = self._memory(plan.job, plan.inputs, plan.choice)
         except Exception as error:
-            settle(plan.job.reply, _public_error(error, "a request could not be encoded"))
+            settle(plan.job.reply, public_error(error, "a request could not be encoded"))
             return False
         plan.choice = plan.choice._replace(path=path)
         plan.times_ms["encode"] = 1000 * (time.perf_counter() - began)
@@ -241,11 +238,12 @@ class Generator(WorkerThread):
         if key not in self._evictable:
             self._evictable.append(key)
 
-    def _steer(self, job: GenerationRequest) -> tuple[Steering, Provenance]:
+    def steer(self, job: GenerationRequest) -> tuple[Steering, Provenance]:
+        """What steers a request, and where its instruction comes from; raises DataError for an unknown trigger."""
         number = None if job.scenario is None else self.scenarios[job.scenario]
         steering = Steering(scenario=number, trigger=job.trigger)
         if job.trigger is not None:
-            self.served.trie.positions(torch.tensor([job.trigger]))  # raises DataError for an unknown item
+            self.served.trie.positions(torch.tensor([job.trigger]))
         if self.instructions is None:
             return steering, Provenance(source="default", reason="not used")
         instruction, reason = self.instructions.of(job.user, job.scenario or ANY)
@@ -288,7 +286,7 @@ class Generator(WorkerThread):
         try:
             return self._search([plan], width)[0]
         except Exception as error:
-            return _public_error(error, "a request could not be decoded")
+            return public_error(error, "a request could not be decoded")
 
     def _reply(self, plan: _GenerationPlan, generated: GeneratedList, decode_ms: float) -> None:
         path, job = plan.choice.path, plan.job
@@ -315,11 +313,3 @@ class Generator(WorkerThread):
             if self.cache.demote(self._evictable.popleft()):
                 return True
         return False
-
-
-def _public_error(error: Exception, what: str) -> NestPipeError:
-    """The error for the client; an unexpected one is logged."""
-    if isinstance(error, NestPipeError):
-        return error
-    _log.error("%s", what, exc_info=error)
-    return FailedError("the model failed on the request; try again. The service's log has the traceback.")

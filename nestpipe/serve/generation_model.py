@@ -19,7 +19,7 @@ from nestpipe.data.batch_builder import BatchBuilder
 from nestpipe.data.sequences import Sequences, truncate
 from nestpipe.embedding.row_reader import TableRows
 from nestpipe.errors import CheckpointError, ConfigError
-from nestpipe.generative.beam import expand, search
+from nestpipe.generative.beam import Decoder, expand, path_scores, search
 from nestpipe.generative.instruction_store import version_of
 from nestpipe.generative.semantic_ids import Registry
 from nestpipe.generative.trie import Trie
@@ -29,13 +29,14 @@ from nestpipe.models.config import EncDecConfig
 from nestpipe.models.encdec import EncDec
 from nestpipe.models.kv_prefix import InputDigest, PrefixKey, digest_of
 from nestpipe.models.prefix_inference import cut_events
+from nestpipe.serve.known_items import Ints, KnownItems, known_items
 from nestpipe.serve.model import mapped_rows, without_events
 from nestpipe.training.run_folder import Run
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EncoderInputs:
-    """A history as the encoder reads it, the key of its memory, and the catalogue positions of all items in the history."""
+    """A history as the encoder reads it, the key of its memory, and the catalogue positions of items not to generate."""
 
     history: Batch
     key: PrefixKey
@@ -80,6 +81,7 @@ class GenerativeModel:
         trie: Trie,
         rows: TableRows,
         builder: BatchBuilder,
+        known: KnownItems,
         *,
         max_len: int,
         block: int,
@@ -88,13 +90,18 @@ class GenerativeModel:
         instruction_version: str,
     ):
         self.model, self.trie, self.name, self.instruction_version = model, trie, name, instruction_version
-        self.max_len, self._block = max_len, block
+        self.known, self.max_len, self._block = known, max_len, block
         self._rows, self._builder, self._weights = rows, builder, weights
         self._description = digest_of((type(model).__name__, model.config))
         self._schema = f"{trie.version}/{trie.digest}"
 
-    def prepare(self, events: Sequences, steering: Steering | None = None) -> EncoderInputs:
-        """The inputs of one user, with the events that the steering selects; raises DataError for unreadable events."""
+    def prepare(
+        self, events: Sequences, steering: Steering | None = None, *, excluded: Ints | None = None
+    ) -> EncoderInputs:
+        """The inputs of one user, with the events that the steering selects; raises DataError for unreadable events.
+
+        Items of the history, unless the run was evaluated with them, and excluded ones are never generated.
+        """
         end = np.array([len(events.items)])
         start = truncate(end, self.max_len, self._block)
         batch = self._builder.over(events).history(torch.tensor([0]), start, end, request_ms=None)
@@ -102,7 +109,8 @@ class GenerativeModel:
         read = replace(batch, sample_ids=torch.from_numpy(events.users), times=None, query_times=None)
         given = {**read.sample_features, **_instructions([steering or Steering()])}
         read = self.model.select(replace(read, sample_features=given), None)
-        every = torch.from_numpy(events.items)
+        unwanted = [events.items[:0] if self.known.keeps_seen else events.items]
+        every = torch.from_numpy(np.concatenate(unwanted if excluded is None else [*unwanted, excluded]))
         return self._inputs(read, self.trie.positions(every[torch.isin(every, self.trie.items)]))
 
     def shorter(self, inputs: EncoderInputs, num_events: int) -> EncoderInputs:
@@ -132,12 +140,7 @@ class GenerativeModel:
         """Lists for several requests in one beam search; raises PrefixError if a memory is of another history."""
         for one, kept in zip(inputs, memories, strict=True):
             kept.key.require(one.key)
-        batch = self._batch(inputs, steering)
-        wanted = {name: one for name, one in self.model.encode_lookups(batch).items() if name == "trigger"}
-        offsets = offsets_of(torch.tensor([len(one.memory) for one in memories]))
-        memory = torch.cat([one.memory for one in memories])
-        tokens = Jagged(torch.empty(len(memory)), offsets, int(offsets.diff().max()))
-        decoding = self.model.decoding(self._rows.read_each(wanted), batch, (memory, tokens))
+        decoding = self._decoding(inputs, memories, steering)
         beams = search(decoding, self.trie, width=width, softmax=self.model.config.softmax)
         lengths = torch.tensor([len(one.seen) for one in inputs])
         seen = Jagged(torch.cat([one.seen for one in inputs]), offsets_of(lengths), int(lengths.max()))
@@ -148,6 +151,25 @@ class GenerativeModel:
             items = self.trie.items.index_select(0, positions.index_select(0, kept))
             lists.append(GeneratedList(items.tolist(), scores.index_select(0, kept).tolist()))
         return lists
+
+    @torch.no_grad()
+    def scores(self, histories: Sequence[Sequences], items: Sequence[int], *, steering: Steering) -> Tensor:
+        """Log-probabilities [n, K] of items after histories, whatever the beam would have found."""
+        inputs = [self.prepare(one, steering) for one in histories]
+        decoding = self._decoding(inputs, [self.encode(one) for one in inputs], [steering] * len(inputs))
+        return path_scores(
+            decoding, self.trie, self.trie.positions(torch.tensor(items)), softmax=self.model.config.softmax
+        )
+
+    def _decoding(
+        self, inputs: Sequence[EncoderInputs], memories: Sequence[EncoderMemory], steering: Sequence[Steering]
+    ) -> Decoder:
+        batch = self._batch(inputs, steering)
+        wanted = {name: one for name, one in self.model.encode_lookups(batch).items() if name == "trigger"}
+        offsets = offsets_of(torch.tensor([len(one.memory) for one in memories]))
+        memory = torch.cat([one.memory for one in memories])
+        tokens = Jagged(torch.empty(len(memory)), offsets, int(offsets.diff().max()))
+        return self.model.decoding(self._rows.read_each(wanted), batch, (memory, tokens))
 
     def _inputs(self, batch: Batch, seen: Tensor) -> EncoderInputs:
         self.trie.positions(batch.items.values)  # raises DataError for an item that the model does not know
@@ -218,6 +240,7 @@ def open_generative(run: Run, *, step: int | None = None, folder: Path, memory_b
         trie,
         loaded.rows,
         BatchBuilder(without_events(run.sequences), None, inputs, statistics=run.statistics()),
+        known_items(run, loaded),
         max_len=run.config.data.max_len,
         block=run.config.data.truncate_block,
         name=f"{run.folder.name}/step-{manifest.step}/{manifest.digest[:12]}",

@@ -17,6 +17,7 @@ from nestpipe.models.config import RankingConfig
 from nestpipe.models.kv_prefix import describe_statistics
 from nestpipe.models.prefix_inference import Ranker
 from nestpipe.models.ranking import Ranking
+from nestpipe.serve.known_items import known_items
 from nestpipe.serve.prefill import ServedModel
 from nestpipe.training.run_folder import Run
 
@@ -40,7 +41,8 @@ def open_served(
         without_events(run.sequences), None, inputs_of(run.config, run.sequences), statistics=statistics
     )
     name = f"{run.folder.name}/step-{manifest.step}/{manifest.digest[:12]}"
-    return ServedModel(ranker, builder, name=name, label=label, block=run.config.data.truncate_block)
+    known = known_items(run, loaded)
+    return ServedModel(ranker, builder, known, name=name, label=label, block=run.config.data.truncate_block)
 
 
 def mapped_rows(folder: Path, memory_bytes: int) -> EmbeddingConfig:

@@ -9,69 +9,19 @@ a future.
 from __future__ import annotations
 
 import heapq
-import logging
 import time
-from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
-
-import numpy as np
+from dataclasses import dataclass
 
 from nestpipe.data.sequences import Sequences
-from nestpipe.errors import NestPipeError
 from nestpipe.serve.config import EngineConfig
+from nestpipe.serve.known_items import ScoredItems
 from nestpipe.serve.kv_cache import settle
-from nestpipe.serve.next_item_model import Ints, NextItemModel, PreparedHistory, ScoredItems
-from nestpipe.serve.requests import LateError
+from nestpipe.serve.next_item_model import NextItemModel, PreparedHistory
+from nestpipe.serve.recommendation import RecommendationAnswer, RecommendationJob
+from nestpipe.serve.requests import LateError, public_error
 from nestpipe.serve.user_history import UserHistories
 from nestpipe.serve.worker_thread import WorkerThread
-
-_log = logging.getLogger("nestpipe.serve")
-_EXPLAINED_EVENTS = 32  # last events that an explanation weighs
-_SHOWN_EVENTS = 3  # of them, for each item
-
-
-class FailedModelError(NestPipeError):
-    """The model failed on a request; the log says why."""
-
-
-class WeighedEvent(NamedTuple):
-    """An event of the history (item, seconds since 1970) and by how much a score falls without it."""
-
-    item: int
-    time: int | None
-    weight: float
-
-
-@dataclass(frozen=True, slots=True)
-class EngineAnswer:
-    """Recommended items; with an explanation, for each of them the events that weighed most."""
-
-    found: ScoredItems
-    path: Literal["model", "popular"]
-    num_events: int
-    times_ms: dict[str, float]
-    because: list[list[WeighedEvent]] | None = None
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class RecommendationJob:
-    """A request for items before a deadline, at a time in seconds."""
-
-    user: int
-    k: int
-    deadline: float
-    query_time: int
-    excluded: Ints = field(default_factory=lambda: np.empty(0, np.int64))
-    history: Sequences | None = None
-    is_explained: bool = False
-    reply: Future[EngineAnswer] = field(default_factory=Future)
-    arrived: float = 0.0  # set by the engine
-
-    def __lt__(self, other: RecommendationJob) -> bool:
-        return self.deadline < other.deadline
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,9 +42,8 @@ class NextItemEngine(WorkerThread):
         config: EngineConfig,
         clock: Callable[[], float] = time.monotonic,
     ):
-        super().__init__("recommender", max_queue=config.max_queue)
-        self.served, self.histories, self.config, self.clock = served, histories, config, clock
-        self.counts: Counter[str] = Counter()  # answers by path
+        super().__init__("recommender", histories, config=config, clock=clock)
+        self.served = served
         self._queue: list[RecommendationJob] = []  # a heap by deadline
 
     def submit(self, job: RecommendationJob) -> None:
@@ -114,7 +63,7 @@ class NextItemEngine(WorkerThread):
         known = [one for one in ready if len(one.events.items)]
         for one in ready:
             if not len(one.events.items):  # 3 nothing to encode
-                self._answer(one, self.served.popular(one.job.k, removed=one.prepared.removed), "popular")
+                self._answer(one, self.served.known.popular(one.job.k, removed=one.prepared.removed.numpy()), "popular")
         if known:
             self._recommend(known)  # 4 one encoding and one product with the catalogue for all of them
         return bool(jobs)
@@ -141,7 +90,7 @@ class NextItemEngine(WorkerThread):
             events = self.histories.of(job.user) if job.history is None else job.history
             return _PreparedJob(job, events, self.served.prepare(events, job.query_time, excluded=job.excluded))
         except Exception as error:
-            settle(job.reply, _blamed(error, "a history could not be read"))
+            settle(job.reply, public_error(error, "a history could not be read"))
             return None
 
     def _recommend(self, ready: list[_PreparedJob]) -> None:
@@ -149,47 +98,12 @@ class NextItemEngine(WorkerThread):
             found = self.served.recommend([one.prepared for one in ready], [one.job.k for one in ready])
         except Exception as error:
             for one in ready:
-                settle(one.job.reply, _blamed(error, "a batch could not be scored"))
+                settle(one.job.reply, public_error(error, "a batch could not be scored"))
             return
         for one, items in zip(ready, found, strict=True):
             self._answer(one, items, "model")
 
-    def _answer(self, one: _PreparedJob, found: ScoredItems, path: Literal["model", "popular"]) -> None:
-        try:
-            because = self._because(one, found) if one.job.is_explained and path == "model" else None
-        except Exception as error:
-            settle(one.job.reply, _blamed(error, "an answer could not be explained"))
-            return
-        self.counts[path] += 1
+    def _answer(self, one: _PreparedJob, found: ScoredItems, path: str) -> None:
         times_ms = {"total": round((self.clock() - one.job.arrived) * 1e3, 3)}
-        settle(one.job.reply, EngineAnswer(found, path, len(one.events.items), times_ms, because))
-
-    def _because(self, one: _PreparedJob, found: ScoredItems) -> list[list[WeighedEvent]]:
-        """For each item the events of the history without which its score falls most: one is left out at a time."""
-        events = one.events
-        num_events = min(self.served.num_read(len(events.items)), _EXPLAINED_EVENTS)
-        weights = self.served.influence(events, one.job.query_time, found.items, num_events=num_events).numpy()
-        first, times = len(events.items) - num_events, events.times
-        shown = []
-        for column in weights.T:
-            best = np.argsort(-column, kind="stable")[:_SHOWN_EVENTS]
-            best = best[column[best] > 0]  # an event without which the score rises explains nothing
-            shown.append(
-                [
-                    WeighedEvent(
-                        int(events.items[first + place]),
-                        None if times is None else int(times[first + place] // 1000),
-                        float(column[place]),
-                    )
-                    for place in best.tolist()
-                ]
-            )
-        return shown
-
-
-def _blamed(error: Exception, what: str) -> Exception:
-    """The error for the caller: its own mistake as it is, anything else without internals."""
-    if isinstance(error, NestPipeError):
-        return error
-    _log.error(what, exc_info=error)
-    return FailedModelError(f"{what}; the service's log has the traceback.")
+        answer = RecommendationAnswer(found=found, path=path, model=self.served.name, times_ms=times_ms)
+        settle(one.job.reply, answer)

@@ -5,18 +5,25 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import numpy as np
+
 from nestpipe.errors import ConfigError
+from nestpipe.gateway.candidates import retriever_of
 from nestpipe.generative.instruction_store import INSTRUCTIONS, Instructions, SqliteStore
 from nestpipe.generative.scenarios import scenario_numbers
+from nestpipe.models.config import EncDecConfig
 from nestpipe.serve.config import EngineConfig, TriggerConfig
 from nestpipe.serve.engine import Engine
 from nestpipe.serve.event_log import EventLog
 from nestpipe.serve.generation_engine import Generator
 from nestpipe.serve.generation_model import open_generative
+from nestpipe.serve.known_items import CandidateSearch, no_past
 from nestpipe.serve.latency_model import measure_costs, measure_generation
 from nestpipe.serve.model import open_served
 from nestpipe.serve.next_item_engine import NextItemEngine
 from nestpipe.serve.next_item_model import open_next_item
+from nestpipe.serve.pointwise_engine import PointwiseEngine
+from nestpipe.serve.pointwise_model import open_pointwise
 from nestpipe.serve.serve_flags import ServeArguments
 from nestpipe.serve.service_folder import EVENTS
 from nestpipe.serve.user_history import UserHistories
@@ -52,6 +59,34 @@ def open_histories(run: Run, log: Path) -> UserHistories:
 def open_next_item_engine(run: Run, log: Path, *, config: EngineConfig, step: int | None = None) -> NextItemEngine:
     """The engine of a next-item run, not started yet: model and histories."""
     return NextItemEngine(open_next_item(run, step=step, folder=log.parent), open_histories(run, log), config=config)
+
+
+def open_pointwise_engine(
+    run: Run, log: Path, *, config: EngineConfig, step: int | None = None, label: str = ""
+) -> PointwiseEngine:
+    """The engine of a run without histories (DCN), not started yet: model and histories."""
+    served = open_pointwise(run, step=step, label=label, folder=log.parent)
+    return PointwiseEngine(served, open_histories(run, log), config=config)
+
+
+def open_search(folder: Path, ranker: Run) -> CandidateSearch:
+    """Retrieval for a run that ranks, with the queries and item vectors of another run; raises ConfigError."""
+    run = Run.open(folder)
+    if isinstance(run.config.model, EncDecConfig):
+        raise ConfigError(
+            f"{folder} generates items and has no vectors to search; name a next-item run as --retrieval."
+        )
+    own, other = run.sequences, ranker.sequences
+    same_folder = Path(own.path).resolve() == Path(other.path).resolve()
+    if not same_folder and not (
+        np.array_equal(own.catalogue, other.catalogue)
+        and own.vocabulary("item").own_ids(own.catalogue) == other.vocabulary("item").own_ids(other.catalogue)
+    ):
+        raise ConfigError(
+            f"{folder} was trained on {own.path}, whose items are not those of {other.path}, which {ranker.folder} ranks. "
+            "Train it on the same sequence folder."
+        )
+    return CandidateSearch(retriever_of(run, past_of=no_past), keeps_seen=ranker.config.eval.seen == "none")
 
 
 def open_generator(run: Run, log: Path, *, config: EngineConfig, step: int | None = None) -> Generator:

@@ -33,7 +33,7 @@ _REFUSALS = {
     "408": "The body took too long.",
     "413": "The body is too large.",
     "429": "Too many requests wait.",
-    "503": "The instance is stopping, or the deadline has passed.",
+    "503": "The instance is stopping, the deadline has passed, or a part of it failed.",
 }
 _GATEWAY_REFUSALS = {
     **_REFUSALS,
@@ -44,51 +44,71 @@ _GATEWAY_REFUSALS = {
 
 
 def instance_calls(limits: Limits) -> Calls:
-    """The calls of an instance that ranks."""
+    """The calls of an instance that ranks with KV prefixes."""
     ticket = {"type": ["string", "null"], "minLength": 1, "maxLength": MAX_TICKET_CHARS}
-    rank = limited(
-        schemas.RankRequest,
-        candidates=limits.candidates,
-        k=limits.candidates,
-        history=limits.history,
-        deadline_ms=limits.deadline_ms,
-        ticket=(Annotated[Any, Meta(extra_json_schema=ticket)], None),  # an invalid ticket is counted, never an error
-    )
+    # An invalid ticket is counted, never an error.
+    rank = _rank(limits, ticket=(Annotated[Any, Meta(extra_json_schema=ticket)], None))
     prefill = limited(schemas.PrefillRequest, candidates=limits.candidates, history=limits.history)
     return {
         "prefill": (prefill, schemas.InstancePrefillReply),
         "rank": (rank, schemas.RankedItems),
         "release": (schemas.ReleaseRequest, schemas.ReleaseReply),
-        **_writes(limits),
+        **next_item_calls(limits),
     }
 
 
-def next_item_calls(limits: Limits) -> Calls:
-    """The calls of an instance that recommends from the whole catalogue."""
-    recommend = limited(
-        schemas.RecommendRequest,
-        k=limits.items,
+def pointwise_calls(limits: Limits) -> Calls:
+    """The calls of an instance that ranks without histories. It takes no tickets: it has no KV prefixes."""
+    return {"rank": (_rank(limits), schemas.RankedItems), **next_item_calls(limits)}
+
+
+def _rank(limits: Limits, **more: Any) -> type[schemas.RankRequest]:
+    return limited(
+        schemas.RankRequest,
+        candidates=limits.candidates,
+        k=limits.candidates,
         history=limits.history,
-        exclude=limits.candidates,
         deadline_ms=limits.deadline_ms,
+        **more,
     )
+
+
+def next_item_calls(limits: Limits) -> Calls:
+    """The calls of an instance that recommends from the whole catalogue, which every instance has."""
     return {
-        "recommend": (recommend, schemas.RecommendedItems),
+        "recommend": (_recommend(limits, schemas.InstanceRecommendRequest), schemas.RecommendedItems),
         "similar": (limited(schemas.SimilarRequest, k=limits.items), schemas.SimilarItems),
         **_writes(limits),
     }
 
 
+def _recommend(limits: Limits, kind: type[schemas.RecommendRequest], **more: Any) -> type[schemas.RecommendRequest]:
+    return limited(
+        kind,
+        k=limits.items,
+        history=limits.history,
+        exclude=limits.candidates,
+        deadline_ms=limits.deadline_ms,
+        **more,
+    )
+
+
 def generative_calls(limits: Limits, *, beam: int, scenarios: Sequence[str]) -> Calls:
     """The calls of an instance that generates."""
+    known = Meta(extra_json_schema={"enum": list(scenarios)} if scenarios else {})
     generate = limited(
         schemas.GenerateRequest,
         k=(Annotated[int, Meta(ge=1, le=beam)], min(10, beam)),
         history=limits.history,
         deadline_ms=limits.deadline_ms,
-        scenario=Meta(extra_json_schema={"enum": list(scenarios)} if scenarios else {}),
+        scenario=known,
     )
-    return {"generate": (generate, schemas.GeneratedItems), **_writes(limits)}
+    recommend = _recommend(limits, schemas.SteeredRecommendRequest, scenario=known)
+    return {
+        "generate": (generate, schemas.GeneratedItems),
+        **next_item_calls(limits),
+        "recommend": (recommend, schemas.RecommendedItems),
+    }
 
 
 def gateway_calls(limits: GatewayLimits) -> Calls:
@@ -122,16 +142,30 @@ def _writes(limits: Limits) -> Calls:
     }
 
 
-def instance_document(schema: Schema, limits: Limits) -> JsonSchema:
-    return _document("An instance of nestpipe", instance_calls(limits), _REFUSALS, schema)
+def document(title: str, calls: Calls, schema: Schema) -> JsonSchema:
+    """Of an instance, whose events have the features of its log."""
+    found = _document(title, calls, _REFUSALS, schema)
+    found["paths"]["/v1/recommend/{user}"] = {"get": _from_address(found["paths"]["/v1/recommend"]["post"])}
+    return found
 
 
-def next_item_document(schema: Schema, calls: Calls) -> JsonSchema:
-    return _document("An instance of nestpipe that recommends", calls, _REFUSALS, schema)
+def _from_address(post: JsonSchema) -> JsonSchema:
+    """GET /v1/recommend/{user}?k=10: the number fields of the POST, and its answers."""
+    fields = post["requestBody"]["content"]["application/json"]["schema"]["properties"]
+    user = {"type": "string", "minLength": 1, "maxLength": 512}
+    parameters: list[JsonSchema] = [{"name": "user", "in": "path", "required": True, "schema": user}]
+    parameters += [{"name": name, "in": "query", "schema": _required(fields[name])} for name in ("k", "query_time")]
+    return {
+        "operationId": "recommend_user",
+        "summary": "Recommends items to a user, whose id is percent-encoded in the address.",
+        "parameters": parameters,
+        "responses": post["responses"],
+    }
 
 
-def generative_document(schema: Schema, calls: Calls) -> JsonSchema:
-    return _document("A generative instance of nestpipe", calls, _REFUSALS, schema)
+def _required(schema: JsonSchema) -> JsonSchema:
+    """What a field may be besides null."""
+    return next(one for one in schema.get("anyOf", [schema]) if one.get("type") != "null")
 
 
 def gateway_document(limits: GatewayLimits | None = None) -> JsonSchema:

@@ -18,6 +18,7 @@ from nestpipe.jagged import Batch, Jagged
 from nestpipe.models.kv_prefix import KVPrefix, PrefixKey
 from nestpipe.models.prefix_inference import CandidateBatch, Ranker, Suffix, cut_events
 from nestpipe.rng import GOLDEN, hash_text, mix64
+from nestpipe.serve.known_items import KnownItems
 from nestpipe.serve.kv_cache import CacheEntry, KVCache
 from nestpipe.serve.prefill_policy import RankingCosts
 
@@ -53,10 +54,22 @@ class HistoryInputs:
 
 
 class ServedModel:
-    """A model in use. `name` says which weights it has; candidates are ordered by `label`; `block` is training's truncation."""
+    """A model in use. `name` says which weights it has, `known` which items; candidates are ordered by `label`.
 
-    def __init__(self, ranker: Ranker, builder: BatchBuilder, *, name: str, label: str = "", block: int = 1):
-        self.ranker, self.name, self._builder = ranker, name, builder
+    `block` is training's truncation.
+    """
+
+    def __init__(
+        self,
+        ranker: Ranker,
+        builder: BatchBuilder,
+        known: KnownItems,
+        *,
+        name: str,
+        label: str = "",
+        block: int = 1,
+    ):
+        self.ranker, self.name, self._builder, self.known = ranker, name, builder, known
         self.max_len, self.block = ranker.model.max_len, block
         self.costs, self.counts = RankingCosts(), Counter[str]()  # on this machine; answers by path
         labels = [one.name for one in ranker.model.tasks.labels]

@@ -1,4 +1,4 @@
-"""Metrics of an instance. Users are never labels."""
+"""Metrics of the instances. Users are never labels."""
 
 from __future__ import annotations
 
@@ -10,30 +10,54 @@ from prometheus_client.registry import Collector
 
 from nestpipe.serve.config import BUCKETS_S
 from nestpipe.serve.engine import Engine
+from nestpipe.serve.generation_engine import Generator
+from nestpipe.serve.worker_thread import WorkerThread
 
 
-class EngineMetrics(Collector):
-    """Counters of the handlers; the engine's own figures are read when /metrics is scraped."""
+class InstanceMetrics(Collector):
+    """Counters of the handlers; the worker's own figures are read when /metrics is scraped."""
 
-    def __init__(self, engine: Engine):
-        self._engine = engine
-        self._registry = CollectorRegistry()
-        self._registry.register(self)
-        own = self._registry
+    def __init__(self, worker: WorkerThread):
+        self._worker = worker
+        own = self._registry = CollectorRegistry()
+        own.register(self)
         self.answers = Counter("nestpipe_answers", "Answers by call and status", ["call", "status"], registry=own)
-        self.rank_seconds = Histogram(
-            "nestpipe_rank_seconds",
-            "Time of a ranking request in the engine",
-            ["model"],
-            buckets=BUCKETS_S,
-            registry=own,
+        self.recommended = Counter("nestpipe_recommended", "Recommendations by path", ["path"], registry=own)
+        self.recommend_seconds = Histogram(
+            "nestpipe_recommend_seconds", "Time of a recommendation", buckets=BUCKETS_S, registry=own
         )
-        self.tickets = Counter("nestpipe_tickets_refused", "Tickets that were refused", registry=own)
 
     def text(self) -> bytes:
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
+        yield GaugeMetricFamily("nestpipe_waiting", "Requests that wait", value=self._worker.num_waiting)
+
+
+class RankingMetrics(InstanceMetrics):
+    """Of an instance that ranks."""
+
+    def __init__(self, worker: WorkerThread):
+        super().__init__(worker)
+        self.rank_seconds = Histogram(
+            "nestpipe_rank_seconds",
+            "Time of a ranking request in the engine",
+            ["model"],
+            buckets=BUCKETS_S,
+            registry=self._registry,
+        )
+
+
+class EngineMetrics(RankingMetrics):
+    """Of an instance that ranks with KV prefixes."""
+
+    def __init__(self, engine: Engine):
+        self._engine = engine
+        super().__init__(engine)
+        self.tickets = Counter("nestpipe_tickets_refused", "Tickets that were refused", registry=self._registry)
+
+    def collect(self) -> Iterator[Metric]:
+        yield from super().collect()
         engine = self._engine
         for kind, title in (("path", "Ranking requests by path"), ("reason", "Prefill hints by decision")):
             family = CounterMetricFamily(f"nestpipe_{kind}", title, labels=[kind])
@@ -58,6 +82,35 @@ class EngineMetrics(Collector):
             copies.add_metric([label], tier.copies)
         yield copies
         yield CounterMetricFamily("nestpipe_cache_evicted", "Prefixes evicted", value=engine.cache.num_evicted)
-        yield GaugeMetricFamily("nestpipe_waiting", "Requests that wait", value=engine.num_waiting)
         p99_s = engine.latencies.p99() / 1e3
         yield GaugeMetricFamily("nestpipe_rank_p99_seconds", "P99 ranking latency over the last 5 s", value=p99_s)
+
+
+class GenerationMetrics(InstanceMetrics):
+    """Of an instance that generates."""
+
+    def __init__(self, generator: Generator):
+        self._generator = generator
+        super().__init__(generator)
+        self.generate_seconds = Histogram(
+            "nestpipe_generate_seconds",
+            "Time of a request in the generator",
+            buckets=BUCKETS_S,
+            registry=self._registry,
+        )
+
+    def collect(self) -> Iterator[Metric]:
+        yield from super().collect()
+        generator = self._generator
+        paths = CounterMetricFamily("nestpipe_generated", "Answers by path", labels=["path"])
+        instructions = CounterMetricFamily(
+            "nestpipe_instructions", "Answers by the instruction found", labels=["found"]
+        )
+        for (what, which), count in sorted(generator.counts.items()):
+            (paths if what == "path" else instructions).add_metric([which], count)
+        yield paths
+        yield instructions
+        used = GaugeMetricFamily("nestpipe_cache_used_bytes", "Bytes of encoder memories", labels=["tier"])
+        used.add_metric(["device"], generator.cache.device.used)
+        used.add_metric(["host"], generator.cache.host.used)
+        yield used

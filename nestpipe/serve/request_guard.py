@@ -124,7 +124,7 @@ class RequestGuard:
                 _log.exception("a call failed")
             except Exception:
                 _log.exception("a call failed")
-            return refusal(500, "failed", "the call failed unexpectedly; the service's log has the traceback.")
+            return refusal(503, "failed", "the call failed unexpectedly; the service's log has the traceback.")
 
         async def handle(http: HttpRequest) -> Response:
             status, content = await answer(http)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -18,6 +19,8 @@ from nestpipe.serve.kv_cache import EntryState
 from nestpipe.serve.prefill import HistoryInputs
 from nestpipe.serve.prefill_policy import RankingCosts, Reason
 from nestpipe.serve.schemas import RankedItems
+
+_log = logging.getLogger("nestpipe.serve")
 
 Path = Literal["hit_device", "join", "hit_host", "extend", "full", "shorter", "fallback"]
 HITS = frozenset({"hit_device", "join", "hit_host", "extend"})
@@ -36,6 +39,18 @@ class LateError(NestPipeError):
     """The deadline passed before anything could be answered."""
 
 
+class FailedError(NestPipeError):
+    """The model failed on a request; the log says why."""
+
+
+def public_error(error: Exception, what: str) -> NestPipeError:
+    """The error for the caller: its own mistake as it is; anything else is logged and told without internals."""
+    if isinstance(error, NestPipeError):
+        return error
+    _log.error(what, exc_info=error)
+    return FailedError(f"{what}; try again. The service's log has the traceback.")
+
+
 def refuse_busy(error: NestPipeError) -> tuple[int, str] | None:
     """The status and code of an instance that cannot answer now."""
     match error:
@@ -45,6 +60,8 @@ def refuse_busy(error: NestPipeError) -> tuple[int, str] | None:
             return 429, "overloaded"
         case LateError():
             return 503, "deadline"
+        case FailedError():
+            return 503, "failed"
     return None
 
 

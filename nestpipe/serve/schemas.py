@@ -81,6 +81,24 @@ class RecommendRequest(_TopK, kw_only=True):
     explain: bool = False
 
 
+class InstanceRecommendRequest(RecommendRequest):
+    """Recommends items to a user, or to whoever has a `history`, which replaces the stored one.
+
+    `exclude` lists items not to show, `explain` asks for reasons.
+    """
+
+    user: OwnId | UnsetType = UNSET  # type: ignore[assignment]  # a gateway routes by the user, an instance need not
+
+
+class SteeredRecommendRequest(InstanceRecommendRequest, kw_only=True):
+    """Recommends items to a user, or to whoever has a `history`, which replaces the stored one.
+
+    `exclude` lists items not to show, `explain` asks for reasons, `scenario` steers a generative run.
+    """
+
+    scenario: Name | None = None
+
+
 class SimilarRequest(_Request):
     """Items that are like an item, or like several together."""
 

@@ -17,7 +17,7 @@ class ServeArguments:
     """The flags of the command."""
 
     run: tyro.conf.Positional[Path | None] = None
-    """Folder of a ranking or a generative run."""
+    """Folder of a run of any kind."""
     step: int | None = None
     """Checkpoint to serve [default: the best one if the run validated, else the latest]."""
     label: str = ""
@@ -48,7 +48,7 @@ class ServeArguments:
     ray: int = 0
     """Start this many replicas under Ray Serve instead, with its proxy on --port; see docs/how-to/fleet.md."""
     retrieval: Path | None = None
-    """Folder of a trained retrieval run for the gateway [default: means of this run's item vectors]."""
+    """Folder of a trained next-item run that finds candidates for a ranker [default: means of its own item vectors]."""
     stages: Stages = field(default_factory=Stages)
     demo: bool = False
     """Serve a demo page at the gateway's address; it shows the history of any user."""
@@ -86,7 +86,7 @@ class ServeArguments:
 def parse(argv: Sequence[str]) -> ServeArguments:
     """The flags of a command line, checked."""
     example = "Example: nestpipe serve runs/ranking --port 8701 --trigger.budget-ms 50"
-    text = f"Serves a run as one instance: next-item models recommend, rankers rank, generative ones generate; see docs/how-to/serve.md.\n\n{example}"
+    text = f"Serves a run of any kind as one instance: recommendations, similar items, events; see docs/how-to/serve.md.\n\n{example}"
     arguments = tyro.cli(ServeArguments, prog="nestpipe serve", description=text, args=argv)
     arguments.check()
     return arguments

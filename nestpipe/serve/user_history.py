@@ -146,6 +146,19 @@ def of_user(own: Sequences, user: int, events: UserEvents) -> Sequences:
     )
 
 
+def without_event(events: Sequences, place: int) -> Sequences:
+    """A history without one of its events."""
+    kept = np.delete(np.arange(len(events.items)), place)
+    left = UserEvents(events.items, events.times, events.event_features).take(kept)
+    return replace(
+        events,
+        offsets=np.array([0, len(kept)]),
+        items=left.items,
+        times=left.times,
+        event_features=left.features,
+    )
+
+
 def _place(own: Sequences, user: int) -> int | None:
     """The user's place in the folder."""
     place = int(np.searchsorted(own.users, user))

@@ -1,14 +1,16 @@
-"""A thread that takes steps while other threads queue requests: the base of the engine and the generator."""
+"""A thread that takes steps while other threads queue requests: the base of all engines."""
 
 from __future__ import annotations
 
 import logging
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from nestpipe.serve.config import EngineConfig
 from nestpipe.serve.requests import BusyError, StoppingError
+from nestpipe.serve.user_history import UserHistories
 
 _log = logging.getLogger("nestpipe.serve")
 _PAUSE_S = 0.2  # of an idle thread
@@ -17,8 +19,9 @@ _PAUSE_S = 0.2  # of an idle thread
 class WorkerThread(ABC):
     """Takes steps until it is stopped and its queue is empty. Requests are queued inside `admitting`."""
 
-    def __init__(self, name: str, *, max_queue: int):
-        self._name, self._max_queue = name, max_queue
+    def __init__(self, name: str, histories: UserHistories, *, config: EngineConfig, clock: Callable[[], float]):
+        self.histories, self.config, self.clock = histories, config, clock
+        self._name = name
         self._wakeup, self._has_new = threading.Condition(), False
         self._thread: threading.Thread | None = None
         self.is_stopping = False
@@ -42,7 +45,7 @@ class WorkerThread(ABC):
         with self._wakeup:
             if self.is_stopping:
                 raise StoppingError("the instance is stopping; try another.")
-            if (num := self.num_waiting) >= self._max_queue:
+            if (num := self.num_waiting) >= self.config.max_queue:
                 raise BusyError(f"{num} requests wait already; try again later, or another instance.")
             yield
             self._has_new = True

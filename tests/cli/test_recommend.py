@@ -10,7 +10,7 @@ import pytest
 from nestpipe import train
 from nestpipe.cli import main
 from tests.eval.test_catalogue_predictor import named_log
-from tests.small_runs import small_config
+from tests.small_runs import small_config, write_log
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +43,22 @@ def test_all_users_go_to_one_file(run, tmp_path, capsys, monkeypatch):
         assert lines["rank"].to_list() == [1, 2, 3]
     assert found["user"].n_unique() == 40
     assert [path.name for path in out.parent.iterdir()] == [out.name]
+
+
+@pytest.mark.parametrize("sated", [(0, 1), tuple(range(6))])
+def test_users_for_whom_nothing_is_left_have_no_rows(tmp_path, capsys, monkeypatch, sated):
+    """Of the whole catalogue they have had everything, so their batches have no rows: at the start, or all of them."""
+    monkeypatch.setattr("nestpipe.cli.recommend._ROWS", 2)  # one user at a time
+    log = write_log(tmp_path / "log", {user: [0, 1, 2, 3][: 4 if user in sated else 3] for user in range(6)})
+    run = train(small_config(log.path, "sasrec", epochs=1), tmp_path / "run", quiet=True)
+    out = tmp_path / "recommendations.parquet"
+    assert main(["recommend", str(run.folder), "--all", "--k", "2", "--out", str(out)]) == 0
+    left = 6 - len(sated)
+    assert f"{left} rows for 6 users" in capsys.readouterr().out
+    found = pl.read_parquet(out)
+    assert found.columns == ["user", "rank", "item", "score", "path"]
+    assert found["user"].to_list() == [user for user in range(6) if user not in sated]
+    assert found["item"].to_list() == [3] * left
 
 
 def test_similar_items(run, capsys):

@@ -54,6 +54,10 @@ def test_mistakes_are_one_message(runs, capsys, tmp_path):
     ):
         message = refused(capsys, tmp_path / "retrieval", *free, *flags)
         assert f"recommends by itself, and {what}" in message
+    message = refused(capsys, tmp_path / "retrieval", *free, "--retrieval", folder)
+    assert "finds items itself, and --retrieval is for runs that rank" in message
+    message = refused(capsys, folder, *free, "--retrieval", tmp_path / "retrieval")
+    assert "whose items are not those of" in message
 
 
 def test_a_damaged_table_is_not_served(runs, capsys, tmp_path):
@@ -108,13 +112,15 @@ def guard(tmp_path):
 
 
 @pytest.fixture
-def process(runs, guard):
+def process(runs, runs_of, guard):
     command = [
         sys.executable,
         "-m",
         "nestpipe.cli",
         "serve",
         str(runs("hstu").folder),
+        "--retrieval",
+        str(runs_of("next item").folder),
         "--host",
         "127.0.0.2",
         "--port",
@@ -145,6 +151,11 @@ def test_it_answers_and_ctrl_c_drains(process, guard, runs):
         assert http.get(f"{url}/readyz").status_code == 200
         first = http.post(f"{url}/v1/rank", json=body).json()
         assert (first["path"], first["degraded"]) == ("full", False)
+        wanted = runs("hstu").predictor().recommend(7, 24, request_ms=ASKED * 1000)
+        asked = {"user": 7, "k": 24, "query_time": ASKED, "deadline_ms": 60_000}
+        found = http.post(f"{url}/v1/recommend", json=asked).json()
+        assert (found["items"], found["degraded"]) == (wanted.items, False)
+        assert found["stages"]["retrieval"]["count"] == len(wanted.items)
         token = (runs("hstu").folder / "serve" / "token").read_text()
         state = http.get(f"{admin}/state", headers={"authorization": f"Bearer {token}"}).json()
         (costs,) = [one["costs"] for one in state["models"].values()]

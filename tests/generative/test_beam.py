@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nestpipe.errors import DataError
-from nestpipe.generative.beam import Beams, expand, search
+from nestpipe.generative.beam import Beams, expand, path_scores, search
 from nestpipe.generative.trie import Trie
 from nestpipe.jagged import Jagged
 from tests.generative.known_trees import TableDecoder, exhaustive, random_trie
@@ -38,6 +38,18 @@ def test_a_beam_as_wide_as_the_live_leaves_gives_the_exhaustive_ranking(softmax,
     if softmax == "legal":
         # Sums of rounded logarithms of up to 40 leaves in double precision.
         assert found.scores.exp().sum(1).tolist() == pytest.approx([1.0, 1.0], abs=1e-12)
+
+
+@pytest.mark.parametrize("softmax", ["legal", "full"])
+@pytest.mark.parametrize("sizes", [SIZES, (6,), (3, 2)])
+def test_scores_of_given_items_are_those_of_the_exhaustive_ranking(softmax, sizes):
+    trie = random_trie(20, sizes, seed=5, unique=False)
+    positions = torch.tensor([7, 0, 19, 7, 3])  # in any order, and twice
+    found = path_scores(TableDecoder(3, sizes), trie, positions, softmax=softmax)
+    for request in range(3):
+        truth = dict(exhaustive(trie, TableDecoder(3, sizes), request, every_leaf(trie), softmax))
+        wanted = [truth[int(trie.item_nodes[place, -1])] for place in positions]
+        torch.testing.assert_close(found[request], torch.tensor(wanted, dtype=torch.float64))
 
 
 def test_narrow_beams_take_the_best_prefixes_of_all_beams_and_never_leave_the_tree():

@@ -6,6 +6,7 @@ import pytest
 
 from nestpipe.serve.model import open_served
 from tests.serve.small_rankers import Clock, make_engine, make_log, make_run
+from tests.serve.small_services import make_runs
 
 
 @pytest.fixture(scope="session")
@@ -24,6 +25,12 @@ def runs(log, tmp_path_factory):
         return found[backbone]
 
     return of
+
+
+@pytest.fixture(scope="session")
+def runs_of(log, runs, tmp_path_factory):
+    """A run of each kind; see small_services.KINDS."""
+    return make_runs(log.path, runs("hstu"), tmp_path_factory.mktemp("kinds"))
 
 
 @pytest.fixture(scope="session")

@@ -30,7 +30,7 @@ from nestpipe.serve.admin import Admin
 from nestpipe.serve.api import Instance
 from nestpipe.serve.config import Limits, TriggerConfig
 from nestpipe.serve.engine import Engine
-from nestpipe.serve.openapi import instance_document
+from nestpipe.serve.openapi import document, instance_calls
 from nestpipe.serve.request_guard import lacks_token
 from nestpipe.training.run_folder import Run
 from tests.gateway.fake_instances import Served as Server
@@ -332,7 +332,8 @@ def test_health_metrics_and_the_document(shared):
     assert re.search(r'nestpipe_answers_total\{call="rank",status="200"\} \d', text)
     assert "user" not in text
     said = shared.http.get(f"{shared.url}/openapi.json").json()
-    assert said == json.loads(json.dumps(instance_document(shared.instance.engine.histories.sequences.schema, LIMITS)))
+    schema = shared.instance.engine.histories.sequences.schema
+    assert said == json.loads(json.dumps(document("An instance of nestpipe", instance_calls(LIMITS), schema)))
     asked = said["paths"]["/v1/rank"]["post"]["requestBody"]["content"]["application/json"]["schema"]
     assert asked["properties"]["candidates"]["maxItems"] == 50
     answer = said["paths"]["/v1/rank"]["post"]["responses"]["200"]["content"]["application/json"]["schema"]
@@ -357,9 +358,9 @@ def test_administration_needs_its_token(shared):
 def test_a_call_that_fails_is_an_answer_and_is_counted(world, monkeypatch):
     monkeypatch.setattr(world.instance.engine, "submit", lambda job: {}["nothing"])
     found = world.post("rank", {"user": 1, "request": "a", "candidates": [1]})
-    assert (found.status_code, found.json()["error"]["code"]) == (500, "failed")
+    assert (found.status_code, found.json()["error"]["code"]) == (503, "failed")
     text = world.http.get(f"{world.url}/metrics").text
-    assert 'nestpipe_answers_total{call="rank",status="500"} 1.0' in text
+    assert 'nestpipe_answers_total{call="rank",status="503"} 1.0' in text
 
 
 def test_overload_and_draining_are_said_at_once(open_world):

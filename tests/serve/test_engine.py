@@ -208,7 +208,8 @@ def test_prefixes_of_other_weights_are_not_found_and_not_accepted(runs, served, 
     (kept,) = engine.cache.peek_user(3)
     old = engine.versions.main.ranker
     changed = type(old)(old.model, old._rows, weights="another digest", schema="")
-    engine.use(ModelVersions(ServedModel(changed, engine.versions.main._builder, name="new", block=BLOCK)))
+    main = engine.versions.main
+    engine.use(ModelVersions(ServedModel(changed, main._builder, main.known, name="new", block=BLOCK)))
     found = answer(engine, 3)
     assert (found.path, found.model) == ("full", "new")
     now = asked_of(engine, 3)

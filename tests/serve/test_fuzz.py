@@ -19,6 +19,7 @@ from tests.gateway.fake_instances import Served as Server
 from tests.gateway.test_cascade import TLS
 from tests.serve.openapi_requests import check_answers
 from tests.serve.small_rankers import make_engine
+from tests.serve.small_services import serving
 
 LIMITS = Limits(candidates=50, history=40, events=20)
 SLOW_MS = 60_000  # the machine may be busy
@@ -45,6 +46,16 @@ def urls(runs, served, tmp_path_factory):
 
 @pytest.mark.parametrize("which", ["instance", "gateway"])
 def test_every_answer_is_as_documented(urls, scale, which):
-    check_answers(urls[which], num_operations={"instance": 7, "gateway": 8}[which], num_examples=scale(10, 500))
+    check_answers(urls[which], num_operations={"instance": 10, "gateway": 8}[which], num_examples=scale(10, 500))
     body = {"user": 3, "request": "r", "candidates": [1, 2], "deadline_ms": SLOW_MS}
     assert httpx.post(f"{urls[which]}/v1/rank", json=body, timeout=60).json()["degraded"] is False
+
+
+@pytest.mark.parametrize(("kind", "num_operations"), [("next item", 7), ("dcn", 8)])
+def test_every_kind_of_run_answers_as_documented(runs_of, tmp_path, scale, kind, num_operations):
+    with serving(kind, runs_of, tmp_path, limits=LIMITS) as service:
+        url = str(service.http.base_url)
+        check_answers(url, num_operations=num_operations, num_examples=scale(10, 500))
+        user = int(service.run.sequences.users[0])
+        assert service.recommend(user=user, k=2)["degraded"] is False
+        assert service.http.get("/readyz").json() == {"ready": True}

@@ -30,11 +30,10 @@ from nestpipe.generative.nearline_job import JobLedger, ledger_of
 from nestpipe.generative.prompt_builder import CoVisits
 from nestpipe.serve.config import EngineConfig, Limits
 from nestpipe.serve.generation_api import GenerativeInstance
-from nestpipe.serve.generation_engine import FailedError
 from nestpipe.serve.generation_model import Steering, open_generative
 from nestpipe.serve.latency_model import GenerationCosts, choose
 from nestpipe.serve.open_service import open_generator
-from nestpipe.serve.requests import BusyError, LateError
+from nestpipe.serve.requests import BusyError, FailedError, LateError
 from nestpipe.training.run_folder import Run
 from tests.gateway.fake_instances import Served as Server
 from tests.serve.openapi_requests import check_answers
@@ -623,7 +622,7 @@ def test_every_answer_is_as_documented(generator, scale):
     try:
         with Client(server.url, timeout_s=60) as client:
             before = client.generate(USER, 5)
-            check_answers(server.url, num_operations=5, num_examples=scale(10, 500))
+            check_answers(server.url, num_operations=8, num_examples=scale(10, 500))
             client.invalidate(USER)
             assert client.generate(USER, 5).log_probabilities == pytest.approx(before.log_probabilities, abs=EXACT)
     finally:

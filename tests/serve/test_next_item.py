@@ -9,8 +9,8 @@ import pytest
 from nestpipe import train
 from nestpipe.serve.config import EngineConfig
 from nestpipe.serve.next_item_api import NextItemInstance
-from nestpipe.serve.next_item_engine import RecommendationJob
 from nestpipe.serve.open_service import open_next_item_engine
+from nestpipe.serve.recommendation import RecommendationJob
 from nestpipe.serve.requests import BusyError, LateError
 from tests.eval.test_catalogue_predictor import named_log
 from tests.gateway.fake_instances import Served

@@ -12,7 +12,7 @@ import pytest
 from nestpipe.client import Client
 from nestpipe.data.schema import Schema
 from nestpipe.serve.config import GatewayLimits, Limits
-from nestpipe.serve.openapi import gateway_calls, gateway_document, instance_calls, instance_document
+from nestpipe.serve.openapi import document, gateway_calls, gateway_document, generative_calls, instance_calls
 from nestpipe.serve.request_errors import BadRequestError
 from nestpipe.serve.request_guard import parse
 from nestpipe.serve.schemas import CompareRequest, MemberRequest, RankRequest
@@ -108,10 +108,12 @@ def test_the_client_sends_the_fields_that_are_documented():
         "events": Client.send_events,
         "invalidate": Client.invalidate,
     }
-    for document, calls in (
-        (instance_document(Schema(), Limits()), sent),
-        (gateway_document(), sent | {"recommend": Client.recommend}),
+    generative = {"recommend": Client.recommend, "similar": Client.similar, "generate": Client.generate}
+    for described, calls in (
+        (document("An instance", instance_calls(Limits()), Schema()), sent),
+        (document("A generative one", generative_calls(Limits(), beam=4, scenarios=[]), Schema()), generative),
+        (gateway_document(), sent),
     ):
         for name, call in calls.items():
-            body = document["paths"][f"/v1/{name}"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+            body = described["paths"][f"/v1/{name}"]["post"]["requestBody"]["content"]["application/json"]["schema"]
             assert set(inspect.signature(call).parameters) == set(body["properties"])

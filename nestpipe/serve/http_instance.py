@@ -1,0 +1,159 @@
+"""What the instances of all kinds of runs share: limits, events, readiness, metrics, the OpenAPI document, administration.
+
+    POST /v1/events /v1/invalidate      GET /healthz /readyz /metrics /openapi.json
+    admin, on its own port with a token:  GET /state, POST /drain
+
+An instance of a kind adds its calls. Requests are parsed and limits are applied before anything is queued.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from nestpipe.data.sequences import Sequences
+from nestpipe.errors import DataError, NestPipeError
+from nestpipe.serve.config import Limits
+from nestpipe.serve.openapi import Calls, document
+from nestpipe.serve.own_ids import ServiceIds
+from nestpipe.serve.prometheus import InstanceMetrics
+from nestpipe.serve.request_guard import Handler, RequestGuard, Run, http_refusal, lacks_token
+from nestpipe.serve.requests import refuse_busy
+from nestpipe.serve.schemas import Event, EventsReply, EventsRequest, InvalidateReply, InvalidateRequest
+from nestpipe.serve.worker_thread import WorkerThread
+
+_MAX_WRITES, _NUM_WRITERS = 64, 2  # posts of events in flight, and threads for them
+
+
+class HttpInstance(ABC):
+    """The handlers of one process that every kind of run has."""
+
+    title = "An instance of nestpipe"
+
+    def __init__(
+        self,
+        worker: WorkerThread,
+        metrics: InstanceMetrics,
+        *,
+        name: str,
+        calls: Calls,
+        limits: Limits,
+        wall_clock: Callable[[], float] = time.time,
+    ):
+        """`calls` are the request and the answer of each call; `metrics` counts the answers of `worker`."""
+        self._worker, self._answers, self.name = worker, metrics, name
+        self._calls, self._limits, self._wall_clock = calls, limits, wall_clock
+        self._ids = ServiceIds(lambda: worker.histories.sequences)
+        # As many as the queue and one batch hold: further bodies would be read and parsed for nothing.
+        self._guard = self._limit(worker.config.max_queue + worker.config.max_batch)
+        # Writes wait for the disk, so they have their own limit and threads: other requests are not delayed.
+        self._writes = self._limit(_MAX_WRITES)
+        self._writers = ThreadPoolExecutor(_NUM_WRITERS, thread_name_prefix="events")
+        self.is_draining = False
+
+    @abstractmethod
+    def _handlers(self) -> dict[str, Run]:
+        """The calls of this kind, POST /v1/NAME."""
+
+    @abstractmethod
+    def state(self) -> dict[str, Any]:
+        """The state of the process, for /state; it names no user."""
+
+    @abstractmethod
+    def _check(self, events: Sequences) -> None:
+        """Raises DataError for events that a model cannot read: they would fail every later request of their user."""
+
+    @abstractmethod
+    def _forget_inputs(self, user: int) -> int:
+        """Drops what is cached of a user's history; says how many entries."""
+
+    def _more_routes(self) -> Sequence[Route]:
+        """Routes besides POST /v1/NAME."""
+        return ()
+
+    def _refuse(self, error: NestPipeError) -> tuple[int, str] | None:
+        """The status and code of an error."""
+        return (400, "bad_data") if isinstance(error, DataError) else refuse_busy(error)
+
+    async def _works(self) -> bool:
+        """Whether requests are answered, for /readyz."""
+        return True
+
+    def app(self) -> Starlette:
+        """The ASGI application."""
+        calls: dict[str, Run] = {**self._handlers(), "events": self._events, "invalidate": self._invalidate}
+        routes = [Route(f"/v1/{name}", self._handler(name, call), methods=["POST"]) for name, call in calls.items()]
+        gets = {"healthz": self._alive, "readyz": self._ready, "metrics": self._metrics, "openapi.json": self._document}
+        routes += [*self._more_routes(), *(Route(f"/{name}", handler) for name, handler in gets.items())]
+        return Starlette(routes=routes, exception_handlers={404: http_refusal, 405: http_refusal})
+
+    def admin_app(self, token: str) -> Starlette:
+        """State and draining, for callers with the token."""
+
+        async def handle(http: HttpRequest) -> Response:
+            if (refused := lacks_token(http, token)) is not None:
+                return refused
+            if http.method == "POST":
+                self.is_draining = True
+            return JSONResponse(self.state())
+
+        return Starlette(
+            routes=[Route("/state", handle), Route("/drain", handle, methods=["POST"])],
+            exception_handlers={404: http_refusal, 405: http_refusal},
+        )
+
+    def _handler(
+        self, name: str, run: Run, *, fields_of: Callable[[HttpRequest], Mapping[str, Any]] | None = None
+    ) -> Handler:
+        count, guard = self._answers.answers.labels, self._writes if name == "events" else self._guard
+        kind, _ = self._calls[name]
+
+        def counted(status: int) -> None:
+            count(name, str(status)).inc()
+
+        return guard.handler(kind, run, refuse=self._refuse, counted=counted, fields_of=fields_of)
+
+    def _limit(self, max_in_flight: int) -> RequestGuard:
+        return RequestGuard(max_in_flight=max_in_flight, max_bytes=self._limits.body_bytes, body_s=self._limits.body_s)
+
+    async def _events(self, request: EventsRequest) -> EventsReply:
+        events = [self._ids.event(event) for event in request.events]
+        add = partial(self._worker.histories.add, events, self._check)
+        accepted, duplicates = await asyncio.get_running_loop().run_in_executor(self._writers, add)
+        return EventsReply(accepted=accepted, duplicates=duplicates)
+
+    async def _invalidate(self, request: InvalidateRequest) -> InvalidateReply:
+        return InvalidateReply(self._forget_inputs(self._ids.user(request.user)))
+
+    async def _history(self, user: int, events: Sequence[Event] | None) -> Sequences | None:
+        """The history that a request brings."""
+        if events is None:
+            return None
+        return await run_in_threadpool(self._worker.histories.given, user, [self._ids.event(one) for one in events])
+
+    def _now(self) -> int:
+        return int(self._wall_clock())
+
+    async def _alive(self, http: HttpRequest) -> Response:
+        return JSONResponse({"alive": True})
+
+    async def _ready(self, http: HttpRequest) -> Response:
+        is_ready = not self.is_draining and not self._worker.is_stopping and await self._works()
+        return JSONResponse({"ready": is_ready}, 200 if is_ready else 503)
+
+    async def _metrics(self, http: HttpRequest) -> Response:
+        return Response(self._answers.text(), media_type="text/plain; version=0.0.4")
+
+    async def _document(self, http: HttpRequest) -> Response:
+        return JSONResponse(document(self.title, self._calls, self._worker.histories.sequences.schema))

@@ -1,0 +1,120 @@
+"""One instance of a model without histories: ranking requests are scored in batches, the most urgent first.
+
+One thread takes the steps; requests come from any thread and wait for a future.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable
+
+import numpy as np
+
+from nestpipe.jagged import Batch
+from nestpipe.serve.config import EngineConfig
+from nestpipe.serve.kv_cache import settle
+from nestpipe.serve.pointwise_model import PointwiseModel
+from nestpipe.serve.prefill_policy import Floats
+from nestpipe.serve.requests import FailedError, LateError, RankingRequest, public_error
+from nestpipe.serve.schemas import RankedItems
+from nestpipe.serve.user_history import UserHistories
+from nestpipe.serve.worker_thread import WorkerThread
+
+_log = logging.getLogger("nestpipe.serve")
+
+
+class PointwiseEngine(WorkerThread):
+    """Answers ranking requests."""
+
+    def __init__(
+        self,
+        served: PointwiseModel,
+        histories: UserHistories,
+        *,
+        config: EngineConfig,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        super().__init__("scorer", histories, config=config, clock=clock)
+        self.served, self.counts = served, Counter[str]()  # answers by path
+        self._queue: list[RankingRequest] = []  # a heap by deadline
+
+    def submit(self, job: RankingRequest) -> None:
+        """Queues a job, whose `reply` gets the answer; raises BusyError. From any thread."""
+        with self.admitting():
+            job.arrived = self.clock()
+            heapq.heappush(self._queue, job)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._queue)
+
+    def step(self) -> bool:
+        """One batch; False if there was nothing to do."""
+        jobs = self._next_jobs()  # 1 the most urgent requests whose deadline has not passed
+        ready = [(job, batch) for job in jobs if (batch := self._prepare(job)) is not None]  # 2 features
+        if ready:
+            self._score(ready)  # 3 one call for all of them; reply
+        return bool(jobs)
+
+    def _refresh(self) -> None:
+        self.histories.refresh()
+
+    def _next_jobs(self) -> list[RankingRequest]:
+        jobs: list[RankingRequest] = []
+        with self._wakeup:
+            while self._queue and len(jobs) < self.config.max_batch:
+                job = heapq.heappop(self._queue)
+                if job.reply.cancelled():
+                    continue
+                if self.clock() >= job.deadline:
+                    waited_ms = (self.clock() - job.arrived) * 1e3
+                    settle(job.reply, LateError(f"the deadline passed after {waited_ms:.0f} ms in the queue."))
+                    continue
+                jobs.append(job)
+        return jobs
+
+    def _prepare(self, job: RankingRequest) -> Batch | None:
+        try:
+            events = self.histories.of(job.user) if job.history is None else job.history
+            return self.served.prepare(events, job.items, self.histories.sequences)
+        except Exception as error:
+            settle(job.reply, public_error(error, "a request could not be read"))
+            return None
+
+    def _score(self, ready: list[tuple[RankingRequest, Batch]]) -> None:
+        """One call for all requests; if it fails, one for each."""
+        try:
+            scores = self._call([batch for _, batch in ready])
+        except Exception as error:
+            if len(ready) == 1:
+                settle(ready[0][0].reply, public_error(error, "the model failed on the request"))
+                return
+            _log.exception("a batch failed; its requests are scored one by one")
+            for one in ready:
+                self._score([one])
+            return
+        for (job, _), own in zip(ready, scores, strict=True):
+            self._reply(job, own)
+
+    def _call(self, batches: list[Batch]) -> list[Floats]:
+        return [one.numpy().astype(np.float64) for one in self.served.scores(batches)]
+
+    def _reply(self, job: RankingRequest, scores: Floats) -> None:
+        if not np.isfinite(scores).all():
+            settle(
+                job.reply, FailedError("a score is not finite; the model has diverged. Serve an earlier checkpoint.")
+            )
+            return
+        self.counts["full"] += 1
+        order = np.argsort(-scores, kind="stable")[: job.k]
+        answer = RankedItems(
+            items=[int(job.items[place]) for place in order],
+            scores=scores[order].tolist(),
+            path="full",
+            model=self.served.name,
+            times_ms={"total": round((self.clock() - job.arrived) * 1e3, 3)},
+        )
+        settle(job.reply, answer)
