@@ -19,6 +19,7 @@ from nestpipe.errors import DataError
 from nestpipe.rng import hash_text
 
 Ints = NDArray[np.int64]
+_LISTED = 10  # values that a message names
 
 
 class ServiceIds:
@@ -88,9 +89,9 @@ class ServiceIds:
             return self.item(text)
         number = self._vocabulary(name).number_of(text) if text else None
         if text and number is None:
-            raise DataError(
-                f"{name} {text!r} is not among the {len(self._vocabulary(name).table):,} values of the log."
-            )
+            known = self._vocabulary(name).table["text"]
+            listed = f": {', '.join(known.to_list())}" if len(known) <= _LISTED else ""
+            raise DataError(f"{name} {text[:80]!r} is not among the {len(known):,} values of the log{listed}.")
         return number
 
     @property
