@@ -22,7 +22,7 @@ from nestpipe.training.trained_run import load
 _START, _HOUR = 1_772_359_200, 3600  # seconds
 _NAMES = ("anna", "björn", "chloé", "dmitri", "émile", "fatima", "giulia", "hành")
 _K, _NUM_ASKED = 5, 3
-_PATIENT = ("--stages.retrieval-ms", "5000", "--stages.rank-ms", "5000")  # on a busy machine
+_PATIENT = ("--stages.retrieval-ms", "60000", "--stages.rank-ms", "60000")  # on a busy machine
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -150,7 +150,7 @@ def show_page(demo: DemoStage) -> str:
     users = httpx.get(f"{service.url}/demo/users", timeout=30.0).json()["users"]
     log = pl.read_csv(folder / "log.csv")
     check(bool(users) and set(users) <= set(log["customer"]), f"the page offers {users[:5]}")
-    with Client(service.url, timeout_s=30.0) as client:
+    with Client(service.url, timeout_s=120.0) as client:
         found = client.recommend(users[0], _K)
     check(len(found.items) == _K and set(map(str, found.items)) <= set(log["product"]), f"bad answer {found.items}")
     return f"{service.url}/ shows {len(users)} customers; {users[0]}: {', '.join(map(str, found.items[:3]))}, ..."

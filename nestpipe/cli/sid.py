@@ -28,23 +28,25 @@ from nestpipe.generative.text_encoder import cache_folder, encode_texts
 def build(flags: BuildSid) -> None:
     if not 0 <= flags.behaviour < 1:
         raise ConfigError(f"--behaviour is {flags.behaviour}; it must be at least 0 and below 1.")
+    sequences = Sequences.open(flags.data)
     items, vectors, encoder = item_vectors(
-        Sequences.open(flags.data), encoder=flags.encoder, column=flags.column, behaviour=flags.behaviour
+        sequences, encoder=flags.encoder, column=flags.column, behaviour=flags.behaviour
     )
     registry = Registry.build(items, vectors, flags.sid, encoder=encoder)
-    registry.save(flags.out)
+    registry.named_by(sequences).save(flags.out)
     Console().print(diagnose(registry, items, vectors))
 
 
 def extend(flags: ExtendSid) -> None:
     registry, sequences = Registry.load(flags.ids), Sequences.open(flags.data)
+    registry.check_names(sequences)
     items, vectors, encoder = vectors_as(registry, sequences)
     new = (~torch.isin(items, registry.items)).nonzero().flatten()
     if not len(new):
         raise DataError(f"{flags.data} has no items beyond those of {flags.ids}; nothing was written.")
     items, vectors = items.index_select(0, new), vectors.index_select(0, new)
     extended = registry.extend(items, vectors, encoder=encoder)
-    extended.save(flags.out)
+    extended.named_by(sequences).save(flags.out)
     Console().print(f"{len(new):,} items added; the version stays {extended.version}", highlight=False)
 
 
@@ -60,7 +62,9 @@ def inspect(flags: InspectSid) -> None:
 def _diagnose(registry: Registry, data: Path | None) -> Diagnostics:
     if data is None:
         return diagnose(registry)
-    items, vectors, _ = vectors_as(registry, Sequences.open(data))
+    sequences = Sequences.open(data)
+    registry.check_names(sequences)
+    items, vectors, _ = vectors_as(registry, sequences)
     both = torch.isin(items, registry.items).all() and len(items) == len(registry.items)
     return diagnose(registry, items, vectors if bool(both) else None)
 
