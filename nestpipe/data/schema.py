@@ -69,6 +69,8 @@ class Feature:
             yield f"{where}: the names user, item and time are reserved for the schema's columns"
         if self.weights is not None and self.kind != "ids":
             yield f"{where}: weights need kind 'ids', not '{self.kind}'"
+        if self.encoding == "item" and self.kind not in {"id", "ids"}:
+            yield f"{where}: encoding 'item' needs kind 'id' or 'ids', not '{self.kind}'"
         if (self.dim > 0) != (self.kind == "vector"):
             yield f"{where}: kind '{self.kind}' with dim {self.dim}; a vector needs dim > 0, other kinds dim 0"
         if self.transform != "none" and self.kind != "number":

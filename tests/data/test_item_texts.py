@@ -63,6 +63,8 @@ def test_a_feature_may_name_items(tmp_path: Path, encoding: str) -> None:
     log.write_csv(tmp_path / "log.csv")
     features = ["--feature", "trigger:id:event:encoding=item", "--feature", "shown:ids:event:encoding=item"]
     command = ["data", "ingest", str(tmp_path / "log.csv"), "--item-encoding", encoding, *features]
+    bad = ["--feature", "number:number:event:encoding=item", "--out", str(tmp_path / "out")]
+    assert main([*command, *bad]) == 2
     assert main([*command, "--out", str(tmp_path / "out")]) == 0
     sequences = Sequences.open(tmp_path / "out")
     sequences.verify()
