@@ -86,9 +86,9 @@ class HttpInstance(ABC):
         """The status and code of an error."""
         return (400, "bad_data") if isinstance(error, DataError) else refuse_busy(error)
 
+    @abstractmethod
     async def _works(self) -> bool:
         """Whether requests are answered, for /readyz."""
-        return True
 
     def app(self) -> Starlette:
         """The ASGI application."""

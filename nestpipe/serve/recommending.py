@@ -36,7 +36,7 @@ from nestpipe.serve.recommendation import (
     influence,
 )
 from nestpipe.serve.request_errors import BadRequestError
-from nestpipe.serve.request_guard import Run, user_and_numbers
+from nestpipe.serve.request_guard import Run, user_and_numbers, user_route
 from nestpipe.serve.requests import BusyError, LateError, StoppingError, public_error
 from nestpipe.serve.schemas import Influence, InstanceRecommendRequest, RecommendedItems, SimilarItems, SimilarRequest
 from nestpipe.serve.worker_thread import WorkerThread
@@ -91,7 +91,7 @@ class RecommendingInstance(HttpInstance):
 
     def _more_routes(self) -> Sequence[Route]:
         from_address = self._handler("recommend", self._recommend, fields_of=user_and_numbers)
-        return [Route("/v1/recommend/{user:path}", from_address, methods=["GET"])]
+        return [user_route("recommend", from_address)]
 
     async def _recommend(self, request: InstanceRecommendRequest) -> RecommendedItems:
         if request.user is UNSET and request.history is None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
+import re
 from collections.abc import Awaitable, Callable, Mapping
 from functools import cache
 from typing import Any
@@ -16,6 +17,7 @@ import msgspec
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
+from starlette.routing import Route
 
 from nestpipe.errors import NestPipeError
 from nestpipe.serve.request_errors import BadRequestError, explained, wrong_field
@@ -151,6 +153,13 @@ class RequestGuard:
             return await _unless_disconnected(http, run(parse(body, kind)))
         finally:
             self.num_in_flight -= 1
+
+
+def user_route(name: str, handler: Handler) -> Route:
+    """GET /v1/NAME/{user}, where a user may be any text, also one with slashes or line breaks."""
+    route = Route(f"/v1/{name}/{{user:path}}", handler, methods=["GET"])
+    route.path_regex = re.compile(route.path_regex.pattern, re.DOTALL)
+    return route
 
 
 def user_and_numbers(http: HttpRequest) -> dict[str, Any]:

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import polars as pl
 import pytest
+import torch
 
 from nestpipe import train
 from nestpipe.data.ingest import write_sequences
 from nestpipe.data.schema import Schema
 from nestpipe.data.splits import train_mask
 from nestpipe.data.synthetic_clicks import ClicksConfig, ingest_clicks
+from nestpipe.embedding.lookup import Lookup
+from nestpipe.embedding.row_reader import read_rows
 from nestpipe.errors import ConfigError, DataError
 from nestpipe.eval.catalogue_predictor import Recommendation
 from nestpipe.eval.predictor import RetrievalPredictor, make_predictor
 from nestpipe.eval.ranking_eval import RankingPredictor
+from nestpipe.models.encdec import EncDec
 from nestpipe.training.run_folder import Run
 from tests.eval.ranking_ranks import ranking_config
 from tests.serve import small_generative
@@ -138,9 +143,14 @@ def test_a_model_without_histories_recommends_by_its_first_label(tmp_path: Path)
         assert float(predictor._catalogue_scores(batch)[place]) == pytest.approx(float(score[0]), rel=1e-5)
 
 
-def test_a_generative_run_recommends_what_it_generates(tmp_path: Path) -> None:
-    run = small_generative.make_run(tmp_path)
+@pytest.mark.parametrize("item_rows", [True, False])
+def test_a_generative_run_recommends_what_it_generates(tmp_path: Path, item_rows: bool) -> None:
+    run = small_generative.make_run(tmp_path, item_rows=item_rows)
     predictor = run.predictor()
+    items, model = torch.from_numpy(np.array(run.sequences.catalogue)), cast(EncDec, predictor._model)
+    rows = read_rows(predictor._rows, {"history": Lookup(table="item", ids=items)})["history"]
+    read = model._item_vectors(rows if item_rows else None, items)  # as the encoder reads a history
+    torch.testing.assert_close(predictor.item_vectors, read.detach())
     request = predictor.request_of(np.array([4]))
     wanted = predictor.generate(request.batch, 5, seen=request.seen)
     found = predictor.recommend(int(run.sequences.users[4]), 5)

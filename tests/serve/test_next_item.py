@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from urllib.parse import quote
+
 import httpx
 import numpy as np
 import pytest
@@ -63,6 +65,12 @@ def test_a_user_without_history_gets_what_is_popular(run, client):
     wanted = run.predictor().recommend("nobody", 4)
     assert (answer["items"], answer["scores"], answer["path"]) == (wanted.items, wanted.scores, "popular")
     assert client.post("/v1/recommend", json={"user": 12, "k": 1}).json()["path"] == "popular"  # a number as a name
+
+
+@pytest.mark.parametrize("user", ["a/b", "two\nlines", "end\n", "?k=0", "..%2f", "Zoë 3/"])
+def test_any_text_is_a_user_in_an_address(client, user):
+    answer = client.get(f"/v1/recommend/{quote(user, safe='')}?k=2")
+    assert (answer.status_code, answer.json()["path"]) == (200, "popular")
 
 
 def test_what_is_excluded_or_unknown(run, client):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -55,8 +56,10 @@ def history_of(service, user):
         for item, at in zip(own.items[events], own.times[events], strict=True)
     ]
     if "device" in own.event_features:  # the ranker reads it, so it must stay with its event
-        devices = own.vocabulary("device").own_ids(own.event_features["device"].values[events])
-        found = [{**event, "device": device} for event, device in zip(found, devices, strict=True)]
+        stored, names = own.event_features["device"], own.vocabulary("device")
+        for place, event in enumerate(found, start=events.start):
+            if len(device := stored.values[stored.offsets[place] : stored.offsets[place + 1]]):
+                event["device"] = names.own_ids(device)[0]
     return found
 
 
@@ -111,6 +114,18 @@ def test_excluded_and_seen_items_are_never_shown(service):
     left = service.recommend(user=user, k=30, exclude=[*every[:2], "no such item"])["items"]
     assert left == every[2:]
     assert service.recommend(user=user, k=3, exclude=every)["items"] == []
+
+
+def test_answers_do_not_depend_on_who_else_asks(service):
+    users = service.run.sequences.users[10:16].tolist()
+    bodies = [{"user": user, "k": 6, "explain": service.kind != "dcn" and user % 3 == 0} for user in users]
+    alone = [service.recommend(**body) for body in bodies]
+    with ThreadPoolExecutor(8) as threads:
+        together = list(threads.map(lambda body: service.recommend(**body), bodies * 4))
+    for one, wanted in zip(together, alone * 4, strict=True):
+        assert one["items"] == wanted["items"]
+        np.testing.assert_allclose(one["scores"], wanted["scores"], rtol=1e-4, atol=1e-5)  # batch mates: order of sums
+        assert (one["because"] is None) == (wanted["because"] is None)
 
 
 def test_an_event_changes_the_next_answer(service):
@@ -231,5 +246,10 @@ def test_a_ranker_orders_what_retrieval_finds(runs_of, tmp_path, kind):
             by_rank = service.http.post("/v1/rank", json=body).json()
             assert by_rank["items"] == answer["items"]
             np.testing.assert_allclose(by_rank["scores"], answer["scores"], rtol=1e-5)  # a cached prefix
-        more = service.recommend(user=user, k=7)
-        assert len(more["items"]) == min(7, 24 - len({event["item"] for event in history_of(service, user)}))
+        seven = candidates(service, user, 7)
+        ranked = [item for item in offline(service, user, 24).items if item in seven[2:]]
+        assert service.recommend(user=user, k=5, exclude=seven[:2])["items"] == ranked
+        few = history_of(service, user)[:2]
+        five = service.recommend(user=user, k=5, history=few)["items"]
+        assert len(service.recommend(user=user, k=5, history=few, exclude=five[:4])["items"]) == 5
+        assert len(service.recommend(user=user, k=9, history=few)["items"]) == 9  # more than are ranked otherwise

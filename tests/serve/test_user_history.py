@@ -15,7 +15,7 @@ from nestpipe.data.sequences import Sequences
 from nestpipe.errors import DataError
 from nestpipe.serve import event_log
 from nestpipe.serve.event_log import EventLog
-from nestpipe.serve.user_history import UserHistories
+from nestpipe.serve.user_history import UserHistories, without_event
 from tests.serve.small_rankers import ASKED
 
 
@@ -57,6 +57,20 @@ def test_a_user_that_nobody_knows_has_an_empty_history(histories):
     found = histories.of(10**12)
     assert len(found.items) == 0
     assert found.user_features["segment"].offsets.tolist() == [0, 0]
+
+
+def test_an_event_is_left_out_with_its_features(histories):
+    """As if it had never been sent: an explanation scores what is left."""
+    sent = [{"item": 3, "time": 5, "device": 2}, {"item": 4, "time": 6}, {"item": 5, "time": 7, "device": 1}]
+    for place in range(3):
+        found = without_event(histories.given(3, sent), place)
+        wanted = histories.given(3, sent[:place] + sent[place + 1 :])
+        assert found.offsets.tolist() == wanted.offsets.tolist() == [0, 2]
+        assert (found.items.tolist(), found.times.tolist()) == (wanted.items.tolist(), wanted.times.tolist())
+        for name, own in wanted.event_features.items():
+            assert found.event_features[name].values.tolist() == pytest.approx(own.values.tolist(), nan_ok=True)
+            if own.offsets is not None:
+                assert found.event_features[name].offsets.tolist() == own.offsets.tolist()
 
 
 def test_new_events_are_seen_at_once_and_each_id_once(log, histories, tmp_path):
