@@ -162,7 +162,7 @@ def run_dcn(seed: int, *, quick: bool) -> dict[str, object]:
         folder = Path(text)
         size = ClicksConfig(seed=seed, num_events=60_000, num_items=100) if quick else ClicksConfig(seed=seed)
         ingest_clicks(folder / "clicks", size)
-        config = recipes.dcn()
+        config = recipes.clicks_dcn()
         config = replace(
             config,
             seed=seed,
@@ -226,7 +226,7 @@ def main() -> None:
         own: dict[str, object] = {}
         rows += report(backbone, records, own)
         keys[backbone] = own
-    settings = {**settings_of(recipes.dcn(), "dcn"), "quick": options.quick}
+    settings = {**settings_of(recipes.clicks_dcn(), "dcn"), "quick": options.quick}
     clicks = collect(NAME, "dcn", seeds, settings, lambda seed: run_dcn(seed, quick=options.quick))
     mean, half = spread([one["figures"]["of_best"] for one in clicks])  # type: ignore[index]
     keys["dcn_of_best_auc"] = round(mean, 5)

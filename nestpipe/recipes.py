@@ -69,6 +69,38 @@ def ranker() -> Config:
     )
 
 
+def dcn() -> Config:
+    """DCN-v2 for any log that has labels: crosses user, item and further features of single events."""
+    return Config(
+        data=DataConfig(path="data/log", max_len=100, truncate_block=100, windows="all", batch_tokens=2048),
+        model=DCNConfig(features=("user", "item")),
+        embedding=EmbeddingConfig(lr=2e-3),
+        train=TrainConfig(epochs=5, save_steps=1000),
+    )
+
+
+def generative() -> Config:
+    """Generative retrieval for any log with item texts; needs ids from 'nestpipe sid build'."""
+    return Config(
+        data=DataConfig(path="data/log", max_len=64, batch_size=64, validation=True),
+        model=EncDecConfig(
+            ids="data/log-ids",
+            dim=64,
+            num_encoder=1,
+            num_decoder=1,
+            num_heads=2,
+            hidden_dim=256,
+            placement="sum",
+            prefix_vectors=4096,
+            beam=30,
+        ),
+        embedding=EmbeddingConfig(lr=4e-3),
+        dense=DenseConfig(lr=2e-3),
+        train=TrainConfig(epochs=30, patience=5, warmup_steps=20),
+        eval=EvalConfig(ks=(1, 5, 10, 20)),
+    )
+
+
 def ml1m_sasrec() -> Config:
     """SASRec with full softmax on MovieLens-1M, in the protocol of Meta's generative-recommenders."""
     return Config(
@@ -274,7 +306,7 @@ def ml1m_ranking() -> Config:
     )
 
 
-def dcn() -> Config:
+def clicks_dcn() -> Config:
     """DCN-v2 on a synthetic click log with a known best AUC; about a minute on two cores."""
     return Config(
         data=DataConfig(
@@ -304,12 +336,14 @@ RECIPES: dict[str, Callable[[], Config]] = {
         hstu,
         fuxi,
         ranker,
+        dcn,
+        generative,
         ml1m_sasrec,
         ml1m_hstu,
         ml1m_hstu_large,
         ml1m_fuxi,
         ml1m_ranking,
-        dcn,
+        clicks_dcn,
         beauty_sasrec,
         beauty_sid,
         scenarios,

@@ -21,6 +21,7 @@ from tests.warm_program import warm_program
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+RUN_ELSEWHERE = {ROOT / "docs" / "get-started" / "every-model.md"}  # by cli/test_every_model.py
 LANGUAGES = {"bash", "sh", "shell", "console", "python"}
 TIMEOUT_S = 240
 _FENCE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1``` *$", re.MULTILINE | re.DOTALL)
@@ -92,7 +93,7 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("page", [page for page in PAGES if page.exists()], ids=name_of)
+@pytest.mark.parametrize("page", [page for page in PAGES if page.exists() and page not in RUN_ELSEWHERE], ids=name_of)
 def test_commands_of_page(
     page: Path, tmp_path: Path, warm: Path, record_property: Callable[[str, object], None]
 ) -> None:

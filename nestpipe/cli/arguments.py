@@ -35,7 +35,7 @@ class BuildSid:
 
     Example: nestpipe sid build data/beauty --out data/beauty-ids --sid.policy keep --sid.balanced
 
-    Next: nestpipe train beauty_sid --model.ids data/beauty-ids
+    Next: nestpipe train generative --data.path data/beauty --model.ids data/beauty-ids
     """
 
     data: DataFolder
@@ -102,6 +102,16 @@ class StartArguments:
     """Column of item ids; by default proposed from the names."""
     time: str = ""
     """Column of times, or 'none'; by default proposed from the names."""
+    feature: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """Further columns of the log, as 'nestpipe data ingest' takes them: name:kind:scope[:option=value]..."""
+    label: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """What rankers predict, likewise: name:kind:feature=NUMBER[:option=value]..."""
+    items_table: OptionalFile = None
+    """File of item attributes, in a column named as the log's item column."""
+    users_table: OptionalFile = None
+    """File of user attributes, likewise."""
+    texts: OptionalFile = None
+    """File with item ids as in the log and title, which generative models need."""
     model: FitModel = "sasrec"
     """Model to train."""
     epochs: Annotated[int | None, tyro.conf.arg(metavar="EPOCHS", help_behavior_hint="")] = None

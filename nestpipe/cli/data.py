@@ -55,17 +55,15 @@ def ingest(flags: Ingest) -> None:
     )
     log = _log_source(flags, flags.paths)
     items, users = _side_tables(flags, flags.paths, item=flags.item, user=flags.user)
-    if flags.texts is not None and flags.item_encoding != "int64":
-        raise ConfigError(
-            f"--texts names items by number, but --item-encoding is {flags.item_encoding}: they would not be found."
-        )
     if flags.texts is not None and (flags.shard or flags.ray):
         raise ConfigError(
             "--texts is not kept by shards: item texts are attached to whole folders only. Leave out --shard and --ray."
         )
+    texts = None
+    if flags.texts is not None:
+        texts = public_datasets.text_table(_side_source(flags, flags.paths, str(flags.texts), ""), item=flags.item)
     with _building(flags) as options:
-        attachments = {"text": public_datasets.read_texts(flags.texts)} if flags.texts is not None else {}
-        own = dataclasses.replace(options, dedupe=flags.dedupe, attachments=attachments, overwrite=flags.overwrite)
+        own = dataclasses.replace(options, dedupe=flags.dedupe, overwrite=flags.overwrite)
         if flags.shard:
             shard = parse_shard_flag(flags.shard)
             write_shard(flags.out, shard=shard, schema=schema, log=log, items=items, users=users, options=own)
@@ -75,7 +73,9 @@ def ingest(flags: Ingest) -> None:
             shards = RayShards(flags.ray, address=flags.ray_address)
             sequences = shards.ingest(flags.out, schema=schema, log=log, items=items, users=users, options=own)
         else:
-            sequences = write_sequences(flags.out, schema=schema, log=log, items=items, users=users, options=own)
+            sequences = write_sequences(
+                flags.out, schema=schema, log=log, items=items, users=users, texts=texts, options=own
+            )
     if flags.shard:
         print(f"{flags.out}: shard {flags.shard} of the log; 'nestpipe data merge' joins all shards")
     else:
@@ -128,17 +128,16 @@ def _side_tables(
 def _side_table(
     flags: LogFlags, paths: tuple[str, ...], path: str | None, *, key: str, delimiter: str
 ) -> SideTable | None:
-    if path is None:
-        return None
+    return None if path is None else SideTable(source=_side_source(flags, paths, path, delimiter), key=key)
+
+
+def _side_source(flags: LogFlags, paths: tuple[str, ...], path: str, delimiter: str) -> LogSource:
+    """A file beside the log, read as the log is if it has its ending."""
     source = LogSource(paths=(path,), delimiter=_tabbed(delimiter))
-    if _ending(path) == _ending(paths[0]):
-        source = dataclasses.replace(
-            source,
-            format=flags.format,
-            delimiter=source.delimiter or _tabbed(flags.delimiter),
-            encoding=flags.encoding,
-        )
-    return SideTable(source=source, key=key)
+    if _ending(path) != _ending(paths[0]):
+        return source
+    read_as = source.delimiter or _tabbed(flags.delimiter)
+    return dataclasses.replace(source, format=flags.format, delimiter=read_as, encoding=flags.encoding)
 
 
 def _tabbed(delimiter: str) -> str:

@@ -82,7 +82,7 @@ class Ingest(LogFlags, Writing):
 
     Example: nestpipe data ingest 'logs/*.csv.gz' --user user_id --item movie --time ts --feature rating:number:event --out data/mine
 
-    Next: nestpipe data inspect data/mine, then nestpipe train ml1m_sasrec --data.path data/mine
+    Next: nestpipe data inspect data/mine, then nestpipe train sasrec --data.path data/mine
     """
 
     paths: LogFiles
@@ -106,7 +106,7 @@ class Ingest(LogFlags, Writing):
     dedupe: bool = False
     """Keep only the first of equal records."""
     texts: OptionalTexts = None
-    """Parquet file with item_id and title, kept for 'nestpipe sid build'; item ids must be int64."""
+    """File with item ids as in the log (column item_id, or as --item names it) and title, kept for 'nestpipe sid build'."""
     shard: Annotated[str, tyro.conf.arg(metavar="I/N", help_behavior_hint="")] = ""
     """Read only part I (from 1) of N of the log's files, for 'nestpipe data merge'; for logs of many machines."""
     ray: int = 0
@@ -201,7 +201,7 @@ class Amazon(Reading):
     path: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")]
     """The sequence file."""
     texts: OptionalTexts = None
-    """Parquet file with item_id and title, kept for 'nestpipe sid build'."""
+    """File with item_id and title, kept for 'nestpipe sid build'."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,7 +222,7 @@ class Clicks(Writing):
 
     Example: nestpipe data clicks --out data/clicks
 
-    Next: nestpipe train dcn
+    Next: nestpipe train clicks_dcn
     """
 
     config: Annotated[ClicksConfig, tyro.conf.arg(name="")] = dataclasses.field(default_factory=ClicksConfig)

@@ -34,6 +34,13 @@ def describe(sequences: Sequences, *, histogram: bool = False) -> None:
     if (span := sequences.meta["time_span_ms"]) is not None:
         console.print(f"from {_date(span[0])} to {_date(span[1])} UTC; {sequences.meta['tie_rule']}", highlight=False)
     for scope, table in sequences.meta["tables"].items():
+        if scope == "text":
+            console.print(
+                f"item texts: {table['kept']:,} of {table['read']:,} records kept, {table['not_in_log']:,} of items that are not in the "
+                f"log; {table['without_attributes']:,} items without text",
+                highlight=False,
+            )
+            continue
         console.print(
             f"{scope} table: {table['kept']:,} of {table['read']:,} records kept, {table['not_in_log']:,} of them not in the log; "
             f"{table['without_attributes']:,} {scope}s without attributes",
@@ -56,11 +63,13 @@ def _print_reasons(sequences: Sequences, console: Console) -> None:
     meta = sequences.meta
     sheets = {
         "log": meta["quarantine"],
-        **{f"{scope} table": table["reasons"] for scope, table in meta["tables"].items()},
+        **{f"{scope} table": table["reasons"] for scope, table in meta["tables"].items() if scope != "text"},
     }
     for where, reasons in sheets.items():
         for reason, count in reasons.items():
             console.print(f"  quarantined from the {where}: {count:,} x {reason}", highlight=False, markup=False)
+    for reason, count in meta["tables"].get("text", {}).get("reasons", {}).items():
+        console.print(f"  left out of the item texts: {count:,} x {reason}", highlight=False, markup=False)
     for reason, count in meta["filtered"].items():
         console.print(f"  filtered: {count:,} x {reason}", highlight=False, markup=False)
     if any(sheets.values()):

@@ -1,5 +1,7 @@
 """`nestpipe demo`: every capability once, on generated data. Each step is an ordinary command: printed, checked, timed.
 
+It begins as a new user does, with a log that has text ids, and goes on to what is behind.
+
 A step is a function that returns its result in words, or raises `StepError`. `STEPS` lists them in order.
 """
 
@@ -23,14 +25,13 @@ from nestpipe.checkpoint.difference import same_bits
 from nestpipe.cli.arguments import DemoArguments
 from nestpipe.cli.demo_generation import generate
 from nestpipe.cli.demo_serving import relay, serve, shut_down
+from nestpipe.cli.demo_shop import ask, recommend, show_page, start
 from nestpipe.cli.demo_stage import DemoStage, InterruptedDemo, check, scratch_in, signals_interrupt
 from nestpipe.data.sequences import Sequences
 from nestpipe.errors import NestPipeError
-from nestpipe.eval.predictor import RetrievalPredictor
 from nestpipe.eval.retrieval_eval import EvalReport
 from nestpipe.profiling.overlap import CAUSES, steps_of
 from nestpipe.profiling.trace_file import load as load_trace
-from nestpipe.training.run_folder import Run
 
 _MARKER = "made-by-nestpipe-demo"
 _MICRO_BATCHES = ("--pipeline.micro-batches", "3", "--train.num-threads", "1")
@@ -65,11 +66,13 @@ def _run(demo: DemoStage) -> int:
     if not passed:
         demo.say(f"The demo stopped at a step that failed; its files are in {demo.out}.")
         return 1
-    run = shlex.quote(str(demo.out / "ranking"))
-    demo.say(f"All {len(STEPS)} steps passed. The report of the run: {demo.report}")
-    demo.say(f"Next: nestpipe serve {run} --instances 2 --port 8700 --demo, and open http://127.0.0.1:8700/")
+    shop = shlex.quote(str(demo.out / "shop"))
+    demo.say(f"All {len(STEPS)} steps passed. Reports: {demo.out / 'shop' / 'run' / 'report.html'}, {demo.report}")
     demo.say(
-        "      nestpipe train tiny --help; your own log: docs/get-started/own-data.md; the code: docs/project/tour.md"
+        f"Next: nestpipe serve {shop}/ranker --retrieval {shop}/run --port 8700 --demo, and open http://127.0.0.1:8700/"
+    )
+    demo.say(
+        "      nestpipe start YOUR_LOG.csv --out FOLDER; docs/get-started/own-data.md; the code: docs/project/tour.md"
     )
     return 0
 
@@ -150,21 +153,6 @@ def evaluate(demo: DemoStage) -> str:
     return f"HR@10 {hr10:.4f}, the best possible is {best:.4f}"
 
 
-def recommend(demo: DemoStage) -> str:
-    """Ten items for one user, none of them in the user's history."""
-    run = Run.open(demo.out / "run")
-    user = int(run.sequences.users[0])
-    predictor = run.predictor()
-    assert isinstance(predictor, RetrievalPredictor)
-    items = predictor.recommend(user, 10).items
-    history = set(run.sequences.items[: run.sequences.offsets[1]].tolist())
-    check(
-        len(set(items)) == 10 and not history & set(items),
-        f"bad recommendation {items} for a user with the history {sorted(history)}",
-    )
-    return f"user {user}: {items}"
-
-
 def write_report(demo: DemoStage) -> str:
     """One self-contained file about the run, with loss curve, timeline and quality."""
     demo.say(demo.command("report", str(demo.out / "run")))
@@ -179,14 +167,17 @@ def write_report(demo: DemoStage) -> str:
 
 
 STEPS: list[tuple[str, Callable[[DemoStage], str]]] = [
+    ("start", start),
+    ("recommend", recommend),
+    ("serve", ask),
+    ("page", show_page),
     ("ingest", ingest),
     ("train", train_nested),
     ("overlap", show_overlap),
     ("kill, resume, compare", survive_a_kill),
     ("evaluate", evaluate),
-    ("recommend", recommend),
     ("report", write_report),
-    ("serve", serve),
+    ("fleet", serve),
     ("relay", relay),
     ("generate", generate),
     ("shut down", shut_down),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
 import shlex
 import shutil
@@ -189,7 +190,7 @@ class DemoStage:
             ready = [line for line in log.read_text().splitlines() if line.startswith(says)]
             if ready:
                 self.say(ready[0])
-                url = ready[0].partition(" on ")[2].split(",")[0]
+                url = re.split("[,; ]", ready[0].partition(" on ")[2])[0]
                 self.services[name] = Service(name=name, process=process, url=url, log=log)
                 return self.services[name]
             if process.poll() is not None or time.monotonic() > deadline:

@@ -16,6 +16,7 @@ from nestpipe.checkpoint.manifest import Manifest
 from nestpipe.cli.arguments import EvalArguments
 from nestpipe.errors import ConfigError
 from nestpipe.eval.compare import Comparison, LabelComparison, compare, compare_labels
+from nestpipe.eval.example_lists import make_examples
 from nestpipe.eval.label_report import LabelReport
 from nestpipe.eval.predictor import Target, popularity
 from nestpipe.eval.ranking_eval import Predictions, RankingPredictor, baselines, report_of
@@ -62,7 +63,7 @@ def _show_context(run: Run, evaluated: Evaluated, arguments: EvalArguments) -> N
     """Prints and stores the baselines, and prints the next command."""
     baselines = _baselines(run, evaluated, arguments.target)
     for name, metrics in baselines.items():
-        shown = (f"{metric} {one.mean:.4f}" for metric, one in metrics.items())
+        shown = (f"{metric} {mean_of(one):.4f}" for metric, one in metrics.items())
         Console().print(f"{name}: " + "   ".join(shown), highlight=False)
     _write_context(run, arguments.target, step=evaluated.step, baselines=baselines)
     (user,) = run.sequences.vocabulary("user").own_ids(run.sequences.users[:1])
@@ -78,17 +79,24 @@ def _compare(a: EvalReport | LabelReport, b: EvalReport | LabelReport, seed: int
     raise ConfigError("one run retrieves items, the other ranks events by labels; their metrics cannot be compared.")
 
 
-def _baselines(run: Run, evaluated: Evaluated, target: Target) -> dict[str, dict[str, Interval]]:
-    """What any model should beat, on the same targets: name -> metric -> value."""
+def _baselines(run: Run, evaluated: Evaluated, target: Target) -> dict[str, dict[str, Interval | float]]:
+    """What any model should beat, on the same targets: name -> metric -> value, with its interval where there is one."""
     if evaluated.predictions is None:
-        return {"popularity baseline": popularity(run.sequences, run.split, run.config, target).metrics}
-    measured = {}
+        return {"popularity baseline": {**popularity(run.sequences, run.split, run.config, target).metrics}}
+    measured: dict[str, dict[str, Interval | float]] = {}
     for name, predictions in baselines(evaluated.predictions, run.sequences, run.split).items():
         tasks = report_of(predictions, run.sequences, run.split, run.config).tasks
-        measured[name] = {
-            f"gauc/{label}": one.intervals["gauc"] for label, one in tasks.items() if "gauc" in one.intervals
-        }
+        measured[name] = {}
+        for label, one in tasks.items():
+            if "gauc" in one.intervals:
+                measured[name][f"gauc/{label}"] = one.intervals["gauc"]
+            elif "auc" in one.points:  # users with one event each have no order to compare
+                measured[name][f"auc/{label}"] = one.points["auc"]
     return measured
+
+
+def mean_of(value: Interval | float) -> float:
+    return value.mean if isinstance(value, Interval) else value
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,15 +121,24 @@ def evaluate_run(run: Run, *, step: int | None = None, target: Target = "test", 
         folder = run.folder / "eval" / target
         (folder / "context.json").unlink(missing_ok=True)  # it belongs to the previous report
         evaluated.report.save(folder)
+        if (
+            world.ranks.size == 1
+        ):  # several ranks hold a part of the rows each, and a few lists are not worth an exchange
+            make_examples(predictor, run.sequences, run.split).save(folder)
         _write_context(run, target, step=step, baselines={})
     return evaluated
 
 
-def _write_context(run: Run, target: str, *, step: int, baselines: Mapping[str, Mapping[str, Interval]]) -> None:
+def _write_context(
+    run: Run, target: str, *, step: int, baselines: Mapping[str, Mapping[str, Interval | float]]
+) -> None:
     """Stores next to a report its checkpoint and, where they were computed, the baselines."""
     content = {
         "step": step,
-        "baselines": {name: {key: asdict(one) for key, one in own.items()} for name, own in baselines.items()},
+        "baselines": {
+            name: {key: asdict(one) if isinstance(one, Interval) else {"mean": one} for key, one in own.items()}
+            for name, own in baselines.items()
+        },
     }
     replace_file(run.folder / "eval" / target / "context.json", json.dumps(content, indent=2).encode())
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from nestpipe.atomic_files import replace_file
 from nestpipe.cli.arguments import ForgetArguments
+from nestpipe.cli.report import REPORT
 from nestpipe.config import Config
 from nestpipe.data.array_files import remove_stale
 from nestpipe.data.erase_user import forget_user, is_quarantined
@@ -29,7 +30,9 @@ def main(arguments: ForgetArguments) -> int:
     print(f"user {arguments.user}: {num_stored:,} stored and {num_logged:,} logged events were erased")
     print("trained weights are unchanged; train again to remove their influence")
     if num_stored:
-        print("evaluation reports, which list users, were deleted; run 'nestpipe eval' again")
+        print(
+            "evaluations and report.html, which list users, were deleted; run 'nestpipe eval' and 'nestpipe report' again"
+        )
     return 0
 
 
@@ -95,6 +98,7 @@ def _settle(run: Path, digest: str) -> None:
     facts = json.loads((run / "run.json").read_text())
     if facts["data_digest"] != digest:
         shutil.rmtree(run / "eval", ignore_errors=True)
+        (run / REPORT).unlink(missing_ok=True)
     if "next_digest" in facts:
         if facts.get("forgetting") is not None:
             _forget_instructions(run / "serve", facts["forgetting"])

@@ -10,6 +10,8 @@ from nestpipe.errors import ConfigError
 from nestpipe.report.inputs import read_facts
 from nestpipe.report.page import page
 
+REPORT = "report.html"  # in the run's folder
+
 
 def main(arguments: ReportArguments) -> int:
     print(write_report(arguments.run, arguments.out))
@@ -18,10 +20,10 @@ def main(arguments: ReportArguments) -> int:
 
 def write_report(run: Path, out: Path | None = None) -> Path:
     """The file with the report of a run; raises ConfigError if there is no run or no place for it."""
-    path = out or run / "report.html"
+    path = out or run / REPORT
     facts = read_facts(run)
     if path.is_dir():
-        raise ConfigError(f"--out is {path}, a folder; name a file, such as {path / 'report.html'}.")
+        raise ConfigError(f"--out is {path}, a folder; name a file, such as {path / REPORT}.")
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, page(facts).encode("utf-8", "replace"))  # a lone surrogate in a name is no reason to fail
     return path

@@ -7,13 +7,13 @@ from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
-import polars as pl
 import torch
 from rich.console import Console
 from torch import Tensor
 
 from nestpipe.cli.arguments import BuildSid, ExtendSid, InspectSid
 from nestpipe.data.config import DataConfig
+from nestpipe.data.item_texts import ITEM_TEXTS, read_item_texts
 from nestpipe.data.sequences import Sequences
 from nestpipe.data.splits import make_split
 from nestpipe.errors import ConfigError, DataError
@@ -28,23 +28,25 @@ from nestpipe.generative.text_encoder import cache_folder, encode_texts
 def build(flags: BuildSid) -> None:
     if not 0 <= flags.behaviour < 1:
         raise ConfigError(f"--behaviour is {flags.behaviour}; it must be at least 0 and below 1.")
+    sequences = Sequences.open(flags.data)
     items, vectors, encoder = item_vectors(
-        Sequences.open(flags.data), encoder=flags.encoder, column=flags.column, behaviour=flags.behaviour
+        sequences, encoder=flags.encoder, column=flags.column, behaviour=flags.behaviour
     )
     registry = Registry.build(items, vectors, flags.sid, encoder=encoder)
-    registry.save(flags.out)
+    registry.named_by(sequences).save(flags.out)
     Console().print(diagnose(registry, items, vectors))
 
 
 def extend(flags: ExtendSid) -> None:
     registry, sequences = Registry.load(flags.ids), Sequences.open(flags.data)
+    registry.check_names(sequences)
     items, vectors, encoder = vectors_as(registry, sequences)
     new = (~torch.isin(items, registry.items)).nonzero().flatten()
     if not len(new):
         raise DataError(f"{flags.data} has no items beyond those of {flags.ids}; nothing was written.")
     items, vectors = items.index_select(0, new), vectors.index_select(0, new)
     extended = registry.extend(items, vectors, encoder=encoder)
-    extended.save(flags.out)
+    extended.named_by(sequences).save(flags.out)
     Console().print(f"{len(new):,} items added; the version stays {extended.version}", highlight=False)
 
 
@@ -60,7 +62,9 @@ def inspect(flags: InspectSid) -> None:
 def _diagnose(registry: Registry, data: Path | None) -> Diagnostics:
     if data is None:
         return diagnose(registry)
-    items, vectors, _ = vectors_as(registry, Sequences.open(data))
+    sequences = Sequences.open(data)
+    registry.check_names(sequences)
+    items, vectors, _ = vectors_as(registry, sequences)
     both = torch.isin(items, registry.items).all() and len(items) == len(registry.items)
     return diagnose(registry, items, vectors if bool(both) else None)
 
@@ -91,13 +95,9 @@ def text_vectors(
     sequences: Sequences, *, encoder: Encoder = "auto", column: str = "title"
 ) -> tuple[Tensor, Tensor, str]:
     """Ids [I] of the catalogue, vectors [I, D] of their texts (empty if missing), and the name of the encoder."""
-    path = sequences.path / "text.parquet"
-    if not path.is_file():
-        raise DataError(f"{sequences.path} has no text.parquet; ingest the log again with --texts FILE.")
-    table = pl.read_parquet(path)
-    if column not in table.columns:
-        raise DataError(f"{path} has no column '{column}'; it has {table.columns}.")
-    texts = dict(zip(table["item"].to_list(), table[column].fill_null("").to_list(), strict=True))
+    texts = read_item_texts(sequences, column)
+    if texts is None:
+        raise DataError(f"{sequences.path} has no {ITEM_TEXTS}; ingest the log again with --texts FILE.")
     catalogue = np.array(sequences.catalogue)
     vectors, name = encode_texts(
         [texts.get(item, "") for item in catalogue.tolist()], encoder=encoder, cache=cache_folder()

@@ -11,7 +11,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import polars as pl
@@ -19,7 +19,7 @@ import polars as pl
 from nestpipe.cli import main as run_command
 from nestpipe.cli.arguments import StartArguments
 from nestpipe.config import flat
-from nestpipe.data.log_reader import LogSource, columns_of, read_raw
+from nestpipe.data.log_reader import LogSource, columns_of, propose_delimiter, read_raw
 from nestpipe.data.schema import Encoding
 from nestpipe.data.sequences import Sequences
 from nestpipe.errors import ConfigError
@@ -47,12 +47,15 @@ class ProposedColumns:
 
 def main(arguments: StartArguments) -> int:
     source = LogSource(paths=arguments.log)
+    source = replace(source, delimiter=propose_delimiter(source))
     columns = propose(source, user=arguments.user, item=arguments.item, time=arguments.time)
     data, run = arguments.out / "data", arguments.out / "run"
     ids = f"users in '{columns.user}' ({columns.user_encoding}), items in '{columns.item}' ({columns.item_encoding})"
     print(f"{', '.join(arguments.log)}: {ids}, times in '{columns.time}'")
     ingest = ["data", "ingest", *arguments.log, "--user", columns.user, "--item", columns.item, "--time", columns.time]
-    ingest += ["--user-encoding", columns.user_encoding, "--item-encoding", columns.item_encoding, "--out", str(data)]
+    ingest += ["--user-encoding", columns.user_encoding, "--item-encoding", columns.item_encoding]
+    ingest += [*(["--delimiter", source.delimiter] if source.delimiter else []), *_declared(arguments)]
+    ingest += ["--out", str(data)]
     steps: list[Callable[[], list[str] | None]] = [
         lambda: None if (data / "meta.json").exists() else ingest,
         lambda: _train(arguments, data, run),
@@ -72,6 +75,14 @@ def main(arguments: StartArguments) -> int:
             return code
     _say_next(run)
     return 0
+
+
+def _declared(arguments: StartArguments) -> list[str]:
+    """What is read besides ids and times, as ingest takes it."""
+    words = [word for one in arguments.feature for word in ("--feature", one)]
+    words += [word for one in arguments.label for word in ("--label", one)]
+    files = {"--items-table": arguments.items_table, "--users-table": arguments.users_table, "--texts": arguments.texts}
+    return words + [word for flag, file in files.items() if file is not None for word in (flag, str(file))]
 
 
 def _confirmed(arguments: StartArguments, ingest: list[str]) -> bool:
@@ -128,8 +139,8 @@ def propose(source: LogSource, *, user: str = "", item: str = "", time: str = ""
                 chosen[role] = found[0]
     if missing := [role for role in ("user", "item") if role not in chosen]:
         raise ConfigError(
-            f"cannot tell which column holds the {missing[0]} ids; the log has {present}. "
-            f"Say it with --{missing[0]} COLUMN."
+            f"cannot tell which column holds the {' and '.join(missing)} ids; the log has {present}. "
+            f"Say it with {' '.join(f'--{role} COLUMN' for role in missing)}."
         )
     chosen.setdefault("time", "none")
     wanted = [chosen["user"], chosen["item"]]

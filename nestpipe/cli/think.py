@@ -6,7 +6,7 @@ import json
 import sqlite3
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -14,11 +14,12 @@ from typing import Protocol
 from torch import Tensor
 
 from nestpipe.cli.arguments import ThinkArguments
+from nestpipe.data.item_texts import read_item_texts
 from nestpipe.data.schema import Label
 from nestpipe.data.sequences import Sequences
 from nestpipe.errors import ConfigError, DataError
 from nestpipe.generative.config import Encoder
-from nestpipe.generative.instruction_store import INSTRUCTIONS, SqliteStore, version_of
+from nestpipe.generative.instruction_store import ANY, INSTRUCTIONS, SqliteStore, version_of
 from nestpipe.generative.llm_provider import OpenAICompatibleProvider, TemplateProvider
 from nestpipe.generative.nearline_job import (
     FolderHistoryFeed,
@@ -28,7 +29,8 @@ from nestpipe.generative.nearline_job import (
     NearlineJob,
     ledger_of,
 )
-from nestpipe.generative.prompt_builder import CoVisits, InstructionProvider, RequestBuilder, item_texts
+from nestpipe.generative.prompt_builder import CoVisits, InstructionProvider, RequestBuilder
+from nestpipe.generative.scenarios import scenario_numbers
 from nestpipe.generative.semantic_ids import Registry
 from nestpipe.generative.text_encoder import encode_texts
 from nestpipe.models.config import EncDecConfig
@@ -82,10 +84,11 @@ class _Words:
         if (now := self._feed.sequences) is not self._read:
             self._read = now
             self._made = RequestBuilder(
-                texts=item_texts(now),
+                texts=read_item_texts(now) or {},
                 co_visits=None if now.times is None else CoVisits(now),
                 behaviour=self._behaviour,
                 behaviour_weights=self._weights,
+                items=now.vocabulary("item"),
             )
         return self._made
 
@@ -104,6 +107,7 @@ def _open(arguments: ThinkArguments) -> tuple[NearlineJob, SqliteStore, _Words]:
         store = arguments.store or folder / INSTRUCTIONS
         ids = arguments.ids or Path(model.ids)
         feed = RunFeed(run, folder / EVENTS)
+        _check_scenarios(arguments.think.scenarios, scenario_numbers(run.sequences, model.num_scenarios))
         labels = run.sequences.schema.labels_named((model.behaviour,)) if model.behaviour else ()
         behaviour, weights = (labels[0] if labels else None), model.behaviour_weights
     else:
@@ -125,6 +129,14 @@ def _open(arguments: ThinkArguments) -> tuple[NearlineJob, SqliteStore, _Words]:
         config=arguments.think,
     )
     return job, kept, words
+
+
+def _check_scenarios(wanted: Sequence[str], known: Mapping[str, int]) -> None:
+    if unknown := [name for name in wanted if name != ANY and name not in known]:
+        names = ", ".join(known) or "none"
+        raise ConfigError(
+            f"there is no scenario {unknown[0]!r} in --think.scenarios; the run has: {names}, and * for any."
+        )
 
 
 def text_encoder(registry: Registry) -> tuple[partial[Tensor], str]:

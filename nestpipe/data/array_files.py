@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -71,6 +71,22 @@ class FeatureFiles:
         for file in (self._values, self._offsets, self._weights):
             if file is not None:
                 file.close()
+
+
+def keep_values(folder: Path, feature: Feature, is_kept: Callable[[NDArray[np.int64]], NDArray[np.bool_]]) -> int:
+    """Removes values of an id feature from its closed files; returns how many."""
+    stem = f"{feature.scope}.{feature.name}"
+    values = np.load(folder / f"{stem}.values.npy", allow_pickle=False)
+    kept = is_kept(values)
+    if kept.all():
+        return 0
+    offsets = np.load(folder / f"{stem}.offsets.npy", allow_pickle=False)
+    save_array(folder / f"{stem}.values.npy", values[kept])
+    save_array(folder / f"{stem}.offsets.npy", np.concatenate([[0], np.cumsum(kept)])[offsets])
+    if feature.weights is not None:
+        weights = np.load(folder / f"{stem}.weights.npy", allow_pickle=False)
+        np.save(folder / f"{stem}.weights.npy", weights[kept], allow_pickle=False)
+    return int((~kept).sum())
 
 
 def _flat(lists: pl.Series) -> pl.Series:

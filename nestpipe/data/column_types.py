@@ -66,7 +66,7 @@ def parse_time(raw: pl.Series, unit: TimeUnit) -> TypedColumns:
     return TypedColumns({"time": times}, [(mask.fill_null(False), reason) for mask, reason in problems])
 
 
-def parse_feature(frame: pl.DataFrame, feature: Feature) -> TypedColumns:
+def parse_feature(frame: pl.DataFrame, feature: Feature, encoding: Encoding) -> TypedColumns:
     """The typed column(s) of a feature: its name, and name.weights if it has weights."""
     raw = frame[feature.source]
     if feature.kind == "number":
@@ -74,9 +74,9 @@ def parse_feature(frame: pl.DataFrame, feature: Feature) -> TypedColumns:
     if feature.kind == "vector":
         return _parse_vector(raw, feature)
     if feature.kind == "id":
-        values, _, bad = _id_values(_scalars(raw), feature.encoding)
-        return TypedColumns({feature.name: values}, [(bad, f"{feature.name} is not {_WANTED[feature.encoding]}")])
-    return _parse_ids(frame, feature)
+        values, _, bad = _id_values(_scalars(raw), encoding)
+        return TypedColumns({feature.name: values}, [(bad, f"{feature.name} is not {_WANTED[encoding]}")])
+    return _parse_ids(frame, feature, encoding)
 
 
 def _refuse(raw: pl.Series, part: pl.DataType) -> None:
@@ -293,11 +293,11 @@ def _parse_vector(raw: pl.Series, feature: Feature) -> TypedColumns:
     return TypedColumns({feature.name: fits.cast(pl.Array(pl.Float32, feature.dim))}, problems)
 
 
-def _parse_ids(frame: pl.DataFrame, feature: Feature) -> TypedColumns:
+def _parse_ids(frame: pl.DataFrame, feature: Feature, encoding: Encoding) -> TypedColumns:
     lists = _lists(frame[feature.source], feature.separator)
-    element = _ids(pl.element(), _inner(lists), feature.encoding, decimals=True)
+    element = _ids(pl.element(), _inner(lists), encoding, decimals=True)
     values = lists.to_frame("v").select(pl.col("v").list.eval(element))["v"]
-    problems = [(_any_null(values), f"{feature.name} has a value that is not {_WANTED[feature.encoding]}")]
+    problems = [(_any_null(values), f"{feature.name} has a value that is not {_WANTED[encoding]}")]
     if feature.weights is None:
         return TypedColumns({feature.name: values}, problems)
     weights, bad = _float_lists(frame[feature.weights], feature.separator)

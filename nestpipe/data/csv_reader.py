@@ -31,7 +31,7 @@ from nestpipe.data.record_splitter import STRAY_QUOTE, UNIT, CleanRecords, Recor
 from nestpipe.data.remote_files import name_of
 from nestpipe.errors import DataError
 
-_DELIMITERS = (",", "\t", ";", "|", "::", " ")
+DELIMITERS = (",", "\t", ";", "|", "::", " ")
 _SAMPLE_ROWS = 1000
 
 
@@ -84,9 +84,10 @@ class CsvReader:
 
     def _read_header(self, records: Records) -> None:
         """Sets the names of the columns from the first records; raises DataError if the delimiter must be wrong."""
-        if max(records.num_fields) <= 1 and len(self._columns) != 1:
-            line = records.texts[0].decode()
-            better = max(_DELIMITERS, key=line.count)
+        line = records.texts[0].decode()
+        better = max(DELIMITERS, key=line.count)
+        is_single = max(records.num_fields) <= 1 or (records.num_fields[0] <= 1 and better in line and better != " ")
+        if is_single and len(self._columns) != 1:
             hint = (
                 f"{better!r} would give {line.count(better) + 1}" if better in line else "there is no usual delimiter"
             )

@@ -7,7 +7,7 @@
 Dictionary ranks are known only at the end of the log, so texts are hashed first (provisional ids) and the hashes are
 replaced at the end (final ids).
 
-An encoder that starts from the vocabulary of an earlier ingest keeps its numbers and numbers new texts,
+A feature that names items shares the item's encoder. An encoder that starts from the vocabulary of an earlier ingest keeps its numbers and numbers new texts,
 sorted, behind them.
 """
 
@@ -119,6 +119,8 @@ class Encoder:
 def make_encoders(schema: Schema, known: Mapping[str, Vocabulary] | None = None) -> Mapping[str, Encoder]:
     """One encoder for user, for item, and each id feature; from the vocabularies of an earlier ingest if given."""
     known = known or {}
+    features = [feature for feature in schema.features if feature.kind in {"id", "ids"}]
     encodings = {"user": schema.user_encoding, "item": schema.item_encoding}
-    encodings |= {feature.name: feature.encoding for feature in schema.features if feature.kind in {"id", "ids"}}
-    return {name: Encoder(name, encoding=one, known=known.get(name)) for name, one in encodings.items()}
+    encodings |= {one.name: schema.encoding_of(one) for one in features if one.encoding != "item"}
+    found = {name: Encoder(name, encoding=one, known=known.get(name)) for name, one in encodings.items()}
+    return found | {one.name: found["item"] for one in features if one.encoding == "item"}

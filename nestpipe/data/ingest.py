@@ -27,11 +27,13 @@ from nestpipe.data.array_files import (
     ArrayFile,
     FeatureFiles,
     file_entry,
+    keep_values,
     publish_folder,
     save_array,
 )
 from nestpipe.data.external_sort import Bools, Spool
 from nestpipe.data.id_encoding import make_encoders
+from nestpipe.data.item_texts import raw_texts, write_item_texts
 from nestpipe.data.log_reader import LogSource, expand
 from nestpipe.data.quarantine import KEY, ORDER, Quarantine, TypedReader
 from nestpipe.data.remote_files import check_url, is_url, name_of, push_folder
@@ -55,7 +57,7 @@ class SideTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BuildOptions:
-    """Options of ingest. Only `dedupe`, `row_filter`, `extra`, `attachments` and `documents` change what is stored."""
+    """Options of ingest. Only `dedupe`, `row_filter`, `extra` and `documents` change what is stored."""
 
     dedupe: bool = False
     """Keep only the first of records that are equal in every column read."""
@@ -69,8 +71,6 @@ class BuildOptions:
     """Takes a function that iterates over runs of typed events; returns a mask per run, and counts of dropped events."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Stored as meta['extra'], for example the origin of the data."""
-    attachments: Mapping[str, pl.DataFrame] = field(default_factory=dict)
-    """Frames stored as NAME.parquet."""
     documents: Mapping[str, Any] = field(default_factory=dict)
     """Stored as NAME.json."""
 
@@ -82,25 +82,33 @@ def write_sequences(
     log: Source,
     items: SideTable | None = None,
     users: SideTable | None = None,
+    texts: SideTable | None = None,
     options: BuildOptions | None = None,
 ) -> Sequences:
-    """Reads the log and the tables, writes the folder and opens it; on DataError or ConfigError nothing is written."""
+    """Reads the log and the tables, writes the folder and opens it; on DataError or ConfigError nothing is written.
+
+    `texts` are kept for semantic ids and instructions: the columns beside its key are texts of the item.
+    """
     options = options or BuildOptions()
     check_job(schema, items=items, users=users, options=options)
     if is_url(out):
         check_url(str(out), overwrite=options.overwrite)
         with tempfile.TemporaryDirectory(prefix="nestpipe-") as local:
-            write_sequences(f"{local}/out", schema=schema, log=log, items=items, users=users, options=options)
+            write_sequences(
+                f"{local}/out", schema=schema, log=log, items=items, users=users, texts=texts, options=options
+            )
             push_folder(Path(local) / "out", str(out))
         return Sequences.open(out)
-    with publish_folder(Path(out), overwrite=options.overwrite, inputs=input_files(log, items, users)) as draft:
-        FolderBuild(draft, schema, options).run(log, items, users)
+    with publish_folder(Path(out), overwrite=options.overwrite, inputs=input_files(log, items, users, texts)) as draft:
+        FolderBuild(draft, schema, options).run(log, items, users, texts)
     return Sequences.open(out)
 
 
-def input_files(log: Source, items: SideTable | None, users: SideTable | None) -> list[Path]:
+def input_files(
+    log: Source, items: SideTable | None, users: SideTable | None, texts: SideTable | None = None
+) -> list[Path]:
     """All files that are read."""
-    sources = [log, *(table.source for table in (items, users) if table is not None)]
+    sources = [log, *(table.source for table in (items, users, texts) if table is not None)]
     return [path for source in sources if isinstance(source, LogSource) for path in expand(source)]
 
 
@@ -152,8 +160,9 @@ class FolderBuild:
         self._options = options
         self._encoders = make_encoders(schema, known)
         self._tables: dict[str, dict[str, Any]] = {}
+        self._notes: list[str] = []
 
-    def run(self, log: Source, items: SideTable | None, users: SideTable | None) -> None:
+    def run(self, log: Source, items: SideTable | None, users: SideTable | None, texts: SideTable | None) -> None:
         """Writes a whole sequence folder."""
         quarantine, totals, filtered, tables = self._read(log, items, users)
         catalogue = with_table_items(totals.logged_items, tables["item"])
@@ -163,7 +172,11 @@ class FolderBuild:
         for scope, ids, logged in (("item", catalogue, totals.logged_items), ("user", totals.users, totals.users)):
             if (table := tables[scope]) is not None:
                 self._tables[scope] |= table_counts(table[scope].to_numpy(), ids, logged)
+        self._drop_unknown_items(catalogue)
         self._write_texts()
+        if texts is not None:
+            read, vocabulary = raw_texts(texts.source, texts.key), self._encoders["item"].vocabulary()
+            self._tables["text"] = write_item_texts(self._draft, read, texts.key, vocabulary, catalogue)
         about = self._about(log, quarantine, totals, filtered, num_items=len(catalogue))
         write_meta(self._draft, about)
 
@@ -171,6 +184,10 @@ class FolderBuild:
         self, log: Source, items: SideTable | None, users: SideTable | None, *, shard: tuple[int, int] = (1, 1)
     ) -> None:
         """Writes a part: its tables stay tables, because the rows of the joined folder are not known yet."""
+        if naming := [feature.name for feature in self._schema.features if feature.encoding == "item"]:
+            raise ConfigError(
+                f"feature '{naming[0]}' names items (encoding=item), and which items there are is known only for the whole log, so it cannot be appended or read in shards. Ingest the whole log at once."
+            )
         quarantine, totals, filtered, tables = self._read(log, items, users)
         save_array(self._draft / "catalogue.npy", totals.logged_items)
         for scope, table in tables.items():
@@ -261,12 +278,20 @@ class FolderBuild:
         time_span = [min(span), max(span)] if span else None
         return EventTotals(np.concatenate(users), logged, files["item"].num_rows, num_duplicates, time_span)
 
+    def _drop_unknown_items(self, catalogue: NDArray[np.int64]) -> None:
+        """A value of a feature that names an item which the catalogue does not have becomes a missing one."""
+        for feature in self._schema.features:
+            if feature.encoding == "item" and feature.scope != "request":
+                num_dropped = keep_values(self._draft, feature, lambda values: np.isin(values, catalogue))
+                if num_dropped:
+                    self._notes.append(
+                        f"feature '{feature.name}': {num_dropped:,} values name items that are in no event; they are missing"
+                    )
+
     def _write_texts(self) -> None:
         for name, encoder in self._encoders.items():
-            if encoder.encoding != "int64":
+            if encoder.encoding != "int64" and encoder.name == name:
                 encoder.vocabulary().table.write_parquet(self._draft / f"texts.{name}.parquet")
-        for name, frame in self._options.attachments.items():
-            frame.write_parquet(self._draft / f"{name}.parquet")
         for name, document in self._options.documents.items():
             (self._draft / f"{name}.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 
@@ -292,12 +317,15 @@ class FolderBuild:
             "counts": counts,
             "time_span_ms": totals.time_span_ms,
             "tie_rule": TIE_RULE,
-            "encodings": {name: encoder.to_json() for name, encoder in self._encoders.items()},
+            "encodings": {
+                name: encoder.to_json() if encoder.name == name else {"encoding": encoder.name}
+                for name, encoder in self._encoders.items()
+            },
             "quarantine": dict(quarantine.reasons.most_common()),
             "filtered": filtered,
             "dedupe": self._options.dedupe,
             "tables": self._tables,
-            "notes": notes_of(self._schema, totals.time_span_ms),
+            "notes": [*self._notes, *notes_of(self._schema, totals.time_span_ms)],
             "extra": dict(self._options.extra),
             "sources": source_entries(log),
         }

@@ -15,7 +15,7 @@ from pathlib import Path
 import polars as pl
 
 from nestpipe.data.config import Format
-from nestpipe.data.csv_reader import CsvReader
+from nestpipe.data.csv_reader import DELIMITERS, CsvReader
 from nestpipe.data.jsonl_reader import read_jsonl
 from nestpipe.data.raw_chunk import RECORD, NumberKinds, RawChunk, numbered, require_columns
 from nestpipe.data.record_splitter import UNIT, Records, read_blocks, split_records
@@ -118,6 +118,18 @@ def columns_of(source: LogSource) -> list[str]:
     if _format_of(path, source) == "parquet":
         return _parquet_columns(path)
     return next(iter(_read_file(path, source, (), (), {}))).frame.columns[1:]
+
+
+def propose_delimiter(source: LogSource) -> str:
+    """The delimiter that the first line of a CSV file shows; empty if it is the one that is taken anyway."""
+    path = expand(source)[0]
+    if source.delimiter or _format_of(path, source) != "csv" or not path.stat().st_size:
+        return source.delimiter
+    first = next(iter(read_blocks(path, encoding=source.encoding, block_bytes=source.block_bytes)))
+    line = first.partition(b"\n")[0].decode(errors="replace")
+    usual = "\t" if ".tsv" in path.name.lower() else ","
+    better = max((one for one in DELIMITERS if one != " "), key=line.count)
+    return better if usual not in line and better in line else ""
 
 
 def _read_file(

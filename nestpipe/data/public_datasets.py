@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 
-from nestpipe.data.array_files import check_place
 from nestpipe.data.external_sort import Bools
 from nestpipe.data.ingest import BuildOptions, SideTable, write_sequences
-from nestpipe.data.log_reader import LINE, LogSource, columns_of, expand
+from nestpipe.data.item_texts import text_key
+from nestpipe.data.log_reader import LINE, LogSource, columns_of
 from nestpipe.data.raw_chunk import RECORD, require_columns
 from nestpipe.data.schema import Feature, Label, Schema
 from nestpipe.data.sequences import Sequences
@@ -155,12 +155,9 @@ def ingest_amazon(
 ) -> Sequences:
     """Every item of a line is an event of its user; counts are of events, not lines."""
     options = options or BuildOptions()
-    if texts is not None:
-        check_place(Path(out), overwrite=options.overwrite, inputs=[Path(texts)])
-        options = dataclasses.replace(options, attachments={**options.attachments, "text": read_texts(texts)})
-    return write_sequences(
-        out, schema=AMAZON_SCHEMA, log=LogSource(paths=(str(path),), format="lines", transform=_events), options=options
-    )
+    log = LogSource(paths=(str(path),), format="lines", transform=_events)
+    table = None if texts is None else text_table(LogSource(paths=(str(texts),)), item=AMAZON_SCHEMA.item)
+    return write_sequences(out, schema=AMAZON_SCHEMA, log=log, texts=table, options=options)
 
 
 def _events(lines: pl.DataFrame) -> pl.DataFrame:
@@ -169,8 +166,6 @@ def _events(lines: pl.DataFrame) -> pl.DataFrame:
     return users.explode("item", empty_as_null=True)
 
 
-def read_texts(path: str | Path) -> pl.DataFrame:
-    """Item texts from a Parquet file with item_id and title."""
-    source = LogSource(paths=(str(path),), format="parquet")
-    require_columns(str(path), columns_of(source), ("item_id", "title"))
-    return pl.read_parquet(expand(source)[0]).rename({"item_id": "item"})
+def text_table(source: LogSource, *, item: str) -> SideTable:
+    """A file of item texts, whose ids are in a column named as the log's or item_id."""
+    return SideTable(source=source, key=text_key(source, item))

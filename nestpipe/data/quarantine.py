@@ -34,6 +34,8 @@ _FILE = "#file"
 # that the outcome does not depend on chunk boundaries.
 _EARLY = 100_000
 _HOPELESS = 0.5
+_NOT_INT64 = "{} is not an int64"
+_TEXT_IDS = {_NOT_INT64.format(one) for one in ("user", "item")}
 _JSON = json.JSONEncoder(ensure_ascii=False, default=str)  # built once: json.dumps would build one per record
 
 
@@ -46,6 +48,9 @@ class Quarantine:
     num_read: int = 0
     reasons: Counter[str] = field(default_factory=Counter)
     first: dict[str, str] = field(default_factory=dict)
+    num_texts: Counter[str] = field(
+        default_factory=Counter
+    )  # ids that are no int64, also where that is the second problem
 
     @property
     def num_bad(self) -> int:
@@ -92,7 +97,7 @@ class Quarantine:
 
     def _text_ids(self) -> list[str]:
         """The columns of which many ids are no int64, most likely because they are texts."""
-        return [one for one in ("user", "item") if self.reasons[f"{one} is not an int64"] * 2 > self.num_bad]
+        return [one for one in ("user", "item") if self.num_texts[_NOT_INT64.format(one)] * 2 > self.num_bad]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -182,7 +187,8 @@ class TypedReader:
         return frame
 
     def _features(self, frame: pl.DataFrame, scope: Scope) -> list[TypedColumns]:
-        return [parse_feature(frame, feature) for feature in self.schema.of_scope(scope)]
+        features = self.schema.of_scope(scope)
+        return [parse_feature(frame, one, self.schema.encoding_of(one)) for one in features]
 
     def _kinds_of(self, scope: Scope, kinds: list[tuple[str, type[pl.Int64 | pl.Float64] | None]]) -> NumberKinds:
         """The columns that may be read as numbers at once: those whose typed values are the same then."""
@@ -230,6 +236,8 @@ class TypedReader:
             which[problems[index][0].to_numpy()] = index
         first_order = self.quarantine.num_read
         reasons = Counter(broken.reason for broken in raw.broken)
+        for mask, reason in problems:
+            self.quarantine.num_texts[reason] += int(mask.sum()) if reason in _TEXT_IDS else 0
         for index, count in zip(*np.unique(which[which >= 0], return_counts=True), strict=True):
             reasons[problems[index][1]] += int(count)
         self.quarantine.count(raw.frame.height + len(raw.broken), reasons)

@@ -30,6 +30,7 @@ from nestpipe.errors import ConfigError
 Kind = Literal["id", "ids", "number", "vector"]
 Scope = Literal["event", "item", "user", "request"]
 Encoding = Literal["int64", "hash", "dictionary"]
+FeatureEncoding = Literal["int64", "hash", "dictionary", "item"]
 Missing = Literal["mean", "zero", "refuse"]
 Transform = Literal["none", "log", "standardise", "log_standardise", "bucketise"]
 TimeUnit = Literal["auto", "s", "ms", "iso8601"]
@@ -45,7 +46,7 @@ class Feature:
     scope: Scope = "event"
     column: str | None = None  # in the log or side table; by default the name
 
-    encoding: Encoding = "int64"  # id, ids: how a value becomes an int64
+    encoding: FeatureEncoding = "int64"  # id, ids: how a value becomes an int64; item: it names an item of the log
     separator: str = "|"  # ids, vector: between values in a text column
     weights: str | None = None  # ids: a column of weights, separated likewise
     pool: Literal["sum", "mean"] = "mean"  # ids
@@ -68,6 +69,8 @@ class Feature:
             yield f"{where}: the names user, item and time are reserved for the schema's columns"
         if self.weights is not None and self.kind != "ids":
             yield f"{where}: weights need kind 'ids', not '{self.kind}'"
+        if self.encoding == "item" and self.kind not in {"id", "ids"}:
+            yield f"{where}: encoding 'item' needs kind 'id' or 'ids', not '{self.kind}'"
         if (self.dim > 0) != (self.kind == "vector"):
             yield f"{where}: kind '{self.kind}' with dim {self.dim}; a vector needs dim > 0, other kinds dim 0"
         if self.transform != "none" and self.kind != "number":
@@ -123,6 +126,10 @@ class Schema:
 
     def of_scope(self, *scopes: Scope) -> tuple[Feature, ...]:
         return tuple(feature for feature in self.features if feature.scope in scopes)
+
+    def encoding_of(self, feature: Feature) -> Encoding:
+        """How the values of a feature are read; one that names items is read as the item column is."""
+        return self.item_encoding if feature.encoding == "item" else feature.encoding
 
     def log_columns(self) -> tuple[str, ...]:
         """The columns that ingest reads from the log, without repetition."""

@@ -102,6 +102,8 @@ class Sequences:
         """The own ids of 'user', 'item' or an id feature; raises DataError for another name."""
         if name not in (encodings := self.meta["encodings"]):
             raise DataError(f"{self.path} has no ids named '{name}'; it has {sorted(encodings)}.")
+        if encodings[name]["encoding"] == "item":
+            name = "item"
         about, path = encodings[name], self.path / f"texts.{name}.parquet"
         table = None if about["encoding"] == "int64" else pl.read_parquet(path)
         return Vocabulary(name, about["encoding"], table, next_id=about["next_id"])

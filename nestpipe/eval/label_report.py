@@ -18,6 +18,8 @@ from nestpipe.atomic_files import replace_file
 from nestpipe.eval.label_metrics import LabelPredictions, Ratio, intervals, points, ratios
 from nestpipe.eval.topk_metrics import Array, Counts, Interval, tertiles
 
+_SHORT = {"calibration_error": "calib. error"}
+
 
 @dataclass(frozen=True, slots=True)
 class LabelMetrics:
@@ -64,18 +66,21 @@ class LabelReport:
         replace_file(folder / "report.json", self.to_json().encode())
 
     def __rich__(self) -> Table:
-        table = Table(title=f"{self.num_events:,} events of {self.num_users:,} users")
-        table.add_column("label")
-        table.add_column("metric")
+        table = Table(
+            title=f"{self.num_events:,} events of {self.num_users:,} users",
+            caption="slices: number of preceding events, and how many events are in it",
+        )
+        table.add_column("label", no_wrap=True)
+        table.add_column("metric", no_wrap=True)  # one cut to 'calibra…' tells nothing
         table.add_column("all [95 % over users]", no_wrap=True)
         for name, part in self.slices.items():
             num_events = max((one.num_events for one in part.values()), default=0)
-            table.add_column(f"{name}\n{num_events:,} events", justify="right")
+            table.add_column(f"{name.replace(' ', chr(10))}\n{num_events:,}", justify="right", no_wrap=True)
         for label, one in self.tasks.items():
             for metric, value in one.scalars().items():
                 shown = str(one.intervals.get(metric, f"{value:.4f}"))
                 parts = [f"{part[label].scalars()[metric]:.4f}" for part in self.slices.values()]
-                table.add_row(label, metric, shown, *parts)
+                table.add_row(label, _SHORT.get(metric, metric), shown, *parts)
         return table
 
     def _content(self) -> dict[str, Any]:

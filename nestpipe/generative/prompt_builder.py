@@ -16,7 +16,6 @@ from datetime import UTC, datetime
 from typing import Protocol
 
 import numpy as np
-import polars as pl
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -24,6 +23,7 @@ from torch import Tensor
 from nestpipe.data.features import label_values
 from nestpipe.data.schema import Label
 from nestpipe.data.sequences import Sequences
+from nestpipe.data.vocabulary import Vocabulary
 from nestpipe.errors import DataError
 from nestpipe.generative.instruction_store import ANY
 from nestpipe.jagged import Jagged
@@ -119,6 +119,8 @@ class RequestBuilder:
     behaviour: Label | None = None
     behaviour_weights: tuple[float, ...] = (1.0,)
     max_actions: int = 50
+    items: Vocabulary | None = None
+    """Names items without a text as the log does; None: by number."""
 
     def build(
         self,
@@ -169,7 +171,10 @@ class RequestBuilder:
         return Action(text=self._text(item), level=level, weight=weights[min(level, len(weights) - 1)])
 
     def _text(self, item: int) -> str:
-        return self.texts.get(item, "")[:_MAX_TEXT] or f"item {item}"
+        if text := self.texts.get(item, ""):
+            return text[:_MAX_TEXT]
+        own = item if self.items is None else self.items.own_ids([item])[0]
+        return f"item {own}"[:_MAX_TEXT]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,17 +199,6 @@ class TrainingInstructions:
         results = self.provider.generate(requests)
         values = self.encode([one.text for one in results])
         return Jagged(values, torch.arange(len(requests) + 1), 1)
-
-
-def item_texts(sequences: Sequences, column: str = "title") -> dict[int, str]:
-    """The text of each item, from the folder's text.parquet; empty if there is none."""
-    path = sequences.path / "text.parquet"
-    if not path.is_file():
-        return {}
-    table = pl.read_parquet(path)
-    if column not in table.columns:
-        raise DataError(f"{path} has no column '{column}'; it has {table.columns}.")
-    return dict(zip(table["item"].to_list(), table[column].fill_null("").to_list(), strict=True))
 
 
 def season_of(time_ms: int) -> str:

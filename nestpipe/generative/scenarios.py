@@ -13,7 +13,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+import polars as pl
+
 from nestpipe.config import read_object
+from nestpipe.data.sequences import Sequences
 from nestpipe.errors import ConfigError, DataError
 
 Trigger = Literal["none", "given", "last"]
@@ -128,3 +131,15 @@ def _record(number: int, content: Any) -> Scenario:
         raise ConfigError(f"record {number} of the scenarios must be an object with a name, got {content!r}.")
     record: Scenario = read_object(Scenario, content, f"{content['name']}.")
     return record
+
+
+def scenario_numbers(sequences: Sequences, num_scenarios: int) -> dict[str, int]:
+    """The scenarios of a model under their names in the log: texts, or numbers as texts if the log has numbers or none."""
+    names = {str(number): number for number in range(num_scenarios)}
+    if "scenario" not in sequences.meta["encodings"]:
+        return names
+    vocabulary = sequences.vocabulary("scenario")
+    if vocabulary.encoding == "int64":
+        return names
+    rows = vocabulary.table.filter(pl.col("id").is_between(0, num_scenarios, closed="left"))
+    return {str(text): int(number) for number, text in rows.iter_rows()}

@@ -16,12 +16,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
 
 from nestpipe.data.array_files import file_entry, publish_folder
+from nestpipe.data.sequences import Sequences
 from nestpipe.errors import ConfigError, DataError
 from nestpipe.generative import residual_kmeans
 from nestpipe.generative.config import SidConfig
@@ -41,6 +43,7 @@ class Registry:
     codebooks: Tensor
     items: Tensor
     codes: Tensor
+    names: str = ""  # digest of the items' own ids, where their numbers depend on the log
 
     @staticmethod
     def build(items: Tensor, vectors: Tensor, config: SidConfig, *, encoder: str) -> Registry:
@@ -112,6 +115,24 @@ class Registry:
             )
         return Trie(catalogue, self.codes.index_select(0, places), self.sizes, version=self.version)
 
+    def named_by(self, sequences: Sequences) -> Registry:
+        """The same ids with the names of their items in a log, which `trie_of` compares."""
+        return replace(self, names=_names(sequences, self.items))
+
+    def trie_of(self, sequences: Sequences) -> Trie:
+        """The trie of a log's catalogue; raises DataError if the log gives the numbers of the items to others."""
+        self.check_names(sequences)
+        return self.trie(torch.from_numpy(np.array(sequences.catalogue)))
+
+    def check_names(self, sequences: Sequences) -> None:
+        """Raises DataError if the log gives the numbers of the items to others."""
+        if (own := _names(sequences, self.items)) != self.names:
+            raise DataError(
+                f"{sequences.path} numbers other items than those that these semantic ids (version {self.version}) were made "
+                f"for ({own or 'no'} and {self.names or 'no'} digest of names): each would get another's codes. Build ids from "
+                f"this folder with 'nestpipe sid build {sequences.path} --out FOLDER'."
+            )
+
     def _with(self, items: Tensor, vectors: Tensor, codes: Tensor) -> Registry:
         """Adds items and applies the collision policy to them."""
         if self.config.policy == "suffix":
@@ -181,6 +202,7 @@ class Registry:
                 "encoder": self.encoder,
                 "preprocessing": self.preprocessing,
                 "config": asdict(self.config),
+                "names": self.names,
                 "files": {"ids.safetensors": file_entry(draft / "ids.safetensors")},
             }
             (draft / "ids.json").write_text(json.dumps(facts, indent=1) + "\n")
@@ -198,6 +220,7 @@ class Registry:
             encoder=facts["encoder"],
             preprocessing=facts["preprocessing"],
             config=SidConfig(**facts["config"]),
+            names=facts.get("names", ""),
             **tensors,
         )
         if registry.version != facts["version"]:
@@ -233,6 +256,16 @@ def _check_items(items: Tensor, vectors: Tensor) -> None:
     if not bool(vectors.isfinite().all()):
         row = int((~vectors.isfinite().all(1)).nonzero()[0])
         raise DataError(f"the vector of item {int(items[row])} is not finite.")
+
+
+def _names(sequences: Sequences, items: Tensor) -> str:
+    """A digest of the own ids of numbered items; empty where a number is the id itself or a hash of it."""
+    vocabulary = sequences.vocabulary("item")
+    if vocabulary.encoding != "dictionary":
+        return ""
+    known = items[torch.isin(items, torch.from_numpy(np.array(vocabulary.table["id"])))]
+    texts = [*map(str, vocabulary.own_ids(known.tolist())), *["?"] * (len(items) - len(known))]
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
 
 
 def _unit(vectors: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from nestpipe.config import Config
 from nestpipe.data.batch_builder import ModelInputs
+from nestpipe.data.schema import Feature, Schema
 from nestpipe.data.sequences import Sequences
 from nestpipe.data.splits import make_split, train_mask
 from nestpipe.errors import ConfigError
@@ -112,11 +113,17 @@ def _instruction_fields(model: EncDecConfig, sequences: Sequences) -> tuple[str,
             )
         if feature.name == "reasoning" and feature.dim != model.reasoning_dim:
             raise ConfigError(f"{where} has width {feature.dim}, but model.reasoning_dim is {model.reasoning_dim}.")
+        if feature.name == "trigger" and not _names_items(sequences.schema, feature):
+            raise ConfigError(
+                f"{where} names items, but has its own encoding '{feature.encoding}', so its numbers are not the items'. "
+                "Ingest the log with --feature trigger:id:event:encoding=item."
+            )
         values = sequences.event_features[feature.name].values
         if feature.name == "scenario" and len(values) and not 0 <= values.min() <= values.max() < model.num_scenarios:
             raise ConfigError(
                 f"{where} has {values.min()} .. {values.max()}, but model.num_scenarios is {model.num_scenarios}: "
-                "scenarios are numbered from 0."
+                "scenarios are numbered from 0. Texts are numbered by --feature scenario:id:event:encoding=dictionary; "
+                "--model.num-scenarios is how many there are."
             )
         if feature.name == "trigger" and len(unknown := np.setdiff1d(values, sequences.catalogue)):
             raise ConfigError(
@@ -125,3 +132,8 @@ def _instruction_fields(model: EncDecConfig, sequences: Sequences) -> tuple[str,
             )
         found.append(feature.name)
     return tuple(found)
+
+
+def _names_items(schema: Schema, feature: Feature) -> bool:
+    """Whether the numbers of a feature are those of items."""
+    return feature.encoding == "item" or (schema.item_encoding == feature.encoding != "dictionary")

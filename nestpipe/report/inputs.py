@@ -15,6 +15,7 @@ from nestpipe.checkpoint import folders as checkpoint_folders
 from nestpipe.checkpoint.manifest import Manifest
 from nestpipe.checkpoint.reader import TableFacts, dense_shapes, table_facts
 from nestpipe.errors import ConfigError, DataError
+from nestpipe.eval.example_lists import EXAMPLES, Examples
 from nestpipe.profiling import overlap_report, trace_file
 from nestpipe.profiling.overlap import StepTimes
 from nestpipe.profiling.trace_file import RankTrace
@@ -72,6 +73,7 @@ class RunFacts:
     traced: TracedSteps | Missing
     saved: SavedCheckpoint | Missing
     evaluations: dict[str, Evaluation | Missing]  # test always, validation if there is one
+    examples: Examples | Missing
 
     @property
     def num_ranks(self) -> int | None:
@@ -121,6 +123,7 @@ def read_facts(folder: Path) -> RunFacts:
         traced=attempt("the trace", lambda: _traced(folder)),
         saved=attempt("the latest checkpoint", lambda: _saved(folder)),
         evaluations=evaluations,
+        examples=attempt("the examples", lambda: _examples(folder)),
     )
 
 
@@ -147,6 +150,11 @@ def _object(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"{path} is not a JSON object")
     return content
+
+
+def _examples(folder: Path) -> Examples:
+    """Of the evaluation that there is; one of validation targets has the same."""
+    return Examples.load(next(path.parent for path in sorted((folder / "eval").glob(f"*/{EXAMPLES}"))))
 
 
 def _state(folder: Path, summary: Any, records: list[dict[str, Any]]) -> RunStatus:

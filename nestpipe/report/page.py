@@ -15,11 +15,13 @@ from nestpipe.report.html import note
 from nestpipe.report.inputs import Evaluation, Missing, RunFacts, SavedCheckpoint, TracedSteps, attempt
 from nestpipe.report.number_format import count, duration, metric, num_bytes, share, significant
 from nestpipe.report.quality import quality
+from nestpipe.report.recommendations import recommendations
 from nestpipe.report.settings import environment, recipe_of, settings
 from nestpipe.report.steps import steps
 
 SECTIONS: dict[str, tuple[str, Callable[[RunFacts], Iterator[Markup]]]] = {
     "quality": ("Quality", quality),
+    "recommendations": ("Recommendations", recommendations),
     "curves": ("Curves", curves),
     "steps": ("Pipeline", steps),
     "balance": ("Balance and memory", balance),

@@ -16,7 +16,7 @@ import logging
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -87,7 +87,7 @@ class GenerativeVersion:
 
 
 class Generator(VersionedWorker[GenerativeVersion]):
-    """Answers generation requests. `scenarios` are names in the order of the model's scenario numbers."""
+    """Answers generation requests. `scenarios` are the model's scenario numbers by name."""
 
     def __init__(
         self,
@@ -97,13 +97,13 @@ class Generator(VersionedWorker[GenerativeVersion]):
         estimates: GenerationCosts,
         *,
         config: EngineConfig,
-        scenarios: Sequence[str] = (),
+        scenarios: Mapping[str, int] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         version = GenerativeVersion(served, instructions, estimates)
         super().__init__("generator", version, histories, config=config, clock=clock)
         self._known = {version.name}
-        self.scenarios = {name: number for number, name in enumerate(scenarios)}
+        self.scenarios = dict(scenarios or {})
         self.cache = KVCache[EncoderMemory](
             device_bytes=config.device_bytes,
             host_bytes=config.host_bytes,

@@ -235,7 +235,7 @@ def open_generative(run: Run, *, step: int | None = None, folder: Path, memory_b
             f"{place} does not say which semantic ids it was trained with, so its codes cannot be decoded."
         )
     registry = Registry.load(config.ids, version=trained)
-    trie = registry.trie(torch.from_numpy(np.array(run.sequences.catalogue)))
+    trie = registry.trie_of(run.sequences)
     loaded = run.load_model(manifest.step, rows=rows_in_files(folder, memory_bytes), ids=trie)
     assert isinstance(loaded.model, EncDec)
     inputs = inputs_of(run.config, run.sequences)

@@ -10,6 +10,7 @@ import numpy as np
 from nestpipe.errors import ConfigError
 from nestpipe.gateway.candidates import retriever_of
 from nestpipe.generative.instruction_store import INSTRUCTIONS, Instructions, SqliteStore
+from nestpipe.generative.scenarios import scenario_numbers
 from nestpipe.models.config import DCNConfig, EncDecConfig, RankingConfig
 from nestpipe.serve.config import EngineConfig, TriggerConfig
 from nestpipe.serve.engine import Engine
@@ -112,7 +113,7 @@ def open_generator(run: Run, log: Path, *, config: EngineConfig, step: int | Non
     """The generator of a run, not started yet: model, histories, instructions, and costs measured on this machine."""
     histories = open_histories(run, log)
     version = generative_version(run, histories, log.parent, step=step)
-    scenarios = [str(number) for number in range(version.served.model.config.num_scenarios)]
+    scenarios = scenario_numbers(run.sequences, version.served.model.config.num_scenarios)
     return Generator(version.served, histories, version.instructions, version.costs, config=config, scenarios=scenarios)
 
 

@@ -19,11 +19,15 @@ Calls = dict[str, tuple[type[Any], type[Any]]]
 """The request and the answer of each call."""
 ServiceKind = Literal["ranker", "pointwise", "next_item", "generative"]
 """The kind of run behind a gateway."""
-_KINDS = {
+_KINDS: dict[str, JsonSchema] = {
     "number": {"type": ["number", "null"]},
     "id": {"type": ["integer", "null"]},
     "ids": {"type": ["array", "null"], "items": {"type": "integer"}},
     "vector": {"type": ["array", "null"], "items": {"type": "number"}},
+}
+_NAMED: dict[str, JsonSchema] = {  # ids that are texts in the log
+    "id": {"type": ["string", "integer", "null"]},
+    "ids": {"type": ["array", "null"], "items": {"type": ["string", "integer"]}},
 }
 _REFUSALS = {
     "400": "The body cannot be read, or names something that does not exist.",
@@ -242,7 +246,8 @@ def _add_features(event: JsonSchema, log: Schema | None) -> None:
     else:
         del event["properties"]["time"]
     for feature in log.of_scope("event"):
-        event["properties"][feature.name] = _KINDS[feature.kind]
+        is_named = feature.kind in {"id", "ids"} and feature.encoding != "int64"
+        event["properties"][feature.name] = (_NAMED if is_named else _KINDS)[feature.kind]
         if feature.weights is not None:
             event["properties"][f"{feature.name}.weights"] = _KINDS["vector"]
     event["additionalProperties"] = False

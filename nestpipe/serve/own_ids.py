@@ -12,12 +12,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from nestpipe.data.schema import Feature
 from nestpipe.data.sequences import Sequences
 from nestpipe.data.vocabulary import OwnId, Vocabulary
 from nestpipe.errors import DataError
 from nestpipe.rng import hash_text
 
 Ints = NDArray[np.int64]
+_LISTED = 10  # values that a message names
 
 
 class ServiceIds:
@@ -65,12 +67,12 @@ class ServiceIds:
         if "user" in found:
             found["user"] = self._known_user(found["user"])
         found["item"] = self.item(found["item"])
-        for name, kind in self._coded_features.items():
-            value = found.get(name)
-            if isinstance(value, list) and kind == "ids":
-                found[name] = [self._feature(name, one) for one in value]
+        for feature in self._coded_features:
+            value = found.get(feature.name)
+            if isinstance(value, list) and feature.kind == "ids":
+                found[feature.name] = [self._feature(feature, one) for one in value]
             elif value is not None and not isinstance(value, list):  # a list where one value belongs is refused later
-                found[name] = self._feature(name, value)
+                found[feature.name] = self._feature(feature, value)
         return found
 
     def _known_user(self, own: OwnId) -> int:
@@ -81,22 +83,25 @@ class ServiceIds:
             )
         return int(numbers[0])
 
-    def _feature(self, name: str, own: Any) -> int | None:
+    def _feature(self, feature: Feature, own: Any) -> int | None:
         """The number of a value of an id feature, read as ingest reads it; None for an empty text, which is missing."""
+        name = feature.name
         if isinstance(own, bool) or not isinstance(own, int | str):
             raise DataError(f"{name} is {str(own)[:60]!r}; it must be a whole number or a text, as in the log.")
         text = str(own).strip()
+        if text and feature.encoding == "item":
+            return self.item(text)
         number = self._vocabulary(name).number_of(text) if text else None
         if text and number is None:
-            raise DataError(
-                f"{name} {text!r} is not among the {len(self._vocabulary(name).table):,} values of the log."
-            )
+            known = self._vocabulary(name).table["text"]
+            listed = f": {', '.join(known.to_list())}" if len(known) <= _LISTED else ""
+            raise DataError(f"{name} {text[:80]!r} is not among the {len(known):,} values of the log{listed}.")
         return number
 
     @property
-    def _coded_features(self) -> dict[str, str]:
+    def _coded_features(self) -> list[Feature]:
         features = self._sequences().schema.of_scope("event", "request")
-        return {one.name: one.kind for one in features if one.kind in {"id", "ids"} and one.encoding != "int64"}
+        return [one for one in features if one.kind in {"id", "ids"} and one.encoding != "int64"]
 
     def _vocabulary(self, name: str) -> Vocabulary:
         sequences = self._sequences()

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -39,7 +40,10 @@ def lock_run(folder: Path) -> Iterator[None]:
                 "two processes would overwrite each other's files."
             ) from None
         file.truncate(0)
-        file.write(f"{os.getpid()}\n{socket.gethostname()}, since {time.time_ns()}\n")
+        now = time.time_ns()
+        begun = f"{datetime.fromtimestamp(now // 10**9, UTC):%Y-%m-%d %H:%M:%S} UTC"
+        # The nanoseconds make the content unique: other machines compare it.
+        file.write(f"{os.getpid()}\n{socket.gethostname()}, since {begun}\n{now}\n")
         file.flush()
         os.fsync(file.fileno())  # for the other machines
         yield

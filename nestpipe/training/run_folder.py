@@ -140,7 +140,7 @@ class Run:
         model = self.config.model
         if not isinstance(model, EncDecConfig):
             return None
-        return Registry.load(model.ids).trie(torch.from_numpy(np.array(self.sequences.catalogue)))
+        return Registry.load(model.ids).trie_of(self.sequences)
 
     def identity(self) -> dict[str, str]:
         """What must be equal on every rank: versions, code, data, configuration without paths."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -36,6 +37,14 @@ def write_dirty_log(path, num_users=40):
     path.write_text("\n".join([*lines, "x,p3,yesterday,1", "x,p3"]) + "\n")
 
 
+def wait_for(holds):
+    """Services notice within a second; the machine may be busy."""
+    deadline = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 def test_a_dirty_log_becomes_a_run_that_recommends(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_dirty_log(tmp_path / "log.csv")
@@ -45,7 +54,9 @@ def test_a_dirty_log_becomes_a_run_that_recommends(tmp_path, capsys, monkeypatch
     shown = re.findall(r"^\$ nestpipe (\w+(?: ingest)?)", out, re.MULTILINE)
     assert shown == ["data ingest", "train", "eval", "report"]
     assert "1 x missing fields: 2 instead of 4" in out
-    assert (tmp_path / "shop" / "run" / "report.html").exists()
+    report = (tmp_path / "shop" / "run" / "report.html").read_text()
+    assert report.count('<article class="example"><h3>käufer ') == 6
+    assert '<th scope="row">p3</th><td>' in report
     assert "Next: nestpipe recommend shop/run --user 'käufer 0'" in out
     run = nestpipe.load("shop/run")
     assert run.run.sequences.meta["counts"]["kept"] == 40 * 4 + 60
@@ -80,7 +91,7 @@ def service(tmp_path, monkeypatch, capsys):
 def test_http_client_command_and_offline_scoring_agree_in_own_ids(service, capsys, tmp_path):
     offline = nestpipe.load("shop/run")
     with Client(service, timeout_s=60) as client:
-        assert client.is_ready()
+        wait_for(client.is_ready)
         for user in ("käufer 0", "käufer 7", "nobody/ß"):
             wanted = offline.recommend(user, k=4)
             answer = client.recommend(user, k=4, deadline_ms=60_000)
@@ -98,10 +109,7 @@ def test_http_client_command_and_offline_scoring_agree_in_own_ids(service, capsy
     assert main(["forget", "shop/run", "--user", "käufer 0"]) == 0
     assert "4 stored and 1 logged events were erased" in capsys.readouterr().out
     assert not files_naming(tmp_path / "shop", "käufer 0")
-    deadline = time.monotonic() + 60  # the service notices within a second; the machine may be busy
-    while httpx.get(f"{service}/v1/recommend/{quote('käufer 0')}", timeout=60).json()["path"] != "popular":
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_for(lambda: httpx.get(f"{service}/v1/recommend/{quote('käufer 0')}", timeout=60).json()["path"] == "popular")
 
 
 def test_without_yes_and_terminal_nothing_is_run(tmp_path, capsys):
@@ -152,9 +160,24 @@ def test_a_log_that_tells_nothing_is_asked_about(tmp_path):
     pl.DataFrame({"a": [1], "b": [2]}).write_parquet(tmp_path / "log.parquet")
     source = LogSource(paths=(str(tmp_path / "log.parquet"),))
     with pytest.raises(
-        ConfigError, match=r"which column holds the user ids; the log has \['a', 'b'\]. Say it with --user"
+        ConfigError,
+        match=r"which column holds the user and item ids; the log has \['a', 'b'\]. Say it with --user COLUMN --item",
     ):
         propose(source)
     assert propose(source, user="a", item="b").time == "none"
     with pytest.raises(ConfigError, match=r"no column \['c'\]"):
         propose(source, user="c", item="b")
+
+
+@pytest.mark.parametrize("delimiter", [";", "\t", "|", ","])
+def test_the_delimiter_is_proposed_from_the_first_line(tmp_path, capsys, delimiter):
+    """Spreadsheets write semicolons where a number has a comma."""
+    rows = ["customer;product;when;price", "a;p1;2026-03-01;3,50", "b;p2;2026-03-02;4,50"]
+    (tmp_path / "log.csv").write_text("\n".join(row.replace(";", delimiter) for row in rows))
+    if delimiter == ",":
+        (tmp_path / "log.csv").write_text("\n".join(row.rpartition(";")[0].replace(";", ",") for row in rows))
+    assert main(["start", str(tmp_path / "log.csv"), "--out", str(tmp_path / "shop")]) == 0
+    words = shlex.split(capsys.readouterr().out.partition("nestpipe ")[2].partition("\n")[0])
+    assert ("--delimiter" in words) == (delimiter != ",")
+    assert main(words) == 0
+    assert "2 records read = 2 kept" in capsys.readouterr().out

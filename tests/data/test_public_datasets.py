@@ -125,21 +125,6 @@ def test_kuairand_needs_its_columns(tmp_path: Path) -> None:
         public_datasets.ingest_kuairand(str(tmp_path / "log.csv"), tmp_path / "out")
 
 
-def test_any_log_may_have_item_texts(tmp_path: Path) -> None:
-    (tmp_path / "log.csv").write_text("user,item,time\n1,5,100\n1,4,101\n")
-    pl.DataFrame({"item_id": [4, 5], "title": ["Soap", "Lamp"]}).write_parquet(tmp_path / "items.parquet")
-    command = ["ingest", str(tmp_path / "log.csv"), "--texts", str(tmp_path / "items.parquet"), "--out"]
-    assert main([*command, str(tmp_path / "out")]) == 0
-    sequences = Sequences.open(tmp_path / "out")
-    sequences.verify()
-    assert pl.read_parquet(sequences.path / "text.parquet").to_dict(as_series=False) == {
-        "item": [4, 5],
-        "title": ["Soap", "Lamp"],
-    }
-    with pytest.raises(ConfigError, match="--texts names items by number, but --item-encoding is hash"):
-        main([*command, str(tmp_path / "other"), "--item-encoding", "hash"])
-
-
 def test_amazon(tmp_path: Path) -> None:
     (tmp_path / "sequences.txt.gz").write_bytes(gzip.compress(b"2 5 4 5\n1 9 8\n3\n4 x 7\n"))
     texts = pl.DataFrame({"item_id": [4, 5], "asin": ["A", "B"], "title": ["Soap", None]})

@@ -690,3 +690,8 @@ def test_texts_as_ids_propose_the_encoding(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="Texts as user ids need --user-encoding dictionary") as caught:
         write_sequences(tmp_path / "out", schema=Schema(), log=LogSource(paths=(str(tmp_path / "log.csv"),)))
     assert "--item-encoding" not in str(caught.value)
+    (tmp_path / "log.csv").write_text("user,item,time\n" + "".join(f"user {n},item {n},1\n" for n in range(20)))
+    with pytest.raises(
+        DataError, match=r"--user-encoding dictionary. Texts as item ids need --item-encoding dictionary"
+    ):
+        write_sequences(tmp_path / "out", schema=Schema(), log=LogSource(paths=(str(tmp_path / "log.csv"),)))

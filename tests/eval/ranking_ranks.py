@@ -42,7 +42,7 @@ MODELS = {
 
 def ranking_config(path: Path, model: str) -> Config:
     """A run of two epochs on a small click log."""
-    recipe = recipes.dcn()
+    recipe = recipes.clicks_dcn()
     return replace(
         recipe,
         data=DataConfig(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from nestpipe.cli import main
+from nestpipe.data.sequences import Sequences
 from nestpipe.errors import ConfigError, DataError
-from nestpipe.generative.scenarios import Scenario, Scenarios
+from nestpipe.generative.scenarios import Scenario, Scenarios, scenario_numbers
 
 THREE = Scenarios(
     [
@@ -69,3 +71,17 @@ def test_files_that_are_no_scenarios_are_refused(text, message):
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(ConfigError, match="does not exist"):
         Scenarios.load(tmp_path / "none.json")
+
+
+@pytest.mark.parametrize(
+    ("feature", "wanted"),
+    [
+        ([], {"0": 0, "1": 1}),
+        (["--feature", "scenario:id:event:encoding=dictionary"], {"cart": 0, "home": 1}),
+    ],
+)
+def test_requests_name_scenarios_as_the_log_does(tmp_path, feature, wanted):
+    (tmp_path / "log.csv").write_text("user,item,time,scenario\n1,5,1,home\n1,6,2,cart\n1,7,3,search\n")
+    command = ["data", "ingest", str(tmp_path / "log.csv"), *feature, "--out", str(tmp_path / "out")]
+    assert main(command) == 0
+    assert scenario_numbers(Sequences.open(tmp_path / "out"), 2) == wanted

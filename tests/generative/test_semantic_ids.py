@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from nestpipe.cli import main
+from nestpipe.data.sequences import Sequences
 from nestpipe.errors import ConfigError, DataError
 from nestpipe.generative import residual_kmeans, text_encoder
 from nestpipe.generative.semantic_ids import Registry, SidConfig
@@ -231,6 +232,27 @@ def test_the_commands_build_extend_and_inspect(tmp_path, capsys):
     assert (after["coverage"], after["version"]) == (1.0, before["version"])
     assert main(["sid", "build", log, "--out", ids, *flags]) == 2
     assert "exists already" in capsys.readouterr().err
+
+
+def test_ids_of_a_log_with_texts_are_refused_on_one_that_numbers_others(tmp_path, capsys):
+    """A dictionary numbers in sorted order, so another log gives the same numbers to other items."""
+    for name, items in (("log", "bdf"), ("again", "fdb"), ("other", "abdf")):
+        rows = "".join(f"1,{item},{place}\n" for place, item in enumerate(items))
+        (tmp_path / f"{name}.csv").write_text("user,item,time\n" + rows)
+        (tmp_path / "items.csv").write_text("item_id,title\n" + "".join(f"{item},kind {item}\n" for item in "abdf"))
+        flags = ["--item-encoding", "dictionary", "--texts", str(tmp_path / "items.csv")]
+        assert main(["data", "ingest", str(tmp_path / f"{name}.csv"), *flags, "--out", str(tmp_path / name)]) == 0
+    flags = ["--encoder", "words", "--sid.levels", "2", "--sid.codes", "2"]
+    assert main(["sid", "build", str(tmp_path / "log"), "--out", str(tmp_path / "ids"), *flags]) == 0
+    registry = Registry.load(tmp_path / "ids")
+    assert len(registry.trie_of(Sequences.open(tmp_path / "again")).item_codes) == 3
+    with pytest.raises(DataError, match="each would get another's codes"):
+        registry.trie_of(Sequences.open(tmp_path / "other"))
+    capsys.readouterr()
+    more = ["extend", str(tmp_path / "ids"), str(tmp_path / "other"), "--out", str(tmp_path / "more")]
+    for command in (more, ["inspect", str(tmp_path / "ids"), "--data", str(tmp_path / "other")]):
+        assert main(["sid", *command]) == 2
+        assert "nestpipe sid build" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(not text_encoder.installed(), reason="the MiniLM wheel is not installed")

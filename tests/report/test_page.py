@@ -118,7 +118,7 @@ def test_settings_that_differ_from_the_recipe_are_marked(runs):
 
 def test_a_run_without_a_recorded_recipe_is_compared_with_the_nearest(runs):
     found = report(runs["ranking"])
-    assert "differ from dcn, the nearest recipe" in found.text("settings")
+    assert "differ from clicks_dcn, the nearest recipe" in found.text("settings")
 
 
 def test_a_ranking_run_has_its_labels_and_baselines(runs):

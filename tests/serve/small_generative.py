@@ -8,7 +8,7 @@ import polars as pl
 
 from nestpipe import recipes
 from nestpipe.cli.sid import text_vectors
-from nestpipe.data.ingest import BuildOptions, write_sequences
+from nestpipe.data.ingest import SideTable, write_sequences
 from nestpipe.data.schema import Schema
 from nestpipe.data.sequences import Sequences
 from nestpipe.generative.instruction_store import Instructions, SqliteStore
@@ -37,7 +37,7 @@ def make_data(folder):
     log = pl.DataFrame(rows, schema=["user", "item", "time"], orient="row")
     items = list(range(NUM_ITEMS))
     texts = pl.DataFrame({"item": items, "title": [f"{KINDS[item % 5]} number{item}" for item in items]})
-    return write_sequences(folder / "log", schema=Schema(), log=log, options=BuildOptions(attachments={"text": texts}))
+    return write_sequences(folder / "log", schema=Schema(), log=log, texts=SideTable(source=texts, key="item"))
 
 
 def make_ids(sequences, folder, *, seed=0):
@@ -82,7 +82,7 @@ def make_generator(run, folder, *, served=None, clock=None, wall=lambda: 2000.0,
         Instructions(store, version=served.instruction_version, dim=512, clock=wall),
         replace(estimates),
         config=EngineConfig(**config),
-        scenarios=("home", "cart"),
+        scenarios={"home": 0, "cart": 1},
         **({"clock": clock} if clock else {}),
     )
 

@@ -1,0 +1,50 @@
+"""Events and requests of a service name users, items and values as the log does."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from nestpipe.cli import main
+from nestpipe.data.sequences import Sequences
+from nestpipe.errors import DataError
+from nestpipe.rng import hash_text
+from nestpipe.serve.own_ids import ServiceIds
+
+
+@pytest.fixture
+def ids(tmp_path):
+    rows = ["anna,lamp,1,home,,red|blue", "anna,rug,2,cart,lamp,red", "bo,bed,3,home,rug,"]
+    (tmp_path / "log.csv").write_text("user,item,time,page,looked_at,colours\n" + "\n".join(rows) + "\n")
+    features = ("scenario:id:event:column=page:encoding=dictionary", "trigger:id:event:column=looked_at:encoding=item")
+    features += ("colours:ids:event:encoding=hash",)
+    flags = [word for one in features for word in ("--feature", one)]
+    encodings = ["--user-encoding", "dictionary", "--item-encoding", "dictionary"]
+    assert main(["data", "ingest", str(tmp_path / "log.csv"), *encodings, *flags, "--out", str(tmp_path / "data")]) == 0
+    sequences = Sequences.open(tmp_path / "data")
+    return ServiceIds(lambda: sequences)
+
+
+def test_an_event_is_read_as_ingest_reads_it(ids):
+    event = {"user": "bo", "item": "rug", "time": 9, "scenario": " cart ", "trigger": "lamp", "colours": ["blue"]}
+    found = ids.event(event)
+    assert (found["user"], found["item"], found["scenario"], found["trigger"]) == (1, 2, 0, 1)
+    assert found["colours"] == [hash_text("blue")]
+    assert ids.event({**event, "trigger": "", "scenario": None})["trigger"] is None
+    assert ids.own_items([1, 2]) == ["lamp", "rug"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"scenario": "search"}, "scenario 'search' is not among the 2 values of the log: cart, home."),
+        ({"trigger": "sofa"}, "item 'sofa' is not in the catalogue, which has 3 items."),
+        ({"trigger": 2.5}, "trigger is '2.5'; it must be a whole number or a text, as in the log."),
+        ({"item": "sofa"}, "item 'sofa' is not in the catalogue"),
+        ({"user": "cleo"}, "user 'cleo' is not in the log"),
+    ],
+)
+def test_what_the_log_does_not_have_is_refused_by_name(ids, change, message):
+    with pytest.raises(DataError, match=re.escape(message)):
+        ids.event({"user": "bo", "item": "rug", "time": 9, **change})
