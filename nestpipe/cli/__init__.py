@@ -68,11 +68,21 @@ SECTIONS: dict[str, dict[str, Command]] = {
     },
     "Look inside": {
         "trace": Command("where the time of training steps went", "trace:main", "arguments:TraceArguments"),
-        "checkpoint inspect": Command("step, tables, parameters", "checkpoint:inspect", "arguments:InspectCheckpoint"),
-        "checkpoint verify": Command("files against digests", "checkpoint:verify", "arguments:VerifyCheckpoint"),
-        "checkpoint diff": Command("two checkpoints, bitwise", "checkpoint:diff", "arguments:DiffCheckpoints"),
-        "checkpoint compact": Command("a delta made full", "checkpoint:compact", "arguments:CompactCheckpoint"),
-        "checkpoint rebucket": Command("other buckets", "checkpoint:rebucket", "arguments:RebucketCheckpoints"),
+        "checkpoint inspect": Command(
+            "step, tables, parameters", "checkpoint:inspect", "checkpoint_arguments:InspectCheckpoint"
+        ),
+        "checkpoint verify": Command(
+            "files against digests", "checkpoint:verify", "checkpoint_arguments:VerifyCheckpoint"
+        ),
+        "checkpoint diff": Command(
+            "two checkpoints, bitwise", "checkpoint:diff", "checkpoint_arguments:DiffCheckpoints"
+        ),
+        "checkpoint compact": Command(
+            "a delta made full", "checkpoint:compact", "checkpoint_arguments:CompactCheckpoint"
+        ),
+        "checkpoint rebucket": Command(
+            "other buckets", "checkpoint:rebucket", "checkpoint_arguments:RebucketCheckpoints"
+        ),
         "simulate": Command("predict a step's time on many workers", "simulate:main", "arguments:SimulateArguments"),
     },
     "Check": {

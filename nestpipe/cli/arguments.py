@@ -1,6 +1,7 @@
 """Flags of the commands that have fixed ones: the docstring of a class is the help of its command.
 
-No torch in here: `--help` and refused flags answer without it. Flags of `data` are in data_arguments.py, those of `serve` in
+No torch in here: `--help` and refused flags answer without it. Flags of `data` and
+`checkpoint` are in data_arguments.py and checkpoint_arguments.py, those of `serve` in
 serve/serve_flags.py. `train`, `tune` and `check-model` have the flags of a recipe or a model, and parse for themselves.
 """
 
@@ -19,7 +20,6 @@ from nestpipe.training.config import FitModel
 RunFolder = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
 IdsFolder = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="IDS")]
 DataFolder = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")]
-CheckpointPlace = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_OR_CHECKPOINT")]
 # Flags without a value of their own by default; their text says what happens then.
 OptionalStep = Annotated[int | None, tyro.conf.arg(metavar="STEP", help_behavior_hint="")]
 OptionalFile = Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")]
@@ -294,77 +294,6 @@ class TraceArguments:
     """A traced sequential run of the same work, in which nothing is hidden: exposure is measured against its times."""
     json: bool = False
     """Print JSON instead of tables."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class InspectCheckpoint:
-    """Shows what a checkpoint holds: step, data position, progress, tables, dense parameters.
-
-    Example: nestpipe checkpoint inspect runs/tiny
-    """
-
-    path: CheckpointPlace
-    """Folder of a run or of one of its checkpoints, or the URL of either."""
-    step: OptionalStep = None
-    """Checkpoint of the run [default: the latest]."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class VerifyCheckpoint:
-    """Reads every file of a run's checkpoints and compares it with its digest.
-
-    Names the damaged files; exit code 1 if there are any.
-
-    Example: nestpipe checkpoint verify runs/tiny
-    """
-
-    path: CheckpointPlace
-    """Folder of a run or of one of its checkpoints, or the URL of either."""
-    step: OptionalStep = None
-    """Checkpoint of the run [default: all]."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DiffCheckpoints:
-    """Compares two checkpoints tensor by tensor and row by row, bitwise; number of ranks and deltas do not matter.
-
-    Exit code 1 if they differ.
-
-    Example: nestpipe checkpoint diff runs/tiny runs/other
-    """
-
-    path: CheckpointPlace
-    """Folder of a run or of one of its checkpoints, or the URL of either."""
-    other: CheckpointPlace
-    """What to compare with."""
-    step: OptionalStep = None
-    """Checkpoint of both runs [default: the latest of each]."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class CompactCheckpoint:
-    """Rewrites a delta as a full checkpoint, which needs no earlier one.
-
-    Example: nestpipe checkpoint compact runs/tiny
-    """
-
-    path: CheckpointPlace
-    """Folder of a run or of one of its checkpoints, or the URL of either."""
-    step: OptionalStep = None
-    """Checkpoint of the run [default: the latest]."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RebucketCheckpoints:
-    """Rewrites a run with another number of buckets, which is the largest number of ranks.
-
-    Example: nestpipe checkpoint rebucket runs/tiny --buckets 4096
-    """
-
-    run: RunFolder
-    """Folder of the run."""
-    buckets: int
-    """Number of buckets."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ from nestpipe.checkpoint.places import Place, RemotePath
 from nestpipe.checkpoint.reader import damages, dense_shapes, table_facts
 from nestpipe.checkpoint.rewrite import compact as compact_checkpoint
 from nestpipe.checkpoint.rewrite import rebucket as rebucket_checkpoints
-from nestpipe.cli.arguments import (
+from nestpipe.cli.checkpoint_arguments import (
     CompactCheckpoint,
     DiffCheckpoints,
     InspectCheckpoint,
