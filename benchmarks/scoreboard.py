@@ -66,6 +66,7 @@ def rows() -> Iterator[Row]:
             yield f"mfu_effective of a training step, {recipe}", f"{found['mfu_effective']:.2f}", reference, "mfu.py"
     yield from _evaluation()
     yield from _generative_training()
+    yield from _checkpoints()
     yield from _serving()
     yield from _quality()
 
@@ -207,6 +208,16 @@ def _generative_training() -> Iterator[Row]:
     for one in records("beam")[-1:]:
         title = "beam search, 256 beams, 3 levels, 100,000 items, over a loop over beams"
         yield title, figure(one["figures"], "vs_loop"), "limit 10x", "beam.py"
+
+
+def _checkpoints() -> Iterator[Row]:
+    for one in records("checkpoint_size")[-1:]:
+        found = one["figures"]
+        reference = f"with a copy of the rows {found['copy_over_training']:.2f}x; shard {found['shard_mib']:,.0f} MiB; limit 1.10x"
+        value = f"{found['peak_over_training']:.3f}x"
+        yield "peak memory while a checkpoint is written, over training", value, reference, "checkpoint_size.py"
+        title = "table bytes of a delta after 1 % of the rows were touched, over a full checkpoint"
+        yield title, f"{found['delta_share']:.1%}", "limit 5 %", "checkpoint_size.py"
 
 
 def _serving() -> Iterator[Row]:

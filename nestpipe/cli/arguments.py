@@ -1,7 +1,8 @@
 """Flags of the commands that have fixed ones: the docstring of a class is the help of its command.
 
-No torch in here: `--help` and refused flags answer without it. Flags of `data` are in data_arguments.py, those of
-`checkpoint` in checkpoint_arguments.py, those of `serve` in serve/serve_flags.py. `train`, `tune` and `check-model` have the flags of a recipe or a model, and parse for themselves.
+No torch in here: `--help` and refused flags answer without it. Flags of `data` and
+`checkpoint` are in data_arguments.py and checkpoint_arguments.py, those of `serve` in
+serve/serve_flags.py. `train`, `tune` and `check-model` have the flags of a recipe or a model, and parse for themselves.
 """
 
 from __future__ import annotations

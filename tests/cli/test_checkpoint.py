@@ -143,4 +143,4 @@ def test_a_run_with_more_buckets_has_the_same_rows_and_goes_on(capsys, run, trai
     limited = replace(config, embedding=replace(config.embedding, max_rows=9))
     (run / "config.json").write_text(limited.to_json())
     code, _, err = call(capsys, "rebucket", run, "--buckets", "8")
-    assert (code, "limits the rows of a bucket" in err) == (2, True)
+    assert (code, "limits its rows (embedding.max_rows 9)" in err) == (2, True)
