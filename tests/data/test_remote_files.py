@@ -9,12 +9,14 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from nestpipe.atomic_files import read_jsonl
 from nestpipe.data import remote_files
 from nestpipe.data.append import append_log
 from nestpipe.data.array_files import file_entry
@@ -23,8 +25,11 @@ from nestpipe.data.log_reader import LogSource
 from nestpipe.data.schema import Schema
 from nestpipe.data.sequences import Sequences
 from nestpipe.errors import ConfigError, DataError
+from nestpipe.training.loop import train
+from nestpipe.training.run_folder import Run
 from tests.data.test_append import ingest, rich_files, rich_schema
 from tests.data.test_sequences import contents
+from tests.small_runs import small_config, small_log
 
 pytestmark = pytest.mark.skipif(
     find_spec("moto") is None or find_spec("s3fs") is None, reason="needs: pip install 'moto[server]' s3fs"
@@ -150,3 +155,16 @@ def test_what_a_store_lacks_or_damages_is_said(bucket: Any, tmp_path: Path) -> N
         Sequences.open("s3://shop/data")
     assert not list((tmp_path / "cache/nestpipe/objects/folders").glob("[!.]*"))
     shutil.rmtree(tmp_path / "cache")
+
+
+def test_a_run_trains_on_a_folder_in_a_store(bucket: Any, tmp_path: Path) -> None:
+    """The run keeps the URL, and its bits are those of a run on the local folder."""
+    local = small_log(tmp_path / "local")
+    remote_files.push_folder(local.path, "s3://shop/data")
+    config = small_config(tmp_path / "local", epochs=1)
+    own = train(config, tmp_path / "own", quiet=True)
+    far = train(replace(config, data=replace(config.data, path="s3://shop/data")), tmp_path / "far", quiet=True)
+    assert far.config.data.path == "s3://shop/data"
+    losses = [[row.get("loss") for row in read_jsonl(run.folder / "metrics.jsonl")] for run in (own, far)]
+    assert losses[0] == losses[1]
+    assert Run.open(tmp_path / "far").sequences.digest == local.digest
