@@ -220,6 +220,27 @@ def _checkpoints() -> Iterator[Row]:
         yield title, f"{found['delta_share']:.1%}", "limit 5 %", "checkpoint_size.py"
 
 
+def _scale() -> Iterator[Row]:
+    for one in records("ingest")[-1:]:
+        found, where = one["figures"], f"{one['settings']['events'] / 1e6:g}M events"
+        titles = {
+            "plain": ("clean CSV, file to typed chunks, over polars.read_csv", 4),
+            "quoted": ("the same with quotes around every field", 4),
+            "csv_over_parquet": ("whole ingest, CSV over Parquet", 1.3),
+            "append": ("append of 1 % of the events over an ingest of all", 0.1),
+        }
+        for key, (title, limit) in titles.items():
+            yield f"{title}, CPU, {where}", figure(found, key), f"limit {limit:g}x", "ingest.py"
+    for one in records("scale")[-1:]:
+        found = one["figures"]
+        for key in [name.removesuffix("_growth") for name in found if name.endswith("_growth")]:
+            costs = found[f"{key}_ns"]
+            sizes = list(costs)
+            reference = f"{costs[sizes[0]]:,g} ns at {int(sizes[0]):,}, {costs[sizes[-1]]:,g} ns at {int(sizes[-1]):,}; limit 2x"
+            title = f"{key.replace('_', ' ')}: cost per unit at the largest size over a tenth of it"
+            yield title, figure(found, f"{key}_growth"), reference, "scale.py"
+
+
 def _serving() -> Iterator[Row]:
     for one in records("relay", lambda settings: settings.get("overload", False))[-1:]:
         found = one["figures"]

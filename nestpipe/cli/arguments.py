@@ -125,7 +125,7 @@ class RecommendArguments:
     """Recommends items to users of the log, in the log's own ids. Items that a user has had are left out, unless the
     run was made with --eval.seen none. The time of a request is that of the user's last event.
 
-    --all --out recommendations.parquet writes them for every user of the log. Under torchrun the ranks share the users.
+    --all --out recommendations.parquet writes them for every user of the log. Under 'nestpipe launch' the ranks share the users.
 
     Example: nestpipe recommend runs/shop --user alice bob
     """
@@ -190,7 +190,7 @@ class EvalArguments:
     """Ranks the held-out events of a run, next to baselines, or compares two runs with paired confidence intervals.
 
     A retrieval run is ranked against the whole catalogue; a ranking run is scored by AUC and GAUC. The report is kept in
-    RUN/eval. Under torchrun (-m nestpipe.cli eval RUN) the ranks share users and catalogue, with the same report.
+    RUN/eval. Under 'nestpipe launch' the ranks share users and catalogue, with the same report.
 
     Example: nestpipe eval runs/a --compare runs/b
 

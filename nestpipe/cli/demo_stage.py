@@ -168,7 +168,7 @@ class DemoStage:
 
     def kill_a_rank(self, marker: Path, *arguments: str, ranks: int) -> None:
         """Runs `nestpipe ARGUMENTS` on several ranks and kills one without warning once a file exists; waits for the end."""
-        self._show(ranks, arguments, "   (one rank is killed in the middle; torchrun starts all again)")
+        self._show(ranks, arguments, "   (one rank is killed in the middle; the launcher starts all again)")
         process = self.processes.start([*_nestpipe(ranks), *arguments], stdout=subprocess.DEVNULL)
         deadline = time.monotonic() + _READY_S
         while not marker.exists():
@@ -210,7 +210,7 @@ class DemoStage:
         _check_exit(code, service.log.read_text(), ("serve",))
 
     def _show(self, ranks: int, arguments: Sequence[str], note: str = "") -> None:
-        start = f"torchrun --standalone --nproc-per-node {ranks} -m -- nestpipe.cli" if ranks > 1 else "nestpipe"
+        start = f"nestpipe launch -n {ranks}" if ranks > 1 else "nestpipe"
         line = escape(f"$ {start} {shlex.join(arguments)}{note}")
         self.console.print(f"[bold]{line}[/bold]", soft_wrap=True, highlight=False)
 
@@ -235,10 +235,8 @@ def listening(pids: Iterable[int]) -> set[int]:
 
 
 def _nestpipe(ranks: int) -> list[str]:
-    if ranks == 1:
-        return [sys.executable, "-m", "nestpipe.cli"]
-    torchrun = [str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc-per-node", str(ranks)]
-    return [*torchrun, "--max-restarts", "1", "-m", "--", "nestpipe.cli"]
+    program = [sys.executable, "-m", "nestpipe.cli"]
+    return program if ranks == 1 else [*program, "launch", "-n", str(ranks), "--max-restarts", "1"]
 
 
 def _children(pid: int) -> list[int]:

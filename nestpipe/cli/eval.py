@@ -1,4 +1,4 @@
-"""`nestpipe eval`: metrics of a run on held-out events next to baselines, or two runs compared; also under torchrun."""
+"""`nestpipe eval`: metrics of a run on held-out events next to baselines, or two runs compared; also on several ranks."""
 
 from __future__ import annotations
 

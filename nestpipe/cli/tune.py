@@ -17,7 +17,7 @@ from nestpipe.recipes import RECIPES
 class TunePipelineArguments:
     """Recommends pipeline settings: trains a few steps that are discarded, and searches a cost model fitted to them.
 
-    Run it under torchrun to measure with all ranks. Needs the recipe's data.
+    Run it under 'nestpipe launch' to measure with all ranks. Needs the recipe's data.
 
     Example: nestpipe tune pipeline tiny --data.path data/tiny
 

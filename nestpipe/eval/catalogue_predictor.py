@@ -32,6 +32,7 @@ from nestpipe.eval.catalogue_ranking import top_items
 from nestpipe.jagged import Batch, Jagged, offsets_of, ranges
 from nestpipe.models.build_model import inputs_of
 from nestpipe.models.contract import Model
+from nestpipe.models.encdec import EncDec
 from nestpipe.ops.catalogue_scan import Top, block_items
 
 
@@ -114,8 +115,11 @@ class CataloguePredictor(ABC):
         if as_vectors is None or not len(rows):
             return rows
         size = block_items(self._config.eval.max_bytes)
+        firsts = range(places.start, places.start + len(rows), size)
         with torch.no_grad():
             padded = (F.pad(block, (0, 0, 0, size - len(block))) for block in rows.split(size))
+            if isinstance(self._model, EncDec):  # whose vectors also depend on the codes of the items
+                return torch.cat([as_vectors(*one) for one in zip(padded, firsts, strict=True)])[: len(rows)]
             return torch.cat([as_vectors(block) for block in padded])[: len(rows)]
 
     @cached_property

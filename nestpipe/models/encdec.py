@@ -255,9 +255,13 @@ class EncDec(nn.Module):
         vectors = self._code_vectors(self.ids.positions(ids))
         return vectors if rows is None else vectors + rows.gather()
 
-    def item_vectors(self, rows: Tensor) -> Tensor:
-        """Vectors [I, D] of the whole catalogue, as the encoder reads items, from their rows [I, D]."""
-        vectors = self._code_vectors(torch.arange(len(self.ids.item_codes)))
+    def item_vectors(self, rows: Tensor, first: int = 0) -> Tensor:
+        """Vectors [n, D] of catalogue positions from `first` on, as the encoder reads items, from their rows [n, D].
+
+        Rows beyond the catalogue are padding.
+        """
+        places = torch.arange(first, first + len(rows)).clamp_(max=len(self.ids.item_codes) - 1)
+        vectors = self._code_vectors(places)
         return vectors + rows if self.config.item_rows else vectors
 
     def _memory(self, rows: Mapping[str, Rows], batch: Batch, rng: Rng | None) -> tuple[Tensor, Jagged]:

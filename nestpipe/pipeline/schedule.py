@@ -333,7 +333,7 @@ def schedule_for(config: PipelineConfig, number: int, *, clip_rows: bool) -> Sch
     is_divisible = not clip_rows and not stale
     return Schedule.of(
         mode,
-        config.micro_batches,
+        config.micro_batches or 1,
         depth=config.depth + stale,
         clip_rows=clip_rows,
         stale=stale,

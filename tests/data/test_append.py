@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -301,34 +300,3 @@ def test_a_killed_append_is_all_or_nothing(tmp_path: Path, spot: str) -> None:
         extend(tmp_path / "own", paths[1])
         assert contents(tmp_path / "own") == contents(tmp_path / "whole")
     assert [path.name for path in tmp_path.glob(".own*")] == []
-
-
-def test_one_percent_costs_at_most_a_tenth(tmp_path: Path) -> None:
-    """CPU of an append of 1 % against one ingest of everything; 0.06 to 0.09 from CSV and from Parquet."""
-    rng, num = np.random.default_rng(0), 2_000_000
-    log = pl.DataFrame(
-        {
-            "user": rng.integers(0, num // 30, num),
-            "item": rng.integers(0, 50_000, num),
-            "time": rng.integers(10**12, 2 * 10**12, num),
-        }
-    )
-    cut = num - num // 100
-    log.write_csv(tmp_path / "whole.csv")
-    log[:cut].write_csv(tmp_path / "old.csv")
-    log[cut:].write_csv(tmp_path / "new.csv")
-
-    def spent(action: Any) -> float:
-        start = time.process_time()
-        action()
-        return time.process_time() - start
-
-    full = min(spent(lambda: ingest(tmp_path / "whole", [str(tmp_path / "whole.csv")], Schema())) for _ in range(2))
-    ingest(tmp_path / "own", [str(tmp_path / "old.csv")], Schema())
-    for name in ("again", "once more"):
-        shutil.copytree(tmp_path / "own", tmp_path / name)
-    appends = [partial(extend, tmp_path / name, str(tmp_path / "new.csv")) for name in ("again", "once more", "own")]
-    grown = min(map(spent, appends))
-    found, wanted = contents(tmp_path / "own"), contents(tmp_path / "whole")
-    assert {name for name in found if found[name] != wanted[name]} == {"meta.json"}
-    assert grown <= 0.1 * full, f"{grown:.3f} s against {full:.3f} s"

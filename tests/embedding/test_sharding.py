@@ -56,7 +56,7 @@ def test_every_world_size_trains_the_same_model(log, scale, number):
     for model, loss, optimizer in scale([KINDS[number]], KINDS[number::2]):
         settings = {"model": model, "loss": loss, "optimizer": optimizer}
         one = run(1, log, 50, **settings)
-        assert one["loss"][-1] < one["loss"][0]
+        assert one["loss"][-10:].mean() < one["loss"][:10].mean()
         for world_size in (2, 3, 4):
             assert worst(run(world_size, log, 50, **settings, micro_batches=scale(world_size % 3 + 1, 3)), one) < 1e-12
 
