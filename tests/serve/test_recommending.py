@@ -100,7 +100,7 @@ def test_a_history_needs_no_user(service):
     found = service.recommend(history=events, k=4)
     stored = service.recommend(user=user, k=4)["items"]
     assert service.recommend(user=user, history=events, k=4)["items"] == stored
-    if service.kind == "next-item":  # the others read the user too
+    if service.kind == "next item":  # the others read the user too
         assert found["items"] == stored
     assert len(found["items"]) == 4
     refused = service.http.post("/v1/recommend", json={"k": 4})
