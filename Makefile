@@ -28,7 +28,7 @@ check: install lint types  ## lint, types and the fast tests; under 2 minutes on
 	$(BIN)/python -m pytest -n 2 $(FAST)
 
 test: install lint types  ## lint, types and every test; what CI runs
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 docs: $(VENV)/.docs  ## the documentation site in build/site; a warning is an error
 	PYTHONPATH=. NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -23,6 +23,15 @@ Report = pytest.TestReport | pytest.CollectReport
 hypothesis.settings.register_profile("fixed", deadline=None, derandomize=True)
 hypothesis.settings.register_profile("soak", deadline=None, max_examples=2000)
 
+_LONGEST = (
+    "tests/cli/test_demo.py",
+    "tests/pipeline/test_mutants.py",
+    "tests/training/test_outside_model.py",
+    "tests/training/test_restarts.py",
+    "tests/checkpoint/test_object_store.py",
+    "tests/training/test_two_hosts.py",
+)
+
 
 class SkipList:
     """Collects the skips of a run, from all xdist workers, and compares them with the list."""
@@ -79,6 +88,11 @@ def pytest_configure(config: pytest.Config) -> None:
         torch.set_num_threads(1)  # several workers share the cores
     else:
         config.pluginmanager.register(SkipList(Path(__file__).with_name("skips.toml")), "skip-list")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with the longest tests first, so that no worker begins one when the others are done."""
+    items.sort(key=lambda item: not item.nodeid.startswith(_LONGEST))
 
 
 @pytest.fixture(scope="session")
