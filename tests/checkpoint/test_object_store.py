@@ -130,7 +130,7 @@ def test_kills_and_faults_of_the_store_end_with_the_same_bits(server, tmp_path, 
         (0, "finished file", 1),
         (3, "blob", 2),
     ]
-    for death in deaths[: scale(2, 6)]:
+    for death in deaths[: scale(1, 6)]:
         with pytest.raises(RanksError, match="died with exit code -9"):
             run_ranks(4, train, far, tmp_path / "run", server, death)
     with FaultyProxy(server, share=0.1) as proxy:

@@ -24,7 +24,7 @@ from nestpipe.training.loop import train_to_end
 from tests.rank_pool import run_ranks
 from tests.small_runs import LOSSES, MODELS, small_config, small_log
 
-NUM, SOAK = 7, 200
+NUM, SOAK = 4, 200
 STEPS, SAVE_STEPS = 9, 3
 OVERLAPPED = ("dual-buffer", "frozen-window", "nested")
 
