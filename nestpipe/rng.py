@@ -12,6 +12,9 @@ from __future__ import annotations
 
 import hashlib
 import math
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -21,6 +24,8 @@ from torch import Tensor
 _MASK = (1 << 64) - 1
 
 GOLDEN = 0x9E3779B97F4A7C15
+
+_GLOBAL_GENERATOR = threading.RLock()  # torch has one per process
 
 _MULTIPLIERS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 
@@ -55,6 +60,17 @@ def shift_right(values: Tensor, num_bits: int) -> Tensor:
 def hash_text(text: str) -> int:
     """A stable signed 64-bit hash of a string (BLAKE2b)."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
+
+
+@contextmanager
+def seeded_generator(seed: int) -> Iterator[None]:
+    """Code that can only draw from torch's global generator draws as a function of the seed; the generator is unchanged.
+
+    One thread at a time: two that build models at once would draw from each other's stream.
+    """
+    with _GLOBAL_GENERATOR, torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        yield
 
 
 _PART = 1 << 16  # positions computed at a time

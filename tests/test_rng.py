@@ -1,11 +1,14 @@
 import math
+import threading
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from nestpipe.rng import (
     EpochOrder,
@@ -19,6 +22,7 @@ from nestpipe.rng import (
     mix64,
     mix64_,
     permutation,
+    seeded_generator,
     signed,
 )
 
@@ -165,3 +169,20 @@ def test_the_order_of_an_epoch_is_not_computed_whole():
     start = time.process_time()
     EpochOrder(10**12, seed=0, epoch=0).at(torch.arange(10**11, 10**11 + 128))
     assert time.process_time() - start < 0.5
+
+
+def test_threads_that_draw_from_the_global_generator_do_not_disturb_each_other():
+    def draw(turn: threading.Barrier) -> list[Tensor]:
+        turn.wait()
+        with seeded_generator(7):
+            return [torch.randn(3) for _ in range(50)]
+
+    before = torch.default_generator.get_state()
+    alone = draw(threading.Barrier(1))
+    turn = threading.Barrier(4)
+    with ThreadPoolExecutor(4) as threads:
+        together = list(threads.map(draw, [turn] * 4))
+    for drawn in together:
+        for one, expected in zip(drawn, alone, strict=True):
+            assert torch.equal(one, expected)
+    assert torch.equal(torch.default_generator.get_state(), before)

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from nestpipe.data.sequences import Sequences
 from nestpipe.data.splits import Split
+from nestpipe.rng import seeded_generator
 
 DIM = 128
 _WINDOW = 5  # events
@@ -32,8 +33,7 @@ def behaviour_vectors(sequences: Sequences, split: Split, *, dim: int = DIM, see
         weights = (counts.values() / expected).log().clamp_(min=0)
         ppmi = torch.sparse_coo_tensor(counts.indices(), weights, (num, num), is_coalesced=True)
     rank = min(dim, num)
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
+    with seeded_generator(seed):
         left, strength, _ = torch.svd_lowrank(ppmi, q=rank, niter=_ITERATIONS)
     vectors = F.normalize(left * strength.sqrt(), dim=1).masked_fill((by_item == 0).unsqueeze(1), 0.0)
     return F.pad(vectors, (0, dim - rank)).to(torch.float32)

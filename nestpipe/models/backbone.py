@@ -13,14 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from nestpipe.jagged import Batch
-from nestpipe.rng import Rng, dropout, hash_text, mix64
+from nestpipe.rng import Rng, dropout, hash_text, mix64, seeded_generator
 
 
 @contextmanager
 def initial_weights(seed: int) -> Iterator[None]:
     """Modules created inside get initial weights that are a function of the seed; torch's generator is unchanged."""
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(mix64(seed ^ hash_text("dense")) >> 1)
+    with seeded_generator(mix64(seed ^ hash_text("dense")) >> 1):
         yield
 
 
