@@ -1,14 +1,13 @@
 """Does the cost of a unit of work grow with the table, the log or the catalogue? CPU time from a tenth of the largest size to it.
 
-    step            gather and update 20,000 distinct uniform ids: rows 0.4M to 4M, width 64, row-wise AdaGrad      per id
-    eviction        20,000 ids, 2,000 of them new, in a full table: 0.4M to 4M rows                                  per id
+    step            gather and update 20,000 distinct uniform ids: rows 1.6M to 16M, width 64, row-wise AdaGrad     per id
+    eviction        20,000 ids, 2,000 of them new, in a full table: 1.6M to 16M rows                                 per id
     evaluation      256 users, their targets' ranks and the best 200: 0.18M to 1.78M items, width 64                 per score
-    ingest          a CSV log with text ids and times: 0.2M to 2M events                                             per event
+    ingest          a CSV log with text ids and times: 0.5M to 5M events                                             per event
     epoch start     a loader of the ingested folder, and its first batch of an epoch                                 per user
 
 One process, one thread, sizes of an arm in alternation. `growth`: cost per unit at the largest size over that at a tenth of it;
-limit 2x, and above 1.3x the cause is named. Uniform ids are the worst case for caches: 4M rows do not fit, 0.4M hardly do. Draws
-docs/images/scale.svg.
+limit 2x, and above 1.3x the cause is named. Uniform ids are the worst case for caches. Draws docs/images/scale.svg.
 """
 
 from __future__ import annotations
@@ -48,11 +47,11 @@ from nestpipe.profiling.svg import LinearScale, Markup, drawing, element, label,
 NAME, AT_MOST, NAMED_ABOVE = "scale", 2.0, 1.3
 SHARES = (0.1, 0.25, 0.5, 1.0)
 LARGEST = {
-    "step": 4_000_000,
-    "eviction": 4_000_000,
+    "step": 16_000_000,
+    "eviction": 16_000_000,
     "evaluation": 1_780_000,
-    "ingest": 2_000_000,
-    "epoch start": 2_000_000,
+    "ingest": 5_000_000,
+    "epoch start": 5_000_000,
 }
 UNIT = {"step": "id", "eviction": "id", "evaluation": "score", "ingest": "event", "epoch start": "user"}
 NUM_IDS, WIDTH, NUM_USERS, EVENTS_PER_USER, SEED = 20_000, 64, 256, 10, 0

@@ -17,6 +17,7 @@ from typing import Annotated
 
 import tyro
 
+from nestpipe.cli import importing
 from nestpipe.distributed.local_host import interface_of, place_of, resolve, usable_cores
 from nestpipe.errors import CommError, ConfigError
 
@@ -86,8 +87,9 @@ def main(launch: Launch) -> int:
     if interface := options.interface or ("" if is_one else interface_of(address)):
         os.environ["GLOO_SOCKET_IFNAME"] = interface
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else c10d warns of hosts without a name
-    from nestpipe.distributed.exchange import named_ranks
-    from nestpipe.distributed.rank_agent import LauncherStoppedError, RankJob, run_ranks
+    with importing():
+        from nestpipe.distributed.exchange import named_ranks
+        from nestpipe.distributed.rank_agent import LauncherStoppedError, RankJob, run_ranks
 
     job = RankJob(
         command=(sys.executable, "-u", "-m", *launch.module, *launch.command),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from nestpipe.cli import importing
 from nestpipe.errors import ConfigError
 from nestpipe.serve.serve_flags import ServeArguments
 
@@ -13,8 +14,9 @@ def main(arguments: ServeArguments) -> int:
 
         return serve_on_ray(arguments)
     try:
-        from nestpipe.cli.serve_fleet import print_nginx, serve_fleet
-        from nestpipe.cli.serve_instance import serve_instance
+        with importing():
+            from nestpipe.cli.serve_fleet import print_nginx, serve_fleet
+            from nestpipe.cli.serve_instance import serve_instance
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"serving needs the package '{error.name}'; install it with: pip install 'nestpipe[serve]'"

@@ -13,6 +13,7 @@ from typing import Annotated
 import tyro
 
 from nestpipe.checkpoint.config import Word
+from nestpipe.cli import importing
 from nestpipe.config import Config, keys, unknown_key
 from nestpipe.errors import ConfigError
 from nestpipe.recipes import RECIPES
@@ -54,8 +55,9 @@ def main(argv: list[str]) -> int:
     )
     if arguments.allow and arguments.init_from is None:
         raise ConfigError("--allow says what may differ from another run; name that run with --init-from.")
-    from nestpipe.checkpoint.origin import InitFrom
-    from nestpipe.training.loop import INTERRUPTED, train_to_end
+    with importing():
+        from nestpipe.checkpoint.origin import InitFrom
+        from nestpipe.training.loop import INTERRUPTED, train_to_end
 
     outcome = train_to_end(
         arguments.config,
