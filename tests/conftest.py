@@ -5,6 +5,7 @@ A skipped test is a promise not kept, so every skip must stand in skips.toml wit
 
 from __future__ import annotations
 
+import gc
 import tomllib
 from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
@@ -93,6 +94,10 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with the longest tests first, so that no worker begins one when the others are done."""
     items.sort(key=lambda item: not item.nodeid.startswith(_LONGEST))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    gc.freeze()  # modules and tests stay to the end: no collection need look at them
 
 
 @pytest.fixture(scope="session")

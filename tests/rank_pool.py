@@ -9,6 +9,7 @@ a failure all ranks are ended and the next call starts fresh ones.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import signal
@@ -184,6 +185,7 @@ def _read(rank: _Rank) -> Outcome:
 def _serve(pipe: Connection, stack_file: str) -> None:
     """The life of a rank process: calls, until the pipe closes."""
     torch.set_num_threads(1)
+    gc.freeze()  # what was imported before the fork: a collection would copy its pages
     with Path(stack_file).open("w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
         while True:

@@ -9,6 +9,7 @@ itself starts is a test of its own (test_cli.py).
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -68,6 +69,7 @@ def _serve(address: str) -> None:
     import nestpipe.training.loop  # noqa: F401
 
     assert torch.get_num_threads() >= 1
+    gc.freeze()  # else every child's collections copy the pages of what it shares with the others
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children are not waited for: their answer goes to who asked
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(address + ".new")
