@@ -142,7 +142,7 @@ def read_object(kind: type[Any], content: Any, prefix: str, chosen: dict[str, ty
 
 def _read_split(pipeline: Any) -> None:
     """Replaces `split`, which older runs have, by the chunks that it is now."""
-    if isinstance(pipeline, dict) and pipeline.pop("split", False) is True:
+    if isinstance(pipeline, dict) and isinstance(pipeline.get("split"), bool) and pipeline.pop("split"):
         pipeline["chunks"] = "shared"
 
 
@@ -160,5 +160,10 @@ def _value(hint: Any, value: Any, key: str) -> Any:
         return float(value)
     if any(type(value) is one or (get_origin(one) is Literal and value in get_args(one)) for one in allowed):
         return value
-    expected = f"one of {', '.join(arguments)}" if origin is Literal else getattr(hint, "__name__", hint)
+    expected = " or ".join(map(_expected, allowed))
     raise ConfigError(f"config key '{key}' has the value {value!r}; expected {expected}")
+
+
+def _expected(hint: Any) -> str:
+    is_choice = get_origin(hint) is Literal
+    return f"one of {', '.join(get_args(hint))}" if is_choice else getattr(hint, "__name__", str(hint))

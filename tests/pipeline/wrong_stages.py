@@ -260,46 +260,42 @@ def values_drawn_in_turn(case: Case) -> Iterator[None]:
         yield
 
 
-def shared_by_one_rank(case: Case) -> AbstractContextManager[object]:
-    """A row counts as shared by neighbouring batches only if rank 1 requests it in both; other ranks are ignored."""
+def _shared_by(requested: Callable[[Window], torch.Tensor]) -> AbstractContextManager[object]:
+    """A row counts as shared by neighbouring batches only if it is among these ids of both windows."""
     exchange_shared = chunked_exchange.exchange_shared
 
-    def requested_by_one(window):
+    def exchanging(window, before, where):
+        own = [requested(one) for one in (window, before)]
+
+        def among_own(ids, others):
+            both = torch.isin(ids, own[0]) & torch.isin(ids, own[1])
+            return among(ids, others) & both.to(torch.uint8)
+
+        with patch.object(chunked_exchange, "among", among_own):
+            exchange_shared(window, before, where)
+
+    return patch.object(chunked_exchange, "exchange_shared", exchanging)
+
+
+def shared_by_one_rank(case: Case) -> AbstractContextManager[object]:
+    """A row counts as shared by neighbouring batches only if rank 1 requests it in both; other ranks are ignored."""
+
+    def requested(window):
         requests = window.owner["item"].requests
         begin, size = (sum(counts) for counts in requests.first_counts[:2])
         return requests.ids.index_select(0, requests.places[begin : begin + size])
 
-    def exchanging(window, before, where):
-        own = [requested_by_one(one) for one in (window, before)]
-
-        def among_own(ids, others):
-            both = torch.isin(ids, own[0]) & torch.isin(ids, own[1])
-            return among(ids, others) & both.to(torch.uint8)
-
-        with patch.object(chunked_exchange, "among", among_own):
-            exchange_shared(window, before, where)
-
-    return patch.object(chunked_exchange, "exchange_shared", exchanging)
+    return _shared_by(requested)
 
 
-def shared_by_own_group(case: Case) -> AbstractContextManager[object]:
-    """A row counts as shared by neighbouring batches only if ranks of the own group request it in both."""
-    exchange_shared = chunked_exchange.exchange_shared
+def shared_by_one_group(case: Case) -> AbstractContextManager[object]:
+    """A row counts as shared by neighbouring batches only if group 0 requests it in both; other groups are ignored."""
 
-    def exchanging(window, before, where):
-        own = [
-            one.requests.ids.index_select(0, one.requests.places)
-            for one in (window.owner["item"], before.owner["item"])
-        ]
+    def requested(window):
+        union = window.owner["item"].union
+        return union.requests.ids.index_select(0, union.places[: sum(union.counts[0])])
 
-        def among_own(ids, others):
-            both = torch.isin(ids, own[0]) & torch.isin(ids, own[1])
-            return among(ids, others) & both.to(torch.uint8)
-
-        with patch.object(chunked_exchange, "among", among_own):
-            exchange_shared(window, before, where)
-
-    return patch.object(chunked_exchange, "exchange_shared", exchanging)
+    return _shared_by(requested)
 
 
 def chunks_merged_whole(case: Case) -> AbstractContextManager[object]:
@@ -386,8 +382,8 @@ WRONG = [
     Wrong(own_group_first, replace(IN_PLACE, groups=3, admit_after=1, chunks=2), min_ranks=3),
     Wrong(flag_ignored_by_chunks, replace(BUFFERED, groups=3, chunks="shared"), min_ranks=3),
     Wrong(chunks_merged_whole, replace(IN_PLACE, groups=3, chunks="shared"), min_ranks=3),
-    Wrong(shared_by_own_group, replace(IN_PLACE, groups=3, chunks="shared"), ("early", "chunk rows"), min_ranks=3),
-    Wrong(shared_by_own_group, replace(BUFFERED, groups=3, chunks="shared"), ("late", "chunk update"), min_ranks=3),
+    Wrong(shared_by_one_group, replace(IN_PLACE, groups=3, chunks="shared"), ("early", "chunk rows"), min_ranks=3),
+    Wrong(shared_by_one_group, replace(BUFFERED, groups=3, chunks="shared"), ("late", "chunk update"), min_ranks=3),
 ]
 
 
