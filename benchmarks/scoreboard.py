@@ -25,6 +25,9 @@ def records(name: str, keep: Callable[[Figures], bool] = lambda settings: True) 
     """The records of a benchmark whose settings are wanted, oldest first; those of --quick runs do not count."""
     path = RESULTS / f"{name}.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    for one in lines:
+        if one["settings"].pop("split", False) is True:  # as older records call it
+            one["settings"]["chunks"] = "shared"
     return [one for one in lines if not one["settings"].get("quick") and keep(one["settings"])]
 
 
@@ -107,22 +110,20 @@ def _evaluation() -> Iterator[Row]:
 
 def _over_dense() -> Iterator[Row]:
     """A real dense part of some hundred milliseconds: how much everything else adds to it."""
-    split = records("train_step", lambda one: one["dense"] == "hstu" and one.get("ranks", 2) == 2 and one["split"])
+    shared = records("train_step", lambda one: one["dense"] == "hstu" and one.get("ranks", 2) == 2 and _is_shared(one))
     latest = {
         network: (one["settings"], found)
-        for one in split
+        for one in shared
         for network, found in one["figures"].items()
         if "steady_over_bound" in found and "over_dense_only" in found
     }
     for network, (own, found) in sorted(latest.items()):
-        where = f"zipf-{own['samples']}, hstu, {own['micro_batches']} micro-batches, split messages, {network}"
+        where = f"zipf-{own['samples']}, hstu, {own['micro_batches']} micro-batches, unshared rows apart, {network}"
         reference = f"aim 1.05x; busy {found['busy_share']:.1%}, aim 94%; exposed communication {found['exposed_comm_ms']:.1f} ms, lower bound {found['exposed_comm_floor_ms']:.1f} ms"
         reference += (
             f"; step over the longest of link, CPU and compute stream {found['steady_over_bound']:.3f}x, limit 1.05x"
         )
-        command = (
-            f"train_step.py --dense hstu --samples {own['samples']} --micro-batches {own['micro_batches']} --split"
-        )
+        command = f"train_step.py --dense hstu --samples {own['samples']} --micro-batches {own['micro_batches']} --chunks shared"
         yield f"step over the dense part alone: {where}", figure(found, "over_dense_only"), reference, command
 
 
@@ -131,7 +132,7 @@ def _in_chunks() -> Iterator[Row]:
     latest = {}
     for one in records("train_step", lambda one: one["dense"] == "mlp" and one.get("ranks", 2) == 2):
         for network, found in one["figures"].items():
-            if one["settings"].get("chunks", 1) > 1 and "wire_ms" in found:
+            if one["settings"].get("chunks", 1) not in (1, "shared") and "wire_ms" in found:
                 latest[one["settings"]["samples"], network] = one["settings"], found
     for (samples, network), (own, found) in sorted(latest.items()):
         cut = f"--micro-batches {own['micro_batches']} --chunks {own['chunks']}"
@@ -151,8 +152,8 @@ def _emulated() -> Iterator[Row]:
                 emulated_ms = int(one["settings"]["dense"].partition(":")[2])
                 latest[one["settings"]["samples"], emulated_ms, network] = one["settings"], found
     for (samples, emulated_ms, network), (own, found) in sorted(latest.items()):
-        command = f"train_step.py --dense {own['dense']} --samples {samples} --micro-batches {own['micro_batches']}{' --split' * own['split']}"
-        title = f"exposed communication over its lower bound, split messages: zipf-{samples}, dense part emulated ({emulated_ms} ms), {network}"
+        command = f"train_step.py --dense {own['dense']} --samples {samples} --micro-batches {own['micro_batches']}{_chunks(own)}"
+        title = f"exposed communication over its lower bound, unshared rows apart: zipf-{samples}, dense part emulated ({emulated_ms} ms), {network}"
         # A block of few steps includes the pipeline warm-up; its trace does not.
         steady = found["busy_ms"] / found["busy_share"] / (found["step_ms"] / found["step_over_bound"])
         reference = (
@@ -316,11 +317,11 @@ def _is_test(settings: Figures, model: str) -> bool:
 
 def _train_step(network: str, found: Figures, settings: Figures) -> Iterator[Row]:
     chunks = settings.get("chunks", 1)
-    divided = f"{settings['micro_batches']} micro-batches" + f", {chunks} chunks" * (chunks > 1)
+    divided = f"{settings['micro_batches']} micro-batches" + f", {chunks} chunks" * (chunks != 1)
     where = f"zipf-{settings['samples']}, {settings['dense']}, {divided}, {network}"
     command = f"train_step.py --dense {settings['dense']} --samples {settings['samples']} --micro-batches {settings['micro_batches']}"
     command += f" --depth {settings['depth']} --ramp {settings['ramp']}" + " --cluster" * settings["cluster"]
-    command += f" --chunks {chunks}" * (chunks > 1)
+    command += _chunks(settings)
     overlap = f"busy {found['busy_share']:.0%}, exposed lookup {found['exposed_lookup']:.1%}"
     if "exposed_comm_floor_ms" in found:
         overlap += f", exposed communication {found['exposed_comm_ms']:.1f} ms (lower bound {found['exposed_comm_floor_ms']:.1f})"
@@ -339,15 +340,30 @@ def _train_step(network: str, found: Figures, settings: Figures) -> Iterator[Row
     yield f"nested over TorchRec SparseDist: {where}", figure(found, "vs_torchrec"), plain, command
 
 
+def _chunks(settings: Figures) -> str:
+    """The flag of these chunks."""
+    return f" --chunks {settings['chunks']}" if settings.get("chunks", 1) != 1 else ""
+
+
+def _is_shared(settings: Figures) -> bool:
+    """Whether rows that neighbouring batches do not share travelled apart."""
+    return bool(settings.get("chunks", 1) == "shared")
+
+
 def _weak_scaling(figures: Figures, settings: Figures) -> Row:
     few, many = min(figures, key=int), max(figures, key=int)
     own = {mode: figures[many][mode] for mode in ("nested", "sequential", "stale")}
     low, high = own["nested"]["efficiency_range"]
     title = f"weak scaling {few} to {many} ranks, dense part emulated ({settings['dense_ms']} ms), {settings['rate']} per host"
     others = ", ".join(f"{mode} {own[mode]['efficiency']:.1%}" for mode in ("sequential", "stale"))
+    if "nested-groups" in figures[many]:
+        grouped = figures[many]["nested-groups"]
+        others += f"; nested in {settings['groups']} groups {grouped['efficiency']:.1%}, {grouped['step_ms']:,.0f} ms against {own['nested']['step_ms']:,.0f} ms"
+    if (cores := own["nested"].get("cores_share_of_loss")) is not None:
+        others += f"; cores' share of the loss {cores:.0%}"
     reference = f"{others}; bitwise identical; cores {own['nested']['cpu_share']:.0%} busy"
     command = f"weak_scaling.py --dense-ms {settings['dense_ms']} --steps {settings['steps']}"
-    command += f" --micro-batches {settings['micro_batches']}{' --split' * settings.get('split', False)}"
+    command += f" --micro-batches {settings['micro_batches']}{_chunks(settings)}"
     return title, f"{own['nested']['efficiency']:.1%} ({low:.1%}-{high:.1%})", reference, command
 
 

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from nestpipe.distributed.process_group import Channel, World
 from nestpipe.embedding.buckets import Owners
-from nestpipe.embedding.config import DenseConfig, EmbeddingConfig
+from nestpipe.embedding.config import Chunking, DenseConfig, EmbeddingConfig
 from nestpipe.embedding.lookup import Lookup, Rows, TableSpec
 from nestpipe.embedding.row_optimizer import AdaGrad
 from nestpipe.embedding.sharding import ShardedTables
@@ -59,8 +59,8 @@ class Settings:
     depth: int = 1
     ramp: float = 1.0
     cluster: bool = False
-    split: bool = False  # nested: separate messages for shared and unshared rows
-    chunks: int = 1  # nested: of the last gradients, the update and the next first rows
+    chunks: Chunking = 1  # nested: of the last gradients, the update and the next first rows
+    groups: int = 1  # of the arms sequential-groups and nested-groups
     arms: Sequence[str] = ()
     num_blocks: int = 9
     num_steps: int = 10  # of a block
@@ -164,18 +164,18 @@ class OurArm:
 
     def run(self, num_steps: int) -> None:
         stream = islice(self._endless(), self.state.num_steps, None)
-        if self.name.startswith("sequential"):
+        name = self.name.removesuffix("-groups")
+        if name.startswith("sequential"):
             for batch in islice(stream, num_steps):
                 step(self.state, batch, RATES)
             return
-        stale = self.name == "stale"
+        stale = name == "stale"
         schedule = Schedule.of(
-            "nested" if stale else self.name,
+            "nested" if stale else name,
             self.settings.micro_batches,
             depth=self.settings.depth + stale,
             stale=stale,
-            split=self.settings.split and self.name == "nested",
-            num_chunks=self.settings.chunks if self.name == "nested" else 1,
+            chunks=self.settings.chunks if name == "nested" else 1,
             groups=self.state.embedding.replicas is not None,
         )
         observer = self.recorder.observer(self.state.num_steps, channels=self.state.channels)
@@ -305,22 +305,24 @@ def _measure(settings: Settings) -> None:
             runs[name] = dense_only(our_state(settings, channels), data)
         else:
             own = replace(settings, micro_batches=1, ramp=1.0, cluster=False) if name == "sequential-1" else settings
-            recorder = Recorder(world.rank, world.size, capacity=1 << 15, on=name == "nested")
-            ours[name] = OurArm(name, own, our_state(own, channels), data, recorder)
+            recorder = Recorder(world.rank, world.size, capacity=1 << 15, on=name.startswith("nested"))
+            in_groups = channels.in_groups(settings.groups) if name.endswith("-groups") else channels
+            ours[name] = OurArm(name, own, our_state(own, in_groups), data, recorder)
             create_rows(ours[name].state, ids)
             runs[name] = ours[name].run
 
     times, cpu = timed(runs, settings, channels.control)
     exact = [arm for name, arm in ours.items() if name not in ("stale", "sequential-1")]
+    grids = [[arm for arm in exact if arm.name.endswith("-groups") == grouped] for grouped in (False, True)]
+    traces = {name: _trace(arm, channels.control) for name, arm in ours.items() if name.startswith("nested")}
     result = {
         "times": times,
         "cpu_ms": _of_ranks({name: one.process_s for name, one in cpu.items()}, channels.control),
         "compute_ms": _of_ranks({name: one.thread_s for name, one in cpu.items()}, channels.control),
-        "bitwise_equal": same_bits(exact, channels.control) if len(exact) > 1 else None,
-        "trace": _trace(ours["nested"], channels.control) if "nested" in ours else {},
+        "bitwise_equal": all(same_bits(arms, channels.control) for arms in grids if arms) if len(exact) > 1 else None,
     }
-    gathered = channels.control.all_gather_bytes(json.dumps(result["trace"]).encode())
-    result["trace"] = [json.loads(one) for one in gathered]
+    gathered = [json.loads(one) for one in channels.control.all_gather_bytes(json.dumps(traces).encode())]
+    result["traces"] = {name: [own[name] for own in gathered] for name in traces}
     channels.control.barrier()
     print(json.dumps(result))
     if dist.is_initialized():
@@ -351,7 +353,7 @@ def _peer(settings: Settings, data: list[Batch], world: World, *, pipelined: boo
 
 
 def _trace(arm: OurArm, control: Channel) -> dict[str, object]:
-    """Sums over the recorded steps of the nested arm. Every rank must call it."""
+    """Sums over the recorded steps of a nested arm. Every rank must call it."""
     # A block starts with an empty pipeline after other arms ran, so its first steps are left out.
     every = arm.settings.num_steps
     found = [one for one in steps_of(arm.recorder.snapshot(every)) if one.batch % every >= _WARM_UP]
@@ -360,14 +362,11 @@ def _trace(arm: OurArm, control: Channel) -> dict[str, object]:
     untils = [max(own.get(str(one.batch), 0) for own in computed) for one in found]
     time_ns = {cause: sum(step.time_ns(cause) for step in found) for cause in CAUSES}
     seen_ns = {cause: sum(step.seen_ns.get(cause, 0) for step in found) for cause in CAUSES}
-    edges = (
-        ("rows", 0),
-        ("grads", arm.settings.micro_batches - 1),
-    )  # with a split schedule their shared rows; and all chunks
+    edges = (("rows", 0), ("grads", arm.settings.micro_batches - 1))
+    # The further chunks too, unless they hold the rows that neighbouring batches do not share, which are hidden.
+    chunks = () if arm.settings.chunks == "shared" else ("chunk rows", "chunk grads")
     at_edges = [
-        span
-        for span in arm.recorder.snapshot().spans
-        if (span.kind, span.micro_batch) in edges or span.kind in ("chunk rows", "chunk grads")
+        span for span in arm.recorder.snapshot().spans if (span.kind, span.micro_batch) in edges or span.kind in chunks
     ]
     kinds = ("rows", "grads", "keys")
     return {

@@ -9,7 +9,7 @@ micro-batches. "Our sequential" is the faster one of those micro-batches and a s
     stale          the nested schedule with rows stale by one step: the price of exactness (its results differ)
     dense-only     the same micro-batches on local rows, with dense gradient sum and dense step
 
---split and --chunks apply to the nested arm. Headers take a part of the link: the payload of 1 Gbit/s is 956 Mbit/s, with a
+--chunks applies to the nested arm. Headers take a part of the link: the payload of 1 Gbit/s is 956 Mbit/s, with a
 delay (longer packets) 999. Lower bounds use the payload rate.
 
 With --dense sleep:MS the dense part is linear and sleeps instead of computing; everything else is real (threads, messages,
@@ -59,11 +59,16 @@ def dense_kind(name: str) -> str:
     return name
 
 
+def chunking(text: str) -> int | str:
+    """chunks of the last gradients, the update and the next first rows: a number, or shared"""
+    return text if text == "shared" else int(text)
+
+
 def measured_on(name: str, options: argparse.Namespace) -> dict[str, object]:
     rate, delay_ms = NETWORKS[name]
     settings = {
         key: getattr(options, key)
-        for key in ("samples", "dense", "micro_batches", "depth", "ramp", "cluster", "split", "chunks", "arms")
+        for key in ("samples", "dense", "micro_batches", "depth", "ramp", "cluster", "chunks", "arms")
     }
     settings |= {"num_blocks": options.blocks, "num_steps": options.steps}
     command = [options.python, str(Path(__file__)), "--as-rank", json.dumps(settings)]
@@ -100,7 +105,7 @@ def figures_of(
         cores_ms = found["cpu_ms"]["nested"] * num_ranks / min(os.cpu_count() or 1, num_ranks)  # type: ignore[index]
         emulated_ms = float(dense.partition(":")[2] or 0)
         least_ms = max(cores_ms, found["compute_ms"]["nested"] + emulated_ms)  # type: ignore[index]
-        figures |= _overlap(name, found["trace"], step_ms, least_ms, in_chunks=in_chunks)  # type: ignore[arg-type]
+        figures |= _overlap(name, found["traces"]["nested"], step_ms, least_ms, in_chunks=in_chunks)  # type: ignore[arg-type]
     return figures
 
 
@@ -113,8 +118,8 @@ def _overlap(
 ) -> dict[str, object]:
     """Overlap of the nested arm, from its traces; exposed = time that compute waits / duration.
 
-    Lower bound of exposed communication: the transfer time of the first rows and the last gradients (with a split schedule, of
-    their shared rows) plus a delay each; or the transfer time of all messages of a step beyond the compute time, if that is
+    Lower bound of exposed communication: the transfer time of the first rows and the last gradients (with --chunks
+    shared, of their shared rows) plus a delay each; or the transfer time of all messages of a step beyond the compute time, if that is
     longer. Lower bound of a step: the transfer time of its bytes with headers, the CPU time of all ranks on their cores, or the
     compute stream itself, CPU and emulated time (`least_ms` is the larger of the last two, means over ranks; `slowest` takes the
     slowest rank of each step). Time in which another rank still computes the batch is not counted as communication. With
@@ -204,10 +209,7 @@ def main() -> None:
     parser.add_argument("--depth", type=int, default=1)
     parser.add_argument("--ramp", type=float, default=1.0)
     parser.add_argument("--cluster", action="store_true")
-    parser.add_argument("--split", action="store_true", help="nested: separate messages for shared and unshared rows")
-    parser.add_argument(
-        "--chunks", type=int, default=1, help="nested: chunks of the last gradients, the update and the next first rows"
-    )
+    parser.add_argument("--chunks", type=chunking, default=1, help=f"nested: {chunking.__doc__}")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=None)
     parser.add_argument("--blocks", type=int)
     parser.add_argument("--steps", type=int, help="steps of a block")
@@ -234,7 +236,9 @@ def main() -> None:
     everything: dict[str, object] = {}
     for name in networks:
         found = measured_on(name, options)
-        everything[name] = figures_of(name, found, options.dense, options.ranks, in_chunks=options.chunks > 1)
+        everything[name] = figures_of(
+            name, found, options.dense, options.ranks, in_chunks=options.chunks not in (1, "shared")
+        )
         report(name, found, everything[name], options)  # type: ignore[arg-type]
         if found["bitwise_equal"] is False:
             raise SystemExit("the exact modes are not bitwise identical; this run is not recorded.")
@@ -246,7 +250,6 @@ def main() -> None:
             "depth",
             "ramp",
             "cluster",
-            "split",
             "chunks",
             "blocks",
             "steps",

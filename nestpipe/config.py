@@ -79,6 +79,7 @@ class Config:
         kind = section.pop("kind", None) if isinstance(section, dict) else None
         if not isinstance(kind, str):
             raise ConfigError(f"model.kind is {kind!r}; it must be the name of a model, such as 'hstu'.")
+        _read_split(content.get("pipeline"))
         config: Config = read_object(Config, content, "", {"model": entry_named(kind).config})
         config.validate()
         return config
@@ -139,6 +140,12 @@ def read_object(kind: type[Any], content: Any, prefix: str, chosen: dict[str, ty
     return kind(**values)
 
 
+def _read_split(pipeline: Any) -> None:
+    """Replaces `split`, which older runs have, by the chunks that it is now."""
+    if isinstance(pipeline, dict) and isinstance(pipeline.get("split"), bool) and pipeline.pop("split"):
+        pipeline["chunks"] = "shared"
+
+
 def _value(hint: Any, value: Any, key: str) -> Any:
     """A JSON value checked against the type of its field."""
     origin, arguments = get_origin(hint), get_args(hint)
@@ -151,7 +158,12 @@ def _value(hint: Any, value: Any, key: str) -> Any:
     allowed = arguments if origin in (Union, types.UnionType) else (hint,)
     if hint is float and type(value) is int:
         return float(value)
-    if any(type(value) is one for one in allowed):
+    if any(type(value) is one or (get_origin(one) is Literal and value in get_args(one)) for one in allowed):
         return value
-    expected = f"one of {', '.join(arguments)}" if origin is Literal else getattr(hint, "__name__", hint)
+    expected = " or ".join(map(_expected, allowed))
     raise ConfigError(f"config key '{key}' has the value {value!r}; expected {expected}")
+
+
+def _expected(hint: Any) -> str:
+    is_choice = get_origin(hint) is Literal
+    return f"one of {', '.join(get_args(hint))}" if is_choice else getattr(hint, "__name__", str(hint))

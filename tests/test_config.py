@@ -53,6 +53,11 @@ def test_all_problems_are_reported_at_once():
         ),
         ({"data": 3}, "'data' must be an object, got 3"),
         ({"seed": -1}, "seed is -1"),
+        ({"pipeline": {"split": 3}}, "unknown config key 'pipeline.split'"),
+        (
+            {"pipeline": {"chunks": "hot"}},
+            "config key 'pipeline.chunks' has the value 'hot'; expected int or one of shared",
+        ),
     ],
 )
 def test_a_damaged_file_is_refused_with_its_reason(tmp_path, change, message):
@@ -69,6 +74,13 @@ def test_a_whole_number_is_a_legal_float():
     content = json.loads(RECIPES["tiny"]().to_json())
     content["dense"]["lr"] = 1
     assert Config.from_json(json.dumps(content)).dense.lr == 1.0
+
+
+@pytest.mark.parametrize(("split", "chunks", "expected"), [(True, 1, "shared"), (False, 4, 4), (False, 1, 1)])
+def test_split_of_an_older_run_is_a_kind_of_chunks(split, chunks, expected):
+    content = json.loads(RECIPES["tiny"]().to_json())
+    content["pipeline"] |= {"mode": "nested", "split": split, "chunks": chunks}
+    assert Config.from_json(json.dumps(content)).pipeline.chunks == expected
 
 
 def test_keys_are_dotted():

@@ -65,9 +65,7 @@ class AutoChoice:
         found = replace(asked, micro_batches=asked.micro_batches or self.micro_batches)
         if asked.mode != "auto":
             return found
-        # Groups exchange whole sums, so they have no chunks.
-        chunks = self.chunks if self.mode == "nested" and asked.groups == 1 else 1
-        return replace(found, mode=self.mode, chunks=chunks)
+        return replace(found, mode=self.mode, chunks=self.chunks)
 
     def line(self, asked: PipelineConfig) -> str:
         """What the run says about it."""

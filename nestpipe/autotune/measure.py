@@ -88,15 +88,14 @@ def observe(
     if len(steps) < _MIN_STEPS:
         return None
     batches = {step.batch for step in steps}
-    edges = (
-        ("rows", 0),
-        ("grads", choice.micro_batches - 1),
-    )  # of a split schedule the shared rows; of a chunked one all chunks
+    edges = (("rows", 0), ("grads", choice.micro_batches - 1))
+    # Rows that neighbouring batches do not share are hidden; where `arrive` marks the others, they are the further chunk.
+    is_shared = any(span.kind == "arrive" for span in trace.spans)
+    chunks = () if is_shared else ("chunk rows", "chunk grads")
     ends = [
         span.num_rows
         for span in trace.spans
-        if span.batch in batches
-        and ((span.kind, span.micro_batch) in edges or span.kind in ("chunk rows", "chunk grads"))
+        if span.batch in batches and ((span.kind, span.micro_batch) in edges or span.kind in chunks)
     ]
     done_ns = recorder.batch_ends(first)[_WARM_UP - 1 :]
     return Measurement(

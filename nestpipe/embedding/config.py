@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 MAX_CHUNKS = 8  # of the first rows and the last gradients of a batch
+Chunking = int | Literal["shared"]  # so many ranges of buckets, or rows shared with the neighbouring batch and others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

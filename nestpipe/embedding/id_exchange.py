@@ -14,14 +14,13 @@ exchange queues behind rows and gradients.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from nestpipe.distributed.process_group import Handle
-from nestpipe.embedding.chunked_exchange import Chunks, SharedRows
+from nestpipe.embedding.chunked_exchange import RowChunks
 from nestpipe.embedding.prefetch_buffer import RowRefs
 from nestpipe.embedding.replica_groups import GroupUnion
 from nestpipe.embedding.routing import Counts, OwnerRequests, Plan, TablePlan, own_requests
@@ -29,6 +28,8 @@ from nestpipe.embedding.row_ops import ArrivedGrads
 from nestpipe.embedding.sharding import ShardedTables
 from nestpipe.embedding.wire_format import NarrowRows, narrow_of
 from nestpipe.errors import CommError
+
+Message = tuple[int, int]  # (micro-batch, chunk)
 
 
 @dataclass(slots=True, eq=False)
@@ -39,9 +40,14 @@ class RequesterState:
     local_rows: list[Tensor]  # [micro-batch]: rows [u, D] of its distinct ids; fresh ones are received in place
     grads: list[Tensor | None]  # [micro-batch]: gradient sums [u, D] up to this one; None before its backward
     narrow: NarrowRows | None = None  # if some rows are sent in 16 bits
-    shared: SharedRows = field(default_factory=SharedRows)  # of the first and of the last micro-batch
-    # is_unshared -> received rows of the first micro-batch and their positions
-    split_rows: dict[bool, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    chunks: RowChunks | None = None
+    # chunk -> received rows of the first micro-batch and their positions, unless received in place
+    scattered: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    @property
+    def chunked(self) -> RowChunks:
+        """The chunks of its rows. Raises CommError before they are known."""
+        return _known(self.chunks)
 
     def computed_grads(self, micro_batch: int) -> Tensor:
         """Gradient sums [u, D] up to this micro-batch. Raises CommError before its backward."""
@@ -52,18 +58,22 @@ class RequesterState:
 
 @dataclass(slots=True, eq=False)
 class OwnerState:
-    """The owner side of one table in a window, or of a chunk of it."""
+    """The owner side of one table in a window."""
 
     requests: OwnerRequests
     narrow: NarrowRows | None = None  # if some rows are sent in 16 bits
-    shared: SharedRows = field(default_factory=SharedRows)  # of the requested ids
-    num_collected: int = 0  # gradient messages received
+    chunks: RowChunks | None = None
+    collected: set[Message] = field(default_factory=set)  # gradient messages received
     row_refs: RowRefs | None = None
-    # is_unshared -> rows and their gradients, if the window is split
-    split_updates: dict[bool, tuple[RowRefs, ArrivedGrads]] = field(default_factory=dict)
-    chunk_grads: ArrivedGrads | None = None  # of a chunk, located before they arrive
+    # chunk -> its rows and their gradients, located before they arrive
+    updates: dict[int, tuple[RowRefs, ArrivedGrads]] = field(default_factory=dict)
     union: GroupUnion | None = None  # of all replica groups; `requests` are then those of the union
     totals: Tensor | None = None  # [K, D] complete gradients, if a norm needs them
+
+    @property
+    def chunked(self) -> RowChunks:
+        """The chunks of its ids. Raises CommError before they are known."""
+        return _known(self.chunks)
 
     @property
     def retrieved(self) -> RowRefs:
@@ -79,9 +89,16 @@ class OwnerState:
             raise CommError("group sums used before the ids of all groups were known: the schedule lacks a dependency.")
         return self.union
 
-    def check_collected(self, num_messages: int) -> None:
-        if self.num_collected < num_messages:
-            raise CommError("rows updated before their gradients were collected: the schedule lacks a dependency.")
+    def check_collected(self, micro_batch: int, chunk: int, what: str) -> None:
+        """Raises CommError unless all messages up to this micro-batch, of which only a chunk, have arrived."""
+        if not self.collected.issuperset([*((earlier, 0) for earlier in range(micro_batch)), (micro_batch, chunk)]):
+            raise CommError(f"{what} before their gradients were collected: the schedule lacks a dependency.")
+
+
+def _known(chunks: RowChunks | None) -> RowChunks:
+    if chunks is None:
+        raise CommError("rows divided into chunks before their ids were known: the schedule lacks a dependency.")
+    return chunks
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -113,7 +130,6 @@ class GradMessage:
 class CountExchange:
     """Request counts of every rank, in flight."""
 
-    local: dict[str, Counts]  # per table: [owner][micro-batch], or [owner][micro-batch * num_chunks + chunk]
     buffer: Tensor  # [rank, n], valid after wait()
     handle: Handle
 
@@ -124,16 +140,16 @@ class CountExchange:
         return rows
 
 
-def start_counts(
-    tables: ShardedTables, plan: Plan, chunks: Mapping[str, Chunks], extra: list[int], *, where: str
-) -> CountExchange:
+def start_counts(tables: ShardedTables, plan: Plan, extra: list[int], *, where: str) -> CountExchange:
     """Sends request counts, and `extra` integers, to all owners. Collective."""
-    local = {name: chunks[name].first_counts if chunks else one.first_counts for name, one in plan.tables.items()}
-    rows = [[n for counts in local.values() for n in counts[owner]] + extra for owner in range(tables.world_size)]
+    rows = [
+        [n for own in plan.tables.values() for n in own.first_counts[owner]] + extra
+        for owner in range(tables.world_size)
+    ]
     sends = torch.tensor(rows, dtype=torch.int64, device=tables.id_channel.world.device)
     buffer = torch.empty_like(sends)
     handle = tables.id_channel.exchange("counts", sends.unbind(), buffer.unbind(), where=where)
-    return CountExchange(local, buffer, handle)
+    return CountExchange(buffer, handle)
 
 
 @dataclass(slots=True, eq=False)
@@ -148,15 +164,11 @@ class IdExchange:
     handles: list[Handle] = field(default_factory=list)
 
     @staticmethod
-    def start(
-        tables: ShardedTables, plan: Plan, local: Mapping[str, Counts], received: list[list[int]], *, where: str
-    ) -> IdExchange:
-        """Sends ids to their owners. `local` and `received` are the counts of this rank and of all ranks."""
-        exchange, begin = IdExchange(tables, plan, narrow_of(plan)), 0
-        for name in plan.tables:
-            end = begin + len(local[name][0])
-            exchange._launch(name, [row[begin:end] for row in received], where)
-            begin = end
+    def start(tables: ShardedTables, plan: Plan, received: list[list[int]], *, where: str) -> IdExchange:
+        """Sends ids to their owners. `received` are the counts of all ranks."""
+        exchange, size = IdExchange(tables, plan, narrow_of(plan)), plan.num_micro_batches
+        for number, name in enumerate(plan.tables):
+            exchange._launch(name, [row[number * size : (number + 1) * size] for row in received], where)
         return exchange
 
     def _launch(self, name: str, counts: Counts, where: str) -> None:
@@ -168,16 +180,13 @@ class IdExchange:
             channel.exchange(f"last uses/{name}", own.last_use.split(own.counts), last_use.split(sizes), where=where),
         ]
         if name in self.narrow:
-            mask, num_chunks = torch.empty(sum(sizes), dtype=torch.uint8), len(counts[0]) // self.plan.num_micro_batches
-            by_micro_batch = [
-                [sum(row[begin : begin + num_chunks]) for begin in range(0, len(row), num_chunks)] for row in counts
-            ]
-            self.remote_narrow[name] = NarrowRows(self.narrow[name].wire, mask.view(torch.bool), by_micro_batch)
+            mask = torch.empty(sum(sizes), dtype=torch.uint8)
+            self.remote_narrow[name] = NarrowRows(self.narrow[name].wire, mask.view(torch.bool), counts)
             sends = self.narrow[name].mask.view(torch.uint8).split(own.counts)
             self.handles.append(channel.exchange(f"narrow/{name}", sends, mask.split(sizes), where=where))
 
-    def finish(self) -> tuple[dict[str, RequesterState], dict[str, list[OwnerState]]]:
-        """Blocks until all ids have arrived; returns both sides of each table, that of the owner per chunk."""
+    def finish(self) -> tuple[dict[str, RequesterState], dict[str, OwnerState]]:
+        """Blocks until all ids have arrived; returns both sides of each table."""
         for handle in self.handles:
             handle.wait()
         requester, owner, micro_batches = {}, {}, self.plan.num_micro_batches
@@ -185,22 +194,5 @@ class IdExchange:
             table, own = self.tables.tables[name], self.plan.tables[name]
             local_rows = [table.empty_rows(own.num_local(micro_batch)) for micro_batch in range(micro_batches)]
             requester[name] = RequesterState(own, local_rows, [None] * micro_batches, self.narrow.get(name))
-            owner[name] = [
-                OwnerState(own_requests(*some), self.remote_narrow.get(name))
-                for some in _by_chunk(*requests, micro_batches)
-            ]
+            owner[name] = OwnerState(own_requests(*requests), self.remote_narrow.get(name))
         return requester, owner
-
-
-def _by_chunk(
-    ids: Tensor, last_use: Tensor, counts: Counts, num_micro_batches: int
-) -> Iterator[tuple[Tensor, Tensor, Counts]]:
-    """Requests of all ranks, chunk by chunk; counts are [requester][micro-batch * num_chunks + chunk]."""
-    num_chunks = len(counts[0]) // num_micro_batches
-    if num_chunks == 1:
-        yield ids, last_use, counts
-        return
-    sizes = [n for row in counts for n in row]
-    ids_of, last_uses_of = ids.split(sizes), last_use.split(sizes)
-    for chunk in (slice(number, None, num_chunks) for number in range(num_chunks)):
-        yield torch.cat(ids_of[chunk]), torch.cat(last_uses_of[chunk]), [row[chunk] for row in counts]

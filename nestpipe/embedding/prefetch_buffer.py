@@ -18,7 +18,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -53,22 +53,6 @@ class RowRefs:
         if len(initial):
             initial = initial.index_select(0, torch.searchsorted(self.rowless, places.index_select(0, rowless)))
         return RowRefs(self.step, self.ids.index_select(0, places), table_slots, slots, rowless, initial)
-
-    def split(self, sizes: Sequence[int]) -> Iterator[RowRefs]:
-        """Consecutive ranges of these sizes."""
-        if len(sizes) == 1:
-            yield self
-            return
-        begin = 0
-        for size in sizes:
-            own = slice(begin, begin + size)
-            table_slots = self.table_slots[own]
-            slots = table_slots if self.slots is self.table_slots else self.slots[own]
-            rowless = slice(*torch.searchsorted(self.rowless, torch.tensor([own.start, own.stop])).tolist())
-            yield RowRefs(
-                self.step, self.ids[own], table_slots, slots, self.rowless[rowless] - begin, self.initial[rowless]
-            )
-            begin += size
 
     @property
     def row_slots(self) -> Tensor:

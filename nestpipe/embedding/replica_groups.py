@@ -11,8 +11,8 @@ of them does the same:
    replica sends the ids requested from it to the others, so all of them admit, evict, take and
    write back the same rows.
 2. An owner adds the gradients of its own group in (micro-batch, rank) order, as without groups.
-   Replicas exchange these sums with the micro-batch that completes them; each adds them in group
-   order and makes one optimizer step.
+   Replicas exchange these sums with the micro-batch that completes them, those of the last one in
+   chunks if the window has any; each adds them in group order and makes one optimizer step.
 
 Replicas know each other's ids, so only sums are sent. Weight, stop flag and non-finite flags are
 those of all ranks.
@@ -107,15 +107,18 @@ class Replicas:
 class GroupUnion:
     """The union of all groups' requests for one table of a shard.
 
-    A group lists its ids by (micro-batch that completes the sum, id).
+    A group lists its ids by (micro-batch that completes the sum, chunk in the last micro-batch, id). A message is a
+    micro-batch, or a chunk of the last one.
     """
 
+    group: int  # the own one
     requests: OwnerRequests  # of the own group: places in the union, sums in the order of the group's list
-    counts: Counts  # [group][micro-batch]: sums that the micro-batch completes
+    counts: Counts  # [group][message]: sums that the message completes
+    places: Tensor  # [n] place in the union of each listed id, list after list, as the groups sent them
     starts: Tensor  # [K + 1]: where each id starts in `order`
     order: Tensor  # numbers of the groups' sums, list after list, in the order in which they are added
     buffers: list[Tensor] = field(default_factory=list)  # per group: its sums [n, D] in the order of its list
-    num_merged: int = 0  # micro-batches whose sums were launched
+    merged: set[int] = field(default_factory=set)  # messages that were launched
 
     @staticmethod
     def of(own: OwnerRequests, ids: Tensor, counts: Counts, order: Tensor, *, group: int) -> GroupUnion:
@@ -124,33 +127,53 @@ class GroupUnion:
         # Each group acts as a requester with one micro-batch, so the arrivals of an id are in group order.
         union = own_requests(ids, torch.zeros(len(ids), dtype=torch.uint8), [[size] for size in sizes])
         place = torch.empty_like(order).index_copy_(0, order, union.places.split(sizes)[group])
-        starts, arrivals = _in_order(own, order)
+        starts, arrivals = _in_order(own.starts, own.arrivals, order)
         requests = replace(
             own, ids=union.ids, places=place.index_select(0, own.places), starts=starts, arrivals=arrivals
         )
-        return GroupUnion(requests, counts, union.starts, union.arrivals)
+        return GroupUnion(group, requests, counts, union.places, union.starts, union.arrivals)
 
-    def launch(self, replicas: Replicas, name: str, micro_batch: int, arrived: list[Tensor], *, where: str) -> Handle:
-        """Sends the own group's sums that a micro-batch completes to all replicas; `arrived`: all gradients so far."""
+    def divide(self, chunk_of: Tensor, num_chunks: int, arrivals: Tensor) -> None:
+        """Divides the last message by the chunk of each id of the union, alike on all replicas.
+
+        `arrivals`: the same as before, numbered as they arrive in chunks.
+        """
+        num, sizes = len(self.counts[0]), [sum(row) for row in self.counts]
+        number = torch.arange(len(sizes) * num).repeat_interleave(torch.tensor(self.counts).flatten())
+        chunk = chunk_of.index_select(0, self.places).to(torch.int64).mul_(number % num == num - 1)
+        message = number + number // num * (num_chunks - 1) + chunk
+        order, counts = group(message, len(sizes) * (num + num_chunks - 1))
+        position = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order)))
+        self.order, self.counts = position.index_select(0, self.order), counts.reshape(len(sizes), -1).tolist()
+        own = order.split(sizes)[self.group] - sum(sizes[: self.group])
+        starts, arrivals = _in_order(self.requests.starts, arrivals, own)
+        self.requests = replace(self.requests, starts=starts, arrivals=arrivals)
+
+    def grads(self, like: Tensor) -> ArrivedGrads:
+        """The gradients of all ids, in group order, where `launch` receives them; rows like these [n, D]."""
         if not self.buffers:
-            self.buffers = [arrived[0].new_empty(sum(row), *arrived[0].shape[1:]) for row in self.counts]
-        begins = [sum(row[:micro_batch]) for row in self.counts]
+            self.buffers = [like.new_empty(sum(row), *like.shape[1:]) for row in self.counts]
+        return ArrivedGrads(self.buffers, self.starts, self.order)
+
+    def launch(self, replicas: Replicas, name: str, message: int, arrived: list[Tensor], *, where: str) -> Handle:
+        """Sends the own group's sums that a message completes to all replicas; `arrived`: at least all gradients of these."""
+        self.grads(arrived[0])
+        begins = [sum(row[:message]) for row in self.counts]
         receives = [
-            buffer[begin : begin + row[micro_batch]]
+            buffer[begin : begin + row[message]]
             for buffer, begin, row in zip(self.buffers, begins, self.counts, strict=True)
         ]
         begin, own = begins[replicas.group], receives[replicas.group]
         starts = self.requests.starts[begin : begin + len(own) + 1]
         order = self.requests.arrivals[int(starts[0]) : int(starts[-1])]
         ArrivedGrads(arrived, starts - starts[0], order).total(own)
-        self.num_merged += 1
+        self.merged.add(message)
         return replicas.sums.post(name, receives, where=where, own=False).launch([own] * replicas.num_groups)
 
-    def sums(self, num_micro_batches: int) -> ArrivedGrads:
-        """The gradients of all ids, in group order. Raises CommError before the last merge."""
-        if self.num_merged < num_micro_batches:
+    def check_merged(self, micro_batch: int, chunk: int) -> None:
+        """Raises CommError unless the sums of all micro-batches up to this one, of which only a chunk, were launched."""
+        if not self.merged.issuperset([*range(micro_batch), micro_batch + chunk]):
             raise CommError("rows updated before the groups' sums were merged: the schedule lacks a dependency.")
-        return ArrivedGrads(self.buffers, self.starts, self.order)
 
 
 def join(world: World, num_groups: int, all_ranks: Channel) -> tuple[Channel, Channel, Replicas]:
@@ -170,9 +193,9 @@ def _by_last_micro_batch(requests: OwnerRequests) -> tuple[Tensor, list[int]]:
     return order, counts.tolist()
 
 
-def _in_order(requests: OwnerRequests, order: Tensor) -> tuple[Tensor, Tensor]:
-    """`starts` and `arrivals` for the ids in another order."""
-    sizes = requests.starts.diff().index_select(0, order)
-    starts = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
-    shift = (requests.starts[:-1].index_select(0, order) - starts[:-1]).repeat_interleave(sizes)
-    return starts, requests.arrivals.index_select(0, shift + torch.arange(len(requests.arrivals)))
+def _in_order(starts: Tensor, arrivals: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
+    """`starts` and `arrivals` of requests for the ids in another order."""
+    sizes = starts.diff().index_select(0, order)
+    ordered = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
+    shift = (starts[:-1].index_select(0, order) - ordered[:-1]).repeat_interleave(sizes)
+    return ordered, arrivals.index_select(0, shift + torch.arange(len(arrivals)))

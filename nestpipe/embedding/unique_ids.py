@@ -5,10 +5,8 @@ Native where that can be built (ids.cpp); torch gives identical results.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from ctypes import c_int64, c_void_p
 from functools import cache
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -72,22 +70,6 @@ def among(ids: Tensor, others: Tensor, *, native: bool | None = None) -> Tensor:
     return found
 
 
-def split_by_bit(bits: Tensor, sizes: Sequence[int], *, native: bool | None = None) -> tuple[Tensor, Tensor, list[int]]:
-    """Ascending places whose bit (uint8) is 0, those whose bit is 1, and the number of the latter per range of `sizes`."""
-    functions = _functions() if native is None or native else None
-    if functions is None:
-        counts = [int(own.sum()) for own in bits.split(list(sizes))]
-        return (bits == 0).nonzero().flatten(), bits.nonzero().flatten(), counts
-    bits, ends = bits.contiguous(), torch.tensor(sizes).cumsum(0)
-    places, num = torch.empty(2, len(bits), dtype=torch.int64), torch.empty(2, len(sizes), dtype=torch.int64)
-    pointers = (one.data_ptr() for one in (*places, *num))
-    functions.split_by_bit(bits.data_ptr(), ends.data_ptr(), len(sizes), *pointers)
-    before = [0, *num[1].tolist()]
-    num_set = before[-1]
-    counts = [after - own for own, after in pairwise(before)]
-    return places[0, : len(bits) - num_set], places[1, :num_set], counts
-
-
 class _IdFunctions:
     """The functions of ids.cpp."""
 
@@ -96,7 +78,6 @@ class _IdFunctions:
         self.dedupe = native.function("nestpipe_ids_dedupe", c_int64, ids, c_int64, ids, ids)
         self.group = native.function("nestpipe_ids_group", c_int64, ids, c_int64, c_int64, ids, ids)
         self.among = native.function("nestpipe_ids_among", None, ids, c_int64, ids, c_int64, ids)
-        self.split_by_bit = native.function("nestpipe_ids_cut", None, ids, ids, c_int64, ids, ids, ids, ids)
         self.owner = native.function("nestpipe_ids_owner", None, ids, c_int64, c_int64, c_int64, ids)
 
 

@@ -28,11 +28,12 @@ import torch
 from torch import Tensor
 
 from nestpipe.embedding import chunked_exchange
-from nestpipe.embedding.chunked_exchange import Chunks
+from nestpipe.embedding.config import Chunking
 from nestpipe.embedding.id_exchange import (
     CountExchange,
     GradMessage,
     IdExchange,
+    Message,
     OwnerState,
     RequesterState,
     RowMessage,
@@ -44,18 +45,13 @@ from nestpipe.embedding.routing import Plan
 from nestpipe.embedding.row_ops import ArrivedGrads, add_from, copy_from, gather_rows, largest, scatter_rows
 from nestpipe.embedding.sharding import ShardedTables
 from nestpipe.embedding.stale_rows import StaleRows
-from nestpipe.errors import CommError
-
-UNSHARED = 1  # the chunk of unshared rows in a split window; shared rows are chunk 0
-Message = tuple[int, int]  # (micro-batch, chunk)
 
 
 @dataclass(slots=True, eq=False)
 class Window:
     """The rows of one batch, frozen until every micro-batch has contributed its gradients.
 
-    A `split` window sends the first rows and the last gradients as two chunks, shared and unshared with the neighbouring
-    batch; one with `chunks` (of all tables or none) sends them in chunks of buckets. See chunked_exchange.py.
+    With `chunks` the first rows and the last gradients are sent in several messages (chunked_exchange.py).
     """
 
     tables: ShardedTables
@@ -63,56 +59,53 @@ class Window:
     number: int  # of the batch, from the start of training
     weight: float  # of this rank; of all ranks after exchange_ids
     stop_requested: bool = False  # by this rank; by any rank after exchange_ids
-    split: bool = False
-    chunks: Mapping[str, Chunks] = field(default_factory=dict)
+    chunks: Chunking = 1
     counts: CountExchange | None = None
     largest: dict[str, float] = field(default_factory=dict)  # per table: the largest |gradient| sent
     requester: dict[str, RequesterState] = field(default_factory=dict)
-    owner_chunks: dict[str, list[OwnerState]] = field(default_factory=dict)  # per table and chunk
-    row_refs: dict[str, RowRefs] = field(default_factory=dict)  # of all chunks, in order
+    owner: dict[str, OwnerState] = field(default_factory=dict)
     row_messages: dict[Message, dict[str, RowMessage]] = field(default_factory=dict)  # per message and table
     grad_messages: dict[Message, dict[str, GradMessage]] = field(default_factory=dict)
 
     def start_counts(self, *, where: str = "") -> CountExchange:
         """Sends request counts to the owners, and weight and stop flag to all ranks. Collective."""
         flags = [*struct.unpack("<q", struct.pack("<d", self.weight)), int(self.stop_requested)]
-        return start_counts(self.tables, self.plan, self.chunks, flags, where=where)
+        return start_counts(self.tables, self.plan, flags, where=where)
 
     def exchange_ids(self, previous: Window | None = None, following: Window | None = None, *, where: str = "") -> None:
         """Sends ids to their owners; agrees on the global weight and on whether to stop. Collective.
 
         The counts of `following`, if given (on every rank or on none), are sent while the ids are in flight, unless this
-        batch is the last. A split window then exchanges which rows it shares with `previous`.
+        batch is the last. A window with shared chunks then exchanges which rows it shares with `previous`.
         """
         counts = self.counts or self.start_counts(where=where)
         received = counts.wait()
         flags = [row[-2:] for row in received]
-        exchange = IdExchange.start(self.tables, self.plan, counts.local, received, where=where)
+        exchange = IdExchange.start(self.tables, self.plan, received, where=where)
         if following is not None and not any(stop for _, stop in flags):
             following.counts = following.start_counts(where=f"the one after {where}")
-        self.requester, self.owner_chunks = exchange.finish()
+        self.requester, self.owner = exchange.finish()
         if self.tables.replicas:
             flags = self._unite_groups(self.tables.replicas, flags, where)
         self.weight = sum(struct.unpack("<d", struct.pack("<q", weight))[0] for weight, _ in flags)  # in rank order
         self.stop_requested = any(stop for _, stop in flags)
-        if self.split and previous is not None:
+        if self.num_chunks > 1:
+            chunked_exchange.number_rows(self)
+        if self.chunks == "shared" and previous is not None:
             chunked_exchange.exchange_shared(self, previous, where)
 
     def _unite_groups(self, replicas: Replicas, flags: list[list[int]], where: str) -> list[list[int]]:
         """Replaces the requested ids by the union over all groups; returns the flags of all ranks, in rank order."""
-        requests = {name: owner.requests for name, (owner,) in self.owner_chunks.items()}
+        requests = {name: owner.requests for name, owner in self.owner.items()}
         unions, flags = replicas.unite(requests, [one for row in flags for one in row], where=where)
         for name, union in unions.items():
-            self.owner_chunks[name][0].requests, self.owner_chunks[name][0].union = union.requests, union
+            self.owner[name].requests, self.owner[name].union = union.requests, union
         return [row[place : place + 2] for row in flags for place in range(0, len(row), 2)]
 
     def retrieve(self) -> None:
         """Admits ids and takes their rows. Once per batch, in the order of batches."""
-        for name, chunks in self.owner_chunks.items():
-            ids = [owner.requests.ids for owner in chunks]
-            refs = self.row_refs[name] = self.tables.row_access[name].take(torch.cat(ids), self.number)
-            for owner, own in zip(chunks, refs.split([len(one) for one in ids]), strict=True):
-                owner.row_refs = own
+        for name, owner in self.owner.items():
+            owner.row_refs = self.tables.row_access[name].take(owner.requests.ids, self.number)
 
     def post_receives(self, *, where: str = "") -> None:
         """Posts the receives of all row and gradient messages, so that no sender waits for its peer; locates what is sent."""
@@ -120,44 +113,29 @@ class Window:
         for micro_batch in range(self.plan.num_micro_batches):
             for name in self.requester:
                 place = f"{where}, micro-batch {micro_batch}"
-                if micro_batch == 0 and self.split:
-                    chunked_exchange.post_split_rows(self, name, place)
-                elif micro_batch == 0 and self.chunks:
-                    chunked_exchange.post_chunk_rows(self, name, place)
+                if micro_batch == 0 and self.num_chunks > 1:
+                    chunked_exchange.post_first_rows(self, name, place)
                 else:
                     self._post_whole_rows(name, micro_batch, place)
-                if micro_batch == last and self.split:
-                    chunked_exchange.post_split_grads(self, name, place)
-                elif micro_batch == last and self.chunks:
-                    chunked_exchange.post_chunk_grads(self, name, place)
+                if micro_batch == last and self.num_chunks > 1:
+                    chunked_exchange.post_last_grads(self, name, place)
                 else:
                     self._post_whole_grads(name, micro_batch, place)
 
     def _post_whole_rows(self, name: str, micro_batch: int, where: str) -> None:
-        requester = self.requester[name]
+        requester, owner = self.requester[name], self.owner[name]
         buffer = [requester.local_rows[micro_batch][fresh] for fresh in requester.plan.fresh(micro_batch)]
         packed = None if requester.narrow is None else requester.narrow.buffers(micro_batch, buffer)
-        places = self._requested_places(name, micro_batch)
-        self.post_rows(name, (micro_batch, 0), self._row_refs(name), places, buffer, packed, where=where)
-
-    def _requested_places(self, name: str, micro_batch: int) -> list[Tensor]:
-        """Per requester: places, among the row refs of all chunks, of the rows that it gets with a micro-batch."""
-        by_chunk, begin = [], 0
-        for owner in self.owner_chunks[name]:
-            by_chunk.append([places + begin if begin else places for places in owner.requests.rows_for(micro_batch)])
-            begin += len(owner.requests.ids)
-        return [torch.cat(own) for own in zip(*by_chunk, strict=True)] if len(by_chunk) > 1 else by_chunk[0]
+        places = owner.requests.rows_for(micro_batch)
+        self.post_rows(name, (micro_batch, 0), owner.retrieved, places, buffer, packed, where=where)
 
     def _post_whole_grads(self, name: str, micro_batch: int, where: str) -> None:
         plan, is_last = self.requester[name].plan, micro_batch == self.plan.num_micro_batches - 1
-        counts = [
-            sum(own)
-            for own in zip(*(one.requests.arrival_counts[micro_batch] for one in self.owner_chunks[name]), strict=True)
-        ]
-        ending = self.chunks[name].ending[micro_batch] if self.chunks else plan.ending[micro_batch]
+        counts = self.owner[name].requests.arrival_counts[micro_batch]
         send_counts = [own[micro_batch] for own in plan.last_counts]
         # No id is used after the last micro-batch, so all of its sums are sent: positions None.
-        self.post_grads(name, (micro_batch, 0), None if is_last else ending, send_counts, counts, where=where)
+        ending = None if is_last else plan.ending[micro_batch]
+        self.post_grads(name, (micro_batch, 0), ending, send_counts, counts, where=where)
 
     def post_rows(
         self,
@@ -217,7 +195,7 @@ class Window:
         rank = self.tables.rank
         for name, message in self.row_messages[micro_batch, chunk].items():
             access, sends = self.tables.row_access[name], message.sends
-            narrow = self.owner_chunks[name][0].narrow if message.packed is not None else None
+            narrow = self.owner[name].narrow if message.packed is not None else None
             access.gather(message.refs, message.send_buffer)
             if narrow is not None:
                 sends = [
@@ -246,8 +224,8 @@ class Window:
 
     def wait_rows(self, micro_batch: int) -> None:
         """Blocks until the micro-batch's rows have arrived, and scatters them to their positions. Idempotent."""
-        # Unshared rows arrived long ago: scatter them while shared ones are in flight.
-        for chunk in (UNSHARED, 0) if self.split else range(self.num_chunks):
+        # Unshared rows, in chunk 1, arrived long ago: scatter them while shared ones are in flight.
+        for chunk in reversed(range(self.num_chunks)):
             for name, message in self.row_messages.get((micro_batch, chunk), {}).items():
                 requester = self.requester[name]
                 message.handle.wait_arrived()
@@ -255,7 +233,7 @@ class Window:
                     for owner, (data, buffer) in enumerate(zip(message.packed, message.receive_buffers, strict=True)):
                         if owner != self.tables.rank:
                             requester.narrow.unpack(data, owner, micro_batch, buffer)
-                if micro_batch == 0 and (received := requester.split_rows.pop(bool(chunk), None)):
+                if micro_batch == 0 and (received := requester.scattered.pop(chunk, None)):
                     rows, positions = received
                     scatter_rows(requester.local_rows[micro_batch], positions, rows)
 
@@ -292,70 +270,70 @@ class Window:
 
     def collect(self, micro_batch: int, chunk: int = 0) -> None:
         """Blocks until the gradient sums of a micro-batch, or of a chunk of it, have arrived at this owner."""
-        is_chunk = self.chunks and micro_batch == self.plan.num_micro_batches - 1
         for name, message in self.grad_messages[micro_batch, chunk].items():
             message.handle.wait_arrived()
-            for owner in [self.owner_chunks[name][chunk]] if is_chunk else self.owner_chunks[name]:
-                owner.num_collected += 1
+            self.owner[name].collected.add((micro_batch, chunk))
 
-    def merge(self, micro_batch: int, *, where: str = "") -> None:
-        """Exchanges, between replicas, the group sums that are complete with this micro-batch; `update` adds them."""
+    def merge(self, micro_batch: int, chunk: int = 0, *, where: str = "") -> None:
+        """Exchanges, between replicas, the group sums that are complete with this micro-batch, or with a chunk of it."""
         if (replicas := self.tables.replicas) is None:
             return
         handles = []
-        for name, (owner,) in self.owner_chunks.items():
-            if owner.num_collected <= micro_batch:
-                raise CommError("group sums merged before they were collected: the schedule lacks a dependency.")
-            arrived = [one for number in range(micro_batch + 1) for one in self.grad_messages[number, 0][name].received]
-            handles.append(owner.united.launch(replicas, f"sums/{name}", micro_batch, arrived, where=where))
+        for name, owner in self.owner.items():
+            owner.check_collected(micro_batch, chunk, "group sums merged")
+            arrived = self.arrivals(name, micro_batch)
+            handles.append(owner.united.launch(replicas, f"sums/{name}", micro_batch + chunk, arrived, where=where))
         for handle in handles:
             handle.wait()
 
     def owned_grads(self) -> dict[str, Tensor]:
         """Complete gradient sums [K, D] of the owned rows, by ascending id, per table. Only after all are collected."""
-        if self.split or self.chunks:
+        if self.num_chunks > 1:
             raise ValueError("a window with chunks has no complete sums: its chunks are updated one after the other.")
         totals = {}
-        for name, (owner,) in self.owner_chunks.items():
-            grads = self._sums(name, 0)
+        for name, owner in self.owner.items():
+            self._check_summed(owner, 0)
+            grads = self._sums(name)
             owner.totals = totals[name] = grads.total() if isinstance(grads, ArrivedGrads) else grads
             owner.totals.index_fill_(0, owner.retrieved.rowless, 0.0)  # dropped: they must not count in a norm
         return totals
 
     def keep_previous(self) -> None:
         """Keeps the rows as they are before the update: the next batch reads them, even after a barrier."""
-        for name, (owner,) in self.owner_chunks.items():
+        for name, owner in self.owner.items():
             access = self.tables.row_access[name]
             if isinstance(access, StaleRows):
                 access.keep_previous(owner.retrieved)
 
     def update(self, lr: float, chunk: int = 0) -> None:
         """One optimizer step for each owned row of the window, or of a chunk of it."""
-        for name, chunks in self.owner_chunks.items():
-            owner = chunks[0 if self.split else chunk]
-            if self.split:
-                owner.check_collected(
-                    self.plan.num_micro_batches + chunk
-                )  # the unshared chunk comes after the shared one
-            refs, grads = owner.split_updates[bool(chunk)] if self.split else (owner.retrieved, self._sums(name, chunk))
+        for name, owner in self.owner.items():
+            self._check_summed(owner, chunk)
+            refs, grads = owner.updates[chunk] if self.num_chunks > 1 else (owner.retrieved, self._sums(name))
             self.tables.row_access[name].update(refs, grads, lr)
 
-    def _sums(self, name: str, chunk: int) -> Tensor | ArrivedGrads:
-        """The gradients of the owned rows of a chunk, added in (micro-batch, rank) order."""
-        owner = self.owner_chunks[name][chunk]
-        owner.check_collected(self.plan.num_micro_batches)
+    def _sums(self, name: str) -> Tensor | ArrivedGrads:
+        """The gradients of the owned rows, added in (micro-batch, rank) order."""
+        owner = self.owner[name]
         if owner.totals is not None:
             return owner.totals
         if owner.union is not None:
-            return owner.union.sums(self.plan.num_micro_batches)
-        return owner.chunk_grads or ArrivedGrads(self.arrivals(name), owner.requests.starts, owner.requests.arrivals)
+            return owner.union.grads(self.arrivals(name)[0])
+        return ArrivedGrads(self.arrivals(name), owner.requests.starts, owner.requests.arrivals)
 
-    def arrivals(self, name: str) -> list[Tensor]:
-        """Received gradient sums, message after message."""
+    def _check_summed(self, owner: OwnerState, chunk: int) -> None:
+        last = self.plan.num_micro_batches - 1
+        owner.check_collected(last, chunk, "rows updated")
+        if owner.union is not None:
+            owner.union.check_merged(last, chunk)
+
+    def arrivals(self, name: str, last: int | None = None) -> list[Tensor]:
+        """Received gradient sums, message after message, up to a micro-batch."""
         return [
             one
-            for key in sorted(self.grad_messages, key=_arrival_order)
-            for one in self.grad_messages[key][name].received
+            for message in sorted(self.grad_messages)
+            if last is None or message[0] <= last
+            for one in self.grad_messages[message][name].received
         ]
 
     def release(self) -> None:
@@ -364,23 +342,13 @@ class Window:
         grads = [message.handle for messages in self.grad_messages.values() for message in messages.values()]
         for handle in rows + grads:
             handle.wait()
-        for name in self.owner_chunks:
-            self.tables.row_access[name].release(self._row_refs(name))
+        for name, owner in self.owner.items():
+            self.tables.row_access[name].release(owner.retrieved)
 
     @property
     def num_chunks(self) -> int:
         """Chunks in which the first rows and the last gradients are sent."""
-        return next((len(cut.last_counts[0][0]) for cut in self.chunks.values()), 1)
-
-    def _row_refs(self, name: str) -> RowRefs:
-        if name not in self.row_refs:
-            raise CommError("rows used before they were retrieved: the schedule lacks a dependency.")
-        return self.row_refs[name]
-
-
-def _arrival_order(message: Message) -> tuple[int, bool]:
-    """Micro-batches in order, the unshared chunk of a micro-batch first."""
-    return message[0], message[1] != UNSHARED
+        return 2 if self.chunks == "shared" else self.chunks
 
 
 def larger(so_far: float, values: Tensor) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from nestpipe.embedding.config import MAX_CHUNKS
+from nestpipe.embedding.config import MAX_CHUNKS, Chunking
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,10 +45,9 @@ class PipelineConfig(MicroBatchConfig):
     """With staleness 1: number of exact steps at the start."""
     rows: Literal["auto", "table", "buffer"] = "auto"
     """Where rows of batches in flight are: in their table or in a prefetch buffer. auto: the table. Rows in files have a row buffer."""
-    split: bool = False
-    """nested: send rows that neighbouring batches do not share in messages of their own, which are hidden."""
-    chunks: int = 1
-    """nested: send the last gradients and the next first rows in so many chunks; one is updated while others are in flight."""
+    chunks: Chunking = 1
+    """nested: send the last gradients and the next first rows in so many chunks; one is updated while others are in flight.
+    shared: in two; rows that neighbouring batches do not share travel while a batch computes."""
     groups: int = 1
     """Replica groups: each holds all tables; rows stay inside a group, gradient sums travel between groups. 0: measure and choose."""
     tune: bool = False
@@ -62,12 +61,11 @@ class PipelineConfig(MicroBatchConfig):
 
     def problems(self) -> Iterator[str]:
         yield from MicroBatchConfig.problems(replace(self, micro_batches=self.micro_batches or 1))
-        yield from self._group_problems()
+        if self.groups < 0:
+            yield f"groups is {self.groups}; it must divide the number of ranks, or be 0 to choose"
         has = "may have" if self.mode == "auto" else "has"
         if not 1 <= self.depth <= 8:
             yield f"depth is {self.depth}; it must be in 1 .. 8"
-        if self.split and self.mode != "nested":
-            yield f"split is for mode nested, but the mode is {self.mode}"
         yield from self._chunk_problems()
         if self.staleness not in (0, 1):
             yield f"staleness is {self.staleness}; it must be 0 (exact) or 1 (rows stale by one step)"
@@ -88,24 +86,11 @@ class PipelineConfig(MicroBatchConfig):
         if self.trace_steps < 0:
             yield f"trace_steps is {self.trace_steps}; it must not be negative"
 
-    def _group_problems(self) -> Iterator[str]:
-        if self.groups < 0:
-            yield f"groups is {self.groups}; it must divide the number of ranks, or be 0 to choose"
-        if self.groups != 1 and self.split:
-            yield (
-                f"groups is {self.groups}, but groups exchange whole sums and split sends them in two messages; "
-                "remove split or use groups 1"
-            )
-
     def _chunk_problems(self) -> Iterator[str]:
-        if not 1 <= self.chunks <= MAX_CHUNKS:
-            yield f"chunks is {self.chunks}; it must be in 1 .. {MAX_CHUNKS}"
-        if self.chunks > 1 and self.mode != "nested":
+        if self.chunks != "shared" and not 1 <= self.chunks <= MAX_CHUNKS:
+            yield f"chunks is {self.chunks}; it must be in 1 .. {MAX_CHUNKS}, or shared"
+        if self.chunks != 1 and self.mode != "nested":
             yield f"chunks is {self.chunks}, which is for mode nested, but the mode is {self.mode}"
-        if self.chunks > 1 and self.split:
-            yield f"chunks is {self.chunks}, but split divides the same messages in another way; use one of them"
-        if self.chunks > 1 and self.groups != 1:
-            yield f"chunks is {self.chunks}, but groups is {self.groups}, and groups exchange whole sums; use one of them"
 
     @property
     def looks_ahead(self) -> bool:

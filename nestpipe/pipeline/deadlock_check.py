@@ -53,15 +53,14 @@ def check_programs(schedule: Schedule, ranks: Sequence[Programs], num_batches: i
 
 def all_events(schedule: Schedule, num_batches: int) -> list[Event]:
     """Every event of so many batches, in the order of the sequential step."""
-    once: tuple[Kind, ...] = ("read", "keys", "retrieve", "post", *(("unshared rows",) if schedule.split else ()))
-    more = range(schedule.num_chunks - 1)
-    unshared: tuple[Kind, ...] = ("unshared grads", "unshared collect", "unshared update") if schedule.split else ()
+    once: tuple[Kind, ...] = ("read", "keys", "retrieve", "post")
     norm: tuple[Kind, ...] = ("norm",) if schedule.clip_rows else ()
-    after: tuple[Kind, ...] = ("flag", "dense sum", *norm, "dense step", "update", *unshared, "write")
+    after: tuple[Kind, ...] = ("flag", "dense sum", *norm, "dense step", "update")
     merge: tuple[Kind, ...] = ("merge",) if schedule.groups else ()
     each: tuple[Kind, ...] = ("rows", "compute", "grads", "collect", *merge)
-    first: tuple[Kind, ...] = ("rows", "arrive", *each[1:]) if schedule.split else each
-    micro_batches = range(schedule.num_micro_batches)
+    first: tuple[Kind, ...] = ("rows", "arrive", *each[1:]) if schedule.chunks == "shared" else each
+    chunk = [kind for kind in CHUNK_KINDS[1:] if kind != "chunk merge" or schedule.groups]
+    micro_batches, more = range(schedule.num_micro_batches), range(schedule.num_chunks - 1)
     return [
         event
         for t in range(num_batches)
@@ -69,9 +68,9 @@ def all_events(schedule: Schedule, num_batches: int) -> list[Event]:
             *(Event(kind, t) for kind in once),
             *(Event("chunk rows", t, n) for n in more),
             *(Event(kind, t, micro_batch) for micro_batch in micro_batches for kind in (each if micro_batch else first)),
-            *(Event(kind, t) for kind in after[:-1]),
-            *(Event(kind, t, n) for n in more for kind in CHUNK_KINDS[1:]),
-            Event(after[-1], t),
+            *(Event(kind, t) for kind in after),
+            *(Event(kind, t, n) for n in more for kind in chunk),
+            Event("write", t),
         )
     ]  # fmt: skip
 

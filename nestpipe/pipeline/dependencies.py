@@ -9,9 +9,9 @@ the others do not imply (tests/pipeline/test_mutants.py).
     read ─ keys ─ retrieve ─ post ─ rows ─ compute ─ grads ─ collect ─ merge ─ flag ─┬─ dense sum ─ norm ─ dense step
                                                                                      └─ update ─ write
 
-`merge` exists with replica groups, `norm` if row gradients are clipped. `unshared …` and `chunk …`
-are the further messages of a split or chunked window (embedding/chunked_exchange.py); the plain
-stages are then about the shared rows or the first chunk.
+`merge` exists with replica groups, `norm` if row gradients are clipped. `chunk …` are the further
+messages of a window in chunks (embedding/chunked_exchange.py); the plain stages are then about the
+first chunk. `arrive` marks the arrival of the first rows of a window with a chunk of shared rows.
 """
 
 from __future__ import annotations
@@ -25,14 +25,13 @@ if TYPE_CHECKING:
 Kind = Literal[
     "read", "keys", "retrieve", "post", "rows", "compute", "grads", "collect", "merge",
     "flag", "dense sum", "norm", "dense step", "update", "write",
-    "arrive", "unshared rows", "unshared grads", "unshared collect", "unshared update",
-    "chunk rows", "chunk grads", "chunk collect", "chunk update",
+    "arrive", "chunk rows", "chunk grads", "chunk collect", "chunk merge", "chunk update",
 ]  # fmt: skip
 # Stages that send: done means that the messages of every rank have been launched.
 MESSAGES: frozenset[Kind] = frozenset((
-    "keys", "rows", "unshared rows", "chunk rows", "grads", "unshared grads", "chunk grads", "merge", "dense sum", "norm",
+    "keys", "rows", "chunk rows", "grads", "chunk grads", "merge", "chunk merge", "dense sum", "norm",
 ))  # fmt: skip
-CHUNK_KINDS: tuple[Kind, ...] = ("chunk rows", "chunk grads", "chunk collect", "chunk update")
+CHUNK_KINDS: tuple[Kind, ...] = ("chunk rows", "chunk grads", "chunk collect", "chunk merge", "chunk update")
 MICRO_BATCH_KINDS: frozenset[Kind] = frozenset(("rows", "compute", "grads", "collect", "merge", *CHUNK_KINDS))
 READ_AHEAD = 2  # batches read beyond those whose ids are exchanged
 
@@ -94,38 +93,30 @@ def dependencies(schedule: Schedule) -> dict[Kind, list[list[Event]]]:
     if groups:
         # X: sums of this replica's group, in the order of micro-batches.
         each["merge"] = [[Event("collect", 0, i), *([Event("merge", 0, i - 1)] if i else [])] for i in micro_batches]
-    if schedule.split:
-        _add_split(once, each, depth, last)
     if schedule.num_chunks > 1:
-        _add_chunks(once, each, schedule.num_chunks - 1, last)
+        _add_chunks(once, each, schedule)
     return {**{kind: [needs] for kind, needs in once.items()}, **each}
 
 
-def _add_split(once: dict[Kind, list[Event]], each: dict[Kind, list[list[Event]]], depth: int, last: int) -> None:
-    """Dependencies of a split window; the plain stages are about the shared rows."""
-    # An unshared row was last updated, as unshared, by a batch in flight two or more back; older updates are written.
-    updated = [Event("unshared update", -back) for back in range(2, depth + 1)]
-    once["keys"] += [Event("keys", -1)]  # the ids of both batches decide which rows they share
-    once["post"] += [Event("keys", 1)]
-    once["unshared rows"] = [Event("post", 0), *updated]
-    each["rows"] = [[*needs, *(updated[:1] if micro_batch else [])] for micro_batch, needs in enumerate(each["rows"])]
-    each["compute"][0] += [Event("unshared rows", 0), Event("arrive", 0)]
-    once["arrive"] = [Event("rows", 0), Event("unshared rows", 0)]
-    once["unshared grads"] = [Event("compute", 0, last), Event("post", 0)]
-    once["unshared collect"] = [Event("unshared grads", 0), Event("collect", 0, last)]
-    once["unshared update"] = [Event("unshared collect", 0), Event("flag", 0)]
-    once["write"] += [Event("unshared update", 0)]
-
-
-def _add_chunks(once: dict[Kind, list[Event]], each: dict[Kind, list[list[Event]]], num: int, last: int) -> None:
-    """Dependencies of a chunked window; the plain stages are about the first chunk."""
-    more = range(num)
-    updated = [Event("chunk update", -1, n) for n in more]
-    each["rows"] = [[*needs, *(updated if micro_batch else [])] for micro_batch, needs in enumerate(each["rows"])]
-    each["chunk rows"] = [[Event("post", 0), updated[n]] for n in more]
+def _add_chunks(once: dict[Kind, list[Event]], each: dict[Kind, list[list[Event]]], schedule: Schedule) -> None:
+    """Dependencies of a window in chunks; the plain stages are about the first one."""
+    last, more = schedule.num_micro_batches - 1, range(schedule.num_chunks - 1)
+    updated = [[Event("chunk update", -1, n)] for n in more]
+    if schedule.chunks == "shared":
+        # An unshared row was last updated, as unshared, by a batch in flight two or more back; older updates are written.
+        updated = [[Event("chunk update", -back) for back in range(2, schedule.depth + 1)]]
+        once["keys"] += [Event("keys", -1)]  # the ids of both batches decide which rows they share
+        once["post"] += [Event("keys", 1)]
+        once["arrive"] = [Event("rows", 0), Event("chunk rows", 0)]
+        each["compute"][0] += [Event("arrive", 0)]
+    each["rows"][1:] = [[*needs, *(one for newest in updated for one in newest[:1])] for needs in each["rows"][1:]]
+    each["chunk rows"] = [[Event("post", 0), *updated[n]] for n in more]
     each["compute"][0] += [Event("chunk rows", 0, n) for n in more]
     each["chunk grads"] = [[Event("compute", 0, last), Event("post", 0)] for _ in more]
-    before = [Event("collect", 0, last - 1)] if last else []  # sums of earlier micro-batches are collected
-    each["chunk collect"] = [[Event("chunk grads", 0, n), *before] for n in more]
-    each["chunk update"] = [[Event("chunk collect", 0, n), Event("flag", 0)] for n in more]
+    # Sums of earlier micro-batches are complete before those of a chunk.
+    each["chunk collect"] = [[Event("chunk grads", 0, n), *each["collect"][last][1:]] for n in more]
+    if schedule.groups:
+        each["chunk merge"] = [[Event("chunk collect", 0, n), *each["merge"][last][1:]] for n in more]
+    summed: Kind = "chunk merge" if schedule.groups else "chunk collect"
+    each["chunk update"] = [[Event(summed, 0, n), Event("flag", 0)] for n in more]
     once["write"] += [Event("chunk update", 0, n) for n in more]

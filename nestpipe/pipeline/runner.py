@@ -194,13 +194,12 @@ class Runner:
                     f"the data ended before batch {number}; set `num_batches` if the number of batches is limited."
                 )
             rates, stop = feed.rates(number), feed.stop_requested()
-            split, num_chunks = self.schedule.split, self.schedule.num_chunks
-            segment.works[batch] = stages.read(self.state, data, rates, number, split, num_chunks, stop)
+            segment.works[batch] = stages.read(self.state, data, rates, number, self.schedule.chunks, stop)
             return
         work = segment.works[batch]
         if kind == "update" and self.schedule.stale and batch + 1 == segment.board.num_batches:
             work.window.keep_previous()
-        if kind == "keys" and self.schedule.split:
+        if kind == "keys" and self.schedule.chunks == "shared":
             work.previous = segment.works[batch - 1].window if batch else None
         elif kind == "keys" and self.schedule.looks_ahead and (after := segment.works.get(batch + 1)):
             work.next = after.window  # on every rank: `keys` yields to reading

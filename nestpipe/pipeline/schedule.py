@@ -16,20 +16,20 @@ inner order:
     serial         0       -                                nothing: the plain order on one stream
     dual-buffer    d       read, keys, fetch                reading, id exchange and retrieval of the next d batches
     frozen-window  0       read, rows, table                row and gradient messages between micro-batches of one batch
-    nested         d       read, keys, fetch, rows, dense   both (with stale rows or groups also a stream `table`)
+    nested         d       read, keys, fetch, rows, dense   both (with stale rows, groups or shared chunks also `table`)
 
-`split` sends the first rows and the last gradients of a batch as two messages
-(embedding/chunked_exchange.py). Only rows that neighbouring batches share make them wait for each
-other: unshared rows of the next batch are sent, and unshared gradients are applied on stream
-`table`, while a batch computes. `arrive` marks the arrival of the shared rows.
+`chunks` divides the first rows, the last gradients and the update of a batch
+(embedding/chunked_exchange.py). The plain stages handle the first chunk; `chunk rows`, `chunk
+grads`, `chunk collect`, `chunk merge` and `chunk update` handle the others, counted from 0.
 
-`num_chunks` divides the same messages and the update between them by bucket. While one chunk of the
-last gradients is in flight, the previous one is updated and its rows are sent to the next batch.
-The plain stages handle the first chunk; `chunk rows`, `chunk grads`, `chunk collect` and `chunk
-update` handle the others, counted from 0.
+    2 .. 8    by bucket: while one chunk of the last gradients is in flight, the previous one is updated and its rows are
+              sent to the next batch
+    shared    only rows that neighbouring batches share make them wait for each other: other rows of the next batch are
+              sent, and other gradients are applied on stream `table`, while a batch computes. `arrive` marks the arrival
+              of the shared rows
 
-With `groups` (embedding/replica_groups.py) replicas exchange their sums after each micro-batch:
-collect → merge → update.
+With `groups` (embedding/replica_groups.py) replicas exchange their sums after each micro-batch, or
+chunk of the last one, on stream `groups`: collect → merge → update.
 
 Programs depend on the mode, the number of micro-batches and the depth, never on sizes. So every
 rank runs the same program; a batch without samples and a micro-batch without ids have the same
@@ -43,6 +43,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Literal, cast
 
+from nestpipe.embedding.config import Chunking
 from nestpipe.pipeline.config import PipelineConfig
 from nestpipe.pipeline.dependencies import (
     CHUNK_KINDS,
@@ -76,11 +77,11 @@ MAIN = "compute"  # the stream of the calling thread
 _STREAM_OF: dict[Kind, str] = {
     "read": "read", "keys": "keys", "retrieve": "fetch", "write": "fetch", "post": "rows", "rows": "rows", "grads": "rows",
     "collect": "table", "merge": "groups", "flag": "table", "update": "table", "dense sum": "dense", "norm": "dense",
-    "unshared rows": "rows", "unshared grads": "rows", "unshared collect": "table", "unshared update": "table",
-    **dict.fromkeys(CHUNK_KINDS, "rows"),
+    "chunk rows": "rows", "chunk grads": "rows", "chunk collect": "table", "chunk merge": "groups", "chunk update": "table",
 }  # fmt: skip
 # Stages between the last gradients of a batch and the first rows of the next.
 _CRITICAL: frozenset[Kind] = frozenset(("flag", "collect", "update"))
+_CRITICAL_CHUNKS: frozenset[Kind] = frozenset(("chunk collect", "chunk update"))
 _OUTER = ("read", "keys", "fetch")
 _STREAMS: dict[Mode, tuple[str, ...]] = {  # next to the main stream, which runs everything else
     "serial": (),
@@ -99,19 +100,14 @@ class Schedule:
     depth: int = 1  # batches whose rows are prefetched; 0 in modes without look-ahead
     clip_rows: bool = False  # every update needs the norm of all row gradients
     stale: bool = False  # rows of a batch are sent before the previous update, always; not the sequential result
-    split: bool = False  # first rows and last gradients in a shared and an unshared message
     groups: bool = False  # replicas exchange their sums before the update
-    num_chunks: int = 1  # of the last gradients, the update and the next first rows
+    chunks: Chunking = 1  # of the last gradients, the update and the next first rows
 
     def __post_init__(self) -> None:
         if self.stale and self.mode != "nested":
             raise ValueError(f"mode '{self.mode}' has no stale rows; only nested has")
-        if self.split and (self.mode != "nested" or self.clip_rows or self.stale):
-            raise ValueError("only nested can be split, and only if no norm of rows is needed and no rows are stale")
-        if self.split and self.groups:
-            raise ValueError("replica groups exchange complete sums, but a split schedule has them in two messages")
-        if self.num_chunks > 1 and (self.mode != "nested" or self.clip_rows or self.stale or self.split or self.groups):
-            raise ValueError("only nested has chunks, and only without a norm of rows, stale rows, split and groups")
+        if self.num_chunks > 1 and (self.mode != "nested" or self.clip_rows or self.stale):
+            raise ValueError("only nested has chunks, and only if no norm of rows is needed and no rows are stale")
         if self.looks_ahead != (self.depth > 0):
             raise ValueError(f"mode '{self.mode}' {'needs' if self.looks_ahead else 'has no'} depth, got {self.depth}")
         if not 1 <= self.num_micro_batches <= 256:
@@ -125,17 +121,20 @@ class Schedule:
         depth: int = 1,
         clip_rows: bool = False,
         stale: bool = False,
-        split: bool = False,
         groups: bool = False,
-        num_chunks: int = 1,
+        chunks: Chunking = 1,
     ) -> Schedule:
         """A schedule; `depth` is ignored in modes without look-ahead."""
         depth = depth if "keys" in _STREAMS[mode] else 0
-        return Schedule(mode, num_micro_batches, depth, clip_rows, stale, split, groups, num_chunks)
+        return Schedule(mode, num_micro_batches, depth, clip_rows, stale, groups, chunks)
 
     @property
     def looks_ahead(self) -> bool:
         return "keys" in _STREAMS[self.mode]
+
+    @property
+    def num_chunks(self) -> int:
+        return 2 if self.chunks == "shared" else self.chunks
 
     @property
     def num_events(self) -> int:
@@ -152,11 +151,16 @@ class Schedule:
     @property
     def streams(self) -> tuple[str, ...]:
         """The main stream and those with their own thread."""
-        own = [stream for stream in _STREAMS[self.mode] if stream != "table" or self.split or not self._rows_updates]
+        uses_table = self.chunks == "shared" or not self._rows_updates
+        own = [stream for stream in _STREAMS[self.mode] if stream != "table" or uses_table]
         return (MAIN, *own, *(["groups"] if self.groups and "rows" in own else []))
 
     def stream_of(self, kind: Kind) -> str:
-        stream = "rows" if self._rows_updates and kind in _CRITICAL else _STREAM_OF.get(kind, MAIN)
+        stream = _STREAM_OF.get(kind, MAIN)
+        if self._rows_updates and (kind in _CRITICAL or (kind in _CRITICAL_CHUNKS and self.chunks != "shared")):
+            stream = "rows"
+        elif self.groups and kind in ("collect", "chunk collect"):  # an update does not wait for the next chunk
+            stream = "groups"
         return stream if stream in self.streams else MAIN
 
     @property
@@ -172,7 +176,8 @@ class Schedule:
         """Events that go first although this one does not depend on them.
 
         After an update all ranks wait for the first rows of the next batch. Look-ahead work starts when these are sent, so
-        that it does not take their cores; in a split schedule when they have arrived, so that it does not take their link.
+        that it does not take their cores; if only shared rows are waited for, when they have arrived, so that it does not
+        take their link.
         """
         if event.kind == "rows" and event.micro_batch == 0:  # the critical message yields to nothing
             return []
@@ -191,29 +196,26 @@ class Schedule:
         if not self.looks_ahead:
             return {}
         last, here, read = self.num_micro_batches - 1, -self.depth - 1, -self.depth - 1 - READ_AHEAD
-        if not self.split:  # a core is free while the last gradients are in flight
+        if self.chunks != "shared":  # a core is free while the last gradients are in flight
             return {
-                "read": [
-                    Event("chunk grads", read, self.num_chunks - 2)
-                    if self.num_chunks > 1
-                    else Event("grads", read, last)
-                ],
-                "keys": [self._first_rows(here), Event("read", 1)],
-                "write": [self._first_rows(1)],
+                "read": [self._last_chunk("grads", read, last)],
+                "keys": [self._last_chunk("rows", here), Event("read", 1)],
+                "write": [self._last_chunk("rows", 1)],
             }
         return {
             "read": [Event("compute", read + 1)],
             "keys": [Event("arrive", here)],
             "write": [Event("arrive", 1)],
             "rows": [Event("arrive", 0)],
-            "unshared grads": [Event("arrive", 1)],
+            "chunk grads": [Event("arrive", 1)],
             "dense sum": [Event("grads", 0, last)],
             "dense step": [Event("update", 0)],
         }
 
-    def _first_rows(self, t: int) -> Event:
-        """The last of the messages with which batch t begins."""
-        return Event("chunk rows", t, self.num_chunks - 2) if self.num_chunks > 1 else Event("rows", t)
+    def _last_chunk(self, kind: Literal["rows", "grads"], t: int, micro_batch: int = 0) -> Event:
+        """The last of the messages with the first rows, or with the last gradients, of batch t."""
+        more: Kind = "chunk rows" if kind == "rows" else "chunk grads"
+        return Event(more, t, self.num_chunks - 2) if self.num_chunks > 1 else Event(kind, t, micro_batch)
 
     def program(self, stream: str, num_batches: Callable[[], int | None]) -> Iterator[Event]:
         """The events of a stream in order; endless until the number of batches is known."""
@@ -280,33 +282,29 @@ class Schedule:
         """Rows of the next micro-batch and gradients of the previous one are in flight while a micro-batch computes."""
         last = self.num_micro_batches - 1
         later = 2 if self._rows_updates else 1  # a stream that also sends must not wait for what it has just sent
+        shared, more = self.chunks == "shared", range(self.num_chunks - 1)
         if t in (post, -1):
             yield from self._posted(post)
         yield Event("rows", t, 0)
-        for n in range(self.num_chunks - 1):
-            yield from (Event("chunk collect", t - 1, n), Event("chunk update", t - 1, n), Event("chunk rows", t, n))
+        for n in () if shared else more:
+            yield from (*self._chunk_updated(t - 1, n), Event("chunk rows", t, n))
         for i in range(self.num_micro_batches):
             if i < last:
                 yield Event("rows", t, i + 1)
-            if i == 0 and self.split:
-                yield Event("arrive", t)
-                yield from (
-                    Event("unshared grads", t - 1),
-                    Event("unshared collect", t - 1),
-                    Event("unshared update", t - 1),
-                )
+            if i == 0 and shared:
+                yield from (Event("arrive", t), Event("chunk grads", t - 1), *self._chunk_updated(t - 1, 0))
             if i > 0:
                 yield Event("grads", t, i - 1)
             if i >= later:
                 yield from self._collected(t, i - later)
-            if i == last and post > t >= 0 and self.split:  # unshared rows are sent early
+            if i == last and post > t >= 0 and shared:  # unshared rows are sent early
                 yield from self._posted(post)
             yield Event("compute", t, i)
         yield Event("grads", t, last)
-        for n in range(self.num_chunks - 1):
-            yield Event("chunk grads", t, n)
-        if post > t >= 0 and not self.split:  # a core is free while the last gradients are in flight
-            yield from self._posted(post)
+        if not shared:
+            yield from (Event("chunk grads", t, n) for n in more)
+            if post > t >= 0:  # a core is free while the last gradients are in flight
+                yield from self._posted(post)
         yield Event("flag", t)
         for i in range(max(self.num_micro_batches - later, 0), self.num_micro_batches):
             yield from self._collected(t, i)
@@ -317,11 +315,18 @@ class Schedule:
         if self.groups:
             yield Event("merge", t, micro_batch)
 
+    def _chunk_updated(self, t: int, n: int) -> Iterator[Event]:
+        """Collects the gradients of a further chunk and updates its rows."""
+        yield Event("chunk collect", t, n)
+        if self.groups:
+            yield Event("chunk merge", t, n)
+        yield Event("chunk update", t, n)
+
     def _posted(self, t: int) -> Iterator[Event]:
         """Posts the receives of a batch, and sends the rows that need no update."""
         yield Event("post", t)
-        if self.split:
-            yield Event("unshared rows", t)
+        if self.chunks == "shared":
+            yield Event("chunk rows", t)
 
 
 def schedule_for(config: PipelineConfig, number: int, *, clip_rows: bool) -> Schedule:
@@ -337,7 +342,6 @@ def schedule_for(config: PipelineConfig, number: int, *, clip_rows: bool) -> Sch
         depth=config.depth + stale,
         clip_rows=clip_rows,
         stale=stale,
-        split=config.split and is_divisible,
         groups=config.groups > 1,
-        num_chunks=config.chunks if is_divisible else 1,
+        chunks=config.chunks if is_divisible else 1,
     )

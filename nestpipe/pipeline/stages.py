@@ -8,24 +8,22 @@ which, and a runner (runner.py) runs them on streams. A stage does not know wher
 runs concurrently.
 
 - `merge` is for replica groups (embedding/replica_groups.py) and does nothing without them.
-- In a split schedule, `rows` of the first micro-batch, `grads` and `collect` of the last one, and
-  `update` handle the rows that neighbouring batches share; `unshared …` handle the rest. `arrive`
-  waits for the rows of the first micro-batch.
-- With chunks, the same stages handle the first chunk and `chunk …` the others.
+- With chunks, `rows` of the first micro-batch, `grads`, `collect` and `merge` of the last one, and
+  `update` handle the first chunk, and `chunk …` the others. `arrive` waits for the rows of the first
+  micro-batch, if a chunk holds the rows that neighbouring batches share.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from nestpipe.distributed.process_group import Channel, Handle
-from nestpipe.embedding.chunked_exchange import Chunks
+from nestpipe.embedding.config import Chunking
 from nestpipe.embedding.routing import Plan, route
 from nestpipe.embedding.sharding import ShardedTables
 from nestpipe.embedding.stale_rows import StaleRows
@@ -96,7 +94,7 @@ class BatchWork:
     window: Window
     sums: dict[str, float] = field(default_factory=dict)  # this rank's loss and logs
     means: dict[str, float] = field(default_factory=dict)  # over all ranks, after `flag`; empty without weight
-    previous: Window | None = None  # window of the previous batch, in a split schedule
+    previous: Window | None = None  # window of the previous batch, to find shared rows
     next: Window | None = None  # window of the next batch, if it has been read
     largest_dense: float = 0.0
     skipped: bool = False  # no parameter is updated
@@ -110,7 +108,7 @@ class BatchWork:
 
 
 def read(
-    state: TrainState, batch: Batch, rates: Rates, number: int, split: bool = False, chunks: int = 1, stop: bool = False
+    state: TrainState, batch: Batch, rates: Rates, number: int, chunks: Chunking = 1, stop: bool = False
 ) -> BatchWork:
     """Divides the batch into micro-batches and routes their lookups: which rows, which owners."""
     check_coupling(state, batch)
@@ -122,8 +120,7 @@ def read(
         list(state.embedding.tables),
         state.embedding.owners,
     )
-    chunks_of = {name: Chunks.of(own, chunks) for name, own in plan.tables.items()} if chunks > 1 else {}
-    window = Window(state.embedding, plan, number, state.model.weight(chosen), stop, split, chunks_of)
+    window = Window(state.embedding, plan, number, state.model.weight(chosen), stop, chunks)
     return BatchWork(number, batch, rates, rng, micro_batches, plan, window)
 
 
@@ -271,12 +268,12 @@ def update(state: TrainState, work: BatchWork) -> None:
 
 
 def chunk_rows(state: TrainState, work: BatchWork, number: int) -> None:
-    """Sends rows of the first micro-batch: a further chunk, or those not shared with the previous batch."""
+    """Sends a further chunk of the rows of the first micro-batch."""
     work.window.launch_rows(0, number + 1)
 
 
 def chunk_grads(state: TrainState, work: BatchWork, number: int) -> None:
-    """Sends gradients of the last micro-batch: a further chunk, or those not shared with the next batch."""
+    """Sends a further chunk of the gradients of the last micro-batch."""
     work.window.launch_grads(work.plan.num_micro_batches - 1, number + 1)
 
 
@@ -285,8 +282,13 @@ def chunk_collect(state: TrainState, work: BatchWork, number: int) -> None:
     work.window.collect(work.plan.num_micro_batches - 1, number + 1)
 
 
+def chunk_merge(state: TrainState, work: BatchWork, number: int) -> None:
+    """Replicas exchange the gradient sums that a further chunk completes."""
+    work.window.merge(work.plan.num_micro_batches - 1, number + 1, where=f"{work.where}, chunk {number + 1}")
+
+
 def chunk_update(state: TrainState, work: BatchWork, number: int) -> None:
-    """One optimizer step per row of a further chunk, or per row not shared with the next batch."""
+    """One optimizer step per row of a further chunk."""
     if not work.skipped:
         work.window.update(work.rates.rows, number + 1)
 
@@ -344,6 +346,7 @@ MICRO_BATCH_STAGES: dict[str, MicroBatchStage] = {
     "chunk rows": chunk_rows,
     "chunk grads": chunk_grads,
     "chunk collect": chunk_collect,
+    "chunk merge": chunk_merge,
     "chunk update": chunk_update,
 }
 BATCH_STAGES: dict[str, BatchStage] = {
@@ -357,9 +360,4 @@ BATCH_STAGES: dict[str, BatchStage] = {
     "update": update,
     "write": write,
     "arrive": arrive,
-    # The unshared rows are chunk 1 of a split window.
-    "unshared rows": partial(chunk_rows, number=0),
-    "unshared grads": partial(chunk_grads, number=0),
-    "unshared collect": partial(chunk_collect, number=0),
-    "unshared update": partial(chunk_update, number=0),
 }

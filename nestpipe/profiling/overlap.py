@@ -37,9 +37,8 @@ CAUSE_OF_KIND: dict[str, Cause] = {
     **dict.fromkeys(("arrive", "compute", "dense step"), "busy"),
     **dict.fromkeys(("read", "keys", "retrieve"), "lookup"),
     **dict.fromkeys(("post", "rows", "grads", "merge", "flag", "dense sum", "norm"), "communication"),
-    **dict.fromkeys(("unshared rows", "unshared grads", "chunk rows", "chunk grads"), "communication"),
-    **dict.fromkeys(("collect", "update", "write"), "bubble"),
-    **dict.fromkeys(("unshared collect", "unshared update", "chunk collect", "chunk update"), "bubble"),
+    **dict.fromkeys(("chunk rows", "chunk grads", "chunk merge"), "communication"),
+    **dict.fromkeys(("collect", "update", "write", "chunk collect", "chunk update"), "bubble"),
 }
 CAUSE_OF_WAIT: dict[str, Cause] = {
     "keys": "lookup",

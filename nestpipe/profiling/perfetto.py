@@ -26,13 +26,10 @@ LETTERS = {
     "update": "U",
     "write": "W",
     "arrive": "A",
-    "unshared rows": "Fu",
-    "unshared grads": "Bu",
-    "unshared collect": "Su",
-    "unshared update": "Uu",
     "chunk rows": "Fn",
     "chunk grads": "Bn",
     "chunk collect": "Sn",
+    "chunk merge": "Xn",
     "chunk update": "Un",
 }
 _SENDERS = {"keys": "keys", "rows": "rows", "grads": "grads", "dense": "dense sum"}  # wait -> kind of the sending event

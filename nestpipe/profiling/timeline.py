@@ -34,13 +34,10 @@ _COLOURS = {  # kind -> fill; the text on all of them is dark
     "update": "#d98880",
     "write": "#b9a7a0",
     "arrive": "#a8dbba",
-    "unshared rows": "#b3d6f3",
-    "unshared grads": "#cfc6f1",
-    "unshared collect": "#e6e0f8",
-    "unshared update": "#ecc3be",
     "chunk rows": "#94c4ee",
     "chunk grads": "#bfb4ec",
     "chunk collect": "#dfd7f6",
+    "chunk merge": "#b1bfda",
     "chunk update": "#e4a9a2",
 }
 _PALE = {"lookup": "#e9a94c", "communication": "#5c9fe0", "bubble": "#999999"}  # causes of idle time

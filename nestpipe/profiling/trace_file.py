@@ -26,11 +26,10 @@ STREAMS = ("read", "keys", "fetch", "rows", "compute", "table", "groups", "dense
 KINDS = (
     *("read", "keys", "retrieve", "post", "rows", "compute", "grads", "collect", "merge"),
     *("flag", "dense sum", "norm", "dense step", "update", "write"),
-    *("arrive", "unshared rows", "unshared grads", "unshared collect", "unshared update"),
-    *("chunk rows", "chunk grads", "chunk collect", "chunk update"),
+    *("arrive", "chunk rows", "chunk grads", "chunk collect", "chunk merge", "chunk update"),
 )
 # One event per micro-batch, or per chunk after the first; the other kinds have one event per batch.
-MICRO_BATCH_KINDS = frozenset(("rows", "compute", "grads", "collect", "merge", *KINDS[-4:]))
+MICRO_BATCH_KINDS = frozenset(("rows", "compute", "grads", "collect", "merge", *KINDS[-5:]))
 WAITS = ("keys", "rows", "grads", "flag", "dense")  # messages that an event may wait for
 
 _FORMAT, _VERSION = "nestpipe trace", 2
@@ -191,6 +190,7 @@ def _refuse(path: Path, reason: str) -> NoReturn:
 
 def _span(line: Sequence[Any], offset: int) -> Span:
     stream, kind, *numbers, waits = line
+    kind = kind.replace("unshared ", "chunk ")  # as older traces call a chunk of rows that batches do not share
     batch, micro_batch, ready, begin, end, num_bytes, num_rows = map(int, numbers)
     times = (ready + offset, begin + offset, end + offset)
     shifted = tuple(RecordedWait(str(name), int(first) + offset, int(last) + offset) for name, first, last in waits)
@@ -218,4 +218,4 @@ def _problems(spans: Sequence[Span]) -> list[tuple[int, str]]:
 
 def stage_of(kind: str) -> str:
     """The stage that a kind of event is all or a chunk of."""
-    return kind.removeprefix("unshared ").removeprefix("chunk ")
+    return kind.removeprefix("chunk ")

@@ -23,7 +23,7 @@ from nestpipe.profiling.trace_file import KINDS, RankTrace, Span, stage_of
 from nestpipe.simulate.constants import Constants, dense_trips
 
 _ROUNDS = 5  # fixed-point iterations: start times follow from bandwidth and delay, and these from start times
-_MERGED_KINDS = {"arrive": "compute"}  # a split schedule has more stages
+_MERGED_KINDS = {"arrive": "compute"}  # with a chunk of shared rows
 _REAL_WAIT_NS = 20_000  # shorter waits are the cost of the call
 
 
@@ -141,9 +141,10 @@ def _runs(traces: Sequence[RankTrace]) -> list[_Recorded]:
             raise DataError(
                 f"run '{name}' trained in groups, whose messages go to some ranks only; record a run without groups."
             )
-        if any(span.kind == "chunk rows" for trace in own for span in trace.spans):
+        kinds = {span.kind for trace in own for span in trace.spans}
+        if "chunk rows" in kinds and "arrive" not in kinds:
             raise DataError(
-                f"run '{name}' sent its first rows in chunks, whose arrival times are not recorded; record a run without chunks."
+                f"run '{name}' sent its first rows in chunks of buckets, whose arrival times are not recorded; record a run without chunks."
             )
         batches = frozenset.intersection(*(frozenset(step.batch for step in steps_of(trace)) for trace in own))
         if not batches:
@@ -270,7 +271,7 @@ def _messages(run: _Recorded) -> Iterator[_Sent]:
                 if kind == "rows"
                 else {("collect", batch, micro_batch): "grads"}
             )
-            if kind == "rows" and micro_batch == 0:  # of a split schedule
+            if kind == "rows" and micro_batch == 0:  # with a chunk of shared rows
                 waiting["arrive", batch, 0] = "rows"
             if kind == "grads" and micro_batch == run.num_micro_batches - 1:
                 waiting["flag", batch, 0] = "flag"  # sent with the last gradients; some streams wait for it first

@@ -55,8 +55,8 @@ class Cluster:
 
 def run_of(schedule: Schedule, constants: Constants, cluster: Cluster, *, num_batches: int) -> SimulatedRun:
     """A simulation of the schedule on this cluster. Raises ValueError for chunked schedules."""
-    if schedule.split or schedule.num_chunks > 1:
-        raise ValueError("the model has no constants for chunks of messages; use a schedule without split and chunks")
+    if schedule.num_chunks > 1:
+        raise ValueError("the model has no constants for chunks of messages; use a schedule without chunks")
     costs = StageCosts(schedule, constants, cluster)
     run = SimulatedRun(schedule, costs.phases, num_batches, world_size=cluster.workers)
     if cluster.cores is None:

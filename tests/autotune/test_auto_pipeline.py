@@ -44,7 +44,7 @@ def test_what_a_user_sets_stays():
     assert chosen.apply(PipelineConfig(micro_batches=3)).micro_batches == 3
     assert chosen.apply(PipelineConfig(mode="sequential")).mode == "sequential"
     grouped = chosen.apply(PipelineConfig(groups=2))
-    assert (grouped.mode, grouped.chunks) == ("nested", 1)
+    assert (grouped.mode, grouped.chunks) == ("nested", 4)
     assert not list(grouped.problems())
     assert not list(chosen.apply(PipelineConfig()).problems())
 

@@ -81,7 +81,3 @@ def test_groups_that_ranks_cannot_make_are_refused_by_all(log, tmp_path):
     for message in run_ranks(3, train, config_of(log, 2, groups=2), tmp_path / "run"):
         assert message.startswith("3 ranks do not make 2 groups of equal size; set --pipeline.groups to one of 1, 3")
     assert not (tmp_path / "run").exists()
-    with pytest.raises(
-        ConfigError, match="groups is 2, but groups exchange whole sums and split sends them in two messages"
-    ):
-        config_of(log, 2, groups=2, mode="nested", split=True).validate()

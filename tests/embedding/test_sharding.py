@@ -163,9 +163,9 @@ def test_a_non_finite_value_on_one_rank_stops_all_before_any_update(log):
         assert rows_same
 
 
-def test_a_split_window_has_no_sums_of_all_micro_batches():
+def test_a_window_in_chunks_has_no_sums_of_all_micro_batches():
     with pytest.raises(ValueError, match="chunks are updated one after the other"):
-        Window(tables=None, plan=None, number=0, weight=1.0, split=True).owned_grads()
+        Window(tables=None, plan=None, number=0, weight=1.0, chunks="shared").owned_grads()
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7, 64])

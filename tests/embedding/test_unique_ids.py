@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nestpipe.embedding.unique_ids import among, dedupe, group, owner_of, split_by_bit
+from nestpipe.embedding.unique_ids import among, dedupe, group, owner_of
 from nestpipe.ops import native_library
 from nestpipe.rng import mix64
 
@@ -38,13 +38,11 @@ def test_distinct_ids_ascend_and_every_id_finds_its_place(native, ids):
 
 
 @both
-def test_ids_among_others_and_places_by_bit(native):
+def test_ids_among_others(native):
     ids, others = torch.tensor([-(2**63), -3, 0, 7, 2**63 - 1]), torch.tensor([-4, -3, 7, 8])
     assert among(ids, others, native=native).tolist() == [0, 1, 0, 1, 0]
     assert among(others, ids, native=native).tolist() == [0, 1, 1, 0]
     assert among(ids[:0], others, native=native).tolist() == among(others[:0], ids, native=native).tolist() == []
-    clear, marked, counts = split_by_bit(torch.tensor([1, 0, 0, 1, 1], dtype=torch.uint8), [2, 0, 3], native=native)
-    assert (clear.tolist(), marked.tolist(), counts) == ([1, 2], [0, 3, 4], [1, 0, 2])
 
 
 @needs_compiler

@@ -95,20 +95,20 @@ def ordered(case: Case, channels: Channels, order: list[Event]) -> Result:
 
 
 def schedule_of(case: Case) -> Schedule:
-    named = {"depth": case.depth, "clip_rows": case.clip.rows, "stale": case.stale, "split": case.split}
-    named |= {"groups": case.groups > 1, "num_chunks": case.chunks}
+    named = {"depth": case.depth, "clip_rows": case.clip.rows, "stale": case.stale}
+    named |= {"groups": case.groups > 1, "chunks": case.chunks}
     return Schedule.of("nested", case.num_micro_batches, **named)
 
 
 def broken_edges(world: World, cases: list[Case], only: Collection[str] = ()) -> list[tuple[Case, str, dict[str, str]]]:
     """Every kind of edge that is not implied, broken in forced orders until one of them is caught: verdict by order.
 
-    Of a training that is split, in groups or in chunks only those that the same training has not otherwise.
+    Of a training in groups or in chunks only those that the same training has not otherwise.
     """
     arena, found = Arena(world), []
     for case in cases:
         schedule, expected = schedule_of(case), plain(case, arena.channels(case))
-        plainer = replace(case, split=False, groups=1, chunks=1)
+        plainer = replace(case, groups=1, chunks=1)
         known = set(orders.edges_of(schedule_of(plainer))) if plainer != case else set()
         edges = [one for one in orders.edges_of(schedule) if one not in known and (not only or str(one) in only)]
         for edge in edges:
@@ -155,10 +155,9 @@ def legal_orders(world: World, cases: list[Case], num_random: int) -> list[str]:
         schedule, expected = schedule_of(case), plain(case, arena.channels(case))
         needs = orders.needs_without(schedule, NUM_BATCHES)
         tried = {f"random {seed}": orders.random_order(needs, seed) for seed in range(num_random)}
-        chunks = ("unshared grads", "unshared update") if case.split else ()
-        chunks += ("chunk grads", "chunk update") if case.chunks > 1 else ()
+        chunks = ("chunk grads", "chunk update") if case.chunks != 1 else ()
         tried |= {f"late {kind}": orders.late(needs, kind, 0) for kind in ("update", "write", "dense step", *chunks)}
-        early = ("unshared rows",) if case.split else ("chunk rows",) if case.chunks > 1 else ()
+        early = ("chunk rows",) if case.chunks != 1 else ()
         tried |= {f"early {kind}": orders.early(needs, kind, 0) for kind in ("retrieve", "post", *early)}
         for name, order in tried.items():
             verdict = arena.verdict(expected, case, order)

@@ -18,7 +18,7 @@ from nestpipe.distributed.process_group import World
 from nestpipe.embedding.admission import Admission, Turnover
 from nestpipe.embedding.prefetch_buffer import PrefetchBuffer
 from nestpipe.embedding.stale_rows import StaleRows
-from nestpipe.embedding.window import UNSHARED, Window
+from nestpipe.embedding.window import Window
 from nestpipe.jagged import Batch, Cursor
 from nestpipe.pipeline import semi_async, stages
 from nestpipe.pipeline import sequential as sequential_module
@@ -49,14 +49,10 @@ def rates_of(settings: dict[str, Any]) -> Callable[[int], Rates]:
 
 def peek(window: Window, name: str, chunk: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Ids [K] that this rank owns in a window, ascending, their current weights [K, D], and which are in a chunk."""
-    chunks = window.owner_chunks[name]
-    ids, order = torch.cat([owned.requests.ids for owned in chunks]).sort()
-    rows = window.tables.row_access[name].gather(window.row_refs[name]).index_select(0, order)
-    if window.split:
-        bits = chunks[0].shared.with_next
-        is_shared = torch.zeros(len(ids), dtype=torch.bool) if bits is None else bits.bool()
-        return ids, rows, is_shared ^ (chunk == UNSHARED)
-    return ids, rows, torch.isin(ids, chunks[chunk].requests.ids)
+    owned = window.owner[name]
+    ids, rows = owned.requests.ids, window.tables.row_access[name].gather(owned.retrieved)
+    is_own = torch.ones(len(ids), dtype=torch.bool) if window.num_chunks == 1 else owned.chunked.of_grads == chunk
+    return ids, rows, is_own
 
 
 class Taps(NamedTuple):
@@ -71,34 +67,30 @@ def tapped(
     batch_stages: Mapping[str, BatchStage] = stages.BATCH_STAGES,
     micro_batch_stages: Mapping[str, MicroBatchStage] = stages.MICRO_BATCH_STAGES,
 ) -> Taps:
-    """A split or chunked batch is recorded when all of it is done, each row as its own update wrote it."""
+    """A batch in chunks is recorded when all of it is done, each row as its own update wrote it."""
     left: dict[tuple[int, str], torch.Tensor] = {}  # rows after the updates so far
     num_left: Counter[tuple[int, str]] = Counter()
 
     def record(work: BatchWork, chunk: int) -> None:
         window = work.window
-        for name in window.owner_chunks:
+        for name in window.owner:
             key, (ids, rows, is_own) = (work.number, name), peek(window, name, chunk)
             left[key] = torch.where(is_own.unsqueeze(1), rows, left.get(key, rows))
             num_left[key] += 1
-            if num_left[key] == (2 if window.split else window.num_chunks):
+            if num_left[key] == window.num_chunks:
                 log.append((*key, ids.numpy().tobytes(), left.pop(key).numpy().tobytes()))
 
-    def tap(change: BatchStage, chunk: int) -> BatchStage:
-        def update(state: TrainState, work: BatchWork) -> None:
-            change(state, work)
-            record(work, chunk)
+    change, change_chunk = batch_stages["update"], micro_batch_stages["chunk update"]  # as they are now
 
-        return update
-
-    change_slice = micro_batch_stages["chunk update"]  # as it is now
+    def update(state: TrainState, work: BatchWork) -> None:
+        change(state, work)
+        record(work, 0)
 
     def next_update(state: TrainState, work: BatchWork, number: int) -> None:
-        change_slice(state, work, number)
+        change_chunk(state, work, number)
         record(work, number + 1)
 
-    chunks = {"update": 0, "unshared update": UNSHARED}
-    return Taps({kind: tap(batch_stages[kind], chunk) for kind, chunk in chunks.items()}, {"chunk update": next_update})
+    return Taps({"update": update}, {"chunk update": next_update})
 
 
 def delays(seed: int, longest_s: float) -> Callable[[str, Event], None]:
@@ -179,9 +171,8 @@ def pipelined(
     """The runner, with random delays if there is a seed; stops at barriers and resumes."""
     state, loader = prepared(world, path, settings, channels)
     clip_rows = settings.get("clip", Clip()).rows
-    split = settings.get("split", False) and not clip_rows
-    chosen = {"depth": settings.get("depth", 1), "clip_rows": clip_rows, "split": split}
-    chosen["num_chunks"] = 1 if clip_rows else settings.get("chunks", 1)
+    chosen = {"depth": settings.get("depth", 1), "clip_rows": clip_rows}
+    chosen["chunks"] = 1 if clip_rows else settings.get("chunks", 1)
     chosen["groups"] = state.embedding.replicas is not None
     log: Log = []
     schedule = Schedule.of(settings["mode"], state.micro_batching.micro_batches, **chosen)

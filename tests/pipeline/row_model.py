@@ -9,8 +9,8 @@ of one row to another, and a late write or update must not hit that.
     compute     a gradient from the values and the dense weights        update    values change
     dense step  the dense weights change                                write     values are written back
 
-In a schedule that is split, rows and update are about the keys shared with the previous or next batch, and the unshared
-stages about the others. With two chunks, rows and update are about every second key, and the chunk stages about the others.
+With two chunks, rows and update are about every second key, or about the keys shared with the previous or next batch, and the
+chunk stages about the others.
 """
 
 from __future__ import annotations
@@ -20,13 +20,11 @@ from dataclasses import dataclass, field
 from itertools import combinations_with_replacement, product
 from typing import Any, NamedTuple
 
+from nestpipe.embedding.config import Chunking
 from nestpipe.pipeline.schedule import Event, Kind, Schedule
 from tests.pipeline.orders import Edge, ancestors, needs_without
 
 KINDS: tuple[Kind, ...] = ("retrieve", "rows", "compute", "dense step", "update", "write")
-SPLIT_KINDS: tuple[Kind, ...] = (
-    *("retrieve", "unshared rows", "rows", "compute", "dense step", "update", "unshared update", "write"),
-)
 CHUNK_KINDS: tuple[Kind, ...] = (
     *("retrieve", "rows", "chunk rows", "compute", "dense step", "update", "chunk update", "write"),
 )
@@ -58,8 +56,7 @@ class RowModel:
     num_slots: int
     protect_steps: int
     buffered: bool
-    split: bool = False
-    num_chunks: int = 1
+    chunks: Chunking = 1
     _names: dict[Any, int] = field(default_factory=dict)  # history -> value
 
     @property
@@ -80,7 +77,7 @@ class RowModel:
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
-        return SPLIT_KINDS if self.split else CHUNK_KINDS if self.num_chunks > 1 else KINDS
+        return CHUNK_KINDS if self.chunks != 1 else KINDS
 
     def sequential(self) -> State:
         """The state after all batches, one after the other."""
@@ -90,9 +87,12 @@ class RowModel:
                 state = self.apply(state, Event(kind, t))
         return state
 
-    def _shared(self, t: int, other: int) -> set[int]:
-        """Keys of a batch that another one holds too."""
-        return set(self.pattern[t]) & set(self.pattern[other] if 0 <= other < len(self.pattern) else ())
+    def _chunk(self, t: int, other: int, number: int) -> set[int]:
+        """Keys of a batch in a chunk: every second one, or those that another batch holds too."""
+        if self.chunks == "shared":
+            others = self.pattern[other] if 0 <= other < len(self.pattern) else ()
+            return {key for key in self.pattern[t] if (key not in others) == bool(number)}
+        return {key for key in self.pattern[t] if key % self.chunks == number}
 
     def apply(self, state: State, event: Event) -> State:
         """The state after an event, or FAILED."""
@@ -129,16 +129,10 @@ class RowModel:
         return place if key < 0 or age < t - self.protect_steps else -1
 
     def _rows(self, state: State, t: int) -> State:
-        return self._send(state, t, self._shared(t, t - 1) if self.split else self._slice(t, 0))
+        return self._send(state, t, self._chunk(t, t - 1, 0))
 
     def _chunk_rows(self, state: State, t: int) -> State:
-        return self._send(state, t, self._slice(t, 1))
-
-    def _slice(self, t: int, number: int) -> set[int]:
-        return {key for key in self.pattern[t] if key % self.num_chunks == number}
-
-    def _unshared_rows(self, state: State, t: int) -> State:
-        return self._send(state, t, set(self.pattern[t]) - self._shared(t, t - 1))
+        return self._send(state, t, self._chunk(t, t - 1, 1))
 
     def _send(self, state: State, t: int, keys: set[int]) -> State:
         values = tuple(
@@ -162,13 +156,10 @@ class RowModel:
         return state._replace(dense=self._value("dense", state.dense, state.dense_grad))
 
     def _update(self, state: State, t: int) -> State:
-        return self._change(state, t, self._shared(t, t + 1) if self.split else self._slice(t, 0))
+        return self._change(state, t, self._chunk(t, t + 1, 0))
 
     def _chunk_update(self, state: State, t: int) -> State:
-        return self._change(state, t, self._slice(t, 1))
-
-    def _unshared_update(self, state: State, t: int) -> State:
-        return self._change(state, t, set(self.pattern[t]) - self._shared(t, t + 1))
+        return self._change(state, t, self._chunk(t, t + 1, 1))
 
     def _change(self, state: State, t: int, keys: set[int]) -> State:
         slots, buffer = list(state.slots), list(state.buffer)
@@ -212,7 +203,7 @@ def projected(schedule: Schedule, num_batches: int, dropped: Edge | None = None)
 
 
 def kinds_of(schedule: Schedule) -> tuple[Kind, ...]:
-    return SPLIT_KINDS if schedule.split else CHUNK_KINDS if schedule.num_chunks > 1 else KINDS
+    return CHUNK_KINDS if schedule.chunks != 1 else KINDS
 
 
 def events_of(num_batches: int, kinds: tuple[Kind, ...] = KINDS) -> list[Event]:

@@ -36,7 +36,7 @@ def check(world_size, log, settings, arms, num_steps=8):
 def test_random_delays_change_no_bit(log, scale, world_size):
     arms = [
         {"mode": MODES[1 + seed % 3], "buffered": seed % 2 == 0, "depth": 1 + seed // 3 % 3, "seed": seed}
-        | ({"split": seed // 9 % 3 == 0, "chunks": 1 + 2 * (seed // 9 % 3 == 1)} if seed % 3 == 2 else {})
+        | ({"chunks": ("shared", 3, 1)[seed // 9 % 3]} if seed % 3 == 2 else {})
         for seed in range(scale(50, 500))
     ]
     check(world_size, log, {"optimizer": "adagrad", "batch_size": 7, "micro_batches": 3}, arms)
@@ -61,18 +61,18 @@ CROSS = {
 @pytest.mark.parametrize("more", CROSS.values(), ids=CROSS.keys())
 def test_every_mode_and_setting(log, wide_log, scale, world_size, more):
     arms = [
-        {"mode": mode, "buffered": buffered, "split": split, "chunks": chunks, "depth": depth, "seed": seed}
+        {"mode": mode, "buffered": buffered, "chunks": chunks, "depth": depth, "seed": seed}
         for depth in scale([2], [1, 2])
         for seed in range(scale(1, 8))
-        for mode, buffered, split, chunks in [
-            ("serial", True, False, 1),
-            ("dual-buffer", True, False, 1),
-            ("frozen-window", False, False, 1),
-            ("nested", world_size > 1, False, 1),
-            ("nested", True, True, 1),
-            ("nested", False, True, 1),
-            ("nested", True, False, 2),
-            ("nested", False, False, 3),
+        for mode, buffered, chunks in [
+            ("serial", True, 1),
+            ("dual-buffer", True, 1),
+            ("frozen-window", False, 1),
+            ("nested", world_size > 1, 1),
+            ("nested", True, "shared"),
+            ("nested", False, "shared"),
+            ("nested", True, 2),
+            ("nested", False, 3),
         ]
     ]
     settings = {"batch_size": 7, "micro_batches": 3, **more}
@@ -81,5 +81,5 @@ def test_every_mode_and_setting(log, wide_log, scale, world_size, more):
 
 def test_barriers_leave_no_trace(log):
     arms = [{"mode": mode, "buffered": True, "barriers": (1, 4), "depth": 2} for mode in MODES]
-    arms += [{**arms[-1], "split": True}, {**arms[-1], "chunks": 2}]
+    arms += [{**arms[-1], "chunks": "shared"}, {**arms[-1], "chunks": 2}]
     check(2, log, {"batch_size": 7, "micro_batches": 2}, arms, num_steps=7)

@@ -33,33 +33,25 @@ BETWEEN = {
 }
 
 
-# Likewise if rows and gradients are split; which rows are shared is a fact of the model, not a message.
-BETWEEN_SPLIT = BETWEEN | {
-    ("keys", "keys"),
-    ("keys", "post"),
-    ("collect", "unshared collect"),
-    ("compute", "unshared grads"),
-    ("unshared grads", "unshared collect"),
-    ("unshared collect", "unshared update"),
-    ("flag", "unshared update"),
-    ("rows", "arrive"),
-    ("unshared rows", "arrive"),
-    ("arrive", "compute"),
-}
-
-
-# Or if they are chunked.
-BETWEEN_SLICES = BETWEEN | {
+# Likewise in chunks.
+BETWEEN_CHUNKS = BETWEEN | {
     ("compute", "chunk grads"),
     ("chunk grads", "chunk collect"),
     ("chunk collect", "chunk update"),
     ("flag", "chunk update"),
 }
-CUT = {"split": {"split": True}, "chunks": {"num_chunks": 2}}
+# Which rows are shared is a fact of the model, not a message.
+BETWEEN_SHARED = BETWEEN_CHUNKS | {
+    ("keys", "keys"),
+    ("keys", "post"),
+    ("rows", "arrive"),
+    ("chunk rows", "arrive"),
+    ("arrive", "compute"),
+}
 
 
-def nested(depth, **cut):
-    return Schedule.of("nested", 1, depth=depth, **cut)
+def nested(depth, chunks=1):
+    return Schedule.of("nested", 1, depth=depth, chunks=chunks)
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
@@ -80,22 +72,24 @@ def test_every_order_of_every_pattern_ends_like_sequential(depth, scale):
     print(f"depth {depth}: {', '.join(f'{value:,} {name}' for name, value in total.items())}, none differs")
 
 
-@pytest.mark.parametrize("cut", CUT.values(), ids=CUT.keys())
+@pytest.mark.parametrize("chunks", ["shared", 2])
 @pytest.mark.parametrize("depth", [1, 2])
-def test_every_order_of_a_schedule_in_pieces_ends_like_sequential(depth, scale, cut):
-    schedule, num_keys = nested(depth, **cut), scale(2, 3)
+def test_every_order_of_a_schedule_in_chunks_ends_like_sequential(depth, scale, chunks):
+    schedule, num_keys = nested(depth, chunks), scale(2, 3)
     events, order = events_of(NUM_BATCHES, kinds_of(schedule)), projected(schedule, NUM_BATCHES)
     every = [(buffered, num_slots) for buffered in (True, False) for num_slots in range(1, num_keys + 1)]
     total: Counter[str] = Counter()
     for number, pattern in enumerate(patterns(NUM_BATCHES, num_keys)):
         buffered, num_slots = every[number % len(every)]
-        model = RowModel(pattern, num_keys, num_slots, depth + 1, buffered, **cut)
+        model = RowModel(pattern, num_keys, num_slots, depth + 1, buffered, chunks)
         plain = RowModel(pattern, num_keys, num_slots, depth + 1, buffered, _names=model._names)
         found = explore(events, order, model.apply, model.start)
         differing = found.differing(plain.sequential())
         assert differing is None, f"{pattern}, buffered {buffered}, {num_slots} slots: {' '.join(map(str, differing))}"
         total += Counter(trainings=1, orders=sum(found.finals.values()), states=found.num_states)
-    print(f"depth {depth}, {cut}: {', '.join(f'{value:,} {name}' for name, value in total.items())}, none differs")
+    print(
+        f"depth {depth}, chunks {chunks}: {', '.join(f'{value:,} {name}' for name, value in total.items())}, none differs"
+    )
 
 
 def candidates(depth):
@@ -116,7 +110,7 @@ def counterexample(schedule, edge, buffered):
     depth = schedule.depth
     for pattern, num_slots in candidates(depth):
         events, order = events_of(len(pattern), kinds_of(schedule)), projected(schedule, len(pattern), edge)
-        model = RowModel(pattern, NUM_KEYS, num_slots, depth + 1, buffered, schedule.split, schedule.num_chunks)
+        model = RowModel(pattern, NUM_KEYS, num_slots, depth + 1, buffered, schedule.chunks)
         found = explore(events, order, model.apply, model.start)
         if differing := found.differing(model.sequential()):
             return model, order, differing
@@ -124,9 +118,9 @@ def counterexample(schedule, edge, buffered):
 
 
 @pytest.mark.parametrize("buffered", [True, False], ids=["buffered", "in place"])
-@pytest.mark.parametrize(("depth", "cut"), [(1, ""), (2, ""), (3, ""), (2, "split"), (1, "chunks"), (2, "chunks")])
-def test_without_an_edge_some_order_differs(depth, buffered, cut):
-    schedule, length = nested(depth, **CUT.get(cut, {})), depth + 4
+@pytest.mark.parametrize(("depth", "chunks"), [(1, 1), (2, 1), (3, 1), (2, "shared"), (1, 2), (2, 2)])
+def test_without_an_edge_some_order_differs(depth, buffered, chunks):
+    schedule, length = nested(depth, chunks), depth + 4
     between, free = set(), set()
     for edge in edges_of(schedule):
         if is_implied(schedule, edge):
@@ -149,9 +143,9 @@ def test_without_an_edge_some_order_differs(depth, buffered, cut):
         print(
             f"depth {depth}, {'buffered' if buffered else 'in place'}, without {edge}: {' '.join(map(str, differing))}"
         )
-    assert between == {"split": BETWEEN_SPLIT, "chunks": BETWEEN_SLICES}.get(cut, BETWEEN)
+    assert between == {"shared": BETWEEN_SHARED, 2: BETWEEN_CHUNKS}.get(chunks, BETWEEN)
     # Rows that stay in place and that the next batch holds too are kept from eviction by what that batch waits for.
-    # Of slices one alone may be forgotten: what the next batch waits for keeps its rows back.
-    updates = {"split": [("update", "write")], "chunks": [("update", "write"), ("chunk update", "write")]}
-    unneeded = {("write", "write"), *updates.get(cut, [])}
+    # Of chunks one alone may be forgotten: what the next batch waits for keeps its rows back.
+    updates = {"shared": [("update", "write")], 2: [("update", "write"), ("chunk update", "write")]}
+    unneeded = {("write", "write"), *updates.get(chunks, [])}
     assert free == (set() if buffered else unneeded), "these edges could go"

@@ -31,9 +31,7 @@ MODES = ("serial", "dual-buffer", "frozen-window", "nested", "chunks")
 
 def runner_of(state, mode="nested", **wrapped):
     chunks = 2 if mode == "chunks" else 1
-    schedule = Schedule.of(
-        "nested" if chunks > 1 else mode, state.micro_batching.micro_batches, depth=1, num_chunks=chunks
-    )
+    schedule = Schedule.of("nested" if chunks > 1 else mode, state.micro_batching.micro_batches, depth=1, chunks=chunks)
     micro_batches = {
         **stages.MICRO_BATCH_STAGES,
         **{kind: stage for kind, stage in wrapped.items() if kind in stages.MICRO_BATCH_STAGES},

@@ -44,7 +44,7 @@ def test_every_mode_has_the_bits_of_sequential(log, kind):
         {"mode": "nested", "buffered": True, "depth": 2, "seed": 0},
         {"mode": "dual-buffer", "buffered": False, "depth": 1, "seed": 1},
         {"mode": "frozen-window", "buffered": False, "depth": 1, "seed": 2},
-        {"mode": "nested", "buffered": False, "depth": 1, "seed": 3, "split": True},
+        {"mode": "nested", "buffered": False, "depth": 1, "seed": 3, "chunks": "shared"},
         {"mode": "nested", "buffered": False, "depth": 1, "seed": 4, "chunks": 2},
     ]
     found = run_ranks(3, differences, log, {**settings_of(kind), "micro_batches": 3}, 5, arms)

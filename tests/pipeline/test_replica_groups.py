@@ -19,7 +19,7 @@ from tests.pipeline.mutants import broken_edges
 from tests.pipeline.recorded_runs import content, delays, differences, tapped
 from tests.pipeline.toy_training import Case, new_toy, toy_batches
 from tests.rank_pool import run_ranks
-from tests.small_runs import small_log
+from tests.small_runs import small_log, write_log
 
 NUM_STEPS = 20
 DOUBLE = Case(buffered=False, optimizer="adam", depth=2, dtype=torch.float64)
@@ -36,12 +36,16 @@ def sequentially(case, channels, batches):
     return state, sorted(log)
 
 
-def beside_each_other(case, channels, batches, mode, seed):
+def beside_each_other(case, channels, batches, mode, chunks, seed):
     state, log = new_toy(replace(case, buffered=True), channels), []
-    clipped = {"clip_rows": case.clip.rows, "groups": case.groups > 1}
-    schedule = Schedule.of(mode, case.num_micro_batches, depth=case.depth, **clipped)
+    named = {"clip_rows": case.clip.rows, "groups": case.groups > 1, "chunks": chunks}
+    schedule, taps = Schedule.of(mode, case.num_micro_batches, depth=case.depth, **named), tapped(log)
     runner = Runner(
-        state, schedule, batch_stages={**stages.BATCH_STAGES, **tapped(log).batch}, before=delays(seed, 0.001)
+        state,
+        schedule,
+        batch_stages={**stages.BATCH_STAGES, **taps.batch},
+        micro_batch_stages={**stages.MICRO_BATCH_STAGES, **taps.micro_batch},
+        before=delays(seed, 0.001),
     )
     runner.run(BatchFeed(batches=batches, rates=case.rates, num_batches=NUM_STEPS))
     return state, sorted(log)
@@ -55,9 +59,10 @@ def train(world, cases):
         own = grids[case.groups]
         plain, log = sequentially(case, own, islice(toy_batches(world.rank), NUM_STEPS))
         wrong = []
-        for mode in MODES if case.clip.rows else ("nested",):
-            state, other = beside_each_other(case, own, toy_batches(world.rank), mode, 10 * number + world.rank)
-            wrong += [mode] if (content(state), other) != (content(plain), log) else []
+        arms = [(mode, 1) for mode in MODES] if case.clip.rows else [("nested", chunks) for chunks in (1, "shared", 2)]
+        for arm in arms:
+            state, other = beside_each_other(case, own, toy_batches(world.rank), *arm, 10 * number + world.rank)
+            wrong += [arm] if (content(state), other) != (content(plain), log) else []
         tensors = {**plain.embedding.tables["item"].export(), **plain.dense.export()}
         found.append((tensors, content(plain), log, wrong))
     return found
@@ -118,12 +123,30 @@ def test_rows_one_update_old_in_groups(tmp_path):
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_chunks_in_every_grid(tmp_path, scale, groups):
+    """Grids (groups, ranks per group) of four ranks: (1, 4), (2, 2) and (4, 1)."""
+    limits = {"num_buckets": 64, "admit_after": 2, "max_rows": 243, "evict": "lfu", "protect_steps": 4}
+    settings = {"batch_size": 3, "micro_batches": 3, "groups": groups, "limits": limits}
+    histories = {user: [(31 * user + 7 * k) % 600 for k in range(3 + user % 13)] for user in range(80)}
+    log = write_log(tmp_path / "wide", histories).path
+    arms = [
+        {"mode": "nested", "chunks": chunks, "buffered": seed % 2 == 0, "depth": 1 + seed % 3, "seed": seed}
+        for seed, chunks in enumerate(("shared", 2, "shared", 5) * scale(1, 8))
+    ]
+    assert run_ranks(4, differences, log, settings, 14, arms, deadline_s=280) == [[]] * 4
+
+
+@pytest.mark.timeout(300)
 def test_every_dropped_edge_of_groups_is_caught():
     edges = [
         *("collect(t.0) -> merge(t.0)", "collect(t.1) -> merge(t.1)", "merge(t.0) -> merge(t.1)"),
         *("merge(t.1) -> update(t)", "merge(t.1) -> norm(t)"),
+        *("chunk collect(t.0) -> chunk merge(t.0)", "merge(t.0) -> chunk merge(t.0)"),
+        "chunk merge(t.0) -> chunk update(t.0)",
     ]
     cases = [Case(buffered=True, groups=2), Case(buffered=True, groups=2, clip=Clip(0.05, rows=True))]
+    cases += [Case(buffered=True, groups=2, chunks=chunks) for chunks in ("shared", 2)]
     found = run_ranks(2, broken_edges, cases, edges, deadline_s=280)[0]
     assert {edge for _, edge, _ in found} == set(edges)
     assert [tried for *_, tried in found if tried["by one event"] == "equal"] == []

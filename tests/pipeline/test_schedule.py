@@ -31,8 +31,8 @@ def test_no_schedule_can_get_stuck(scale):
     for groups in (False, True):
         check(Schedule.of("nested", 2, depth=2, stale=True, groups=groups), 6, 2)
     for num_micro_batches, depth, num_batches in product((1, 2, 5), (1, 3), (1, 2, 6)):
-        check(Schedule.of("nested", num_micro_batches, depth=depth, split=True), num_batches, 2)
-        check(Schedule.of("nested", num_micro_batches, depth=depth, num_chunks=3), num_batches, 2)
+        for groups, chunks in product((False, True), ("shared", 3)):
+            check(Schedule.of("nested", num_micro_batches, depth=depth, groups=groups, chunks=chunks), num_batches, 2)
     for schedule in schedules((*range(1, 9), 32), range(1, 5)) if scale(0, 1) else ():
         for num_batches, world_size in product(range(1, 7), range(1, 5)):
             check(schedule, num_batches, world_size)
@@ -41,7 +41,8 @@ def test_no_schedule_can_get_stuck(scale):
 def test_every_batch_has_the_same_number_of_events():
     for schedule in schedules((1, 3), (1, 2)):
         assert len(all_events(schedule, 5)) == 5 * schedule.num_events
-    for schedule in (Schedule.of("nested", 3, split=True), Schedule.of("nested", 3, num_chunks=4)):
+    for groups, chunks in product((False, True), ("shared", 4)):
+        schedule = Schedule.of("nested", 3, groups=groups, chunks=chunks)
         assert len(all_events(schedule, 5)) == 5 * schedule.num_events
 
 
@@ -129,9 +130,9 @@ def test_description():
     ]
 
 
-def test_a_slice_is_updated_and_its_rows_leave_while_the_next_one_travels():
-    sliced = Schedule.of("nested", 2, depth=1, num_chunks=2)
-    assert [str(event) for event in sliced.events(2)["rows"]] == [
+def test_a_chunk_is_updated_and_its_rows_leave_while_the_next_one_travels():
+    chunked = Schedule.of("nested", 2, depth=1, chunks=2)
+    assert [str(event) for event in chunked.events(2)["rows"]] == [
         *(
             "post(0)",
             "rows(0.0)",
@@ -147,23 +148,33 @@ def test_a_slice_is_updated_and_its_rows_leave_while_the_next_one_travels():
         *("grads(1.0)", "grads(1.1)", "chunk grads(1.0)", "flag(1)", "collect(1.0)", "collect(1.1)", "update(1)"),
         *("chunk collect(1.0)", "chunk update(1.0)"),
     ]
-    assert sliced.yields_to(Event("write", 2)) == [Event("chunk rows", 3, 0)]
-    assert sliced.yields_to(Event("keys", 5)) == [Event("chunk rows", 3, 0), Event("read", 6)]
-    for wrong in ({"clip_rows": True}, {"stale": True}, {"split": True}, {"groups": True}):
+    assert chunked.yields_to(Event("write", 2)) == [Event("chunk rows", 3, 0)]
+    assert chunked.yields_to(Event("keys", 5)) == [Event("chunk rows", 3, 0), Event("read", 6)]
+    for wrong in ({"clip_rows": True}, {"stale": True}):
         with pytest.raises(ValueError, match="only nested has chunks"):
-            Schedule.of("nested", 2, num_chunks=2, **wrong)
+            Schedule.of("nested", 2, chunks=2, **wrong)
     with pytest.raises(ValueError, match="only nested has chunks"):
-        Schedule.of("dual-buffer", 2, num_chunks=2)
+        Schedule.of("dual-buffer", 2, chunks=2)
 
 
-def test_hot_rows_travel_alone():
+def test_groups_merge_a_chunk_while_the_previous_one_is_updated():
+    grouped = Schedule.of("nested", 2, depth=1, groups=True, chunks=2).events(2)
+    assert [str(event) for event in grouped["groups"]][:6] == [
+        *("collect(0.0)", "merge(0.0)", "collect(0.1)", "merge(0.1)", "chunk collect(0.0)", "chunk merge(0.0)"),
+    ]
+    assert [str(event) for event in grouped["table"]] == [
+        *("flag(0)", "update(0)", "chunk update(0.0)", "flag(1)", "update(1)", "chunk update(1.0)"),
+    ]
+
+
+def test_shared_rows_travel_alone():
     """Between the last gradients of a batch and the arrival of the next first rows nothing else is on the link or takes over."""
-    split = Schedule.of("nested", 2, depth=1, split=True)
-    assert split.events(4)["rows"][-10:] == [
+    shared = Schedule.of("nested", 2, depth=1, chunks="shared")
+    assert shared.events(4)["rows"][-10:] == [
         *(
             Event("rows", 3, 0),
             Event("rows", 3, 1),
-            Event("unshared grads", 2),
+            Event("chunk grads", 2),
             Event("grads", 3, 0),
             Event("grads", 3, 1),
         ),
@@ -172,10 +183,10 @@ def test_hot_rows_travel_alone():
             Event("collect", 3, 0),
             Event("collect", 3, 1),
             Event("update", 3),
-            Event("unshared grads", 3),
+            Event("chunk grads", 3),
         ),
     ]
     arrived = Event("arrive", 3)
-    for later in (Event("rows", 3, 1), Event("unshared grads", 2), Event("keys", 5), Event("write", 2)):
-        assert split.yields_to(later) == [arrived], later
-    assert split.yields_to(Event("rows", 3, 0)) == []
+    for later in (Event("rows", 3, 1), Event("chunk grads", 2), Event("keys", 5), Event("write", 2)):
+        assert shared.yields_to(later) == [arrived], later
+    assert shared.yields_to(Event("rows", 3, 0)) == []

@@ -27,13 +27,13 @@ BARRIERS = (3, 7)  # the run stops and resumes after 3 batches
 
 def asked_rows(work: BatchWork) -> int:
     """The rows that all ranks requested from this one."""
-    return sum(len(owned.requests.places) for chunks in work.window.owner_chunks.values() for owned in chunks)
+    return sum(len(owned.requests.places) for owned in work.window.owner.values())
 
 
 def schedule_of(mode: str, micro_batches: int) -> Schedule:
-    """Of a mode, or nested with split or chunked messages."""
-    more = {"split": {"split": True}, "chunks": {"num_chunks": 3}}
-    return Schedule.of("nested", micro_batches, **more[mode]) if mode in more else Schedule.of(mode, micro_batches)
+    """Of a mode, or nested with chunks."""
+    chunks = {"shared": "shared", "chunks": 3}.get(mode, 1)
+    return Schedule.of(mode if chunks == 1 else "nested", micro_batches, chunks=chunks)
 
 
 def record(world: World, path: Path, folder: Path, settings: dict[str, Any]) -> list[int]:
@@ -61,7 +61,7 @@ def log(tmp_path_factory):
     return small_log(tmp_path_factory.mktemp("recorded") / "log").path
 
 
-@pytest.mark.parametrize("mode", [*MODES, "split", "chunks"])
+@pytest.mark.parametrize("mode", [*MODES, "shared", "chunks"])
 @pytest.mark.parametrize("loss", ["sampled", "shared"])  # the latter has rows in 16 bits, which travel as bytes
 def test_every_event_is_recorded_once(log, tmp_path, mode, loss):
     sent = run_ranks(2, record, log, tmp_path, {"mode": mode, "micro_batches": 3, "loss": loss})

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from nestpipe.embedding.buckets import Owners
-from nestpipe.embedding.config import DenseConfig, EmbeddingConfig
+from nestpipe.embedding.config import Chunking, DenseConfig, EmbeddingConfig
 from nestpipe.embedding.lookup import Lookup, Rows, TableSpec
 from nestpipe.embedding.prefetch_buffer import PrefetchBuffer
 from nestpipe.embedding.row_optimizer import OPTIMIZERS
@@ -70,9 +70,8 @@ class Case:
     protect_steps: int | None = None  # depth + 1 if not given
     skip_nonfinite: bool = True
     stale: bool = False  # rows always miss the update of the batch before
-    split: bool = False  # shared and unshared messages
     groups: int = 1  # of ranks
-    chunks: int = 1  # of last gradients, update and first rows
+    chunks: Chunking = 1  # of last gradients, update and first rows
     dtype: torch.dtype = torch.float32
 
     def rates(self, number: int) -> Rates:

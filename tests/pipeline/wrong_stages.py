@@ -118,7 +118,7 @@ def fused_optimizer(case: Case) -> AbstractContextManager[object]:
 
     def collect(state, work, micro_batch):
         stages.collect(state, work, micro_batch)
-        for name, (owned,) in work.window.owner_chunks.items():
+        for name, owned in work.window.owner.items():
             dim, requests = state.embedding.tables[name].spec.dim, owned.requests
             arrived = [
                 work.window.grad_messages[micro_batch, 0][name].received[requester]
@@ -260,17 +260,12 @@ def values_drawn_in_turn(case: Case) -> Iterator[None]:
         yield
 
 
-def shared_by_one_rank(case: Case) -> AbstractContextManager[object]:
-    """A row counts as shared by neighbouring batches only if rank 1 requests it in both; other ranks are ignored."""
+def _shared_by(requested: Callable[[Window], torch.Tensor]) -> AbstractContextManager[object]:
+    """A row counts as shared by neighbouring batches only if it is among these ids of both windows."""
     exchange_shared = chunked_exchange.exchange_shared
 
-    def requested_by_one(window):
-        requests = window.owner_chunks["item"][0].requests
-        begin, size = (sum(counts) for counts in requests.first_counts[:2])
-        return requests.ids.index_select(0, requests.places[begin : begin + size])
-
     def exchanging(window, before, where):
-        own = [requested_by_one(one) for one in (window, before)]
+        own = [requested(one) for one in (window, before)]
 
         def among_own(ids, others):
             both = torch.isin(ids, own[0]) & torch.isin(ids, own[1])
@@ -280,6 +275,39 @@ def shared_by_one_rank(case: Case) -> AbstractContextManager[object]:
             exchange_shared(window, before, where)
 
     return patch.object(chunked_exchange, "exchange_shared", exchanging)
+
+
+def shared_by_one_rank(case: Case) -> AbstractContextManager[object]:
+    """A row counts as shared by neighbouring batches only if rank 1 requests it in both; other ranks are ignored."""
+
+    def requested(window):
+        requests = window.owner["item"].requests
+        begin, size = (sum(counts) for counts in requests.first_counts[:2])
+        return requests.ids.index_select(0, requests.places[begin : begin + size])
+
+    return _shared_by(requested)
+
+
+def shared_by_one_group(case: Case) -> AbstractContextManager[object]:
+    """A row counts as shared by neighbouring batches only if group 0 requests it in both; other groups are ignored."""
+
+    def requested(window):
+        union = window.owner["item"].union
+        return union.requests.ids.index_select(0, union.places[: sum(union.counts[0])])
+
+    return _shared_by(requested)
+
+
+def chunks_merged_whole(case: Case) -> AbstractContextManager[object]:
+    """A replica sends the sums of its last micro-batch in the order of ids, although others expect them chunk by chunk."""
+    divide = replica_groups.GroupUnion.divide
+
+    def dividing(union, chunk_of, num_chunks, arrivals):
+        requests = union.requests
+        divide(union, chunk_of, num_chunks, arrivals)
+        union.requests = replace(requests, arrivals=arrivals)
+
+    return patch.object(replica_groups.GroupUnion, "divide", dividing)
 
 
 def groups_backwards(case: Case) -> AbstractContextManager[object]:
@@ -340,9 +368,9 @@ WRONG = [
     Wrong(admission_at_update, IN_PLACE, everywhere=True),
     Wrong(admission_at_update, BUFFERED, everywhere=True),
     Wrong(values_drawn_in_turn, BUFFERED, everywhere=True),
-    Wrong(shared_by_one_rank, replace(IN_PLACE, split=True), ("early", "unshared rows")),
-    Wrong(shared_by_one_rank, replace(BUFFERED, split=True), ("late", "unshared update")),
-    Wrong(ranks_backwards, replace(IN_PLACE, split=True), min_ranks=3),
+    Wrong(shared_by_one_rank, replace(IN_PLACE, chunks="shared"), ("early", "chunk rows")),
+    Wrong(shared_by_one_rank, replace(BUFFERED, chunks="shared"), ("late", "chunk update")),
+    Wrong(ranks_backwards, replace(IN_PLACE, chunks="shared"), min_ranks=3),
     Wrong(ranks_backwards, replace(IN_PLACE, chunks=2), min_ranks=3),
     Wrong(flag_ignored_by_chunks, replace(IN_PLACE, chunks=2)),
     Wrong(chunks_one_ahead, replace(IN_PLACE, chunks=2), ("late", "chunk update")),
@@ -350,6 +378,12 @@ WRONG = [
     Wrong(groups_backwards, replace(IN_PLACE, groups=3, admit_after=1), min_ranks=3),
     Wrong(own_group_first, replace(IN_PLACE, groups=3, admit_after=1), min_ranks=3),
     Wrong(weight_of_own_group, replace(BUFFERED, groups=3), min_ranks=3),
+    Wrong(groups_backwards, replace(IN_PLACE, groups=3, admit_after=1, chunks="shared"), min_ranks=3),
+    Wrong(own_group_first, replace(IN_PLACE, groups=3, admit_after=1, chunks=2), min_ranks=3),
+    Wrong(flag_ignored_by_chunks, replace(BUFFERED, groups=3, chunks="shared"), min_ranks=3),
+    Wrong(chunks_merged_whole, replace(IN_PLACE, groups=3, chunks="shared"), min_ranks=3),
+    Wrong(shared_by_one_group, replace(IN_PLACE, groups=3, chunks="shared"), ("early", "chunk rows"), min_ranks=3),
+    Wrong(shared_by_one_group, replace(BUFFERED, groups=3, chunks="shared"), ("late", "chunk update"), min_ranks=3),
 ]
 
 

@@ -80,17 +80,17 @@ def test_every_checkpoint_and_every_logged_value_is_that_of_the_sequential_run(c
 
 def test_a_run_may_change_its_mode_when_it_is_resumed(calm, log, tmp_path):
     validation, folder = calm
-    cut = {"split": {"split": True}, "chunks": {"chunks": 2}}
+    chunks = {"shared": "shared", "chunks": 2}
     for steps, mode in (
         (3, "nested"),
-        (5, "split"),
+        (5, "shared"),
         (6, "chunks"),
         (7, "sequential"),
         (9, "dual-buffer"),
         (0, "nested"),
     ):
-        config = config_of(log, "nested" if mode in cut else mode, validation=validation, steps=steps)
-        config = replace(config, pipeline=replace(config.pipeline, **cut.get(mode, {})))
+        config = config_of(log, "nested" if mode in chunks else mode, validation=validation, steps=steps)
+        config = replace(config, pipeline=replace(config.pipeline, chunks=chunks.get(mode, 1)))
         run_ranks(2, train, config, tmp_path / "run")
     assert not differing_tensors(folder, tmp_path / "run")
 

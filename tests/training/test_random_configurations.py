@@ -81,13 +81,11 @@ def train(world, config, folder, failing=None):
 def pipeline_of(draw: random.Random, *, groups: int, staleness: int) -> dict[str, Any]:
     """A way to overlap; it decides no bit."""
     mode = draw.choice(("nested", "nested", "sequential") if staleness else (*OVERLAPPED, "nested", "sequential"))
-    cut = draw.choice(("", "split", "chunks")) if mode == "nested" and groups == 1 else ""
     return {
         "mode": mode,
         "depth": draw.choice((1, 2, 3)),
         "rows": draw.choice(("auto", "buffer", "table")),
-        "split": cut == "split",
-        "chunks": draw.choice((2, 3, 5)) if cut == "chunks" else 1,
+        "chunks": draw.choice((1, "shared", "shared", 2, 3, 5)) if mode == "nested" else 1,
     }
 
 

@@ -131,17 +131,6 @@ void nestpipe_ids_owner(const int64_t* ids, int64_t n, int64_t num_buckets, int6
   }
 }
 
-// The places whose bit is 0 and those whose bit is 1, ascending, and how many of each there are before every end.
-void nestpipe_ids_cut(const uint8_t* bits, const int64_t* ends, int64_t num_ends, int64_t* clear, int64_t* set,
-                      int64_t* num_clear, int64_t* num_set) {
-  int64_t *next_clear = clear, *next_set = set;
-  for (int64_t k = 0, i = 0; k < num_ends; ++k) {
-    for (; i < ends[k]; ++i) *(bits[i] ? next_set++ : next_clear++) = i;
-    num_clear[k] = next_clear - clear;
-    num_set[k] = next_set - set;
-  }
-}
-
 // Which of n ids are among m others; both ascend without repeats.
 void nestpipe_ids_among(const int64_t* ids, int64_t n, const int64_t* others, int64_t m, uint8_t* found) {
   for (int64_t i = 0, j = 0; i < n; ++i) {
