@@ -27,6 +27,7 @@ Kind = Literal[
     "flag", "dense sum", "norm", "dense step", "update", "write",
     "arrive", "unshared rows", "unshared grads", "unshared collect", "unshared update",
     "chunk rows", "chunk grads", "chunk collect", "chunk update",
+    "backward",  # inside the last compute: a bucket of dense gradients is complete; in no program, see runner.py
 ]  # fmt: skip
 # Stages that send: done means that the messages of every rank have been launched.
 MESSAGES: frozenset[Kind] = frozenset((

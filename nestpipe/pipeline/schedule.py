@@ -14,9 +14,13 @@ inner order:
 
     mode           depth   streams next to compute          hidden behind compute
     serial         0       -                                nothing: the plain order on one stream
-    dual-buffer    d       read, keys, fetch                reading, id exchange and retrieval of the next d batches
-    frozen-window  0       read, rows, table                row and gradient messages between micro-batches of one batch
+    dual-buffer    d       read, keys, fetch, dense         reading, id exchange and retrieval of the next d batches
+    frozen-window  0       read, rows, table, dense         row and gradient messages between micro-batches of one batch
     nested         d       read, keys, fetch, rows, dense   both (with stale rows or groups also a stream `table`)
+
+Stream `dense` sums the dense gradients by bucket while earlier layers of the last micro-batch are
+in backward (dense_params.py). Here `dense sum` needs that whole compute; the runner lets it start
+as soon as its first bucket is ready, and it waits for each of the others.
 
 `split` sends the first rows and the last gradients of a batch as two messages
 (embedding/chunked_exchange.py). Only rows that neighbouring batches share make them wait for each
@@ -84,8 +88,8 @@ _CRITICAL: frozenset[Kind] = frozenset(("flag", "collect", "update"))
 _OUTER = ("read", "keys", "fetch")
 _STREAMS: dict[Mode, tuple[str, ...]] = {  # next to the main stream, which runs everything else
     "serial": (),
-    "dual-buffer": _OUTER,
-    "frozen-window": ("read", "rows", "table"),
+    "dual-buffer": (*_OUTER, "dense"),
+    "frozen-window": ("read", "rows", "table", "dense"),
     "nested": (*_OUTER, "rows", "table", "dense"),
 }
 
@@ -207,7 +211,6 @@ class Schedule:
             "write": [Event("arrive", 1)],
             "rows": [Event("arrive", 0)],
             "unshared grads": [Event("arrive", 1)],
-            "dense sum": [Event("grads", 0, last)],
             "dense step": [Event("update", 0)],
         }
 
