@@ -70,7 +70,7 @@ class DenseParams:
         self._state = {} if self._is_sharded else self._new_state(self.weights)  # of all weights
         self.buckets = [
             DenseBucket(names, span, self._new_state(self._own(self.weights, span)) if self._is_sharded else {})
-            for names, span in reversed(_layout(self._named))
+            for names, span in _layout(self._named)
         ]
         self._gathers: list[Handle] = []
         self._pending: list[set[str]] = []  # parameters of each bucket whose gradient is not final
@@ -233,18 +233,17 @@ class DenseParams:
 
 
 def _layout(named: Mapping[str, nn.Parameter]) -> list[tuple[list[str], slice]]:
-    """Buckets in the order of the flat buffer: the names of their parameters, of whole modules, and their places."""
-    total = sum(parameter.nbytes for parameter in named.values())
-    least, start, layout = max(total / _MAX_BUCKETS, _MIN_BUCKET_BYTES), 0, list[tuple[list[str], slice]]()
-    names, num_bytes, end = list[str](), 0, 0
-    for _, module in groupby(named, key=lambda name: name.rpartition(".")[0]):
-        for name in module:
-            names.append(name)
-            num_bytes, end = num_bytes + named[name].nbytes, end + named[name].numel()
-        if num_bytes >= least:
+    """Buckets from the last layer to the first: the names of their parameters, of whole modules, and their places."""
+    modules = [list(names) for _, names in groupby(named, key=lambda name: name.rpartition(".")[0])]
+    least = max(sum(parameter.nbytes for parameter in named.values()) / _MAX_BUCKETS, _MIN_BUCKET_BYTES)
+    layout, names, end = list[tuple[list[str], slice]](), list[str](), sum(one.numel() for one in named.values())
+    for module in reversed(modules):
+        names = module + names
+        if sum(named[name].nbytes for name in names) >= least or module is modules[0]:
+            start = end - sum(named[name].numel() for name in names)
             layout.append((names, slice(start, end)))
-            names, num_bytes, start = [], 0, end
-    return [*layout, (names, slice(start, end))] if names else layout
+            names, end = [], start
+    return layout
 
 
 def _summed(bucket: DenseBucket) -> Tensor:
