@@ -6,7 +6,7 @@ An exchange between n workers that send b bytes each costs (alpha-beta model wit
 
 A row is sent once per window: with the micro-batch that uses it first, and its gradient with the one that uses it last. With groups,
 rows are exchanged inside a group, and the replicas of a shard then sum the gradients of each micro-batch (merge: reduce-scatter and
-all-gather).
+all-gather). The dense sum starts after the last compute, not during its backward: an upper bound.
 """
 
 from __future__ import annotations
