@@ -234,7 +234,7 @@ def dense_only(state: TrainState, data: list[Batch]) -> Callable[[int], None]:
                 (output.loss_sum / work.batch.num_samples).backward()
                 leaf.grad = None
             stages.dense_sum(state, work)
-            state.dense.update(RATES.dense)
+            stages.dense_step(state, work)
 
     return run
 

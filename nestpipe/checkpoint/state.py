@@ -43,7 +43,8 @@ class StateSnapshot:
         embedding = state.embedding
         self._tables: dict[str, Table] = embedding.tables
         self._num_buckets = embedding.owners.num_buckets
-        self._dense = state.dense.export() if state.control.world.rank == 0 else None
+        dense = state.dense.export(everywhere=False)
+        self._dense = dense if state.control.world.rank == 0 else None
         self._snapshots: dict[str, TableSnapshot] = {}
         for name, table in embedding.tables.items():
             access = embedding.row_access[name]

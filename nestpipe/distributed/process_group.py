@@ -270,24 +270,6 @@ class Channel:
         empty = torch.empty(0, dtype=torch.uint8, device=self.world.device)
         self.exchange(name, [empty] * self.world.size, [empty] * self.world.size).wait()
 
-    def sum_in_rank_order(self, buffer: Tensor, *, name: str = "sum", where: str = "") -> None:
-        """All-reduce in place, ((x0 + x1) + x2) + ... elementwise: bitwise identical on every rank."""
-        if self.world.size <= 2:  # one round trip with the whole vector is no more bytes than two with chunks
-            whole = [torch.empty_like(buffer) for _ in range(self.world.size)]
-            self.exchange(name, [buffer] * self.world.size, whole, where=where).wait()
-            buffer.copy_(whole[0])
-            for other in whole[1:]:
-                buffer.add_(other)
-            return
-        chunks = buffer.tensor_split(self.world.size)  # 1 rank r reduces chunk r; sizes may differ by one, or be zero
-        received = [torch.empty_like(chunks[self.world.rank]) for _ in chunks]
-        self.exchange(f"{name}/scatter", chunks, received, where=where).wait()
-        total = received[0]
-        for other in received[1:]:  # 2 in rank order, not in order of arrival
-            total.add_(other)
-        # 3 all ranks get all chunks
-        self.exchange(f"{name}/gather", [total] * self.world.size, chunks, where=where).wait()
-
     def all_to_all(self, target: Tensor, source: Tensor, target_sizes: list[int], sizes: list[int]) -> Any:
         """Launches the collective that nccl and hccl use for an exchange."""
         return dist.all_to_all_single(target, source, target_sizes, sizes, group=self.group, async_op=True)

@@ -1,19 +1,52 @@
-"""Dense parameters as one flat buffer with a fixed layout, and their optimizer.
+"""Dense parameters as one flat buffer with a fixed layout, and their optimizer, sharded over ranks.
 
 Parameters are views of `weights` and their gradients views of `grads`, in the order of
-`named_parameters`. So one update, one norm, one finite check and one all-reduce cover all of them.
-Gradients are summed in rank order, so the sum is the same on every rank and in every run. (DDP
-regroups its buckets after the first step, which changes the order of sums.)
+`named_parameters`. Consecutive layers form a bucket; the layout is a function of the model alone.
+
+    backward of the last micro-batch    ...  layer 3 ── layer 2 ── layer 1
+    bucket 0 (layer 3)                            └ reduce-scatter ─ own piece updated ─ all-gather
+    bucket 1 (layer 2)                                       └ reduce-scatter ─ ...
+
+- Each rank sums its piece of a bucket in rank order, so the sum is the same in every run. (DDP
+  regroups its buckets after the first step, which changes the order of sums.)
+- Each rank keeps the optimizer state of its pieces only. Updates are elementwise, so pieces change
+  no bit. Row-wise AdaGrad averages over all weights: ranks then gather the sums and update all.
+- Local gradients are only read: sums are in buffers of their own. So the finite flag, taken after
+  the backward, cannot see a sum that holds another rank's value.
+- During a backward the new weights and state are staged, and `commit` takes them over when all
+  ranks' flags are known. Without a backward to hide behind they are written in place.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import groupby
+
 import torch
 from torch import Tensor, nn
 
-from nestpipe.distributed.process_group import Channel
+from nestpipe.distributed.process_group import Channel, Handle
 from nestpipe.embedding.config import DenseConfig
-from nestpipe.embedding.row_optimizer import OPTIMIZERS, update_slots
+from nestpipe.embedding.row_optimizer import OPTIMIZERS, State, update_slots
+from nestpipe.errors import TrainError
+
+_MAX_BUCKETS = 16
+_MIN_BUCKET_BYTES = 1 << 18  # 2 ms at 1 Gbit/s; smaller messages cost more to launch than they hide
+_ROW = torch.zeros(1, dtype=torch.int64)
+
+
+@dataclass(slots=True, eq=False)
+class DenseBucket:
+    """Parameters that are sent at once. Tensors are views of flat buffers; state and sum are of this rank's piece."""
+
+    names: list[str]
+    span: slice  # of the flat buffers
+    state: State
+    staged: State | None = None
+    received: tuple[Handle, list[Tensor]] | None = None  # reduce-scatter in flight
+    total: Tensor | None = None  # sum over ranks
 
 
 class DenseParams:
@@ -27,37 +60,193 @@ class DenseParams:
         parameters = list(self._named.values())
         self.weights = torch.cat([parameter.detach().flatten() for parameter in parameters])
         self.grads = torch.zeros_like(self.weights)
+        self._staged: Tensor | None = None
         self._optimizer = OPTIMIZERS[config.optimizer](config)
-        self._state = {
-            name: values.to(self.weights.dtype) if values.is_floating_point() else values
-            for name, values in self._optimizer.new_state(1, len(self.weights)).items()
-        }
+        self._is_sharded = config.optimizer != "rowwise_adagrad"
         sizes = [parameter.numel() for parameter in parameters]
         for parameter, weight, grad in zip(parameters, self.weights.split(sizes), self.grads.split(sizes), strict=True):
             parameter.data = weight.view_as(parameter)
             parameter.grad = grad.view_as(parameter)
+        self._state = {} if self._is_sharded else self._new_state(self.weights)  # of all weights
+        self.buckets = [
+            DenseBucket(names, span, self._new_state(self._own(self.weights, span)) if self._is_sharded else {})
+            for names, span in _layout(self._named)
+        ]
+        self._gathers: list[Handle] = []
+        self._pending: list[set[str]] = []  # parameters of each bucket whose gradient is not final
+        self._on_ready: Callable[[int], None] | None = None
+        for number, bucket in enumerate(self.buckets):
+            for name in bucket.names:
+                if self._named[name].requires_grad:  # others stay pending, so their bucket is ready at the end
+                    self._named[name].register_post_accumulate_grad_hook(self._marker(number, name))
 
-    def sync(self) -> None:
-        """Replaces the gradients by their sum over all ranks."""
-        self.channel.sum_in_rank_order(self.grads)
+    @contextmanager
+    def last_backward(self, on_ready: Callable[[int], None]) -> Iterator[None]:
+        """A context around the backward that completes the gradients: calls `on_ready` for each bucket, once."""
+        self._pending, self._on_ready = [set(bucket.names) for bucket in self.buckets], on_ready
+        try:
+            yield
+        finally:
+            self._on_ready = None
+        for number, pending in enumerate(self._pending):  # hooks of unused parameters do not fire
+            if pending:
+                on_ready(number)
 
-    def update(self, lr: float) -> None:
-        """One optimizer step with the gradients since `zero_grads`."""
-        row = torch.zeros(1, dtype=torch.int64)
-        update_slots(self._optimizer, self.weights.unsqueeze(0), self._state, row, self.grads.unsqueeze(0), lr)
+    def reduce(self, ready: Callable[[int], None], on_sum: Callable[[DenseBucket], None], *, where: str = "") -> None:
+        """Reduce-scatters all buckets in order: waits until each is `ready`, and calls `on_sum` with each sum. Collective."""
+        for number, bucket in enumerate(self.buckets):
+            ready(number)
+            pieces = self.grads[bucket.span].tensor_split(self.channel.world.size)
+            received = [torch.empty_like(pieces[self.channel.world.rank]) for _ in pieces]
+            bucket.received = self.channel.exchange("sum/scatter", pieces, received, where=where), received
+            if number:  # the sum of one bucket is taken while the next is in flight
+                on_sum(self._sum(self.buckets[number - 1]))
+        on_sum(self._sum(self.buckets[-1]))
+
+    def _sum(self, bucket: DenseBucket) -> DenseBucket:
+        if bucket.received is None:
+            raise TrainError("dense sum of a bucket that was not sent: the schedule lacks a dependency.")
+        handle, (bucket.total, *others) = bucket.received
+        handle.wait()
+        for other in others:  # in rank order, not in order of arrival
+            bucket.total.add_(other)
+        bucket.received = None
+        return bucket
+
+    def own_square(self) -> float:
+        """Squared norm of this rank's pieces of the sums, in fp64."""
+        return sum(_summed(bucket).double().square().sum().item() for bucket in self.buckets)
+
+    def advance(self, bucket: DenseBucket, lr: float, factor: float = 1.0, *, staged: bool) -> None:
+        """Updates this rank's piece with the sum times `factor`, and launches its all-gather. Collective."""
+        if self._staged is None and (staged or not self._is_sharded):
+            self._staged = torch.empty_like(self.weights)
+        total, bucket.total = _summed(bucket), None
+        target = self.weights if self._staged is None or (self._is_sharded and not staged) else self._staged
+        own = self._own(target, bucket.span)
+        if factor < 1.0:
+            total.mul_(factor)
+        if not self._is_sharded:
+            own.copy_(total)
+        elif staged:
+            own.copy_(self._own(self.weights, bucket.span))
+            bucket.staged = bucket.staged or {name: torch.empty_like(values) for name, values in bucket.state.items()}
+            for name, values in bucket.state.items():
+                bucket.staged[name].copy_(values)
+            self._update(own, bucket.staged, total, lr)
+        else:
+            self._update(own, bucket.state, total, lr)
+        size, pieces = self.channel.world.size, target[bucket.span].tensor_split(self.channel.world.size)
+        self._gathers.append(self.channel.post("sum/gather", pieces, own=False).launch([own] * size))
+
+    def wait_gathers(self) -> None:
+        """Blocks until all ranks' pieces have arrived."""
+        for handle in self._gathers:
+            handle.wait()
+        self._gathers.clear()
+
+    def commit(self, lr: float, *, staged: bool) -> None:
+        """Takes over what `advance` staged, after `wait_gathers`."""
+        if self._staged is None:
+            return
+        if not self._is_sharded:
+            self._update(self.weights, self._state, self._staged, lr)
+        elif staged:
+            self.weights.copy_(self._staged)
+            for bucket in self.buckets:
+                bucket.state, bucket.staged = bucket.staged or {}, bucket.state
 
     def zero_grads(self) -> None:
         self.grads.zero_()
 
-    def export(self) -> dict[str, Tensor]:
-        """Named weights and saved buffers, and the optimizer's state in the layout of the flat buffer."""
+    def export(self, *, everywhere: bool = True) -> dict[str, Tensor]:
+        """Named weights and saved buffers, and the optimizer's state in the layout of the flat buffer. Collective.
+
+        Not `everywhere`: the state is complete on rank 0 only.
+        """
         named = {f"weights.{name}": one.detach().clone() for name, one in (self._named | self._buffers).items()}
-        return {**named, **{f"state.{name}": values.clone() for name, values in self._state.items()}}
+        state = {name: values.clone() for name, values in self._state.items()}
+        for name, first in self.buckets[0].state.items():
+            state[name] = self._gather_state(name, everywhere) if self._is_per_weight(name) else first.clone()
+        return {**named, **{f"state.{name}": values for name, values in state.items()}}
 
     def load(self, content: dict[str, Tensor]) -> None:
-        """Replaces weights and state by exported ones."""
+        """Replaces weights and state by exported ones, of any number of ranks."""
         with torch.no_grad():
             for name, one in (self._named | self._buffers).items():
                 one.copy_(content[f"weights.{name}"])
         for name, values in self._state.items():
             values.copy_(content[f"state.{name}"])
+        for bucket in self.buckets:
+            for name, values in bucket.state.items():
+                saved = content[f"state.{name}"]
+                values.copy_(self._own(saved[0], bucket.span) if self._is_per_weight(name) else saved)
+
+    def shapes(self) -> dict[str, list[int]]:
+        """Names and shapes of what `export` returns."""
+        named = {f"weights.{name}": list(one.shape) for name, one in (self._named | self._buffers).items()}
+        state = self._optimizer.new_state(1, len(self.weights))
+        return {**named, **{f"state.{name}": list(values.shape) for name, values in state.items()}}
+
+    def _own(self, flat: Tensor, span: slice) -> Tensor:
+        """This rank's piece of a bucket."""
+        return flat[span].tensor_split(self.channel.world.size)[self.channel.world.rank]
+
+    def _new_state(self, weights: Tensor) -> State:
+        state = self._optimizer.new_state(1, len(weights)).items()
+        return {name: one.to(weights.dtype) if one.is_floating_point() else one for name, one in state}
+
+    def _update(self, weights: Tensor, state: State, grads: Tensor, lr: float) -> None:
+        if len(weights):
+            update_slots(self._optimizer, weights.unsqueeze(0), state, _ROW, grads.unsqueeze(0), lr)
+
+    def _is_per_weight(self, name: str) -> bool:
+        return self._optimizer.new_state(1, 2)[name].shape[1] == 2
+
+    def _gather_state(self, name: str, everywhere: bool) -> Tensor:
+        world = self.channel.world
+        whole = torch.empty(1, len(self.weights), dtype=self.buckets[0].state[name].dtype)
+        takers = range(world.size if everywhere else 1)
+        for bucket in self.buckets:
+            own, pieces = bucket.state[name][0], list(whole[0, bucket.span].tensor_split(world.size))
+            receive = pieces if world.rank in takers else [piece[:0] for piece in pieces]
+            send = [own if rank in takers else own[:0] for rank in range(world.size)]
+            self.channel.exchange("state", send, receive).wait()
+        return whole
+
+    def _marker(self, number: int, name: str) -> Callable[[Tensor], None]:
+        """A hook, called in the autograd thread when the gradient of a parameter is complete. It only marks."""
+
+        def mark(parameter: Tensor) -> None:
+            if self._on_ready is None:
+                return
+            if name not in self._pending[number]:
+                raise TrainError(
+                    f"parameter '{name}' got two gradients in one backward; its bucket may have been sent after the first. "
+                    "Reentrant checkpointing does that: use torch.utils.checkpoint with use_reentrant=False."
+                )
+            self._pending[number].remove(name)
+            if not self._pending[number]:
+                self._on_ready(number)
+
+        return mark
+
+
+def _layout(named: Mapping[str, nn.Parameter]) -> list[tuple[list[str], slice]]:
+    """Buckets from the last layer to the first: the names of their parameters, of whole modules, and their places."""
+    modules = [list(names) for _, names in groupby(named, key=lambda name: name.rpartition(".")[0])]
+    least = max(sum(parameter.nbytes for parameter in named.values()) / _MAX_BUCKETS, _MIN_BUCKET_BYTES)
+    layout, names, end = list[tuple[list[str], slice]](), list[str](), sum(one.numel() for one in named.values())
+    for module in reversed(modules):
+        names = module + names
+        if sum(named[name].nbytes for name in names) >= least or module is modules[0]:
+            start = end - sum(named[name].numel() for name in names)
+            layout.append((names, slice(start, end)))
+            names, end = [], start
+    return layout
+
+
+def _summed(bucket: DenseBucket) -> Tensor:
+    if bucket.total is None:
+        raise TrainError("a dense update without its sum: the schedule lacks a dependency.")
+    return bucket.total

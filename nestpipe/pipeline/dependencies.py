@@ -26,6 +26,7 @@ Kind = Literal[
     "read", "keys", "retrieve", "post", "rows", "compute", "grads", "collect", "merge",
     "flag", "dense sum", "norm", "dense step", "update", "write",
     "arrive", "chunk rows", "chunk grads", "chunk collect", "chunk merge", "chunk update",
+    "backward",  # inside the last compute: a bucket of dense gradients is complete; in no program, see runner.py
 ]  # fmt: skip
 # Stages that send: done means that the messages of every rank have been launched.
 MESSAGES: frozenset[Kind] = frozenset((

@@ -16,6 +16,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -43,6 +44,7 @@ class EventBoard:
         self.failure: BaseException | None = None
         self._lock = threading.Lock()
         self._done: dict[int, set[Event]] = {}
+        self._marked: set[Event] = set()  # sub-events of the running compute
         self._first_kept = 0  # all events of earlier batches are done
         self._gates = {stream: threading.Lock() for stream in streams}  # locked while its stream waits
         for gate in self._gates.values():
@@ -66,18 +68,27 @@ class EventBoard:
     def _is_done(self, event: Event) -> bool:
         """Also true of events beyond the last batch."""
         beyond = self.num_batches is not None and event.batch >= self.num_batches
-        return beyond or event.batch < self._first_kept or event in self._done.get(event.batch, ())
+        done = event in self._marked or event in self._done.get(event.batch, ())
+        return done or beyond or event.batch < self._first_kept
 
     def done(self, event: Event) -> int:
         """Marks an event and wakes the streams that wait for it; returns the number of done events of its batch."""
         with self._lock:
             done = self._done.setdefault(event.batch, set())
             done.add(event)
+            if event.kind == "dense sum":  # it has waited for all of them
+                self._marked.clear()
             if event.kind == "write":
                 self._done.pop(self._first_kept - 1, None)
                 self._first_kept = max(self._first_kept, event.batch - _MEMORY)
             self._wake([stream for stream, need in self._waiting.items() if need == event])
             return len(done)
+
+    def mark(self, event: Event) -> None:
+        """Marks a sub-event, which is in no program."""
+        with self._lock:
+            self._marked.add(event)
+            self._wake([stream for stream, need in self._waiting.items() if need == event])
 
     def end_after(self, batch: int) -> None:
         """Makes this batch the last one."""
@@ -167,7 +178,7 @@ class Runner:
         try:
             with backend.stream(stream):
                 for event in self.schedule.program(stream, lambda: board.num_batches):
-                    ready, needs = time.monotonic_ns(), self.schedule.waits_for(event)
+                    ready, needs = time.monotonic_ns(), self._waits_for(event)
                     if not board.wait(stream, event, needs):
                         continue
                     self.before(stream, event)
@@ -195,6 +206,8 @@ class Runner:
                 )
             rates, stop = feed.rates(number), feed.stop_requested()
             segment.works[batch] = stages.read(self.state, data, rates, number, self.schedule.chunks, stop)
+            if self._hides_dense:
+                self._connect(segment.works[batch], batch, segment)
             return
         work = segment.works[batch]
         if kind == "update" and self.schedule.stale and batch + 1 == segment.board.num_batches:
@@ -211,6 +224,33 @@ class Runner:
             segment.board.end_after(batch)
         elif kind == "dense step":
             feed.on_step(work)
+
+    @property
+    def _hides_dense(self) -> bool:
+        return self.schedule.stream_of("dense sum") != MAIN
+
+    def _waits_for(self, event: Event) -> list[Event]:
+        """The dense sum need not wait for the end of the last compute: it waits for each bucket itself."""
+        first, waits = Event("backward", event.batch), self.schedule.waits_for(event)
+        is_hidden = event.kind == "dense sum" and self._hides_dense
+        return [first if is_hidden and one.kind == "compute" else one for one in waits]
+
+    def _connect(self, work: BatchWork, batch: int, segment: _Segment) -> None:
+        """Connects the backward, which marks the buckets of dense gradients that are ready, with the dense sum."""
+        board, backend, channel = segment.board, segment.backend, self.state.dense.channel
+        stream = self.schedule.stream_of("dense sum")
+
+        def mark(bucket: int) -> None:
+            backend.end(MAIN, Event("backward", batch, bucket))
+            board.mark(Event("backward", batch, bucket))
+
+        def wait(bucket: int) -> None:
+            event = Event("backward", batch, bucket)
+            with channel.watch.waiting("sum") if channel.watch else nullcontext():
+                board.wait(stream, event, [event])
+            backend.begin(stream, [event])
+
+        work.mark_bucket, work.await_bucket = mark, wait
 
     def _protect_rows(self) -> None:
         """Pins rows in memory. Raises ConfigError if a row could be evicted while a batch holds it."""

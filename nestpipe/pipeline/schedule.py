@@ -14,9 +14,13 @@ inner order:
 
     mode           depth   streams next to compute          hidden behind compute
     serial         0       -                                nothing: the plain order on one stream
-    dual-buffer    d       read, keys, fetch                reading, id exchange and retrieval of the next d batches
-    frozen-window  0       read, rows, table                row and gradient messages between micro-batches of one batch
+    dual-buffer    d       read, keys, fetch, dense         reading, id exchange and retrieval of the next d batches
+    frozen-window  0       read, rows, table, dense         row and gradient messages between micro-batches of one batch
     nested         d       read, keys, fetch, rows, dense   both (with stale rows, groups or shared chunks also `table`)
+
+Stream `dense` sums the dense gradients by bucket while earlier layers of the last micro-batch are
+in backward (dense_params.py). Here `dense sum` needs that whole compute; the runner lets it start
+as soon as its first bucket is ready, and it waits for each of the others.
 
 `chunks` divides the first rows, the last gradients and the update of a batch
 (embedding/chunked_exchange.py). The plain stages handle the first chunk; `chunk rows`, `chunk
@@ -85,8 +89,8 @@ _CRITICAL_CHUNKS: frozenset[Kind] = frozenset(("chunk collect", "chunk update"))
 _OUTER = ("read", "keys", "fetch")
 _STREAMS: dict[Mode, tuple[str, ...]] = {  # next to the main stream, which runs everything else
     "serial": (),
-    "dual-buffer": _OUTER,
-    "frozen-window": ("read", "rows", "table"),
+    "dual-buffer": (*_OUTER, "dense"),
+    "frozen-window": ("read", "rows", "table", "dense"),
     "nested": (*_OUTER, "rows", "table", "dense"),
 }
 
@@ -208,7 +212,6 @@ class Schedule:
             "write": [Event("arrive", 1)],
             "rows": [Event("arrive", 0)],
             "chunk grads": [Event("arrive", 1)],
-            "dense sum": [Event("grads", 0, last)],
             "dense step": [Event("update", 0)],
         }
 

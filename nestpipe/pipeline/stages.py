@@ -16,6 +16,7 @@ runs concurrently.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -32,7 +33,7 @@ from nestpipe.errors import ConfigError, TrainError
 from nestpipe.jagged import Batch
 from nestpipe.models.contract import Model, Output, Selecting
 from nestpipe.pipeline.config import MicroBatchConfig
-from nestpipe.pipeline.dense_params import DenseParams
+from nestpipe.pipeline.dense_params import DenseBucket, DenseParams
 from nestpipe.pipeline.micro_batch import cut_batch
 from nestpipe.rng import Rng
 
@@ -98,7 +99,9 @@ class BatchWork:
     next: Window | None = None  # window of the next batch, if it has been read
     largest_dense: float = 0.0
     skipped: bool = False  # no parameter is updated
-    row_factor: float = 1.0  # scale of row gradients, from clipping
+    factor: float = 1.0  # scale of gradients, from clipping
+    mark_bucket: Callable[[int], None] | None = None  # set if dense sums overlap with the backward: called when ready
+    await_bucket: Callable[[int], None] = lambda bucket: None
     _flags: Handle | None = None
     _flag_buffers: list[Tensor] = field(default_factory=list)
 
@@ -180,10 +183,12 @@ def compute(state: TrainState, work: BatchWork, micro_batch: int) -> None:
     output = cast(nn.Module, state.model)(
         work.plan.rows(micro_batch, local_rows), work.micro_batches[micro_batch], work.rng
     )
-    (output.loss_sum / (work.window.weight or 1.0)).backward()
+    is_last = micro_batch == work.plan.num_micro_batches - 1
+    with state.dense.last_backward(work.mark_bucket) if is_last and work.mark_bucket else nullcontext():
+        (output.loss_sum / (work.window.weight or 1.0)).backward()
     work.window.add_grads(micro_batch, local_rows)
     _add(work.sums, output)
-    if micro_batch == work.plan.num_micro_batches - 1:
+    if is_last:
         work.largest_dense = larger(0.0, state.dense.grads)
 
 
@@ -233,37 +238,42 @@ def flag(state: TrainState, work: BatchWork) -> None:
 
 
 def dense_sum(state: TrainState, work: BatchWork) -> None:
-    """All-reduces the dense gradients."""
-    state.dense.sync()
+    """Reduce-scatters the dense gradients, bucket by bucket; during a backward also stages the update of each."""
+    clip, is_early = work.rates.clip, work.mark_bucket is not None and not work.rates.clip.norm
+
+    def on_sum(bucket: DenseBucket) -> None:
+        if is_early:
+            state.dense.advance(bucket, work.rates.dense, staged=True)
+
+    state.dense.reduce(work.await_bucket, on_sum, where=work.where)
+    state.dense.wait_gathers()
+    if clip.norm and not clip.rows:
+        _clip(state, work, 0.0)
 
 
 def norm(state: TrainState, work: BatchWork) -> None:
     """Norm of dense and row gradients together: rows by id, squares in fp64, owners (of group 0) in rank order."""
-    clip = work.rates.clip
-    if not (clip.norm and clip.rows):
-        return
-    own = 0.0
-    for sums in work.window.owned_grads().values():
-        own += sums.double().square().sum(1).sum().item() if state.embedding.group == 0 else 0.0
-    square = state.dense.grads.double().square().sum().item()
-    square += sum(value for (value,) in state.dense.channel.all_gather_floats([own], name="norm"))
-    work.row_factor = min(1.0, clip.norm / max(square**0.5, 1e-300))
+    if work.rates.clip.norm and work.rates.clip.rows:
+        grads = work.window.owned_grads().values() if state.embedding.group == 0 else ()
+        _clip(state, work, sum(sums.double().square().sum(1).sum().item() for sums in grads))
 
 
 def dense_step(state: TrainState, work: BatchWork) -> None:
-    """One step of the dense optimizer; the last stage of a batch on the main stream."""
+    """The dense weights change, unless the batch is skipped; the last stage of a batch on the main stream."""
+    is_staged = work.mark_bucket is not None
     if not work.skipped:
-        _clip_dense(state, work)
-        state.dense.update(work.rates.dense)
+        if not is_staged:
+            _advance(state, work)
+        state.dense.commit(work.rates.dense, staged=is_staged)
     state.num_steps = work.number + 1
 
 
 def update(state: TrainState, work: BatchWork) -> None:
     """One optimizer step per row of the batch, or of its first chunk."""
     if not work.skipped:
-        if work.row_factor < 1.0:
+        if work.rates.clip.rows and work.factor < 1.0:
             for sums in work.window.owned_grads().values():
-                sums.mul_(work.row_factor)
+                sums.mul_(work.factor)
         work.window.update(work.rates.rows)
 
 
@@ -326,13 +336,19 @@ def _not_finite(state: TrainState, work: BatchWork) -> tuple[float, float]:
     return 0, 0.0
 
 
-def _clip_dense(state: TrainState, work: BatchWork) -> None:
-    clip, factor = work.rates.clip, work.row_factor
-    if clip.norm and not clip.rows:
-        total = state.dense.grads.double().square().sum().item() ** 0.5
-        factor = clip.norm / total if total > clip.norm else 1.0
-    if factor < 1.0:
-        state.dense.grads.mul_(factor)
+def _clip(state: TrainState, work: BatchWork, own_rows: float) -> None:
+    """Agrees on the norm of all gradients, in rank order; `own_rows`: squared norm of this rank's row gradients."""
+    squares = state.dense.channel.all_gather_floats([state.dense.own_square() + own_rows], name="norm")
+    work.factor = min(1.0, work.rates.clip.norm / max(sum(square for (square,) in squares) ** 0.5, 1e-300))
+    if work.mark_bucket is not None:
+        _advance(state, work)
+
+
+def _advance(state: TrainState, work: BatchWork) -> None:
+    """Each rank updates its pieces of the dense weights, and receives those of the others."""
+    for bucket in state.dense.buckets:
+        state.dense.advance(bucket, work.rates.dense, work.factor, staged=work.mark_bucket is not None)
+    state.dense.wait_gathers()
 
 
 MicroBatchStage = Callable[[TrainState, BatchWork, int], None]

@@ -20,7 +20,7 @@ import numpy as np
 from nestpipe.errors import DataError
 from nestpipe.profiling.overlap import steps_of
 from nestpipe.profiling.trace_file import KINDS, RankTrace, Span, stage_of
-from nestpipe.simulate.constants import Constants, dense_trips
+from nestpipe.simulate.constants import Constants
 
 _ROUNDS = 5  # fixed-point iterations: start times follow from bandwidth and delay, and these from start times
 _MERGED_KINDS = {"arrive": "compute"}  # with a chunk of shared rows
@@ -183,7 +183,7 @@ def _without_launches(work: dict[str, float], launch_s: float, runs: Sequence[_R
         "rows": micro_batches,
         "grads": micro_batches,
         "keys": 4,
-        "dense sum": 2 * dense_trips(runs[0].world_size),
+        "dense sum": 4,
         "post": 2 * micro_batches,
     }
     return {
@@ -206,7 +206,7 @@ def _sizes(run: _Recorded) -> tuple[float, float, float, float]:
         rows["keys"] / batches,
         num_bytes["rows"] / rows["rows"] / crossing,
         num_bytes["keys"] / rows["keys"] / crossing,
-        num_bytes["dense sum"] / 2 / batches / crossing,
+        (num_bytes["dense sum"] + num_bytes["dense step"]) / 2 / batches / crossing,  # the latter if sequential
     )
 
 
@@ -279,7 +279,7 @@ def _messages(run: _Recorded) -> Iterator[_Sent]:
             yield _Sent(sent_s, opened_s, median(ends) / 1e9 if ends else None, num_bytes, kind, micro_batch)
         elif kind in ("keys", "dense sum") and all(span.waits for span in own):
             again_s = max(span.waits[0].end_ns for span in own) / 1e9
-            first = 0.0 if kind == "keys" else num_bytes / dense_trips(run.world_size)  # the counts, then the ids
+            first = 0.0 if kind == "keys" else num_bytes / 2  # the counts, then the ids
             yield _Sent(max(span.begin_ns for span in own) / 1e9, 0.0, None, first, kind, 0)
             yield _Sent(again_s, again_s, None, num_bytes - first, kind, 1)
 

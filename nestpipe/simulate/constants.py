@@ -74,8 +74,3 @@ class Constants:
             raise DataError(
                 f"{path} cannot be used: {error}. 'nestpipe simulate --from RUN --save FILE' writes one."
             ) from error
-
-
-def dense_trips(workers: int) -> int:
-    """Round trips of one dense sum (Channel.sum_in_rank_order)."""
-    return 1 if workers <= 2 else 2

@@ -6,7 +6,7 @@ An exchange between n workers that send b bytes each costs (alpha-beta model wit
 
 A row is sent once per window: with the micro-batch that uses it first, and its gradient with the one that uses it last. With groups,
 rows are exchanged inside a group, and the replicas of a shard then sum the gradients of each micro-batch (merge: reduce-scatter and
-all-gather).
+all-gather). The dense sum starts after the last compute, not during its backward: an upper bound.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from statistics import NormalDist
 import numpy as np
 
 from nestpipe.pipeline.schedule import Event, Kind, Schedule
-from nestpipe.simulate.constants import Constants, dense_trips
+from nestpipe.simulate.constants import Constants
 from nestpipe.simulate.cpu_model import CoreTurns
 from nestpipe.simulate.event_simulator import Message, MessageWait, Phase, Send, SimulatedRun, StageWork
 
@@ -94,10 +94,9 @@ class StageCosts:
             return self._replicas(event)
         if kind == "flag":  # flags are sent with the last gradients
             return [MessageWait(Message(Event("grads", batch, self.schedule.num_micro_batches - 1)), "flag")]
-        if kind == "dense sum":
-            trips = dense_trips(self.cluster.workers)
-            num_bytes = 2 * self.constants.dense_bytes / trips
-            return [phase for trip in range(trips) for phase in self._exchange(event, trip, num_bytes, "dense")]
+        if kind == "dense sum":  # reduce-scatter, all-gather
+            num_bytes = self.constants.dense_bytes
+            return [phase for trip in range(2) for phase in self._exchange(event, trip, num_bytes, "dense")]
         return self._exchange(event, 0, 0.0, "dense") if kind == "norm" else []
 
     def _after(self, event: Event) -> Sequence[Phase]:
@@ -140,7 +139,7 @@ class StageCosts:
             "rows": 1,
             "grads": 1,
             "keys": 4,
-            "dense sum": 2 * dense_trips(cluster.workers),
+            "dense sum": 4,
             "merge": 4,
             "post": 2 * self.schedule.num_micro_batches,
         }

@@ -199,40 +199,6 @@ def test_two_channels_from_two_threads_at_once(size: int) -> None:
     run_ranks(size, two_channels, 60)
 
 
-def addend(rank: int, num: int, dtype: torch.dtype) -> Tensor:
-    """Values from 1e-4 to 1e4 of both signs, so that nearly every other order of adding gives other bits."""
-    generator = torch.Generator().manual_seed(rank)
-    exponents = torch.randint(-4, 5, (num,), generator=generator)
-    return (torch.randn(num, generator=generator, dtype=torch.float64) * 10.0**exponents).to(dtype)
-
-
-def summed(ranks: list[int], num: int, dtype: torch.dtype) -> Tensor:
-    total = addend(ranks[0], num, dtype)
-    for rank in ranks[1:]:
-        total = total + addend(rank, num, dtype)
-    return total
-
-
-def sum_buffers(world: World) -> None:
-    channel = world.channel("dense")
-    for dtype in (torch.float32, torch.float64, torch.bfloat16):
-        for num in (0, 1, 2, 3, 5, 1000, 4099):
-            buffer = addend(world.rank, num, dtype)
-            channel.sum_in_rank_order(buffer)
-            assert bits(buffer) == bits(summed(list(range(world.size)), num, dtype)), f"{num} of {dtype}"
-
-
-@every_size
-def test_sums_are_bitwise_identical_to_the_plain_loop_in_rank_order(size: int) -> None:
-    run_ranks(size, sum_buffers)
-
-
-@pytest.mark.parametrize("order", [[0, 2, 1], [2, 1, 0], [1, 2, 0], [0, 1, 3, 2], [3, 2, 1, 0]])
-def test_the_sum_test_would_notice_another_order(order: list[int]) -> None:
-    right = summed(sorted(order), 1000, torch.float32)
-    assert int((summed(order, 1000, torch.float32) != right).sum()) > 100
-
-
 def small_messages(world: World) -> None:
     channel = world.channel("keys")
     assert channel.all_gather_ints([world.rank, -(1 << 62)]) == [[rank, -(1 << 62)] for rank in range(world.size)]

@@ -141,11 +141,10 @@ def poisoned(world, path):
     from tests.embedding.sharding_ranks import new_state
 
     state, loader = new_state(world, path, {})
-    before = state.dense.export()
     if world.rank == 1:
         with torch.no_grad():
             state.model.backbone.blocks[0].out.bias[0] = torch.inf
-        before = state.dense.export()
+    before = state.dense.export()
     try:
         step(state, loader.batch(Cursor(0, 0)), Rates(0.1, 0.1))
     except TrainError as error:
