@@ -136,7 +136,7 @@ def trained(channels: Channels, settings: dict[str, Any], mode: str, dense: type
         for number, batch in enumerate(batches):
             step(state, batch, _rates(number, clip))
     else:
-        chosen = {"split": True} if mode == "split" else {}
+        chosen = {"chunks": "shared"} if mode == "shared" else {}
         schedule = Schedule.of("nested" if chosen else mode, settings.get("micro_batches", 2), clip_rows=clip.rows, **chosen)  # type: ignore[arg-type]  # fmt: skip
         Runner(state, schedule).run(
             BatchFeed(batches=batches, rates=lambda number: _rates(number, clip), num_batches=NUM_STEPS)

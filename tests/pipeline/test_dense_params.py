@@ -24,7 +24,7 @@ ARMS = {
         ({"optimizer": "rowwise_adagrad"}, ["sequential", "nested"]),
         ({"clip": Clip(0.01, rows=True)}, ["sequential", "nested"]),
     ],
-    4: [({}, ["sequential", "nested", "split"])],
+    4: [({}, ["sequential", "nested", "shared"])],
 }
 
 
