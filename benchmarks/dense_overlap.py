@@ -7,7 +7,8 @@ instead of computing, so that neither the load of the machine nor the number of 
     after     the same exchange, but no bucket is ready before the backward has ended
 
 Both arms are recorded. Exposed: from the end of the last compute to the end of `dense sum`, on the slower rank; in arm `after`
-that is the whole exchange (reduce-scatter, update of the own piece, all-gather). Hidden: 1 - exposed during / exposed after.
+that is the whole exchange (reduce-scatter, update of the own piece, all-gather), and a short run without layers sets the time of
+the backward from it. Hidden: 1 - exposed during / exposed after.
 Both arms and the sequential step must end bitwise identical, or nothing is recorded.
 
 Needs root, ip and tc.
@@ -23,6 +24,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from itertools import count, islice
 from pathlib import Path
 from typing import Any
@@ -121,34 +123,36 @@ def rank_program(settings: dict[str, Any]) -> None:
             pipeline = PipelineConfig(mode="sequential", micro_batches=micro_batches)
             return build_state(Layers(backward_s), pipeline=pipeline, channels=channels)
 
-        states = {name: new_state(settings["backward_ms"] / 1e3) for name in _ways()}
-        found: dict[str, dict[str, list[float]]] = {name: {"exposed": [], "backward": []} for name in states}
-
-        def block(name: str) -> float:
-            state, recorder = states[name], Recorder(world.rank, world.size, capacity=10_000)
+        def block(name: str, state: TrainState) -> tuple[float, float]:
+            """Seconds per step, and exposed seconds on the slower rank."""
+            recorder = Recorder(world.rank, world.size, capacity=10_000)
             observe = recorder.observer(state.num_steps, channels=state.channels)
             runner = Runner(state, Schedule.of("nested", micro_batches), observe=observe)
+            data = islice(batches(world.rank), state.num_steps, None)
             start = time.perf_counter()
             with _ways()[name]():
-                feed = BatchFeed(
-                    batches=islice(batches(world.rank), state.num_steps, None),
-                    rates=lambda number: RATES,
-                    num_batches=settings["steps"],
-                )
-                runner.run(feed)
-            seconds = (time.perf_counter() - start) / settings["steps"]
-            own = exposed_s(recorder, micro_batches)
-            found[name]["exposed"].append(max(one for (one,) in channels.control.all_gather_floats([own])))
+                runner.run(BatchFeed(batches=data, rates=lambda number: RATES, num_batches=settings["steps"]))
+            seconds, own = (time.perf_counter() - start) / settings["steps"], exposed_s(recorder, micro_batches)
+            return seconds, max(one for (one,) in channels.control.all_gather_floats([own]))
+
+        alone = new_state(0.0)
+        backward_s = statistics.median(block("after", alone)[1] for _ in range(3)) / settings["ratio"]
+        states = {name: new_state(backward_s) for name in _ways()}
+        exposed: dict[str, list[float]] = {name: [] for name in states}
+
+        def timed(name: str) -> float:
+            seconds, own = block(name, states[name])
+            exposed[name].append(own)
             return seconds
 
-        arms = {name: lambda name=name: block(name) for name in states}
-        times = measure.alternate(arms, num_blocks=settings["blocks"])  # type: ignore[arg-type]
+        arms = {name: partial(timed, name) for name in states}
+        times = measure.alternate(arms, num_blocks=settings["blocks"])
         plain = new_state(0.0)
         for batch in islice(batches(world.rank), states["during"].num_steps):
             step(plain, batch, RATES)
-        digests = {name: digest(state) for name, state in (states | {"sequential": plain}).items()}
-        exposed = {name: own["exposed"][-settings["blocks"] :] for name, own in found.items()}
-        print(json.dumps({"times": times, "exposed": exposed, "bitwise_equal": len(set(digests.values())) == 1}))
+        digests = {digest(state) for state in (*states.values(), plain)}
+        found = {"times": times, "exposed": {name: own[-settings["blocks"] :] for name, own in exposed.items()}}
+        print(json.dumps(found | {"backward_s": backward_s, "bitwise_equal": len(digests) == 1}))
         world.close()
 
 
@@ -171,18 +175,18 @@ def digest(state: TrainState) -> str:
     return found.hexdigest()
 
 
-def measured(micro_batches: int, backward_ms: float, options: argparse.Namespace) -> dict[str, Any]:
-    settings = {"micro_batches": micro_batches, "backward_ms": backward_ms, "steps": options.steps}
-    settings |= {"blocks": measure.MIN_BLOCKS}
+def measured(micro_batches: int, ratio: float, options: argparse.Namespace) -> dict[str, Any]:
+    settings = {"micro_batches": micro_batches, "ratio": ratio, "steps": options.steps, "blocks": measure.MIN_BLOCKS}
     with netlab.Lab(2, rate=options.rate) as lab:
         command = [sys.executable, str(Path(__file__).resolve()), "--as-rank", json.dumps(settings)]
         found: dict[str, Any] = json.loads(lab.run(command, timeout_s=1800)[0].splitlines()[-1])
-    during, after = found["exposed"]["during"], found["exposed"]["after"]
+    during, after, backward_s = found["exposed"]["during"], found["exposed"]["after"], found["backward_s"]
     hidden = measure.Spread.of([1 - one / other for one, other in zip(during, after, strict=True)])
     exchange, step_ratio = measure.Spread.of(after), measure.ratio(found["times"]["during"], found["times"]["after"])
     return {
+        "backward_ms": round(1e3 * backward_s, 1),
         "exchange_ms": round(1e3 * exchange.median, 1),
-        "exchange_over_backward": round(1e3 * exchange.median / backward_ms, 3),
+        "exchange_over_backward": round(exchange.median / backward_s, 3),
         "exposed_ms": round(1e3 * measure.Spread.of(during).median, 1),
         "hidden": round(hidden.median, 3),
         "hidden_range": hidden.range,
@@ -195,9 +199,9 @@ def measured(micro_batches: int, backward_ms: float, options: argparse.Namespace
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="one micro-batch, one backward, few steps; half a minute")
+    parser.add_argument("--quick", action="store_true", help="one micro-batch, one ratio, few steps; half a minute")
     parser.add_argument("--rate", default="200mbit", help="of each rank's link, per direction")
-    parser.add_argument("--backward-ms", nargs="+", type=float, default=[200.0, 340.0], help="of a micro-batch")
+    parser.add_argument("--ratios", nargs="+", type=float, default=[0.5, 1.0], help="exchange over the last backward")
     parser.add_argument("--micro-batches", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--steps", type=int, default=4, help="steps of a block")
     parser.add_argument("--no-record", action="store_true", help="do not append to results/dense_overlap.jsonl")
@@ -207,18 +211,19 @@ def main() -> None:
         rank_program(json.loads(options.as_rank))
         return
     if options.quick:
-        options.backward_ms, options.micro_batches, options.steps = options.backward_ms[:1], [1], 2
+        options.ratios, options.micro_batches, options.steps = options.ratios[:1], [1], 2
     netlab.end_on_sigterm()
     everything, rows = {}, []
     for micro_batches in options.micro_batches:
-        for backward_ms in options.backward_ms:
-            figures = measured(micro_batches, backward_ms, options)
+        for ratio in options.ratios:
+            figures = measured(micro_batches, ratio, options)
             if not figures["bitwise_equal"]:
                 raise SystemExit(f"the arms differ at {micro_batches} micro-batches; this run is not recorded.")
-            everything[f"{micro_batches} micro-batches, backward {backward_ms:.0f} ms"] = figures
+            name = f"{micro_batches} micro-batch{'es' * (micro_batches > 1)}, exchange {ratio:g}x of the backward"
+            everything[name] = figures
             low, high = figures["hidden_range"]
             rows.append([
-                f"{micro_batches} micro-batches, backward {backward_ms:.0f} ms",
+                name,
                 f"{figures['exchange_ms']:.0f} ms ({figures['exchange_over_backward']:.2f}x)",
                 f"{figures['exposed_ms']:.0f} ms",
                 f"{figures['hidden']:.0%} ({low:.0%}-{high:.0%}), {figures['verdict']}",
@@ -227,7 +232,7 @@ def main() -> None:
     print(f"2 ranks, {options.rate} each, {LAYERS} emulated layers; limit: at least {AT_LEAST:.0%} hidden")
     print(measure.table(["", "exchange (over backward)", "exposed", "hidden (10-90 %)", "step"], rows))
     if not options.no_record:
-        keys = ("rate", "backward_ms", "micro_batches", "steps", "quick")
+        keys = ("rate", "ratios", "micro_batches", "steps", "quick")
         settings = {
             **{key: getattr(options, key) for key in keys},
             "dense": "emulated",

@@ -114,7 +114,7 @@ def _compare_tables(state: TrainState, folder: Place, manifest: Manifest) -> Ite
 
 
 def _compare_dense(state: TrainState, there: Mapping[str, list[int]]) -> Iterator[WarmStartLine]:
-    here = state.dense.shapes()
+    here = {name: list(tensor.shape) for name, tensor in state.dense.export().items()}
     own, old = ({key: one for key, one in shapes.items() if key.startswith(_WEIGHTS)} for shapes in (here, there))
     kept = "kept" if here == dict(there) else "fresh"
     for key in own | old:

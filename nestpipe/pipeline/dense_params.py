@@ -21,7 +21,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
 
 import torch
@@ -34,19 +35,18 @@ from nestpipe.errors import TrainError
 
 _MAX_BUCKETS = 16
 _MIN_BUCKET_BYTES = 1 << 18  # 2 ms at 1 Gbit/s; smaller messages cost more to launch than they hide
-_ROW = torch.zeros(1, dtype=torch.int64)
 
 
 @dataclass(slots=True, eq=False)
 class DenseBucket:
-    """Parameters that are sent at once. Tensors are views of flat buffers; state and sum are of this rank's piece."""
+    """Parameters that are sent at once."""
 
     names: list[str]
     span: slice  # of the flat buffers
-    state: State
-    staged: State | None = None
-    received: tuple[Handle, list[Tensor]] | None = None  # reduce-scatter in flight
+    state: State  # of this rank's piece, as are the others
+    staged: State = field(default_factory=dict)
     total: Tensor | None = None  # sum over ranks
+    received: tuple[Handle, list[Tensor]] | None = None  # reduce-scatter in flight
 
 
 class DenseParams:
@@ -61,24 +61,24 @@ class DenseParams:
         self.weights = torch.cat([parameter.detach().flatten() for parameter in parameters])
         self.grads = torch.zeros_like(self.weights)
         self._staged: Tensor | None = None
-        self._optimizer = OPTIMIZERS[config.optimizer](config)
-        self._is_sharded = config.optimizer != "rowwise_adagrad"
+        self._gathers: list[Handle] = []
         sizes = [parameter.numel() for parameter in parameters]
         for parameter, weight, grad in zip(parameters, self.weights.split(sizes), self.grads.split(sizes), strict=True):
             parameter.data = weight.view_as(parameter)
             parameter.grad = grad.view_as(parameter)
+        self._optimizer = OPTIMIZERS[config.optimizer](config)
+        self._is_sharded = config.optimizer != "rowwise_adagrad"
         self._state = {} if self._is_sharded else self._new_state(self.weights)  # of all weights
         self.buckets = [
             DenseBucket(names, span, self._new_state(self._own(self.weights, span)) if self._is_sharded else {})
             for names, span in _layout(self._named)
         ]
-        self._gathers: list[Handle] = []
         self._pending: list[set[str]] = []  # parameters of each bucket whose gradient is not final
         self._on_ready: Callable[[int], None] | None = None
         for number, bucket in enumerate(self.buckets):
             for name in bucket.names:
                 if self._named[name].requires_grad:  # others stay pending, so their bucket is ready at the end
-                    self._named[name].register_post_accumulate_grad_hook(self._marker(number, name))
+                    self._named[name].register_post_accumulate_grad_hook(partial(self._mark, number, name))
 
     @contextmanager
     def last_backward(self, on_ready: Callable[[int], None]) -> Iterator[None]:
@@ -92,25 +92,38 @@ class DenseParams:
             if pending:
                 on_ready(number)
 
+    def _mark(self, number: int, name: str, parameter: Tensor) -> None:
+        """Called in the autograd thread when the gradient of a parameter is complete. It only marks."""
+        if self._on_ready is None:
+            return
+        if name not in self._pending[number]:
+            raise TrainError(
+                f"parameter '{name}' got two gradients in one backward; its bucket may have been sent after the first. "
+                "Reentrant checkpointing does that: use torch.utils.checkpoint with use_reentrant=False."
+            )
+        self._pending[number].remove(name)
+        if not self._pending[number]:
+            self._on_ready(number)
+
     def reduce(self, ready: Callable[[int], None], on_sum: Callable[[DenseBucket], None], *, where: str = "") -> None:
-        """Reduce-scatters all buckets in order: waits until each is `ready`, and calls `on_sum` with each sum. Collective."""
+        """Reduce-scatters all buckets in order: waits until each is `ready`, calls `on_sum` with each sum. Collective."""
+        before = None
         for number, bucket in enumerate(self.buckets):
             ready(number)
             pieces = self.grads[bucket.span].tensor_split(self.channel.world.size)
             received = [torch.empty_like(pieces[self.channel.world.rank]) for _ in pieces]
             bucket.received = self.channel.exchange("sum/scatter", pieces, received, where=where), received
-            if number:  # the sum of one bucket is taken while the next is in flight
-                on_sum(self._sum(self.buckets[number - 1]))
+            if before:  # one bucket is added up while the next is in flight
+                on_sum(self._sum(before))
+            before = bucket
         on_sum(self._sum(self.buckets[-1]))
 
     def _sum(self, bucket: DenseBucket) -> DenseBucket:
-        if bucket.received is None:
-            raise TrainError("dense sum of a bucket that was not sent: the schedule lacks a dependency.")
-        handle, (bucket.total, *others) = bucket.received
+        assert bucket.received is not None
+        (handle, (bucket.total, *others)), bucket.received = bucket.received, None
         handle.wait()
         for other in others:  # in rank order, not in order of arrival
             bucket.total.add_(other)
-        bucket.received = None
         return bucket
 
     def own_square(self) -> float:
@@ -119,42 +132,33 @@ class DenseParams:
 
     def advance(self, bucket: DenseBucket, lr: float, factor: float = 1.0, *, staged: bool) -> None:
         """Updates this rank's piece with the sum times `factor`, and launches its all-gather. Collective."""
-        if self._staged is None and (staged or not self._is_sharded):
-            self._staged = torch.empty_like(self.weights)
-        total, bucket.total = _summed(bucket), None
-        target = self.weights if self._staged is None or (self._is_sharded and not staged) else self._staged
-        own = self._own(target, bucket.span)
+        total, target, state, size = _summed(bucket), self.weights, bucket.state, self.channel.world.size
+        bucket.total = None
         if factor < 1.0:
             total.mul_(factor)
-        if not self._is_sharded:
-            own.copy_(total)
-        elif staged:
-            own.copy_(self._own(self.weights, bucket.span))
-            bucket.staged = bucket.staged or {name: torch.empty_like(values) for name, values in bucket.state.items()}
-            for name, values in bucket.state.items():
-                bucket.staged[name].copy_(values)
-            self._update(own, bucket.staged, total, lr)
-        else:
-            self._update(own, bucket.state, total, lr)
-        size, pieces = self.channel.world.size, target[bucket.span].tensor_split(self.channel.world.size)
+        if staged or not self._is_sharded:
+            target = self._staged = torch.empty_like(self.weights) if self._staged is None else self._staged
+            self._own(target, bucket.span).copy_(self._own(self.weights, bucket.span) if self._is_sharded else total)
+            state = bucket.staged = {name: values.clone() for name, values in bucket.state.items()}
+        own = self._own(target, bucket.span)
+        if self._is_sharded:
+            self._update(own, state, total, lr)
+        pieces = target[bucket.span].tensor_split(size)
         self._gathers.append(self.channel.post("sum/gather", pieces, own=False).launch([own] * size))
 
     def wait_gathers(self) -> None:
         """Blocks until all ranks' pieces have arrived."""
-        for handle in self._gathers:
-            handle.wait()
-        self._gathers.clear()
+        while self._gathers:
+            self._gathers.pop(0).wait()
 
     def commit(self, lr: float, *, staged: bool) -> None:
         """Takes over what `advance` staged, after `wait_gathers`."""
-        if self._staged is None:
-            return
-        if not self._is_sharded:
+        if not self._is_sharded and self._staged is not None:  # the sums
             self._update(self.weights, self._state, self._staged, lr)
-        elif staged:
+        elif staged and self._staged is not None:
             self.weights.copy_(self._staged)
             for bucket in self.buckets:
-                bucket.state, bucket.staged = bucket.staged or {}, bucket.state
+                bucket.state, bucket.staged = bucket.staged, {}
 
     def zero_grads(self) -> None:
         self.grads.zero_()
@@ -182,12 +186,6 @@ class DenseParams:
                 saved = content[f"state.{name}"]
                 values.copy_(self._own(saved[0], bucket.span) if self._is_per_weight(name) else saved)
 
-    def shapes(self) -> dict[str, list[int]]:
-        """Names and shapes of what `export` returns."""
-        named = {f"weights.{name}": list(one.shape) for name, one in (self._named | self._buffers).items()}
-        state = self._optimizer.new_state(1, len(self.weights))
-        return {**named, **{f"state.{name}": list(values.shape) for name, values in state.items()}}
-
     def _own(self, flat: Tensor, span: slice) -> Tensor:
         """This rank's piece of a bucket."""
         return flat[span].tensor_split(self.channel.world.size)[self.channel.world.rank]
@@ -197,39 +195,23 @@ class DenseParams:
         return {name: one.to(weights.dtype) if one.is_floating_point() else one for name, one in state}
 
     def _update(self, weights: Tensor, state: State, grads: Tensor, lr: float) -> None:
+        row = torch.zeros(1, dtype=torch.int64)
         if len(weights):
-            update_slots(self._optimizer, weights.unsqueeze(0), state, _ROW, grads.unsqueeze(0), lr)
+            update_slots(self._optimizer, weights.unsqueeze(0), state, row, grads.unsqueeze(0), lr)
 
     def _is_per_weight(self, name: str) -> bool:
         return self._optimizer.new_state(1, 2)[name].shape[1] == 2
 
     def _gather_state(self, name: str, everywhere: bool) -> Tensor:
-        world = self.channel.world
-        whole = torch.empty(1, len(self.weights), dtype=self.buckets[0].state[name].dtype)
+        world, whole = self.channel.world, torch.empty_like(self.weights)
         takers = range(world.size if everywhere else 1)
         for bucket in self.buckets:
-            own, pieces = bucket.state[name][0], list(whole[0, bucket.span].tensor_split(world.size))
-            receive = pieces if world.rank in takers else [piece[:0] for piece in pieces]
-            send = [own if rank in takers else own[:0] for rank in range(world.size)]
-            self.channel.exchange("state", send, receive).wait()
-        return whole
-
-    def _marker(self, number: int, name: str) -> Callable[[Tensor], None]:
-        """A hook, called in the autograd thread when the gradient of a parameter is complete. It only marks."""
-
-        def mark(parameter: Tensor) -> None:
-            if self._on_ready is None:
-                return
-            if name not in self._pending[number]:
-                raise TrainError(
-                    f"parameter '{name}' got two gradients in one backward; its bucket may have been sent after the first. "
-                    "Reentrant checkpointing does that: use torch.utils.checkpoint with use_reentrant=False."
-                )
-            self._pending[number].remove(name)
-            if not self._pending[number]:
-                self._on_ready(number)
-
-        return mark
+            own, pieces = bucket.state[name][0], whole[bucket.span].tensor_split(world.size)
+            receive = [piece if world.rank in takers else piece[:0] for piece in pieces]
+            self.channel.exchange(
+                "state", [own if one in takers else own[:0] for one in range(world.size)], receive
+            ).wait()
+        return whole.unsqueeze(0)
 
 
 def _layout(named: Mapping[str, nn.Parameter]) -> list[tuple[list[str], slice]]:

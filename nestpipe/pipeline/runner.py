@@ -44,7 +44,6 @@ class EventBoard:
         self.failure: BaseException | None = None
         self._lock = threading.Lock()
         self._done: dict[int, set[Event]] = {}
-        self._marked: set[Event] = set()  # sub-events of the running compute
         self._first_kept = 0  # all events of earlier batches are done
         self._gates = {stream: threading.Lock() for stream in streams}  # locked while its stream waits
         for gate in self._gates.values():
@@ -68,27 +67,18 @@ class EventBoard:
     def _is_done(self, event: Event) -> bool:
         """Also true of events beyond the last batch."""
         beyond = self.num_batches is not None and event.batch >= self.num_batches
-        done = event in self._marked or event in self._done.get(event.batch, ())
-        return done or beyond or event.batch < self._first_kept
+        return beyond or event.batch < self._first_kept or event in self._done.get(event.batch, ())
 
     def done(self, event: Event) -> int:
         """Marks an event and wakes the streams that wait for it; returns the number of done events of its batch."""
         with self._lock:
             done = self._done.setdefault(event.batch, set())
             done.add(event)
-            if event.kind == "dense sum":  # it has waited for all of them
-                self._marked.clear()
             if event.kind == "write":
                 self._done.pop(self._first_kept - 1, None)
                 self._first_kept = max(self._first_kept, event.batch - _MEMORY)
             self._wake([stream for stream, need in self._waiting.items() if need == event])
             return len(done)
-
-    def mark(self, event: Event) -> None:
-        """Marks a sub-event, which is in no program."""
-        with self._lock:
-            self._marked.add(event)
-            self._wake([stream for stream, need in self._waiting.items() if need == event])
 
     def end_after(self, batch: int) -> None:
         """Makes this batch the last one."""
@@ -175,6 +165,7 @@ class Runner:
     def _run_stream(self, stream: str, segment: _Segment) -> None:
         """Runs the program of a stream to its end, or until any stream fails."""
         board, backend = segment.board, segment.backend
+        num_events = self.schedule.num_events + len(self.state.dense.buckets) * self._hides_dense
         try:
             with backend.stream(stream):
                 for event in self.schedule.program(stream, lambda: board.num_batches):
@@ -188,7 +179,7 @@ class Runner:
                     backend.end(stream, event)
                     if self.observe:
                         self.observe(stream, event, ready, begin, time.monotonic_ns())
-                    if board.done(event) == self.schedule.num_events:
+                    if board.done(event) == num_events:
                         del segment.works[event.batch]
         except _AbortedError:
             pass
@@ -230,19 +221,20 @@ class Runner:
         return self.schedule.stream_of("dense sum") != MAIN
 
     def _waits_for(self, event: Event) -> list[Event]:
-        """The dense sum need not wait for the end of the last compute: it waits for each bucket itself."""
-        first, waits = Event("backward", event.batch), self.schedule.waits_for(event)
-        is_hidden = event.kind == "dense sum" and self._hides_dense
-        return [first if is_hidden and one.kind == "compute" else one for one in waits]
+        """The dense sum does not wait for the end of the last compute, but for each bucket of gradients inside it."""
+        waits = self.schedule.waits_for(event)
+        if event.kind == "dense sum" and self._hides_dense:
+            return [Event("backward", event.batch) if one.kind == "compute" else one for one in waits]
+        return waits
 
     def _connect(self, work: BatchWork, batch: int, segment: _Segment) -> None:
-        """Connects the backward, which marks the buckets of dense gradients that are ready, with the dense sum."""
+        """Connects the backward, which marks complete buckets, with the dense sum, which waits for them."""
         board, backend, channel = segment.board, segment.backend, self.state.dense.channel
         stream = self.schedule.stream_of("dense sum")
 
         def mark(bucket: int) -> None:
             backend.end(MAIN, Event("backward", batch, bucket))
-            board.mark(Event("backward", batch, bucket))
+            board.done(Event("backward", batch, bucket))
 
         def wait(bucket: int) -> None:
             event = Event("backward", batch, bucket)

@@ -238,10 +238,23 @@ def _in_place() -> AbstractContextManager[object]:
     return patch.object(DenseParams, "advance", wrong)
 
 
+@contextmanager
+def _gathers_not_awaited() -> Iterator[None]:
+    """New weights are taken over before those of a late rank have arrived."""
+    right = DenseParams.advance
+
+    def late(self: DenseParams, bucket: DenseBucket, lr: float, factor: float = 1.0, *, staged: bool) -> None:
+        time.sleep(0.03 if self.channel.world.rank == 0 else 0)
+        right(self, bucket, lr, factor, staged=staged)
+
+    with patch.object(DenseParams, "advance", late), patch.object(DenseParams, "wait_gathers", lambda self: None):
+        yield
+
+
 WRONG = {
     "sum over gradients": _sum_over_gradients,
     "launched by hook": _launched_by_hook,
     "not awaited": _not_awaited,
     "in place": _in_place,
-    "gathers not awaited": lambda: patch.object(DenseParams, "wait_gathers", lambda self: time.sleep(0)),
+    "gathers not awaited": _gathers_not_awaited,
 }
