@@ -16,11 +16,12 @@ from nestpipe.checkpoint.manifest import Manifest
 from nestpipe.cli.arguments import EvalArguments
 from nestpipe.errors import ConfigError
 from nestpipe.eval.compare import Comparison, LabelComparison, compare, compare_labels
+from nestpipe.eval.eval_report import EvalReport
 from nestpipe.eval.example_lists import make_examples
 from nestpipe.eval.label_report import LabelReport
-from nestpipe.eval.predictor import Target, popularity
+from nestpipe.eval.predictor import popularity
+from nestpipe.eval.protocol import Target
 from nestpipe.eval.ranking_eval import Predictions, RankingPredictor, baselines, report_of
-from nestpipe.eval.retrieval_eval import EvalReport
 from nestpipe.eval.topk_metrics import Interval
 from nestpipe.training.distributed_eval import EvalWorld, eval_world
 from nestpipe.training.run_folder import Run
@@ -114,7 +115,7 @@ def evaluate_run(run: Run, *, step: int | None = None, target: Target = "test", 
     predictor = world.predictor(run, step)
     if isinstance(predictor, RankingPredictor):
         found = predictor.predict(target, ranks=world.ranks)
-        evaluated = Evaluated(report_of(found, run.sequences, run.split, run.config), step, found)
+        evaluated = Evaluated(predictor.report(found, target), step, found)
     else:
         evaluated = Evaluated(predictor.evaluate(target, ranks=world.ranks), step)
     if world.leads:
@@ -153,4 +154,6 @@ def _print(result: EvalReport | LabelReport | Comparison | LabelComparison, as_j
         print(json.dumps(json.loads(result.to_json())))
     else:
         Console().print(title, markup=False)
+        if isinstance(result, EvalReport | LabelReport):
+            Console().print(f"protocol: {result.protocol}", markup=False, highlight=False)
         Console().print(result)

@@ -10,9 +10,10 @@ import numpy as np
 from rich.table import Table
 
 from nestpipe.errors import DataError
+from nestpipe.eval.eval_report import EvalReport
 from nestpipe.eval.label_metrics import ratio_difference
 from nestpipe.eval.label_report import LabelReport
-from nestpipe.eval.retrieval_eval import EvalReport
+from nestpipe.eval.protocol import require_same
 from nestpipe.eval.topk_metrics import Counts, Interval, bootstrap_all
 
 
@@ -60,6 +61,7 @@ def _signed(interval: Interval) -> str:
 
 def compare(report_a: EvalReport, report_b: EvalReport, seed: int, *, num_bootstrap: int = 1000) -> Comparison:
     """Paired bootstrap of each metric that both reports have; raises DataError unless they have the same targets."""
+    require_same((report_a.protocol, report_b.protocol), ("a", "b"))
     order_a, order_b = (np.lexsort((report.target, report.user)) for report in (report_a, report_b))
     _check_comparable(report_a, report_b, order_a, order_b)
     ks = tuple(k for k in report_a.ks if k in report_b.ks)
@@ -112,6 +114,7 @@ class LabelComparison:
 
 def compare_labels(a: LabelReport, b: LabelReport, seed: int, *, num_bootstrap: int = 1000) -> LabelComparison:
     """Paired bootstrap of GAUC for the labels that both reports have; raises DataError unless the events are the same."""
+    require_same((a.protocol, b.protocol), ("a", "b"))
     labels = [label for label in a.tasks if label in b.tasks and f"{label}.gauc" in a.per_user]
     same = len(a.user) == len(b.user) and bool((a.user == b.user).all())
     if not same or any((a.gauc(label).bottom != b.gauc(label).bottom).any() for label in labels):

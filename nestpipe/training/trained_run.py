@@ -19,9 +19,9 @@ from nestpipe.atomic_files import replace_file
 from nestpipe.data.vocabulary import OwnId
 from nestpipe.errors import ConfigError
 from nestpipe.eval.catalogue_predictor import Recommendation
+from nestpipe.eval.eval_report import EvalReport
 from nestpipe.eval.label_report import LabelReport
 from nestpipe.eval.predictor import Predictor
-from nestpipe.eval.retrieval_eval import EvalReport
 from nestpipe.training.run_folder import Run
 
 DATA = "data"  # the sequence folder inside a saved run

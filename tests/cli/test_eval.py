@@ -1,6 +1,7 @@
 """`nestpipe eval`: tables, JSON, comparison, and what cannot be evaluated."""
 
 import json
+import shutil
 
 import pytest
 
@@ -22,6 +23,24 @@ def test_eval_json_and_comparison(run, folder):
     assert compared["a"] == alone
     assert compared["interval"]["mean"] == pytest.approx(compared["b"] - compared["a"])
     assert compared["verdict"] in {"better", "worse", "no difference shown"}
+
+
+def test_runs_on_two_orders_of_equal_times_are_not_compared(run, folder, tmp_path):
+    """The same run on a folder that only says it has another order."""
+    shutil.copytree(folder / "a", tmp_path / "c")
+    config = json.loads((tmp_path / "c" / "config.json").read_text())
+    shutil.copytree(config["data"]["path"], tmp_path / "log")
+    meta = json.loads((tmp_path / "log" / "meta.json").read_text())
+    (tmp_path / "log" / "meta.json").write_text(json.dumps({**meta, "ties": "meta"}))
+    config["data"]["path"] = str(tmp_path / "log")
+    (tmp_path / "c" / "config.json").write_text(json.dumps(config))
+    code, out, err = run("eval", str(folder / "a"), "--compare", str(tmp_path / "c"))
+    assert code == 2
+    assert "ties: file in a, meta in b" in err
+    assert "hr@10" not in out
+    assert json.loads((folder / "a" / "run.json").read_text())["protocol"]["ties"] == "file"
+    code, out, _ = run("eval", str(tmp_path / "c"))
+    assert "ties meta; seen all" in " ".join(out.split())
 
 
 def test_validation_targets_are_missed_with_their_reason(run, folder):
