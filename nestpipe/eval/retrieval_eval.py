@@ -78,7 +78,7 @@ def evaluate(
             _check_queries(queries, sample.users, error)
             raise
 
-    return _evaluate(rank, part.num_items, samples, config, seed, ranks=ranks, progress=progress)
+    return evaluate_ranked(rank, part.num_items, samples, config, seed, ranks=ranks, progress=progress)
 
 
 def evaluate_lists(
@@ -103,19 +103,21 @@ def evaluate_lists(
         seen = None if config.seen == "none" else sample.seen
         return RankedTargets(found.masked_fill(removed(sample.target_positions, seen), num_items + 1), lists)
 
-    return _evaluate(rank, num_items, samples, config, seed, ranks=ranks or OneRank(), progress=progress)
+    return evaluate_ranked(rank, num_items, samples, config, seed, ranks=ranks or OneRank(), progress=progress)
 
 
-def _evaluate(
+def evaluate_ranked(
     rank: Callable[[EvalBatch, bool], RankedTargets],
     num_items: int,
     samples: Sequence[EvalBatch],
     config: EvalConfig,
     seed: int,
     *,
-    ranks: EvalRanks,
-    progress: bool,
+    ranks: EvalRanks | None = None,
+    progress: bool = True,
 ) -> EvalReport:
+    """The report of anything that ranks: `rank` gets a batch, and whether it is this rank's own. Collective."""
+    ranks = ranks or OneRank()
     coverage, k = Coverage(num_items), list_length(config.ks)
     found = []
     turns = list(dealt(len(samples), ranks))
@@ -161,7 +163,7 @@ def popularity_report(counts: Tensor, samples: Sequence[EvalBatch], config: Eval
         top = F.pad(top, (0, k - top.shape[1]), value=-1)
         return RankedTargets((before + 1).masked_fill(removed(sample.target_positions, seen), num_items + 1), top)
 
-    return _evaluate(rank, num_items, samples, config, seed, ranks=OneRank(), progress=True)
+    return evaluate_ranked(rank, num_items, samples, config, seed, ranks=OneRank(), progress=True)
 
 
 def _report(columns: Counts, coverage: dict[str, float], num_items: int, config: EvalConfig, seed: int) -> EvalReport:
