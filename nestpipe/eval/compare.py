@@ -16,6 +16,8 @@ from nestpipe.eval.label_report import LabelReport
 from nestpipe.eval.protocol import require_same
 from nestpipe.eval.topk_metrics import Counts, Interval, bootstrap_all
 
+_GAINS = ("hr", "ndcg", "mrr")
+
 
 @dataclass(frozen=True, slots=True)
 class Difference:
@@ -24,13 +26,16 @@ class Difference:
     a: float
     b: float
     interval: Interval
+    is_gain: bool = True  # whether higher is better; what lists are like is higher or lower
 
     @property
-    def verdict(self) -> Literal["better", "worse", "no difference shown"]:
-        """'better' or 'worse' if the interval of b - a excludes 0."""
+    def verdict(self) -> Literal["better", "worse", "higher", "lower", "no difference shown"]:
+        """What b is if the interval of b - a excludes 0."""
         if self.interval.low > 0:
-            return "better"
-        return "worse" if self.interval.high < 0 else "no difference shown"
+            return "better" if self.is_gain else "higher"
+        if self.interval.high < 0:
+            return "worse" if self.is_gain else "lower"
+        return "no difference shown"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +56,12 @@ class Comparison:
         for header in ("metric", "a", "b", "b - a [95 %]", "b is"):
             table.add_column(header, no_wrap=True)
         for name, one in self.differences.items():
-            table.add_row(name, f"{one.a:.4f}", f"{one.b:.4f}", _signed(one.interval), one.verdict)
+            table.add_row(name, f"{one.a:.4f}", f"{one.b:.4f}", signed(one.interval), one.verdict)
         return table
 
 
-def _signed(interval: Interval) -> str:
+def signed(interval: Interval) -> str:
+    """An interval of a difference, with signs."""
     return f"{interval.mean:+.4f} [{interval.low:+.4f}, {interval.high:+.4f}]"
 
 
@@ -67,8 +73,12 @@ def compare(report_a: EvalReport, report_b: EvalReport, seed: int, *, num_bootst
     ks = tuple(k for k in report_a.ks if k in report_b.ks)
     a = {name: values[order_a] for name, values in report_a.user_metrics(ks).items()}
     b = {name: values[order_b] for name, values in report_b.user_metrics(ks).items()}
-    intervals = bootstrap_all({name: b[name] - a[name] for name in a}, seed=seed, num=num_bootstrap)
-    differences = {name: Difference(float(a[name].mean()), float(b[name].mean()), intervals[name]) for name in a}
+    shared = [name for name in a if name in b]
+    intervals = bootstrap_all({name: b[name] - a[name] for name in shared}, seed=seed, num=num_bootstrap)
+    differences = {
+        name: Difference(float(a[name].mean()), float(b[name].mean()), intervals[name], name.startswith(_GAINS))
+        for name in shared
+    }
     return Comparison(report_a.num_users, differences)
 
 
@@ -108,7 +118,7 @@ class LabelComparison:
         for header in ("label", "a", "b", "b - a [95 %]"):
             table.add_column(header, no_wrap=True)
         for name, (a, b, one) in self.differences.items():
-            table.add_row(name, f"{a:.4f}", f"{b:.4f}", _signed(one))
+            table.add_row(name, f"{a:.4f}", f"{b:.4f}", signed(one))
         return table
 
 

@@ -124,7 +124,8 @@ class EvalReport:
         for part in self.slices:
             table.add_column(f"{part.name}\n{part.low:,}-{part.high:,}\n{part.num_users:,} users", justify="right")
         for name, interval in self.metrics.items():
-            table.add_row(name, str(interval), *(f"{part.metrics[name].mean:.4f}" for part in self.slices))
+            parts = (f"{part.metrics[name].mean:.4f}" if name in part.metrics else "" for part in self.slices)
+            table.add_row(name, str(interval), *parts)
         for name, share in self.coverage.items():
             table.add_row(name, f"{share:.4f}")
         return table

@@ -119,12 +119,12 @@ def _summed(
         origin = np.repeat(order[own], lengths[own])
         keys = (events.items[origin] - low) * events.num_items + events.items[near]
         weights = 1.0 / (near - origin) if falls else None
-        distinct, sums = _sums_by_key(keys, weights, (high - low) * events.num_items)
+        distinct, sums = sums_by_key(keys, weights, (high - low) * events.num_items)
         yield low + distinct // events.num_items, distinct % events.num_items, sums
         low = high
 
 
-def _sums_by_key(keys: Counts, weights: Array | None, num_keys: int) -> tuple[Counts, Array]:
+def sums_by_key(keys: Counts, weights: Array | None, num_keys: int) -> tuple[Counts, Array]:
     """Distinct keys, ascending, and the sum of the weights [default: 1 each] of each."""
     if num_keys > 8 * len(keys):  # a table of all keys would cost more than a sort
         distinct, place = np.unique(keys, return_inverse=True)

@@ -10,7 +10,38 @@ def test_eval_prints_a_table_beside_the_floor_and_keeps_the_report(run, folder):
     code, out, _ = run("eval", str(folder / "a"))
     assert code == 0
     assert "hr@10" in out
-    assert "popularity baseline" in out
+    assert "protocol: split last event" in out
+    for shown in ("popularity baseline", "last-item transitions", "item kNN", "ild@10", "gini@10", "hr@10/ips"):
+        assert shown in out
+    context = json.loads((folder / "a" / "eval" / "test" / "context.json").read_text())
+    assert context["baselines"]["transitions of 5 items"]["ndcg@10"]["low"] <= 1
+    code, out, _ = run("eval", str(folder / "a"), "--baselines", "item_knn")
+    assert "item kNN" in out
+    assert "popularity baseline" not in out
+
+
+def test_several_seeds_are_one_result(run, folder, tmp_path):
+    for seed in ("1", "2"):
+        common = ["--data.path", str(folder / "log"), "--train.num-threads", "1", "--data.batch-size", "16"]
+        code, *_ = run("train", "tiny", "--run", str(tmp_path / seed), "--seed", seed, "--train.epochs", "1", *common)
+        assert code == 0
+    code, out, _ = run("eval", str(folder / "a"), "--seeds", str(tmp_path / "1"), str(tmp_path / "2"), "--json")
+    found = json.loads(out)["metrics"]["hr@10"]
+    assert code == 0
+    assert found["mean"] == pytest.approx(sum(found["values"]) / 3)
+    assert found["low"] <= found["mean"] <= found["high"]
+    assert json.loads((folder / "a" / "eval" / "test" / "seeds.json").read_text())["runs"][1] == str(tmp_path / "1")
+    code, out, _ = run("eval", str(folder / "a"), "--seeds", str(tmp_path / "1"))
+    assert "± " in out
+    code, _, err = run("eval", str(folder / "a"), "--seeds", str(folder / "a"))
+    assert code == 2
+    assert "that is one result, not two" in err
+    config = json.loads((tmp_path / "1" / "config.json").read_text())
+    config["model"]["dropout"] = 0.3
+    (tmp_path / "1" / "config.json").write_text(json.dumps(config))
+    code, _, err = run("eval", str(folder / "a"), "--seeds", str(tmp_path / "1"))
+    assert code == 2
+    assert "model.dropout: 0.1 and 0.3" in err
     assert (folder / "a" / "eval" / "test" / "report.json").exists()
 
 
