@@ -14,14 +14,16 @@ from nestpipe.config import Config
 STUDENT_T = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # 97.5 %, by the number of seeds
 Record = dict[str, Any]
 # Keys of old records, and their names today. Records are never edited.
+_STORAGE = {"num_buckets", "tier", "files_folder", "buffer_bytes"}
 RENAMED = {"q2i_spread": "q2i_variance", "q2i_apart": "q2i_orthogonality"}
 
 
-def done(name: str, settings: Mapping[str, object]) -> list[Record]:
+def done(name: str, settings: Mapping[str, Any]) -> list[Record]:
     """The records of a result file with these settings; settings that a record lacks have their defaults."""
     path = measure.RESULTS / f"{name}.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
-    return [one for one in map(json.loads, lines) if _filled(_renamed(one["settings"])) == dict(settings)]
+    wanted = _compared(settings)
+    return [one for one in map(json.loads, lines) if _compared(_today(one["settings"], settings)) == wanted]
 
 
 def settings_of(config: Config, model: str) -> dict[str, object]:
@@ -38,24 +40,32 @@ def _renamed(content: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _filled(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of a record as they would be written today, with the keys that its configuration lacks."""
+def _today(settings: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of a record as they would be written today: without settings that are gone, with the defaults of later ones."""
+    settings = _renamed(settings)
+    if "config" not in settings or "config" not in wanted:
+        return settings
+    known = _with_keys_of(wanted["config"], settings["config"])
+    today = json.loads(Config.from_json(json.dumps(known)).to_json())
+    return {**settings, "config": _with_keys_of(wanted["config"], today)}
+
+
+def _with_keys_of(wanted: Mapping[str, Any], content: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: _with_keys_of(wanted[key], value) if isinstance(value, dict) and isinstance(wanted[key], dict) else value
+        for key, value in content.items()
+        if key in wanted
+    }
+
+
+def _compared(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings without those that change no bit of a result: all of the pipeline but staleness, where rows are stored."""
     if "config" not in settings:
         return dict(settings)
-    today = json.loads(Config.from_json(json.dumps(settings["config"])).to_json())
-    return {
-        **settings,
-        "config": _with_missing(settings["config"], today, but={"seed", "path", "ids", "minutes", "num_threads"}),
-    }
-
-
-def _with_missing(content: Mapping[str, Any], today: Mapping[str, Any], *, but: set[str]) -> dict[str, Any]:
-    """The content plus the keys that only `today` has, section by section, except those that records omit on purpose."""
-    added = {key: value for key, value in today.items() if key not in content and key not in but}
-    return {
-        key: _with_missing(value, today[key], but=but) if isinstance(value, dict) else value
-        for key, value in (dict(content) | added).items()
-    }
+    config = {section: dict(one) if isinstance(one, dict) else one for section, one in settings["config"].items()}
+    config["pipeline"] = {key: config["pipeline"][key] for key in ("staleness", "sync_steps")}
+    config["embedding"] = {key: value for key, value in config["embedding"].items() if key not in _STORAGE}
+    return {**settings, "config": config}
 
 
 def collect(

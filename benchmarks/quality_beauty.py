@@ -24,8 +24,8 @@ from nestpipe.config import Config
 from nestpipe.data.sequences import Sequences
 from nestpipe.data.splits import make_split
 from nestpipe.eval.config import EvalConfig
+from nestpipe.eval.eval_report import EvalReport
 from nestpipe.eval.predictor import make_predictor, popularity
-from nestpipe.eval.retrieval_eval import EvalReport
 from nestpipe.generative.semantic_ids import Registry, SidConfig
 from nestpipe.generative.sid_stats import diagnose
 from nestpipe.models.config import EncDecConfig

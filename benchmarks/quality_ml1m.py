@@ -1,10 +1,10 @@
-"""Quality on MovieLens-1M: HR and NDCG in Meta's protocol, with the published figures.
+"""Quality on MovieLens-1M: HR and NDCG of a full ranking, one table for each order of equal times, with published figures of that order.
 
-Protocol: all ratings in log order (equal times keep the order of the file), longest history 200, test = each user's last item
-ranked among all movies but those of the input history. Settings are chosen on the second-last item (`--choose`: every candidate
+Protocol: all ratings in log order, equal times as the folder was ingested (--ties), longest history 200, test = each user's last
+item ranked among all movies but those of the input history. Settings are chosen on the second-last item (`--choose`: every candidate
 of a model trains without the last two items of a user; recorded as such). Then one training on all but the last item, with a
 number of epochs fixed beforehand; the test items are ranked once, at its end. Without a recorded choice a model uses the
-published settings, its first candidate.
+settings of its recipe, its first candidate.
 
 `--sizes` trains HSTU with 2, 4 and 8 blocks for the same number of epochs, fewer than published: the effect of more parameters.
 `--stale` trains HSTU exactly and with rows stale by one step (the first epoch exact), and compares the two per user.
@@ -29,9 +29,10 @@ from nestpipe import recipes
 from nestpipe.config import Config
 from nestpipe.data.sequences import Sequences
 from nestpipe.data.splits import make_split
+from nestpipe.data.tie_order import FILE, META
 from nestpipe.eval.compare import compare
+from nestpipe.eval.eval_report import EvalReport
 from nestpipe.eval.predictor import popularity
-from nestpipe.eval.retrieval_eval import EvalReport
 from nestpipe.training.loop import INTERRUPTED, train_to_end
 from nestpipe.training.run_state import load_state
 
@@ -39,10 +40,17 @@ NAME = "quality_ml1m"
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "performance" / "quality.md"
 BEGIN, END = "<!-- quality_ml1m -->", "<!-- end of quality_ml1m -->"
-PUBLISHED = {  # HR@10, NDCG@10 of the README of Meta's generative-recommenders
-    "sasrec": (0.2853, 0.1603),
-    "hstu": (0.3097, 0.1720),
-    "hstu_large": (0.3294, 0.1893),
+RECIPE = "recipe"
+ORDERS = {FILE: "Equal times in the order of the file", META: "Equal times in Meta's order"}
+PUBLISHED = {  # HR@10, NDCG@10 of others, by the order of equal times that they were measured in
+    FILE: {"HSTU": (0.3037,), "eSASRec": (0.3133, 0.1772), "FuXi-alpha": (0.3164, 0.1813)},
+    META: {
+        "SASRec, Meta": (0.2853, 0.1603),
+        "HSTU, Meta": (0.3097, 0.1720),
+        "HSTU-large, Meta": (0.3294, 0.1893),
+        "HSTU, RecTools": (0.3077,),
+        "HSTU-large, RecTools": (0.3291, 0.1871),
+    },
 }
 
 
@@ -76,11 +84,11 @@ METRICS = ("hr@10", "ndcg@10", "hr@50", "hr@200")
 
 
 def candidates(model: str, epochs: int) -> dict[str, Config]:
-    """Settings to choose from, by name; the published ones first."""
+    """Settings to choose from, by name; those of the recipe first."""
     base = (BASES | SIZES | STALE)[model]()
     base = replace(base, train=replace(base.train, epochs=epochs, save_steps=10 * STEPS_PER_EPOCH))
     falling = replace(base, train=replace(base.train, decay_epochs=epochs))
-    return {"published": base, "falling rate": falling}
+    return {RECIPE: base, "falling rate": falling}
 
 
 def placed(config: Config, *, data: Path, seed: int, threads: int) -> Config:
@@ -118,19 +126,24 @@ def held_out(config: Config) -> Config:
     return replace(config, data=replace(config.data, validation=True), train=replace(config.train, eval_epochs=1000))
 
 
-def choices(model: str, epochs: int) -> dict[str, Record]:
+def settings_in(config: Config, model: str, ties: str) -> dict[str, object]:
+    """The settings of a record; one without an order of equal times has that of the file."""
+    return settings_of(config, model) | ({"ties": ties} if ties != FILE else {})
+
+
+def choices(model: str, epochs: int, ties: str) -> dict[str, Record]:
     """The candidates with a validation on record, seed 0."""
     found = {}
     for name, config in candidates(model, epochs).items():
-        for one in done(NAME, settings_of(held_out(config), model)):
+        for one in done(NAME, settings_in(held_out(config), model, ties)):
             if one["seed"] == 0:
                 found[name] = one
     return found
 
 
-def chosen(model: str, epochs: int) -> tuple[str, Config]:
-    tried = choices(model, epochs)
-    name = max(tried, key=lambda one: tried[one]["figures"]["ndcg@10"]) if tried else "published"
+def chosen(model: str, epochs: int, ties: str) -> tuple[str, Config]:
+    tried = choices(model, epochs, ties)
+    name = max(tried, key=lambda one: tried[one]["figures"]["ndcg@10"]) if tried else RECIPE
     return name, candidates(model, epochs)[name]
 
 
@@ -144,7 +157,7 @@ def run_popularity(data: Path) -> dict[str, object]:
 
 def stale_difference(runs: Path) -> dict[str, object]:
     """The effect of rows stale by one step: mean difference over users and its 95 % interval."""
-    exact, stale = (EvalReport.load(folder_of(runs, model, "published", 0) / "eval" / "test") for model in STALE)
+    exact, stale = (EvalReport.load(folder_of(runs, model, RECIPE, 0) / "eval" / "test") for model in STALE)
     found = compare(exact, stale, seed=0).differences
     return {
         name: {
@@ -156,8 +169,9 @@ def stale_difference(runs: Path) -> dict[str, object]:
     }
 
 
-def folder_of(runs: Path, model: str, choice: str, seed: int) -> Path:
-    return runs / f"{model}-{choice}-{seed}".replace(",", "").replace(" ", "-")
+def folder_of(runs: Path, model: str, choice: str, seed: int, ties: str = FILE) -> Path:
+    order = "" if ties == FILE else f"-{ties.replace(':', '-')}"
+    return runs / f"{model}-{choice}-{seed}{order}".replace(",", "").replace(" ", "-")
 
 
 def rows_of(model: str, records: list[Record], choice: str) -> list[str]:
@@ -167,27 +181,39 @@ def rows_of(model: str, records: list[Record], choice: str) -> list[str]:
         mean, half = spread([one[metric] for one in figures])
         shown.append(f"{mean:.4f}" + (f" ± {half:.4f}" if len(figures) > 1 else ""))
     low, high = figures[0]["hr@10, 95 % over users"]
-    published = " / ".join(f"{value:.4f}" for value in PUBLISHED.get(model, ())) or "-"
-    return [SHOWN.get(model, model), choice, str(len(records)), *shown, f"{low:.4f}-{high:.4f}", published]
+    return [SHOWN.get(model, model), choice, str(len(records)), *shown, f"{low:.4f}-{high:.4f}"]
 
 
-HEADER = ["model", "settings", "seeds", *METRICS, "hr@10, 95 % over users", "published hr@10 / ndcg@10"]
+HEADER = ["model", "settings", "seeds", *METRICS, "hr@10, 95 % over users"]
 
 
-def page(rows: list[list[str]]) -> str:
-    """docs/performance/quality.md with the table in its place."""
-    lines = [f"| {' | '.join(row)} |" for row in (HEADER, ["---"] * len(HEADER), *rows)]
+def published_rows(ties: str) -> list[list[str]]:
+    return [
+        [f"*{name}*", "published", "?", *(f"{one:.4f}" for one in found), *["-"] * (len(HEADER) - 3 - len(found))]
+        for name, found in PUBLISHED[ties].items()
+    ]
+
+
+def page(rows: Mapping[str, list[list[str]]]) -> str:
+    """docs/performance/quality.md with a table for each order of equal times in its place."""
+    lines = []
+    for ties, title in ORDERS.items():
+        shown = [*rows[ties], *published_rows(ties)]
+        table = [f"| {' | '.join(row)} |" for row in (HEADER, ["---"] * len(HEADER), *shown)]
+        lines += [f"### {title} (`--ties {ties}`)", "", *table, ""]
+        lines += [] if rows[ties] else ["None of our models was run in this order yet.", ""]
     before, _, rest = PAGE.read_text().partition(BEGIN)
-    return before + "\n".join([BEGIN, *lines, END]) + rest.partition(END)[2]
+    return before + "\n".join([BEGIN, "", *lines[:-1], "", END]) + rest.partition(END)[2]
 
 
-def recorded_rows(epochs: int) -> tuple[list[list[str]], Mapping[str, object]]:
+def recorded_rows(epochs: int, ties: str) -> tuple[list[list[str]], Mapping[str, object]]:
     """A row for every model with a finished test on record, and the figures by model."""
-    rows, keys = [rows_of("popularity", one, "-") for one in [done(NAME, POPULARITY)] if one], {}
+    popular = done(NAME, POPULARITY if ties == FILE else {**POPULARITY, "ties": ties})
+    rows, keys = [rows_of("popularity", one, "-") for one in [popular] if one], {}
     for model in BASES | SIZES | STALE:
         num_epochs = EPOCHS.get(model, epochs)
-        choice, config = chosen(model, num_epochs)
-        records = done(NAME, settings_of(config, model))
+        choice, config = chosen(model, num_epochs, ties)
+        records = done(NAME, settings_in(config, model, ties))
         if records:
             shown = f"{choice}, {num_epochs} epochs" if model in EPOCHS else choice
             rows.append(rows_of(model, records, shown))
@@ -221,42 +247,45 @@ def main() -> None:
     options = parser.parse_args()
     kinds = list(SIZES) * options.sizes + list(STALE) * options.stale
     options.models = options.models or kinds or ["hstu", "sasrec"]
+    ties = Sequences.open(options.data).ties if options.data else FILE
     for model in [] if options.quick or not options.data else options.models:
         epochs = EPOCHS.get(model, options.epochs)
         if options.choose:
             for name, config in candidates(model, epochs).items():
                 own = held_out(config)
-                folder = options.runs / f"choose-{model}-{name.replace(' ', '-')}"
+                folder = folder_of(options.runs, f"choose-{model}", name, 0, ties)
                 collect(
                     NAME,
                     f"{model}, {name}, validation",
                     [0],
-                    settings_of(own, model),
+                    settings_in(own, model, ties),
                     lambda seed, own=own, folder=folder: run_once(
                         placed(own, data=options.data, seed=seed, threads=options.threads), folder
                     ),
                 )
-        choice, config = chosen(model, epochs)
+        choice, config = chosen(model, epochs, ties)
         collect(
             NAME,
             f"{model}, {choice}",
             options.seeds,
-            settings_of(config, model),
+            settings_in(config, model, ties),
             lambda seed, config=config, choice=choice, model=model: run_once(
                 placed(config, data=options.data, seed=seed, threads=options.threads),
-                folder_of(options.runs, model, choice, seed),
+                folder_of(options.runs, model, choice, seed, ties),
             ),
         )
     if options.data:
-        collect(NAME, "popularity", [0], POPULARITY, lambda seed: run_popularity(options.data))
+        popular = POPULARITY if ties == FILE else {**POPULARITY, "ties": ties}
+        collect(NAME, "popularity", [0], popular, lambda seed: run_popularity(options.data))
     if options.stale and options.data:
         collect(NAME, "difference", [0], DIFFERENCE, lambda seed: stale_difference(options.runs))
-    rows, keys = recorded_rows(options.epochs)
-    if rows:
-        print(measure.table(HEADER, rows))
+    recorded = {order: recorded_rows(options.epochs, order) for order in {**ORDERS, ties: ""}}
+    for order, (rows, _) in recorded.items():
+        if rows:
+            print(f"ties {order}\n{measure.table(HEADER, rows)}")
     if options.write:
-        PAGE.write_text(page(rows))
-    print(json.dumps(keys))
+        PAGE.write_text(page({order: rows for order, (rows, _) in recorded.items()}))
+    print(json.dumps(recorded[ties][1]))
 
 
 if __name__ == "__main__":

@@ -201,6 +201,13 @@ class EvalArguments:
     """Folder of the run."""
     compare: OptionalRun = None
     """Another run on the same data: each metric with the paired 95 % interval of its difference."""
+    seeds: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="RUN [RUN ...]", help_behavior_hint="")] = ()
+    """Runs that differ from RUN in the seed only: one result, mean and deviation over all of them."""
+    baselines: Annotated[
+        tuple[Literal["popularity", "last_item", "transitions", "item_knn"], ...],
+        tyro.conf.arg(metavar="NAME [NAME ...]"),
+    ] = ("popularity", "last_item", "transitions", "item_knn")
+    """Baselines of a retrieval run, fitted on its training events."""
     step: OptionalStep = None
     """Checkpoint of RUN to evaluate [default: the best one if the run validated, else the latest]."""
     target: Literal["test", "validation"] = "test"

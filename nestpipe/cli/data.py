@@ -153,7 +153,8 @@ def _ending(path: str) -> str:
 
 def movielens(flags: MovieLens) -> None:
     with _building(flags) as options:
-        sequences = public_datasets.ingest_movielens(flags.folder, flags.out, options=options)
+        own = dataclasses.replace(options, ties=flags.ties)
+        sequences = public_datasets.ingest_movielens(flags.folder, flags.out, options=own)
     describe(sequences)
 
 

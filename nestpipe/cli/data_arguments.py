@@ -168,6 +168,8 @@ class MovieLens(Reading):
 
     folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
     """The unpacked folder."""
+    ties: Annotated[str, tyro.conf.arg(metavar="file|meta|shuffle:SEED")] = "file"
+    """Order of ratings at the same second, which decides the test target of a quarter of the users."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,7 +29,7 @@ from nestpipe.cli.demo_shop import ask, recommend, show_page, start
 from nestpipe.cli.demo_stage import DemoStage, InterruptedDemo, check, scratch_in, signals_interrupt
 from nestpipe.data.sequences import Sequences
 from nestpipe.errors import NestPipeError
-from nestpipe.eval.retrieval_eval import EvalReport
+from nestpipe.eval.eval_report import EvalReport
 from nestpipe.profiling.overlap import CAUSES, steps_of
 from nestpipe.profiling.trace_file import load as load_trace
 

@@ -15,7 +15,7 @@ import polars as pl
 
 from nestpipe.cli.demo_stage import DemoStage, check
 from nestpipe.data.synthetic_scenarios import SCENARIOS, ScenarioLog, ScenarioLogConfig
-from nestpipe.eval.retrieval_eval import EvalReport
+from nestpipe.eval.eval_report import EvalReport
 from nestpipe.generative.text_encoder import hashed_words
 from nestpipe.training.trained_run import load
 

@@ -9,38 +9,79 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
+from rich.table import Table
 
 from nestpipe.atomic_files import replace_file
 from nestpipe.checkpoint import folders as checkpoint_folders
 from nestpipe.checkpoint.manifest import Manifest
 from nestpipe.cli.arguments import EvalArguments
 from nestpipe.errors import ConfigError
-from nestpipe.eval.compare import Comparison, LabelComparison, compare, compare_labels
+from nestpipe.eval.baselines import BASELINES, evaluate_baselines
+from nestpipe.eval.compare import Comparison, LabelComparison, compare, compare_labels, signed
+from nestpipe.eval.eval_report import EvalReport
 from nestpipe.eval.example_lists import make_examples
 from nestpipe.eval.label_report import LabelReport
-from nestpipe.eval.predictor import Target, popularity
+from nestpipe.eval.list_metrics import with_list_metrics
+from nestpipe.eval.protocol import Target
 from nestpipe.eval.ranking_eval import Predictions, RankingPredictor, baselines, report_of
-from nestpipe.eval.retrieval_eval import EvalReport
-from nestpipe.eval.topk_metrics import Interval
+from nestpipe.eval.seed_summary import SEEDS, SeedSummary, summarise
+from nestpipe.eval.topk_metrics import Interval, list_length
 from nestpipe.training.distributed_eval import EvalWorld, eval_world
 from nestpipe.training.run_folder import Run
 
+_VERDICTS = {"no difference shown": "not shown"}  # in a narrow table
+
 
 def main(arguments: EvalArguments) -> int:
+    if arguments.compare is not None and arguments.seeds:
+        raise ConfigError("--compare pairs two runs and --seeds joins several into one result; give one of the two.")
     with eval_world() as world:
         run = _opened(arguments.run, arguments)
-        report = evaluate_run(run, step=arguments.step, target=arguments.target, world=world)
+        others = {str(one): _opened(one, arguments) for one in arguments.seeds}
+        _require_seeds(run, others)
+        evaluated = evaluate_run(run, step=arguments.step, target=arguments.target, world=world)
         if arguments.compare is not None:
             other = evaluate_run(_opened(arguments.compare, arguments), target=arguments.target, world=world)
-            compared = _compare(report.report, other.report, run.config.seed)
+            compared = _compare(evaluated.report, other.report, run.config.seed)
             if world.leads:
                 _print(compared, arguments.json, f"a: {arguments.run}   b: {arguments.compare}")
             return 0
-    if world.leads:
-        _print(report.report, arguments.json, f"{arguments.run}, {arguments.target} targets")
-        if not arguments.json:
-            _show_context(run, report, arguments)
+        reports = {str(arguments.run): evaluated.report}
+        for name, other_run in others.items():
+            reports[name] = evaluate_run(other_run, target=arguments.target, world=world).report
+    if not world.leads:
+        return 0
+    if others:
+        summary = summarise(reports)
+        replace_file(run.folder / "eval" / arguments.target / SEEDS, summary.to_json().encode())
+        _print(summary, arguments.json, f"{arguments.run} and {len(others)} more, {arguments.target} targets")
+        return 0
+    _print(evaluated.report, arguments.json, f"{arguments.run}, {arguments.target} targets")
+    if not arguments.json:
+        _show_context(run, evaluated, arguments)
     return 0
+
+
+def _require_seeds(run: Run, others: Mapping[str, Run]) -> None:
+    """Raises ConfigError unless all runs differ in their seeds, and in nothing else."""
+    seeds = {run.config.seed: str(run.folder)}
+    for name, other in others.items():
+        if other.config.seed in seeds:
+            raise ConfigError(
+                f"{name} has seed {other.config.seed}, as {seeds[other.config.seed]} has: that is one result, not two. Name runs of other seeds."
+            )
+        seeds[other.config.seed] = name
+        mine, theirs = run.settings, other.settings
+        changed = [
+            f"{key}: {mine.get(key)} and {theirs.get(key)}"
+            for key in sorted(mine.keys() | theirs.keys())
+            if key != "seed" and mine.get(key) != theirs.get(key)
+        ]
+        if changed:
+            raise ConfigError(
+                f"{name} differs from {run.folder} in more than the seed, so their mean would mix two settings:\n"
+                + "\n".join(f"  - {line}" for line in changed)
+            )
 
 
 def _opened(folder: Path, arguments: EvalArguments) -> Run:
@@ -61,14 +102,41 @@ def _opened(folder: Path, arguments: EvalArguments) -> Run:
 
 def _show_context(run: Run, evaluated: Evaluated, arguments: EvalArguments) -> None:
     """Prints and stores the baselines, and prints the next command."""
-    baselines = _baselines(run, evaluated, arguments.target)
-    for name, metrics in baselines.items():
-        shown = (f"{metric} {mean_of(one):.4f}" for metric, one in metrics.items())
-        Console().print(f"{name}: " + "   ".join(shown), highlight=False)
+    if evaluated.predictions is not None:
+        baselines = _label_baselines(run, evaluated.predictions)
+        for name, metrics in baselines.items():
+            shown = (f"{metric} {mean_of(one):.4f}" for metric, one in metrics.items())
+            Console().print(f"{name}: " + "   ".join(shown), highlight=False)
+    else:
+        baselines = _item_baselines(run, evaluated.report, arguments)
     _write_context(run, arguments.target, step=evaluated.step, baselines=baselines)
     (user,) = run.sequences.vocabulary("user").own_ids(run.sequences.users[:1])
     folder = shlex.quote(str(arguments.run))
     print(f"Next: nestpipe recommend {folder} --user {shlex.quote(str(user))}, or nestpipe serve {folder}")
+
+
+def _item_baselines(
+    run: Run, model: EvalReport | LabelReport, arguments: EvalArguments
+) -> dict[str, dict[str, Interval | float]]:
+    """Prints the baselines of a retrieval run, in the same protocol, and how much better the model is."""
+    assert isinstance(model, EvalReport)
+    names = dict.fromkeys(arguments.baselines)
+    found = evaluate_baselines(run.sequences, run.split, run.config, arguments.target, names=names)
+    k = list_length(model.ks)
+    shown = (f"hr@{k}", f"ndcg@{k}")
+    table = Table(title="baselines, in the same protocol", box=None, pad_edge=False)
+    for header in ("baseline", *shown, f"{shown[0]}, model - it [95 %]", "model is"):
+        table.add_column(header, no_wrap=True)
+    measured: dict[str, dict[str, Interval | float]] = {}
+    for name, report in found.items():
+        complete = with_list_metrics(report, run.sequences, run.split, run.config)
+        gain = compare(complete, model, run.config.seed).differences[shown[0]]
+        figures = (f"{complete.metrics[metric].mean:.4f}" for metric in shown)
+        table.add_row(BASELINES[name], *figures, signed(gain.interval), _VERDICTS.get(gain.verdict, gain.verdict))
+        measured[BASELINES[name]] = {**complete.metrics, **complete.coverage}
+    if found:
+        Console().print(table)
+    return measured
 
 
 def _compare(a: EvalReport | LabelReport, b: EvalReport | LabelReport, seed: int) -> Comparison | LabelComparison:
@@ -79,13 +147,11 @@ def _compare(a: EvalReport | LabelReport, b: EvalReport | LabelReport, seed: int
     raise ConfigError("one run retrieves items, the other ranks events by labels; their metrics cannot be compared.")
 
 
-def _baselines(run: Run, evaluated: Evaluated, target: Target) -> dict[str, dict[str, Interval | float]]:
-    """What any model should beat, on the same targets: name -> metric -> value, with its interval where there is one."""
-    if evaluated.predictions is None:
-        return {"popularity baseline": {**popularity(run.sequences, run.split, run.config, target).metrics}}
+def _label_baselines(run: Run, predictions: Predictions) -> dict[str, dict[str, Interval | float]]:
+    """What any ranker should beat, on the same events: name -> metric -> value, with its interval where there is one."""
     measured: dict[str, dict[str, Interval | float]] = {}
-    for name, predictions in baselines(evaluated.predictions, run.sequences, run.split).items():
-        tasks = report_of(predictions, run.sequences, run.split, run.config).tasks
+    for name, found in baselines(predictions, run.sequences, run.split).items():
+        tasks = report_of(found, run.sequences, run.split, run.config).tasks
         measured[name] = {}
         for label, one in tasks.items():
             if "gauc" in one.intervals:
@@ -114,9 +180,12 @@ def evaluate_run(run: Run, *, step: int | None = None, target: Target = "test", 
     predictor = world.predictor(run, step)
     if isinstance(predictor, RankingPredictor):
         found = predictor.predict(target, ranks=world.ranks)
-        evaluated = Evaluated(report_of(found, run.sequences, run.split, run.config), step, found)
+        evaluated = Evaluated(predictor.report(found, target), step, found)
     else:
-        evaluated = Evaluated(predictor.evaluate(target, ranks=world.ranks), step)
+        report = predictor.evaluate(target, ranks=world.ranks)
+        if world.leads:
+            report = with_list_metrics(report, run.sequences, run.split, run.config)
+        evaluated = Evaluated(report, step)
     if world.leads:
         folder = run.folder / "eval" / target
         (folder / "context.json").unlink(missing_ok=True)  # it belongs to the previous report
@@ -148,9 +217,13 @@ def _step(run: Run, step: int | None) -> int:
     return Manifest.read(checkpoint_folders.best_checkpoint(run.checkpoints)).step if step is None else step
 
 
-def _print(result: EvalReport | LabelReport | Comparison | LabelComparison, as_json: bool, title: str) -> None:
+def _print(
+    result: EvalReport | LabelReport | Comparison | LabelComparison | SeedSummary, as_json: bool, title: str
+) -> None:
     if as_json:
         print(json.dumps(json.loads(result.to_json())))
     else:
         Console().print(title, markup=False)
+        if isinstance(result, EvalReport | LabelReport | SeedSummary):
+            Console().print(f"protocol: {result.protocol}", markup=False, highlight=False)
         Console().print(result)

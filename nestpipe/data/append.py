@@ -35,6 +35,7 @@ from nestpipe.data.ingest import (
 from nestpipe.data.remote_files import is_url
 from nestpipe.data.schema import Feature, Scope
 from nestpipe.data.sequences import QUARANTINE, Sequences, StoredFeature, open_features
+from nestpipe.data.tie_order import FILE, NO_TIMES
 from nestpipe.errors import ConfigError, DataError
 
 Ints = NDArray[np.int64]
@@ -83,6 +84,10 @@ def append_log(
 
 
 def _refuse_filtered(sequences: Sequences) -> None:
+    if sequences.ties not in {FILE, NO_TIMES}:
+        raise DataError(
+            f"{sequences.path} was made with ties '{sequences.ties}', which orders the whole log, so appended events would be ordered by another rule. Ingest both logs together."
+        )
     if sequences.meta["filtered"]:
         raise DataError(
             f"{sequences.path} was filtered ({', '.join(sequences.meta['filtered'])}), which depends on the whole log: appended events "

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from nestpipe.data.quarantine import ORDER
 
 Bools = NDArray[np.bool_]
+Ints = NDArray[np.int64]
 
 
 class Spool:
@@ -47,6 +48,18 @@ class Spool:
             pl.concat(self._buffer).write_ipc(path)
             self._paths.append(path)
             self._buffer, self._num_buffered = [], 0
+
+    def renumber(self, numbers: Callable[[Ints], Ints]) -> None:
+        """Replaces the order of the log among equal times; `numbers` gets all times in the order of the log."""
+        order, first = numbers(np.concatenate([run["time"].to_numpy() for run in self.runs()])), 0
+        for place, run in enumerate(self.runs()):
+            renumbered = run.with_columns(pl.Series(ORDER, order[first : first + run.height]))
+            first += run.height
+            if self._paths:
+                self._paths[place].unlink()  # it is still mapped into memory
+                renumbered.write_ipc(self._paths[place])
+            else:
+                self._buffer = [renumbered]
 
     def runs(self) -> Iterator[pl.DataFrame]:
         """All events, one run at a time; may be called repeatedly."""

@@ -13,6 +13,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,8 @@ from nestpipe.data.log_reader import LogSource, expand
 from nestpipe.data.quarantine import KEY, ORDER, Quarantine, TypedReader
 from nestpipe.data.remote_files import check_url, is_url, name_of, push_folder
 from nestpipe.data.schema import Schema, Scope
-from nestpipe.data.sequences import QUARANTINE, TIE_RULE, VERSION, Sequences, folder_digest
+from nestpipe.data.sequences import QUARANTINE, VERSION, Sequences, folder_digest
+from nestpipe.data.tie_order import FILE, NO_TIMES, check_ties, describe_ties, order_numbers
 from nestpipe.data.vocabulary import Vocabulary
 from nestpipe.errors import ConfigError, DataError
 
@@ -57,10 +59,12 @@ class SideTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BuildOptions:
-    """Options of ingest. Only `dedupe`, `row_filter`, `extra` and `documents` change what is stored."""
+    """Options of ingest. Only `dedupe`, `ties`, `row_filter`, `extra` and `documents` change what is stored."""
 
     dedupe: bool = False
     """Keep only the first of records that are equal in every column read."""
+    ties: str = FILE
+    """Order of events of a user with equal times: file (as in the log), meta or shuffle:SEED; see tie_order.py."""
     max_quarantine_share: float = 0.01
     """Raise an error if more than this share of the records of the log, or of a table, is bad."""
     overwrite: bool = False
@@ -122,6 +126,9 @@ def check_job(
 ) -> None:
     """Raises ConfigError unless the schema, the tables and the options fit each other."""
     schema.check()
+    check_ties(options.ties)
+    if options.ties != FILE and schema.time is None:
+        raise ConfigError(f"ties is {options.ties!r}, but the log has no times, so no two are equal. Leave it out.")
     scopes: tuple[tuple[Scope, SideTable | None], ...] = (("item", items), ("user", users))
     for scope, table in scopes:
         if need_tables and table is None and (features := schema.of_scope(scope)):
@@ -188,6 +195,10 @@ class FolderBuild:
             raise ConfigError(
                 f"feature '{naming[0]}' names items (encoding=item), and which items there are is known only for the whole log, so it cannot be appended or read in shards. Ingest the whole log at once."
             )
+        if self._options.ties != FILE:
+            raise ConfigError(
+                f"ties is {self._options.ties!r}, which orders the whole log, so it cannot be appended or read in shards. Ingest the whole log at once."
+            )
         quarantine, totals, filtered, tables = self._read(log, items, users)
         save_array(self._draft / "catalogue.npy", totals.logged_items)
         for scope, table in tables.items():
@@ -206,6 +217,8 @@ class FolderBuild:
             for chunk in self._reader(quarantine).log(log):
                 spool.add(chunk)
             tables = {"item": self._read_table(items, "item", bad), "user": self._read_table(users, "user", bad)}
+        if self._options.ties != FILE:
+            spool.renumber(partial(order_numbers, self._options.ties))
         masks, filtered = self._options.row_filter(spool.runs) if self._options.row_filter else (None, {})
         totals = self._write_events(spool, masks)
         if (self._draft / "spool").exists():
@@ -316,7 +329,8 @@ class FolderBuild:
             "schema": self._schema.to_json(),
             "counts": counts,
             "time_span_ms": totals.time_span_ms,
-            "tie_rule": TIE_RULE,
+            "ties": (ties := self._options.ties if self._schema.time is not None else NO_TIMES),
+            "tie_rule": describe_ties(ties),
             "encodings": {
                 name: encoder.to_json() if encoder.name == name else {"encoding": encoder.name}
                 for name, encoder in self._encoders.items()

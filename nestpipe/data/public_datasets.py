@@ -38,7 +38,7 @@ MOVIELENS_SCHEMA = Schema(
 
 
 def ingest_movielens(folder: str | Path, out: str | Path, *, options: BuildOptions | None = None) -> Sequences:
-    """Every rating is an event and every movie a candidate; nothing is filtered."""
+    """Every rating is an event and every movie a candidate; nothing is filtered. `options.ties` orders equal times."""
     return write_sequences(
         out,
         schema=MOVIELENS_SCHEMA,

@@ -2,7 +2,7 @@
 
     users.npy      u0      u1   u2        ascending ids
     offsets.npy    0       3    4    6    events of user i are rows offsets[i] .. offsets[i+1]
-    items.npy      a b c   d    e f       in time order; equal times keep the order of the log
+    items.npy      a b c   d    e f       in time order; equal times by meta's tie rule (tie_order.py)
     times.npy      ...                    milliseconds since 1970; absent for an order-only log
     catalogue.npy                         ascending ids of all items, of the log and of the item table
     event.NAME.values.npy, .offsets.npy, .weights.npy     likewise item.NAME and user.NAME
@@ -26,12 +26,12 @@ from numpy.typing import NDArray
 from nestpipe.data.array_files import FORMAT, META, PART_FORMAT, file_entry, load_array
 from nestpipe.data.remote_files import fetch_folder, is_url
 from nestpipe.data.schema import Schema, Scope
+from nestpipe.data.tie_order import FILE, NO_TIMES
 from nestpipe.data.vocabulary import Vocabulary
 from nestpipe.errors import DataError
 
 VERSION = 2  # 1 kept no texts of hashed ids, and no next_id
 QUARANTINE = "quarantine.jsonl"
-TIE_RULE = "equal times keep the order of the log"
 
 IntOrArray = TypeVar("IntOrArray", int, NDArray[np.int64])
 
@@ -86,6 +86,11 @@ class Sequences:
             user_features=open_features(folder, schema, "user"),
             digest=meta["digest"],
         )
+
+    @property
+    def ties(self) -> str:
+        """The rule for equal times; folders of earlier versions keep the order of the log."""
+        return str(self.meta.get("ties", NO_TIMES if self.times is None else FILE))
 
     def verify(self) -> None:
         """Reads every file again; raises DataError that names the damaged ones."""

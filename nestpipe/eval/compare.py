@@ -10,10 +10,13 @@ import numpy as np
 from rich.table import Table
 
 from nestpipe.errors import DataError
+from nestpipe.eval.eval_report import EvalReport
 from nestpipe.eval.label_metrics import ratio_difference
 from nestpipe.eval.label_report import LabelReport
-from nestpipe.eval.retrieval_eval import EvalReport
+from nestpipe.eval.protocol import require_same
 from nestpipe.eval.topk_metrics import Counts, Interval, bootstrap_all
+
+_GAINS = ("hr", "ndcg", "mrr")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,13 +26,16 @@ class Difference:
     a: float
     b: float
     interval: Interval
+    is_gain: bool = True  # whether higher is better; what lists are like is higher or lower
 
     @property
-    def verdict(self) -> Literal["better", "worse", "no difference shown"]:
-        """'better' or 'worse' if the interval of b - a excludes 0."""
+    def verdict(self) -> Literal["better", "worse", "higher", "lower", "no difference shown"]:
+        """What b is if the interval of b - a excludes 0."""
         if self.interval.low > 0:
-            return "better"
-        return "worse" if self.interval.high < 0 else "no difference shown"
+            return "better" if self.is_gain else "higher"
+        if self.interval.high < 0:
+            return "worse" if self.is_gain else "lower"
+        return "no difference shown"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,23 +56,29 @@ class Comparison:
         for header in ("metric", "a", "b", "b - a [95 %]", "b is"):
             table.add_column(header, no_wrap=True)
         for name, one in self.differences.items():
-            table.add_row(name, f"{one.a:.4f}", f"{one.b:.4f}", _signed(one.interval), one.verdict)
+            table.add_row(name, f"{one.a:.4f}", f"{one.b:.4f}", signed(one.interval), one.verdict)
         return table
 
 
-def _signed(interval: Interval) -> str:
+def signed(interval: Interval) -> str:
+    """An interval of a difference, with signs."""
     return f"{interval.mean:+.4f} [{interval.low:+.4f}, {interval.high:+.4f}]"
 
 
 def compare(report_a: EvalReport, report_b: EvalReport, seed: int, *, num_bootstrap: int = 1000) -> Comparison:
     """Paired bootstrap of each metric that both reports have; raises DataError unless they have the same targets."""
+    require_same((report_a.protocol, report_b.protocol), ("a", "b"))
     order_a, order_b = (np.lexsort((report.target, report.user)) for report in (report_a, report_b))
     _check_comparable(report_a, report_b, order_a, order_b)
     ks = tuple(k for k in report_a.ks if k in report_b.ks)
     a = {name: values[order_a] for name, values in report_a.user_metrics(ks).items()}
     b = {name: values[order_b] for name, values in report_b.user_metrics(ks).items()}
-    intervals = bootstrap_all({name: b[name] - a[name] for name in a}, seed=seed, num=num_bootstrap)
-    differences = {name: Difference(float(a[name].mean()), float(b[name].mean()), intervals[name]) for name in a}
+    shared = [name for name in a if name in b]
+    intervals = bootstrap_all({name: b[name] - a[name] for name in shared}, seed=seed, num=num_bootstrap)
+    differences = {
+        name: Difference(float(a[name].mean()), float(b[name].mean()), intervals[name], name.startswith(_GAINS))
+        for name in shared
+    }
     return Comparison(report_a.num_users, differences)
 
 
@@ -106,12 +118,13 @@ class LabelComparison:
         for header in ("label", "a", "b", "b - a [95 %]"):
             table.add_column(header, no_wrap=True)
         for name, (a, b, one) in self.differences.items():
-            table.add_row(name, f"{a:.4f}", f"{b:.4f}", _signed(one))
+            table.add_row(name, f"{a:.4f}", f"{b:.4f}", signed(one))
         return table
 
 
 def compare_labels(a: LabelReport, b: LabelReport, seed: int, *, num_bootstrap: int = 1000) -> LabelComparison:
     """Paired bootstrap of GAUC for the labels that both reports have; raises DataError unless the events are the same."""
+    require_same((a.protocol, b.protocol), ("a", "b"))
     labels = [label for label in a.tasks if label in b.tasks and f"{label}.gauc" in a.per_user]
     same = len(a.user) == len(b.user) and bool((a.user == b.user).all())
     if not same or any((a.gauc(label).bottom != b.gauc(label).bottom).any() for label in labels):

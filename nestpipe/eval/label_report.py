@@ -16,6 +16,7 @@ from rich.table import Table
 
 from nestpipe.atomic_files import replace_file
 from nestpipe.eval.label_metrics import LabelPredictions, Ratio, intervals, points, ratios
+from nestpipe.eval.protocol import Protocol
 from nestpipe.eval.topk_metrics import Array, Counts, Interval, tertiles
 
 _SHORT = {"calibration_error": "calib. error"}
@@ -43,6 +44,7 @@ class LabelReport:
     slices: dict[str, dict[str, LabelMetrics]]
     user: Counts
     per_user: dict[str, Array]
+    protocol: Protocol | None = None
 
     def scalars(self) -> dict[str, float]:
         """'metric/label' -> value, for trackers."""
@@ -85,6 +87,7 @@ class LabelReport:
 
     def _content(self) -> dict[str, Any]:
         return {
+            "protocol": asdict(self.protocol) if self.protocol else None,
             "num_users": self.num_users,
             "num_events": self.num_events,
             "tasks": {label: asdict(one) for label, one in self.tasks.items()},

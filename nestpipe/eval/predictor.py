@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Literal, cast, overload
+from typing import cast, overload
 
 import numpy as np
 import torch
@@ -30,8 +30,10 @@ from nestpipe.eval.catalogue_predictor import (
 )
 from nestpipe.eval.catalogue_ranking import top_items
 from nestpipe.eval.eval_ranks import EvalRanks, OneRank, part_of
+from nestpipe.eval.eval_report import EvalReport
+from nestpipe.eval.protocol import Target, protocol_of
 from nestpipe.eval.ranking_eval import RankingPredictor
-from nestpipe.eval.retrieval_eval import EvalBatch, EvalReport, evaluate, evaluate_lists, popularity_report
+from nestpipe.eval.retrieval_eval import EvalBatch, evaluate, evaluate_lists, popularity_report
 from nestpipe.eval.user_sample import sampled_users
 from nestpipe.generative.beam import FoundItems, expand, search
 from nestpipe.generative.trie import ItemPool, Trie
@@ -41,9 +43,6 @@ from nestpipe.models.config import DCNConfig, EncDecConfig, RankingConfig
 from nestpipe.models.contract import Model, Recommender
 from nestpipe.models.encdec import EncDec
 from nestpipe.ops.catalogue_scan import CataloguePart, Top, block_items
-
-Target = Literal["test", "validation"]
-
 
 _MIN_USERS = 16  # a batch of fewer is padded: libraries round small products in another way
 
@@ -120,7 +119,8 @@ class GenerativePredictor(CataloguePredictor):
             seen = None if config.eval.seen == "none" else sample.seen
             return self.generate(sample.batch, k, seen=seen).positions
 
-        return evaluate_lists(lists, num_items, samples, config.eval, config.seed, ranks=ranks, progress=progress)
+        found = evaluate_lists(lists, num_items, samples, config.eval, config.seed, ranks=ranks, progress=progress)
+        return replace(found, protocol=protocol_of(self._sequences, config, target))
 
     def top(self, request: UserRequest, k: int) -> Top:
         """The best k items that the beam finds."""
@@ -151,7 +151,8 @@ class RetrievalPredictor(CataloguePredictor):
         config, ranks = self._config, ranks or OneRank()
         samples = EvalBatches(self._sequences, self._split, config, target)
         part = self.catalogue_part(ranks)
-        return evaluate(self._encode_padded, part, samples, config.eval, config.seed, ranks=ranks, progress=progress)
+        found = evaluate(self._encode_padded, part, samples, config.eval, config.seed, ranks=ranks, progress=progress)
+        return replace(found, protocol=protocol_of(self._sequences, config, target))
 
     def _encode_padded(self, batch: Batch) -> Tensor:
         num_users = batch.num_samples

@@ -7,9 +7,9 @@ events. The weights are not updated.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from nestpipe.eval.catalogue_predictor import CataloguePredictor, UserRequest
 from nestpipe.eval.eval_ranks import EvalRanks, OneRank, dealt, in_batch_order, raise_on_all
 from nestpipe.eval.label_metrics import LabelPredictions
 from nestpipe.eval.label_report import LabelReport, label_report
+from nestpipe.eval.protocol import Target, protocol_of
 from nestpipe.eval.topk_metrics import Array, Counts
 from nestpipe.eval.user_sample import sampled_users
 from nestpipe.jagged import Batch, Cursor, Jagged, ranges
@@ -40,7 +41,6 @@ from nestpipe.models.prefix_inference import CandidateBatch, Ranker
 from nestpipe.models.ranking import Ranking
 from nestpipe.ops.catalogue_scan import Top
 
-Target = Literal["test", "validation"]
 _CANDIDATES = 4096  # items of the catalogue that are scored at a time
 _NOT_FINITE = (
     "a prediction is not finite, so it cannot be evaluated. The model has diverged: use an earlier checkpoint, or lower the "
@@ -97,7 +97,12 @@ class RankingPredictor(CataloguePredictor):
         self, target: Target = "test", *, ranks: EvalRanks | None = None, progress: bool = True
     ) -> LabelReport:
         """Metrics per label and slice of history length; `progress` has no effect. Collective."""
-        return report_of(self.predict(target, ranks=ranks), self._sequences, self._split, self._config)
+        return self.report(self.predict(target, ranks=ranks), target)
+
+    def report(self, found: Predictions, target: Target = "test") -> LabelReport:
+        """The metrics of predictions, with the protocol that they were made in."""
+        report = report_of(found, self._sequences, self._split, self._config)
+        return replace(report, protocol=protocol_of(self._sequences, self._config, target))
 
     def predict(self, target: Target = "test", *, ranks: EvalRanks | None = None) -> Predictions:
         """Predictions for every held-out event that has a history (or needs none). Collective: each rank predicts its share."""

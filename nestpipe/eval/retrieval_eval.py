@@ -1,47 +1,29 @@
 """Retrieval evaluation: one target per user, ranked against the whole catalogue in bounded memory.
 
-    samples -> encode -> rank_targets -> EvalReport -> report.json + per_user.parquet
-
-A report stores the rank of every user, so that `compare` can pair two runs without ranking again.
+samples -> encode -> rank_targets -> EvalReport (eval_report.py)
 """
 
 from __future__ import annotations
 
-import hashlib
-import io
-import json
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
 
-import polars as pl
+import numpy as np
 import torch
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 from torch import Tensor
 from torch.nn import functional as F
 
-from nestpipe.atomic_files import replace_file
 from nestpipe.errors import DataError, TrainError
 from nestpipe.eval.catalogue_ranking import RankedTargets, rank_targets, removed
 from nestpipe.eval.config import EvalConfig
 from nestpipe.eval.eval_ranks import EvalRanks, OneRank, dealt, in_batch_order
-from nestpipe.eval.topk_metrics import (
-    Array,
-    Counts,
-    Coverage,
-    Interval,
-    bootstrap_all,
-    tertiles,
-    user_metrics,
-)
+from nestpipe.eval.eval_report import COLUMNS, EvalReport, EvalSlice
+from nestpipe.eval.topk_metrics import Counts, Coverage, bootstrap_all, list_length, tertiles, user_metrics
 from nestpipe.jagged import Batch, Jagged
 from nestpipe.ops.catalogue_scan import CataloguePart
-
-_COLUMNS = ("user", "target", "rank", "length")
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -62,97 +44,6 @@ class EvalBatch:
             seen=self.seen.select(rows),
             users=self.users[rows],
         )
-
-
-@dataclass(frozen=True, slots=True)
-class EvalSlice:
-    """The metrics of users with histories of low .. high events."""
-
-    name: str
-    low: int
-    high: int
-    num_users: int
-    metrics: dict[str, Interval]
-
-
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class EvalReport:
-    """Metrics of one evaluation, and the per-user arrays [num_users] behind them."""
-
-    num_users: int
-    num_items: int
-    ks: tuple[int, ...]
-    seen: str
-    targets_seen: int  # targets removed because the user had seen them: misses for any model
-    metrics: dict[str, Interval]
-    coverage: dict[str, float]
-    slices: tuple[EvalSlice, ...]
-    user: Counts
-    target: Counts
-    rank: Counts
-    length: Counts
-
-    def scalars(self) -> dict[str, float]:
-        """Means and coverage by name, for trackers."""
-        return {name: interval.mean for name, interval in self.metrics.items()} | self.coverage
-
-    def user_metrics(self, ks: tuple[int, ...]) -> dict[str, Array]:
-        """The metrics of each user, by name."""
-        return user_metrics(self.rank, ks, self.num_items)
-
-    def to_json(self) -> str:
-        """All but the per-user arrays."""
-        return json.dumps(self._fields(), indent=2, default=asdict)
-
-    def _fields(self) -> dict[str, Any]:
-        return {one.name: getattr(self, one.name) for one in fields(self) if one.name not in _COLUMNS}
-
-    def save(self, folder: Path) -> None:
-        """Writes report.json and per_user.parquet; after a crash `load` gets the old report or refuses."""
-        folder.mkdir(parents=True, exist_ok=True)
-        buffer = io.BytesIO()
-        pl.DataFrame({name: getattr(self, name) for name in _COLUMNS}).write_parquet(buffer)
-        replace_file(folder / "per_user.parquet", buffer.getvalue())
-        content = self._fields() | {"per_user_digest": _digest(buffer.getvalue())}
-        replace_file(folder / "report.json", json.dumps(content, indent=2, default=asdict).encode())
-
-    @staticmethod
-    def load(folder: Path) -> EvalReport:
-        """Reads a saved report; raises DataError if a file is missing or the two do not belong together."""
-        try:
-            content = json.loads((folder / "report.json").read_bytes())
-            per_user = (folder / "per_user.parquet").read_bytes()
-        except FileNotFoundError as error:
-            raise DataError(f"{folder} has no evaluation: {error.filename} is missing. Run 'nestpipe eval'.") from error
-        if content.pop("per_user_digest") != _digest(per_user):
-            raise DataError(
-                f"{folder}: report.json and per_user.parquet are of different evaluations (digests differ), perhaps after a crash. Run 'nestpipe eval' again."
-            )
-        content["ks"] = tuple(content["ks"])
-        content["metrics"] = _intervals(content["metrics"])
-        content["slices"] = tuple(
-            EvalSlice(**{**one, "metrics": _intervals(one["metrics"])}) for one in content["slices"]
-        )
-        table = pl.read_parquet(io.BytesIO(per_user))
-        content.update({name: table[name].to_numpy() for name in _COLUMNS})
-        return EvalReport(**content)
-
-    def __rich__(self) -> Table:
-        """A table of all metrics, overall and by slice, for `rich.print`."""
-        title = f"{self.num_users:,} users, {self.num_items:,} items, seen items removed: {self.seen}"
-        caption = "slices: number of events in the history"
-        if self.targets_seen:
-            caption += f"\n{self.targets_seen:,} targets were seen before and count as misses"
-        table = Table(title=title, caption=caption)
-        for header in ("metric", "all users [95 %]"):
-            table.add_column(header, no_wrap=True)
-        for part in self.slices:
-            table.add_column(f"{part.name}\n{part.low:,}-{part.high:,}\n{part.num_users:,} users", justify="right")
-        for name, interval in self.metrics.items():
-            table.add_row(name, str(interval), *(f"{part.metrics[name].mean:.4f}" for part in self.slices))
-        for name, share in self.coverage.items():
-            table.add_row(name, f"{share:.4f}")
-        return table
 
 
 def evaluate(
@@ -187,7 +78,7 @@ def evaluate(
             _check_queries(queries, sample.users, error)
             raise
 
-    return _evaluate(rank, part.num_items, samples, config, seed, ranks=ranks, progress=progress)
+    return evaluate_ranked(rank, part.num_items, samples, config, seed, ranks=ranks, progress=progress)
 
 
 def evaluate_lists(
@@ -212,20 +103,22 @@ def evaluate_lists(
         seen = None if config.seen == "none" else sample.seen
         return RankedTargets(found.masked_fill(removed(sample.target_positions, seen), num_items + 1), lists)
 
-    return _evaluate(rank, num_items, samples, config, seed, ranks=ranks or OneRank(), progress=progress)
+    return evaluate_ranked(rank, num_items, samples, config, seed, ranks=ranks or OneRank(), progress=progress)
 
 
-def _evaluate(
+def evaluate_ranked(
     rank: Callable[[EvalBatch, bool], RankedTargets],
     num_items: int,
     samples: Sequence[EvalBatch],
     config: EvalConfig,
     seed: int,
     *,
-    ranks: EvalRanks,
-    progress: bool,
+    ranks: EvalRanks | None = None,
+    progress: bool = True,
 ) -> EvalReport:
-    coverage = Coverage(num_items)
+    """The report of anything that ranks: `rank` gets a batch, and whether it is this rank's own. Collective."""
+    ranks = ranks or OneRank()
+    coverage, k = Coverage(num_items), list_length(config.ks)
     found = []
     turns = list(dealt(len(samples), ranks))
     for number, is_own in _with_progress(turns, progress=progress and ranks.rank == 0):
@@ -234,8 +127,9 @@ def _evaluate(
         if is_own:
             coverage.add(ranked.top)
             columns = (sample.users, sample.target_positions, ranked.ranks, sample.batch.items.lengths())
-            found.append((number, torch.stack([column.cpu() for column in columns], 1)))
-    per_user = in_batch_order(ranks, "ranks", found, torch.empty(0, len(_COLUMNS), dtype=torch.int64))
+            best = F.pad(ranked.top[:, :k], (0, max(0, k - ranked.top.shape[1])), value=-1).cpu()
+            found.append((number, torch.cat([torch.stack([column.cpu() for column in columns], 1), best], 1)))
+    per_user = in_batch_order(ranks, "ranks", found, torch.empty(0, len(COLUMNS) + k, dtype=torch.int64))
     if not len(per_user):
         raise DataError(
             "there are no users to evaluate: no sequence is long enough for a history and a target. Use another split."
@@ -269,11 +163,11 @@ def popularity_report(counts: Tensor, samples: Sequence[EvalBatch], config: Eval
         top = F.pad(top, (0, k - top.shape[1]), value=-1)
         return RankedTargets((before + 1).masked_fill(removed(sample.target_positions, seen), num_items + 1), top)
 
-    return _evaluate(rank, num_items, samples, config, seed, ranks=OneRank(), progress=True)
+    return evaluate_ranked(rank, num_items, samples, config, seed, ranks=OneRank(), progress=True)
 
 
 def _report(columns: Counts, coverage: dict[str, float], num_items: int, config: EvalConfig, seed: int) -> EvalReport:
-    users, targets, ranks, lengths = columns
+    users, targets, ranks, lengths = columns[: len(COLUMNS)]
     per_user = user_metrics(ranks, config.ks, num_items)
     slices = []
     for name, low, high, mask in tertiles(lengths):
@@ -293,6 +187,7 @@ def _report(columns: Counts, coverage: dict[str, float], num_items: int, config:
         target=targets,
         rank=ranks,
         length=lengths,
+        lists=columns[len(COLUMNS) :].T.astype(np.int32),
     )
 
 
@@ -310,11 +205,3 @@ def _check_queries(queries: Tensor, users: Tensor, cause: TrainError) -> None:
             f"the query vector of user {user} is not finite; it cannot be ranked. The model has diverged: "
             "use an earlier checkpoint, or lower the learning rate."
         ) from cause
-
-
-def _intervals(metrics: dict[str, dict[str, float]]) -> dict[str, Interval]:
-    return {name: Interval(**values) for name, values in metrics.items()}
-
-
-def _digest(content: bytes) -> str:
-    return hashlib.blake2b(content, digest_size=16).hexdigest()

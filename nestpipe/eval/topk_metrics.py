@@ -42,6 +42,11 @@ class Coverage:
         return {f"coverage@{k}": num / max(1, self._num_items) for k, num in zip(ks, found, strict=True)}
 
 
+def list_length(ks: Sequence[int]) -> int:
+    """The list length at which lists themselves are measured: the largest up to 10, else the shortest."""
+    return max((k for k in ks if k <= 10), default=min(ks))
+
+
 def user_metrics(ranks: Counts, ks: Sequence[int], num_items: int) -> dict[str, Array]:
     """hr@k, ndcg@k and mrr of each user (one target each); 0 if the target was removed from the ranking."""
     is_ranked = ranks <= num_items

@@ -16,6 +16,7 @@ from nestpipe.checkpoint.manifest import Manifest
 from nestpipe.checkpoint.reader import TableFacts, dense_shapes, table_facts
 from nestpipe.errors import ConfigError, DataError
 from nestpipe.eval.example_lists import EXAMPLES, Examples
+from nestpipe.eval.protocol import Protocol
 from nestpipe.profiling import overlap_report, trace_file
 from nestpipe.profiling.overlap import StepTimes
 from nestpipe.profiling.trace_file import RankTrace
@@ -222,6 +223,7 @@ class Evaluation:
     """The metrics of one evaluation."""
 
     target: str
+    protocol: Protocol | None  # None if an earlier version evaluated the run
     about: str  # number of users, items or events
     step: int | None  # of the checkpoint
     slices: dict[str, str]  # name -> its size
@@ -269,6 +271,7 @@ def _of_items(
         about += f"; {content['targets_seen']:,} targets are excluded too and count as misses"
     return Evaluation(
         target=target,
+        protocol=Protocol.from_json(content.get("protocol")),
         about=about,
         step=step,
         slices={
@@ -276,7 +279,7 @@ def _of_items(
         },
         baselines=tuple(baselines),
         lines=tuple(_lines(overall, slices, baselines)),
-        sliced_by="number of events in the history",
+        sliced_by="number of events in the history; cold and warm: training events of the target",
     )
 
 
@@ -291,6 +294,7 @@ def _of_labels(
     }
     return Evaluation(
         target=target,
+        protocol=Protocol.from_json(content.get("protocol")),
         about=f"{content['num_events']:,} events of {content['num_users']:,} users",
         step=step,
         slices={name: f"{number:,} events" for name, number in sizes.items()},

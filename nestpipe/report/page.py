@@ -8,6 +8,7 @@ from importlib.metadata import version
 from importlib.resources import files
 from typing import NamedTuple
 
+from nestpipe.data.tie_order import NO_TIMES
 from nestpipe.profiling.svg import Markup, element, joined
 from nestpipe.report.balance import balance, of_ranks
 from nestpipe.report.curves import curves, series_of
@@ -110,6 +111,8 @@ def _quality_figures(facts: RunFacts) -> Iterator[HeadlineFigure]:
             low, high = line.overall.low, line.overall.high
             details = [f"95 % in {metric(low)} – {metric(high)}"] if low is not None and high is not None else []
             details += [f"{found.baseline} {metric(line.baselines[found.baseline].mean)}"] if found.baseline else []
+            if found.protocol is not None and found.protocol.ties != NO_TIMES:
+                details.append(f"equal times: {found.protocol.ties}")
             yield HeadlineFigure(f"{line.name}, {target}", metric(line.overall.mean), "; ".join(details))
     best = facts.summary.get("best")
     if isinstance(best, dict):

@@ -23,6 +23,12 @@ def quality(facts: RunFacts) -> Iterator[Markup]:
 def _evaluation(found: Evaluation, facts: RunFacts) -> Iterator[Markup]:
     step = f", checkpoint of step {found.step:,}" if found.step is not None else ""
     yield paragraph(element("strong", f"{found.target} targets"), f": {found.about}{step}.")
+    if found.protocol is None:
+        yield note(
+            f"The protocol is not recorded; 'nestpipe eval {facts.folder}' evaluates the run again and stores it."
+        )
+    else:
+        yield paragraph(element("strong", "Protocol"), f": {found.protocol}.")
     if not found.baselines:
         yield note(
             f"No baseline is recorded; 'nestpipe eval {facts.folder} --target {found.target}' computes and stores it."

@@ -37,6 +37,7 @@ from nestpipe.embedding.row_reader import TableRows
 from nestpipe.errors import CheckpointError, ConfigError
 from nestpipe.eval.config import EvalConfig
 from nestpipe.eval.predictor import Predictor, make_predictor
+from nestpipe.eval.protocol import protocol_of
 from nestpipe.generative.semantic_ids import Registry
 from nestpipe.generative.trie import Trie
 from nestpipe.models.build_model import build_model
@@ -114,6 +115,7 @@ class Run:
         content = {
             **facts,
             "data_digest": self.sequences.digest,
+            "protocol": asdict(protocol_of(self.sequences, self.config, "test")),
             "statistics": {name: stats.to_json() for name, stats in statistics.items()},
             "versions": versions(),
             "init_from": asdict(self.origin) if self.origin else None,

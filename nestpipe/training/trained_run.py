@@ -19,9 +19,10 @@ from nestpipe.atomic_files import replace_file
 from nestpipe.data.vocabulary import OwnId
 from nestpipe.errors import ConfigError
 from nestpipe.eval.catalogue_predictor import Recommendation
+from nestpipe.eval.eval_report import EvalReport
 from nestpipe.eval.label_report import LabelReport
+from nestpipe.eval.list_metrics import with_list_metrics
 from nestpipe.eval.predictor import Predictor
-from nestpipe.eval.retrieval_eval import EvalReport
 from nestpipe.training.run_folder import Run
 
 DATA = "data"  # the sequence folder inside a saved run
@@ -66,7 +67,10 @@ class TrainedRun:
 
     def evaluate(self) -> EvalReport | LabelReport:
         """Metrics on the held-out targets of the log, with intervals."""
-        return self.predictor.evaluate(progress=False)
+        found = self.predictor.evaluate(progress=False)
+        if isinstance(found, LabelReport):
+            return found
+        return with_list_metrics(found, self.run.sequences, self.run.split, self.run.config)
 
     def save(self, folder: str | Path) -> TrainedRun:
         """Copies the run and its data into a folder of their own, where every command finds them; returns the copy."""

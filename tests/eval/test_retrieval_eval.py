@@ -17,7 +17,8 @@ from torch import Tensor
 from nestpipe.errors import DataError, NestPipeError, TrainError
 from nestpipe.eval.compare import compare
 from nestpipe.eval.config import EvalConfig
-from nestpipe.eval.retrieval_eval import EvalBatch, EvalReport, evaluate, popularity_report
+from nestpipe.eval.eval_report import EvalReport
+from nestpipe.eval.retrieval_eval import EvalBatch, evaluate, popularity_report
 from nestpipe.jagged import Batch, Cursor, Jagged
 from nestpipe.ops.catalogue_scan import CataloguePart
 
