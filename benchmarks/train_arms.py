@@ -296,6 +296,7 @@ def _measure(settings: Settings) -> None:
     channels, everyones = Channels.of(world), [batches(settings, rank) for rank in range(world.size)]
     data, ids = everyones[world.rank], torch.cat([one.items.values for own in everyones for one in own]).unique()
     del everyones
+    grouped = channels.in_groups(settings.groups)
     ours: dict[str, OurArm] = {}
     runs: dict[str, Callable[[int], None]] = {}
     for name in settings.arms:
@@ -306,8 +307,8 @@ def _measure(settings: Settings) -> None:
         else:
             own = replace(settings, micro_batches=1, ramp=1.0, cluster=False) if name == "sequential-1" else settings
             recorder = Recorder(world.rank, world.size, capacity=1 << 15, on=name.startswith("nested"))
-            in_groups = channels.in_groups(settings.groups) if name.endswith("-groups") else channels
-            ours[name] = OurArm(name, own, our_state(own, in_groups), data, recorder)
+            state = our_state(own, grouped if name.endswith("-groups") else channels)
+            ours[name] = OurArm(name, own, state, data, recorder)
             create_rows(ours[name].state, ids)
             runs[name] = ours[name].run
 

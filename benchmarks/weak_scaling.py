@@ -77,7 +77,9 @@ def figures_of(found: dict[int, dict[str, Any]]) -> dict[str, Any]:
             own[f"{mode}_ms"] = causes = _divided(ranks)
             loss_ms = sum(causes.values()) - sum(base_ms.values())
             cores_ms = loss_ms - (causes["communication"] - base_ms["communication"])
-            own[mode]["cores_share_of_loss"] = round(cores_ms / loss_ms, 3) if loss_ms > 0 else None
+            own[mode]["cores_share_of_loss"] = (
+                round(cores_ms / loss_ms, 3) if loss_ms > 0.01 * sum(base_ms.values()) else None
+            )
         figures[str(num_ranks)] = own
     return figures
 

@@ -114,10 +114,11 @@ def _add_chunks(once: dict[Kind, list[Event]], each: dict[Kind, list[list[Event]
     each["chunk rows"] = [[Event("post", 0), *updated[n]] for n in more]
     each["compute"][0] += [Event("chunk rows", 0, n) for n in more]
     each["chunk grads"] = [[Event("compute", 0, last), Event("post", 0)] for _ in more]
-    # Sums of earlier micro-batches are complete before those of a chunk.
-    each["chunk collect"] = [[Event("chunk grads", 0, n), *each["collect"][last][1:]] for n in more]
+    each["chunk collect"] = [[Event("chunk grads", 0, n)] for n in more]
     if schedule.groups:
-        each["chunk merge"] = [[Event("chunk collect", 0, n), *each["merge"][last][1:]] for n in more]
+        each["chunk merge"] = [[Event("chunk collect", 0, n)] for n in more]
     summed: Kind = "chunk merge" if schedule.groups else "chunk collect"
+    earlier = each["merge" if schedule.groups else "collect"][last][1:]  # sums of the micro-batches before the last
+    each[summed] = [[*needs, *earlier] for needs in each[summed]]
     each["chunk update"] = [[Event(summed, 0, n), Event("flag", 0)] for n in more]
     once["write"] += [Event("chunk update", 0, n) for n in more]
