@@ -158,7 +158,7 @@ class DenseParams:
         elif staged and self._staged is not None:
             self.weights.copy_(self._staged)
             for bucket in self.buckets:
-                bucket.state, bucket.staged = bucket.staged, {}
+                bucket.state, bucket.staged = bucket.staged or bucket.state, {}
 
     def zero_grads(self) -> None:
         self.grads.zero_()

@@ -28,7 +28,7 @@ WITHOUT = {
     ("collect", "collect"): "sums in another order; a micro-batch is missing in the update",
     ("grads", "flag"): "flags are read before they are sent",
     ("compute", "dense sum"): "a sum without the last micro-batch",
-    ("dense sum", "dense step"): "an update without the sum of all ranks",
+    ("dense sum", "dense step"): "dense weights stale by one step",
     ("flag", "dense step"): "a non-finite batch reaches the dense weights",
     ("collect", "update"): "an update without the last micro-batch",
     ("flag", "update"): "a non-finite batch reaches the rows",
