@@ -74,16 +74,24 @@ def figures_of(cell: str, found: dict[str, Any]) -> dict[str, object]:
         ratio = measure.ratio(times[base], times["auto"])
         own = {key: round(ratio.median, 4), f"{key}_range": ratio.range, f"{key}_limit": limits[key]}
         figures |= own | {f"{key}_met": ratio.median >= limits[key]}
-    return figures | {"step_ms": {name: round(1e3 * median(own), 2) for name, own in times.items()}}
+    for key, values in (("step_ms", times), ("cpu_ms", found["cpu"])):
+        figures[key] = {name: round(1e3 * median(own), 2) for name, own in values.items()}
+    return figures
 
 
 def report(cell: str, times: dict[str, list[float]], figures: dict[str, Any]) -> None:
     rows = [
-        [name, f"{1e3 * median(own):.1f} ms", str(measure.ratio(own, times["auto"]))] for name, own in times.items()
+        [
+            name,
+            f"{figures['step_ms'][name]:.1f} ms",
+            f"{figures['cpu_ms'][name]:.1f} ms",
+            str(measure.ratio(own, times["auto"])),
+        ]
+        for name, own in times.items()
     ]
     chosen = figures["chosen"]
     print(f"\n{cell}: auto is {chosen['mode']}, {chosen['micro_batches']} micro-batches ({chosen['why']})")
-    print(measure.table(["", "step", "over auto (10-90 %)"], rows))
+    print(measure.table(["", "step", "CPU of a rank", "over auto (10-90 %)"], rows))
     for key in ("auto_over_best_fixed", "auto_over_sequential"):
         low, high = figures[f"{key}_range"]
         met = "met" if figures[f"{key}_met"] else "MISSED"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import replace
+from statistics import fmean
 
 import torch
 import train_arms
@@ -41,15 +42,16 @@ class Arms:
     def auto(self) -> OurArm:
         return self.arm(self.chosen.mode, micro_batches=self.chosen.micro_batches, chunks=self.chosen.chunks)
 
-    def seconds(self, arm: OurArm, num_steps: int) -> float:
-        """Seconds of a step on the slowest rank."""
+    def seconds(self, arm: OurArm, num_steps: int) -> tuple[float, float]:
+        """Seconds of a step on the slowest rank, and CPU seconds of a step, mean over ranks."""
         own, control = arm.settings, self.channels.control
         self._state.micro_batching = MicroBatchConfig(micro_batches=own.micro_batches, ramp=own.ramp)
         control.barrier()
-        start = time.perf_counter()
+        start, cpu = time.perf_counter(), time.process_time()
         arm.run(num_steps)
-        nanoseconds = round((time.perf_counter() - start) * 1e9)
-        return max(row[0] for row in control.all_gather_ints([nanoseconds])) / 1e9 / num_steps
+        own_s = [time.perf_counter() - start, time.process_time() - cpu]
+        passed, used = zip(*control.all_gather_floats(own_s, name="seconds"), strict=True)
+        return max(passed) / num_steps, fmean(used) / num_steps
 
     def equals_sequential(self) -> bool:
         """Whether auto, from a new state, is bitwise identical to sequential with its micro-batches."""
@@ -76,14 +78,17 @@ def rank_program(
         arms = Arms(Channels.of(world), dense, samples, num_hosts)
         runs = {name: arms.arm(**settings) for name, settings in fixed.items()} | {"auto": arms.auto()}  # type: ignore[arg-type]
         found: dict[str, list[float]] = {name: [] for name in runs}
+        cpu: dict[str, list[float]] = {name: [] for name in runs}
         for number in range(rounds + 1):  # each begins with another arm; the first warms up
             turn = number % len(runs)
             for name in [*runs][turn:] + [*runs][:turn]:
-                seconds = arms.seconds(runs[name], steps)
+                passed, used = arms.seconds(runs[name], steps)
                 if number:
-                    found[name].append(seconds)
+                    found[name].append(passed)
+                    cpu[name].append(used)
         is_equal = arms.equals_sequential()
     if world.rank == 0:
-        print(json.dumps({"times": found, "chosen": arms.chosen.to_json(), "bitwise_equal": is_equal}))
+        facts = {"chosen": arms.chosen.to_json(), "bitwise_equal": is_equal}
+        print(json.dumps({"times": found, "cpu": cpu, **facts}))
     arms.channels.control.barrier()
     world.close()

@@ -319,7 +319,7 @@ def _train_step(network: str, found: Figures, settings: Figures) -> Iterator[Row
     divided = f"{settings['micro_batches']} micro-batches" + f", {chunks} chunks" * (chunks > 1)
     where = f"zipf-{settings['samples']}, {settings['dense']}, {divided}, {network}"
     command = f"train_step.py --dense {settings['dense']} --samples {settings['samples']} --micro-batches {settings['micro_batches']}"
-    command += f" --depth {settings['depth']} --ramp {settings['ramp']}" + " --cluster" * settings["cluster"]
+    command += f" --depth {settings['depth']} --ramp {settings['ramp']}"
     command += f" --chunks {chunks}" * (chunks > 1)
     overlap = f"busy {found['busy_share']:.0%}, exposed lookup {found['exposed_lookup']:.1%}"
     if "exposed_comm_floor_ms" in found:

@@ -63,7 +63,7 @@ def measured_on(name: str, options: argparse.Namespace) -> dict[str, object]:
     rate, delay_ms = NETWORKS[name]
     settings = {
         key: getattr(options, key)
-        for key in ("samples", "dense", "micro_batches", "depth", "ramp", "cluster", "split", "chunks", "arms")
+        for key in ("samples", "dense", "micro_batches", "depth", "ramp", "split", "chunks", "arms")
     }
     settings |= {"num_blocks": options.blocks, "num_steps": options.steps}
     command = [options.python, str(Path(__file__)), "--as-rank", json.dumps(settings)]
@@ -203,7 +203,6 @@ def main() -> None:
     parser.add_argument("--micro-batches", type=int, default=4)
     parser.add_argument("--depth", type=int, default=1)
     parser.add_argument("--ramp", type=float, default=1.0)
-    parser.add_argument("--cluster", action="store_true")
     parser.add_argument("--split", action="store_true", help="nested: separate messages for shared and unshared rows")
     parser.add_argument(
         "--chunks", type=int, default=1, help="nested: chunks of the last gradients, the update and the next first rows"
@@ -245,7 +244,6 @@ def main() -> None:
             "micro_batches",
             "depth",
             "ramp",
-            "cluster",
             "split",
             "chunks",
             "blocks",

@@ -17,8 +17,6 @@ class MicroBatchConfig:
     """Micro-batches per batch. Rows are updated once per batch, after the last micro-batch."""
     ramp: float = 1.0
     """Size of the first and last micro-batch relative to the others: their messages are not hidden, so smaller may be faster."""
-    cluster: bool = False
-    """Put samples that share ids into one micro-batch, so that the first and the last one need few rows."""
 
     def problems(self) -> Iterator[str]:
         if not 1 <= self.micro_batches <= 256:

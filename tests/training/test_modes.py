@@ -33,7 +33,7 @@ def log(tmp_path_factory):
 
 def config_of(log, mode, *, validation=False, **settings):
     """Three epochs of four batches, saved in the middle of epochs; with validation after every epoch."""
-    config = small_config(log, pipeline={"mode": mode, "micro_batches": 3, "cluster": True, "depth": 2}, **settings)
+    config = small_config(log, pipeline={"mode": mode, "micro_batches": 3, "depth": 2}, **settings)
     return replace(config, data=replace(config.data, validation=validation))
 
 
