@@ -90,7 +90,8 @@ def report(cell: str, times: dict[str, list[float]], figures: dict[str, Any]) ->
         for name, own in times.items()
     ]
     chosen = figures["chosen"]
-    print(f"\n{cell}: auto is {chosen['mode']}, {chosen['micro_batches']} micro-batches ({chosen['why']})")
+    says = ", ".join(f"{name} {chosen[name]}" for name in ("micro_batches", "ramp", "chunks", "depth"))
+    print(f"\n{cell}: auto is {chosen['mode']}, {says} ({chosen['why']}); {chosen['gain']}")
     print(measure.table(["", "step", "CPU of a rank", "over auto (10-90 %)"], rows))
     for key in ("auto_over_best_fixed", "auto_over_sequential"):
         low, high = figures[f"{key}_range"]

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from statistics import fmean
 
 import torch
 import train_arms
-from train_arms import OurArm, Settings
+from train_arms import RATES, OurArm, Settings
 
 from nestpipe.autotune.auto_pipeline import AutoChoice, WorkloadCounts
+from nestpipe.autotune.overlap_profile import StepProfile, choose_overlap
 from nestpipe.distributed.process_group import World
 from nestpipe.pipeline.channels import Channels
-from nestpipe.pipeline.config import MicroBatchConfig
+from nestpipe.pipeline.config import MicroBatchConfig, PipelineConfig
 from nestpipe.profiling.recorder import Recorder
 from nestpipe.training.process import exact_arithmetic, keep_freed_memory
 
@@ -33,6 +35,13 @@ class Arms:
         counts = WorkloadCounts(num_ranks=world.size, num_hosts=num_hosts, num_tokens=self._data[0].num_tokens)
         self.chosen = AutoChoice.of(counts)
         self._state = self._new_state(self._plain)
+        if num_hosts > 1:  # as a run of 200 steps or more
+            own = self.chosen
+            config = PipelineConfig(mode="nested", micro_batches=own.micro_batches, ramp=own.ramp, chunks=own.chunks)
+            profile = StepProfile(
+                self._new_state(self._plain), channels.control, lambda: nullcontext(iter(self._data)), RATES
+            )
+            self.chosen = choose_overlap(profile, config, own, channels.control)
 
     def arm(self, mode: str, state: train_arms.TrainState | None = None, **settings: object) -> OurArm:
         """One way to run the step."""
@@ -40,7 +49,8 @@ class Arms:
         return OurArm(mode, own, state or self._state, self._data, Recorder.off())
 
     def auto(self) -> OurArm:
-        return self.arm(self.chosen.mode, micro_batches=self.chosen.micro_batches, chunks=self.chosen.chunks)
+        own = self.chosen
+        return self.arm(own.mode, micro_batches=own.micro_batches, ramp=own.ramp, depth=own.depth, chunks=own.chunks)
 
     def seconds(self, arm: OurArm, num_steps: int) -> tuple[float, float]:
         """Seconds of a step on the slowest rank, and CPU seconds of a step, mean over ranks."""

@@ -51,11 +51,12 @@ def rows() -> Iterator[Row]:
     yield from _over_dense()
     yield from _emulated()
     yield from _many_ranks()
-    for one in records("adapt")[-1:]:
-        for half, found in one["figures"].items():
-            reference = f"search included, range by bootstrap over rounds; aim 1.02x; worst fixed settings {found['worst_fixed_over_best']:.2f}x"
-            title = f"autotuned over the best fixed settings, {half} sequences of a changing workload"
-            yield title, figure(found, "adaptive_over_best"), reference, "adapt.py"
+    for one in records("auto")[-1:]:
+        for cell, found in one["figures"].items():
+            reference = (
+                f"over plain sequential {figure(found, 'auto_over_sequential')}; best fixed: {found['best_fixed']}"
+            )
+            yield f"auto over the best fixed mode, {cell}", figure(found, "auto_over_best_fixed"), reference, "auto.py"
     for one in records("attention")[-1:]:
         for shape, found in one["figures"].items():
             reference = f"{found['vs_blocks']:.1f}x blocks; {found['of_sgemm']:.2f} of sgemm"

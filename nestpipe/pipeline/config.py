@@ -31,7 +31,7 @@ class PipelineConfig(MicroBatchConfig):
 
     mode: Literal["auto", "sequential", "dual-buffer", "frozen-window", "nested"] = "auto"
     """dual-buffer hides the lookup of the next batches, frozen-window the exchanges between micro-batches, nested both.
-    auto: nested on several machines, else sequential; the run says which and why."""
+    auto: nested on several ranks, else sequential; the run says which and why."""
     micro_batches: int = 0
     """Micro-batches per batch. Rows are updated once per batch, after the last one. 0: chosen at the first start from the size of
     a batch and the number of machines, and kept."""
@@ -49,12 +49,6 @@ class PipelineConfig(MicroBatchConfig):
     """nested: send the last gradients and the next first rows in so many chunks; one is updated while others are in flight."""
     groups: int = 1
     """Replica groups: each holds all tables; rows stay inside a group, gradient sums travel between groups. 0: measure and choose."""
-    tune: bool = False
-    """Choose micro-batches, ramp, depth and buffer size from a short profile at the start; recorded in RUN/settings.jsonl."""
-    adapt: int = 0
-    """Re-measure and choose again after so many steps, less often while nothing changes. 0: never."""
-    follow: str = ""
-    """A tuned or adapted run: take the settings of each step from its RUN/settings.jsonl, in any mode."""
     trace_steps: int = 0
     """Record the last so many steps for `nestpipe trace RUN`."""
 
@@ -73,12 +67,6 @@ class PipelineConfig(MicroBatchConfig):
             yield f"staleness is {self.staleness}, but mode {self.mode} has no stale rows; use nested (or sequential, slowly)"
         if self.staleness and self.mode in ("auto", "sequential") and self.trace_steps:
             yield f"trace_steps records streams, but mode {self.mode} with staleness 1 {has} none; use nested"
-        if self.adapt < 0 or 0 < self.adapt < 8:
-            yield f"adapt is {self.adapt}; it must be 0 (never) or at least 8 steps, enough for a measurement"
-        if self.adapt and self.mode in ("auto", "sequential"):
-            yield f"adapt measures overlap, but mode {self.mode} {has} none; use nested"
-        if self.follow and (self.tune or self.adapt):
-            yield "follow takes settings from another run, so tune and adapt have nothing to choose; remove them"
         if self.sync_steps < 0:
             yield f"sync_steps is {self.sync_steps}; it must not be negative"
         if self.sync_steps and not self.staleness:
