@@ -37,7 +37,9 @@ class Arms:
         self._state = self._new_state(self._plain)
         if num_hosts > 1:  # as a run of 200 steps or more
             own = self.chosen
-            config = PipelineConfig(mode="nested", micro_batches=own.micro_batches, ramp=own.ramp, chunks=own.chunks)
+            config = PipelineConfig().changed(
+                mode="nested", micro_batches=own.micro_batches, ramp=own.ramp, chunks=own.chunks
+            )
             profile = StepProfile(
                 self._new_state(self._plain), channels.control, lambda: nullcontext(iter(self._data)), RATES
             )

@@ -51,7 +51,7 @@ class Config:
         least = self.pipeline.protect_steps
         if self.embedding.max_rows and self.embedding.protect_steps < least:
             yield (
-                f"embedding.protect_steps is {self.embedding.protect_steps}, but with pipeline.depth {self.pipeline.depth} rows "
+                f"embedding.protect_steps is {self.embedding.protect_steps}, but with pipeline.advanced.depth {self.pipeline.advanced.depth} rows "
                 f"stay in use longer; set --embedding.protect-steps {least}"
             )
         if isinstance(self.model, EncDecConfig) and max(self.eval.ks) > self.model.beam:
@@ -79,6 +79,8 @@ class Config:
         kind = section.pop("kind", None) if isinstance(section, dict) else None
         if not isinstance(kind, str):
             raise ConfigError(f"model.kind is {kind!r}; it must be the name of a model, such as 'hstu'.")
+        if isinstance(section := content.get("pipeline"), dict):
+            content["pipeline"] = PipelineConfig.moved(section)
         config: Config = read_object(Config, content, "", {"model": entry_named(kind).config})
         config.validate()
         return config

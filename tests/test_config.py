@@ -5,6 +5,7 @@ import pytest
 
 from nestpipe.config import Config, keys
 from nestpipe.errors import ConfigError
+from nestpipe.pipeline.config import PipelineConfig
 from nestpipe.recipes import RECIPES
 
 
@@ -96,3 +97,23 @@ def test_every_setting_is_explained():
                         assert isinstance(after, ast.Expr), (
                             f"{file}: {node.name}.{ast.unparse(field.target)} has no docstring"
                         )
+
+
+def test_older_files_are_read_where_settings_have_moved():
+    content = json.loads(Config().to_json())
+    advanced = content["pipeline"].pop("advanced")
+    content["pipeline"] |= advanced | {
+        "depth": 2,
+        "ramp": 0.5,
+        "cluster": False,
+        "tune": False,
+        "adapt": 0,
+        "follow": "",
+    }
+    found = Config.from_json(json.dumps(content))
+    assert found.pipeline == PipelineConfig().changed(depth=2, ramp=0.5)
+    content = json.loads(found.to_json())
+    assert Config.from_json(json.dumps(content)) == found
+    content["pipeline"]["cluster"] = True
+    with pytest.raises(ConfigError, match=r"pipeline\.cluster was in use"):
+        Config.from_json(json.dumps(content))

@@ -90,23 +90,23 @@ class AutoChoice:
         """The configuration with this choice where the user left it open."""
         own, data = asked.pipeline, asked.data
         if not own.micro_batches:  # whoever gives their number decides how batches are divided
-            own = replace(own, micro_batches=self.micro_batches, ramp=self.ramp)
+            own = own.changed(micro_batches=self.micro_batches, ramp=self.ramp)
             if self.balance and not data.balance:
                 cost = flop_cost(asked)
                 data = replace(data, balance=True, cost_linear=cost.linear, cost_square=cost.square)
         if own.mode == "auto":
             # Groups exchange whole sums, so they have no chunks.
             chunks = self.chunks if self.mode == "nested" and own.groups == 1 else 1
-            own = replace(own, mode=self.mode, depth=self.depth, chunks=chunks)
+            own = own.changed(mode=self.mode, depth=max(self.depth, own.advanced.depth), chunks=chunks)
         return replace(asked, pipeline=own, data=data)
 
     def line(self, asked: Config) -> str:
         """What the run says about it."""
         chosen = self.apply(asked)
-        own = chosen.pipeline
+        own, more = chosen.pipeline, chosen.pipeline.advanced
         parts = [own.mode, f"{own.micro_batches} micro-batch{'es' * (own.micro_batches > 1)}"]
-        parts += [f"ramp {own.ramp:g}"] * (own.ramp < 1 and own.micro_batches > 1)
-        parts += [f"{own.chunks} chunks"] * (own.chunks > 1) + [f"depth {own.depth}"] * (own.depth > 1)
+        parts += [f"ramp {more.ramp:g}"] * (more.ramp < 1 and own.micro_batches > 1)
+        parts += [f"{own.chunks} chunks"] * (own.chunks > 1) + [f"depth {more.depth}"] * (more.depth > 1)
         parts += ["balanced"] * chosen.data.balance
         gain = f"; {self.gain}" if self.gain else ""
         return f"pipeline auto: {', '.join(parts)} ({self.why}){gain}; bitwise the same: --pipeline.mode sequential"
@@ -134,7 +134,7 @@ def flop_cost(config: Config) -> SampleCost:
 
 def waits(batches: Sequence[Ints], cost: SampleCost, num_ranks: int) -> tuple[float, float]:
     """The mean share of a step that ranks wait, without and with balance, for global batches of samples of these lengths."""
-    plain, balanced = [], []
+    plain, balanced = list[float](), list[float]()
     for lengths in batches:
         costs, tokens = cost.of(lengths), lengths.astype(float)
         for found, rank_of in (

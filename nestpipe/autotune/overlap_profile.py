@@ -77,12 +77,12 @@ class StepProfile:
         """A few steps of one setting. Collective."""
         state, world, first = self._state, self._control.world, self._state.num_steps
         clip = self._rates.clip
-        schedule = schedule_for(config, config.sync_steps, clip_rows=clip is not None and clip.rows)
+        schedule = schedule_for(config, config.advanced.sync_steps, clip_rows=clip is not None and clip.rows)
         capacity = (NUM_STEPS + 8) * schedule.max_events
         recorder = Recorder(
             world.rank, world.size, capacity=capacity, run=f"profile {first}", clock_offset_ns=self._offset_ns
         )
-        state.micro_batching, watched = config, state.channels
+        state.micro_batching, watched = config.micro_batching, state.channels
         before = [channel.watch for channel in watched]
         runner = Runner(state, schedule, observe=recorder.observer(first, channels=watched))
         try:
@@ -121,7 +121,7 @@ def choose_overlap(profile: StepProfile, config: PipelineConfig, counted: AutoCh
     times = predict(measured, [config.micro_batches], cores=None)
     if not times:
         measured.append(profile.measure(replace(config, mode="sequential", chunks=1)))
-    found = {(one.config.mode, one.config.chunks): one.step_s for one in measured}
+    found: dict[tuple[str, int], float] = {(one.config.mode, one.config.chunks): one.step_s for one in measured}
     found |= {(one.mode, 1): seconds for one, seconds in times.items() if one.mode != "nested"}
     best = min(found, key=lambda one: found[one])
     if found[best] > (1 - _MARGIN) * found["nested", config.chunks]:

@@ -66,7 +66,7 @@ def tuned(config: Config, world: World) -> PipelineAdvice:
     with exact_arithmetic(config.train.num_threads or torch.get_num_threads()):
         profile = StepProfile.of(settled.run, settled.channels, batches)
         most = max(config.data.batch_size // world.size, 1)
-        plain = replace(settled.run.config.pipeline, mode="nested", ramp=1.0, chunks=1, split=False)
+        plain = settled.run.config.pipeline.changed(mode="nested", ramp=1.0, chunks=1, split=False)
         steps = [profile.measure(replace(plain, micro_batches=one)) for one in sorted({min(n, most) for n in PROBES})]
         steps.append(profile.measure(replace(plain, mode="sequential", micro_batches=1)))
         predicted = predict(steps, [one for one in NUMBERS if one <= most], cores=cores)

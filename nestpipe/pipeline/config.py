@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Literal
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal
 
 from nestpipe.embedding.config import MAX_CHUNKS
+from nestpipe.errors import ConfigError
+
+_GONE = {"cluster": False, "tune": False, "adapt": 0, "follow": ""}  # of older files, with the value that means nothing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,46 +21,81 @@ class MicroBatchConfig:
     ramp: float = 1.0
     """Size of the first and last micro-batch relative to the others: their messages are not hidden, so smaller may be faster."""
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdvancedPipelineConfig:
+    """What auto chooses, and what only a study of the pipeline needs."""
+
+    ramp: float = 1.0
+    """Size of the first and last micro-batch relative to the others: their messages are not hidden, so smaller may be faster."""
+    depth: int = 1
+    """dual-buffer, nested: number of batches whose rows are prefetched."""
+    sync_steps: int = 0
+    """With staleness 1: number of exact steps at the start."""
+    rows: Literal["auto", "table", "buffer"] = "auto"
+    """Where rows of batches in flight are: in their table or in a prefetch buffer. auto: the table. Rows in files have a row buffer."""
+    trace_steps: int = 0
+    """Record the last so many steps for `nestpipe trace RUN`."""
+
     def problems(self) -> Iterator[str]:
-        if not 1 <= self.micro_batches <= 256:
-            yield f"micro_batches is {self.micro_batches}; it must be in 1 .. 256"
         if not 0 < self.ramp <= 1:
             yield f"ramp is {self.ramp}; it must be in (0, 1]"
+        if not 1 <= self.depth <= 8:
+            yield f"depth is {self.depth}; it must be in 1 .. 8"
+        for name in ("sync_steps", "trace_steps"):
+            if getattr(self, name) < 0:
+                yield f"{name} is {getattr(self, name)}; it must not be negative"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PipelineConfig(MicroBatchConfig):
+class PipelineConfig:
     """How a batch is divided and which stages overlap. Given micro-batches and staleness, every mode is bitwise identical."""
 
     mode: Literal["auto", "sequential", "dual-buffer", "frozen-window", "nested"] = "auto"
     """dual-buffer hides the lookup of the next batches, frozen-window the exchanges between micro-batches, nested both.
     auto: nested on several ranks, else sequential; the run says which and why."""
     micro_batches: int = 0
-    """Micro-batches per batch. Rows are updated once per batch, after the last one. 0: chosen at the first start from the size of
-    a batch and the number of machines, and kept."""
-    depth: int = 1
-    """dual-buffer, nested: number of batches whose rows are prefetched."""
+    """Micro-batches per batch. Rows are updated once per batch, after the last one. 0: chosen at the first start, with ramp and
+    balance, from the sizes of batches and the number of machines, and kept."""
     staleness: int = 0
     """1 is semi-asynchronous: the rows of a batch always miss the update of the previous batch. Not exact; sequential and nested."""
-    sync_steps: int = 0
-    """With staleness 1: number of exact steps at the start."""
-    rows: Literal["auto", "table", "buffer"] = "auto"
-    """Where rows of batches in flight are: in their table or in a prefetch buffer. auto: the table. Rows in files have a row buffer."""
+    groups: int = 1
+    """Replica groups: each holds all tables; rows stay inside a group, gradient sums travel between groups. 0: measure and choose."""
     split: bool = False
     """nested: send rows that neighbouring batches do not share in messages of their own, which are hidden."""
     chunks: int = 1
     """nested: send the last gradients and the next first rows in so many chunks; one is updated while others are in flight."""
-    groups: int = 1
-    """Replica groups: each holds all tables; rows stay inside a group, gradient sums travel between groups. 0: measure and choose."""
-    trace_steps: int = 0
-    """Record the last so many steps for `nestpipe trace RUN`."""
+    advanced: AdvancedPipelineConfig = field(default_factory=AdvancedPipelineConfig)
+
+    def changed(self, **settings: Any) -> PipelineConfig:
+        """A copy with other settings; those of `advanced` by their own names."""
+        inner = {one.name: settings.pop(one.name) for one in fields(AdvancedPipelineConfig) if one.name in settings}
+        return replace(self, **{"advanced": replace(self.advanced, **inner), **settings})
+
+    @staticmethod
+    def moved(section: Mapping[str, Any]) -> dict[str, Any]:
+        """This section of an older file: settings are where they are now. Raises ConfigError for one that is gone and was in use."""
+        own = dict(section)
+        for name, off in _GONE.items():
+            if own.pop(name, off) != off:
+                raise ConfigError(
+                    f"pipeline.{name} was in use in this run, and this version does not have it, so it cannot divide batches in "
+                    "the same way. Continue the run with the version that started it, or begin another with --init-from."
+                )
+        inner = {one.name: own.pop(one.name) for one in fields(AdvancedPipelineConfig) if one.name in own}
+        return {**own, "advanced": {**inner, **own.get("advanced", {})}} if inner else own
+
+    @property
+    def micro_batching(self) -> MicroBatchConfig:
+        """How a batch is divided."""
+        return MicroBatchConfig(micro_batches=self.micro_batches or 1, ramp=self.advanced.ramp)
 
     def problems(self) -> Iterator[str]:
-        yield from MicroBatchConfig.problems(replace(self, micro_batches=self.micro_batches or 1))
+        if not 0 <= self.micro_batches <= 256:
+            yield f"micro_batches is {self.micro_batches}; it must be in 1 .. 256, or 0 to choose"
+        yield from (f"advanced.{problem}" for problem in self.advanced.problems())
         yield from self._group_problems()
         has = "may have" if self.mode == "auto" else "has"
-        if not 1 <= self.depth <= 8:
-            yield f"depth is {self.depth}; it must be in 1 .. 8"
         if self.split and self.mode != "nested":
             yield f"split is for mode nested, but the mode is {self.mode}"
         yield from self._chunk_problems()
@@ -65,14 +103,10 @@ class PipelineConfig(MicroBatchConfig):
             yield f"staleness is {self.staleness}; it must be 0 (exact) or 1 (rows stale by one step)"
         if self.staleness and self.mode not in ("auto", "sequential", "nested"):
             yield f"staleness is {self.staleness}, but mode {self.mode} has no stale rows; use nested (or sequential, slowly)"
-        if self.staleness and self.mode in ("auto", "sequential") and self.trace_steps:
-            yield f"trace_steps records streams, but mode {self.mode} with staleness 1 {has} none; use nested"
-        if self.sync_steps < 0:
-            yield f"sync_steps is {self.sync_steps}; it must not be negative"
-        if self.sync_steps and not self.staleness:
-            yield "sync_steps come before stale steps, but staleness is 0: all steps are exact"
-        if self.trace_steps < 0:
-            yield f"trace_steps is {self.trace_steps}; it must not be negative"
+        if self.staleness and self.mode in ("auto", "sequential") and self.advanced.trace_steps:
+            yield f"advanced.trace_steps records streams, but mode {self.mode} with staleness 1 {has} none; use nested"
+        if self.advanced.sync_steps and not self.staleness:
+            yield "advanced.sync_steps come before stale steps, but staleness is 0: all steps are exact"
 
     def _group_problems(self) -> Iterator[str]:
         if self.groups < 0:
@@ -101,7 +135,7 @@ class PipelineConfig(MicroBatchConfig):
     @property
     def protect_steps(self) -> int:
         """Number of batches for which rows must be protected from eviction."""
-        return max(self.depth + 1 if self.looks_ahead else 0, 1) + self.staleness
+        return max(self.advanced.depth + 1 if self.looks_ahead else 0, 1) + self.staleness
 
     def on_one_rank(self) -> PipelineConfig:
         """With the settings of a single process where they are left open."""
@@ -110,9 +144,9 @@ class PipelineConfig(MicroBatchConfig):
 
     def is_stale(self, number: int) -> bool:
         """Whether a batch runs as a stale step; the first of these has no update to miss."""
-        return self.staleness > 0 and number >= self.sync_steps
+        return self.staleness > 0 and number >= self.advanced.sync_steps
 
     def steps_to_switch(self, number: int) -> int | None:
         """Steps until another schedule begins, which needs a barrier; None for never."""
-        left = self.sync_steps - number if self.staleness else 0
+        left = self.advanced.sync_steps - number if self.staleness else 0
         return left if left > 0 else None

@@ -334,7 +334,7 @@ def schedule_for(config: PipelineConfig, number: int, *, clip_rows: bool) -> Sch
     return Schedule.of(
         mode,
         config.micro_batches or 1,
-        depth=config.depth + stale,
+        depth=config.advanced.depth + stale,
         clip_rows=clip_rows,
         stale=stale,
         split=config.split and is_divisible,

@@ -85,7 +85,7 @@ def calibrate(
     fewest = min(run.world_size for run in runs)
     if fewest < 2:
         raise DataError(
-            "a trace of one rank contains no messages. Record with --pipeline.trace-steps N on two or more ranks."
+            "a trace of one rank contains no messages. Record with --pipeline.advanced.trace-steps N on two or more ranks."
         )
     small = [run for run in runs if run.world_size == fewest]
     quiet = [run for run in small if run.is_sequential] or small
@@ -179,7 +179,7 @@ def _micro_batch_s(runs: Sequence[_Recorded], device_s: float) -> float:
     if len(set(numbers)) == 1:
         return 0.0
     slope = float(np.polyfit(numbers, seconds, 1)[0])
-    return max(min(slope, *map(truediv, seconds, numbers)), 0.0)
+    return float(max(min(slope, *map(truediv, seconds, numbers)), 0.0))
 
 
 def _moving_s(probes: Probes, runs: Sequence[_Recorded]) -> float:

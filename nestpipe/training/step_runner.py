@@ -20,7 +20,7 @@ class StepRunner:
         self._clip_rows = train.clip == "all" and train.clip_norm > 0
         schedule = schedule_for(self._settings, state.num_steps, clip_rows=self._clip_rows)
         self.runner, self._recorder = Runner(state, schedule), Recorder.off()
-        if steps := self._settings.trace_steps:
+        if steps := self._settings.advanced.trace_steps:
             world, name = state.control.world, uuid.uuid4().hex.encode()
             self._recorder = Recorder(
                 world.rank,
@@ -33,7 +33,7 @@ class StepRunner:
     def of(run: Run, state: TrainState) -> StepRunner | None:
         """None for sequential steps that are not recorded."""
         settings = run.config.pipeline
-        return StepRunner(run, state) if settings.mode != "sequential" or settings.trace_steps else None
+        return StepRunner(run, state) if settings.mode != "sequential" or settings.advanced.trace_steps else None
 
     def begin(self) -> Runner:
         """The runner for the steps to the next barrier, with their schedule."""
@@ -43,5 +43,5 @@ class StepRunner:
         return self.runner
 
     def save_trace(self) -> None:
-        if self._settings.trace_steps:
+        if self._settings.advanced.trace_steps:
             self._recorder.save(self._run.folder)

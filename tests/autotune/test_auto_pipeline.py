@@ -52,9 +52,9 @@ def test_what_a_user_sets_stays():
         assert not list(config.problems())
         return config
 
-    assert (applied().pipeline.ramp, applied().data.balance) == (0.5, True)
+    assert (applied().pipeline.advanced.ramp, applied().data.balance) == (0.5, True)
     given = applied(micro_batches=3)
-    assert (given.pipeline.micro_batches, given.pipeline.ramp, given.data.balance) == (3, 1.0, False)
+    assert (given.pipeline.micro_batches, given.pipeline.advanced.ramp, given.data.balance) == (3, 1.0, False)
     assert applied(mode="sequential").pipeline.mode == "sequential"
     assert applied(mode="sequential").data == applied().data, "the same division in every mode"
     grouped = applied(groups=2).pipeline

@@ -96,7 +96,7 @@ def test_invalid_chunk_settings_are_named():
 
 
 def test_chunks_are_off_where_updates_are_stale_or_clipped():
-    config = PipelineConfig(mode="nested", chunks=4, staleness=1, sync_steps=3)
+    config = PipelineConfig().changed(mode="nested", chunks=4, staleness=1, sync_steps=3)
     assert schedule_for(config, 0, clip_rows=False).num_chunks == 4
     assert schedule_for(config, 0, clip_rows=True).num_chunks == 1
     assert schedule_for(config, 3, clip_rows=False).num_chunks == 1

@@ -90,7 +90,7 @@ def test_a_run_may_change_its_mode_when_it_is_resumed(calm, log, tmp_path):
         (0, "nested"),
     ):
         config = config_of(log, "nested" if mode in cut else mode, validation=validation, steps=steps)
-        config = replace(config, pipeline=replace(config.pipeline, **cut.get(mode, {})))
+        config = replace(config, pipeline=config.pipeline.changed(**cut.get(mode, {})))
         run_ranks(2, train, config, tmp_path / "run")
     assert not differing_tensors(folder, tmp_path / "run")
 
@@ -124,7 +124,7 @@ def test_a_signal_on_one_rank_stops_all_after_the_same_batch_and_the_run_resumes
 
 def test_a_traced_run_keeps_its_last_steps(log, tmp_path):
     config = config_of(log, "nested")
-    run_ranks(2, train, replace(config, pipeline=replace(config.pipeline, trace_steps=4)), tmp_path / "run")
+    run_ranks(2, train, replace(config, pipeline=config.pipeline.changed(trace_steps=4)), tmp_path / "run")
     for trace in load(tmp_path / "run"):
         assert [step.batch for step in steps_of(trace)][-3:] == [9, 10, 11]
 

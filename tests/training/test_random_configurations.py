@@ -51,7 +51,7 @@ class Drawn:
     lives: tuple[Life, ...]
 
     def of(self, life: Life) -> Config:
-        config = replace(self.config, pipeline=replace(self.config.pipeline, **life.pipeline))
+        config = replace(self.config, pipeline=self.config.pipeline.changed(**life.pipeline))
         return replace(config, train=replace(config.train, steps=life.steps))
 
 
