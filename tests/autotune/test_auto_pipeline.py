@@ -9,12 +9,16 @@ import pytest
 from nestpipe.autotune.auto_pipeline import AutoChoice, WorkloadCounts, flop_cost, waits
 from nestpipe.cli.demo import differing_tensors
 from nestpipe.config import Config
-from nestpipe.data.config import DataConfig
+from nestpipe.data.config import ClicksConfig, DataConfig
+from nestpipe.data.synthetic_clicks import ingest_clicks
 from nestpipe.errors import ConfigError
-from nestpipe.models.config import HSTUConfig, RankingConfig
+from nestpipe.models.config import FuXiConfig, HSTUConfig, RankingConfig
 from nestpipe.pipeline.config import PipelineConfig
 from nestpipe.training import loop
 from nestpipe.training.loop import train_to_end
+from tests.eval.ranking_ranks import ranking_config
+from tests.generative.test_training import config_of as generative_config
+from tests.generative.test_training import make_ids
 from tests.rank_pool import run_ranks
 from tests.small_runs import small_config, small_log
 
@@ -144,6 +148,28 @@ def test_another_number_of_ranks_chooses_once_more(log, tmp_path):
     run_ranks(1, tuned_train, config_of(log), tmp_path / "run", 1)
     both = chosen_by(tmp_path / "run")
     assert (both["2"]["mode"], both["1"]["mode"]) == ("nested", "sequential")
+
+
+@pytest.mark.parametrize("model", ["fuxi", "ranker", "semantic ids"])
+def test_every_kind_of_model_equals_sequential(log, tmp_path, model):
+    """One command, with and without --pipeline.mode sequential; the division of batches is chosen in both."""
+    config = config_of(log, steps=4)
+    if model == "fuxi":
+        config = replace(config, model=FuXiConfig(dim=8, num_heads=2, qk_dim=3, v_dim=5))
+    elif model == "ranker":
+        clicks = ingest_clicks(tmp_path / "clicks", ClicksConfig(num_users=40, num_items=25, num_events=900))
+        config = replace(ranking_config(clicks.path, "hstu"), train=config.train)
+    else:
+        make_ids(tmp_path / "ids")
+        config = generative_config(tmp_path)
+        config = replace(config, data=replace(config.data, path=str(log), validation=False), train=config_of(log).train)
+        config = replace(config, pipeline=PipelineConfig())
+    for mode in ("auto", "sequential"):
+        pipeline = replace(config.pipeline, mode=mode)
+        run_ranks(2, tuned_train, replace(config, pipeline=pipeline), tmp_path / mode, deadline_s=120)
+    assert chosen_by(tmp_path / "auto") == chosen_by(tmp_path / "sequential")
+    assert chosen_by(tmp_path / "auto")["2"]["micro_batches"] > 1
+    assert not differing_tensors(tmp_path / "auto", tmp_path / "sequential")
 
 
 def test_a_long_run_on_several_machines_measures_what_decides_no_bits(log, tmp_path):
