@@ -108,8 +108,11 @@ class AutoChoice:
         parts += [f"ramp {more.ramp:g}"] * (more.ramp < 1 and own.micro_batches > 1)
         parts += [f"{own.chunks} chunks"] * (own.chunks > 1) + [f"depth {more.depth}"] * (more.depth > 1)
         parts += ["balanced"] * chosen.data.balance
+        text = f"{', '.join(parts)} ({self.why})"
+        if asked.pipeline.mode != "auto":
+            return f"pipeline: {text}"
         gain = f"; {self.gain}" if self.gain else ""
-        return f"pipeline auto: {', '.join(parts)} ({self.why}){gain}; bitwise the same: --pipeline.mode sequential"
+        return f"pipeline auto: {text}{gain}; bitwise the same: --pipeline.mode sequential"
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
