@@ -106,7 +106,7 @@ class AutoChoice:
         own, more = chosen.pipeline, chosen.pipeline.advanced
         parts = [own.mode, f"{own.micro_batches} micro-batch{'es' * (own.micro_batches > 1)}"]
         parts += [f"ramp {more.ramp:g}"] * (more.ramp < 1 and own.micro_batches > 1)
-        parts += [f"{own.chunks} chunks"] * (own.chunks > 1) + [f"depth {more.depth}"] * (more.depth > 1)
+        parts += [f"{more.chunks} chunks"] * (more.chunks > 1) + [f"depth {more.depth}"] * (more.depth > 1)
         parts += ["balanced"] * chosen.data.balance
         text = f"{', '.join(parts)} ({self.why})"
         if asked.pipeline.mode != "auto":

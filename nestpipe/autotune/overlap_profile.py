@@ -103,7 +103,7 @@ def predict(
     measured: Sequence[ProfiledSteps], numbers: Iterable[int], *, cores: int | None
 ) -> dict[PipelineSetting, float]:
     """Seconds per step of every mode with these numbers of micro-batches; nothing if the traces do not determine the constants."""
-    plain = [one for one in measured if one.config.mode == "nested" and one.config.chunks == 1]
+    plain = [one for one in measured if one.config.mode == "nested" and one.config.advanced.chunks == 1]
     try:
         constants = calibrate([trace for one in plain for trace in one.traces])
     except DataError:
@@ -116,16 +116,18 @@ def predict(
 
 def choose_overlap(profile: StepProfile, config: PipelineConfig, counted: AutoChoice, control: Channel) -> AutoChoice:
     """The choice from counts, with mode, depth and chunks as measured. Collective; `config` has the counted choice."""
-    whole = profile.measure(replace(config, chunks=1))
-    measured = [whole] if config.chunks == 1 else [whole, profile.measure(config)]
+    whole = profile.measure(config.changed(chunks=1))
+    measured = [whole] if config.advanced.chunks == 1 else [whole, profile.measure(config)]
     times = predict(measured, [config.micro_batches], cores=None)
     if not times:
-        measured.append(profile.measure(replace(config, mode="sequential", chunks=1)))
-    found: dict[tuple[str, int], float] = {(one.config.mode, one.config.chunks): one.step_s for one in measured}
+        measured.append(profile.measure(config.changed(mode="sequential", chunks=1)))
+    found: dict[tuple[str, int], float] = {
+        (one.config.mode, one.config.advanced.chunks): one.step_s for one in measured
+    }
     found |= {(one.mode, 1): seconds for one, seconds in times.items() if one.mode != "nested"}
     best = min(found, key=lambda one: found[one])
-    if found[best] > (1 - _MARGIN) * found["nested", config.chunks]:
-        best = ("nested", config.chunks)
+    if found[best] > (1 - _MARGIN) * found["nested", config.advanced.chunks]:
+        best = ("nested", config.advanced.chunks)
     depth = counted.depth + (whole.exposed_lookup > _EXPOSED_LOOKUP and best[0] in ("dual-buffer", "nested"))
     gain = f"{found['sequential', 1] / found[best]:.2f}x of sequential expected"
     chosen: dict[str, Any] = {"mode": best[0], "chunks": best[1], "depth": depth, "gain": gain}

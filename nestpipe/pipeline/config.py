@@ -34,6 +34,10 @@ class AdvancedPipelineConfig:
     """With staleness 1: number of exact steps at the start."""
     rows: Literal["auto", "table", "buffer"] = "auto"
     """Where rows of batches in flight are: in their table or in a prefetch buffer. auto: the table. Rows in files have a row buffer."""
+    split: bool = False
+    """nested: send rows that neighbouring batches do not share in messages of their own, which are hidden."""
+    chunks: int = 1
+    """nested: send the last gradients and the next first rows in so many chunks; one is updated while others are in flight."""
     trace_steps: int = 0
     """Record the last so many steps for `nestpipe trace RUN`."""
 
@@ -61,10 +65,6 @@ class PipelineConfig:
     """1 is semi-asynchronous: the rows of a batch always miss the update of the previous batch. Not exact; sequential and nested."""
     groups: int = 1
     """Replica groups: each holds all tables; rows stay inside a group, gradient sums travel between groups. 0: measure and choose."""
-    split: bool = False
-    """nested: send rows that neighbouring batches do not share in messages of their own, which are hidden."""
-    chunks: int = 1
-    """nested: send the last gradients and the next first rows in so many chunks; one is updated while others are in flight."""
     advanced: AdvancedPipelineConfig = field(default_factory=AdvancedPipelineConfig)
 
     def changed(self, **settings: Any) -> PipelineConfig:
@@ -96,8 +96,8 @@ class PipelineConfig:
         yield from (f"advanced.{problem}" for problem in self.advanced.problems())
         yield from self._group_problems()
         has = "may have" if self.mode == "auto" else "has"
-        if self.split and self.mode != "nested":
-            yield f"split is for mode nested, but the mode is {self.mode}"
+        if self.advanced.split and self.mode != "nested":
+            yield f"advanced.split is for mode nested, but the mode is {self.mode}"
         yield from self._chunk_problems()
         if self.staleness not in (0, 1):
             yield f"staleness is {self.staleness}; it must be 0 (exact) or 1 (rows stale by one step)"
@@ -111,21 +111,21 @@ class PipelineConfig:
     def _group_problems(self) -> Iterator[str]:
         if self.groups < 0:
             yield f"groups is {self.groups}; it must divide the number of ranks, or be 0 to choose"
-        if self.groups != 1 and self.split:
+        if self.groups != 1 and self.advanced.split:
             yield (
                 f"groups is {self.groups}, but groups exchange whole sums and split sends them in two messages; "
                 "remove split or use groups 1"
             )
 
     def _chunk_problems(self) -> Iterator[str]:
-        if not 1 <= self.chunks <= MAX_CHUNKS:
-            yield f"chunks is {self.chunks}; it must be in 1 .. {MAX_CHUNKS}"
-        if self.chunks > 1 and self.mode != "nested":
-            yield f"chunks is {self.chunks}, which is for mode nested, but the mode is {self.mode}"
-        if self.chunks > 1 and self.split:
-            yield f"chunks is {self.chunks}, but split divides the same messages in another way; use one of them"
-        if self.chunks > 1 and self.groups != 1:
-            yield f"chunks is {self.chunks}, but groups is {self.groups}, and groups exchange whole sums; use one of them"
+        if not 1 <= self.advanced.chunks <= MAX_CHUNKS:
+            yield f"advanced.chunks is {self.advanced.chunks}; it must be in 1 .. {MAX_CHUNKS}"
+        if self.advanced.chunks > 1 and self.mode != "nested":
+            yield f"advanced.chunks is {self.advanced.chunks}, which is for mode nested, but the mode is {self.mode}"
+        if self.advanced.chunks > 1 and self.advanced.split:
+            yield f"advanced.chunks is {self.advanced.chunks}, but split divides the same messages in another way; use one of them"
+        if self.advanced.chunks > 1 and self.groups != 1:
+            yield f"advanced.chunks is {self.advanced.chunks}, but groups is {self.groups}, and groups exchange whole sums; use one of them"
 
     @property
     def looks_ahead(self) -> bool:

@@ -337,7 +337,7 @@ def schedule_for(config: PipelineConfig, number: int, *, clip_rows: bool) -> Sch
         depth=config.advanced.depth + stale,
         clip_rows=clip_rows,
         stale=stale,
-        split=config.split and is_divisible,
+        split=config.advanced.split and is_divisible,
         groups=config.groups > 1,
-        num_chunks=config.chunks if is_divisible else 1,
+        num_chunks=config.advanced.chunks if is_divisible else 1,
     )

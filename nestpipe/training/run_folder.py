@@ -49,8 +49,8 @@ FREE_KEYS = (
     *("data.path", "model.ids"),
     *("train.epochs", "train.steps", "train.minutes", "train.save_steps", "train.keep_last", "train.log_steps"),
     *("train.tensorboard", "train.async_save", "train.max_deltas", "train.checkpoints"),
-    *("pipeline.groups", "pipeline.mode", "pipeline.split", "pipeline.chunks"),
-    *(f"pipeline.advanced.{name}" for name in ("depth", "rows", "trace_steps")),
+    *("pipeline.groups", "pipeline.mode"),
+    *(f"pipeline.advanced.{name}" for name in ("depth", "rows", "split", "chunks", "trace_steps")),
     *("embedding.tier", "embedding.files_folder", "embedding.buffer_bytes"),
     *(f"eval.{field.name}" for field in fields(EvalConfig)),
 )

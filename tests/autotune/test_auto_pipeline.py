@@ -52,7 +52,7 @@ def test_what_a_user_sets_stays():
     chosen = AutoChoice.of(counts(2, 2, 2048 * 50, wait=0.4, balanced_wait=0.01))
 
     def applied(**pipeline):
-        config = chosen.apply(Config(pipeline=PipelineConfig(**pipeline)))
+        config = chosen.apply(Config(pipeline=PipelineConfig().changed(**pipeline)))
         assert not list(config.problems())
         return config
 
@@ -62,7 +62,7 @@ def test_what_a_user_sets_stays():
     assert applied(mode="sequential").pipeline.mode == "sequential"
     assert applied(mode="sequential").data == applied().data, "the same division in every mode"
     grouped = applied(groups=2).pipeline
-    assert (grouped.mode, grouped.chunks) == ("nested", 1)
+    assert (grouped.mode, grouped.advanced.chunks) == ("nested", 1)
     own = DataConfig(balance=True, cost_square=0.5)
     assert chosen.apply(Config(data=own)).data == own
 

@@ -80,19 +80,25 @@ def test_split_refs_know_which_ids_have_no_row(access):
 
 
 def test_invalid_chunk_settings_are_named():
-    assert list(PipelineConfig(mode="nested", chunks=4).problems()) == []
+    assert list(PipelineConfig().changed(mode="nested", chunks=4).problems()) == []
     wrong = {
-        "chunks is 0; it must be in 1 .. 8": {"chunks": 0},
-        "chunks is 9; it must be in 1 .. 8": {"chunks": 9},
-        "chunks is 2, which is for mode nested, but the mode is dual-buffer": {"chunks": 2, "mode": "dual-buffer"},
-        "chunks is 2, but split divides the same messages in another way; use one of them": {
+        "advanced.chunks is 0; it must be in 1 .. 8": {"chunks": 0},
+        "advanced.chunks is 9; it must be in 1 .. 8": {"chunks": 9},
+        "advanced.chunks is 2, which is for mode nested, but the mode is dual-buffer": {
+            "chunks": 2,
+            "mode": "dual-buffer",
+        },
+        "advanced.chunks is 2, but split divides the same messages in another way; use one of them": {
             "chunks": 2,
             "split": True,
         },
-        "chunks is 2, but groups is 2, and groups exchange whole sums; use one of them": {"chunks": 2, "groups": 2},
+        "advanced.chunks is 2, but groups is 2, and groups exchange whole sums; use one of them": {
+            "chunks": 2,
+            "groups": 2,
+        },
     }
     for message, settings in wrong.items():
-        assert list(PipelineConfig(**{"mode": "nested", **settings}).problems()) == [message]
+        assert list(PipelineConfig().changed(**{"mode": "nested", **settings}).problems()) == [message]
 
 
 def test_chunks_are_off_where_updates_are_stale_or_clipped():
