@@ -125,15 +125,15 @@ def _pipeline() -> Iterator[Headline]:
         "–",
         "emulated dense part, one machine; not measured on a cluster",
     )
-    halves = records("adapt")[-1]["figures"]
-    values = [half["adaptive_over_best"] for half in halves.values()]
-    yield (
-        "autotuned settings over the best fixed ones, changing workload",
-        " and ".join(f"{value:.2f}x" for value in values),
-        "aim 1.02x",
-        _met(max(values), 1.02),
-        "two ranks, one workload",
-    )
+    if cells := [one for record in records("auto")[-1:] for one in record["figures"].values()]:
+        worst = min(cells, key=lambda one: one["auto_over_best_fixed"])
+        yield (
+            f"auto over the best fixed mode, the lowest of {len(cells)} cells of network and dense part",
+            figure(worst, "auto_over_best_fixed"),
+            "limit 0.90x",
+            "met" if worst["auto_over_best_fixed"] >= worst["auto_over_best_fixed_limit"] else "missed",
+            "two ranks, one machine; start-up not measured",
+        )
 
 
 def _exchange_and_kernels() -> Iterator[Headline]:

@@ -72,7 +72,7 @@ STEPS_PER_EPOCH = 48  # 6,040 users in batches of 128
 
 def _stale() -> Config:
     base = recipes.ml1m_hstu()
-    return replace(base, pipeline=replace(base.pipeline, staleness=1, sync_steps=STEPS_PER_EPOCH))
+    return replace(base, pipeline=base.pipeline.changed(staleness=1, sync_steps=STEPS_PER_EPOCH))
 
 
 SHOWN = {"hstu, one update old": "hstu, rows stale by one step"}  # records keep the name that they were made under

@@ -54,11 +54,12 @@ def rows() -> Iterator[Row]:
     yield from _over_dense()
     yield from _emulated()
     yield from _many_ranks()
-    for one in records("adapt")[-1:]:
-        for half, found in one["figures"].items():
-            reference = f"search included, range by bootstrap over rounds; aim 1.02x; worst fixed settings {found['worst_fixed_over_best']:.2f}x"
-            title = f"autotuned over the best fixed settings, {half} sequences of a changing workload"
-            yield title, figure(found, "adaptive_over_best"), reference, "adapt.py"
+    for one in records("auto")[-1:]:
+        for cell, found in one["figures"].items():
+            reference = (
+                f"over plain sequential {figure(found, 'auto_over_sequential')}; best fixed: {found['best_fixed']}"
+            )
+            yield f"auto over the best fixed mode, {cell}", figure(found, "auto_over_best_fixed"), reference, "auto.py"
     for one in records("attention")[-1:]:
         for shape, found in one["figures"].items():
             reference = f"{found['vs_blocks']:.1f}x blocks; {found['of_sgemm']:.2f} of sgemm"
@@ -322,8 +323,7 @@ def _train_step(network: str, found: Figures, settings: Figures) -> Iterator[Row
     divided = f"{settings['micro_batches']} micro-batches" + f", {chunks} chunks" * (chunks != 1)
     where = f"zipf-{settings['samples']}, {settings['dense']}, {divided}, {network}"
     command = f"train_step.py --dense {settings['dense']} --samples {settings['samples']} --micro-batches {settings['micro_batches']}"
-    command += f" --depth {settings['depth']} --ramp {settings['ramp']}" + " --cluster" * settings["cluster"]
-    command += _chunks(settings)
+    command += f" --depth {settings['depth']} --ramp {settings['ramp']}" + _chunks(settings)
     overlap = f"busy {found['busy_share']:.0%}, exposed lookup {found['exposed_lookup']:.1%}"
     if "exposed_comm_floor_ms" in found:
         overlap += f", exposed communication {found['exposed_comm_ms']:.1f} ms (lower bound {found['exposed_comm_floor_ms']:.1f})"

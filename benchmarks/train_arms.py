@@ -58,7 +58,6 @@ class Settings:
     micro_batches: int = 4
     depth: int = 1
     ramp: float = 1.0
-    cluster: bool = False
     chunks: Chunking = 1  # nested: of the last gradients, the update and the next first rows
     groups: int = 1  # of the arms sequential-groups and nested-groups
     arms: Sequence[str] = ()
@@ -199,9 +198,7 @@ def our_state(settings: Settings, channels: Channels) -> TrainState:
         dense=DenseParams(model, DenseConfig(optimizer="adam"), channels.dense),
         control=channels.control,
         seed=SEED,
-        micro_batching=MicroBatchConfig(
-            micro_batches=settings.micro_batches, ramp=settings.ramp, cluster=settings.cluster
-        ),
+        micro_batching=MicroBatchConfig(micro_batches=settings.micro_batches, ramp=settings.ramp),
     )
 
 
@@ -305,7 +302,7 @@ def _measure(settings: Settings) -> None:
         elif name == "dense-only":
             runs[name] = dense_only(our_state(settings, channels), data)
         else:
-            own = replace(settings, micro_batches=1, ramp=1.0, cluster=False) if name == "sequential-1" else settings
+            own = replace(settings, micro_batches=1, ramp=1.0) if name == "sequential-1" else settings
             recorder = Recorder(world.rank, world.size, capacity=1 << 15, on=name.startswith("nested"))
             state = our_state(own, grouped if name.endswith("-groups") else channels)
             ours[name] = OurArm(name, own, state, data, recorder)

@@ -67,8 +67,7 @@ def chunking(text: str) -> int | str:
 def measured_on(name: str, options: argparse.Namespace) -> dict[str, object]:
     rate, delay_ms = NETWORKS[name]
     settings = {
-        key: getattr(options, key)
-        for key in ("samples", "dense", "micro_batches", "depth", "ramp", "cluster", "chunks", "arms")
+        key: getattr(options, key) for key in ("samples", "dense", "micro_batches", "depth", "ramp", "chunks", "arms")
     }
     settings |= {"num_blocks": options.blocks, "num_steps": options.steps}
     command = [options.python, str(Path(__file__)), "--as-rank", json.dumps(settings)]
@@ -208,7 +207,6 @@ def main() -> None:
     parser.add_argument("--micro-batches", type=int, default=4)
     parser.add_argument("--depth", type=int, default=1)
     parser.add_argument("--ramp", type=float, default=1.0)
-    parser.add_argument("--cluster", action="store_true")
     parser.add_argument("--chunks", type=chunking, default=1, help=f"nested: {chunking.__doc__}")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=None)
     parser.add_argument("--blocks", type=int)
@@ -249,7 +247,6 @@ def main() -> None:
             "micro_batches",
             "depth",
             "ramp",
-            "cluster",
             "chunks",
             "blocks",
             "steps",

@@ -51,7 +51,7 @@ class Config:
         least = self.pipeline.protect_steps
         if self.embedding.max_rows and self.embedding.protect_steps < least:
             yield (
-                f"embedding.protect_steps is {self.embedding.protect_steps}, but with pipeline.depth {self.pipeline.depth} rows "
+                f"embedding.protect_steps is {self.embedding.protect_steps}, but with pipeline.advanced.depth {self.pipeline.advanced.depth} rows "
                 f"stay in use longer; set --embedding.protect-steps {least}"
             )
         if isinstance(self.model, EncDecConfig) and max(self.eval.ks) > self.model.beam:
@@ -79,7 +79,8 @@ class Config:
         kind = section.pop("kind", None) if isinstance(section, dict) else None
         if not isinstance(kind, str):
             raise ConfigError(f"model.kind is {kind!r}; it must be the name of a model, such as 'hstu'.")
-        _read_split(content.get("pipeline"))
+        if isinstance(section := content.get("pipeline"), dict):
+            content["pipeline"] = PipelineConfig.moved(section)
         config: Config = read_object(Config, content, "", {"model": entry_named(kind).config})
         config.validate()
         return config
@@ -138,12 +139,6 @@ def read_object(kind: type[Any], content: Any, prefix: str, chosen: dict[str, ty
             read_object(hint, value, f"{prefix}{name}.") if is_section else _value(hint, value, prefix + name)
         )
     return kind(**values)
-
-
-def _read_split(pipeline: Any) -> None:
-    """Replaces `split`, which older runs have, by the chunks that it is now."""
-    if isinstance(pipeline, dict) and isinstance(pipeline.get("split"), bool) and pipeline.pop("split"):
-        pipeline["chunks"] = "shared"
 
 
 def _value(hint: Any, value: Any, key: str) -> Any:

@@ -69,7 +69,7 @@ def small_config(
         model=replace(MODELS[model], dropout=0.2),
         loss=LOSSES[loss],
         embedding=replace(recipe.embedding, num_buckets=4),
-        pipeline=replace(recipe.pipeline, **(pipeline or {})),
+        pipeline=recipe.pipeline.changed(**(pipeline or {})),
         train=replace(recipe.train, **settings),
         eval=replace(recipe.eval, ks=(1, 10), num_bootstrap=100),
     )

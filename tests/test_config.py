@@ -5,6 +5,7 @@ import pytest
 
 from nestpipe.config import Config, keys
 from nestpipe.errors import ConfigError
+from nestpipe.pipeline.config import PipelineConfig
 from nestpipe.recipes import RECIPES
 
 
@@ -53,10 +54,9 @@ def test_all_problems_are_reported_at_once():
         ),
         ({"data": 3}, "'data' must be an object, got 3"),
         ({"seed": -1}, "seed is -1"),
-        ({"pipeline": {"split": 3}}, "unknown config key 'pipeline.split'"),
         (
             {"pipeline": {"chunks": "hot"}},
-            "config key 'pipeline.chunks' has the value 'hot'; expected int or one of shared",
+            "config key 'pipeline.advanced.chunks' has the value 'hot'; expected int or one of shared",
         ),
     ],
 )
@@ -79,8 +79,8 @@ def test_a_whole_number_is_a_legal_float():
 @pytest.mark.parametrize(("split", "chunks", "expected"), [(True, 1, "shared"), (False, 4, 4), (False, 1, 1)])
 def test_split_of_an_older_run_is_a_kind_of_chunks(split, chunks, expected):
     content = json.loads(RECIPES["tiny"]().to_json())
-    content["pipeline"] |= {"mode": "nested", "split": split, "chunks": chunks}
-    assert Config.from_json(json.dumps(content)).pipeline.chunks == expected
+    content["pipeline"] |= content["pipeline"].pop("advanced") | {"mode": "nested", "split": split, "chunks": chunks}
+    assert Config.from_json(json.dumps(content)).pipeline.advanced.chunks == expected
 
 
 def test_keys_are_dotted():
@@ -108,3 +108,23 @@ def test_every_setting_is_explained():
                         assert isinstance(after, ast.Expr), (
                             f"{file}: {node.name}.{ast.unparse(field.target)} has no docstring"
                         )
+
+
+def test_older_files_are_read_where_settings_have_moved():
+    content = json.loads(Config().to_json())
+    advanced = content["pipeline"].pop("advanced")
+    content["pipeline"] |= advanced | {
+        "depth": 2,
+        "ramp": 0.5,
+        "cluster": False,
+        "tune": False,
+        "adapt": 0,
+        "follow": "",
+    }
+    found = Config.from_json(json.dumps(content))
+    assert found.pipeline == PipelineConfig().changed(depth=2, ramp=0.5)
+    content = json.loads(found.to_json())
+    assert Config.from_json(json.dumps(content)) == found
+    content["pipeline"]["cluster"] = True
+    with pytest.raises(ConfigError, match=r"pipeline\.cluster was in use"):
+        Config.from_json(json.dumps(content))

@@ -20,9 +20,9 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"errors", "jagged", "rng", "atomic_files"}),
     frozenset({"distributed", "ops", "data", "embedding"}),
     frozenset({"pipeline", "models"}),
-    frozenset({"checkpoint", "eval", "generative", "profiling"}),
+    frozenset({"checkpoint", "eval", "generative", "profiling", "simulate"}),
     frozenset({"autotune", "training"}),
-    frozenset({"serve", "gateway", "simulate", "report"}),
+    frozenset({"serve", "gateway", "report"}),
     frozenset({"cli"}),
 )
 FREE = frozenset({"__init__", "config", "recipes", "registry", "client"})

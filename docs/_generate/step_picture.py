@@ -50,7 +50,7 @@ def train() -> None:
 
     main(f"data synthetic --out {RUNS}/data --overwrite --num-users 6000 --num-items 20000".split())
     settings = f"--data.path {RUNS}/data --data.batch-size 64 --loss.kind sampled --loss.num-negatives 256 --loss.source sample"
-    settings += " --train.epochs 0 --train.steps 40 --train.num-threads 1 --pipeline.trace-steps 30"
+    settings += " --train.epochs 0 --train.steps 40 --train.num-threads 1 --pipeline.advanced.trace-steps 30"
     with netlab.Lab(2, rate="1gbit", delay_ms=2) as lab:
         for name, micro_batches in ((MODES[0], 2), (MODES[1], 2), (FASTEST, 1)):
             run = f"--pipeline.mode {name.partition('-')[0]} --pipeline.micro-batches {micro_batches} --run {RUNS}/{name} --resume"

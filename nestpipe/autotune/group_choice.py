@@ -1,28 +1,19 @@
-"""The pipeline and the number of replica groups of a run: configured, chosen before, or chosen now.
+"""The number of replica groups, from measured traffic and links.
 
-The pipeline is chosen from counts (auto_pipeline.py), the number of groups from measured traffic and links:
-
-    step = messages inside groups + messages between groups + row updates         cost(), for every divisor of the ranks
-
-The number of groups decides the order of sums, hence results bitwise, and here it depends on
-measured times. So it is chosen once per number of ranks and kept in RUN/run.json: a resumed run
-with as many ranks has the same groups.
+step = messages inside groups + messages between groups + row updates         cost(), for every divisor of the ranks
 """
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from statistics import median
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from nestpipe.autotune.auto_pipeline import AutoChoice, WorkloadCounts, is_open
 from nestpipe.distributed.process_group import Channel
 from nestpipe.embedding.prefetch_buffer import InPlaceRows
 from nestpipe.embedding.replica_groups import RankGrid, divisors
@@ -30,87 +21,11 @@ from nestpipe.embedding.unique_ids import owner_of
 from nestpipe.jagged import Batch
 from nestpipe.pipeline.channels import Channels
 from nestpipe.pipeline.stages import Rates, TrainState, read
-from nestpipe.training.run_folder import Run, read_facts
-from nestpipe.training.run_state import new_state
 
-GROUPS = "groups"  # in RUN/run.json: number of ranks -> number of groups
-PIPELINES = "pipelines"  # likewise: number of ranks -> pipeline settings
 _PROBE_BYTES = 1 << 20  # per rank
 _NUM_PROBES = 3
 _NUM_ROWS = 4096
 _MAX_IDS = 1 << 17  # of a rank that are exchanged; of more, those of some hash buckets
-
-
-@dataclass(frozen=True, slots=True)
-class GroupedRun:
-    """A run with its chosen pipeline, and its channels, divided into groups."""
-
-    run: Run
-    channels: Channels
-    chosen: Mapping[str, Any] = field(default_factory=dict)  # for run.json
-    why: str = ""  # reasons of the choices
-
-
-def grouped(run: Run, channels: Channels, hosts: Sequence[str], first_batch: Callable[[], Batch]) -> GroupedRun:
-    """Chooses what the configuration leaves open. Collective. `first_batch` is called only if its size matters."""
-    control = channels.control
-    known = _known(run, control)
-    settled, pipelines, why_pipeline = _with_pipeline(run, control, hosts, first_batch, known.get(PIPELINES, {}))
-    found = _with_groups(settled, channels, first_batch, known.get(GROUPS, {}))
-    why = "\n".join(one for one in (why_pipeline, found.why) if one)
-    return replace(found, chosen={**found.chosen, PIPELINES: pipelines}, why=why)
-
-
-def _with_pipeline(
-    run: Run, control: Channel, hosts: Sequence[str], first_batch: Callable[[], Batch], known: Mapping[str, Any]
-) -> tuple[Run, Mapping[str, Any], str]:
-    """The run with the pipeline for its number of ranks, all choices, and what to say."""
-    asked, size = run.config.pipeline, str(len(hosts))
-    if not is_open(asked):
-        return run, known, ""
-    if size not in known:
-        num_hosts = len(set(hosts))
-        own = first_batch().num_tokens if num_hosts > 1 else 0
-        tokens = [row[0] for row in control.all_gather_ints([own], name="tokens of a batch")]
-        counts = WorkloadCounts(
-            num_ranks=len(hosts),
-            num_hosts=num_hosts,
-            num_tokens=sum(tokens) // len(tokens),
-            has_row_files=run.config.embedding.tier != "memory",
-        )
-        known = {**known, size: AutoChoice.of(counts).to_json()}
-    choice = AutoChoice.from_json(known[size])
-    config = replace(run.config, pipeline=choice.apply(asked))
-    return replace(run, config=config, asked=asked), known, choice.line(asked) if len(hosts) > 1 else ""
-
-
-def _with_groups(
-    run: Run, channels: Channels, first_batch: Callable[[], Batch], known: Mapping[str, int]
-) -> GroupedRun:
-    """The run, divided into its groups."""
-    control, configured = channels.control, run.config.pipeline.groups
-    size, why = str(control.world.size), ""
-    if configured == 0 and size not in known:
-        settings = run.config.pipeline
-        # A pipeline hides the messages of all micro-batches but the first rows and the last gradients.
-        num_exposed = 1 if settings.mode in ("frozen-window", "nested") else settings.micro_batches
-        chosen, why = choose(new_state(run, channels), channels, first_batch(), num_micro_batches=num_exposed)
-        known = {**known, size: chosen}
-    number = configured or known[size]
-    config = replace(run.config, pipeline=replace(run.config.pipeline, groups=number))
-    asked = replace(run.asked, groups=number) if run.asked else None
-    return GroupedRun(replace(run, config=config, asked=asked), channels.in_groups(number), {GROUPS: known}, why)
-
-
-def _known(run: Run, control: Channel) -> dict[str, dict[str, Any]]:
-    """Earlier choices, read by rank 0."""
-    is_reader = control.world.rank == 0 and Run.exists(run.folder)
-    facts = read_facts(run.folder) if is_reader else {}
-    own = {key: facts.get(key, {}) for key in (GROUPS, PIPELINES)}
-    known: dict[str, dict[str, Any]] = json.loads(
-        control.broadcast_bytes(json.dumps(own).encode(), 0, name="earlier choices")
-    )
-    return known
 
 
 def choose(state: TrainState, channels: Channels, batch: Batch, *, num_micro_batches: int) -> tuple[int, str]:

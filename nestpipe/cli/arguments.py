@@ -228,7 +228,7 @@ class EvalArguments:
 class ReportArguments:
     """Writes one self-contained HTML file about a run: curves, quality, overlap, load balance, settings.
 
-    Shows what the run has: evaluate it first, and train with --pipeline.trace-steps, to see quality and overlap.
+    Shows what the run has: evaluate it first, and train with --pipeline.advanced.trace-steps, to see quality and overlap.
 
     Example: nestpipe report runs/tiny
     """
@@ -301,7 +301,7 @@ class ThinkArguments:
 class TraceArguments:
     """Shows where the time of training steps went: busy, or waiting for lookup or communication, per rank.
 
-    Needs a run that was trained with --pipeline.trace-steps N. Also writes RUN/trace/timeline.svg and
+    Needs a run that was trained with --pipeline.advanced.trace-steps N. Also writes RUN/trace/timeline.svg and
     RUN/trace/trace.perfetto.json, for ui.perfetto.dev.
 
     Example: nestpipe trace runs/tiny --steps 10:14
@@ -310,7 +310,7 @@ class TraceArguments:
     """
 
     run: RunFolder
-    """Folder of a run that recorded its steps with --pipeline.trace-steps N."""
+    """Folder of a run that recorded its steps with --pipeline.advanced.trace-steps N."""
     steps: Annotated[str | None, tyro.conf.arg(metavar="A:B", help_behavior_hint="")] = None
     """Batches A:B, from A up to and without B; A or B may be left out [default: all, and three are drawn]."""
     rank: Annotated[int | None, tyro.conf.arg(metavar="RANK", help_behavior_hint="")] = None
@@ -333,7 +333,7 @@ class SimulateArguments:
     workers: int = published.WORKERS
     """How many workers train; each has the work of one recorded rank."""
     run: Annotated[Path | None, tyro.conf.arg(name="from", metavar="RUN", help_behavior_hint="")] = None
-    """Folder of a run that recorded its steps on two or more ranks with --pipeline.trace-steps N: its constants."""
+    """Folder of a run that recorded its steps on two or more ranks with --pipeline.advanced.trace-steps N: its constants."""
     constants: OptionalFile = None
     """File of constants that --save wrote [default: those of the published TorchRec row]."""
     micro_batches: int = published.MICRO_BATCHES

@@ -100,7 +100,7 @@ def ingest(demo: DemoStage) -> str:
 
 def train_nested(demo: DemoStage) -> str:
     """Trains the tiny recipe on two ranks, with lookup and communication overlapped with compute."""
-    traced = ["--pipeline.trace-steps", "20"]
+    traced = ["--pipeline.advanced.trace-steps", "20"]
     demo.command(
         "train", "tiny", "--run", str(demo.out / "run"), *_NESTED, *traced, *_data(demo), *_few_epochs(demo), ranks=2
     )

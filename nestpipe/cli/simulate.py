@@ -9,11 +9,11 @@ from nestpipe.atomic_files import replace_file
 from nestpipe.cli.arguments import SimulateArguments
 from nestpipe.errors import ConfigError
 from nestpipe.profiling.trace_file import load
+from nestpipe.report.simulated_cases import draw
 from nestpipe.simulate import published
 from nestpipe.simulate.calibrate import calibrate
 from nestpipe.simulate.cases import CASES, CaseResult, CaseSettings, results
 from nestpipe.simulate.constants import Constants
-from nestpipe.simulate.drawing import draw
 
 DRAWN = tuple(2**power for power in range(3, 13))  # 8 to 4,096 workers
 

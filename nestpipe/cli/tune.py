@@ -21,7 +21,7 @@ class TunePipelineArguments:
 
     Example: nestpipe tune pipeline tiny --data.path data/tiny
 
-    Next: nestpipe train tiny with the flags that it prints; or with --pipeline.tune, which measures while it trains.
+    Next: nestpipe train tiny with the flags that it prints.
     """
 
     json: bool = False

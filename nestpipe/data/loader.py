@@ -95,6 +95,11 @@ class Loader:
         windows = self._windows.pick((self._samples if samples is None else samples).numpy())
         return torch.from_numpy(windows.end - windows.start)
 
+    def batch_lengths(self, number: int) -> Tensor:
+        """The number of events of each sample of a global batch of the first epoch."""
+        order, cuts = self._cuts(0)
+        return self.lengths(self._samples_at(order, torch.arange(cuts[number], cuts[number + 1])))
+
     @property
     def samples(self) -> Tensor:
         """All samples of an epoch."""

@@ -158,11 +158,6 @@ class PrefetchBuffer:
         """Number of rows in the buffer."""
         return len(self._index)
 
-    def reserve(self, num_rows: int) -> None:
-        """Allocates space for so many rows ahead of the first batches."""
-        self._columns.grow(num_rows)
-        self._holders.grow(num_rows)
-
     def take(self, ids: Tensor, step: int) -> RowRefs:
         table_slots = self.table.advance(ids, step)
         slots, fresh = self._index.find_or_add(ids)

@@ -83,7 +83,7 @@ class RowStore:
                     raise TrainError(
                         f"{num_rows:,} rows do not fit into the address space of {self._num_rows:,}, and rows cannot move while other "
                         "streams use them. Raise the limit (ulimit -v), or use --pipeline.mode sequential with "
-                        "--pipeline.rows table."
+                        "--pipeline.advanced.rows table."
                     )
                 region = self._regions[name] = _Region(column, 2 * num_rows)
                 region.rows[: self._num_rows] = column

@@ -59,12 +59,12 @@ def build_state(
         dense=DenseParams(cast(nn.Module, model), dense or DenseConfig(), channels.dense),
         control=channels.control,
         seed=seed,
-        micro_batching=pipeline,
+        micro_batching=pipeline.micro_batching,
         skip_nonfinite=skip_nonfinite,
     )
 
 
 def _row_access(table: Table, pipeline: PipelineConfig) -> RowAccess:
-    is_copied = pipeline.rows == "buffer" and table.buffer is None  # rows in files have a buffer anyway
+    is_copied = pipeline.advanced.rows == "buffer" and table.buffer is None  # rows in files have a buffer anyway
     access: RowAccess = PrefetchBuffer(table) if is_copied else rows_where_they_are(table)
-    return StaleRows(access, sync_steps=pipeline.sync_steps) if pipeline.staleness else access
+    return StaleRows(access, sync_steps=pipeline.advanced.sync_steps) if pipeline.staleness else access

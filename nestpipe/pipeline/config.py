@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Literal
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal
 
 from nestpipe.embedding.config import MAX_CHUNKS, Chunking
+from nestpipe.errors import ConfigError
+
+_GONE = {"cluster": False, "tune": False, "adapt": 0, "follow": ""}  # of older files, with the value that means nothing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,30 +20,16 @@ class MicroBatchConfig:
     """Micro-batches per batch. Rows are updated once per batch, after the last micro-batch."""
     ramp: float = 1.0
     """Size of the first and last micro-batch relative to the others: their messages are not hidden, so smaller may be faster."""
-    cluster: bool = False
-    """Put samples that share ids into one micro-batch, so that the first and the last one need few rows."""
-
-    def problems(self) -> Iterator[str]:
-        if not 1 <= self.micro_batches <= 256:
-            yield f"micro_batches is {self.micro_batches}; it must be in 1 .. 256"
-        if not 0 < self.ramp <= 1:
-            yield f"ramp is {self.ramp}; it must be in (0, 1]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PipelineConfig(MicroBatchConfig):
-    """How a batch is divided and which stages overlap. Given micro-batches and staleness, every mode is bitwise identical."""
+class AdvancedPipelineConfig:
+    """What auto chooses, and what only a study of the pipeline needs."""
 
-    mode: Literal["auto", "sequential", "dual-buffer", "frozen-window", "nested"] = "auto"
-    """dual-buffer hides the lookup of the next batches, frozen-window the exchanges between micro-batches, nested both.
-    auto: nested on several machines, else sequential; the run says which and why."""
-    micro_batches: int = 0
-    """Micro-batches per batch. Rows are updated once per batch, after the last one. 0: chosen at the first start from the size of
-    a batch and the number of machines, and kept."""
+    ramp: float = 1.0
+    """Size of the first and last micro-batch relative to the others: their messages are not hidden, so smaller may be faster."""
     depth: int = 1
     """dual-buffer, nested: number of batches whose rows are prefetched."""
-    staleness: int = 0
-    """1 is semi-asynchronous: the rows of a batch always miss the update of the previous batch. Not exact; sequential and nested."""
     sync_steps: int = 0
     """With staleness 1: number of exact steps at the start."""
     rows: Literal["auto", "table", "buffer"] = "auto"
@@ -48,49 +37,83 @@ class PipelineConfig(MicroBatchConfig):
     chunks: Chunking = 1
     """nested: send the last gradients and the next first rows in so many chunks; one is updated while others are in flight.
     shared: in two; rows that neighbouring batches do not share travel while a batch computes."""
-    groups: int = 1
-    """Replica groups: each holds all tables; rows stay inside a group, gradient sums travel between groups. 0: measure and choose."""
-    tune: bool = False
-    """Choose micro-batches, ramp, depth and buffer size from a short profile at the start; recorded in RUN/settings.jsonl."""
-    adapt: int = 0
-    """Re-measure and choose again after so many steps, less often while nothing changes. 0: never."""
-    follow: str = ""
-    """A tuned or adapted run: take the settings of each step from its RUN/settings.jsonl, in any mode."""
     trace_steps: int = 0
     """Record the last so many steps for `nestpipe trace RUN`."""
 
     def problems(self) -> Iterator[str]:
-        yield from MicroBatchConfig.problems(replace(self, micro_batches=self.micro_batches or 1))
+        if not 0 < self.ramp <= 1:
+            yield f"ramp is {self.ramp}; it must be in (0, 1]"
+        if not 1 <= self.depth <= 8:
+            yield f"depth is {self.depth}; it must be in 1 .. 8"
+        for name in ("sync_steps", "trace_steps"):
+            if getattr(self, name) < 0:
+                yield f"{name} is {getattr(self, name)}; it must not be negative"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineConfig:
+    """How a batch is divided and which stages overlap. Given micro-batches and staleness, every mode is bitwise identical."""
+
+    mode: Literal["auto", "sequential", "dual-buffer", "frozen-window", "nested"] = "auto"
+    """dual-buffer hides the lookup of the next batches, frozen-window the exchanges between micro-batches, nested both.
+    auto: nested on several ranks, else sequential; the run says which and why."""
+    micro_batches: int = 0
+    """Micro-batches per batch. Rows are updated once per batch, after the last one. 0: chosen at the first start, with ramp and
+    balance, from the sizes of batches and the number of machines, and kept."""
+    staleness: int = 0
+    """1 is semi-asynchronous: the rows of a batch always miss the update of the previous batch. Not exact; sequential and nested."""
+    groups: int = 1
+    """Replica groups: each holds all tables; rows stay inside a group, gradient sums travel between groups. 0: measure and choose."""
+    advanced: AdvancedPipelineConfig = field(default_factory=AdvancedPipelineConfig)
+
+    def changed(self, **settings: Any) -> PipelineConfig:
+        """A copy with other settings; those of `advanced` by their own names."""
+        inner = {one.name: settings.pop(one.name) for one in fields(AdvancedPipelineConfig) if one.name in settings}
+        return replace(self, **{"advanced": replace(self.advanced, **inner), **settings})
+
+    @staticmethod
+    def moved(section: Mapping[str, Any]) -> dict[str, Any]:
+        """This section of an older file: settings are where they are now. Raises ConfigError for one that is gone and was in use."""
+        own = dict(section)
+        for name, off in _GONE.items():
+            if own.pop(name, off) != off:
+                raise ConfigError(
+                    f"pipeline.{name} was in use in this run, and this version does not have it, so it cannot divide batches in "
+                    "the same way. Continue the run with the version that started it, or begin another with --init-from."
+                )
+        if own.pop("split", False):
+            own["chunks"] = "shared"
+        inner = {one.name: own.pop(one.name) for one in fields(AdvancedPipelineConfig) if one.name in own}
+        return {**own, "advanced": {**inner, **own.get("advanced", {})}} if inner else own
+
+    @property
+    def micro_batching(self) -> MicroBatchConfig:
+        """How a batch is divided."""
+        return MicroBatchConfig(micro_batches=self.micro_batches or 1, ramp=self.advanced.ramp)
+
+    def problems(self) -> Iterator[str]:
+        if not 0 <= self.micro_batches <= 256:
+            yield f"micro_batches is {self.micro_batches}; it must be in 1 .. 256, or 0 to choose"
+        yield from (f"advanced.{problem}" for problem in self.advanced.problems())
         if self.groups < 0:
             yield f"groups is {self.groups}; it must divide the number of ranks, or be 0 to choose"
         has = "may have" if self.mode == "auto" else "has"
-        if not 1 <= self.depth <= 8:
-            yield f"depth is {self.depth}; it must be in 1 .. 8"
         yield from self._chunk_problems()
         if self.staleness not in (0, 1):
             yield f"staleness is {self.staleness}; it must be 0 (exact) or 1 (rows stale by one step)"
         if self.staleness and self.mode not in ("auto", "sequential", "nested"):
             yield f"staleness is {self.staleness}, but mode {self.mode} has no stale rows; use nested (or sequential, slowly)"
-        if self.staleness and self.mode in ("auto", "sequential") and self.trace_steps:
-            yield f"trace_steps records streams, but mode {self.mode} with staleness 1 {has} none; use nested"
-        if self.adapt < 0 or 0 < self.adapt < 8:
-            yield f"adapt is {self.adapt}; it must be 0 (never) or at least 8 steps, enough for a measurement"
-        if self.adapt and self.mode in ("auto", "sequential"):
-            yield f"adapt measures overlap, but mode {self.mode} {has} none; use nested"
-        if self.follow and (self.tune or self.adapt):
-            yield "follow takes settings from another run, so tune and adapt have nothing to choose; remove them"
-        if self.sync_steps < 0:
-            yield f"sync_steps is {self.sync_steps}; it must not be negative"
-        if self.sync_steps and not self.staleness:
-            yield "sync_steps come before stale steps, but staleness is 0: all steps are exact"
-        if self.trace_steps < 0:
-            yield f"trace_steps is {self.trace_steps}; it must not be negative"
+        if self.staleness and self.mode in ("auto", "sequential") and self.advanced.trace_steps:
+            yield f"advanced.trace_steps records streams, but mode {self.mode} with staleness 1 {has} none; use nested"
+        if self.advanced.sync_steps and not self.staleness:
+            yield "advanced.sync_steps come before stale steps, but staleness is 0: all steps are exact"
 
     def _chunk_problems(self) -> Iterator[str]:
-        if self.chunks != "shared" and not 1 <= self.chunks <= MAX_CHUNKS:
-            yield f"chunks is {self.chunks}; it must be in 1 .. {MAX_CHUNKS}, or shared"
-        if self.chunks != 1 and self.mode != "nested":
-            yield f"chunks is {self.chunks}, which is for mode nested, but the mode is {self.mode}"
+        chunks = self.advanced.chunks
+        if chunks != "shared" and not 1 <= chunks <= MAX_CHUNKS:
+            yield f"advanced.chunks is {chunks}; it must be in 1 .. {MAX_CHUNKS}, or shared"
+        if chunks != 1 and self.mode != "nested":
+            yield f"advanced.chunks is {chunks}, which is for mode nested, but the mode is {self.mode}"
 
     @property
     def looks_ahead(self) -> bool:
@@ -100,7 +123,7 @@ class PipelineConfig(MicroBatchConfig):
     @property
     def protect_steps(self) -> int:
         """Number of batches for which rows must be protected from eviction."""
-        return max(self.depth + 1 if self.looks_ahead else 0, 1) + self.staleness
+        return max(self.advanced.depth + 1 if self.looks_ahead else 0, 1) + self.staleness
 
     def on_one_rank(self) -> PipelineConfig:
         """With the settings of a single process where they are left open."""
@@ -109,9 +132,9 @@ class PipelineConfig(MicroBatchConfig):
 
     def is_stale(self, number: int) -> bool:
         """Whether a batch runs as a stale step; the first of these has no update to miss."""
-        return self.staleness > 0 and number >= self.sync_steps
+        return self.staleness > 0 and number >= self.advanced.sync_steps
 
     def steps_to_switch(self, number: int) -> int | None:
         """Steps until another schedule begins, which needs a barrier; None for never."""
-        left = self.sync_steps - number if self.staleness else 0
+        left = self.advanced.sync_steps - number if self.staleness else 0
         return left if left > 0 else None

@@ -6,10 +6,11 @@ from fractions import Fraction
 from itertools import accumulate, pairwise
 
 import torch
+from torch import Tensor
 
+from nestpipe.embedding.unique_ids import dedupe, group
 from nestpipe.jagged import Batch
 from nestpipe.pipeline.config import MicroBatchConfig
-from nestpipe.pipeline.sample_clustering import cluster
 
 
 def micro_batch_sizes(num_samples: int, num_micro_batches: int, ramp: float = 1.0) -> list[int]:
@@ -39,8 +40,18 @@ def cut_batch(batch: Batch, config: MicroBatchConfig) -> list[Batch]:
     sizes = micro_batch_sizes(batch.num_samples, config.micro_batches, config.ramp)
     if config.micro_batches == 1:
         return [batch]
-    if config.cluster or batch.groups is not None:
-        keys = batch.items if config.cluster else batch.items.with_values(torch.zeros_like(batch.items.values))
-        return [batch.select(places) for places in cluster(keys, sizes, groups=batch.groups).places()]
+    if batch.groups is not None:
+        return [batch.select(places) for places in places_of_groups(batch.groups, sizes)]
     edges = [0, *accumulate(sizes)]
     return [batch.slice(begin, end) for begin, end in pairwise(edges)]
+
+
+def places_of_groups(groups: Tensor, sizes: list[int]) -> list[Tensor]:
+    """The places of each micro-batch, ascending: groups [B] in the order of their first samples, cut at the border nearest to each size."""
+    distinct, number = dedupe(groups)
+    first = torch.full_like(distinct, len(groups)).scatter_reduce_(0, number, torch.arange(len(groups)), "amin")
+    turn = torch.empty_like(first).index_copy_(0, first.argsort(), torch.arange(len(first))).index_select(0, number)
+    order, counts = group(turn, len(distinct))
+    borders = [0, *accumulate(counts.tolist())]
+    edges = [min(borders, key=lambda border: abs(border - edge)) for edge in [0, *accumulate(sizes)]]
+    return [order[begin:end].sort().values for begin, end in pairwise(edges)]

@@ -342,9 +342,9 @@ def schedule_for(config: PipelineConfig, number: int, *, clip_rows: bool) -> Sch
     return Schedule.of(
         mode,
         config.micro_batches or 1,
-        depth=config.depth + stale,
+        depth=config.advanced.depth + stale,
         clip_rows=clip_rows,
         stale=stale,
         groups=config.groups > 1,
-        chunks=config.chunks if is_divisible else 1,
+        chunks=config.advanced.chunks if is_divisible else 1,
     )

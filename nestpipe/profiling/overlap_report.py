@@ -122,7 +122,7 @@ def choose(traces: Sequence[RankTrace], first: int | None = None, last: int | No
             f"from {complete[0]} to {complete[-1]}."
             if complete
             else "no step was recorded completely by all ranks: that takes two batches, because the first only marks where the "
-            "second begins. Record more steps with --pipeline.trace-steps N."
+            "second begins. Record more steps with --pipeline.advanced.trace-steps N."
         )
     return [[steps[batch] for batch in chosen] for steps in by_rank]
 

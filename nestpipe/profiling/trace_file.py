@@ -111,7 +111,7 @@ def load(folder: Path) -> tuple[RankTrace, ...]:
     if not files:
         raise DataError(
             f"{folder} has no trace: there is no {_path(folder, 0)}. "
-            "Train with --pipeline.trace-steps N, which records the last N steps."
+            "Train with --pipeline.advanced.trace-steps N, which records the last N steps."
             if folder.is_dir()
             else f"there is no folder {folder}; give the folder of a run."
         )

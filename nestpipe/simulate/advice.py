@@ -18,7 +18,7 @@ from nestpipe.simulate.calibrate import calibrate
 from nestpipe.simulate.constants import Constants
 from nestpipe.simulate.costs import Cluster, run_of
 
-_MODES: dict[str, Mode] = {
+MODES: dict[str, Mode] = {
     "sequential": "serial",
     "dual-buffer": "dual-buffer",
     "frozen-window": "frozen-window",
@@ -58,8 +58,8 @@ def advice(traces: Sequence[RankTrace], own: PipelineSetting, *, cores: int | No
         return _upper_bound(traces, own)
     cluster = Cluster(workers=len(traces), cores=cores)
     times = {
-        setting: _step_s(setting, constants, cluster)
-        for mode in _MODES
+        setting: step_s(setting, constants, cluster)
+        for mode in MODES
         for number in {*_MICRO_BATCHES, own.micro_batches}
         if (setting := PipelineSetting(mode, number))
     }
@@ -95,8 +95,9 @@ def _upper_bound(traces: Sequence[RankTrace], own: PipelineSetting) -> str:
     )
 
 
-def _step_s(setting: PipelineSetting, constants: Constants, cluster: Cluster) -> float:
-    schedule = Schedule.of(_MODES[setting.mode], setting.micro_batches)
+def step_s(setting: PipelineSetting, constants: Constants, cluster: Cluster) -> float:
+    """Seconds of a simulated step of the full pipeline."""
+    schedule = Schedule.of(MODES[setting.mode], setting.micro_batches)
     run = run_of(schedule, constants, cluster, num_batches=_WARM_UP + _COUNTED + _DRAIN)
     steps: list[StepTimes] = [step for step in steps_of(run.trace()) if _WARM_UP <= step.batch < _WARM_UP + _COUNTED]
     return mean(step.total_ns for step in steps) / 1e9

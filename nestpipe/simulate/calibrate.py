@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import truediv
 from statistics import mean, median
 from typing import NamedTuple
 
@@ -84,7 +85,7 @@ def calibrate(
     fewest = min(run.world_size for run in runs)
     if fewest < 2:
         raise DataError(
-            "a trace of one rank contains no messages. Record with --pipeline.trace-steps N on two or more ranks."
+            "a trace of one rank contains no messages. Record with --pipeline.advanced.trace-steps N on two or more ranks."
         )
     small = [run for run in runs if run.world_size == fewest]
     quiet = [run for run in small if run.is_sequential] or small
@@ -94,6 +95,8 @@ def calibrate(
         raise DataError(
             f"compute took {1e3 * work['compute']:.1f} ms of a batch, less than the device time of {1e3 * device_s:.1f} ms."
         )
+    added_s = _micro_batch_s(quiet, device_s)
+    work["compute"] -= added_s * mean(run.num_micro_batches for run in quiet)
     num_rows, row_bytes, key_bytes, dense_bytes = (mean(column) for column in zip(*map(_sizes, small), strict=True))
     # An upper bound: post also determines what is sent.
     per_message = mean(_work_s(run, "post") / (2 * run.num_micro_batches) / (run.world_size - 1) for run in quiet)
@@ -111,6 +114,7 @@ def calibrate(
         base_workers=fewest,
         work_s=_without_launches({**work, "compute": work["compute"] - device_s}, per_message * (fewest - 1), quiet),
         device_s=device_s,
+        micro_batch_s=added_s,
         num_rows=num_rows,
         row_bytes=row_bytes,
         key_bytes=key_bytes,
@@ -168,6 +172,15 @@ def _sums(run: _Recorded, kind: str) -> dict[tuple[int, int], float]:
 
 def _work_s(run: _Recorded, kind: str) -> float:
     return median(sums) if (sums := _sums(run, kind).values()) else 0.0
+
+
+def _micro_batch_s(runs: Sequence[_Recorded], device_s: float) -> float:
+    """What each micro-batch adds to the compute of a batch; 0 if all runs have the same number."""
+    numbers, seconds = [run.num_micro_batches for run in runs], [_work_s(run, "compute") - device_s for run in runs]
+    if len(set(numbers)) == 1:
+        return 0.0
+    slope = float(np.polyfit(numbers, seconds, 1)[0])
+    return float(max(min(slope, *map(truediv, seconds, numbers)), 0.0))
 
 
 def _moving_s(probes: Probes, runs: Sequence[_Recorded]) -> float:

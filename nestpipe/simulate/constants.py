@@ -25,6 +25,7 @@ class Constants:
         default_factory=dict
     )  # core seconds by kind of event, all micro-batches together
     device_s: float = 0.0  # device time of the dense part; takes no core
+    micro_batch_s: float = 0.0  # core seconds that each micro-batch adds to compute
     num_rows: float = 0.0  # distinct rows that a worker requests
     row_bytes: float = 0.0  # one row on the wire, one way
     key_bytes: float = 0.0  # one key on the wire

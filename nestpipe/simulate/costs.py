@@ -127,7 +127,7 @@ class StageCosts:
         kind, constants, cluster = event.kind, self.constants, self.cluster
         seconds = constants.work_s.get(kind, 0.0)
         if kind == "compute":
-            seconds /= self.schedule.num_micro_batches
+            seconds = seconds / self.schedule.num_micro_batches + constants.micro_batch_s
         if kind in _GROWS:
             seconds *= (cluster.workers / constants.base_workers) ** constants.lookup_growth
         if kind in _BY_SHARE:

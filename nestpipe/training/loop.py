@@ -1,8 +1,8 @@
 """The training loop: steps, logging, validation, checkpoints, stopping.
 
 A run is a function of its configuration and data. The clock decides only when to stop, never what is computed: a run that is
-killed and resumed is bitwise identical to an undisturbed one. (Autotuned settings depend on measured times; they are recorded, and
-a resumed run repeats them: autotune/controller.py.)
+killed and resumed is bitwise identical to an undisturbed one. (Replica groups may depend on measured times; they are recorded, and
+a resumed run repeats them: autotune/run_settings.py.)
 
 All ranks run this loop in lockstep. Only rank 0 writes metrics, prints and reads the clock. Ranks agree on whether to stop after
 every step, or, where batches overlap, with the ids of a batch. Checkpoints are written by a background thread
@@ -20,8 +20,7 @@ from typing import Any, cast
 
 from rich.console import Console
 
-from nestpipe.autotune.controller import Controller
-from nestpipe.autotune.group_choice import grouped
+from nestpipe.autotune.run_settings import Unsettled, settle
 from nestpipe.checkpoint import folders as checkpoint_folders
 from nestpipe.checkpoint.async_writer import CheckpointSaver
 from nestpipe.checkpoint.manifest import Link
@@ -54,6 +53,7 @@ from nestpipe.training.run_folder import Run
 from nestpipe.training.run_limits import Best, LoopProgress, RunLimits, validation_of
 from nestpipe.training.run_state import load_state, new_state, warm_state
 from nestpipe.training.start_line import EarlierStart, cpu_model, gather_hosts, start_line
+from nestpipe.training.step_runner import StepRunner
 from nestpipe.training.trackers import Progress, Trackers, open_trackers
 
 INTERRUPTED = "interrupted"
@@ -116,27 +116,26 @@ def train_to_end(
             return Outcome(run, loop.run_to_end(profile=profile))
 
 
+def loader_of(run: Run, world: World) -> Loader:
+    """The batches of one rank."""
+    config, inputs = run.config, inputs_of(run.config, run.sequences)
+    ranks = {"rank": world.rank, "world_size": world.size}
+    return Loader(run.sequences, run.split, config.data, seed=config.seed, inputs=inputs, **ranks)
+
+
 class _Loop:
     def __init__(self, run: Run, channels: Channels, *, quiet: bool, recipe: str | None, clock: Callable[[], float]):
         """Checks that can reject the configuration or the data run before the folder is written."""
         self._leads = channels.control.world.rank == 0
-        self._loader = Loader(
-            run.sequences,
-            run.split,
-            run.config.data,
-            seed=run.config.seed,
-            rank=channels.control.world.rank,
-            world_size=channels.control.world.size,
-            inputs=inputs_of(run.config, run.sequences),
-        )
-        hosts = gather_hosts(channels.control)
-        self._groups = grouped(run, channels, hosts, lambda: self._loader.batch(Cursor(0, 0)))
-        run, channels = self._groups.run, self._groups.channels
+        self._loader = loader_of(run, channels.control.world)
+        hosts, num_steps = gather_hosts(channels.control), RunLimits(run.config, self._loader).num_steps()
+        self._settled = settle(Unsettled(run, channels, hosts, self._loader, self._first_batches, num_steps))
+        run, channels = self._settled.run, self._settled.channels
+        self._loader = loader_of(run, channels.control.world)  # as balanced
         self._run, self._config, self._channels = run, run.config, channels
         self._limits = RunLimits(run.config, self._loader)
         self._memory = LoopProgress()
         self._cursor = Cursor(0, 0)
-        self._saved_settings: list[dict[str, Any]] = []
         self._restored = ""  # name of the checkpoint
         self._warm_start: WarmStartReport | None = None
         self._chain: tuple[Link, ...] = ()
@@ -174,13 +173,13 @@ class _Loop:
             )
             undo.callback(self._close_saver)
             self._exit = undo.pop_all()
-        self._controller = Controller(run, self._state, channels)
+        self._steps = StepRunner.of(run, self._state)
         self._utilisation = Utilisation(run.config.model) if self._leads else None
         self._clock = clock
         self._since = clock()
         if self._leads:
             self._say(start_line(run, earlier, hosts, step=self._state.num_steps, checkpoint=self._restored))
-        self._say(self._groups.why)
+        self._say(self._settled.why)
         self._say(fewer_buckets(run.config.embedding))
         if run.sequences.times is None and isinstance(run.config.model, HSTUConfig | FuXiConfig | RankingConfig):
             self._progress.say(f"{run.sequences.path} is an order-only log: the time biases are off.")
@@ -200,7 +199,7 @@ class _Loop:
         undo.enter_context(lock_run(self._run.folder))
         checkpoint_folders.remove_unfinished(self._run.checkpoints)
         facts: dict[str, Any] = {"recipe": recipe, "num_ranks": len(hosts), "hosts": sorted(set(hosts))}
-        facts |= {"cpu_model": cpu_model(), "environment": environment(), **self._groups.chosen}
+        facts |= {"cpu_model": cpu_model(), "environment": environment(), **self._settled.chosen}
         self._run.write(statistics=self._loader.statistics, facts=facts)
 
     def run_to_end(self, *, profile: bool) -> str:
@@ -213,8 +212,6 @@ class _Loop:
         ):
             if self._warm_start:
                 self._save()  # from here on the run does not need its origin
-            if reason is None:
-                self._say(self._controller.start(self._saved_settings, self._first_batches))
             early = True
             while reason is None:
                 if early:  # batches read ahead of the barrier are read again
@@ -225,7 +222,8 @@ class _Loop:
                 if reason is None and self._limits.saves_after(self._state.num_steps):
                     self._save()
             self._save()
-            self._controller.save_trace()
+            if self._steps:
+                self._steps.save_trace()
             self._saver.wait()
             ranks = self._channels.control.all_gather_ints(
                 [self._progress.num_tokens, peak_memory_bytes()], name="rank summaries"
@@ -246,9 +244,8 @@ class _Loop:
         start = self._cursor
         if (every := self._refresh_steps) and self._state.num_steps % every == 0:
             cast(Selecting, self._state.model).refresh(self._state.num_steps)
-        self._controller.begin()
         early = False
-        if self._controller.runner is None:
+        if self._steps is None:
             batch = next(batches)
             run = step_to_barrier if self._config.pipeline.is_stale(self._state.num_steps) else step
             self._after_step(batch, run(self._state, batch, self._limits.rates(self._state.num_steps)))
@@ -257,27 +254,21 @@ class _Loop:
 
             def on_step(work: BatchWork) -> None:
                 self._after_step(work.batch, work.means)
-                self._controller.record(work)
                 profile_step()
 
             num_batches = self._steps_to_barrier()
-            num_done = self._controller.runner.run(
+            num_done = self._steps.begin().run(
                 BatchFeed(
                     batches=batches,
                     rates=self._limits.rates,
                     num_batches=num_batches,
                     stop_requested=lambda: (
-                        stop_requested()
-                        or self._is_out_of_time()
-                        or self._saver.failed
-                        or self._saver.is_tight
-                        or self._controller.requests_measurement()
+                        stop_requested() or self._is_out_of_time() or self._saver.failed or self._saver.is_tight
                     ),
                     on_step=on_step,
                 )
             )
             early = num_done < num_batches
-        self._say(self._controller.end(early=early))
         if self._cursor.epoch > start.epoch and self._limits.validates_after(self._cursor.epoch - 1):
             self._validate()
         return early
@@ -285,7 +276,7 @@ class _Loop:
     def _steps_to_barrier(self) -> int:
         """How many batches may overlap from now on."""
         done, every = self._state.num_steps, self._refresh_steps
-        others = [self._controller.steps_to_change(), every - done % every if every else 0]
+        others = [self._config.pipeline.steps_to_switch(done), every - done % every if every else 0]
         return self._limits.steps_to_barrier(done, self._cursor, [steps for steps in others if steps])
 
     @property
@@ -379,7 +370,6 @@ class _Loop:
         self._memory = LoopProgress.resumed(progress, validation_of(self._config))
         self._cursor = manifest.cursor
         self._restored = checkpoint_folders.checkpoint_folder(self._run.checkpoints, latest).name
-        self._saved_settings = progress.get("autotune", [])
         self._chain = manifest.links
         return state
 
@@ -388,7 +378,6 @@ class _Loop:
         facts = {
             "settings": self._run.settings,
             "data": self._run.sequences.digest,
-            "autotune": self._controller.history,
             "validated": validation_of(self._config),
         }
         self._saver.save(

@@ -38,6 +38,11 @@ class ModelFlops:
         per_pair = _SCORE_PASSES * self.per_score + _VALUE_PASSES * self.per_value
         return _LINEAR_PASSES * self.per_token * float(lengths.sum()) + per_pair * pairs
 
+    def by_length(self) -> tuple[float, float]:
+        """FLOP of a training step on a sequence, per event and per squared length."""
+        half_pair = (_SCORE_PASSES * self.per_score + _VALUE_PASSES * self.per_value) / 2
+        return _LINEAR_PASSES * self.per_token + half_pair, half_pair
+
     def padded(self, num_sequences: int, max_len: int) -> float:
         """FLOP of the same step by the published convention."""
         pairs = float(num_sequences) * max_len**2

@@ -43,7 +43,6 @@ from nestpipe.generative.trie import Trie
 from nestpipe.models.build_model import build_model
 from nestpipe.models.config import EncDecConfig
 from nestpipe.models.contract import Model
-from nestpipe.pipeline.config import PipelineConfig
 from nestpipe.registry import entry_of
 
 # Settings that may change when a run is resumed: limits, reporting, paths, scheduling. All others affect the results.
@@ -51,8 +50,8 @@ FREE_KEYS = (
     *("data.path", "model.ids"),
     *("train.epochs", "train.steps", "train.minutes", "train.save_steps", "train.keep_last", "train.log_steps"),
     *("train.tensorboard", "train.async_save", "train.max_deltas", "train.checkpoints"),
-    *("pipeline.groups", "pipeline.mode", "pipeline.depth", "pipeline.rows", "pipeline.chunks"),
-    *("pipeline.tune", "pipeline.adapt", "pipeline.follow", "pipeline.trace_steps"),
+    *("pipeline.groups", "pipeline.mode"),
+    *(f"pipeline.advanced.{name}" for name in ("depth", "rows", "chunks", "trace_steps")),
     *("embedding.tier", "embedding.files_folder", "embedding.buffer_bytes"),
     *(f"eval.{field.name}" for field in fields(EvalConfig)),
 )
@@ -74,7 +73,7 @@ class Run:
     folder: Path
     config: Config
     origin: Origin | None = None  # the checkpoint it was initialised from
-    asked: PipelineConfig | None = None  # as configured, if `config` has chosen settings in its place
+    asked: Config | None = None  # as configured, if `config` has chosen settings in its place
 
     @staticmethod
     def exists(folder: str | Path) -> bool:
@@ -121,7 +120,7 @@ class Run:
             "init_from": asdict(self.origin) if self.origin else None,
         }
         replace_file(self.folder / "run.json", (json.dumps(content, indent=2) + "\n").encode())
-        replace_file(self.folder / "config.json", self._asked_config.to_json().encode())
+        replace_file(self.folder / "config.json", (self.asked or self.config).to_json().encode())
 
     @cached_property
     def sequences(self) -> Sequences:
@@ -162,11 +161,10 @@ class Run:
         facts = {"model": entry_of(self.config.model).kind}
         if self.semantic_ids is not None:
             facts["semantic ids"] = f"{self.semantic_ids.version}/{self.semantic_ids.digest}"
-        return {**facts, **{key: repr(one) for key, one in flat(self._asked_config).items() if key not in FREE_KEYS}}
-
-    @property
-    def _asked_config(self) -> Config:
-        return replace(self.config, pipeline=self.asked) if self.asked else self.config
+        return {
+            **facts,
+            **{key: repr(one) for key, one in flat(self.asked or self.config).items() if key not in FREE_KEYS},
+        }
 
     @property
     def checkpoints(self) -> Place:

@@ -92,17 +92,20 @@ def test_rates_of_the_network_lab() -> None:
     assert round(netlab.payload_share(2.0), 3) == 0.999
 
 
-def test_what_searching_cost_counts_against_settings_that_choose_themselves(monkeypatch) -> None:
+def test_auto_is_compared_with_the_fastest_fixed_mode_round_by_round(monkeypatch) -> None:
     monkeypatch.syspath_prepend(str(Path(measure.__file__).parent))
-    figures_of = importlib.import_module("benchmarks.adapt").figures_of
-    # Three of 20 blocks were searched in: the median does not know it. One block of "8" was slow: "4" has the better median.
-    times = {"4": [1.0] * 20, "8": [0.99] * 19 + [5.0], "adaptive": [3.0] * 3 + [1.0] * 17}
-    found = figures_of({"short": times, "long": {**times, "adaptive": [1.01] * 20}})
-    assert found["short"]["best_fixed_micro_batches"] == 4
-    assert found["short"]["adaptive_over_best"] == 1.3
-    assert found["short"]["adaptive_over_best_median"] == 1.0
-    assert found["short"]["worst_fixed_over_best"] == pytest.approx(1.1905)
-    assert [found[half]["verdict"] for half in ("short", "long")] == ["missed", "met"]
+    auto = importlib.import_module("benchmarks.auto")
+    times = {name: [2.0] * 7 for name in auto.FIXED} | {"sequential": [3.0] * 7, "nested 2": [1.0] * 6 + [9.0]}
+    times["auto"] = [1.25] * 7
+    found = {"times": times, "cpu": times, "chosen": {}, "bitwise_equal": True}
+    figures = auto.figures_of("1gbit mlp", found)
+    assert figures["best_fixed"] == "nested 2", "by the median: one slow round does not count"
+    assert (figures["auto_over_best_fixed"], figures["auto_over_best_fixed_met"]) == (0.8, False)
+    assert (figures["auto_over_sequential"], figures["auto_over_sequential_met"]) == (2.4, True)
+    assert figures["auto_over_sequential_limit"] == 1.3
+    assert not auto.figures_of("1gbit+2ms mlp", {**found, "times": times | {"sequential": [1.9] * 7}})[
+        "auto_over_sequential_met"
+    ]
 
 
 def test_parts_of_a_long_run_are_kept_until_it_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -137,7 +137,7 @@ def test_examples_run(
         "1",
         "--data.batch-size",
         "16",
-        "--pipeline.trace-steps",
+        "--pipeline.advanced.trace-steps",
         "10",
     ]
     assert main(["train", "tiny", *flags]) == 0

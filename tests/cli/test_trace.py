@@ -181,7 +181,7 @@ def test_mistakes_get_one_message(capsys, run, tmp_path):
     for arguments, message in [
         ([tmp_path / "nowhere"], "there is no folder"),
         ([tmp_path / "untraced"], "has no trace"),
-        ([tmp_path / "untraced"], "--pipeline.trace-steps N"),
+        ([tmp_path / "untraced"], "--pipeline.advanced.trace-steps N"),
         ([run, "--steps", "3"], "it must be A:B"),
         ([run, "--steps", "5:5"], "which holds no step"),
         (

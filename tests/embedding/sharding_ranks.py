@@ -80,9 +80,7 @@ def new_state(
         dense=DenseParams(model, dense, channels.dense),
         control=channels.control,
         seed=0,
-        micro_batching=MicroBatchConfig(
-            micro_batches=settings.get("micro_batches", 1), cluster=settings.get("cluster", False)
-        ),
+        micro_batching=MicroBatchConfig(micro_batches=settings.get("micro_batches", 1)),
     )
     return state, loader
 

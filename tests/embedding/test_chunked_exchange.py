@@ -93,19 +93,25 @@ def test_arrivals_in_chunks_are_added_in_the_same_order(requests, chunk_of):
 def test_invalid_chunk_settings_are_named():
     for chunks in (4, "shared"):
         for groups in (1, 2):
-            assert list(PipelineConfig(mode="nested", chunks=chunks, groups=groups).problems()) == []
+            assert list(PipelineConfig().changed(mode="nested", chunks=chunks, groups=groups).problems()) == []
     wrong = {
-        "chunks is 0; it must be in 1 .. 8, or shared": {"chunks": 0},
-        "chunks is 9; it must be in 1 .. 8, or shared": {"chunks": 9},
-        "chunks is 2, which is for mode nested, but the mode is dual-buffer": {"chunks": 2, "mode": "dual-buffer"},
-        "chunks is shared, which is for mode nested, but the mode is auto": {"chunks": "shared", "mode": "auto"},
+        "advanced.chunks is 0; it must be in 1 .. 8, or shared": {"chunks": 0},
+        "advanced.chunks is 9; it must be in 1 .. 8, or shared": {"chunks": 9},
+        "advanced.chunks is 2, which is for mode nested, but the mode is dual-buffer": {
+            "chunks": 2,
+            "mode": "dual-buffer",
+        },
+        "advanced.chunks is shared, which is for mode nested, but the mode is auto": {
+            "chunks": "shared",
+            "mode": "auto",
+        },
     }
     for message, settings in wrong.items():
-        assert list(PipelineConfig(**{"mode": "nested", **settings}).problems()) == [message]
+        assert list(PipelineConfig().changed(**{"mode": "nested", **settings}).problems()) == [message]
 
 
 def test_chunks_are_off_where_updates_are_stale_or_clipped():
-    config = PipelineConfig(mode="nested", chunks="shared", staleness=1, sync_steps=3)
+    config = PipelineConfig().changed(mode="nested", chunks="shared", staleness=1, sync_steps=3)
     assert schedule_for(config, 0, clip_rows=False).chunks == "shared"
     assert schedule_for(config, 0, clip_rows=True).chunks == 1
     assert schedule_for(config, 3, clip_rows=False).chunks == 1

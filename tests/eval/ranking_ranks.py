@@ -64,7 +64,7 @@ def ranking_config(path: Path, model: str) -> Config:
 def train_run(world: World, path: Path, model: str, mode: str, folder: Path) -> str:
     """A whole run in one of the pipeline's modes; returns why it stopped."""
     config = ranking_config(path, model)
-    config = replace(config, pipeline=replace(config.pipeline, mode=mode, micro_batches=3, depth=2, cluster=True))
+    config = replace(config, pipeline=config.pipeline.changed(mode=mode, micro_batches=3, depth=2))
     return train_to_end(config, folder, quiet=True, world=world).stopped
 
 

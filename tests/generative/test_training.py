@@ -47,9 +47,7 @@ def world(tmp_path_factory):
 
 
 def config_of(world, mode="sequential", *, parts=3):
-    config = small_config(
-        world / "log", pipeline={"mode": mode, "micro_batches": parts, "cluster": True, "depth": 2}, epochs=2
-    )
+    config = small_config(world / "log", pipeline={"mode": mode, "micro_batches": parts, "depth": 2}, epochs=2)
     model = replace(
         recipes.beauty_sid().model,
         ids=str(world / "ids"),

@@ -71,7 +71,7 @@ def new_state(world, channels, micro_batches, model):
         dense=DenseParams(model, DenseConfig(optimizer="sgd"), channels.dense),
         control=channels.control,
         seed=0,
-        micro_batching=MicroBatchConfig(micro_batches=micro_batches, cluster=micro_batches > 1),
+        micro_batching=MicroBatchConfig(micro_batches=micro_batches),
     )
 
 
@@ -119,7 +119,7 @@ def test_no_rank_and_no_micro_batch_divides_a_group(log, world_size):
     seen = {}
     for rank in range(world_size):
         batch = loader_of(World.from_store(World.single().store, rank, world_size), log).batch(Cursor(1, 2))
-        for micro_batch, one in enumerate(cut_batch(batch, MicroBatchConfig(micro_batches=3, cluster=True))):
+        for micro_batch, one in enumerate(cut_batch(batch, MicroBatchConfig(micro_batches=3))):
             for group, sample in zip(one.groups.tolist(), one.sample_ids.tolist(), strict=True):
                 seen.setdefault(group, set()).add((rank, micro_batch))
                 seen.setdefault("samples", []).append(sample)

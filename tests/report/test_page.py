@@ -129,7 +129,7 @@ def test_a_ranking_run_has_its_labels_and_baselines(runs):
     assert "item mean" in found.text("quality")
     assert "loss/clicked" in found.text("curves")
     assert "has no trace" in found.notes["steps"][0]
-    assert "--pipeline.trace-steps" in found.notes["steps"][0]
+    assert "--pipeline.advanced.trace-steps" in found.notes["steps"][0]
 
 
 def test_two_ranks_are_compared(runs, tmp_path):

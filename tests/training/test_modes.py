@@ -33,7 +33,7 @@ def log(tmp_path_factory):
 
 def config_of(log, mode, *, validation=False, **settings):
     """Three epochs of four batches, saved in the middle of epochs; with validation after every epoch."""
-    config = small_config(log, pipeline={"mode": mode, "micro_batches": 3, "cluster": True, "depth": 2}, **settings)
+    config = small_config(log, pipeline={"mode": mode, "micro_batches": 3, "depth": 2}, **settings)
     return replace(config, data=replace(config.data, validation=validation))
 
 
@@ -90,7 +90,7 @@ def test_a_run_may_change_its_mode_when_it_is_resumed(calm, log, tmp_path):
         (0, "nested"),
     ):
         config = config_of(log, "nested" if mode in chunks else mode, validation=validation, steps=steps)
-        config = replace(config, pipeline=replace(config.pipeline, chunks=chunks.get(mode, 1)))
+        config = replace(config, pipeline=config.pipeline.changed(chunks=chunks.get(mode, 1)))
         run_ranks(2, train, config, tmp_path / "run")
     assert not differing_tensors(folder, tmp_path / "run")
 
@@ -124,7 +124,7 @@ def test_a_signal_on_one_rank_stops_all_after_the_same_batch_and_the_run_resumes
 
 def test_a_traced_run_keeps_its_last_steps(log, tmp_path):
     config = config_of(log, "nested")
-    run_ranks(2, train, replace(config, pipeline=replace(config.pipeline, trace_steps=4)), tmp_path / "run")
+    run_ranks(2, train, replace(config, pipeline=config.pipeline.changed(trace_steps=4)), tmp_path / "run")
     for trace in load(tmp_path / "run"):
         assert [step.batch for step in steps_of(trace)][-3:] == [9, 10, 11]
 

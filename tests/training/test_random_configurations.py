@@ -52,7 +52,7 @@ class Drawn:
     lives: tuple[Life, ...]
 
     def of(self, life: Life) -> Config:
-        config = replace(self.config, pipeline=replace(self.config.pipeline, **life.pipeline))
+        config = replace(self.config, pipeline=self.config.pipeline.changed(**life.pipeline))
         return replace(config, train=replace(config.train, steps=life.steps))
 
 
@@ -118,7 +118,6 @@ def drawn(seed: int, log: Path, folder: Path) -> Drawn:
             pipeline={
                 "micro_batches": draw.choice((1, 2, 3, 4, 6)),
                 "ramp": draw.choice((1.0, 0.5, 0.25)),
-                "cluster": draw.random() < 0.3,
                 "groups": groups,
                 "staleness": staleness,
                 "sync_steps": draw.choice((0, 2, 4)) if staleness else 0,

@@ -20,7 +20,7 @@ from tests.rank_pool import run_ranks
 from tests.small_runs import small_config, small_log
 from tests.training.test_modes import interrupted, metrics, train
 
-STALE = {"micro_batches": 3, "cluster": True, "staleness": 1, "sync_steps": 3}
+STALE = {"micro_batches": 3, "staleness": 1, "sync_steps": 3}
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +90,7 @@ def test_another_number_of_ranks_finds_the_rows_that_were_kept(calm):
 
 def test_staleness_belongs_to_a_run(calm, log):
     with pytest.raises(AssertionError, match=r"pipeline\.staleness: 1 -> 0"):
-        run_ranks(1, train, config_of(log, "nested", more={"micro_batches": 3, "cluster": True}), calm)
+        run_ranks(1, train, config_of(log, "nested", more={"micro_batches": 3}), calm)
 
 
 @pytest.mark.parametrize(
