@@ -55,7 +55,7 @@ def test_all_problems_are_reported_at_once():
         ({"data": 3}, "'data' must be an object, got 3"),
         ({"seed": -1}, "seed is -1"),
         (
-            {"pipeline": {"chunks": "hot"}},
+            {"pipeline": {"advanced": {"chunks": "hot"}}},
             "config key 'pipeline.advanced.chunks' has the value 'hot'; expected int or one of shared",
         ),
     ],
