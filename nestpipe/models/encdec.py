@@ -228,16 +228,28 @@ class EncDec(nn.Module):
             lookups["trigger"] = Lookup(table="item", ids=instructions["trigger"].values)
         return lookups
 
+    def query_vectors(self, given: Mapping[str, Jagged], num_rows: int) -> Tensor:
+        """Unit vectors [n, E] of instructions, which Q2I compares with items."""
+        assert self.igr is not None
+        triggers = (
+            self.ids.positions(given["trigger"].values) if "trigger" in given else torch.zeros(0, dtype=torch.int64)
+        )
+        vectors: Tensor = self.igr.ask(given, self.igr_vectors(triggers).detach(), num_rows)
+        return vectors
+
+    def igr_vectors(self, positions: Tensor) -> Tensor:
+        """Unit vectors [..., E] of items, by catalogue position."""
+        assert self.igr is not None
+        flat = positions.flatten()
+        return self.igr.vectors(flat, self._code_vectors(flat)).unflatten(0, positions.shape)
+
     def _query_to_item(self, batch: Batch, queries: Queries, weights: Tensor, rng: Rng) -> Tensor:
         """The Q2I loss, weighted by group."""
-        assert self.igr is not None
         given = queries.instructions(self.config.reasoning_dropout, rng)
-        triggers = self.ids.positions(given["trigger"].values if "trigger" in given else queries.targets[:0])
-        at_trigger = self.igr.vectors(triggers, self._code_vectors(triggers)).detach()
         positions = self.ids.positions(queries.targets)
         return query_to_item(
-            self.igr.ask(given, at_trigger, len(positions)),
-            self.igr.vectors(positions, self._code_vectors(positions)),
+            self.query_vectors(given, len(positions)),
+            self.igr_vectors(positions),
             weights,
             same_instructions(given, len(positions)),
             group_runs(batch, queries.rows)[0],

@@ -29,15 +29,13 @@ from nestpipe.checkpoint.origin import InitFrom
 from nestpipe.checkpoint.state import StateSource
 from nestpipe.checkpoint.warm_start import WarmStartReport
 from nestpipe.config import Config
-from nestpipe.data.loader import Loader, closing_batches
-from nestpipe.data.remote_files import absolute_path
+from nestpipe.data.loader import closing_batches
 from nestpipe.distributed.agreement import all_ranks_or_none
 from nestpipe.distributed.process_group import World
 from nestpipe.embedding.buckets import fewer_buckets
 from nestpipe.eval.predictor import make_predictor
 from nestpipe.jagged import Batch, Cursor
-from nestpipe.models.build_model import inputs_of
-from nestpipe.models.config import EncDecConfig, FuXiConfig, HSTUConfig, RankingConfig
+from nestpipe.models.config import FuXiConfig, HSTUConfig, RankingConfig
 from nestpipe.models.contract import Selecting
 from nestpipe.pipeline.channels import Channels
 from nestpipe.pipeline.runner import BatchFeed
@@ -48,8 +46,9 @@ from nestpipe.profiling.torch_profiler import profiled
 from nestpipe.training.distributed_eval import ChannelRanks
 from nestpipe.training.environment import environment
 from nestpipe.training.mfu import Utilisation
-from nestpipe.training.open_run import agree, check_shared, open_run, share_run
+from nestpipe.training.open_run import agree, check_shared, open_run, share_run, with_absolute_paths
 from nestpipe.training.process import exact_arithmetic, keep_freed_memory, lock_run, peak_memory_bytes, stop_signals
+from nestpipe.training.rollouts import training_loader
 from nestpipe.training.run_folder import Run
 from nestpipe.training.run_limits import Best, LoopProgress, RunLimits, validation_of
 from nestpipe.training.run_state import load_state, new_state, warm_state
@@ -102,9 +101,7 @@ def train_to_end(
     config.validate()
     config = Config.from_json(config.to_json())  # as a resumed run reads it: 1 in a float field is 1.0
     keep_freed_memory()
-    config = replace(config, data=replace(config.data, path=absolute_path(config.data.path)))
-    if isinstance(config.model, EncDecConfig):
-        config = replace(config, model=replace(config.model, ids=str(Path(config.model.ids).resolve())))
+    config = with_absolute_paths(config)
     with contextlib.closing(world or World.from_environment(stacks=Path(folder))) as open_world:
         channels = Channels.of(open_world)
         run = open_run(config, Path(folder), resume, init_from, channels)
@@ -120,15 +117,7 @@ class _Loop:
     def __init__(self, run: Run, channels: Channels, *, quiet: bool, recipe: str | None, clock: Callable[[], float]):
         """Checks that can reject the configuration or the data run before the folder is written."""
         self._leads = channels.control.world.rank == 0
-        self._loader = Loader(
-            run.sequences,
-            run.split,
-            run.config.data,
-            seed=run.config.seed,
-            rank=channels.control.world.rank,
-            world_size=channels.control.world.size,
-            inputs=inputs_of(run.config, run.sequences),
-        )
+        self._loader = training_loader(run, channels, quiet=quiet)
         hosts = gather_hosts(channels.control)
         self._groups = grouped(run, channels, hosts, lambda: self._loader.batch(Cursor(0, 0)))
         run, channels = self._groups.run, self._groups.channels

@@ -15,6 +15,7 @@ from nestpipe.atomic_files import replace_file
 from nestpipe.checkpoint.origin import InitFrom, Origin
 from nestpipe.checkpoint.places import RemotePath
 from nestpipe.config import Config
+from nestpipe.data.remote_files import absolute_path
 from nestpipe.distributed.agreement import all_ranks_or_none
 from nestpipe.distributed.exchange import named_ranks
 from nestpipe.distributed.process_group import Channel
@@ -25,6 +26,16 @@ from nestpipe.training.run_folder import FREE_KEYS, Run
 
 RUN_FILES = ("run.json", "config.json")  # config.json last: it makes a folder a run
 _SHARED_S = 5.0  # a network file system may show a new file this late
+
+
+def with_absolute_paths(config: Config) -> Config:
+    """The configuration with paths that stay valid in another working folder."""
+    config = replace(config, data=replace(config.data, path=absolute_path(config.data.path)))
+    if not isinstance(config.model, EncDecConfig):
+        return config
+    given = {name: getattr(config.model, name, "") for name in ("ids", "scenarios", "start", "ranker")}
+    paths = {name: str(Path(path).resolve()) for name, path in given.items() if path}
+    return replace(config, model=replace(config.model, **paths))
 
 
 def open_run(config: Config, folder: Path, resume: bool, init_from: InitFrom | None, channels: Channels) -> Run:
@@ -139,7 +150,7 @@ def _reopen(config: Config, folder: Path, init_from: InitFrom | None) -> Run:
     if isinstance(saved.config.model, EncDecConfig) and isinstance(
         config.model, EncDecConfig
     ):  # the ids may have moved
-        moved = replace(saved.config.model, ids=config.model.ids)
+        moved = replace(saved.config.model, ids=config.model.ids, scenarios=config.model.scenarios)
         saved = replace(saved, config=replace(saved.config, model=moved))
     if init_from and (saved.origin is None or saved.origin.source != str(init_from.absolute())):
         history = f"was initialised from {saved.origin.source}" if saved.origin else "started without --init-from"

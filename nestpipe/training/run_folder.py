@@ -37,6 +37,8 @@ from nestpipe.embedding.row_reader import TableRows
 from nestpipe.errors import CheckpointError, ConfigError
 from nestpipe.eval.config import EvalConfig
 from nestpipe.eval.predictor import Predictor, make_predictor
+from nestpipe.generative.scenarios import FILE as SCENARIO_FILE
+from nestpipe.generative.scenarios import Scenario, Scenarios, scenario_numbers
 from nestpipe.generative.semantic_ids import Registry
 from nestpipe.generative.trie import Trie
 from nestpipe.models.build_model import build_model
@@ -47,7 +49,7 @@ from nestpipe.registry import entry_of
 
 # Settings that may change when a run is resumed: limits, reporting, paths, scheduling. All others affect the results.
 FREE_KEYS = (
-    *("data.path", "model.ids"),
+    *("data.path", "model.ids", "model.scenarios", "model.start", "model.ranker"),
     *("train.epochs", "train.steps", "train.minutes", "train.save_steps", "train.keep_last", "train.log_steps"),
     *("train.tensorboard", "train.async_save", "train.max_deltas", "train.checkpoints"),
     *("pipeline.groups", "pipeline.mode", "pipeline.depth", "pipeline.rows", "pipeline.split", "pipeline.chunks"),
@@ -118,6 +120,8 @@ class Run:
             "versions": versions(),
             "init_from": asdict(self.origin) if self.origin else None,
         }
+        if self.scenarios is not None:
+            replace_file(self.folder / SCENARIO_FILE, self.scenarios.to_json().encode())
         replace_file(self.folder / "run.json", (json.dumps(content, indent=2) + "\n").encode())
         replace_file(self.folder / "config.json", self._asked_config.to_json().encode())
 
@@ -142,11 +146,26 @@ class Run:
             return None
         return Registry.load(model.ids).trie_of(self.sequences)
 
+    @cached_property
+    def scenarios(self) -> Scenarios | None:
+        """The scenario file of a generative run, of which the folder keeps a copy."""
+        model, kept = self.config.model, self.folder / SCENARIO_FILE
+        if not isinstance(model, EncDecConfig) or not (model.scenarios or kept.exists()):
+            return None
+        return Scenarios.load(kept if kept.exists() else Path(model.scenarios))
+
+    @cached_property
+    def scenario_records(self) -> list[Scenario]:
+        """The record of each scenario of a generative run, by number; with defaults where there is no file."""
+        numbers = scenario_numbers(self.sequences, self.config.model.num_scenarios)
+        if self.scenarios is None:
+            return [Scenario(name=name) for name in numbers] or [Scenario(name="all")]
+        return self.scenarios.by_number(numbers, str(self.sequences.path))
+
     def identity(self) -> dict[str, str]:
         """What must be equal on every rank: versions, code, data, configuration without paths."""
-        settings = {
-            key: repr(value) for key, value in flat(self.config).items() if key not in {"data.path", "model.ids"}
-        }
+        paths = {"data.path", "model.ids", "model.scenarios", "model.start", "model.ranker"}
+        settings = {key: repr(value) for key, value in flat(self.config).items() if key not in paths}
         facts = {"code of nestpipe": _code_digest()[:12], "data": self.sequences.digest[:12]}
         if not (entry := entry_of(self.config.model)).is_own:
             facts[f"code of {entry.kind}"] = hashlib.sha256(_source(entry.load())).hexdigest()[:12]
@@ -160,6 +179,8 @@ class Run:
         facts = {"model": entry_of(self.config.model).kind}
         if self.semantic_ids is not None:
             facts["semantic ids"] = f"{self.semantic_ids.version}/{self.semantic_ids.digest}"
+        if self.scenarios is not None:
+            facts["scenarios"] = self.scenarios.digest
         return {**facts, **{key: repr(one) for key, one in flat(self._asked_config).items() if key not in FREE_KEYS}}
 
     @property

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from nestpipe.checkpoint import folders as checkpoint_folders
 from nestpipe.checkpoint import warm_start
 from nestpipe.checkpoint.manifest import Manifest
 from nestpipe.checkpoint.places import place_of
 from nestpipe.checkpoint.state import restore_state
+from nestpipe.generative.config import AlignedConfig
+from nestpipe.generative.policy_model import build_policy_model
+from nestpipe.generative.scenario_pools import scenario_pools
 from nestpipe.models.build_model import build_model
+from nestpipe.models.contract import Model
 from nestpipe.pipeline.build_state import build_state
 from nestpipe.pipeline.channels import Channels
 from nestpipe.pipeline.stages import TrainState
@@ -18,7 +24,7 @@ def new_state(run: Run, channels: Channels | None = None) -> TrainState:
     """The state of this rank before the first step."""
     config = run.config
     return build_state(
-        build_model(config, run.sequences, ids=run.semantic_ids),
+        _trained_model(run),
         embedding=config.embedding,
         dense=config.dense,
         pipeline=config.pipeline,
@@ -26,6 +32,16 @@ def new_state(run: Run, channels: Channels | None = None) -> TrainState:
         channels=channels,
         skip_nonfinite=config.train.skip_nonfinite,
     )
+
+
+def _trained_model(run: Run) -> Model:
+    """The model as it is trained; that of an aligned run has another loss than the one that is served."""
+    config, ids = run.config, run.semantic_ids
+    if not isinstance(config.model, AlignedConfig) or ids is None:
+        return build_model(config, run.sequences, ids=ids)
+    model = build_policy_model(config.model, ids, max_len=config.data.max_len, seed=config.seed)
+    model.pools = scenario_pools(run.scenario_records, run.sequences, ids)
+    return model
 
 
 def load_state(run: Run, step: int | None = None, channels: Channels | None = None) -> tuple[TrainState, Manifest]:
@@ -46,6 +62,8 @@ def warm_state(run: Run, channels: Channels | None = None) -> tuple[TrainState, 
     folder = place_of(run.origin.checkpoint)
     manifest = run.origin.check(Manifest.read(folder))
     lines = warm_start.compare(state, folder, manifest, settings=run.settings, data_digest=run.sequences.digest)
+    if isinstance(run.config.model, AlignedConfig):  # gradients of another loss have another scale
+        lines = [replace(line, state="fresh") if line.what == "loaded" else line for line in lines]
     warm_start.check(lines, run.origin, run.folder)
     warm_start.load_into(state, folder, manifest, lines)
     return state, warm_start.WarmStartReport(run.origin, tuple(lines))
