@@ -45,9 +45,9 @@ class AlignArguments:
     """Objective: sa-gcpo and sapo have soft gates, gspo and grpo clip the ratio per item and per code."""
     group_size: int = 16
     """Items drawn for each context."""
-    passes: int = 4
+    passes: int = 8
     """Passes over the users, each at an earlier event of their training history."""
-    anchor: float = 0.1
+    anchor: float = 0.5
     """Weight of the next-code loss on the logged items; 0: off."""
     no_threshold: bool = False
     """sa-gcpo: let items that are worse than the logged one become more probable too."""

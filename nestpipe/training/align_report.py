@@ -45,9 +45,10 @@ class AlignedMetric:
     aligned: float
     difference: Interval
 
-    def __str__(self) -> str:
+    def row(self) -> tuple[str, str, str]:
+        """Start, aligned and difference, as text."""
         one = self.difference
-        return f"{self.start:.4f} -> {self.aligned:.4f}  {one.mean:+.4f} [{one.low:+.4f}, {one.high:+.4f}]"
+        return f"{self.start:.4f}", f"{self.aligned:.4f}", f"{one.mean:+.4f} [{one.low:+.4f}, {one.high:+.4f}]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +63,12 @@ class AlignReport:
         replace_file(folder / FILE, json.dumps(asdict(self), indent=2).encode())
 
     def __rich__(self) -> Table:
-        table = Table(title="start -> aligned  difference [95 %], held-out requests", pad_edge=False)
-        for header in ("scenario", "users", "reward of the first item", "ndcg@10"):
+        table = Table(title="held-out requests, differences paired over users", pad_edge=False)
+        for header in ("scenario", "users", "metric", "start", "aligned", "difference [95 %]"):
             table.add_column(header, no_wrap=True)
         for name, count in self.num_users.items():
-            table.add_row(name, f"{count:,}", str(self.reward[name]), str(self.ndcg10[name]))
+            table.add_row(name, f"{count:,}", "reward", *self.reward[name].row())
+            table.add_row("", "", "ndcg@10", *self.ndcg10[name].row())
         return table
 
 

@@ -34,6 +34,7 @@ from nestpipe.distributed.agreement import all_ranks_or_none
 from nestpipe.distributed.process_group import World
 from nestpipe.embedding.buckets import fewer_buckets
 from nestpipe.eval.predictor import make_predictor
+from nestpipe.generative.config import AlignedConfig
 from nestpipe.jagged import Batch, Cursor
 from nestpipe.models.config import FuXiConfig, HSTUConfig, RankingConfig
 from nestpipe.models.contract import Selecting
@@ -142,7 +143,7 @@ class _Loop:
                 lambda: self._take_folder(undo, recipe, hosts) if self._leads else None,
             )
             (share_run if self._config.train.checkpoints else check_shared)(run, channels.control)
-            if self._warm_start and not quiet:
+            if self._warm_start and not quiet and not isinstance(run.config.model, AlignedConfig):
                 Console(stderr=True, highlight=False, markup=False).print(self._warm_start)
             self._trackers = (
                 open_trackers(run.folder, self._state.num_steps, tensorboard=run.config.train.tensorboard)
