@@ -21,6 +21,8 @@ from nestpipe.eval.label_report import LabelReport
 from nestpipe.eval.predictor import Target, popularity
 from nestpipe.eval.ranking_eval import Predictions, RankingPredictor, baselines, report_of
 from nestpipe.eval.retrieval_eval import EvalReport
+from nestpipe.eval.scenario_eval import FILE as SCENARIOS
+from nestpipe.eval.scenario_eval import ScenarioMetrics, scenario_metrics
 from nestpipe.eval.topk_metrics import Interval
 from nestpipe.training.distributed_eval import EvalWorld, eval_world
 from nestpipe.training.run_folder import Run
@@ -37,7 +39,7 @@ def main(arguments: EvalArguments) -> int:
                 _print(compared, arguments.json, f"a: {arguments.run}   b: {arguments.compare}")
             return 0
     if world.leads:
-        _print(report.report, arguments.json, f"{arguments.run}, {arguments.target} targets")
+        _print(report.report, arguments.json, f"{arguments.run}, {arguments.target} targets", report.scenarios)
         if not arguments.json:
             _show_context(run, report, arguments)
     return 0
@@ -106,6 +108,7 @@ class Evaluated:
     report: EvalReport | LabelReport
     step: int
     predictions: Predictions | None = None
+    scenarios: ScenarioMetrics | None = None
 
 
 def evaluate_run(run: Run, *, step: int | None = None, target: Target = "test", world: EvalWorld) -> Evaluated:
@@ -116,11 +119,17 @@ def evaluate_run(run: Run, *, step: int | None = None, target: Target = "test", 
         found = predictor.predict(target, ranks=world.ranks)
         evaluated = Evaluated(report_of(found, run.sequences, run.split, run.config), step, found)
     else:
-        evaluated = Evaluated(predictor.evaluate(target, ranks=world.ranks), step)
+        found_lists = predictor.evaluate(target, ranks=world.ranks)
+        settings = {"seed": run.config.seed, "num_bootstrap": run.config.eval.num_bootstrap}
+        scenarios = scenario_metrics(found_lists, run.sequences, run.split, target, **settings)
+        evaluated = Evaluated(found_lists, step, scenarios=scenarios)
     if world.leads:
         folder = run.folder / "eval" / target
+        (folder / SCENARIOS).unlink(missing_ok=True)
         (folder / "context.json").unlink(missing_ok=True)  # it belongs to the previous report
         evaluated.report.save(folder)
+        if evaluated.scenarios is not None:
+            evaluated.scenarios.save(folder)
         if (
             world.ranks.size == 1
         ):  # several ranks hold a part of the rows each, and a few lists are not worth an exchange
@@ -148,9 +157,17 @@ def _step(run: Run, step: int | None) -> int:
     return Manifest.read(checkpoint_folders.best_checkpoint(run.checkpoints)).step if step is None else step
 
 
-def _print(result: EvalReport | LabelReport | Comparison | LabelComparison, as_json: bool, title: str) -> None:
+def _print(
+    result: EvalReport | LabelReport | Comparison | LabelComparison,
+    as_json: bool,
+    title: str,
+    scenarios: ScenarioMetrics | None = None,
+) -> None:
     if as_json:
-        print(json.dumps(json.loads(result.to_json())))
-    else:
-        Console().print(title, markup=False)
-        Console().print(result)
+        by_scenario = {} if scenarios is None else {"scenarios": json.loads(scenarios.to_json())}
+        print(json.dumps(json.loads(result.to_json()) | by_scenario))
+        return
+    Console().print(title, markup=False)
+    Console().print(result)
+    if scenarios is not None:
+        Console().print(scenarios)

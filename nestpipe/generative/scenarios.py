@@ -36,8 +36,8 @@ class Scenario:
     """Source of the trigger item: none, given by the request, or the last item of the history."""
     pool: str = "all"
     """Pool of items that may be shown; 'all' is the whole catalogue."""
-    behaviour_weights: tuple[float, ...] = (1.0, 1.5, 2.0)
-    """Weights of clicks, carts and orders as training targets."""
+    behaviour_weights: tuple[float, ...] = ()
+    """Weights of clicks, carts and orders as training targets; empty: those of the model."""
     reward_weights: Mapping[str, float] = field(default_factory=dict)
     """Weights of the rewards in alignment: format, relative, ranking, diversity, or a number column of the log or of its
     items; empty: 1 for each of relative, ranking and the behaviour that the run can compute."""
@@ -53,7 +53,7 @@ class Scenario:
             yield "pool is empty; name one, or 'all'"
         if self.trigger not in get_args(Trigger):
             yield f"trigger is {self.trigger!r}; it must be one of {', '.join(get_args(Trigger))}"
-        if not self.behaviour_weights or min(self.behaviour_weights) <= 0:
+        if self.behaviour_weights and min(self.behaviour_weights) <= 0:
             yield f"behaviour_weights is {self.behaviour_weights}; each must be above 0"
         weights = self.reward_weights.values()
         if weights and not (min(weights) >= 0 and max(weights) > 0):

@@ -65,6 +65,7 @@ class EncDec(nn.Module):
         """`text`: text vectors [I, W] by catalogue position, which IGR compares with instructions."""
         super().__init__()
         self.config, self.ids = config, ids
+        self.behaviour_weights = torch.tensor([config.behaviour_weights])  # [1, levels], or by scenario [S, levels]
         self.coupling = "group" if config.q2i else "none"
         self.refresh_steps = config.igr_refresh_steps if config.igr != "off" else 0
         if self.refresh_steps:
@@ -331,8 +332,7 @@ class EncDec(nn.Module):
         """The weight of each target, [T]."""
         if not self.config.behaviour:
             return torch.ones(len(queries.events))
-        levels = self._levels(queries.given[self.config.behaviour])
-        return torch.tensor(self.config.behaviour_weights).index_select(0, levels)
+        return queries.weights(self._levels(queries.given[self.config.behaviour]), self.behaviour_weights)
 
     def _levels(self, behaviour: Jagged) -> Tensor:
         """Levels of a behaviour; an unobserved one counts as level 0."""

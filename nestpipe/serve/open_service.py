@@ -114,7 +114,16 @@ def open_generator(run: Run, log: Path, *, config: EngineConfig, step: int | Non
     histories = open_histories(run, log)
     version = generative_version(run, histories, log.parent, step=step)
     scenarios = scenario_numbers(run.sequences, version.served.model.config.num_scenarios)
-    return Generator(version.served, histories, version.instructions, version.costs, config=config, scenarios=scenarios)
+    records = {} if run.scenarios is None else {one.name: one for one in run.scenarios}
+    return Generator(
+        version.served,
+        histories,
+        version.instructions,
+        version.costs,
+        config=config,
+        scenarios=scenarios,
+        records=records,
+    )
 
 
 def generative_version(

@@ -47,7 +47,14 @@ from nestpipe.profiling.torch_profiler import profiled
 from nestpipe.training.distributed_eval import ChannelRanks
 from nestpipe.training.environment import environment
 from nestpipe.training.mfu import Utilisation
-from nestpipe.training.open_run import agree, check_shared, open_run, share_run, with_absolute_paths
+from nestpipe.training.open_run import (
+    agree,
+    check_shared,
+    open_run,
+    share_run,
+    with_absolute_paths,
+    with_scenarios,
+)
 from nestpipe.training.process import exact_arithmetic, keep_freed_memory, lock_run, peak_memory_bytes, stop_signals
 from nestpipe.training.rollouts import training_loader
 from nestpipe.training.run_folder import Run
@@ -102,7 +109,7 @@ def train_to_end(
     config.validate()
     config = Config.from_json(config.to_json())  # as a resumed run reads it: 1 in a float field is 1.0
     keep_freed_memory()
-    config = with_absolute_paths(config)
+    config = with_scenarios(with_absolute_paths(config))
     with contextlib.closing(world or World.from_environment(stacks=Path(folder))) as open_world:
         channels = Channels.of(open_world)
         run = open_run(config, Path(folder), resume, init_from, channels)

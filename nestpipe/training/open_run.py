@@ -16,6 +16,7 @@ from nestpipe.checkpoint.origin import InitFrom, Origin
 from nestpipe.checkpoint.places import RemotePath
 from nestpipe.config import Config
 from nestpipe.data.remote_files import absolute_path
+from nestpipe.data.sequences import Sequences
 from nestpipe.distributed.agreement import all_ranks_or_none
 from nestpipe.distributed.exchange import named_ranks
 from nestpipe.distributed.process_group import Channel
@@ -36,6 +37,16 @@ def with_absolute_paths(config: Config) -> Config:
     given = {name: getattr(config.model, name, "") for name in ("ids", "scenarios", "start", "ranker")}
     paths = {name: str(Path(path).resolve()) for name, path in given.items() if path}
     return replace(config, model=replace(config.model, **paths))
+
+
+def with_scenarios(config: Config) -> Config:
+    """With a scenario file and no number of scenarios: as many as the log names."""
+    model = config.model
+    if not isinstance(model, EncDecConfig) or not model.scenarios or model.num_scenarios:
+        return config
+    stored = Sequences.open(config.data.path).event_features.get("scenario")
+    num = 0 if stored is None or not len(stored.values) else int(stored.values.max()) + 1
+    return replace(config, model=replace(model, num_scenarios=num))
 
 
 def open_run(config: Config, folder: Path, resume: bool, init_from: InitFrom | None, channels: Channels) -> Run:
