@@ -40,7 +40,7 @@ class ItemMeans:
     def of(items: Ints, scenarios: Ints, values: Floats, *, num_items: int, num_scenarios: int) -> ItemMeans:
         cells, size = scenarios * num_items + items, num_scenarios * num_items
         sums, counts = np.bincount(cells, values, minlength=size), np.bincount(cells, minlength=size)
-        return ItemMeans(sums.reshape(num_scenarios, -1), counts.reshape(num_scenarios, -1).astype(np.float64))
+        return ItemMeans(sums.reshape(num_scenarios, -1).astype(np.float64), counts.reshape(num_scenarios, -1) * 1.0)
 
     def means(self) -> Floats:
         """[S, I]."""

@@ -232,9 +232,7 @@ class EncDec(nn.Module):
     def query_vectors(self, given: Mapping[str, Jagged], num_rows: int) -> Tensor:
         """Unit vectors [n, E] of instructions, which Q2I compares with items."""
         assert self.igr is not None
-        triggers = (
-            self.ids.positions(given["trigger"].values) if "trigger" in given else torch.zeros(0, dtype=torch.int64)
-        )
+        triggers = self.ids.positions(given["trigger"].values if "trigger" in given else torch.tensor([]).long())
         vectors: Tensor = self.igr.ask(given, self.igr_vectors(triggers).detach(), num_rows)
         return vectors
 
@@ -242,7 +240,8 @@ class EncDec(nn.Module):
         """Unit vectors [..., E] of items, by catalogue position."""
         assert self.igr is not None
         flat = positions.flatten()
-        return self.igr.vectors(flat, self._code_vectors(flat)).unflatten(0, positions.shape)
+        vectors: Tensor = self.igr.vectors(flat, self._code_vectors(flat)).unflatten(0, positions.shape)
+        return vectors
 
     def _query_to_item(self, batch: Batch, queries: Queries, weights: Tensor, rng: Rng) -> Tensor:
         """The Q2I loss, weighted by group."""

@@ -78,15 +78,15 @@ def align_report(run: Run) -> AlignReport:
     start = Run.open(run.config.model.start)
     channels = Channels.of(World.single())
     loader = ContextLoader(
-        run.sequences,
+        run.instructed,
         run.split,
         run.config.data,
         seed=run.config.seed,
-        inputs=inputs_of(run.config, run.sequences),
+        inputs=inputs_of(run.config, run.instructed),
     )
     opened = open_rewards(run, loader, channels)
     before, after = start.predictor(run.origin.step), run.predictor()
-    samples = EvalBatches(run.sequences, run.split, run.config, "test", inputs=inputs_of(run.config, run.sequences))
+    samples = EvalBatches(run.instructed, run.split, run.config, "test", inputs=inputs_of(run.config, run.instructed))
     scenarios, columns = list[Tensor](), {"reward": list[Column](), "ndcg10": list[Column]()}
     for sample in samples:
         scenarios.append(scenarios_of(sample.batch))

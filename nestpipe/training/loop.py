@@ -53,7 +53,7 @@ from nestpipe.training.open_run import (
     open_run,
     share_run,
     with_absolute_paths,
-    with_scenarios,
+    with_log_sizes,
 )
 from nestpipe.training.process import exact_arithmetic, keep_freed_memory, lock_run, peak_memory_bytes, stop_signals
 from nestpipe.training.rollouts import training_loader
@@ -109,7 +109,7 @@ def train_to_end(
     config.validate()
     config = Config.from_json(config.to_json())  # as a resumed run reads it: 1 in a float field is 1.0
     keep_freed_memory()
-    config = with_scenarios(with_absolute_paths(config))
+    config = with_log_sizes(with_absolute_paths(config))
     with contextlib.closing(world or World.from_environment(stacks=Path(folder))) as open_world:
         channels = Channels.of(open_world)
         run = open_run(config, Path(folder), resume, init_from, channels)
@@ -321,7 +321,7 @@ class _Loop:
     def _validate(self) -> None:
         # Only the means are used, so few bootstrap samples suffice.
         config = replace(self._config, eval=replace(self._config.eval, num_bootstrap=100))
-        scorer = make_predictor(self._state.model, self._state.embedding, self._run.sequences, self._run.split, config)
+        scorer = make_predictor(self._state.model, self._state.embedding, self._run.instructed, self._run.split, config)
         report = scorer.evaluate("validation", ranks=ChannelRanks(self._channels.control), progress=False)
         values = report.scalars()
         self._trackers.log(self._state.num_steps, {f"validation/{name}": value for name, value in values.items()})

@@ -119,7 +119,8 @@ class RolloutStore:
 
     def write(self, number: int, part: int, **columns: Tensor) -> None:
         content = io.BytesIO()
-        np.savez(content, **{name: one.numpy() for name, one in columns.items()})
+        arrays: dict[str, Any] = {name: one.numpy() for name, one in columns.items()}
+        np.savez(content, **arrays)
         replace_file(self.path(number, part), content.getvalue())
 
     def groups(self, number: int, places: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
@@ -157,11 +158,11 @@ def training_loader(run: Run, channels: Channels, *, quiet: bool) -> Loader:
         "seed": config.seed,
         "rank": world.rank,
         "world_size": world.size,
-        "inputs": inputs_of(config, run.sequences),
+        "inputs": inputs_of(config, run.instructed),
     }
     if not isinstance(config.model, AlignedConfig):
-        return Loader(run.sequences, run.split, config.data, **settings)
-    loader = RolloutLoader(run.sequences, run.split, config.data, **settings)
+        return Loader(run.instructed, run.split, config.data, **settings)
+    loader = RolloutLoader(run.instructed, run.split, config.data, **settings)
     loader.store = RolloutStore(run.folder / FOLDER, loader.num_samples)
     all_ranks_or_none(channels.control, "roll-outs begun", lambda: _begin(run, world))
     num_passes = config.train.epochs
@@ -305,11 +306,10 @@ def _fit_logged(
             items.append(positions)
             scenarios.append(scenarios_of(request))
             logs.append(found.squeeze(1))
-    columns = [torch.cat(one).numpy() for one in (events, items, scenarios)]
-    num_scenarios = len(run.scenario_records)
-    found_logs = torch.cat(logs).double().numpy()
+    at, which, numbers = (torch.cat(one).numpy() for one in (events, items, scenarios))
+    num_scenarios, codes = len(run.scenario_records), torch.cat(logs).double().numpy()
     return {
-        name: LoggedColumn.read(run.sequences, run.split, name, num_scenarios).fit(*columns, found_logs)
+        name: LoggedColumn.read(run.sequences, run.split, name, num_scenarios).fit(at, which, numbers, codes)
         for name in names
     }
 

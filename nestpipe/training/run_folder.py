@@ -40,6 +40,7 @@ from nestpipe.eval.predictor import Predictor, make_predictor
 from nestpipe.generative.scenarios import FILE as SCENARIO_FILE
 from nestpipe.generative.scenarios import Scenario, Scenarios, scenario_numbers
 from nestpipe.generative.semantic_ids import Registry
+from nestpipe.generative.training_instructions import open_store
 from nestpipe.generative.trie import Trie
 from nestpipe.models.build_model import build_model
 from nestpipe.models.config import EncDecConfig
@@ -49,7 +50,7 @@ from nestpipe.registry import entry_of
 
 # Settings that may change when a run is resumed: limits, reporting, paths, scheduling. All others affect the results.
 FREE_KEYS = (
-    *("data.path", "model.ids", "model.scenarios", "model.start", "model.ranker"),
+    *("data.path", "model.ids", "model.scenarios", "model.instructions", "model.start", "model.ranker"),
     *("train.epochs", "train.steps", "train.minutes", "train.save_steps", "train.keep_last", "train.log_steps"),
     *("train.tensorboard", "train.async_save", "train.max_deltas", "train.checkpoints"),
     *("pipeline.groups", "pipeline.mode", "pipeline.depth", "pipeline.rows", "pipeline.split", "pipeline.chunks"),
@@ -119,6 +120,7 @@ class Run:
             "statistics": {name: stats.to_json() for name, stats in statistics.items()},
             "versions": versions(),
             "init_from": asdict(self.origin) if self.origin else None,
+            "instructions": self.settings.get("instructions", ""),
         }
         if self.scenarios is not None:
             replace_file(self.folder / SCENARIO_FILE, self.scenarios.to_json().encode())
@@ -128,6 +130,18 @@ class Run:
     @cached_property
     def sequences(self) -> Sequences:
         return Sequences.open(self.config.data.path)
+
+    @cached_property
+    def instructed(self) -> Sequences:
+        """The log as it is trained and evaluated: with the instructions of its targets, if the run was given some."""
+        store = getattr(self.config.model, "instructions", "")
+        return open_store(store).attach(self.sequences) if store else self.sequences
+
+    def _instructions_digest(self, store: str) -> str:
+        """Of the store, or, where it is gone, the one that the run was started with."""
+        if Path(store).exists() or not (self.folder / "run.json").exists():
+            return open_store(store).digest()
+        return str(read_facts(self.folder).get("instructions", ""))
 
     @cached_property
     def split(self) -> Split:
@@ -164,7 +178,7 @@ class Run:
 
     def identity(self) -> dict[str, str]:
         """What must be equal on every rank: versions, code, data, configuration without paths."""
-        paths = {"data.path", "model.ids", "model.scenarios", "model.start", "model.ranker"}
+        paths = {"data.path", *(f"model.{name}" for name in ("ids", "scenarios", "instructions", "start", "ranker"))}
         settings = {key: repr(value) for key, value in flat(self.config).items() if key not in paths}
         facts = {"code of nestpipe": _code_digest()[:12], "data": self.sequences.digest[:12]}
         if not (entry := entry_of(self.config.model)).is_own:
@@ -181,6 +195,8 @@ class Run:
             facts["semantic ids"] = f"{self.semantic_ids.version}/{self.semantic_ids.digest}"
         if self.scenarios is not None:
             facts["scenarios"] = self.scenarios.digest
+        if store := getattr(self.config.model, "instructions", ""):
+            facts["instructions"] = self._instructions_digest(store)
         return {**facts, **{key: repr(one) for key, one in flat(self._asked_config).items() if key not in FREE_KEYS}}
 
     @property
@@ -234,7 +250,7 @@ class Run:
     def predictor(self, step: int | None = None) -> Predictor:
         """Scores with a checkpoint: by default the best one if the run validated, else the latest."""
         loaded = self.load_model(step)
-        return make_predictor(loaded.model, loaded.rows, self.sequences, self.split, self.config)
+        return make_predictor(loaded.model, loaded.rows, self.instructed, self.split, self.config)
 
 
 def read_facts(folder: Path) -> dict[str, Any]:
