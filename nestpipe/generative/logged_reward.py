@@ -40,7 +40,8 @@ class ItemMeans:
     def of(items: Ints, scenarios: Ints, values: Floats, *, num_items: int, num_scenarios: int) -> ItemMeans:
         cells, size = scenarios * num_items + items, num_scenarios * num_items
         sums, counts = np.bincount(cells, values, minlength=size), np.bincount(cells, minlength=size)
-        return ItemMeans(sums.reshape(num_scenarios, -1).astype(np.float64), counts.reshape(num_scenarios, -1) * 1.0)
+        shape = (num_scenarios, num_items)
+        return ItemMeans(sums.astype(np.float64).reshape(shape), counts.astype(np.float64).reshape(shape))
 
     def means(self) -> Floats:
         """[S, I]."""

@@ -216,9 +216,9 @@ class TrainingJob:
         results |= {
             key: InstructionResult(text=text, provenance=self.column) for key, (*_, text) in new.items() if text
         }
-        vectors = self.encode([one.text for one in results.values()]).numpy().astype(np.float32) if results else []
+        vectors = self.encode([one.text for one in results.values()]).numpy() if results else np.empty((0, 0))
         texts = [
-            (key, one.text, one.provenance, vector.tobytes())
+            (key, one.text, one.provenance, vector.astype(np.float32).tobytes())
             for (key, one), vector in zip(results.items(), vectors, strict=True)
         ]
         targets = [(event, digest) for (event, *_), digest in zip(rows, digests, strict=True)]

@@ -33,7 +33,7 @@ def write_searches(folder, *, last=None):
     """Users that search now and then; `last` replaces the item of user 0's last event, the latest of the log."""
     users = np.arange(NUM_USERS).repeat(NUM_EVENTS)
     places = np.tile(np.arange(NUM_EVENTS), NUM_USERS)
-    items = (users + 7 * places) % 30
+    items = (users + (7 + users // 30) * places) % 30
     times = 1_000_000 + 60 * (places * NUM_USERS + users)
     times[NUM_EVENTS - 1] = times.max() + 60
     if last is not None:
