@@ -12,13 +12,18 @@ import torch
 from nestpipe.cli.demo import differing_tensors
 from nestpipe.errors import ConfigError
 from nestpipe.eval.predictor import GenerativePredictor
+from nestpipe.eval.scenario_eval import scenario_metrics
 from nestpipe.generative.policy_model import PolicyModel
+from nestpipe.generative.scenarios import Scenario
+from nestpipe.jagged import Jagged
+from nestpipe.models.instruction import Queries
 from nestpipe.training.align_report import align_report
 from nestpipe.training.loop import train_to_end
 from nestpipe.training.run_folder import Run
-from nestpipe.training.run_state import load_state
+from nestpipe.training.run_state import behaviour_table, load_state
 from tests.generative.test_training import make_ids
 from tests.rank_pool import RanksError, run_ranks
+from tests.small_runs import small_config
 from tests.training.aligned_runs import align, start_config, write_scenarios, write_shop
 
 
@@ -136,9 +141,31 @@ def test_without_a_scenario_file_something_must_say_what_is_better(shop, tmp_pat
 
 def _ranker(shop):
     """A next-item run on the same log."""
-    from tests.small_runs import small_config
-
     folder = shop / "ranker"
     config = small_config(shop / "log", "sasrec", "full", epochs=1)
     train_to_end(replace(config, data=replace(config.data, batch_size=20)), folder, quiet=True)
     return folder
+
+
+def test_a_run_is_evaluated_by_scenario(calm):
+    run = Run.open(calm)
+    report = run.predictor().evaluate(progress=False)
+    found = scenario_metrics(report, run.sequences, run.split, "test", seed=0, num_bootstrap=100)
+    assert sum(found.num_users.values()) == report.num_users == 40
+    weights = {name: found.num_users[name] / 40 for name in ("home", "cart")}
+    for metric, whole in report.metrics.items():
+        parts = {name: found.metrics[name][metric] for name in weights}
+        assert sum(weights[name] * one.mean for name, one in parts.items()) == pytest.approx(whole.mean)
+        assert all(one.low <= one.mean <= one.high for one in parts.values())
+
+
+def test_training_weighs_behaviours_by_scenario():
+    weights = behaviour_table([Scenario(name="a"), Scenario(name="b", behaviour_weights=(3.0, 5.0))], (1.0, 2.0))
+    assert weights.tolist() == [[1.0, 2.0], [3.0, 5.0]]
+    given = {"scenario": Jagged(torch.tensor([1, 0]), torch.tensor([0, 1, 1, 2]), 1)}  # the second names none
+    rows = Jagged(torch.zeros(3), torch.tensor([0, 3]), 3)
+    places = torch.arange(3)
+    queries = Queries(rows, places, places, given, places, places)
+    assert queries.weights(torch.tensor([1, 1, 0]), weights).tolist() == [5.0, 2.0, 1.0]
+    with pytest.raises(ConfigError, match="'b' has 2 behaviour_weights, but the model has 3 levels"):
+        behaviour_table([Scenario(name="b", behaviour_weights=(3.0, 5.0))], (1.0, 1.5, 2.0))
