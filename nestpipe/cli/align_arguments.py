@@ -47,11 +47,11 @@ class AlignArguments:
     """Items drawn for each context."""
     passes: int = 8
     """Passes over the users, each at an earlier event of their training history."""
-    anchor: float = 0.5
+    anchor: float = 0.3
     """Weight of the next-code loss on the logged items; 0: off."""
     no_threshold: bool = False
     """sa-gcpo: let items that are worse than the logged one become more probable too."""
-    lr_factor: float = 0.25
+    lr_factor: float = 0.5
     """Learning rates, relative to those that RUN was trained with."""
     batch_size: Annotated[int | None, tyro.conf.arg(metavar="USERS", help_behavior_hint="")] = None
     """Contexts in a batch over all ranks [default: 64, or all if there are fewer]."""

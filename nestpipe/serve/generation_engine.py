@@ -211,8 +211,7 @@ class Generator(VersionedWorker[GenerativeVersion]):
         times = {"queue": 1000 * (self.clock() - job.arrived)}
         began = time.perf_counter()
         events = self.histories.of(job.user) if job.history is None else job.history
-        if record := self.records.get(job.scenario or ""):
-            job.trigger = record.trigger_of(job.trigger, events.items.tolist())
+        record = self.records.get(job.scenario or "")
         steering, provenance = self.steer(job)
         times["instruction"] = 1000 * (time.perf_counter() - began)
         version = self.version_of(job)
@@ -278,9 +277,9 @@ class Generator(VersionedWorker[GenerativeVersion]):
     def steer(self, job: GenerationRequest) -> tuple[Steering, Provenance]:
         """What steers a request, and where its instruction comes from; raises DataError for an unknown trigger."""
         version, number = self.version_of(job), None if job.scenario is None else self.scenarios[job.scenario]
-        steering = Steering(scenario=number, trigger=job.trigger)
-        if job.trigger is not None:
-            version.served.trie.positions(torch.tensor([job.trigger]))
+        steering = Steering(scenario=number, trigger=self._trigger(job))
+        if steering.trigger is not None:
+            version.served.trie.positions(torch.tensor([steering.trigger]))
         if version.instructions is None:
             return steering, Provenance(source="default", reason="not used")
         instruction, reason = version.instructions.of(job.user, job.scenario or ANY)
@@ -292,6 +291,13 @@ class Generator(VersionedWorker[GenerativeVersion]):
             source=source, reason=reason, written_by=instruction.provenance, written_s=instruction.written_s
         )
         return replace(steering, vector=vector), provenance
+
+    def _trigger(self, job: GenerationRequest) -> int | None:
+        """The trigger item of a request by the rule of its scenario, if the run has a scenario file."""
+        if (record := self.records.get(job.scenario or "")) is None:
+            return job.trigger
+        events = self.histories.of(job.user) if job.history is None else job.history
+        return record.trigger_of(job.trigger, events.items[-1:].tolist())
 
     def _decode(self, plans: Sequence[_GenerationPlan]) -> None:
         """One beam search for all requests of a model and a width; if it fails, one for each."""

@@ -37,6 +37,7 @@ from nestpipe.embedding.row_reader import TableRows
 from nestpipe.errors import CheckpointError, ConfigError
 from nestpipe.eval.config import EvalConfig
 from nestpipe.eval.predictor import Predictor, make_predictor
+from nestpipe.generative.scenario_triggers import with_trigger_rules
 from nestpipe.generative.scenarios import FILE as SCENARIO_FILE
 from nestpipe.generative.scenarios import Scenario, Scenarios, scenario_numbers
 from nestpipe.generative.semantic_ids import Registry
@@ -133,9 +134,12 @@ class Run:
 
     @cached_property
     def instructed(self) -> Sequences:
-        """The log as it is trained and evaluated: with the instructions of its targets, if the run was given some."""
+        """The log as it is trained and evaluated: with the trigger rules of the run's scenarios, and with its instructions."""
+        steered = (
+            self.sequences if self.scenarios is None else with_trigger_rules(self.sequences, self.scenario_records)
+        )
         store = getattr(self.config.model, "instructions", "")
-        return open_store(store).attach(self.sequences) if store else self.sequences
+        return open_store(store).attach(steered) if store else steered
 
     def _instructions_digest(self, store: str) -> str:
         """Of the store, or, where it is gone, the one that the run was started with."""

@@ -14,6 +14,7 @@ from nestpipe.errors import ConfigError
 from nestpipe.eval.predictor import GenerativePredictor
 from nestpipe.eval.scenario_eval import scenario_metrics
 from nestpipe.generative.policy_model import PolicyModel
+from nestpipe.generative.scenario_triggers import with_trigger_rules
 from nestpipe.generative.scenarios import Scenario
 from nestpipe.jagged import Jagged
 from nestpipe.models.instruction import Queries
@@ -169,3 +170,23 @@ def test_training_weighs_behaviours_by_scenario():
     assert queries.weights(torch.tensor([1, 1, 0]), weights).tolist() == [5.0, 2.0, 1.0]
     with pytest.raises(ConfigError, match="'b' has 2 behaviour_weights, but the model has 3 levels"):
         behaviour_table([Scenario(name="b", behaviour_weights=(3.0, 5.0))], (1.0, 1.5, 2.0))
+
+
+def test_training_sees_the_triggers_that_requests_will_have(shop):
+    log = Run.open(shop / "start").sequences
+    numbers = {name: number for number, name in enumerate(log.vocabulary("scenario").own_ids([0, 1]))}
+    rules = {"home": "last", "cart": "none"}
+    records = [Scenario(name=name, trigger=rules[name]) for name in sorted(numbers, key=numbers.get)]
+    steered = with_trigger_rules(log, records)
+    stored = steered.event_features["trigger"]
+    scenario = log.event_features["scenario"].values
+    for event in range(len(log.items)):
+        found = stored.values[stored.offsets[event] : stored.offsets[event + 1]].tolist()
+        is_first = event in log.offsets
+        wanted = [] if is_first or scenario[event] == numbers["cart"] else [int(log.items[event - 1])]
+        assert found == wanted
+    given = with_trigger_rules(steered, [replace(one, trigger="given") for one in records])
+    np.testing.assert_array_equal(given.event_features["trigger"].values, stored.values)
+    none = with_trigger_rules(steered, [replace(one, trigger="none") for one in records])
+    assert not len(none.event_features["trigger"].values)
+    assert with_trigger_rules(log, [replace(one, trigger="none") for one in records]) is log
