@@ -19,7 +19,8 @@ from nestpipe.embedding.row_optimizer import OPTIMIZERS
 from nestpipe.embedding.sharding import ShardedTables
 from nestpipe.embedding.table import Table
 from nestpipe.generative.beam import expand, search
-from nestpipe.generative.policy_optimisation import Kind, Policy, PolicyConfig, draw_paths, path_log_probs
+from nestpipe.generative.config import PolicyConfig, PolicyKind
+from nestpipe.generative.policy_optimisation import Policy, draw_paths, path_log_probs
 from nestpipe.jagged import Batch
 from nestpipe.models.config import EncDecConfig
 from nestpipe.models.encdec import EncDec, build_encdec
@@ -61,7 +62,7 @@ class Arm:
     model: EncDecConfig = MODEL
     newest: int = 0  # requests with so many events at most; 0: whole histories, all events are queries
     per_scenario: bool = False  # a model for each scenario, with the steps of one divided among them
-    policy: Kind | None = None  # improved for the utility after a short training on the log
+    policy: PolicyKind | None = None  # improved for the utility after a short training on the log
     start_only: bool = False  # that short training alone
 
 
@@ -145,7 +146,7 @@ def listed(model: EncDec, stage: Stage, *, newest: int) -> Tensor:
     return torch.cat(found)
 
 
-def improve(model: EncDec, stage: Stage, kind: Kind, seed: int) -> dict[str, object]:
+def improve(model: EncDec, stage: Stage, kind: PolicyKind, seed: int) -> dict[str, object]:
     """Improves a model for the world's utility: paths are drawn, then learned from in a few updates."""
     policy = Policy(PolicyConfig(kind=kind, warn_every=10**6))
     optimizer = torch.optim.Adam(model.parameters(), lr=POLICY_LR)

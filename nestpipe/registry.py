@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from nestpipe.errors import ConfigError
+from nestpipe.generative.config import AlignedConfig
 from nestpipe.models.config import (
     DCNConfig,
     EncDecConfig,
@@ -61,6 +62,7 @@ _OWN = (
     ModelEntry("ranking", RankingConfig, "model", "nestpipe.models.ranking:Ranking"),
     ModelEntry("dcn", DCNConfig, "model", "nestpipe.models.dcn:DCN"),
     ModelEntry("encdec", EncDecConfig, "model", "nestpipe.models.encdec:EncDec"),
+    ModelEntry("aligned", AlignedConfig, "model", "nestpipe.generative.policy_model:PolicyModel"),
 )
 _ENTRIES = {entry.kind: entry for entry in _OWN}
 

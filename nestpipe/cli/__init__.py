@@ -57,6 +57,7 @@ SECTIONS: dict[str, dict[str, Command]] = {
     "Train": {
         "start": Command("from a log to a trained run, in one command", "start:main", "arguments:StartArguments"),
         "train": Command("train a recipe, in one process or under launch", "train:main"),
+        "align": Command("improve a generative run by rewards", "align:main", "align_arguments:AlignArguments"),
         "launch": Command("a command on several ranks, of one machine or many", "launch:main", "launch:parse"),
         "tune pipeline": Command("pipeline settings, from a few measured steps", "tune:pipeline"),
         "tune balance": Command("cost of a sample by its length, for load balance", "tune:balance"),

@@ -274,6 +274,8 @@ class ThinkArguments:
     A language model behind an OpenAI-compatible endpoint writes the texts; without --endpoint.url a template does. Unchanged
     users are skipped. Ctrl-C or a crash loses nothing: the next start resumes.
 
+    A run must have been trained on instructions to follow them: --for-training writes those.
+
     Example: nestpipe think runs/beauty_sid --endpoint.url http://127.0.0.1:8000/v1 --endpoint.model Qwen/Qwen3-8B
 
     Next: nestpipe serve runs/beauty_sid
@@ -281,6 +283,12 @@ class ThinkArguments:
 
     path: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_OR_DATA")]
     """Folder of a generative run, whose event log is read too; or a sequence folder."""
+    for_training: bool = False
+    """Write an instruction for every target of the log instead, from events before it; 'train --instructions' reads them."""
+    column: str = ""
+    """With --for-training: id feature of events whose text, such as a search query, is the instruction of its event."""
+    share: float = 1.0
+    """With --for-training and an endpoint: share of the requests that the model writes; the template writes the others."""
     ids: OptionalFolder = None
     """Folder of semantic ids [default: those of the run]; a sequence folder needs it."""
     store: OptionalFile = None

@@ -24,6 +24,8 @@ from nestpipe.eval.label_report import LabelReport
 from nestpipe.eval.list_metrics import with_list_metrics
 from nestpipe.eval.protocol import Target
 from nestpipe.eval.ranking_eval import Predictions, RankingPredictor, baselines, report_of
+from nestpipe.eval.scenario_eval import FILE as SCENARIOS
+from nestpipe.eval.scenario_eval import ScenarioMetrics, scenario_metrics
 from nestpipe.eval.seed_summary import SEEDS, SeedSummary, summarise
 from nestpipe.eval.topk_metrics import Interval, list_length
 from nestpipe.training.distributed_eval import EvalWorld, eval_world
@@ -56,7 +58,7 @@ def main(arguments: EvalArguments) -> int:
         replace_file(run.folder / "eval" / arguments.target / SEEDS, summary.to_json().encode())
         _print(summary, arguments.json, f"{arguments.run} and {len(others)} more, {arguments.target} targets")
         return 0
-    _print(evaluated.report, arguments.json, f"{arguments.run}, {arguments.target} targets")
+    _print(evaluated.report, arguments.json, f"{arguments.run}, {arguments.target} targets", evaluated.scenarios)
     if not arguments.json:
         _show_context(run, evaluated, arguments)
     return 0
@@ -172,6 +174,7 @@ class Evaluated:
     report: EvalReport | LabelReport
     step: int
     predictions: Predictions | None = None
+    scenarios: ScenarioMetrics | None = None
 
 
 def evaluate_run(run: Run, *, step: int | None = None, target: Target = "test", world: EvalWorld) -> Evaluated:
@@ -183,13 +186,18 @@ def evaluate_run(run: Run, *, step: int | None = None, target: Target = "test", 
         evaluated = Evaluated(predictor.report(found, target), step, found)
     else:
         report = predictor.evaluate(target, ranks=world.ranks)
+        settings = {"seed": run.config.seed, "num_bootstrap": run.config.eval.num_bootstrap}
+        scenarios = scenario_metrics(report, run.sequences, run.split, target, **settings)
         if world.leads:
             report = with_list_metrics(report, run.sequences, run.split, run.config)
-        evaluated = Evaluated(report, step)
+        evaluated = Evaluated(report, step, scenarios=scenarios)
     if world.leads:
         folder = run.folder / "eval" / target
+        (folder / SCENARIOS).unlink(missing_ok=True)
         (folder / "context.json").unlink(missing_ok=True)  # it belongs to the previous report
         evaluated.report.save(folder)
+        if evaluated.scenarios is not None:
+            evaluated.scenarios.save(folder)
         if (
             world.ranks.size == 1
         ):  # several ranks hold a part of the rows each, and a few lists are not worth an exchange
@@ -218,12 +226,18 @@ def _step(run: Run, step: int | None) -> int:
 
 
 def _print(
-    result: EvalReport | LabelReport | Comparison | LabelComparison | SeedSummary, as_json: bool, title: str
+    result: EvalReport | LabelReport | Comparison | LabelComparison | SeedSummary,
+    as_json: bool,
+    title: str,
+    scenarios: ScenarioMetrics | None = None,
 ) -> None:
     if as_json:
-        print(json.dumps(json.loads(result.to_json())))
-    else:
-        Console().print(title, markup=False)
-        if isinstance(result, EvalReport | LabelReport | SeedSummary):
-            Console().print(f"protocol: {result.protocol}", markup=False, highlight=False)
-        Console().print(result)
+        by_scenario = {} if scenarios is None else {"scenarios": json.loads(scenarios.to_json())}
+        print(json.dumps(json.loads(result.to_json()) | by_scenario))
+        return
+    Console().print(title, markup=False)
+    if isinstance(result, EvalReport | LabelReport | SeedSummary):
+        Console().print(f"protocol: {result.protocol}", markup=False, highlight=False)
+    Console().print(result)
+    if scenarios is not None:
+        Console().print(scenarios)

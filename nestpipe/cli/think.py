@@ -14,6 +14,7 @@ from typing import Protocol
 from torch import Tensor
 
 from nestpipe.cli.arguments import ThinkArguments
+from nestpipe.cli.think_training import check_trained, write_for_training
 from nestpipe.data.item_texts import read_item_texts
 from nestpipe.data.schema import Label
 from nestpipe.data.sequences import Sequences
@@ -46,6 +47,9 @@ _LINE_S = 15.0
 def main(arguments: ThinkArguments) -> int:
     if found := list(arguments.think.problems()):
         raise ConfigError("the configuration has problems:\n" + "\n".join(f"  - think.{one}" for one in found))
+    if arguments.for_training:
+        _for_training(arguments)
+        return 0
     job, store, words = _open(arguments)
     line = _ProgressLine(job, quiet=arguments.quiet)
     try:
@@ -64,6 +68,48 @@ def main(arguments: ThinkArguments) -> int:
         job.ledger.close()
         store.close()
     return 0
+
+
+def _for_training(arguments: ThinkArguments) -> None:
+    behaviour: tuple[Label | None, tuple[float, ...]] = (None, (1.0,))
+    store, ids = arguments.store, arguments.ids
+    if Run.exists(arguments.path):
+        run = Run.open(arguments.path)
+        sequences, behaviour, ids = run.sequences, _behaviour(run), ids or Path(_generative(run).ids)
+    else:
+        sequences = Sequences.open(arguments.path)
+    if store is None or ids is None:
+        raise ConfigError("--for-training needs --store FILE to write and, with a sequence folder, --ids FOLDER.")
+    write_for_training(
+        sequences,
+        provider=_provider(arguments),
+        encoder=text_encoder(Registry.load(ids)),
+        store=store,
+        behaviour=behaviour,
+        share=arguments.share,
+        column=arguments.column,
+        quiet=arguments.quiet,
+    )
+
+
+def _provider(arguments: ThinkArguments) -> InstructionProvider:
+    if not arguments.endpoint.url:
+        return TemplateProvider()
+    key = arguments.api_key_file.read_text().strip() if arguments.api_key_file else ""
+    return OpenAICompatibleProvider(arguments.endpoint, api_key=key)
+
+
+def _generative(run: Run) -> EncDecConfig:
+    if not isinstance(model := run.config.model, EncDecConfig):
+        raise ConfigError(f"{run.folder} is not a generative run; instructions steer generative models only.")
+    return model
+
+
+def _behaviour(run: Run) -> tuple[Label | None, tuple[float, ...]]:
+    """The label of behaviours of a run, and the weights of its levels."""
+    model = _generative(run)
+    labels = run.sequences.schema.labels_named((model.behaviour,)) if model.behaviour else ()
+    return (labels[0] if labels else None), model.behaviour_weights
 
 
 class _FolderBacked(HistoryFeed, Protocol):
@@ -94,22 +140,18 @@ class _Words:
 
 
 def _open(arguments: ThinkArguments) -> tuple[NearlineJob, SqliteStore, _Words]:
-    provider: InstructionProvider = TemplateProvider()
-    if arguments.endpoint.url:
-        key = arguments.api_key_file.read_text().strip() if arguments.api_key_file else ""
-        provider = OpenAICompatibleProvider(arguments.endpoint, api_key=key)
+    provider = _provider(arguments)
     feed: _FolderBacked
     if Run.exists(arguments.path):
         run = Run.open(arguments.path)
-        if not isinstance(model := run.config.model, EncDecConfig):
-            raise ConfigError(f"{arguments.path} is not a generative run; instructions steer generative models only.")
+        model = _generative(run)
+        check_trained(run)
         folder = run.folder / "serve"
         store = arguments.store or folder / INSTRUCTIONS
         ids = arguments.ids or Path(model.ids)
         feed = RunFeed(run, folder / EVENTS)
         _check_scenarios(arguments.think.scenarios, scenario_numbers(run.sequences, model.num_scenarios))
-        labels = run.sequences.schema.labels_named((model.behaviour,)) if model.behaviour else ()
-        behaviour, weights = (labels[0] if labels else None), model.behaviour_weights
+        behaviour, weights = _behaviour(run)
     else:
         sequences = Sequences.open(arguments.path)
         if arguments.store is None or arguments.ids is None:

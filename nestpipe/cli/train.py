@@ -16,8 +16,9 @@ from nestpipe.checkpoint.config import Word
 from nestpipe.cli import importing
 from nestpipe.config import Config, keys, unknown_key
 from nestpipe.errors import ConfigError
+from nestpipe.models.config import EncDecConfig
 from nestpipe.recipes import RECIPES
-from nestpipe.registry import entry_named, find
+from nestpipe.registry import entry_named, entry_of, find
 
 _MODEL_HELP = "--model NAME trains another model: one of nestpipe ('hstu') or package.module:Class; its settings are --model.FIELD."
 
@@ -32,6 +33,10 @@ class TrainArguments:
     """Start a new run from the weights of another run (its best checkpoint, else the latest) or of a checkpoint."""
     allow: tuple[Word, ...] = ()
     """With --init-from: what may differ from the other run; other differences are refused."""
+    scenarios: Annotated[str, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = ""
+    """Generative models: scenario file, which the run keeps."""
+    instructions: Annotated[str, tyro.conf.arg(metavar="STORE", help_behavior_hint="")] = ""
+    """Generative models: instructions of 'nestpipe think --for-training' to train on."""
     profile: bool = False
     """Profile a few steps: print a table, write a trace to RUN/profile."""
     config: Annotated[Config, tyro.conf.arg(name=""), tyro.conf.AvoidSubcommands]
@@ -45,7 +50,9 @@ def main(argv: list[str]) -> int:
     recipe, (model, rest) = find_recipe(name), take_model(rest)
     config = recipe()
     defaults = TrainArguments(config=replace(config, model=entry_named(model).config()) if model else config)
-    check_keys(rest, ["run", "resume", "init_from", "allow", "profile", *keys(defaults.config)])
+    check_keys(
+        rest, ["run", "resume", "init_from", "allow", "scenarios", "instructions", "profile", *keys(defaults.config)]
+    )
     arguments = tyro.cli(
         TrainArguments,
         prog=f"nestpipe train {name}",
@@ -60,7 +67,7 @@ def main(argv: list[str]) -> int:
         from nestpipe.training.loop import INTERRUPTED, train_to_end
 
     outcome = train_to_end(
-        arguments.config,
+        _steered(arguments),
         arguments.run or f"runs/{name.replace(':', '.')}",
         resume=arguments.resume,
         init_from=InitFrom(arguments.init_from, arguments.allow) if arguments.init_from is not None else None,
@@ -73,6 +80,15 @@ def main(argv: list[str]) -> int:
         folder = shlex.quote(str(outcome.run.folder))
         print("Next: the same command with --resume goes on" if is_interrupted else f"Next: nestpipe eval {folder}")
     return 130 if is_interrupted else 0  # so that 'train && eval' does not go on after Ctrl-C
+
+
+def _steered(arguments: TrainArguments) -> Config:
+    """The configuration with the files of a generative model."""
+    given = {name: getattr(arguments, name) for name in ("scenarios", "instructions") if getattr(arguments, name)}
+    config = arguments.config
+    if given and not isinstance(config.model, EncDecConfig):
+        raise ConfigError(f"--{next(iter(given))} is for generative models, not for '{entry_of(config.model).kind}'.")
+    return replace(config, model=replace(config.model, **given)) if given else config
 
 
 def recipe_of(name: str) -> Config:
@@ -126,7 +142,7 @@ def _usage() -> str:
     rows = "\n".join(f"  {name:<18}{recipe.__doc__}" for name, recipe in RECIPES.items())
     return (
         "usage: nestpipe train RECIPE [--run DIR] [--resume] [--init-from RUN [--allow WORD ...]]\n"
-        "                      [--model NAME] [--section.field VALUE ...]\n\n"
+        "                      [--scenarios FILE] [--instructions STORE] [--model NAME] [--section.field VALUE ...]\n\n"
         f"recipes:\n{rows}\n"
         "  package.module:recipe  a function of yours that returns a nestpipe.Config\n\n"
         f"{_MODEL_HELP}\n\n"

@@ -20,8 +20,8 @@ from nestpipe.distributed.process_group import World
 from nestpipe.jagged import Cursor
 from nestpipe.pipeline.channels import Channels
 from nestpipe.simulate.advice import PipelineSetting
-from nestpipe.training.loop import loader_of
 from nestpipe.training.process import exact_arithmetic, keep_freed_memory
+from nestpipe.training.rollouts import training_loader
 from nestpipe.training.run_folder import Run
 from nestpipe.training.start_line import gather_hosts
 
@@ -54,19 +54,19 @@ def tuned(config: Config, world: World) -> PipelineAdvice:
     keep_freed_memory()
     config = replace(config, data=replace(config.data, path=absolute_path(config.data.path)))
     run, channels = Run(Path(), config), Channels.of(world)
-    loader, hosts = loader_of(run, world), gather_hosts(channels.control)
+    loader, hosts = training_loader(run, channels, quiet=True), gather_hosts(channels.control)
 
     def batches() -> contextlib.closing:  # type: ignore[type-arg]
         return contextlib.closing(loader.iterate(Cursor(0, 0)))
 
     settled = settle(Unsettled(run, channels, hosts, loader, batches, num_steps=0))
-    loader = loader_of(settled.run, world)
+    loader = training_loader(settled.run, channels, quiet=True)
     # Several machines have cores of their own; without exchanges there is no link to fit.
     cores = usable_cores() if len(set(hosts)) == 1 else None
     with exact_arithmetic(config.train.num_threads or torch.get_num_threads()):
         profile = StepProfile.of(settled.run, settled.channels, batches)
         most = max(config.data.batch_size // world.size, 1)
-        plain = settled.run.config.pipeline.changed(mode="nested", ramp=1.0, chunks=1, split=False)
+        plain = settled.run.config.pipeline.changed(mode="nested", ramp=1.0, chunks=1)
         steps = [profile.measure(replace(plain, micro_batches=one)) for one in sorted({min(n, most) for n in PROBES})]
         steps.append(profile.measure(replace(plain, mode="sequential", micro_batches=1)))
         predicted = predict(steps, [one for one in NUMBERS if one <= most], cores=cores)

@@ -134,6 +134,11 @@ class CataloguePredictor(ABC):
     def _items(self) -> Vocabulary:
         return self._sequences.vocabulary("item")
 
+    @property
+    def builder(self) -> BatchBuilder:
+        """Builds the batches that the model reads."""
+        return self._builder
+
     @cached_property
     def _builder(self) -> BatchBuilder:
         return BatchBuilder(self._sequences, self._split, inputs_of(self._config, self._sequences))

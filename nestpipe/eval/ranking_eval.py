@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from nestpipe.config import Config
-from nestpipe.data.batch_builder import BatchBuilder
 from nestpipe.data.features import label_values
 from nestpipe.data.schema import Label
 from nestpipe.data.sequences import Sequences
@@ -87,11 +86,6 @@ class RankingPredictor(CataloguePredictor):
             raise DataError("this model reads no history, so it has no KV prefixes. Call 'predict' instead.")
         schema = describe_statistics(self._builder.statistics)
         return Ranker(self._model, partial(read_rows, self._rows), weights=weights, schema=schema)
-
-    @property
-    def builder(self) -> BatchBuilder:
-        """Builds the batches that the model reads."""
-        return self._builder
 
     def evaluate(
         self, target: Target = "test", *, ranks: EvalRanks | None = None, progress: bool = True
@@ -169,6 +163,18 @@ class RankingPredictor(CataloguePredictor):
             kept = ranker.prefill(prefix)
             found = [ranker.score(kept, suffix, self._candidates(chunk)) for chunk in chunks]
         return self._tasks.predict(torch.cat(found))[:, 0]
+
+    @torch.no_grad()
+    def score_each(self, histories: Batch, items: Counts) -> Tensor:
+        """The first label's prediction [B, K] for items [B, K], those of row b after history b. Collective."""
+        num_users, num_items = items.shape
+        if isinstance(self._model, DCN):
+            users = [histories.select(torch.tensor([row])) for row in range(num_users)]
+            found = [self._event_scores(self._builder.candidate_events(*one)) for one in zip(users, items, strict=True)]
+            return self._tasks.predict(torch.cat(found))[:, 0].view(num_users, num_items)
+        rows = Jagged(torch.from_numpy(items.reshape(-1)), torch.arange(num_users + 1) * num_items, num_items)
+        candidates = CandidateBatch(rows, self._builder.item_features(items.reshape(-1)))
+        return self._tasks.predict(self.ranker("values").full(histories, candidates))[:, 0].view(num_users, num_items)
 
     def _candidates(self, items: Counts) -> CandidateBatch:
         rows = Jagged(torch.from_numpy(items), torch.tensor([0, len(items)]), len(items))

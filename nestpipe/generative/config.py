@@ -1,16 +1,18 @@
-"""Settings of semantic ids and of near-line instructions; torch-free, for the command line."""
+"""Settings of semantic ids, near-line instructions and alignment; torch-free, for the command line."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Literal, get_args
 
 from nestpipe.generative.instruction_store import ANY
+from nestpipe.models.config import EncDecConfig
 
 Encoder = Literal["auto", "minilm", "words"]
 CollisionPolicy = Literal["keep", "suffix", "reassign"]
+PolicyKind = Literal["sa_gcpo", "sapo", "gspo", "grpo"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,3 +102,55 @@ class ThinkConfig:
             yield f"ttl_s is {self.ttl_s} and batch_size {self.batch_size}; both must be above 0, and finite"
         if not self.scenarios or len(set(self.scenarios)) != len(self.scenarios):
             yield f"scenarios is {self.scenarios}; name each scenario once, and at least one (or *)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyConfig:
+    """Settings of policy optimisation."""
+
+    kind: PolicyKind = "sa_gcpo"
+    """Objective."""
+    group_size: int = 16
+    """Paths drawn per context."""
+    tau_positive: float = 1.0
+    """sa_gcpo, sapo: temperature of the soft gate for positive advantages."""
+    tau_negative: float = 1.05
+    """sa_gcpo, sapo: temperature of the soft gate for negative advantages."""
+    clip: float = 0.2
+    """grpo, gspo: clip range of the probability ratio, 1 ± clip."""
+    threshold: bool = True
+    """sa_gcpo: drop positive advantages whose reward is below that of the logged item."""
+    sft_weight: float = 0.1
+    """Weight of the supervised next-code loss on logged rows; 0: off."""
+    warn_share: float = 0.9
+    """Share of suppressed positive advantages above which a warning is logged."""
+    warn_every: int = 100
+    """Number of updates over which that share is measured."""
+
+    def problems(self) -> Iterator[str]:
+        if self.kind not in get_args(PolicyKind):
+            yield f"kind is {self.kind!r}; it must be one of {', '.join(get_args(PolicyKind))}"
+        if self.group_size < 2:
+            yield f"group_size is {self.group_size}; advantages need at least 2"
+        for name in ("tau_positive", "tau_negative", "clip"):
+            if not getattr(self, name) > 0:
+                yield f"{name} is {getattr(self, name)}; it must be above 0"
+        if not self.sft_weight >= 0:
+            yield f"sft_weight is {self.sft_weight}; it must not be negative"
+        if not 0 < self.warn_share <= 1 or self.warn_every < 1:
+            yield f"warn_share is {self.warn_share} and warn_every {self.warn_every}; they must be in (0, 1] and at least 1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlignedConfig(EncDecConfig):
+    """A generative model that is aligned with rewards, from a trained run; written by 'nestpipe align'."""
+
+    start: str = ""
+    """Folder of the run that is aligned; its weights are the frozen reference that paths are drawn from."""
+    ranker: str = ""
+    """Folder of the trained run whose scores are the reward 'ranking'; empty: none."""
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+
+    def problems(self) -> Iterator[str]:
+        yield from EncDecConfig.problems(self)
+        yield from (f"policy.{problem}" for problem in self.policy.problems())

@@ -19,16 +19,14 @@ Letters: N contexts, G paths of each, L codes of a path.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from nestpipe.errors import ConfigError
 from nestpipe.generative.beam import Decoder, Softmax
-from nestpipe.generative.scenarios import REWARDS, Scenario
+from nestpipe.generative.config import PolicyConfig
 from nestpipe.generative.trie import ItemPool, Trie, check_pool, check_version
 from nestpipe.rng import Rng, bits, shift_right
 
@@ -118,80 +116,8 @@ def _gumbel(keys: Tensor, like: Tensor) -> Tensor:
     return -(-uniform.log()).log().view(like.shape)
 
 
-def format_reward(leaves: Tensor, pool: ItemPool | None = None) -> Tensor:
-    """1 for live leaves [N, G], 0 for others and for -1."""
-    found = leaves >= 0
-    if pool is not None:
-        found &= pool.at(-1, leaves.clamp(min=0))
-    return found.float()
-
-
-def relative_reward(queries: Tensor, items: Tensor) -> Tensor:
-    """Unit vectors of instructions [N, E] and of generated items [N, G, E]."""
-    return (1 + (items * queries.unsqueeze(1)).sum(2)) / 2
-
-
-def ranking_reward(values: Tensor, reference: Tensor) -> Tensor:
-    """The share of the reference [M], ascending, that is not above each of the values [N, G]."""
-    return torch.searchsorted(reference, values.contiguous(), right=True).to(values.dtype) / len(reference)
-
-
-def diversity_reward(trie: Trie, leaves: Tensor) -> Tensor:
-    """1 - the mean share of leading codes that leaves [N, G] have in common with the others of their group."""
-    items = trie.leaf_items.index_select(0, trie.first[-1].index_select(0, leaves.flatten()))
-    path = trie.item_nodes.index_select(0, items).view(*leaves.shape, -1)  # one node: one sequence of leading codes
-    alike = (path.unsqueeze(2) == path.unsqueeze(1)).float().mean(3)
-    num_others = max(leaves.shape[1] - 1, 1)
-    return 1 - (alike.sum(2) - 1) / num_others
-
-
-def total_reward(scenario: Scenario, parts: Mapping[str, Tensor]) -> Tensor:
-    """R [N, G] = the weighted sum of the parts that the scenario counts; raises KeyError if one is missing."""
-    weights = {name: scenario.reward_weights.get(name, 0.0) for name in REWARDS}
-    counted = [weight * parts[name] for name, weight in weights.items() if weight]
-    return torch.stack(counted).sum(0)
-
-
-Kind = Literal["sa_gcpo", "sapo", "gspo", "grpo"]
 _MIN_STD = 1e-6
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PolicyConfig:
-    """Settings of policy optimisation."""
-
-    kind: Kind = "sa_gcpo"
-    """Objective."""
-    group_size: int = 16
-    """Paths drawn per context."""
-    tau_positive: float = 1.0
-    """sa_gcpo, sapo: temperature of the soft gate for positive advantages."""
-    tau_negative: float = 1.05
-    """sa_gcpo, sapo: temperature of the soft gate for negative advantages."""
-    clip: float = 0.2
-    """grpo, gspo: clip range of the probability ratio, 1 ± clip."""
-    threshold: bool = True
-    """sa_gcpo: drop positive advantages whose reward is below that of the logged item."""
-    sft_weight: float = 0.1
-    """Weight of the supervised next-code loss on logged rows; 0: off."""
-    warn_share: float = 0.9
-    """Share of suppressed positive advantages above which a warning is logged."""
-    warn_every: int = 100
-    """Number of updates over which that share is measured."""
-
-    def problems(self) -> Iterator[str]:
-        if self.kind not in get_args(Kind):
-            yield f"kind is {self.kind!r}; it must be one of {', '.join(get_args(Kind))}"
-        if self.group_size < 2:
-            yield f"group_size is {self.group_size}; advantages need at least 2"
-        for name in ("tau_positive", "tau_negative", "clip"):
-            if not getattr(self, name) > 0:
-                yield f"{name} is {getattr(self, name)}; it must be above 0"
-        if not self.sft_weight >= 0:
-            yield f"sft_weight is {self.sft_weight}; it must not be negative"
-        if not 0 < self.warn_share <= 1 or self.warn_every < 1:
-            yield f"warn_share is {self.warn_share} and warn_every {self.warn_every}; they must be in (0, 1] and at least 1"
 
 
 def advantages(rewards: Tensor) -> Tensor:
@@ -221,15 +147,19 @@ class Policy:
         `new` and `old` are log-probabilities [N, G, L] of the codes, now and when they were drawn; rewards [N, G]; `logged` are
         the rewards [N] of the logged items; `sft_loss` is the sum of the next-code losses of logged rows.
         """
-        gains = advantages(rewards)
-        if self.config.kind == "sa_gcpo" and self.config.threshold:
-            gains = self._above(gains, rewards, logged)
-        total = -self._objective(new, old.detach(), gains.detach()).mean(1).sum()
+        gains = self.gains(rewards, logged)
+        total = -self.objective(new, old.detach(), gains.detach()).mean(1).sum()
         if sft_loss is not None:
             total = total + self.config.sft_weight * sft_loss
         return total
 
-    def _objective(self, new: Tensor, old: Tensor, advantage: Tensor) -> Tensor:
+    def gains(self, rewards: Tensor, logged: Tensor) -> Tensor:
+        """A, or Γ of SA-GCPO, [N, G] for rewards [N, G] and those of the logged items [N]."""
+        found = advantages(rewards)
+        uses_threshold = self.config.kind == "sa_gcpo" and self.config.threshold
+        return self._above(found, rewards, logged) if uses_threshold else found
+
+    def objective(self, new: Tensor, old: Tensor, advantage: Tensor) -> Tensor:
         """Contribution [N, G] of each path to J."""
         config = self.config
         match config.kind:

@@ -16,7 +16,6 @@ from datetime import UTC, datetime
 from typing import Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -26,7 +25,6 @@ from nestpipe.data.sequences import Sequences
 from nestpipe.data.vocabulary import Vocabulary
 from nestpipe.errors import DataError
 from nestpipe.generative.instruction_store import ANY
-from nestpipe.jagged import Jagged
 
 Ints = NDArray[np.int64]
 Encode = Callable[[Sequence[str]], Tensor]  # texts to vectors [n, D]
@@ -175,30 +173,6 @@ class RequestBuilder:
             return text[:_MAX_TEXT]
         own = item if self.items is None else self.items.own_ids([item])[0]
         return f"item {own}"[:_MAX_TEXT]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingInstructions:
-    """Reasoning vectors for training rows, each from the events before its target only."""
-
-    builder: RequestBuilder
-    provider: InstructionProvider
-    encode: Encode
-
-    def reasoning(self, sequences: Sequences, users: Ints, start: Ints, end: Ints) -> Jagged:
-        """`target_features["reasoning"]` for the events start .. end - 1 of users (rows of the folder).
-
-        Values [T, D], one row per event; its target is the next event.
-        """
-        targets = [
-            (int(user), place + 1)
-            for user, first, last in zip(users, start, end, strict=True)
-            for place in range(int(first), int(last))
-        ]
-        requests = [self.builder.before_target(sequences, user, place) for user, place in targets]
-        results = self.provider.generate(requests)
-        values = self.encode([one.text for one in results])
-        return Jagged(values, torch.arange(len(requests) + 1), 1)
 
 
 def season_of(time_ms: int) -> str:

@@ -1,12 +1,13 @@
 """Scenarios: per-surface settings of one generative model (home page, item page, cart, ...).
 
 A record has the source of the trigger item, the pool of items that may be shown, the weights of behaviours and rewards, the
-beam width and the latency budget. Its number is its index in the file. The model has a vector per number, so records may only
-be appended.
+beam width and the latency budget. The file is a JSON object, {"version": 1, "scenarios": [record, ...]}. Records are found by
+name: the number of a scenario in the model is that of its name in the log (`scenario_numbers`).
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -20,7 +21,9 @@ from nestpipe.data.sequences import Sequences
 from nestpipe.errors import ConfigError, DataError
 
 Trigger = Literal["none", "given", "last"]
-REWARDS = ("format", "relative", "ranking", "diversity")
+REWARDS = ("format", "relative", "ranking", "diversity")  # others are columns of the log
+FILE = "scenarios.json"  # in RUN
+VERSION = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,12 +36,11 @@ class Scenario:
     """Source of the trigger item: none, given by the request, or the last item of the history."""
     pool: str = "all"
     """Pool of items that may be shown; 'all' is the whole catalogue."""
-    behaviour_weights: tuple[float, ...] = (1.0, 1.5, 2.0)
-    """Weights of clicks, carts and orders as training targets."""
-    reward_weights: Mapping[str, float] = field(
-        default_factory=lambda: {"format": 1.0, "relative": 1.0, "ranking": 1.0, "diversity": 0.0}
-    )
-    """Weights of the rewards in policy optimisation."""
+    behaviour_weights: tuple[float, ...] = ()
+    """Weights of clicks, carts and orders as training targets; empty: those of the model."""
+    reward_weights: Mapping[str, float] = field(default_factory=dict)
+    """Weights of the rewards in alignment: format, relative, ranking, diversity, or a number column of the log or of its
+    items; empty: 1 for each of relative, ranking and the behaviour that the run can compute."""
     beam: int = 50
     """Beam width."""
     latency_ms: float = 100.0
@@ -51,12 +53,10 @@ class Scenario:
             yield "pool is empty; name one, or 'all'"
         if self.trigger not in get_args(Trigger):
             yield f"trigger is {self.trigger!r}; it must be one of {', '.join(get_args(Trigger))}"
-        if not self.behaviour_weights or min(self.behaviour_weights) <= 0:
+        if self.behaviour_weights and min(self.behaviour_weights) <= 0:
             yield f"behaviour_weights is {self.behaviour_weights}; each must be above 0"
-        if unknown := sorted(set(self.reward_weights) - set(REWARDS)):
-            yield f"reward_weights has {', '.join(unknown)}; there are {', '.join(REWARDS)}"
         weights = self.reward_weights.values()
-        if not (min(weights, default=0) >= 0 and max(weights, default=0) > 0):
+        if weights and not (min(weights) >= 0 and max(weights) > 0):
             yield f"reward_weights is {dict(self.reward_weights)}; none may be below 0 and one must be above"
         if self.beam < 1:
             yield f"beam is {self.beam}; it must be at least 1"
@@ -100,30 +100,61 @@ class Scenarios:
             raise DataError(f"there is no scenario '{name}'; there are {', '.join(self._records)}.")
         return self._records[name]
 
-    def number(self, name: str) -> int:
-        """The number of a scenario in the model."""
-        return list(self._records).index(self[name].name)
+    @property
+    def digest(self) -> str:
+        """Of the records; part of the settings of a run."""
+        return hashlib.blake2b(self.to_json().encode(), digest_size=8).hexdigest()
+
+    def by_number(self, numbers: Mapping[str, int], where: str) -> list[Scenario]:
+        """The record of each scenario of a log (`scenario_numbers`), or the only record of a log without scenarios.
+
+        Raises ConfigError unless the file describes exactly the scenarios of the log.
+        """
+        if not numbers:
+            if len(self) > 1:
+                raise ConfigError(
+                    f"there are {len(self)} scenarios ({', '.join(self._records)}), but {where} has none: ingest the log with "
+                    "--feature scenario:id:event:encoding=dictionary, or describe one scenario."
+                )
+            return list(self)
+        if unknown := [name for name in self._records if name not in numbers]:
+            raise ConfigError(
+                f"scenario '{unknown[0]}' is not in {where}, which has {', '.join(numbers)}: nothing was learned about it. "
+                "Remove the record, or name it as the log does."
+            )
+        if missing := [name for name in numbers if name not in self._records]:
+            raise ConfigError(
+                f'{where} has the scenario \'{missing[0]}\', but no record describes it; add {{"name": "{missing[0]}"}} to the file.'
+            )
+        return [self[name] for name, _ in sorted(numbers.items(), key=lambda one: one[1])]
 
     def to_json(self) -> str:
-        return json.dumps([asdict(one) for one in self], indent=1) + "\n"
+        return json.dumps({"version": VERSION, "scenarios": [asdict(one) for one in self]}, indent=1) + "\n"
 
     @staticmethod
     def from_json(text: str) -> Scenarios:
-        """Raises ConfigError unless the text is a list of valid scenario records."""
+        """Raises ConfigError unless the text is a version and a list of valid scenario records."""
         try:
             content = json.loads(text)
         except ValueError as error:
             raise ConfigError(f"the scenarios are not JSON: {error}.") from None
-        if not isinstance(content, list):
-            raise ConfigError(f"the scenarios must be a list of records, got {type(content).__name__}.")
-        return Scenarios([_record(number, one) for number, one in enumerate(content)])
+        if not isinstance(content, dict) or set(content) != {"version", "scenarios"}:
+            raise ConfigError('the scenarios must be an object {"version": 1, "scenarios": [{"name": ...}, ...]}.')
+        if content["version"] != VERSION:
+            raise ConfigError(f"the scenarios have version {content['version']!r}; this nestpipe reads {VERSION}.")
+        if not isinstance(content["scenarios"], list):
+            raise ConfigError(f"the scenarios must be a list of records, got {type(content['scenarios']).__name__}.")
+        return Scenarios([_record(number, one) for number, one in enumerate(content["scenarios"])])
 
     @staticmethod
     def load(path: Path) -> Scenarios:
+        """Raises ConfigError that names the file."""
         try:
             return Scenarios.from_json(path.read_text())
         except FileNotFoundError:
             raise ConfigError(f"{path} does not exist; it should hold the scenarios.") from None
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from None
 
 
 def _record(number: int, content: Any) -> Scenario:

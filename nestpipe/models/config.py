@@ -110,9 +110,13 @@ class EncDecConfig:
     placement: Placement = "after"
     """Position of the instruction token: after or before the decoder's first token, added to it (sum), added to all tokens, or none."""
     num_scenarios: int = 0
-    """Number of scenarios, each with its own vector in events and instructions; 0: none."""
+    """Number of scenarios, each with its own vector in events and instructions; 0: none, or those of `scenarios`."""
+    scenarios: str = ""
+    """Scenario file (JSON): for each scenario of the log its trigger rule, pool, weights of behaviours and rewards, beam."""
     reasoning_dim: int = 0
     """Width of the reasoning vectors in instructions; 0: none."""
+    instructions: str = ""
+    """Store of instructions for training, written by 'nestpipe think --for-training'; it decides reasoning_dim."""
     reasoning_dropout: float = 0.2
     """Share of training targets whose reasoning vector is dropped, so that a missing one is trained too."""
     behaviour: str = ""

@@ -65,6 +65,7 @@ class EncDec(nn.Module):
         """`text`: text vectors [I, W] by catalogue position, which IGR compares with instructions."""
         super().__init__()
         self.config, self.ids = config, ids
+        self.behaviour_weights = torch.tensor([config.behaviour_weights])  # [1, levels], or by scenario [S, levels]
         self.coupling = "group" if config.q2i else "none"
         self.refresh_steps = config.igr_refresh_steps if config.igr != "off" else 0
         if self.refresh_steps:
@@ -228,16 +229,27 @@ class EncDec(nn.Module):
             lookups["trigger"] = Lookup(table="item", ids=instructions["trigger"].values)
         return lookups
 
+    def query_vectors(self, given: Mapping[str, Jagged], num_rows: int) -> Tensor:
+        """Unit vectors [n, E] of instructions, which Q2I compares with items."""
+        assert self.igr is not None
+        triggers = self.ids.positions(given["trigger"].values if "trigger" in given else torch.tensor([]).long())
+        vectors: Tensor = self.igr.ask(given, self.igr_vectors(triggers).detach(), num_rows)
+        return vectors
+
+    def igr_vectors(self, positions: Tensor) -> Tensor:
+        """Unit vectors [..., E] of items, by catalogue position."""
+        assert self.igr is not None
+        flat = positions.flatten()
+        vectors: Tensor = self.igr.vectors(flat, self._code_vectors(flat)).unflatten(0, positions.shape)
+        return vectors
+
     def _query_to_item(self, batch: Batch, queries: Queries, weights: Tensor, rng: Rng) -> Tensor:
         """The Q2I loss, weighted by group."""
-        assert self.igr is not None
         given = queries.instructions(self.config.reasoning_dropout, rng)
-        triggers = self.ids.positions(given["trigger"].values if "trigger" in given else queries.targets[:0])
-        at_trigger = self.igr.vectors(triggers, self._code_vectors(triggers)).detach()
         positions = self.ids.positions(queries.targets)
         return query_to_item(
-            self.igr.ask(given, at_trigger, len(positions)),
-            self.igr.vectors(positions, self._code_vectors(positions)),
+            self.query_vectors(given, len(positions)),
+            self.igr_vectors(positions),
             weights,
             same_instructions(given, len(positions)),
             group_runs(batch, queries.rows)[0],
@@ -319,8 +331,7 @@ class EncDec(nn.Module):
         """The weight of each target, [T]."""
         if not self.config.behaviour:
             return torch.ones(len(queries.events))
-        levels = self._levels(queries.given[self.config.behaviour])
-        return torch.tensor(self.config.behaviour_weights).index_select(0, levels)
+        return queries.weights(self._levels(queries.given[self.config.behaviour]), self.behaviour_weights)
 
     def _levels(self, behaviour: Jagged) -> Tensor:
         """Levels of a behaviour; an unobserved one counts as level 0."""

@@ -69,6 +69,13 @@ class Queries:
         reasoning = Jagged(rows.values.index_select(0, values), offsets_of(rows.lengths() * kept), rows.max_len)
         return {**self.given, "reasoning": reasoning}
 
+    def weights(self, levels: Tensor, by_scenario: Tensor) -> Tensor:
+        """The weight [T] of each target by the level of its behaviour and, with a row for each, by its scenario."""
+        scenarios = torch.zeros_like(levels)
+        if "scenario" in self.given and len(by_scenario) > 1:
+            scenarios = scenarios.index_copy(0, self.given["scenario"].row_of_value(), self.given["scenario"].values)
+        return by_scenario[scenarios, levels.clamp(max=by_scenario.shape[1] - 1)]
+
     def of_samples(self, given: Mapping[str, Jagged]) -> dict[str, Jagged]:
         """Instructions as one row per sample, empty for a sample without a query; for at most one query per sample."""
         rows, zeros = self.rows.row_of_value(), torch.zeros(self.rows.num_rows, dtype=torch.int64)

@@ -63,7 +63,9 @@ class GenerativeInstance(RecommendingInstance):
     async def _generate(self, request: GenerateRequest) -> GeneratedItems:
         arrived = self.generator.clock()
         self._check_scenario(request.scenario)
-        deadline_ms, user = request.deadline_ms or self._budget_ms, self._ids.user(request.user)
+        record = self.generator.records.get(request.scenario or "")
+        budget_ms = self._budget_ms if record is None else record.latency_ms
+        deadline_ms, user = request.deadline_ms or budget_ms, self._ids.user(request.user)
         job = GenerationRequest(
             user=user,
             k=request.k,

@@ -25,6 +25,7 @@ import torch
 
 from nestpipe.data.sequences import Sequences
 from nestpipe.generative.instruction_store import ANY, Instructions
+from nestpipe.generative.scenarios import Scenario
 from nestpipe.models.kv_prefix import PrefixKey
 from nestpipe.serve.config import EngineConfig
 from nestpipe.serve.generation_model import EncoderInputs, EncoderMemory, GeneratedList, GenerativeModel, Steering
@@ -98,12 +99,15 @@ class Generator(VersionedWorker[GenerativeVersion]):
         *,
         config: EngineConfig,
         scenarios: Mapping[str, int] | None = None,
+        records: Mapping[str, Scenario] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
+        """`records` are those of the run's scenario file, if it has one."""
         version = GenerativeVersion(served, instructions, estimates)
         super().__init__("generator", version, histories, config=config, clock=clock)
         self._known = {version.name}
         self.scenarios = dict(scenarios or {})
+        self.records = dict(records or {})
         self.cache = KVCache[EncoderMemory](
             device_bytes=config.device_bytes,
             host_bytes=config.host_bytes,
@@ -206,9 +210,10 @@ class Generator(VersionedWorker[GenerativeVersion]):
         self._refresh()
         times = {"queue": 1000 * (self.clock() - job.arrived)}
         began = time.perf_counter()
+        events = self.histories.of(job.user) if job.history is None else job.history
+        record = self.records.get(job.scenario or "")
         steering, provenance = self.steer(job)
         times["instruction"] = 1000 * (time.perf_counter() - began)
-        events = self.histories.of(job.user) if job.history is None else job.history
         version = self.version_of(job)
         served = version.served
         inputs = served.prepare(events, steering, excluded=job.excluded)
@@ -217,7 +222,7 @@ class Generator(VersionedWorker[GenerativeVersion]):
             state=self.cache.peek_state(inputs.key),
             slack_ms=1000 * (job.deadline - self.clock()) - before_ms,
             num_events=inputs.num_events,
-            beam=served.model.config.beam,
+            beam=served.model.config.beam if record is None else min(record.beam, served.model.config.beam),
             k=job.k,
             block=max(served.max_len // 8, 1),
         )
@@ -272,9 +277,9 @@ class Generator(VersionedWorker[GenerativeVersion]):
     def steer(self, job: GenerationRequest) -> tuple[Steering, Provenance]:
         """What steers a request, and where its instruction comes from; raises DataError for an unknown trigger."""
         version, number = self.version_of(job), None if job.scenario is None else self.scenarios[job.scenario]
-        steering = Steering(scenario=number, trigger=job.trigger)
-        if job.trigger is not None:
-            version.served.trie.positions(torch.tensor([job.trigger]))
+        steering = Steering(scenario=number, trigger=self._trigger(job))
+        if steering.trigger is not None:
+            version.served.trie.positions(torch.tensor([steering.trigger]))
         if version.instructions is None:
             return steering, Provenance(source="default", reason="not used")
         instruction, reason = version.instructions.of(job.user, job.scenario or ANY)
@@ -286,6 +291,13 @@ class Generator(VersionedWorker[GenerativeVersion]):
             source=source, reason=reason, written_by=instruction.provenance, written_s=instruction.written_s
         )
         return replace(steering, vector=vector), provenance
+
+    def _trigger(self, job: GenerationRequest) -> int | None:
+        """The trigger item of a request by the rule of its scenario, if the run has a scenario file."""
+        if (record := self.records.get(job.scenario or "")) is None:
+            return job.trigger
+        events = self.histories.of(job.user) if job.history is None else job.history
+        return record.trigger_of(job.trigger, events.items[-1:].tolist())
 
     def _decode(self, plans: Sequence[_GenerationPlan]) -> None:
         """One beam search for all requests of a model and a width; if it fails, one for each."""

@@ -21,8 +21,9 @@ from nestpipe.embedding.row_reader import TableRows
 from nestpipe.errors import CheckpointError, ConfigError
 from nestpipe.generative.beam import Decoder, expand, path_scores, search
 from nestpipe.generative.instruction_store import version_of
+from nestpipe.generative.scenario_pools import pools_of, scenario_pools
 from nestpipe.generative.semantic_ids import Registry
-from nestpipe.generative.trie import Trie
+from nestpipe.generative.trie import ItemPool, Trie
 from nestpipe.jagged import Batch, Cursor, Jagged, offsets_of
 from nestpipe.models.build_model import inputs_of
 from nestpipe.models.config import EncDecConfig
@@ -94,6 +95,7 @@ class GenerativeModel:
         self._rows, self._builder, self._weights = rows, builder, weights
         self._description = digest_of((type(model).__name__, model.config))
         self._schema = f"{trie.version}/{trie.digest}"
+        self.pools: ItemPool | None = None  # by scenario number
 
     def prepare(
         self, events: Sequences, steering: Steering | None = None, *, excluded: Ints | None = None
@@ -145,10 +147,11 @@ class GenerativeModel:
         for one, kept in zip(inputs, memories, strict=True):
             kept.key.require(one.key)
         decoding = self._decoding(inputs, memories, steering)
-        beams = search(decoding, self.trie, width=width, softmax=self.model.config.softmax)
+        pool = pools_of(self.pools, self._batch(inputs, steering))
+        beams = search(decoding, self.trie, width=width, pool=pool, softmax=self.model.config.softmax)
         lengths = torch.tensor([len(one.seen) for one in inputs])
         seen = Jagged(torch.cat([one.seen for one in inputs]), offsets_of(lengths), int(lengths.max()))
-        found = expand(self.trie, beams, max(k), seen=seen)
+        found = expand(self.trie, beams, max(k), seen=seen, allowed=None if pool is None else pool.items)
         lists = []
         for positions, scores, most in zip(found.positions, found.scores, k, strict=True):
             kept = (positions >= 0).nonzero().flatten()[:most]
@@ -239,7 +242,7 @@ def open_generative(run: Run, *, step: int | None = None, folder: Path, memory_b
     loaded = run.load_model(manifest.step, rows=rows_in_files(folder, memory_bytes), ids=trie)
     assert isinstance(loaded.model, EncDec)
     inputs = inputs_of(run.config, run.sequences)
-    return GenerativeModel(
+    served = GenerativeModel(
         loaded.model,
         trie,
         loaded.rows,
@@ -251,3 +254,5 @@ def open_generative(run: Run, *, step: int | None = None, folder: Path, memory_b
         weights=manifest.digest,
         instruction_version=version_of(registry.version, registry.encoder.partition("/")[0]),
     )
+    served.pools = scenario_pools(run.scenario_records, run.sequences, trie)
+    return served

@@ -11,6 +11,7 @@ from nestpipe.errors import ConfigError
 from nestpipe.gateway.candidates import retriever_of
 from nestpipe.generative.instruction_store import INSTRUCTIONS, Instructions, SqliteStore
 from nestpipe.generative.scenarios import scenario_numbers
+from nestpipe.generative.training_instructions import follows_instructions
 from nestpipe.models.config import DCNConfig, EncDecConfig, RankingConfig
 from nestpipe.serve.config import EngineConfig, TriggerConfig
 from nestpipe.serve.engine import Engine
@@ -114,7 +115,16 @@ def open_generator(run: Run, log: Path, *, config: EngineConfig, step: int | Non
     histories = open_histories(run, log)
     version = generative_version(run, histories, log.parent, step=step)
     scenarios = scenario_numbers(run.sequences, version.served.model.config.num_scenarios)
-    return Generator(version.served, histories, version.instructions, version.costs, config=config, scenarios=scenarios)
+    records = {} if run.scenarios is None else {one.name: one for one in run.scenarios}
+    return Generator(
+        version.served,
+        histories,
+        version.instructions,
+        version.costs,
+        config=config,
+        scenarios=scenarios,
+        records=records,
+    )
 
 
 def generative_version(
@@ -123,7 +133,7 @@ def generative_version(
     """The model of a generative run, its instructions in `folder`, and its costs measured on this machine."""
     served = open_generative(run, step=step, folder=folder)
     model, instructions = served.model.config, None
-    if model.reasoning_dim and model.placement != "none":
+    if follows_instructions(model, run.sequences):
         store = SqliteStore(folder / INSTRUCTIONS, read_only=True, timeout_s=_STORE_S)
         instructions = Instructions(store, version=served.instruction_version, dim=model.reasoning_dim, clock=time.time)
     return GenerativeVersion(served, instructions, measure_generation(served, histories))

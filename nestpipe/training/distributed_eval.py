@@ -61,7 +61,7 @@ class EvalWorld:
             return run.predictor(step)  # without the state of optimizers
         agree(run, self.channels.control)
         state, _ = all_ranks_or_none(self.channels.saves, "loaded", lambda: load_state(run, step, self.channels))
-        return make_predictor(state.model, state.embedding, run.sequences, run.split, run.config)
+        return make_predictor(state.model, state.embedding, run.instructed, run.split, run.config)
 
 
 @contextlib.contextmanager

@@ -28,15 +28,14 @@ from nestpipe.checkpoint.origin import InitFrom
 from nestpipe.checkpoint.state import StateSource
 from nestpipe.checkpoint.warm_start import WarmStartReport
 from nestpipe.config import Config
-from nestpipe.data.loader import Loader, closing_batches
-from nestpipe.data.remote_files import absolute_path
+from nestpipe.data.loader import closing_batches
 from nestpipe.distributed.agreement import all_ranks_or_none
 from nestpipe.distributed.process_group import World
 from nestpipe.embedding.buckets import fewer_buckets
 from nestpipe.eval.predictor import make_predictor
+from nestpipe.generative.config import AlignedConfig
 from nestpipe.jagged import Batch, Cursor
-from nestpipe.models.build_model import inputs_of
-from nestpipe.models.config import EncDecConfig, FuXiConfig, HSTUConfig, RankingConfig
+from nestpipe.models.config import FuXiConfig, HSTUConfig, RankingConfig
 from nestpipe.models.contract import Selecting
 from nestpipe.pipeline.channels import Channels
 from nestpipe.pipeline.runner import BatchFeed
@@ -47,8 +46,16 @@ from nestpipe.profiling.torch_profiler import profiled
 from nestpipe.training.distributed_eval import ChannelRanks
 from nestpipe.training.environment import environment
 from nestpipe.training.mfu import Utilisation
-from nestpipe.training.open_run import agree, check_shared, open_run, share_run
+from nestpipe.training.open_run import (
+    agree,
+    check_shared,
+    open_run,
+    share_run,
+    with_absolute_paths,
+    with_log_sizes,
+)
 from nestpipe.training.process import exact_arithmetic, keep_freed_memory, lock_run, peak_memory_bytes, stop_signals
+from nestpipe.training.rollouts import training_loader
 from nestpipe.training.run_folder import Run
 from nestpipe.training.run_limits import Best, LoopProgress, RunLimits, validation_of
 from nestpipe.training.run_state import load_state, new_state, warm_state
@@ -102,9 +109,7 @@ def train_to_end(
     config.validate()
     config = Config.from_json(config.to_json())  # as a resumed run reads it: 1 in a float field is 1.0
     keep_freed_memory()
-    config = replace(config, data=replace(config.data, path=absolute_path(config.data.path)))
-    if isinstance(config.model, EncDecConfig):
-        config = replace(config, model=replace(config.model, ids=str(Path(config.model.ids).resolve())))
+    config = with_log_sizes(with_absolute_paths(config))
     with contextlib.closing(world or World.from_environment(stacks=Path(folder))) as open_world:
         channels = Channels.of(open_world)
         run = open_run(config, Path(folder), resume, init_from, channels)
@@ -116,22 +121,16 @@ def train_to_end(
             return Outcome(run, loop.run_to_end(profile=profile))
 
 
-def loader_of(run: Run, world: World) -> Loader:
-    """The batches of one rank."""
-    config, inputs = run.config, inputs_of(run.config, run.sequences)
-    ranks = {"rank": world.rank, "world_size": world.size}
-    return Loader(run.sequences, run.split, config.data, seed=config.seed, inputs=inputs, **ranks)
-
-
 class _Loop:
     def __init__(self, run: Run, channels: Channels, *, quiet: bool, recipe: str | None, clock: Callable[[], float]):
         """Checks that can reject the configuration or the data run before the folder is written."""
         self._leads = channels.control.world.rank == 0
-        self._loader = loader_of(run, channels.control.world)
+        asked_data, self._loader = run.config.data, training_loader(run, channels, quiet=quiet)
         hosts, num_steps = gather_hosts(channels.control), RunLimits(run.config, self._loader).num_steps()
         self._settled = settle(Unsettled(run, channels, hosts, self._loader, self._first_batches, num_steps))
         run, channels = self._settled.run, self._settled.channels
-        self._loader = loader_of(run, channels.control.world)  # as balanced
+        if run.config.data != asked_data:  # balanced
+            self._loader = training_loader(run, channels, quiet=True)
         self._run, self._config, self._channels = run, run.config, channels
         self._limits = RunLimits(run.config, self._loader)
         self._memory = LoopProgress()
@@ -152,7 +151,7 @@ class _Loop:
                 lambda: self._take_folder(undo, recipe, hosts) if self._leads else None,
             )
             (share_run if self._config.train.checkpoints else check_shared)(run, channels.control)
-            if self._warm_start and not quiet:
+            if self._warm_start and not quiet and not isinstance(run.config.model, AlignedConfig):
                 Console(stderr=True, highlight=False, markup=False).print(self._warm_start)
             self._trackers = (
                 open_trackers(run.folder, self._state.num_steps, tensorboard=run.config.train.tensorboard)
@@ -315,7 +314,7 @@ class _Loop:
     def _validate(self) -> None:
         # Only the means are used, so few bootstrap samples suffice.
         config = replace(self._config, eval=replace(self._config.eval, num_bootstrap=100))
-        scorer = make_predictor(self._state.model, self._state.embedding, self._run.sequences, self._run.split, config)
+        scorer = make_predictor(self._state.model, self._state.embedding, self._run.instructed, self._run.split, config)
         report = scorer.evaluate("validation", ranks=ChannelRanks(self._channels.control), progress=False)
         values = report.scalars()
         self._trackers.log(self._state.num_steps, {f"validation/{name}": value for name, value in values.items()})

@@ -8,6 +8,7 @@ import socket
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -15,16 +16,44 @@ from nestpipe.atomic_files import replace_file
 from nestpipe.checkpoint.origin import InitFrom, Origin
 from nestpipe.checkpoint.places import RemotePath
 from nestpipe.config import Config
+from nestpipe.data.remote_files import absolute_path
+from nestpipe.data.sequences import Sequences
 from nestpipe.distributed.agreement import all_ranks_or_none
 from nestpipe.distributed.exchange import named_ranks
 from nestpipe.distributed.process_group import Channel
 from nestpipe.errors import CommError, ConfigError
+from nestpipe.generative.training_instructions import open_store
 from nestpipe.models.config import EncDecConfig
 from nestpipe.pipeline.channels import Channels
 from nestpipe.training.run_folder import FREE_KEYS, Run
 
 RUN_FILES = ("run.json", "config.json")  # config.json last: it makes a folder a run
 _SHARED_S = 5.0  # a network file system may show a new file this late
+
+
+def with_absolute_paths(config: Config) -> Config:
+    """The configuration with paths that stay valid in another working folder."""
+    config = replace(config, data=replace(config.data, path=absolute_path(config.data.path)))
+    if not isinstance(config.model, EncDecConfig):
+        return config
+    given = {name: getattr(config.model, name, "") for name in ("ids", "scenarios", "instructions", "start", "ranker")}
+    paths: dict[str, Any] = {name: str(Path(path).resolve()) for name, path in given.items() if path}
+    return replace(config, model=replace(config.model, **paths))
+
+
+def with_log_sizes(config: Config) -> Config:
+    """With a scenario file and no number of scenarios: as many as the log names; likewise the width of instructions."""
+    model = config.model
+    if not isinstance(model, EncDecConfig):
+        return config
+    if model.instructions and Path(model.instructions).exists():
+        dim = open_store(model.instructions).dim
+        model = replace(model, reasoning_dim=model.reasoning_dim or dim)
+    if not model.scenarios or model.num_scenarios:
+        return replace(config, model=model)
+    stored = Sequences.open(config.data.path).event_features.get("scenario")
+    num = 0 if stored is None or not len(stored.values) else int(stored.values.max()) + 1
+    return replace(config, model=replace(model, num_scenarios=num))
 
 
 def open_run(config: Config, folder: Path, resume: bool, init_from: InitFrom | None, channels: Channels) -> Run:
@@ -140,6 +169,7 @@ def _reopen(config: Config, folder: Path, init_from: InitFrom | None) -> Run:
         config.model, EncDecConfig
     ):  # the ids may have moved
         moved = replace(saved.config.model, ids=config.model.ids)
+        moved = replace(moved, scenarios=config.model.scenarios, instructions=config.model.instructions)
         saved = replace(saved, config=replace(saved.config, model=moved))
     if init_from and (saved.origin is None or saved.origin.source != str(init_from.absolute())):
         history = f"was initialised from {saved.origin.source}" if saved.origin else "started without --init-from"

@@ -38,7 +38,11 @@ from nestpipe.errors import CheckpointError, ConfigError
 from nestpipe.eval.config import EvalConfig
 from nestpipe.eval.predictor import Predictor, make_predictor
 from nestpipe.eval.protocol import protocol_of
+from nestpipe.generative.scenario_triggers import with_trigger_rules
+from nestpipe.generative.scenarios import FILE as SCENARIO_FILE
+from nestpipe.generative.scenarios import Scenario, Scenarios, scenario_numbers
 from nestpipe.generative.semantic_ids import Registry
+from nestpipe.generative.training_instructions import open_store
 from nestpipe.generative.trie import Trie
 from nestpipe.models.build_model import build_model
 from nestpipe.models.config import EncDecConfig
@@ -47,7 +51,7 @@ from nestpipe.registry import entry_of
 
 # Settings that may change when a run is resumed: limits, reporting, paths, scheduling. All others affect the results.
 FREE_KEYS = (
-    *("data.path", "model.ids"),
+    *("data.path", "model.ids", "model.scenarios", "model.instructions", "model.start", "model.ranker"),
     *("train.epochs", "train.steps", "train.minutes", "train.save_steps", "train.keep_last", "train.log_steps"),
     *("train.tensorboard", "train.async_save", "train.max_deltas", "train.checkpoints"),
     *("pipeline.groups", "pipeline.mode"),
@@ -118,13 +122,31 @@ class Run:
             "statistics": {name: stats.to_json() for name, stats in statistics.items()},
             "versions": versions(),
             "init_from": asdict(self.origin) if self.origin else None,
+            "instructions": self.settings.get("instructions", ""),
         }
+        if self.scenarios is not None:
+            replace_file(self.folder / SCENARIO_FILE, self.scenarios.to_json().encode())
         replace_file(self.folder / "run.json", (json.dumps(content, indent=2) + "\n").encode())
         replace_file(self.folder / "config.json", (self.asked or self.config).to_json().encode())
 
     @cached_property
     def sequences(self) -> Sequences:
         return Sequences.open(self.config.data.path)
+
+    @cached_property
+    def instructed(self) -> Sequences:
+        """The log as it is trained and evaluated: with the trigger rules of the run's scenarios, and with its instructions."""
+        steered = (
+            self.sequences if self.scenarios is None else with_trigger_rules(self.sequences, self.scenario_records)
+        )
+        store = getattr(self.config.model, "instructions", "")
+        return open_store(store).attach(steered) if store else steered
+
+    def _instructions_digest(self, store: str) -> str:
+        """Of the store, or, where it is gone, the one that the run was started with."""
+        if Path(store).exists() or not (self.folder / "run.json").exists():
+            return open_store(store).digest()
+        return str(read_facts(self.folder).get("instructions", ""))
 
     @cached_property
     def split(self) -> Split:
@@ -143,11 +165,26 @@ class Run:
             return None
         return Registry.load(model.ids).trie_of(self.sequences)
 
+    @cached_property
+    def scenarios(self) -> Scenarios | None:
+        """The scenario file of a generative run, of which the folder keeps a copy."""
+        model, kept = self.config.model, self.folder / SCENARIO_FILE
+        if not isinstance(model, EncDecConfig) or not (model.scenarios or kept.exists()):
+            return None
+        return Scenarios.load(kept if kept.exists() else Path(model.scenarios))
+
+    @cached_property
+    def scenario_records(self) -> list[Scenario]:
+        """The record of each scenario of a generative run, by number; with defaults where there is no file."""
+        numbers = scenario_numbers(self.sequences, self.config.model.num_scenarios)
+        if self.scenarios is None:
+            return [Scenario(name=name) for name in numbers] or [Scenario(name="all")]
+        return self.scenarios.by_number(numbers, str(self.sequences.path))
+
     def identity(self) -> dict[str, str]:
         """What must be equal on every rank: versions, code, data, configuration without paths."""
-        settings = {
-            key: repr(value) for key, value in flat(self.config).items() if key not in {"data.path", "model.ids"}
-        }
+        paths = {"data.path", *(f"model.{name}" for name in ("ids", "scenarios", "instructions", "start", "ranker"))}
+        settings = {key: repr(value) for key, value in flat(self.config).items() if key not in paths}
         facts = {"code of nestpipe": _code_digest()[:12], "data": self.sequences.digest[:12]}
         if not (entry := entry_of(self.config.model)).is_own:
             facts[f"code of {entry.kind}"] = hashlib.sha256(_source(entry.load())).hexdigest()[:12]
@@ -161,10 +198,12 @@ class Run:
         facts = {"model": entry_of(self.config.model).kind}
         if self.semantic_ids is not None:
             facts["semantic ids"] = f"{self.semantic_ids.version}/{self.semantic_ids.digest}"
-        return {
-            **facts,
-            **{key: repr(one) for key, one in flat(self.asked or self.config).items() if key not in FREE_KEYS},
-        }
+        if self.scenarios is not None:
+            facts["scenarios"] = self.scenarios.digest
+        if store := getattr(self.config.model, "instructions", ""):
+            facts["instructions"] = self._instructions_digest(store)
+        asked = flat(self.asked or self.config)
+        return {**facts, **{key: repr(one) for key, one in asked.items() if key not in FREE_KEYS}}
 
     @property
     def checkpoints(self) -> Place:
@@ -213,7 +252,7 @@ class Run:
     def predictor(self, step: int | None = None) -> Predictor:
         """Scores with a checkpoint: by default the best one if the run validated, else the latest."""
         loaded = self.load_model(step)
-        return make_predictor(loaded.model, loaded.rows, self.sequences, self.split, self.config)
+        return make_predictor(loaded.model, loaded.rows, self.instructed, self.split, self.config)
 
 
 def read_facts(folder: Path) -> dict[str, Any]:

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
 from nestpipe.checkpoint import folders as checkpoint_folders
 from nestpipe.checkpoint import warm_start
 from nestpipe.checkpoint.manifest import Manifest
 from nestpipe.checkpoint.places import place_of
 from nestpipe.checkpoint.state import restore_state
+from nestpipe.errors import ConfigError
+from nestpipe.generative.config import AlignedConfig
+from nestpipe.generative.policy_model import build_policy_model
+from nestpipe.generative.scenario_pools import scenario_pools
+from nestpipe.generative.scenarios import Scenario
 from nestpipe.models.build_model import build_model
+from nestpipe.models.contract import Model
+from nestpipe.models.encdec import EncDec
 from nestpipe.pipeline.build_state import build_state
 from nestpipe.pipeline.channels import Channels
 from nestpipe.pipeline.stages import TrainState
@@ -18,7 +31,7 @@ def new_state(run: Run, channels: Channels | None = None) -> TrainState:
     """The state of this rank before the first step."""
     config = run.config
     return build_state(
-        build_model(config, run.sequences, ids=run.semantic_ids),
+        _trained_model(run),
         embedding=config.embedding,
         dense=config.dense,
         pipeline=config.pipeline,
@@ -26,6 +39,30 @@ def new_state(run: Run, channels: Channels | None = None) -> TrainState:
         channels=channels,
         skip_nonfinite=config.train.skip_nonfinite,
     )
+
+
+def _trained_model(run: Run) -> Model:
+    """The model as it is trained; that of an aligned run has another loss than the one that is served."""
+    config, ids = run.config, run.semantic_ids
+    if not isinstance(config.model, AlignedConfig) or ids is None:
+        model = build_model(config, run.sequences, ids=ids)
+        if isinstance(model, EncDec) and run.scenarios is not None:
+            model.behaviour_weights = behaviour_table(run.scenario_records, config.model.behaviour_weights)
+        return model
+    policy = build_policy_model(config.model, ids, max_len=config.data.max_len, seed=config.seed)
+    policy.pools = scenario_pools(run.scenario_records, run.sequences, ids)
+    return policy
+
+
+def behaviour_table(records: Sequence[Scenario], default: tuple[float, ...]) -> Tensor:
+    """The weights of behaviours [S, levels]; raises ConfigError for a record with another number of them."""
+    for one in records:
+        if len(one.behaviour_weights) not in {0, len(default)}:
+            raise ConfigError(
+                f"scenario '{one.name}' has {len(one.behaviour_weights)} behaviour_weights, but the model has {len(default)} levels "
+                "of behaviour (--model.behaviour-weights); give one weight for each."
+            )
+    return torch.tensor([one.behaviour_weights or default for one in records])
 
 
 def load_state(run: Run, step: int | None = None, channels: Channels | None = None) -> tuple[TrainState, Manifest]:
@@ -46,6 +83,8 @@ def warm_state(run: Run, channels: Channels | None = None) -> tuple[TrainState, 
     folder = place_of(run.origin.checkpoint)
     manifest = run.origin.check(Manifest.read(folder))
     lines = warm_start.compare(state, folder, manifest, settings=run.settings, data_digest=run.sequences.digest)
+    if isinstance(run.config.model, AlignedConfig):  # gradients of another loss have another scale
+        lines = [replace(line, state="fresh") if line.what == "loaded" else line for line in lines]
     warm_start.check(lines, run.origin, run.folder)
     warm_start.load_into(state, folder, manifest, lines)
     return state, warm_start.WarmStartReport(run.origin, tuple(lines))

@@ -21,7 +21,7 @@ from nestpipe.generative import instruction_store, nearline_job
 from nestpipe.generative.instruction_store import ANY, SqliteStore
 from nestpipe.generative.llm_provider import EndpointConfig, OpenAICompatibleProvider, TemplateProvider
 from nestpipe.generative.nearline_job import FolderHistoryFeed, JobLedger, NearlineJob, ThinkConfig
-from nestpipe.generative.prompt_builder import CoVisits, RequestBuilder, TrainingInstructions, season_of
+from nestpipe.generative.prompt_builder import CoVisits, RequestBuilder, season_of
 from tests.generative.llm_endpoint import answer_with, drip, serve_endpoint
 from tests.small_runs import write_log
 
@@ -380,19 +380,6 @@ def test_a_training_row_sees_nothing_of_its_target_or_behind_it(tmp_path):
     later = RequestBuilder(texts=texts, co_visits=CoVisits(poisoned)).before_target(poisoned, 0, 4, trigger=2)
     assert "POISON" in later.actions[-1].text
     assert "POISON" in later.complements[0]
-
-
-def test_vectors_of_training_rows_do_not_know_their_targets(tmp_path):
-    calm, poisoned, texts = poisoned_world(tmp_path)
-    rows = []
-    for sequences in (calm, poisoned):
-        builder = RequestBuilder(texts=texts, co_visits=CoVisits(sequences))
-        made = TrainingInstructions(builder=builder, provider=TemplateProvider(), encode=letters)
-        rows.append(made.reasoning(sequences, np.array([0]), np.array([1]), np.array([5])))
-    assert rows[0].values.shape == (4, 3)
-    same = (rows[0].values == rows[1].values).all(1).tolist()
-    # The query at place p is trained on the event at p + 1: those for places 2 and 3 may not know what is at 3.
-    assert same == [True, True, False, False]
 
 
 def test_a_place_without_a_target_is_refused(tmp_path):

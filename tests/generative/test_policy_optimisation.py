@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from nestpipe.errors import ConfigError
-from nestpipe.generative.policy_optimisation import Policy, PolicyConfig, advantages, draw_paths, gate, path_log_probs
+from nestpipe.generative.config import PolicyConfig
+from nestpipe.generative.policy_optimisation import Policy, advantages, draw_paths, gate, path_log_probs
 from nestpipe.generative.trie import Trie
 from nestpipe.rng import Rng
 

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 from nestpipe.errors import DataError
-from nestpipe.generative.policy_optimisation import (
+from nestpipe.generative.logged_reward import ItemMeans, LoggedColumn
+from nestpipe.generative.policy_optimisation import Rollout, draw_paths, path_log_probs
+from nestpipe.generative.rewards import (
+    RewardContext,
+    Rewards,
     diversity_reward,
-    draw_paths,
     format_reward,
-    path_log_probs,
     ranking_reward,
     relative_reward,
-    total_reward,
 )
-from nestpipe.generative.scenarios import Scenario
 from nestpipe.generative.trie import Trie
 from nestpipe.rng import Rng
 from tests.generative.known_trees import TableDecoder, exhaustive, random_trie
@@ -122,8 +123,35 @@ def test_rewards_are_what_they_say():
     assert ranking_reward(torch.tensor([[0.5, 1.0, 2.5, 9.0]]), reference)[0].tolist() == [0, 0.25, 0.5, 1]
     q, h = torch.tensor([[1.0, 0.0]]), torch.tensor([[[1.0, 0.0], [0.0, 1.0], [-1.0, 0.0]]])
     assert relative_reward(q, h)[0].tolist() == [1, 0.5, 0]
-    scenario = Scenario(name="cart", reward_weights={"ranking": 2.0, "format": 0.5, "diversity": 0.0})
-    parts = {"ranking": torch.tensor([[0.5]]), "format": torch.tensor([[1.0]])}
-    assert total_reward(scenario, parts).tolist() == [[1.5]]
-    with pytest.raises(KeyError, match="relative"):
-        total_reward(Scenario(name="feed"), parts)
+    against = diversity_reward(trie, torch.tensor([[2]]), group=torch.tensor([[0, 2]]))
+    assert against.tolist() == [[0.5]]
+    weights = [{"ranking": 2.0, "format": 0.5, "diversity": 0.0}, {"price": 1.0}]
+    rewards = Rewards(
+        model_of(),
+        trie,
+        weights,
+        columns={"price": torch.tensor([0.1, 0.2, 0.3])},
+        ranking=lambda _, items: 0.5 + items,
+    )
+    users, paths = torch.arange(2).numpy(), Rollout(torch.tensor([[0, 2], [0, 2]]), torch.zeros(2, 2, 2))
+    context = RewardContext(users=users, ends=users, scenarios=torch.tensor([0, 1]), given={})
+    torch.testing.assert_close(rewards.of(context, paths), torch.tensor([[1.5, 5.5], [0.1, 0.3]]))
+
+
+def test_a_logged_reward_knows_what_items_are_worth_and_where_they_fit():
+    """Events whose number is known exactly: worth of the item in the scenario, plus how probable its first code was."""
+    rng = np.random.default_rng(0)
+    worth, size = rng.random((2, 6)), 4000
+    items, scenarios = rng.integers(0, 6, size), rng.integers(0, 2, size)
+    logs = np.log(rng.random((size, 2)))
+    values = worth[scenarios, items] + 0.3 * logs[:, 0]
+    means = ItemMeans.of(items, scenarios, values, num_items=6, num_scenarios=2)
+    found = LoggedColumn(values, means).fit(np.arange(size), items, scenarios, logs)
+    np.testing.assert_allclose(found.weights[:, 2:].numpy(), [[0.3, 0.0]] * 2, atol=0.02)
+    asked = torch.tensor([[-0.5, -1.0]]).expand(2, 6, 2)
+    paid = found.of(torch.tensor([0, 1]), torch.arange(6).expand(2, 6), asked).numpy() * (found.high - found.low)
+    np.testing.assert_allclose(paid + found.low, worth - 0.15, atol=0.05)
+    one = means.without(items[:1], scenarios[:1], values[:1])[0]
+    same = (items == items[0]) & (scenarios == scenarios[0])
+    same[0] = False
+    assert one == pytest.approx(values[same].mean(), abs=0.01)

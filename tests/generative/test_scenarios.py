@@ -22,9 +22,20 @@ def test_records_survive_their_file(tmp_path):
     (tmp_path / "scenarios.json").write_text(THREE.to_json())
     found = Scenarios.load(tmp_path / "scenarios.json")
     assert list(found) == list(THREE)
-    assert [found.number(one.name) for one in found] == [0, 1, 2]
+    assert found.digest == THREE.digest
+    assert [one.name for one in found.by_number({"cart": 0, "feed": 2, "detail": 1}, "log")] == [
+        "cart",
+        "detail",
+        "feed",
+    ]
     with pytest.raises(DataError, match=r"no scenario 'home'; there are feed, detail, cart"):
-        found.number("home")
+        found["home"]
+    with pytest.raises(ConfigError, match="scenario 'cart' is not in log, which has feed, detail"):
+        found.by_number({"feed": 0, "detail": 1}, "log")
+    with pytest.raises(ConfigError, match=r'log has the scenario \'home\', but no record.*"name": "home"'):
+        found.by_number({"feed": 0, "detail": 1, "cart": 2, "home": 3}, "log")
+    with pytest.raises(ConfigError, match=r"3 scenarios .* but log has none"):
+        found.by_number({}, "log")
 
 
 def test_the_trigger_follows_its_rule():
@@ -39,28 +50,32 @@ def test_the_trigger_follows_its_rule():
 
 
 def test_every_problem_is_named():
-    bad = Scenario(name="*", pool="", behaviour_weights=(0.0,), reward_weights={"fame": 1.0}, beam=0, latency_ms=-1)
+    bad = Scenario(name="*", pool="", behaviour_weights=(0.0,), reward_weights={"fame": -1.0}, beam=0, latency_ms=-1)
     with pytest.raises(ConfigError) as caught:
         Scenarios([bad, Scenario(name="feed"), Scenario(name="feed"), Scenario(name="x", reward_weights={"format": 0})])
     for word in ("name is", "pool is", "behaviour_weights", "fame", "beam is 0", "latency_ms", "several", "one must"):
         assert word in str(caught.value), word
     with pytest.raises(ConfigError, match="there is no scenario"):
         Scenarios([])
-    with pytest.raises(ConfigError, match=r"reward_weights is \{\}; none may be below 0 and one must be above"):
-        Scenarios([Scenario(name="bare", reward_weights={})])
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("{", "not JSON"),
-        ("{}", "must be a list"),
-        ('[{"beam": 3}]', "object with a name"),
-        ('[{"name": "a", "bream": 3}]', "unknown config key 'a.bream'; did you mean 'a.beam'"),
-        ('[{"name": "a", "beam": "wide"}]', "'a.beam' has the value 'wide'; expected int"),
-        ('[{"name": "a", "beam": true}]', "'a.beam' has the value True; expected int"),
-        ('[{"name": "a", "reward_weights": {"format": "x"}}]', "reward_weights"),
-        ('[{"name": "a", "trigger": "any"}]', "one of none, given, last"),
+        ("{}", 'must be an object {"version": 1'),
+        ("[]", 'must be an object {"version": 1'),
+        ('{"version": 2, "scenarios": []}', "version 2; this nestpipe reads 1"),
+        ('{"version": 1, "scenarios": {}}', "must be a list"),
+        ('{"version": 1, "scenarios": [{"beam": 3}]}', "object with a name"),
+        (
+            '{"version": 1, "scenarios": [{"name": "a", "bream": 3}]}',
+            "unknown config key 'a.bream'; did you mean 'a.beam'",
+        ),
+        ('{"version": 1, "scenarios": [{"name": "a", "beam": "wide"}]}', "'a.beam' has the value 'wide'; expected int"),
+        ('{"version": 1, "scenarios": [{"name": "a", "beam": true}]}', "'a.beam' has the value True; expected int"),
+        ('{"version": 1, "scenarios": [{"name": "a", "reward_weights": {"format": "x"}}]}', "reward_weights"),
+        ('{"version": 1, "scenarios": [{"name": "a", "trigger": "any"}]}', "one of none, given, last"),
     ],
 )
 def test_files_that_are_no_scenarios_are_refused(text, message):
@@ -71,6 +86,9 @@ def test_files_that_are_no_scenarios_are_refused(text, message):
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(ConfigError, match="does not exist"):
         Scenarios.load(tmp_path / "none.json")
+    (tmp_path / "bad.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"bad\.json: the scenarios are not JSON"):
+        Scenarios.load(tmp_path / "bad.json")
 
 
 @pytest.mark.parametrize(

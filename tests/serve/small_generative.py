@@ -8,10 +8,13 @@ import polars as pl
 
 from nestpipe import recipes
 from nestpipe.cli.sid import text_vectors
+from nestpipe.cli.think import text_encoder
+from nestpipe.cli.think_training import write_for_training
 from nestpipe.data.ingest import SideTable, write_sequences
 from nestpipe.data.schema import Schema
 from nestpipe.data.sequences import Sequences
 from nestpipe.generative.instruction_store import Instructions, SqliteStore
+from nestpipe.generative.llm_provider import TemplateProvider
 from nestpipe.generative.semantic_ids import Registry, SidConfig
 from nestpipe.serve.config import EngineConfig
 from nestpipe.serve.event_log import EventLog
@@ -52,6 +55,14 @@ def make_run(folder, *, name="run", **settings):
     sequences = Sequences.open(folder / "log") if (folder / "log").exists() else make_data(folder)
     if not (folder / "ids").exists():
         make_ids(sequences, folder / "ids")
+    if not (store := folder / "instructions-for-training.sqlite").exists():
+        write_for_training(
+            sequences,
+            provider=TemplateProvider(),
+            encoder=text_encoder(Registry.load(folder / "ids")),
+            store=store,
+            quiet=True,
+        )
     config = small_config(sequences.path, epochs=1)
     model = replace(
         recipes.beauty_sid().model,
@@ -64,6 +75,7 @@ def make_run(folder, *, name="run", **settings):
         placement="after",
         num_scenarios=2,
         reasoning_dim=512,
+        instructions=str(store),
         user_rows=True,
         beam=16,
     )

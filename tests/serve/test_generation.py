@@ -28,6 +28,7 @@ from nestpipe.generative import llm_provider
 from nestpipe.generative.instruction_store import ANY, SqliteStore, StoredInstruction
 from nestpipe.generative.nearline_job import JobLedger, ledger_of
 from nestpipe.generative.prompt_builder import CoVisits
+from nestpipe.generative.scenarios import Scenario
 from nestpipe.serve.admin import Admin
 from nestpipe.serve.config import EngineConfig, Limits
 from nestpipe.serve.generation_api import GenerativeInstance
@@ -156,6 +157,34 @@ def test_batches_of_several_requests_are_those_of_each(generator):
 def test_a_user_that_nobody_knows_gets_an_answer_too(generator):
     found = answer(generator, 777)
     assert (len(found.items), found.num_events) == (5, 0)
+
+
+def test_the_scenario_file_decides_trigger_beam_and_pool(generator, served, monkeypatch):
+    """Pools are by the number of the scenario: home may show everything, the cart even items."""
+    records = [
+        Scenario(name="home", trigger="given", beam=4),
+        Scenario(name="cart", trigger="last", beam=99, pool="stock"),
+    ]
+    monkeypatch.setattr(generator, "records", {one.name: one for one in records})
+    asked = {"scenario": "cart"}
+    last = int(generator.histories.of(USER).items[-1])
+    monkeypatch.setattr(generator, "records", {})
+    by_hand = answer(generator, USER, trigger=last, **asked)
+    monkeypatch.setattr(generator, "records", {one.name: one for one in records})
+    by_rule = answer(generator, USER, **asked)
+    assert same(by_hand, by_rule)
+    assert by_rule.beam == 16  # not more than the model's
+    assert answer(generator, USER, scenario="home", trigger=3, k=3).beam == 4
+    with pytest.raises(DataError, match="'home' needs a trigger item"):
+        answer(generator, USER, scenario="home")
+    with pytest.raises(DataError, match="'cart' accepts no trigger item"):
+        answer(generator, USER, scenario="cart", trigger=3)
+    allowed = torch.ones(2, len(served.trie.items), dtype=torch.bool)
+    allowed[1, 1::2] = False
+    monkeypatch.setattr(served, "pools", served.trie.pool_of_items(allowed))
+    assert {item % 2 for item in answer(generator, USER, **asked).items} == {0}
+    assert {item % 2 for item in by_rule.items} == {0, 1}
+    assert answer(generator, USER, scenario="home", trigger=3, k=3).items
 
 
 def test_a_history_of_the_caller_is_used(generator):
