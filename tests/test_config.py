@@ -53,7 +53,7 @@ def test_all_problems_are_reported_at_once():
         ),
         ({"data": 3}, "'data' must be an object, got 3"),
         ({"seed": -1}, "seed is -1"),
-        ({"pipeline": {"split": 3}}, "unknown config key 'pipeline.split'"),
+        ({"pipeline": {"split": 3}}, "unknown config key 'pipeline.split'; did you mean 'pipeline.chunks shared'?"),
         (
             {"pipeline": {"chunks": "hot"}},
             "config key 'pipeline.chunks' has the value 'hot'; expected int or one of shared",
