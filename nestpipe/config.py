@@ -25,6 +25,8 @@ from nestpipe.pipeline.config import PipelineConfig
 from nestpipe.registry import entry_named, entry_of
 from nestpipe.training.config import TrainConfig
 
+_REPLACED = {"pipeline.split": ["pipeline.advanced.chunks shared"]}  # keys of earlier versions
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
@@ -111,7 +113,7 @@ def flat(config: Config) -> dict[str, Any]:
 
 def unknown_key(key: str, known: list[str]) -> ConfigError:
     """The error for an unknown key, with the nearest known one."""
-    nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    nearest = _REPLACED.get(key) or difflib.get_close_matches(key, known, n=1, cutoff=0.5)
     hint = f"; did you mean '{nearest[0]}'?" if nearest else f"; there are: {', '.join(known)}"
     return ConfigError(f"unknown config key '{key}'{hint}")
 
