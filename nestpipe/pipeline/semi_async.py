@@ -52,7 +52,7 @@ def step(state: TrainState, batch: Batch, rates: Rates, before: BatchWork | None
         collect(state, work, micro_batch)  # 8 and received there, to be added in rank order
         merge(state, work, micro_batch)
     flag(state, work)  # 9 no parameter is updated if any rank saw a non-finite value
-    dense_sum(state, work)  # 10 dense gradients are all-reduced
+    dense_sum(state, work)  # 10 each rank sums its pieces of the dense gradients, and updates them
     norm(state, work)
     dense_step(state, work)
     return work

@@ -37,9 +37,9 @@ def step(state: TrainState, batch: Batch, rates: Rates) -> dict[str, float]:
         collect(state, work, micro_batch)  # 7 and received there, to be added in rank order,
         merge(state, work, micro_batch)  # then in group order, with replica groups
     flag(state, work)  # 8 no parameter is updated if any rank saw a non-finite value
-    dense_sum(state, work)  # 9 dense gradients are all-reduced
+    dense_sum(state, work)  # 9 each rank sums its pieces of the dense gradients,
     norm(state, work)
-    dense_step(state, work)  # 10 one dense step, and one step per touched row
+    dense_step(state, work)  # 10 updates these, and gathers the others; one step per touched row
     update(state, work)
     write(state, work)
     return work.means
