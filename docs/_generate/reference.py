@@ -124,15 +124,18 @@ def configuration() -> str:
 
 def _section(title: str, kind: type[Any], prefix: str, *, only: tuple[str, ...] = ()) -> str:
     rows = [f"## {title}\n\n{inspect.getdoc(kind)}\n", "| setting | type | default | meaning |", "|---|---|---|---|"]
-    texts = dict(_field_docs(kind))
+    texts, inner = dict(_field_docs(kind)), list[str]()
     for field in dataclasses.fields(kind):
         if only and field.name not in only:
             continue
         default = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
+        if not only and dataclasses.is_dataclass(default):  # a section of its own, below
+            inner.append(_section(f"{title}.{field.name}", type(default), f"{prefix}{field.name}."))
+            continue
         value = "" if default is dataclasses.MISSING else f"`{default!r}`"
         cells = (f"`{prefix}{field.name}`", _type(str(field.type)), value, texts.get(field.name, ""))
         rows.append(f"| {' | '.join(cell.replace('|', 'or') for cell in cells)} |")
-    return "\n".join(rows) + "\n"
+    return "\n".join([*rows, "", *inner]) if inner else "\n".join(rows) + "\n"
 
 
 def _type(annotation: str) -> str:

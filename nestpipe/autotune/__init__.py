@@ -1,1 +1,1 @@
-"""Autotuning of pipeline settings: a cost model, a search over it, and a controller that measures while training."""
+"""Chooses what a run leaves open: pipeline settings from counts, a short profile with a cost model, replica groups."""

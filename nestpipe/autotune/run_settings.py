@@ -104,8 +104,8 @@ def _measured(start: Unsettled, counted: AutoChoice) -> AutoChoice:
     run = replace(start.run, config=config)
     profile = StepProfile.of(run, start.channels, start.batches_of)
     chosen = choose_overlap(profile, config.pipeline, counted, start.channels.control)
-    if limits := config.embedding.max_rows:  # rows are protected from eviction for a fixed number of steps
-        most = config.embedding.protect_steps - 1 - asked.staleness if limits else chosen.depth
+    if config.embedding.max_rows:  # rows are protected from eviction for a fixed number of steps
+        most = config.embedding.protect_steps - 1 - asked.staleness
         chosen = replace(chosen, depth=max(min(chosen.depth, most), 1))
     groups, why = _best_groups(start, config)
     if groups > 1:

@@ -98,6 +98,16 @@ def interface_of(address: str) -> str | None:
     return None
 
 
+def address_towards(host: str) -> str:
+    """The address that this machine sends from to reach a host; "" if it cannot. Nothing is sent."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, 9))
+            return str(probe.getsockname()[0])
+    except OSError:
+        return ""
+
+
 def end_with_parent() -> None:
     """Sends this process SIGTERM when its parent ends, so that no rank outlives a killed launcher. Linux only."""
     parent = os.getppid()

@@ -6,14 +6,18 @@ resumed from step 50 (step-000050), 9 steps repeated, 2 ranks (before: 1), bitwi
 
 from __future__ import annotations
 
+import json
+import os
 import platform
 import socket
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from nestpipe.atomic_files import raw_records
+from nestpipe.distributed.local_host import address_towards
 from nestpipe.distributed.process_group import Channel
 from nestpipe.training.run_folder import Run, read_facts, versions
 
@@ -47,8 +51,12 @@ def cpu_model() -> str:
 
 
 def gather_hosts(control: Channel) -> list[str]:
-    """The host of each rank. Collective."""
-    return [name.decode() for name in control.all_gather_bytes(socket.gethostname().encode(), name="hosts")]
+    """The host of each rank, with its address where hosts share a name, as containers may. Collective."""
+    master = os.environ.get("MASTER_ADDR", "")
+    own = [socket.gethostname(), address_towards(master) if master else ""]
+    places = [tuple(json.loads(one)) for one in control.all_gather_bytes(json.dumps(own).encode(), name="hosts")]
+    shared = Counter(name for name, _ in set(places))
+    return [f"{name} at {address}" if shared[name] > 1 else name for name, address in places]
 
 
 def start_line(run: Run, earlier: EarlierStart | None, hosts: list[str], *, step: int, checkpoint: str) -> str:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from nestpipe.autotune.auto_pipeline import AutoChoice, WorkloadCounts, flop_cost, waits
+from nestpipe.cli import tune_pipeline
 from nestpipe.cli.demo import differing_tensors
 from nestpipe.config import Config
 from nestpipe.data.config import ClicksConfig, DataConfig
@@ -200,3 +201,19 @@ def test_other_settings_of_a_run_are_still_compared(log, tmp_path):
     other = replace(config, pipeline=replace(config.pipeline, micro_batches=2))
     with pytest.raises(ConfigError, match="micro_batches: 0 -> 2"):
         train_to_end(other, tmp_path / "run", resume=True, quiet=True)
+
+
+def test_tune_recommends_what_was_fastest(log):
+    for measured, predicted, best, why in run_ranks(2, tuned, log):
+        assert {(mode, number) for mode, number, _ in measured} == {("nested", 2), ("nested", 5), ("sequential", 1)}
+        times = {(mode, number): seconds for mode, number, seconds in (*predicted, *measured)}
+        assert all(seconds > 0 for seconds in times.values())
+        assert best in times
+        assert f"--pipeline.mode {best[0]} --pipeline.micro-batches {best[1]}" in why
+        assert min(seconds for *_, seconds in measured) >= times[best] * 0.98
+
+
+def tuned(world, log):
+    found = tune_pipeline.tuned(small_config(log), world)
+    rows = [[(one.mode, one.micro_batches, s) for one, s in part.items()] for part in (found.measured, found.predicted)]
+    return *rows, (found.best.mode, found.best.micro_batches), found.why

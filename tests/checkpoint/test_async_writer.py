@@ -187,7 +187,7 @@ def full_disk(world, config, folder, culprit):
 @pytest.mark.parametrize("culprit", [0, 1])
 def test_every_rank_stops_at_the_same_step_when_one_cannot_write(log, tmp_path, culprit):
     """Long before the next save."""
-    config = small_config(log, epochs=0, steps=100, save_steps=40)
+    config = small_config(log, pipeline={"mode": "sequential"}, epochs=0, steps=100, save_steps=40)
     found = run_ranks(2, full_disk, config, tmp_path / "run", culprit)
     assert all("No space left on device" in message for message, _ in found), found
     assert found[1 - culprit][0].startswith(f"rank {culprit} stopped: ")

@@ -61,7 +61,7 @@ def test_a_users_mistake_starts_the_ranks_once_and_is_the_last_line(tmp_path):
 
 def test_a_killed_rank_is_named_last(tmp_path):
     small_log(tmp_path / "log")
-    plan = json.dumps([[1, "step", 5]])
+    plan = json.dumps([[1, "_after_step", 5]])
     options = ("--max-restarts", "0", "-n", "2", "train", *TINY.split())
     ended = run("tests.training.launch_dying", plan, *options, cwd=tmp_path)
     assert ended.returncode == 9

@@ -58,6 +58,17 @@ def test_constants_are_found_again_in_traces_made_from_them():
     assert both.work_s == calibrate(traced(KNOWN), device_s=0.05).work_s
 
 
+def test_the_cost_of_a_micro_batch_is_found_from_two_numbers_of_them_and_is_0_from_one():
+    known = replace(KNOWN, micro_batch_s=0.0006)
+    both = [*traced(known, micro_batches=2, run="two"), *traced(known, micro_batches=8, run="eight")]
+    found = calibrate(both, device_s=0.05)
+    assert found.micro_batch_s == pytest.approx(0.0006, rel=0.01)
+    assert found.work_s["compute"] == pytest.approx(WORK_S["compute"], rel=0.01)
+    one = calibrate(traced(known, micro_batches=8), device_s=0.05)
+    assert one.micro_batch_s == 0
+    assert one.work_s["compute"] == pytest.approx(WORK_S["compute"] + 8 * 0.0006, rel=0.01)
+
+
 def test_congestion_is_found_from_two_numbers_of_workers_and_is_0_from_one():
     known = replace(KNOWN, congestion=0.4, wire_cpu_s=0.0)
     assert calibrate(traced(known), device_s=0.05).congestion == 0

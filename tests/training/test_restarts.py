@@ -69,7 +69,7 @@ def test_ranks_killed_in_steps_and_saves_end_bitwise_identical_to_an_undisturbed
         tiny,
         data=replace(tiny.data, path=str(tmp_path / "log"), batch_size=16),
         embedding=replace(tiny.embedding, num_buckets=4),
-        pipeline=replace(tiny.pipeline, micro_batches=2),
+        pipeline=replace(tiny.pipeline, mode="sequential", micro_batches=2),
         train=replace(
             tiny.train, epochs=0, steps=steps, save_steps=SAVE_STEPS, log_steps=1, keep_last=2, num_threads=1
         ),
@@ -77,7 +77,7 @@ def test_ranks_killed_in_steps_and_saves_end_bitwise_identical_to_an_undisturbed
     run_ranks(WORLD_SIZE, calm_run, config, tmp_path / "calm", deadline_s=scale(60, 600))
     settings = f"--train.epochs 0 --train.steps {steps} --train.save-steps {SAVE_STEPS} --train.log-steps 1"
     sizes = "--data.path log --data.batch-size 16 --embedding.num-buckets 4 --train.num-threads 1"
-    sizes += " --pipeline.micro-batches 2 --pipeline.mode nested"  # the calm run is sequential
+    sizes += " --pipeline.micro-batches 2 --pipeline.mode nested"
     said = launch(
         plan,
         *("train", "tiny", "--run", "run", "--resume", *settings.split(), *sizes.split()),

@@ -81,7 +81,7 @@ def test_two_hosts_train_bitwise_identically_to_one_though_a_rank_dies(lab, tmp_
         train=replace(tiny.train, epochs=0, steps=STEPS, save_steps=5, num_threads=1),
     )
     run_ranks(2, calm_run, config, tmp_path / "calm")
-    plan = [[rank, "step", 8]]
+    plan = [[rank, "_after_step", 8]]
     options = ["--hosts", HOSTS, "-n", "1", "--max-restarts", "2"]
     shared = ["--run", str(tmp_path / "shared" / "run"), "--resume", "--train.steps", str(STEPS)]
     command = ["tests.training.launch_dying", json.dumps(plan), *options, "train", "tiny", *SIZES.split(), *shared]
@@ -93,6 +93,7 @@ def test_two_hosts_train_bitwise_identically_to_one_though_a_rank_dies(lab, tmp_
     assert codes == [0, 0], said
     assert [said.count(f"rank {rank} dies"), said.count("stopped at step 12")] == [1, 1]
     assert "resumed from step 5 (step-000005)" in said
+    assert "2 ranks on 2 machines" in said, "both have one name, but addresses of their own"
     assert "bitwise identical: yes" in said
     assert not differing_tensors(tmp_path / "calm", tmp_path / "shared" / "run")
     assert [sorted(path.name for path in (tmp_path / f"host{host}").iterdir()) for host in range(2)] == [["log"]] * 2
