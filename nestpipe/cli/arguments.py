@@ -220,6 +220,8 @@ class EvalArguments:
     """Items removed from the ranking: all, input or none [default: as the run]."""
     batch_size: Annotated[int | None, tyro.conf.arg(metavar="USERS", help_behavior_hint="")] = None
     """Users encoded at once [default: as the run]."""
+    audit: bool = False
+    """Instead: poison the held-out events and look for what the run reads of them; exit code 1 if it finds a leak."""
     json: bool = False
     """Print JSON instead of tables."""
 

@@ -29,6 +29,7 @@ from nestpipe.eval.scenario_eval import ScenarioMetrics, scenario_metrics
 from nestpipe.eval.seed_summary import SEEDS, SeedSummary, summarise
 from nestpipe.eval.topk_metrics import Interval, list_length
 from nestpipe.training.distributed_eval import EvalWorld, eval_world
+from nestpipe.training.leak_audit import AUDIT, LeakAudit, audit_run
 from nestpipe.training.run_folder import Run
 
 _VERDICTS = {"no difference shown": "not shown"}  # in a narrow table
@@ -37,6 +38,8 @@ _VERDICTS = {"no difference shown": "not shown"}  # in a narrow table
 def main(arguments: EvalArguments) -> int:
     if arguments.compare is not None and arguments.seeds:
         raise ConfigError("--compare pairs two runs and --seeds joins several into one result; give one of the two.")
+    if arguments.audit:
+        return _audit(arguments)
     with eval_world() as world:
         run = _opened(arguments.run, arguments)
         others = {str(one): _opened(one, arguments) for one in arguments.seeds}
@@ -62,6 +65,19 @@ def main(arguments: EvalArguments) -> int:
     if not arguments.json:
         _show_context(run, evaluated, arguments)
     return 0
+
+
+def _audit(arguments: EvalArguments) -> int:
+    """Prints and stores the audit of a run; 1 if it found a leak."""
+    if arguments.compare is not None or arguments.seeds:
+        raise ConfigError("--audit looks at one run; leave out --compare and --seeds.")
+    run = _opened(arguments.run, arguments)
+    found = audit_run(run, step=arguments.step, target=arguments.target)
+    folder = run.folder / "eval" / arguments.target
+    folder.mkdir(parents=True, exist_ok=True)
+    replace_file(folder / AUDIT, found.to_json().encode())
+    _print(found, arguments.json, f"{arguments.run}, {arguments.target} targets")
+    return 1 if found.leaks else 0
 
 
 def _require_seeds(run: Run, others: Mapping[str, Run]) -> None:
@@ -193,8 +209,8 @@ def evaluate_run(run: Run, *, step: int | None = None, target: Target = "test", 
         evaluated = Evaluated(report, step, scenarios=scenarios)
     if world.leads:
         folder = run.folder / "eval" / target
-        (folder / SCENARIOS).unlink(missing_ok=True)
-        (folder / "context.json").unlink(missing_ok=True)  # it belongs to the previous report
+        for name in ("context.json", SEEDS, SCENARIOS):  # they belong to the previous report
+            (folder / name).unlink(missing_ok=True)
         evaluated.report.save(folder)
         if evaluated.scenarios is not None:
             evaluated.scenarios.save(folder)
@@ -226,7 +242,7 @@ def _step(run: Run, step: int | None) -> int:
 
 
 def _print(
-    result: EvalReport | LabelReport | Comparison | LabelComparison | SeedSummary,
+    result: EvalReport | LabelReport | Comparison | LabelComparison | SeedSummary | LeakAudit,
     as_json: bool,
     title: str,
     scenarios: ScenarioMetrics | None = None,
@@ -236,7 +252,7 @@ def _print(
         print(json.dumps(json.loads(result.to_json()) | by_scenario))
         return
     Console().print(title, markup=False)
-    if isinstance(result, EvalReport | LabelReport | SeedSummary):
+    if isinstance(result, EvalReport | LabelReport | SeedSummary | LeakAudit):
         Console().print(f"protocol: {result.protocol}", markup=False, highlight=False)
     Console().print(result)
     if scenarios is not None:

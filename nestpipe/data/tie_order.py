@@ -41,7 +41,7 @@ def order_numbers(ties: str, times: Ints) -> Ints:
         # times in another order; dates take the scalar code, the same everywhere.
         places = np.argsort(times.view("datetime64[ms]"), kind="quicksort")
     else:
-        places = np.random.Generator(np.random.Philox(int(ties.removeprefix(_SHUFFLE)))).permutation(len(times))
+        places = np.random.default_rng(int(ties.removeprefix(_SHUFFLE))).permutation(len(times))
     numbers = np.empty(len(times), np.int64)
     numbers[places] = np.arange(len(times))
     return numbers

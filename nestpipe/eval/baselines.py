@@ -65,7 +65,8 @@ class NeighbourScorer:
         at = ranges(torch.from_numpy(edges.offsets[sources]), torch.from_numpy(num)).numpy()
         keys = np.repeat(rows, num) * self.num_items + edges.items[at]
         weights = np.repeat(rates, num) * edges.weights[at]
-        return np.bincount(keys, weights, minlength=len(lengths) * self.num_items).reshape(-1, self.num_items)
+        sums = np.bincount(keys, weights, minlength=len(lengths) * self.num_items)
+        return sums.astype(np.float64).reshape(-1, self.num_items)
 
 
 def evaluate_baselines(

@@ -115,14 +115,15 @@ class EvalReport:
     def __rich__(self) -> Table:
         """A table of all metrics, overall and by slice, for `rich.print`."""
         title = f"{self.num_users:,} users, {self.num_items:,} items, seen items removed: {self.seen}"
-        caption = "slices: events in the history; cold and warm: training events of the target"
+        caption = "slices: events in the history (cold, warm: training events of the target), users"
         if self.targets_seen:
             caption += f"\n{self.targets_seen:,} targets were seen before and count as misses"
-        table = Table(title=title, caption=caption)
+        table = Table(title=title, caption=caption, box=None, pad_edge=False)  # five slices fit into 80 columns
         for header in ("metric", "all users [95 %]"):
             table.add_column(header, no_wrap=True)
         for part in self.slices:
-            table.add_column(f"{part.name}\n{part.low:,}-{part.high:,}\n{part.num_users:,} users", justify="right")
+            header = f"{part.name}\n{part.low:,}-\n{part.high:,}\n{part.num_users:,}"
+            table.add_column(header, justify="right", no_wrap=True)
         for name, interval in self.metrics.items():
             parts = (f"{part.metrics[name].mean:.4f}" if name in part.metrics else "" for part in self.slices)
             table.add_row(name, str(interval), *parts)

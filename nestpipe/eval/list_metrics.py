@@ -64,7 +64,7 @@ def novelty(lists: Lists, counts: Counts) -> Array:
     """Mean self-information of the items of each list, in bits; 0 for an empty list."""
     bits = -np.log2((counts + 1) / (counts.sum() + len(counts)))
     filled = lists >= 0
-    return np.where(filled, bits[lists], 0).sum(1) / np.maximum(filled.sum(1), 1)
+    return np.asarray(np.where(filled, bits[lists], 0).sum(1) / np.maximum(filled.sum(1), 1))
 
 
 def diversity(lists: Lists, events: TrainingEvents, users: Counts) -> Array:
@@ -123,7 +123,7 @@ def weighted(values: Array, weights: Array) -> Array:
 
 
 def _per_user(value: float, influence: Array) -> Array:
-    return value + len(influence) * (influence - influence.mean())
+    return np.asarray(value + len(influence) * (influence - influence.mean()))
 
 
 def _by_target(report: EvalReport, counts: Counts, *, seed: int, num: int) -> list[EvalSlice]:

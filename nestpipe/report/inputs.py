@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -17,9 +17,11 @@ from nestpipe.checkpoint.reader import TableFacts, dense_shapes, table_facts
 from nestpipe.errors import ConfigError, DataError
 from nestpipe.eval.example_lists import EXAMPLES, Examples
 from nestpipe.eval.protocol import Protocol
+from nestpipe.eval.seed_summary import SEEDS
 from nestpipe.profiling import overlap_report, trace_file
 from nestpipe.profiling.overlap import StepTimes
 from nestpipe.profiling.trace_file import RankTrace
+from nestpipe.training.leak_audit import AUDIT
 from nestpipe.training.process import is_locked
 
 Found = TypeVar("Found")
@@ -230,6 +232,8 @@ class Evaluation:
     baselines: tuple[str, ...]
     lines: tuple[MetricLine, ...]
     sliced_by: str
+    seeds: dict[str, Any] | None = None  # of several runs, if they were evaluated as one result
+    audit: dict[str, Any] | None = None
 
     @property
     def headline(self) -> MetricLine | None:
@@ -257,7 +261,12 @@ def read_evaluation(folder: Path, target: str) -> Evaluation:
     context = json.loads(file.read_text()) if (file := path / "context.json").exists() else {}
     baselines = {name: _values(metrics) for name, metrics in context.get("baselines", {}).items()}
     read = _of_labels if "tasks" in content else _of_items
-    return read(content, target, context.get("step"), baselines)
+    found = read(content, target, context.get("step"), baselines)
+    return replace(found, seeds=_optional(path / SEEDS), audit=_optional(path / AUDIT))
+
+
+def _optional(path: Path) -> dict[str, Any] | None:
+    return _object(path) if path.exists() else None
 
 
 def _of_items(

@@ -35,6 +35,21 @@ def _evaluation(found: Evaluation, facts: RunFacts) -> Iterator[Markup]:
         )
     yield side_by_side(_plots(found))
     yield _table(found)
+    if found.seeds is not None:
+        rows = [
+            (
+                name,
+                f"{metric(one['mean'])} ± {metric(one['deviation'])}",
+                interval(one["mean"], one["low"], one["high"]),
+            )
+            for name, one in found.seeds["metrics"].items()
+        ]
+        heads = ("metric", "mean ± deviation", "mean [95 %]")
+        yield table(heads, rows, caption=f"One result of {len(found.seeds['runs'])} runs that differ in their seed")
+    if found.audit is not None:
+        rows = [("declared input", "declared", one) for one in found.audit["declared"]]
+        rows += [(one["name"], "leak" if one["is_leak"] else "ok", one["seen"]) for one in found.audit["checks"]]
+        yield table(("check", "result", "seen"), rows, caption="Audit: what the run reads of held-out events")
 
 
 def _plots(found: Evaluation) -> Iterator[Markup]:

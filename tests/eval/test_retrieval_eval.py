@@ -149,8 +149,8 @@ def test_table_shows_metrics_slices_and_boundaries(report: EvalReport) -> None:
         "90 users, 60 items, seen items removed",
         "ndcg@10",
         "medium",
-        "11-20",
-        "30 users",
+        "11-",
+        "30",
         "coverage@1",
     ):
         assert part in text
