@@ -27,7 +27,9 @@ class DenseParams:
         parameters = list(self._named.values())
         self.weights = torch.cat([parameter.detach().flatten() for parameter in parameters])
         self.grads = torch.zeros_like(self.weights)
-        self._optimizer = OPTIMIZERS[config.optimizer](config)
+        # One row that has a gradient in every step: it needs no catching up.
+        kind = "lazy_adam" if config.optimizer == "adam" else config.optimizer
+        self._optimizer = OPTIMIZERS[kind](config)
         self._state = {
             name: values.to(self.weights.dtype) if values.is_floating_point() else values
             for name, values in self._optimizer.new_state(1, len(self.weights)).items()
