@@ -72,7 +72,7 @@ class StateSnapshot:
 
 def _rates(state: TrainState) -> dict[str, Tensor]:
     """What rows of exact Adam need to catch up; the same on every rank."""
-    content = {}
+    content: dict[str, Tensor] = {}
     for name, table in state.embedding.tables.items():
         if (config := table.adam) is not None:
             content |= {RATES + name: table.rates(state.num_steps), ADAM + name: adam_constants(config)}

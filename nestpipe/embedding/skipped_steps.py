@@ -275,6 +275,8 @@ def first_series(beta1: float, beta2: float) -> int:
 def _series_error(beta1: float, beta2: float, seen: int) -> float:
     """The largest relative error of the series over all σ, at a constant learning rate."""
     a, q = _terms(beta1, beta2, seen)
+    if not a.any():
+        return 0.0  # without a mean nothing moves
     centre = _centre(beta1, beta2, seen)
     z = (q - centre) / (q + centre)
     root = np.concatenate([[0.0], 10.0 ** np.linspace(-3, 9, 49)])[:, None]  # in units of eps

@@ -19,11 +19,11 @@ from nestpipe.embedding.changed_rows import ChangedRows
 from nestpipe.embedding.config import EmbeddingConfig, OptimizerConfig
 from nestpipe.embedding.id_index import make_index
 from nestpipe.embedding.lookup import TableSpec
-from nestpipe.embedding.row_adam import Adam
+from nestpipe.embedding.row_adam import Adam, State
 from nestpipe.embedding.row_buffer import RowBuffer
 from nestpipe.embedding.row_file import RowFile
 from nestpipe.embedding.row_ops import ArrivedGrads, row_bytes
-from nestpipe.embedding.row_optimizer import RowOptimizer, State, gather_slots, update_slots
+from nestpipe.embedding.row_optimizer import RowOptimizer, gather_slots, update_slots
 from nestpipe.embedding.row_snapshot import RowSnapshot, TableSnapshot, by_section
 from nestpipe.embedding.row_store import RowStore
 from nestpipe.rng import Rng, bell

@@ -35,14 +35,13 @@ def rate(number):
     return 1e-3 * min((number + 1) / 30, 1.0) * max(1 - number / 900, 0.05)
 
 
-@pytest.mark.parametrize("weight_decay", [0.0, 0.3])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
-@pytest.mark.parametrize("beta2", [0.98, 0.999])
+@pytest.mark.parametrize(("beta2", "weight_decay"), [(0.98, 0.0), (0.999, 0.3)])
 def test_equals_torchs_adam_on_the_dense_table(dtype, tolerance, beta2, weight_decay):
     """200 batches, 80 % of the rows untouched in each; every fifth batch is skipped for all rows."""
     optimizer = Adam(OptimizerConfig(optimizer="adam", beta2=beta2, weight_decay=weight_decay))
     rows, state = new_rows(optimizer, dtype)
-    dense = torch.nn.Parameter(rows.double())
+    dense = torch.nn.Parameter(rows.double().clone())
     theirs = torch.optim.AdamW([dense], lr=1.0, betas=(0.9, beta2), eps=1e-8, weight_decay=weight_decay)
     for number in range(200):
         own, grads = batch(number)
@@ -60,14 +59,13 @@ def test_equals_torchs_adam_on_the_dense_table(dtype, tolerance, beta2, weight_d
     assert float((ours - dense.detach()).abs().max()) < tolerance * float(dense.detach().abs().max())
 
 
-@pytest.mark.parametrize("weight_decay", [0.0, 0.3])
-@pytest.mark.parametrize("betas", [(0.9, 0.98), (0.8, 0.9), (0.0, 0.98)])
+@pytest.mark.parametrize(("betas", "weight_decay"), [((0.9, 0.98), 0.3), ((0.8, 0.98), 0.0), ((0.0, 0.98), 0.0)])
 def test_native_has_the_bits_of_torch_and_a_resumed_run_those_of_both(betas, weight_decay):
     """Gaps of one step to more than the horizon, rows of the first batches, rows never updated."""
     config = OptimizerConfig(optimizer="adam", beta1=betas[0], beta2=betas[1], weight_decay=weight_decay)
     arms = [Adam(config), Adam(config)]
     contents = [new_rows(optimizer, torch.float32) for optimizer in arms]
-    for number in range(420):
+    for number in range(300):
         for optimizer, (rows, state), native in zip(arms, contents, (None, False), strict=True):
             optimizer.steps(torch.float32).record(number, rate(number))
             own, grads = batch(number, 0.02 if number % 20 else 0.3)
