@@ -29,7 +29,7 @@ from nestpipe.pipeline.stages import Rates, TrainState
 
 LIMIT = 1.25
 RATES = Rates(dense=1e-3, rows=1e-3)
-WARM_STEPS = 160  # every row in use has then been updated since batch 75, from which the series holds
+WARM_STEPS = 208  # every row in use has then been updated since batch 75, from which the series holds
 
 
 def new_state(optimizer: str, dense: str) -> TrainState:

@@ -69,7 +69,10 @@ void walk(const nestpipe_missed& missed, const nestpipe_adam& adam, int64_t seen
   }
 }
 
-// All steps at once, by the series.
+// All steps at once, by the series. Wide vectors: the polynomial costs more than root and division.
+#if defined(__AVX512F__) && defined(__GNUC__) && !defined(__clang__)
+__attribute__((target("prefer-vector-width=512")))
+#endif
 void jump(const float* __restrict entry, float eps, int64_t dim, const float* __restrict mean,
           const float* __restrict square, float* __restrict weights) {
   const float centre = entry[0], keep = entry[1];
