@@ -82,7 +82,7 @@ def compare(
     before = manifest.progress.get("settings", {})
     for key in sorted(before | settings):
         decides = key in {"model", "data.max_len"} or (key.startswith("model.") and key not in _HARMLESS)
-        if decides and before.get(key) != settings.get(key):
+        if decides and key in before and before[key] != settings.get(key):  # a new setting has its default
             lines.append(WarmStartLine(key, before.get(key, ""), settings.get(key, ""), "differs", word="model"))
     digest = manifest.progress.get("data", "unknown")
     if digest != data_digest:
