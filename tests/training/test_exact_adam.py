@@ -19,7 +19,7 @@ from tests.small_runs import small_config, small_log
 
 
 def config_of(log, **embedding):
-    config = small_config(log, epochs=0, steps=6, save_steps=3)
+    config = small_config(log, epochs=0, steps=6, save_steps=5)
     return replace(config, embedding=replace(config.embedding, weight_decay=0.1, **embedding))
 
 
@@ -36,7 +36,7 @@ def test_a_loaded_model_and_a_diff_see_the_rows_of_the_step(tmp_path):
     assert behind.any()
     assert not torch.equal(stored["rows"][behind], served.peek("item", stored["ids"][behind]))
     # A row that neither checkpoint updates has moved all the same.
-    first = checkpoint_folders.checkpoint_folder(run.checkpoints, 3)
+    first = checkpoint_folders.checkpoint_folder(run.checkpoints, 5)
     (found,) = table_differences(first, latest)
     changed = found.changed["rows"]
     assert changed > found.changed["state.num_batches"]
