@@ -63,7 +63,7 @@ BASES: dict[str, Callable[[], Config]] = {
     "sasrec": recipes.ml1m_sasrec,
     "hstu": recipes.ml1m_hstu,
     "hstu_large": recipes.ml1m_hstu_large,
-    "fuxi": recipes.ml1m_fuxi,
+    "fuxi": recipes.ml1m_fuxi_hybrid,
 }
 SIZES = {f"hstu, {blocks} blocks": _with_blocks(blocks) for blocks in (2, 4, 8)}
 BASE_EPOCHS, SIZES_EPOCHS, STALE_EPOCHS = 101, 10, 20

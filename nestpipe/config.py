@@ -26,6 +26,7 @@ from nestpipe.registry import entry_named, entry_of
 from nestpipe.training.config import TrainConfig
 
 _REPLACED = {"pipeline.split": ["pipeline.advanced.chunks shared"]}  # keys of earlier versions
+FORMAT = 2  # of config.json; 2: adam on rows is exact, the former one is lazy_adam
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,14 +70,14 @@ class Config:
             raise ConfigError("the configuration has problems:\n" + "\n".join(f"  - {problem}" for problem in found))
 
     def to_json(self) -> str:
-        content = dataclasses.asdict(self)
+        content = {"format": FORMAT, **dataclasses.asdict(self)}
         content["model"] = {"kind": entry_of(self.model).kind, **content["model"]}
         return json.dumps(content, indent=2) + "\n"
 
     @staticmethod
     def from_json(text: str) -> Config:
         """Raises ConfigError for unknown keys, values of the wrong type and all `problems()`."""
-        content = json.loads(text)
+        content = _upgraded(json.loads(text))
         section = content.get("model") if isinstance(content, dict) else None
         kind = section.pop("kind", None) if isinstance(section, dict) else None
         if not isinstance(kind, str):
@@ -95,6 +96,23 @@ class Config:
             raise ConfigError(f"{path} does not exist: is {path.parent} a run folder?") from None
         except (json.JSONDecodeError, ConfigError) as error:
             raise ConfigError(f"{path}: {error}") from error
+
+
+def _upgraded(content: Any) -> Any:
+    """A configuration of an earlier format in the words of this one."""
+    if not isinstance(content, dict) or content.get("format", 1) == FORMAT:
+        return {key: one for key, one in content.items() if key != "format"} if isinstance(content, dict) else content
+    if content.pop("format", 1) != 1:
+        raise ConfigError(f"the configuration has a format that this version does not know; it reads up to {FORMAT}.")
+    rows = content.get("embedding")
+    if isinstance(rows, dict):
+        rows["optimizer"] = upgraded_optimizer(rows.get("optimizer", "adam"))
+    return content
+
+
+def upgraded_optimizer(name: str) -> str:
+    """The name of a row optimizer of format 1: its `adam` was lazy."""
+    return name.replace("adam", "lazy_adam") if "lazy_adam" not in name else name
 
 
 def keys(config: Any, prefix: str = "") -> list[str]:

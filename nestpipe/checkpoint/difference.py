@@ -11,9 +11,10 @@ from torch import Tensor
 from nestpipe.checkpoint.chain import BucketRange
 from nestpipe.checkpoint.manifest import Manifest
 from nestpipe.checkpoint.places import Place
-from nestpipe.checkpoint.reader import by_id, read_dense, table_sections
+from nestpipe.checkpoint.reader import by_id, current_rows, read_dense, table_sections
 from nestpipe.embedding.buckets import Owners
 from nestpipe.embedding.row_snapshot import ids_column
+from nestpipe.embedding.table import WEIGHTS
 
 
 @dataclass(slots=True)
@@ -56,8 +57,12 @@ def table_differences(a: Place, b: Place) -> Iterator[TableDifference]:
 def _content(folder: Place, manifest: Manifest, name: str, own: BucketRange) -> dict[str, Tensor]:
     parts: dict[str, list[Tensor]] = {"ids": [torch.empty(0, dtype=torch.int64)]}
     if name in manifest.tables:
+        current = current_rows(folder, manifest, name)
         for section in table_sections(folder, manifest, name, own):
-            for column, values in {**section.index, **section.rows()}.items():
+            rows = section.rows()
+            if current is not None:
+                rows[WEIGHTS] = current.weights(rows)
+            for column, values in {**section.index, **rows}.items():
                 parts.setdefault(column, []).append(values)
     return by_id(parts)
 

@@ -12,6 +12,9 @@ buckets. A section has up to three blobs:
     rows      weights, in the order of the ids
     state     optimizer state, in the order of the ids
 
+Rows of exact Adam are stored as of their last update, so that a delta holds only rows that were looked up. The dense part has the
+learning rates of all batches; `current_rows.py` makes the steps that rows have missed.
+
 Every rank writes the buckets that it owns (writer.py); any number of ranks can read them (reader.py).
 A delta holds only what has changed since the previous link of its *chain*: the full checkpoint that it begins with, and the deltas
 between (chain.py).
@@ -32,6 +35,7 @@ from nestpipe.jagged import Cursor
 FORMAT = 4  # 4: packed files, deltas
 MANIFEST = "manifest.json"
 DENSE, INDEX, ROWS, STATE = "dense", "index", "rows", "state"  # kinds of blobs
+RATES, ADAM = "rates.", "adam."  # in the dense part, per table with exact Adam: rate of every batch, and constants
 
 
 class Blob(NamedTuple):

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from nestpipe.checkpoint.chain import BucketRange, Chain, MergedSection
-from nestpipe.checkpoint.manifest import DENSE, ROWS, STATE, Manifest
+from nestpipe.checkpoint.current_rows import CurrentRows
+from nestpipe.checkpoint.manifest import DENSE, RATES, ROWS, STATE, Manifest
 from nestpipe.checkpoint.packed_file import blob_shapes, check_size, read_blob
 from nestpipe.checkpoint.places import Place
 from nestpipe.embedding.buckets import Owners
@@ -36,6 +37,13 @@ def read_dense(folder: Place, manifest: Manifest) -> dict[str, Tensor]:
         if blob.kind == DENSE:
             return read_blob(folder, blob)
     raise CheckpointError(f"{folder} holds no dense part, which this model needs.")
+
+
+def current_rows(folder: Place, manifest: Manifest, table: str) -> CurrentRows | None:
+    """Catches up rows of exact Adam to the step of a checkpoint; None if the table has another optimizer."""
+    if f"{RATES}{table}" not in dense_shapes(folder, manifest):
+        return None
+    return CurrentRows.of(read_dense(folder, manifest), table, manifest.step)
 
 
 def dense_shapes(folder: Place, manifest: Manifest) -> dict[str, list[int]]:
@@ -146,12 +154,16 @@ def load_weights(model: nn.Module, folder: Place, manifest: Manifest) -> None:
 
 
 def load_table(spec: TableSpec, config: EmbeddingConfig, seed: int, folder: Place, manifest: Manifest) -> Table:
-    """Loads the index, then the rows section by section: a table may be larger than memory."""
+    """Loads the index, then the rows section by section, as of the checkpoint's step: a table may be larger than memory."""
     table = Table(spec, OPTIMIZERS[config.optimizer](config), seed=seed, config=config)
     if spec.name not in manifest.tables:
         return table
+    current = current_rows(folder, manifest, spec.name)
+    if current is not None:
+        table.decays_like(current.optimizer, manifest.step)
     ids = [section.index["ids"] for section in table_sections(folder, manifest, spec.name)]
     table.load_index({"ids": torch.cat([torch.empty(0, dtype=torch.int64), *ids])})
     for section in table_sections(folder, manifest, spec.name):
-        table.load_rows({"ids": section.index["ids"], **section.rows((ROWS,))})
+        rows = section.rows((ROWS,)) if current is None else {WEIGHTS: current.weights(section.rows())}
+        table.load_rows({"ids": section.index["ids"], **rows})
     return table

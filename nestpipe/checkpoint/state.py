@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from nestpipe.checkpoint.chain import BucketRange
-from nestpipe.checkpoint.manifest import Link, Manifest
+from nestpipe.checkpoint.current_rows import adam_constants
+from nestpipe.checkpoint.manifest import ADAM, RATES, Link, Manifest
 from nestpipe.checkpoint.places import Place
 from nestpipe.checkpoint.reader import read_dense, table_sections
 from nestpipe.checkpoint.writer import SaveContent
@@ -44,7 +46,7 @@ class StateSnapshot:
         self._tables: dict[str, Table] = embedding.tables
         self._num_buckets = embedding.owners.num_buckets
         dense = state.dense.export(everywhere=False)
-        self._dense = dense if state.control.world.rank == 0 else None
+        self._dense = {**dense, **_rates(state)} if state.control.world.rank == 0 else None
         self._snapshots: dict[str, TableSnapshot] = {}
         for name, table in embedding.tables.items():
             access = embedding.row_access[name]
@@ -69,6 +71,15 @@ class StateSnapshot:
             table.end_snapshot()
 
 
+def _rates(state: TrainState) -> dict[str, Tensor]:
+    """What rows of exact Adam need to catch up; the same on every rank."""
+    content: dict[str, Tensor] = {}
+    for name, table in state.embedding.tables.items():
+        if (config := table.adam) is not None:
+            content |= {RATES + name: table.rates(state.num_steps), ADAM + name: adam_constants(config)}
+    return content
+
+
 def _own_buckets(embedding: ShardedTables) -> range:
     """The buckets that this rank saves: those that it owns, divided among the replicas that own the same."""
     buckets, number, count = embedding.owners.buckets_of(embedding.rank), embedding.group, embedding.num_groups
@@ -78,7 +89,8 @@ def _own_buckets(embedding: ShardedTables) -> range:
 def restore_state(state: TrainState, folder: Place, manifest: Manifest) -> None:
     """Loads the dense part and the rows that this rank owns into a new state; raises CheckpointError."""
     embedding = state.embedding
-    state.dense.load(read_dense(folder, manifest))
+    dense = read_dense(folder, manifest)
+    state.dense.load(dense)
     own = BucketRange(embedding.owners, embedding.owners.buckets_of(embedding.rank))
     for name, table in embedding.tables.items():
         # The index, then the rows section by section: a table may be larger than memory.
@@ -87,6 +99,7 @@ def restore_state(state: TrainState, folder: Place, manifest: Manifest) -> None:
         table.load_index(content)
         for section in table_sections(folder, manifest, name, own):
             table.load_rows({"ids": section.index["ids"], **section.rows()})
+        table.load_rates(dense.get(RATES + name), manifest.step)
         if isinstance(access := embedding.row_access[name], StaleRows):
             access.previous = PreviousRows.read(content)
     state.num_steps = manifest.step

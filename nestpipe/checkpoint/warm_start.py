@@ -9,7 +9,7 @@ Tables and dense tensors are matched by name and shape. Every difference between
     model       another kind of model or other model settings, which may give the same weights another meaning
     data        the checkpoint was trained on other data
 
-A row keeps its optimizer state if both optimizers have the same state. The dense optimizer counts steps once for all tensors, so
+Rows of exact Adam are caught up to the step of the checkpoint. A row keeps its optimizer state if both optimizers have the same state. The dense optimizer counts steps once for all tensors, so
 its state is kept only if every tensor is loaded. Admission counts and usage of rows are not loaded: rows count as used once,
 before the first batch.
 """
@@ -29,9 +29,9 @@ from nestpipe.checkpoint.config import Word
 from nestpipe.checkpoint.manifest import ROWS, STATE, Manifest
 from nestpipe.checkpoint.origin import Origin
 from nestpipe.checkpoint.places import Place
-from nestpipe.checkpoint.reader import dense_shapes, read_dense, table_facts, table_sections
+from nestpipe.checkpoint.reader import current_rows, dense_shapes, read_dense, table_facts, table_sections
 from nestpipe.embedding.row_optimizer import OPTIMIZERS
-from nestpipe.embedding.table import Table
+from nestpipe.embedding.table import WEIGHTS, Table
 from nestpipe.errors import ConfigError
 from nestpipe.pipeline.stages import TrainState
 
@@ -82,7 +82,7 @@ def compare(
     before = manifest.progress.get("settings", {})
     for key in sorted(before | settings):
         decides = key in {"model", "data.max_len"} or (key.startswith("model.") and key not in _HARMLESS)
-        if decides and before.get(key) != settings.get(key):
+        if decides and key in before and before[key] != settings.get(key):  # a new setting has its default
             lines.append(WarmStartLine(key, before.get(key, ""), settings.get(key, ""), "differs", word="model"))
     digest = manifest.progress.get("data", "unknown")
     if digest != data_digest:
@@ -116,7 +116,8 @@ def _compare_tables(state: TrainState, folder: Place, manifest: Manifest) -> Ite
 def _compare_dense(state: TrainState, there: Mapping[str, list[int]]) -> Iterator[WarmStartLine]:
     here = {name: list(tensor.shape) for name, tensor in state.dense.export().items()}
     own, old = ({key: one for key, one in shapes.items() if key.startswith(_WEIGHTS)} for shapes in (here, there))
-    kept = "kept" if here == dict(there) else "fresh"
+    there = {key: one for key, one in there.items() if key.startswith((_WEIGHTS, _STATE))}
+    kept = "kept" if here == there else "fresh"
     for key in own | old:
         title = f"dense '{key.removeprefix(_WEIGHTS)}'"
         if key not in old:
@@ -167,9 +168,15 @@ def _load_rows(state: TrainState, folder: Place, manifest: Manifest, table: Tabl
     ids = [section.index["ids"] for section in table_sections(folder, manifest, name, own)]
     table.load_index({"ids": torch.cat(ids)})
     settings = table.spec.optimizer or table.config
+    current = current_rows(folder, manifest, name)
+    if current is not None and keep_state:
+        table.load_rates(current.rates, 0)
     for section in table_sections(folder, manifest, name, own):
-        rows = section.rows((ROWS, STATE) if keep_state else (ROWS,))
+        rows = section.rows((ROWS, STATE) if keep_state or current is not None else (ROWS,))
+        if current is not None:
+            rows = current.rows(rows)
         if not keep_state:
+            rows = {WEIGHTS: rows[WEIGHTS]}
             fresh = OPTIMIZERS[settings.optimizer](settings).new_state(len(section.index["ids"]), table.spec.dim)
             rows |= {_STATE + key: values for key, values in fresh.items()}
         table.load_rows({"ids": section.index["ids"], **rows})

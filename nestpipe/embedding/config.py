@@ -15,8 +15,9 @@ Chunking = int | Literal["shared"]  # so many ranges of buckets, or rows shared 
 class OptimizerConfig:
     """An optimizer and its constants."""
 
-    optimizer: Literal["sgd", "adagrad", "rowwise_adagrad", "adam"] = "adam"
-    """Adam on rows is lazy: a row's moments and step count advance only when it is looked up."""
+    optimizer: Literal["sgd", "adagrad", "rowwise_adagrad", "adam", "lazy_adam"] = "adam"
+    """adam on rows equals Adam on the whole table: rows that a batch does not look up make its step with a zero gradient.
+    lazy_adam: a row's moments and step count advance only when it is looked up."""
     lr: float = 1e-3
     """Learning rate."""
     beta1: float = 0.9
@@ -26,7 +27,7 @@ class OptimizerConfig:
     eps: float = 1e-8
     """Added to the denominator of adam and adagrad."""
     weight_decay: float = 0.0
-    """Decoupled; on rows only when they are looked up."""
+    """Decoupled; on rows only when they are looked up, but for adam: in every step."""
 
     def problems(self) -> Iterator[str]:
         if not 0 < self.lr < math.inf:
@@ -41,8 +42,11 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddingConfig(OptimizerConfig):
-    """How embedding rows are kept and optimised. A row is updated only in steps that look it up."""
+    """How embedding rows are kept and optimised."""
 
+    optimizer: Literal["sgd", "adagrad", "rowwise_adagrad", "adam", "lazy_adam"] = "lazy_adam"
+    """adam equals Adam on the whole table: rows that a batch does not look up make its step with a zero gradient.
+    lazy_adam: a row's moments and step count advance only when it is looked up."""
     num_buckets: int = 4096
     """Fixed partition of all ids; ranks own ranges of buckets, so it is the largest number of ranks."""
     admit_after: int = 1
@@ -69,6 +73,11 @@ class EmbeddingConfig(OptimizerConfig):
 
     def problems(self) -> Iterator[str]:
         yield from OptimizerConfig.problems(self)
+        if self.optimizer == "adam" and self.beta1**2 >= self.beta2:
+            yield (
+                f"optimizer is adam with beta1 {self.beta1} and beta2 {self.beta2}: without a gradient its steps would grow, because "
+                "beta1 ** 2 is not below beta2; lower beta1, or use lazy_adam"
+            )
         for name, least in (("admit_after", 1), ("max_rows", 0), ("protect_steps", 2)):
             if getattr(self, name) < least:
                 yield f"{name} is {getattr(self, name)}; it must be at least {least}"
@@ -83,3 +92,8 @@ class EmbeddingConfig(OptimizerConfig):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseConfig(OptimizerConfig):
     """How the dense weights are optimised."""
+
+    def problems(self) -> Iterator[str]:
+        yield from OptimizerConfig.problems(self)
+        if self.optimizer == "lazy_adam":
+            yield "optimizer is lazy_adam, which is for rows; dense weights have a gradient in every step: use adam"

@@ -29,7 +29,7 @@ from torch import Tensor
 from nestpipe.embedding.id_index import make_index
 from nestpipe.embedding.row_ops import ArrivedGrads
 from nestpipe.embedding.row_store import RowStore
-from nestpipe.embedding.table import WEIGHTS, Table
+from nestpipe.embedding.table import Table
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,7 +41,7 @@ class RowRefs:
     table_slots: Tensor  # [K] slot in the table, -1 for an id without a row
     slots: Tensor  # [K] slot in use: in the buffer, or the same tensor as table_slots
     rowless: Tensor  # [k] places of the ids without a row
-    initial: Tensor  # [k, D] in place: the initial values that those read
+    initial: Tensor  # [k, D] in place: the initial values of those
 
     def at(self, places: Tensor) -> RowRefs:
         """The refs at these places, in this order."""
@@ -91,16 +91,17 @@ class InPlaceRows:
     def take(self, ids: Tensor, step: int) -> RowRefs:
         table_slots = self.table.advance(ids, step)
         rowless = (table_slots < 0).nonzero().flatten()
-        return RowRefs(step, ids, table_slots, table_slots, rowless, self.table.initial(ids.index_select(0, rowless)))
+        initial = self.table.initial(ids.index_select(0, rowless))
+        return RowRefs(step, ids, table_slots, table_slots, rowless, initial)
 
     def gather(self, refs: RowRefs, out: Tensor | None = None) -> Tensor:
-        return _gather_with_initial(self.table.gather, refs, out)
+        return _gather_with_initial(self.table, partial(self.table.gather, batch=refs.step), refs, out)
 
     def update(self, refs: RowRefs, grads: Tensor | ArrivedGrads, lr: float) -> None:
-        self.table.update(refs.row_slots, grads, lr)
+        self.table.update(refs.row_slots, grads, lr, batch=refs.step)
 
     def release(self, refs: RowRefs) -> None:
-        pass
+        self.table.finish(refs.step)
 
 
 class BufferedRows:
@@ -117,14 +118,16 @@ class BufferedRows:
         return RowRefs(step, ids, table_slots, self._buffer.hold(table_slots), rowless, initial)
 
     def gather(self, refs: RowRefs, out: Tensor | None = None) -> Tensor:
-        return _gather_with_initial(partial(self._buffer.rows.gather, WEIGHTS), refs, out)
+        gather = partial(self.table.gather_from, self._buffer.rows, batch=refs.step)
+        return _gather_with_initial(self.table, gather, refs, out)
 
     def update(self, refs: RowRefs, grads: Tensor | ArrivedGrads, lr: float) -> None:
-        self.table.step(self._buffer.rows, refs.slots, grads, lr)
+        self.table.step(self._buffer.rows, refs.slots, grads, lr, batch=refs.step)
         self._buffer.mark_dirty(refs.slots)
 
     def release(self, refs: RowRefs) -> None:
         self._buffer.release(refs.slots)
+        self.table.finish(refs.step)
 
 
 def rows_where_they_are(table: Table) -> RowAccess:
@@ -133,7 +136,7 @@ def rows_where_they_are(table: Table) -> RowAccess:
 
 
 def _gather_with_initial(
-    gather: Callable[[Tensor, Tensor | None], Tensor], refs: RowRefs, out: Tensor | None
+    table: Table, gather: Callable[[Tensor, Tensor | None], Tensor], refs: RowRefs, out: Tensor | None
 ) -> Tensor:
     """A copy of the rows in slots, and the initial values of ids without one."""
     if not len(refs.rowless):
@@ -141,7 +144,7 @@ def _gather_with_initial(
     rows = refs.initial.new_empty(len(refs.slots), *refs.initial.shape[1:]) if out is None else out
     known = (refs.slots >= 0).nonzero().flatten()
     rows.index_copy_(0, known, gather(refs.slots.index_select(0, known), None))
-    return rows.index_copy_(0, refs.rowless, refs.initial)
+    return rows.index_copy_(0, refs.rowless, table.decayed(refs.initial, refs.step))
 
 
 class PrefetchBuffer:
@@ -169,10 +172,10 @@ class PrefetchBuffer:
         return RowRefs(step, ids, table_slots, slots, rowless, self.table.empty_rows(0))
 
     def gather(self, refs: RowRefs, out: Tensor | None = None) -> Tensor:
-        return self._columns.gather(WEIGHTS, refs.slots, out)
+        return self.table.gather_from(self._columns, refs.slots, out, batch=refs.step)
 
     def update(self, refs: RowRefs, grads: Tensor | ArrivedGrads, lr: float) -> None:
-        self.table.step(self._columns, refs.row_slots, grads, lr)
+        self.table.step(self._columns, refs.row_slots, grads, lr, batch=refs.step)
 
     def release(self, refs: RowRefs) -> None:
         holders = self._count(refs.slots, -1)
@@ -180,6 +183,7 @@ class PrefetchBuffer:
         dirty = (holders == 0).logical_and_(refs.table_slots >= 0).nonzero().flatten()
         self.table.write(refs.table_slots.index_select(0, dirty), self._read(refs.slots.index_select(0, dirty)))
         self._index.remove(refs.ids.index_select(0, unheld))
+        self.table.finish(refs.step)
 
     def _load(self, ids: Tensor, table_slots: Tensor, slots: Tensor) -> None:
         known, unknown = ((table_slots >= 0).nonzero().flatten(), (table_slots < 0).nonzero().flatten())

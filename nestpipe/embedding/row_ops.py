@@ -20,6 +20,8 @@ from torch import Tensor
 
 from nestpipe.ops.native_library import Native, library
 
+_SQRT_CHUNK = 1 << 15  # values; stays in the cache
+
 
 def gather_rows(
     column: Tensor, slots: Tensor, out: Tensor | None = None, *, native: bool | None = None, num_threads: int = 1
@@ -176,6 +178,14 @@ class _Gather(torch.autograd.Function):
         sums = grads.new_zeros(ctx.num_rows, grads.shape[1])
         add_rows(sums, index, grads)
         return sums, None
+
+
+def exact_sqrt(values: Tensor) -> Tensor:
+    """The square root, exactly rounded for fp32: the fp64 root is close enough to round correctly."""
+    roots = torch.empty_like(values, memory_format=torch.contiguous_format)
+    for out, chunk in zip(roots.view(-1).split(_SQRT_CHUNK), values.reshape(-1).split(_SQRT_CHUNK), strict=True):
+        out.copy_(chunk.double().sqrt_())
+    return roots
 
 
 def row_bytes(column: Tensor) -> int:

@@ -66,6 +66,11 @@ class ShardedTables:
         others = (self.replicas.keys, self.replicas.sums, self.replicas.all_ranks) if self.replicas else ()
         return self.id_channel, self.row_channel, *others
 
+    def record_rate(self, batch: int, lr: float) -> None:
+        """Notes the learning rate of a batch, before rows of the next one are read."""
+        for table in self.tables.values():
+            table.record_rate(batch, lr)
+
     def peek(self, name: str, ids: Tensor) -> Tensor:
         """A copy of the rows [n, D] of any ids; never admits. Collective, each rank with its own ids."""
         owner = self.owners.owner_of(ids)

@@ -14,7 +14,7 @@ addressed by id: any number of ranks can resume with them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -88,7 +88,8 @@ class StaleRows:
 
     def keep_previous(self, refs: RowRefs) -> None:
         """Keeps the rows of the last batch before a barrier; called before its update."""
-        self.previous = PreviousRows(refs.ids, self.inner.gather(refs))
+        # As the next batch reads them between barriers, before this update.
+        self.previous = PreviousRows(refs.ids, self.inner.gather(replace(refs, step=refs.step + 1)))
 
     def update(self, refs: RowRefs, grads: Tensor | ArrivedGrads, lr: float) -> None:
         self._clear_first(refs)  # its rows have been sent

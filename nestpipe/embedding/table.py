@@ -16,13 +16,14 @@ from torch import Tensor
 from nestpipe.embedding.admission import Admission
 from nestpipe.embedding.buckets import Owners, num_table_buckets
 from nestpipe.embedding.changed_rows import ChangedRows
-from nestpipe.embedding.config import EmbeddingConfig
+from nestpipe.embedding.config import EmbeddingConfig, OptimizerConfig
 from nestpipe.embedding.id_index import make_index
 from nestpipe.embedding.lookup import TableSpec
+from nestpipe.embedding.row_adam import Adam, State
 from nestpipe.embedding.row_buffer import RowBuffer
 from nestpipe.embedding.row_file import RowFile
 from nestpipe.embedding.row_ops import ArrivedGrads, row_bytes
-from nestpipe.embedding.row_optimizer import RowOptimizer, State, update_slots
+from nestpipe.embedding.row_optimizer import RowOptimizer, gather_slots, update_slots
 from nestpipe.embedding.row_snapshot import RowSnapshot, TableSnapshot, by_section
 from nestpipe.embedding.row_store import RowStore
 from nestpipe.rng import Rng, bell
@@ -67,9 +68,25 @@ class Table:
         self._rows: RowStore | RowBuffer = RowStore(columns) if self.buffer is None else self.buffer
         self._changed: ChangedRows | None = None
         self._snapshot: RowSnapshot | None = None  # that reads the rows while they change
+        self._decaying = optimizer if isinstance(optimizer, Adam) and optimizer.config.weight_decay else None
+        self.num_batches = 0  # done, skipped ones included
 
     def __len__(self) -> int:
         return len(self._index)
+
+    def decayed(self, rows: Tensor, batch: int) -> Tensor:
+        """What a batch reads of ids without a row, from their initial values [n, D]: the same, or less weight decay."""
+        if self._decaying is None or not len(rows):
+            return rows
+        state = {
+            name: values.to(self._dtype) if values.is_floating_point() else values
+            for name, values in self._decaying.new_state(len(rows), self.spec.dim).items()
+        }
+        return gather_slots(self._decaying, rows, state, torch.arange(len(rows)), batch=batch)
+
+    def decays_like(self, optimizer: Adam, num_batches: int) -> None:
+        """For a table that is only read: ids without a row decay as in the training that wrote its rows."""
+        self._decaying, self.num_batches = (optimizer if optimizer.config.weight_decay else None), num_batches
 
     def initial(self, ids: Tensor) -> Tensor:
         """The initial rows [n, D] of these ids."""
@@ -108,9 +125,47 @@ class Table:
             self._changed.mark(slots, self._index.num_slots)
         return slots
 
-    def gather(self, slots: Tensor, out: Tensor | None = None) -> Tensor:
-        """A copy of the weights [n, D] in slots; in `out` if given."""
-        return self._rows.gather(WEIGHTS, slots, out)
+    def gather(self, slots: Tensor, out: Tensor | None = None, *, batch: int | None = None) -> Tensor:
+        """A copy of the weights [n, D] in slots, as a batch reads them [default: the next one]; in `out` if given."""
+        batch = self.num_batches if batch is None else batch
+        if isinstance(self._rows, RowStore):
+            return self.gather_from(self._rows, slots, out, batch=batch)
+        if not isinstance(self._optimizer, Adam):
+            return self._rows.gather(WEIGHTS, slots, out)
+        return self._current(self._rows.read(slots), torch.arange(len(slots)), batch, out)
+
+    def gather_from(self, columns: RowStore, slots: Tensor, out: Tensor | None = None, *, batch: int) -> Tensor:
+        """`gather` from columns in memory."""
+        return self._current(columns.columns, slots, batch, out)
+
+    def _current(self, columns: Mapping[str, Tensor], slots: Tensor, batch: int, out: Tensor | None = None) -> Tensor:
+        return gather_slots(self._optimizer, columns[WEIGHTS], _state_of(columns), slots, out, batch=batch)
+
+    def record_rate(self, batch: int, lr: float) -> None:
+        """Notes the learning rate of a batch, before rows of the next one are read; exact Adam needs all of them."""
+        if isinstance(self._optimizer, Adam):
+            self._optimizer.steps(self._dtype).record(batch, lr * self._lr_factor)
+
+    def finish(self, batch: int) -> None:
+        """A batch is done: its rows are updated, or it was skipped."""
+        self.num_batches = max(self.num_batches, batch + 1)
+
+    @property
+    def adam(self) -> OptimizerConfig | None:
+        """The constants of exact Adam, if that is the optimizer."""
+        return self._optimizer.config if isinstance(self._optimizer, Adam) else None
+
+    def rates(self, num_batches: int) -> Tensor:
+        """The learning rates of so many batches, for a checkpoint; empty if the optimizer needs none."""
+        if not isinstance(self._optimizer, Adam):
+            return torch.empty(0, dtype=torch.float64)
+        return self._optimizer.steps(self._dtype).rates(num_batches)
+
+    def load_rates(self, rates: Tensor | None, num_batches: int) -> None:
+        """Continues after `num_batches`, with the learning rates of a checkpoint."""
+        self.num_batches = num_batches
+        if isinstance(self._optimizer, Adam) and rates is not None:
+            self._optimizer.steps(self._dtype).load(rates, num_batches)
 
     def read(self, slots: Tensor) -> dict[str, Tensor]:
         """A copy of weights and optimizer state, per column."""
@@ -133,26 +188,28 @@ class Table:
         unknown = (slots < 0).nonzero().flatten()
         if not len(unknown):
             return self.gather(slots)
-        rows = self.empty_rows(len(ids)).index_copy_(0, unknown, self.initial(ids.index_select(0, unknown)))
+        initial = self.decayed(self.initial(ids.index_select(0, unknown)), self.num_batches)
+        rows = self.empty_rows(len(ids)).index_copy_(0, unknown, initial)
         known = (slots >= 0).nonzero().flatten()
         return rows.index_copy_(0, known, self.gather(slots.index_select(0, known)))
 
-    def update(self, slots: Tensor, grads: Tensor | ArrivedGrads, lr: float) -> None:
-        """One optimizer step on the rows in distinct slots; slots of -1 are skipped."""
+    def update(self, slots: Tensor, grads: Tensor | ArrivedGrads, lr: float, *, batch: int | None = None) -> None:
+        """One optimizer step of a batch [default: the next one] on the rows in distinct slots; slots of -1 are skipped."""
+        batch = self.num_batches if batch is None else batch
         if isinstance(self._rows, RowStore):
             if snapshot := self._snapshot:
                 snapshot.preserve(slots)
-            self.step(self._rows, slots, grads, lr)
+            self.step(self._rows, slots, grads, lr, batch=batch)
             return
         positions = self._rows.hold(slots)
-        self.step(self._rows.rows, positions, grads, lr)
+        self.step(self._rows.rows, positions, grads, lr, batch=batch)
         self._rows.mark_dirty(positions)
         self._rows.release(positions)
 
-    def step(self, columns: RowStore, slots: Tensor, grads: Tensor | ArrivedGrads, lr: float) -> None:
+    def step(self, columns: RowStore, slots: Tensor, grads: Tensor | ArrivedGrads, lr: float, *, batch: int) -> None:
         """`update` in place on columns in memory."""
-        own = columns.columns
-        update_slots(self._optimizer, own[WEIGHTS], _state_of(own), slots, grads, lr * self._lr_factor)
+        own, rate = columns.columns, lr * self._lr_factor
+        update_slots(self._optimizer, own[WEIGHTS], _state_of(own), slots, grads, rate, batch=batch)
 
     def export(self) -> dict[str, Tensor]:
         """The whole table by ascending id; `pending.*`, if any, has its own ids."""

@@ -41,10 +41,11 @@ class TokenDropout:
 class InputLayer(nn.Module):
     """Item vectors scaled by sqrt(D), plus a learned vector per position; position 0 is the oldest event that was kept."""
 
-    def __init__(self, dim: int, max_len: int):
+    def __init__(self, dim: int, max_len: int, *, position_std: float = 0.0):
+        """Position vectors have the given standard deviation [default: dim ** -0.5]."""
         super().__init__()
         self.position = nn.Parameter(torch.empty(max_len, dim))
-        nn.init.trunc_normal_(self.position, std=dim**-0.5)
+        nn.init.trunc_normal_(self.position, std=position_std or dim**-0.5)
         self._scale = dim**0.5
 
     def forward(self, vectors: Tensor, batch: Batch) -> Tensor:

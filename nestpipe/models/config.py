@@ -216,16 +216,23 @@ class HSTUConfig:
     """Dropout probability, at the input and in each block."""
     num_time_buckets: int = 128
     """Number of buckets of the time bias."""
+    divisor: int = 0
+    """What attention sums are divided by; 0 means data.max_len. Meta's code divides by max_len + 11, 211 on ML-1M."""
+    position_std: float = 0.0
+    """Standard deviation of the initial position vectors; 0 means dim ** -0.5."""
 
     def problems(self) -> Iterator[str]:
         yield from _at_least_one(self, "dim", "num_blocks", "num_heads", "qk_dim", "v_dim")
         yield from _time_buckets(self)
         yield from _probability(self, "dropout")
+        for name in ("divisor", "position_std"):
+            if getattr(self, name) < 0:
+                yield f"{name} is {getattr(self, name)}; it must not be negative"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FuXiConfig:
-    """FuXi-alpha: attention channels for content, position and time, and a SwiGLU layer."""
+    """FuXi: attention channels for content, position and time, and a SwiGLU layer."""
 
     dim: int = 50
     """Width of item vectors and blocks."""

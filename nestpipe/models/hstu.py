@@ -3,7 +3,7 @@
     [U V Q K] = silu(LN(X) W)          A_h = causal · silu(Q_h K_h' + b_pos[i-j] + b_time[bucket(i, j)]) / N
     Y = W_o dropout(U · LN(concat_h A_h V_h)) + b_o + X
 
-N is the configured maximum length. It is a constant, so a user's result does not depend on the batch. The time bias of row i
+N is the configured divisor, by default the maximum length. It is a constant, so a user's result does not depend on the batch. The time bias of row i
 is computed from its query time (the time of the next event, or of the request) and the times of the events before it.
 
 A unit is split into three functions, because a ranking model keeps keys and values between requests:
@@ -34,7 +34,7 @@ class HSTU(nn.Module):
     def __init__(self, config: HSTUConfig, *, max_len: int):
         super().__init__()
         self.config = config
-        self.input = InputLayer(config.dim, max_len)
+        self.input = InputLayer(config.dim, max_len, position_std=config.position_std)
         self.blocks = nn.ModuleList(HSTUUnit(config, max_len, num_positions=max_len) for _ in range(config.num_blocks))
 
     def forward(self, vectors: Tensor, batch: Batch, rng: Rng | None) -> Tensor:
@@ -64,7 +64,8 @@ class HSTUUnit(nn.Module):
 
     def __init__(self, config: HSTUConfig | RankingConfig, max_len: int, *, num_positions: int):
         super().__init__()
-        self.num_heads, self.norm = config.num_heads, float(max_len)
+        self.num_heads = config.num_heads
+        self.norm = float((config.divisor if isinstance(config, HSTUConfig) else 0) or max_len)
         values, keys = config.v_dim * config.num_heads, config.qk_dim * config.num_heads
         self.widths = [values * self.num_channels, values, keys, keys]
         self.uvqk = nn.Parameter(torch.empty(config.dim, sum(self.widths)))

@@ -66,7 +66,8 @@ class DenseParams:
         for parameter, weight, grad in zip(parameters, self.weights.split(sizes), self.grads.split(sizes), strict=True):
             parameter.data = weight.view_as(parameter)
             parameter.grad = grad.view_as(parameter)
-        self._optimizer = OPTIMIZERS[config.optimizer](config)
+        # One row that has a gradient in every step: it needs no catching up.
+        self._optimizer = OPTIMIZERS["lazy_adam" if config.optimizer == "adam" else config.optimizer](config)
         self._is_sharded = config.optimizer != "rowwise_adagrad"
         self._state = {} if self._is_sharded else self._new_state(self.weights)  # of all weights
         self.buckets = [

@@ -115,6 +115,7 @@ def read(
 ) -> BatchWork:
     """Divides the batch into micro-batches and routes their lookups: which rows, which owners."""
     check_coupling(state, batch)
+    state.embedding.record_rate(number, rates.rows)
     rng = Rng(state.seed, number)
     chosen = state.model.select(batch, rng) if isinstance(state.model, Selecting) else batch
     micro_batches = cut_batch(chosen, state.micro_batching)

@@ -28,7 +28,7 @@ from nestpipe.checkpoint.manifest import Manifest
 from nestpipe.checkpoint.origin import Origin
 from nestpipe.checkpoint.places import Place, run_checkpoints
 from nestpipe.checkpoint.reader import load_table, load_weights
-from nestpipe.config import Config, flat
+from nestpipe.config import FORMAT, Config, flat, upgraded_optimizer
 from nestpipe.data.features import NumberStats
 from nestpipe.data.sequences import Sequences
 from nestpipe.data.splits import Split, make_split
@@ -195,7 +195,7 @@ class Run:
     @property
     def settings(self) -> dict[str, str]:
         """All settings that affect the results; stored in every checkpoint."""
-        facts = {"model": entry_of(self.config.model).kind}
+        facts = {"model": entry_of(self.config.model).kind, "format": str(FORMAT)}
         if self.semantic_ids is not None:
             facts["semantic ids"] = f"{self.semantic_ids.version}/{self.semantic_ids.digest}"
         if self.scenarios is not None:
@@ -241,7 +241,9 @@ class Run:
 
     def check_settings(self, folder: Place, manifest: Manifest) -> None:
         """Raises CheckpointError if a checkpoint was saved with other settings than those of this run."""
-        before, now = manifest.progress.get("settings", {}), self.settings
+        before, now = dict(manifest.progress.get("settings", {})), self.settings
+        if "format" not in before and (optimizer := before.get("embedding.optimizer")):
+            before["embedding.optimizer"] = upgraded_optimizer(optimizer)
         changed = [f"{key}: {before[key]} -> {now[key]}" for key in before if before[key] != now.get(key, before[key])]
         if changed:
             raise CheckpointError(

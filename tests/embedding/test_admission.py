@@ -21,7 +21,7 @@ IDS = st.one_of(st.integers(-6, 12), st.integers(-6, 12), st.sampled_from([-(2**
 BATCHES = st.lists(st.tuples(st.sets(IDS, max_size=8), st.booleans()), min_size=1, max_size=16)
 CONFIGS = st.builds(
     EmbeddingConfig,
-    optimizer=st.sampled_from(["sgd", "adam"]),
+    optimizer=st.sampled_from(["sgd", "lazy_adam"]),
     num_buckets=st.integers(1, 3),
     admit_after=st.integers(1, 3),
     max_rows=st.integers(0, 12),

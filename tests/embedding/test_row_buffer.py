@@ -90,6 +90,7 @@ def trained(table, num_steps=NUM_STEPS):
 
     for step in range(num_steps):
         ids, grads = batch(step)
+        table.record_rate(step, 0.1)
         refs = access.take(ids, step)
         seen.append(access.gather(refs).clone())
         flight.append((refs, grads, step))
@@ -207,7 +208,7 @@ def readers_ask_the_file_first():
 
 def updates_are_not_dirty():
     def update(access, refs, grads, lr):
-        access.table.step(access._buffer.rows, refs.slots, grads, lr)
+        access.table.step(access._buffer.rows, refs.slots, grads, lr, batch=refs.step)
 
     return patch.object(BufferedRows, "update", update)
 
@@ -317,7 +318,7 @@ def test_the_bound_holds_while_the_table_grows(tmp_path):
     assert capacities[0] > capacities[-1] + 40
     memory = new_table()
     for step, ids in enumerate(torch.arange(5_000).split(50)):
-        memory.update(memory.advance(ids, step), torch.ones(len(ids), DIM), 0.1)
+        memory.update(memory.advance(ids, step), torch.ones(len(ids), DIM), 0.1, batch=step)
     assert all(torch.equal(a, b) for a, b in zip(memory.export().values(), table.export().values(), strict=True))
 
 

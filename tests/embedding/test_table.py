@@ -14,10 +14,10 @@ from tests.embedding.one_batch_table import Plain
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
 IDS = st.one_of(st.integers(-20, 20), INT64, st.sampled_from([-(2**63), 2**63 - 1, 0, -1]))
-KINDS = sorted(OPTIMIZERS)
+KINDS = sorted({*OPTIMIZERS} - {"adam"})  # a row of exact adam also depends on how many batches there were
 
 
-def table(kind="adam", seed=0, dim=6, buffered=False, **settings):
+def table(kind="lazy_adam", seed=0, dim=6, buffered=False, **settings):
     config = EmbeddingConfig(optimizer=kind, **settings)
     return Plain(Table(TableSpec(name="item", dim=dim), OPTIMIZERS[kind](config), seed=seed), buffered=buffered)
 
@@ -64,15 +64,17 @@ def test_a_table_is_a_dictionary_of_rows_each_updated_alone(kind, batches):
         assert all(torch.equal(values[place], single[name][0]) for name, values in exported.items())
 
 
-@pytest.mark.parametrize("kind", ["sgd", "adagrad", "adam"])
+@pytest.mark.parametrize("kind", ["sgd", "adagrad", "adam", "lazy_adam"])
 def test_optimizers_equal_torchs_when_every_row_is_touched(kind):
     ids = torch.arange(50)
     ours = table(kind, lr=0.05, beta2=0.98, eps=1e-8)
     weight = torch.nn.Parameter(ours.fetch(ids))
+    adam = torch.optim.Adam([weight], lr=0.05, betas=(0.9, 0.98), eps=1e-8)
     theirs = {
         "sgd": lambda: torch.optim.SGD([weight], lr=0.05),
         "adagrad": lambda: torch.optim.Adagrad([weight], lr=0.05, eps=1e-8),
-        "adam": lambda: torch.optim.Adam([weight], lr=0.05, betas=(0.9, 0.98), eps=1e-8),
+        "adam": lambda: adam,
+        "lazy_adam": lambda: adam,
     }[kind]()
     for step in range(20):
         weight.grad = grads_of(ids, 6, step)
@@ -83,7 +85,7 @@ def test_optimizers_equal_torchs_when_every_row_is_touched(kind):
 
 
 def test_lazy_adam_counts_steps_per_row():
-    one = table("adam")
+    one = table("lazy_adam")
     for ids in map(torch.tensor, ([1], [1, 2], [1])):
         one.fetch(ids)
         one.update(ids, torch.ones(len(ids), 6), 0.1)

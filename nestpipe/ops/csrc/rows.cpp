@@ -8,47 +8,16 @@
 // Random access is bound by memory latency, so every loop prefetches the row kAhead ahead. A function that takes
 // slots returns n, or the place of the first slot that does not exist; then nothing has changed.
 
-#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <initializer_list>
 #include <vector>
 
-#include "share.h"
+#include "rows.h"
 
 namespace {
 
-constexpr int64_t kAhead = 8;
-constexpr int64_t kLine = 64;
-constexpr int64_t kMaxLines = 16;  // cache lines prefetched of a row; the hardware prefetcher does the rest
-constexpr int64_t kMinShare = 1 << 10;  // fewer rows are not worth a thread
-constexpr int64_t kBlock = 32;  // bytes copied at a time
-constexpr int64_t kNone = -1;  // the slot of a place that has none
-
-int64_t first_wrong(const int64_t* slots, int64_t n, int64_t num_slots) {
-  uint64_t largest = 0;  // a negative slot is a huge number
-  for (int64_t i = 0; i < n; ++i) largest = std::max(largest, static_cast<uint64_t>(slots[i]));
-  if (n == 0 || largest < static_cast<uint64_t>(num_slots)) return n;
-  return std::find_if(slots, slots + n, [=](int64_t slot) { return slot < 0 || slot >= num_slots; }) - slots;
-}
-
-template <int kWrite>
-void prefetch(const void* row, int64_t num_bytes) {
-  const char* bytes = static_cast<const char*>(row);
-  const int64_t num_lines = std::min((num_bytes + kLine - 1) / kLine, kMaxLines);
-  for (int64_t line = 0; line < num_lines; ++line) __builtin_prefetch(bytes + line * kLine, kWrite);
-}
-
-void copy_row(char* __restrict into, const char* __restrict from, int64_t num_bytes) {
-  int64_t done = 0;
-  for (; done + kBlock <= num_bytes; done += kBlock) __builtin_memcpy(into + done, from + done, kBlock);
-  if (done < num_bytes) std::memcpy(into + done, from + done, num_bytes - done);
-}
-
-void add_row(float* __restrict into, const float* __restrict row, int64_t dim) {
-  for (int64_t k = 0; k < dim; ++k) into[k] += row[k];
-}
+using namespace nestpipe;
 
 // The sum of dim >= 1 numbers, which are overwritten: the upper half is added to the lower one until one is left.
 float fold(float* values, int64_t dim) {
@@ -63,21 +32,6 @@ float fold(float* values, int64_t dim) {
 }  // namespace
 
 extern "C" {
-
-// The arguments of every update.
-struct nestpipe_rows {
-  float* weights;  // [num_slots, dim]
-  int64_t num_slots;
-  int64_t dim;
-  const int64_t* slots;  // [n], distinct; or kNone, which is left out
-  int64_t n;
-  const float* grads;  // [n, dim]; or null, if they are sums of what arrived
-  float lr;
-  float keep;  // what weight decay leaves of a weight: 1 without
-  int64_t num_threads;
-  const int64_t* starts;  // [n + 1]: where what arrived for each place starts in `rows`; at least one each
-  const float* const* rows;  // in the order of the sums
-};
 
 // target[places[i]] = or += the row sources[i] & 0xffffffff of the column bases[sources[i] >> 32].
 struct nestpipe_moves {
@@ -94,17 +48,6 @@ struct nestpipe_moves {
 
 namespace {
 
-struct Column {
-  const void* start;
-  int64_t row_bytes;
-};
-
-int64_t first_wrong(const nestpipe_rows& call) {
-  int64_t i = first_wrong(call.slots, call.n, call.num_slots);
-  while (i < call.n && call.slots[i] >= kNone && call.slots[i] < call.num_slots) ++i;
-  return i;
-}
-
 // Calls move(target row, source row) for all, with the rows to come prefetched.
 template <typename Move>
 int64_t move_rows(const nestpipe_moves& moves, const Move& move) {
@@ -118,42 +61,6 @@ int64_t move_rows(const nestpipe_moves& moves, const Move& move) {
     move(moves.target + moves.places[i] * moves.row_bytes, from(i));
   }
   return moves.n;
-}
-
-// The gradient of a place: given, or the sum of what arrived for it, the first being copied; valid until the next call of the
-// thread.
-const float* gradient(const nestpipe_rows& call, int64_t i) {
-  if (call.rows == nullptr) return call.grads + i * call.dim;
-  const float *const *row = call.rows + call.starts[i], *const *end = call.rows + call.starts[i + 1];
-  const float* first = *row;
-  if (++row == end) return first;
-  thread_local std::vector<float> sum;
-  sum.assign(first, first + call.dim);
-  for (; row != end; ++row) add_row(sum.data(), *row, call.dim);
-  return sum.data();
-}
-
-// Calls row(slot, gradient) for every place that has a slot, with the rows to come prefetched: those of the weights, of
-// the columns in `others` (with the bytes of a row) and of what arrived.
-template <typename Row>
-int64_t update(const nestpipe_rows& call, std::initializer_list<Column> others, const Row& row) {
-  const int64_t wrong = first_wrong(call);
-  if (wrong < call.n) return wrong;
-  const int64_t row_bytes = call.dim * static_cast<int64_t>(sizeof(float));
-  nestpipe::share(call.n, call.num_threads, kMinShare, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      if (i + kAhead < end && call.slots[i + kAhead] != kNone) {
-        const int64_t next = call.slots[i + kAhead];
-        prefetch<1>(call.weights + next * call.dim, row_bytes);
-        for (const Column& other : others) {
-          prefetch<1>(static_cast<const char*>(other.start) + next * other.row_bytes, other.row_bytes);
-        }
-        if (call.rows != nullptr) prefetch<0>(call.rows[call.starts[i + kAhead]], row_bytes);
-      }
-      if (call.slots[i] != kNone) row(call.slots[i], gradient(call, i));
-    }
-  });
-  return call.n;
 }
 
 }  // namespace
@@ -269,48 +176,6 @@ int64_t nestpipe_rows_rowwise_adagrad(const nestpipe_rows* call, float* sums, fl
     const float denominator = std::sqrt(sums[slot]) + eps;
     for (int64_t k = 0; k < dim; ++k) weights[k] = weights[k] * keep - grads[k] * lr / denominator;
   });
-}
-
-// Adam's state and constants.
-struct nestpipe_adam {
-  float* mean;  // [num_slots, dim]
-  float* square;  // [num_slots, dim]
-  int32_t* step;  // [num_slots, 1]
-  const float* corrections;  // [num_corrections, 2]: 1 - beta ** step for both betas
-  int64_t num_corrections;
-  float beta1, rest1;  // rest is 1 - beta
-  float beta2, rest2;
-  float eps;
-};
-
-// Returns -(the corrections needed) if there are too few of them; then nothing has changed.
-int64_t nestpipe_rows_adam(const nestpipe_rows* call, const nestpipe_adam* adam) {
-  const int64_t dim = call->dim, row_bytes = dim * static_cast<int64_t>(sizeof(float));
-  const nestpipe_adam state = *adam;
-  const int64_t wrong = first_wrong(*call);
-  if (wrong < call->n) return wrong;
-  int64_t needed = 0;
-  for (int64_t i = 0; i < call->n; ++i) {
-    if (call->slots[i] == kNone) continue;
-    needed = std::max<int64_t>(needed, int64_t{state.step[call->slots[i]]} + 2);
-  }
-  if (needed > state.num_corrections) return -needed;
-  const float lr = call->lr, keep = call->keep;
-  return update(
-      *call, {{state.mean, row_bytes}, {state.square, row_bytes}}, [=](int64_t slot, const float* __restrict grads) {
-        float* __restrict weights = call->weights + slot * dim;
-        float* __restrict mean = state.mean + slot * dim;
-        float* __restrict square = state.square + slot * dim;
-        const float* corrections = state.corrections + 2 * static_cast<int64_t>(++state.step[slot]);
-        const float first = corrections[0], second = corrections[1];
-        for (int64_t k = 0; k < dim; ++k) {
-          const float grad = grads[k];
-          mean[k] = mean[k] * state.beta1 + grad * state.rest1;
-          square[k] = square[k] * state.beta2 + grad * grad * state.rest2;
-          const float denominator = std::sqrt(square[k] / second) + state.eps;
-          weights[k] = weights[k] * keep - mean[k] / first * lr / denominator;
-        }
-      });
 }
 
 }  // extern "C"
