@@ -30,7 +30,8 @@ from torch import Tensor, nn
 
 from nestpipe.distributed.process_group import Channel, Handle
 from nestpipe.embedding.config import DenseConfig
-from nestpipe.embedding.row_optimizer import OPTIMIZERS, State, update_slots
+from nestpipe.embedding.row_adam import State
+from nestpipe.embedding.row_optimizer import OPTIMIZERS, update_slots
 from nestpipe.errors import TrainError
 
 _MAX_BUCKETS = 16
