@@ -1,8 +1,8 @@
 """Trigger rules of a scenario file, applied to a log: training and evaluation see the triggers that requests will have.
 
-none     no trigger, also where the log has one
-given    as the log has it
-last     the item of the user's event before
+optional, given    as the log has it
+none               no trigger, also where the log has one
+last               the item of the user's event before
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def with_trigger_rules(sequences: Sequences, records: Sequence[Scenario]) -> Seq
     rules = np.array([one.trigger for one in records])[event_scenarios(sequences, np.arange(num_events))]
     triggers, has = np.zeros(num_events, np.int64), np.zeros(num_events, bool)
     if logged is not None and logged.offsets is not None:
-        has = (rules == "given") & (np.diff(logged.offsets) > 0)
+        has = np.isin(rules, ["optional", "given"]) & (np.diff(logged.offsets) > 0)
         triggers[has] = logged.values[logged.offsets[:-1][has]]
     follows = np.ones(num_events, bool)
     follows[sequences.offsets[:-1][np.diff(sequences.offsets) > 0]] = False

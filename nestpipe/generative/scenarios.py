@@ -20,7 +20,7 @@ from nestpipe.config import read_object
 from nestpipe.data.sequences import Sequences
 from nestpipe.errors import ConfigError, DataError
 
-Trigger = Literal["none", "given", "last"]
+Trigger = Literal["optional", "none", "given", "last"]
 REWARDS = ("format", "relative", "ranking", "diversity")  # others are columns of the log
 FILE = "scenarios.json"  # in RUN
 VERSION = 1
@@ -32,8 +32,9 @@ class Scenario:
 
     name: str
     """Name in requests."""
-    trigger: Trigger = "none"
-    """Source of the trigger item: none, given by the request, or the last item of the history."""
+    trigger: Trigger = "optional"
+    """Source of the trigger item: given by the request or not (optional), none, always given by the request, or the last item
+    of the history."""
     pool: str = "all"
     """Pool of items that may be shown; 'all' is the whole catalogue."""
     behaviour_weights: tuple[float, ...] = ()
@@ -67,7 +68,7 @@ class Scenario:
         """The trigger item of a request; raises DataError if a required one is missing or one is given that is not accepted."""
         if self.trigger == "given" and given is None:
             raise DataError(f"scenario '{self.name}' needs a trigger item, but the request has none.")
-        if self.trigger != "given" and given is not None:
+        if self.trigger in {"none", "last"} and given is not None:
             raise DataError(f"scenario '{self.name}' accepts no trigger item, but the request has item {given}.")
         if self.trigger == "last":
             return history[-1] if history else None

@@ -11,7 +11,7 @@ from nestpipe.generative.scenarios import Scenario, Scenarios, scenario_numbers
 
 THREE = Scenarios(
     [
-        Scenario(name="feed", reward_weights={"ranking": 1.0, "diversity": 0.5}),
+        Scenario(name="feed", trigger="none", reward_weights={"ranking": 1.0, "diversity": 0.5}),
         Scenario(name="detail", trigger="given", beam=20, latency_ms=50.0),
         Scenario(name="cart", trigger="last", pool="in stock", behaviour_weights=(1.0, 2.0, 4.0)),
     ]
@@ -40,6 +40,7 @@ def test_records_survive_their_file(tmp_path):
 
 def test_the_trigger_follows_its_rule():
     assert THREE["feed"].trigger_of(None, [1, 2]) is None
+    assert [Scenario(name="any").trigger_of(one, [1, 2]) for one in (None, 7)] == [None, 7]
     assert THREE["detail"].trigger_of(7, [1, 2]) == 7
     assert THREE["cart"].trigger_of(None, [1, 2]) == 2
     assert THREE["cart"].trigger_of(None, []) is None
@@ -75,7 +76,7 @@ def test_every_problem_is_named():
         ('{"version": 1, "scenarios": [{"name": "a", "beam": "wide"}]}', "'a.beam' has the value 'wide'; expected int"),
         ('{"version": 1, "scenarios": [{"name": "a", "beam": true}]}', "'a.beam' has the value True; expected int"),
         ('{"version": 1, "scenarios": [{"name": "a", "reward_weights": {"format": "x"}}]}', "reward_weights"),
-        ('{"version": 1, "scenarios": [{"name": "a", "trigger": "any"}]}', "one of none, given, last"),
+        ('{"version": 1, "scenarios": [{"name": "a", "trigger": "any"}]}', "one of optional, none, given, last"),
     ],
 )
 def test_files_that_are_no_scenarios_are_refused(text, message):
