@@ -214,6 +214,7 @@ def check_resume(subject: ModelUnderTest) -> str:
     resumed.dense.load(first.dense.export())
     for name, table in first.embedding.tables.items():
         resumed.embedding.tables[name].load(table.export())
+        resumed.embedding.tables[name].load_rates(table.rates(first.num_steps), first.num_steps)
     resumed.num_steps = first.num_steps
     train_batches(resumed, batches[num_first:], num_batches=len(batches) - num_first, lr=_LR)
     differing = _differing(_tensors(uninterrupted), _tensors(resumed), exact=True)

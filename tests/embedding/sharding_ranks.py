@@ -93,6 +93,7 @@ def resumed(old: TrainState, new: TrainState) -> TrainState:
         own = owners.buckets_of(old.embedding.rank)
         buckets = [content for _, content in by_section(table.export(), owners, own, rows_per_section=1)]
         new.embedding.tables[name].load({key: torch.cat([one[key] for one in buckets]) for key in buckets[0]})
+        new.embedding.tables[name].load_rates(table.rates(old.num_steps), old.num_steps)
     new.num_steps = old.num_steps
     return new
 

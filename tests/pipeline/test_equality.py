@@ -44,6 +44,7 @@ def test_random_delays_change_no_bit(log, scale, world_size):
 
 CROSS = {
     "adam": {"optimizer": "adam"},
+    "lazy adam": {"optimizer": "lazy_adam"},
     "clip dense": {"clip": Clip(0.05)},
     "clip all": {"clip": Clip(0.05, rows=True)},
     "admission and eviction": {
