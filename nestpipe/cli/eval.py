@@ -199,9 +199,7 @@ def evaluate_run(run: Run, *, step: int | None = None, target: Target = "test", 
         evaluated = Evaluated(predictor.report(found, target), step, found)
     else:
         report = predictor.evaluate(target, ranks=world.ranks)
-        if world.leads:
-            report = with_list_metrics(report, run.sequences, run.split, run.config)
-        evaluated = Evaluated(report, step)
+        evaluated = Evaluated(with_list_metrics(report, run.sequences, run.split, run.config), step)
     if world.leads:
         folder = run.folder / "eval" / target
         for name in ("context.json", SEEDS):  # they belong to the previous report
