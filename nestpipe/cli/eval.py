@@ -204,8 +204,7 @@ def evaluate_run(run: Run, *, step: int | None = None, target: Target = "test", 
         report = predictor.evaluate(target, ranks=world.ranks)
         settings = {"seed": run.config.seed, "num_bootstrap": run.config.eval.num_bootstrap}
         scenarios = scenario_metrics(report, run.sequences, run.split, target, **settings)
-        if world.leads:
-            report = with_list_metrics(report, run.sequences, run.split, run.config)
+        report = with_list_metrics(report, run.sequences, run.split, run.config)
         evaluated = Evaluated(report, step, scenarios=scenarios)
     if world.leads:
         folder = run.folder / "eval" / target

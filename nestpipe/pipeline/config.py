@@ -45,9 +45,10 @@ class AdvancedPipelineConfig:
             yield f"ramp is {self.ramp}; it must be in (0, 1]"
         if not 1 <= self.depth <= 8:
             yield f"depth is {self.depth}; it must be in 1 .. 8"
-        for name in ("sync_steps", "trace_steps"):
-            if getattr(self, name) < 0:
-                yield f"{name} is {getattr(self, name)}; it must not be negative"
+        if self.sync_steps < 0:
+            yield f"sync_steps is {self.sync_steps}; it must not be negative"
+        if self.trace_steps < 0:
+            yield f"trace_steps is {self.trace_steps}; it must not be negative"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
