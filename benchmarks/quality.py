@@ -15,6 +15,7 @@ STUDENT_T = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # 97.5 %, by the number o
 Record = dict[str, Any]
 # Keys of old records, and their names today. Records are never edited.
 _STORAGE = {"num_buckets", "tier", "files_folder", "buffer_bytes"}
+_ADDED = {"scenarios": "", "instructions": ""}  # settings that old records of a model lack, and what they meant
 RENAMED = {"q2i_spread": "q2i_variance", "q2i_apart": "q2i_orthogonality"}
 
 
@@ -43,9 +44,16 @@ def _renamed(content: Mapping[str, Any]) -> dict[str, Any]:
 def _today(settings: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
     """Settings of a record as they would be written today: without settings that are gone, with the defaults of later ones."""
     settings = _renamed(settings)
+    if isinstance(model := settings.get("model"), dict):
+        added = {key: value for key, value in wanted["model"].items() if key in _ADDED and key not in model}
+        return {**settings, "model": {**model, **added}} if added.items() <= _ADDED.items() else settings
     if "config" not in settings or "config" not in wanted:
         return settings
-    known = _with_keys_of(wanted["config"], settings["config"])
+    config = dict(settings["config"])
+    if "advanced" not in config["pipeline"]:
+        kept = {"sync_steps": config["pipeline"].get("sync_steps", 0)}
+        config["pipeline"] = {"staleness": config["pipeline"].get("staleness", 0), "advanced": kept}
+    known = _with_keys_of(wanted["config"], config)
     today = json.loads(Config.from_json(json.dumps(known)).to_json())
     return {**settings, "config": _with_keys_of(wanted["config"], today)}
 
@@ -63,7 +71,8 @@ def _compared(settings: Mapping[str, Any]) -> dict[str, Any]:
     if "config" not in settings:
         return dict(settings)
     config = {section: dict(one) if isinstance(one, dict) else one for section, one in settings["config"].items()}
-    config["pipeline"] = {key: config["pipeline"][key] for key in ("staleness", "sync_steps")}
+    pipeline = config["pipeline"]
+    config["pipeline"] = {"staleness": pipeline["staleness"], "sync_steps": pipeline["advanced"]["sync_steps"]}
     config["embedding"] = {key: value for key, value in config["embedding"].items() if key not in _STORAGE}
     return {**settings, "config": config}
 

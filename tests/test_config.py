@@ -50,7 +50,7 @@ def test_all_problems_are_reported_at_once():
         ({"loss": {"kind": "hinge"}}, "config key 'loss.kind' has the value 'hinge'"),
         (
             {"model": {"kind": "bert"}},
-            "unknown model 'bert'; there are: sasrec, hstu, fuxi, ranking, dcn, encdec, and package.module:Class",
+            "unknown model 'bert'; there are: sasrec, hstu, fuxi, ranking, dcn, encdec, aligned, and package.module:Class",
         ),
         ({"data": 3}, "'data' must be an object, got 3"),
         ({"seed": -1}, "seed is -1"),

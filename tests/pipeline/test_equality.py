@@ -37,7 +37,7 @@ def test_random_delays_change_no_bit(log, scale, world_size):
     arms = [
         {"mode": MODES[1 + seed % 3], "buffered": seed % 2 == 0, "depth": 1 + seed // 3 % 3, "seed": seed}
         | ({"chunks": ("shared", 3, 1)[seed // 9 % 3]} if seed % 3 == 2 else {})
-        for seed in range(scale(50, 500))
+        for seed in range(scale(27, 500))
     ]
     check(world_size, log, {"optimizer": "adagrad", "batch_size": 7, "micro_batches": 3}, arms)
 

@@ -46,7 +46,6 @@ CASES = {
     3: [
         Case(buffered=True, depth=2, optimizer="adam"),
         Case(buffered=True, depth=2, chunks="shared"),
-        Case(buffered=True, depth=2, chunks=2),
     ],
 }
 EVERY_CASE = [

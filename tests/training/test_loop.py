@@ -18,6 +18,7 @@ from nestpipe.checkpoint import reader as checkpoint_reader
 from nestpipe.cli.demo import differing_tensors
 from nestpipe.config import keys
 from nestpipe.errors import CheckpointError, ConfigError, NestPipeError, TrainError
+from nestpipe.generative.config import AlignedConfig
 from nestpipe.models.config import EncDecConfig
 from nestpipe.training.loop import train_to_end
 from nestpipe.training.run_folder import FREE_KEYS, Run
@@ -373,8 +374,8 @@ def test_a_run_refuses_another_configuration_and_other_data(log, calm, tmp_path)
 
 
 def test_free_keys_exist():
-    generative = replace(small_config("x"), model=EncDecConfig())
-    assert set(FREE_KEYS) <= {*keys(small_config("x")), *keys(generative)}
+    configs = [small_config("x"), *(replace(small_config("x"), model=one()) for one in (EncDecConfig, AlignedConfig))]
+    assert set(FREE_KEYS) <= {key for config in configs for key in keys(config)}
 
 
 def test_warm_up_and_decay_scale_the_rates(log, tmp_path, monkeypatch):
