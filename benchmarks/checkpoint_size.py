@@ -79,8 +79,8 @@ class TableState:
 
 def filled(num_rows: int) -> TableState:
     """A table of so many rows, filled in batches."""
-    config = EmbeddingConfig(optimizer="adam")
-    table = Table(TableSpec(name="item", dim=WIDTH), OPTIMIZERS["adam"](config), seed=SEED, config=config)
+    config = EmbeddingConfig(optimizer="lazy_adam")
+    table = Table(TableSpec(name="item", dim=WIDTH), OPTIMIZERS["lazy_adam"](config), seed=SEED, config=config)
     for ids in torch.arange(num_rows).split(BATCH):
         table.advance(ids, 0)
     table.track_changes()

@@ -1,6 +1,6 @@
 """What does a row in files cost over a row in memory? CPU of the row path per distinct row of a batch.
 
-A table of 4M x 64 rows with Adam state (3.1 GB), 25,600 Zipf(1.05) ids per batch, one process, one thread. A batch takes its
+A table of 4M x 64 rows with lazy Adam state (3.1 GB), 25,600 Zipf(1.05) ids per batch, one process, one thread. A batch takes its
 rows, gathers their weights, updates and releases them. The buffer of the table in files has a tenth of the bytes of the rows.
 Both tables do the same batches in turn, and end with the same bits. Before the measurement every row is written once
 more, so that half of the file's records are dead and compaction runs all the time.
@@ -22,7 +22,7 @@ import torch
 from nestpipe.embedding.config import EmbeddingConfig
 from nestpipe.embedding.lookup import TableSpec
 from nestpipe.embedding.prefetch_buffer import rows_where_they_are
-from nestpipe.embedding.row_optimizer import Adam
+from nestpipe.embedding.row_adam import LazyAdam
 from nestpipe.embedding.table import Table
 from nestpipe.training.process import keep_freed_memory
 
@@ -43,8 +43,8 @@ def batches(num_rows: int) -> Iterator[torch.Tensor]:
 
 def filled(num_rows: int, **settings: Any) -> Table:
     """A table with all ids, whose file, if any, has as many dead records as live ones."""
-    config = EmbeddingConfig(optimizer="adam", lr=LR, **settings)
-    table = Table(TableSpec(name="item", dim=DIM), Adam(config), seed=SEED, config=config)
+    config = EmbeddingConfig(optimizer="lazy_adam", lr=LR, **settings)
+    table = Table(TableSpec(name="item", dim=DIM), LazyAdam(config), seed=SEED, config=config)
     rows = table.new_rows(torch.tensor([0]))
     rng = np.random.default_rng(SEED + 1)
     table.load_index({"ids": torch.from_numpy(rng.permutation(num_rows))})
