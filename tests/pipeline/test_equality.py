@@ -61,6 +61,8 @@ CROSS = {
 @pytest.mark.parametrize("world_size", [1, 4])
 @pytest.mark.parametrize("more", CROSS.values(), ids=CROSS.keys())
 def test_every_mode_and_setting(log, wide_log, scale, world_size, more):
+    is_one = world_size == 1
+    every = [(True, "shared"), (False, "shared"), (True, 2), (False, 3)]
     arms = [
         {"mode": mode, "buffered": buffered, "chunks": chunks, "depth": depth, "seed": seed}
         for depth in scale([2], [1, 2])
@@ -69,11 +71,8 @@ def test_every_mode_and_setting(log, wide_log, scale, world_size, more):
             ("serial", True, 1),
             ("dual-buffer", True, 1),
             ("frozen-window", False, 1),
-            ("nested", world_size > 1, 1),
-            ("nested", True, "shared"),
-            ("nested", False, "shared"),
-            ("nested", True, 2),
-            ("nested", False, 3),
+            ("nested", not is_one, 1),
+            *(("nested", *one) for one in scale([(is_one, "shared"), (not is_one, 2 + is_one)], every)),
         ]
     ]
     settings = {"batch_size": 7, "micro_batches": 3, **more}

@@ -59,8 +59,7 @@ def config_of(log, optimizer, mode, *, files=None, **settings):
     ("world_size", "optimizer", "mode"),
     [
         (1, "adam", "nested"),
-        (2, "rowwise_adagrad", "nested"),
-        (2, "adam", "sequential"),
+        (2, "rowwise_adagrad", "sequential"),
         (3, "adagrad", "dual-buffer"),
         (4, "sgd", "nested"),
     ],
