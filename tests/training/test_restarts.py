@@ -77,7 +77,7 @@ def test_ranks_killed_in_steps_and_saves_end_bitwise_identical_to_an_undisturbed
     run_ranks(WORLD_SIZE, calm_run, config, tmp_path / "calm", deadline_s=scale(60, 600))
     settings = f"--train.epochs 0 --train.steps {steps} --train.save-steps {SAVE_STEPS} --train.log-steps 1"
     sizes = "--data.path log --data.batch-size 16 --embedding.num-buckets 4 --train.num-threads 1"
-    sizes += " --pipeline.micro-batches 2 --pipeline.mode nested"
+    sizes += " --pipeline.micro-batches 2"  # auto: nested, and the calm run is sequential
     said = launch(
         plan,
         *("train", "tiny", "--run", "run", "--resume", *settings.split(), *sizes.split()),
@@ -88,6 +88,7 @@ def test_ranks_killed_in_steps_and_saves_end_bitwise_identical_to_an_undisturbed
     assert not differing_tensors(tmp_path / "calm", tmp_path / "run")
     assert re.findall(r"rank (\d) dies", said) == [str(rank) for rank, *_ in plan]
     assert said.count("stopped at step") == 1
+    assert "pipeline auto: nested" in said
     assert [r["step"] for r in read_jsonl(tmp_path / "run" / "metrics.jsonl") if "step" in r] == list(
         range(1, steps + 1)
     )
