@@ -112,6 +112,20 @@ def ml1m_sasrec() -> Config:
     )
 
 
+def ml1m_sasrec_meta() -> Config:
+    """Meta's SASRec on MovieLens-1M: its block, cosine scores, temperature 0.05, 128 negatives per event."""
+    return replace(ml1m_hstu(), model=SASRecConfig(block="meta"))
+
+
+def ml1m_esasrec() -> Config:
+    """eSASRec on MovieLens-1M: gated LiGR blocks and sampled softmax with 256 negatives per event."""
+    return replace(
+        ml1m_hstu(),
+        model=SASRecConfig(dim=64, num_heads=2, hidden_dim=256, block="ligr"),
+        loss=LossConfig(num_negatives=256),
+    )
+
+
 def ml1m_hstu() -> Config:
     """HSTU with sampled softmax on MovieLens-1M: 2 blocks, 1 head, 128 negatives per event."""
     return Config(
@@ -142,6 +156,12 @@ def beauty_sasrec() -> Config:
         loss=LossConfig(kind="full", normalise=False, temperature=1.0),
         train=TrainConfig(epochs=200, patience=10, eval_epochs=2),
     )
+
+
+def beauty_esasrec() -> Config:
+    """eSASRec on Amazon Beauty: gated LiGR blocks and full softmax, which a small catalogue allows."""
+    sasrec = beauty_sasrec()
+    return replace(sasrec, model=SASRecConfig(dim=64, num_heads=2, hidden_dim=256, dropout=0.5, block="ligr"))
 
 
 def beauty_sid() -> Config:
@@ -344,6 +364,8 @@ RECIPES: dict[str, Callable[[], Config]] = {
         dcn,
         generative,
         ml1m_sasrec,
+        ml1m_sasrec_meta,
+        ml1m_esasrec,
         ml1m_hstu,
         ml1m_hstu_large,
         ml1m_fuxi_alpha,
@@ -351,6 +373,7 @@ RECIPES: dict[str, Callable[[], Config]] = {
         ml1m_ranking,
         clicks_dcn,
         beauty_sasrec,
+        beauty_esasrec,
         beauty_sid,
         scenarios,
         hstu_tiny,

@@ -191,6 +191,8 @@ class SASRecConfig:
     """Width of the feed-forward layer; 0 means dim."""
     dropout: float = 0.2
     """Dropout probability, at the input and in each block."""
+    block: Literal["pre_norm", "ligr", "meta"] = "pre_norm"
+    """Type of the blocks. ligr: gated, with SwiGLU, as in eSASRec. meta: that of Meta's SASRec, for cosine scores."""
 
     def problems(self) -> Iterator[str]:
         yield from _at_least_one(self, "dim", "num_blocks", "num_heads")

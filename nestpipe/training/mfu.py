@@ -53,7 +53,8 @@ def work_of(config: RetrievalConfig) -> ModelFlops:
     """The FLOP of a backbone."""
     match config:
         case SASRecConfig():
-            layer = 4 * config.dim**2 + 2 * config.dim * (config.hidden_dim or config.dim)
+            square, feed = (6, 3) if config.block == "ligr" else (4, 2)
+            layer = square * config.dim**2 + feed * config.dim * (config.hidden_dim or config.dim)
             return ModelFlops(2.0 * config.num_blocks * layer, *[2.0 * config.num_blocks * config.dim] * 2)
         case HSTUConfig():
             keys, values = config.num_heads * config.qk_dim, config.num_heads * config.v_dim

@@ -12,7 +12,7 @@ from nestpipe.embedding.buckets import Owners
 from nestpipe.embedding.routing import route
 from nestpipe.errors import ConfigError
 from nestpipe.jagged import Batch, Cursor, Jagged
-from nestpipe.models.config import FuXiConfig
+from nestpipe.models.config import FuXiConfig, SASRecConfig
 from nestpipe.models.fuxi import FuXi
 from nestpipe.models.retrieval import build_retrieval
 from nestpipe.ops.kernel_args import bucket_boundaries
@@ -22,6 +22,8 @@ from tests.small_runs import MODELS as TRAINED
 
 MODELS = TRAINED | {
     "fuxi": FuXiConfig(dim=8, num_heads=2, qk_dim=3, v_dim=5, hidden_dim=6),
+    "sasrec-ligr": SASRecConfig(dim=8, num_heads=2, hidden_dim=6, block="ligr"),
+    "sasrec-meta": SASRecConfig(dim=8, num_heads=2, block="meta"),
     "fuxi-buckets": FuXiConfig(dim=8, num_heads=2, qk_dim=3, v_dim=5, time="buckets"),
 }
 
@@ -178,17 +180,50 @@ def test_sizes_are_legal_configurations_and_grow(name):
     assert Config.from_json(config.to_json()) == config
 
 
-def test_sasrec_equals_torchs_transformer_parts():
-    built, batch = build("sasrec", "full").eval(), batch_of([7])
+def pre_norm_block(x, block):
+    normed = F.layer_norm(x, (8,), block.norm_attention.weight, block.norm_attention.bias)
+    x = x + torch_attention(normed, normed, block)
+    normed = F.layer_norm(x, (8,), block.norm_feed.weight, block.norm_feed.bias)
+    return x + block.down(F.relu(block.up(normed)))
+
+
+def ligr_block(x, block):
+    """As RecTools writes it, with the SwiGLU layer in the names of its formula."""
+    normed = F.layer_norm(x, (8,), block.norm_attention.weight, block.norm_attention.bias)
+    x = x + torch.sigmoid(block.gate_attention(x)) * torch_attention(normed, normed, block)
+    normed = F.layer_norm(x, (8,), block.norm_feed.weight, block.norm_feed.bias)
+    fed = (F.silu(normed @ block.up.weight.T) * (normed @ block.linear.weight.T)) @ block.down.weight.T
+    return x + torch.sigmoid(block.gate_feed(x)) * fed
+
+
+def meta_block(x, block):
+    """As Meta writes it: keys and values of the vectors as they are, sums from normalised vectors."""
+    queries = F.layer_norm(x, (8,), eps=1e-8)
+    x = F.layer_norm(queries + torch_attention(queries, x, block), (8,), eps=1e-8)
+    return x + block.down(F.relu(block.up(x)))
+
+
+def torch_attention(asking, asked, block):
+    """torch's own multi-head attention with the weights of the block."""
+    attention = torch.nn.MultiheadAttention(8, 2, batch_first=True, dtype=torch.float64)
+    with torch.no_grad():
+        attention.in_proj_weight.copy_(torch.cat([block.query.weight, block.key.weight, block.value.weight]))
+        attention.in_proj_bias.copy_(torch.cat([block.query.bias, torch.zeros(8), block.value.bias]))
+        attention.out_proj.load_state_dict(block.out.state_dict())
+    later = torch.ones(len(asking), len(asking), dtype=torch.bool).triu(1)
+    return attention(asking[None], asked[None], asked[None], attn_mask=later, need_weights=False)[0][0]
+
+
+@pytest.mark.parametrize(
+    ("model", "plain"), [("sasrec", pre_norm_block), ("sasrec-ligr", ligr_block), ("sasrec-meta", meta_block)]
+)
+def test_sasrec_equals_torchs_transformer_parts(model, plain):
+    built, batch = build(model, "full").eval(), batch_of([7])
     rows, _ = rows_for(built.encode_lookups(batch), torch.float64)
     vectors = rows["history"].gather()
     x = vectors * 8**0.5 + built.backbone.input.position[:7]
     for block in built.backbone.blocks:
-        normed = block.norm_attention(x)
-        q, k, v = (layer(normed).reshape(1, 7, 2, 4).transpose(1, 2) for layer in (block.query, block.key, block.value))
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(7, 8)
-        x = x + block.out(attended)
-        x = x + block.down(F.relu(block.up(block.norm_feed(x))))
+        x = plain(x, block)
     assert torch.allclose(built.backbone(vectors, batch, None), built.backbone.norm(x), rtol=1e-12, atol=1e-12)
 
 

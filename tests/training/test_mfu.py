@@ -14,6 +14,7 @@ from nestpipe.training.mfu import Utilisation, measure_peak, work_of
 
 CONFIGS = [
     SASRecConfig(dim=24, num_heads=3, hidden_dim=40, dropout=0.0),
+    SASRecConfig(dim=24, num_heads=3, hidden_dim=40, dropout=0.0, block="ligr"),
     HSTUConfig(dim=24, num_heads=2, qk_dim=5, v_dim=7, dropout=0.0),
     FuXiConfig(dim=24, num_heads=2, qk_dim=5, v_dim=7, hidden_dim=11, dropout=0.0),
 ]
