@@ -31,6 +31,7 @@ from nestpipe.eval.topk_metrics import Interval, list_length
 from nestpipe.training.distributed_eval import EvalWorld, eval_world
 from nestpipe.training.leak_audit import AUDIT, LeakAudit, audit_run
 from nestpipe.training.run_folder import Run
+from nestpipe.training.sasrec_baseline import SASREC, evaluate_sasrec
 
 _VERDICTS = {"no difference shown": "not shown"}  # in a narrow table
 
@@ -138,8 +139,11 @@ def _item_baselines(
 ) -> dict[str, dict[str, Interval | float]]:
     """Prints the baselines of a retrieval run, in the same protocol, and how much better the model is."""
     assert isinstance(model, EvalReport)
-    names = dict.fromkeys(arguments.baselines)
-    found = evaluate_baselines(run.sequences, run.split, run.config, arguments.target, names=names)
+    fitted = [name for name in dict.fromkeys(arguments.baselines) if name != "sasrec"]
+    reports = evaluate_baselines(run.sequences, run.split, run.config, arguments.target, names=fitted)
+    found = {BASELINES[name]: report for name, report in reports.items()}
+    if "sasrec" in arguments.baselines:
+        found[SASREC] = evaluate_sasrec(run, arguments.target)
     k = list_length(model.ks)
     shown = (f"hr@{k}", f"ndcg@{k}")
     table = Table(title="baselines, in the same protocol", box=None, pad_edge=False)
@@ -150,8 +154,8 @@ def _item_baselines(
         complete = with_list_metrics(report, run.sequences, run.split, run.config)
         gain = compare(complete, model, run.config.seed).differences[shown[0]]
         figures = (f"{complete.metrics[metric].mean:.4f}" for metric in shown)
-        table.add_row(BASELINES[name], *figures, signed(gain.interval), _VERDICTS.get(gain.verdict, gain.verdict))
-        measured[BASELINES[name]] = {**complete.metrics, **complete.coverage}
+        table.add_row(name, *figures, signed(gain.interval), _VERDICTS.get(gain.verdict, gain.verdict))
+        measured[name] = {**complete.metrics, **complete.coverage}
     if found:
         Console().print(table)
     return measured

@@ -20,6 +20,23 @@ def test_eval_prints_a_table_beside_the_floor_and_keeps_the_report(run, folder):
     assert "popularity baseline" not in out
 
 
+def test_the_trained_baseline_is_trained_once_and_then_evaluated_in_any_protocol(run, folder, monkeypatch):
+    monkeypatch.setattr("nestpipe.training.fit._STEPS", 10)
+    code, out, _ = run("eval", str(folder / "b"), "--baselines", "sasrec")
+    assert code == 0
+    assert "training the SASRec baseline" in out
+    assert "SASRec, cross-entropy" in out
+    trained = folder / "b" / "baseline-sasrec"
+    made = {one: one.stat().st_mtime_ns for one in trained.glob("checkpoints/**/*") if one.is_file()}
+    code, out, _ = run("eval", str(folder / "b"), "--baselines", "sasrec", "--seen", "none", "--ks", "3")
+    assert code == 0
+    assert "training the SASRec baseline" not in out
+    assert made == {one: one.stat().st_mtime_ns for one in trained.glob("checkpoints/**/*") if one.is_file()}
+    assert set(json.loads((folder / "b" / "eval" / "test" / "context.json").read_text())["baselines"]) == {
+        "SASRec, cross-entropy"
+    }
+
+
 def test_several_seeds_are_one_result(run, folder, tmp_path):
     for seed in ("1", "2"):
         common = ["--data.path", str(folder / "log"), "--train.num-threads", "1", "--data.batch-size", "16"]
