@@ -33,7 +33,7 @@ NEVER |= {(lower, whole) for layer in LAYERS[:3] for lower in layer for whole in
 FORBIDDEN = {
     r"\.cuda\(": "device code is device-agnostic: use torch.accelerator and .to(device)",
     r"^\s*(import|from) c?[pP]ickle\b": "pickle runs code when it reads",
-    r"\btorch\.(load|save)\(": "weights are safetensors",
+    r"\btorch\.(save\(|load\((?!.*weights_only=True))": "weights are safetensors; others' files may hold code",
     r"\bnn\.Dropout\b|\bF\.dropout\(": "use nestpipe.rng.dropout",
     r"\btorch\.(manual_seed|rand|randn|randint|randperm|multinomial|bernoulli)\(": "use nestpipe.rng",
     r"\bnp\.random\.(?!default_rng\b|Generator\b)\w+": "use np.random.default_rng(seed)",

@@ -92,6 +92,9 @@ SECTIONS: dict[str, dict[str, Command]] = {
         "checkpoint rebucket": Command(
             "other buckets", "checkpoint:rebucket", "checkpoint_arguments:RebucketCheckpoints"
         ),
+        "checkpoint import-hstu": Command(
+            "a run of Meta's checkpoint", "checkpoint:import_hstu", "checkpoint_arguments:ImportHSTU"
+        ),
         "simulate": Command("predict a step's time on many workers", "simulate:main", "arguments:SimulateArguments"),
     },
     "Check": {

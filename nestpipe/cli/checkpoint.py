@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 import statistics
 from contextlib import ExitStack
 from pathlib import Path
@@ -22,12 +23,14 @@ from nestpipe.checkpoint.rewrite import rebucket as rebucket_checkpoints
 from nestpipe.cli.checkpoint_arguments import (
     CompactCheckpoint,
     DiffCheckpoints,
+    ImportHSTU,
     InspectCheckpoint,
     RebucketCheckpoints,
     VerifyCheckpoint,
 )
 from nestpipe.config import Config
 from nestpipe.errors import ConfigError
+from nestpipe.training.import_hstu import import_hstu as import_file
 from nestpipe.training.process import lock_run
 
 
@@ -92,6 +95,18 @@ def rebucket(arguments: RebucketCheckpoints) -> int:
             (RemotePath.of(config.train.checkpoints) / "config.json").write_last(data)
     shown = ", ".join(str(step) for step in steps) or "none"
     print(f"{arguments.run}: {arguments.buckets:,} buckets, at most as many ranks; rewritten checkpoints: {shown}")
+    return 0
+
+
+def import_hstu(arguments: ImportHSTU) -> int:
+    found = import_file(
+        arguments.file, arguments.data, arguments.run, num_heads=arguments.num_heads, max_len=arguments.max_len
+    )
+    model = found.run.config.model
+    print(f"{arguments.run}: HSTU with {model.num_blocks} blocks, width {model.dim}, rows of {found.num_rows:,} items")
+    if found.num_missing:
+        print(f"{found.num_missing:,} items of {arguments.data} have no row in the file; theirs are initialised")
+    print(f"Next: nestpipe eval {shlex.quote(str(arguments.run))}")
     return 0
 
 

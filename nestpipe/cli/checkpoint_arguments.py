@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 import tyro
@@ -81,3 +82,26 @@ class RebucketCheckpoints:
     """Folder of the run."""
     buckets: int
     """Number of buckets."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImportHSTU:
+    """Makes a run of a checkpoint of Meta's HSTU, as generative-recommenders saves it.
+
+    Items must have the numbers that it was trained with. The run can be evaluated, served and trained further.
+
+    Example: nestpipe checkpoint import-hstu ckpts/ml-1m_ep100 --data data/ml1m-meta --run runs/meta
+
+    Next: nestpipe eval runs/meta
+    """
+
+    file: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")]
+    """The checkpoint file."""
+    data: Annotated[Path, tyro.conf.arg(metavar="DATA")]
+    """Sequence folder, such as that of 'nestpipe data movielens --ties meta'."""
+    run: Annotated[Path, tyro.conf.arg(metavar="RUN")]
+    """Folder of the new run."""
+    num_heads: int = 1
+    """Attention heads, which the file does not say; 2 for HSTU-large."""
+    max_len: int = 0
+    """Longest history; 0 means 11 less than the checkpoint has positions, as in Meta's published settings."""
