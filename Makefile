@@ -47,7 +47,8 @@ format: install  ## let ruff fix what it can
 types: install  ## mypy --strict
 	$(BIN)/mypy
 
-peers: $(PEERS)/.installed  ## make .venv-peers, where benchmarks run TorchRec next to nestpipe
+peers: $(PEERS)/.installed  ## make .venv-peers, where benchmarks run TorchRec next to nestpipe; compare models with published code
+	PYTHONPATH=. $(PEERS)/bin/python benchmarks/reference_parity.py
 
 clean:  ## remove what make made; compiled kernels are in ~/.cache/nestpipe/kernels
 	rm -rf $(VENV) $(PEERS) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
@@ -91,6 +92,6 @@ $(PEERS)/.installed: pyproject.toml constraints.txt
 	$(PEERS)/bin/python -m pip install --quiet -c constraints.txt --no-build-isolation -e .
 	$(PEERS)/bin/python -m pip install --quiet --no-deps fbgemm-gpu-cpu==1.8.0 torchrec==1.8.0
 	@echo "pip will now complain about torchrec's declared versions; that is known, and the import below is the check"
-	$(PEERS)/bin/python -m pip install --quiet -c constraints.txt iopath pyre-extensions torchmetrics tensordict tqdm
+	$(PEERS)/bin/python -m pip install --quiet -c constraints.txt einops iopath pyre-extensions torchmetrics tensordict tqdm
 	$(PEERS)/bin/python -c "import torchrec; print('torchrec', torchrec.__version__)"
 	@touch $@

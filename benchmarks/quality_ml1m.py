@@ -61,9 +61,12 @@ def _with_blocks(num_blocks: int) -> Callable[[], Config]:
 
 BASES: dict[str, Callable[[], Config]] = {
     "sasrec": recipes.ml1m_sasrec,
+    "sasrec_meta": recipes.ml1m_sasrec_meta,
+    "esasrec": recipes.ml1m_esasrec,
     "hstu": recipes.ml1m_hstu,
     "hstu_large": recipes.ml1m_hstu_large,
-    "fuxi": recipes.ml1m_fuxi_hybrid,
+    "fuxi_alpha": recipes.ml1m_fuxi_alpha,
+    "fuxi_hybrid": recipes.ml1m_fuxi_hybrid,
 }
 SIZES = {f"hstu, {blocks} blocks": _with_blocks(blocks) for blocks in (2, 4, 8)}
 BASE_EPOCHS, SIZES_EPOCHS, STALE_EPOCHS = 101, 10, 20

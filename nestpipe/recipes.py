@@ -211,8 +211,8 @@ def scenarios() -> Config:
 
 
 def ml1m_fuxi_alpha() -> Config:
-    """FuXi-alpha on MovieLens-1M, time by buckets, with the settings of `ml1m_hstu`: 2 blocks, 1 head, 128 negatives per event."""
-    return replace(ml1m_hstu(), model=FuXiConfig(time="buckets"))
+    """FuXi-alpha on MovieLens-1M as published, time by buckets, with the settings of `ml1m_hstu`: 2 blocks, 1 head, 128 negatives per event."""
+    return replace(ml1m_hstu(), model=FuXiConfig(time="buckets", feed_dropout="input"))
 
 
 def ml1m_fuxi_hybrid() -> Config:

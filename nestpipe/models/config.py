@@ -250,6 +250,8 @@ class FuXiConfig:
     """Width of the SwiGLU layer; 0 means dim."""
     dropout: float = 0.2
     """Dropout probability, at the input and twice in each block."""
+    feed_dropout: Literal["hidden", "input"] = "hidden"
+    """Place of the second dropout in a block: the hidden layer of SwiGLU, or its input, as published."""
     time: Literal["buckets", "decay"] = "decay"
     """Time channel. buckets: a table (FuXi-alpha). decay: alpha · gamma^(T^beta) (FuXi-gamma)."""
     num_time_buckets: int = 128

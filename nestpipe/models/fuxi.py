@@ -65,6 +65,7 @@ class _FuXiUnit(nn.Module):
             nn.init.normal_(parameter, std=0.02)
         self.time = _time_parameter(config)
         self.by_decay = config.time == "decay"
+        self.drops_input = config.feed_dropout == "input"
         self.out = nn.Linear(self.widths[0], config.dim)
         self.gate, self.up = (nn.Linear(config.dim, hidden, bias=False) for _ in range(2))
         self.down = nn.Linear(hidden, config.dim, bias=False)
@@ -77,8 +78,9 @@ class _FuXiUnit(nn.Module):
         v, q, k = (part.unflatten(1, (self.num_heads, -1)) for part in (v, q, k))
         attended = jagged_attention(q, k, v, layout, kind="silu", norm=self.max_len, bias=self._bias()).flatten(1)
         x = torch.add(x, self.out(drop(gate * _normed(attended), f"{site}/attention")))
-        normed = _normed(x)
-        return torch.add(x, self.down(drop(F.silu(self.gate(normed)) * self.up(normed), f"{site}/feed")))
+        normed = drop(_normed(x), f"{site}/feed") if self.drops_input else _normed(x)
+        hidden = F.silu(self.gate(normed)) * self.up(normed)
+        return torch.add(x, self.down(hidden if self.drops_input else drop(hidden, f"{site}/feed")))
 
     def _bias(self) -> Bias:
         if not self.by_decay:
