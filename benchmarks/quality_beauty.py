@@ -2,7 +2,8 @@
 
 Leave-one-out, full ranking over items (never over codes), histories of at most 50 events, seen items excluded. Settings and
 checkpoint are chosen on the second-last item of each user (validation). The last item is evaluated once per run, when its record
-is written. An interrupted run resumes; an arm that has a record is not run again.
+is written. An interrupted run resumes; an arm that has a record is not run again. `--write` renders all records into
+docs/performance/quality.md.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 
 import measure
 import torch
-from quality import done
+from quality import done, spread
 
 from nestpipe import recipes
 from nestpipe.cli.sid import item_vectors
@@ -37,17 +38,34 @@ KS = (1, 5, 10, 20)
 MUST_HR10, AIM_HR10, AIM_NDCG10 = 0.056, 0.0648, 0.0384
 SID = SidConfig(levels=3, codes=256, policy="suffix")
 BEHAVIOUR = 0.5  # share of co-occurrence vectors, the rest is title vectors
+ARMS: dict[str, Callable[[], Config]] = {
+    "sasrec": recipes.beauty_sasrec,
+    "esasrec": recipes.beauty_esasrec,
+    "generative": recipes.beauty_sid,
+}
+PUBLISHED = {  # HR@10, NDCG@10 of others on the same files, full ranking
+    "SASRec, sampled softmax": (0.0921, 0.0531),
+    "eSASRec": (0.0928, 0.0523),
+    "BSARec": (0.1008, 0.0611),
+    "TIGER, generative": (0.0648, 0.0384),
+    "ActionPiece, generative": (0.0775, 0.0424),
+    "LC-Rec, generative": (0.0791,),
+    "OneRec 8B, generative": (0.0924,),
+}
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "performance" / "quality.md"
+BEGIN, END = "<!-- quality_beauty -->", "<!-- end of quality_beauty -->"
+HEADER = ["model", "seeds", "HR@10", "NDCG@10", "HR@5", "coverage@10"]
 Figures = dict[str, object]
 
 
-def config_of(arm: str, options: argparse.Namespace) -> Config:
+def config_of(arm: str, seed: int, options: argparse.Namespace) -> Config:
     """The arm's recipe on the given data; all arms have the same split, history, seen items and lists."""
-    config = recipes.beauty_sasrec() if arm == "sasrec" else recipes.beauty_sid()
+    config = ARMS.get(arm, recipes.beauty_sasrec)()
     if isinstance(config.model, EncDecConfig):
         config = replace(config, model=replace(config.model, ids=str(options.runs / "ids")))
     return replace(
         config,
-        seed=options.seed,
+        seed=seed,
         data=replace(config.data, path=str(options.data)),
         train=replace(
             config.train,
@@ -134,48 +152,74 @@ def recorded(arm: str, seed: int, settings: Mapping[str, object], run: Callable[
     return figures
 
 
+def run_arm(arm: str, seed: int, options: argparse.Namespace) -> Figures:
+    """The figures of an arm and seed, run if they are not on record."""
+    config = config_of(arm, seed, options)
+    if arm == "popularity":
+        return recorded(arm, seed, settings_of(arm, None), lambda: run_popularity(config))
+    more = {}
+    if arm == "generative":
+        options.runs.mkdir(parents=True, exist_ok=True)
+        ids = options.runs / "ids"
+        made = {"arm": "ids", **asdict(SID), "behaviour": BEHAVIOUR}
+        make_ids(options.data, ids)
+        more["ids"] = recorded("ids", SID.seed, made, lambda: figures_of_ids(options.data, ids))["version"]
+    folder = options.runs / f"{arm}-{seed}"
+    return recorded(arm, seed, settings_of(arm, config, **more), lambda: run_model(config, folder))
+
+
+def row_of(arm: str, found: list[Figures]) -> list[str]:
+    """Means over seeds, with the half width of their 95 % interval where there are several."""
+    shown = []
+    for name in ("hr@10", "ndcg@10", "hr@5", "coverage@10"):
+        mean, half = spread([float(str(one[name])) for one in found])
+        shown.append(f"{mean:.4f}" + (f" ± {half:.4f}" if len(found) > 1 else ""))
+    return [arm, str(len(found)), *shown]
+
+
+def page(rows: list[list[str]]) -> str:
+    """docs/performance/quality.md with the table in its place."""
+    published = [
+        [f"*{name}*", "?", *(f"{one:.4f}" for one in found), *["-"] * (len(HEADER) - 2 - len(found))]
+        for name, found in PUBLISHED.items()
+    ]
+    table = [f"| {' | '.join(row)} |" for row in (HEADER, ["---"] * len(HEADER), *rows, *published)]
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    return before + "\n".join([BEGIN, "", *table, "", END]) + rest.partition(END)[2]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--data", type=Path, required=True, help="Beauty as written by 'nestpipe data amazon --texts'")
     parser.add_argument(
         "--runs", type=Path, default=Path("runs/quality_beauty"), help="folder of the runs, which are resumed"
     )
-    parser.add_argument("--arms", nargs="+", default=["popularity", "sasrec", "generative"])
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--arms", nargs="+", choices=["popularity", *ARMS], default=["popularity", *ARMS])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--epochs", type=int, default=0, help="epochs of training; 0: those of the recipe")
     parser.add_argument("--minutes", type=float, default=0.0, help="limit of each training in minutes; 0: none")
+    parser.add_argument("--write", action="store_true", help="put the table into docs/performance/quality.md")
     options = parser.parse_args()
-    found: dict[str, Figures] = {}
-    for arm in options.arms:
-        config = config_of(arm, options)
-        if arm == "popularity":
-            found[arm] = recorded(arm, options.seed, settings_of(arm, None), lambda c=config: run_popularity(c))
-            continue
-        if arm == "generative":
-            options.runs.mkdir(parents=True, exist_ok=True)
-            ids = options.runs / "ids"
-            made = {"arm": "ids", **asdict(SID), "behaviour": BEHAVIOUR}
-            make_ids(options.data, ids)
-            found["ids"] = recorded("ids", SID.seed, made, lambda f=ids: figures_of_ids(options.data, f))
-        folder = options.runs / f"{arm}-{options.seed}"
-        more = {"ids": found["ids"]["version"]} if arm == "generative" else {}
-        settings = settings_of(arm, config, **more)
-        found[arm] = recorded(arm, options.seed, settings, lambda c=config, f=folder: run_model(c, f))
-    rows = [
-        [arm, *(f"{one[name]:.4f}" for name in ("hr@5", "hr@10", "ndcg@10", "coverage@10"))]
-        for arm, one in found.items()
-        if arm != "ids"
-    ]
-    print(measure.table(["arm", "HR@5", "HR@10", "NDCG@10", "coverage@10"], rows))
-    keys: Figures = {
-        f"{arm}_{name}": one[name] for arm, one in found.items() if arm != "ids" for name in ("hr@10", "ndcg@10")
+    found = {
+        arm: [run_arm(arm, seed, options) for seed in (options.seeds if arm != "popularity" else [0])]
+        for arm in options.arms
     }
-    if generative := found.get("generative"):
-        hr, ndcg = float(str(generative["hr@10"])), float(str(generative["ndcg@10"]))
+    rows = [row_of(arm, figures) for arm, figures in found.items()]
+    print(measure.table(HEADER, rows))
+    if options.write:
+        PAGE.write_text(page(rows))
+    mean = {
+        (arm, name): spread([float(str(one[name])) for one in figures])[0]
+        for arm, figures in found.items()
+        for name in ("hr@10", "ndcg@10")
+    }
+    keys: Figures = {f"{arm}_{name}": round(value, 5) for (arm, name), value in mean.items()}
+    if "generative" in found:
+        hr, ndcg = mean["generative", "hr@10"], mean["generative", "ndcg@10"]
         keys |= {"must_met": hr >= MUST_HR10, "aim_met": hr >= AIM_HR10 and ndcg >= AIM_NDCG10}
-        if sasrec := found.get("sasrec"):
-            keys["hr@10_of_sasrec"] = round(hr / float(str(sasrec["hr@10"])), 4)
+        if "sasrec" in found:
+            keys["hr@10_of_sasrec"] = round(hr / mean["sasrec", "hr@10"], 4)
     print(json.dumps(keys))
 
 
