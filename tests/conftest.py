@@ -100,6 +100,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()  # modules and tests stay to the end: no collection need look at them
 
 
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # triton prints what stays as leaks
+
+
 @pytest.fixture(scope="session")
 def scale(pytestconfig: pytest.Config) -> Callable[[int, int], int]:
     """`scale(small, large)`: the small count, or the large one with --soak."""
