@@ -65,13 +65,13 @@ class Arm:
             self._count_reads(table.buffer._below)
 
     def _count_reads(self, store: Any) -> None:
-        read = store.read
+        exchange = store.exchange
 
-        def counted(slots: torch.Tensor, *arguments: Any) -> None:
-            self.num_missing += len(slots)
-            read(slots, *arguments)
+        def counted(leaving: torch.Tensor, arriving: torch.Tensor, *arguments: Any) -> None:
+            self.num_missing += len(arriving)
+            exchange(leaving, arriving, *arguments)
 
-        store.read = counted
+        store.exchange = counted
 
     def run(self, own: list[torch.Tensor]) -> float:
         num_rows = sum(map(len, own))

@@ -64,6 +64,11 @@ class SlowerStore(Protocol):
         """Overwrites the rows of distinct slots by those at places of all columns."""
         ...
 
+    def exchange(self, leaving: Tensor, arriving: Tensor, columns: Mapping[str, Tensor], places: Tensor) -> None:
+        """Like `write` of the rows at distinct places to the slots `leaving` [n], but for those of -1, and then `read` of
+        the slots `arriving` [n] to these places. No slot leaves and arrives."""
+        ...
+
     def drop(self, slots: Tensor) -> None:
         """Forgets the rows of distinct slots; those without one are ignored."""
         ...
@@ -211,14 +216,17 @@ class RowBuffer:
         if len(missing):
             new = slots.index_select(0, missing)
             free = self._free_positions(len(missing))
+            leaving = self._leave(free)
             if is_read:
-                self._below.read(new, self.rows.columns, free)
+                self._below.exchange(leaving, new, self.rows.columns, free)
+            else:
+                self._write_back(leaving, free)
             self._clock.link(new, free)
             positions.index_copy_(0, missing, free)
         return positions
 
     def _free_positions(self, num_rows: int) -> Tensor:
-        """So many positions without a row, held."""
+        """So many positions, held; those that are not new may have a row."""
         begin = len(self.rows)
         end = max(min(begin + num_rows, self._capacity), begin)
         self.rows.grow(end)
@@ -226,18 +234,23 @@ class RowBuffer:
         fresh = self._clock.add(end - begin)
         if len(fresh) == num_rows:
             return fresh
-        taken = self._clock.take(num_rows - len(fresh), min(begin, self._capacity))
-        self._evict(taken)
-        return torch.cat([fresh, taken])
+        return torch.cat([fresh, self._clock.take(num_rows - len(fresh), min(begin, self._capacity))])
 
     def _evict(self, positions: Tensor) -> None:
         """Removes the rows at positions, writing dirty ones back."""
+        self._write_back(self._leave(positions), positions)
+
+    def _leave(self, positions: Tensor) -> Tensor:
+        """Takes positions from their slots; returns the slots [n] of dirty rows, which must be written back, else -1."""
         slots = self._clock.slots_at(positions)
-        dirty = self._dirty["dirty"].index_select(0, positions).nonzero().flatten()
-        places = positions.index_select(0, dirty)
-        self._below.write(slots.index_select(0, dirty), self.rows.columns, places)
-        self._dirty["dirty"].index_fill_(0, places, False)
+        leaving = slots.where(self._dirty["dirty"].index_select(0, positions), _NONE)
+        self._dirty["dirty"].index_fill_(0, positions, False)
         self._clock.unlink(slots[slots >= 0], positions)
+        return leaving
+
+    def _write_back(self, leaving: Tensor, positions: Tensor) -> None:
+        dirty = (leaving >= 0).nonzero().flatten()
+        self._below.write(leaving.index_select(0, dirty), self.rows.columns, positions.index_select(0, dirty))
 
     def _rows_beside(self, num_slots: int) -> int:
         """Rows that fit into the bound beside so many slots."""

@@ -7,8 +7,9 @@ Writing a row at a place of its own costs 20 times as much as appending it to ot
 and its old one is dead. When more records are dead than live, the segments with the fewest live records are
 copied to the end of the log and reused. So the file takes about twice the bytes of its rows.
 
-Records are read by system calls, not through a mapping: one page fault maps up to 2 MiB of cached pages, so mapped
-bytes could not be bounded.
+Records that the system caches are copied from a mapping of the file, which costs a seventh of a read. The system owns
+these pages, mapped or not, and takes them back when memory is needed; then records are read by system calls.
+Process monitors show them as shared memory (RssFile), not as memory of the process (RssAnon).
 
 The file has no name: it vanishes with the process, and no checkpoint depends on it.
 """
@@ -18,18 +19,16 @@ from __future__ import annotations
 import os
 import tempfile
 import weakref
-from collections.abc import Iterator, Mapping
-from ctypes import POINTER, Structure, byref, c_int32, c_int64, c_void_p
-from functools import cache
+from collections.abc import Mapping
+from ctypes import byref, c_int64
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from nestpipe.embedding.record_kernels import record_kernels, record_rows
 from nestpipe.embedding.row_ops import check_slots, gather_rows, row_bytes
 from nestpipe.embedding.row_store import RowStore
-from nestpipe.ops.native_library import Native, library
 
 SEGMENT_BYTES = 4 << 20
 _MAX_APPEND_BYTES = 2 << 20  # packed and written at a time
@@ -37,6 +36,8 @@ _DEAD_PER_LIVE = 1.0  # records; less needs less disk, but copies more
 _HEADER_BYTES = 8  # the slot
 _NONE = -1  # the record of a slot without one
 _MAX_RECORDS = 2**31 - 1
+EACH, RING, MAPPED = range(3)  # ways to read, as in records.cpp
+_REASONS = {0: "the file ends before it", -1: "its record belongs to another slot", -2: "there is no place for it"}
 
 
 class RowFile:
@@ -57,25 +58,27 @@ class RowFile:
         self._file = _unnamed_file(folder)
         weakref.finalize(self, os.close, self._file)
         self._offsets, self._record_bytes = _layout(columns)
-        self._functions = _functions() if native is None or native else None
+        self._append_rows = max(min(append_bytes, _MAX_APPEND_BYTES) // self._record_bytes, 1)
+        self._staging = torch.empty(self._append_rows, self._record_bytes, dtype=torch.uint8)
+        self._segment_bytes = max(SEGMENT_BYTES, self._append_rows * self._record_bytes)
+        self._segment_rows = self._segment_bytes // self._record_bytes
+        self._functions = record_kernels() if native is None or native else None
         if self._functions is not None:
-            self._reader = self._functions.create(self._file, self._record_bytes)
+            layout = self._record_bytes, self._segment_rows, self._segment_bytes
+            self._reader = self._functions.create(self._file, *layout)
             if self._reader is None:
                 raise MemoryError(f"no memory to read rows from {folder}")
             weakref.finalize(self, self._functions.destroy, self._reader)
-        self._append_rows = max(min(append_bytes, _MAX_APPEND_BYTES) // self._record_bytes, 1)
-        self._staging, self._copied = torch.empty(2, self._append_rows, self._record_bytes, dtype=torch.uint8)
-        self._segment_rows = max(SEGMENT_BYTES // self._record_bytes, self._append_rows)
         self._records = RowStore({"record": torch.empty(0, dtype=torch.int32)})
         self._live = torch.empty(0, dtype=torch.int64)  # records per segment
         self._free: list[int] = []  # segments
-        self.is_batched = True  # many reads in one system call, where that is possible
+        self.how = MAPPED  # the fastest way to read that is used, where it is possible
         self._end = self._open_end = 0  # the next record, and where its segment ends
 
     @property
     def memory_bytes(self) -> int:
         """Bytes in memory, without those per slot."""
-        return 2 * self._append_rows * self._record_bytes
+        return self._staging.nbytes * (2 if self._functions is None else 1)  # torch copies before it packs
 
     @property
     def num_live(self) -> int:
@@ -91,7 +94,7 @@ class RowFile:
     @property
     def file_bytes(self) -> int:
         """Bytes of all segments."""
-        return len(self._live) * self._segment_rows * self._record_bytes
+        return len(self._live) * self._segment_bytes
 
     def grow(self, num_slots: int) -> None:
         """Extends the slots."""
@@ -105,33 +108,50 @@ class RowFile:
 
     def read(self, slots: Tensor, columns: Mapping[str, Tensor], places: Tensor) -> None:
         """Copies the rows of slots to distinct places of columns, all or some. Raises KeyError for a slot without a row."""
-        records = gather_rows(self._records["record"], slots).long()
-        missing = (records < 0).nonzero().flatten()
-        if len(missing):
-            raise KeyError(
-                f"slot {int(slots[missing[0]])} has no row in {self._folder}; it was not written, or dropped"
-            )
+        records = self._newest(slots)
         if not len(slots):
             return
         if self._functions is None or not all(column.is_contiguous() for column in columns.values()):
             self._read_each(slots, columns, places, records)
             return
-        rows, keep = self._rows(slots, columns, places)
+        rows, keep = record_rows(slots, columns, places, self._offsets, self._record_bytes)
         error = c_int64()
-        done = self._functions.read(self._reader, byref(rows), records.data_ptr(), self.is_batched, byref(error))
+        done = self._functions.read(self._reader, byref(rows), records.data_ptr(), self.how, byref(error))
         if done < len(slots):
-            raise _unreadable(self._folder, int(slots[done]), error.value)
+            raise self._unreadable(int(slots[done]), error.value)
         del keep
 
     def write(self, slots: Tensor, columns: Mapping[str, Tensor], places: Tensor) -> None:
         """Appends the rows at places of all columns as the rows of distinct slots. Raises OSError if the disk is full."""
         begin = 0
         while begin < len(slots):
-            size = min(self._append_rows, len(slots) - begin, self._room())
-            own = slice(begin, begin + size)
+            own = slice(begin, begin + self._append_rows)
             self._pack(slots[own], columns, places[own])
-            self._append(slots[own], self._staging[:size])
-            begin += size
+            self._append(slots[own])
+            begin += self._append_rows
+        self._compact()
+
+    def exchange(self, leaving: Tensor, arriving: Tensor, columns: Mapping[str, Tensor], places: Tensor) -> None:
+        """Writes the rows at distinct places as those of `leaving` [n], then reads the rows of `arriving` [n] to them.
+
+        A slot of -1 in `leaving` is not written. No slot leaves and arrives.
+        """
+        if self._functions is None:
+            dirty = (leaving >= 0).nonzero().flatten()
+            self.write(leaving.index_select(0, dirty), columns, places.index_select(0, dirty))
+            self.read(arriving, columns, places)
+            return
+        for begin in range(0, len(arriving), self._append_rows):
+            own = slice(begin, begin + self._append_rows)
+            slots, left = arriving[own], leaving[own].contiguous()
+            records, error = self._newest(slots), c_int64()
+            rows, keep = record_rows(slots, columns, places[own], self._offsets, self._record_bytes)
+            memory = records.data_ptr(), left.data_ptr(), self._staging.data_ptr()
+            done = self._functions.exchange(self._reader, byref(rows), *memory, self.how, byref(error))
+            if done < len(slots):
+                raise self._unreadable(int(slots[done]), error.value)
+            del keep
+            self._append(left[left >= 0])
         self._compact()
 
     def drop(self, slots: Tensor) -> None:
@@ -152,14 +172,18 @@ class RowFile:
             self._open_end = self._end + self._segment_rows
         return self._open_end - self._end
 
-    def _append(self, slots: Tensor, packed: Tensor) -> None:
-        """Writes packed records to the open segment, which has room for them, as the newest of their slots."""
-        self._write_bytes(packed)
-        self._assign(slots, self._end)
-        self._end += len(slots)
+    def _append(self, slots: Tensor) -> None:
+        """Writes the packed records of slots [n] to the end of the log, as the newest of their slots."""
+        begin = 0
+        while begin < len(slots):
+            end = min(len(slots), begin + self._room())
+            self._write_bytes(self._staging[begin:end])
+            self._assign(slots[begin:end], self._end)
+            self._end += end - begin
+            begin = end
 
     def _write_bytes(self, packed: Tensor) -> None:
-        data, offset = _memory(packed), self._end * self._record_bytes
+        data, offset = _memory(packed), self._offset(self._end)
         try:
             while data:
                 written = os.pwrite(self._file, data, offset)
@@ -182,28 +206,51 @@ class RowFile:
 
     def _free_segment(self, segment: int) -> None:
         """Copies the live records of a full segment to the end of the log."""
-        first = segment * self._segment_rows
-        for begin in range(first, first + self._segment_rows, self._append_rows):
+        end = (segment + 1) * self._segment_rows
+        for first in range(end - self._segment_rows, end, self._append_rows):
             if not int(self._live[segment]):
                 break
-            records = torch.arange(begin, min(begin + self._append_rows, first + self._segment_rows))
-            packed = self._read_records(records, self._copied)
-            slots = _part(packed, 0, _HEADER_BYTES).view(torch.int64).flatten()
-            live = (self._records["record"].index_select(0, slots) == records).nonzero().flatten()
-            for own in _chunks(live, self._room):
-                self._append(slots.index_select(0, own), gather_rows(packed, own, self._staging[: len(own)]))
+            self._append(self._pack_live(first, min(self._append_rows, end - first)))
         self._free.append(segment)
 
-    def _read_records(self, records: Tensor, out: Tensor) -> Tensor:
-        """Consecutive records, packed, in `out`."""
-        packed = out[: len(records)]
-        data, offset = _memory(packed), int(records[0]) * self._record_bytes
+    def _pack_live(self, first: int, number: int) -> Tensor:
+        """Packs those of consecutive records that are the newest of their slots into the staging buffer; returns these."""
+        newest = self._records["record"]
+        if self._functions is not None:
+            live, error = torch.empty(number, dtype=torch.int64), c_int64()
+            memory = newest.data_ptr(), len(newest), self._staging.data_ptr(), live.data_ptr()
+            num_live = self._functions.live(self._reader, first, number, *memory, self.how, byref(error))
+            if num_live < 0:
+                raise self._unreadable(_NONE, error.value)
+            return live[:num_live]
+        packed = self._read_records(first, self._staging[:number])
+        slots = _part(packed, 0, _HEADER_BYTES).view(torch.int64).flatten()
+        places = (newest.index_select(0, slots) == torch.arange(first, first + number)).nonzero().flatten()
+        packed[: len(places)] = packed.index_select(0, places)
+        return slots.index_select(0, places)
+
+    def _read_records(self, first: int, packed: Tensor) -> Tensor:
+        """Reads consecutive records of a segment into `packed`."""
+        data, offset = _memory(packed), self._offset(first)
         while data:
             size = os.preadv(self._file, [data], offset)
             if not size:
-                raise _unreadable(self._folder, _NONE, 0)
+                raise self._unreadable(_NONE, 0)
             data, offset = data[size:], offset + size
         return packed
+
+    def _offset(self, record: int) -> int:
+        """Where a record starts in the file."""
+        segment, row = divmod(record, self._segment_rows)
+        return segment * self._segment_bytes + row * self._record_bytes
+
+    def _newest(self, slots: Tensor) -> Tensor:
+        """The newest record [n] of each slot. Raises KeyError for a slot without one."""
+        records = gather_rows(self._records["record"], slots).long()
+        if len(slots) and int(records.min()) < 0:
+            slot = int(slots[int(records.argmin())])
+            raise KeyError(f"slot {slot} has no row in {self._folder}; it was not written, or dropped")
+        return records
 
     def _assign(self, slots: Tensor, first: int) -> None:
         """Makes records `first`, `first` + 1, … the newest of distinct slots; none at all if `first` is negative."""
@@ -225,7 +272,7 @@ class RowFile:
     def _pack(self, slots: Tensor, columns: Mapping[str, Tensor], places: Tensor) -> None:
         """Packs rows into the staging buffer."""
         if self._functions is not None:
-            rows, keep = self._rows(slots, columns, places)
+            rows, keep = record_rows(slots, columns, places, self._offsets, self._record_bytes)
             done = self._functions.pack(byref(rows), self._staging.data_ptr())
             if done < len(slots):
                 raise IndexError(f"place {int(places[done])} is not among the rows of the buffer")
@@ -241,37 +288,19 @@ class RowFile:
         """`read` without native code."""
         packed = torch.empty(len(records), self._record_bytes, dtype=torch.uint8)
         for i in range(len(records)):
-            self._read_records(records[i : i + 1], packed[i : i + 1])
+            self._read_records(int(records[i]), packed[i : i + 1])
         found = _part(packed, 0, _HEADER_BYTES).view(torch.int64).flatten()
         wrong = (found != slots).nonzero().flatten()
         if len(wrong):
-            raise _unreadable(self._folder, int(slots[wrong[0]]), -1)
+            raise self._unreadable(int(slots[wrong[0]]), -1)
         for name, column in columns.items():
             offset = self._offsets[name]
             own = _part(packed, offset, row_bytes(column))
             column.index_copy_(0, places, own.view(column.dtype).view(len(slots), *column.shape[1:]))
 
-    def _rows(self, slots: Tensor, columns: Mapping[str, Tensor], places: Tensor) -> tuple[_RecordRows, Any]:
-        """Arguments of native functions, and what must live as long as they do."""
-        slots, places = slots.contiguous(), places.contiguous()
-        each = (_RecordColumn * len(columns))(
-            *(
-                _RecordColumn(column.data_ptr(), row_bytes(column), self._offsets[name])
-                for name, column in columns.items()
-            )
-        )
-        num_rows = min((len(column) for column in columns.values()), default=0)
-        sizes = (slots.data_ptr(), len(slots), self._record_bytes)
-        return _RecordRows(each, len(columns), num_rows, places.data_ptr(), *sizes), (each, slots, places)
-
-
-def _chunks(places: Tensor, room: Any) -> Iterator[Tensor]:
-    """Places in chunks of at most room() each."""
-    begin = 0
-    while begin < len(places):
-        size = min(room(), len(places) - begin)
-        yield places[begin : begin + size]
-        begin += size
+    def _unreadable(self, slot: int, error: int) -> OSError:
+        reason = _REASONS.get(error) or os.strerror(error)
+        return OSError(max(error, 0), f"cannot read the row of slot {slot} from {self._folder}: {reason}")
 
 
 def _layout(columns: Mapping[str, Tensor]) -> tuple[dict[str, int], int]:
@@ -297,55 +326,7 @@ def _bytes_of(rows: Tensor) -> Tensor:
     return rows.contiguous().view(len(rows), -1).view(torch.uint8)
 
 
-def _unreadable(folder: Path, slot: int, error: int) -> OSError:
-    reasons = {0: "the file ends before it", -1: "its record belongs to another slot", -2: "there is no place for it"}
-    return OSError(
-        max(error, 0), f"cannot read the row of slot {slot} from {folder}: {reasons.get(error) or os.strerror(error)}"
-    )
-
-
 def _unnamed_file(folder: Path) -> int:
     """The descriptor of a new file without a name; it vanishes with its last descriptor."""
     with tempfile.TemporaryFile(dir=folder) as file:
         return os.dup(file.fileno())
-
-
-class _RecordColumn(Structure):
-    """nestpipe_record_column of records.cpp."""
-
-    _fields_ = (("rows", c_void_p), ("row_bytes", c_int64), ("offset", c_int64))
-
-
-class _RecordRows(Structure):
-    """nestpipe_record_rows of records.cpp."""
-
-    _fields_ = (
-        ("columns", POINTER(_RecordColumn)),
-        ("num_columns", c_int64),
-        ("num_rows", c_int64),
-        ("places", c_void_p),
-        ("slots", c_void_p),
-        ("n", c_int64),
-        ("record_bytes", c_int64),
-    )
-
-
-class _RecordFunctions:
-    """The functions of records.cpp."""
-
-    def __init__(self, native: Native):
-        rows = POINTER(_RecordRows)
-        self.pack = native.function("nestpipe_records_pack", c_int64, rows, c_void_p)
-        numbers = (c_void_p, c_int64) * 2 + (c_int64, c_void_p, c_int64)
-        self.assign = native.function("nestpipe_records_assign", c_int64, *numbers)
-        self.create = native.function("nestpipe_reader_create", c_void_p, c_int32, c_int64)
-        self.destroy = native.function("nestpipe_reader_destroy", None, c_void_p)
-        self.read = native.function(
-            "nestpipe_records_read", c_int64, c_void_p, rows, c_void_p, c_int64, POINTER(c_int64)
-        )
-
-
-@cache
-def _functions() -> _RecordFunctions | None:
-    native = library()
-    return _RecordFunctions(native) if native else None

@@ -53,16 +53,16 @@ def check(table):
 @contextmanager
 def rules_of_eviction():
     """Evicted rows are not written back, and new ids start in slots of which nothing is kept."""
-    drop, write, start, dropping = RowBuffer.drop, RowFile.write, Table._start, []
+    drop, append, start, dropping = RowBuffer.drop, RowFile._append, Table._start, []
 
     def dropping_(buffer, slots):
         dropping.append(1)
         drop(buffer, slots)
         dropping.pop()
 
-    def writing(file, slots, *rows):
+    def appending(file, slots):
         assert not dropping or not len(slots), "an evicted row is written back"
-        write(file, slots, *rows)
+        append(file, slots)
 
     def starting(table, ids, slots):
         old = slots[slots < table.buffer._clock.num_slots]
@@ -72,7 +72,7 @@ def rules_of_eviction():
 
     with (
         patch.object(RowBuffer, "drop", dropping_),
-        patch.object(RowFile, "write", writing),
+        patch.object(RowFile, "_append", appending),
         patch.object(Table, "_start", starting),
     ):
         yield
@@ -140,15 +140,15 @@ EVERY += [(optimizer, LIMITS, None) for optimizer in sorted(OPTIMIZERS) if optim
 def test_rows_in_files_are_bitwise_those_in_memory(tmp_path, optimizer, limits, native):
     expected = trained(new_table(optimizer=optimizer, **limits))
     compactions, moved = [], RowFile._free_segment
-    evict, written = RowBuffer._evict, []
+    leave, left = RowBuffer._leave, []
     with (
         patch.object(RowFile, "_free_segment", lambda file, own: (compactions.append(own), moved(file, own))),
-        patch.object(RowBuffer, "_evict", lambda buffer, own: (written.append(len(own)), evict(buffer, own))),
+        patch.object(RowBuffer, "_leave", lambda buffer, own: (left.append(len(own)), leave(buffer, own))[1]),
     ):
         found = differs(tmp_path, expected, optimizer=optimizer, native=native, **limits)
     assert found == ""
     if optimizer == "adam":
-        assert sum(written) > 100, "the buffer is too large to show anything"
+        assert sum(left) > 100, "the buffer is too large to show anything"
         assert compactions
 
 
@@ -249,12 +249,14 @@ def held_rows_are_replaced():
 
 
 def state_is_not_written_back():
-    write = RowFile.write
+    append = RowFile._append
 
-    def writing(file, slots, columns, places):
-        write(file, slots, {**columns, "state.mean": torch.zeros_like(columns["state.mean"])}, places)
+    def appending(file, slots):
+        begin = file._offsets["state.mean"]
+        file._staging[:, begin : begin + 4 * DIM] = 0
+        append(file, slots)
 
-    return patch.object(RowFile, "write", writing)
+    return patch.object(RowFile, "_append", appending)
 
 
 def compaction_keeps_old_records():

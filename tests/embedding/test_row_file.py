@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 
 import pytest
 import torch
 
 from nestpipe.embedding import row_file
-from nestpipe.embedding.row_file import RowFile
+from nestpipe.embedding.row_file import EACH, MAPPED, RING, RowFile
 
 NUM_SLOTS = 500
 
@@ -78,19 +79,52 @@ def test_native_and_torch_write_the_same_bytes(tmp_path, small_segments):
     assert torch.equal(files[0]._live, files[1]._live)
 
 
-def test_one_call_for_many_reads_and_one_for_each_read_the_same(tmp_path, small_segments):
+def test_every_way_reads_the_same(tmp_path, small_segments):
     file, slots = new_file(tmp_path, native=True), torch.randperm(NUM_SLOTS)
     file.write(slots, columns(NUM_SLOTS), torch.arange(NUM_SLOTS))
     found = []
-    for is_batched in (True, False):
-        file.is_batched = is_batched
+    for how in (MAPPED, RING, EACH):
+        file.how = how
         found.append(read(file, slots))
     for name, rows in columns(NUM_SLOTS).items():
-        assert torch.equal(found[0][name], rows)
-        assert torch.equal(found[1][name], rows)
+        assert all(torch.equal(one[name], rows) for one in found)
     some = torch.zeros(NUM_SLOTS, 5)
     file.read(slots[:9], {"rows": some}, torch.arange(9) * 2)
     assert torch.equal(some[:18:2], columns(NUM_SLOTS)["rows"][:9]), "some of the columns"
+
+
+@pytest.mark.parametrize(("native", "how"), [(False, EACH), (True, EACH), (True, RING), (True, MAPPED)])
+def test_an_exchange_is_a_write_and_then_a_read(tmp_path, small_segments, native, how):
+    one, other = new_file(tmp_path, native), new_file(tmp_path, native)
+    one.how = how
+    every = torch.arange(NUM_SLOTS)
+    for file in (one, other):
+        file.write(every, columns(NUM_SLOTS, seed=3), every)
+    generator = torch.Generator().manual_seed(4)
+    for step in range(20):
+        leaving, arriving = torch.randperm(NUM_SLOTS, generator=generator)[:160].view(2, 80)
+        places = torch.randperm(100, generator=generator)[:80]
+        clean = torch.rand(80, generator=generator) < 0.3
+        found, expected = columns(100, seed=step), columns(100, seed=step)
+        one.exchange(leaving.masked_fill(clean, -1), arriving, found, places)
+        other.write(leaving[~clean], expected, places[~clean])
+        other.read(arriving, expected, places)
+        assert all(torch.equal(found[name], expected[name]) for name in found)
+        assert all(
+            torch.equal(a, b) for a, b in zip(read(one, every).values(), read(other, every).values(), strict=True)
+        )
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="the cache cannot be emptied")
+def test_records_that_the_system_does_not_cache_are_read_by_calls(tmp_path):
+    file, slots = new_file(tmp_path, native=True), torch.arange(NUM_SLOTS)
+    file.write(slots, columns(NUM_SLOTS), slots)
+    os.fsync(file._file)
+    os.posix_fadvise(file._file, 0, 0, os.POSIX_FADV_DONTNEED)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_majflt
+    found = read(file, slots)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_majflt == before, "waited for a page"
+    assert all(torch.equal(found[name], rows) for name, rows in columns(NUM_SLOTS).items())
 
 
 @pytest.mark.parametrize("native", [False, True], ids=["torch", "native"])

@@ -24,7 +24,7 @@ def log(tmp_path_factory):
 
 def train(world, config, folder):
     """Trains with buffers that hold no row more than the batches in flight; returns how many rows left them."""
-    hold, evict, num_left = RowBuffer._hold, RowBuffer._evict, 0
+    hold, leave, num_left = RowBuffer._hold, RowBuffer._leave, 0
 
     def tight(buffer, slots, **more):
         positions = buffer._clock.find(slots)
@@ -35,13 +35,13 @@ def train(world, config, folder):
     def counted(buffer, positions):
         nonlocal num_left
         num_left += len(positions)
-        evict(buffer, positions)
+        return leave(buffer, positions)
 
     with (
         patch.object(row_file, "SEGMENT_BYTES", 4096),
         patch.object(buckets, "MIN_ROWS_PER_BUCKET", 30),  # so that four ranks evict rows of a small log
         patch.object(RowBuffer, "_hold", tight),
-        patch.object(RowBuffer, "_evict", counted),
+        patch.object(RowBuffer, "_leave", counted),
     ):
         train_to_end(config, folder, resume=True, quiet=True, world=world)
     return num_left
