@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +32,7 @@ from nestpipe.training.run_folder import Run
 EPOCHS = 4
 ARMS = {"aligned": "utility", "control": "format"}  # what is rewarded; the format of all drawn items is legal
 _COLUMNS = ("--user", "customer", "--user-encoding", "dictionary", "--item", "product", "--item-encoding", "dictionary")
-_FEATURES = (
+FEATURES = (
     "scenario:id:event:column=page:encoding=dictionary",
     "trigger:id:event:column=looked_at:encoding=item",
     "utility:number:event",
@@ -67,6 +68,12 @@ def command(*words: str | Path) -> None:
         raise SystemExit(code)
 
 
+def ingest(folder: Path, features: Sequence[str]) -> None:
+    words = [word for one in features for word in ("--feature", one)]
+    texts = ("--time", "when", "--texts", folder / "titles.csv", "--out", folder / "data")
+    command("data", "ingest", folder / "log.parquet", *_COLUMNS, *words, *texts)
+
+
 def first_lists(run: Run) -> tuple[Tensor, Tensor]:
     """Numbers of users, and the ten items [U, 10] that a run shows each of them, as the world numbers them."""
     predictor, sequences = run.predictor(), run.sequences
@@ -94,10 +101,8 @@ def run_seed(seed: int, num_users: int, folder: Path, flags: list[str]) -> Tenso
     """Start, aligned and control, [U, 3, 2]."""
     stage = Stage(ScenarioLog.make(ScenarioLogConfig(seed=seed, num_users=num_users)))
     write_log(stage, folder)
-    features = [word for one in _FEATURES for word in ("--feature", one)]
+    ingest(folder, FEATURES)
     data, ids = folder / "data", folder / "ids"
-    texts = ("--time", "when", "--texts", folder / "titles.csv", "--out", data)
-    command("data", "ingest", folder / "log.parquet", *_COLUMNS, *features, *texts)
     command("sid", "build", data, "--out", ids, "--encoder", "words", "--sid.levels", "2", "--sid.codes", "16")
     limits = ("--train.epochs", str(EPOCHS), "--data.max-len", "48", "--eval.seen", "none", "--run", folder / "start")
     command("train", "scenarios", "--data.path", data, "--model.ids", ids, *_MODEL, *limits)
