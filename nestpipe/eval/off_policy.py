@@ -98,13 +98,13 @@ class OffPolicyReport:
     def __rich__(self) -> Table | str:
         if self.start is None or self.aligned is None or self.snips is None or self.doubly_robust is None:
             return f"no off-policy estimate: {self.reason}"
-        title = f"off-policy: mean reward if one item were drawn for each of {self.num_requests:,} held-out requests"
+        title = f"off-policy: mean reward of one drawn item, {self.num_requests:,} held-out requests"
         table = Table(title=title, box=None, pad_edge=False)
-        for header in ("policy", "SNIPS [95 %]", "doubly robust [95 %]", "effective requests"):
+        for header in ("policy", "SNIPS [95 %]", "doubly robust [95 %]", "effective"):
             table.add_column(header, no_wrap=True)
         for name, one in (("start", self.start), ("aligned", self.aligned)):
             table.add_row(name, str(one.snips), str(one.doubly_robust), f"{one.effective_requests:,.0f}")
-        table.add_row("aligned - start", signed(self.snips), signed(self.doubly_robust), "")
+        table.add_row("difference", signed(self.snips), signed(self.doubly_robust), "")
         table.add_row("as shown", str(self.logged), "", f"{self.num_requests:,}")
         return table
 
