@@ -2,7 +2,8 @@
 
 A log of the world, with the utility of the logged items as a column, goes through the commands: ingest, sid build, train,
 align. The start and the aligned run answer the last event of every user. Differences of the true utility of the first item
-and of the expected NDCG@10 are paired over users; intervals are 95 %.
+and of the expected NDCG@10 are paired over users; intervals are 95 %. The control has the same steps with equal rewards for all
+items, so only its anchor, the next-code loss on logged items, trains on.
 
     python benchmarks/align_world.py --seeds 0 1 2
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -28,8 +30,9 @@ from nestpipe.models.build_model import inputs_of
 from nestpipe.training.run_folder import Run
 
 EPOCHS = 4
+ARMS = {"aligned": "utility", "control": "format"}  # what is rewarded; the format of all drawn items is legal
 _COLUMNS = ("--user", "customer", "--user-encoding", "dictionary", "--item", "product", "--item-encoding", "dictionary")
-_FEATURES = (
+FEATURES = (
     "scenario:id:event:column=page:encoding=dictionary",
     "trigger:id:event:column=looked_at:encoding=item",
     "utility:number:event",
@@ -55,13 +58,20 @@ def write_log(stage: Stage, folder: Path) -> None:
     pl.DataFrame(log).write_parquet(folder / "log.parquet")
     items = [f"p{item:03d}" for item in range(world.config.num_items)]
     pl.DataFrame({"product": items, "title": world.texts()}).write_csv(folder / "titles.csv")
-    records = [{"name": name, "reward_weights": {"utility": 1.0}} for name in SCENARIOS]
-    (folder / "scenarios.json").write_text(json.dumps({"version": 1, "scenarios": records}))
+    for arm, reward in ARMS.items():
+        records = [{"name": name, "reward_weights": {reward: 1.0}} for name in SCENARIOS]
+        (folder / f"{arm}.json").write_text(json.dumps({"version": 1, "scenarios": records}))
 
 
 def command(*words: str | Path) -> None:
     if code := nestpipe([str(word) for word in words]):
         raise SystemExit(code)
+
+
+def ingest(folder: Path, features: Sequence[str]) -> None:
+    words = [word for one in features for word in ("--feature", one)]
+    texts = ("--time", "when", "--texts", folder / "titles.csv", "--out", folder / "data")
+    command("data", "ingest", folder / "log.parquet", *_COLUMNS, *words, *texts)
 
 
 def first_lists(run: Run) -> tuple[Tensor, Tensor]:
@@ -88,19 +98,18 @@ def measured(stage: Stage, run: Run) -> Tensor:
 
 
 def run_seed(seed: int, num_users: int, folder: Path, flags: list[str]) -> Tensor:
-    """Start and aligned, [U, 2, 2]."""
+    """Start, aligned and control, [U, 3, 2]."""
     stage = Stage(ScenarioLog.make(ScenarioLogConfig(seed=seed, num_users=num_users)))
     write_log(stage, folder)
-    features = [word for one in _FEATURES for word in ("--feature", one)]
+    ingest(folder, FEATURES)
     data, ids = folder / "data", folder / "ids"
-    texts = ("--time", "when", "--texts", folder / "titles.csv", "--out", data)
-    command("data", "ingest", folder / "log.parquet", *_COLUMNS, *features, *texts)
     command("sid", "build", data, "--out", ids, "--encoder", "words", "--sid.levels", "2", "--sid.codes", "16")
     limits = ("--train.epochs", str(EPOCHS), "--data.max-len", "48", "--eval.seen", "none", "--run", folder / "start")
     command("train", "scenarios", "--data.path", data, "--model.ids", ids, *_MODEL, *limits)
-    scenarios = ("--scenarios", folder / "scenarios.json", "--run", folder / "aligned")
-    command("align", folder / "start", *scenarios, "--quiet", *flags)
-    return torch.stack([measured(stage, Run.open(folder / name)) for name in ("start", "aligned")], 1)
+    for arm in ARMS:
+        scenarios = ("--scenarios", folder / f"{arm}.json", "--run", folder / arm)
+        command("align", folder / "start", *scenarios, "--quiet", *flags)
+    return torch.stack([measured(stage, Run.open(folder / name)) for name in ("start", *ARMS)], 1)
 
 
 def interval(differences: Tensor) -> dict[str, float]:
@@ -124,10 +133,18 @@ def main() -> None:
     names = ("utility1", "ndcg10")
     figures = {
         name: {
-            "start": round(float(pairs[:, 0, at].mean()), 5),
-            "aligned": round(float(pairs[:, 1, at].mean()), 5),
-            "difference": interval(pairs[:, 1, at] - pairs[:, 0, at]),
-            "by_seed": [interval(one[:, 1, at] - one[:, 0, at]) for one in found],
+            **{arm: round(float(pairs[:, number, at].mean()), 5) for number, arm in enumerate(("start", *ARMS))},
+            **{
+                f"{more} - {less}": {
+                    "all": interval(pairs[:, a, at] - pairs[:, b, at]),
+                    "by_seed": [interval(one[:, a, at] - one[:, b, at]) for one in found],
+                }
+                for more, a, less, b in (
+                    ("aligned", 1, "start", 0),
+                    ("control", 2, "start", 0),
+                    ("aligned", 1, "control", 2),
+                )
+            },
         }
         for at, name in enumerate(names)
     }

@@ -107,6 +107,9 @@ def _upgraded(content: Any) -> Any:
     rows = content.get("embedding")
     if isinstance(rows, dict):
         rows["optimizer"] = upgraded_optimizer(rows.get("optimizer", "adam"))
+    model = content.get("model")
+    if isinstance(model, dict) and (model.get("igr", "off") != "off" or model.get("q2i")):
+        model.setdefault("igr_texts", False)  # which format 1 could not read
     return content
 
 

@@ -19,6 +19,7 @@ from nestpipe.generative.scenarios import FILE
 from nestpipe.models.config import EncDecConfig
 from nestpipe.training.align_report import align_report
 from nestpipe.training.loop import INTERRUPTED, train_to_end
+from nestpipe.training.off_policy_log import ShownBy
 from nestpipe.training.run_folder import Run
 
 _BATCH = 64
@@ -29,6 +30,8 @@ _KINDS: dict[str, PolicyKind] = {"sa-gcpo": "sa_gcpo", "sapo": "sapo", "gspo": "
 def main(arguments: AlignArguments) -> int:
     folder = arguments.run or arguments.start.with_name(f"{arguments.start.name}-aligned")
     start = Run.open(arguments.start)
+    shown_by = ShownBy(arguments.propensity, arguments.shown_by)
+    shown_by.check(start.sequences)
     source = start.folder
     if arguments.step is not None:
         source = Path(str(checkpoint_folders.checkpoint_folder(start.checkpoints, arguments.step)))
@@ -45,9 +48,10 @@ def main(arguments: AlignArguments) -> int:
         if is_interrupted:
             print("Next: the same command with --resume goes on")
             return 130
-        report = align_report(Run.open(folder))
+        report = align_report(Run.open(folder), shown_by)
         report.save(outcome.run.folder)
         Console().print(report)
+        Console().print(report.off_policy, soft_wrap=True, highlight=False)
         print(f"Next: nestpipe serve {shlex.quote(str(folder))}")
     return 130 if is_interrupted else 0
 

@@ -41,6 +41,10 @@ class AlignArguments:
     """Scenario file with reward_weights [default: that of RUN]."""
     ranker: OptionalRun = None
     """Run on the same data whose values are the reward 'ranking': a ranking run (its first label) or a next-item run."""
+    propensity: str = ""
+    """Number column of events with the probability that the logged item was shown: the report then has an off-policy estimate."""
+    shown_by: OptionalRun = None
+    """The same, if the logged items were drawn by a generative run: its folder."""
     policy: Literal["sa-gcpo", "sapo", "gspo", "grpo"] = "sa-gcpo"
     """Objective: sa-gcpo and sapo have soft gates, gspo and grpo clip the ratio per item and per code."""
     group_size: int = 16

@@ -190,7 +190,8 @@ class EvalArguments:
     """Ranks the held-out events of a run, next to baselines, or compares two runs with paired confidence intervals.
 
     A retrieval run is ranked against the whole catalogue; a ranking run is scored by AUC and GAUC. The report is kept in
-    RUN/eval. Under 'nestpipe launch' the ranks share users and catalogue, with the same report.
+    RUN/eval. Under 'nestpipe launch' the ranks share users and catalogue, with the same report. A run that was trained on
+    instructions also answers every request without one and, as a control, with that of another request.
 
     Example: nestpipe eval runs/a --compare runs/b
 
@@ -220,6 +221,8 @@ class EvalArguments:
     """Items removed from the ranking: all, input or none [default: as the run]."""
     batch_size: Annotated[int | None, tyro.conf.arg(metavar="USERS", help_behavior_hint="")] = None
     """Users encoded at once [default: as the run]."""
+    instructions: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="STORE [STORE ...]", help_behavior_hint="")] = ()
+    """Further stores of 'think --for-training', tried on the same requests: say, those of a language model beside a template."""
     audit: bool = False
     """Instead: poison the held-out events and look for what the run reads of them; exit code 1 if it finds a leak."""
     json: bool = False

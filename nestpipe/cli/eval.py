@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import cast
 
 from rich.console import Console
 from rich.table import Table
@@ -20,8 +21,11 @@ from nestpipe.eval.baselines import BASELINES, evaluate_baselines
 from nestpipe.eval.compare import Comparison, LabelComparison, compare, compare_labels, signed
 from nestpipe.eval.eval_report import EvalReport
 from nestpipe.eval.example_lists import make_examples
+from nestpipe.eval.instruction_eval import FILE as INSTRUCTIONS
+from nestpipe.eval.instruction_eval import InstructionMetrics, instruction_metrics
 from nestpipe.eval.label_report import LabelReport
 from nestpipe.eval.list_metrics import with_list_metrics
+from nestpipe.eval.predictor import GenerativePredictor
 from nestpipe.eval.protocol import Target
 from nestpipe.eval.ranking_eval import Predictions, RankingPredictor, baselines, report_of
 from nestpipe.eval.scenario_eval import FILE as SCENARIOS
@@ -29,10 +33,12 @@ from nestpipe.eval.scenario_eval import ScenarioMetrics, scenario_metrics
 from nestpipe.eval.seed_summary import SEEDS, SeedSummary, summarise
 from nestpipe.eval.topk_metrics import Interval, list_length
 from nestpipe.training.distributed_eval import EvalWorld, eval_world
+from nestpipe.training.instructed_logs import instructed_logs
 from nestpipe.training.leak_audit import AUDIT, LeakAudit, audit_run
 from nestpipe.training.run_folder import Run
 from nestpipe.training.sasrec_baseline import SASREC, evaluate_sasrec
 
+Parts = ScenarioMetrics | InstructionMetrics
 _VERDICTS = {"no difference shown": "not shown"}  # in a narrow table
 
 
@@ -45,7 +51,8 @@ def main(arguments: EvalArguments) -> int:
         run = _opened(arguments.run, arguments)
         others = {str(one): _opened(one, arguments) for one in arguments.seeds}
         _require_seeds(run, others)
-        evaluated = evaluate_run(run, step=arguments.step, target=arguments.target, world=world)
+        stores = None if arguments.compare is not None or others else arguments.instructions
+        evaluated = evaluate_run(run, step=arguments.step, target=arguments.target, world=world, stores=stores)
         if arguments.compare is not None:
             other = evaluate_run(_opened(arguments.compare, arguments), target=arguments.target, world=world)
             compared = _compare(evaluated.report, other.report, run.config.seed)
@@ -62,7 +69,7 @@ def main(arguments: EvalArguments) -> int:
         replace_file(run.folder / "eval" / arguments.target / SEEDS, summary.to_json().encode())
         _print(summary, arguments.json, f"{arguments.run} and {len(others)} more, {arguments.target} targets")
         return 0
-    _print(evaluated.report, arguments.json, f"{arguments.run}, {arguments.target} targets", evaluated.scenarios)
+    _print(evaluated.report, arguments.json, f"{arguments.run}, {arguments.target} targets", evaluated.parts)
     if not arguments.json:
         _show_context(run, evaluated, arguments)
     return 0
@@ -195,10 +202,24 @@ class Evaluated:
     step: int
     predictions: Predictions | None = None
     scenarios: ScenarioMetrics | None = None
+    instructions: InstructionMetrics | None = None
+
+    @property
+    def parts(self) -> dict[str, Parts]:
+        """What belongs to the report, by name."""
+        found: dict[str, Parts | None] = {"scenarios": self.scenarios, "instructions": self.instructions}
+        return {name: one for name, one in found.items() if one is not None}
 
 
-def evaluate_run(run: Run, *, step: int | None = None, target: Target = "test", world: EvalWorld) -> Evaluated:
-    """Evaluates a run and keeps the report in its folder. Collective."""
+def evaluate_run(
+    run: Run,
+    *,
+    step: int | None = None,
+    target: Target = "test",
+    world: EvalWorld,
+    stores: Sequence[Path] | None = None,
+) -> Evaluated:
+    """Evaluates a run and keeps the report in its folder; with `stores`, also what instructions are worth. Collective."""
     step = _step(run, step)
     predictor = world.predictor(run, step)
     if isinstance(predictor, RankingPredictor):
@@ -208,15 +229,20 @@ def evaluate_run(run: Run, *, step: int | None = None, target: Target = "test", 
         report = predictor.evaluate(target, ranks=world.ranks)
         settings = {"seed": run.config.seed, "num_bootstrap": run.config.eval.num_bootstrap}
         scenarios = scenario_metrics(report, run.sequences, run.split, target, **settings)
+        instructions = None
+        if stores is not None and (logs := instructed_logs(run, report, target, stores)):
+            instructions = instruction_metrics(
+                cast(GenerativePredictor, predictor), report, logs, run.split, target, ranks=world.ranks, **settings
+            )
         report = with_list_metrics(report, run.sequences, run.split, run.config)
-        evaluated = Evaluated(report, step, scenarios=scenarios)
+        evaluated = Evaluated(report, step, scenarios=scenarios, instructions=instructions)
     if world.leads:
         folder = run.folder / "eval" / target
-        for name in ("context.json", SEEDS, SCENARIOS):  # they belong to the previous report
+        for name in ("context.json", SEEDS, SCENARIOS, INSTRUCTIONS):  # they belong to the previous report
             (folder / name).unlink(missing_ok=True)
         evaluated.report.save(folder)
-        if evaluated.scenarios is not None:
-            evaluated.scenarios.save(folder)
+        for part in evaluated.parts.values():
+            part.save(folder)
         if (
             world.ranks.size == 1
         ):  # several ranks hold a part of the rows each, and a few lists are not worth an exchange
@@ -248,15 +274,17 @@ def _print(
     result: EvalReport | LabelReport | Comparison | LabelComparison | SeedSummary | LeakAudit,
     as_json: bool,
     title: str,
-    scenarios: ScenarioMetrics | None = None,
+    parts: Mapping[str, Parts] | None = None,
 ) -> None:
+    parts = parts or {}
     if as_json:
-        by_scenario = {} if scenarios is None else {"scenarios": json.loads(scenarios.to_json())}
-        print(json.dumps(json.loads(result.to_json()) | by_scenario))
+        print(
+            json.dumps(json.loads(result.to_json()) | {name: json.loads(one.to_json()) for name, one in parts.items()})
+        )
         return
     Console().print(title, markup=False)
     if isinstance(result, EvalReport | LabelReport | SeedSummary | LeakAudit):
         Console().print(f"protocol: {result.protocol}", markup=False, highlight=False)
     Console().print(result)
-    if scenarios is not None:
-        Console().print(scenarios)
+    for part in parts.values():
+        Console().print(part)

@@ -6,23 +6,21 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-import numpy as np
 import torch
 from rich.console import Console
 from torch import Tensor
 
 from nestpipe.cli.arguments import BuildSid, ExtendSid, InspectSid
 from nestpipe.data.config import DataConfig
-from nestpipe.data.item_texts import ITEM_TEXTS, read_item_texts
 from nestpipe.data.sequences import Sequences
 from nestpipe.data.splits import make_split
 from nestpipe.errors import ConfigError, DataError
 from nestpipe.generative.config import Encoder
 from nestpipe.generative.cooccurrence import DIM as BEHAVIOUR_DIM
 from nestpipe.generative.cooccurrence import behaviour_vectors, fuse
+from nestpipe.generative.item_vectors import text_vectors
 from nestpipe.generative.semantic_ids import Registry
 from nestpipe.generative.sid_stats import Diagnostics, diagnose
-from nestpipe.generative.text_encoder import cache_folder, encode_texts
 
 
 def build(flags: BuildSid) -> None:
@@ -89,17 +87,3 @@ def vectors_as(registry: Registry, sequences: Sequences) -> tuple[Tensor, Tensor
     if share:
         vectors = fuse(vectors, torch.zeros(len(items), BEHAVIOUR_DIM), float(share))
     return items, vectors, f"{name}/{rest}"
-
-
-def text_vectors(
-    sequences: Sequences, *, encoder: Encoder = "auto", column: str = "title"
-) -> tuple[Tensor, Tensor, str]:
-    """Ids [I] of the catalogue, vectors [I, D] of their texts (empty if missing), and the name of the encoder."""
-    texts = read_item_texts(sequences, column)
-    if texts is None:
-        raise DataError(f"{sequences.path} has no {ITEM_TEXTS}; ingest the log again with --texts FILE.")
-    catalogue = np.array(sequences.catalogue)
-    vectors, name = encode_texts(
-        [texts.get(item, "") for item in catalogue.tolist()], encoder=encoder, cache=cache_folder()
-    )
-    return torch.from_numpy(catalogue), vectors, name

@@ -98,6 +98,10 @@ class EvalBatches(Sequence[EvalBatch]):
 class GenerativePredictor(CataloguePredictor):
     """Generates items with an encoder-decoder model and its embedding rows."""
 
+    def on_log(self, sequences: Sequences) -> GenerativePredictor:
+        """The same model on its log with other features."""
+        return GenerativePredictor(self._model, self._rows, sequences, self._split, self._config)
+
     def generate(self, batch: Batch, k: int, *, seen: Jagged | None = None, pool: ItemPool | None = None) -> FoundItems:
         """The best k items of each request, without seen items and within a pool, if given."""
         model = cast(EncDec, self._model)

@@ -7,11 +7,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 from rich.table import Table
 
 from nestpipe.atomic_files import replace_file
 from nestpipe.data.sequences import Sequences
-from nestpipe.data.splits import Split
+from nestpipe.data.splits import Ints, Split
 from nestpipe.eval.eval_report import EvalReport
 from nestpipe.eval.protocol import Target
 from nestpipe.eval.topk_metrics import Interval, bootstrap_all
@@ -50,11 +51,28 @@ def scenario_metrics(
     report: EvalReport, sequences: Sequences, split: Split, target: Target, *, seed: int, num_bootstrap: int
 ) -> ScenarioMetrics | None:
     """The metrics of a report by scenario; None if the log names no scenarios."""
+    names = scenario_masks(sequences, target_events(report, sequences, split, target))
+    if not names:
+        return None
+    per_user = report.user_metrics(report.ks)
+    metrics = {
+        name: bootstrap_all({metric: one[mask] for metric, one in per_user.items()}, seed=seed, num=num_bootstrap)
+        for name, mask in names.items()
+    }
+    return ScenarioMetrics({name: int(mask.sum()) for name, mask in names.items()}, metrics)
+
+
+def target_events(report: EvalReport, sequences: Sequences, split: Split, target: Target) -> Ints:
+    """The event of the log that each user of a report was evaluated on."""
+    rows = np.searchsorted(sequences.users, report.user)
+    return np.asarray(sequences.offsets[rows] + (split.test if target == "test" else split.validation)[rows])
+
+
+def scenario_masks(sequences: Sequences, events: Ints) -> dict[str, NDArray[np.bool_]]:
+    """Which events are of which scenario, by its name in the log; empty if the log names no scenarios."""
     stored = sequences.event_features.get("scenario")
     if stored is None or stored.offsets is None:
-        return None
-    rows = np.searchsorted(sequences.users, report.user)
-    events = sequences.offsets[rows] + (split.test if target == "test" else split.validation)[rows]
+        return {}
     has = stored.offsets[events + 1] > stored.offsets[events]
     numbers = np.full(len(events), -1)
     numbers[has] = stored.values[stored.offsets[events[has]]]
@@ -62,9 +80,4 @@ def scenario_metrics(
     names = {str(name): numbers == number for name, number in zip(own, np.unique(numbers[has]).tolist(), strict=True)}
     if not has.all():
         names["none"] = ~has
-    per_user = report.user_metrics(report.ks)
-    metrics = {
-        name: bootstrap_all({metric: one[mask] for metric, one in per_user.items()}, seed=seed, num=num_bootstrap)
-        for name, mask in names.items()
-    }
-    return ScenarioMetrics({name: int(mask.sum()) for name, mask in names.items()}, metrics)
+    return names

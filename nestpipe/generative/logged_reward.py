@@ -78,7 +78,11 @@ class LoggedReward:
         weights = self.weights.index_select(0, scenarios).unsqueeze(1)
         found = weights[..., 0] + weights[..., 1] * self.means[scenarios.unsqueeze(1), items]
         found = found + (weights[..., 2:] * log_probs.double()).sum(2)
-        return ((found - self.low) / (self.high - self.low)).clamp(0, 1).float()
+        return self.scaled(found)
+
+    def scaled(self, values: Tensor) -> Tensor:
+        """Numbers of the log as rewards in 0 .. 1."""
+        return ((values - self.low) / (self.high - self.low)).clamp(0, 1).float()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -37,8 +37,8 @@ _STEERS = ("scenario", "trigger", "reasoning")
 class PolicyModel(EncDec):
     """Trains the probabilities of groups of paths."""
 
-    def __init__(self, config: AlignedConfig, ids: Trie, *, max_len: int):
-        super().__init__(config, ids, max_len=max_len)
+    def __init__(self, config: AlignedConfig, ids: Trie, *, max_len: int, text: Tensor | None = None):
+        super().__init__(config, ids, max_len=max_len, text=text)
         self.coupling = "none"  # the objective compares paths of one context alone
         self.policy = Policy(config.policy)
         self.pools: ItemPool | None = None  # by scenario number
@@ -92,7 +92,9 @@ def group_of(batch: Batch, num_levels: int) -> tuple[Tensor, Tensor, Tensor]:
     return leaves.view(-1, size), old.view(-1, size, num_levels), gains.view(-1, size)
 
 
-def build_policy_model(config: AlignedConfig, ids: Trie, *, max_len: int, seed: int) -> PolicyModel:
+def build_policy_model(
+    config: AlignedConfig, ids: Trie, *, max_len: int, seed: int, text: Tensor | None = None
+) -> PolicyModel:
     """A model whose initial dense weights are a function of the seed."""
     with initial_weights(seed):
-        return PolicyModel(config, ids, max_len=max_len)
+        return PolicyModel(config, ids, max_len=max_len, text=text)

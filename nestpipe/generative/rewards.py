@@ -104,16 +104,30 @@ class Rewards:
         self._weights = {name: torch.tensor([one.get(name, 0.0) for one in weights]) for name in names}
 
     @torch.no_grad()
-    def of(self, context: RewardContext, paths: Rollout, group: Tensor | None = None) -> Tensor:
+    def of(
+        self,
+        context: RewardContext,
+        paths: Rollout,
+        group: Tensor | None = None,
+        observed: Mapping[str, Tensor] | None = None,
+    ) -> Tensor:
         """R [N, K] of paths with log-probabilities of the reference.
 
-        `group` [N, G]: the leaves that they are compared with for diversity [default: each other].
+        `group` [N, G]: the leaves that they are compared with for diversity [default: each other]. `observed`: parts [N, K]
+        that are known and need no model.
         """
         total = torch.zeros(paths.leaves.shape)
         for name, weights in self._weights.items():
-            part = self._part(name, context, paths, group)
+            known = (observed or {}).get(name)
+            part = self._part(name, context, paths, group) if known is None else known
             total = total + weights.index_select(0, context.scenarios).unsqueeze(1) * part
         return total
+
+    @property
+    def logged_columns(self) -> dict[str, LoggedReward]:
+        """The rewards that are modelled numbers of the log."""
+        models = {name: self._columns.get(name) for name in self._weights}
+        return {name: one for name, one in models.items() if isinstance(one, LoggedReward)}
 
     def _part(self, name: str, context: RewardContext, paths: Rollout, group: Tensor | None) -> Tensor:
         leaves = paths.leaves

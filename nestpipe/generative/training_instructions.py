@@ -106,6 +106,12 @@ class TrainingInstructions:
         query = "SELECT digest FROM texts WHERE digest = ?"
         return {one for one in digests if self._connection.execute(query, (one,)).fetchone()}
 
+    def authors(self, events: Sequence[int]) -> dict[int, str]:
+        """Who wrote the instructions of some events; without those that have none."""
+        query = "SELECT author FROM targets JOIN texts USING (digest) WHERE event = ?"
+        rows = ((event, self._connection.execute(query, (event,)).fetchone()) for event in events)
+        return {event: str(row[0]) for event, row in rows if row}
+
     @property
     def dim(self) -> int:
         """Width of the vectors; 0 if there are none."""

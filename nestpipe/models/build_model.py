@@ -25,11 +25,17 @@ from nestpipe.registry import entry_of
 
 
 def build_model(
-    config: Config, sequences: Sequences, *, ids: SemanticIds | None = None, dtype: torch.dtype = torch.float32
+    config: Config,
+    sequences: Sequences,
+    *,
+    ids: SemanticIds | None = None,
+    text: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> Model:
     """The model of a run; its initial dense weights are a function of the seed. Raises ConfigError.
 
-    A generative model needs the semantic ids of the catalogue.
+    A generative model needs the semantic ids of the catalogue; one that compares items with instructions also reads `text`,
+    vectors [I, W] of the items' texts.
     """
     schema, max_len = sequences.schema, config.data.max_len
     match config.model:
@@ -40,7 +46,7 @@ def build_model(
         case EncDecConfig():
             if ids is None:
                 raise ValueError("a generative model needs semantic ids")
-            return build_encdec(config.model, ids, max_len=max_len, seed=config.seed, dtype=dtype)
+            return build_encdec(config.model, ids, max_len=max_len, seed=config.seed, dtype=dtype, text=text)
         case _:
             catalogue = torch.from_numpy(np.array(sequences.catalogue))
             if entry_of(config.model).role == "model":

@@ -134,7 +134,7 @@ class EncDecConfig:
     """Beam width; evaluation lists cannot be longer."""
 
     queries: Literal["all", "last"] = "all"
-    """Train every event of a history to generate the next item, or only the last event, as in a request."""
+    """Train every event of a history to generate the next item, or one per epoch as in a request: the last, then the one before."""
     igr: Igr = "off"
     """Instruction-guided retrieval: which earlier events are read besides the recent ones. off: all of them; query: those most
     related to the instruction; recency: the newest; random: any."""
@@ -144,6 +144,8 @@ class EncDecConfig:
     """igr: number of earlier events that are selected."""
     igr_dim: int = 32
     """igr, q2i: width of the vectors of instructions and items."""
+    igr_texts: bool = True
+    """igr, q2i: compare instructions with the texts of the items too, if the log has them; off: with their codes alone."""
     igr_refresh_steps: int = 100
     """igr: steps between two snapshots of the vectors used for selection."""
     q2i: float = 0.0

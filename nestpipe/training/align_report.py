@@ -6,7 +6,7 @@ The reward of a list is that of its first item. Both runs answer the same reques
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import cast
 
@@ -19,6 +19,7 @@ from torch import Tensor
 from nestpipe.atomic_files import replace_file
 from nestpipe.distributed.process_group import World
 from nestpipe.embedding.row_reader import RowReader
+from nestpipe.eval.off_policy import OffPolicyReport
 from nestpipe.eval.predictor import EvalBatches, GenerativePredictor
 from nestpipe.eval.retrieval_eval import EvalBatch
 from nestpipe.eval.topk_metrics import Interval, bootstrap_all
@@ -29,6 +30,7 @@ from nestpipe.generative.trie import Trie
 from nestpipe.models.build_model import inputs_of
 from nestpipe.models.encdec import EncDec
 from nestpipe.pipeline.channels import Channels
+from nestpipe.training.off_policy_log import ShownBy, off_policy
 from nestpipe.training.rollouts import ContextLoader, log_probs_of, open_rewards
 from nestpipe.training.run_folder import Run
 
@@ -58,6 +60,7 @@ class AlignReport:
     num_users: dict[str, int]
     reward: dict[str, AlignedMetric]
     ndcg10: dict[str, AlignedMetric]
+    off_policy: OffPolicyReport = field(default_factory=OffPolicyReport)
 
     def save(self, folder: Path) -> None:
         replace_file(folder / FILE, json.dumps(asdict(self), indent=2).encode())
@@ -72,7 +75,7 @@ class AlignReport:
         return table
 
 
-def align_report(run: Run) -> AlignReport:
+def align_report(run: Run, shown_by: ShownBy | None = None) -> AlignReport:
     """Compares an aligned run with its start on the test targets, in one process."""
     assert run.origin is not None
     start = Run.open(run.config.model.start)
@@ -93,7 +96,8 @@ def align_report(run: Run) -> AlignReport:
         pairs = [_measured(run, cast(GenerativePredictor, one), opened, sample) for one in (before, after)]
         for name, values in columns.items():
             values.append(np.stack([pair[name] for pair in pairs], 1))
-    return _report(run, torch.cat(scenarios).numpy(), {name: np.concatenate(one) for name, one in columns.items()})
+    found = _report(run, torch.cat(scenarios).numpy(), {name: np.concatenate(one) for name, one in columns.items()})
+    return replace(found, off_policy=off_policy(run, shown_by or ShownBy(), opened[2]))
 
 
 def _measured(

@@ -67,7 +67,10 @@ _FIT_ROWS, _FIT_PASSES = 16384, 8  # logged events that a logged reward is fitte
 
 
 class ContextLoader(Loader):
-    """Batches of contexts: histories that end where the logged item was the next one."""
+    """Batches of contexts: histories that end where the logged item was the next one, an event earlier in each epoch."""
+
+    def batch_of(self, samples: Tensor, cursor: Cursor) -> Batch:
+        return replace(self.context(samples, cursor.epoch)[0], cursor=cursor)
 
     def context(self, samples: Tensor, number: int) -> tuple[Batch, NDArray[np.int64]]:
         """The contexts of a pass, and how many events of the user each one knows."""
@@ -85,11 +88,11 @@ class RolloutLoader(ContextLoader):
     store: RolloutStore
 
     def batch_of(self, samples: Tensor, cursor: Cursor) -> Batch:
-        batch, _ = self.context(samples, cursor.epoch)
+        batch = super().batch_of(samples, cursor)
         places = torch.searchsorted(self._samples, samples).numpy()
         groups = self.store.groups(cursor.epoch, places)
         rows = {name: _rows(torch.from_numpy(values)) for name, values in groups.items()}
-        return replace(batch, cursor=cursor, sample_features={**batch.sample_features, **rows})
+        return replace(batch, sample_features={**batch.sample_features, **rows})
 
 
 def _rows(values: Tensor) -> Jagged:
@@ -161,7 +164,9 @@ def training_loader(run: Run, channels: Channels, *, quiet: bool) -> Loader:
         "inputs": inputs_of(config, run.instructed),
     }
     if not isinstance(config.model, AlignedConfig):
-        return Loader(run.instructed, run.split, config.data, **settings)
+        # A model that trains one event of a history would otherwise never see the others as targets.
+        kind = ContextLoader if getattr(config.model, "queries", "all") == "last" else Loader
+        return kind(run.instructed, run.split, config.data, **settings)
     loader = RolloutLoader(run.instructed, run.split, config.data, **settings)
     loader.store = RolloutStore(run.folder / FOLDER, loader.num_samples)
     all_ranks_or_none(channels.control, "roll-outs begun", lambda: _begin(run, world))

@@ -38,6 +38,7 @@ from nestpipe.errors import CheckpointError, ConfigError
 from nestpipe.eval.config import EvalConfig
 from nestpipe.eval.predictor import Predictor, make_predictor
 from nestpipe.eval.protocol import protocol_of
+from nestpipe.generative.item_vectors import vectors_for
 from nestpipe.generative.scenario_triggers import with_trigger_rules
 from nestpipe.generative.scenarios import FILE as SCENARIO_FILE
 from nestpipe.generative.scenarios import Scenario, Scenarios, scenario_numbers
@@ -165,6 +166,18 @@ class Run:
             return None
         return Registry.load(model.ids).trie_of(self.sequences)
 
+    @property
+    def item_texts(self) -> torch.Tensor | None:
+        """Vectors [I, W] of the items' texts, if the model compares them with instructions."""
+        return self._texts[0] if self._texts else None
+
+    @cached_property
+    def _texts(self) -> tuple[torch.Tensor, str] | None:
+        model = self.config.model
+        if not isinstance(model, EncDecConfig) or not (model.compares and model.igr_texts):
+            return None
+        return vectors_for(Registry.load(model.ids), self.sequences)
+
     @cached_property
     def scenarios(self) -> Scenarios | None:
         """The scenario file of a generative run, of which the folder keeps a copy."""
@@ -198,6 +211,8 @@ class Run:
         facts = {"model": entry_of(self.config.model).kind, "format": str(FORMAT)}
         if self.semantic_ids is not None:
             facts["semantic ids"] = f"{self.semantic_ids.version}/{self.semantic_ids.digest}"
+        if self._texts is not None:
+            facts["item texts"] = self._texts[1]
         if self.scenarios is not None:
             facts["scenarios"] = self.scenarios.digest
         if store := getattr(self.config.model, "instructions", ""):
@@ -230,7 +245,7 @@ class Run:
         folder, manifest = self.checkpoint(step)
         if ids is None:
             self.check_settings(folder, manifest)
-        model = build_model(self.config, self.sequences, ids=ids or self.semantic_ids)
+        model = build_model(self.config, self.sequences, ids=ids or self.semantic_ids, text=self.item_texts)
         load_weights(cast(nn.Module, model), folder, manifest)
         own = self.config.embedding
         config = rows or EmbeddingConfig(

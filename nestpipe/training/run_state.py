@@ -45,11 +45,12 @@ def _trained_model(run: Run) -> Model:
     """The model as it is trained; that of an aligned run has another loss than the one that is served."""
     config, ids = run.config, run.semantic_ids
     if not isinstance(config.model, AlignedConfig) or ids is None:
-        model = build_model(config, run.sequences, ids=ids)
+        model = build_model(config, run.sequences, ids=ids, text=run.item_texts)
         if isinstance(model, EncDec) and run.scenarios is not None:
             model.behaviour_weights = behaviour_table(run.scenario_records, config.model.behaviour_weights)
         return model
-    policy = build_policy_model(config.model, ids, max_len=config.data.max_len, seed=config.seed)
+    sizes = {"max_len": config.data.max_len, "seed": config.seed}
+    policy = build_policy_model(config.model, ids, **sizes, text=run.item_texts)
     policy.pools = scenario_pools(run.scenario_records, run.sequences, ids)
     return policy
 

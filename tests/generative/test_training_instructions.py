@@ -48,7 +48,7 @@ def write_store(sequences, path, **settings):
     write_for_training(
         sequences,
         provider=settings.pop("provider", TemplateProvider()),
-        encoder=(partial(narrow), "words"),
+        encoder=(partial(narrow), settings.pop("version", "words")),
         store=path,
         quiet=True,
         **settings,

@@ -7,13 +7,13 @@ from dataclasses import replace
 import polars as pl
 
 from nestpipe import recipes
-from nestpipe.cli.sid import text_vectors
 from nestpipe.cli.think import text_encoder
 from nestpipe.cli.think_training import write_for_training
 from nestpipe.data.ingest import SideTable, write_sequences
 from nestpipe.data.schema import Schema
 from nestpipe.data.sequences import Sequences
 from nestpipe.generative.instruction_store import Instructions, SqliteStore
+from nestpipe.generative.item_vectors import text_vectors
 from nestpipe.generative.llm_provider import TemplateProvider
 from nestpipe.generative.semantic_ids import Registry, SidConfig
 from nestpipe.serve.config import EngineConfig

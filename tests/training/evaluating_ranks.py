@@ -40,6 +40,14 @@ def evaluated(world: World, folder: Path, settings: dict[str, Any]) -> dict[str,
     return {"report": json.loads(report.to_json()), **columns}
 
 
+def instructions_of(world: World, folder: Path) -> dict[str, Any]:
+    """What the instructions of a run are worth, measured by all ranks."""
+    with eval_world(world) as ranks:
+        found = evaluate_run(Run.open(folder), world=ranks, stores=[]).instructions
+    assert found is not None
+    return dict(json.loads(found.to_json()))
+
+
 def shared_ranking(
     world: World, problems: list[dict[str, Any]], items: torch.Tensor, max_bytes: int
 ) -> list[dict[str, Any]]:
