@@ -138,6 +138,12 @@ class RecommendArguments:
     """Every user of the log; needs --out."""
     k: int = 10
     """Items for each user."""
+    scenario: str = ""
+    """Scenario of a generative run, by name."""
+    trigger: str = ""
+    """Trigger item that steers a generative run, by its own id."""
+    instruction: str = ""
+    """Text that steers a generative run that was trained on instructions, such as "a gift for a child"."""
     out: OptionalFile = None
     """Write a Parquet file with the columns user, rank, item, score, path instead of printing."""
     step: OptionalStep = None

@@ -8,12 +8,10 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
-from torch import Tensor
 
 from nestpipe.cli.think_arguments import ThinkArguments
 from nestpipe.cli.think_progress import ProgressLine
@@ -23,7 +21,7 @@ from nestpipe.data.item_texts import read_item_texts
 from nestpipe.data.schema import Label
 from nestpipe.data.sequences import Sequences
 from nestpipe.errors import ConfigError, DataError
-from nestpipe.generative.config import Encoder
+from nestpipe.generative.instruction_encoder import instruction_encoder
 from nestpipe.generative.instruction_store import ANY, INSTRUCTIONS, SqliteStore, version_of
 from nestpipe.generative.instruction_template import TemplateProvider
 from nestpipe.generative.nearline_job import (
@@ -34,11 +32,10 @@ from nestpipe.generative.nearline_job import (
     NearlineJob,
     ledger_of,
 )
-from nestpipe.generative.prompt_builder import CoVisits, InstructionProvider, RequestBuilder
+from nestpipe.generative.prompt_builder import CoVisits, Encode, InstructionProvider, RequestBuilder
 from nestpipe.generative.scenario_triggers import with_trigger_rules
 from nestpipe.generative.scenarios import Scenarios, scenario_numbers
 from nestpipe.generative.semantic_ids import Registry
-from nestpipe.generative.text_encoder import encode_texts
 from nestpipe.generative.work_shard import WorkShard
 from nestpipe.models.config import EncDecConfig
 from nestpipe.serve.event_log import EventLog
@@ -221,20 +218,10 @@ def _check_scenarios(wanted: Sequence[str], known: Mapping[str, int]) -> None:
         )
 
 
-def text_encoder(registry: Registry) -> tuple[partial[Tensor], str]:
+def text_encoder(registry: Registry) -> tuple[Encode, str]:
     """The encoder of instructions, the one of the item texts; and the version of its vectors."""
-    made_by = registry.encoder.partition("/")[0]
-    if not made_by.startswith(("minilm", "hashed-words")):
-        raise ConfigError(
-            f"the semantic ids are made from vectors of '{made_by}', an encoder that nestpipe does not have; "
-            "run nestpipe.generative.nearline_job.NearlineJob with that encoder, or build the ids from texts."
-        )
-    kind: Encoder = "minilm" if made_by.startswith("minilm") else "words"
-    return partial(_encode, kind), version_of(registry.version, made_by)
-
-
-def _encode(kind: Encoder, texts: Sequence[str]) -> Tensor:
-    return encode_texts(texts, encoder=kind, cache=None)[0]
+    encode = instruction_encoder(registry.encoder)
+    return encode, version_of(registry.version, registry.encoder.partition("/")[0])
 
 
 class RunFeed:

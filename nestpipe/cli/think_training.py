@@ -18,6 +18,7 @@ from nestpipe.generative.training_instructions import (
     TrainingJob,
     check_column,
     follows_instructions,
+    untrained_message,
 )
 from nestpipe.generative.work_shard import WorkShard
 from nestpipe.training.run_folder import Run
@@ -94,9 +95,4 @@ def check_trained(run: Run) -> None:
     """Raises ConfigError unless a run learned to follow instructions, with the commands that train one that does."""
     if follows_instructions(run.config.model, run.sequences):
         return
-    data, ids = shlex.quote(run.config.data.path), shlex.quote(run.config.model.ids)
-    raise ConfigError(
-        f"{run.folder} never saw an instruction in training, so instructions would steer nothing. Write some for its log and "
-        f"train with them:\n  nestpipe think {data} --for-training --ids {ids} --store instructions.sqlite\n"
-        f"  nestpipe train scenarios --data.path {data} --model.ids {ids} --instructions instructions.sqlite"
-    )
+    raise ConfigError(untrained_message(run.folder, run.config))

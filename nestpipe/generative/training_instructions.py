@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import shlex
 import sqlite3
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +25,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from nestpipe.config import Config
 from nestpipe.data.schema import Feature
 from nestpipe.data.sequences import Sequences, StoredFeature
 from nestpipe.errors import ConfigError, DataError
@@ -290,6 +292,17 @@ def open_store(path: str | Path) -> TrainingInstructions:
         return TrainingInstructions(Path(path))
     except sqlite3.Error as error:
         raise DataError(f"{path} is no store of instructions ({error}).") from None
+
+
+def untrained_message(folder: Path, config: Config) -> str:
+    """Why a run is not steered, with the commands that train one that is."""
+    assert isinstance(config.model, EncDecConfig)
+    data, ids = shlex.quote(config.data.path), shlex.quote(config.model.ids)
+    return (
+        f"{folder} never saw an instruction in training, so instructions would steer nothing. Write some for its log and "
+        f"train with them:\n  nestpipe think {data} --for-training --ids {ids} --store instructions.sqlite\n"
+        f"  nestpipe train scenarios --data.path {data} --model.ids {ids} --instructions instructions.sqlite"
+    )
 
 
 def follows_instructions(model: EncDecConfig, sequences: Sequences) -> bool:
