@@ -1,8 +1,9 @@
-"""Constrained beam search over a large catalogue vs. the same search as a loop over beams.
+"""Constrained beam search over a large catalogue vs. a loop over beams, and vs. a plain search with torch (plain_beam.py).
 
-256 beams, three levels of 256 codes, 100,000 items, one encoder-decoder. Both arms share the encoder's memory and cache keys and
-values of earlier tokens. The loop decodes one beam at a time and extends it by its legal codes. Both must find the same items.
-Figures are CPU time of one thread, so other load matters little.
+256 beams, three levels of 256 codes, 100,000 items, one encoder-decoder. All arms cache keys and values of earlier tokens. The
+loop decodes one beam at a time and extends it by its legal codes; it shares the encoder's memory. The plain search decodes all
+beams as one batch, over a trie in CSR arrays with a dense mask of codes, and copies the memory to each beam. All must find the
+same items. Figures are CPU time of one thread, so other load matters little.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Callable
 import measure
 import numpy as np
 import torch
+from plain_beam import PlainTrie, plain_search
 from torch import Tensor
 
 from nestpipe.embedding.buckets import Owners
@@ -109,15 +111,23 @@ def main() -> None:
     together = start(model, trie, options.requests, 30, seed=1)
     beams = search(fork(one), trie, width=width)
     assert same(beams.leaves[0], beams.scores[0], loop(fork(one), trie, width)), "the arms disagree"
+    plain = PlainTrie(trie.item_codes)
+    beams = search(fork(together), trie, width=width)
+    for row, (leaves, scores) in enumerate(zip(*plain_search(model, together, plain, width), strict=True)):
+        assert same(beams.leaves[row], beams.scores[row], (leaves.tolist(), scores.tolist())), "the arms disagree"
     times = measure.alternate(
         {
             "loop": lambda: timed(lambda: loop(fork(one), trie, width)),
             "search": lambda: timed(lambda: search(fork(one), trie, width=width)),
             "search, requests together": lambda: timed(lambda: search(fork(together), trie, width=width)),
+            "plain": lambda: timed(lambda: plain_search(model, one, plain, width)),
+            "plain, requests together": lambda: timed(lambda: plain_search(model, together, plain, width)),
         }
     )
     alone = measure.ratio(times["loop"], times["search"])
     many = measure.ratio([value * options.requests for value in times["loop"]], times["search, requests together"])
+    vs_plain = measure.ratio(times["plain"], times["search"])
+    vs_plain_many = measure.ratio(times["plain, requests together"], times["search, requests together"])
     rows = [[name, f"{1000 * measure.Spread.of(values).median:.1f}"] for name, values in times.items()]
     print(measure.table(["arm", "CPU ms"], rows))
     figures = {
@@ -126,6 +136,10 @@ def main() -> None:
         "vs_loop_verdict": measure.verdict(alone, at_least=AT_LEAST),
         "vs_loop_together": round(many.median, 2),
         "vs_loop_together_range": many.range,
+        "vs_plain": round(vs_plain.median, 2),
+        "vs_plain_range": vs_plain.range,
+        "vs_plain_together": round(vs_plain_many.median, 2),
+        "vs_plain_together_range": vs_plain_many.range,
         "ms": {name: round(1000 * measure.Spread.of(values).median, 2) for name, values in times.items()},
     }
     if not options.quick:

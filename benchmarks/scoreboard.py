@@ -210,6 +210,15 @@ def _generative_training() -> Iterator[Row]:
     for one in records("beam")[-1:]:
         title = "beam search, 256 beams, 3 levels, 100,000 items, over a loop over beams"
         yield title, figure(one["figures"], "vs_loop"), "limit 10x", "beam.py"
+        if "vs_plain" in one["figures"]:
+            title = "the same over a plain search with torch: CSR trie, dense mask, memory copied to each beam"
+            together = figure(one["figures"], "vs_plain_together")
+            yield (
+                title,
+                figure(one["figures"], "vs_plain"),
+                f"{one['settings']['requests']} requests together {together}",
+                "beam.py",
+            )
 
 
 def _checkpoints() -> Iterator[Row]:

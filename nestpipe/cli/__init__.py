@@ -72,7 +72,7 @@ SECTIONS: dict[str, dict[str, Command]] = {
         "serve": Command("serve a run over HTTP", "serve:main", "nestpipe.serve.serve_flags:parse"),
         "swap": Command("load another model into running instances", "swap:main", "arguments:SwapArguments"),
         "think": Command(
-            "write instructions for a generative run, near-line", "think:main", "arguments:ThinkArguments"
+            "write instructions for a generative run, near-line", "think:main", "think_arguments:ThinkArguments"
         ),
     },
     "Look inside": {

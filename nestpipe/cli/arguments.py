@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from nestpipe.generative.config import Encoder, EndpointConfig, SidConfig, ThinkConfig
+from nestpipe.generative.config import Encoder, SidConfig
 from nestpipe.simulate import published
 from nestpipe.training.config import FitModel
 
@@ -138,6 +138,12 @@ class RecommendArguments:
     """Every user of the log; needs --out."""
     k: int = 10
     """Items for each user."""
+    scenario: str = ""
+    """Scenario of a generative run, by name."""
+    trigger: str = ""
+    """Trigger item that steers a generative run, by its own id."""
+    instruction: str = ""
+    """Text that steers a generative run that was trained on instructions, such as "a gift for a child"."""
     out: OptionalFile = None
     """Write a Parquet file with the columns user, rank, item, score, path instead of printing."""
     step: OptionalStep = None
@@ -270,44 +276,6 @@ class SwapArguments:
     """The --instances of 'nestpipe serve': they are swapped one after the other."""
     timeout_s: float = 600.0
     """How long one instance may take to load, test and measure the model."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ThinkArguments:
-    """Writes the instructions that steer a generative model, near-line: for users with new events, at most once in a window.
-
-    A language model behind an OpenAI-compatible endpoint writes the texts; without --endpoint.url a template does. Unchanged
-    users are skipped. Ctrl-C or a crash loses nothing: the next start resumes.
-
-    A run must have been trained on instructions to follow them: --for-training writes those.
-
-    Example: nestpipe think runs/beauty_sid --endpoint.url http://127.0.0.1:8000/v1 --endpoint.model Qwen/Qwen3-8B
-
-    Next: nestpipe serve runs/beauty_sid
-    """
-
-    path: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_OR_DATA")]
-    """Folder of a generative run, whose event log is read too; or a sequence folder."""
-    for_training: bool = False
-    """Write an instruction for every target of the log instead, from events before it; 'train --instructions' reads them."""
-    column: str = ""
-    """With --for-training: id feature of events whose text, such as a search query, is the instruction of its event."""
-    share: float = 1.0
-    """With --for-training and an endpoint: share of the requests that the model writes; the template writes the others."""
-    ids: OptionalFolder = None
-    """Folder of semantic ids [default: those of the run]; a sequence folder needs it."""
-    store: OptionalFile = None
-    """File of the instructions [default: RUN/serve/instructions.sqlite]; a sequence folder needs it."""
-    think: ThinkConfig = field(default_factory=ThinkConfig)
-    endpoint: EndpointConfig = field(default_factory=EndpointConfig)
-    api_key_file: OptionalFile = None
-    """File with the endpoint's key, if it wants one."""
-    follow: bool = False
-    """Run until interrupted, polling for new events."""
-    every_s: float = 5.0
-    """With --follow: seconds between two polls."""
-    quiet: bool = False
-    """Print nothing but errors."""
 
 
 @dataclass(frozen=True, kw_only=True)

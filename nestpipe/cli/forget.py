@@ -19,7 +19,7 @@ from nestpipe.data.sequences import Sequences
 from nestpipe.data.vocabulary import OwnId
 from nestpipe.errors import ConfigError, DataError
 from nestpipe.generative.instruction_store import INSTRUCTIONS, SqliteStore
-from nestpipe.generative.nearline_job import JobLedger, ledger_of
+from nestpipe.generative.nearline_job import JobLedger, ledgers_of
 from nestpipe.serve.event_log import EventLog
 from nestpipe.serve.service_folder import EVENTS
 from nestpipe.training.run_folder import Run
@@ -79,8 +79,8 @@ def _forget_instructions(folder: Path, user: int) -> None:
         store = SqliteStore(path)
         store.forget(user)
         store.close()
-    if ledger_of(path).exists():
-        ledger = JobLedger(ledger_of(path))
+    for place in ledgers_of(path):
+        ledger = JobLedger(place)
         ledger.forget(user)
         ledger.close()
 

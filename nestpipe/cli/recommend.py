@@ -18,6 +18,7 @@ from nestpipe.errors import ConfigError
 from nestpipe.eval.catalogue_predictor import CataloguePredictor, Recommendation
 from nestpipe.eval.eval_ranks import part_of
 from nestpipe.training.distributed_eval import EvalWorld, eval_world
+from nestpipe.training.request_steering import steering_of
 from nestpipe.training.run_folder import Run
 from nestpipe.training.trained_run import recommendation_frame
 
@@ -34,6 +35,9 @@ def recommend(arguments: RecommendArguments) -> int:
         raise ConfigError("--all needs a file: --out recommendations.parquet")
     run = Run.open(arguments.run)
     predictor = run.predictor(arguments.step)
+    steering = {name: getattr(arguments, name) for name in ("scenario", "trigger", "instruction")}
+    if any(steering.values()):
+        predictor.steered = steering_of(run, **steering)
     if arguments.out is not None:
         users: list[OwnId] = list(arguments.user)
         if arguments.all:

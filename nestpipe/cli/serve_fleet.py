@@ -153,6 +153,7 @@ def serve_fleet(arguments: ServeArguments) -> int:
     flags = ["--num-threads", str(arguments.num_threads), "--label", arguments.label]
     flags += ["--step", str(arguments.step)] if arguments.step is not None else []
     flags += ["--compare", str(arguments.compare), "--share", str(arguments.share)] if arguments.compare else []
+    flags += [] if arguments.request_instructions else ["--no-request-instructions"]
     for name in ("engine", "trigger", "limits"):
         flags += flags_of(name, getattr(arguments, name))
     histories = fleet_histories(run, folder / EVENTS)

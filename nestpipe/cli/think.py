@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import json
 import sqlite3
-import sys
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
-from torch import Tensor
+import numpy as np
 
-from nestpipe.cli.arguments import ThinkArguments
+from nestpipe.cli.think_arguments import ThinkArguments
+from nestpipe.cli.think_progress import ProgressLine
+from nestpipe.cli.think_provider import open_provider
 from nestpipe.cli.think_training import check_trained, write_for_training
 from nestpipe.data.item_texts import read_item_texts
 from nestpipe.data.schema import Label
 from nestpipe.data.sequences import Sequences
 from nestpipe.errors import ConfigError, DataError
-from nestpipe.generative.config import Encoder
+from nestpipe.generative.instruction_encoder import instruction_encoder
 from nestpipe.generative.instruction_store import ANY, INSTRUCTIONS, SqliteStore, version_of
-from nestpipe.generative.llm_provider import OpenAICompatibleProvider, TemplateProvider
+from nestpipe.generative.instruction_template import TemplateProvider
 from nestpipe.generative.nearline_job import (
     FolderHistoryFeed,
     History,
@@ -30,10 +32,11 @@ from nestpipe.generative.nearline_job import (
     NearlineJob,
     ledger_of,
 )
-from nestpipe.generative.prompt_builder import CoVisits, InstructionProvider, RequestBuilder
-from nestpipe.generative.scenarios import scenario_numbers
+from nestpipe.generative.prompt_builder import CoVisits, Encode, InstructionProvider, RequestBuilder
+from nestpipe.generative.scenario_triggers import with_trigger_rules
+from nestpipe.generative.scenarios import Scenarios, scenario_numbers
 from nestpipe.generative.semantic_ids import Registry
-from nestpipe.generative.text_encoder import encode_texts
+from nestpipe.generative.work_shard import WorkShard
 from nestpipe.models.config import EncDecConfig
 from nestpipe.serve.event_log import EventLog
 from nestpipe.serve.open_service import open_histories
@@ -41,17 +44,28 @@ from nestpipe.serve.service_folder import EVENTS
 from nestpipe.serve.user_history import id_of
 from nestpipe.training.run_folder import Run
 
-_LINE_S = 15.0
-
 
 def main(arguments: ThinkArguments) -> int:
     if found := list(arguments.think.problems()):
         raise ConfigError("the configuration has problems:\n" + "\n".join(f"  - think.{one}" for one in found))
-    if arguments.for_training:
-        _for_training(arguments)
-        return 0
-    job, store, words = _open(arguments)
-    line = _ProgressLine(job, quiet=arguments.quiet)
+    scenarios = _scenarios(arguments)
+    template = TemplateProvider(None if scenarios is None else scenarios.templates)
+    with open_provider(arguments, template) as provider:
+        if arguments.for_training:
+            _for_training(arguments, provider, template, scenarios)
+        else:
+            _near_line(arguments, provider, scenarios)
+    return 0
+
+
+def _near_line(arguments: ThinkArguments, provider: InstructionProvider, scenarios: Scenarios | None) -> None:
+    job, store, words = _open(arguments, provider, scenarios)
+
+    def state() -> list[str]:
+        counts, pending = job.counts, job.ledger.num_pending
+        return [f"{counts['written']:,} written", f"{counts['unchanged']:,} users unchanged", f"{pending:,} pending"]
+
+    line = ProgressLine(provider, text=state, remaining=lambda: job.ledger.num_pending, quiet=arguments.quiet)
     try:
         with job.ledger.only_one():
             job.run(line.show)
@@ -67,10 +81,21 @@ def main(arguments: ThinkArguments) -> int:
         line.end()
         job.ledger.close()
         store.close()
-    return 0
 
 
-def _for_training(arguments: ThinkArguments) -> None:
+def _scenarios(arguments: ThinkArguments) -> Scenarios | None:
+    """The scenario file that is named, else that of the run."""
+    if arguments.scenarios is not None:
+        return Scenarios.load(arguments.scenarios)
+    return Run.open(arguments.path).scenarios if Run.exists(arguments.path) else None
+
+
+def _for_training(
+    arguments: ThinkArguments,
+    provider: InstructionProvider,
+    template: TemplateProvider,
+    scenarios: Scenarios | None,
+) -> None:
     behaviour: tuple[Label | None, tuple[float, ...]] = (None, (1.0,))
     store, ids = arguments.store, arguments.ids
     if Run.exists(arguments.path):
@@ -78,25 +103,23 @@ def _for_training(arguments: ThinkArguments) -> None:
         sequences, behaviour, ids = run.sequences, _behaviour(run), ids or Path(_generative(run).ids)
     else:
         sequences = Sequences.open(arguments.path)
+    if scenarios is not None:
+        records = scenarios.by_number(_logged_scenarios(sequences), str(sequences.path))
+        sequences = with_trigger_rules(sequences, records)
     if store is None or ids is None:
         raise ConfigError("--for-training needs --store FILE to write and, with a sequence folder, --ids FOLDER.")
     write_for_training(
         sequences,
-        provider=_provider(arguments),
+        provider=provider,
+        template=template,
         encoder=text_encoder(Registry.load(ids)),
         store=store,
         behaviour=behaviour,
         share=arguments.share,
         column=arguments.column,
+        shard=WorkShard.parse(arguments.shard),
         quiet=arguments.quiet,
     )
-
-
-def _provider(arguments: ThinkArguments) -> InstructionProvider:
-    if not arguments.endpoint.url:
-        return TemplateProvider()
-    key = arguments.api_key_file.read_text().strip() if arguments.api_key_file else ""
-    return OpenAICompatibleProvider(arguments.endpoint, api_key=key)
 
 
 def _generative(run: Run) -> EncDecConfig:
@@ -139,9 +162,12 @@ class _Words:
         return self._made
 
 
-def _open(arguments: ThinkArguments) -> tuple[NearlineJob, SqliteStore, _Words]:
-    provider = _provider(arguments)
+def _open(
+    arguments: ThinkArguments, provider: InstructionProvider, scenarios: Scenarios | None
+) -> tuple[NearlineJob, SqliteStore, _Words]:
     feed: _FolderBacked
+    wanted = arguments.think.scenarios or (ANY, *(scenarios.templates if scenarios is not None else ()))
+    shard = WorkShard.parse(arguments.shard)
     if Run.exists(arguments.path):
         run = Run.open(arguments.path)
         model = _generative(run)
@@ -150,7 +176,7 @@ def _open(arguments: ThinkArguments) -> tuple[NearlineJob, SqliteStore, _Words]:
         store = arguments.store or folder / INSTRUCTIONS
         ids = arguments.ids or Path(model.ids)
         feed = RunFeed(run, folder / EVENTS)
-        _check_scenarios(arguments.think.scenarios, scenario_numbers(run.sequences, model.num_scenarios))
+        _check_scenarios(wanted, scenario_numbers(run.sequences, model.num_scenarios))
         behaviour, weights = _behaviour(run)
     else:
         sequences = Sequences.open(arguments.path)
@@ -158,6 +184,8 @@ def _open(arguments: ThinkArguments) -> tuple[NearlineJob, SqliteStore, _Words]:
             raise ConfigError(f"{arguments.path} is a sequence folder; name --store FILE and --ids FOLDER with it.")
         store, ids = arguments.store, arguments.ids
         feed, behaviour, weights = FolderHistoryFeed(sequences), None, (1.0,)
+        if numbers := _logged_scenarios(sequences):
+            _check_scenarios(wanted, numbers)
     encode, version = text_encoder(Registry.load(ids))
     kept, words = SqliteStore(store), _Words(feed, behaviour, weights)
     job = NearlineJob(
@@ -165,36 +193,35 @@ def _open(arguments: ThinkArguments) -> tuple[NearlineJob, SqliteStore, _Words]:
         builder=words.builder(),
         provider=provider,
         store=kept,
-        ledger=JobLedger(ledger_of(store)),
+        ledger=JobLedger(ledger_of(store, shard)),
         encode=encode,
         version=version,
-        config=arguments.think,
+        config=replace(arguments.think, scenarios=wanted),
+        shard=shard,
     )
     return job, kept, words
+
+
+def _logged_scenarios(sequences: Sequences) -> dict[str, int]:
+    """The scenarios that a log names; none if it has no texts of scenarios."""
+    if "scenario" not in sequences.meta["encodings"]:
+        return {}
+    vocabulary = sequences.vocabulary("scenario")
+    return scenario_numbers(sequences, len(vocabulary.table)) if vocabulary.encoding == "dictionary" else {}
 
 
 def _check_scenarios(wanted: Sequence[str], known: Mapping[str, int]) -> None:
     if unknown := [name for name in wanted if name != ANY and name not in known]:
         names = ", ".join(known) or "none"
         raise ConfigError(
-            f"there is no scenario {unknown[0]!r} in --think.scenarios; the run has: {names}, and * for any."
+            f"there is no scenario {unknown[0]!r} (--think.scenarios, or the scenario file); the log has: {names}, and * for any."
         )
 
 
-def text_encoder(registry: Registry) -> tuple[partial[Tensor], str]:
+def text_encoder(registry: Registry) -> tuple[Encode, str]:
     """The encoder of instructions, the one of the item texts; and the version of its vectors."""
-    made_by = registry.encoder.partition("/")[0]
-    if not made_by.startswith(("minilm", "hashed-words")):
-        raise ConfigError(
-            f"the semantic ids are made from vectors of '{made_by}', an encoder that nestpipe does not have; "
-            "run nestpipe.generative.nearline_job.NearlineJob with that encoder, or build the ids from texts."
-        )
-    kind: Encoder = "minilm" if made_by.startswith("minilm") else "words"
-    return partial(_encode, kind), version_of(registry.version, made_by)
-
-
-def _encode(kind: Encoder, texts: Sequence[str]) -> Tensor:
-    return encode_texts(texts, encoder=kind, cache=None)[0]
+    encode = instruction_encoder(registry.encoder)
+    return encode, version_of(registry.version, registry.encoder.partition("/")[0])
 
 
 class RunFeed:
@@ -204,11 +231,13 @@ class RunFeed:
         self._histories = open_histories(run, log)
         self._log = EventLog(log)
         self._events: list[tuple[str, int]] = []  # digest of the id, and user
+        self._logged: Counter[int] = Counter()
 
     def changed_users(self, cursor: str) -> tuple[Iterable[int], str]:
         with self._log.news() as (is_other, events):
             found = [(id_of(event).hex(), event["user"]) for event in events]
             self._events = found if is_other else self._events + found
+        self._logged = Counter(user for _, user in self._events)
         self._histories.refresh()
         folder, number, last = json.loads(cursor) if cursor else ("", 0, "")
         own = self._histories.sequences
@@ -229,29 +258,8 @@ class RunFeed:
         own = self._histories.of(user)
         return History(own, 0, len(own.items)) if len(own.items) else None
 
-
-class _ProgressLine:
-    """Progress: one line that is updated on a terminal, a line every 15 s elsewhere."""
-
-    def __init__(self, job: NearlineJob, *, quiet: bool):
-        self._job, self._quiet, self._said = job, quiet, time.monotonic()
-        self._moves = sys.stderr.isatty()
-
-    def show(self, job: NearlineJob) -> None:
-        if self._moves and not self._quiet:
-            print(f"\r{self._text()}\x1b[K", end="", file=sys.stderr, flush=True)
-        elif not self._quiet and time.monotonic() - self._said > _LINE_S:
-            self._said = time.monotonic()
-            print(self._text(), file=sys.stderr, flush=True)
-
-    def end(self) -> None:
-        if not self._quiet:
-            print(("\r\x1b[K" if self._moves else "") + self._text(), file=sys.stderr, flush=True)
-
-    def _text(self) -> str:
-        counts, pending = self._job.counts, self._job.ledger.num_pending
-        parts = [f"{counts['written']:,} written", f"{counts['unchanged']:,} users unchanged", f"{pending:,} pending"]
-        if isinstance(self._job.provider, OpenAICompatibleProvider):
-            seen = ", ".join(f"{name} {count:,}" for name, count in sorted(self._job.provider.counts.items()) if count)
-            parts.append(f"endpoint: {seen or 'no calls'}")
-        return "think: " + " · ".join(parts)
+    def num_events(self, user: int) -> int:
+        own = self._histories.sequences
+        row = int(np.searchsorted(own.users, user))
+        is_stored = row < len(own.users) and own.users[row] == user
+        return self._logged[user] + (int(own.offsets[row + 1] - own.offsets[row]) if is_stored else 0)

@@ -4,36 +4,37 @@ from __future__ import annotations
 
 import shlex
 import sqlite3
-import sys
-import time
 from pathlib import Path
 
+from nestpipe.cli.think_progress import ProgressLine
 from nestpipe.data.item_texts import read_item_texts
 from nestpipe.data.schema import Label
 from nestpipe.data.sequences import Sequences
 from nestpipe.errors import ConfigError, DataError
-from nestpipe.generative.llm_provider import TemplateProvider
+from nestpipe.generative.instruction_template import TemplateProvider
 from nestpipe.generative.prompt_builder import CoVisits, Encode, InstructionProvider, RequestBuilder
 from nestpipe.generative.training_instructions import (
     TrainingInstructions,
     TrainingJob,
     check_column,
     follows_instructions,
+    untrained_message,
 )
+from nestpipe.generative.work_shard import WorkShard
 from nestpipe.training.run_folder import Run
-
-_LINE_S = 15.0
 
 
 def write_for_training(
     sequences: Sequences,
     *,
     provider: InstructionProvider,
+    template: TemplateProvider | None = None,
     encoder: tuple[Encode, str],
     store: Path,
     behaviour: tuple[Label | None, tuple[float, ...]] = (None, (1.0,)),
     share: float = 1.0,
     column: str = "",
+    shard: WorkShard | None = None,
     quiet: bool = False,
 ) -> None:
     """Writes or completes the store of a log."""
@@ -58,29 +59,35 @@ def write_for_training(
         sequences=sequences,
         builder=builder,
         provider=provider,
-        template=TemplateProvider(),
+        template=template or TemplateProvider(),
         store=opened,
         encode=encode,
         version=version,
         share=share,
         column=column,
+        shard=shard or WorkShard(),
     )
-    said = [time.monotonic()]
+    done = [0]
+
+    def state() -> list[str]:
+        targets, texts = opened.counts()
+        return [f"{done[0]:,} of {len(sequences.users):,} users", f"{targets:,} targets, {texts:,} different texts"]
+
+    line = ProgressLine(provider, text=state, remaining=lambda: len(sequences.users) - done[0], quiet=quiet)
 
     def show(num_users: int) -> None:
-        if not quiet and time.monotonic() - said[0] > _LINE_S:
-            said[0] = time.monotonic()
-            print(f"think: {num_users:,} of {len(sequences.users):,} users", file=sys.stderr, flush=True)
+        done[0] = num_users
+        line.show()
 
     try:
         job.run(show)
-        targets, texts = opened.counts()
+        done[0] = len(sequences.users)
+        line.end()
     except sqlite3.Error as error:
         raise DataError(f"{store} cannot be used ({error}). Nothing is lost: fix it and start again.") from error
     finally:
         opened.close()
     if not quiet:
-        print(f"think: {targets:,} targets, {texts:,} different texts in {store}", file=sys.stderr)
         print(f"Next: nestpipe train scenarios --instructions {shlex.quote(str(store))} --data.path {sequences.path}")
 
 
@@ -88,9 +95,4 @@ def check_trained(run: Run) -> None:
     """Raises ConfigError unless a run learned to follow instructions, with the commands that train one that does."""
     if follows_instructions(run.config.model, run.sequences):
         return
-    data, ids = shlex.quote(run.config.data.path), shlex.quote(run.config.model.ids)
-    raise ConfigError(
-        f"{run.folder} never saw an instruction in training, so instructions would steer nothing. Write some for its log and "
-        f"train with them:\n  nestpipe think {data} --for-training --ids {ids} --store instructions.sqlite\n"
-        f"  nestpipe train scenarios --data.path {data} --model.ids {ids} --instructions instructions.sqlite"
-    )
+    raise ConfigError(untrained_message(run.folder, run.config))

@@ -9,7 +9,7 @@ score every item alike. What a model must bring is `top`; ties take the lower ca
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -59,6 +59,7 @@ class CataloguePredictor(ABC):
     def __init__(self, model: Model, rows: RowReader, sequences: Sequences, split: Split, config: Config):
         self._model, self._rows = model, rows
         self._sequences, self._split, self._config = sequences, split, config
+        self.steered: Callable[[Batch], Batch] = lambda batch: batch  # adds what steers requests of a generative model
 
     @abstractmethod
     def top(self, request: UserRequest, k: int) -> Top:
@@ -161,7 +162,7 @@ class CataloguePredictor(ABC):
             asked = np.full(len(rows), request_ms)
         batch = self._builder.history(torch.from_numpy(rows), start, end, request_ms=asked)
         seen = None if self._config.eval.seen == "none" else seen_items(sequences, rows, np.zeros_like(end), end)
-        return UserRequest(batch, seen)
+        return UserRequest(self.steered(batch), seen)
 
     def _in_own_ids(self, top: Top) -> Iterator[Recommendation]:
         for positions, scores in zip(top.positions, top.scores, strict=True):

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
-from nestpipe.generative.instruction_store import ANY
 from nestpipe.models.config import EncDecConfig
 
 Encoder = Literal["auto", "minilm", "words"]
 CollisionPolicy = Literal["keep", "suffix", "reassign"]
 PolicyKind = Literal["sa_gcpo", "sapo", "gspo", "grpo"]
+_FILLED = {"concurrency": 4, "max_actions": 50, "max_chars": 300}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,14 +54,18 @@ class EndpointConfig:
     """Total deadline of one call, including the body of the response."""
     retries: int = 2
     """Retries of a call that failed (timeout, connection, status 408, 429 or 5xx); invalid answers are not retried."""
-    concurrency: int = 4
-    """Concurrent calls."""
-    requests_per_call: int = 8
-    """Instruction requests in one call."""
+    wait: bool = False
+    """Wait for the model instead of falling back to the template: repeat a failed call until it succeeds."""
+    concurrency: int = 0
+    """Concurrent calls; 0: 4, or 1 with --llm."""
+    requests_per_call: int = 0
+    """Instruction requests in one call; 0: fitted to the measured speed, 1 to 8."""
     max_bytes: int = 1 << 20
     """Largest response body that is read."""
-    max_chars: int = 300
-    """Longest text that is accepted."""
+    max_actions: int = 0
+    """Latest actions of a user that are sent; 0: 50, or 10 with --llm."""
+    max_chars: int = 0
+    """Longest text that is accepted; 0: 300, or 120 with --llm."""
     max_failures: int = 3
     """Circuit breaker: consecutive failed attempts after which the endpoint is not called for `cooldown_s`."""
     cooldown_s: float = 60.0
@@ -71,12 +76,18 @@ class EndpointConfig:
             yield f"url is {self.url!r}; it must begin with http:// or https://"
         if not self.model:
             yield "model is not given; name the endpoint's model"
-        for name in ("timeout_s", "concurrency", "requests_per_call", "max_bytes", "max_chars", "max_failures"):
+        for name in ("timeout_s", "max_bytes", "max_failures"):
             if not getattr(self, name) > 0:
                 yield f"{name} is {getattr(self, name)}; it must be above 0"
-        for name in ("retries", "cooldown_s"):
+        for name in ("retries", "cooldown_s", "concurrency", "requests_per_call", "max_actions", "max_chars"):
             if not getattr(self, name) >= 0:
                 yield f"{name} is {getattr(self, name)}; it must be 0 or more"
+
+    def filled(self, *, is_local: bool = False) -> EndpointConfig:
+        """With values in place of 0: small ones for a model on this machine, which takes a second per 100 tokens."""
+        values = {"concurrency": 1, "max_actions": 10, "max_chars": 120} if is_local else _FILLED
+        own: dict[str, Any] = {name: getattr(self, name) or value for name, value in values.items()}
+        return dataclasses.replace(self, **own)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,11 +99,12 @@ class ThinkConfig:
     ttl_s: float = 7 * 86400.0
     """Time to live of an instruction."""
     batch_size: int = 64
-    """Users per write; a crash repeats at most one batch."""
+    """Most users per write, fewer if the model is slow; a crash repeats at most one write."""
     max_retries: int = 3
     """Retries of the model, `min_interval_s` apart, for texts that the template had to write."""
-    scenarios: tuple[str, ...] = (ANY,)
-    """Scenarios with their own instructions; * is one instruction for all scenarios."""
+    scenarios: tuple[str, ...] = ()
+    """Scenarios with their own instructions; * is one instruction for all scenarios. [default: *, and the scenarios whose
+    record in the scenario file has an instruction template]"""
 
     def problems(self) -> Iterator[str]:
         for name in ("min_interval_s", "max_retries"):
@@ -100,8 +112,8 @@ class ThinkConfig:
                 yield f"{name} is {getattr(self, name)}; it must be 0 or more, and finite"
         if not 0 < self.ttl_s < math.inf or self.batch_size < 1:
             yield f"ttl_s is {self.ttl_s} and batch_size {self.batch_size}; both must be above 0, and finite"
-        if not self.scenarios or len(set(self.scenarios)) != len(self.scenarios):
-            yield f"scenarios is {self.scenarios}; name each scenario once, and at least one (or *)"
+        if len(set(self.scenarios)) != len(self.scenarios):
+            yield f"scenarios is {self.scenarios}; name each scenario once"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,8 +1,11 @@
-"""Providers of instruction texts: a template, or a language model behind an OpenAI-compatible endpoint.
+"""Provider of instruction texts from a language model behind an OpenAI-compatible endpoint.
 
 Only the near-line job calls a provider; the request path reads the store. Each text of a model's answer is validated. An
-invalid or missing text is counted and replaced by the template's text, whose provenance says so. A circuit breaker stops
-calling an endpoint that keeps failing.
+invalid or missing text is counted and replaced by the template's text, whose provenance says so. What happens when the
+endpoint fails is a choice:
+
+    default         bounded retries, then the template; a circuit breaker stops calling an endpoint that keeps failing
+    config.wait     retry until the model answers; a refusal such as status 401 is an error
 """
 
 from __future__ import annotations
@@ -10,122 +13,79 @@ from __future__ import annotations
 import asyncio
 import functools
 import itertools
-import json
 import math
-import re
 import ssl
 import time
-from collections import Counter, defaultdict
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from nestpipe.errors import ConfigError
+from nestpipe.errors import ConfigError, DataError
 from nestpipe.generative.config import EndpointConfig
-from nestpipe.generative.prompt_builder import Action, InstructionRequest, InstructionResult
+from nestpipe.generative.fitted_size import FittedSize
+from nestpipe.generative.instruction_template import TemplateProvider
+from nestpipe.generative.llm_prompt import BadAnswerError, chat_body, read_answer, valid_texts
+from nestpipe.generative.prompt_builder import InstructionRequest, InstructionResult
 
 if TYPE_CHECKING:
-    from httpx import AsyncClient  # an optional package
+    from httpx import AsyncClient, Response  # an optional package
 
-_STOP = frozenset({"and", "for", "from", "into", "the", "this", "that", "with", "without", "your", "our", "set", "new"})
-_DECAY = 0.9  # factor of an action's weight per later action
-_RECENT = 6  # latest actions that are searched for compared items
 _BACKOFF_S = 0.5  # before the first retry; doubles with each further one
-_PROMPT = (
-    "You write one short instruction per shopper for a recommender: what they want next and why, in plain words, at most "
-    "{max_chars} characters. Use the actions (oldest first, stronger ones weigh more), the trigger item, its complements and the season. "
-    'Answer with JSON: {{"results": [{{"id": number, "text": string}}]}}, one result for each id.'
-)
-_SCHEMA: dict[str, Any] = {
-    "type": "object",
-    "properties": {
-        "results": {
-            "type": "array",
-            "items": {
-                "type": "object",
-                "properties": {"id": {"type": "integer"}, "text": {"type": "string"}},
-                "required": ["id", "text"],
-                "additionalProperties": False,
-            },
-        }
-    },
-    "required": ["results"],
-    "additionalProperties": False,
-}
-
-
-class TemplateProvider:
-    """Text from a template: interests weighted by recency and behaviour, compared items, complements of the trigger, season."""
-
-    provenance = "template/1"
-
-    def generate(self, requests: Sequence[InstructionRequest]) -> list[InstructionResult]:
-        return [InstructionResult(text=self.text(one), provenance=self.provenance) for one in requests]
-
-    def text(self, request: InstructionRequest) -> str:
-        """Deterministic: the same text for the same request, on every machine."""
-        phrases = []
-        if interests := _interests(request.actions):
-            phrases.append(f"interested in {', '.join(interests)}")
-        if compared := _compared(request.actions):
-            phrases.append(f"compares {compared[0]} with {compared[1]}")
-        if request.complements:
-            phrases.append(f"{', '.join(request.complements)} may go with {request.trigger}")
-        elif request.trigger:
-            phrases.append(f"looked at {request.trigger}")
-        if request.season:
-            phrases.append(f"season {request.season}")
-        return "; ".join(phrases) or "nothing is known yet"
-
-
-def _words(text: str) -> list[str]:
-    """The distinct content words of a title."""
-    found = re.findall(r"[^\W\d_]{3,}", text.lower())
-    return [word for word in dict.fromkeys(found) if word not in _STOP] or [text.lower()]
-
-
-def _interests(actions: Sequence[Action], most: int = 5) -> list[str]:
-    weights: dict[str, float] = defaultdict(float)
-    for age, action in enumerate(reversed(actions)):
-        for word in _words(action.text):
-            weights[word] += action.weight * _DECAY**age
-    return sorted(weights, key=lambda word: (-weights[word], word))[:most]
-
-
-def _compared(actions: Sequence[Action]) -> tuple[str, str] | None:
-    """The last two different items of one kind that were viewed, unless an item of that kind was carted or ordered."""
-    recent = list(reversed(actions[-_RECENT:]))
-    bought = {word for action in recent if action.level > 1 for word in _words(action.text)}
-    for place, last in enumerate(recent):
-        kinds = set(_words(last.text)) - bought
-        for other in recent[place + 1 :]:
-            if other.text != last.text and kinds & set(_words(other.text)):
-                return last.text, other.text
-    return None
+_LONGEST_WAIT_S = 30.0  # between two attempts of a provider that waits
+_LONGEST_CALL_S = 3600.0  # deadline of a call of a provider that waits: doubles with each timeout
+_MOST_PER_CALL = 8
+_SCHEMA_WORDS = (b"schema", b"response_format", b"grammar")  # of a status 400 that refuses the bounded schema
 
 
 class _RetryableError(Exception):
     """A failed call that may be retried; the text is the name of its counter."""
 
 
-class _BadAnswerError(Exception):
-    """An invalid answer; the text is the name of its counter."""
+class _SchemaRefusedError(Exception):
+    """The endpoint does not know the bounded schema."""
+
+
+@dataclass(slots=True)
+class LlmUsage:
+    """What a model has cost."""
+
+    texts: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    seconds: float = 0.0
+
+    @property
+    def texts_per_s(self) -> float:
+        return self.texts / self.seconds if self.seconds > 0 else 0.0
 
 
 class OpenAICompatibleProvider:
     """Calls a language model; `counts` has the number of accepted and replaced texts and of each failure."""
 
-    def __init__(self, config: EndpointConfig, *, api_key: str = "", clock: Callable[[], float] = time.monotonic):
+    def __init__(
+        self,
+        config: EndpointConfig,
+        *,
+        api_key: str = "",
+        template: TemplateProvider | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
         try:
             import httpx
         except ModuleNotFoundError:
             raise ConfigError("an endpoint needs the package 'httpx': pip install 'nestpipe[serve]'.") from None
         if problems := list(config.problems()):
             raise ConfigError("the endpoint: " + "; ".join(problems) + ".")
-        self._config, self._clock = config, clock
-        self._template = TemplateProvider()
+        self._config, self._clock = config.filled(), clock
+        self._template = template or TemplateProvider()
         self.provenance = f"model/{config.model}"
         self.counts: Counter[str] = Counter()
+        self.usage = LlmUsage()
         self._failures, self._open_until = 0, -math.inf
+        self._is_bounded = True
+        fixed = config.requests_per_call
+        self._size = FittedSize(target_s=config.timeout_s / 3, least=fixed or 1, most=fixed or _MOST_PER_CALL)
         # A compressed body could be far larger than max_bytes once decoded.
         headers = {"accept-encoding": "identity"} | ({"authorization": f"Bearer {api_key}"} if api_key else {})
         # Loading certificates is slow and every batch has its own client, so the context is shared.
@@ -136,25 +96,11 @@ class OpenAICompatibleProvider:
         self._unreachable = httpx.HTTPError, httpx.InvalidURL, OSError
 
     def generate(self, requests: Sequence[InstructionRequest]) -> list[InstructionResult]:
-        return asyncio.run(self._all(requests))
-
-    async def _all(self, requests: Sequence[InstructionRequest]) -> list[InstructionResult]:
-        size, slots = self._config.requests_per_call, asyncio.Semaphore(self._config.concurrency)
-        async with self._client() as http:
-            calls = [self._call(http, slots, requests[first : first + size]) for first in range(0, len(requests), size)]
-            return [result for results in await asyncio.gather(*calls) for result in results]
-
-    async def _call(
-        self, http: AsyncClient, slots: asyncio.Semaphore, requests: Sequence[InstructionRequest]
-    ) -> list[InstructionResult]:
-        """One call; the template writes the texts that it did not return."""
-        texts: dict[int, str] = {}
-        try:
-            async with slots:
-                answer = await self._answer(http, self._body(requests))
-            texts = self._texts(answer, len(requests))
-        except (_RetryableError, _BadAnswerError) as problem:
-            self.counts[str(problem)] += 1
+        """One result for each request; raises DataError if the provider waits and the endpoint refuses its calls."""
+        began = time.monotonic()
+        texts = asyncio.run(self._all(requests))
+        self.usage.seconds += time.monotonic() - began
+        self.usage.texts += len(texts)
         self.counts["accepted"] += len(texts)
         self.counts["replaced"] += len(requests) - len(texts)
         return [
@@ -164,90 +110,110 @@ class OpenAICompatibleProvider:
             for place, request in enumerate(requests)
         ]
 
-    async def _answer(self, http: AsyncClient, body: dict[str, Any]) -> bytes:
+    async def _all(self, requests: Sequence[InstructionRequest]) -> dict[int, str]:
+        """The model's texts by place."""
+        waiting, texts = deque(enumerate(requests)), dict[int, str]()
+
+        async def work(http: AsyncClient) -> None:
+            while waiting:
+                taken = [waiting.popleft() for _ in range(min(self._size.value, len(waiting)))]
+                texts.update(await self._texts(http, taken))
+
+        async with self._client() as http:
+            await asyncio.gather(*(work(http) for _ in range(self._config.concurrency)))
+        return texts
+
+    async def _texts(self, http: AsyncClient, wanted: Sequence[tuple[int, InstructionRequest]]) -> dict[int, str]:
+        """Texts of one call; a provider that waits repeats what is missing, one request per call."""
+        found: dict[int, str] = {}
+        calls = [list(wanted)]
+        for attempt in range(1 + self._config.retries if self._config.wait else 1):
+            for call in calls:
+                found |= await self._call(http, call, attempt)
+            calls = [[one] for one in wanted if one[0] not in found]
+        return found
+
+    async def _call(
+        self, http: AsyncClient, wanted: Sequence[tuple[int, InstructionRequest]], attempt: int
+    ) -> dict[int, str]:
+        requests = [request for _, request in wanted]
+        try:
+            try:
+                answer = await self._answer(http, requests, attempt)
+            except _SchemaRefusedError:
+                self._is_bounded = False
+                self.counts["schema_refused"] += 1
+                answer = await self._answer(http, requests, attempt)
+            results, tokens = read_answer(answer)
+        except (_RetryableError, BadAnswerError) as problem:
+            self.counts[str(problem)] += 1
+            if str(problem) == "truncated":
+                self._size.halve()
+            return {}
+        self.usage.prompt_tokens += tokens.get("prompt_tokens", 0)
+        self.usage.completion_tokens += tokens.get("completion_tokens", 0)
+        texts = valid_texts(results, len(requests), self._config.max_chars, self.counts)
+        return {wanted[place][0]: text for place, text in texts.items()}
+
+    async def _answer(self, http: AsyncClient, requests: Sequence[InstructionRequest], attempt: int) -> bytes:
         """The body of the response; raises _RetryableError when all attempts have failed."""
-        for attempt in itertools.count():
+        is_bounded = self._is_bounded
+        body = chat_body(requests, self._config, bounded=is_bounded, attempt=attempt)
+        waits, deadline_s, timeout_s = self._config.wait, self._config.timeout_s, self._config.timeout_s
+        for number in itertools.count():
             if self._clock() < self._open_until:
                 raise _RetryableError("circuit_open")
+            began = time.monotonic()
             try:
-                async with asyncio.timeout(self._config.timeout_s):
-                    answer = await self._post(http, body)
+                async with asyncio.timeout(deadline_s):
+                    answer = await self._post(http, body, is_bounded)
                 self._failures = 0
+                self._size.add(len(requests), time.monotonic() - began)
                 return answer
             except (TimeoutError, _RetryableError, *self._unreachable) as error:
                 problem = _problem(error)
+            if problem == "timeout":
+                self._size.halve()
+                deadline_s = min(2 * deadline_s, _LONGEST_CALL_S) if waits else deadline_s
             self._failures += 1
-            if self._failures >= self._config.max_failures:
+            if self._failures >= self._config.max_failures and not waits:
                 self._failures, self._open_until = 0, self._clock() + self._config.cooldown_s
-            if attempt >= self._config.retries:
+            if number >= self._config.retries and not waits:
                 raise _RetryableError(problem)
             self.counts[problem] += 1
-            await asyncio.sleep(min(_BACKOFF_S * 2**attempt, self._config.timeout_s))
+            await asyncio.sleep(min(_BACKOFF_S * 2 ** min(number, 20), _LONGEST_WAIT_S if waits else timeout_s))
         raise AssertionError("unreachable: the last attempt returns or raises")
 
-    async def _post(self, http: AsyncClient, body: dict[str, Any]) -> bytes:
+    async def _post(self, http: AsyncClient, body: dict[str, Any], is_bounded: bool) -> bytes:
         chunks, size = [], 0
         async with http.stream("POST", f"{self._config.url.rstrip('/')}/chat/completions", json=body) as answer:
             if answer.status_code in {408, 429} or answer.status_code >= 500:
                 raise _RetryableError(f"status_{answer.status_code}")
             if answer.status_code != 200:
-                raise _BadAnswerError(f"status_{answer.status_code}")
+                await self._refuse(answer, is_bounded)
             async for chunk in answer.aiter_raw():
                 size += len(chunk)
                 if size > self._config.max_bytes:
-                    raise _BadAnswerError("oversize")
+                    raise BadAnswerError("oversize")
                 chunks.append(chunk)
         return b"".join(chunks)
 
-    def _body(self, requests: Sequence[InstructionRequest]) -> dict[str, Any]:
-        shoppers = [{"id": place, **request.content()} for place, request in enumerate(requests)]
-        return {
-            "model": self._config.model,
-            "temperature": 0,
-            "max_tokens": 64 + len(requests) * self._config.max_chars,
-            "messages": [
-                {"role": "system", "content": _PROMPT.format(max_chars=self._config.max_chars)},
-                {"role": "user", "content": json.dumps(shoppers, ensure_ascii=False)},
-            ],
-            "response_format": {
-                "type": "json_schema",
-                "json_schema": {"name": "instructions", "strict": True, "schema": _SCHEMA},
-            },
-        }
-
-    def _texts(self, answer: bytes, num_requests: int) -> dict[int, str]:
-        """Valid texts by request; raises _BadAnswerError if the whole answer is invalid."""
-        try:
-            content = json.loads(json.loads(answer)["choices"][0]["message"]["content"])
-        except (ValueError, RecursionError):
-            raise _BadAnswerError("invalid_json") from None
-        except (KeyError, IndexError, TypeError):
-            raise _BadAnswerError("wrong_schema") from None
-        results = content.get("results") if isinstance(content, dict) else None
-        if not isinstance(results, list):
-            raise _BadAnswerError("wrong_schema")
-        found: dict[int, str] = {}
-        seen: Counter[int] = Counter()
-        for one in results:
-            place, text = (one.get("id"), one.get("text")) if isinstance(one, dict) else (None, None)
-            if type(place) is not int or not isinstance(text, str) or not 0 <= place < num_requests:
-                self.counts["wrong_schema"] += 1
-                continue
-            seen[place] += 1
-            if (valid := self._valid(text)) is None:
-                self.counts["bad_text"] += 1
-            else:
-                found[place] = valid
-        for place in [place for place, times in seen.items() if times > 1]:
-            self.counts["duplicate"] += 1  # ambiguous, so neither is used
-            found.pop(place, None)
-        self.counts["missing"] += num_requests - len(seen)
-        return found
-
-    def _valid(self, text: str) -> str | None:
-        """The text on one line; None if it is empty, too long or not printable."""
-        line = " ".join(text.split())
-        return line if line.isprintable() and 0 < len(line) <= self._config.max_chars else None
+    async def _refuse(self, answer: Response, is_bounded: bool) -> None:
+        """Raises the exception that a refusal means."""
+        said = b""
+        async for chunk in answer.aiter_raw():
+            said += chunk[: 1000 - len(said)]
+            if len(said) >= 1000:
+                break
+        if is_bounded and answer.status_code == 400 and any(word in said.lower() for word in _SCHEMA_WORDS):
+            raise _SchemaRefusedError
+        if self._config.wait:
+            raise DataError(
+                f"the endpoint {self._config.url} refuses a call with status {answer.status_code}: "
+                f"{said.decode(errors='replace')[:300]!r}. Waiting would not help. What was written before is kept: fix "
+                "--endpoint.url, --endpoint.model or --api-key-file and start again."
+            )
+        raise BadAnswerError(f"status_{answer.status_code}")
 
 
 def _problem(error: Exception) -> str:

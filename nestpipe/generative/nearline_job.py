@@ -13,8 +13,10 @@ to write in place of the model, its text is stored and the user stays pending, s
 from __future__ import annotations
 
 import fcntl
+import glob
 import json
 import math
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,7 +31,9 @@ from nestpipe.data.array_files import folder_version
 from nestpipe.data.sequences import Sequences
 from nestpipe.errors import ConfigError
 from nestpipe.generative.config import ThinkConfig
+from nestpipe.generative.fitted_size import FittedSize
 from nestpipe.generative.instruction_store import (
+    ANY,
     InstructionStore,
     StoredInstruction,
     connect,
@@ -37,9 +41,12 @@ from nestpipe.generative.instruction_store import (
     transaction,
 )
 from nestpipe.generative.prompt_builder import Encode, InstructionProvider, InstructionRequest, RequestBuilder
+from nestpipe.generative.work_shard import WorkShard
 
 _PENDING = """CREATE TABLE IF NOT EXISTS pending (
-    user INTEGER PRIMARY KEY, due_s REAL NOT NULL, tries INTEGER NOT NULL)"""
+    user INTEGER PRIMARY KEY, due_s REAL NOT NULL, tries INTEGER NOT NULL, num_events INTEGER NOT NULL DEFAULT 0)"""
+_NUM_EVENTS = "ALTER TABLE pending ADD COLUMN num_events INTEGER NOT NULL DEFAULT 0"
+_WRITE_S = 20.0  # what a write takes, and what a crash repeats
 _MARK = "CREATE TABLE IF NOT EXISTS mark (number INTEGER PRIMARY KEY, text TEXT NOT NULL)"
 
 
@@ -62,6 +69,10 @@ class HistoryFeed(Protocol):
         """The current history of a user; None if there is none."""
         ...
 
+    def num_events(self, user: int) -> int:
+        """How active a user was; the most active ones come first."""
+        ...
+
 
 class FolderHistoryFeed:
     """A sequence folder. It is replaced as a whole, so its cursor is its digest."""
@@ -80,6 +91,10 @@ class FolderHistoryFeed:
             return None
         return History(own, row, int(own.offsets[row + 1] - own.offsets[row]))
 
+    def num_events(self, user: int) -> int:
+        found = self.history(user)
+        return 0 if found is None else found.end
+
     @property
     def sequences(self) -> Sequences:
         """The current folder, reopened when it was replaced: erased users must not be read."""
@@ -95,9 +110,19 @@ class Due(NamedTuple):
     tries: int
 
 
-def ledger_of(store: Path) -> Path:
-    """The path of a store's ledger, in the same folder."""
-    return store.with_name(f"{store.stem}.think.sqlite")
+def ledger_of(store: Path, shard: WorkShard = WorkShard()) -> Path:  # noqa: B008 (immutable)
+    """The path of the ledger of a store and shard, in the same folder."""
+    part = "" if shard.count == 1 else f"-{shard.number}-of-{shard.count}"
+    return store.with_name(f"{store.stem}.think{part}.sqlite")
+
+
+def ledgers_of(store: Path) -> list[Path]:
+    """The ledgers of all shards of a store that exist."""
+    return sorted(
+        one
+        for one in store.parent.glob(f"{glob.escape(store.stem)}.think*.sqlite")
+        if re.fullmatch(r"(-\d+-of-\d+)?\.sqlite", one.name.removeprefix(f"{store.stem}.think"))
+    )
 
 
 class JobLedger:
@@ -106,6 +131,9 @@ class JobLedger:
     def __init__(self, path: Path):
         self.path = path
         self._connection = connect(path, _PENDING, _MARK)
+        columns = {row[1] for row in self._connection.execute("PRAGMA table_info(pending)")}
+        if "num_events" not in columns:  # of an older version
+            self._connection.execute(_NUM_EVENTS)
 
     def close(self) -> None:
         self._connection.close()
@@ -115,18 +143,19 @@ class JobLedger:
         row = self._connection.execute("SELECT text FROM mark WHERE number = 0").fetchone()
         return row[0] if row else ""
 
-    def enqueue(self, users: Iterable[int], cursor: str) -> None:
-        """Adds pending users and sets the cursor, atomically."""
+    def enqueue(self, users: Iterable[tuple[int, int]], cursor: str) -> None:
+        """Adds pending users, each with its number of events, and sets the cursor, atomically."""
         with transaction(self._connection):
             # A user that is already pending keeps its due time.
             self._connection.executemany(
-                "INSERT INTO pending VALUES (?, 0, 0) ON CONFLICT (user) DO UPDATE SET tries = 0",
-                ((user,) for user in users),
+                "INSERT INTO pending (user, due_s, tries, num_events) VALUES (?, 0, 0, ?) "
+                "ON CONFLICT (user) DO UPDATE SET tries = 0, num_events = excluded.num_events",
+                users,
             )
             self._connection.execute("INSERT OR REPLACE INTO mark VALUES (0, ?)", (cursor,))
 
     def due(self, now_s: float, most: int) -> list[Due]:
-        query = "SELECT user, tries FROM pending WHERE due_s <= ? ORDER BY user LIMIT ?"
+        query = "SELECT user, tries FROM pending WHERE due_s <= ? ORDER BY num_events DESC, user LIMIT ?"
         return [Due(*row) for row in self._connection.execute(query, (now_s, most))]
 
     def settle(self, done: Sequence[int], later: Sequence[tuple[int, float, int]]) -> None:
@@ -174,19 +203,28 @@ class NearlineJob:
     encode: Encode
     version: str
     config: ThinkConfig
+    shard: WorkShard = field(default_factory=WorkShard)
     clock: Callable[[], float] = time.time
     counts: Counter[str] = field(default_factory=Counter)
 
     def run(self, on_batch: Callable[[NearlineJob], object] = lambda job: None) -> None:
         """Processes all users that are due; calls `on_batch` after each batch."""
         # A new store, version, provider or list of scenarios regenerates the instructions of all users.
-        origin = json.dumps([self.store.identity, self.version, self.provider.provenance, *self.config.scenarios])
+        origin = json.dumps([self.store.identity, self.version, self.provider.provenance, *self._scenarios])
         last_origin, _, cursor = self.ledger.cursor.partition("\n")
         users, cursor = self.feed.changed_users(cursor if last_origin == origin else "")
-        self.ledger.enqueue(users, f"{origin}\n{cursor}")
-        while batch := self.ledger.due(self.clock(), self.config.batch_size):
+        own = ((user, self.feed.num_events(user)) for user in users if self.shard.has(user))
+        self.ledger.enqueue(own, f"{origin}\n{cursor}")
+        size = FittedSize(target_s=_WRITE_S, most=self.config.batch_size, first=8)
+        while batch := self.ledger.due(self.clock(), size.value):
+            began = time.monotonic()
             self._batch(batch)
+            size.add(len(batch), time.monotonic() - began)
             on_batch(self)
+
+    @property
+    def _scenarios(self) -> tuple[str, ...]:
+        return self.config.scenarios or (ANY,)
 
     def _batch(self, batch: Sequence[Due]) -> None:
         now, wanted = self.clock(), list[InstructionRequest]()
@@ -211,7 +249,7 @@ class NearlineJob:
         history = self.feed.history(user)
         if history is None:
             return []
-        return [self.builder.build(*history, scenario=scenario) for scenario in self.config.scenarios]
+        return [self.builder.build(*history, scenario=scenario) for scenario in self._scenarios]
 
     def _is_changed(self, request: InstructionRequest) -> bool:
         """Whether the stored instruction is missing, outdated, expired or not from the provider itself."""

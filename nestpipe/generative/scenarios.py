@@ -1,7 +1,7 @@
 """Scenarios: per-surface settings of one generative model (home page, item page, cart, ...).
 
 A record has the source of the trigger item, the pool of items that may be shown, the weights of behaviours and rewards, the
-beam width and the latency budget. The file is a JSON object, {"version": 1, "scenarios": [record, ...]}. Records are found by
+beam width, the latency budget and the instruction template. The file is a JSON object, {"version": 1, "scenarios": [record, ...]}. Records are found by
 name: the number of a scenario in the model is that of its name in the log (`scenario_numbers`).
 """
 
@@ -19,6 +19,7 @@ import polars as pl
 from nestpipe.config import read_object
 from nestpipe.data.sequences import Sequences
 from nestpipe.errors import ConfigError, DataError
+from nestpipe.generative.instruction_template import template_problem
 
 Trigger = Literal["optional", "none", "given", "last"]
 REWARDS = ("format", "relative", "ranking", "diversity")  # others are columns of the log
@@ -46,6 +47,8 @@ class Scenario:
     """Beam width."""
     latency_ms: float = 100.0
     """Latency budget of a response."""
+    instruction: str = ""
+    """Template of the instruction texts that 'nestpipe think' writes for this scenario; empty: the built-in one."""
 
     def problems(self) -> Iterator[str]:
         if not self.name or self.name == "*" or self.name != self.name.strip():
@@ -63,6 +66,8 @@ class Scenario:
             yield f"beam is {self.beam}; it must be at least 1"
         if not 0 < self.latency_ms < float("inf"):
             yield f"latency_ms is {self.latency_ms}; it must be above 0"
+        if self.instruction and (problem := template_problem(self.instruction)):
+            yield f"instruction {problem}"
 
     def trigger_of(self, given: int | None, history: Sequence[int]) -> int | None:
         """The trigger item of a request; raises DataError if a required one is missing or one is given that is not accepted."""
@@ -130,7 +135,16 @@ class Scenarios:
         return [self[name] for name, _ in sorted(numbers.items(), key=lambda one: one[1])]
 
     def to_json(self) -> str:
-        return json.dumps({"version": VERSION, "scenarios": [asdict(one) for one in self]}, indent=1) + "\n"
+        # A template that is not there stays out: the digest of a file is kept in runs.
+        records = [
+            {name: value for name, value in asdict(one).items() if name != "instruction" or value} for one in self
+        ]
+        return json.dumps({"version": VERSION, "scenarios": records}, indent=1) + "\n"
+
+    @property
+    def templates(self) -> dict[str, str]:
+        """Instruction templates by scenario, of those that have one."""
+        return {one.name: one.instruction for one in self if one.instruction}
 
     @staticmethod
     def from_json(text: str) -> Scenarios:

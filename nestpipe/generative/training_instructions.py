@@ -1,6 +1,6 @@
 """Instructions for training: one for every target of a log, written before training from what was known then.
 
-    STORE (SQLite)   about     data digest, version (semantic ids and encoder), author, whether it is complete
+    STORE (SQLite)   about     data digest, version (semantic ids and encoder), author, users that are done (by shard)
                      texts     digest of the request, text, author, vector
                      targets   event of the log, digest of its request
 
@@ -14,7 +14,9 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import shlex
 import sqlite3
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,9 +25,11 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from nestpipe.config import Config
 from nestpipe.data.schema import Feature
 from nestpipe.data.sequences import Sequences, StoredFeature
 from nestpipe.errors import ConfigError, DataError
+from nestpipe.generative.fitted_size import FittedSize
 from nestpipe.generative.instruction_store import ANY, connect, transaction
 from nestpipe.generative.prompt_builder import (
     Encode,
@@ -34,6 +38,7 @@ from nestpipe.generative.prompt_builder import (
     InstructionResult,
     RequestBuilder,
 )
+from nestpipe.generative.work_shard import WorkShard
 from nestpipe.models.config import EncDecConfig
 from nestpipe.rng import mix64
 
@@ -42,7 +47,8 @@ _ABOUT = "CREATE TABLE IF NOT EXISTS about (name TEXT PRIMARY KEY, value TEXT NO
 _TEXTS = """CREATE TABLE IF NOT EXISTS texts (
     digest TEXT PRIMARY KEY, text TEXT NOT NULL, author TEXT NOT NULL, vector BLOB NOT NULL) WITHOUT ROWID"""
 _TARGETS = "CREATE TABLE IF NOT EXISTS targets (event INTEGER PRIMARY KEY, digest TEXT NOT NULL)"
-_BATCH = 64  # users in a transaction
+_BATCH = 64  # most users in a transaction
+_WRITE_S = 20.0  # what a transaction's texts take, and what a crash repeats
 
 
 class IndexedVectors:
@@ -78,8 +84,8 @@ class TrainingInstructions:
     def about(self) -> dict[str, str]:
         return dict(self._connection.execute("SELECT name, value FROM about"))
 
-    def begin(self, about: Mapping[str, str]) -> int:
-        """The number of users that are done; raises ConfigError if the store was begun for something else."""
+    def begin(self, about: Mapping[str, str], shard: WorkShard) -> int:
+        """The number of users up to which a shard is done; raises ConfigError if the store was begun for something else."""
         known = self.about
         differs = [name for name, value in about.items() if known.get(name, value) != value]
         if differs:
@@ -88,18 +94,24 @@ class TrainingInstructions:
                 "would mix. Name another --store."
             )
         with transaction(self._connection):
-            rows = [*about.items(), *([] if "users" in known else [("users", "0")])]
+            rows = [*about.items(), (_users_key(shard), "0")]
             self._connection.executemany("INSERT OR IGNORE INTO about VALUES (?, ?)", rows)
-        return int(self.about["users"])
+        return int(self.about[_users_key(shard)])
 
     def add(
-        self, targets: Sequence[tuple[int, str]], texts: Sequence[tuple[str, str, str, bytes]], *, num_users: int
+        self,
+        targets: Sequence[tuple[int, str]],
+        texts: Sequence[tuple[str, str, str, bytes]],
+        *,
+        num_users: int,
+        shard: WorkShard,
     ) -> None:
-        """Rows of some users, and how many users are done then; one transaction."""
+        """Rows of some users, and up to which user the shard is done then; one transaction."""
         with transaction(self._connection):
             self._connection.executemany("INSERT OR IGNORE INTO texts VALUES (?, ?, ?, ?)", texts)
             self._connection.executemany("INSERT OR REPLACE INTO targets VALUES (?, ?)", targets)
-            self._connection.execute("UPDATE about SET value = ? WHERE name = 'users'", (str(num_users),))
+            done = (str(num_users), _users_key(shard))
+            self._connection.execute("UPDATE about SET value = ? WHERE name = ?", done)
 
     def known(self, digests: Sequence[str]) -> set[str]:
         """Those requests that have a text."""
@@ -139,11 +151,14 @@ class TrainingInstructions:
                 f"{self.path} was written for other data than {sequences.path} (digest {about.get('data', '')[:12]}, not "
                 f"{sequences.digest[:12]}). Write it with 'nestpipe think {sequences.path} --for-training'."
             )
-        if int(about["users"]) < len(sequences.users):
-            raise ConfigError(
-                f"{self.path} has instructions for {int(about['users']):,} of {len(sequences.users):,} users; the job was "
-                "interrupted. The same 'nestpipe think --for-training' goes on."
-            )
+        count = int(about.get("shards", "1"))
+        for shard in (WorkShard(number, count) for number in range(1, count + 1)):
+            if (done := int(about.get(_users_key(shard), "0"))) < len(sequences.users):
+                part = "" if count == 1 else f"shard {shard} of "
+                raise ConfigError(
+                    f"{part}{self.path} has instructions for {done:,} of {len(sequences.users):,} users; the job was "
+                    "interrupted. The same 'nestpipe think --for-training' goes on."
+                )
         texts = list(self._connection.execute("SELECT digest, vector FROM texts ORDER BY digest"))
         if not texts:
             raise ConfigError(f"{self.path} has no instructions: no user of {sequences.path} has two events.")
@@ -174,6 +189,7 @@ class TrainingJob:
     encode: Encode
     version: str
     share: float = 1.0
+    shard: WorkShard = field(default_factory=WorkShard)
     column: str = ""
     """Id feature of events whose text, where an event has one, is the instruction: a search query."""
     _names: dict[tuple[str, int], str] = field(default_factory=dict)
@@ -186,11 +202,17 @@ class TrainingJob:
             "author": self.provider.provenance,
             "share": repr(self.share),
             "column": self.column,
+            "template": self.template.provenance,
+            "shards": str(self.shard.count),
         }
-        for first in range(self.store.begin(about), len(self.sequences.users), _BATCH):
-            last = min(first + _BATCH, len(self.sequences.users))
-            requests = [one for row in range(first, last) for one in self._requests(row)]
-            self._write(requests, num_users=last)
+        last, num_users = self.store.begin(about, self.shard), len(self.sequences.users)
+        size = FittedSize(target_s=_WRITE_S, most=_BATCH, first=8)
+        while last < num_users:
+            began, first = time.monotonic(), last
+            last = min(first + size.value * self.shard.count, num_users)
+            own = [row for row in range(first, last) if row % self.shard.count == self.shard.number - 1]
+            self._write([one for row in own for one in self._requests(row)], num_users=last)
+            size.add(len(own), time.monotonic() - began)
             on_batch(last)
 
     def _requests(self, row: int) -> list[tuple[int, InstructionRequest, str]]:
@@ -228,7 +250,7 @@ class TrainingJob:
             for (key, one), vector in zip(results.items(), vectors, strict=True)
         ]
         targets = [(event, digest) for (event, *_), digest in zip(rows, digests, strict=True)]
-        self.store.add(targets, texts, num_users=num_users)
+        self.store.add(targets, texts, num_users=num_users, shard=self.shard)
 
     def _generated(self, requests: Mapping[str, InstructionRequest]) -> dict[str, InstructionResult]:
         own = {key: one for key, one in requests.items() if _chance(key) < self.share}
@@ -247,6 +269,10 @@ class TrainingJob:
         if (name, number) not in self._names:
             self._names[name, number] = str(self.sequences.vocabulary(name).own_ids([number])[0])
         return self._names[name, number]
+
+
+def _users_key(shard: WorkShard) -> str:
+    return "users" if shard.count == 1 else f"users {shard}"
 
 
 def _chance(digest: str) -> float:
@@ -272,6 +298,17 @@ def open_store(path: str | Path) -> TrainingInstructions:
         return TrainingInstructions(Path(path))
     except sqlite3.Error as error:
         raise DataError(f"{path} is no store of instructions ({error}).") from None
+
+
+def untrained_message(folder: Path, config: Config) -> str:
+    """Why a run is not steered, with the commands that train one that is."""
+    assert isinstance(config.model, EncDecConfig)
+    data, ids = shlex.quote(config.data.path), shlex.quote(config.model.ids)
+    return (
+        f"{folder} never saw an instruction in training, so instructions would steer nothing. Write some for its log and "
+        f"train with them:\n  nestpipe think {data} --for-training --ids {ids} --store instructions.sqlite\n"
+        f"  nestpipe train scenarios --data.path {data} --model.ids {ids} --instructions instructions.sqlite"
+    )
 
 
 def follows_instructions(model: EncDecConfig, sequences: Sequences) -> bool:

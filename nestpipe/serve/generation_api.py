@@ -13,11 +13,12 @@ from dataclasses import asdict
 from typing import Any, cast
 
 from msgspec.structs import replace
+from starlette.concurrency import run_in_threadpool
 from torch import Tensor
 
 from nestpipe.data.sequences import Sequences
 from nestpipe.serve.config import Limits
-from nestpipe.serve.generation_engine import GenerationRequest, Generator
+from nestpipe.serve.generation_engine import GenerationRequest, GenerativeVersion, Generator
 from nestpipe.serve.known_items import KnownItems, ScoredItems
 from nestpipe.serve.openapi import generative_calls
 from nestpipe.serve.prometheus import GenerationMetrics
@@ -25,7 +26,8 @@ from nestpipe.serve.recommendation import RecommendationAnswer, RecommendationJo
 from nestpipe.serve.recommending import HistoryScores, RecommendingInstance
 from nestpipe.serve.request_errors import BadRequestError
 from nestpipe.serve.request_guard import Run
-from nestpipe.serve.schemas import GeneratedItems, GenerateRequest
+from nestpipe.serve.request_instruction import RequestInstruction
+from nestpipe.serve.schemas import GeneratedItems, GenerateRequest, InstanceRecommendRequest, SteeredRecommendRequest
 
 
 class GenerativeInstance(RecommendingInstance):
@@ -66,13 +68,16 @@ class GenerativeInstance(RecommendingInstance):
         record = self.generator.records.get(request.scenario or "")
         budget_ms = self._budget_ms if record is None else record.latency_ms
         deadline_ms, user = request.deadline_ms or budget_ms, self._ids.user(request.user)
+        version, instruction = await self._instruction(user, request.instruction)
         job = GenerationRequest(
             user=user,
             k=request.k,
             deadline=arrived + deadline_ms / 1000,
             scenario=request.scenario,
             trigger=None if request.trigger is None else self._ids.item(request.trigger),
+            instruction=instruction,
             history=await self._history(user, request.history),
+            version=version,
         )
         answer = await self._generated(job)
         return replace(answer, items=self._ids.own_items(cast(list[int], answer.items)))
@@ -83,13 +88,24 @@ class GenerativeInstance(RecommendingInstance):
         self.metrics.generate_seconds.observe(answer.times_ms["total"] / 1e3)
         return answer
 
+    async def _instruction(self, user: int, text: str | None) -> tuple[GenerativeVersion, RequestInstruction | None]:
+        """The model that answers a user, and the text of a request as it reads it."""
+        version = self.generator.versions.of(user)
+        return version, None if text is None else await run_in_threadpool(version.texts.of, text)
+
+    async def _steer(self, job: RecommendationJob, request: InstanceRecommendRequest) -> None:
+        assert isinstance(request, SteeredRecommendRequest)
+        self._check_scenario(request.scenario)
+        job.scenario = request.scenario
+        job.trigger = None if request.trigger is None else self._ids.item(request.trigger)
+        job.served, job.instruction = await self._instruction(job.user, request.instruction)
+
     def _check_scenario(self, scenario: str | None) -> None:
         if scenario is not None and scenario not in self.generator.scenarios:
             names = ", ".join(self.generator.scenarios) or "none"
             raise BadRequestError(f"there is no scenario {scenario!r}; there are: {names}.", code="bad_scenario")
 
     async def _find(self, job: RecommendationJob) -> RecommendationAnswer:
-        self._check_scenario(job.scenario)
         if (popular := self._popular(job, self._model_name(job.user))) is not None:
             return popular
         answer = await self._generated(_generation(job))
@@ -99,6 +115,7 @@ class GenerativeInstance(RecommendingInstance):
             model=answer.model,
             times_ms=answer.times_ms,
             degraded=answer.degraded,
+            instruction=answer.instruction,
         )
 
     def _scorer(self, job: RecommendationJob) -> HistoryScores:
@@ -134,6 +151,8 @@ def _generation(job: RecommendationJob) -> GenerationRequest:
         k=job.k,
         deadline=job.deadline,
         scenario=job.scenario,
+        trigger=job.trigger,
+        instruction=job.instruction,
         history=job.history,
         excluded=job.excluded,
         version=job.served,

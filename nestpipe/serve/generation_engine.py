@@ -1,7 +1,7 @@
 """One generative instance: requests take the best path that fits before their deadline.
 
     memory         hit_device -> hit_host -> full -> shorter -> narrow -> 503
-    instruction    of the scenario -> of the user -> the model's default
+    instruction    of the request -> of the scenario -> of the user -> the model's default
 
 The encoder memory of a history is cached, so the user's next request, in any scenario, only decodes. `shorter` (the last events
 alone) and `narrow` (fewer beams) are degraded, and say so. Instructions are read from the instruction store: no language model is
@@ -32,6 +32,7 @@ from nestpipe.serve.generation_model import EncoderInputs, EncoderMemory, Genera
 from nestpipe.serve.known_items import Ints
 from nestpipe.serve.kv_cache import EntryState, KVCache, settle
 from nestpipe.serve.latency_model import DEGRADED, GenerationCosts, GenerationPath, MemoryPath, choose
+from nestpipe.serve.request_instruction import UNTRAINED, RequestInstruction, RequestTexts
 from nestpipe.serve.requests import LateError, public_error
 from nestpipe.serve.schemas import GeneratedItems, Provenance
 from nestpipe.serve.user_history import UserHistories
@@ -50,6 +51,7 @@ class GenerationRequest:
     deadline: float
     scenario: str | None = None
     trigger: int | None = None
+    instruction: RequestInstruction | None = None
     history: Sequences | None = None
     excluded: Ints | None = None
     reply: Future[GeneratedItems] = field(default_factory=Future)
@@ -81,6 +83,7 @@ class GenerativeVersion:
     served: GenerativeModel
     instructions: Instructions | None
     costs: GenerationCosts
+    texts: RequestTexts = field(default_factory=lambda: RequestTexts(None, refusal=UNTRAINED))
 
     @property
     def name(self) -> str:
@@ -100,10 +103,12 @@ class Generator(VersionedWorker[GenerativeVersion]):
         config: EngineConfig,
         scenarios: Mapping[str, int] | None = None,
         records: Mapping[str, Scenario] | None = None,
+        texts: RequestTexts | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         """`records` are those of the run's scenario file, if it has one."""
         version = GenerativeVersion(served, instructions, estimates)
+        version.texts = texts or version.texts
         super().__init__("generator", version, histories, config=config, clock=clock)
         self._known = {version.name}
         self.scenarios = dict(scenarios or {})
@@ -280,6 +285,10 @@ class Generator(VersionedWorker[GenerativeVersion]):
         steering = Steering(scenario=number, trigger=self._trigger(job))
         if steering.trigger is not None:
             version.served.trie.positions(torch.tensor([steering.trigger]))
+        if (given := job.instruction) is not None:
+            made = version.served.instruction_version
+            provenance = Provenance(source="request", reason="given", kind="request", version=made, text=given.text)
+            return replace(steering, vector=given.vector), provenance
         if version.instructions is None:
             return steering, Provenance(source="default", reason="not used")
         instruction, reason = version.instructions.of(job.user, job.scenario or ANY)
@@ -288,7 +297,13 @@ class Generator(VersionedWorker[GenerativeVersion]):
         vector = torch.from_numpy(instruction.vector)
         source: Literal["scenario", "any"] = "any" if instruction.scenario == ANY else "scenario"
         provenance = Provenance(
-            source=source, reason=reason, written_by=instruction.provenance, written_s=instruction.written_s
+            source=source,
+            reason=reason,
+            kind="template" if instruction.provenance.startswith("template") else "model",
+            version=instruction.version,
+            text=instruction.text,
+            written_by=instruction.provenance,
+            written_s=instruction.written_s,
         )
         return replace(steering, vector=vector), provenance
 

@@ -32,6 +32,7 @@ from nestpipe.models.kv_prefix import InputDigest, PrefixKey, digest_of
 from nestpipe.models.prefix_inference import cut_events
 from nestpipe.serve.known_items import Ints, KnownItems, known_items
 from nestpipe.serve.model import rows_in_files, without_events
+from nestpipe.training.request_steering import present_rows
 from nestpipe.training.run_folder import Run
 
 
@@ -207,20 +208,14 @@ class GenerativeModel:
 def _instructions(steering: Sequence[Steering]) -> dict[str, Jagged]:
     """Steering as sample features; an empty row is the default."""
     given = {
-        "scenario": _present([one.scenario for one in steering]),
-        "trigger": _present([one.trigger for one in steering]),
+        "scenario": present_rows([one.scenario for one in steering]),
+        "trigger": present_rows([one.trigger for one in steering]),
     }
     vectors = [one.vector for one in steering if one.vector is not None]
     if vectors:
         counts = torch.tensor([int(one.vector is not None) for one in steering])
         given["reasoning"] = Jagged(torch.stack(vectors), offsets_of(counts), 1)
     return given
-
-
-def _present(values: Sequence[int | None]) -> Jagged:
-    """One row per value, empty for None."""
-    counts = torch.tensor([int(one is not None) for one in values])
-    return Jagged(torch.tensor([one for one in values if one is not None], dtype=torch.int64), offsets_of(counts), 1)
 
 
 def open_generative(run: Run, *, step: int | None = None, folder: Path, memory_bytes: int = 1 << 30) -> GenerativeModel:

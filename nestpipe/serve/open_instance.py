@@ -135,11 +135,17 @@ def _open_next_item(run: Run, arguments: ServeArguments) -> _Opened:
 
 def _open_generative(run: Run, arguments: ServeArguments) -> _Opened:
     folder = run.folder / "serve"
-    generator = open_generator(run, folder / EVENTS, config=arguments.engine, step=arguments.step)
+    with_texts = arguments.request_instructions
+    generator = open_generator(
+        run, folder / EVENTS, config=arguments.engine, step=arguments.step, request_instructions=with_texts
+    )
 
     def load(other: Path, step: int | None) -> GenerativeVersion:
         own = generator.versions.main.served.model.config
-        new = generative_version(open_version(other, generator.histories), generator.histories, folder, step=step)
+        histories = generator.histories
+        new = generative_version(
+            open_version(other, histories), histories, folder, step=step, request_instructions=with_texts
+        )
         config = new.served.model.config
         if (config.num_scenarios, config.beam) != (own.num_scenarios, own.beam):
             raise ConfigError(

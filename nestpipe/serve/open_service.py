@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from nestpipe.errors import ConfigError
 from nestpipe.gateway.candidates import retriever_of
 from nestpipe.generative.instruction_store import INSTRUCTIONS, Instructions, SqliteStore
 from nestpipe.generative.scenarios import scenario_numbers
-from nestpipe.generative.training_instructions import follows_instructions
+from nestpipe.generative.training_instructions import follows_instructions, untrained_message
 from nestpipe.models.config import DCNConfig, EncDecConfig, RankingConfig
 from nestpipe.serve.config import EngineConfig, TriggerConfig
 from nestpipe.serve.engine import Engine
@@ -26,10 +27,13 @@ from nestpipe.serve.next_item_model import open_next_item
 from nestpipe.serve.openapi import ServiceKind
 from nestpipe.serve.pointwise_engine import PointwiseEngine
 from nestpipe.serve.pointwise_model import open_pointwise
+from nestpipe.serve.request_instruction import SWITCHED_OFF, UNTRAINED, RequestTexts
 from nestpipe.serve.serve_flags import ServeArguments
 from nestpipe.serve.service_folder import EVENTS
 from nestpipe.serve.user_history import UserHistories
 from nestpipe.training.run_folder import Run
+
+_log = logging.getLogger("nestpipe.serve")
 
 
 def open_run(arguments: ServeArguments) -> Run:
@@ -110,10 +114,12 @@ def open_retrieval(folder: Path, ranker: Run) -> Run:
     return run
 
 
-def open_generator(run: Run, log: Path, *, config: EngineConfig, step: int | None = None) -> Generator:
+def open_generator(
+    run: Run, log: Path, *, config: EngineConfig, step: int | None = None, request_instructions: bool = True
+) -> Generator:
     """The generator of a run, not started yet: model, histories, instructions, and costs measured on this machine."""
     histories = open_histories(run, log)
-    version = generative_version(run, histories, log.parent, step=step)
+    version = generative_version(run, histories, log.parent, step=step, request_instructions=request_instructions)
     scenarios = scenario_numbers(run.sequences, version.served.model.config.num_scenarios)
     records = {} if run.scenarios is None else {one.name: one for one in run.scenarios}
     return Generator(
@@ -124,16 +130,25 @@ def open_generator(run: Run, log: Path, *, config: EngineConfig, step: int | Non
         config=config,
         scenarios=scenarios,
         records=records,
+        texts=version.texts,
     )
 
 
 def generative_version(
-    run: Run, histories: UserHistories, folder: Path, *, step: int | None = None
+    run: Run, histories: UserHistories, folder: Path, *, step: int | None = None, request_instructions: bool = True
 ) -> GenerativeVersion:
     """The model of a generative run, its instructions in `folder`, and its costs measured on this machine."""
     served = open_generative(run, step=step, folder=folder)
     model, instructions = served.model.config, None
-    if follows_instructions(model, run.sequences):
+    texts = RequestTexts(None, refusal=UNTRAINED)
+    if not follows_instructions(model, run.sequences):
+        if (folder / INSTRUCTIONS).exists():
+            _log.warning("%s is not used: %s", folder / INSTRUCTIONS, untrained_message(run.folder, run.config))
+    else:
         store = SqliteStore(folder / INSTRUCTIONS, read_only=True, timeout_s=_STORE_S)
         instructions = Instructions(store, version=served.instruction_version, dim=model.reasoning_dim, clock=time.time)
-    return GenerativeVersion(served, instructions, measure_generation(served, histories))
+        encoder = served.instruction_version.partition("/")[2]
+        texts = RequestTexts.open(encoder, dim=model.reasoning_dim)
+    if not request_instructions:
+        texts = RequestTexts(None, refusal=SWITCHED_OFF)
+    return GenerativeVersion(served, instructions, measure_generation(served, histories), texts)

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from nestpipe.data.sequences import Sequences
 from nestpipe.serve.known_items import Ints, ScoredItems
-from nestpipe.serve.schemas import StageTime
+from nestpipe.serve.request_instruction import RequestInstruction
+from nestpipe.serve.schemas import Provenance, StageTime
 from nestpipe.serve.user_history import without_event
 
 EXPLAINED_EVENTS = 32  # last events that an explanation weighs
@@ -41,11 +42,12 @@ class RecommendationAnswer:
     degraded: bool = False
     prefix_len: int = 0
     stages: dict[str, StageTime] = field(default_factory=dict)
+    instruction: Provenance | None = None
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class RecommendationJob:
-    """A request for items before a deadline, at a time in seconds; a scenario steers generation."""
+    """A request for items before a deadline, at a time in seconds; scenario, trigger and instruction steer generation."""
 
     user: int
     k: int
@@ -54,6 +56,8 @@ class RecommendationJob:
     excluded: Ints = field(default_factory=lambda: np.empty(0, np.int64))
     history: Sequences | None = None
     scenario: str | None = None
+    trigger: int | None = None
+    instruction: RequestInstruction | None = None
     served: Any = None  # the model that answers; set by the instance or the engine
     reply: Future[RecommendationAnswer] = field(default_factory=Future)
     arrived: float = 0.0  # set by the engine

@@ -107,8 +107,8 @@ class RecommendingInstance(HttpInstance):
             query_time=self._now() if request.query_time is None else request.query_time,
             excluded=excluded,
             history=await self._history(user, request.history),
-            scenario=getattr(request, "scenario", None),
         )
+        await self._steer(job, request)
         scorer = self._scorer(job) if request.explain else None
         answer = await self._find(job)
         because = None
@@ -129,7 +129,11 @@ class RecommendingInstance(HttpInstance):
             instance=self.name,
             stages=answer.stages,
             because=because,
+            instruction=answer.instruction,
         )
+
+    async def _steer(self, job: RecommendationJob, request: InstanceRecommendRequest) -> None:
+        """Adds what steers a job: of generative runs."""
 
     def _popular(self, job: RecommendationJob, model: str) -> RecommendationAnswer | None:
         """The answer for a user without history; None for any other."""

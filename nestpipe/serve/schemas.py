@@ -36,6 +36,7 @@ Seconds = Annotated[int, Meta(ge=0, le=2**43 - 1, description="Seconds since 197
 Count = Annotated[int, Meta(ge=1)]
 Name = Annotated[str, Meta(min_length=1, max_length=128)]
 TicketText = Annotated[str, Meta(min_length=1, max_length=MAX_TICKET_CHARS)]
+InstructionText = Annotated[str, Meta(min_length=1, max_length=500, description="What the user wants, in plain words.")]
 Milliseconds = Annotated[float, Meta(gt=0)]
 Event = Mapping[str, Any]
 """An event as JSON: item, time in seconds and the features of the log; a posted one has an id and a user too."""
@@ -93,10 +94,13 @@ class InstanceRecommendRequest(RecommendRequest):
 class SteeredRecommendRequest(InstanceRecommendRequest, kw_only=True):
     """Recommends items to a user, or to whoever has a `history`, which replaces the stored one.
 
-    `exclude` lists items not to show, `explain` asks for reasons, `scenario` steers a generative run.
+    `exclude` lists items not to show, `explain` asks for reasons. `scenario`, `trigger` (an item) and `instruction` (a text)
+    steer a generative run.
     """
 
     scenario: Name | None = None
+    trigger: OwnId | None = None
+    instruction: InstructionText | None = None
 
 
 class SimilarRequest(_Request):
@@ -132,10 +136,11 @@ class RankRequest(_OfCandidates, kw_only=True):
 
 
 class GenerateRequest(_TopK, kw_only=True):
-    """Generates items, best first. `scenario` and `trigger` (an item) steer the generation."""
+    """Generates items, best first. `scenario`, `trigger` (an item) and `instruction` (a text) steer the generation."""
 
     scenario: Name | None = None
     trigger: OwnId | None = None
+    instruction: InstructionText | None = None
     history: Sequence[Event] | None = None
     deadline_ms: Milliseconds | None = None
 
@@ -221,7 +226,7 @@ class StageTime(Struct, frozen=True, kw_only=True):
 
 class RecommendedItems(RankedItems, frozen=True, kw_only=True):
     """Recommended items. Of a cascade also: `prefill_hint` is the reason for or against a KV prefix, `problem` why there is
-    no ranking.
+    no ranking. Of a generative run also: the `instruction` that steered it.
     """
 
     request: str
@@ -230,6 +235,7 @@ class RecommendedItems(RankedItems, frozen=True, kw_only=True):
     prefill_hint: str = ""
     problem: str = ""
     stages: dict[str, StageTime] = {}
+    instruction: Provenance | None = None
 
 
 class SimilarItems(Struct, frozen=True, kw_only=True):
@@ -242,10 +248,15 @@ class SimilarItems(Struct, frozen=True, kw_only=True):
 
 
 class Provenance(Struct, frozen=True, kw_only=True):
-    """Which instruction steered a request: the scenario's, the user's (any) or the default, and the reason."""
+    """Which instruction steered a request: the request's own, the scenario's, the user's (any) or the default, and the
+    reason. `kind` says who wrote its `text`, `version` names the semantic ids and the encoder of its vector.
+    """
 
-    source: Literal["scenario", "any", "default"]
+    source: Literal["request", "scenario", "any", "default"]
     reason: str
+    kind: Literal["none", "template", "model", "request"] = "none"
+    version: str = ""
+    text: str = ""
     written_by: str = ""
     written_s: float | None = None
 

@@ -50,6 +50,8 @@ class ServeArguments:
     retrieval: Path | None = None
     """Folder of a trained next-item run that finds candidates for a ranker [default: means of its own item vectors]."""
     stages: Stages = field(default_factory=Stages)
+    request_instructions: bool = True
+    """Take instruction texts in requests of a generative run that was trained on instructions."""
     demo: bool = False
     """Serve a demo page at the gateway's address; it shows the history of any user."""
     print_nginx: bool = False

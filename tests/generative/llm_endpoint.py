@@ -8,11 +8,18 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, NamedTuple
+
+
+class Refusal(NamedTuple):
+    """A status and what is said with it."""
+
+    status: int
+    body: bytes
 
 
 class Endpoint:
-    """`behave(body)` gives what is sent: a dict of results, bytes, a status, or a generator of bytes that drip."""
+    """`behave(body)` gives what is sent: results, bytes, a status, a refusal, or a generator of bytes that drip."""
 
     def __init__(self) -> None:
         self.calls: list[dict[str, Any]] = []
@@ -65,6 +72,8 @@ def serve_endpoint() -> Iterator[Endpoint]:
 
         def _send(self, said: Any) -> None:
             status = said if isinstance(said, int) else 200
+            if isinstance(said, Refusal):
+                status, said = said
             if isinstance(said, list):
                 said = answer_with(json.dumps({"results": said}))
             self.send_response(status)

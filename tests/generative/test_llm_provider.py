@@ -6,13 +6,17 @@ import json
 import time
 from dataclasses import replace
 
+import jsonschema
 import pytest
 
-from nestpipe.errors import ConfigError
+from nestpipe.cli.think_progress import model_state
+from nestpipe.errors import ConfigError, DataError
 from nestpipe.generative import llm_provider
+from nestpipe.generative.fitted_size import FittedSize
+from nestpipe.generative.instruction_template import template_problem
 from nestpipe.generative.llm_provider import EndpointConfig, OpenAICompatibleProvider, TemplateProvider
 from nestpipe.generative.prompt_builder import Action, InstructionRequest
-from tests.generative.llm_endpoint import answer_with, drip, honest, serve_endpoint
+from tests.generative.llm_endpoint import Refusal, answer_with, drip, honest, serve_endpoint, shoppers_of
 
 TEMPLATE = TemplateProvider()
 
@@ -205,6 +209,139 @@ def test_a_bad_text_is_not_taken_and_its_neighbours_are(ask, result):
     is_twice = isinstance(result, dict) and result["id"] == 0 and type(result["id"]) is int
     assert provider.counts["replaced"] == (2 if is_twice else 1)
     assert all(one.text.isprintable() for one in results)
+
+
+def test_the_schema_is_bounded_and_legal(ask, endpoint):
+    ask(requests_per_call=3).generate(REQUESTS)
+    schema = endpoint.calls[0]["response_format"]["json_schema"]["schema"]
+    jsonschema.Draft202012Validator.check_schema(schema)
+    answer = {"results": [{"id": place, "text": "x" * 300} for place in range(3)]}
+    jsonschema.validate(answer, schema)
+    for wrong in (answer["results"][:2], [*answer["results"], {"id": 3, "text": "x"}], answer["results"][::-1]):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate({"results": wrong}, schema)
+    for text in ("", "x" * 301):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate({"results": [*answer["results"][:2], {"id": 2, "text": text}]}, schema)
+
+
+def test_an_endpoint_that_refuses_the_bounds_gets_a_plain_schema(ask, endpoint):
+    def old(body):
+        schema = body["response_format"]["json_schema"]["schema"]["properties"]["results"]
+        return (
+            Refusal(400, b'{"error": "Invalid schema: prefixItems is not permitted"}')
+            if "prefixItems" in schema
+            else honest(body)
+        )
+
+    provider = ask(old, concurrency=2)
+    assert {one.provenance for one in provider.generate(REQUESTS)} == {"model/m"}
+    assert provider.counts["schema_refused"] in {1, 2}
+    assert provider.counts["replaced"] == 0
+
+
+def test_a_cut_answer_is_counted_as_such(ask):
+    def cut(body):
+        return json.dumps({"choices": [{"finish_reason": "length", "message": {"content": '{"results": ['}}]}).encode()
+
+    provider = ask(cut)
+    assert is_template(provider.generate(REQUESTS))
+    assert provider.counts["truncated"] == 3
+
+
+def test_waiting_for_a_model_that_comes_back(ask, endpoint, monkeypatch):
+    """Failures beyond every bound of the default, then bad texts, then good ones: no template."""
+    monkeypatch.setattr(llm_provider, "_LONGEST_WAIT_S", 0.001)
+
+    def waking(body):
+        if len(endpoint.calls) < 12:
+            return 503
+        return honest(body) if len(endpoint.calls) > 15 else answer_with("{results: wrong")
+
+    provider = ask(waking, wait=True, max_failures=2, retries=2, concurrency=1, requests_per_call=5)
+    assert {one.provenance for one in provider.generate(REQUESTS)} == {"model/m"}
+    assert provider.counts["status_503"] == 11
+    assert provider.counts["invalid_json"] == 4
+    assert [len(shoppers_of(call)) for call in endpoint.calls] == [5] * 12 + [1] * 8
+    assert endpoint.calls[-1]["temperature"] > 0 == endpoint.calls[0]["temperature"]
+
+
+def test_waiting_ends_where_it_would_not_help(ask):
+    provider = ask(lambda body: Refusal(401, b'{"error": "no such key"}'), wait=True)
+    with pytest.raises(DataError, match=r"refuses a call with status 401: .*no such key.*--api-key-file"):
+        provider.generate(REQUESTS)
+    hopeless = ask(lambda body: answer_with("never"), wait=True, retries=1)
+    assert is_template(hopeless.generate(REQUESTS))
+    assert hopeless.counts["replaced"] == 5
+
+
+def test_a_slow_model_that_is_waited_for_gets_time(ask, endpoint):
+    def slow(body):
+        time.sleep(0.25)
+        return honest(body)
+
+    provider = ask(slow, wait=True, timeout_s=0.05, concurrency=1, requests_per_call=5)
+    assert {one.provenance for one in provider.generate(REQUESTS)} == {"model/m"}
+    assert provider.counts["timeout"] >= 2
+
+
+def test_calls_grow_with_a_fast_model(ask, endpoint):
+    many = [replace(REQUESTS[0], user=user) for user in range(40)]
+    provider = ask(requests_per_call=0, concurrency=1)
+    provider.generate(many)
+    assert [len(shoppers_of(call)) for call in endpoint.calls] == [1, 2, 4, 8, 8, 8, 8, 1]
+
+
+def test_sizes_follow_the_speed():
+    size = FittedSize(target_s=10.0, most=64, first=8)
+    size.add(8, 0.01)
+    assert size.value == 16
+    size.add(16, 64.0)  # 4 s each, 2 s on average with before
+    assert size.value == 4
+    size.halve()
+    assert size.value == 2
+    size.add(2, 100.0)
+    assert size.value == 1
+    assert FittedSize(target_s=1.0, most=8, least=8).value == 8
+
+
+def test_a_prompt_has_the_latest_actions_and_nothing_empty(ask, endpoint):
+    long = InstructionRequest(user=7, actions=actions(*(f"lamp {n}" for n in range(60))))
+    strong = replace(long, actions=(*long.actions, Action(text="chair", level=2, weight=2.0)), scenario="cart")
+    ask(max_actions=3, requests_per_call=2).generate([long, strong])
+    first, second = shoppers_of(endpoint.calls[0])
+    assert first == {"id": 0, "actions": [{"text": f"lamp {n}"} for n in (57, 58, 59)]}
+    assert second["scenario"] == "cart"
+    assert second["actions"][-1] == {"text": "chair", "level": 2, "weight": 2.0}
+
+
+def test_the_cost_is_counted(ask):
+    def counted(body):
+        answer = json.loads(answer_with(json.dumps({"results": honest(body)})))
+        return json.dumps({**answer, "usage": {"prompt_tokens": 100, "completion_tokens": 20}}).encode()
+
+    provider = ask(counted)
+    provider.generate(REQUESTS)
+    used = provider.usage
+    assert (used.texts, used.prompt_tokens, used.completion_tokens) == (5, 300, 60)
+    assert used.texts_per_s == pytest.approx(5 / used.seconds)
+    assert "5" in model_state(provider)[0]
+    assert "300 + 60 tokens" in model_state(provider)[1]
+
+
+def test_a_scenario_may_have_a_template(ask):
+    own = TemplateProvider({"cart": "what goes with {trigger}; {complements}; season {season}"})
+    request = InstructionRequest(user=1, scenario="cart", trigger="phone", season="winter", actions=actions("phone"))
+    assert own.text(request) == "what goes with phone; season winter"
+    assert own.text(replace(request, scenario="home")) == TEMPLATE.text(request)
+    assert own.text(replace(request, trigger="", season="")) == "nothing is known yet"
+    assert own.provenance.startswith("template/1+")
+    assert own.provenance != TemplateProvider({"cart": "other"}).provenance
+    assert template_problem("{trigger} and {size}") == (
+        "has the field {size}; there are {interests}, {compared}, {trigger}, {complements}, {season}, {scenario}"
+    )
+    assert "is no template" in template_problem("{trigger")
+    assert template_problem("for {season}") is None
 
 
 def test_an_endpoint_needs_a_place_and_a_model():

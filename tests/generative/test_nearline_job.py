@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sqlite3
+from contextlib import closing
 from dataclasses import replace
 
 import numpy as np
@@ -20,8 +21,16 @@ from nestpipe.errors import ConfigError
 from nestpipe.generative import instruction_store, nearline_job
 from nestpipe.generative.instruction_store import ANY, SqliteStore
 from nestpipe.generative.llm_provider import EndpointConfig, OpenAICompatibleProvider, TemplateProvider
-from nestpipe.generative.nearline_job import FolderHistoryFeed, JobLedger, NearlineJob, ThinkConfig
+from nestpipe.generative.nearline_job import (
+    FolderHistoryFeed,
+    JobLedger,
+    NearlineJob,
+    ThinkConfig,
+    ledger_of,
+    ledgers_of,
+)
 from nestpipe.generative.prompt_builder import CoVisits, RequestBuilder, season_of
+from nestpipe.generative.work_shard import WorkShard
 from tests.generative.llm_endpoint import answer_with, drip, serve_endpoint
 from tests.small_runs import write_log
 
@@ -59,9 +68,13 @@ class Growing:
     def history(self, user):
         return self._feed.history(user)
 
+    def num_events(self, user):
+        return self._feed.num_events(user)
+
 
 class Recording(TemplateProvider):
     def __init__(self):
+        super().__init__()
         self.asked: list[int] = []
 
     def generate(self, requests):
@@ -118,6 +131,46 @@ def test_everybody_gets_an_instruction_once(tmp_path, feed):
     job.run()
     assert len(job.provider.asked) == 7
     assert job.ledger.num_pending == 0
+
+
+def test_the_most_active_users_come_first(tmp_path, feed):
+    job = make_job(tmp_path, feed)
+    job.run()
+    assert job.provider.asked == [2, 5, 1, 4, 0, 3, 6]  # with 5, 5, 4, 4, 3, 3, 3 events
+
+
+def test_each_shard_writes_its_own_users(tmp_path, feed):
+    asked = []
+    for number in (1, 2, 3):
+        job = make_job(tmp_path, feed)
+        job.ledger.close()
+        job.shard = WorkShard(number, 3)
+        job.ledger = JobLedger(ledger_of(tmp_path / "store.sqlite", job.shard))
+        job.run()
+        assert all(job.shard.has(user) for user in job.provider.asked)
+        asked += job.provider.asked
+    assert sorted(asked) == list(range(7))
+    assert is_complete(job, feed)
+    (tmp_path / "store.think-other.sqlite").touch()
+    assert [one.name for one in ledgers_of(tmp_path / "store.sqlite")] == [
+        f"store.think-{n}-of-3.sqlite" for n in (1, 2, 3)
+    ]
+    for wrong in ("0/3", "4/3", "1", "1/3/5", "a/b"):
+        with pytest.raises(ConfigError, match="--shard is"):
+            WorkShard.parse(wrong)
+    assert WorkShard.parse("2/4") == WorkShard(2, 4)
+
+
+def test_a_ledger_of_an_older_version_is_read(tmp_path):
+    with closing(sqlite3.connect(tmp_path / "ledger.sqlite")) as old:
+        old.execute("CREATE TABLE pending (user INTEGER PRIMARY KEY, due_s REAL NOT NULL, tries INTEGER NOT NULL)")
+        old.execute("INSERT INTO pending VALUES (4, 0, 1)")
+        old.commit()
+    ledger = JobLedger(tmp_path / "ledger.sqlite")
+    assert ledger.due(1.0, 9) == [(4, 1)]
+    ledger.enqueue([(5, 3)], "")
+    assert ledger.due(1.0, 9) == [(5, 0), (4, 1)]
+    ledger.close()
 
 
 def test_only_users_with_new_events_and_only_once_in_a_window(tmp_path, feed):

@@ -20,6 +20,7 @@ from nestpipe.generative.instruction_store import connect
 from nestpipe.generative.llm_provider import TemplateProvider
 from nestpipe.generative.text_encoder import hashed_words
 from nestpipe.generative.training_instructions import TrainingInstructions, open_store
+from nestpipe.generative.work_shard import WorkShard
 from nestpipe.training.loop import train_to_end
 from nestpipe.training.run_folder import Run
 from nestpipe.training.run_state import load_state
@@ -140,7 +141,7 @@ def test_an_interrupted_job_goes_on_where_it_stopped(shop, tmp_path):
     log = write_searches(tmp_path / "log")
     with pytest.raises(KeyboardInterrupt):
         write_store(log, tmp_path / "store.sqlite", provider=Killed())
-    with pytest.raises(ConfigError, match="64 of 70 users; the job was interrupted"):
+    with pytest.raises(ConfigError, match="8 of 70 users; the job was interrupted"):
         open_store(tmp_path / "store.sqlite").attach(log)
     write_store(log, tmp_path / "store.sqlite")
     assert texts_of(tmp_path / "store.sqlite") == texts_of(shop / "store.sqlite")
@@ -148,6 +149,19 @@ def test_an_interrupted_job_goes_on_where_it_stopped(shop, tmp_path):
         write_store(log, tmp_path / "store.sqlite", column="query")
     with pytest.raises(ConfigError, match="written for other data"):
         open_store(shop / "store.sqlite").attach(write_searches(tmp_path / "other", last=29))
+
+
+def test_shards_write_one_store_together(shop, tmp_path):
+    log, store = write_searches(tmp_path / "log"), tmp_path / "store.sqlite"
+    for number in (1, 3):
+        write_store(log, store, shard=WorkShard(number, 3))
+    with pytest.raises(ConfigError, match=r"shard 2/3 of .* has instructions for 0 of 70 users"):
+        open_store(store).attach(log)
+    with pytest.raises(ConfigError, match=r"was written for another shards \(3; now 2\)"):
+        write_store(log, store, shard=WorkShard(2, 2))
+    write_store(log, store, shard=WorkShard(2, 3))
+    assert texts_of(store) == texts_of(shop / "store.sqlite")
+    assert len(open_store(store).attach(log).event_features["reasoning"].values) == len(log.items)
 
 
 def test_a_query_is_the_instruction_of_its_event(shop, tmp_path):

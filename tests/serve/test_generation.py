@@ -548,7 +548,7 @@ def test_thinking_beside_serving_and_forgetting(service, run, capsys):
     second = post(service, "generate", {"user": USER, "scenario": "0"}).json()
     assert second["instruction"]["written_s"] > first["instruction"]["written_s"]
     ledger = JobLedger(ledger_of(folder / "instructions.sqlite"))
-    ledger.enqueue([555], ledger.cursor)
+    ledger.enqueue([(555, 1)], ledger.cursor)
     forget([run.folder], 555)
     assert store.get(555, ANY) is None
     assert ledger.num_pending == 0

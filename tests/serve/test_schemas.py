@@ -119,5 +119,6 @@ def test_the_client_sends_the_fields_that_are_documented():
     ):
         for name, call in calls.items():
             body = described["paths"][f"/v1/{name}"]["post"]["requestBody"]["content"]["application/json"]["schema"]
-            steering = set() if "scenario" in body["properties"] else {"scenario"}  # generative runs alone have any
+            is_steered = "scenario" in body["properties"]
+            steering = set() if is_steered else {"scenario", "trigger", "instruction"}  # of generative runs alone
             assert set(inspect.signature(call).parameters) - steering == set(body["properties"])
