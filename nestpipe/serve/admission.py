@@ -17,8 +17,10 @@ from dataclasses import dataclass
 from threading import Lock
 from typing import Any, Protocol
 
-_MARGIN = 0.8  # share of the time that is left which the predicted wait may take: it is a mean
+_MARGIN = 0.65  # share of the time that is left which the predicted wait may take: it is a mean
 _KEPT = 0.9  # weight of the steps before, with each new one
+_OUTLIER = 4.0  # times the expected time that a step counts at most
+_FRESH_S = 0.5  # after which a measurement loses half of its weight in each such time
 _SOON_S = 0.001  # a loop that polls so soon after its last callback did not sleep
 
 ARRIVAL = "nestpipe.arrival"
@@ -78,13 +80,18 @@ class ArrivalClock:
 
 
 class WaitEstimate:
-    """Predicts how long a queued request waits: the work before it, at the speed of recent steps. From any thread."""
+    """Predicts how long a queued request waits: the work before it, at the speed of recent steps. From any thread.
 
-    def __init__(self) -> None:
-        self._lock = Lock()
+    A batch costs less per request than a request alone, so small batches say little about the speed under load. The estimate
+    is optimistic about what it has not measured: too many requests make full batches, which correct it at once; too few would
+    keep batches small, and the estimate wrong.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._lock = clock, Lock()
         self._queued = 0.0
-        self._busy_s, self._worked = 0.0, 0.0  # of recent steps
-        self.answered = 0.0  # work that was answered in full
+        self._busy_s, self._worked, self._measured_at = 0.0, 0.0, 0.0  # of recent steps
+        self.answered, self.num_answered = 0.0, 0  # work that was answered in full, and requests
 
     def queue(self, reply: Future[Any], work: float) -> None:
         """Counts a request until it is answered."""
@@ -98,28 +105,41 @@ class WaitEstimate:
             with self._lock:
                 self._queued -= work
                 self.answered += work * is_whole
+                self.num_answered += is_whole
 
         reply.add_done_callback(settled)
 
-    def observe(self, work: float, seconds: float) -> None:
-        """A step answered requests."""
-        self._busy_s = _KEPT * self._busy_s + seconds
-        self._worked = _KEPT * self._worked + work
+    def observe(self, work: float, seconds: float, *, is_full: bool) -> None:
+        """A step answered requests; `is_full` if it could not have taken more of them."""
+        expected_s = work * self._unit_s()
+        if expected_s > 0:
+            seconds = min(seconds, _OUTLIER * expected_s)  # the process did not run, or a prefill was finished
+        if is_full or seconds < expected_s or not self._worked:
+            self._busy_s = _KEPT * self._busy_s + seconds
+            self._worked = _KEPT * self._worked + work
+        if is_full or not self._measured_at:
+            self._measured_at = self._clock()
 
     def wait_s(self) -> float:
         """How long a request that is queued now would wait."""
-        worked = self._worked
-        return max(self._queued, 0.0) * self._busy_s / worked if worked > 0 else 0.0
+        return max(self._queued, 0.0) * self._unit_s()
 
     def exceeds(self, left_s: float) -> bool:
         """Whether the predicted wait leaves no time to answer."""
         return left_s <= 0 or self.wait_s() > _MARGIN * left_s
 
+    def _unit_s(self) -> float:
+        if not self._worked:
+            return 0.0
+        old_s = max(self._clock() - self._measured_at - _FRESH_S, 0.0)
+        return self._busy_s / self._worked * float(0.5 ** (old_s / _FRESH_S))
 
-def measured(estimate: WaitEstimate, step: Callable[[], bool]) -> bool:
-    """Takes a step, and notes its speed if it answered requests."""
-    before, began = estimate.answered, time.perf_counter()
+
+def measured(estimate: WaitEstimate, step: Callable[[], bool], *, num_waiting: int, max_batch: int) -> bool:
+    """Takes a step, and notes its speed if it answered requests, of which `num_waiting` were there before."""
+    before, num_before, began = estimate.answered, estimate.num_answered, time.perf_counter()
     has_worked = step()
-    if (work := estimate.answered - before) > 0:
-        estimate.observe(work, time.perf_counter() - began)
+    num, work = estimate.num_answered - num_before, estimate.answered - before
+    if work > 0:
+        estimate.observe(work, time.perf_counter() - began, is_full=num >= max_batch or num < num_waiting)
     return has_worked

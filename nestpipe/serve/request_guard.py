@@ -168,12 +168,13 @@ class RequestGuard:
         """
         return CallEndpoint(self, kind, run, refuse=refuse, counted=counted, fields_of=fields_of, admit=admit)
 
-    async def hold(self, seconds: float) -> None:
-        """Delays a refusal; only so many at a time."""
-        if self.num_held < _MAX_HELD and seconds > 0:
+    async def hold(self, scope: Scope, left_s: float) -> None:
+        """Delays a refusal, never so long that the caller cannot ask another; only so many at a time."""
+        is_forwarded = any(name == FORWARDED_HEADER for name, _ in scope["headers"])
+        if self.num_held < _MAX_HELD and left_s > 0 and not is_forwarded:
             self.num_held += 1
             try:
-                await asyncio.sleep(seconds)
+                await asyncio.sleep(min(_HOLD_S, left_s / 2))
             finally:
                 self.num_held -= 1
 
@@ -210,7 +211,7 @@ class CallEndpoint:
                     fields = self._fields_of(HttpRequest(scope))
                 note_arrival(began if arrival is None or arrival.at is None else arrival.at)
                 if self._admit is not None:
-                    self._admit(deadline_ms)
+                    await self._admitted(self._admit, deadline_ms, scope)
                 request = self._parse(body) if self._fields_of is None else parse(fields, self._kind)
                 work = self._run(request)
                 content = await (work if arrival is not None else _unless_disconnected(receive, work))
@@ -227,10 +228,21 @@ class CallEndpoint:
             if arrival is not None:
                 arrival.connection.running = None
         self._counted(status)
-        if status == 429 and not any(name == FORWARDED_HEADER for name, _ in scope["headers"]):
-            left_s = math.inf if deadline_ms is None else deadline_ms / 1e3 - age_s()
-            await self._guard.hold(min(_HOLD_S, left_s / 2))  # never so long that the caller cannot ask another
+        if status == 429 and self._admit is None:
+            await self._guard.hold(scope, math.inf)
         await _send(send, content, status)
+
+    async def _admitted(self, admit: Admit, deadline_ms: float | None, scope: Scope) -> None:
+        """Raises the refusal of a request that would wait too long, also after it was held for a moment."""
+        try:
+            admit(deadline_ms)
+        except NestPipeError:
+            self._guard.num_in_flight -= 1
+            try:
+                await self._guard.hold(scope, math.inf if deadline_ms is None else deadline_ms / 1e3 - age_s())
+            finally:
+                self._guard.num_in_flight += 1
+            admit(deadline_ms)
 
     def _enter(self) -> None:
         guard = self._guard

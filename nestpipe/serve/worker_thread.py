@@ -28,7 +28,7 @@ class WorkerThread(ABC):
         self._wakeup, self._has_new = threading.Condition(), False
         self._thread: threading.Thread | None = None
         self.is_stopping = False
-        self.waits = WaitEstimate()
+        self.waits = WaitEstimate(clock)
 
     @property
     @abstractmethod
@@ -84,7 +84,9 @@ class WorkerThread(ABC):
         while not (self.is_stopping and not self.num_waiting):
             self._has_new = False
             try:
-                is_idle = not measured(self.waits, self.step)
+                is_idle = not measured(
+                    self.waits, self.step, num_waiting=self.num_waiting, max_batch=self.config.max_batch
+                )
                 self._refresh()
             except Exception:
                 _log.exception("a step failed; the %s continues", self._name)
