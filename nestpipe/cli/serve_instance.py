@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import socket
 import sys
 from contextlib import suppress
@@ -13,7 +12,7 @@ from nestpipe.serve.admin import Admin
 from nestpipe.serve.open_instance import open_instance
 from nestpipe.serve.open_service import open_run
 from nestpipe.serve.serve_flags import ServeArguments
-from nestpipe.serve.server import bind, run_apps
+from nestpipe.serve.server import bind, run_apps, run_loop
 from nestpipe.serve.service_folder import kept_secret
 
 STOPPING = "stopping: requests in flight are answered first"
@@ -43,7 +42,7 @@ def serve_instance(arguments: ServeArguments) -> int:
         engine.start()
         try:
             apps = [(instance.app(), public), (admin.app(), private)]
-            asyncio.run(run_apps(apps, on_stop=stop, started=started))
+            run_loop(run_apps(apps, on_stop=stop, started=started))
         finally:
             engine.stop()
     return 0

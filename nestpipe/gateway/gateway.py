@@ -37,12 +37,13 @@ from nestpipe.gateway.router import RouterError
 from nestpipe.serve.config import BUCKETS_S, GatewayLimits
 from nestpipe.serve.openapi import ServiceKind, gateway_calls, gateway_document
 from nestpipe.serve.prefill_policy import ADMITTED
+from nestpipe.serve.prometheus import status_counter
 from nestpipe.serve.request_errors import BadRequestError
 from nestpipe.serve.request_guard import (
-    Handler,
+    CallEndpoint,
     RequestGuard,
     Run,
-    http_refusal,
+    ServiceApp,
     lacks_token,
     parse,
     read_json,
@@ -141,15 +142,12 @@ class Gateway:
             "events": self._events,
             "invalidate": self._invalidate,
         }
-        routes = [Route(f"/v1/{name}", self._handler(name, handlers[name]), methods=["POST"]) for name in self._calls]
+        calls = {name: self._handler(name, handlers[name]) for name in self._calls}
         from_address = self._handler("recommend", self._recommend, fields_of=user_and_numbers)
-        routes.append(user_route("recommend", from_address))
-        routes.extend(more)
+        routes = [user_route("recommend", from_address), *more]
         gets = {"healthz": _alive, "readyz": self._ready, "metrics": self._metrics, "openapi.json": self._document}
         routes += [Route(f"/{name}", handler) for name, handler in gets.items()]
-        return Starlette(
-            routes=routes, lifespan=self._lifespan, exception_handlers={404: http_refusal, 405: http_refusal}
-        )
+        return ServiceApp(calls, routes, lifespan=self._lifespan)
 
     async def readiness(self) -> tuple[dict[str, bool], str]:
         """Which instances are ready, and why the gateway is not; empty if it is."""
@@ -186,10 +184,9 @@ class Gateway:
         yield
         await self._remote.close()
 
-    def _handler(self, name: str, run: Run, **options: Any) -> Handler:
-        count, (kind, _) = self.metrics.answers.labels, self._calls[name]
-        counted = lambda status: count(name, str(status)).inc()  # noqa: E731
-        return self._guard.handler(kind, run, refuse=_refuse, counted=counted, **options)
+    def _handler(self, name: str, run: Run, **options: Any) -> CallEndpoint:
+        counted = status_counter(self.metrics.answers, name)
+        return self._guard.handler(self._calls[name][0], run, refuse=_refuse, counted=counted, **options)
 
     async def _recommend(self, request: InstanceRecommendRequest) -> RecommendedItems:
         if request.user is UNSET:

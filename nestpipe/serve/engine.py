@@ -51,6 +51,7 @@ _log = logging.getLogger("nestpipe.serve")
 _SWEEP_S = 0.5  # between two sweeps of expired entries
 _BREAKER_S = 5.0  # window of the latencies that open the breaker
 _PROBE_EVERY = 16  # prefill hints that an open breaker refuses; the last of them is admitted
+_LEAST_MS = 1e-3  # of a request whose cost is unknown
 _QUEUE_S = 30.0  # window of queueing times
 
 
@@ -92,10 +93,18 @@ class Engine(VersionedWorker[ServedModel]):
 
     def submit(self, job: RankingRequest | PrefillHint) -> None:
         """Queues a job, whose `reply` gets the answer; raises BusyError."""
-        with self.admitting():
+        with self.admitting(job.reply, work=self._work_of(job)):
             if isinstance(job, RankingRequest):
                 job.arrived = self.clock()
             self._inbox.append(job)
+
+    def _work_of(self, job: RankingRequest | PrefillHint) -> float:
+        """Milliseconds of full inference; nothing for a hint, whose prefill waits for ranking requests."""
+        if isinstance(job, PrefillHint):
+            return 0.0
+        num_events = self.histories.num_events(job.user) if job.history is None else len(job.history.items)
+        served = self.versions.of(job.user)
+        return max(served.costs.expected("full", min(num_events, served.max_len), len(job.items)), _LEAST_MS)
 
     @property
     def num_waiting(self) -> int:
@@ -124,29 +133,47 @@ class Engine(VersionedWorker[ServedModel]):
         )  # 5 idle: one copy to the host, or one prefill chunk
 
     def _accept(self) -> None:
-        for _ in range(len(self._inbox)):  # not those that arrive meanwhile: queued requests must get their turn
+        num_new = len(self._inbox)  # not those that arrive meanwhile: queued requests must get their turn
+        problem: Exception | None = None
+        try:
+            if num_new:
+                self._refresh()
+        except Exception as error:
+            problem = error
+        for _ in range(num_new):
             job = self._inbox.popleft()
             if job.reply.cancelled():
                 self.release(job.request)
                 continue
             try:
-                self._refresh()
-                since = self.cache.num_invalidations  # before the events are read
-                events = self.histories.of(job.user) if job.history is None else job.history
+                if problem is not None:
+                    raise problem
                 pinned = self._pinned.get(job.request)  # a request keeps the model of its hint
                 served = pinned[0] if pinned else self.versions.of(job.user)
-                inputs = served.prepare(events, job.query_time)
                 if isinstance(job, PrefillHint):
-                    if not settle(job.reply, self._decide(job, inputs)):
+                    events = self.histories.of(job.user) if job.history is None else job.history
+                    if not settle(job.reply, self._decide(job, served.prepare(events, job.query_time))):
                         self.release(job.request)
                 else:
-                    job.candidates = served.candidates(job.items, self.histories.sequences)
-                    job.inputs, job.since = inputs, since
+                    job.served = served
                     heapq.heappush(self._requests, job)
             except Exception as error:
                 if isinstance(job, RankingRequest):
                     self.release(job.request)
                 settle(job.reply, error)
+
+    def _prepare(self, job: RankingRequest, served: ServedModel) -> bool:
+        """Reads history and candidates when it is a request's turn; False if that failed, and the error was answered."""
+        try:
+            job.since = self.cache.num_invalidations  # before the events are read
+            events = self.histories.of(job.user) if job.history is None else job.history
+            job.inputs = served.prepare(events, job.query_time)
+            job.candidates = served.candidates(job.items, self.histories.sequences)
+        except Exception as error:
+            self.release(job.request)
+            settle(job.reply, error)
+            return False
+        return True
 
     def _refresh(self) -> None:
         """Reads new events, and drops what was invalidated, expired or belongs to a model that is gone."""
@@ -213,6 +240,9 @@ class Engine(VersionedWorker[ServedModel]):
                 if settle(request.reply, LateError("the deadline passed before the request could be ranked.")):
                     self.latencies.note(1000 * (self.clock() - request.arrived))
                 continue
+            assert request.served is not None
+            if request.inputs is None and not self._prepare(request, request.served):
+                continue
             plan = self._plan(request, slack_ms - total_ms)
             path, cost_ms = plan.choice.path, plan.choice.cost_ms
             if plans and (path == "join" or path in DEGRADED or total_ms + cost_ms > until_ms):
@@ -234,10 +264,10 @@ class Engine(VersionedWorker[ServedModel]):
 
     def _plan(self, request: RankingRequest, slack_ms: float) -> RankingPlan:
         assert request.inputs is not None
-        inputs, state = request.inputs, self.cache.peek_state(request.inputs.key)
-        begun: KVPrefix | None = None
+        inputs, begun = request.inputs, None
+        state = self.cache.peek_state(inputs.key) if self.cache.knows_user(request.user) else None
         if state is None:
-            begun = inputs.longest_begun(self.cache.peek_user(inputs.key.user))
+            begun = inputs.longest_begun(self.cache.peek_user(request.user))
         elif state in {EntryState.RESERVED, EntryState.COMPUTING}:
             task = self._prefills.of(inputs.key)
             begun = task.prefix if task else None
@@ -257,14 +287,15 @@ class Engine(VersionedWorker[ServedModel]):
         """Brings prefixes to the device and pins them; a lost one means full inference. Returns batches to score together."""
         batches: dict[tuple[ServedModel, bool], list[RankingPlan]] = {}
         for plan in plans:
-            key = plan.inputs.key
             try:
                 match plan.choice.path:
                     case "hit_device" | "hit_host":
-                        self.cache.promote(key)  # does nothing if it is on the device, perhaps for another request
-                        plan.prefix = self.cache.pin(key, plan.request)
+                        plan.pinned = plan.inputs.key
+                        self.cache.promote(plan.pinned)  # does nothing if it is there, perhaps for another request
+                        plan.prefix = self.cache.pin(plan.pinned, plan.request)
                     case "extend":
-                        plan.prefix = self.cache.pin(key, plan.request) or self._extend(plan)
+                        plan.pinned = plan.inputs.key
+                        plan.prefix = self.cache.pin(plan.pinned, plan.request) or self._extend(plan)
                     case "shorter":
                         plan.inputs = plan.inputs.served.shorter(plan.inputs, plan.choice.num_events)
             except Exception:
@@ -326,7 +357,9 @@ class Engine(VersionedWorker[ServedModel]):
         if plan.choice.path != "full" or inputs.served.ranker.model.anchored:
             return False
         pays = costs.halves(inputs.num_events, len(plan.request.items), inputs.num_bytes)
-        return (pays and self.trigger.mode == "on") or self._prefills.of(inputs.key) is not None
+        if pays and self.trigger.mode == "on":
+            return True
+        return bool(len(self._prefills)) and self._prefills.of(inputs.key) is not None
 
     def _keep(self, plan: RankingPlan) -> None:
         """After the replies: finishes the prefill that was too late for its request, or copies the prefix to the host."""
@@ -356,14 +389,15 @@ class Engine(VersionedWorker[ServedModel]):
             return np.full(len(plan.request.items), np.nan)
 
     def _reply(self, plan: RankingPlan, scores: Floats) -> None:
-        request, served, key, path = plan.request, plan.inputs.served, plan.inputs.key, plan.choice.path
+        request, served, key, path = plan.request, plan.inputs.served, plan.pinned, plan.choice.path
         if path == "fallback" or not np.isfinite(scores).all():
             path, plan.prefix, scores = "fallback", None, np.zeros(len(request.items))
         if path in DEGRADED:
             served.costs.relax()
-        self.cache.unpin(key, request, consumed=path in HITS)
-        if path in HITS and key not in self._evictable:
-            self._evictable.append(key)
+        if key is not None:
+            self.cache.unpin(key, request, consumed=path in HITS)
+            if path in HITS and key not in self._evictable:
+                self._evictable.append(key)
         self.release(request.request)
         total_ms = 1000 * (self.clock() - request.arrived)
         self.latencies.note(total_ms)

@@ -63,7 +63,7 @@ class GenerativeInstance(RecommendingInstance):
         }
 
     async def _generate(self, request: GenerateRequest) -> GeneratedItems:
-        arrived = self.generator.clock()
+        arrived = self._arrived()
         self._check_scenario(request.scenario)
         record = self.generator.records.get(request.scenario or "")
         budget_ms = self._budget_ms if record is None else record.latency_ms

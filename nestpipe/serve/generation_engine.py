@@ -130,7 +130,7 @@ class Generator(VersionedWorker[GenerativeVersion]):
 
     def submit(self, job: GenerationRequest) -> None:
         """Queues a job, whose `reply` gets the answer; raises BusyError."""
-        with self.admitting():
+        with self.admitting(job.reply):
             job.arrived = self.clock()
             job.version = self.version_of(job)
             heapq.heappush(self._queue, job)

@@ -25,15 +25,17 @@ from starlette.routing import Route
 from nestpipe.data.sequences import Sequences
 from nestpipe.data.vocabulary import OwnId
 from nestpipe.errors import DataError, NestPipeError
+from nestpipe.serve.admission import age_s
 from nestpipe.serve.config import Limits
 from nestpipe.serve.openapi import Calls, document
 from nestpipe.serve.own_ids import ServiceIds
-from nestpipe.serve.prometheus import InstanceMetrics
-from nestpipe.serve.request_guard import Handler, RequestGuard, Run, http_refusal
+from nestpipe.serve.prometheus import InstanceMetrics, status_counter
+from nestpipe.serve.request_guard import Admit, CallEndpoint, RequestGuard, Run, ServiceApp
 from nestpipe.serve.requests import refuse_busy
 from nestpipe.serve.schemas import Event, EventsReply, EventsRequest, InvalidateReply, InvalidateRequest
 from nestpipe.serve.worker_thread import WorkerThread
 
+_FEW_EVENTS = 64  # of a history, which are read faster than handed to a thread
 _MAX_WRITES, _NUM_WRITERS = 64, 2  # posts of events in flight, and threads for them
 
 
@@ -95,21 +97,30 @@ class HttpInstance(ABC):
     def app(self) -> Starlette:
         """The ASGI application."""
         calls: dict[str, Run] = {**self._handlers(), "events": self._events, "invalidate": self._invalidate}
-        routes = [Route(f"/v1/{name}", self._handler(name, call), methods=["POST"]) for name, call in calls.items()]
         gets = {"healthz": self._alive, "readyz": self._ready, "metrics": self._metrics, "openapi.json": self._document}
-        routes += [*self._more_routes(), *(Route(f"/{name}", handler) for name, handler in gets.items())]
-        return Starlette(routes=routes, exception_handlers={404: http_refusal, 405: http_refusal})
+        routes = [*self._more_routes(), *(Route(f"/{name}", handler) for name, handler in gets.items())]
+        return ServiceApp({name: self._handler(name, call) for name, call in calls.items()}, routes)
 
     def _handler(
         self, name: str, run: Run, *, fields_of: Callable[[HttpRequest], Mapping[str, Any]] | None = None
-    ) -> Handler:
-        count, guard = self._answers.answers.labels, self._writes if name == "events" else self._guard
-        kind, _ = self._calls[name]
+    ) -> CallEndpoint:
+        guard, (kind, _) = self._writes if name == "events" else self._guard, self._calls[name]
+        return guard.handler(
+            kind,
+            run,
+            refuse=self._refuse,
+            counted=status_counter(self._answers.answers, name),
+            fields_of=fields_of,
+            admit=self._admission(name),
+        )
 
-        def counted(status: int) -> None:
-            count(name, str(status)).inc()
+    def _admission(self, name: str) -> Admit | None:
+        """What refuses requests of a call that would wait too long; None for calls that do not wait for the worker."""
+        return None
 
-        return guard.handler(kind, run, refuse=self._refuse, counted=counted, fields_of=fields_of)
+    def _arrived(self) -> float:
+        """When the current request arrived, by the worker's clock."""
+        return self._worker.clock() - age_s()
 
     def _limit(self, max_in_flight: int) -> RequestGuard:
         return RequestGuard(max_in_flight=max_in_flight, max_bytes=self._limits.body_bytes, body_s=self._limits.body_s)
@@ -133,7 +144,8 @@ class HttpInstance(ABC):
         """The history that a request brings."""
         if events is None:
             return None
-        return await run_in_threadpool(self._worker.histories.given, user, [self._ids.event(one) for one in events])
+        given = partial(self._worker.histories.given, user, [self._ids.event(one) for one in events])
+        return given() if len(events) <= _FEW_EVENTS else await run_in_threadpool(given)
 
     def _now(self) -> int:
         return int(self._wall_clock())

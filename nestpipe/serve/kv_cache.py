@@ -201,6 +201,11 @@ class KVCache(Generic[Value]):
             entry = self._entries.get(key)
             return entry.settle(self._clock()) if entry else None
 
+    def knows_user(self, user: int) -> bool:
+        """Whether the user has an entry, also one in work."""
+        with self._lock:
+            return bool(self._of_user.get(user))
+
     def peek_user(self, user: int) -> list[Value]:
         """The values of a user in either tier."""
         with self._lock:

@@ -48,7 +48,7 @@ class NextItemEngine(VersionedWorker[NextItemModel]):
 
     def submit(self, job: RecommendationJob) -> None:
         """Queues a job, whose `reply` will have the answer; raises BusyError. From any thread."""
-        with self.admitting():
+        with self.admitting(job.reply):
             job.arrived = self.clock()
             job.served = job.served or self.versions.of(job.user)
             heapq.heappush(self._queue, job)

@@ -7,6 +7,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -24,14 +25,26 @@ from nestpipe.serve.prefill_policy import RankingCosts
 _log = logging.getLogger("nestpipe.serve")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class HistoryInputs:
-    """The history of a request as the model reads it: whole, and as prefix and suffix."""
+    """The history of a request as the model reads it: whole, and as prefix and suffix, which are cut when they are used.
 
-    history: Batch
-    prefix: Batch
-    suffix: Suffix
-    served: ServedModel
+    The key is a digest of all events. A user without a cached prefix needs none.
+    """
+
+    def __init__(self, history: Batch, served: ServedModel):
+        self.history, self.served = history, served
+
+    @cached_property
+    def _parts(self) -> tuple[Batch, Suffix]:
+        return self.served.ranker.split(self.history)
+
+    @property
+    def prefix(self) -> Batch:
+        return self._parts[0]
+
+    @property
+    def suffix(self) -> Suffix:
+        return self._parts[1]
 
     @property
     def key(self) -> PrefixKey:
@@ -44,7 +57,8 @@ class HistoryInputs:
     @property
     def num_bytes(self) -> int:
         """Size of its prefix, known before it is computed."""
-        return self.key.length * (self.served.event_bytes + (0 if self.prefix.times is None else 8))
+        length = max(self.num_events - 1, 0)
+        return length * (self.served.event_bytes + (0 if self.history.times is None else 8))
 
     def longest_begun(self, cached: Sequence[KVPrefix]) -> KVPrefix | None:
         """The longest of some prefixes that this history extends."""
@@ -84,12 +98,12 @@ class ServedModel:
         batch = self._builder.over(events).history(
             torch.tensor([0]), start, end, request_ms=np.array([query_time * 1000])
         )
-        return self._split(replace(batch, sample_ids=torch.from_numpy(events.users)))
+        return HistoryInputs(replace(batch, sample_ids=torch.from_numpy(events.users)), self)
 
     def shorter(self, inputs: HistoryInputs, num_events: int) -> HistoryInputs:
         """The inputs of the last events alone."""
         end = torch.tensor([inputs.num_events])
-        return self._split(cut_events(inputs.history, end - num_events, end))
+        return HistoryInputs(cut_events(inputs.history, end - num_events, end), self)
 
     def candidates(self, items: Sequence[int], sequences: Sequences) -> CandidateBatch:
         """Items with their features; raises DataError for one that the catalogue does not have."""
@@ -140,9 +154,6 @@ class ServedModel:
         with torch.no_grad():
             column = self.ranker.model.tasks.predict(logits)[:, self._column]
         return list(column.split([len(one.items.values) for one in candidates]))
-
-    def _split(self, history: Batch) -> HistoryInputs:
-        return HistoryInputs(history, *self.ranker.split(history), self)
 
 
 @dataclass(slots=True, eq=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -12,6 +12,18 @@ from nestpipe.serve.config import BUCKETS_S
 from nestpipe.serve.engine import Engine
 from nestpipe.serve.generation_engine import Generator
 from nestpipe.serve.worker_thread import WorkerThread
+
+
+def status_counter(answers: Counter, call: str) -> Callable[[int], None]:
+    """Counts the answers of a call by status; the series are looked up once."""
+    series: dict[int, Counter] = {}
+
+    def count(status: int) -> None:
+        if (own := series.get(status)) is None:
+            own = series[status] = answers.labels(call, str(status))
+        own.inc()
+
+    return count
 
 
 class InstanceMetrics(Collector):

@@ -69,7 +69,7 @@ class RankingInstance(RecommendingInstance):
         return None
 
     async def _rank(self, request: RankRequest) -> RankedItems:
-        arrived, ids, user = self._worker.clock(), self._ids, self._ids.user(request.user)
+        arrived, ids, user = self._arrived(), self._ids, self._ids.user(request.user)
         ticket = self._ticket(request, user)
         items, unknown = ids.items(request.candidates)
         if not len(items):

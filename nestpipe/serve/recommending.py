@@ -23,6 +23,7 @@ from torch import Tensor
 
 from nestpipe.data.sequences import Sequences
 from nestpipe.errors import DataError, NestPipeError
+from nestpipe.serve.admission import age_s
 from nestpipe.serve.config import Limits
 from nestpipe.serve.http_instance import HttpInstance
 from nestpipe.serve.known_items import KnownItems, ScoredItems
@@ -36,7 +37,7 @@ from nestpipe.serve.recommendation import (
     influence,
 )
 from nestpipe.serve.request_errors import BadRequestError
-from nestpipe.serve.request_guard import Run, user_and_numbers, user_route
+from nestpipe.serve.request_guard import Admit, Run, user_and_numbers, user_route
 from nestpipe.serve.requests import BusyError, LateError, RankingRequest, StoppingError, public_error
 from nestpipe.serve.schemas import Influence, InstanceRecommendRequest, RecommendedItems, SimilarItems, SimilarRequest
 from nestpipe.serve.worker_thread import WorkerThread
@@ -44,6 +45,7 @@ from nestpipe.serve.worker_thread import WorkerThread
 _log = logging.getLogger("nestpipe.serve")
 HistoryScores = Callable[[Sequence[Sequences], Sequence[int]], Tensor]
 """Scores [n, K] of K items for n histories."""
+_QUEUED = frozenset({"rank", "recommend", "generate"})  # calls that wait for the worker
 NOBODY = -1  # a number that no user of a log has
 _READY_S = 2.0  # that a recommendation for readiness may take
 _PROVEN_S = 10.0  # how long an answer proves that a full instance works
@@ -93,10 +95,16 @@ class RecommendingInstance(HttpInstance):
         from_address = self._handler("recommend", self._recommend, fields_of=user_and_numbers)
         return [user_route("recommend", from_address)]
 
+    def _admission(self, name: str) -> Admit | None:
+        def admit(deadline_ms: float | None) -> None:
+            self._worker.admit((self._budget_ms if deadline_ms is None else deadline_ms) / 1e3 - age_s())
+
+        return admit if name in _QUEUED else None
+
     async def _recommend(self, request: InstanceRecommendRequest) -> RecommendedItems:
         if request.user is UNSET and request.history is None:
             raise BadRequestError("field 'user' is missing; name a user, or send a 'history'.", code="bad_user")
-        arrived, ids = self._worker.clock(), self._ids
+        arrived, ids = self._arrived(), self._ids
         user = NOBODY if request.user is UNSET else ids.user(request.user)
         deadline_ms = self._budget_ms if request.deadline_ms is None else request.deadline_ms
         excluded, _ = ids.items(request.exclude)  # what is not in the catalogue is not shown anyway

@@ -1,6 +1,7 @@
-"""Guards the calls of a service: limits on requests in flight and on the size and time of bodies, then parsing.
+"""Guards the calls of a service: limits on requests in flight and on the size and time of bodies, admission, then parsing.
 
-Everything is checked before a request is queued. Every error becomes an answer with a code and a message.
+Everything is checked before a request is queued. Every error becomes an answer with a code and a message. A closed loop turns each
+refusal at once into the next request, so refusals for overload (429) are held for a moment, unless a gateway waits for them.
 """
 
 from __future__ import annotations
@@ -8,46 +9,67 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
+import math
 import re
-from collections.abc import Awaitable, Callable, Mapping
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
 import msgspec
-from starlette.requests import ClientDisconnect
+from starlette.applications import Starlette
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route
+from starlette.types import Receive, Scope, Send
 
 from nestpipe.errors import NestPipeError
+from nestpipe.serve.admission import ARRIVAL, Arrival, age_s, note_arrival
 from nestpipe.serve.request_errors import BadRequestError, explained, wrong_field
 from nestpipe.serve.schemas import ErrorReply, HistoryEvent, PostedEvent, Problem, Request, members
 
 _log = logging.getLogger("nestpipe.serve")
-Handler = Callable[[HttpRequest], Awaitable[Response]]
 Refuse = Callable[[NestPipeError], tuple[int, str] | None]
 Run = Callable[[Any], Awaitable[msgspec.Struct]]
+Admit = Callable[[float | None], None]
+"""Raises an error for a request with this deadline (ms) that would wait too long."""
+FORWARDED_HEADER = b"x-nestpipe-forwarded"
+"""Of a gateway, which asks another instance as soon as it is refused."""
+_HOLD_S, _MAX_HELD = 0.1, 1024
+_JSON, _RETRY = (b"content-type", b"application/json"), (b"retry-after", b"1")
 _EVENT_LISTS: dict[str, Any] = {"history": list[HistoryEvent], "events": list[PostedEvent]}
 
 
 async def read_json(http: HttpRequest, *, max_bytes: int, timeout_s: float) -> dict[str, Any]:
     """The body as a JSON object; raises BadRequestError for one that is too large, too slow, or something else."""
-    chunks, size = [], 0
+    return _json_object(await read_body(http.receive, max_bytes=max_bytes, timeout_s=timeout_s))
+
+
+async def read_body(receive: Receive, *, max_bytes: int, timeout_s: float) -> bytes:
+    """The body; raises BadRequestError for one that is too large or too slow."""
+    chunks, size, has_more = [], 0, True
     try:
         async with asyncio.timeout(timeout_s):
-            async for chunk in http.stream():
-                size += len(chunk)
+            while has_more:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    text = "the client disconnected before its body was complete."
+                    raise BadRequestError(text, code="disconnected")
+                size += len(chunk := message.get("body", b""))
                 if size > max_bytes:
-                    message = f"the body has more than {max_bytes:,} bytes; send fewer events or items."
-                    raise BadRequestError(message, status=413, code="too_large")
+                    text = f"the body has more than {max_bytes:,} bytes; send fewer events or items."
+                    raise BadRequestError(text, status=413, code="too_large")
                 chunks.append(chunk)
+                has_more = message.get("more_body", False)
     except TimeoutError:
-        message = f"the body was not complete after {timeout_s:g} s."
-        raise BadRequestError(message, status=408, code="too_slow") from None
-    except ClientDisconnect:
-        raise BadRequestError("the client disconnected before its body was complete.", code="disconnected") from None
+        text = f"the body was not complete after {timeout_s:g} s."
+        raise BadRequestError(text, status=408, code="too_slow") from None
+    return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+
+def _json_object(body: bytes) -> dict[str, Any]:
     try:
-        content = msgspec.json.decode(b"".join(chunks))
+        content = msgspec.json.decode(body)
     except (ValueError, RecursionError) as error:
         raise BadRequestError(f"the body is no JSON ({str(error)[:80]}).", code="not_json") from None
     if not isinstance(content, dict):
@@ -66,6 +88,34 @@ def parse(body: Mapping[str, Any], kind: type[Request]) -> Request:
         request = msgspec.convert(body, kind)
     except msgspec.ValidationError as error:
         raise explained(str(error), body, kind) from None
+    return _checked(request)
+
+
+def body_parser(kind: type[Request]) -> Callable[[bytes], Request]:
+    """`parse` of a JSON body: decoded into the request at once; a body that fails is decoded again, to say why."""
+    decode = msgspec.json.Decoder(kind).decode
+    assert kind.__struct_config__.forbid_unknown_fields, f"{kind.__name__} would take unknown fields"
+
+    def parsed(body: bytes) -> Request:
+        try:
+            request = decode(body)
+        except (ValueError, RecursionError):
+            return parse(_json_object(body), kind)
+        return _checked(request)
+
+    return parsed
+
+
+class _Deadline(msgspec.Struct, gc=False):
+    """What admission reads of a body."""
+
+    deadline_ms: float | None = None
+
+
+_DEADLINE = msgspec.json.Decoder(_Deadline)
+
+
+def _checked(request: Request) -> Request:
     _check_texts(request, "")
     for name, elements in _EVENT_LISTS.items():
         if events := getattr(request, name, None):
@@ -95,11 +145,11 @@ def _text_fields(kind: type[msgspec.Struct]) -> list[str]:
 
 
 class RequestGuard:
-    """Limits the requests in flight, and the size and time of their bodies."""
+    """Limits the requests in flight, and the size and time of their bodies; holds refusals."""
 
     def __init__(self, *, max_in_flight: int, max_bytes: int, body_s: float):
-        self._max_in_flight, self._max_bytes, self._body_s = max_in_flight, max_bytes, body_s
-        self.num_in_flight = 0
+        self.max_in_flight, self.max_bytes, self.body_s = max_in_flight, max_bytes, body_s
+        self.num_in_flight = self.num_held = 0
 
     def handler(
         self,
@@ -109,53 +159,124 @@ class RequestGuard:
         refuse: Refuse,
         counted: Callable[[int], object],
         fields_of: Callable[[HttpRequest], Mapping[str, Any]] | None = None,
-    ) -> Handler:
+        admit: Admit | None = None,
+    ) -> CallEndpoint:
         """Answers requests of a kind with what `run` returns, or with its error, whose status and code `refuse` knows.
 
-        The fields are those of the body, or what `fields_of` finds in the address.
+        The fields are those of the body, or what `fields_of` finds in the address. `admit` raises an error for a request that
+        would wait too long; it is called before anything but the deadline is read.
         """
+        return CallEndpoint(self, kind, run, refuse=refuse, counted=counted, fields_of=fields_of, admit=admit)
 
-        async def answer(http: HttpRequest) -> tuple[int, msgspec.Struct]:
+    async def hold(self, scope: Scope, left_s: float) -> None:
+        """Delays a refusal, never so long that the caller cannot ask another; only so many at a time."""
+        is_forwarded = any(name == FORWARDED_HEADER for name, _ in scope["headers"])
+        if self.num_held < _MAX_HELD and left_s > 0 and not is_forwarded:
+            self.num_held += 1
             try:
-                return 200, await self._run(http, kind, run, fields_of)
-            except BadRequestError as error:
-                return refusal(error.status, error.code, str(error))
-            except NestPipeError as error:
-                if (known := refuse(error)) is not None:
-                    return refusal(*known, str(error))
-                _log.exception("a call failed")
-            except Exception:
-                _log.exception("a call failed")
-            return refusal(503, "failed", "the call failed unexpectedly; the service's log has the traceback.")
+                await asyncio.sleep(min(_HOLD_S, left_s / 2))
+            finally:
+                self.num_held -= 1
 
-        async def handle(http: HttpRequest) -> Response:
-            status, content = await answer(http)
-            counted(status)
-            return json_response(content, status)
 
-        return handle
+class CallEndpoint:
+    """One call, as an ASGI application."""
 
-    async def _run(
+    def __init__(
         self,
-        http: HttpRequest,
+        guard: RequestGuard,
         kind: type[Any],
         run: Run,
+        *,
+        refuse: Refuse,
+        counted: Callable[[int], object],
         fields_of: Callable[[HttpRequest], Mapping[str, Any]] | None,
-    ) -> msgspec.Struct:
-        if self.num_in_flight >= self._max_in_flight:
-            message = f"{self._max_in_flight} requests are in flight; try again in a second."
-            raise BadRequestError(message, status=429, code="overloaded")
-        self.num_in_flight += 1
+        admit: Admit | None,
+    ):
+        self._guard, self._kind, self._parse, self._run = guard, kind, body_parser(kind), run
+        self._refuse, self._counted, self._fields_of, self._admit = refuse, counted, fields_of, admit
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        arrival: Arrival | None = scope.get(ARRIVAL)
+        began, deadline_ms = time.monotonic(), None
+        if arrival is not None:
+            arrival.connection.running = asyncio.current_task()
         try:
-            if fields_of is not None:
-                return await run(parse(fields_of(http), kind))
-            body = await read_json(http, max_bytes=self._max_bytes, timeout_s=self._body_s)
-            return await _unless_disconnected(http, run(parse(body, kind)))
+            self._enter()
+            try:
+                if self._fields_of is None:
+                    body = await read_body(receive, max_bytes=self._guard.max_bytes, timeout_s=self._guard.body_s)
+                    deadline_ms = _peek_deadline(body)
+                else:
+                    fields = self._fields_of(HttpRequest(scope))
+                note_arrival(began if arrival is None or arrival.at is None else arrival.at)
+                if self._admit is not None:
+                    await self._admitted(self._admit, deadline_ms, scope)
+                request = self._parse(body) if self._fields_of is None else parse(fields, self._kind)
+                work = self._run(request)
+                content = await (work if arrival is not None else _unless_disconnected(receive, work))
+                status = 200
+            finally:
+                self._guard.num_in_flight -= 1
+        except asyncio.CancelledError:
+            if arrival is None or not arrival.connection.is_lost:
+                raise
+            status, content = _DISCONNECTED
+        except Exception as error:
+            status, content = self._problem(error)
         finally:
-            self.num_in_flight -= 1
+            if arrival is not None:
+                arrival.connection.running = None
+        self._counted(status)
+        if status == 429 and self._admit is None:
+            await self._guard.hold(scope, math.inf)
+        await _send(send, content, status)
+
+    async def _admitted(self, admit: Admit, deadline_ms: float | None, scope: Scope) -> None:
+        """Raises the refusal of a request that would wait too long, also after it was held for a moment."""
+        try:
+            admit(deadline_ms)
+        except NestPipeError:
+            self._guard.num_in_flight -= 1
+            try:
+                await self._guard.hold(scope, math.inf if deadline_ms is None else deadline_ms / 1e3 - age_s())
+            finally:
+                self._guard.num_in_flight += 1
+            admit(deadline_ms)
+
+    def _enter(self) -> None:
+        guard = self._guard
+        guard.num_in_flight += 1
+        if guard.num_in_flight > guard.max_in_flight:
+            guard.num_in_flight -= 1
+            message = f"{guard.max_in_flight} requests are in flight; try again in a second."
+            raise BadRequestError(message, status=429, code="overloaded")
+
+    def _problem(self, error: Exception) -> tuple[int, msgspec.Struct]:
+        """The answer to what was raised."""
+        if isinstance(error, BadRequestError):
+            return refusal(error.status, error.code, str(error))
+        if isinstance(error, NestPipeError) and (known := self._refuse(error)) is not None:
+            return refusal(*known, str(error))
+        _log.error("a call failed", exc_info=error)
+        return refusal(503, "failed", "the call failed unexpectedly; the service's log has the traceback.")
 
 
-def user_route(name: str, handler: Handler) -> Route:
+class ServiceApp(Starlette):
+    """Starlette with calls that are found by their path, before its routes are tried one by one."""
+
+    def __init__(self, calls: Mapping[str, CallEndpoint], routes: Sequence[BaseRoute], **options: Any):
+        """`calls` are POST /v1/NAME."""
+        self._calls = {f"/v1/{name}": call for name, call in calls.items()}
+        own = [Route(path, call, methods=["POST"]) for path, call in self._calls.items()]
+        super().__init__(routes=[*own, *routes], exception_handlers={404: http_refusal, 405: http_refusal}, **options)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        call = self._calls.get(scope.get("path", "")) if scope.get("method") == "POST" else None
+        await (super().__call__ if call is None else call)(scope, receive, send)
+
+
+def user_route(name: str, handler: CallEndpoint) -> Route:
     """GET /v1/NAME/{user}, where a user may be any text, also one with slashes or line breaks."""
     route = Route(f"/v1/{name}/{{user:path}}", handler, methods=["GET"])
     route.path_regex = re.compile(route.path_regex.pattern, re.DOTALL)
@@ -171,10 +292,18 @@ def user_and_numbers(http: HttpRequest) -> dict[str, Any]:
     return {**numbers, "user": http.path_params["user"]}
 
 
-async def _unless_disconnected(http: HttpRequest, work: Awaitable[msgspec.Struct]) -> msgspec.Struct:
-    """The result of some work, which is cancelled when the client disconnects."""
+def _peek_deadline(body: bytes) -> float | None:
+    """The deadline in a body, of which nothing else is read; None if there is none, or a wrong one, which parsing reports."""
+    try:
+        return _DEADLINE.decode(body).deadline_ms
+    except (ValueError, RecursionError):
+        return None
+
+
+async def _unless_disconnected(receive: Receive, work: Awaitable[msgspec.Struct]) -> msgspec.Struct:
+    """The result of some work, which is cancelled when the client disconnects; for servers other than ours."""
     task = asyncio.ensure_future(work)
-    disconnect = asyncio.ensure_future(_wait_disconnect(http))
+    disconnect = asyncio.ensure_future(_wait_disconnect(receive))
     try:
         await asyncio.wait({task, disconnect}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
@@ -186,8 +315,8 @@ async def _unless_disconnected(http: HttpRequest, work: Awaitable[msgspec.Struct
         await asyncio.gather(task, disconnect, return_exceptions=True)
 
 
-async def _wait_disconnect(http: HttpRequest) -> None:
-    while (await http.receive())["type"] != "http.disconnect":
+async def _wait_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
         pass
 
 
@@ -217,3 +346,16 @@ def refusal(status: int, code: str, message: str) -> tuple[int, ErrorReply]:
 def json_response(content: Any, status: int = 200) -> Response:
     headers = {"retry-after": "1"} if status in (429, 503) else None
     return Response(msgspec.json.encode(content), status, headers, media_type="application/json")
+
+
+async def _send(send: Send, content: msgspec.Struct, status: int) -> None:
+    """`json_response`, without its cost."""
+    body = msgspec.json.encode(content)
+    headers = [_JSON, (b"content-length", str(len(body)).encode())]
+    if status in (429, 503):
+        headers.append(_RETRY)
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+_DISCONNECTED = refusal(499, "disconnected", "the client disconnected.")

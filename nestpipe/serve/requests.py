@@ -13,10 +13,10 @@ import numpy as np
 
 from nestpipe.data.sequences import Sequences
 from nestpipe.errors import NestPipeError
-from nestpipe.models.kv_prefix import KVPrefix
+from nestpipe.models.kv_prefix import KVPrefix, PrefixKey
 from nestpipe.models.prefix_inference import CandidateBatch
 from nestpipe.serve.kv_cache import EntryState
-from nestpipe.serve.prefill import HistoryInputs
+from nestpipe.serve.prefill import HistoryInputs, ServedModel
 from nestpipe.serve.prefill_policy import RankingCosts, Reason
 from nestpipe.serve.schemas import RankedItems
 
@@ -79,6 +79,7 @@ class RankingRequest:
     reply: Future[RankedItems] = field(default_factory=Future)
     # Set by the engine.
     arrived: float = 0.0
+    served: ServedModel | None = None
     since: int = 0  # `KVCache.num_invalidations` before its events were read
     inputs: HistoryInputs | None = None
     candidates: CandidateBatch | None = None
@@ -161,6 +162,7 @@ class RankingPlan:
     inputs: HistoryInputs
     choice: RankingPath
     prefix: KVPrefix | None = None
+    pinned: PrefixKey | None = None  # for this request
     take_prefix: Callable[[], KVPrefix] | None = None  # of a full inference, whose prefix is worth keeping
 
 

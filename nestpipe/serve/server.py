@@ -8,17 +8,29 @@ import gc
 import resource
 import signal
 import socket
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any, cast
+from weakref import WeakKeyDictionary
 
+import msgspec
 import uvicorn
+import uvloop
 from starlette.applications import Starlette
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from nestpipe.errors import NestPipeError
+from nestpipe.serve.admission import ARRIVAL, Arrival, ArrivalClock
+from nestpipe.serve.schemas import ErrorReply, Problem
 
 _DRAIN_S = 10
 _OTHER_FILES = 128  # open files besides connections
+_MAX_HEAD_BYTES, _MAX_HEADERS = 16 << 10, 100
+_MAX_REQUESTS = 10_000  # on one connection; then it is closed, so that clients spread over new instances
+_BAD_HTTP = 400, "bad_http", "this is no HTTP/1.1 request."
+_LARGE_HEAD = 431, "large_head", f"the request head has more than {_MAX_HEAD_BYTES:,} bytes or {_MAX_HEADERS} fields."
+_TWO_LENGTHS = 400, "two_lengths", "Content-Length and Transfer-Encoding are both there; send one of them."
 
 
 class PortError(NestPipeError):
@@ -47,37 +59,107 @@ def bind(host: str, port: int) -> socket.socket:
     return bound
 
 
-class _Limited(H11Protocol):
-    """Closes connections beyond the limit, and those that send no complete request head in time.
+class ServiceProtocol(HttpToolsProtocol):
+    """HTTP on one connection: notes when requests arrive, and refuses what is too large, too slow, or framed in two ways.
 
-    uvicorn's own timer ends with the first byte; the limits of a service begin with a complete head.
+    Connections beyond the limit are closed, and those that send no complete request head in time: uvicorn's own timer ends with
+    the first byte; the limits of a service begin with a complete head.
     """
 
-    _late: asyncio.TimerHandle | None = None
+    transport: asyncio.Transport
+    running: asyncio.Task[Any] | None = None  # that a lost connection cancels; set by who answers
+    is_lost = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._clock = _arrival_clock(self.loop)
+        self._arrived = self._waits_since = time.monotonic()
+        self._num_requests, self._num_head_bytes, self._in_head = 0, 0, True
+        self._refusal = _BAD_HTTP
+        self._late = self.loop.call_later(self.timeout_keep_alive, self._close_if_late)
         if len(self.connections) > max_connections():
             transport.close()
-        self._await_head()
+
+    def data_received(self, data: bytes) -> None:
+        self._arrived = self._clock.read()
+        if self._in_head:
+            self._num_head_bytes += len(data)
+        super().data_received(data)
+        if self._in_head and self._num_head_bytes > _MAX_HEAD_BYTES and not self.transport.is_closing():
+            self._refusal = _LARGE_HEAD
+            self.send_400_response("")
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._num_requests += 1
+        self._is_chunked = self._has_length = False
+        cast(dict[str, Any], self.scope)[ARRIVAL] = self.arrival = Arrival(self)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        super().on_header(name, value)
+        self._is_chunked |= self.headers[-1][0] == b"transfer-encoding"
+        self._has_length |= self.headers[-1][0] == b"content-length"
+        if len(self.headers) > _MAX_HEADERS:
+            self._refuse(_LARGE_HEAD)
+
+    def on_headers_complete(self) -> None:
+        # Two lengths: a proxy in front may have used the other one, and the rest would be the next caller's request.
+        if self._is_chunked and self._has_length:
+            self._refuse(_TWO_LENGTHS)
+        if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > _MAX_HEAD_BYTES:
+            self._refuse(_LARGE_HEAD)
+        self._in_head, self._num_head_bytes = False, 0
+        super().on_headers_complete()
+        if self._num_requests >= _MAX_REQUESTS:
+            self.cycle.keep_alive = False
+
+    def on_message_complete(self) -> None:
+        self.arrival.at, self._in_head = self._arrived, True
+        super().on_message_complete()
 
     def on_response_complete(self) -> None:
+        self._waits_since = time.monotonic()
         super().on_response_complete()
-        self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self._late is not None:
-            self._late.cancel()
+        self._late.cancel()
         super().connection_lost(exc)
+        self.is_lost = True
+        if self.running is not None:
+            self.running.cancel()
 
-    def _await_head(self) -> None:
-        if self._late is not None:
-            self._late.cancel()
-        self._late = self.loop.call_later(self.timeout_keep_alive, self._close_unless_busy)
+    def send_400_response(self, msg: str) -> None:
+        """Answers what could not be parsed, and closes the connection."""
+        status, code, message = self._refusal
+        body = msgspec.json.encode(ErrorReply(Problem(code, message)))
+        head = f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        if self.cycle is None or self.cycle.response_complete:  # otherwise it would be in the midst of another answer
+            self.transport.write(STATUS_LINE[status] + head.encode() + body)
+        self.transport.close()
 
-    def _close_unless_busy(self) -> None:
+    def _refuse(self, refusal: tuple[int, str, str]) -> None:
+        """Ends parsing: httptools reports what its callbacks raise, and `send_400_response` follows."""
+        self._refusal = refusal
+        raise ValueError(refusal[1])
+
+    def _close_if_late(self) -> None:
+        left_s = float(self.timeout_keep_alive)
         if self.cycle is None or self.cycle.response_complete:
+            left_s -= time.monotonic() - self._waits_since
+        if left_s <= 0:
             self.transport.close()
+        else:
+            self._late = self.loop.call_later(left_s, self._close_if_late)
+
+
+_clocks: WeakKeyDictionary[asyncio.AbstractEventLoop, ArrivalClock] = WeakKeyDictionary()
+
+
+def _arrival_clock(loop: asyncio.AbstractEventLoop) -> ArrivalClock:
+    """One for all connections of a loop."""
+    if loop not in _clocks:
+        _clocks[loop] = ArrivalClock(loop)
+    return _clocks[loop]
 
 
 def max_connections() -> int:
@@ -102,6 +184,12 @@ def freeze_loaded_objects() -> None:
     gc.freeze()
 
 
+def run_loop(work: Coroutine[Any, Any, None]) -> None:
+    """Runs on a new event loop of uvloop."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(work)
+
+
 async def run_apps(
     apps: Sequence[tuple[Starlette, socket.socket]],
     *,
@@ -117,8 +205,8 @@ async def run_apps(
         _Server(
             uvicorn.Config(
                 app,
-                loop="asyncio",  # tested and measured; not whatever else is installed
-                http=_Limited,
+                loop="none",  # `run_loop`, or whatever runs this
+                http=ServiceProtocol,
                 log_level="warning",
                 access_log=False,
                 ws="none",

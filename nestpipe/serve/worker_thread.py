@@ -6,8 +6,11 @@ import logging
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
+from typing import Any
 
+from nestpipe.serve.admission import WaitEstimate, measured
 from nestpipe.serve.config import EngineConfig
 from nestpipe.serve.requests import BusyError, StoppingError
 from nestpipe.serve.user_history import UserHistories
@@ -25,6 +28,7 @@ class WorkerThread(ABC):
         self._wakeup, self._has_new = threading.Condition(), False
         self._thread: threading.Thread | None = None
         self.is_stopping = False
+        self.waits = WaitEstimate(clock)
 
     @property
     @abstractmethod
@@ -39,9 +43,21 @@ class WorkerThread(ABC):
     def _refresh(self) -> None:
         """Called between steps, also while there are no requests."""
 
+    def admit(self, left_s: float) -> None:
+        """Raises BusyError if a request would wait longer than it can, before anything is read or queued for it."""
+        if self.waits.exceeds(left_s):
+            wait_ms, left_ms = 1000 * self.waits.wait_s(), max(1000 * left_s, 0.0)
+            raise BusyError(
+                f"{self.num_waiting} requests wait, for about {wait_ms:.0f} ms, and {left_ms:.0f} ms of the deadline are left; "
+                "try again later, or another instance."
+            )
+
     @contextmanager
-    def admitting(self) -> Iterator[None]:
-        """Queue one request in the body, which wakes the thread. Raises BusyError if the queue is full, StoppingError at the end."""
+    def admitting(self, reply: Future[Any], *, work: float = 1.0) -> Iterator[None]:
+        """Queue one request in the body, which wakes the thread. Raises BusyError if the queue is full, StoppingError at the end.
+
+        `work` is its expected cost in a unit of the worker.
+        """
         with self._wakeup:
             if self.is_stopping:
                 raise StoppingError("the instance is stopping; try another.")
@@ -50,6 +66,7 @@ class WorkerThread(ABC):
             yield
             self._has_new = True
             self._wakeup.notify()
+        self.waits.queue(reply, work)
 
     def start(self) -> None:
         self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
@@ -67,7 +84,9 @@ class WorkerThread(ABC):
         while not (self.is_stopping and not self.num_waiting):
             self._has_new = False
             try:
-                is_idle = not self.step()
+                is_idle = not measured(
+                    self.waits, self.step, num_waiting=self.num_waiting, max_batch=self.config.max_batch
+                )
                 self._refresh()
             except Exception:
                 _log.exception("a step failed; the %s continues", self._name)

@@ -226,6 +226,7 @@ def test_a_prefix_that_the_contract_refuses_is_ranked_in_full(engine, monkeypatc
     settle(engine)
     (wrong,) = engine.cache.peek_user(4)
     monkeypatch.setattr(engine.cache, "peek_state", lambda key: EntryState.READY)
+    monkeypatch.setattr(engine.cache, "knows_user", lambda user: True)
     monkeypatch.setattr(engine.cache, "pin", lambda key, holder, **_: wrong)
     found = answer(engine, 3)
     assert (found.path, found.prefix_len) == ("full", 0)
