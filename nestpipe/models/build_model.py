@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, cast
 
 import numpy as np
@@ -10,12 +11,14 @@ from torch import Tensor
 
 from nestpipe.config import Config
 from nestpipe.data.batch_builder import ModelInputs
+from nestpipe.data.item_content import item_content
 from nestpipe.data.schema import Feature, Schema
 from nestpipe.data.sequences import Sequences
 from nestpipe.data.splits import make_split, train_mask
 from nestpipe.errors import ConfigError
 from nestpipe.models.backbone import initial_weights
 from nestpipe.models.config import DCNConfig, EncDecConfig, RankingConfig
+from nestpipe.models.content_retrieval import build_content_retrieval
 from nestpipe.models.contract import Model, ModelData
 from nestpipe.models.dcn import build_dcn
 from nestpipe.models.encdec import SemanticIds, build_encdec
@@ -25,11 +28,16 @@ from nestpipe.registry import entry_of
 
 
 def build_model(
-    config: Config, sequences: Sequences, *, ids: SemanticIds | None = None, dtype: torch.dtype = torch.float32
+    config: Config,
+    sequences: Sequences,
+    *,
+    ids: SemanticIds | None = None,
+    texts: Mapping[str, Tensor] | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> Model:
     """The model of a run; its initial dense weights are a function of the seed. Raises ConfigError.
 
-    A generative model needs the semantic ids of the catalogue.
+    A generative model needs the semantic ids of the catalogue, one that reads item texts their vectors [I, D] by column.
     """
     schema, max_len = sequences.schema, config.data.max_len
     match config.model:
@@ -46,15 +54,35 @@ def build_model(
             if entry_of(config.model).role == "model":
                 data = ModelData(catalogue=catalogue, max_len=max_len, schema=schema)
                 return _build_registered(config.model, data, seed=config.seed, dtype=dtype)
-            return build_retrieval(
-                config.model,
-                config.loss,
-                catalogue=catalogue,
-                max_len=max_len,
-                seed=config.seed,
-                dtype=dtype,
-                counts=_event_counts(config, sequences) if config.loss.kind == "in_batch" else None,
-            )
+            return _build_next_item(config, sequences, catalogue, texts, dtype)
+
+
+def _build_next_item(
+    config: Config, sequences: Sequences, catalogue: Tensor, texts: Mapping[str, Tensor] | None, dtype: torch.dtype
+) -> Model:
+    """A next-item model around a backbone, with the content of items if its configuration names some."""
+    max_len, names = config.data.max_len, getattr(config.model, "item_features", ())
+    counts = _event_counts(config, sequences) if names or config.loss.kind == "in_batch" else None
+    if not names or counts is None:
+        return build_retrieval(
+            config.model,
+            config.loss,
+            catalogue=catalogue,
+            max_len=max_len,
+            seed=config.seed,
+            dtype=dtype,
+            counts=counts,
+        )
+    return build_content_retrieval(
+        config.model,
+        config.loss,
+        item_content(sequences, names, texts=texts),
+        catalogue=catalogue,
+        counts=counts,
+        max_len=max_len,
+        seed=config.seed,
+        dtype=dtype,
+    )
 
 
 def _build_registered(config: Any, data: ModelData, *, seed: int, dtype: torch.dtype) -> Model:

@@ -14,10 +14,12 @@ from torch.nn import functional as F
 
 from nestpipe.data.sequences import Sequences
 from nestpipe.errors import DataError
-from nestpipe.eval.catalogue_predictor import training_counts
+from nestpipe.eval.catalogue_predictor import content_vectors, training_counts
 from nestpipe.eval.catalogue_ranking import top_items
 from nestpipe.gateway.candidates import Floats, PastEvents, Retriever, build_index, mean_encoder, without
 from nestpipe.jagged import Jagged
+from nestpipe.models.content_retrieval import ContentRetrieval
+from nestpipe.ops.catalogue_scan import block_items
 from nestpipe.serve.config import Stages
 from nestpipe.training.run_folder import LoadedModel, Run
 
@@ -129,7 +131,10 @@ def known_items(run: Run, loaded: LoadedModel) -> KnownItems:
     items, vectors = np.array(run.sequences.catalogue), None
     if "item" in loaded.rows.tables:
         vectors = loaded.rows.peek("item", torch.from_numpy(items))
-        if (as_vectors := getattr(loaded.model, "item_vectors", None)) is not None:
+        if isinstance(loaded.model, ContentRetrieval):
+            size = block_items(run.config.eval.max_bytes)
+            vectors = content_vectors(loaded.model, loaded.rows, torch.from_numpy(items), size=size)
+        elif (as_vectors := getattr(loaded.model, "item_vectors", None)) is not None:
             with torch.no_grad():
                 vectors = as_vectors(vectors)
     return KnownItems(

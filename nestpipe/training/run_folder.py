@@ -9,7 +9,7 @@ import hashlib
 import inspect
 import json
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from importlib.metadata import version
@@ -19,7 +19,7 @@ from typing import Any, cast
 import numpy as np
 import polars
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import nestpipe
 from nestpipe.atomic_files import replace_file
@@ -30,6 +30,7 @@ from nestpipe.checkpoint.places import Place, run_checkpoints
 from nestpipe.checkpoint.reader import load_table, load_weights
 from nestpipe.config import FORMAT, Config, flat, upgraded_optimizer
 from nestpipe.data.features import NumberStats
+from nestpipe.data.item_content import catalogue_texts, text_columns
 from nestpipe.data.sequences import Sequences
 from nestpipe.data.splits import Split, make_split
 from nestpipe.embedding.config import EmbeddingConfig
@@ -42,6 +43,7 @@ from nestpipe.generative.scenario_triggers import with_trigger_rules
 from nestpipe.generative.scenarios import FILE as SCENARIO_FILE
 from nestpipe.generative.scenarios import Scenario, Scenarios, scenario_numbers
 from nestpipe.generative.semantic_ids import Registry
+from nestpipe.generative.text_encoder import cache_folder, encode_texts
 from nestpipe.generative.training_instructions import open_store
 from nestpipe.generative.trie import Trie
 from nestpipe.models.build_model import build_model
@@ -166,6 +168,16 @@ class Run:
         return Registry.load(model.ids).trie_of(self.sequences)
 
     @cached_property
+    def text_vectors(self) -> dict[str, Tensor]:
+        """Vectors [I, D] of the item texts that the model reads, by column."""
+        names = text_columns(self.sequences.schema, getattr(self.config.model, "item_features", ()))
+        return {name: self.embedded(catalogue_texts(self.sequences, name)) for name in names}
+
+    def embedded(self, texts: Sequence[str]) -> Tensor:
+        """Vectors of texts [n, D] by the run's text encoder."""
+        return encode_texts(texts, encoder=self.config.model.text_encoder, cache=cache_folder())[0]
+
+    @cached_property
     def scenarios(self) -> Scenarios | None:
         """The scenario file of a generative run, of which the folder keeps a copy."""
         model, kept = self.config.model, self.folder / SCENARIO_FILE
@@ -230,7 +242,7 @@ class Run:
         folder, manifest = self.checkpoint(step)
         if ids is None:
             self.check_settings(folder, manifest)
-        model = build_model(self.config, self.sequences, ids=ids or self.semantic_ids)
+        model = build_model(self.config, self.sequences, ids=ids or self.semantic_ids, texts=self.text_vectors)
         load_weights(cast(nn.Module, model), folder, manifest)
         own = self.config.embedding
         config = rows or EmbeddingConfig(
