@@ -204,10 +204,10 @@ class EvalArguments:
     seeds: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="RUN [RUN ...]", help_behavior_hint="")] = ()
     """Runs that differ from RUN in the seed only: one result, mean and deviation over all of them."""
     baselines: Annotated[
-        tuple[Literal["popularity", "last_item", "transitions", "item_knn"], ...],
+        tuple[Literal["popularity", "last_item", "transitions", "item_knn", "content_knn"], ...],
         tyro.conf.arg(metavar="NAME [NAME ...]"),
-    ] = ("popularity", "last_item", "transitions", "item_knn")
-    """Baselines of a retrieval run, fitted on its training events."""
+    ] = ("popularity", "last_item", "transitions", "item_knn", "content_knn")
+    """Baselines of a retrieval run, fitted on its training events; content_knn only where the log has item features."""
     step: OptionalStep = None
     """Checkpoint of RUN to evaluate [default: the best one if the run validated, else the latest]."""
     target: Literal["test", "validation"] = "test"
