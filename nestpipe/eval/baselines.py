@@ -21,7 +21,7 @@ import torch
 from torch.nn import functional as F
 
 from nestpipe.config import Config
-from nestpipe.data.item_content import item_content
+from nestpipe.data.item_feature_rows import item_feature_rows
 from nestpipe.data.sequences import Sequences
 from nestpipe.data.splits import Split
 from nestpipe.eval.catalogue_predictor import catalogue_positions
@@ -113,7 +113,7 @@ def content_names(sequences: Sequences, config: Config) -> list[str]:
 
 def _scorer(name: Baseline, events: TrainingEvents, sequences: Sequences, config: Config) -> NeighbourScorer:
     if name == "content_knn":
-        content = item_content(sequences, content_names(sequences, config))
+        content = item_feature_rows(sequences, content_names(sequences, config))
         edges = content_neighbours(content, np.array(sequences.catalogue), num_neighbours=_NUM_NEIGHBOURS)
     elif name == "item_knn":
         edges = cosine_neighbours(events, num_neighbours=_NUM_NEIGHBOURS)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from nestpipe.data.item_content import ItemContent
+from nestpipe.data.item_feature_rows import ItemFeatureRows
 from nestpipe.eval.item_neighbours import ItemNeighbours
 from nestpipe.eval.topk_metrics import Counts
 from nestpipe.jagged import Jagged
@@ -25,7 +25,7 @@ _MAX_WIDTH = 4096  # values of an id feature that have a column of their own; mo
 _BLOCK = 1024
 
 
-def content_neighbours(content: ItemContent, catalogue: Counts, *, num_neighbours: int) -> ItemNeighbours:
+def content_neighbours(content: ItemFeatureRows, catalogue: Counts, *, num_neighbours: int) -> ItemNeighbours:
     """The items of a catalogue whose content is most like an item's, with the mean cosine as weight."""
     parts = list(feature_columns(content, catalogue))
     kept_items, kept_weights, counts = [], [], []
@@ -45,7 +45,7 @@ def content_neighbours(content: ItemContent, catalogue: Counts, *, num_neighbour
     )
 
 
-def feature_columns(content: ItemContent, catalogue: Counts) -> Iterator[Tensor]:
+def feature_columns(content: ItemFeatureRows, catalogue: Counts) -> Iterator[Tensor]:
     """One matrix [I, width] of unit rows for each feature; the row of an item without the feature is zero."""
     for feature in content.features:
         values = content.rows(catalogue, [feature])[feature.name]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nestpipe.config import Config
 from nestpipe.data.batch_builder import ModelInputs
-from nestpipe.data.item_content import item_content
+from nestpipe.data.item_feature_rows import item_feature_rows
 from nestpipe.data.schema import Feature, Schema
 from nestpipe.data.sequences import Sequences
 from nestpipe.data.splits import make_split, train_mask
@@ -76,7 +76,7 @@ def _build_next_item(
     return build_content_retrieval(
         config.model,
         config.loss,
-        item_content(sequences, names, texts=texts),
+        item_feature_rows(sequences, names, texts=texts),
         catalogue=catalogue,
         counts=counts,
         max_len=max_len,

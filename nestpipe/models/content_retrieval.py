@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nestpipe.data.item_content import ItemContent
+from nestpipe.data.item_feature_rows import ItemFeatureRows
 from nestpipe.embedding.lookup import Lookup, Rows
 from nestpipe.jagged import Batch
 from nestpipe.models.backbone import initial_weights
@@ -59,7 +59,7 @@ class ContentRetrieval(Retrieval):
 def build_content_retrieval(
     config: Any,
     loss: LossConfig,
-    content: ItemContent,
+    content: ItemFeatureRows,
     *,
     catalogue: Tensor,
     counts: Tensor,

@@ -16,7 +16,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from nestpipe.data.item_content import ItemContent
+from nestpipe.data.item_feature_rows import ItemFeatureRows
 from nestpipe.embedding.lookup import Lookup, Rows, TableSpec
 from nestpipe.embedding.unique_ids import dedupe
 from nestpipe.models.feature_encoder import FeatureEncoder, feature_tables
@@ -30,7 +30,7 @@ _STD = 0.02  # of the shared vector: the initial deviation of rows in models wit
 class ItemEncoder(nn.Module):
     """Adds content to the rows of the item table."""
 
-    def __init__(self, content: ItemContent, *, dim: int, id_dropout: float):
+    def __init__(self, content: ItemFeatureRows, *, dim: int, id_dropout: float):
         super().__init__()
         self.content, self._id_dropout = content, id_dropout
         self.features = FeatureEncoder(ITEM, content.features, dim=dim)

@@ -30,7 +30,7 @@ from nestpipe.checkpoint.places import Place, run_checkpoints
 from nestpipe.checkpoint.reader import load_table, load_weights
 from nestpipe.config import FORMAT, Config, flat, upgraded_optimizer
 from nestpipe.data.features import NumberStats
-from nestpipe.data.item_content import catalogue_texts, text_columns
+from nestpipe.data.item_feature_rows import catalogue_texts, text_columns
 from nestpipe.data.sequences import Sequences
 from nestpipe.data.splits import Split, make_split
 from nestpipe.embedding.config import EmbeddingConfig

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from nestpipe.data.item_content import item_content
+from nestpipe.data.item_feature_rows import item_feature_rows
 from nestpipe.data.splits import make_split
 from nestpipe.eval.baselines import evaluate_baselines, has_content
 from nestpipe.eval.content_neighbours import content_neighbours
@@ -23,7 +23,7 @@ def log(tmp_path_factory):
 
 def test_neighbours_have_the_highest_mean_cosine_of_their_tags_and_brands(log):
     catalogue = np.array(log.catalogue)
-    found = content_neighbours(item_content(log, ["brand", "tags"]), catalogue, num_neighbours=7)
+    found = content_neighbours(item_feature_rows(log, ["brand", "tags"]), catalogue, num_neighbours=7)
     sets = {}
     for name in ("brand", "tags"):
         stored = log.item_features[name]

@@ -31,7 +31,7 @@ ItemValues = Mapping[str, Any]
 """Values of one item by feature: an int, a list of ints, a float or a list of floats; an absent one is missing."""
 
 
-class ItemContent:
+class ItemFeatureRows:
     """Features of items. `put` and `remove` change those of later items; readers never see half a change."""
 
     def __init__(
@@ -116,9 +116,9 @@ class ItemContent:
         }
 
 
-def item_content(
+def item_feature_rows(
     sequences: Sequences, names: Sequence[str], *, texts: Mapping[str, Tensor] | None = None
-) -> ItemContent:
+) -> ItemFeatureRows:
     """The named item features of a folder; `texts` has vectors [I, D] of columns of its item texts. Raises ConfigError."""
     known = {feature.name: feature for feature in sequences.schema.of_scope("item")}
     texts = texts or {}
@@ -135,7 +135,7 @@ def item_content(
         else:
             features.append(Feature(name=name, kind="vector", scope="item", dim=texts[name].shape[1]))
             stored[name] = StoredFeature(texts[name].numpy())
-    return ItemContent(features, sequences.catalogue, stored)
+    return ItemFeatureRows(features, sequences.catalogue, stored)
 
 
 def text_columns(schema: Schema, names: Sequence[str]) -> list[str]:
