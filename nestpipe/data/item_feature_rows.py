@@ -1,16 +1,16 @@
-"""The content of items: their features, by item number, of the sequence folder and of items that came later.
+"""The item features that a model reads, by item number: of the sequence folder, and of the living catalogue of a service.
 
     numbers [n]  --rows-->  {"category": Jagged, "price": Jagged, "title": Jagged, ...}
 
-An item that is not known has no features: an empty row of ids, zero floats, and the replacement that a number's missing rule
-names. Numbers are transformed with statistics that were fitted once, so a later item reads as it would have in training.
+An item of which nothing is known has no features: an empty row of ids, zero floats, and the replacement that a number's missing
+rule names. Numbers are transformed with statistics that were fitted once, so a later item reads as it would have in training.
+A text is a vector: that of the folder's items is given, that of a later one embedded when it is first read.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nestpipe.data.batch_builder import missing_values
-from nestpipe.data.features import NumberStats, apply_number, fit_number
+from nestpipe.data.features import apply_number, fit_number
+from nestpipe.data.item_content import ItemContent, ItemOverlay
 from nestpipe.data.item_texts import ITEM_TEXTS, read_item_texts
 from nestpipe.data.schema import Feature, Schema
 from nestpipe.data.sequences import Sequences, StoredFeature
@@ -27,12 +28,13 @@ from nestpipe.errors import ConfigError
 from nestpipe.jagged import Jagged, offsets_of, ranges
 
 Ints = NDArray[np.int64]
-ItemValues = Mapping[str, Any]
-"""Values of one item by feature: an int, a list of ints, a float or a list of floats; an absent one is missing."""
+Embed = Callable[[Sequence[str]], Tensor]
+"""Vectors [n, D] of texts."""
+TEXT = "text"  # a later item has one text, whatever the column of the folder's texts is called
 
 
 class ItemFeatureRows:
-    """Features of items. `put` and `remove` change those of later items; readers never see half a change."""
+    """Features of items. `live` is the living catalogue of a service, None offline."""
 
     def __init__(
         self,
@@ -40,53 +42,69 @@ class ItemFeatureRows:
         items: Ints,
         stored: Mapping[str, StoredFeature],
         *,
-        statistics: Mapping[str, NumberStats] | None = None,
+        texts: Iterable[str] = (),
+        embed: Embed | None = None,
     ):
-        """Items [I], ascending, and their features as stored; numbers are fitted unless statistics are given."""
+        """Items [I], ascending, and their features as stored; `texts` are those whose vectors `embed` made."""
         self.features = tuple(_lenient(feature) for feature in features)
         self._items, self._stored = items, {feature.name: stored[feature.name] for feature in self.features}
-        self.statistics = dict(statistics) if statistics is not None else self._fit()
-        self._later: dict[int, dict[str, Any]] = {}
-        self._lock = threading.Lock()
-        self._overlay = self._overlay_of({})
+        self._texts, self.embed = frozenset(texts), embed
+        self._embedded: dict[str, NDArray[np.float32]] = {}
+        self.live: ItemContent | None = None
+        self.statistics = {
+            feature.name: fit_number(feature, np.asarray(stored[feature.name].values))
+            for feature in self.features
+            if feature.kind == "number"
+        }
+
+    @property
+    def revised_names(self) -> list[str]:
+        """The names under which the living catalogue knows the features."""
+        return [*(one.name for one in self.features if one.name not in self._texts), *([TEXT] if self._texts else [])]
 
     def rows(self, items: Ints, features: Iterable[Feature] | None = None) -> dict[str, Jagged]:
         """Some features of items [n] [default: all], and the weights of 'NAME' as 'NAME.weights' if it has any."""
-        later, overlay = self._overlay
-        places = _places(self._items, items)
-        beyond = _places(later, items)
-        # Rows of the folder come first, then those of later items, then one without any value.
-        number = np.where(beyond >= 0, len(self._items) + beyond, places)
-        number[(places < 0) & (beyond < 0)] = len(self._items) + len(later)
+        wanted = self.features if features is None else tuple(features)
+        places, overlays = _places(self._items, items), self._overlays(items, wanted)
         found: dict[str, Jagged] = {}
-        for feature in self.features if features is None else features:
-            found |= self._pick(feature, (self._stored[feature.name], overlay[feature.name]), number)
+        for feature in wanted:
+            parts = (self._stored[feature.name], missing_values(feature, 1))
+            rows = np.where(places < 0, len(self._items), places)
+            if feature.name in overlays:
+                later, own = overlays[feature.name]
+                parts = (parts[0], _joined(later, parts[1]))
+                # Rows of the folder come first, then those of the living catalogue, then one without any value.
+                unknown = np.where(places < 0, len(self._items) + _num_rows(later), places)
+                rows = np.where(own >= 0, len(self._items) + own, unknown)
+            found |= self._pick(feature, parts, rows)
         return found
 
-    def put(self, values: Mapping[int, ItemValues]) -> None:
-        """Features of new items, or other features of known ones; all of them become visible at once."""
-        with self._lock:
-            self._later = {**self._later, **{item: dict(one) for item, one in values.items()}}
-            self._overlay = self._overlay_of(self._later)
+    def _overlays(self, items: Ints, features: Sequence[Feature]) -> dict[str, tuple[StoredFeature, Ints]]:
+        """Of features that later content replaces: its values, and the row [n] of each item, -1 for none."""
+        live = self.live
+        if live is None or not len(live.changed()):
+            return {}
+        declared = [feature for feature in features if feature.name not in self._texts]
+        overlay: ItemOverlay = live.overlay(items, declared)
+        found = {feature.name: (overlay.features[feature.name], overlay.rows) for feature in declared}
+        for feature in features:
+            if feature.name in self._texts:
+                found[feature.name] = self._later_texts(feature, live.texts(items))
+        return found
 
-    def remove(self, items: Iterable[int]) -> None:
-        """Forgets what `put` brought; items of the folder have their own features again."""
-        with self._lock:
-            gone = set(items)
-            self._later = {item: one for item, one in self._later.items() if item not in gone}
-            self._overlay = self._overlay_of(self._later)
+    def _later_texts(self, feature: Feature, texts: Sequence[str | None]) -> tuple[StoredFeature, Ints]:
+        own = [text for text in dict.fromkeys(texts) if text]
+        if new := [text for text in own if text not in self._embedded]:
+            assert self.embed is not None, "a service embeds the texts of new items"
+            self._embedded |= dict(zip(new, self.embed(new).numpy(), strict=True))
+        place = {text: number for number, text in enumerate(own)}
+        values = np.stack([self._embedded[text] for text in own]) if own else np.empty((0, feature.dim), np.float32)
+        return StoredFeature(values), np.array([place[text] if text else -1 for text in texts], np.int64)
 
-    def _overlay_of(self, later: Mapping[int, ItemValues]) -> tuple[Ints, dict[str, StoredFeature]]:
-        items = np.array(sorted(later), dtype=np.int64)
-        # The last row is of an item without features.
-        records = [*(later[item] for item in items.tolist()), {}]
-        return items, {feature.name: _stored(feature, records) for feature in self.features}
-
-    def _pick(self, feature: Feature, parts: Sequence[StoredFeature], rows: Ints) -> dict[str, Jagged]:
+    def _pick(self, feature: Feature, parts: tuple[StoredFeature, StoredFeature], rows: Ints) -> dict[str, Jagged]:
         """The feature's values at rows of the parts, one part after the other."""
-        bound = len(self._items)
+        bound, (own, later) = len(self._items), parts
         is_later = rows >= bound
-        own, later = parts
         if own.offsets is None or later.offsets is None:
             values = np.empty((len(rows), *own.values.shape[1:]), np.float32)
             values[~is_later], values[is_later] = own.values[rows[~is_later]], later.values[rows[is_later] - bound]
@@ -95,11 +113,9 @@ class ItemFeatureRows:
             else:
                 values = np.nan_to_num(values)  # a missing vector is zero
             return {feature.name: Jagged.singles(torch.from_numpy(values))}
-        first = np.empty(len(rows), np.int64)
-        last = np.empty(len(rows), np.int64)
-        for part, mask, base in ((own, ~is_later, 0), (later, is_later, bound)):
-            assert part.offsets is not None
-            first[mask], last[mask] = part.offsets[rows[mask] - base], part.offsets[rows[mask] - base + 1]
+        first, last = np.empty(len(rows), np.int64), np.empty(len(rows), np.int64)
+        for part, mask, base in ((own.offsets, ~is_later, 0), (later.offsets, is_later, bound)):
+            first[mask], last[mask] = part[rows[mask] - base], part[rows[mask] - base + 1]
         lengths = torch.from_numpy(last - first)
         places = ranges(torch.from_numpy(first), lengths).numpy()
         of_later = np.repeat(is_later, last - first)
@@ -108,16 +124,13 @@ class ItemFeatureRows:
             picked[f"{feature.name}.weights"] = _jagged(own.weights, later.weights, places, of_later, lengths)
         return picked
 
-    def _fit(self) -> dict[str, NumberStats]:
-        return {
-            feature.name: fit_number(feature, np.asarray(self._stored[feature.name].values))
-            for feature in self.features
-            if feature.kind == "number"
-        }
-
 
 def item_feature_rows(
-    sequences: Sequences, names: Sequence[str], *, texts: Mapping[str, Tensor] | None = None
+    sequences: Sequences,
+    names: Sequence[str],
+    *,
+    texts: Mapping[str, Tensor] | None = None,
+    embed: Embed | None = None,
 ) -> ItemFeatureRows:
     """The named item features of a folder; `texts` has vectors [I, D] of columns of its item texts. Raises ConfigError."""
     known = {feature.name: feature for feature in sequences.schema.of_scope("item")}
@@ -135,7 +148,8 @@ def item_feature_rows(
         else:
             features.append(Feature(name=name, kind="vector", scope="item", dim=texts[name].shape[1]))
             stored[name] = StoredFeature(texts[name].numpy())
-    return ItemFeatureRows(features, sequences.catalogue, stored)
+    is_text = [name for name in names if name not in known]
+    return ItemFeatureRows(features, sequences.catalogue, stored, texts=is_text, embed=embed)
 
 
 def text_columns(schema: Schema, names: Sequence[str]) -> list[str]:
@@ -168,25 +182,17 @@ def _places(items: Ints, wanted: Ints) -> Ints:
     return np.where(items[places] == wanted, places, -1)
 
 
-def _stored(feature: Feature, records: Sequence[ItemValues]) -> StoredFeature:
-    """The values of some items as a folder stores them."""
-    given = [record.get(feature.name) for record in records]
-    empty = missing_values(feature, len(records))
-    if empty.offsets is None:
-        values = empty.values
-        for row, value in enumerate(given):
-            if value is not None:
-                values[row] = value
+def _num_rows(stored: StoredFeature) -> int:
+    return len(stored.values) if stored.offsets is None else len(stored.offsets) - 1
+
+
+def _joined(a: StoredFeature, b: StoredFeature) -> StoredFeature:
+    """The rows of both, one after the other."""
+    values = np.concatenate([a.values, b.values])
+    if a.offsets is None or b.offsets is None:
         return StoredFeature(values)
-    lists = [[] if one is None else one if isinstance(one, list) else [one] for one in given]
-    lengths = np.array([len(one) for one in lists], np.int64)
-    values = np.array([number for one in lists for number in one], np.int64)
-    weights = None
-    if feature.weights is not None:
-        named = [record.get(f"{feature.name}.weights") for record in records]
-        filled = [[1.0] * len(own) if one is None else one for own, one in zip(lists, named, strict=True)]
-        weights = np.array([weight for one in filled for weight in one], np.float32)
-    return StoredFeature(values, np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64), weights)
+    weights = None if a.weights is None or b.weights is None else np.concatenate([a.weights, b.weights])
+    return StoredFeature(values, np.concatenate([a.offsets, a.offsets[-1] + b.offsets[1:]]), weights)
 
 
 def _jagged(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nestpipe.config import Config
 from nestpipe.data.batch_builder import ModelInputs
-from nestpipe.data.item_feature_rows import item_feature_rows
+from nestpipe.data.item_feature_rows import Embed, ItemFeatureRows, item_feature_rows
 from nestpipe.data.schema import Feature, Schema
 from nestpipe.data.sequences import Sequences
 from nestpipe.data.splits import make_split, train_mask
@@ -33,11 +33,13 @@ def build_model(
     *,
     ids: SemanticIds | None = None,
     texts: Mapping[str, Tensor] | None = None,
+    embed: Embed | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Model:
     """The model of a run; its initial dense weights are a function of the seed. Raises ConfigError.
 
-    A generative model needs the semantic ids of the catalogue, one that reads item texts their vectors [I, D] by column.
+    A generative model needs the semantic ids of the catalogue, one that reads item texts their vectors [I, D] by column and,
+    if new items will come, how they are embedded.
     """
     schema, max_len = sequences.schema, config.data.max_len
     match config.model:
@@ -54,16 +56,18 @@ def build_model(
             if entry_of(config.model).role == "model":
                 data = ModelData(catalogue=catalogue, max_len=max_len, schema=schema)
                 return _build_registered(config.model, data, seed=config.seed, dtype=dtype)
-            return _build_next_item(config, sequences, catalogue, texts, dtype)
+            names = getattr(config.model, "item_features", ())
+            content = item_feature_rows(sequences, names, texts=texts, embed=embed) if names else None
+            return _build_next_item(config, sequences, catalogue, content, dtype)
 
 
 def _build_next_item(
-    config: Config, sequences: Sequences, catalogue: Tensor, texts: Mapping[str, Tensor] | None, dtype: torch.dtype
+    config: Config, sequences: Sequences, catalogue: Tensor, content: ItemFeatureRows | None, dtype: torch.dtype
 ) -> Model:
     """A next-item model around a backbone, with the content of items if its configuration names some."""
-    max_len, names = config.data.max_len, getattr(config.model, "item_features", ())
-    counts = _event_counts(config, sequences) if names or config.loss.kind == "in_batch" else None
-    if not names or counts is None:
+    max_len = config.data.max_len
+    counts = _event_counts(config, sequences) if content is not None or config.loss.kind == "in_batch" else None
+    if content is None or counts is None:
         return build_retrieval(
             config.model,
             config.loss,
@@ -76,7 +80,7 @@ def _build_next_item(
     return build_content_retrieval(
         config.model,
         config.loss,
-        item_feature_rows(sequences, names, texts=texts),
+        content,
         catalogue=catalogue,
         counts=counts,
         max_len=max_len,

@@ -175,7 +175,8 @@ class Run:
 
     def embedded(self, texts: Sequence[str]) -> Tensor:
         """Vectors of texts [n, D] by the run's text encoder."""
-        return encode_texts(texts, encoder=self.config.model.text_encoder, cache=cache_folder())[0]
+        whole = len(texts) >= len(self.sequences.catalogue)  # of the catalogue, not of one new item
+        return encode_texts(texts, encoder=self.config.model.text_encoder, cache=cache_folder() if whole else None)[0]
 
     @cached_property
     def scenarios(self) -> Scenarios | None:
@@ -242,7 +243,9 @@ class Run:
         folder, manifest = self.checkpoint(step)
         if ids is None:
             self.check_settings(folder, manifest)
-        model = build_model(self.config, self.sequences, ids=ids or self.semantic_ids, texts=self.text_vectors)
+        model = build_model(
+            self.config, self.sequences, ids=ids or self.semantic_ids, texts=self.text_vectors, embed=self.embedded
+        )
         load_weights(cast(nn.Module, model), folder, manifest)
         own = self.config.embedding
         config = rows or EmbeddingConfig(

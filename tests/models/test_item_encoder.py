@@ -17,7 +17,7 @@ from nestpipe.errors import ConfigError
 from nestpipe.jagged import Cursor
 from nestpipe.models.build_model import build_model
 from nestpipe.rng import Rng
-from tests.small_content import content_config, content_log
+from tests.small_content import SmallCatalogue, content_config, content_log
 
 
 @pytest.fixture(scope="module")
@@ -156,19 +156,21 @@ def test_an_unknown_item_has_the_base_vector_and_a_later_one_its_content(log):
     tags = log.item_features["tags"]
     same = {
         "brand": int(log.item_features["brand"].values[place]),
-        "category": [int(log.item_features["category"].values[place])],
+        "category": int(log.item_features["category"].values[place]),
         "tags": tags.values[tags.offsets[place] : tags.offsets[place + 1]].tolist(),
         "price": float(log.item_features["price"].values[place]),
         "look": log.item_features["look"].values[place].tolist(),
-        "title": TEXTS[place].tolist(),
+        "text": "as item 3",
     }
-    content.put({77: same, 500: {}})
+    content.live, content.embed = SmallCatalogue(), lambda texts: TEXTS[[place] * len(texts)]
+    content.live.put(77, **same)
+    content.live.put(500)
     lookups = model.item_lookups(unknown)
     assert isinstance(lookups["item/brand"], Lookup)
     without_rows = rows_for(lookups, lambda name, ids: table(name, ids) * (name != "item"))
     copied, own = model.items.item_vectors(without_rows)
     assert torch.allclose(copied, own, rtol=1e-12)
-    content.remove([77])
+    content.live.records.pop(77)
     bare = content.rows(np.array([77, 500, 3]))
     assert bare["tags"].lengths().tolist()[:2] == [0, 0]
     assert bare["tags"].lengths().tolist()[2] == len(same["tags"])
