@@ -47,6 +47,7 @@ SECTIONS: dict[str, dict[str, Command]] = {
         "data amazon": Command("Amazon reviews, one line per user", "data:amazon", "data_arguments:Amazon"),
         "data synthetic": Command("a generated log for retrieval", "data:synthetic", "data_arguments:Synthetic"),
         "data clicks": Command("a generated log for ranking", "data:clicks", "data_arguments:Clicks"),
+        "data content": Command("a generated log with new items", "data:content", "data_arguments:ContentLog"),
         "data inspect": Command("counts, lengths, features, quarantine", "data:inspect", "data_arguments:Inspect"),
         "data verify": Command("every file against its digest", "data:verify", "data_arguments:Verify"),
         "sid build": Command("ids from item texts", "sid:build", "arguments:BuildSid"),

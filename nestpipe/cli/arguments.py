@@ -211,10 +211,11 @@ class EvalArguments:
     seeds: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="RUN [RUN ...]", help_behavior_hint="")] = ()
     """Runs that differ from RUN in the seed only: one result, mean and deviation over all of them."""
     baselines: Annotated[
-        tuple[Literal["popularity", "last_item", "transitions", "item_knn", "sasrec"], ...],
+        tuple[Literal["popularity", "last_item", "transitions", "item_knn", "content_knn", "sasrec"], ...],
         tyro.conf.arg(metavar="NAME [NAME ...]"),
-    ] = ("popularity", "last_item", "transitions", "item_knn")
-    """Baselines of a retrieval run, fitted on its training events in seconds; `sasrec` is trained for minutes, once."""
+    ] = ("popularity", "last_item", "transitions", "item_knn", "content_knn")
+    """Baselines of a retrieval run, fitted on its training events in seconds: content_knn only where the log has item features;
+    sasrec is trained for minutes, once."""
     step: OptionalStep = None
     """Checkpoint of RUN to evaluate [default: the best one if the run validated, else the latest]."""
     target: Literal["test", "validation"] = "test"

@@ -16,6 +16,7 @@ from nestpipe.cli.data_arguments import (
     Amazon,
     Append,
     Clicks,
+    ContentLog,
     Ingest,
     Inspect,
     KuaiRand,
@@ -35,6 +36,7 @@ from nestpipe.data.schema import Feature, Label, Schema
 from nestpipe.data.sequences import Sequences
 from nestpipe.data.shards import merge_shards, write_shard
 from nestpipe.data.synthetic_clicks import ingest_clicks
+from nestpipe.data.synthetic_content import ingest_content
 from nestpipe.data.synthetic_sequences import ingest_synthetic
 from nestpipe.errors import ConfigError
 
@@ -178,6 +180,10 @@ def synthetic(flags: Synthetic) -> None:
 
 def clicks(flags: Clicks) -> None:
     describe(ingest_clicks(flags.out, flags.config, overwrite=flags.overwrite))
+
+
+def content(flags: ContentLog) -> None:
+    describe(ingest_content(flags.out, flags.config, overwrite=flags.overwrite))
 
 
 def inspect(flags: Inspect) -> None:

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import tyro
 
-from nestpipe.data.config import ClicksConfig, Format, SyntheticConfig
+from nestpipe.data.config import ClicksConfig, ContentLogConfig, Format, SyntheticConfig
 from nestpipe.data.schema import Encoding, TimeUnit
 
 SequenceFolder = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
@@ -228,6 +228,18 @@ class Clicks(Writing):
     """
 
     config: Annotated[ClicksConfig, tyro.conf.arg(name="")] = dataclasses.field(default_factory=ClicksConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContentLog(Writing):
+    """Generates a log whose items have brand, category, tags, price, look and title, and of which some items are new.
+
+    Example: nestpipe data content --out data/content
+
+    Next: nestpipe train sasrec --data.path data/content --model.item-features brand category tags price look title
+    """
+
+    config: Annotated[ContentLogConfig, tyro.conf.arg(name="")] = dataclasses.field(default_factory=ContentLogConfig)
 
 
 @dataclass(frozen=True, kw_only=True)

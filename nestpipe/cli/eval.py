@@ -154,18 +154,26 @@ def _item_baselines(
     k = list_length(model.ks)
     shown = (f"hr@{k}", f"ndcg@{k}")
     table = Table(title="baselines, in the same protocol", box=None, pad_edge=False)
-    for header in ("baseline", *shown, f"{shown[0]}, model - it [95 %]", "model is"):
+    has_cold = _cold(model, shown[0]) is not None
+    for header in ("baseline", *shown, *(["cold"] if has_cold else []), f"{shown[0]}, model - it [95 %]", "model is"):
         table.add_column(header, no_wrap=True)
     measured: dict[str, dict[str, Interval | float]] = {}
     for name, report in found.items():
         complete = with_list_metrics(report, run.sequences, run.split, run.config)
         gain = compare(complete, model, run.config.seed).differences[shown[0]]
-        figures = (f"{complete.metrics[metric].mean:.4f}" for metric in shown)
+        figures = [f"{complete.metrics[metric].mean:.4f}" for metric in shown]
+        if has_cold:
+            figures.append(f"{_cold(complete, shown[0]) or 0.0:.4f}")
         table.add_row(name, *figures, signed(gain.interval), _VERDICTS.get(gain.verdict, gain.verdict))
         measured[name] = {**complete.metrics, **complete.coverage}
     if found:
         Console().print(table)
     return measured
+
+
+def _cold(report: EvalReport, metric: str) -> float | None:
+    """A metric of users whose target has no training event; None if there are none."""
+    return next((part.metrics[metric].mean for part in report.slices if part.name == "cold"), None)
 
 
 def _compare(a: EvalReport | LabelReport, b: EvalReport | LabelReport, seed: int) -> Comparison | LabelComparison:

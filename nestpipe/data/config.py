@@ -143,3 +143,49 @@ class ClicksConfig:
                 yield f"{name} is {getattr(self, name)}; it must be at least 1"
         if not self.strength >= 0:
             yield f"strength is {self.strength}; it must not be negative"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContentLogConfig:
+    """The size of a log whose items have content, and the strength of its signal."""
+
+    num_users: int = 3000
+    """Users."""
+    num_series: int = 60
+    """Series of items, each with content of its own."""
+    series_items: int = 12
+    """Items of a series."""
+    new_items: int = 3
+    """Items of a series that occur as last events only, so that none is trained on."""
+    new_share: float = 0.3
+    """Share of the last events by content that are such new items."""
+    min_len: int = 5
+    """Shortest history."""
+    max_len: int = 15
+    """Longest history."""
+    stay: float = 0.4
+    """Share of events of the last item's series."""
+    move: float = 0.4
+    """Share of events of the series that follows the last item's; the others follow popularity."""
+    zipf: float = 1.0
+    """Exponent of the popularity."""
+    seed: int = 0
+    """Everything is a function of this and the fields above."""
+
+    def problems(self) -> Iterator[str]:
+        for name in ("num_users", "num_series"):
+            if getattr(self, name) < 1:
+                yield f"{name} is {getattr(self, name)}; it must be at least 1"
+        if not 0 <= self.new_items < self.series_items:
+            yield f"new_items is {self.new_items} of series_items {self.series_items}; a series needs an item that is not new"
+        if not 2 <= self.min_len <= self.max_len:
+            yield f"lengths from {self.min_len} to {self.max_len}; it takes 2 <= min_len <= max_len"
+        if min(self.stay, self.move) < 0 or self.stay + self.move > 1:
+            yield f"stay and move are {self.stay} and {self.move}; they are shares whose sum is at most 1"
+        if not 0 <= self.new_share <= 1:
+            yield f"new_share is {self.new_share}; it must be in 0 .. 1"
+
+    def check(self) -> None:
+        """Raises ConfigError with every problem at once."""
+        if found := list(self.problems()):
+            raise ConfigError("the content log has problems:\n" + "\n".join(f"  - {problem}" for problem in found))

@@ -26,11 +26,13 @@ from nestpipe.data.batch_builder import BatchBuilder
 from nestpipe.data.sequences import Sequences, truncate
 from nestpipe.data.splits import Ints, Split, train_mask
 from nestpipe.data.vocabulary import OwnId, Vocabulary
-from nestpipe.embedding.row_reader import RowReader
+from nestpipe.embedding.lookup import Rows
+from nestpipe.embedding.row_reader import RowReader, read_rows
 from nestpipe.errors import ConfigError, DataError
 from nestpipe.eval.catalogue_ranking import top_items
 from nestpipe.jagged import Batch, Jagged, offsets_of, ranges
 from nestpipe.models.build_model import inputs_of
+from nestpipe.models.content_retrieval import ContentRetrieval
 from nestpipe.models.contract import Model
 from nestpipe.models.encdec import EncDec
 from nestpipe.ops.catalogue_scan import Top, block_items
@@ -111,11 +113,16 @@ class CataloguePredictor(ABC):
         """
         if "item" not in {table.name for table in self._model.tables}:
             raise ConfigError(f"{type(self._model).__name__} has no item vectors, so it knows no similar items.")
-        rows = self._rows.peek("item", torch.from_numpy(np.array(self._sequences.catalogue[places])))
+        items, size = (
+            torch.from_numpy(np.array(self._sequences.catalogue[places])),
+            block_items(self._config.eval.max_bytes),
+        )
+        if isinstance(self._model, ContentRetrieval):
+            return content_vectors(self._model, self._rows, items, size=size)
+        rows = self._rows.peek("item", items)
         as_vectors = getattr(self._model, "item_vectors", None)
         if as_vectors is None or not len(rows):
             return rows
-        size = block_items(self._config.eval.max_bytes)
         firsts = range(places.start, places.start + len(rows), size)
         with torch.no_grad():
             padded = (F.pad(block, (0, 0, 0, size - len(block))) for block in rows.split(size))
@@ -179,6 +186,21 @@ class CataloguePredictor(ABC):
     @cached_property
     def _popularity(self) -> NDArray[np.int64]:
         return training_counts(self._sequences, self._split)
+
+
+def content_vectors(model: ContentRetrieval, rows: RowReader, items: Tensor, *, size: int) -> Tensor:
+    """Vectors [n, D] of items from ids and content, in blocks of one size, the last one padded. Collective: one lookup."""
+    padded = F.pad(items, (0, -len(items) % size), value=int(items[0]) if len(items) else 0)
+    whole = read_rows(rows, model.item_lookups(padded))
+    found, used = [torch.empty(0, model.tables[0].dim)], dict.fromkeys(whole, 0)
+    for block in padded.split(size) if len(padded) else ():
+        own = {}
+        for name, lookup in model.item_lookups(block).items():
+            first, used[name] = used[name], used[name] + len(lookup.ids)
+            own[name] = Rows(whole[name].unique, whole[name].index[first : used[name]], lookup)
+        with torch.no_grad():
+            found.append(model.content_vectors(own))
+    return torch.cat(found)[: len(items)]
 
 
 def training_counts(sequences: Sequences, split: Split) -> NDArray[np.int64]:

@@ -29,7 +29,6 @@ from nestpipe.eval.user_sample import sampled_users
 from nestpipe.jagged import ranges
 
 Lists = NDArray[np.int32]  # [num_users, k], -1 pads
-COLD = 5  # a target item with fewer training events is cold
 _MAX_EVENTS = 200_000  # of the users that define how alike items are: all, or a fixed sample
 _AT_ONCE = 1 << 22
 
@@ -127,8 +126,8 @@ def _per_user(value: float, influence: Array) -> Array:
 
 
 def _by_target(report: EvalReport, counts: Counts, *, seed: int, num: int) -> list[EvalSlice]:
-    """Slices of users with a cold and with a warm target; none if there is only one kind."""
-    masks = {"cold": counts < COLD, "warm": counts >= COLD}
+    """Slices of users whose target has no training event (cold) and some (warm); none if there is only one kind."""
+    masks = {"cold": counts == 0, "warm": counts > 0}
     if not all(mask.any() for mask in masks.values()):
         return []
     per_user = user_metrics(report.rank, report.ks, report.num_items)

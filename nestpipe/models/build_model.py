@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, cast
 
 import numpy as np
@@ -10,12 +11,14 @@ from torch import Tensor
 
 from nestpipe.config import Config
 from nestpipe.data.batch_builder import ModelInputs
+from nestpipe.data.item_feature_rows import Embed, ItemFeatureRows, item_feature_rows
 from nestpipe.data.schema import Feature, Schema
 from nestpipe.data.sequences import Sequences
 from nestpipe.data.splits import make_split, train_mask
 from nestpipe.errors import ConfigError
 from nestpipe.models.backbone import initial_weights
 from nestpipe.models.config import DCNConfig, EncDecConfig, RankingConfig
+from nestpipe.models.content_retrieval import build_content_retrieval
 from nestpipe.models.contract import Model, ModelData
 from nestpipe.models.dcn import build_dcn
 from nestpipe.models.encdec import SemanticIds, build_encdec
@@ -29,13 +32,16 @@ def build_model(
     sequences: Sequences,
     *,
     ids: SemanticIds | None = None,
-    text: Tensor | None = None,
+    igr_text: Tensor | None = None,
+    texts: Mapping[str, Tensor] | None = None,
+    embed: Embed | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Model:
     """The model of a run; its initial dense weights are a function of the seed. Raises ConfigError.
 
-    A generative model needs the semantic ids of the catalogue; one that compares items with instructions also reads `text`,
-    vectors [I, W] of the items' texts.
+    A generative model needs the semantic ids of the catalogue; one that compares items with instructions also reads `igr_text`,
+    vectors [I, W] of their texts. A next-item model that reads item texts needs their vectors [I, D] by column and, if new
+    items will come, how they are embedded.
     """
     schema, max_len = sequences.schema, config.data.max_len
     match config.model:
@@ -46,21 +52,43 @@ def build_model(
         case EncDecConfig():
             if ids is None:
                 raise ValueError("a generative model needs semantic ids")
-            return build_encdec(config.model, ids, max_len=max_len, seed=config.seed, dtype=dtype, text=text)
+            return build_encdec(config.model, ids, max_len=max_len, seed=config.seed, dtype=dtype, text=igr_text)
         case _:
             catalogue = torch.from_numpy(np.array(sequences.catalogue))
             if entry_of(config.model).role == "model":
                 data = ModelData(catalogue=catalogue, max_len=max_len, schema=schema)
                 return _build_registered(config.model, data, seed=config.seed, dtype=dtype)
-            return build_retrieval(
-                config.model,
-                config.loss,
-                catalogue=catalogue,
-                max_len=max_len,
-                seed=config.seed,
-                dtype=dtype,
-                counts=_event_counts(config, sequences) if config.loss.kind == "in_batch" else None,
-            )
+            names = getattr(config.model, "item_features", ())
+            content = item_feature_rows(sequences, names, texts=texts, embed=embed) if names else None
+            return _build_next_item(config, sequences, catalogue, content, dtype)
+
+
+def _build_next_item(
+    config: Config, sequences: Sequences, catalogue: Tensor, content: ItemFeatureRows | None, dtype: torch.dtype
+) -> Model:
+    """A next-item model around a backbone, with the content of items if its configuration names some."""
+    max_len = config.data.max_len
+    counts = _event_counts(config, sequences) if content is not None or config.loss.kind == "in_batch" else None
+    if content is None or counts is None:
+        return build_retrieval(
+            config.model,
+            config.loss,
+            catalogue=catalogue,
+            max_len=max_len,
+            seed=config.seed,
+            dtype=dtype,
+            counts=counts,
+        )
+    return build_content_retrieval(
+        config.model,
+        config.loss,
+        content,
+        catalogue=catalogue,
+        counts=counts,
+        max_len=max_len,
+        seed=config.seed,
+        dtype=dtype,
+    )
 
 
 def _build_registered(config: Any, data: ModelData, *, seed: int, dtype: torch.dtype) -> Model:

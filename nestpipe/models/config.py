@@ -82,6 +82,8 @@ def _names(config: RankingConfig | DCNConfig) -> Iterator[str]:
 
 Igr = Literal["off", "query", "recency", "random"]
 
+TextEncoder = Literal["auto", "minilm", "words"]
+
 Placement = Literal["after", "before", "sum", "all", "none"]
 
 
@@ -180,7 +182,26 @@ class EncDecConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SASRecConfig:
+class ItemFeatureConfig:
+    """What a next-item model knows of an item besides its id."""
+
+    item_features: tuple[str, ...] = ()
+    """Features of items that join their id rows, so that new items are recommended from content: item features of the log,
+    and columns of its item texts (title), which are embedded."""
+    id_dropout: float = 0.2
+    """item_features: share of the items whose id row is left out of a step, so that content learns to stand alone."""
+    text_encoder: TextEncoder = "auto"
+    """item_features: how texts become vectors. minilm: sentence vectors (nestpipe[text]); words: hashed words; auto: the best
+    that is installed when the run starts."""
+
+    def item_problems(self) -> Iterator[str]:
+        if len(set(self.item_features)) < len(self.item_features):
+            yield f"item_features is {self.item_features}; name each one once"
+        yield from _probability(self, "id_dropout")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SASRecConfig(ItemFeatureConfig):
     """SASRec, self-attentive sequential recommendation: the baseline."""
 
     dim: int = 50
@@ -197,13 +218,14 @@ class SASRecConfig:
     """Type of the blocks. ligr: gated, with SwiGLU, as in eSASRec. meta: that of Meta's SASRec, for cosine scores."""
 
     def problems(self) -> Iterator[str]:
+        yield from self.item_problems()
         yield from _at_least_one(self, "dim", "num_blocks", "num_heads")
         yield from _divides(self)
         yield from _probability(self, "dropout")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HSTUConfig:
+class HSTUConfig(ItemFeatureConfig):
     """HSTU, hierarchical sequential transduction units."""
 
     dim: int = 50
@@ -226,6 +248,7 @@ class HSTUConfig:
     """Standard deviation of the initial position vectors; 0 means dim ** -0.5."""
 
     def problems(self) -> Iterator[str]:
+        yield from self.item_problems()
         yield from _at_least_one(self, "dim", "num_blocks", "num_heads", "qk_dim", "v_dim")
         yield from _time_buckets(self)
         yield from _probability(self, "dropout")
@@ -235,7 +258,7 @@ class HSTUConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FuXiConfig:
+class FuXiConfig(ItemFeatureConfig):
     """FuXi: attention channels for content, position and time, and a SwiGLU layer."""
 
     dim: int = 50
@@ -260,6 +283,7 @@ class FuXiConfig:
     """buckets: number of buckets."""
 
     def problems(self) -> Iterator[str]:
+        yield from self.item_problems()
         yield from _at_least_one(self, "dim", "num_blocks", "num_heads", "qk_dim", "v_dim")
         yield from _time_buckets(self)
         yield from _probability(self, "dropout")

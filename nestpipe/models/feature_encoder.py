@@ -33,23 +33,23 @@ class FeatureEncoder(nn.Module):
         super().__init__()
         features = tuple(features)
         self._use = use
-        self._ids = tuple(feature for feature in features if is_looked_up(feature))
-        self._floats = tuple(feature for feature in features if not is_looked_up(feature))
-        self.num_floats = sum(feature.dim or 1 for feature in self._floats)
-        self.floats = nn.Linear(self.num_floats, dim, bias=False) if self._floats else None
+        self.looked_up = tuple(feature for feature in features if is_looked_up(feature))
+        self.floating = tuple(feature for feature in features if not is_looked_up(feature))
+        self.num_floats = sum(feature.dim or 1 for feature in self.floating)
+        self.floats = nn.Linear(self.num_floats, dim, bias=False) if self.floating else None
 
     @property
     def num_vectors(self) -> int:
-        return len(self._ids) + (self.floats is not None)
+        return len(self.looked_up) + (self.floats is not None)
 
     def lookups(self, given: Mapping[str, Jagged]) -> dict[str, Lookup]:
-        return {f"{self._use}/{feature.name}": _lookup(feature, given) for feature in self._ids}
+        return {f"{self._use}/{feature.name}": _lookup(feature, given) for feature in self.looked_up}
 
     def vectors(self, rows: Mapping[str, Rows], given: Mapping[str, Jagged]) -> list[Tensor]:
         """Vectors [n, D]: one for each id feature, and one for all floats together."""
-        vectors = [rows[f"{self._use}/{feature.name}"].gather() for feature in self._ids]
+        vectors = [rows[f"{self._use}/{feature.name}"].gather() for feature in self.looked_up]
         if self.floats is not None:
-            columns = [given[feature.name].values.reshape(-1, feature.dim or 1) for feature in self._floats]
+            columns = [given[feature.name].values.reshape(-1, feature.dim or 1) for feature in self.floating]
             vectors.append(self.floats(torch.cat(columns, dim=1).to(self.floats.weight.dtype)))
         return vectors
 

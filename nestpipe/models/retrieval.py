@@ -57,7 +57,7 @@ class Retrieval(nn.Module):
     def lookups(self, batch: Batch, rng: Rng) -> dict[str, Lookup]:
         if batch.targets is None:
             raise ValueError("a training batch needs targets")
-        lookups = self.encode_lookups(batch)
+        lookups = self._history_lookups(batch)
         if self.loss.kind == "full":
             # forward() finds a target's catalogue position by its row, so both lookups share the table's rows.
             lookups["catalogue"] = Lookup(table="item", ids=self.catalogue)
@@ -87,9 +87,10 @@ class Retrieval(nn.Module):
             loss = in_batch_softmax(queries, items, positives, log_q, group_runs(batch)[0], segment=segment)
         else:
             negatives = rows["negatives"]
+            rounded = negatives.rounded()
             loss = sampled_softmax(
                 queries,
-                items if negatives.lookup.wire is None else self._unit(negatives.rounded()),
+                items if rounded is rows["targets"].unique else self._unit(rounded),
                 positives,
                 negatives.index,
                 segment=segment,
@@ -99,6 +100,9 @@ class Retrieval(nn.Module):
         return Output(loss)
 
     def encode_lookups(self, batch: Batch) -> dict[str, Lookup]:
+        return self._history_lookups(batch)
+
+    def _history_lookups(self, batch: Batch) -> dict[str, Lookup]:
         return {"history": Lookup(table="item", ids=batch.items.values)}
 
     def encode(self, rows: Mapping[str, Rows], batch: Batch) -> Tensor:

@@ -14,10 +14,12 @@ from torch.nn import functional as F
 
 from nestpipe.data.sequences import Sequences
 from nestpipe.errors import DataError
-from nestpipe.eval.catalogue_predictor import training_counts
+from nestpipe.eval.catalogue_predictor import content_vectors, training_counts
 from nestpipe.eval.catalogue_ranking import top_items
 from nestpipe.gateway.candidates import Floats, PastEvents, Retriever, build_index, mean_encoder, without
 from nestpipe.jagged import Jagged
+from nestpipe.models.content_retrieval import ContentRetrieval
+from nestpipe.ops.catalogue_scan import block_items
 from nestpipe.serve.config import Stages
 from nestpipe.training.run_folder import LoadedModel, Run
 
@@ -38,7 +40,7 @@ class KnownItems:
     def __init__(self, items: Ints, *, popularity: Ints, vectors: Tensor | None, keeps_seen: bool, max_bytes: int):
         """`keeps_seen`: items that a user has had may be recommended again, as the run was evaluated."""
         self.items, self.vectors, self.keeps_seen, self.max_bytes = items, vectors, keeps_seen, max_bytes
-        self._popularity, self._by_popularity = popularity, np.argsort(-popularity, kind="stable")
+        self.popularity, self._by_popularity = popularity, np.argsort(-popularity, kind="stable")
         self._search: CandidateSearch | None = None
         self._lock = threading.Lock()
 
@@ -54,6 +56,17 @@ class KnownItems:
             )
         return places
 
+    def places(self, items: Ints) -> Ints:
+        """Catalogue positions of the items that are in the catalogue; others are left out."""
+        places = np.minimum(np.searchsorted(self.items, items), len(self.items) - 1)
+        return places[self.items[places] == items]
+
+    def replaced(self, items: Ints, popularity: Ints, vectors: Tensor | None) -> KnownItems:
+        """Another catalogue under the same rules."""
+        return KnownItems(
+            items, popularity=popularity, vectors=vectors, keeps_seen=self.keeps_seen, max_bytes=self.max_bytes
+        )
+
     def scored(self, positions: Tensor, scores: Tensor, k: int) -> ScoredItems:
         """The first k of some positions, of which -1 is none."""
         kept = (positions >= 0).nonzero().flatten()[:k]
@@ -62,7 +75,7 @@ class KnownItems:
     def popular(self, k: int, *, removed: Ints) -> ScoredItems:
         """The items with most training events, without those at some positions; the counts are the scores."""
         kept = self._by_popularity[~np.isin(self._by_popularity, removed)][:k]
-        return ScoredItems(self.items[kept].tolist(), self._popularity[kept].astype(float).tolist())
+        return ScoredItems(self.items[kept].tolist(), self.popularity[kept].astype(float).tolist())
 
     def similar(self, items: Ints, k: int) -> ScoredItems:
         """The items whose vectors point most in the direction of the given ones' mean (cosine), without these."""
@@ -92,7 +105,7 @@ class KnownItems:
 
     def _build_search(self) -> CandidateSearch:
         if self.vectors is None:
-            vectors: Floats = self._popularity.astype(np.float32)[:, None]
+            vectors: Floats = self.popularity.astype(np.float32)[:, None]
         else:
             vectors = np.ascontiguousarray(self.vectors.numpy(), dtype=np.float32)
         retriever = Retriever(
@@ -129,7 +142,10 @@ def known_items(run: Run, loaded: LoadedModel) -> KnownItems:
     items, vectors = np.array(run.sequences.catalogue), None
     if "item" in loaded.rows.tables:
         vectors = loaded.rows.peek("item", torch.from_numpy(items))
-        if (as_vectors := getattr(loaded.model, "item_vectors", None)) is not None:
+        if isinstance(loaded.model, ContentRetrieval):
+            size = block_items(run.config.eval.max_bytes)
+            vectors = content_vectors(loaded.model, loaded.rows, torch.from_numpy(items), size=size)
+        elif (as_vectors := getattr(loaded.model, "item_vectors", None)) is not None:
             with torch.no_grad():
                 vectors = as_vectors(vectors)
     return KnownItems(

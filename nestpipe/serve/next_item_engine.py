@@ -23,6 +23,8 @@ from nestpipe.serve.requests import LateError, public_error
 from nestpipe.serve.user_history import UserHistories
 from nestpipe.serve.versioned_worker import VersionedWorker
 
+_FOLLOW_S = 0.2  # between two looks at the living catalogue
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _PreparedJob:
@@ -45,6 +47,7 @@ class NextItemEngine(VersionedWorker[NextItemModel]):
     ):
         super().__init__("recommender", served, histories, config=config, clock=clock)
         self._queue: list[RecommendationJob] = []  # a heap by deadline
+        self._follow_at = float("-inf")
 
     def submit(self, job: RecommendationJob) -> None:
         """Queues a job, whose `reply` will have the answer; raises BusyError. From any thread."""
@@ -71,6 +74,10 @@ class NextItemEngine(VersionedWorker[NextItemModel]):
 
     def _refresh(self) -> None:
         self.histories.refresh()
+        if self.clock() >= self._follow_at:
+            self._follow_at = self.clock() + _FOLLOW_S
+            for served in self.models:
+                served.follow(getattr(self.histories.sequences, "live", None))
 
     def _next_jobs(self) -> list[RecommendationJob]:
         jobs: list[RecommendationJob] = []

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from nestpipe.data.batch_builder import BatchBuilder
+from nestpipe.data.item_content import ItemContent
 from nestpipe.data.sequences import Sequences, truncate
 from nestpipe.embedding.row_reader import TableRows, read_rows
 from nestpipe.errors import ConfigError
@@ -18,6 +19,7 @@ from nestpipe.eval.catalogue_ranking import top_items
 from nestpipe.jagged import Batch, Jagged, offsets_of
 from nestpipe.models.build_model import inputs_of
 from nestpipe.models.contract import Recommender
+from nestpipe.serve.followed_items import FollowedItems
 from nestpipe.serve.known_items import Ints, KnownItems, ScoredItems, known_items
 from nestpipe.serve.model import rows_in_files, without_events
 from nestpipe.training.run_folder import Run
@@ -25,14 +27,15 @@ from nestpipe.training.run_folder import Run
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedHistory:
-    """A history as the model reads it, and the catalogue positions that must not be recommended."""
+    """A history as the model reads it, and the positions that must not be recommended of a catalogue."""
 
     batch: Batch
     removed: Tensor
+    known: KnownItems
 
 
 class NextItemModel:
-    """A model in use; `known` are the items of its catalogue with their vectors."""
+    """A model in use; `known` are the items of its catalogue with their vectors, as of now."""
 
     def __init__(
         self,
@@ -46,38 +49,55 @@ class NextItemModel:
         name: str,
     ):
         assert known.vectors is not None, "a model that ranks the catalogue has item vectors"
-        self._model, self._rows, self._builder, self.known = model, rows, builder, known
-        self._vectors, self.max_len, self._block, self.name = known.vectors, max_len, block, name
+        self._model, self._rows, self._builder = model, rows, builder
+        self._items = FollowedItems(model, rows, known)
+        self.max_len, self._block, self.name = max_len, block, name
+
+    @property
+    def known(self) -> KnownItems:
+        return self._items.known
+
+    def follow(self, live: ItemContent | None) -> bool:
+        """Takes what the living catalogue has changed; True if there was something. From the engine's thread."""
+        return self._items.follow(live)
 
     def prepare(self, events: Sequences, query_time: int, *, excluded: Ints | None = None) -> PreparedHistory:
-        """One user's events, for a request at a time in seconds; raises DataError for an item that the model does not know."""
+        """One user's events, for a request at a time in seconds; raises DataError for an item that the model cannot read."""
+        known = self.known
         end = np.array([len(events.items)])
         start, asked = truncate(end, self.max_len, self._block), np.array([query_time * 1000])
-        had = self.known.positions(events.items)
+        had = known.places(events.items) if self._items.reads_new_items else known.positions(events.items)
         batch = self._builder.over(events).history(torch.tensor([0]), start, end, request_ms=asked)
-        seen = had[:0] if self.known.keeps_seen else had
-        removed = seen if excluded is None else np.concatenate([seen, self.known.positions(excluded)])
-        return PreparedHistory(batch, torch.from_numpy(np.unique(removed)))
+        seen = had[:0] if known.keeps_seen else had
+        removed = seen if excluded is None else np.concatenate([seen, known.places(excluded)])
+        return PreparedHistory(batch, torch.from_numpy(np.unique(removed)), known)
 
     def recommend(self, prepared: Sequence[PreparedHistory], ks: Sequence[int]) -> list[ScoredItems]:
-        """The best k items for each of some histories, which must not be empty, by exact scores of the whole catalogue."""
+        """The best k items for each of some histories, which must not be empty, by exact scores of the whole catalogue.
+
+        All were prepared with one catalogue.
+        """
+        known = prepared[0].known
         lengths = torch.tensor([len(one.removed) for one in prepared])
         removed = Jagged(torch.cat([one.removed for one in prepared]), offsets_of(lengths), int(lengths.max()))
         queries = self._encode(Batch.concat([one.batch for one in prepared]))
-        top = top_items(queries, self._vectors, removed, max(ks), self.known.max_bytes)
+        assert known.vectors is not None
+        top = top_items(queries, known.vectors, removed, max(ks), known.max_bytes)
         return [
-            self.known.scored(positions, scores, k)
+            known.scored(positions, scores, k)
             for positions, scores, k in zip(top.positions, top.scores, ks, strict=True)
         ]
 
     def scores(self, histories: Sequence[Sequences], items: Sequence[int], *, query_time: int) -> Tensor:
         """Scores [n, K] of items after histories; those of an empty one are zero."""
-        wanted = torch.from_numpy(self.known.positions(np.array(items, np.int64)))
-        found = torch.zeros(len(histories), len(wanted), dtype=self._vectors.dtype)
+        known = self.known
+        assert known.vectors is not None
+        wanted = known.vectors.index_select(0, torch.from_numpy(known.positions(np.array(items, np.int64))))
+        found = torch.zeros(len(histories), len(wanted), dtype=wanted.dtype)
         kept = [place for place, one in enumerate(histories) if len(one.items)]
         if kept:
             queries = self._encode(Batch.concat([self.prepare(histories[place], query_time).batch for place in kept]))
-            found[kept] = queries @ self._vectors.index_select(0, wanted).T
+            found[kept] = queries @ wanted.T
         return found
 
     def _encode(self, batch: Batch) -> Tensor:

@@ -22,8 +22,9 @@ from nestpipe.distributed.agreement import all_ranks_or_none
 from nestpipe.distributed.exchange import named_ranks
 from nestpipe.distributed.process_group import Channel
 from nestpipe.errors import CommError, ConfigError
+from nestpipe.generative.text_encoder import installed
 from nestpipe.generative.training_instructions import open_store
-from nestpipe.models.config import EncDecConfig
+from nestpipe.models.config import EncDecConfig, ItemFeatureConfig
 from nestpipe.pipeline.channels import Channels
 from nestpipe.training.run_folder import FREE_KEYS, Run
 
@@ -42,8 +43,13 @@ def with_absolute_paths(config: Config) -> Config:
 
 
 def with_log_sizes(config: Config) -> Config:
-    """With a scenario file and no number of scenarios: as many as the log names; likewise the width of instructions."""
+    """With a scenario file and no number of scenarios: as many as the log names; likewise the width of instructions.
+
+    The text encoder is the best that is installed, so that a run opens with the same one everywhere.
+    """
     model = config.model
+    if isinstance(model, ItemFeatureConfig) and model.item_features and model.text_encoder == "auto":
+        return replace(config, model=replace(model, text_encoder="minilm" if installed() else "words"))
     if not isinstance(model, EncDecConfig):
         return config
     if model.instructions and Path(model.instructions).exists():

@@ -9,7 +9,7 @@ import hashlib
 import inspect
 import json
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from importlib.metadata import version
@@ -19,7 +19,7 @@ from typing import Any, cast
 import numpy as np
 import polars
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import nestpipe
 from nestpipe.atomic_files import replace_file
@@ -30,6 +30,7 @@ from nestpipe.checkpoint.places import Place, run_checkpoints
 from nestpipe.checkpoint.reader import load_table, load_weights
 from nestpipe.config import FORMAT, Config, flat, upgraded_optimizer
 from nestpipe.data.features import NumberStats
+from nestpipe.data.item_feature_rows import catalogue_texts, text_columns
 from nestpipe.data.sequences import Sequences
 from nestpipe.data.splits import Split, make_split
 from nestpipe.embedding.config import EmbeddingConfig
@@ -43,6 +44,7 @@ from nestpipe.generative.scenario_triggers import with_trigger_rules
 from nestpipe.generative.scenarios import FILE as SCENARIO_FILE
 from nestpipe.generative.scenarios import Scenario, Scenarios, scenario_numbers
 from nestpipe.generative.semantic_ids import Registry
+from nestpipe.generative.text_encoder import cache_folder, encode_texts
 from nestpipe.generative.training_instructions import open_store
 from nestpipe.generative.trie import Trie
 from nestpipe.models.build_model import build_model
@@ -167,16 +169,27 @@ class Run:
         return Registry.load(model.ids).trie_of(self.sequences)
 
     @property
-    def item_texts(self) -> torch.Tensor | None:
+    def item_texts(self) -> Tensor | None:
         """Vectors [I, W] of the items' texts, if the model compares them with instructions."""
         return self._texts[0] if self._texts else None
 
     @cached_property
-    def _texts(self) -> tuple[torch.Tensor, str] | None:
+    def _texts(self) -> tuple[Tensor, str] | None:
         model = self.config.model
         if not isinstance(model, EncDecConfig) or not (model.compares and model.igr_texts):
             return None
         return vectors_for(Registry.load(model.ids), self.sequences)
+
+    @cached_property
+    def text_vectors(self) -> dict[str, Tensor]:
+        """Vectors [I, D] of the item texts that the model reads, by column."""
+        names = text_columns(self.sequences.schema, getattr(self.config.model, "item_features", ()))
+        return {name: self.embedded(catalogue_texts(self.sequences, name)) for name in names}
+
+    def embedded(self, texts: Sequence[str]) -> Tensor:
+        """Vectors of texts [n, D] by the run's text encoder."""
+        whole = len(texts) >= len(self.sequences.catalogue)  # of the catalogue, not of one new item
+        return encode_texts(texts, encoder=self.config.model.text_encoder, cache=cache_folder() if whole else None)[0]
 
     @cached_property
     def scenarios(self) -> Scenarios | None:
@@ -245,7 +258,14 @@ class Run:
         folder, manifest = self.checkpoint(step)
         if ids is None:
             self.check_settings(folder, manifest)
-        model = build_model(self.config, self.sequences, ids=ids or self.semantic_ids, text=self.item_texts)
+        model = build_model(
+            self.config,
+            self.sequences,
+            ids=ids or self.semantic_ids,
+            igr_text=self.item_texts,
+            texts=self.text_vectors,
+            embed=self.embedded,
+        )
         load_weights(cast(nn.Module, model), folder, manifest)
         own = self.config.embedding
         config = rows or EmbeddingConfig(

@@ -45,7 +45,7 @@ def _trained_model(run: Run) -> Model:
     """The model as it is trained; that of an aligned run has another loss than the one that is served."""
     config, ids = run.config, run.semantic_ids
     if not isinstance(config.model, AlignedConfig) or ids is None:
-        model = build_model(config, run.sequences, ids=ids, text=run.item_texts)
+        model = build_model(config, run.sequences, ids=ids, igr_text=run.item_texts, texts=run.text_vectors)
         if isinstance(model, EncDec) and run.scenarios is not None:
             model.behaviour_weights = behaviour_table(run.scenario_records, config.model.behaviour_weights)
         return model

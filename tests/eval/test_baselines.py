@@ -67,7 +67,7 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Sequences:
     return write_log(tmp_path_factory.mktemp("log") / "log", histories)
 
 
-@pytest.mark.parametrize("name", BASELINES)
+@pytest.mark.parametrize("name", [name for name in BASELINES if name != "content_knn"])  # it has a file of its own
 @pytest.mark.parametrize("pairs", [1, 1 << 23])
 def test_every_rank_is_that_of_the_definition(
     log: Sequences, name: Baseline, pairs: int, monkeypatch: pytest.MonkeyPatch
