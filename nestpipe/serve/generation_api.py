@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from nestpipe.data.sequences import Sequences
+from nestpipe.rules.compiled_rules import CompiledRules
 from nestpipe.serve.config import Limits
 from nestpipe.serve.generation_engine import GenerationRequest, Generator
 from nestpipe.serve.known_items import KnownItems, ScoredItems
@@ -25,6 +26,7 @@ from nestpipe.serve.recommendation import RecommendationAnswer, RecommendationJo
 from nestpipe.serve.recommending import HistoryScores, RecommendingInstance
 from nestpipe.serve.request_errors import BadRequestError
 from nestpipe.serve.request_guard import Run
+from nestpipe.serve.request_rules import requested_rules
 from nestpipe.serve.schemas import GeneratedItems, GenerateRequest
 
 
@@ -66,16 +68,24 @@ class GenerativeInstance(RecommendingInstance):
         record = self.generator.records.get(request.scenario or "")
         budget_ms = self._budget_ms if record is None else record.latency_ms
         deadline_ms, user = request.deadline_ms or budget_ms, self._ids.user(request.user)
+        rules = requested_rules(self.rules, request)
+        compiled = rules.on(self._known(user).items)
         job = GenerationRequest(
             user=user,
             k=request.k,
             deadline=arrived + deadline_ms / 1000,
+            rules=rules,
             scenario=request.scenario,
             trigger=None if request.trigger is None else self._ids.item(request.trigger),
             history=await self._history(user, request.history),
         )
         answer = await self._generated(job)
-        return replace(answer, items=self._ids.own_items(cast(list[int], answer.items)))
+        return replace(
+            answer,
+            items=self._ids.own_items(cast(list[int], answer.items)),
+            unknown=compiled.unknown,
+            allowed=None if rules.is_empty else answer.allowed,
+        )
 
     async def _generated(self, job: GenerationRequest) -> GeneratedItems:
         self.generator.submit(job)
@@ -94,12 +104,18 @@ class GenerativeInstance(RecommendingInstance):
             return popular
         answer = await self._generated(_generation(job))
         return RecommendationAnswer(
-            found=ScoredItems(cast(list[int], answer.items), answer.log_probabilities),
+            found=ScoredItems(cast(list[int], answer.items), answer.log_probabilities, answer.allowed or 0),
             path=answer.path if answer.degraded else "generated",
             model=answer.model,
             times_ms=answer.times_ms,
             degraded=answer.degraded,
         )
+
+    def _popular_rules(self, job: RecommendationJob, known: KnownItems) -> CompiledRules:
+        """Within the pool of the scenario."""
+        rules, masks = super()._popular_rules(job, known), self.generator.versions.of(job.user).served.scenarios
+        number = self.generator.scenarios.get(job.scenario or "", 0)
+        return rules if masks is None else rules.within(masks[number].numpy())
 
     def _scorer(self, job: RecommendationJob) -> HistoryScores:
         generator = self.generator
@@ -135,6 +151,6 @@ def _generation(job: RecommendationJob) -> GenerationRequest:
         deadline=job.deadline,
         scenario=job.scenario,
         history=job.history,
-        excluded=job.excluded,
+        rules=job.rules,
         version=job.served,
     )

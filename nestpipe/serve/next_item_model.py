@@ -14,10 +14,12 @@ from nestpipe.data.batch_builder import BatchBuilder
 from nestpipe.data.sequences import Sequences, truncate
 from nestpipe.embedding.row_reader import TableRows, read_rows
 from nestpipe.errors import ConfigError
-from nestpipe.eval.catalogue_ranking import top_items
-from nestpipe.jagged import Batch, Jagged, offsets_of
+from nestpipe.eval.ruled_ranking import RuledQuery, top_lists
+from nestpipe.jagged import Batch
 from nestpipe.models.build_model import inputs_of
 from nestpipe.models.contract import Recommender
+from nestpipe.rules.compiled_rules import CompiledRules
+from nestpipe.rules.rule_book import RequestRules
 from nestpipe.serve.known_items import Ints, KnownItems, ScoredItems, known_items
 from nestpipe.serve.model import rows_in_files, without_events
 from nestpipe.training.run_folder import Run
@@ -25,10 +27,11 @@ from nestpipe.training.run_folder import Run
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedHistory:
-    """A history as the model reads it, and the catalogue positions that must not be recommended."""
+    """A history as the model reads it, the rules of its request, and the catalogue positions that they remove."""
 
     batch: Batch
-    removed: Tensor
+    rules: CompiledRules
+    removed: Ints
 
 
 class NextItemModel:
@@ -49,25 +52,26 @@ class NextItemModel:
         self._model, self._rows, self._builder, self.known = model, rows, builder, known
         self._vectors, self.max_len, self._block, self.name = known.vectors, max_len, block, name
 
-    def prepare(self, events: Sequences, query_time: int, *, excluded: Ints | None = None) -> PreparedHistory:
+    def prepare(self, events: Sequences, query_time: int, *, rules: RequestRules | None = None) -> PreparedHistory:
         """One user's events, for a request at a time in seconds; raises DataError for an item that the model does not know."""
+        compiled = (rules or RequestRules()).on(self.known.items)
         end = np.array([len(events.items)])
         start, asked = truncate(end, self.max_len, self._block), np.array([query_time * 1000])
         had = self.known.positions(events.items)
         batch = self._builder.over(events).history(torch.tensor([0]), start, end, request_ms=asked)
-        seen = had[:0] if self.known.keeps_seen else had
-        removed = seen if excluded is None else np.concatenate([seen, self.known.positions(excluded)])
-        return PreparedHistory(batch, torch.from_numpy(np.unique(removed)))
+        return PreparedHistory(batch, compiled, compiled.removed(had, keeps_seen=self.known.keeps_seen))
 
     def recommend(self, prepared: Sequence[PreparedHistory], ks: Sequence[int]) -> list[ScoredItems]:
         """The best k items for each of some histories, which must not be empty, by exact scores of the whole catalogue."""
-        lengths = torch.tensor([len(one.removed) for one in prepared])
-        removed = Jagged(torch.cat([one.removed for one in prepared]), offsets_of(lengths), int(lengths.max()))
         queries = self._encode(Batch.concat([one.batch for one in prepared]))
-        top = top_items(queries, self._vectors, removed, max(ks), self.known.max_bytes)
         return [
-            self.known.scored(positions, scores, k)
-            for positions, scores, k in zip(top.positions, top.scores, ks, strict=True)
+            self.known.listed(one)
+            for one in top_lists(
+                queries,
+                self._vectors,
+                [RuledQuery(one.rules, one.removed, k) for one, k in zip(prepared, ks, strict=True)],
+                self.known.max_bytes,
+            )
         ]
 
     def scores(self, histories: Sequence[Sequences], items: Sequence[int], *, query_time: int) -> Tensor:

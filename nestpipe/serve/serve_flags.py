@@ -50,6 +50,8 @@ class ServeArguments:
     retrieval: Path | None = None
     """Folder of a trained next-item run that finds candidates for a ranker [default: means of its own item vectors]."""
     stages: Stages = field(default_factory=Stages)
+    rules: Path | None = None
+    """JSON file of named sets of rules, {"front_page": {"filter": {...}}}, which requests name; see docs/how-to/rules.md."""
     demo: bool = False
     """Serve a demo page at the gateway's address; it shows the history of any user."""
     print_nginx: bool = False
