@@ -18,7 +18,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # A module may import its own layer and those listed before it. Modules of the root that compose packages are free.
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"errors", "jagged", "rng", "atomic_files"}),
-    frozenset({"distributed", "ops", "data", "embedding"}),
+    frozenset({"distributed", "ops", "data", "embedding", "rules"}),
     frozenset({"pipeline", "models"}),
     frozenset({"checkpoint", "eval", "generative", "profiling", "simulate"}),
     frozenset({"autotune", "training"}),

@@ -35,6 +35,8 @@ from nestpipe.gateway.instance_client import InstanceClient, make_client
 from nestpipe.gateway.nginx import nginx_config
 from nestpipe.gateway.router import InstanceAddress, Members
 from nestpipe.gateway.supervisor import Fleet, Worker
+from nestpipe.rules.item_attributes import FolderSource
+from nestpipe.rules.rule_book import RuleBook
 from nestpipe.serve.config import Stages
 from nestpipe.serve.demo_page import DemoPage
 from nestpipe.serve.event_log import EventLog
@@ -154,6 +156,7 @@ def serve_fleet(arguments: ServeArguments) -> int:
     flags += ["--step", str(arguments.step)] if arguments.step is not None else []
     flags += ["--compare", str(arguments.compare), "--share", str(arguments.share)] if arguments.compare else []
     flags += [] if arguments.request_instructions else ["--no-request-instructions"]
+    flags += ["--rules", str(arguments.rules.resolve())] if arguments.rules else []
     for name in ("engine", "trigger", "limits"):
         flags += flags_of(name, getattr(arguments, name))
     histories = fleet_histories(run, folder / EVENTS)
@@ -173,6 +176,7 @@ def serve_fleet(arguments: ServeArguments) -> int:
         kind=kind,
         histories=histories,
         retriever=retriever,
+        rules=RuleBook.open(FolderSource(lambda: histories.sequences), arguments.rules),
         stages=arguments.stages,
         budget_ms=arguments.trigger.budget_ms,
         token=kept_secret(folder / "token"),
@@ -209,6 +213,7 @@ class _FleetPlan:
     kind: ServiceKind
     histories: UserHistories
     retriever: Retriever | None
+    rules: RuleBook
     stages: Stages
     budget_ms: float
     token: str
@@ -217,7 +222,7 @@ class _FleetPlan:
     def recommender(self, remote: InstanceClient, executor: Executor, ids: ServiceIds) -> FleetRecommender:
         if self.retriever is None:
             return Forwarding(remote, budget_ms=self.budget_ms)
-        stages = LocalCandidateStages(self.retriever, executor, ids)
+        stages = LocalCandidateStages(self.retriever, executor, ids, self.rules)
         return Cascade(remote, stages, self.stages, has_prefixes=self.kind == "ranker")
 
 
@@ -285,8 +290,7 @@ def fleet_retriever(
 
     ranks = kind_of(run) in ("ranker", "pointwise")
     found = known_items(run, run.load_model(step)).search().retriever if ranks else retriever_of(run, step=step)
-    popularity, filters = training_counts(run.sequences, run.split), () if keeps_seen else found.filters
-    return replace(found, past_of=past_of, popularity=popularity, filters=filters)
+    return replace(found, past_of=past_of, popularity=training_counts(run.sequences, run.split), keeps_seen=keeps_seen)
 
 
 async def keep_fresh(histories: UserHistories, *, every_s: float = 1.0) -> None:

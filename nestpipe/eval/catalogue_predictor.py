@@ -9,11 +9,11 @@ score every item alike. What a model must bring is `top`; ties take the lower ca
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -29,30 +29,43 @@ from nestpipe.data.vocabulary import OwnId, Vocabulary
 from nestpipe.embedding.lookup import Rows
 from nestpipe.embedding.row_reader import RowReader, read_rows
 from nestpipe.errors import ConfigError, DataError
-from nestpipe.eval.catalogue_ranking import top_items
+from nestpipe.eval.ruled_ranking import RuledQuery, top_lists
 from nestpipe.jagged import Batch, Jagged, offsets_of, ranges
 from nestpipe.models.build_model import inputs_of
 from nestpipe.models.content_retrieval import ContentRetrieval
 from nestpipe.models.contract import Model
 from nestpipe.models.encdec import EncDec
-from nestpipe.ops.catalogue_scan import Top, block_items
+from nestpipe.ops.catalogue_scan import block_items
+from nestpipe.rules.compiled_rules import CompiledRules, no_rules
+from nestpipe.rules.item_attributes import FolderSource
+from nestpipe.rules.rule_book import RuleBook
+from nestpipe.rules.rule_set import Rules, as_rules
+from nestpipe.rules.selection import SelectedItems, select
+
+GivenRules = Rules | Mapping[str, Any] | None
+"""Rules, or what they are in JSON."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recommendation:
-    """Items in own ids, best first, with their scores; `path` says whether the model or popularity ordered them."""
+    """Items in own ids, best first, with their scores; `path` says whether the model or popularity ordered them.
+
+    `allowed` is how many items the rules left, None without rules.
+    """
 
     items: list[OwnId]
     scores: list[float]
     path: Literal["model", "popular"] = "model"
+    allowed: int | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UserRequest:
-    """The histories of some users of the log, and the catalogue positions to leave out for each."""
+    """The histories of some users of the log, compiled rules, and the catalogue positions that they remove for each."""
 
     batch: Batch
-    seen: Jagged | None
+    rules: CompiledRules
+    removed: list[Ints]
 
 
 class CataloguePredictor(ABC):
@@ -64,42 +77,56 @@ class CataloguePredictor(ABC):
         self.steered: Callable[[Batch], Batch] = lambda batch: batch  # adds what steers requests of a generative model
 
     @abstractmethod
-    def top(self, request: UserRequest, k: int) -> Top:
-        """Catalogue positions [B, k] with scores, best first, without seen items; -1 where there are fewer."""
+    def lists(self, request: UserRequest, k: int) -> list[SelectedItems]:
+        """The list of each user under the rules."""
 
-    def recommend(self, user: OwnId, k: int = 10, *, request_ms: int | None = None) -> Recommendation:
-        """The best k items that a user has not had, at a time in ms since 1970 [default: that of their last event]."""
-        return next(self.recommend_all([user], k, request_ms=request_ms))
+    def recommend(
+        self, user: OwnId, k: int = 10, *, request_ms: int | None = None, rules: GivenRules = None
+    ) -> Recommendation:
+        """The best k items that a user has not had, at a time in ms since 1970 [default: that of their last event].
+
+        Raises RuleError for rules that name what does not exist.
+        """
+        return next(self.recommend_all([user], k, request_ms=request_ms, rules=rules))
 
     def recommend_all(
-        self, users: Iterable[OwnId], k: int = 10, *, request_ms: int | None = None
+        self, users: Iterable[OwnId], k: int = 10, *, request_ms: int | None = None, rules: GivenRules = None
     ) -> Iterator[Recommendation]:
         """The same for many users, one after the other; batches of `eval.batch_size` are scored at a time."""
         if k < 1:
             raise ConfigError(f"k is {k}; a recommendation holds at least one item.")
-        remaining = iter(users)
+        given, remaining = self._rules.of(as_rules(rules)), iter(users)
         while chunk := list(islice(remaining, self._config.eval.batch_size)):
-            yield from self._recommend(chunk, k, request_ms)
+            for one in self._recommend(chunk, k, request_ms, given.on(self._sequences.catalogue)):
+                yield replace(one, allowed=None) if given.is_empty else one
 
-    def _recommend(self, users: list[OwnId], k: int, request_ms: int | None) -> Iterator[Recommendation]:
+    def _recommend(
+        self, users: list[OwnId], k: int, request_ms: int | None, rules: CompiledRules
+    ) -> Iterator[Recommendation]:
         places = np.array([self._place(user) for user in users], dtype=np.int64)
         rows = places[places >= 0]
-        found: Iterator[Recommendation] = iter(())
+        found: Iterator[SelectedItems] = iter(())
         if len(rows):
-            found = self._in_own_ids(self.top(self.request_of(rows, request_ms), k))
+            found = iter(self.lists(self.request_of(rows, request_ms, rules), k))
         for place in places.tolist():
-            yield next(found) if place >= 0 else self._popular(k)
+            yield self._in_own_ids(next(found)) if place >= 0 else self._popular(k, rules)
 
-    def similar(self, item: OwnId, k: int = 10) -> Recommendation:
+    def similar(self, item: OwnId, k: int = 10, *, rules: GivenRules = None) -> Recommendation:
         """The k items whose vectors point most in the direction of an item's (cosine), without the item itself."""
         number = self._items.number_of(item)
         catalogue = self._sequences.catalogue
         place = -1 if number is None else int(np.searchsorted(catalogue, number))
         if not 0 <= place < len(catalogue) or catalogue[place] != number:
             raise DataError(f"{self._sequences.path} has no item {item!r}; its catalogue has {len(catalogue):,} items.")
-        own = Jagged(torch.tensor([place]), torch.tensor([0, 1]), 1)
-        query = self._directions[place : place + 1]
-        return next(self._in_own_ids(top_items(query, self._directions, own, k, self._config.eval.max_bytes)))
+        query, given = self._directions[place : place + 1], self._rules.of(as_rules(rules))
+        compiled = given.on(catalogue)
+        request = RuledQuery(compiled, np.unique(np.append(compiled.excluded, place)), k)
+        (found,) = top_lists(query, self._directions, [request], self._config.eval.max_bytes)
+        return replace(self._in_own_ids(found), **({"allowed": None} if given.is_empty else {}))
+
+    @cached_property
+    def _rules(self) -> RuleBook:
+        return RuleBook(FolderSource(lambda: self._sequences))
 
     @cached_property
     def item_vectors(self) -> Tensor:
@@ -159,8 +186,8 @@ class CataloguePredictor(ABC):
         place = int(np.searchsorted(users, number))
         return place if place < len(users) and users[place] == number else -1
 
-    def request_of(self, rows: Ints, request_ms: int | None = None) -> UserRequest:
-        """Whole histories, asked at a time [default: that of each one's last event]."""
+    def request_of(self, rows: Ints, request_ms: int | None = None, rules: CompiledRules | None = None) -> UserRequest:
+        """Whole histories, asked at a time [default: that of each one's last event], under rules [default: none]."""
         sequences, data = self._sequences, self._config.data
         end = np.diff(sequences.offsets)[rows]
         start = truncate(end, data.max_len, data.truncate_block)
@@ -168,20 +195,29 @@ class CataloguePredictor(ABC):
         if asked is not None and request_ms is not None:
             asked = np.full(len(rows), request_ms)
         batch = self._builder.history(torch.from_numpy(rows), start, end, request_ms=asked)
-        seen = None if self._config.eval.seen == "none" else seen_items(sequences, rows, np.zeros_like(end), end)
-        return UserRequest(self.steered(batch), seen)
+        seen, rules = seen_items(sequences, rows, np.zeros_like(end), end), rules or no_rules(len(sequences.catalogue))
+        had = np.split(seen.values.numpy(), seen.offsets[1:-1].numpy())
+        return UserRequest(self.steered(batch), rules, [rules.removed(one, keeps_seen=self._keeps_seen) for one in had])
 
-    def _in_own_ids(self, top: Top) -> Iterator[Recommendation]:
-        for positions, scores in zip(top.positions, top.scores, strict=True):
-            kept = positions >= 0
-            items = self._sequences.catalogue[positions[kept].numpy()]
-            yield Recommendation(self._items.own_ids(items), scores[kept].tolist())
+    @property
+    def _keeps_seen(self) -> bool:
+        return self._config.eval.seen == "none"
 
-    def _popular(self, k: int) -> Recommendation:
-        counts = self._popularity
-        places = np.argsort(-counts, kind="stable")[:k]
-        items = self._items.own_ids(self._sequences.catalogue[places])
-        return Recommendation(items, counts[places].astype(float).tolist(), path="popular")
+    def _in_own_ids(self, found: SelectedItems) -> Recommendation:
+        items = self._items.own_ids(self._sequences.catalogue[found.positions])
+        return Recommendation(items, found.scores.tolist(), allowed=found.num_left)
+
+    def _popular(self, k: int, rules: CompiledRules) -> Recommendation:
+        removed = rules.removed(np.empty(0, np.int64), keeps_seen=self._keeps_seen)
+        counts = self._popularity.astype(np.float64)
+        found = select(counts, rules, k, removed=removed, vectors=self._alike(rules))
+        return replace(self._in_own_ids(found), path="popular")
+
+    def _alike(self, rules: CompiledRules) -> NDArray[np.float32] | None:
+        """The vectors that `diversity` compares."""
+        if not rules.diversity or "item" not in {table.name for table in self._model.tables}:
+            return None
+        return self.item_vectors.cpu().numpy()
 
     @cached_property
     def _popularity(self) -> NDArray[np.int64]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import cast, overload
 
 import numpy as np
@@ -28,21 +29,24 @@ from nestpipe.eval.catalogue_predictor import (
     seen_items,
     training_counts,
 )
-from nestpipe.eval.catalogue_ranking import top_items
 from nestpipe.eval.eval_ranks import EvalRanks, OneRank, part_of
 from nestpipe.eval.eval_report import EvalReport
 from nestpipe.eval.protocol import Target, protocol_of
 from nestpipe.eval.ranking_eval import RankingPredictor
 from nestpipe.eval.retrieval_eval import EvalBatch, evaluate, evaluate_lists, popularity_report
+from nestpipe.eval.ruled_ranking import RuledQuery, top_lists
 from nestpipe.eval.user_sample import sampled_users
+from nestpipe.generative.allowed_pools import AllowedPools
 from nestpipe.generative.beam import FoundItems, expand, search
+from nestpipe.generative.ruled_decoding import RuledRequest, decode_lists
 from nestpipe.generative.trie import ItemPool, Trie
 from nestpipe.jagged import Batch, Jagged
 from nestpipe.models.build_model import inputs_of
 from nestpipe.models.config import DCNConfig, EncDecConfig, RankingConfig
 from nestpipe.models.contract import Model, Recommender
 from nestpipe.models.encdec import EncDec
-from nestpipe.ops.catalogue_scan import CataloguePart, Top, block_items
+from nestpipe.ops.catalogue_scan import CataloguePart, block_items
+from nestpipe.rules.selection import SelectedItems
 
 _MIN_USERS = 16  # a batch of fewer is padded: libraries round small products in another way
 
@@ -126,10 +130,24 @@ class GenerativePredictor(CataloguePredictor):
         found = evaluate_lists(lists, num_items, samples, config.eval, config.seed, ranks=ranks, progress=progress)
         return replace(found, protocol=protocol_of(self._sequences, config, target))
 
-    def top(self, request: UserRequest, k: int) -> Top:
-        """The best k items that the beam finds."""
-        found = self.generate(request.batch, k, seen=request.seen)
-        return Top(found.positions, found.scores)
+    def lists(self, request: UserRequest, k: int) -> list[SelectedItems]:
+        """What the beam finds among the items that the rules leave."""
+        model = cast(EncDec, self._model)
+        batch = model.select(request.batch, None)
+        rows = read_rows(self._rows, model.encode_lookups(batch))
+        return decode_lists(
+            lambda: model.decoding(rows, batch),
+            cast(Trie, model.ids),
+            self._pools,
+            [RuledRequest(request.rules, removed, k) for removed in request.removed],
+            width=model.config.beam,
+            softmax=model.config.softmax,
+            vectors=self._alike(request.rules),
+        )
+
+    @cached_property
+    def _pools(self) -> AllowedPools:
+        return AllowedPools(cast(Trie, cast(EncDec, self._model).ids))
 
 
 class RetrievalPredictor(CataloguePredictor):
@@ -171,10 +189,11 @@ class RetrievalPredictor(CataloguePredictor):
         vectors = self.item_vectors if ranks.size == 1 else self._vectors_of(own)
         return CataloguePart(vectors, own.start, num_items)
 
-    def top(self, request: UserRequest, k: int) -> Top:
-        """The best k items by the dot product of query and item vector."""
+    def lists(self, request: UserRequest, k: int) -> list[SelectedItems]:
+        """By the dot product of query and item vector."""
         queries = self.encode(request.batch)
-        return top_items(queries, self.item_vectors, request.seen, k, self._config.eval.max_bytes)
+        asked = [RuledQuery(request.rules, removed, k) for removed in request.removed]
+        return top_lists(queries, self.item_vectors, asked, self._config.eval.max_bytes)
 
 
 Predictor = RetrievalPredictor | RankingPredictor | GenerativePredictor

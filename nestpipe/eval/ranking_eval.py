@@ -14,7 +14,6 @@ from typing import cast
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from nestpipe.config import Config
 from nestpipe.data.features import label_values
@@ -38,7 +37,7 @@ from nestpipe.models.heads import LabelHeads
 from nestpipe.models.kv_prefix import describe_statistics
 from nestpipe.models.prefix_inference import CandidateBatch, Ranker
 from nestpipe.models.ranking import Ranking
-from nestpipe.ops.catalogue_scan import Top
+from nestpipe.rules.selection import SelectedItems, select
 
 _CANDIDATES = 4096  # items of the catalogue that are scored at a time
 _NOT_FINITE = (
@@ -135,20 +134,14 @@ class RankingPredictor(CataloguePredictor):
         event, user, num_before = in_batch_order(ranks, "events", events, no_events).T.numpy()
         return event, user, num_before, in_batch_order(ranks, "predictions", predicted, no_scores).numpy()
 
-    def top(self, request: UserRequest, k: int) -> Top:
-        """The best k items by the first label, of the whole catalogue: exact, and slow where the catalogue is large."""
-        tops = [self._top_of(request, row, k) for row in range(request.batch.num_samples)]
-        return Top(torch.stack([one.positions for one in tops]), torch.stack([one.scores for one in tops]))
-
-    def _top_of(self, request: UserRequest, row: int, k: int) -> Top:
-        """Positions [k] and scores [k] for one user; equal scores in the order of the catalogue."""
-        scores = self._catalogue_scores(request.batch.select(torch.tensor([row])))
-        if request.seen is not None:
-            scores[request.seen.values[request.seen.offsets[row] : request.seen.offsets[row + 1]]] = -torch.inf
-        best = torch.argsort(scores, descending=True, stable=True)[:k]
-        best = best[scores[best] > -torch.inf]
-        missing = (0, k - len(best))
-        return Top(F.pad(best, missing, value=-1), F.pad(scores[best], missing, value=-torch.inf))
+    def lists(self, request: UserRequest, k: int) -> list[SelectedItems]:
+        """By the first label, of the whole catalogue: exact, and slow where the catalogue is large."""
+        users = [request.batch.select(torch.tensor([row])) for row in range(request.batch.num_samples)]
+        vectors = self._alike(request.rules)
+        return [
+            select(self._catalogue_scores(user).numpy(), request.rules, k, removed=removed, vectors=vectors)
+            for user, removed in zip(users, request.removed, strict=True)
+        ]
 
     @torch.no_grad()
     def _catalogue_scores(self, history: Batch) -> Tensor:

@@ -1,16 +1,16 @@
-"""The first two stages of the cascade: retrieval by vector search, and pre-rank by exact dot products and business filters.
+"""The first two stages of the cascade: retrieval by vector search, and pre-rank by exact dot products.
 
-    past  --encode-->  query [D]  --index-->  some hundred catalogue positions  --pre-rank-->  candidates
+    past  --encode-->  query [D]  --index-->  some hundred allowed positions  --pre-rank-->  candidates
 
-The index may be approximate (any faiss factory string); pre-rank scores its results exactly.
+What rules remove is removed before the search. The index may be approximate (any faiss factory string); pre-rank scores its
+results exactly. Where few items are allowed these are scanned, so that the search is exact.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -23,12 +23,16 @@ from nestpipe.errors import DataError
 from nestpipe.eval.predictor import RetrievalPredictor
 from nestpipe.jagged import Batch, Cursor, Jagged
 from nestpipe.models.config import DCNConfig, RankingConfig
+from nestpipe.rules.compiled_rules import CompiledRules, no_rules
+from nestpipe.rules.item_attributes import Mask
+from nestpipe.rules.selection import best_by_vector, select, top_places
 from nestpipe.training.run_folder import Run
 
 log = logging.getLogger("nestpipe")
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
+_MANY = 20  # an approximate index is asked if more than one of so many items is allowed; else these are scanned
 _MEAN_OF = 32  # events whose mean is the query, without a trained retrieval model
 
 
@@ -43,18 +47,24 @@ class PastEvents:
 class Index(Protocol):
     """Finds the vectors with the highest dot products."""
 
-    def search(self, query: Floats, k: int) -> Ints:
-        """The places of at most k vectors, best first."""
+    @property
+    def is_exact(self) -> bool: ...
+
+    def search(self, query: Floats, k: int, allowed: Mask | None = None) -> Ints:
+        """The places of at most k vectors, of the allowed ones if a mask is given, best first."""
 
 
 class ExactIndex:
     """Every vector is scored; ties keep the order of the catalogue."""
 
+    is_exact = True
+
     def __init__(self, vectors: Floats):
         self._vectors = vectors
 
-    def search(self, query: Floats, k: int) -> Ints:
-        return _top(self._vectors @ query, k)
+    def search(self, query: Floats, k: int, allowed: Mask | None = None) -> Ints:
+        scores = self._vectors @ query
+        return top_places(scores if allowed is None else np.where(allowed, scores, -np.inf), k)
 
 
 class FaissIndex:
@@ -65,10 +75,24 @@ class FaissIndex:
         self._index = faiss.index_factory(vectors.shape[1], spec, faiss.METRIC_INNER_PRODUCT)
         self._index.train(vectors)
         self._index.add(vectors)
+        self._faiss, self.is_exact = faiss, spec == "Flat"
 
-    def search(self, query: Floats, k: int) -> Ints:
-        places: Ints = self._index.search(query[None], min(k, self._index.ntotal))[1][0]
+    def search(self, query: Floats, k: int, allowed: Mask | None = None) -> Ints:
+        params = None if allowed is None else self._selecting(allowed)
+        places: Ints = self._index.search(query[None], min(k, self._index.ntotal), params=params)[1][0]
         return places[places >= 0]
+
+    def _selecting(self, allowed: Mask) -> Any:
+        """Search parameters that leave allowed vectors only."""
+        selector = self._faiss.IDSelectorBitmap(np.packbits(allowed, bitorder="little"))
+        kinds = (
+            (self._faiss.IndexHNSW, lambda: self._faiss.SearchParametersHNSW(sel=selector)),
+            (self._faiss.IndexIVF, lambda: self._faiss.SearchParametersIVF(sel=selector, nprobe=self._index.nprobe)),
+        )
+        for kind, make in kinds:
+            if isinstance(self._index, kind):
+                return make()
+        return self._faiss.SearchParameters(sel=selector)
 
 
 def build_index(vectors: Floats, spec: str = "Flat") -> Index:
@@ -85,44 +109,30 @@ def build_index(vectors: Floats, spec: str = "Flat") -> Index:
     return FaissIndex(vectors, spec, faiss)
 
 
-class Filter(Protocol):
-    """A business rule: which of some items (best first) a user may be shown."""
-
-    def __call__(self, items: Ints, past: PastEvents) -> NDArray[np.bool_]: ...
-
-
-def unseen(items: Ints, past: PastEvents) -> NDArray[np.bool_]:
-    """Items that are not in the history."""
-    return ~np.isin(items, past.items)
-
-
-def without(blocked: Collection[int]) -> Filter:
-    """Items that are not blocked."""
-    listed = np.array(sorted(blocked), dtype=np.int64)
-    return lambda items, past: ~np.isin(items, listed)
-
-
-def at_most(limit: int, group_of: Callable[[Ints], Ints]) -> Filter:
-    """The best `limit` items of each group (category, author)."""
-
-    def keep(items: Ints, past: PastEvents) -> NDArray[np.bool_]:
-        groups = group_of(items)
-        order = np.argsort(groups, kind="stable")
-        first = np.searchsorted(groups[order], groups[order])  # where each group begins in that order
-        rank = np.empty(len(items), dtype=np.int64)
-        rank[order] = np.arange(len(items)) - first
-        return rank < limit
-
-    return keep
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class CandidateItems:
-    """Items with scores, best first; those of a user without history are popular, and not ranked."""
+    """Items with scores, best first; those of a user without history are popular, and not ranked.
+
+    `allowed` is how many items the rules left; `is_final` says that a ranking needs no more rules.
+    """
 
     items: Sequence[OwnId]
     scores: Sequence[float]
     is_popular: bool = False
+    allowed: int | None = None
+    unknown: Sequence[OwnId] = ()
+    is_final: bool = True
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class RetrievedItems:
+    """The result of retrieval: places in the catalogue, what was searched for, and the rules that the rest must obey."""
+
+    past: PastEvents
+    query: Floats
+    places: Ints
+    rules: CompiledRules
+    removed: Ints
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -130,6 +140,7 @@ class Retriever:
     """Items [I] (ascending ids) with vectors [I, D], and an encoder of histories to queries [D].
 
     `popularity` [I] counts the training events of each item; without it a user without history has a query too.
+    `keeps_seen`: items of the history may be found. `has_vectors`: vectors say which items are alike.
     """
 
     items: Ints
@@ -137,40 +148,72 @@ class Retriever:
     index: Index
     encode: Callable[[PastEvents, int | None], Floats]
     past_of: Callable[[int], PastEvents]
-    filters: tuple[Filter, ...] = (unseen,)
+    keeps_seen: bool = False
     popularity: Ints | None = None
+    has_vectors: bool = True
 
-    def retrieve(self, past: PastEvents, k: int, *, query_time: int | None = None) -> tuple[Floats, Ints]:
-        """The query and the places of its nearest items: k, and as many more as the `unseen` filter may drop."""
+    def retrieve(
+        self, past: PastEvents, k: int, rules: CompiledRules | None = None, *, query_time: int | None = None
+    ) -> RetrievedItems:
+        """The k nearest items that withdrawals, `exclude`, `filter` and `unseen` leave."""
+        rules = rules or no_rules(len(self.items))
         query = np.ascontiguousarray(self.encode(past, query_time), dtype=np.float32)
-        return query, self.index.search(query, k + len(np.unique(past.items)))
+        removed = rules.removed(self._known_places(past.items), keeps_seen=self.keeps_seen)
+        places = self._search(query, k, rules, removed)
+        return RetrievedItems(past=past, query=query, places=places, rules=rules, removed=removed)
 
-    def prerank(
-        self, query: Floats, places: Ints, past: PastEvents, count: int, *, filters: Iterable[Filter] = ()
-    ) -> CandidateItems:
-        """The best `count` of some places by exact dot product, after the filters of the service and of the request."""
-        scores = self.vectors[places] @ query
-        order = _top(scores, len(scores))
-        places, scores = places[order], scores[order]
-        for keep in (*self.filters, *filters):
-            kept = keep(self.items[places], past)
-            places, scores = places[kept], scores[kept]
-        return CandidateItems(self.items[places[:count]].tolist(), scores[:count].tolist())
+    def _search(self, query: Floats, k: int, rules: CompiledRules, removed: Ints) -> Ints:
+        allowed = rules.allowed
+        if allowed is None or (not self.index.is_exact and rules.num_allowed * _MANY > rules.num_items):
+            found = self.index.search(query, k + len(removed), allowed)
+            found = found[~np.isin(found, removed)][:k]
+            if allowed is None or len(found) == min(k, rules.num_left(removed)):
+                return found
+        # Few items are allowed, or an approximate index has not found enough of them.
+        return best_by_vector(self.vectors, query, rules.removing(), k, removed=removed).positions
 
-    @cached_property
-    def _by_popularity(self) -> Ints:
-        assert self.popularity is not None
-        return np.argsort(-self.popularity, kind="stable")
+    def prerank(self, found: RetrievedItems, count: int) -> CandidateItems:
+        """The best `count` of what was retrieved by exact dot product, then pinned items."""
+        scores = self.vectors[found.places] @ found.query
+        best = found.places[top_places(scores, count)]
+        pins = found.rules.pins
+        places = np.concatenate([best, pins[~np.isin(pins, best)]])
+        scores = self.vectors[places] @ found.query
+        return self._as_candidates(found, places, scores, is_final=found.rules.removes_only)
 
-    def popular(self, past: PastEvents, count: int, *, filters: Iterable[Filter] = ()) -> CandidateItems | None:
-        """For a user without history the items with most training events, after the filters; None for other users."""
-        if self.popularity is None or len(past.items):
+    def popular(self, found: RetrievedItems, count: int) -> CandidateItems | None:
+        """For a user without history the items with most training events, under all rules; None for other users."""
+        if self.popularity is None or len(found.past.items):
             return None
-        places = self._by_popularity
-        for keep in (*self.filters, *filters):
-            places = places[keep(self.items[places], past)]
-        counts = self.popularity[places[:count]].astype(float)
-        return CandidateItems(self.items[places[:count]].tolist(), counts.tolist(), is_popular=True)
+        counts = self.popularity.astype(np.float64)
+        best = select(counts, found.rules, count, removed=found.removed, vectors=self.directions)
+        return self._as_candidates(found, best.positions, best.scores, is_popular=True)
+
+    def listed(self, found: RetrievedItems, items: Sequence[int], scores: Sequence[float], k: int) -> CandidateItems:
+        """The list of k, of candidates in the order of a ranking, under all rules."""
+        places = np.searchsorted(self.items, np.array(items, np.int64))
+        best = select(
+            np.array(scores, np.float64),
+            found.rules,
+            k,
+            removed=found.removed,
+            positions=places,
+            vectors=self.directions,
+        )
+        return self._as_candidates(found, best.positions, best.scores)
+
+    @property
+    def directions(self) -> Floats | None:
+        """The vectors that `diversity` compares."""
+        return self.vectors if self.has_vectors else None
+
+    def _as_candidates(self, found: RetrievedItems, places: Ints, scores: Any, **about: bool) -> CandidateItems:
+        allowed, unknown = found.rules.num_left(found.removed), found.rules.unknown
+        return CandidateItems(self.items[places].tolist(), scores.tolist(), allowed=allowed, unknown=unknown, **about)
+
+    def _known_places(self, items: Ints) -> Ints:
+        places = np.minimum(np.searchsorted(self.items, items), len(self.items) - 1)
+        return places[self.items[places] == items]
 
 
 def retriever_of(
@@ -264,14 +307,3 @@ def past_from(history: Sequence[Any] | None, past: PastEvents) -> PastEvents:
 
 def _floats(tensor: torch.Tensor) -> Floats:
     return np.ascontiguousarray(tensor.detach().numpy(), dtype=np.float32)
-
-
-def _top(scores: Floats, k: int) -> Ints:
-    """The places of the k highest scores, best first; equal scores in their order."""
-    if k < len(scores):
-        bar = np.partition(scores, len(scores) - k)[len(scores) - k]
-        above, level = np.flatnonzero(scores > bar), np.flatnonzero(scores == bar)
-        places = np.sort(np.concatenate([above, level[: k - len(above)]]))
-    else:
-        places = np.arange(len(scores))
-    return places[np.argsort(-scores[places], kind="stable")]

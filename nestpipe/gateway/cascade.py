@@ -23,14 +23,19 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol, TypeVar, cast
 
-from msgspec import UNSET
+from msgspec import UNSET, structs
 
+from nestpipe.data.vocabulary import OwnId
 from nestpipe.errors import DataError, NestPipeError
-from nestpipe.gateway.candidates import CandidateItems, Floats, Ints, PastEvents, Retriever, past_from, without
+from nestpipe.gateway.candidates import CandidateItems, RetrievedItems, Retriever, past_from
 from nestpipe.gateway.instance_client import InstanceClient, InstanceError, PrefillOutcome
 from nestpipe.gateway.router import InstanceAddress
+from nestpipe.rules.item_attributes import BareItems
+from nestpipe.rules.rule_book import RuleBook
+from nestpipe.rules.rule_set import RuleError
 from nestpipe.serve.config import Stages
 from nestpipe.serve.own_ids import ServiceIds
+from nestpipe.serve.request_rules import requested_rules
 from nestpipe.serve.schemas import (
     PrefillRequest,
     RankedItems,
@@ -52,15 +57,6 @@ class StageError(NestPipeError):
         self.stage, self.code, self.status = stage, code, status
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class RetrievedItems:
-    """The result of retrieval, for pre-rank."""
-
-    past: PastEvents
-    query: Floats
-    places: Ints
-
-
 class CandidateStages(Protocol):
     """The stages before ranking."""
 
@@ -68,13 +64,25 @@ class CandidateStages(Protocol):
 
     async def prerank(self, request: RecommendRequest, found: Any, count: int) -> CandidateItems: ...
 
+    async def listed(
+        self, request: RecommendRequest, found: Any, items: Sequence[OwnId], scores: Sequence[float]
+    ) -> CandidateItems:
+        """The list under the rules, of candidates in the order of their ranking; for candidates that are not final."""
+
 
 class LocalCandidateStages:
     """Retrieval and pre-rank in threads of this process, so that numpy, faiss and torch do not block the event loop."""
 
-    def __init__(self, retriever: Retriever, executor: Executor, ids: ServiceIds | None = None):
-        """Without `ids`, users and items are the numbers themselves."""
+    def __init__(
+        self,
+        retriever: Retriever,
+        executor: Executor,
+        ids: ServiceIds | None = None,
+        rules: RuleBook | None = None,
+    ):
+        """Without `ids`, users and items are the numbers themselves; without `rules` no item has attributes."""
         self._retriever, self._executor, self._ids = retriever, executor, ids
+        self._rules = rules or RuleBook(lambda: BareItems(retriever.items))
 
     async def retrieve(self, request: RecommendRequest, count: int) -> RetrievedItems:
         return await self._run(partial(self._retrieve, request, count))
@@ -82,24 +90,32 @@ class LocalCandidateStages:
     async def prerank(self, request: RecommendRequest, found: RetrievedItems, count: int) -> CandidateItems:
         return await self._run(partial(self._prerank, request, found, count))
 
+    async def listed(
+        self, request: RecommendRequest, found: RetrievedItems, items: Sequence[OwnId], scores: Sequence[float]
+    ) -> CandidateItems:
+        return await self._run(partial(self._listed, request.k, found, items, scores))
+
+    def _listed(self, k: int, found: RetrievedItems, items: Sequence[OwnId], scores: Sequence[float]) -> CandidateItems:
+        numbers = items if self._ids is None else self._ids.items(items)[0].tolist()
+        return self._in_own_ids(self._retriever.listed(found, cast(list[int], numbers), scores, k))
+
     def _prerank(self, request: RecommendRequest, found: RetrievedItems, count: int) -> CandidateItems:
-        ids, excluded = self._ids, cast(Sequence[int], request.exclude)
-        if ids is not None:
-            excluded = ids.items(request.exclude)[0].tolist()
-        rules = (without(excluded),) if excluded else ()
-        best = self._retriever.popular(found.past, count, filters=rules)
-        if best is None:
-            best = self._retriever.prerank(found.query, found.places, found.past, count, filters=rules)
-        return best if ids is None else replace(best, items=ids.own_items(cast(list[int], best.items)))
+        best = self._retriever.popular(found, request.k) or self._retriever.prerank(found, count)
+        if requested_rules(self._rules, request).is_empty:
+            best = replace(best, allowed=None)
+        return self._in_own_ids(best)
+
+    def _in_own_ids(self, found: CandidateItems) -> CandidateItems:
+        return found if self._ids is None else replace(found, items=self._ids.own_items(cast(list[int], found.items)))
 
     def _retrieve(self, request: RecommendRequest, count: int) -> RetrievedItems:
         user, history = cast(int, request.user), request.history
         if self._ids is not None:
             user = self._ids.user(request.user)
             history = None if history is None else [self._ids.event(event) for event in history]
+        rules = requested_rules(self._rules, request).on(self._retriever.items)
         past = past_from(history, self._retriever.past_of(user))
-        query, places = self._retriever.retrieve(past, count + len(request.exclude), query_time=request.query_time)
-        return RetrievedItems(past=past, query=query, places=places)
+        return self._retriever.retrieve(past, count, rules, query_time=request.query_time)
 
     async def _run(self, work: Callable[[], Result]) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._executor, work)
@@ -145,7 +161,8 @@ class Cascade:
                 retrieved = await work.timed("retrieval", retrieving, stages.retrieval_ms)
                 preranking = self._candidate_stages.prerank(request, retrieved, count)
                 candidates = await work.timed("prerank", preranking, stages.prerank_ms)
-                answer, used = await self._rank(work, candidates)
+                relist = partial(self._candidate_stages.listed, request, retrieved)
+                answer, used = await self._rank(work, candidates, relist)
                 return answer
             finally:
                 if not used:
@@ -156,7 +173,12 @@ class Cascade:
             return await self.remote.prefill(hint, chosen, timeout_s=timeout_s)
         return PrefillOutcome(instance=chosen, reason="no_prefixes")
 
-    async def _rank(self, work: _CascadeWork, candidates: CandidateItems) -> tuple[RecommendedItems, bool]:
+    async def _rank(
+        self,
+        work: _CascadeWork,
+        candidates: CandidateItems,
+        relist: Callable[[Sequence[OwnId], Sequence[float]], Awaitable[CandidateItems]],
+    ) -> tuple[RecommendedItems, bool]:
         """The answer, and whether the instance of the ticket gave it: that instance has unpinned the prefix itself."""
         start, hint, k = time.monotonic(), work.hint, work.k
         outcome, ranked, problem = PrefillOutcome(instance=work.chosen, reason="not_ranked"), None, ""
@@ -167,7 +189,7 @@ class Cascade:
                 candidates=list(candidates.items),
                 request=hint.request,
                 ticket=outcome.ticket,
-                k=k,
+                k=k if candidates.is_final else None,
                 query_time=hint.query_time,
                 history=hint.history,
                 explain=work.is_explained,
@@ -179,7 +201,9 @@ class Cascade:
                 if error.is_final:
                     raise
                 problem = error.code
-        ranking = ranked.answer if ranked else _unranked(candidates, k)
+        ranking = ranked.answer if ranked else _unranked(candidates, k if candidates.is_final else None)
+        if not candidates.is_final:
+            ranking = _relisted(ranking, await relist(ranking.items, ranking.scores))
         took = StageTime(ms=_ms_since(start), deadline_ms=work.stages.rank_ms, count=len(ranking.items[:k]))
         answer = RecommendedItems(
             items=ranking.items[:k],
@@ -189,7 +213,8 @@ class Cascade:
             degraded=ranking.degraded,
             model=ranking.model,
             times_ms=ranking.times_ms,
-            unknown=ranking.unknown,
+            unknown=[*ranking.unknown, *candidates.unknown],
+            allowed=candidates.allowed,
             because=ranking.because,
             request=hint.request,
             instance=ranked.instance if ranked else None,
@@ -228,6 +253,8 @@ class _CascadeWork:
         except TimeoutError:
             message = f"{name} missed its deadline of {deadline_ms:.0f} ms; raise it, or let it return fewer items."
             raise StageError(message, stage=name, code="deadline") from None
+        except RuleError:
+            raise
         except DataError as error:  # in the request
             raise StageError(f"{name}: {error}", stage=name, code="refused", status=422) from error
         except NestPipeError as error:
@@ -241,7 +268,18 @@ class _CascadeWork:
         return result
 
 
-def _unranked(candidates: CandidateItems, k: int) -> RankedItems:
+def _relisted(ranking: RankedItems, best: CandidateItems) -> RankedItems:
+    """A ranking with the items of a list that was made of it."""
+    reasons = None if ranking.because is None else dict(zip(ranking.items, ranking.because, strict=True))
+    return structs.replace(
+        ranking,
+        items=list(best.items),
+        scores=list(best.scores),
+        because=None if reasons is None else [reasons[item] for item in best.items],
+    )
+
+
+def _unranked(candidates: CandidateItems, k: int | None) -> RankedItems:
     """Popular items, or the order of pre-rank for want of a ranking, which is degraded unless there was nothing to rank."""
     return RankedItems(
         items=list(candidates.items[:k]),

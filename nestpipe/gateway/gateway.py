@@ -34,6 +34,7 @@ from nestpipe.errors import NestPipeError
 from nestpipe.gateway.cascade import StageError
 from nestpipe.gateway.instance_client import InstanceClient, InstanceError, is_address
 from nestpipe.gateway.router import RouterError
+from nestpipe.rules.rule_set import RuleError
 from nestpipe.serve.config import BUCKETS_S, GatewayLimits
 from nestpipe.serve.openapi import ServiceKind, gateway_calls, gateway_document
 from nestpipe.serve.prefill_policy import ADMITTED
@@ -51,6 +52,7 @@ from nestpipe.serve.request_guard import (
     user_and_numbers,
     user_route,
 )
+from nestpipe.serve.request_rules import refuse_rules
 from nestpipe.serve.schemas import (
     EventsRequest,
     GeneratedItems,
@@ -296,6 +298,8 @@ def admin_app(remote: InstanceClient, token: str) -> Starlette:
 
 def _refuse(error: NestPipeError) -> tuple[int, str] | None:
     match error:
+        case RuleError():
+            return refuse_rules(error)
         case StageError():
             return error.status, f"{error.stage}_{error.code}"
         case InstanceError():

@@ -74,7 +74,7 @@ def application(arguments: ServeArguments) -> serve.Application:
         logging_config={"log_level": "WARNING", "enable_access_log": False},
     )
     # On a cluster every machine must have the folders under these paths.
-    folders = {name: getattr(arguments, name) for name in ("run", "compare", "retrieval")}
+    folders = {name: getattr(arguments, name) for name in ("run", "compare", "retrieval", "rules")}
     return deployment.bind(replace(arguments, **{name: path and path.resolve() for name, path in folders.items()}))
 
 

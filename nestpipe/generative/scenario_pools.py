@@ -21,9 +21,15 @@ from nestpipe.jagged import Batch
 
 def scenario_pools(records: Sequence[Scenario], sequences: Sequences, trie: Trie) -> ItemPool | None:
     """The pool of each scenario, by number; None if all may show everything. Raises ConfigError."""
+    masks = scenario_masks(records, sequences)
+    return None if masks is None else trie.pool_of_items(masks)
+
+
+def scenario_masks(records: Sequence[Scenario], sequences: Sequences) -> Tensor | None:
+    """The items [scenario number, I] of each pool; None if all may show everything. Raises ConfigError."""
     if all(one.pool == "all" for one in records):
         return None
-    return trie.pool_of_items(torch.stack([_allowed(one, sequences) for one in records]))
+    return torch.stack([_allowed(one, sequences) for one in records])
 
 
 def _allowed(record: Scenario, sequences: Sequences) -> Tensor:

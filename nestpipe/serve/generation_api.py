@@ -17,6 +17,7 @@ from starlette.concurrency import run_in_threadpool
 from torch import Tensor
 
 from nestpipe.data.sequences import Sequences
+from nestpipe.rules.compiled_rules import CompiledRules
 from nestpipe.serve.config import Limits
 from nestpipe.serve.generation_engine import GenerationRequest, GenerativeVersion, Generator
 from nestpipe.serve.known_items import KnownItems, ScoredItems
@@ -27,6 +28,7 @@ from nestpipe.serve.recommending import HistoryScores, RecommendingInstance
 from nestpipe.serve.request_errors import BadRequestError
 from nestpipe.serve.request_guard import Run
 from nestpipe.serve.request_instruction import RequestInstruction
+from nestpipe.serve.request_rules import requested_rules
 from nestpipe.serve.schemas import GeneratedItems, GenerateRequest, InstanceRecommendRequest, SteeredRecommendRequest
 
 
@@ -69,10 +71,13 @@ class GenerativeInstance(RecommendingInstance):
         budget_ms = self._budget_ms if record is None else record.latency_ms
         deadline_ms, user = request.deadline_ms or budget_ms, self._ids.user(request.user)
         version, instruction = await self._instruction(user, request.instruction)
+        rules = requested_rules(self.rules, request)
+        compiled = rules.on(self._known(user).items)
         job = GenerationRequest(
             user=user,
             k=request.k,
             deadline=arrived + deadline_ms / 1000,
+            rules=rules,
             scenario=request.scenario,
             trigger=None if request.trigger is None else self._ids.item(request.trigger),
             instruction=instruction,
@@ -80,7 +85,12 @@ class GenerativeInstance(RecommendingInstance):
             version=version,
         )
         answer = await self._generated(job)
-        return replace(answer, items=self._ids.own_items(cast(list[int], answer.items)))
+        return replace(
+            answer,
+            items=self._ids.own_items(cast(list[int], answer.items)),
+            unknown=compiled.unknown,
+            allowed=None if rules.is_empty else answer.allowed,
+        )
 
     async def _generated(self, job: GenerationRequest) -> GeneratedItems:
         self.generator.submit(job)
@@ -110,13 +120,19 @@ class GenerativeInstance(RecommendingInstance):
             return popular
         answer = await self._generated(_generation(job))
         return RecommendationAnswer(
-            found=ScoredItems(cast(list[int], answer.items), answer.log_probabilities),
+            found=ScoredItems(cast(list[int], answer.items), answer.log_probabilities, answer.allowed or 0),
             path=answer.path if answer.degraded else "generated",
             model=answer.model,
             times_ms=answer.times_ms,
             degraded=answer.degraded,
             instruction=answer.instruction,
         )
+
+    def _popular_rules(self, job: RecommendationJob, known: KnownItems) -> CompiledRules:
+        """Within the pool of the scenario."""
+        rules, masks = super()._popular_rules(job, known), self.generator.versions.of(job.user).served.scenarios
+        number = self.generator.scenarios.get(job.scenario or "", 0)
+        return rules if masks is None else rules.within(masks[number].numpy())
 
     def _scorer(self, job: RecommendationJob) -> HistoryScores:
         generator = self.generator
@@ -154,6 +170,6 @@ def _generation(job: RecommendationJob) -> GenerationRequest:
         trigger=job.trigger,
         instruction=job.instruction,
         history=job.history,
-        excluded=job.excluded,
+        rules=job.rules,
         version=job.served,
     )

@@ -27,9 +27,9 @@ from nestpipe.data.sequences import Sequences
 from nestpipe.generative.instruction_store import ANY, Instructions
 from nestpipe.generative.scenarios import Scenario
 from nestpipe.models.kv_prefix import PrefixKey
+from nestpipe.rules.rule_book import RequestRules
 from nestpipe.serve.config import EngineConfig
 from nestpipe.serve.generation_model import EncoderInputs, EncoderMemory, GeneratedList, GenerativeModel, Steering
-from nestpipe.serve.known_items import Ints
 from nestpipe.serve.kv_cache import EntryState, KVCache, settle
 from nestpipe.serve.latency_model import DEGRADED, GenerationCosts, GenerationPath, MemoryPath, choose
 from nestpipe.serve.request_instruction import UNTRAINED, RequestInstruction, RequestTexts
@@ -53,7 +53,7 @@ class GenerationRequest:
     trigger: int | None = None
     instruction: RequestInstruction | None = None
     history: Sequences | None = None
-    excluded: Ints | None = None
+    rules: RequestRules = field(default_factory=RequestRules)
     reply: Future[GeneratedItems] = field(default_factory=Future)
     version: GenerativeVersion | None = None  # that answers; set by the instance or the generator
     arrived: float = 0.0  # set by the generator
@@ -221,7 +221,7 @@ class Generator(VersionedWorker[GenerativeVersion]):
         times["instruction"] = 1000 * (time.perf_counter() - began)
         version = self.version_of(job)
         served = version.served
-        inputs = served.prepare(events, steering, excluded=job.excluded)
+        inputs = served.prepare(events, steering, rules=job.rules)
         choice = choose(
             version.costs,
             state=self.cache.peek_state(inputs.key),
@@ -363,6 +363,7 @@ class Generator(VersionedWorker[GenerativeVersion]):
             model=plan.version.name,
             semantic_ids=plan.version.served.trie.version,
             times_ms={name: round(ms, 3) for name, ms in times_ms.items()},
+            allowed=generated.allowed,
         )
         settle(job.reply, answer)
 

@@ -19,17 +19,21 @@ from nestpipe.data.batch_builder import BatchBuilder
 from nestpipe.data.sequences import Sequences, truncate
 from nestpipe.embedding.row_reader import TableRows
 from nestpipe.errors import CheckpointError, ConfigError
-from nestpipe.generative.beam import Decoder, expand, path_scores, search
+from nestpipe.generative.allowed_pools import AllowedPools
+from nestpipe.generative.beam import Decoder, path_scores
 from nestpipe.generative.instruction_store import version_of
-from nestpipe.generative.scenario_pools import pools_of, scenario_pools
+from nestpipe.generative.ruled_decoding import RuledRequest, decode_lists
+from nestpipe.generative.scenario_pools import scenario_masks
 from nestpipe.generative.semantic_ids import Registry
-from nestpipe.generative.trie import ItemPool, Trie
+from nestpipe.generative.trie import Trie
 from nestpipe.jagged import Batch, Cursor, Jagged, offsets_of
 from nestpipe.models.build_model import inputs_of
 from nestpipe.models.config import EncDecConfig
 from nestpipe.models.encdec import EncDec
 from nestpipe.models.kv_prefix import InputDigest, PrefixKey, digest_of
 from nestpipe.models.prefix_inference import cut_events
+from nestpipe.rules.compiled_rules import CompiledRules
+from nestpipe.rules.rule_book import RequestRules
 from nestpipe.serve.known_items import Ints, KnownItems, known_items
 from nestpipe.serve.model import rows_in_files, without_events
 from nestpipe.training.request_steering import present_rows
@@ -38,11 +42,12 @@ from nestpipe.training.run_folder import Run
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EncoderInputs:
-    """A history as the encoder reads it, the key of its memory, and the catalogue positions of items not to generate."""
+    """A history as the encoder reads it, the key of its memory, the rules and the catalogue positions that they remove."""
 
     history: Batch
     key: PrefixKey
-    seen: Tensor
+    rules: CompiledRules
+    removed: Ints
 
     @property
     def num_events(self) -> int:
@@ -68,10 +73,11 @@ class Steering:
 
 @dataclass(frozen=True, slots=True)
 class GeneratedList:
-    """Items, best first, with the log-probabilities of their semantic ids."""
+    """Items, best first, with the log-probabilities of their semantic ids; `allowed` items could have been generated."""
 
     items: list[int]
     log_probabilities: list[float]
+    allowed: int
 
 
 class GenerativeModel:
@@ -96,15 +102,17 @@ class GenerativeModel:
         self._rows, self._builder, self._weights = rows, builder, weights
         self._description = digest_of((type(model).__name__, model.config))
         self._schema = f"{trie.version}/{trie.digest}"
-        self.pools: ItemPool | None = None  # by scenario number
+        self.scenarios: Tensor | None = None  # [scenario number, I]: the items that each may show; None: all
+        self._pools = AllowedPools(trie)
 
     def prepare(
-        self, events: Sequences, steering: Steering | None = None, *, excluded: Ints | None = None
+        self, events: Sequences, steering: Steering | None = None, *, rules: RequestRules | None = None
     ) -> EncoderInputs:
         """The inputs of one user, with the events that the steering selects; raises DataError for unreadable events.
 
-        Items of the history, unless the run was evaluated with them, and excluded ones are never generated.
+        What the rules remove is never generated: by default items of the history, unless the run was evaluated with them.
         """
+        compiled = (rules or RequestRules()).on(self.known.items)
         end = np.array([len(events.items)])
         start = truncate(end, self.max_len, self._block)
         batch = self._builder.over(events).history(torch.tensor([0]), start, end, request_ms=None)
@@ -112,9 +120,8 @@ class GenerativeModel:
         read = replace(batch, sample_ids=torch.from_numpy(events.users), times=None, query_times=None)
         given = {**read.sample_features, **_instructions([steering or Steering()])}
         read = self.model.select(replace(read, sample_features=given), None)
-        unwanted = [events.items[:0] if self.known.keeps_seen else events.items]
-        every = torch.from_numpy(np.concatenate(unwanted if excluded is None else [*unwanted, excluded]))
-        return self._inputs(read, self.trie.positions(every[torch.isin(every, self.trie.items)]))
+        had = self.known.positions(events.items[np.isin(events.items, self.known.items)])
+        return self._inputs(read, compiled, compiled.removed(had, keeps_seen=self.known.keeps_seen))
 
     def made(self, key: PrefixKey) -> bool:
         """Whether a memory is one of this model."""
@@ -123,7 +130,7 @@ class GenerativeModel:
     def shorter(self, inputs: EncoderInputs, num_events: int) -> EncoderInputs:
         """The inputs of the last events alone; all seen items stay excluded."""
         end = torch.tensor([inputs.num_events])
-        return self._inputs(cut_events(inputs.history, end - num_events, end), inputs.seen)
+        return self._inputs(cut_events(inputs.history, end - num_events, end), inputs.rules, inputs.removed)
 
     def num_bytes(self, inputs: EncoderInputs) -> int:
         """Size of its memory."""
@@ -147,18 +154,24 @@ class GenerativeModel:
         """Lists for several requests in one beam search; raises PrefixError if a memory is of another history."""
         for one, kept in zip(inputs, memories, strict=True):
             kept.key.require(one.key)
-        decoding = self._decoding(inputs, memories, steering)
-        pool = pools_of(self.pools, self._batch(inputs, steering))
-        beams = search(decoding, self.trie, width=width, pool=pool, softmax=self.model.config.softmax)
-        lengths = torch.tensor([len(one.seen) for one in inputs])
-        seen = Jagged(torch.cat([one.seen for one in inputs]), offsets_of(lengths), int(lengths.max()))
-        found = expand(self.trie, beams, max(k), seen=seen, allowed=None if pool is None else pool.items)
-        lists = []
-        for positions, scores, most in zip(found.positions, found.scores, k, strict=True):
-            kept = (positions >= 0).nonzero().flatten()[:most]
-            items = self.trie.items.index_select(0, positions.index_select(0, kept))
-            lists.append(GeneratedList(items.tolist(), scores.index_select(0, kept).tolist()))
-        return lists
+        found = decode_lists(
+            lambda: self._decoding(inputs, memories, steering),
+            self.trie,
+            self._pools,
+            [
+                RuledRequest(one.rules, one.removed, most, steered.scenario or 0)
+                for one, most, steered in zip(inputs, k, steering, strict=True)
+            ],
+            width=width,
+            softmax=self.model.config.softmax,
+            vectors=self.known.vector_array,
+        )
+        lists = [self.known.listed(one) for one in found]
+        return [GeneratedList(one.items, one.scores, one.allowed) for one in lists]
+
+    def limit_scenarios(self, masks: Tensor | None) -> None:
+        """Sets the items [scenario number, I] that each scenario may show; None: all."""
+        self.scenarios, self._pools = masks, AllowedPools(self.trie, masks)
 
     @torch.no_grad()
     def scores(self, histories: Sequence[Sequences], items: Sequence[int], *, steering: Steering) -> Tensor:
@@ -179,7 +192,7 @@ class GenerativeModel:
         tokens = Jagged(torch.empty(len(memory)), offsets, int(offsets.diff().max()))
         return self.model.decoding(self._rows.read_each(wanted), batch, (memory, tokens))
 
-    def _inputs(self, batch: Batch, seen: Tensor) -> EncoderInputs:
+    def _inputs(self, batch: Batch, rules: CompiledRules, removed: Ints) -> EncoderInputs:
         self.trie.positions(batch.items.values)  # raises DataError for an item that the model does not know
         key = PrefixKey(
             model=self._description,
@@ -191,7 +204,7 @@ class GenerativeModel:
             anchor="",  # the memory does not depend on the request
             dtype=str(self.model.place.dtype),
         )
-        return EncoderInputs(batch, key, seen)
+        return EncoderInputs(batch, key, rules, removed)
 
     def _batch(self, inputs: Sequence[EncoderInputs], steering: Sequence[Steering]) -> Batch:
         """The requests without their histories."""
@@ -249,5 +262,5 @@ def open_generative(run: Run, *, step: int | None = None, folder: Path, memory_b
         weights=manifest.digest,
         instruction_version=version_of(registry.version, registry.encoder.partition("/")[0]),
     )
-    served.pools = scenario_pools(run.scenario_records, run.sequences, trie)
+    served.limit_scenarios(scenario_masks(run.scenario_records, run.sequences))
     return served

@@ -31,6 +31,7 @@ from nestpipe.serve.openapi import Calls, document
 from nestpipe.serve.own_ids import ServiceIds
 from nestpipe.serve.prometheus import InstanceMetrics, status_counter
 from nestpipe.serve.request_guard import Admit, CallEndpoint, RequestGuard, Run, ServiceApp
+from nestpipe.serve.request_rules import refuse_rules
 from nestpipe.serve.requests import refuse_busy
 from nestpipe.serve.schemas import Event, EventsReply, EventsRequest, InvalidateReply, InvalidateRequest
 from nestpipe.serve.worker_thread import WorkerThread
@@ -88,7 +89,8 @@ class HttpInstance(ABC):
 
     def _refuse(self, error: NestPipeError) -> tuple[int, str] | None:
         """The status and code of an error."""
-        return (400, "bad_data") if isinstance(error, DataError) else refuse_busy(error)
+        refused = refuse_rules(error)
+        return refused or ((400, "bad_data") if isinstance(error, DataError) else refuse_busy(error))
 
     @abstractmethod
     async def _works(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 from functools import cached_property
+from typing import cast
 
 import numpy as np
 import torch
@@ -16,10 +17,21 @@ from nestpipe.data.sequences import Sequences
 from nestpipe.errors import DataError
 from nestpipe.eval.catalogue_predictor import content_vectors, training_counts
 from nestpipe.eval.catalogue_ranking import top_items
-from nestpipe.gateway.candidates import Floats, PastEvents, Retriever, build_index, mean_encoder, without
+from nestpipe.gateway.candidates import (
+    CandidateItems,
+    Floats,
+    PastEvents,
+    RetrievedItems,
+    Retriever,
+    build_index,
+    mean_encoder,
+)
 from nestpipe.jagged import Jagged
 from nestpipe.models.content_retrieval import ContentRetrieval
 from nestpipe.ops.catalogue_scan import block_items
+from nestpipe.rules.compiled_rules import CompiledRules, no_rules
+from nestpipe.rules.rule_book import RequestRules
+from nestpipe.rules.selection import SelectedItems, best_by_vector, select
 from nestpipe.serve.config import Stages
 from nestpipe.training.run_folder import LoadedModel, Run
 
@@ -28,10 +40,11 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class ScoredItems:
-    """Numbers of items with their scores, best first."""
+    """Numbers of items with their scores, best first; `allowed` is how many items could have been shown."""
 
     items: list[int]
     scores: list[float]
+    allowed: int = 0
 
 
 class KnownItems:
@@ -40,7 +53,7 @@ class KnownItems:
     def __init__(self, items: Ints, *, popularity: Ints, vectors: Tensor | None, keeps_seen: bool, max_bytes: int):
         """`keeps_seen`: items that a user has had may be recommended again, as the run was evaluated."""
         self.items, self.vectors, self.keeps_seen, self.max_bytes = items, vectors, keeps_seen, max_bytes
-        self.popularity, self._by_popularity = popularity, np.argsort(-popularity, kind="stable")
+        self.popularity = popularity
         self._search: CandidateSearch | None = None
         self._lock = threading.Lock()
 
@@ -67,23 +80,36 @@ class KnownItems:
             items, popularity=popularity, vectors=vectors, keeps_seen=self.keeps_seen, max_bytes=self.max_bytes
         )
 
-    def scored(self, positions: Tensor, scores: Tensor, k: int) -> ScoredItems:
+    def scored(self, positions: Tensor, scores: Tensor, k: int, *, allowed: int) -> ScoredItems:
         """The first k of some positions, of which -1 is none."""
         kept = (positions >= 0).nonzero().flatten()[:k]
-        return ScoredItems(self.items[positions[kept].numpy()].tolist(), scores[kept].tolist())
+        return ScoredItems(self.items[positions[kept].numpy()].tolist(), scores[kept].tolist(), allowed)
 
-    def popular(self, k: int, *, removed: Ints) -> ScoredItems:
-        """The items with most training events, without those at some positions; the counts are the scores."""
-        kept = self._by_popularity[~np.isin(self._by_popularity, removed)][:k]
-        return ScoredItems(self.items[kept].tolist(), self.popularity[kept].astype(float).tolist())
+    def listed(self, found: SelectedItems) -> ScoredItems:
+        """A list under rules."""
+        return ScoredItems(self.items[found.positions].tolist(), found.scores.tolist(), found.num_left)
 
-    def similar(self, items: Ints, k: int) -> ScoredItems:
+    def popular(self, k: int, rules: CompiledRules) -> ScoredItems:
+        """The items with most training events under the rules, for users without history; the counts are the scores."""
+        removed = rules.removed(np.empty(0, np.int64), keeps_seen=self.keeps_seen)
+        counts = self.popularity.astype(np.float64)
+        return self.listed(select(counts, rules, k, removed=removed, vectors=self.vector_array))
+
+    def similar(self, items: Ints, k: int, rules: CompiledRules | None = None) -> ScoredItems:
         """The items whose vectors point most in the direction of the given ones' mean (cosine), without these."""
-        positions, directions = torch.from_numpy(self.positions(items)), self._directions
-        query = F.normalize(directions.index_select(0, positions).mean(0, keepdim=True), dim=1)
-        own = Jagged(positions, torch.tensor([0, len(positions)]), len(positions))
-        top = top_items(query, directions, own, k, self.max_bytes)
-        return self.scored(top.positions[0], top.scores[0], k)
+        own, directions, rules = self.positions(items), self._directions, rules or no_rules(len(self))
+        positions = torch.from_numpy(np.unique(np.concatenate([own, rules.excluded])))
+        query = F.normalize(directions.index_select(0, torch.from_numpy(own)).mean(0, keepdim=True), dim=1)
+        if rules.is_plain:
+            removed = Jagged(positions, torch.tensor([0, len(positions)]), len(positions))
+            top = top_items(query, directions, removed, k, self.max_bytes)
+            return self.scored(top.positions[0], top.scores[0], k, allowed=rules.num_left(positions.numpy()))
+        return self.listed(best_by_vector(directions.numpy(), query[0].numpy(), rules, k, removed=positions.numpy()))
+
+    @property
+    def vector_array(self) -> Floats | None:
+        """The vectors as numpy has them, without a copy."""
+        return None if self.vectors is None else self.vectors.numpy()
 
     @cached_property
     def _directions(self) -> Tensor:
@@ -114,27 +140,51 @@ class KnownItems:
             index=build_index(vectors),
             encode=_always_one if self.vectors is None else mean_encoder(self.items, vectors),
             past_of=no_past,
+            keeps_seen=self.keeps_seen,
+            has_vectors=self.vectors is not None,
         )
-        return CandidateSearch(retriever, self.keeps_seen)
+        return CandidateSearch(retriever)
 
 
 class CandidateSearch:
     """Retrieval and pre-rank of an instance that ranks."""
 
-    def __init__(self, retriever: Retriever, keeps_seen: bool):
-        self.retriever, self._keeps_seen = retriever, keeps_seen
+    def __init__(self, retriever: Retriever):
+        self.retriever = retriever
 
-    def find(self, events: Sequences, query_time: int, k: int, *, excluded: Ints, stages: Stages) -> list[int]:
-        """Candidates for a history at a time in seconds, best first: enough for k, without seen and excluded items."""
+    def find(
+        self, events: Sequences, query_time: int, k: int, *, rules: RequestRules, stages: Stages
+    ) -> RankingCandidates:
+        """Candidates for a history at a time in seconds, best first: enough for k, and pinned items."""
         past = PastEvents(events.items, events.times)
         count = max(k, stages.num_candidates)
-        most = max(stages.num_retrieved, count) + len(excluded)
-        query, places = self.retriever.retrieve(past, most, query_time=query_time)
-        if self._keeps_seen:
-            past = no_past(0)
-        filters = (without(excluded.tolist()),) if len(excluded) else ()
-        found = self.retriever.prerank(query, places, past, count, filters=filters)
-        return [int(one) for one in found.items]
+        compiled = rules.on(self.retriever.items)
+        found = self.retriever.retrieve(past, max(stages.num_retrieved, count), compiled, query_time=query_time)
+        return RankingCandidates(self.retriever, found, self.retriever.prerank(found, count))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankingCandidates:
+    """Candidates of a request, and the rules that its ranking must obey."""
+
+    retriever: Retriever
+    found: RetrievedItems
+    candidates: CandidateItems
+
+    @property
+    def items(self) -> list[int]:
+        return cast(list[int], list(self.candidates.items))
+
+    @property
+    def allowed(self) -> int:
+        return self.found.rules.num_left(self.found.removed)
+
+    def listed(self, items: list[int], scores: list[float], k: int) -> ScoredItems:
+        """The list of k, of the candidates in the order of the ranking."""
+        if self.candidates.is_final:
+            return ScoredItems(items[:k], scores[:k], self.allowed)
+        best = self.retriever.listed(self.found, items, scores, k)
+        return ScoredItems(cast(list[int], list(best.items)), list(best.scores), self.allowed)
 
 
 def known_items(run: Run, loaded: LoadedModel) -> KnownItems:

@@ -66,7 +66,7 @@ class NextItemEngine(VersionedWorker[NextItemModel]):
         ready = [one for job in jobs if (one := self._prepare(job)) is not None]  # 2 histories as the model reads them
         for one in ready:
             if not len(one.events.items):  # 3 nothing to encode
-                self._answer(one, one.served.known.popular(one.job.k, removed=one.prepared.removed.numpy()), "popular")
+                self._popular(one)
         known = [one for one in ready if len(one.events.items)]
         for served in {id(one.served): one.served for one in known}.values():
             self._recommend(served, [one for one in known if one.served is served])  # 4 one call of each model
@@ -96,11 +96,17 @@ class NextItemEngine(VersionedWorker[NextItemModel]):
     def _prepare(self, job: RecommendationJob) -> _PreparedJob | None:
         try:
             events = self.histories.of(job.user) if job.history is None else job.history
-            prepared = job.served.prepare(events, job.query_time, excluded=job.excluded)
+            prepared = job.served.prepare(events, job.query_time, rules=job.rules)
             return _PreparedJob(job, job.served, events, prepared)
         except Exception as error:
             settle(job.reply, public_error(error, "a history could not be read"))
             return None
+
+    def _popular(self, one: _PreparedJob) -> None:
+        try:
+            self._answer(one, one.served.known.popular(one.job.k, one.prepared.rules), "popular")
+        except Exception as error:
+            settle(one.job.reply, public_error(error, "popular items could not be listed"))
 
     def _recommend(self, served: NextItemModel, ready: list[_PreparedJob]) -> None:
         """One encoding and one product with the catalogue for all of them."""

@@ -15,10 +15,12 @@ from nestpipe.data.item_content import ItemContent
 from nestpipe.data.sequences import Sequences, truncate
 from nestpipe.embedding.row_reader import TableRows, read_rows
 from nestpipe.errors import ConfigError
-from nestpipe.eval.catalogue_ranking import top_items
-from nestpipe.jagged import Batch, Jagged, offsets_of
+from nestpipe.eval.ruled_ranking import RuledQuery, top_lists
+from nestpipe.jagged import Batch
 from nestpipe.models.build_model import inputs_of
 from nestpipe.models.contract import Recommender
+from nestpipe.rules.compiled_rules import CompiledRules
+from nestpipe.rules.rule_book import RequestRules
 from nestpipe.serve.followed_items import FollowedItems
 from nestpipe.serve.known_items import Ints, KnownItems, ScoredItems, known_items
 from nestpipe.serve.model import rows_in_files, without_events
@@ -27,10 +29,11 @@ from nestpipe.training.run_folder import Run
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedHistory:
-    """A history as the model reads it, and the positions that must not be recommended of a catalogue."""
+    """A history as the model reads it, the rules of its request, and the positions that they remove of a catalogue."""
 
     batch: Batch
-    removed: Tensor
+    rules: CompiledRules
+    removed: Ints
     known: KnownItems
 
 
@@ -61,16 +64,15 @@ class NextItemModel:
         """Takes what the living catalogue has changed; True if there was something. From the engine's thread."""
         return self._items.follow(live)
 
-    def prepare(self, events: Sequences, query_time: int, *, excluded: Ints | None = None) -> PreparedHistory:
+    def prepare(self, events: Sequences, query_time: int, *, rules: RequestRules | None = None) -> PreparedHistory:
         """One user's events, for a request at a time in seconds; raises DataError for an item that the model cannot read."""
         known = self.known
+        compiled = (rules or RequestRules()).on(known.items)
         end = np.array([len(events.items)])
         start, asked = truncate(end, self.max_len, self._block), np.array([query_time * 1000])
         had = known.places(events.items) if self._items.reads_new_items else known.positions(events.items)
         batch = self._builder.over(events).history(torch.tensor([0]), start, end, request_ms=asked)
-        seen = had[:0] if known.keeps_seen else had
-        removed = seen if excluded is None else np.concatenate([seen, known.places(excluded)])
-        return PreparedHistory(batch, torch.from_numpy(np.unique(removed)), known)
+        return PreparedHistory(batch, compiled, compiled.removed(had, keeps_seen=known.keeps_seen), known)
 
     def recommend(self, prepared: Sequence[PreparedHistory], ks: Sequence[int]) -> list[ScoredItems]:
         """The best k items for each of some histories, which must not be empty, by exact scores of the whole catalogue.
@@ -78,14 +80,16 @@ class NextItemModel:
         All were prepared with one catalogue.
         """
         known = prepared[0].known
-        lengths = torch.tensor([len(one.removed) for one in prepared])
-        removed = Jagged(torch.cat([one.removed for one in prepared]), offsets_of(lengths), int(lengths.max()))
-        queries = self._encode(Batch.concat([one.batch for one in prepared]))
         assert known.vectors is not None
-        top = top_items(queries, known.vectors, removed, max(ks), known.max_bytes)
+        queries = self._encode(Batch.concat([one.batch for one in prepared]))
         return [
-            known.scored(positions, scores, k)
-            for positions, scores, k in zip(top.positions, top.scores, ks, strict=True)
+            known.listed(one)
+            for one in top_lists(
+                queries,
+                known.vectors,
+                [RuledQuery(one.rules, one.removed, k) for one, k in zip(prepared, ks, strict=True)],
+                known.max_bytes,
+            )
         ]
 
     def scores(self, histories: Sequence[Sequences], items: Sequence[int], *, query_time: int) -> Tensor:

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from nestpipe.errors import ConfigError
+from nestpipe.rules.item_attributes import FolderSource
+from nestpipe.rules.rule_book import RuleBook
 from nestpipe.serve.api import Instance
 from nestpipe.serve.generation_api import GenerativeInstance
 from nestpipe.serve.generation_engine import GenerativeVersion
@@ -60,7 +62,9 @@ def open_instance(run: Run, arguments: ServeArguments, *, name: str) -> OpenedIn
     other = str(arguments.compare) if arguments.compare else None
     file = VersionFile(arguments.notes, first=VersionRecord(compared=other, share=arguments.share if other else 0.0))
     file.follow(engine, load)
-    return OpenedInstance(engine, make(name), load, file)
+    instance = make(name)
+    instance.rules = RuleBook.open(FolderSource(lambda: engine.histories.sequences), arguments.rules)
+    return OpenedInstance(engine, instance, load, file)
 
 
 def check_flags(run: Run, arguments: ServeArguments) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -91,7 +92,8 @@ def open_pointwise_engine(
 def open_search(folder: Path, ranker: Run) -> CandidateSearch:
     """Retrieval for a run that ranks, with the queries and item vectors of another run; raises ConfigError."""
     run = open_retrieval(folder, ranker)
-    return CandidateSearch(retriever_of(run, past_of=no_past), keeps_seen=ranker.config.eval.seen == "none")
+    keeps_seen = ranker.config.eval.seen == "none"
+    return CandidateSearch(replace(retriever_of(run, past_of=no_past), keeps_seen=keeps_seen))
 
 
 def open_retrieval(folder: Path, ranker: Run) -> Run:

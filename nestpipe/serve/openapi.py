@@ -78,7 +78,10 @@ def next_item_calls(limits: Limits) -> Calls:
     """The calls of an instance that recommends from the whole catalogue, which every instance has."""
     return {
         "recommend": (_recommend(limits, schemas.InstanceRecommendRequest), schemas.RecommendedItems),
-        "similar": (limited(schemas.SimilarRequest, k=limits.items), schemas.SimilarItems),
+        "similar": (
+            limited(schemas.SimilarRequest, k=limits.items, exclude=limits.candidates),
+            schemas.SimilarItems,
+        ),
         **_writes(limits),
     }
 
@@ -100,6 +103,7 @@ def generative_calls(limits: Limits, *, beam: int, scenarios: Sequence[str]) -> 
     generate = limited(
         schemas.GenerateRequest,
         k=(Annotated[int, Meta(ge=1, le=beam)], min(10, beam)),
+        exclude=limits.candidates,
         history=limits.history,
         deadline_ms=limits.deadline_ms,
         scenario=known,
@@ -133,7 +137,9 @@ def gateway_calls(limits: GatewayLimits, kind: ServiceKind) -> Calls:
         deadline_ms=limits.deadline_ms,
         request=request,
     )
-    generate = limited(schemas.GenerateRequest, k=k, history=history, deadline_ms=limits.deadline_ms)
+    generate = limited(
+        schemas.GenerateRequest, k=k, history=history, exclude=candidates, deadline_ms=limits.deadline_ms
+    )
     of_kind: dict[ServiceKind, Calls] = {
         "ranker": {
             "prefill": (prefill, schemas.PrefillReply),
@@ -146,7 +152,7 @@ def gateway_calls(limits: GatewayLimits, kind: ServiceKind) -> Calls:
     }
     return {
         "recommend": (recommend, schemas.RecommendedItems),
-        "similar": (limited(schemas.SimilarRequest, k=k), schemas.SimilarItems),
+        "similar": (limited(schemas.SimilarRequest, k=k, exclude=candidates), schemas.SimilarItems),
         **of_kind[kind],
         "events": (limited(schemas.EventsRequest, events=limits.max_events), schemas.InstancesReply),
         "invalidate": (schemas.InvalidateRequest, schemas.InstancesReply),
@@ -170,7 +176,9 @@ def _from_address(post: JsonSchema) -> JsonSchema:
     fields = post["requestBody"]["content"]["application/json"]["schema"]["properties"]
     user = {"type": "string", "minLength": 1, "maxLength": 512}
     parameters: list[JsonSchema] = [{"name": "user", "in": "path", "required": True, "schema": user}]
-    parameters += [{"name": name, "in": "query", "schema": _required(fields[name])} for name in ("k", "query_time")]
+    parameters += [
+        {"name": name, "in": "query", "schema": _required(fields[name])} for name in ("k", "query_time", "rules")
+    ]
     return {
         "operationId": "recommend_user",
         "summary": "Recommends items to a user, whose id is percent-encoded in the address.",

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from nestpipe.gateway.router import Ticket
 from nestpipe.serve.config import Limits, Stages
-from nestpipe.serve.known_items import CandidateSearch, ScoredItems
+from nestpipe.serve.known_items import CandidateSearch, RankingCandidates, ScoredItems
 from nestpipe.serve.openapi import Calls
 from nestpipe.serve.prometheus import RankingMetrics
 from nestpipe.serve.recommendation import RecommendationAnswer, RecommendationJob
@@ -104,37 +104,39 @@ class RankingInstance(RecommendingInstance):
         began, model = self._worker.clock(), self._model_name(job.user)
         if (popular := self._popular(job, model)) is not None:
             return popular
-        items = await asyncio.get_running_loop().run_in_executor(self._searches, partial(self._candidates, job))
-        found_at = self._worker.clock()
+        found = await asyncio.get_running_loop().run_in_executor(self._searches, partial(self._candidates, job))
+        found_at, items = self._worker.clock(), found.items
         stages = {"retrieval": self._stage(began, found_at, job, len(items))}
         if not items:
-            return RecommendationAnswer(found=ScoredItems([], []), path="full", model=model, times_ms={}, stages=stages)
+            nothing = ScoredItems([], [], found.allowed)
+            return RecommendationAnswer(found=nothing, path="full", model=model, times_ms={}, stages=stages)
         # The history stays unnamed unless the caller sent it: the engine reads it after it notes invalidations.
         request = RankingRequest(
             user=job.user,
             items=items,
-            k=job.k,
+            k=job.k if found.candidates.is_final else None,
             query_time=job.query_time,
             deadline=job.deadline,
             history=job.history,
         )
         ranked = await self._ranked(request)
+        best = found.listed(cast(list[int], ranked.items), ranked.scores, job.k)
         ended = self._worker.clock()
         return RecommendationAnswer(
-            found=ScoredItems(cast(list[int], ranked.items), ranked.scores),
+            found=best,
             path=ranked.path,
             model=ranked.model,
             times_ms={**ranked.times_ms, "total": round((ended - began) * 1e3, 3)},
             degraded=ranked.degraded,
             prefix_len=ranked.prefix_len,
-            stages={**stages, "rank": self._stage(found_at, ended, job, len(ranked.items))},
+            stages={**stages, "rank": self._stage(found_at, ended, job, len(best.items))},
         )
 
     def _stage(self, began: float, ended: float, job: RecommendationJob, count: int) -> StageTime:
         left_ms = max((job.deadline - began) * 1e3, 0.0)
         return StageTime(ms=round((ended - began) * 1e3, 3), deadline_ms=round(left_ms, 3), count=count)
 
-    def _candidates(self, job: RecommendationJob) -> list[int]:
+    def _candidates(self, job: RecommendationJob) -> RankingCandidates:
         """Retrieval and pre-rank, in a thread of their own; raises FailedError if they fail."""
         try:
             histories = self._worker.histories
@@ -142,7 +144,7 @@ class RankingInstance(RecommendingInstance):
                 histories.refresh()
             events = histories.of(job.user) if job.history is None else job.history
             search = self._search or self._known(job.user).search()
-            return search.find(events, job.query_time, job.k, excluded=job.excluded, stages=self._stages)
+            return search.find(events, job.query_time, job.k, rules=job.rules, stages=self._stages)
         except Exception as error:
             raise public_error(error, "retrieval failed") from error
 

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nestpipe.data.sequences import Sequences
-from nestpipe.serve.known_items import Ints, ScoredItems
+from nestpipe.rules.rule_book import RequestRules
+from nestpipe.serve.known_items import ScoredItems
 from nestpipe.serve.request_instruction import RequestInstruction
 from nestpipe.serve.schemas import Provenance, StageTime
 from nestpipe.serve.user_history import without_event
@@ -53,7 +54,7 @@ class RecommendationJob:
     k: int
     deadline: float
     query_time: int
-    excluded: Ints = field(default_factory=lambda: np.empty(0, np.int64))
+    rules: RequestRules = field(default_factory=RequestRules)
     history: Sequences | None = None
     scenario: str | None = None
     trigger: int | None = None

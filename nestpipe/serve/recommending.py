@@ -23,6 +23,9 @@ from torch import Tensor
 
 from nestpipe.data.sequences import Sequences
 from nestpipe.errors import DataError, NestPipeError
+from nestpipe.rules.compiled_rules import CompiledRules
+from nestpipe.rules.item_attributes import FolderSource
+from nestpipe.rules.rule_book import RuleBook
 from nestpipe.serve.admission import age_s
 from nestpipe.serve.config import Limits
 from nestpipe.serve.http_instance import HttpInstance
@@ -38,6 +41,7 @@ from nestpipe.serve.recommendation import (
 )
 from nestpipe.serve.request_errors import BadRequestError
 from nestpipe.serve.request_guard import Admit, Run, user_and_numbers, user_route
+from nestpipe.serve.request_rules import requested_rules
 from nestpipe.serve.requests import BusyError, LateError, RankingRequest, StoppingError, public_error
 from nestpipe.serve.schemas import Influence, InstanceRecommendRequest, RecommendedItems, SimilarItems, SimilarRequest
 from nestpipe.serve.worker_thread import WorkerThread
@@ -68,6 +72,7 @@ class RecommendingInstance(HttpInstance):
     ):
         """`budget_ms` is the deadline of requests that name none."""
         super().__init__(worker, metrics, name=name, calls=calls, limits=limits, wall_clock=wall_clock)
+        self.rules = RuleBook(FolderSource(lambda: worker.histories.sequences))
         self._budget_ms, self._proven_at, self._problem = budget_ms, float("-inf"), ""
         # One at a time and outside the worker: an explanation takes up to 33 inferences.
         self._explaining = ThreadPoolExecutor(1, thread_name_prefix="explain")
@@ -107,13 +112,14 @@ class RecommendingInstance(HttpInstance):
         arrived, ids = self._arrived(), self._ids
         user = NOBODY if request.user is UNSET else ids.user(request.user)
         deadline_ms = self._budget_ms if request.deadline_ms is None else request.deadline_ms
-        excluded, _ = ids.items(request.exclude)  # what is not in the catalogue is not shown anyway
+        rules = requested_rules(self.rules, request)
+        compiled = rules.on(self._known(user).items)  # what does not exist is refused before anything is queued
         job = RecommendationJob(
             user=user,
             k=request.k,
             deadline=arrived + deadline_ms / 1000,
             query_time=self._now() if request.query_time is None else request.query_time,
-            excluded=excluded,
+            rules=rules,
             history=await self._history(user, request.history),
         )
         await self._steer(job, request)
@@ -133,6 +139,8 @@ class RecommendingInstance(HttpInstance):
             degraded=answer.degraded,
             model=answer.model,
             times_ms=answer.times_ms,
+            unknown=compiled.unknown,
+            allowed=None if rules.is_empty else answer.found.allowed,
             request=uuid.uuid4().hex if request.request is UNSET else request.request,
             instance=self.name,
             stages=answer.stages,
@@ -148,8 +156,12 @@ class RecommendingInstance(HttpInstance):
         if self._num_events(job):
             return None
         known = self._known(job.user)
-        found = known.popular(job.k, removed=known.positions(job.excluded))
+        found = known.popular(job.k, self._popular_rules(job, known))
         return RecommendationAnswer(found=found, path="popular", model=model, times_ms={"total": 0.0})
+
+    def _popular_rules(self, job: RecommendationJob, known: KnownItems) -> CompiledRules:
+        """The rules of a user without history."""
+        return job.rules.on(known.items)
 
     def _num_events(self, job: RecommendationJob | RankingRequest) -> int:
         return self._worker.histories.num_events(job.user) if job.history is None else len(job.history.items)
@@ -190,9 +202,15 @@ class RecommendingInstance(HttpInstance):
         numbers, unknown = ids.items(asked)
         if not len(numbers):
             raise DataError(f"item {asked[0]!r} is not in the catalogue, which has {len(known):,} items.")
-        found: ScoredItems = await run_in_threadpool(known.similar, numbers, request.k)
+        rules = requested_rules(self.rules, request)
+        compiled = rules.on(known.items)
+        found: ScoredItems = await run_in_threadpool(known.similar, numbers, request.k, compiled)
         return SimilarItems(
-            items=ids.own_items(found.items), scores=found.scores, model=self._model_name(), unknown=unknown
+            items=ids.own_items(found.items),
+            scores=found.scores,
+            model=self._model_name(),
+            unknown=[*unknown, *compiled.unknown],
+            allowed=None if rules.is_empty else found.allowed,
         )
 
     @abstractmethod

@@ -284,9 +284,9 @@ def user_route(name: str, handler: CallEndpoint) -> Route:
 
 
 def user_and_numbers(http: HttpRequest) -> dict[str, Any]:
-    """The fields of GET /v1/NAME/{user}?k=10: the user from the path, percent-decoded, and whole numbers."""
+    """The fields of GET /v1/NAME/{user}?k=10: the user from the path, percent-decoded, whole numbers, a set of rules."""
     numbers = {
-        name: int(text) if text.isascii() and text.isdecimal() and len(text) < 20 else text
+        name: int(text) if name != "rules" and text.isascii() and text.isdecimal() and len(text) < 20 else text
         for name, text in http.query_params.items()
     }
     return {**numbers, "user": http.path_params["user"]}

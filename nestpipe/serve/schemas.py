@@ -22,6 +22,7 @@ import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from nestpipe.serve.config import MAX_TICKET_CHARS
+from nestpipe.serve.rule_schema import Boosts, Filter, MaxPer, Share
 
 USER_HEADER = "X-Nestpipe-User"
 """For nginx, which hashes it."""
@@ -67,17 +68,33 @@ class _OfUser(_Request):
     user: OwnId
 
 
-class _TopK(_OfUser):
+class _Ruled(_Request, kw_only=True):
+    """Rules, in their order: `exclude` and `filter` remove; `boost`; `max_per` and `diversity`; `pin` stands first."""
+
+    filter: Filter = {}
+    exclude: Sequence[OwnId] = ()
+    boost: Boosts = ()
+    max_per: MaxPer = {}
+    diversity: Share | None = None
+    pin: Annotated[Sequence[OwnId], Meta(max_length=1000)] = ()
+    rules: Name | None = None
+
+
+class _TopK(_Ruled):
+    user: OwnId
     k: Count = 10
 
 
 class RecommendRequest(_TopK, kw_only=True):
-    """Recommends items. `history` replaces the stored one, `exclude` lists items not to show, `explain` asks for reasons."""
+    """Recommends items. `history` replaces the stored one, `exclude` lists items not to show, `explain` asks for reasons.
+
+    `filter`, `boost`, `max_per`, `diversity`, `pin`, `unseen` and the named set `rules` are rules.
+    """
 
     request: Name | UnsetType = UNSET
     query_time: Seconds | None = None
     history: Sequence[Event] | None = None
-    exclude: Sequence[OwnId] = ()
+    unseen: bool | None = None
     deadline_ms: Milliseconds | None = None
     explain: bool = False
 
@@ -103,8 +120,8 @@ class SteeredRecommendRequest(InstanceRecommendRequest, kw_only=True):
     instruction: InstructionText | None = None
 
 
-class SimilarRequest(_Request):
-    """Items that are like an item, or like several together."""
+class SimilarRequest(_Ruled):
+    """Items that are like an item, or like several together, under rules."""
 
     item: OwnId | Annotated[list[OwnId], Meta(min_length=1, max_length=100)]
     k: Count = 10
@@ -136,7 +153,9 @@ class RankRequest(_OfCandidates, kw_only=True):
 
 
 class GenerateRequest(_TopK, kw_only=True):
-    """Generates items, best first. `scenario`, `trigger` (an item) and `instruction` (a text) steer the generation."""
+    """Generates items, best first, under rules. `scenario`, `trigger` (an item) and `instruction` (a text) steer it."""
+
+    unseen: bool | None = None
 
     scenario: Name | None = None
     trigger: OwnId | None = None
@@ -225,10 +244,12 @@ class StageTime(Struct, frozen=True, kw_only=True):
 
 
 class RecommendedItems(RankedItems, frozen=True, kw_only=True):
-    """Recommended items. Of a cascade also: `prefill_hint` is the reason for or against a KV prefix, `problem` why there is
-    no ranking. Of a generative run also: the `instruction` that steered it.
+    """Recommended items. `allowed` is how many items the rules left, null without rules; pinned items that are not in the
+    catalogue are listed as `unknown`. Of a cascade also: `prefill_hint` is the reason for or against a KV prefix, `problem`
+    why there is no ranking. Of a generative run also: the `instruction` that steered it.
     """
 
+    allowed: int | None = None
     request: str
     instance: str | None = None
     attempts: int = 1
@@ -239,12 +260,16 @@ class RecommendedItems(RankedItems, frozen=True, kw_only=True):
 
 
 class SimilarItems(Struct, frozen=True, kw_only=True):
-    """Items with cosines, best first; asked items that are not in the catalogue are listed as `unknown`."""
+    """Items with cosines, best first; asked or pinned items that are not in the catalogue are listed as `unknown`.
+
+    `allowed` is how many items the rules left, null without rules.
+    """
 
     items: list[int | str]
     scores: list[float]
     model: str
     unknown: list[int | str] = []
+    allowed: int | None = None
 
 
 class Provenance(Struct, frozen=True, kw_only=True):
@@ -262,7 +287,10 @@ class Provenance(Struct, frozen=True, kw_only=True):
 
 
 class GeneratedItems(Struct, frozen=True, kw_only=True):
-    """Items with the log-probabilities of their semantic ids, best first; `num_events` of the history were used."""
+    """Items with the log-probabilities of their semantic ids, best first; `num_events` of the history were used.
+
+    `allowed` is how many items the rules left, null without rules; pinned items that are not in the catalogue are `unknown`.
+    """
 
     items: list[int | str]
     log_probabilities: list[float]
@@ -274,6 +302,8 @@ class GeneratedItems(Struct, frozen=True, kw_only=True):
     model: str
     semantic_ids: str
     times_ms: dict[str, float] = {}
+    unknown: list[int | str] = []
+    allowed: int | None = None
 
 
 class PrefillReply(Struct, frozen=True, kw_only=True):

@@ -52,6 +52,8 @@ class ServeArguments:
     stages: Stages = field(default_factory=Stages)
     request_instructions: bool = True
     """Take instruction texts in requests of a generative run that was trained on instructions."""
+    rules: Path | None = None
+    """JSON file of named sets of rules, {"front_page": {"filter": {...}}}, which requests name; see docs/how-to/rules.md."""
     demo: bool = False
     """Serve a demo page at the gateway's address; it shows the history of any user."""
     print_nginx: bool = False

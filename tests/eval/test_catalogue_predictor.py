@@ -122,7 +122,7 @@ def test_a_ranker_recommends_by_its_first_label(tmp_path: Path) -> None:
     for row in (0, 17):
         request = predictor.request_of(np.array([row]))
         scores = evaluated(predictor, request.batch)  # by the code of evaluation, event by event
-        seen = set(request.seen.values.tolist())
+        seen = set(request.removed[0].tolist())
         wanted = [place for place in np.argsort(-scores, kind="stable").tolist() if place not in seen]
         found = predictor.recommend(int(log.users[row]), 24)
         assert sorted(found.items) == sorted(wanted)
