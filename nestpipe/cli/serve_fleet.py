@@ -39,10 +39,9 @@ from nestpipe.rules.item_attributes import FolderSource
 from nestpipe.rules.rule_book import RuleBook
 from nestpipe.serve.config import Stages
 from nestpipe.serve.demo_page import DemoPage
-from nestpipe.serve.event_log import EventLog
 from nestpipe.serve.known_items import known_items
 from nestpipe.serve.open_instance import check_flags
-from nestpipe.serve.open_service import kind_of, open_retrieval, open_run
+from nestpipe.serve.open_service import kind_of, open_histories, open_retrieval, open_run
 from nestpipe.serve.openapi import ServiceKind
 from nestpipe.serve.own_ids import ServiceIds
 from nestpipe.serve.schemas import RecommendRequest
@@ -157,9 +156,10 @@ def serve_fleet(arguments: ServeArguments) -> int:
     flags += ["--compare", str(arguments.compare), "--share", str(arguments.share)] if arguments.compare else []
     flags += [] if arguments.request_instructions else ["--no-request-instructions"]
     flags += ["--rules", str(arguments.rules.resolve())] if arguments.rules else []
+    flags += ["--state", arguments.state] if arguments.state else []
     for name in ("engine", "trigger", "limits"):
         flags += flags_of(name, getattr(arguments, name))
-    histories = fleet_histories(run, folder / EVENTS)
+    histories = open_histories(run, folder / EVENTS, arguments.state)
     for one in place.members():
         notes_of(run.folder, one).unlink(missing_ok=True)  # of an earlier fleet
     retriever = None
@@ -236,7 +236,7 @@ def _run_fleet(plan: _FleetPlan) -> int:
 
         async def body() -> None:
             remote, fleet = InstanceClient(Members(place.members()), make_client()), Fleet(plan.workers)
-            ids = ServiceIds(lambda: histories.sequences)
+            ids = ServiceIds(lambda: histories.sequences, histories.living)
             gateway = Gateway(
                 plan.recommender(remote, executor, ids),
                 kind=plan.kind,
@@ -271,11 +271,6 @@ def probe_of(histories: UserHistories, ids: ServiceIds) -> RecommendRequest:
     lengths = np.diff(own.offsets[: _PROBED_USERS + 1])
     row = int(np.argmin(np.where(lengths > 0, lengths, lengths.max(initial=0) + 1)))
     return RecommendRequest(user=ids.own_users(own.users[row : row + 1])[0], k=1)
-
-
-def fleet_histories(run: Run, events: Path) -> UserHistories:
-    """Histories of users, with the events that instances received since the log was ingested."""
-    return UserHistories(run.sequences, EventLog(events))
 
 
 def fleet_retriever(

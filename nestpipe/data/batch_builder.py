@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nestpipe.data.features import NumberStats, apply_number, fit_number, label_values, label_weights
+from nestpipe.data.item_content import REVISION, ItemOverlay
+from nestpipe.data.live_features import laid_over
 from nestpipe.data.schema import Feature
 from nestpipe.data.sequences import Sequences, StoredFeature
 from nestpipe.data.splits import Ints, Split, Windows, train_mask
@@ -102,10 +104,7 @@ class BatchBuilder:
         features = self._features_of_items(items)
         for feature in self._features:
             if feature.scope == "event":
-                lenient = dataclasses.replace(
-                    feature, missing="zero" if feature.missing == "refuse" else feature.missing
-                )
-                features |= self._pick(lenient, missing_values(feature, len(items)), np.arange(len(items)))
+                features |= self._pick(_lenient(feature), missing_values(feature, len(items)), np.arange(len(items)))
         rows = Jagged(torch.from_numpy(items), torch.tensor([0, len(items)]), len(items))
         return Batch(
             cursor=history.cursor,
@@ -158,6 +157,7 @@ class BatchBuilder:
     def _features_of_events(self, events: NDArray[Any]) -> dict[str, Jagged]:
         """Features of past events: their own, those of their items, and their labels."""
         found = self._features_of_items(self._sequences.items[events])
+        found |= self._revisions(self._sequences.items[events])
         for feature in self._features:
             if feature.scope == "event":
                 found |= self._pick(feature, self._stored(feature), events)
@@ -173,9 +173,13 @@ class BatchBuilder:
         found: dict[str, Jagged] = {}
         features = [feature for feature in self._features if feature.scope == "item"]
         if features:
-            catalogue = self._sequences.catalogue
+            catalogue, live = self._sequences.catalogue, self._sequences.live
             places = np.minimum(np.searchsorted(catalogue, items), len(catalogue) - 1)
-            if len(unknown := np.flatnonzero(catalogue[places] != items)):
+            is_known = catalogue[places] == items
+            overlay = None if live is None else live.overlay(items, features)
+            if overlay is not None and not (is_known & (overlay.rows < 0)).all():
+                return self._living_features(features, np.where(is_known, places, -1), overlay)
+            if len(unknown := np.flatnonzero(~is_known)):
                 raise DataError(
                     f"item {items[unknown[0]]} (position {unknown[0]}) is not in the catalogue of {self._sequences.path} "
                     f"({len(catalogue):,} items), so its features are unknown. Leave it out, or ingest a log that has it."
@@ -183,6 +187,23 @@ class BatchBuilder:
             for feature in features:
                 found |= self._pick(feature, self._stored(feature), places)
         return found
+
+    def _living_features(
+        self, features: Sequence[Feature], places: NDArray[np.int64], overlay: ItemOverlay
+    ) -> dict[str, Jagged]:
+        """Item features where the living catalogue has content, or an item that nothing is known of: its values are missing."""
+        found: dict[str, Jagged] = {}
+        for feature in features:
+            mixed = laid_over(self._stored(feature), places, overlay.features[feature.name], overlay.rows)
+            found |= self._pick(_lenient(feature), mixed, np.arange(len(places)))
+        return found
+
+    def _revisions(self, items: NDArray[np.int64]) -> dict[str, Jagged]:
+        """The content revisions of items, if the model reads item features and these can change."""
+        names = [feature.name for feature in self._features if feature.scope == "item"]
+        if self._sequences.live is None or not names:
+            return {}
+        return {REVISION: Jagged.singles(torch.from_numpy(self._sequences.live.revisions(items, names)))}
 
     def _features_of_users(self, users: NDArray[Any]) -> dict[str, Jagged]:
         found: dict[str, Jagged] = {}
@@ -236,6 +257,11 @@ class BatchBuilder:
                     values = values[train_mask(self._sequences, split)]
                 statistics[feature.name] = fit_number(feature, np.asarray(values))
         return statistics
+
+
+def _lenient(feature: Feature) -> Feature:
+    """The feature where a value may be missing, though ingest refuses such records."""
+    return dataclasses.replace(feature, missing="zero") if feature.missing == "refuse" else feature
 
 
 def missing_values(feature: Feature, num_rows: int) -> StoredFeature:

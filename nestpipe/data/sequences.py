@@ -24,6 +24,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from nestpipe.data.array_files import FORMAT, META, PART_FORMAT, file_entry, load_array
+from nestpipe.data.item_content import ItemContent
 from nestpipe.data.remote_files import fetch_folder, is_url
 from nestpipe.data.schema import Schema, Scope
 from nestpipe.data.tie_order import FILE, NO_TIMES
@@ -64,6 +65,7 @@ class Sequences:
     item_features: dict[str, StoredFeature]
     user_features: dict[str, StoredFeature]
     digest: str
+    live: ItemContent | None = None  # of a service: what is known of items since ingestion
 
     @staticmethod
     def open(path: str | Path) -> Sequences:

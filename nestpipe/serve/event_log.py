@@ -31,8 +31,9 @@ _HEAD = struct.Struct("<4sII")  # magic, length of the payload, its checksum
 class EventLog:
     """A reader with its position in the file, which may also write."""
 
-    def __init__(self, path: Path):
-        self.path = path
+    def __init__(self, path: Path, *, lock: Path | None = None):
+        """`lock` is the lock file of another log, if writers hold one lock for both."""
+        self.path, self.lock = path, lock or path.with_name(path.name + ".lock")
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("ab"):
             pass
@@ -63,7 +64,7 @@ class EventLog:
     @contextmanager
     def writing(self) -> Iterator[None]:
         """Holds the writer lock."""
-        with self.path.with_name(self.path.name + ".lock").open("ab") as lock:
+        with self.lock.open("ab") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
 

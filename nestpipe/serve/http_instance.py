@@ -58,7 +58,7 @@ class HttpInstance(ABC):
         """`calls` are the request and the answer of each call; `metrics` counts the answers of `worker`."""
         self._worker, self._answers, self.name = worker, metrics, name
         self._calls, self._limits, self._wall_clock = calls, limits, wall_clock
-        self._ids = ServiceIds(lambda: worker.histories.sequences)
+        self._ids = ServiceIds(lambda: worker.histories.sequences, worker.histories.living)
         # As many as the queue and one batch hold: further bodies would be read and parsed for nothing.
         self._guard = self._limit(worker.config.max_queue + worker.config.max_batch)
         # Writes wait for the disk, so they have their own limit and threads: other requests are not delayed.

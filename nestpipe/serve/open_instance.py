@@ -82,7 +82,14 @@ _Opened = tuple[VersionedWorker[Any], Load, Callable[[str], RecommendingInstance
 
 def _open_ranker(run: Run, arguments: ServeArguments) -> _Opened:
     folder, label = run.folder / "serve", arguments.label
-    engine = open_engine(run, engine=arguments.engine, trigger=arguments.trigger, step=arguments.step, label=label)
+    engine = open_engine(
+        run,
+        engine=arguments.engine,
+        trigger=arguments.trigger,
+        step=arguments.step,
+        label=label,
+        state=arguments.state,
+    )
     search, secret = _search(run, arguments), kept_secret(folder / "secret").encode()
 
     def load(other: Path, step: int | None) -> ServedModel:
@@ -99,7 +106,9 @@ def _open_ranker(run: Run, arguments: ServeArguments) -> _Opened:
 
 def _open_pointwise(run: Run, arguments: ServeArguments) -> _Opened:
     folder, label = run.folder / "serve", arguments.label
-    engine = open_pointwise_engine(run, folder / EVENTS, config=arguments.engine, step=arguments.step, label=label)
+    engine = open_pointwise_engine(
+        run, folder / EVENTS, config=arguments.engine, step=arguments.step, label=label, state=arguments.state
+    )
     search = _search(run, arguments)
 
     def load(other: Path, step: int | None) -> PointwiseModel:
@@ -121,7 +130,9 @@ def _open_pointwise(run: Run, arguments: ServeArguments) -> _Opened:
 
 def _open_next_item(run: Run, arguments: ServeArguments) -> _Opened:
     folder = run.folder / "serve"
-    engine = open_next_item_engine(run, folder / EVENTS, config=arguments.engine, step=arguments.step)
+    engine = open_next_item_engine(
+        run, folder / EVENTS, config=arguments.engine, step=arguments.step, state=arguments.state
+    )
 
     def load(other: Path, step: int | None) -> NextItemModel:
         served = open_next_item(open_version(other, engine.histories), step=step, folder=folder)
@@ -139,9 +150,13 @@ def _open_next_item(run: Run, arguments: ServeArguments) -> _Opened:
 
 def _open_generative(run: Run, arguments: ServeArguments) -> _Opened:
     folder = run.folder / "serve"
-    with_texts = arguments.request_instructions
     generator = open_generator(
-        run, folder / EVENTS, config=arguments.engine, step=arguments.step, request_instructions=with_texts
+        run,
+        folder / EVENTS,
+        config=arguments.engine,
+        step=arguments.step,
+        state=arguments.state,
+        request_instructions=arguments.request_instructions,
     )
 
     def load(other: Path, step: int | None) -> GenerativeVersion:

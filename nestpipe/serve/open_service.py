@@ -17,7 +17,6 @@ from nestpipe.generative.training_instructions import follows_instructions, untr
 from nestpipe.models.config import DCNConfig, EncDecConfig, RankingConfig
 from nestpipe.serve.config import EngineConfig, TriggerConfig
 from nestpipe.serve.engine import Engine
-from nestpipe.serve.event_log import EventLog
 from nestpipe.serve.generation_engine import GenerativeVersion, Generator
 from nestpipe.serve.generation_model import open_generative
 from nestpipe.serve.known_items import CandidateSearch, no_past
@@ -32,6 +31,7 @@ from nestpipe.serve.request_instruction import SWITCHED_OFF, UNTRAINED, RequestT
 from nestpipe.serve.serve_flags import ServeArguments
 from nestpipe.serve.service_folder import EVENTS
 from nestpipe.serve.user_history import UserHistories
+from nestpipe.state.service_state import open_state
 from nestpipe.training.run_folder import Run
 
 _log = logging.getLogger("nestpipe.serve")
@@ -58,12 +58,18 @@ def kind_of(run: Run) -> ServiceKind:
 
 
 def open_engine(
-    run: Run, *, engine: EngineConfig, trigger: TriggerConfig, step: int | None = None, label: str = ""
+    run: Run,
+    *,
+    engine: EngineConfig,
+    trigger: TriggerConfig,
+    step: int | None = None,
+    label: str = "",
+    state: str = "",
 ) -> Engine:
     """The engine of a run, not started yet: model, histories, and costs measured on this machine."""
     folder = run.folder / "serve"
     served = open_served(run, step=step, label=label, folder=folder)
-    histories = UserHistories(run.sequences, EventLog(folder / EVENTS))
+    histories = open_histories(run, folder / EVENTS, state)
     served.costs = measure_costs(served, histories, chunk=engine.chunk)
     return Engine(served, histories, config=engine, trigger=trigger)
 
@@ -71,22 +77,25 @@ def open_engine(
 _STORE_S = 0.02  # timeout of a busy instruction store; then the default instruction is used
 
 
-def open_histories(run: Run, log: Path) -> UserHistories:
-    """The histories of a run and of its event log."""
-    return UserHistories(run.sequences, EventLog(log))
+def open_histories(run: Run, log: Path, state: str = "") -> UserHistories:
+    """The histories of a run and of its state: beside its event log, or in the database at an address."""
+    return UserHistories(run.sequences, open_state(state, log))
 
 
-def open_next_item_engine(run: Run, log: Path, *, config: EngineConfig, step: int | None = None) -> NextItemEngine:
+def open_next_item_engine(
+    run: Run, log: Path, *, config: EngineConfig, step: int | None = None, state: str = ""
+) -> NextItemEngine:
     """The engine of a next-item run, not started yet: model and histories."""
-    return NextItemEngine(open_next_item(run, step=step, folder=log.parent), open_histories(run, log), config=config)
+    served = open_next_item(run, step=step, folder=log.parent)
+    return NextItemEngine(served, open_histories(run, log, state), config=config)
 
 
 def open_pointwise_engine(
-    run: Run, log: Path, *, config: EngineConfig, step: int | None = None, label: str = ""
+    run: Run, log: Path, *, config: EngineConfig, step: int | None = None, label: str = "", state: str = ""
 ) -> PointwiseEngine:
     """The engine of a run without histories (DCN), not started yet: model and histories."""
     served = open_pointwise(run, step=step, label=label, folder=log.parent)
-    return PointwiseEngine(served, open_histories(run, log), config=config)
+    return PointwiseEngine(served, open_histories(run, log, state), config=config)
 
 
 def open_search(folder: Path, ranker: Run) -> CandidateSearch:
@@ -117,10 +126,16 @@ def open_retrieval(folder: Path, ranker: Run) -> Run:
 
 
 def open_generator(
-    run: Run, log: Path, *, config: EngineConfig, step: int | None = None, request_instructions: bool = True
+    run: Run,
+    log: Path,
+    *,
+    config: EngineConfig,
+    step: int | None = None,
+    state: str = "",
+    request_instructions: bool = True,
 ) -> Generator:
     """The generator of a run, not started yet: model, histories, instructions, and costs measured on this machine."""
-    histories = open_histories(run, log)
+    histories = open_histories(run, log, state)
     version = generative_version(run, histories, log.parent, step=step, request_instructions=request_instructions)
     scenarios = scenario_numbers(run.sequences, version.served.model.config.num_scenarios)
     records = {} if run.scenarios is None else {one.name: one for one in run.scenarios}

@@ -38,6 +38,8 @@ class ServeArguments:
     """Name of the instance, which must outlive restarts [default: host name and port]."""
     notes: Path | None = None
     """File of the model versions set by 'nestpipe swap', which a restarted process serves again."""
+    state: str = ""
+    """Address of a PostgreSQL database for events, catalogue and users, postgresql://... [default: files in RUN/serve]."""
     num_threads: int = 1
     """Threads of the model."""
     engine: EngineConfig = field(default_factory=EngineConfig)
@@ -64,6 +66,8 @@ class ServeArguments:
         problems += [f"trigger.{problem}" for problem in self.trigger.problems()]
         problems += [f"limits.{problem}" for problem in self.limits.problems()]
         problems += [f"stages.{problem}" for problem in self.stages.problems()]
+        if self.state and not self.state.startswith(("postgresql://", "postgres://")):
+            problems.append(f"state is {self.state.partition('@')[0][:40]!r}; it must begin with postgresql://")
         if not 0 <= self.share <= 1:
             problems.append(f"share is {self.share}; it must be in 0 .. 1")
         if self.instances < 0:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -18,9 +19,27 @@ import torch
 from nestpipe.data.array_files import folder_version
 from nestpipe.data.schema import Schema
 from nestpipe.data.sequences import Sequences, StoredFeature
+from nestpipe.errors import DataError
 from nestpipe.jagged import ranges
-from nestpipe.serve.event_log import Event, EventLog
+from nestpipe.serve.event_log import Event
 from nestpipe.serve.event_parser import Ints, parse_events, parse_feature
+from nestpipe.state.living_data import LivingData
+from nestpipe.state.service_state import Entry, ServiceState
+
+EventResult = Literal["stored", "duplicate"] | DataError
+"""What became of a posted event."""
+
+
+class EventNumbers(Protocol):
+    """Gives the own ids of events their numbers, new ones where they are new."""
+
+    def event(self, place: int, event: Event) -> Event:
+        """The event in numbers; raises DataError."""
+        ...
+
+    def store(self, places: Collection[int]) -> None:
+        """Appends the new numbers of the events at some places to the state."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,74 +70,159 @@ class UserEvents:
 
 
 class UserHistories:
-    """Thread-safe; on one machine several instances of a run may share the event log."""
+    """Thread-safe; the instances of a run share its state."""
 
-    def __init__(self, sequences: Sequences, log: EventLog):
-        self.sequences, self._log = sequences, log
+    def __init__(self, sequences: Sequences, state: ServiceState):
+        self.state, self.living = state, LivingData(state.changes)
+        self.sequences = self._alive(sequences)
         self._writers = threading.Lock()  # serialises writers; readers do not wait for it
         self._lock = threading.Lock()
         self._new: dict[int, UserEvents] = {}
         self._ids: set[bytes] = set()
         self._folder = folder_version(sequences.path)
-        self.num_removals = 0
+        self._num_removals = 0
         self.refresh()
+
+    @property
+    def num_removals(self) -> int:
+        """Counts removals, after which nothing derived from histories may be kept."""
+        return self._num_removals + self.living.num_removals
 
     def of(self, user: int) -> Sequences:
         """The history of a user; empty for an unknown one."""
         with self._lock:
             own, new = self.sequences, self._new.get(user)
-        old = _rows(own, user)
+        old = self._rows(own, user)
         events = stored(own, np.arange(old.start, old.stop))
-        return of_user(own, user, events if new is None else events.then(new).in_time_order())
+        events = events if new is None else events.then(new).in_time_order()
+        return of_user(own, user, events, features=self.living.users.get(user))
 
     def num_events(self, user: int) -> int:
         """The length of a history, without reading it."""
         with self._lock:
             own, new = self.sequences, self._new.get(user)
-        return len(_rows(own, user)) + (len(new) if new else 0)
+        return len(self._rows(own, user)) + (len(new) if new else 0)
 
     def given(self, user: int, events: Sequence[Mapping[str, Any]]) -> Sequences:
         """The history that a caller sends; raises DataError."""
         own = self.sequences
-        return of_user(own, user, UserEvents(*parse_events(own.schema, events)).in_time_order())
+        parsed = UserEvents(*parse_events(own.schema, events)).in_time_order()
+        return of_user(own, user, parsed, features=self.living.users.get(user))
 
     def sample(self, num_events: int) -> Sequences:
         """A history made of the folder's events, to measure costs with."""
         own = self.sequences
         return of_user(own, -1, stored(own, np.arange(num_events) % len(own.items)).in_time_order())
 
-    def add(self, events: Sequence[Event], check: Callable[[Sequences], object]) -> tuple[int, int]:
-        """Logs events, each id once; returns how many are new and how many known. Raises DataError and logs none if `check` does."""
-        with self._writers, self._log.writing():
-            self.refresh()
-            own, fresh = self.sequences, dict[bytes, Event]()
-            for event in events:
-                if (name := id_of(event)) not in self._ids:
-                    fresh.setdefault(name, event)
-            for user, new in _parsed(own.schema, fresh.values()).items():
-                check(of_user(own, user, new))
-            if fresh:
-                self._log.append(list(fresh.values()))
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Holds the writer lock with everything read; what the body appends to the state is read after it."""
+        with self._writers:
+            with self.state.writing():
                 self.refresh()
-            return len(fresh), len(events) - len(fresh)
+                yield
+            self.refresh()
+
+    def add(
+        self, events: Sequence[Event], check: Callable[[Sequences], object], *, ids: EventNumbers | None = None
+    ) -> list[EventResult]:
+        """Stores events, each id once, and says of each what became of it: one that cannot be read spoils no other.
+
+        `ids` gives own ids their numbers; without it events have numbers already.
+        """
+        results: list[EventResult] = ["duplicate"] * len(events)
+        with self.writing():
+            first, numbered = dict[bytes, int](), dict[int, Event]()  # the place of each new id, and its event
+            repeated = dict[int, int]()  # places with an id that stands before, and where
+            for place, event in enumerate(events):
+                name = id_of(event)
+                if name in self._ids or name in self.living.forgotten_ids:
+                    continue
+                if name in first:
+                    repeated[place] = first[name]
+                    continue
+                first[name] = place
+                try:
+                    numbered[place] = event if ids is None else ids.event(place, event)
+                except DataError as error:
+                    results[place] = error
+            self._refuse_unreadable(numbered, check, results)
+            for place in (kept := {one: numbered[one] for one in numbered if results[one] == "duplicate"}):
+                results[place] = "stored"
+            for place, before in repeated.items():
+                results[place] = error if isinstance(error := results[before], DataError) else "duplicate"
+            if kept:
+                if ids is not None:
+                    ids.store(kept)
+                self.state.events.append(list(kept.values()))
+        return results
+
+    def _refuse_unreadable(
+        self, events: Mapping[int, Event], check: Callable[[Sequences], object], results: list[EventResult]
+    ) -> None:
+        """Notes the errors of events that cannot be read, or that a model cannot read; all at once if there are none."""
+        try:
+            self._read_all(list(events.values()), check)
+        except DataError:
+            for place, event in events.items():
+                try:
+                    self._read_all([event], check)
+                except DataError as error:  # which counts events, and there is one
+                    results[place] = DataError(str(error).replace("event 0", "the event", 1))
+
+    def _read_all(self, events: Collection[Event], check: Callable[[Sequences], object]) -> None:
+        for user, new in _parsed(self.sequences.schema, events).items():
+            check(of_user(self.sequences, user, new))
+
+    def forget(self, user: int) -> int:
+        """Erases the events, features and text of a user from the state, for good, and masks the events of the folder.
+
+        Returns how many events the state had. Their ids stay known, so that a late copy of one is not stored again.
+        """
+        gone: list[str] = []
+
+        def keep(entry: Entry) -> bool:
+            if entry.get("user") != user:
+                return True
+            gone.append(id_of(entry).hex())
+            return False
+
+        self.refresh()
+        if user in self._new:
+            self.state.events.rewrite(keep)
+        with self.writing():
+            last = {"of": "user", "number": user, "text": None}
+            self.state.changes.append([last, {"forgotten": user, "ids": gone}])
+        if user in self.living.users or self.living.ids.text_of("user", user) is not None:
+            named = ("user", user)
+            self.state.changes.rewrite(
+                lambda one: one.get("user") != user and ((one.get("of"), one.get("number")) != named or not one["text"])
+            )
+        self.refresh()
+        return len(gone)
 
     def refresh(self) -> None:
-        """Reads new events. `num_removals` counts removals, after which nothing derived from histories may be kept.
-
-        Atomic: what fails is tried again by the next call.
-        """
-        with self._lock, self._log.news() as (is_other, events):
+        """Reads new events and changes. Atomic: what fails is tried again by the next call."""
+        with self._lock, self.state.events.news() as (is_other, events):
             folder = folder_version(self.sequences.path) or self._folder
             has_moved = folder != self._folder
-            own = Sequences.open(self.sequences.path) if has_moved else self.sequences
+            own = self._alive(Sequences.open(self.sequences.path)) if has_moved else self.sequences
             parsed, ids = _parsed(own.schema, events), {id_of(event) for event in events}
             if is_other:
                 self._new, self._ids = {}, set()
             self.sequences, self._folder = own, folder
-            self.num_removals += is_other + has_moved
+            self._num_removals += is_other + has_moved
             self._ids |= ids
             for user, new in parsed.items():
                 self._new[user] = self._new[user].then(new) if user in self._new else new
+        self.living.refresh()  # after the events: a number is stored before the event that uses it
+
+    def _alive(self, sequences: Sequences) -> Sequences:
+        return replace(sequences, live=self.living.catalogue)
+
+    def _rows(self, own: Sequences, user: int) -> range:
+        """The rows of the user's events in the folder; none of a user who was forgotten."""
+        return range(0) if user in self.living.forgotten else _rows(own, user)
 
 
 def stored(own: Sequences, rows: Ints) -> UserEvents:
@@ -126,11 +230,11 @@ def stored(own: Sequences, rows: Ints) -> UserEvents:
     return UserEvents(own.items, own.times, own.event_features).take(rows)
 
 
-def of_user(own: Sequences, user: int, events: UserEvents) -> Sequences:
-    """The history of a user, with the user features of the folder."""
-    place = _place(own, user)
+def of_user(own: Sequences, user: int, events: UserEvents, *, features: Mapping[str, Any] | None = None) -> Sequences:
+    """The history of a user, with their features as they were stored since, or else those of the folder."""
+    place = _place(own, user) if features is None else None
     known = {
-        feature.name: parse_feature(feature, [{}])
+        feature.name: parse_feature(feature, [features or {}])
         if place is None
         else _take(own.user_features[feature.name], np.array([place]))
         for feature in own.schema.of_scope("user")

@@ -17,11 +17,11 @@ from nestpipe.generative.item_vectors import text_vectors
 from nestpipe.generative.llm_provider import TemplateProvider
 from nestpipe.generative.semantic_ids import Registry, SidConfig
 from nestpipe.serve.config import EngineConfig
-from nestpipe.serve.event_log import EventLog
 from nestpipe.serve.generation_engine import GenerationRequest, Generator
 from nestpipe.serve.generation_model import open_generative
 from nestpipe.serve.latency_model import GenerationCosts
 from nestpipe.serve.user_history import UserHistories
+from nestpipe.state.service_state import FileState
 from nestpipe.training.loop import train
 from tests.small_runs import small_config
 
@@ -90,7 +90,7 @@ def make_generator(run, folder, *, served=None, clock=None, wall=lambda: 2000.0,
     store = SqliteStore(folder / "instructions.sqlite", read_only=True, timeout_s=0.05)
     return Generator(
         served,
-        UserHistories(run.sequences, EventLog(folder / "events.log")),
+        UserHistories(run.sequences, FileState(folder / "events.log")),
         Instructions(store, version=served.instruction_version, dim=512, clock=wall),
         replace(estimates),
         config=EngineConfig(**config),

@@ -15,11 +15,11 @@ from nestpipe.eval.ranking_eval import RankingPredictor
 from nestpipe.models.ranking import Ranking
 from nestpipe.serve.config import EngineConfig, TriggerConfig
 from nestpipe.serve.engine import Engine
-from nestpipe.serve.event_log import EventLog
 from nestpipe.serve.latency_model import LatencySample, fit
 from nestpipe.serve.model import open_served
 from nestpipe.serve.requests import PrefillHint, RankingRequest
 from nestpipe.serve.user_history import UserHistories
+from nestpipe.state.service_state import FileState
 from tests.eval.ranking_ranks import MODELS, ranking_config
 
 MAX_LEN, BLOCK, NUM_USERS, NUM_ITEMS = 32, 8, 100, 24
@@ -56,7 +56,7 @@ def costs(*, full=10.0, hit=1.0, pre=8.0, per_byte=0.0):
 
 
 def histories_of(run, folder):
-    return UserHistories(run.sequences, EventLog(folder / "events.log"))
+    return UserHistories(run.sequences, FileState(folder / "events.log"))
 
 
 def make_engine(run, folder, *, clock=None, known=None, trigger=None, served=None, **config):

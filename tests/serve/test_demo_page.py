@@ -22,10 +22,10 @@ from nestpipe.gateway.instance_client import InstanceClient
 from nestpipe.gateway.router import Members
 from nestpipe.serve.config import Stages
 from nestpipe.serve.demo_page import DemoPage
-from nestpipe.serve.event_log import EventLog
 from nestpipe.serve.own_ids import ServiceIds
 from nestpipe.serve.schemas import RecommendRequest
 from nestpipe.serve.user_history import UserHistories
+from nestpipe.state.service_state import FileState
 from tests.gateway.fake_instances import FakeInstance, Served, true_ranking
 from tests.gateway.test_cascade import TLS
 from tests.small_runs import write_log
@@ -48,7 +48,7 @@ def world(tmp_path: Path) -> Iterator[World]:
     items = np.array(log.catalogue)
     vectors = np.random.default_rng(0).standard_normal((len(items), 4), dtype=np.float32)
     instance, ids = FakeInstance("a"), ServiceIds(lambda: log)
-    histories = UserHistories(log, EventLog(tmp_path / "events.log"))
+    histories = UserHistories(log, FileState(tmp_path / "events.log"))
     retriever = Retriever(
         items=items,
         vectors=vectors,

@@ -10,9 +10,9 @@ import pytest
 from nestpipe.data.schema import Feature, Schema
 from nestpipe.data.sequences import StoredFeature
 from nestpipe.errors import DataError
-from nestpipe.serve.event_log import EventLog
 from nestpipe.serve.event_parser import parse_events, parse_feature
 from nestpipe.serve.user_history import UserHistories
+from nestpipe.state.service_state import FileState
 from tests.serve.small_rankers import ASKED
 
 TOPICS = Feature(name="topics", kind="ids", weights="w")
@@ -49,7 +49,7 @@ def test_weights_of_served_events_follow_their_events_into_the_history(log, tmp_
         schema=replace(log.schema, features=(*log.schema.features, TOPICS)),
         event_features={**log.event_features, "topics": stored},
     )
-    histories = UserHistories(own, EventLog(tmp_path / "events.log"))
+    histories = UserHistories(own, FileState(tmp_path / "events.log"))
     before = histories.of(3)
     late = int(before.times[-1] // 1000) - 1
     histories.add(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,7 @@ from nestpipe.errors import DataError
 from nestpipe.serve import event_log
 from nestpipe.serve.event_log import EventLog
 from nestpipe.serve.user_history import UserHistories, without_event
+from nestpipe.state.service_state import FileState
 from tests.serve.small_rankers import ASKED
 
 
@@ -25,7 +27,7 @@ def histories(log, tmp_path):
 
 
 def open_histories(log, folder):
-    return UserHistories(log, EventLog(folder / "events.log"))
+    return UserHistories(log, FileState(folder / "events.log"))
 
 
 def event(name, user=3, item=5, time=ASKED, **features):
@@ -34,6 +36,15 @@ def event(name, user=3, item=5, time=ASKED, **features):
 
 def fine(_):
     pass
+
+
+def add(histories, events, check=fine):
+    """How many are stored, and how many were known; raises the first error."""
+    results = histories.add(events, check)
+    for one in results:
+        if isinstance(one, DataError):
+            raise one
+    return results.count("stored"), results.count("duplicate")
 
 
 def whole(log, user):
@@ -75,11 +86,11 @@ def test_an_event_is_left_out_with_its_features(histories):
 
 def test_new_events_are_seen_at_once_and_each_id_once(log, histories, tmp_path):
     before = len(log.items[whole(log, 3)])
-    assert histories.add([event("a", click=1, dwell=2.5, device=1), event("b", item=7), event("a", item=9)], fine) == (
+    assert add(histories, [event("a", click=1, dwell=2.5, device=1), event("b", item=7), event("a", item=9)]) == (
         2,
         1,
     )
-    assert histories.add([event("b", item=8), event("c", user=10**12)], fine) == (1, 1)
+    assert add(histories, [event("b", item=8), event("c", user=10**12)]) == (1, 1)
     found = histories.of(3)
     assert len(found.items) == before + 2
     assert found.items[-2:].tolist() == [5, 7]
@@ -90,13 +101,13 @@ def test_new_events_are_seen_at_once_and_each_id_once(log, histories, tmp_path):
     assert histories.of(10**12).items.tolist() == [5]
     again = open_histories(log, tmp_path)
     assert again.of(3).items.tolist() == found.items.tolist(), "a new process reads the same"
-    assert again.add([event("c")], fine) == (0, 1)
+    assert add(again, [event("c")]) == (0, 1)
 
 
 def test_an_event_that_comes_late_stands_in_time_order(log, histories):
     mine = log.times[whole(log, 3)]
     middle = int(mine[len(mine) - 3] // 1000) + 1
-    histories.add([event("late", item=1, time=middle), event("new", item=2), event("same", item=3)], fine)
+    add(histories, [event("late", item=1, time=middle), event("new", item=2), event("same", item=3)])
     found = histories.of(3)
     assert (np.diff(found.times) >= 0).all()
     assert found.items[-2:].tolist() == [2, 3], "equal times keep the order in which they came"
@@ -140,18 +151,36 @@ def test_a_sent_history_is_read_like_a_stored_one(log, histories):
         ({"colour": 1}, "has 'colour', which the log does not have"),
     ],
 )
-def test_events_that_cannot_be_read_are_refused_and_none_is_kept(histories, change, message):
-    with pytest.raises(DataError, match=message):
-        histories.add([event("good"), event("bad", **change)], fine)
-    assert histories.add([event("good")], fine) == (1, 0)
+def test_an_event_that_cannot_be_read_is_refused_and_spoils_no_other(histories, change, message):
+    sent = [event("good"), event("bad", **change), event("bad"), event("after", item=7), event("good", **change)]
+    stored, bad, again, after, known = histories.add(sent, fine)
+    assert (stored, after, known) == ("stored", "stored", "duplicate")
+    assert re.search(message, str(bad))
+    assert again is bad, "the id belongs to the event that was refused"
+    assert histories.of(3).items[-2:].tolist() == [5, 7]
+    assert add(histories, [event("good"), event("bad")]) == (1, 1)
 
 
-def test_what_a_model_cannot_read_is_refused_before_it_is_kept(log, histories):
+def test_what_a_model_cannot_read_is_refused_before_it_is_kept(histories):
+    def check(events):
+        if 999 in events.items:
+            raise DataError("no model reads item 999")
+
+    assert [str(one) for one in histories.add([event("a", item=999), event("b")], check)] == [
+        "no model reads item 999",
+        "stored",
+    ]
+    assert histories.of(3).items[-1] == 5
+
+
+def test_an_item_that_the_catalogue_does_not_have_is_kept_and_its_features_are_missing(log, histories):
     builder = BatchBuilder(log, None, ModelInputs(features=("tags",), labels=("clicked",)), statistics={})
     check = lambda one: builder.over(one).item_features(one.items)  # noqa: E731
+    assert add(histories, [event("unknown", item=999)], check) == (1, 0)
     with pytest.raises(DataError, match=r"item 999 .* is not in the catalogue"):
-        histories.add([event("unknown", item=999)], check)
-    assert histories.add([event("known")], check) == (1, 0)
+        builder.item_features(histories.of(3).items)
+    found = builder.over(histories.of(3)).item_features(histories.of(3).items)
+    assert found["tags"].lengths()[-1] == 0
 
 
 def test_readers_do_not_wait_for_a_writer(histories, monkeypatch):
@@ -166,7 +195,7 @@ def test_readers_do_not_wait_for_a_writer(histories, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", slow)
     with ThreadPoolExecutor(2) as threads:
-        written = threads.submit(histories.add, [event("a", item=6)], fine)
+        written = threads.submit(add, histories, [event("a", item=6)])
         assert inside.wait(30)
         read = threads.submit(lambda: (histories.refresh(), histories.given(3, []), histories.of(3)))
         try:
@@ -182,7 +211,7 @@ def test_readers_do_not_wait_for_a_writer(histories, monkeypatch):
 def test_what_could_not_be_taken_in_is_taken_in_later(log, tmp_path, monkeypatch, failing):
     shutil.copytree(log.path, tmp_path / "log")
     one, other = (open_histories(Sequences.open(tmp_path / "log"), tmp_path) for _ in range(2))
-    other.add([event("a", item=6)], fine)
+    add(other, [event("a", item=6)])
     assert EventLog(tmp_path / "events.log").rewrite(lambda _: True) == 0
     os.utime(tmp_path / "log" / "meta.json", ns=(1, 1))
     monkeypatch.setattr(f"nestpipe.serve.user_history.{failing}", lambda *_: 1 / 0)
@@ -193,7 +222,7 @@ def test_what_could_not_be_taken_in_is_taken_in_later(log, tmp_path, monkeypatch
     one.refresh()
     assert one.num_removals == 2
     assert one.of(3).items[-1] == 6
-    assert one.add([event("a")], fine) == (0, 1)
+    assert add(one, [event("a")]) == (0, 1)
 
 
 # The file.
@@ -201,25 +230,25 @@ def test_what_could_not_be_taken_in_is_taken_in_later(log, tmp_path, monkeypatch
 
 def test_a_record_that_was_cut_off_is_taken_away_at_every_length(log, tmp_path):
     first = open_histories(log, tmp_path)
-    first.add([event("a")], fine)
+    add(first, [event("a")])
     path = tmp_path / "events.log"
     before = path.read_bytes()
-    first.add([event("b", item=6)], fine)
+    add(first, [event("b", item=6)])
     after = path.read_bytes()
     for cut in range(len(before) + 1, len(after), 7):
         path.write_bytes(after[:cut])
         again = open_histories(log, tmp_path)
         assert again.of(3).items[-1] == 5
-        assert again.add([event("b", item=6), event("c", item=7)], fine) == (2, 0)
+        assert add(again, [event("b", item=6), event("c", item=7)]) == (2, 0)
         assert open_histories(log, tmp_path).of(3).items[-3:].tolist() == [5, 6, 7]
     path.write_bytes(after[:-4] + b"\0\0\0\0")  # the size was written, the last block was not
-    assert open_histories(log, tmp_path).add([event("b")], fine) == (1, 0)
+    assert add(open_histories(log, tmp_path), [event("b")]) == (1, 0)
 
 
 def test_damage_before_the_end_is_an_error_that_says_where(log, tmp_path):
     histories = open_histories(log, tmp_path)
     for name in "abc":
-        histories.add([event(name)], fine)
+        add(histories, [event(name)])
     path = tmp_path / "events.log"
     data = bytearray(path.read_bytes())
     second = data.find(b"NPEV", 1)
@@ -238,7 +267,7 @@ def test_damage_is_found_in_a_log_that_was_rewritten_too(log, tmp_path):
     """In one record it would look like an end that was cut off, and the next writer would take all of it away."""
     histories, path = open_histories(log, tmp_path), tmp_path / "events.log"
     for name in "abc":
-        histories.add([event(name), event(f"{name}2", user=5)], fine)
+        add(histories, [event(name), event(f"{name}2", user=5)])
     assert EventLog(path).rewrite(lambda one: one["user"] != 5) == 3
     data = bytearray(path.read_bytes())
     data[data.find(b"NPEV", 1) + 20] ^= 0xFF
@@ -250,20 +279,20 @@ def test_damage_is_found_in_a_log_that_was_rewritten_too(log, tmp_path):
 def test_a_read_that_brings_less_than_was_asked_for_goes_on(log, tmp_path, monkeypatch):
     one, other = (open_histories(log, tmp_path) for _ in range(2))
     for name in "abc":
-        one.add([event(name)], fine)
+        add(one, [event(name)])
     pread = os.pread
     monkeypatch.setattr(event_log.os, "pread", lambda file, size, begin: pread(file, min(size, 100), begin))
-    other.add([event("d")], fine)
+    add(other, [event("d")])
     assert (tmp_path / "events.log").read_bytes().count(b"NPEV") == 4
 
 
 def test_instances_of_a_run_see_each_others_events(log, tmp_path):
     one, other = (open_histories(log, tmp_path) for _ in range(2))
-    one.add([event("a", item=6)], fine)
+    add(one, [event("a", item=6)])
     other.refresh()
     assert other.of(3).items[-1] == 6
-    assert other.add([event("a", item=7)], fine) == (0, 1)
-    other.add([event("b", item=8)], fine)
+    assert add(other, [event("a", item=7)]) == (0, 1)
+    add(other, [event("b", item=8)])
     one.refresh()
     assert one.of(3).items[-2:].tolist() == [6, 8]
 
@@ -273,24 +302,24 @@ def test_a_log_without_times_takes_events_in_their_order(tmp_path):
 
     log = write_log(tmp_path / "log", {1: [4, 5, 6], 2: [4]}, times=False)
     histories = open_histories(log, tmp_path)
-    histories.add([{"id": "a", "user": 1, "item": 9}], fine)
+    add(histories, [{"id": "a", "user": 1, "item": 9}])
     assert histories.of(1).items.tolist() == [4, 5, 6, 9]
     with pytest.raises(DataError, match="has 'time', which the log does not have"):
-        histories.add([event("b")], fine)
+        add(histories, [event("b")])
 
 
 def test_after_a_rewrite_readers_start_again(log, tmp_path):
     reader, writer = open_histories(log, tmp_path), EventLog(tmp_path / "events.log")
-    reader.add([event("a", user=3, item=6), event("b", user=4, item=7)], fine)
+    add(reader, [event("a", user=3, item=6), event("b", user=4, item=7)])
     before = reader.num_removals
     assert writer.rewrite(lambda one: one["user"] != 3) == 1
     reader.refresh()
     assert reader.num_removals == before + 1
     assert reader.of(3).items[-1] != 6 or len(reader.of(3).items) == len(open_histories(log, tmp_path).of(3).items)
     assert reader.of(4).items[-1] == 7
-    assert reader.add([event("b", user=4)], fine) == (0, 1)
+    assert add(reader, [event("b", user=4)]) == (0, 1)
     assert b'"user":3' not in (tmp_path / "events.log").read_bytes()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["events.log", "events.log.lock"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["events.log", "events.log.lock", "state.log"]
 
 
 def test_a_sequence_folder_that_is_replaced_is_read_again(log, tmp_path):
