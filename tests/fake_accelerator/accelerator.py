@@ -69,7 +69,7 @@ def _register() -> None:
     collectives.register()
 
 
-def load(*, delay_us: int = 0, seed: int = 0, memory_bytes: int = 8 << 30) -> None:
+def load(*, delay_us: int = 0, seed: int = 0, memory_bytes: int = 64 << 20) -> None:
     """Registers the device in this process, and sets its delays and its memory."""
     _register()
     _native().fake_set_delay(delay_us, seed)

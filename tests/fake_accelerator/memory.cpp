@@ -19,7 +19,7 @@ namespace {
 
 constexpr size_t kSpace = size_t(1) << 36;  // of addresses
 constexpr size_t kGrain = 512;
-std::atomic<size_t> most_bytes{size_t(8) << 30};  // memory of the device
+std::atomic<size_t> most_bytes{size_t(64) << 20};  // memory of the device
 
 struct Block {
   char* begin;
