@@ -10,7 +10,7 @@ Invariants: offsets start at 0, never decrease and end at len(values); no row is
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -26,6 +26,7 @@ class Jagged:
     values: Tensor
     offsets: Tensor
     max_len: int
+    host: Jagged | None = None  # of rows on a device: the same rows on the host, where sizes are decided
 
     @staticmethod
     def from_rows(rows: Sequence[Sequence[int]]) -> Jagged:
@@ -49,6 +50,15 @@ class Jagged:
     def num_rows(self) -> int:
         return len(self.offsets) - 1
 
+    @property
+    def host_offsets(self) -> Tensor:
+        """The offsets on the host, without waiting for a device."""
+        return self.offsets if self.host is None else self.host.offsets
+
+    def moved(self, move: Callable[[Tensor], Tensor]) -> Jagged:
+        """The rows on a device, which remember those on the host."""
+        return Jagged(move(self.values), move(self.offsets), self.max_len, self)
+
     def lengths(self) -> Tensor:
         return self.offsets.diff()
 
@@ -64,7 +74,7 @@ class Jagged:
 
     def with_values(self, values: Tensor) -> Jagged:
         """The same rows with other values."""
-        return Jagged(values, self.offsets, self.max_len)
+        return Jagged(values, self.offsets, self.max_len, self.host)
 
     def select(self, rows: Tensor) -> Jagged:
         """The given rows, in the given order."""
@@ -136,6 +146,12 @@ class Batch:
     sample_features: Mapping[str, Jagged] = field(default_factory=dict)
     target_features: Mapping[str, Jagged] = field(default_factory=dict)
     groups: Tensor | None = None
+    host: Batch | None = None  # of a batch on a device: the same on the host
+
+    @property
+    def on_host(self) -> Batch:
+        """The batch on the host, without waiting for a device."""
+        return self.host or self
 
     @property
     def num_samples(self) -> int:
@@ -144,6 +160,14 @@ class Batch:
     @property
     def num_tokens(self) -> int:
         return len(self.items.values)
+
+    def moved(self, move: Callable[[Tensor], Tensor]) -> Batch:
+        """The batch on a device; `move` copies a tensor there."""
+
+        def rows(jagged: Jagged) -> Jagged:
+            return jagged.moved(move)
+
+        return replace(self._mapped(move, rows, rows), host=self)
 
     def sample_of_token(self) -> Tensor:
         """The global sample id of each event, [T]."""

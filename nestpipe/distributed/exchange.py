@@ -35,6 +35,7 @@ from torch import Tensor
 
 from nestpipe.distributed.failure_report import FailureReport, collect, publish, root_causes
 from nestpipe.errors import CommError
+from nestpipe.ops.device_memory import used_here
 
 if TYPE_CHECKING:
     from nestpipe.distributed.process_group import Channel, World
@@ -58,6 +59,7 @@ class Handle:
         own: bool,
     ):
         self._channel, self._world = channel, channel.world
+        self._is_host = channel.device.type == "cpu"
         self._name = name
         self._title = f"exchange '{name}'" + (f" ({where})" if where else "")
         self._number, self._wire, self._own = number, wire, own
@@ -75,7 +77,7 @@ class Handle:
         self._error: CommError | None = None
 
     def post(self) -> None:
-        if self._world.device.type == "cpu":
+        if self._is_host:
             for peer in self._peers():
                 self._operate(self._channel.group.recv, self._arrivals[peer], peer)
 
@@ -91,7 +93,7 @@ class Handle:
             )
         self._channel.check_use()
         self._send = [_narrow(one, self._wire) for one in send]
-        if self._world.device.type == "cpu":
+        if self._is_host:
             for peer in self._peers():
                 self._operate(self._channel.group.send, self._send[peer], peer)
                 self._num_sends += 1
@@ -114,8 +116,9 @@ class Handle:
             raise ValueError(f"{self._title} was posted but not launched; the wait would never end.")
         with self._channel.watch.waiting(self._name) if self._channel.watch else nullcontext():
             self._wait_for_works(len(self._works) - self._num_sends)
-        if self._finish:
+        if self._finish:  # on the stream that waits, which need not be the one that launched
             self._finish()
+            used_here(*self._arrivals, *self._receive)
         for arrival, buffer in zip(self._arrivals, self._receive, strict=True):
             if arrival is not buffer:
                 buffer.copy_(arrival)
@@ -143,7 +146,7 @@ class Handle:
             left = self._channel.deadline_s - (clock.monotonic() - start)
             try:
                 # gloo takes 0 for "no deadline". On a device wait only orders the stream; the group's own timeout watches.
-                work.wait(timedelta(seconds=max(left, 0.001))) if self._world.device.type == "cpu" else work.wait()
+                work.wait(timedelta(seconds=max(left, 0.001))) if self._is_host else work.wait()
             except RuntimeError as error:
                 self._fail(error, peer, self._works[index + 1 :], clock.monotonic() - start)
 
@@ -173,6 +176,7 @@ class Handle:
             self._works.append((self._world.rank, self._channel.all_to_all(target, source, target_sizes, sizes)))
 
         def scatter() -> None:
+            used_here(target)
             for buffer, received in zip(buffers, target.split(target_sizes), strict=True):
                 buffer.copy_(received)
 

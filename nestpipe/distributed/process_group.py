@@ -27,7 +27,7 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -46,7 +46,8 @@ __all__ = ["DEADLINE_S", "BACKENDS", "MAX_TAG", "Handle", "Channel", "ChannelWat
 DEADLINE_S = 60.0
 MAX_TAG = 1 << 16
 BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
-"""The communication library of each device type."""
+"""The communication library of each device type; others may be registered with torch."""
+Place = Literal["host", "device"]
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _NEVER_SENT = (1 << 31) - 1  # no message has this tag: the sizes in tags (exchange.py) stay below 2**14 - 1
 
@@ -114,16 +115,18 @@ class World:
             raise CommError(f"rank {rank} does not exist in a world of {size}.")
         prefix = PrefixStore(f"nestpipe/restart-{restart}", store)
         device = torch.device(device)
-        if device.type not in BACKENDS:
+        if backend_of(device) is None:
             raise CommError(f"no communication backend for device '{device}'; supported: {', '.join(BACKENDS)}.")
         return World(
             rank=rank, size=size, store=prefix, device=device, deadline_s=deadline_s, stacks=stacks, clock=clock
         )
 
-    def channel(self, name: str, *, deadline_s: float | None = None, ranks: Sequence[int] = ()) -> Channel:
+    def channel(
+        self, name: str, *, on: Place = "host", deadline_s: float | None = None, ranks: Sequence[int] = ()
+    ) -> Channel:
         """Creates a channel. Collective; raises CommError with the ranks that did not create it before the deadline.
 
-        `deadline_s` applies to its exchanges [default: the world's]. With `ranks`, which must contain this one, the
+        `on` says where the tensors that it sends are. `deadline_s` applies to its exchanges [default: the world's]. With `ranks`, which must contain this one, the
         channel is a subgroup: only these ranks call, and on it they are numbered from 0.
         """
         world = self
@@ -135,7 +138,8 @@ class World:
         self.store.set(f"channel/{name}/{world.rank}", "")
         start = self.clock.monotonic()
         try:
-            group = None if world.size == 1 else _new_group(self, name, world)
+            device = torch.device("cpu") if on == "host" else self.device
+            group = None if world.size == 1 else _new_group(self, name, world, device)
         except RuntimeError as error:
             absent = tuple(
                 world.global_rank(rank)
@@ -145,7 +149,7 @@ class World:
             blame = f"{named_ranks(absent)} never created it" if absent else _first_line(error)
             message = f"channel '{name}' not created after {in_seconds(self.clock.monotonic() - start)}; {blame}."
             raise CommError(message + dump_stacks(self), ranks=absent) from error
-        self._channels[name] = Channel(world, name, group, deadline_s=deadline_s or self.deadline_s)
+        self._channels[name] = Channel(world, name, group, device, deadline_s=deadline_s or self.deadline_s)
         return self._channels[name]
 
     def close(self) -> None:
@@ -172,8 +176,9 @@ class ChannelWatch(Protocol):
 class Channel:
     """One process group and its exchanges: the same order on every rank, launched by one thread."""
 
-    def __init__(self, world: World, name: str, group: Any, *, deadline_s: float):
+    def __init__(self, world: World, name: str, group: Any, device: torch.device, *, deadline_s: float):
         self.world, self.name, self.deadline_s = world, name, deadline_s
+        self.device = device  # of the tensors that are sent
         self.group = group
         self._num_exchanges = 0
         self._thread: int | None = None
@@ -209,7 +214,7 @@ class Channel:
         `tag` (below MAX_TAG) identifies exchanges that are posted in another order than they are launched; without it
         they are counted. `wire`: a 16-bit type in which wider floats are sent, the own buffer included; not exact.
         `where`: context for error messages. `own=False`: the caller handles its own buffer, which is neither checked
-        nor copied. On nccl and hccl (written, not run yet) the exchange is one all_to_all_single at launch.
+        nor copied. On nccl and hccl the exchange is one all_to_all_single at launch.
         """
         self.check_use()
         if len(receive) != self.world.size:
@@ -225,7 +230,7 @@ class Channel:
 
     def exchange_sizes(self, sizes: Sequence[Sequence[int]], *, name: str = "sizes") -> list[list[int]]:
         """Sends integers sizes[p] to each rank p; returns what each rank sent. All lists have the same length."""
-        send = torch.tensor(sizes, dtype=torch.int64, device=self.world.device).reshape(self.world.size, -1)
+        send = torch.tensor(sizes, dtype=torch.int64, device=self.device).reshape(self.world.size, -1)
         receive = torch.empty_like(send)
         self.exchange(name, send.unbind(), receive.unbind()).wait()
         return [[int(value) for value in row] for row in receive.tolist()]
@@ -236,7 +241,7 @@ class Channel:
 
     def all_gather_floats(self, values: Sequence[float], *, name: str = "floats") -> list[list[float]]:
         """The numbers of every rank in fp64; all ranks pass the same number."""
-        own = torch.tensor(values, dtype=torch.float64, device=self.world.device)
+        own = torch.tensor(values, dtype=torch.float64, device=self.device)
         receive = [torch.empty_like(own) for _ in range(self.world.size)]
         self.exchange(name, [own] * self.world.size, receive).wait()
         return [[float(value) for value in row.tolist()] for row in receive]
@@ -244,8 +249,8 @@ class Channel:
     def all_gather_bytes(self, data: bytes, *, name: str = "bytes") -> list[bytes]:
         """The bytes of every rank, of any length."""
         lengths = [row[0] for row in self.all_gather_ints([len(data)], name=f"{name}/lengths")]
-        receive = [torch.empty(length, dtype=torch.uint8, device=self.world.device) for length in lengths]
-        own = torch.from_numpy(np.frombuffer(data, dtype=np.uint8).copy()).to(self.world.device)
+        receive = [torch.empty(length, dtype=torch.uint8, device=self.device) for length in lengths]
+        own = torch.from_numpy(np.frombuffer(data, dtype=np.uint8).copy()).to(self.device)
         self.exchange(name, [own] * self.world.size, receive).wait()
         return [one.cpu().numpy().tobytes() for one in receive]
 
@@ -267,7 +272,7 @@ class Channel:
 
     def barrier(self, *, name: str = "barrier") -> None:
         """Blocks until every rank has entered."""
-        empty = torch.empty(0, dtype=torch.uint8, device=self.world.device)
+        empty = torch.empty(0, dtype=torch.uint8, device=self.device)
         self.exchange(name, [empty] * self.world.size, [empty] * self.world.size).wait()
 
     def all_to_all(self, target: Tensor, source: Tensor, target_sizes: list[int], sizes: list[int]) -> Any:
@@ -287,7 +292,7 @@ class Channel:
             own = self.world.global_rank(self.world.rank)
             self.broken = CommError(f"aborted: {reason}.", ranks=ranks or (own,))
             publish(self.world.store, own, FailureReport("", reason, self.broken.ranks, own))
-        if self.group is not None and self.world.device.type == "cpu":
+        if self.group is not None and self.device.type == "cpu":
             # Closed connections end the waits of other threads, and a wait that times out closes connections.
             peer, buffer = (self.world.rank + 1) % self.world.size, torch.empty(1, dtype=torch.uint8)
             with contextlib.suppress(RuntimeError):
@@ -311,9 +316,14 @@ class Channel:
             )
 
 
-def _new_group(whole: World, name: str, world: World) -> Any:
+def backend_of(device: torch.device) -> str | None:
+    """The communication library of a device: ours, or the one that was registered for it."""
+    return BACKENDS.get(device.type) or dist.Backend.default_device_backend_map.get(device.type)
+
+
+def _new_group(whole: World, name: str, world: World, device: torch.device) -> Any:
     """The process group of a channel of `world`, which is the whole world or a subgroup."""
-    backend, timeout = BACKENDS[world.device.type], timedelta(seconds=world.deadline_s)
+    backend, timeout = backend_of(device), timedelta(seconds=world.deadline_s)
     if backend == "gloo":  # not registered globally, so one process can have many worlds in a row
         gloo: Any = dist.ProcessGroupGloo  # its type stubs lack the options
         options = gloo._Options()

@@ -66,6 +66,10 @@ class EmbeddingConfig(OptimizerConfig):
     buffer_bytes: int = 1 << 30
     """files: memory for the rows of a table that a rank uses, and used recently. A tenth of the rows is a good size."""
 
+    device_bytes: int = 0
+    """On an accelerator: its memory for the rows of a table that a rank uses, and used recently; all rows are in host memory.
+    0: an equal share of half the free memory, chosen at the start and logged."""
+
     @property
     def has_limits(self) -> bool:
         """Whether an id can be without a row after a lookup."""
@@ -78,7 +82,7 @@ class EmbeddingConfig(OptimizerConfig):
                 f"optimizer is adam with beta1 {self.beta1} and beta2 {self.beta2}: without a gradient its steps would grow, because "
                 "beta1 ** 2 is not below beta2; lower beta1, or use lazy_adam"
             )
-        for name, least in (("admit_after", 1), ("max_rows", 0), ("protect_steps", 2)):
+        for name, least in (("admit_after", 1), ("max_rows", 0), ("protect_steps", 2), ("device_bytes", 0)):
             if getattr(self, name) < least:
                 yield f"{name} is {getattr(self, name)}; it must be at least {least}"
         if self.tier == "files" and not self.files_folder:

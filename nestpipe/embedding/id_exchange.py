@@ -146,7 +146,7 @@ def start_counts(tables: ShardedTables, plan: Plan, extra: list[int], *, where: 
         [n for own in plan.tables.values() for n in own.first_counts[owner]] + extra
         for owner in range(tables.world_size)
     ]
-    sends = torch.tensor(rows, dtype=torch.int64, device=tables.id_channel.world.device)
+    sends = torch.tensor(rows, dtype=torch.int64, device=tables.id_channel.device)
     buffer = torch.empty_like(sends)
     handle = tables.id_channel.exchange("counts", sends.unbind(), buffer.unbind(), where=where)
     return CountExchange(buffer, handle)
@@ -192,7 +192,7 @@ class IdExchange:
         requester, owner, micro_batches = {}, {}, self.plan.num_micro_batches
         for name, requests in self.received.items():
             table, own = self.tables.tables[name], self.plan.tables[name]
-            local_rows = [table.empty_rows(own.num_local(micro_batch)) for micro_batch in range(micro_batches)]
+            local_rows = [table.message_rows(own.num_local(micro_batch)) for micro_batch in range(micro_batches)]
             requester[name] = RequesterState(own, local_rows, [None] * micro_batches, self.narrow.get(name))
             owner[name] = OwnerState(own_requests(*requests), self.remote_narrow.get(name))
         return requester, owner

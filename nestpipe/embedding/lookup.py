@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from nestpipe.embedding.config import OptimizerConfig
 from nestpipe.embedding.row_ops import gather_each
+from nestpipe.ops.device_memory import upload
 
 Pool = Literal["none", "sum", "mean"]
 
@@ -60,6 +61,19 @@ class Rows:
     unique: Tensor
     index: Tensor
     lookup: Lookup
+    host: Tensor | None = None  # of rows on a device: `index` on the host
+
+    @property
+    def host_index(self) -> Tensor:
+        """The position of each id, on the host."""
+        return self.index if self.host is None else self.host
+
+    def moved(self, device: torch.device) -> Rows:
+        """The same on a device, where its rows are; the lookup's ids stay on the host."""
+        lookup = self.lookup
+        offsets, weights = (None if one is None else upload(one, device) for one in (lookup.offsets, lookup.weights))
+        moved = replace(lookup, offsets=offsets, weights=weights)
+        return Rows(self.unique, upload(self.index, device), moved, self.index)
 
     def rounded(self) -> Tensor:
         """`unique` [U, D] rounded to the lookup's wire type, also where a row was sent in full because of another use.

@@ -30,6 +30,7 @@ from nestpipe.embedding.id_index import make_index
 from nestpipe.embedding.row_ops import ArrivedGrads
 from nestpipe.embedding.row_store import RowStore
 from nestpipe.embedding.table import Table
+from nestpipe.ops.device_memory import upload
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -105,7 +106,7 @@ class InPlaceRows:
 
 
 class BufferedRows:
-    """Rows are read and updated in the row buffer of a table in files; only `take` touches the files."""
+    """Rows are read and updated in the row buffer of a table; only `take` touches what is below it."""
 
     def __init__(self, table: Table):
         assert table.buffer is not None
@@ -141,10 +142,11 @@ def _gather_with_initial(
     """A copy of the rows in slots, and the initial values of ids without one."""
     if not len(refs.rowless):
         return gather(refs.slots, out)
-    rows = refs.initial.new_empty(len(refs.slots), *refs.initial.shape[1:]) if out is None else out
+    rows = table.message_rows(len(refs.slots)) if out is None else out
     known = (refs.slots >= 0).nonzero().flatten()
-    rows.index_copy_(0, known, gather(refs.slots.index_select(0, known), None))
-    return rows.index_copy_(0, refs.rowless, table.decayed(refs.initial, refs.step))
+    rows.index_copy_(0, upload(known, rows.device), gather(refs.slots.index_select(0, known), None))
+    initial = upload(table.decayed(refs.initial, refs.step), rows.device)
+    return rows.index_copy_(0, upload(refs.rowless, rows.device), initial)
 
 
 class PrefetchBuffer:

@@ -180,8 +180,9 @@ def join(world: World, num_groups: int, all_ranks: Channel) -> tuple[Channel, Ch
     """The id and row channels of this rank's group, and its replicas. Collective."""
     grid = RankGrid(world.size, num_groups)
     own, replicas = grid.group_of(world.rank), grid.replicas_of(world.rank)
-    keys, rows = (world.channel(name, ranks=own) for name in ("keys", "rows"))
-    replica_keys, sums = (world.channel(name, ranks=replicas) for name in ("keys of replicas", "sums"))
+    keys, rows = world.channel("keys", ranks=own), world.channel("rows", ranks=own, on="device")
+    replica_keys = world.channel("keys of replicas", ranks=replicas)
+    sums = world.channel("sums", ranks=replicas, on="device")
     return keys, rows, Replicas(replica_keys, sums, all_ranks)
 
 

@@ -9,6 +9,7 @@ looks up, and a delta checkpoint stays small. Reading never changes a row: which
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -17,8 +18,10 @@ from torch import Tensor
 from nestpipe.embedding.config import OptimizerConfig
 from nestpipe.embedding.row_ops import exact_sqrt
 from nestpipe.embedding.skipped_steps import ORDER, MissedSteps, SkippedSteps
+from nestpipe.ops.device_memory import SharedTable
 
 State = dict[str, Tensor]
+_BITS = {torch.float32: 26, torch.float64: 55}  # 1 - 2 ** -bits is 1
 SEEN = "num_batches"  # the state of exact Adam that says how many batches a row has seen
 
 
@@ -28,6 +31,7 @@ class LazyAdam:
     def __init__(self, config: OptimizerConfig):
         self.config = config
         self._corrections: dict[torch.dtype, Tensor] = {}
+        self._on_device: dict[tuple[torch.dtype, torch.device], SharedTable] = {}
 
     def new_state(self, num_rows: int, dim: int) -> State:
         zeros = torch.zeros(num_rows, dim)
@@ -36,8 +40,21 @@ class LazyAdam:
     def update(self, rows: Tensor, state: State, grads: Tensor, lr: float, batch: int = 0) -> None:
         state["step"].add_(1)
         step = state["step"].flatten()
-        corrections = self.corrections(int(step.max()) + 1 if len(step) else 1, rows.dtype).index_select(0, step)
-        _step(self.config, rows, state, grads, lr, corrections)
+        if rows.device.type == "cpu":
+            table = self.corrections(int(step.max()) + 1 if len(step) else 1, rows.dtype)
+        else:
+            table = self._shared_corrections(rows)
+            step = step.clamp(max=len(table) - 1)
+        _step(self.config, rows, state, grads, lr, table.index_select(0, step))
+
+    def _shared_corrections(self, rows: Tensor) -> Tensor:
+        """The corrections on the rows' device, up to the step from which on they are exactly 1."""
+        key = rows.dtype, rows.device
+        if key not in self._on_device:
+            beta, bits = max(self.config.beta1, self.config.beta2), _BITS[rows.dtype]
+            num_steps = 2 + (math.ceil(-bits * math.log(2) / math.log(beta)) if beta else 0)
+            self._on_device[key] = SharedTable.of(self.corrections(num_steps, rows.dtype)[:num_steps], rows.device)
+        return self._on_device[key].here()
 
     def corrections(self, num_steps: int, dtype: torch.dtype) -> Tensor:
         """1 - beta ** step [>= num_steps, 2] as a table: a vectorised pow rounds the tail of a tensor differently."""
@@ -72,7 +89,7 @@ class Adam:
 
     def update(self, rows: Tensor, state: State, grads: Tensor, lr: float, batch: int = 0) -> None:
         self.steps(rows.dtype).record(batch, lr)
-        missed = self.missed(batch, rows.dtype)
+        missed = self.missed(batch, rows.dtype).on(rows.device)
         rows.copy_(caught_up(missed, rows, state))
         powers = missed.powers.index_select(0, (missed.step - state[SEEN].flatten().long()).clamp_(min=0))
         state["mean"].mul_(powers[:, :1])
@@ -92,7 +109,7 @@ def _step(config: OptimizerConfig, rows: Tensor, state: State, grads: Tensor, lr
 
 def caught_up(missed: MissedSteps, rows: Tensor, state: Mapping[str, Tensor]) -> Tensor:
     """The weights [n, D] of rows with their state as of `missed.step`; the rows are not changed."""
-    seen = state[SEEN].flatten().long()
+    missed, seen = missed.on(rows.device), state[SEEN].flatten().long()
     rows = rows.clone()
     is_behind, decays = seen < missed.step, bool(missed.config.weight_decay)
     if decays:

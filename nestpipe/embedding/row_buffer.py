@@ -31,6 +31,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from nestpipe.embedding.device_rows import DeviceColumns
 from nestpipe.embedding.position_clock import PositionClock
 from nestpipe.embedding.row_ops import row_bytes, scatter_rows
 from nestpipe.embedding.row_store import HUGE_BYTES, RowStore
@@ -85,13 +86,20 @@ class RowBuffer:
         num_bytes: int,
         *,
         native: bool | None = None,
+        on_device: DeviceColumns | None = None,
     ):
-        """An empty buffer of at most `num_bytes` for rows with the type and shape of the given tensors' rows."""
+        """An empty buffer of at most `num_bytes` for rows with the type and shape of the given tensors' rows.
+
+        With `on_device` its rows are there, as many as fit; what is decided about them stays in host memory.
+        """
         self._name, self._below, self._num_bytes = name, below, num_bytes
         self._lock = threading.RLock()
         self._is_large = num_bytes >= HUGE_BYTES
         huge_bytes = 0 if self._is_large else num_bytes + 1  # from the first row on, or never
-        self.rows = RowStore(columns, huge_bytes=huge_bytes)  # by position
+        self._on_device = on_device
+        self.rows: RowStore | DeviceColumns = (  # by position
+            RowStore(columns, huge_bytes=huge_bytes) if on_device is None else on_device
+        )
         self._dirty = RowStore({"dirty": torch.empty(0, dtype=torch.bool)})  # by position
         self.rows.pinned = self._dirty.pinned = True
         self._clock = PositionClock(huge_bytes=huge_bytes, native=native)
@@ -122,6 +130,11 @@ class RowBuffer:
         """Extends the slots; new ones have no row. Their bytes are taken from the rows in the buffer."""
         with self._lock:
             if num_slots <= self._clock.num_slots:
+                return
+            if self._on_device is not None:
+                self._capacity = self._on_device.capacity
+                self._clock.grow(num_slots)
+                self._below.grow(num_slots)
                 return
             if num_slots > self._planned_slots:
                 self._planned_slots = num_slots + num_slots // 16 + 1024
@@ -154,13 +167,14 @@ class RowBuffer:
     def gather(self, name: str, slots: Tensor, out: Tensor | None = None) -> Tensor:
         """A copy of the rows [n, ...] of a column; in `out` if given. Retains nothing."""
         column = self.rows[name]
-        out = column.new_empty(len(slots), *column.shape[1:]) if out is None else out
+        out = torch.empty(len(slots), *column.shape[1:], dtype=column.dtype) if out is None else out
         self._copy_rows(slots, {name: out})
         return out
 
     def read(self, slots: Tensor) -> dict[str, Tensor]:
         """A copy of the rows of all columns. Retains nothing."""
-        out = {name: one.new_empty(len(slots), *one.shape[1:]) for name, one in self.rows.columns.items()}
+        columns = self.rows.columns.items()
+        out = {name: torch.empty(len(slots), *one.shape[1:], dtype=one.dtype) for name, one in columns}
         self._copy_rows(slots, out)
         return out
 
@@ -264,6 +278,13 @@ class RowBuffer:
         return (self._num_bytes - fixed_bytes) // self._row_bytes
 
     def _too_small(self, needed: int) -> TrainError:
+        if self._on_device is not None:
+            each = sum(map(row_bytes, self.rows.columns.values()))
+            return TrainError(
+                f"the batches in flight use {needed:,} rows of table '{self._name}' at once, but there is room for "
+                f"{self._capacity:,} on the device. Set --embedding.device-bytes {needed * each} or more, or use a smaller "
+                "--data.batch-size."
+            )
         least = self._num_bytes + (needed - self._capacity) * self._row_bytes
         return TrainError(
             f"the batches in flight use {needed:,} rows of table '{self._name}' at once, but its buffer of "

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nestpipe.ops.device_memory import upload, used_here
 from nestpipe.ops.native_library import Native, library
 
 _SQRT_CHUNK = 1 << 15  # values; stays in the cache
@@ -34,7 +35,7 @@ def gather_rows(
         )
     functions = _functions_for(native, column, out)
     if functions is None:
-        torch.index_select(column, 0, slots, out=out)
+        torch.index_select(column, 0, upload(slots, column.device), out=out)
         return out
     slots = slots.contiguous()
     size = len(column), row_bytes(column)
@@ -51,7 +52,7 @@ def scatter_rows(column: Tensor, slots: Tensor, rows: Tensor, *, native: bool | 
     _check_shape(column, slots, rows)
     functions = _functions_for(native, column) if rows.dtype == column.dtype else None
     if functions is None:
-        column.index_copy_(0, slots, rows)
+        column.index_copy_(0, upload(slots, column.device), rows)
         return
     slots, rows = slots.contiguous(), rows.contiguous()
     size = len(column), row_bytes(column)
@@ -65,7 +66,7 @@ def add_rows(target: Tensor, places: Tensor, rows: Tensor, *, native: bool | Non
     _check_shape(target, places, rows)
     functions = _functions_for(native, target) if target.dtype == rows.dtype == torch.float32 else None
     if functions is None:
-        target.index_add_(0, places, rows)
+        target.index_add_(0, upload(places, target.device), rows)
         return
     places, rows = places.contiguous(), rows.contiguous()
     size = len(target), row_bytes(target) // rows.itemsize
@@ -82,7 +83,7 @@ def copy_from(
         _move(functions.copy_from, target, places, sources, columns)
         return
     for own, rows in _by_column(sources, columns):
-        target.index_copy_(0, places.index_select(0, own), rows)
+        target.index_copy_(0, upload(places.index_select(0, own), target.device), rows)
 
 
 def add_from(
@@ -94,7 +95,7 @@ def add_from(
         _move(functions.add_from, target, places, sources, columns)
         return
     for own, rows in _by_column(sources, columns):
-        target.index_add_(0, places.index_select(0, own), rows)
+        target.index_add_(0, upload(places.index_select(0, own), target.device), rows)
 
 
 def largest(values: Tensor, *, native: bool | None = None) -> float:
@@ -125,8 +126,9 @@ class ArrivedGrads:
         return ArrivedGrads(self.segments, starts, self.order.index_select(0, places_in_order)).located()
 
     def located(self) -> ArrivedGrads:
-        """The same, with row addresses computed now."""
-        return replace(self, addresses=self.pointers())
+        """The same, with row addresses computed now; rows on a device have none."""
+        is_host = all(one.device.type == "cpu" for one in self.segments)
+        return replace(self, addresses=self.pointers()) if is_host else self
 
     def total(self, out: Tensor | None = None, *, native: bool | None = None) -> Tensor:
         """The sums [K, D]; in `out` if given."""
@@ -141,11 +143,13 @@ class ArrivedGrads:
         return out
 
     def _total(self) -> Tensor:
+        used_here(*self.segments)
         rows = torch.cat(list(self.segments))
         number = torch.arange(len(self.starts) - 1).repeat_interleave(self.starts.diff())
         # -0.0 is the neutral element: 0.0 would turn a sum of -0.0 into 0.0.
         sums = rows.new_full((len(self.starts) - 1, *rows.shape[1:]), -0.0)
-        return sums.index_add_(0, number, rows.index_select(0, self.order))
+        order = upload(self.order, rows.device)
+        return sums.index_add_(0, upload(number, rows.device), rows.index_select(0, order))
 
     def pointers(self) -> Tensor:
         """Addresses of the rows, in the order in which they are added; for native code."""
@@ -222,7 +226,7 @@ def _by_column(sources: Tensor, columns: Sequence[Tensor]) -> Iterator[tuple[Ten
     number, position = sources >> 32, sources & 0xFFFFFFFF
     for own, column in enumerate(columns):
         members = (number == own).nonzero().flatten()
-        yield members, column.index_select(0, position.index_select(0, members))
+        yield members, column.index_select(0, upload(position.index_select(0, members), column.device))
 
 
 class _RowFunctions:

@@ -20,6 +20,7 @@ from nestpipe.embedding.config import OptimizerConfig
 from nestpipe.embedding.row_adam import Adam, LazyAdam, State, caught_up
 from nestpipe.embedding.row_kernels import OptimizerCall, RowKernels, row_kernels
 from nestpipe.embedding.row_ops import ArrivedGrads, check_slots, exact_sqrt, gather_rows, scatter_rows
+from nestpipe.ops.device_memory import upload
 
 
 class RowOptimizer(Protocol):
@@ -171,6 +172,7 @@ def gather_slots(
     missed = optimizer.missed(batch, rows.dtype)
     kernels = _kernels_for(native, [rows, out, *state.values()], [rows])
     if kernels is None:
+        slots = upload(slots, rows.device)
         own = {name: gather_rows(column, slots) for name, column in state.items()}
         return out.copy_(caught_up(missed, gather_rows(rows, slots), own))
     if out.shape != (len(slots), *rows.shape[1:]):
@@ -202,7 +204,8 @@ def _update_copies(
     optimizer: RowOptimizer, rows: Tensor, state: State, slots: Tensor, grads: Tensor, lr: float, batch: int
 ) -> None:
     known = (slots != -1).nonzero().flatten()
-    slots, grads = slots.index_select(0, known), grads.index_select(0, known)
+    slots = upload(slots.index_select(0, known), rows.device)
+    grads = grads.index_select(0, upload(known, rows.device))
     own, own_state = gather_rows(rows, slots), {name: gather_rows(column, slots) for name, column in state.items()}
     optimizer.update(own, own_state, grads, lr, batch)
     scatter_rows(rows, slots, own)

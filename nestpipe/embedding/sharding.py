@@ -76,10 +76,10 @@ class ShardedTables:
         owner = self.owners.owner_of(ids)
         order = owner.argsort(stable=True)
         counts = torch.bincount(owner, minlength=self.world_size).tolist()
-        request_counts = [row[self.rank] for row in self.row_channel.all_gather_ints(counts)]
+        request_counts = [row[self.rank] for row in self.id_channel.all_gather_ints(counts)]
         requests = [torch.empty(count, dtype=torch.int64) for count in request_counts]
-        self.row_channel.exchange(f"peek/{name}", ids.index_select(0, order).split(counts), requests).wait()
+        self.id_channel.exchange(f"peek/{name}", ids.index_select(0, order).split(counts), requests).wait()
         table = self.tables[name]
         rows = table.empty_rows(len(ids))
-        self.row_channel.exchange(f"peeked/{name}", [table.peek(one) for one in requests], rows.split(counts)).wait()
+        self.id_channel.exchange(f"peeked/{name}", [table.peek(one) for one in requests], rows.split(counts)).wait()
         return torch.empty_like(rows).index_copy_(0, order, rows)

@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from nestpipe.embedding.config import OptimizerConfig
+from nestpipe.ops.device_memory import upload
 
 ORDER = 8  # of the series; kOrder in adam.cpp
 ENTRY = ORDER + 3  # centre, keep, coefficients
@@ -59,6 +60,13 @@ class MissedSteps:
     @property
     def num_settled(self) -> int:
         return max(self.step - self.horizon, 0)
+
+    def on(self, device: torch.device) -> MissedSteps:
+        """The same on a device."""
+        if device.type == self.settled.device.type:
+            return self
+        names = ("settled", "recent", "late", "rates", "keeps", "powers", "corrections")
+        return replace(self, **{name: upload(getattr(self, name), device) for name in names})
 
 
 class SkippedSteps:

@@ -22,6 +22,7 @@ from torch import Tensor
 from nestpipe.embedding.prefetch_buffer import RowAccess, RowRefs
 from nestpipe.embedding.row_ops import ArrivedGrads
 from nestpipe.embedding.unique_ids import dedupe
+from nestpipe.ops.device_memory import download, upload
 
 KEPT = "kept."
 
@@ -51,7 +52,8 @@ class PreviousRows:
             return rows
         place = torch.searchsorted(self.ids, ids).clamp_(max=len(self.ids) - 1)
         known = (self.ids.index_select(0, place) == ids).nonzero().flatten()
-        return rows.index_copy_(0, known, self.rows.index_select(0, place.index_select(0, known)))
+        kept = upload(self.rows.index_select(0, place.index_select(0, known)), rows.device)
+        return rows.index_copy_(0, upload(known, rows.device), kept)
 
 
 class StaleRows:
@@ -89,7 +91,7 @@ class StaleRows:
     def keep_previous(self, refs: RowRefs) -> None:
         """Keeps the rows of the last batch before a barrier; called before its update."""
         # As the next batch reads them between barriers, before this update.
-        self.previous = PreviousRows(refs.ids, self.inner.gather(replace(refs, step=refs.step + 1)))
+        self.previous = PreviousRows(refs.ids, download(self.inner.gather(replace(refs, step=refs.step + 1))))
 
     def update(self, refs: RowRefs, grads: Tensor | ArrivedGrads, lr: float) -> None:
         self._clear_first(refs)  # its rows have been sent

@@ -17,6 +17,7 @@ from nestpipe.embedding.admission import Admission
 from nestpipe.embedding.buckets import Owners, num_table_buckets
 from nestpipe.embedding.changed_rows import ChangedRows
 from nestpipe.embedding.config import EmbeddingConfig, OptimizerConfig
+from nestpipe.embedding.device_rows import DeviceColumns, HostBelow, device_capacity
 from nestpipe.embedding.id_index import make_index
 from nestpipe.embedding.lookup import TableSpec
 from nestpipe.embedding.row_adam import Adam, State
@@ -35,6 +36,7 @@ _SECTION_BYTES = 16 << 20  # at most, of rows that a save holds in memory at a t
 _MIN_SECTIONS = 256  # of a large table; smaller sections than this gives are at least _MIN_SECTION_BYTES
 _MIN_SECTION_BYTES = 256 << 10
 _NO_LIMITS = EmbeddingConfig()
+_HOST = torch.device("cpu")
 
 
 class Table:
@@ -50,9 +52,14 @@ class Table:
         dtype: torch.dtype = torch.float32,
         num_buckets: int | None = None,
         native: bool | None = None,
+        device: torch.device = _HOST,
+        num_tables: int = 1,
     ):
-        """`num_buckets` divides the limits of `config` [default: `num_table_buckets`]."""
-        self.spec, self.config = spec, config
+        """`num_buckets` divides the limits of `config` [default: `num_table_buckets`].
+
+        With a `device` rows in use are there, in a buffer; `num_tables` share its memory.
+        """
+        self.spec, self.config, self.device = spec, config, device
         self.num_buckets = num_table_buckets(config) if num_buckets is None else num_buckets
         self._optimizer = optimizer
         self._lr_factor = spec.optimizer.lr / config.lr if spec.optimizer else 1.0  # step rates are those of `config`
@@ -66,6 +73,10 @@ class Table:
             file = RowFile(columns, Path(config.files_folder), append_bytes=config.buffer_bytes // 64, native=native)
             self.buffer = RowBuffer(spec.name, columns, file, config.buffer_bytes, native=native)
         self._rows: RowStore | RowBuffer = RowStore(columns) if self.buffer is None else self.buffer
+        if device.type != "cpu":
+            capacity = device_capacity(spec.name, columns, device, config.device_bytes, num_tables=num_tables)
+            on_device, below = DeviceColumns(columns, device, capacity), HostBelow(self._rows)
+            self._rows = self.buffer = RowBuffer(spec.name, columns, below, 0, native=native, on_device=on_device)
         self._changed: ChangedRows | None = None
         self._snapshot: RowSnapshot | None = None  # that reads the rows while they change
         self._decaying = optimizer if isinstance(optimizer, Adam) and optimizer.config.weight_decay else None
@@ -106,6 +117,10 @@ class Table:
         """An uninitialised buffer for rows [n, D]."""
         return torch.empty(num_rows, self.spec.dim, dtype=self._dtype)
 
+    def message_rows(self, num_rows: int) -> Tensor:
+        """An uninitialised buffer for rows [n, D] where batches use them: on the device, if the table has one."""
+        return torch.empty(num_rows, self.spec.dim, dtype=self._dtype, device=self.device)
+
     def advance(self, ids: Tensor, step: int) -> Tensor:
         """Admits and evicts ids for batch `step`; returns the slots [n] of its ids, -1 for an id without a row.
 
@@ -134,7 +149,9 @@ class Table:
             return self._rows.gather(WEIGHTS, slots, out)
         return self._current(self._rows.read(slots), torch.arange(len(slots)), batch, out)
 
-    def gather_from(self, columns: RowStore, slots: Tensor, out: Tensor | None = None, *, batch: int) -> Tensor:
+    def gather_from(
+        self, columns: RowStore | DeviceColumns, slots: Tensor, out: Tensor | None = None, *, batch: int
+    ) -> Tensor:
         """`gather` from columns in memory."""
         return self._current(columns.columns, slots, batch, out)
 
@@ -206,7 +223,9 @@ class Table:
         self._rows.mark_dirty(positions)
         self._rows.release(positions)
 
-    def step(self, columns: RowStore, slots: Tensor, grads: Tensor | ArrivedGrads, lr: float, *, batch: int) -> None:
+    def step(
+        self, columns: RowStore | DeviceColumns, slots: Tensor, grads: Tensor | ArrivedGrads, lr: float, *, batch: int
+    ) -> None:
         """`update` in place on columns in memory."""
         own, rate = columns.columns, lr * self._lr_factor
         update_slots(self._optimizer, own[WEIGHTS], _state_of(own), slots, grads, rate, batch=batch)
@@ -263,7 +282,7 @@ class Table:
         return sum(row_bytes(column) for column in self._columns.columns.values())
 
     @property
-    def _columns(self) -> RowStore:
+    def _columns(self) -> RowStore | DeviceColumns:
         """The columns in memory: of all rows, or of those in the buffer."""
         return self._rows.rows if isinstance(self._rows, RowBuffer) else self._rows
 

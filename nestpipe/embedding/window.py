@@ -45,6 +45,7 @@ from nestpipe.embedding.routing import Plan
 from nestpipe.embedding.row_ops import ArrivedGrads, add_from, copy_from, gather_rows, largest, scatter_rows
 from nestpipe.embedding.sharding import ShardedTables
 from nestpipe.embedding.stale_rows import StaleRows
+from nestpipe.ops.device_memory import upload, used_here
 
 
 @dataclass(slots=True, eq=False)
@@ -61,7 +62,7 @@ class Window:
     stop_requested: bool = False  # by this rank; by any rank after exchange_ids
     chunks: Chunking = 1
     counts: CountExchange | None = None
-    largest: dict[str, float] = field(default_factory=dict)  # per table: the largest |gradient| sent
+    largest: dict[str, float | Tensor] = field(default_factory=dict)  # per table: the largest |gradient| sent
     requester: dict[str, RequesterState] = field(default_factory=dict)
     owner: dict[str, OwnerState] = field(default_factory=dict)
     row_messages: dict[Message, dict[str, RowMessage]] = field(default_factory=dict)  # per message and table
@@ -153,7 +154,7 @@ class Window:
         handle = self.tables.row_channel.post(f"rows/{name}", packed or buffers, where=where, own=False)
         own, places[rank] = refs.at(places[rank]), places[rank][:0]
         sent = refs.at(torch.cat(places))
-        send_buffer = self.tables.tables[name].empty_rows(len(sent.ids))
+        send_buffer = self.tables.tables[name].message_rows(len(sent.ids))
         sends = list(send_buffer.split([len(one) for one in places]))
         sends[rank] = buffers[rank]
         self.row_messages.setdefault(message, {})[name] = RowMessage(
@@ -183,9 +184,9 @@ class Window:
         else:
             receive_counts = [0 if peer == rank else count for peer, count in enumerate(receive_counts)]
         table = self.tables.tables[name]
-        received = list(table.empty_rows(sum(receive_counts)).split(receive_counts))
+        received = list(table.message_rows(sum(receive_counts)).split(receive_counts))
         handle = self.tables.row_channel.post(f"gradients/{name}", received, where=where, own=False)
-        send_buffer = table.empty_rows(0 if positions is None else len(positions))
+        send_buffer = table.message_rows(0 if positions is None else len(positions))
         self.grad_messages.setdefault(message, {})[name] = GradMessage(
             handle, positions, own, send_counts, send_buffer, received
         )
@@ -201,6 +202,7 @@ class Window:
                 sends = [
                     rows if peer == rank else narrow.pack(rows, peer, micro_batch) for peer, rows in enumerate(sends)
                 ]
+            used_here(message.receive_buffers[rank])
             message.handle.launch(sends, num_rows=len(message.refs.ids) + len(message.own_refs.ids))
             # After the launch: no other rank waits for the rows that stay here.
             access.gather(message.own_refs, message.receive_buffers[rank])
@@ -210,6 +212,7 @@ class Window:
     def local_rows(self, micro_batch: int) -> dict[str, Tensor]:
         """Rows [u, D] of the micro-batch's distinct ids as autograd leaves, per table. Blocks until they have arrived."""
         for requester in self.requester.values():  # rows of earlier micro-batches need no message
+            used_here(*requester.local_rows)
             copy_from(
                 requester.local_rows[micro_batch],
                 requester.plan.repeated[micro_batch],
@@ -251,6 +254,7 @@ class Window:
         is_last = micro_batch == self.plan.num_micro_batches - 1
         for name, message in self.grad_messages[micro_batch, chunk].items():
             sums, own = self.requester[name].computed_grads(micro_batch), message.received[self.tables.rank]
+            used_here(sums, own)
             sent = (
                 sums
                 if message.sent_positions is None
@@ -295,7 +299,8 @@ class Window:
             self._check_summed(owner, 0)
             grads = self._sums(name)
             owner.totals = totals[name] = grads.total() if isinstance(grads, ArrivedGrads) else grads
-            owner.totals.index_fill_(0, owner.retrieved.rowless, 0.0)  # dropped: they must not count in a norm
+            rowless = upload(owner.retrieved.rowless, owner.totals.device)
+            owner.totals.index_fill_(0, rowless, 0.0)  # dropped: they must not count in a norm
         return totals
 
     def keep_previous(self) -> None:
@@ -316,6 +321,7 @@ class Window:
         """The gradients of the owned rows, added in (micro-batch, rank) order."""
         owner = self.owner[name]
         if owner.totals is not None:
+            used_here(owner.totals)
             return owner.totals
         if owner.union is not None:
             return owner.union.grads(self.arrivals(name)[0])
@@ -351,7 +357,14 @@ class Window:
         return 2 if self.chunks == "shared" else self.chunks
 
 
-def larger(so_far: float, values: Tensor) -> float:
-    """The larger of a number and the largest |value|; nan if there is one."""
+def larger(so_far: float | Tensor, values: Tensor) -> float | Tensor:
+    """The larger of a number and the largest |value|; nan if there is one. On a device, so that nobody waits for it."""
+    if values.device.type != "cpu":
+        if not values.numel():
+            return so_far
+        most = values.detach().abs().amax()
+        return torch.maximum(so_far, most) if isinstance(so_far, Tensor) else most
+    if isinstance(so_far, Tensor):
+        raise TypeError("rows of a table are on a device and on the host")
     own = largest(values)
     return so_far if own <= so_far or math.isnan(so_far) else own

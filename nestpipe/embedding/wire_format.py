@@ -16,6 +16,7 @@ from torch import Tensor
 
 from nestpipe.embedding.lookup import Lookup
 from nestpipe.embedding.routing import Plan, TablePlan
+from nestpipe.ops.device_memory import upload
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -34,7 +35,8 @@ class NarrowRows:
     def buffers(self, micro_batch: int, rows: Sequence[Tensor]) -> list[Tensor]:
         """Byte buffers for the messages of a micro-batch, one per peer; `rows` are the unpacked shapes."""
         return [
-            torch.empty(self._num_bytes(peer, micro_batch, one), dtype=torch.uint8) for peer, one in enumerate(rows)
+            torch.empty(self._num_bytes(peer, micro_batch, one), dtype=torch.uint8, device=one.device)
+            for peer, one in enumerate(rows)
         ]
 
     def _num_bytes(self, peer: int, micro_batch: int, like: Tensor) -> int:
@@ -57,11 +59,11 @@ class NarrowRows:
             (narrow, self.wire, data[num_bytes:]),
         ):
             rows = chunk.view(dtype).reshape(-1, into.shape[1]).to(into.dtype)
-            into.index_copy_(0, mask.nonzero().flatten(), rows)
+            into.index_copy_(0, upload(mask.nonzero().flatten(), into.device), rows)
 
     def round_(self, rows: Tensor, peer: int, micro_batch: int) -> None:
         """Rounds rows [n, D] that were copied instead of sent, as if they had been sent."""
-        places = self.of(peer, micro_batch).nonzero().flatten()
+        places = upload(self.of(peer, micro_batch).nonzero().flatten(), rows.device)
         rows.index_copy_(0, places, rows.index_select(0, places).to(self.wire).to(rows.dtype))
 
 
@@ -94,4 +96,4 @@ def _mask(micro_batches: Sequence[Mapping[str, Lookup]], table: str, plan: Table
 
 
 def _masked(rows: Tensor, mask: Tensor) -> Tensor:
-    return rows.index_select(0, mask.nonzero().flatten())
+    return rows.index_select(0, upload(mask.nonzero().flatten(), rows.device))

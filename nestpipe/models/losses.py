@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from nestpipe.embedding.unique_ids import dedupe
+from nestpipe.ops.device_memory import upload
 
 _MIN_VARIANCE = 1e-4
 
@@ -33,7 +34,7 @@ def in_batch_softmax(
 
     queries [T, D]; items [U, D]; positives [T] index `items`; log_q [T] is the log probability of drawing each positive as a
     negative (logQ correction). Group n has the tokens between offsets[n] and offsets[n + 1]. A negative that equals the token's
-    positive is left out.
+    positive is left out. Positives, log_q and offsets are on the host, wherever the vectors are.
     """
     loss: Tensor = _InBatch.apply(queries, items, positives, log_q, offsets, segment)  # type: ignore[no-untyped-call]
     return loss
@@ -121,7 +122,9 @@ class _InBatch(torch.autograd.Function):
                 0, places, torch.arange(first, last)
             )  # one token per distinct positive
             counts = torch.bincount(places, minlength=len(distinct)).to(queries.dtype).log_()
-            vectors, bias = items.index_select(0, distinct), counts - log_q.index_select(0, some)
+            bias = counts - log_q.index_select(0, some)
+            distinct, places, counts, bias = (upload(one, items.device) for one in (distinct, places, counts, bias))
+            vectors = items.index_select(0, distinct)
             grad_vectors = torch.zeros_like(vectors)
             for start in range(first, last, segment):
                 own = slice(start, min(start + segment, last))

@@ -26,7 +26,8 @@ def draw_negatives(loss: LossConfig, batch: Batch, rng: Rng, num_items: int) -> 
 
 
 def blocks_of(loss: LossConfig, batch: Batch, rng: Rng) -> Blocks:
-    """The blocks of negatives that each event is scored against."""
+    """The blocks of negatives that each event is scored against; on the host."""
+    batch = batch.on_host
     offsets = batch.items.offsets
     if loss.source == "pool":
         return Blocks.of_rows(torch.tensor([0, batch.num_tokens]))
@@ -40,14 +41,16 @@ def blocks_of(loss: LossConfig, batch: Batch, rng: Rng) -> Blocks:
 
 
 def group_runs(batch: Batch, rows: Jagged | None = None) -> tuple[Tensor, Tensor]:
-    """Event offsets of the declared groups [N + 1] and their numbers [N]; raises ValueError if a group is not contiguous.
+    """Event offsets of the declared groups [N + 1] and their numbers [N], on the host; raises ValueError if one is not contiguous.
 
     With `rows` (one per sample), the offsets are those of their values.
     """
     if batch.groups is None:
         raise ValueError("the loss mixes the samples of a group, but the batch has no groups; set --data.group-size")
-    numbers, counts = torch.unique_consecutive(batch.groups, return_counts=True)
+    rows, groups = rows or batch.items, batch.on_host.groups
+    assert groups is not None
+    numbers, counts = torch.unique_consecutive(groups, return_counts=True)
     if len(numbers.unique()) < len(numbers):
         raise ValueError("the samples of a group are not contiguous in the batch")
     first_samples = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-    return (rows or batch.items).offsets.index_select(0, first_samples), numbers
+    return rows.host_offsets.index_select(0, first_samples), numbers

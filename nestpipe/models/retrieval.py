@@ -18,6 +18,7 @@ from nestpipe.models.config import LossConfig
 from nestpipe.models.contract import Backbone, Coupling, Output
 from nestpipe.models.losses import full_softmax, in_batch_softmax
 from nestpipe.models.negative_sampling import blocks_of, draw_negatives, group_runs
+from nestpipe.ops.device_memory import upload
 from nestpipe.ops.negatives import sampled_softmax
 from nestpipe.registry import entry_of
 from nestpipe.rng import Rng
@@ -75,23 +76,24 @@ class Retrieval(nn.Module):
         hidden = self._hidden(rows, batch, rng)
         queries = self._unit(hidden) / self.loss.temperature
         items = self._unit(rows["targets"].unique)
-        positives, segment = rows["targets"].index, self.loss.segment
+        targets, segment = rows["targets"], self.loss.segment
         if self.loss.kind == "full":
             catalogue = F.embedding(rows["catalogue"].index, items)
             place = torch.full((len(items),), -1).index_copy_(
-                0, rows["catalogue"].index, torch.arange(len(self.catalogue))
+                0, rows["catalogue"].host_index, torch.arange(len(self.catalogue))
             )
-            loss = full_softmax(queries, catalogue, place.index_select(0, positives), segment=segment)
+            positives = upload(place.index_select(0, targets.host_index), items.device)
+            loss = full_softmax(queries, catalogue, positives, segment=segment)
         elif self.loss.kind == "in_batch":
-            log_q = self.log_q.index_select(0, torch.searchsorted(self.catalogue, rows["targets"].lookup.ids))
-            loss = in_batch_softmax(queries, items, positives, log_q, group_runs(batch)[0], segment=segment)
+            log_q = self.log_q.index_select(0, torch.searchsorted(self.catalogue, targets.lookup.ids))
+            loss = in_batch_softmax(queries, items, targets.host_index, log_q, group_runs(batch)[0], segment=segment)
         else:
             negatives = rows["negatives"]
             rounded = negatives.rounded()
             loss = sampled_softmax(
                 queries,
                 items if rounded is rows["targets"].unique else self._unit(rounded),
-                positives,
+                targets.index,
                 negatives.index,
                 segment=segment,
                 positive_rows=items,

@@ -98,9 +98,19 @@ def attention_layout(
     `decay` False the layout supports no time bias. Raises ValueError if shapes do not match.
     """
     keys = queries if keys is None else keys
+    host = None
+    if queries.host is not None and keys.host is not None and num_targets is None:
+        host = attention_layout(
+            queries.host,
+            keys=keys.host,
+            times=None if times is None else times.host,
+            query_times=None if query_times is None else query_times.host,
+            num_buckets=num_buckets,
+            decay=decay,
+        )
     if num_targets is None:
         num_targets = torch.zeros(queries.num_rows, dtype=torch.int64, device=queries.offsets.device)
-    if problem := _problem(queries, keys, times, query_times, num_targets, num_buckets):
+    if host is None and (problem := _problem(queries, keys, times, query_times, num_targets, num_buckets)):
         raise ValueError(f"attention layout: {problem}.")
     both = None if times is None or query_times is None else (query_times.values, times.values)
     return Layout(
@@ -110,6 +120,7 @@ def attention_layout(
         times=both,
         num_buckets=num_buckets,
         decay=decay,
+        host=host,
     )
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nestpipe.ops.device_memory import upload
 from nestpipe.ops.kernel_args import MASKED, Gradients, KernelInputs, Layout, buckets_of, gaps, log_of, pairs
 
 _QUERY_BLOCK = 128
@@ -48,8 +49,10 @@ class _Group:
 
 
 def plan(layout: Layout) -> list[Tensor]:
-    """The groups of a batch as a flat list of tensors."""
-    return [one for members in _members(layout) for one in _group(members, layout).flat()]
+    """The groups of a batch as a flat list of tensors; spans of blocks stay on the host."""
+    device, layout = layout.key_offsets.device, layout.host or layout
+    flat = [_group(members, layout).flat() for members in _members(layout)]
+    return [one for spans, *tensors in flat for one in (spans, *(upload(tensor, device) for tensor in tensors))]
 
 
 def forward(inputs: KernelInputs) -> tuple[Tensor, Tensor]:

@@ -27,6 +27,7 @@ class Layout:
     times: tuple[Tensor, Tensor] | None  # of queries [Q] and keys [K]
     num_buckets: int
     decay: bool
+    host: Layout | None = None  # of a layout on a device: the same on the host, where plans are made
     plans: dict[str, list[Tensor]] = field(default_factory=dict)
     """Backend -> what it derives from the fields above; filled on first use."""
 

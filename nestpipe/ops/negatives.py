@@ -30,6 +30,7 @@ from torch.nn import functional as F
 
 from nestpipe.jagged import ranges
 from nestpipe.ops import negatives_native, negatives_torch
+from nestpipe.ops.device_memory import upload
 from nestpipe.ops.native_library import Native, load
 
 log = logging.getLogger("nestpipe")
@@ -121,9 +122,8 @@ def sampled_softmax(
             f"{len(blocks.of_token)} tokens with {int(blocks.unit_blocks[-1])} blocks"
         )
     backend = backend or choose(rows, negatives, blocks)
-    task = negatives_torch.LossTask(
-        positives, negatives, blocks.of_token, blocks.unit_tokens, blocks.unit_blocks, segment
-    )
+    of_token = upload(blocks.of_token, rows.device)  # the other sizes are for the host, which decides about launches
+    task = negatives_torch.LossTask(positives, negatives, of_token, blocks.unit_tokens, blocks.unit_blocks, segment)
     same = rows if positive_rows is None else positive_rows
     loss: Tensor = _SampledSoftmax.apply(queries, rows, same, task, BACKENDS[backend])  # type: ignore[no-untyped-call]
     return loss

@@ -47,7 +47,13 @@ def build_state(
     for spec in model.tables:
         settings = spec.optimizer or embedding
         tables[spec.name] = Table(
-            spec, OPTIMIZERS[settings.optimizer](settings), seed=seed, config=embedding, dtype=dtype
+            spec,
+            OPTIMIZERS[settings.optimizer](settings),
+            seed=seed,
+            config=embedding,
+            dtype=dtype,
+            device=channels.rows.device,
+            num_tables=len(model.tables),
         )
     sharded = ShardedTables(
         tables, channels.keys, channels.rows, Owners(num_table_buckets(embedding), num_ranks), channels.replicas
@@ -58,6 +64,7 @@ def build_state(
         embedding=sharded,
         dense=DenseParams(cast(nn.Module, model), dense or DenseConfig(), channels.dense),
         control=channels.control,
+        flags=channels.flags,
         seed=seed,
         micro_batching=pipeline.micro_batching,
         skip_nonfinite=skip_nonfinite,

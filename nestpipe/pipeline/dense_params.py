@@ -19,11 +19,13 @@ Parameters are views of `weights` and their gradients views of `grads`, in the o
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +35,7 @@ from nestpipe.embedding.config import DenseConfig
 from nestpipe.embedding.row_adam import State
 from nestpipe.embedding.row_optimizer import OPTIMIZERS, update_slots
 from nestpipe.errors import TrainError
+from nestpipe.ops.device_memory import download, used_here
 
 _MAX_BUCKETS = 16
 _MIN_BUCKET_BYTES = 1 << 18  # 2 ms at 1 Gbit/s; smaller messages cost more to launch than they hide
@@ -55,6 +58,8 @@ class DenseParams:
 
     def __init__(self, module: nn.Module, config: DenseConfig, channel: Channel):
         self.channel = channel
+        self._module = module
+        _move(module, channel.device)
         self._named = dict(module.named_parameters())
         saved = module.state_dict().keys()
         self._buffers = {name: buffer for name, buffer in module.named_buffers() if name in saved}
@@ -124,17 +129,20 @@ class DenseParams:
         assert bucket.received is not None
         (handle, (bucket.total, *others)), bucket.received = bucket.received, None
         handle.wait()
+        used_here(bucket.total, *others)
         for other in others:  # in rank order, not in order of arrival
             bucket.total.add_(other)
         return bucket
 
     def own_square(self) -> float:
         """Squared norm of this rank's pieces of the sums, in fp64."""
-        return sum(_summed(bucket).double().square().sum().item() for bucket in self.buckets)
+        squares = [_summed(bucket).double().square().sum() for bucket in self.buckets]
+        return sum(download(torch.stack(squares)).tolist())
 
     def advance(self, bucket: DenseBucket, lr: float, factor: float = 1.0, *, staged: bool) -> None:
         """Updates this rank's piece with the sum times `factor`, and launches its all-gather. Collective."""
         total, target, state, size = _summed(bucket), self.weights, bucket.state, self.channel.world.size
+        used_here(total, *state.values())
         bucket.total = None
         if factor < 1.0:
             total.mul_(factor)
@@ -155,6 +163,7 @@ class DenseParams:
 
     def commit(self, lr: float, *, staged: bool) -> None:
         """Takes over what `advance` staged, after `wait_gathers`."""
+        used_here(*([] if self._staged is None else [self._staged]))
         if not self._is_sharded and self._staged is not None:  # the sums
             self._update(self.weights, self._state, self._staged, lr)
         elif staged and self._staged is not None:
@@ -170,11 +179,15 @@ class DenseParams:
 
         Not `everywhere`: the state is complete on rank 0 only.
         """
-        named = {f"weights.{name}": one.detach().clone() for name, one in (self._named | self._buffers).items()}
-        state = {name: values.clone() for name, values in self._state.items()}
+        named = {f"weights.{name}": _copy(one) for name, one in (self._named | self._buffers).items()}
+        state = {name: _copy(values) for name, values in self._state.items()}
         for name, first in self.buckets[0].state.items():
-            state[name] = self._gather_state(name, everywhere) if self._is_per_weight(name) else first.clone()
+            state[name] = self._gather_state(name, everywhere) if self._is_per_weight(name) else _copy(first)
         return {**named, **{f"state.{name}": values for name, values in state.items()}}
+
+    def model_on_host(self) -> Any:
+        """The module with its current weights on the host: itself, or a copy if it is on a device."""
+        return self._module if self.weights.device.type == "cpu" else copy.deepcopy(self._module).to("cpu")
 
     def load(self, content: dict[str, Tensor]) -> None:
         """Replaces weights and state by exported ones, of any number of ranks."""
@@ -194,7 +207,8 @@ class DenseParams:
 
     def _new_state(self, weights: Tensor) -> State:
         state = self._optimizer.new_state(1, len(weights)).items()
-        return {name: one.to(weights.dtype) if one.is_floating_point() else one for name, one in state}
+        typed = {name: one.to(weights.dtype) if one.is_floating_point() else one for name, one in state}
+        return {name: one.to(weights.device) for name, one in typed.items()}
 
     def _update(self, weights: Tensor, state: State, grads: Tensor, lr: float) -> None:
         row = torch.zeros(1, dtype=torch.int64)
@@ -213,7 +227,7 @@ class DenseParams:
             self.channel.exchange(
                 "state", [own if one in takers else own[:0] for one in range(world.size)], receive
             ).wait()
-        return whole.unsqueeze(0)
+        return download(whole).unsqueeze(0)
 
 
 def _layout(named: Mapping[str, nn.Parameter]) -> list[tuple[list[str], slice]]:
@@ -228,6 +242,24 @@ def _layout(named: Mapping[str, nn.Parameter]) -> list[tuple[list[str], slice]]:
             layout.append((names, slice(start, end)))
             names, end = [], start
     return layout
+
+
+def _move(module: nn.Module, device: torch.device) -> None:
+    """Moves parameters and saved buffers to a device; they stay the same objects, shared ones too.
+
+    Other buffers belong to what a model decides on the host, such as its lookups.
+    """
+    saved = module.state_dict(keep_vars=True).values()
+    for one in {id(one): one for one in (*module.parameters(), *saved)}.values() if device.type != "cpu" else ():
+        moved = one.detach().to(device)
+        torch.utils.swap_tensors(
+            one, nn.Parameter(moved, one.requires_grad) if isinstance(one, nn.Parameter) else moved
+        )
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """A copy on the host."""
+    return tensor.detach().clone() if tensor.device.type == "cpu" else download(tensor)
 
 
 def _summed(bucket: DenseBucket) -> Tensor:

@@ -135,7 +135,7 @@ class Runner:
         """Trains until the barrier; returns the number of batches. Raises the first failure, after all streams have ended."""
         self._protect_rows()
         board = EventBoard(self.schedule.streams, feed.num_batches)
-        backend = stream_backend(self.state.embedding.row_channel.world.device, self.schedule.streams)
+        backend = stream_backend(self.state.embedding.row_channel.device, self.schedule.streams)
         segment, num_threads = _Segment(feed, board, backend, self.state.num_steps), torch.get_num_threads()
         self._hand_over()
 
@@ -157,6 +157,7 @@ class Runner:
                 thread.join()
         if board.failure is not None:
             self._abort(threads, board.failure)
+        backend.join()
         self._hand_over()
         if board.failure is not None:
             raise board.failure

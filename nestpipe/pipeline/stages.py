@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import cast
 
 import torch
@@ -32,6 +33,7 @@ from nestpipe.embedding.window import Window, larger
 from nestpipe.errors import ConfigError, TrainError
 from nestpipe.jagged import Batch
 from nestpipe.models.contract import Model, Output, Selecting
+from nestpipe.ops.device_memory import download, upload, used_here
 from nestpipe.pipeline.config import MicroBatchConfig
 from nestpipe.pipeline.dense_params import DenseBucket, DenseParams
 from nestpipe.pipeline.micro_batch import cut_batch
@@ -68,6 +70,7 @@ class TrainState:
     dense: DenseParams
     control: Channel  # for agreements of all ranks
     seed: int
+    flags: Channel | None = None  # for flags and logs, if the channel of all ranks for rows is on a device
     micro_batching: MicroBatchConfig = field(default_factory=MicroBatchConfig)
     skip_nonfinite: bool = False  # skip a batch with a non-finite value instead of raising
     num_steps: int = 0  # steps done
@@ -79,7 +82,17 @@ class TrainState:
     @property
     def channels(self) -> tuple[Channel, ...]:
         """All channels that stages use."""
-        return *self.embedding.channels, self.dense.channel
+        return *self.embedding.channels, self.dense.channel, *([] if self.flags is None else [self.flags])
+
+    @property
+    def device(self) -> torch.device:
+        """Where rows and dense weights are used."""
+        return self.dense.weights.device
+
+    @property
+    def flag_channel(self) -> Channel:
+        """The channel of all ranks, on the host, that belongs to the thread that sends rows."""
+        return self.flags or self.embedding.all_ranks
 
 
 @dataclass(slots=True, eq=False)
@@ -93,11 +106,11 @@ class BatchWork:
     micro_batches: list[Batch]  # of the samples that the model selected
     plan: Plan
     window: Window
-    sums: dict[str, float] = field(default_factory=dict)  # this rank's loss and logs
+    sums: dict[str, float | Tensor] = field(default_factory=dict)  # this rank's loss and logs; fp64 on a device
     means: dict[str, float] = field(default_factory=dict)  # over all ranks, after `flag`; empty without weight
     previous: Window | None = None  # window of the previous batch, to find shared rows
     next: Window | None = None  # window of the next batch, if it has been read
-    largest_dense: float = 0.0
+    largest_dense: float | Tensor = 0.0
     skipped: bool = False  # no parameter is updated
     factor: float = 1.0  # scale of gradients, from clipping
     mark_bucket: Callable[[int], None] | None = None  # set if dense sums overlap with the backward: called when ready
@@ -163,7 +176,7 @@ def post(state: TrainState, work: BatchWork) -> None:
     work.window.post_receives(where=work.where)
     buffers = torch.zeros(state.num_ranks, _FLAGS + _MAX_LOGS, dtype=torch.float64)
     work._flag_buffers = list(buffers.unbind())
-    work._flags = state.embedding.all_ranks.post("flags", work._flag_buffers, where=work.where)
+    work._flags = state.flag_channel.post("flags", work._flag_buffers, where=work.where)
 
 
 def rows(state: TrainState, work: BatchWork, micro_batch: int) -> None:
@@ -181,9 +194,11 @@ def compute(state: TrainState, work: BatchWork, micro_batch: int) -> None:
     if micro_batch == 0:
         state.dense.zero_grads()
     local_rows = work.window.local_rows(micro_batch)
-    output = cast(nn.Module, state.model)(
-        work.plan.rows(micro_batch, local_rows), work.micro_batches[micro_batch], work.rng
-    )
+    batch, rows_of = work.micro_batches[micro_batch], work.plan.rows(micro_batch, local_rows)
+    if state.device.type != "cpu":
+        batch = batch.moved(partial(upload, device=state.device))
+        rows_of = {name: one.moved(state.device) for name, one in rows_of.items()}
+    output = cast(nn.Module, state.model)(rows_of, batch, work.rng)
     is_last = micro_batch == work.plan.num_micro_batches - 1
     with state.dense.last_backward(work.mark_bucket) if is_last and work.mark_bucket else nullcontext():
         (output.loss_sum / (work.window.weight or 1.0)).backward()
@@ -199,7 +214,7 @@ def grads(state: TrainState, work: BatchWork, micro_batch: int) -> None:
     if micro_batch == work.plan.num_micro_batches - 1:
         if len(work.sums) > _MAX_LOGS:
             raise TrainError(f"the model logs {len(work.sums) - 1} values; at most {_MAX_LOGS - 1} are supported.")
-        values = [*_not_finite(state, work), *work.sums.values()]
+        values = _flag_values(state, work)
         flags = torch.tensor(values + [0.0] * (_FLAGS + _MAX_LOGS - len(values)), dtype=torch.float64)
         _posted(work).launch([flags] * state.num_ranks)
 
@@ -256,7 +271,8 @@ def norm(state: TrainState, work: BatchWork) -> None:
     """Norm of dense and row gradients together: rows by id, squares in fp64, owners (of group 0) in rank order."""
     if work.rates.clip.norm and work.rates.clip.rows:
         grads = work.window.owned_grads().values() if state.embedding.group == 0 else ()
-        _clip(state, work, sum(sums.double().square().sum(1).sum().item() for sums in grads))
+        squares = [sums.double().square().sum(1).sum() for sums in grads]
+        _clip(state, work, sum(download(torch.stack(squares)).tolist()) if squares else 0.0)
 
 
 def dense_step(state: TrainState, work: BatchWork) -> None:
@@ -310,9 +326,10 @@ def write(state: TrainState, work: BatchWork) -> None:
     work.window.release()
 
 
-def _add(sums: dict[str, float], output: Output) -> None:
+def _add(sums: dict[str, float | Tensor], output: Output) -> None:
     for name, value in {"loss": output.loss_sum, **output.logs}.items():
-        sums[name] = sums.get(name, 0.0) + value.item()
+        own = value.item() if value.device.type == "cpu" else value.detach().double()
+        sums[name] = own if name not in sums else sums[name] + own
 
 
 def _posted(work: BatchWork) -> Handle:
@@ -323,14 +340,24 @@ def _posted(work: BatchWork) -> Handle:
     return work._flags
 
 
-def _not_finite(state: TrainState, work: BatchWork) -> tuple[float, float]:
+def _flag_values(state: TrainState, work: BatchWork) -> list[float]:
+    """A code and a value of what is not finite, and the logs. From a device, all with one wait."""
+    tables = state.embedding.tables
+    values = [work.largest_dense, *(work.window.largest.get(name, 0.0) for name in tables), *work.sums.values()]
+    on_device = [one for one in values if isinstance(one, Tensor)]
+    if on_device:
+        used_here(*on_device)
+        copies = iter(download(torch.stack([one.double() for one in on_device])).tolist())
+        values = [next(copies) if isinstance(one, Tensor) else one for one in values]
+    known = [cast(float, one) for one in values]
+    largest, logs = known[: 1 + len(tables)], known[1 + len(tables) :]
+    loss = logs[list(work.sums).index("loss")]
+    return [*_not_finite(state, [abs(loss), *largest]), *logs]
+
+
+def _not_finite(state: TrainState, magnitudes: list[float]) -> tuple[float, float]:
     """A code and a value: which of loss, dense and row gradients could overflow a sum over all ranks; 0 for none."""
     limit = torch.finfo(state.dense.grads.dtype).max / state.num_ranks
-    magnitudes = [
-        abs(work.sums["loss"]),
-        work.largest_dense,
-        *(work.window.largest[name] for name in state.embedding.tables),
-    ]
     for code, largest in enumerate(magnitudes, start=1):
         if not largest <= limit:  # also true of nan
             return code, largest

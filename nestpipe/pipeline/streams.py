@@ -32,6 +32,10 @@ class StreamBackend(Protocol):
         """Called after a stream has run an event."""
         ...
 
+    def join(self) -> None:
+        """Called when all streams have ended: what the caller launches next comes after them."""
+        ...
+
 
 class HostStreams:
     """Stages are done when they return."""
@@ -45,12 +49,19 @@ class HostStreams:
     def end(self, name: str, event: Event) -> None:
         pass
 
+    def join(self) -> None:
+        pass
+
 
 class DeviceStreams:
-    """One device stream per schedule stream. Written for CUDA and NPU devices; not run there yet."""
+    """One device stream per schedule stream. All start after what the caller has launched, and end before what it launches next."""
 
     def __init__(self, device: torch.device, streams: Sequence[str], *, memory: int = 16):
+        self._device = device
         self._streams = {stream: torch.Stream(device) for stream in streams}
+        started = torch.accelerator.current_stream(device).record_event()
+        for stream in self._streams.values():
+            stream.wait_event(started)
         self._device_events: dict[Event, torch.Event] = {}
         self._memory = memory  # batches after which a device event is dropped
 
@@ -67,6 +78,11 @@ class DeviceStreams:
         if event.kind == "write":
             for old in [one for one in tuple(self._device_events) if one.batch < event.batch - self._memory]:
                 self._device_events.pop(old, None)
+
+    def join(self) -> None:
+        caller = torch.accelerator.current_stream(self._device)
+        for stream in self._streams.values():
+            caller.wait_event(stream.record_event())
 
 
 def stream_backend(device: torch.device, streams: Sequence[str]) -> StreamBackend:

@@ -163,7 +163,11 @@ def _open_generative(run: Run, arguments: ServeArguments) -> _Opened:
         own = generator.versions.main.served.model.config
         histories = generator.histories
         new = generative_version(
-            open_version(other, histories), histories, folder, step=step, request_instructions=with_texts
+            open_version(other, histories),
+            histories,
+            folder,
+            step=step,
+            request_instructions=arguments.request_instructions,
         )
         config = new.served.model.config
         if (config.num_scenarios, config.beam) != (own.num_scenarios, own.beam):

@@ -56,6 +56,8 @@ class TrainConfig:
     """Write metrics after this many steps."""
     num_threads: int = 0
     """Threads inside an operation; 0 takes the number of cores. Results are bitwise repeatable for a fixed number."""
+    device: str = "auto"
+    """Where to train: auto (the accelerator if there is one, else the CPU), cpu, cuda, npu, or another that torch has."""
     tensorboard: bool = False
     """Also write TensorBoard events (needs the extra nestpipe[tensorboard])."""
 
@@ -76,6 +78,8 @@ class TrainConfig:
         ):
             if getattr(self, name) < 0:
                 yield f"{name} is {getattr(self, name)}; it must not be negative"
+        if not re.fullmatch(r"auto|[a-z][a-z0-9_]*(:\d+)?", self.device):
+            yield f"device is {self.device!r}; it must be auto, cpu, cuda, npu, or another device that torch has"
         if self.decay_steps and self.decay_epochs:
             yield f"decay_steps is {self.decay_steps} and decay_epochs is {self.decay_epochs}; give one of them"
         for name in ("eval_epochs", "save_steps", "keep_last", "log_steps"):

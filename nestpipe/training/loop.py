@@ -43,6 +43,7 @@ from nestpipe.pipeline.semi_async import step_to_barrier
 from nestpipe.pipeline.sequential import step
 from nestpipe.pipeline.stages import BatchWork, TrainState
 from nestpipe.profiling.torch_profiler import profiled
+from nestpipe.training.device import exact_device, resolve_device
 from nestpipe.training.distributed_eval import ChannelRanks
 from nestpipe.training.environment import environment
 from nestpipe.training.mfu import Utilisation
@@ -110,7 +111,11 @@ def train_to_end(
     config = Config.from_json(config.to_json())  # as a resumed run reads it: 1 in a float field is 1.0
     keep_freed_memory()
     config = with_log_sizes(with_absolute_paths(config))
-    with contextlib.closing(world or World.from_environment(stacks=Path(folder))) as open_world:
+    device = world.device if world else resolve_device(config.train.device)
+    with (
+        exact_device(device),
+        contextlib.closing(world or World.from_environment(device=device, stacks=Path(folder))) as open_world,
+    ):
         channels = Channels.of(open_world)
         run = open_run(config, Path(folder), resume, init_from, channels)
         agree(run, channels.control)
@@ -166,7 +171,8 @@ class _Loop:
                 run.checkpoints,
                 channels.saves,
                 keep_last=train.keep_last,
-                background=train.async_save and run.config.embedding.tier == "memory",
+                background=train.async_save
+                and all(one.buffer is None for one in self._state.embedding.tables.values()),
                 max_deltas=train.max_deltas,
                 chain=self._chain,
             )
@@ -314,7 +320,8 @@ class _Loop:
     def _validate(self) -> None:
         # Only the means are used, so few bootstrap samples suffice.
         config = replace(self._config, eval=replace(self._config.eval, num_bootstrap=100))
-        scorer = make_predictor(self._state.model, self._state.embedding, self._run.instructed, self._run.split, config)
+        model, rows = self._state.dense.model_on_host(), self._state.embedding
+        scorer = make_predictor(model, rows, self._run.instructed, self._run.split, config)
         report = scorer.evaluate("validation", ranks=ChannelRanks(self._channels.control), progress=False)
         values = report.scalars()
         self._trackers.log(self._state.num_steps, {f"validation/{name}": value for name, value in values.items()})

@@ -56,10 +56,10 @@ from nestpipe.registry import entry_of
 FREE_KEYS = (
     *("data.path", "model.ids", "model.scenarios", "model.instructions", "model.start", "model.ranker"),
     *("train.epochs", "train.steps", "train.minutes", "train.save_steps", "train.keep_last", "train.log_steps"),
-    *("train.tensorboard", "train.async_save", "train.max_deltas", "train.checkpoints"),
+    *("train.device", "train.tensorboard", "train.async_save", "train.max_deltas", "train.checkpoints"),
     *("pipeline.groups", "pipeline.mode"),
     *(f"pipeline.advanced.{name}" for name in ("depth", "rows", "chunks", "trace_steps")),
-    *("embedding.tier", "embedding.files_folder", "embedding.buffer_bytes"),
+    *("embedding.tier", "embedding.files_folder", "embedding.buffer_bytes", "embedding.device_bytes"),
     *(f"eval.{field.name}" for field in fields(EvalConfig)),
 )
 

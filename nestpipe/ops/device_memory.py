@@ -1,0 +1,58 @@
+"""Copies between host and device, and the lifetime of tensors that several streams of a device use.
+
+A thread that launches device work must not wait for the device. So uploads go through pinned memory, and `download`,
+which waits, is called only where the host needs the values. On the CPU all of these return at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+def upload(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on a device, complete in the order of the current stream; the host does not wait."""
+    if tensor.device.type == device.type:
+        return tensor
+    return tensor.detach().pin_memory().to(device, non_blocking=True)
+
+
+def download(tensor: Tensor) -> Tensor:
+    """A copy on the host; waits for it. The same tensor if it is there already."""
+    return tensor if tensor.device.type == "cpu" else download_all([tensor])[0]
+
+
+def download_all(tensors: list[Tensor]) -> list[Tensor]:
+    """Copies of device tensors on the host, with one wait for all of them."""
+    copies = [torch.empty(one.shape, dtype=one.dtype, pin_memory=True) for one in tensors]
+    for copy, one in zip(copies, tensors, strict=True):
+        copy.copy_(one.detach(), non_blocking=True)
+    torch.accelerator.current_stream().record_event().synchronize()
+    return copies
+
+
+def used_here(*tensors: Tensor) -> None:
+    """Declares that the current stream uses tensors of other streams: freed memory is not reused before it is done."""
+    for one in tensors:
+        if one.device.type != "cpu" and one.numel():
+            one.record_stream(torch.accelerator.current_stream())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SharedTable:
+    """A constant table on a device, uploaded by one stream and read by several."""
+
+    table: Tensor
+    event: torch.Event
+
+    @staticmethod
+    def of(tensor: Tensor, device: torch.device) -> SharedTable:
+        return SharedTable(upload(tensor, device), torch.accelerator.current_stream().record_event())
+
+    def here(self) -> Tensor:
+        """The table, for the current stream."""
+        torch.accelerator.current_stream().wait_event(self.event)
+        used_here(self.table)
+        return self.table

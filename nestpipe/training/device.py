@@ -1,0 +1,77 @@
+"""The device of a run: `--train.device` as torch knows it, and arithmetic on it that repeats bitwise."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from nestpipe.distributed.process_group import backend_of
+from nestpipe.errors import ConfigError
+
+
+def resolve_device(name: str) -> torch.device:
+    """The device of this rank: `auto` is the accelerator if there is one, else the CPU. Raises ConfigError.
+
+    An accelerator without an index is that of the rank on its machine (LOCAL_RANK).
+    """
+    if name == "auto":
+        found = torch.accelerator.current_accelerator(check_available=True)
+        name = "cpu" if found is None or backend_of(found) is None else found.type
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"train.device is {name!r}, which this torch does not know: {_first_line(error)}") from error
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if not _is_available(device):
+        raise ConfigError(
+            f"train.device is {name!r}, but this machine has no such device ('nestpipe doctor' shows what it has); "
+            "use --train.device auto or cpu."
+        )
+    if backend_of(device) is None:
+        raise ConfigError(
+            f"train.device is {name!r}, for which torch has no communication library; use cuda, npu or cpu."
+        )
+    index, count = _index(device), torch.accelerator.device_count()
+    if index >= count:
+        raise ConfigError(
+            f"this rank would use {device.type}:{index} (LOCAL_RANK {os.environ.get('LOCAL_RANK', '0')}), but the machine has "
+            f"{count}; start at most {count} ranks here (torchrun --nproc-per-node {count})."
+        )
+    torch.accelerator.set_device_index(index)
+    return torch.device(device.type, index)
+
+
+@contextmanager
+def exact_device(device: torch.device) -> Iterator[None]:
+    """Settings of a device with which results repeat bitwise; restores the previous ones."""
+    if device.type != "cuda":
+        yield
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when the library starts
+    backends: Any = torch.backends
+    before = backends.cuda.matmul.allow_tf32, backends.cudnn.allow_tf32, backends.cudnn.benchmark
+    backends.cuda.matmul.allow_tf32 = backends.cudnn.allow_tf32 = backends.cudnn.benchmark = False
+    try:
+        yield
+    finally:
+        backends.cuda.matmul.allow_tf32, backends.cudnn.allow_tf32, backends.cudnn.benchmark = before
+
+
+def _is_available(device: torch.device) -> bool:
+    try:
+        return bool(torch.get_device_module(device).is_available())
+    except RuntimeError:  # no module: torch was built without it
+        return False
+
+
+def _index(device: torch.device) -> int:
+    return int(os.environ.get("LOCAL_RANK", "0")) if device.index is None else device.index
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
