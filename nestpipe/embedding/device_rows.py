@@ -96,6 +96,12 @@ class HostBelow:
             rows = download_all([_rows_at(column, places) for column in columns.values()])
             self._rows.write(slots, dict(zip(columns, rows, strict=True)))
 
+    def exchange(self, leaving: Tensor, arriving: Tensor, columns: Mapping[str, Tensor], places: Tensor) -> None:
+        """`write` of the rows that leave, but for slots of -1, then `read` of those that arrive."""
+        changed = (leaving >= 0).nonzero().flatten()
+        self.write(leaving.index_select(0, changed), columns, places.index_select(0, changed))
+        self.read(arriving, columns, places)
+
     def drop(self, slots: Tensor) -> None:
         self._rows.drop(slots)
 
