@@ -154,7 +154,7 @@ def _ranker(shop):
 def test_a_ranking_run_rewards_what_it_ranks_first(shop, tmp_path, kind):
     """A ranker of dear items: rewards are its quantiles, the same on three ranks as on one, and they teach dear items."""
     config = ranking_config(shop / "log", kind)
-    data = replace(config.data, max_len=8, batch_size=20, split="last", split_time="")
+    data = replace(config.data, max_len=8, batch_size=20, split="last", split_time=None)
     settings = replace(config.train, epochs=6, save_steps=10_000)
     model = replace(config.model, features=("stock",) if kind == "hstu" else ("item", "stock"))
     rates = {"embedding": replace(config.embedding, lr=0.05), "dense": replace(config.dense, lr=0.02)}
