@@ -97,16 +97,18 @@ def rows_of(found: Mapping[str, Mapping[int, Mapping[str, float]]]) -> list[list
     return rows
 
 
-def page(text: str, rows: Sequence[Sequence[str]]) -> str:
+def page(
+    text: str,
+    rows: Sequence[Sequence[str]],
+    headers: Sequence[str] = ("claim", "without", "with", "effect", ""),
+    marks: tuple[str, str] = (BEGIN, END),
+) -> str:
     """A page with the table between its marks."""
-    before, rest = text.split(BEGIN)
-    after = rest.split(END)[1]
-    lines = [
-        "| claim | without | with | effect | |",
-        "|---|---|---|---|---|",
-        *("| " + " | ".join(row) + " |" for row in rows),
-    ]
-    return f"{before}{BEGIN}\n\n" + "\n".join(lines) + f"\n\n{END}{after}"
+    before, rest = text.split(marks[0])
+    after = rest.split(marks[1])[1]
+    lines = ["| " + " | ".join(row) + " |" for row in (headers, *rows)]
+    lines.insert(1, "|" + "---|" * len(headers))
+    return f"{before}{marks[0]}\n\n" + "\n".join(lines).replace("|  |", "| |") + f"\n\n{marks[1]}{after}"
 
 
 def main() -> None:

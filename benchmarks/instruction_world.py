@@ -9,6 +9,7 @@ difference is within twice its error.
 `nestpipe eval` then answers the last events without an instruction, with their own and with that of another event.
 
     python benchmarks/instruction_world.py            all arms and seeds; those with a record are not run again
+    python benchmarks/instruction_world.py --write    no runs; writes the tables of the records into docs/concepts/generative.md
 """
 
 from __future__ import annotations
@@ -35,6 +36,17 @@ from nestpipe.generative.semantic_ids import Registry
 from nestpipe.training.run_folder import Run
 
 NAME = "instruction_world"
+MARKS = ("<!-- instructions through the commands -->", "<!-- end of instructions through the commands -->")
+CONTROL_MARKS = ("<!-- shuffled instructions -->", "<!-- end of shuffled instructions -->")
+HEADERS = ("claim", "ablations", "commands", "", "both")
+CONTROL_HEADERS = (
+    "seed",
+    "NDCG@10 without",
+    "own",
+    "another event's",
+    "effect [95 %]",
+    "share that another's loses [95 %]",
+)
 FEATURES = (*align_world.FEATURES, "wish:id:event:encoding=dictionary")
 _MODEL = (
     "--model.dim 32 --model.num-encoder 1 --model.num-decoder 1 --model.num-heads 2 --model.hidden-dim 64 --model.dropout 0.1 "
@@ -146,15 +158,37 @@ def rows_of() -> list[list[str]]:
     return rows
 
 
+def control_rows() -> list[list[str]]:
+    """One line for each seed: what instructions of 90 % accuracy are worth in `eval`, and what shuffled ones lose."""
+    rows = []
+    for one in sorted(quality.done(NAME, settings_of("accuracy 90")), key=lambda record: int(record["seed"])):
+        found = one["figures"]["instructions"]["all"]
+        means = [f"{found[name]:.4f}" for name in ("without", "own", "shuffled")]
+        effect, lost = found["effect"], found["lost"]
+        shown = f"{effect['mean']:+.4f} [{effect['low']:+.4f}, {effect['high']:+.4f}]"
+        rows.append([str(one["seed"]), *means, shown, f"{lost['mean']:.0%} [{lost['low']:.0%}, {lost['high']:.0%}]"])
+    return rows
+
+
+def page(text: str) -> str:
+    """The page with both tables."""
+    text = ablations.page(text, rows_of(), HEADERS, MARKS)
+    return ablations.page(text, control_rows(), CONTROL_HEADERS, CONTROL_MARKS)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
     parser.add_argument("--seeds", nargs="+", type=int, default=list(ablations.SEEDS))
+    parser.add_argument("--write", action="store_true", help="write the tables of the records; run nothing")
     options = parser.parse_args()
-    torch.set_num_threads(1)
-    run_all(options.arms, options.seeds)
+    if options.write:
+        ablations.PAGE.write_text(page(ablations.PAGE.read_text()))
+    else:
+        torch.set_num_threads(1)
+        run_all(options.arms, options.seeds)
     rows = rows_of()
-    print(measure.table(["claim", "ablations", "commands", "", "both"], rows))
+    print(measure.table(HEADERS, rows))
     print(json.dumps({row[0]: row[-2:] for row in rows}))
 
 

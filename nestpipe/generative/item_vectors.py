@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -28,8 +25,8 @@ def text_vectors(
     return torch.from_numpy(np.array(sequences.catalogue)), vectors, name
 
 
-def vectors_for(registry: Registry, sequences: Sequences) -> tuple[Tensor, str] | None:
-    """Vectors [I, D] of the catalogue's texts by the encoder of instructions, and a digest of texts and encoder.
+def vectors_for(registry: Registry, sequences: Sequences) -> Tensor | None:
+    """Vectors [I, D] of the catalogue's texts by the encoder of instructions.
 
     None if the log has no texts, or the semantic ids were made by an encoder of the user.
     """
@@ -39,8 +36,7 @@ def vectors_for(registry: Registry, sequences: Sequences) -> tuple[Tensor, str] 
     if texts is None:
         return None
     kind: Encoder = "minilm" if made_by.startswith("minilm") else "words"
-    vectors, name = encode_texts(texts, encoder=kind, cache=cache_folder())
-    return vectors, hashlib.blake2b(json.dumps([name, *texts]).encode(), digest_size=8).hexdigest()
+    return encode_texts(texts, encoder=kind, cache=cache_folder())[0]
 
 
 def _catalogue_texts(sequences: Sequences, column: str) -> list[str] | None:

@@ -157,7 +157,7 @@ def same_instructions(given: Mapping[str, Jagged], num_rows: int) -> Tensor:
     columns = []
     for name in ("scenario", "trigger", "reasoning"):
         if name in given:
-            rows, values = given[name].row_of_value(), given[name].values.reshape(len(given[name].values), -1)
+            rows, values = given[name].row_of_value(), given[name].values.unsqueeze(1).flatten(1)
             bits = values if values.dtype == torch.int64 else values.float().view(torch.int32).to(torch.int64)
             known = torch.zeros(num_rows, 1, dtype=torch.int64).index_fill_(0, rows, 1)
             columns += [known, torch.zeros(num_rows, bits.shape[1], dtype=torch.int64).index_copy_(0, rows, bits)]

@@ -168,13 +168,9 @@ class Run:
             return None
         return Registry.load(model.ids).trie_of(self.sequences)
 
-    @property
+    @cached_property
     def item_texts(self) -> Tensor | None:
         """Vectors [I, W] of the items' texts, if the model compares them with instructions."""
-        return self._texts[0] if self._texts else None
-
-    @cached_property
-    def _texts(self) -> tuple[Tensor, str] | None:
         model = self.config.model
         if not isinstance(model, EncDecConfig) or not (model.compares and model.igr_texts):
             return None
@@ -224,8 +220,6 @@ class Run:
         facts = {"model": entry_of(self.config.model).kind, "format": str(FORMAT)}
         if self.semantic_ids is not None:
             facts["semantic ids"] = f"{self.semantic_ids.version}/{self.semantic_ids.digest}"
-        if self._texts is not None:
-            facts["item texts"] = self._texts[1]
         if self.scenarios is not None:
             facts["scenarios"] = self.scenarios.digest
         if store := getattr(self.config.model, "instructions", ""):

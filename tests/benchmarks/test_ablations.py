@@ -17,6 +17,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import ablation_arms  # noqa: E402
 import ablations  # noqa: E402
+import instruction_world  # noqa: E402
 from ablation_world import Stage  # noqa: E402
 
 STAGE = Stage(ScenarioLog.make(ScenarioLogConfig(num_users=60, num_events=20)))
@@ -83,3 +84,10 @@ def test_the_page_shows_what_is_recorded():
     assert ablations.page(text, ablations.rows_of(ablations.recorded())) == text, (
         "run 'python benchmarks/ablations.py --write'"
     )
+
+
+def test_the_page_shows_what_the_commands_reached():
+    text = ablations.PAGE.read_text()
+    assert instruction_world.page(text) == text, "run 'python benchmarks/instruction_world.py --write'"
+    rows = instruction_world.rows_of()
+    assert [row[-1] for row in rows] == ["agree"] * len(rows)

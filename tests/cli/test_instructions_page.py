@@ -50,9 +50,9 @@ DEATHS = {
 
 
 def commands(name: str) -> str:
-    """The command of the page that begins with a name, on one line."""
+    """The first command of the page that begins with a name, on one line."""
     text = "\n".join(block.commands() for block in blocks_of(PAGE.read_text()) if block.needs is None)
-    (line,) = re.findall(rf"^nestpipe {name}.*$", text.replace("\\\n", " "), re.MULTILINE)
+    line, *_ = re.findall(rf"^nestpipe {name}.*$", text.replace("\\\n", " "), re.MULTILINE)
     return str(line) + MORE[name.split(maxsplit=1)[0]]
 
 

@@ -15,7 +15,7 @@ from nestpipe.checkpoint.origin import InitFrom
 from nestpipe.cli.align import aligned_config
 from nestpipe.cli.align_arguments import AlignArguments
 from nestpipe.data.ingest import SideTable, write_sequences
-from nestpipe.data.schema import Feature, Schema
+from nestpipe.data.schema import Feature, Label, Schema
 from nestpipe.data.sequences import Sequences
 from nestpipe.generative.scenarios import Scenario, Scenarios
 from nestpipe.training import loop
@@ -47,9 +47,8 @@ def write_shop(folder: Path, *, num_users: int = 40, num_events: int = 9) -> Seq
         Feature(name="stock", kind="number", scope="item"),
     )
     stock = pl.DataFrame({"item": np.arange(NUM_ITEMS), "stock": (np.arange(NUM_ITEMS) % 2 == 0).astype(float)})
-    return write_sequences(
-        folder / "log", schema=Schema(features=features), log=log, items=SideTable(source=stock, key="item")
-    )
+    schema = Schema(features=features, labels=(Label(name="dear", kind="binary", feature="margin", threshold=0.5),))
+    return write_sequences(folder / "log", schema=schema, log=log, items=SideTable(source=stock, key="item"))
 
 
 def write_scenarios(folder: Path, **cart: object) -> Path:

@@ -11,6 +11,7 @@ import torch
 
 from nestpipe.cli.demo import differing_tensors
 from nestpipe.errors import ConfigError
+from nestpipe.eval.candidate_values import CandidateValues
 from nestpipe.eval.predictor import GenerativePredictor
 from nestpipe.eval.scenario_eval import scenario_metrics
 from nestpipe.generative.policy_model import PolicyModel
@@ -22,6 +23,7 @@ from nestpipe.training.align_report import align_report
 from nestpipe.training.loop import train_to_end
 from nestpipe.training.run_folder import Run
 from nestpipe.training.run_state import behaviour_table, load_state
+from tests.eval.ranking_ranks import ranking_config
 from tests.generative.test_training import make_ids
 from tests.rank_pool import RanksError, run_ranks
 from tests.small_runs import small_config
@@ -73,7 +75,7 @@ def test_a_killed_run_resumes_to_the_same_bits(shop, calm, tmp_path):
     assert not differing_tensors(calm, tmp_path / "run")
 
 
-@pytest.mark.parametrize("num_ranks", [1, 3])
+@pytest.mark.parametrize("num_ranks", [1, 3, 4])
 def test_groups_do_not_depend_on_the_number_of_ranks(shop, calm, tmp_path, num_ranks):
     run_ranks(num_ranks, _align, shop, tmp_path / "run", {"mode": "sequential"})
     theirs = groups(calm)
@@ -146,6 +148,41 @@ def _ranker(shop):
     config = small_config(shop / "log", "sasrec", "full", epochs=1)
     train_to_end(replace(config, data=replace(config.data, batch_size=20)), folder, quiet=True)
     return folder
+
+
+@pytest.mark.parametrize("kind", ["hstu", "dcn"])
+def test_a_ranking_run_rewards_what_it_ranks_first(shop, tmp_path, kind):
+    """A ranker of dear items: rewards are its quantiles, the same on three ranks as on one, and they teach dear items."""
+    config = ranking_config(shop / "log", kind)
+    data = replace(config.data, max_len=8, batch_size=20, split="last", split_time=None)
+    settings = replace(config.train, epochs=6, save_steps=10_000)
+    model = replace(config.model, features=("stock",) if kind == "hstu" else ("item", "stock"))
+    rates = {"embedding": replace(config.embedding, lr=0.05), "dense": replace(config.dense, lr=0.02)}
+    ranker = tmp_path / kind
+    config = replace(config, data=data, train=settings, model=model, **rates)
+    run = train_to_end(config, ranker, quiet=True).run
+    flags = {"passes": 1, "ranker": ranker}
+    cart = {"reward_weights": {"ranking": 1.0}}
+    _align(None, shop, tmp_path / "on 1", flags, cart=cart)
+    run_ranks(3, _align, shop, tmp_path / "on 3", flags, 0, cart)
+    (alone,), (shared,) = (list(groups(tmp_path / f"on {num}").values()) for num in (1, 3))
+    np.testing.assert_allclose(alone["rewards"], shared["rewards"], atol=1e-6)
+    aligned = Run.open(tmp_path / "on 1")
+    trie, numbers = aligned.semantic_ids, [one.name for one in aligned.scenario_records]
+    asked = aligned.sequences.event_features["scenario"].values[
+        aligned.sequences.offsets[:-1] + aligned.split.train_end - 1
+    ]
+    of_cart = asked == numbers.index("cart")
+    items = trie.leaf_items[trie.first[-1][torch.from_numpy(alone["leaves"])]].numpy()[of_cart]
+    rewards = alone["rewards"][of_cart]
+    assert rewards[items >= 20].mean() > rewards[items < 10].mean() + 0.2
+    assert 0 <= rewards.min() < rewards.max() <= 1
+    # The values behind the rewards are the ranker's own, those that its evaluation predicts for the held-out events.
+    predicted = run.predictor().predict("test")
+    values = CandidateValues(run.load_model().model, run.load_model().rows, run.sequences, run.split, run.config)
+    positions = torch.from_numpy(np.searchsorted(run.sequences.catalogue, run.sequences.items[predicted.event]))
+    found = values.of(predicted.user, predicted.num_before, positions.unsqueeze(1)).flatten().numpy()
+    np.testing.assert_allclose(found, predicted.scores[:, 0], atol=0.02 if kind == "hstu" else 1e-6)
 
 
 def test_a_run_is_evaluated_by_scenario(calm):
