@@ -110,10 +110,12 @@ def inputs_of(config: Config, sequences: Sequences) -> ModelInputs:
     """The inputs of the model besides items and times; raises ConfigError if a feature would leak a label."""
     model, schema = config.model, sequences.schema
     if isinstance(model, EncDecConfig) and config.data.windows == "last":
+        requests = _instruction_fields(model, sequences)
+        past = ("scenario",) if model.past_scenarios and "scenario" in requests else ()
         return ModelInputs(
-            features=("user",) if model.user_rows else (),
+            features=(*(("user",) if model.user_rows else ()), *past),
             labels=(model.behaviour,) if model.behaviour else (),
-            requests=_instruction_fields(model, sequences),
+            requests=requests,
         )
     if not isinstance(model, RankingConfig | DCNConfig):
         if config.data.windows == "all":

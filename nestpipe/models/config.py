@@ -112,7 +112,9 @@ class EncDecConfig:
     placement: Placement = "after"
     """Position of the instruction token: after or before the decoder's first token, added to it (sum), added to all tokens, or none."""
     num_scenarios: int = 0
-    """Number of scenarios, each with its own vector in events and instructions; 0: none, or those of `scenarios`."""
+    """Number of scenarios, each with its own vector; 0: none, or those of `scenarios`."""
+    past_scenarios: bool = False
+    """The encoder reads in which scenario each past event happened, too."""
     scenarios: str = ""
     """Scenario file (JSON): for each scenario of the log its trigger rule, pool, weights of behaviours and rewards, beam."""
     reasoning_dim: int = 0

@@ -286,8 +286,8 @@ class EncDec(nn.Module):
             vectors = vectors + (distance_from_end > self.config.igr_recent).unsqueeze(1) * self.related
         if self.config.behaviour:
             vectors = vectors + F.embedding(self._levels(batch.event_features[self.config.behaviour]), self.behaviour)
-        if self.config.num_scenarios and "scenario" in batch.event_features:
-            vectors = vectors + F.embedding(batch.event_features["scenario"].values + 1, self.instruction.scenario)
+        if self.config.past_scenarios and "scenario" in batch.event_features:
+            vectors = vectors + self.instruction.scenario_vectors(batch.event_features, len(vectors))
         if not self.config.user_rows:
             return self.encoder(vectors, batch, rng), batch.items
         keys = _with_first(batch.items)

@@ -29,11 +29,7 @@ class InstructionEncoder(nn.Module):
 
     def forward(self, given: Mapping[str, Jagged], triggers: Tensor, num_rows: int) -> Tensor:
         """Tokens [n, D]; `triggers` are the item vectors of those rows that have a trigger."""
-        scenario = torch.zeros(num_rows, dtype=torch.int64)
-        if "scenario" in given:
-            rows = given["scenario"]
-            scenario = scenario.index_copy(0, rows.row_of_value(), rows.values + 1)
-        scenarios = F.embedding(scenario, self.scenario)
+        scenarios = self.scenario_vectors(given, num_rows)
         trigger = self.no_trigger.expand(num_rows, -1)
         if "trigger" in given:
             trigger = trigger.index_copy(0, given["trigger"].row_of_value(), triggers)
@@ -45,6 +41,15 @@ class InstructionEncoder(nn.Module):
         hidden = F.relu(self.up(torch.cat([scenarios, trigger, reasoning], 1)))
         token: Tensor = self.down(hidden)
         return token
+
+    def scenario_vectors(self, given: Mapping[str, Jagged], num_rows: int) -> Tensor:
+        """Vectors [n, D] of the scenarios of some rows; no scenario, and one that was not trained, is row 0."""
+        numbers = torch.zeros(num_rows, dtype=torch.int64)
+        if "scenario" in given:
+            rows = given["scenario"]
+            is_known = (rows.values >= 0) & (rows.values < len(self.scenario) - 1)
+            numbers = numbers.index_copy(0, rows.row_of_value(), torch.where(is_known, rows.values + 1, 0))
+        return F.embedding(numbers, self.scenario)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

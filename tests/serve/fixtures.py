@@ -1,7 +1,9 @@
-"""One log and two trained rankers for all tests of serving, and an engine whose clock stands still."""
+"""One log and two trained rankers for all tests of serving, an engine whose clock stands still, and a browser."""
 
 from __future__ import annotations
 
+import importlib.util
+import shutil
 from dataclasses import replace
 from functools import cache
 
@@ -72,3 +74,22 @@ def clock():
 @pytest.fixture
 def engine(runs, served, tmp_path, clock):
     return make_engine(runs("hstu"), tmp_path, clock=clock, served=served())
+
+
+@pytest.fixture
+def driver(tmp_path):
+    """A real browser."""
+    programs = [shutil.which(name) for name in ("chromium", "chromedriver")]
+    if None in programs or importlib.util.find_spec("selenium") is None:
+        pytest.skip("no chromium with its driver, or no selenium")
+    from selenium import webdriver
+    from selenium.webdriver.chrome.service import Service
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = str(programs[0])
+    flags = ("headless", "no-sandbox", "disable-gpu", "no-first-run", "disable-background-networking")
+    for flag in (*flags, "disable-component-update", "disable-dev-shm-usage", f"user-data-dir={tmp_path}/profile"):
+        options.add_argument(f"--{flag}")
+    found = webdriver.Chrome(options=options, service=Service(programs[1]))
+    yield found
+    found.quit()

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import httpx
 import numpy as np
@@ -80,24 +77,6 @@ def test_the_page_asks_for_users_and_histories(world):
         assert client.get("/demo/history", params={"user": "999"}).json()["error"]["code"] == "unknown_user"
         for stranger in ("", "x", "1.5", "9" * 30, "\u0663"):
             assert client.get("/demo/history", params={"user": stranger}).json()["error"]["code"] == "unknown_user"
-
-
-@pytest.fixture
-def driver(tmp_path: Path) -> Iterator[Any]:
-    programs = [shutil.which(name) for name in ("chromium", "chromedriver")]
-    if None in programs or importlib.util.find_spec("selenium") is None:
-        pytest.skip("no chromium with its driver, or no selenium")
-    from selenium import webdriver
-    from selenium.webdriver.chrome.service import Service
-
-    options = webdriver.ChromeOptions()
-    options.binary_location = str(programs[0])
-    flags = ("headless", "no-sandbox", "disable-gpu", "no-first-run", "disable-background-networking")
-    for flag in (*flags, "disable-component-update", "disable-dev-shm-usage", f"user-data-dir={tmp_path}/profile"):
-        options.add_argument(f"--{flag}")
-    found = webdriver.Chrome(options=options, service=Service(programs[1]))
-    yield found
-    found.quit()
 
 
 def wait_for(holds: Callable[[], bool]) -> None:

@@ -5,21 +5,31 @@ from __future__ import annotations
 import json
 import logging
 
+import httpx
 import numpy as np
 import pytest
 import torch
 
 from nestpipe.cli import main
 from nestpipe.client import Client, ServiceError
+from nestpipe.gateway.forwarding import Forwarding
+from nestpipe.gateway.gateway import Gateway
+from nestpipe.gateway.instance_client import InstanceClient
+from nestpipe.gateway.router import InstanceAddress, Members
 from nestpipe.generative.instruction_store import ANY, SqliteStore, StoredInstruction
 from nestpipe.generative.text_encoder import hashed_words
 from nestpipe.serve.config import EngineConfig
+from nestpipe.serve.demo_page import DemoPage
 from nestpipe.serve.generation_api import GenerativeInstance
 from nestpipe.serve.open_service import generative_version, open_generator
+from nestpipe.serve.own_ids import ServiceIds
 from nestpipe.serve.request_errors import BadRequestError
 from nestpipe.serve.request_instruction import UNTRAINED, RequestTexts
+from nestpipe.serve.schemas import RecommendRequest
 from tests.gateway.fake_instances import Served
+from tests.gateway.test_cascade import TLS
 from tests.serve.small_generative import make_run
+from tests.serve.test_demo_page import wait_for
 
 USER, TEXT = 11, "a round table for the kitchen"
 EXACT = 1e-5  # of log-probabilities of order one in 32 bits
@@ -39,11 +49,29 @@ def generator(run):
 
 
 @pytest.fixture(scope="module")
-def client(generator):
-    instance = GenerativeInstance(generator, name="one", budget_ms=30_000)
-    server = Served(instance.app())
-    with Client(server.url, timeout_s=60) as client:
+def url(generator):
+    server = Served(GenerativeInstance(generator, name="one", budget_ms=30_000).app())
+    yield server.url
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def client(url):
+    with Client(url, timeout_s=60) as client:
         yield client
+
+
+@pytest.fixture
+def gateway(url, generator):
+    """A gateway in front of the instance, with the demo page."""
+    remote = InstanceClient(
+        Members([InstanceAddress(name="one", url=url)]), httpx.AsyncClient(timeout=None, verify=TLS)
+    )
+    probe = RecommendRequest(user=USER, request="probe")
+    page = DemoPage(generator.histories, ServiceIds(lambda: generator.histories.sequences))
+    gateway = Gateway(Forwarding(remote, budget_ms=30_000), kind="generative", probe=lambda: probe, shared_log=True)
+    server = Served(gateway.app(*page.routes()))
+    yield server.url
     server.close()
 
 
@@ -119,6 +147,34 @@ def test_the_command_recommends_like_the_service(client, run, capsys):
     ]:
         assert main(["recommend", str(run.folder), "--user", "5", *wrong]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_a_gateway_passes_on_what_steers_and_what_steered(client, gateway):
+    steering = {"scenario": "1", "trigger": 4, "instruction": TEXT}
+    with Client(gateway, timeout_s=60) as fleet:
+        for call in ("generate", "recommend"):
+            found, expected = (getattr(one, call)(USER, 5, **steering) for one in (fleet, client))
+            assert (found.items, found.instruction) == (expected.items, expected.instruction)
+        with pytest.raises(ServiceError, match="printable text"):
+            fleet.generate(USER, instruction="  ")
+
+
+def test_the_page_takes_an_instruction_and_shows_who_wrote_it(client, gateway, driver):
+    def get(script):
+        return driver.execute_script(f"return {script}")
+
+    driver.get(gateway)
+    wait_for(lambda: get("!document.getElementById('result').hidden"))
+    assert get("document.getElementById('provenance').textContent") == "none · absent"
+    assert get("getComputedStyle(document.querySelector('.steering')).display") == "grid"
+    fill = "document.getElementById(arguments[0]).value = arguments[1]"
+    for name, value in (("user", str(USER)), ("scenario", "1"), ("instruction", TEXT)):
+        driver.execute_script(fill, name, value)
+    driver.execute_script("document.getElementById('ask').requestSubmit()")
+    wait_for(lambda: get("document.getElementById('text').textContent") == TEXT)
+    assert get("document.getElementById('provenance').textContent").startswith("request · ")
+    shown = get("[...document.querySelectorAll('#items tbody tr')].map(row => Number(row.cells[1].textContent))")
+    assert shown == client.recommend(USER, 10, scenario="1", instruction=TEXT).items
 
 
 @pytest.mark.parametrize("text", ["   ", "bell \x07"])
