@@ -144,12 +144,21 @@ class ArrivedGrads:
 
     def _total(self) -> Tensor:
         used_here(*self.segments)
-        rows = torch.cat(list(self.segments))
         number = torch.arange(len(self.starts) - 1).repeat_interleave(self.starts.diff())
+        # Only the rows of these sums: on a device others may still be in flight.
+        first = self.segments[0]
+        rows = first.new_empty(len(self.order), *first.shape[1:])
+        copy_from(rows, torch.arange(len(rows)), self._sources(), self.segments, native=False)
         # -0.0 is the neutral element: 0.0 would turn a sum of -0.0 into 0.0.
         sums = rows.new_full((len(self.starts) - 1, *rows.shape[1:]), -0.0)
-        order = upload(self.order, rows.device)
-        return sums.index_add_(0, upload(number, rows.device), rows.index_select(0, order))
+        return sums.index_add_(0, upload(number, rows.device), rows)
+
+    def _sources(self) -> Tensor:
+        """The segment and the row in it of each row, as `copy_from` takes them."""
+        ends = torch.tensor([len(one) for one in self.segments]).cumsum(0)
+        segment = torch.searchsorted(ends, self.order, right=True)
+        begins = torch.cat([ends.new_zeros(1), ends[:-1]])
+        return (segment << 32) + self.order - begins.index_select(0, segment)
 
     def pointers(self) -> Tensor:
         """Addresses of the rows, in the order in which they are added; for native code."""
@@ -226,6 +235,8 @@ def _by_column(sources: Tensor, columns: Sequence[Tensor]) -> Iterator[tuple[Ten
     number, position = sources >> 32, sources & 0xFFFFFFFF
     for own, column in enumerate(columns):
         members = (number == own).nonzero().flatten()
+        if not len(members):
+            continue
         yield members, column.index_select(0, upload(position.index_select(0, members), column.device))
 
 

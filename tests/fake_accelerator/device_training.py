@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 
 import torch
 from torch import Tensor
 
 from nestpipe.distributed.process_group import World
+from nestpipe.embedding.buckets import Owners
 from nestpipe.embedding.config import Chunking, DenseConfig, EmbeddingConfig
+from nestpipe.embedding.row_optimizer import OPTIMIZERS
+from nestpipe.embedding.sharding import ShardedTables
 from nestpipe.embedding.stale_rows import StaleRows
+from nestpipe.embedding.table import Table
 from nestpipe.jagged import Batch, Cursor, Jagged
 from nestpipe.models.config import FuXiConfig, HSTUConfig, LossConfig, SASRecConfig
 from nestpipe.models.retrieval import build_retrieval
 from nestpipe.pipeline import semi_async, sequential
 from nestpipe.pipeline.build_state import build_state
 from nestpipe.pipeline.channels import Channels
-from nestpipe.pipeline.config import AdvancedPipelineConfig, PipelineConfig
+from nestpipe.pipeline.config import MicroBatchConfig, PipelineConfig
+from nestpipe.pipeline.dense_params import DenseParams
 from nestpipe.pipeline.runner import BatchFeed, Runner
 from nestpipe.pipeline.schedule import Event, Mode, Schedule
 from nestpipe.pipeline.stages import BatchWork, Clip, Rates, TrainState
 from tests.fake_accelerator import accelerator
-from tests.pipeline.toy_training import Toy, toy_batches
+from tests.pipeline.toy_training import NO_CLIP, Toy, toy_batches
 
 NUM_BATCHES = 8
 Content = dict[str, Tensor]
@@ -38,7 +43,7 @@ class DeviceCase:
     chunks: Chunking = 1
     stale: bool = False
     groups: int = 1
-    clip: Clip = Clip()
+    clip: Clip = NO_CLIP
     optimizer: str = "lazy_adam"
     device_bytes: int = 0
     admit_after: int = 2
@@ -48,22 +53,31 @@ class DeviceCase:
     def rates(self, number: int) -> Rates:
         return Rates(dense=0.02 / (number + 1), rows=0.05 / (number + 1), clip=self.clip)
 
-    @property
-    def sequential(self) -> DeviceCase:
-        return replace(self, mode=None, depth=1, chunks=1)
-
 
 def train_toy(world: World, case: DeviceCase) -> Content:
     """Trains the toy; returns the loss of each step, the dense part, and this rank's rows by id."""
-    embedding = EmbeddingConfig(
-        num_buckets=4,
-        optimizer=case.optimizer,  # type: ignore[arg-type]
-        admit_after=case.admit_after,
-        max_rows=16,
-        protect_steps=4,
-        device_bytes=case.device_bytes,
+    channels, model = Channels.of(world).in_groups(case.groups), Toy()
+    config = EmbeddingConfig(
+        num_buckets=4, admit_after=case.admit_after, max_rows=16, protect_steps=4, device_bytes=case.device_bytes
     )
-    state = _state(world, Toy(), case, embedding)
+    device = channels.rows.device
+    table = Table(
+        model.tables[0], OPTIMIZERS[case.optimizer](config), seed=0, config=config, num_buckets=4, device=device
+    )
+    owners = Owners(4, channels.rows.world.size)
+    embedding = ShardedTables({"item": table}, channels.keys, channels.rows, owners, channels.replicas)
+    if case.stale:
+        embedding.row_access = {name: StaleRows(one) for name, one in embedding.row_access.items()}
+    state = TrainState(
+        model=model,
+        embedding=embedding,
+        dense=DenseParams(model, DenseConfig(optimizer="adagrad"), channels.dense),
+        control=channels.control,
+        flags=channels.flags,
+        seed=0,
+        micro_batching=MicroBatchConfig(micro_batches=2),
+        skip_nonfinite=True,
+    )
     return trained(state, case, toy_batches(world.rank))
 
 
@@ -83,26 +97,13 @@ def train_retrieval(world: World, case: DeviceCase, backbone: str, loss: str) ->
         seed=0,
         counts=torch.arange(1, 41),
     )
-    state = _state(world, model, case, EmbeddingConfig(device_bytes=case.device_bytes))
+    state = build_state(
+        model,
+        embedding=EmbeddingConfig(device_bytes=case.device_bytes),
+        pipeline=PipelineConfig(micro_batches=2),
+        channels=Channels.of(world),
+    )
     return trained(state, case, history_batches(world.rank))
-
-
-def _state(world: World, model: torch.nn.Module, case: DeviceCase, embedding: EmbeddingConfig) -> TrainState:
-    channels = Channels.of(world).in_groups(case.groups)
-    pipeline = PipelineConfig(
-        mode="nested" if case.stale else "sequential",
-        micro_batches=2,
-        staleness=int(case.stale),
-        advanced=AdvancedPipelineConfig(sync_steps=0),
-    )
-    return build_state(
-        model,  # type: ignore[arg-type]
-        embedding=embedding,
-        dense=DenseConfig(),
-        pipeline=pipeline,
-        channels=channels,
-        skip_nonfinite=True,
-    )
 
 
 def trained(state: TrainState, case: DeviceCase, batches: Iterator[Batch]) -> Content:

@@ -7,6 +7,7 @@ accesses were unordered; `unordered_pairs` returns them instead, for mutants.
 from __future__ import annotations
 
 import gc
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -47,7 +48,8 @@ def _on_device(
 ) -> tuple[Any, list[str]]:
     accelerator.load(delay_us=delay_us, seed=seed)
     accelerator.take_reports()
-    value = function(replace(world, device=torch.device(accelerator.NAME)), *args)
+    with closing(replace(world, device=torch.device(accelerator.NAME))) as on_device:
+        value = function(on_device, *args)
     gc.collect()  # so that what the call has allocated is freed, and checked
     reports = accelerator.take_reports()
     if check and reports:

@@ -8,10 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nestpipe.distributed.process_group import World
 from nestpipe.pipeline.stages import Clip
-from tests.fake_accelerator import accelerator
-from tests.fake_accelerator.device_training import Content, DeviceCase, train_retrieval, train_toy
+from tests.fake_accelerator.device_training import Content, DeviceCase, train_toy
 from tests.fake_accelerator.fake_ranks import run_on_fake
 from tests.rank_pool import run_ranks
 
