@@ -85,7 +85,7 @@ class LocalCandidateStages:
     def _prerank(self, request: RecommendRequest, found: RetrievedItems, count: int) -> CandidateItems:
         ids, excluded = self._ids, cast(Sequence[int], request.exclude)
         if ids is not None:
-            excluded = ids.items(request.exclude)[0].tolist()
+            excluded = [*ids.items(request.exclude)[0].tolist(), *ids.withdrawn()]
         rules = (without(excluded),) if excluded else ()
         best = self._retriever.popular(found.past, count, filters=rules)
         if best is None:
@@ -98,7 +98,8 @@ class LocalCandidateStages:
             user = self._ids.user(request.user)
             history = None if history is None else [self._ids.event(event) for event in history]
         past = past_from(history, self._retriever.past_of(user))
-        query, places = self._retriever.retrieve(past, count + len(request.exclude), query_time=request.query_time)
+        count += len(request.exclude) + (0 if self._ids is None else len(self._ids.withdrawn()))
+        query, places = self._retriever.retrieve(past, count, query_time=request.query_time)
         return RetrievedItems(past=past, query=query, places=places)
 
     async def _run(self, work: Callable[[], Result]) -> Result:

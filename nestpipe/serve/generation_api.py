@@ -73,9 +73,11 @@ class GenerativeInstance(RecommendingInstance):
             scenario=request.scenario,
             trigger=None if request.trigger is None else self._ids.item(request.trigger),
             history=await self._history(user, request.history),
+            excluded=self._withdrawn(),
         )
         answer = await self._generated(job)
-        return replace(answer, items=self._ids.own_items(cast(list[int], answer.items)))
+        found = self._shown(ScoredItems(cast(list[int], answer.items), answer.log_probabilities))
+        return replace(answer, items=self._ids.own_items(found.items), log_probabilities=found.scores)
 
     async def _generated(self, job: GenerationRequest) -> GeneratedItems:
         self.generator.submit(job)

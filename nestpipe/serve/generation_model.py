@@ -32,6 +32,7 @@ from nestpipe.models.kv_prefix import InputDigest, PrefixKey, digest_of
 from nestpipe.models.prefix_inference import cut_events
 from nestpipe.serve.known_items import Ints, KnownItems, known_items
 from nestpipe.serve.model import rows_in_files, without_events
+from nestpipe.serve.user_history import only_events
 from nestpipe.training.run_folder import Run
 
 
@@ -104,6 +105,8 @@ class GenerativeModel:
 
         Items of the history, unless the run was evaluated with them, and excluded ones are never generated.
         """
+        is_known = self.known.has(events.items)  # others have no semantic id, so the model cannot read them
+        events = events if is_known.all() else only_events(events, np.flatnonzero(is_known))
         end = np.array([len(events.items)])
         start = truncate(end, self.max_len, self._block)
         batch = self._builder.over(events).history(torch.tensor([0]), start, end, request_ms=None)

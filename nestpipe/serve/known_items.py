@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
+from nestpipe.data.folder_merge import is_among
 from nestpipe.data.sequences import Sequences
 from nestpipe.errors import DataError
 from nestpipe.eval.catalogue_predictor import training_counts
@@ -54,6 +55,14 @@ class KnownItems:
             )
         return places
 
+    def has(self, items: Ints) -> NDArray[np.bool_]:
+        """Which items the model knows."""
+        return is_among(items, self.items)
+
+    def known_positions(self, items: Ints) -> Ints:
+        """Catalogue positions of those items that the model knows."""
+        return np.searchsorted(self.items, items[self.has(items)])
+
     def scored(self, positions: Tensor, scores: Tensor, k: int) -> ScoredItems:
         """The first k of some positions, of which -1 is none."""
         kept = (positions >= 0).nonzero().flatten()[:k]
@@ -64,10 +73,15 @@ class KnownItems:
         kept = self._by_popularity[~np.isin(self._by_popularity, removed)][:k]
         return ScoredItems(self.items[kept].tolist(), self._popularity[kept].astype(float).tolist())
 
-    def similar(self, items: Ints, k: int) -> ScoredItems:
-        """The items whose vectors point most in the direction of the given ones' mean (cosine), without these."""
+    def similar(self, items: Ints, k: int, *, removed: Ints | None = None) -> ScoredItems:
+        """The items whose vectors point most in the direction of the given ones' mean (cosine), without these.
+
+        `removed` are further items not to show.
+        """
         positions, directions = torch.from_numpy(self.positions(items)), self._directions
         query = F.normalize(directions.index_select(0, positions).mean(0, keepdim=True), dim=1)
+        if removed is not None:
+            positions = torch.cat([positions, torch.from_numpy(self.known_positions(removed))]).unique()
         own = Jagged(positions, torch.tensor([0, len(positions)]), len(positions))
         top = top_items(query, directions, own, k, self.max_bytes)
         return self.scored(top.positions[0], top.scores[0], k)

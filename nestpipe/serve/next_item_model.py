@@ -19,6 +19,7 @@ from nestpipe.jagged import Batch, Jagged, offsets_of
 from nestpipe.models.build_model import inputs_of
 from nestpipe.models.contract import Recommender
 from nestpipe.serve.known_items import Ints, KnownItems, ScoredItems, known_items
+from nestpipe.serve.known_rows import KnownRows
 from nestpipe.serve.model import rows_in_files, without_events
 from nestpipe.training.run_folder import Run
 
@@ -50,13 +51,13 @@ class NextItemModel:
         self._vectors, self.max_len, self._block, self.name = known.vectors, max_len, block, name
 
     def prepare(self, events: Sequences, query_time: int, *, excluded: Ints | None = None) -> PreparedHistory:
-        """One user's events, for a request at a time in seconds; raises DataError for an item that the model does not know."""
+        """One user's events, for a request at a time in seconds; raises DataError for events that the model cannot read."""
         end = np.array([len(events.items)])
         start, asked = truncate(end, self.max_len, self._block), np.array([query_time * 1000])
-        had = self.known.positions(events.items)
+        had = self.known.known_positions(events.items)
         batch = self._builder.over(events).history(torch.tensor([0]), start, end, request_ms=asked)
         seen = had[:0] if self.known.keeps_seen else had
-        removed = seen if excluded is None else np.concatenate([seen, self.known.positions(excluded)])
+        removed = seen if excluded is None else np.concatenate([seen, self.known.known_positions(excluded)])
         return PreparedHistory(batch, torch.from_numpy(np.unique(removed)))
 
     def recommend(self, prepared: Sequence[PreparedHistory], ks: Sequence[int]) -> list[ScoredItems]:
@@ -98,7 +99,7 @@ def open_next_item(run: Run, *, step: int | None = None, folder: Path, memory_by
     inputs = inputs_of(config, run.sequences)
     return NextItemModel(
         loaded.model,
-        loaded.rows,
+        KnownRows(loaded.rows, run.sequences.catalogue),
         BatchBuilder(without_events(run.sequences), None, inputs, statistics=run.statistics()),
         known_items(run, loaded),
         max_len=config.data.max_len,

@@ -14,8 +14,10 @@ import uuid
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 
+import numpy as np
 from msgspec import UNSET
 from starlette.concurrency import run_in_threadpool
 from starlette.routing import Route
@@ -25,7 +27,7 @@ from nestpipe.data.sequences import Sequences
 from nestpipe.errors import DataError, NestPipeError
 from nestpipe.serve.config import Limits
 from nestpipe.serve.http_instance import HttpInstance
-from nestpipe.serve.known_items import KnownItems, ScoredItems
+from nestpipe.serve.known_items import Ints, KnownItems, ScoredItems
 from nestpipe.serve.openapi import Calls
 from nestpipe.serve.prometheus import InstanceMetrics
 from nestpipe.serve.recommendation import (
@@ -100,6 +102,7 @@ class RecommendingInstance(HttpInstance):
         user = NOBODY if request.user is UNSET else ids.user(request.user)
         deadline_ms = self._budget_ms if request.deadline_ms is None else request.deadline_ms
         excluded, _ = ids.items(request.exclude)  # what is not in the catalogue is not shown anyway
+        excluded = np.union1d(excluded, self._withdrawn())
         job = RecommendationJob(
             user=user,
             k=request.k,
@@ -111,6 +114,7 @@ class RecommendingInstance(HttpInstance):
         )
         scorer = self._scorer(job) if request.explain else None
         answer = await self._find(job)
+        answer = replace(answer, found=self._shown(answer.found))
         because = None
         if scorer is not None and answer.path != "popular":
             because = await self._explained(job, scorer, answer.found.items)
@@ -136,8 +140,20 @@ class RecommendingInstance(HttpInstance):
         if self._num_events(job):
             return None
         known = self._known(job.user)
-        found = known.popular(job.k, removed=known.positions(job.excluded))
+        found = known.popular(job.k, removed=known.known_positions(job.excluded))
         return RecommendationAnswer(found=found, path="popular", model=model, times_ms={"total": 0.0})
+
+    def _withdrawn(self) -> Ints:
+        """The items that must not be shown."""
+        return self._worker.histories.living.catalogue.withdrawn()
+
+    def _shown(self, found: ScoredItems) -> ScoredItems:
+        """Without what was withdrawn while the answer was made."""
+        is_shown = self._worker.histories.living.catalogue.shows
+        if all(map(is_shown, found.items)):
+            return found
+        kept = [place for place, item in enumerate(found.items) if is_shown(item)]
+        return ScoredItems([found.items[place] for place in kept], [found.scores[place] for place in kept])
 
     def _num_events(self, job: RecommendationJob | RankingRequest) -> int:
         return self._worker.histories.num_events(job.user) if job.history is None else len(job.history.items)
@@ -176,9 +192,12 @@ class RecommendingInstance(HttpInstance):
         known, ids = self._known(), self._ids
         asked = request.item if isinstance(request.item, list) else [request.item]
         numbers, unknown = ids.items(asked)
+        is_known = known.has(numbers)
+        unknown, numbers = unknown + ids.own_items(numbers[~is_known]), numbers[is_known]
         if not len(numbers):
             raise DataError(f"item {asked[0]!r} is not in the catalogue, which has {len(known):,} items.")
-        found: ScoredItems = await run_in_threadpool(known.similar, numbers, request.k)
+        similar = partial(known.similar, numbers, request.k, removed=self._withdrawn())
+        found = self._shown(await run_in_threadpool(similar))
         return SimilarItems(
             items=ids.own_items(found.items), scores=found.scores, model=self._model_name(), unknown=unknown
         )

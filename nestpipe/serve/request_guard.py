@@ -21,13 +21,12 @@ from starlette.routing import Route
 
 from nestpipe.errors import NestPipeError
 from nestpipe.serve.request_errors import BadRequestError, explained, wrong_field
-from nestpipe.serve.schemas import ErrorReply, HistoryEvent, PostedEvent, Problem, Request, members
+from nestpipe.serve.schemas import ErrorReply, HistoryEvent, Problem, Request, members
 
 _log = logging.getLogger("nestpipe.serve")
 Handler = Callable[[HttpRequest], Awaitable[Response]]
 Refuse = Callable[[NestPipeError], tuple[int, str] | None]
 Run = Callable[[Any], Awaitable[msgspec.Struct]]
-_EVENT_LISTS: dict[str, Any] = {"history": list[HistoryEvent], "events": list[PostedEvent]}
 
 
 async def read_json(http: HttpRequest, *, max_bytes: int, timeout_s: float) -> dict[str, Any]:
@@ -66,24 +65,20 @@ def parse(body: Mapping[str, Any], kind: type[Request]) -> Request:
         request = msgspec.convert(body, kind)
     except msgspec.ValidationError as error:
         raise explained(str(error), body, kind) from None
-    _check_texts(request, "")
-    for name, elements in _EVENT_LISTS.items():
-        if events := getattr(request, name, None):
-            try:
-                checked = msgspec.convert(events, elements)
-            except msgspec.ValidationError as error:
-                raise explained(str(error), events, elements, name) from None
-            if name == "events":
-                for place, event in enumerate(checked):
-                    _check_texts(event, f"events[{place}].")
+    _check_texts(request)
+    if events := getattr(request, "history", None):  # posted events are read one by one, by `StateWriter`
+        try:
+            msgspec.convert(events, list[HistoryEvent])
+        except msgspec.ValidationError as error:
+            raise explained(str(error), events, list[HistoryEvent], "history") from None
     return request
 
 
-def _check_texts(request: msgspec.Struct, where: str) -> None:
+def _check_texts(request: msgspec.Struct) -> None:
     for name in _text_fields(type(request)):
         value = getattr(request, name)
         if isinstance(value, str) and not value.isprintable():
-            raise wrong_field(where + name, value, "a printable text")
+            raise wrong_field(name, value, "a printable text")
 
 
 @cache
@@ -109,15 +104,16 @@ class RequestGuard:
         refuse: Refuse,
         counted: Callable[[int], object],
         fields_of: Callable[[HttpRequest], Mapping[str, Any]] | None = None,
+        body_as: str = "",
     ) -> Handler:
         """Answers requests of a kind with what `run` returns, or with its error, whose status and code `refuse` knows.
 
-        The fields are those of the body, or what `fields_of` finds in the address.
+        The fields are those of the body, or what `fields_of` finds in the address; the whole body may be one more field.
         """
 
         async def answer(http: HttpRequest) -> tuple[int, msgspec.Struct]:
             try:
-                return 200, await self._run(http, kind, run, fields_of)
+                return 200, await self._run(http, kind, run, fields_of, body_as)
             except BadRequestError as error:
                 return refusal(error.status, error.code, str(error))
             except NestPipeError as error:
@@ -141,15 +137,18 @@ class RequestGuard:
         kind: type[Any],
         run: Run,
         fields_of: Callable[[HttpRequest], Mapping[str, Any]] | None,
+        body_as: str,
     ) -> msgspec.Struct:
         if self.num_in_flight >= self._max_in_flight:
             message = f"{self._max_in_flight} requests are in flight; try again in a second."
             raise BadRequestError(message, status=429, code="overloaded")
         self.num_in_flight += 1
         try:
-            if fields_of is not None:
+            if fields_of is not None and not body_as:
                 return await run(parse(fields_of(http), kind))
             body = await read_json(http, max_bytes=self._max_bytes, timeout_s=self._body_s)
+            if fields_of is not None:
+                body = {**fields_of(http), body_as: body}
             return await _unless_disconnected(http, run(parse(body, kind)))
         finally:
             self.num_in_flight -= 1

@@ -252,7 +252,11 @@ def of_user(own: Sequences, user: int, events: UserEvents, *, features: Mapping[
 
 def without_event(events: Sequences, place: int) -> Sequences:
     """A history without one of its events."""
-    kept = np.delete(np.arange(len(events.items)), place)
+    return only_events(events, np.delete(np.arange(len(events.items)), place))
+
+
+def only_events(events: Sequences, kept: Ints) -> Sequences:
+    """A history with some of its events."""
     left = UserEvents(events.items, events.times, events.event_features).take(kept)
     return replace(
         events,

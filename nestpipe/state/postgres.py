@@ -157,7 +157,7 @@ class PostgresState:
             self._read(self._held())
 
     def problem(self) -> str:
-        return f"the database of the state is away ({self._problem})" if self._problem else ""
+        return "the database of the state is away" if self._problem else ""
 
     def close(self) -> None:
         self._stopping.set()
