@@ -188,12 +188,13 @@ class UserHistories:
             return False
 
         self.refresh()
+        is_named = user in self.living.users or self.living.ids.text_of("user", user) is not None
         if user in self._new:
             self.state.events.rewrite(keep)
         with self.writing():
             last = {"of": "user", "number": user, "text": None}
             self.state.changes.append([last, {"forgotten": user, "ids": gone}])
-        if user in self.living.users or self.living.ids.text_of("user", user) is not None:
+        if is_named:
             named = ("user", user)
             self.state.changes.rewrite(
                 lambda one: one.get("user") != user and ((one.get("of"), one.get("number")) != named or not one["text"])

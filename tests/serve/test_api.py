@@ -298,7 +298,7 @@ def test_a_bad_event_has_an_error_of_its_own_and_spoils_no_other(shared):
     said = shared.http.post(f"{shared.url}/v1/events", json={"events": [*sent, good]}).json()
     assert [one["result"] for one in said["results"]] == ["error"] * 13 + ["stored"] * 3
     assert [one["error"]["code"] for one in said["results"][:5]] == [
-        "bad_request",
+        "bad_data",
         "bad_user",
         "bad_id",
         "bad_data",
