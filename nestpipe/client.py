@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from types import TracebackType
 from typing import Any, Generic, ParamSpec, Self, TypeVar, cast, overload
+from urllib.parse import quote, urlencode
 
 import httpx
 import msgspec
@@ -43,12 +44,30 @@ from nestpipe.serve.schemas import (
     session_of,
     user_key,
 )
+from nestpipe.serve.state_schemas import (
+    ElementsReply,
+    EventsReply,
+    ForgetRequest,
+    ForgottenReply,
+    ItemChangeRequest,
+    ItemReply,
+    ItemRequest,
+    ItemsPage,
+    ItemsPageRequest,
+    ItemsRequest,
+    UsersRequest,
+)
 
 __all__ = [
     "AsyncClient",
     "Client",
+    "ElementsReply",
     "Event",
+    "EventsReply",
+    "ForgottenReply",
     "GeneratedItems",
+    "ItemReply",
+    "ItemsPage",
     "PrefillReply",
     "RankedItems",
     "RecommendedItems",
@@ -84,9 +103,19 @@ class _ReleaseOfUser(ReleaseRequest, kw_only=True):
 class _Call(Generic[Parameters, Answer]):
     """One call of the service as a method of both clients: its path, its request, whose fields it takes, and its answer."""
 
-    def __init__(self, path: str, request: Callable[Parameters, Struct], answer: type[Answer], *, unsent: str = ""):
-        self.path, self.answer = path, answer
-        self._request, self._unsent = request, unsent
+    def __init__(
+        self,
+        path: str,
+        request: Callable[Parameters, Struct],
+        answer: type[Answer],
+        *,
+        unsent: str = "",
+        method: str = "POST",
+        in_path: str = "",
+    ):
+        """`unsent` is a field that is a header alone, `in_path` one that belongs into the address."""
+        self.path, self.answer, self.method = path, answer, method
+        self._request, self._unsent, self._in_path = request, unsent, in_path
         self.__doc__, self.__signature__ = request.__doc__, inspect.signature(request)
 
     @overload
@@ -100,9 +129,14 @@ class _Call(Generic[Parameters, Answer]):
 
     def __call__(self, client: Any, /, *args: Parameters.args, **fields: Parameters.kwargs) -> Any:
         request = self._request(*args, **fields)
-        body = msgspec.to_builtins(request)
+        body, path = msgspec.to_builtins(request), self.path
         body.pop(self._unsent, None)
-        return client._send(self, msgspec.json.encode(body), _headers(request))
+        if self._in_path:
+            path += f"/{quote(str(body.pop(self._in_path)), safe='')}"
+        if self.method in ("GET", "DELETE"):
+            return client._send(self, path + (f"?{urlencode(body)}" if body else ""), None, _headers(request))
+        body = body["change"] if self.method == "PATCH" else body
+        return client._send(self, path, msgspec.json.encode(body), _headers(request))
 
     def read(self, reply: httpx.Response) -> Answer:
         """The answer in a reply; raises ServiceError."""
@@ -138,8 +172,22 @@ class _Calls:
     """The best k items of a generative run; `scenario` and `trigger` (an item) steer it."""
     release = _Call("/v1/release", _ReleaseOfUser, type(None), unsent="user")
     """Unpins the KV prefix of a ticket that no ranking request will use."""
-    send_events = _Call("/v1/events", EventsRequest, type(None))
-    """Appends events (id, user, item, time, features) to histories; an id that is known already changes nothing."""
+    send_events = _Call("/v1/events", EventsRequest, EventsReply)
+    """Appends events (id, user, item, time, features) to histories and says of each whether it is stored."""
+    put_items = _Call("/v1/items", ItemsRequest, ElementsReply, method="PUT")
+    """Stores items: id, attributes of the log's schema, text, available."""
+    get_item = _Call("/v1/items", ItemRequest, ItemReply, method="GET", in_path="item")
+    """An item as it is stored now."""
+    change_item = _Call("/v1/items", ItemChangeRequest, ItemReply, method="PATCH", in_path="item")
+    """Changes some fields of an item; null removes a value."""
+    withdraw_item = _Call("/v1/items", ItemRequest, ItemReply, method="DELETE", in_path="item")
+    """Takes an item out of every answer; its record stays."""
+    list_items = _Call("/v1/items", ItemsPageRequest, ItemsPage, method="GET")
+    """A page of the catalogue."""
+    put_users = _Call("/v1/users", UsersRequest, ElementsReply, method="PUT")
+    """Stores users: id, features of the log's schema."""
+    forget_user = _Call("/v1/users", ForgetRequest, ForgottenReply, method="DELETE", in_path="user")
+    """Erases the events and features of a user."""
     invalidate = _Call("/v1/invalidate", InvalidateRequest, type(None))
     """Drops all KV prefixes of a user."""
 
@@ -167,9 +215,9 @@ class Client(_Calls):
     ) -> None:
         self.close()
 
-    def _send(self, call: _Call[Any, Answer], content: bytes, headers: dict[str, str]) -> Answer:
+    def _send(self, call: _Call[Any, Answer], path: str, content: bytes | None, headers: dict[str, str]) -> Answer:
         try:
-            return call.read(self._http.post(call.path, content=content, headers=headers))
+            return call.read(self._http.request(call.method, path, content=content, headers=headers))
         except httpx.HTTPError as error:
             raise _unreachable(self._http.base_url, call.path, error) from error
 
@@ -191,9 +239,11 @@ class AsyncClient(_Calls):
     ) -> None:
         await self.close()
 
-    async def _send(self, call: _Call[Any, Answer], content: bytes, headers: dict[str, str]) -> Answer:
+    async def _send(
+        self, call: _Call[Any, Answer], path: str, content: bytes | None, headers: dict[str, str]
+    ) -> Answer:
         try:
-            return call.read(await self._http.post(call.path, content=content, headers=headers))
+            return call.read(await self._http.request(call.method, path, content=content, headers=headers))
         except httpx.HTTPError as error:
             raise _unreachable(self._http.base_url, call.path, error) from error
 

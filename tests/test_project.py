@@ -22,7 +22,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"pipeline", "models"}),
     frozenset({"checkpoint", "eval", "generative", "profiling", "simulate"}),
     frozenset({"autotune", "training"}),
-    frozenset({"serve", "gateway", "report"}),
+    frozenset({"serve", "gateway", "report", "state"}),
     frozenset({"cli"}),
 )
 FREE = frozenset({"__init__", "config", "recipes", "registry", "client"})

@@ -173,7 +173,7 @@ class SimilarArguments:
 
 @dataclass(frozen=True, kw_only=True)
 class ForgetArguments:
-    """Erases a user from the sequence folder of runs, from their event logs and from their instructions.
+    """Erases a user from the sequence folder of runs, from what their services have stored and from their instructions.
 
     Instances that serve the runs notice within a second and drop all KV prefixes. Name every run on that folder: a run that
     is left out refuses the folder afterwards. Weights stay as they were trained.
@@ -189,6 +189,8 @@ class ForgetArguments:
     """Folders of all runs on one sequence folder."""
     user: str
     """Own id of the user, as it is in the log"""
+    state: str = ""
+    """Address of the database that 'nestpipe serve --state' was given, if any."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,13 +20,14 @@ from nestpipe.data.vocabulary import OwnId
 from nestpipe.errors import ConfigError, DataError
 from nestpipe.generative.instruction_store import INSTRUCTIONS, SqliteStore
 from nestpipe.generative.nearline_job import JobLedger, ledgers_of
-from nestpipe.serve.event_log import EventLog
 from nestpipe.serve.service_folder import EVENTS
+from nestpipe.state.erase_entries import erase_entries, number_in
+from nestpipe.state.service_state import ServiceState, open_state
 from nestpipe.training.run_folder import Run
 
 
 def main(arguments: ForgetArguments) -> int:
-    num_stored, num_logged = forget(arguments.runs, arguments.user)
+    num_stored, num_logged = forget(arguments.runs, arguments.user, state=arguments.state)
     print(f"user {arguments.user}: {num_stored:,} stored and {num_logged:,} logged events were erased")
     print("trained weights are unchanged; train again to remove their influence")
     if num_stored:
@@ -36,8 +37,8 @@ def main(arguments: ForgetArguments) -> int:
     return 0
 
 
-def forget(runs: Sequence[Path], own: OwnId) -> tuple[int, int]:
-    """Numbers of events erased from the sequence folder and from the event logs; raises ConfigError unless it is one folder.
+def forget(runs: Sequence[Path], own: OwnId, *, state: str = "") -> tuple[int, int]:
+    """Numbers of events erased from the sequence folder and from the runs' states; raises ConfigError unless it is one folder.
 
     Crash-safe: the runs can be opened after an interruption at any point. The next call, for any user, completes a folder
     swap that was begun; a call for the same user completes the rest.
@@ -58,11 +59,12 @@ def forget(runs: Sequence[Path], own: OwnId) -> tuple[int, int]:
         for run in runs:
             Run.open(run)  # raises if it is on other data
             _settle(run, sequences.digest)
-        user = sequences.vocabulary("user").number_of(own)
+        user, states = sequences.vocabulary("user").number_of(own), _states(runs, state)
+        if user is None:  # one who came after ingestion
+            user = next((number for one in states if (number := number_in(one, own)) is not None), None)
         if user is None and not is_quarantined(sequences, own):
             raise DataError(f"user {own!r} is not in {folder}; nothing was erased.")
-        logs = [run / "serve" / EVENTS for run in runs]
-        num_logged = sum(EventLog(log).rewrite(lambda event: event["user"] != user) for log in logs if log.exists())
+        num_logged = 0 if user is None else sum(_erase_everywhere(states, user))
         num_stored = forget_user(sequences, user, announce=announce, own=own)
         digest = Sequences.open(folder).digest
         for run in runs:
@@ -70,6 +72,18 @@ def forget(runs: Sequence[Path], own: OwnId) -> tuple[int, int]:
                 _forget_instructions(run / "serve", user)
             _settle(run, digest)
     return num_stored, num_logged
+
+
+def _states(runs: Sequence[Path], state: str) -> list[ServiceState]:
+    """What services of the runs have stored: files of each run, and the database if one is named."""
+    logs = [run / "serve" / EVENTS for run in runs]
+    return [open_state("", log) for log in logs if log.exists()] + ([open_state(state, logs[0])] if state else [])
+
+
+def _erase_everywhere(states: Sequence[ServiceState], user: int) -> Iterator[int]:
+    for one in states:
+        yield erase_entries(one, user)
+        one.close()
 
 
 def _forget_instructions(folder: Path, user: int) -> None:

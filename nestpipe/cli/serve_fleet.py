@@ -35,11 +35,11 @@ from nestpipe.gateway.instance_client import InstanceClient, make_client
 from nestpipe.gateway.nginx import nginx_config
 from nestpipe.gateway.router import InstanceAddress, Members
 from nestpipe.gateway.supervisor import Fleet, Worker
-from nestpipe.rules.item_attributes import FolderSource
 from nestpipe.rules.rule_book import RuleBook
 from nestpipe.serve.config import Stages
 from nestpipe.serve.demo_page import DemoPage
 from nestpipe.serve.known_items import known_items
+from nestpipe.serve.live_attributes import LiveSource
 from nestpipe.serve.open_instance import check_flags
 from nestpipe.serve.open_service import kind_of, open_histories, open_retrieval, open_run
 from nestpipe.serve.openapi import ServiceKind
@@ -176,7 +176,7 @@ def serve_fleet(arguments: ServeArguments) -> int:
         kind=kind,
         histories=histories,
         retriever=retriever,
-        rules=RuleBook.open(FolderSource(lambda: histories.sequences), arguments.rules),
+        rules=RuleBook.open(LiveSource(lambda: histories.sequences, histories.living), arguments.rules),
         stages=arguments.stages,
         budget_ms=arguments.trigger.budget_ms,
         token=kept_secret(folder / "token"),

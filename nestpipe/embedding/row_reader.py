@@ -46,7 +46,7 @@ class TableRows:
         for table in {lookup.table for lookup in lookups.values()}:
             own = {name: lookup for name, lookup in lookups.items() if lookup.table == table}
             ids = torch.cat([lookup.ids.flatten() for lookup in own.values()])
-            unique, places = self.tables[table].peek(ids), torch.arange(len(ids))
+            unique, places = self.peek(table, ids), torch.arange(len(ids))
             for (name, lookup), index in zip(
                 own.items(), places.split([lookup.ids.numel() for lookup in own.values()]), strict=True
             ):

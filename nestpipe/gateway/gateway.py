@@ -4,7 +4,8 @@
     POST /v1/similar                           by any instance
     POST /v1/prefill /v1/rank /v1/release     of a ranker, for callers with a retrieval of their own
     POST /v1/generate                          of a generative run
-    POST /v1/events /v1/invalidate             to every instance; events to any one, if all read one log
+    POST /v1/invalidate                        to every instance
+    POST /v1/events, /v1/items, /v1/users      to every instance, or to any one if all have one state (state_forwarding.py)
     GET  /healthz /readyz /metrics /openapi.json
     admin, on its own port with a token:       GET /members, POST /members {"name", "action": join|drain|leave, "url"}
 
@@ -22,7 +23,7 @@ from contextlib import asynccontextmanager
 from dataclasses import asdict
 from typing import Any, Protocol
 
-from msgspec import UNSET, Struct
+from msgspec import UNSET
 from msgspec.structs import replace
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.applications import Starlette
@@ -34,6 +35,7 @@ from nestpipe.errors import NestPipeError
 from nestpipe.gateway.cascade import StageError
 from nestpipe.gateway.instance_client import InstanceClient, InstanceError, is_address
 from nestpipe.gateway.router import RouterError
+from nestpipe.gateway.state_forwarding import StateForwarding
 from nestpipe.rules.rule_set import RuleError
 from nestpipe.serve.config import BUCKETS_S, GatewayLimits
 from nestpipe.serve.openapi import ServiceKind, gateway_calls, gateway_document
@@ -54,7 +56,6 @@ from nestpipe.serve.request_guard import (
 )
 from nestpipe.serve.request_rules import refuse_rules
 from nestpipe.serve.schemas import (
-    EventsRequest,
     GeneratedItems,
     GenerateRequest,
     InstanceRecommendRequest,
@@ -72,6 +73,7 @@ from nestpipe.serve.schemas import (
     SimilarItems,
     SimilarRequest,
 )
+from nestpipe.serve.state_routes import state_routes
 
 _log = logging.getLogger("nestpipe.serve")
 _PROBE_MS = 2000.0  # that the recommendation of a readiness check may take
@@ -120,12 +122,12 @@ class Gateway:
     ):
         """`probe` is a request of a user with a history, which must be answered for the gateway to be ready.
 
-        `shared_log`: all instances read one event log, so any one of them may write it.
+        `shared_log`: all instances have one state, so any one of them may write it.
         """
         self._recommender, self._remote = recommender, recommender.remote
         self._limits, self._kind = limits or GatewayLimits(), kind
-        self._probe, self._shared_log = probe, shared_log
-        own = self._limits
+        self._probe, own = probe, self._limits
+        self._state = StateForwarding(self._remote, shared=shared_log, timeout_s=own.write_s, max_events=own.max_events)
         self._calls = gateway_calls(own, kind)
         self._guard = RequestGuard(max_in_flight=own.max_in_flight, max_bytes=own.max_bytes, body_s=own.body_s)
         self.metrics = GatewayMetrics()
@@ -141,12 +143,23 @@ class Gateway:
             "rank": self._rank,
             "release": self._release,
             "generate": self._generate,
-            "events": self._events,
+            "events": self._state.events,
             "invalidate": self._invalidate,
         }
         calls = {name: self._handler(name, handlers[name]) for name in self._calls}
         from_address = self._handler("recommend", self._recommend, fields_of=user_and_numbers)
-        routes = [user_route("recommend", from_address), *more]
+        routes = [
+            user_route("recommend", from_address),
+            *state_routes(
+                self._state.handlers(),
+                reads=self._guard,
+                writes=self._guard,
+                refuse=_refuse,
+                counted=lambda name, status: self.metrics.answers.labels(name, str(status)).inc(),
+                max_elements=self._limits.max_events,
+            ),
+            *more,
+        ]
         gets = {"healthz": _alive, "readyz": self._ready, "metrics": self._metrics, "openapi.json": self._document}
         routes += [Route(f"/{name}", handler) for name, handler in gets.items()]
         return ServiceApp(calls, routes, lifespan=self._lifespan)
@@ -238,17 +251,9 @@ class Gateway:
     async def _release(self, request: ReleaseRequest) -> ReleaseReply:
         return ReleaseReply(await self._remote.release_ticket(request.ticket))
 
-    async def _events(self, request: EventsRequest) -> InstancesReply:
-        if self._shared_log:
-            return InstancesReply([await self._remote.to_any("/v1/events", request, timeout_s=self._limits.write_s)])
-        return await self._to_all("/v1/events", request)
-
     async def _invalidate(self, request: InvalidateRequest) -> InstancesReply:
-        return await self._to_all("/v1/invalidate", request)
-
-    async def _to_all(self, path: str, request: Struct) -> InstancesReply:
-        """Sends a request to every instance. Both calls are idempotent: after a failure the caller sends it again."""
-        errors = await self._remote.broadcast(path, request, timeout_s=self._limits.write_s)
+        """Sends it to every instance. It is idempotent: after a failure the caller sends it again."""
+        errors = await self._remote.broadcast("/v1/invalidate", request, timeout_s=self._limits.write_s)
         if failed := {name: error for name, error in errors.items() if error is not None}:
             first = next(iter(failed.values()))
             message = f"{len(failed)} of {len(errors)} instances did not take it ({first}); send the same again."

@@ -179,7 +179,7 @@ class InstanceClient:
 
     async def similar(self, request: SimilarRequest, *, deadline_s: float) -> SimilarItems:
         """The answer of the least busy instance, or of the next one if that fails. Raises InstanceError."""
-        order = self._least_busy()
+        order = self.least_busy()
         if not order:
             raise RouterError("there are no instances; start one, or let one join.")
         with self.holding(order[0]):
@@ -289,27 +289,12 @@ class InstanceClient:
             errors[one.name] = result if isinstance(result, InstanceError) else None
         return errors
 
-    async def to_any(self, path: str, request: Struct, *, timeout_s: float) -> str:
-        """Sends a request to the least busy member that accepts it and returns its name; raises InstanceError."""
-        problem = InstanceError("there are no instances")
-        for instance in self._least_busy():
-            try:
-                with self.holding(instance):
-                    await self._post(instance, path, request, _AnyAnswer, timeout_s=timeout_s)
-            except InstanceError as error:
-                if error.is_final:
-                    raise
-                problem = error
-            else:
-                return instance.name
-        raise problem
-
     async def close(self) -> None:
         """Waits for background tasks, then closes the connections."""
         await asyncio.gather(*self._background, return_exceptions=True)
         await self._client.aclose()
 
-    def _least_busy(self) -> list[InstanceAddress]:
+    def least_busy(self) -> list[InstanceAddress]:
         """All members, those that drain or are down last."""
         down = self._down()
         return sorted(self.members, key=lambda one: (one.is_draining or one.name in down, self._loads[one.name]))
@@ -321,13 +306,23 @@ class InstanceClient:
     async def _post(
         self, instance: InstanceAddress, path: str, request: Struct, answer: type[Answer], *, timeout_s: float
     ) -> Answer:
+        return await self.send(instance, "POST", path, msgspec.json.encode(request), answer, timeout_s=timeout_s)
+
+    async def send(
+        self,
+        instance: InstanceAddress,
+        method: str,
+        path: str,
+        content: bytes | None,
+        answer: type[Answer],
+        *,
+        timeout_s: float,
+    ) -> Answer:
         """The answer of an instance. Raises InstanceError; an instance that was not reached is suspect for a while."""
         where = f"{instance.name} ({instance.url}{path})"
         try:
             async with asyncio.timeout(timeout_s):
-                reply = await self._client.post(
-                    instance.url + path, content=msgspec.json.encode(request), headers=_JSON
-                )
+                reply = await self._client.request(method, instance.url + path, content=content, headers=_JSON)
         except TimeoutError:
             self._timeouts[instance.name] += 1
             if self._timeouts[instance.name] >= _TIMEOUTS:

@@ -85,9 +85,11 @@ class GenerativeInstance(RecommendingInstance):
             version=version,
         )
         answer = await self._generated(job)
+        found = self._shown(ScoredItems(cast(list[int], answer.items), answer.log_probabilities))
         return replace(
             answer,
-            items=self._ids.own_items(cast(list[int], answer.items)),
+            items=self._ids.own_items(found.items),
+            log_probabilities=found.scores,
             unknown=compiled.unknown,
             allowed=None if rules.is_empty else answer.allowed,
         )

@@ -36,6 +36,7 @@ from nestpipe.rules.compiled_rules import CompiledRules
 from nestpipe.rules.rule_book import RequestRules
 from nestpipe.serve.known_items import Ints, KnownItems, known_items
 from nestpipe.serve.model import rows_in_files, without_events
+from nestpipe.serve.user_history import only_events
 from nestpipe.training.request_steering import present_rows
 from nestpipe.training.run_folder import Run
 
@@ -112,6 +113,8 @@ class GenerativeModel:
 
         What the rules remove is never generated: by default items of the history, unless the run was evaluated with them.
         """
+        is_known = self.known.has(events.items)  # others have no semantic id, so the model cannot read them
+        events = events if is_known.all() else only_events(events, np.flatnonzero(is_known))
         compiled = (rules or RequestRules()).on(self.known.items)
         end = np.array([len(events.items)])
         start = truncate(end, self.max_len, self._block)

@@ -1,6 +1,7 @@
 """What the instances of all kinds of runs share: limits, events, readiness, metrics, the OpenAPI document.
 
     POST /v1/events /v1/invalidate      GET /healthz /readyz /metrics /openapi.json
+    PUT /v1/items /v1/users             GET, PATCH, DELETE /v1/items/{id}      DELETE /v1/users/{id}      (state_api.py)
 
 Administration is in admin.py. An instance of a kind adds its calls. Requests are parsed and limits are applied before anything
 is queued.
@@ -8,7 +9,6 @@ is queued.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -33,11 +33,14 @@ from nestpipe.serve.prometheus import InstanceMetrics, status_counter
 from nestpipe.serve.request_guard import Admit, CallEndpoint, RequestGuard, Run, ServiceApp
 from nestpipe.serve.request_rules import refuse_rules
 from nestpipe.serve.requests import refuse_busy
-from nestpipe.serve.schemas import Event, EventsReply, EventsRequest, InvalidateReply, InvalidateRequest
+from nestpipe.serve.schemas import Event, InvalidateReply, InvalidateRequest
+from nestpipe.serve.state_api import StateApi, refuse_away
+from nestpipe.serve.state_routes import state_routes
+from nestpipe.serve.state_writer import StateWriter
 from nestpipe.serve.worker_thread import WorkerThread
 
 _FEW_EVENTS = 64  # of a history, which are read faster than handed to a thread
-_MAX_WRITES, _NUM_WRITERS = 64, 2  # posts of events in flight, and threads for them
+_MAX_WRITES, _NUM_WRITERS = 64, 2  # writes in flight, and threads for them
 
 
 class HttpInstance(ABC):
@@ -63,7 +66,14 @@ class HttpInstance(ABC):
         self._guard = self._limit(worker.config.max_queue + worker.config.max_batch)
         # Writes wait for the disk, so they have their own limit and threads: other requests are not delayed.
         self._writes = self._limit(_MAX_WRITES)
-        self._writers = ThreadPoolExecutor(_NUM_WRITERS, thread_name_prefix="events")
+        threads = ThreadPoolExecutor(_NUM_WRITERS, thread_name_prefix="state")
+        self._state = StateApi(
+            StateWriter(worker.histories, self._ids),
+            threads,
+            check=self._check,
+            forgotten=self.invalidate,
+            max_events=limits.events,
+        )
         self.is_draining = False
         self.broadcast: Callable[[OwnId], Awaitable[int]] | None = None  # invalidates a user at all instances
 
@@ -89,8 +99,9 @@ class HttpInstance(ABC):
 
     def _refuse(self, error: NestPipeError) -> tuple[int, str] | None:
         """The status and code of an error."""
-        refused = refuse_rules(error)
-        return refused or ((400, "bad_data") if isinstance(error, DataError) else refuse_busy(error))
+        if (refused := refuse_rules(error)) is not None:
+            return refused
+        return (400, "bad_data") if isinstance(error, DataError) else refuse_busy(error) or refuse_away(error)
 
     @abstractmethod
     async def _works(self) -> bool:
@@ -98,9 +109,17 @@ class HttpInstance(ABC):
 
     def app(self) -> Starlette:
         """The ASGI application."""
-        calls: dict[str, Run] = {**self._handlers(), "events": self._events, "invalidate": self._invalidate}
+        calls: dict[str, Run] = {**self._handlers(), "events": self._state.events, "invalidate": self._invalidate}
         gets = {"healthz": self._alive, "readyz": self._ready, "metrics": self._metrics, "openapi.json": self._document}
-        routes = [*self._more_routes(), *(Route(f"/{name}", handler) for name, handler in gets.items())]
+        routes = state_routes(
+            self._state.handlers(),
+            reads=self._guard,
+            writes=self._writes,
+            refuse=self._refuse,
+            counted=lambda name, status: self._answers.answers.labels(name, str(status)).inc(),
+            max_elements=self._limits.events,
+        )
+        routes += [*self._more_routes(), *(Route(f"/{name}", handler) for name, handler in gets.items())]
         return ServiceApp({name: self._handler(name, call) for name, call in calls.items()}, routes)
 
     def _handler(
@@ -127,12 +146,6 @@ class HttpInstance(ABC):
     def _limit(self, max_in_flight: int) -> RequestGuard:
         return RequestGuard(max_in_flight=max_in_flight, max_bytes=self._limits.body_bytes, body_s=self._limits.body_s)
 
-    async def _events(self, request: EventsRequest) -> EventsReply:
-        events = [self._ids.event(event) for event in request.events]
-        add = partial(self._worker.histories.add, events, self._check)
-        accepted, duplicates = await asyncio.get_running_loop().run_in_executor(self._writers, add)
-        return EventsReply(accepted=accepted, duplicates=duplicates)
-
     async def _invalidate(self, request: InvalidateRequest) -> InvalidateReply:
         if self.broadcast is not None:
             return InvalidateReply(await self.broadcast(request.user))
@@ -157,10 +170,13 @@ class HttpInstance(ABC):
 
     async def _ready(self, http: HttpRequest) -> Response:
         is_ready = not self.is_draining and not self._worker.is_stopping and await self._works()
-        return JSONResponse({"ready": is_ready}, 200 if is_ready else 503)
+        problem = self._worker.histories.state.problem()  # recommendations go on from what is known; writes do not
+        answer = {"ready": is_ready and not problem, **({"problem": problem} if problem else {})}
+        return JSONResponse(answer, 200 if answer["ready"] else 503)
 
     async def _metrics(self, http: HttpRequest) -> Response:
         return Response(self._answers.text(), media_type="text/plain; version=0.0.4")
 
     async def _document(self, http: HttpRequest) -> Response:
-        return JSONResponse(document(self.title, self._calls, self._worker.histories.sequences.schema))
+        schema, most = self._worker.histories.sequences.schema, self._limits.events
+        return JSONResponse(document(self.title, self._calls, schema, max_elements=most))

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
+from nestpipe.data.folder_merge import is_among
 from nestpipe.data.sequences import Sequences
 from nestpipe.errors import DataError
 from nestpipe.eval.catalogue_predictor import content_vectors, training_counts
@@ -69,16 +70,19 @@ class KnownItems:
             )
         return places
 
-    def places(self, items: Ints) -> Ints:
-        """Catalogue positions of the items that are in the catalogue; others are left out."""
-        places = np.minimum(np.searchsorted(self.items, items), len(self.items) - 1)
-        return places[self.items[places] == items]
-
     def replaced(self, items: Ints, popularity: Ints, vectors: Tensor | None) -> KnownItems:
         """Another catalogue under the same rules."""
         return KnownItems(
             items, popularity=popularity, vectors=vectors, keeps_seen=self.keeps_seen, max_bytes=self.max_bytes
         )
+
+    def has(self, items: Ints) -> NDArray[np.bool_]:
+        """Which items the model knows."""
+        return is_among(items, self.items)
+
+    def known_positions(self, items: Ints) -> Ints:
+        """Catalogue positions of those items that the model knows."""
+        return np.searchsorted(self.items, items[self.has(items)])
 
     def scored(self, positions: Tensor, scores: Tensor, k: int, *, allowed: int) -> ScoredItems:
         """The first k of some positions, of which -1 is none."""

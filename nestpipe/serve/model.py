@@ -18,6 +18,7 @@ from nestpipe.models.kv_prefix import describe_statistics
 from nestpipe.models.prefix_inference import Ranker
 from nestpipe.models.ranking import Ranking
 from nestpipe.serve.known_items import known_items
+from nestpipe.serve.known_rows import KnownRows
 from nestpipe.serve.prefill import ServedModel
 from nestpipe.training.run_folder import Run
 
@@ -36,7 +37,8 @@ def open_served(
     if label and label not in (names := [one.name for one in model.tasks.labels]):
         raise ConfigError(f"the model of {run.folder} has no label '{label}' to order by; it has {names}.")
     statistics = run.statistics()
-    ranker = Ranker(model, loaded.rows.read_each, weights=manifest.digest, schema=describe_statistics(statistics))
+    rows = KnownRows(loaded.rows, run.sequences.catalogue)
+    ranker = Ranker(model, rows.read_each, weights=manifest.digest, schema=describe_statistics(statistics))
     builder = BatchBuilder(
         without_events(run.sequences), None, inputs_of(run.config, run.sequences), statistics=statistics
     )

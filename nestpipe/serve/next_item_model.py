@@ -23,6 +23,7 @@ from nestpipe.rules.compiled_rules import CompiledRules
 from nestpipe.rules.rule_book import RequestRules
 from nestpipe.serve.followed_items import FollowedItems
 from nestpipe.serve.known_items import Ints, KnownItems, ScoredItems, known_items
+from nestpipe.serve.known_rows import KnownRows
 from nestpipe.serve.model import rows_in_files, without_events
 from nestpipe.training.run_folder import Run
 
@@ -70,7 +71,7 @@ class NextItemModel:
         compiled = (rules or RequestRules()).on(known.items)
         end = np.array([len(events.items)])
         start, asked = truncate(end, self.max_len, self._block), np.array([query_time * 1000])
-        had = known.places(events.items) if self._items.reads_new_items else known.positions(events.items)
+        had = known.known_positions(events.items)
         batch = self._builder.over(events).history(torch.tensor([0]), start, end, request_ms=asked)
         return PreparedHistory(batch, compiled, compiled.removed(had, keeps_seen=known.keeps_seen), known)
 
@@ -122,7 +123,7 @@ def open_next_item(run: Run, *, step: int | None = None, folder: Path, memory_by
     inputs = inputs_of(config, run.sequences)
     return NextItemModel(
         loaded.model,
-        loaded.rows,
+        KnownRows(loaded.rows, run.sequences.catalogue),
         BatchBuilder(without_events(run.sequences), None, inputs, statistics=run.statistics()),
         known_items(run, loaded),
         max_len=config.data.max_len,

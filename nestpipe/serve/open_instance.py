@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from nestpipe.errors import ConfigError
-from nestpipe.rules.item_attributes import FolderSource
 from nestpipe.rules.rule_book import RuleBook
 from nestpipe.serve.api import Instance
 from nestpipe.serve.generation_api import GenerativeInstance
 from nestpipe.serve.generation_engine import GenerativeVersion
 from nestpipe.serve.known_items import CandidateSearch
+from nestpipe.serve.live_attributes import LiveSource
 from nestpipe.serve.model_versions import Load, VersionFile, VersionRecord, load_version, open_version
 from nestpipe.serve.next_item_api import NextItemInstance
 from nestpipe.serve.next_item_model import NextItemModel, open_next_item
@@ -63,7 +63,9 @@ def open_instance(run: Run, arguments: ServeArguments, *, name: str) -> OpenedIn
     file = VersionFile(arguments.notes, first=VersionRecord(compared=other, share=arguments.share if other else 0.0))
     file.follow(engine, load)
     instance = make(name)
-    instance.rules = RuleBook.open(FolderSource(lambda: engine.histories.sequences), arguments.rules)
+    instance.rules = RuleBook.open(
+        LiveSource(lambda: engine.histories.sequences, engine.histories.living), arguments.rules
+    )
     return OpenedInstance(engine, instance, load, file)
 
 

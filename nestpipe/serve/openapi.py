@@ -13,27 +13,20 @@ from nestpipe.data.schema import Schema
 from nestpipe.serve import schemas
 from nestpipe.serve.config import MAX_TICKET_CHARS, GatewayLimits, Limits
 from nestpipe.serve.schemas import limited
+from nestpipe.serve.state_openapi import KINDS, NAMED, add_state_paths
+from nestpipe.serve.state_schemas import EventsReply, posted_events
 
 JsonSchema = dict[str, Any]
 Calls = dict[str, tuple[type[Any], type[Any]]]
 """The request and the answer of each call."""
 ServiceKind = Literal["ranker", "pointwise", "next_item", "generative"]
 """The kind of run behind a gateway."""
-_KINDS: dict[str, JsonSchema] = {
-    "number": {"type": ["number", "null"]},
-    "id": {"type": ["integer", "null"]},
-    "ids": {"type": ["array", "null"], "items": {"type": "integer"}},
-    "vector": {"type": ["array", "null"], "items": {"type": "number"}},
-}
-_NAMED: dict[str, JsonSchema] = {  # ids that are texts in the log
-    "id": {"type": ["string", "integer", "null"]},
-    "ids": {"type": ["array", "null"], "items": {"type": ["string", "integer"]}},
-}
+_MOST = Limits().events
 _REFUSALS = {
     "400": "The body cannot be read, or names something that does not exist.",
     "403": "The ticket is not one of this process.",
     "408": "The body took too long.",
-    "413": "The body is too large.",
+    "413": "The body is too large, or has too many elements.",
     "429": "Too many requests wait.",
     "503": "The instance is stopping, the deadline has passed, or a part of it failed.",
 }
@@ -154,21 +147,21 @@ def gateway_calls(limits: GatewayLimits, kind: ServiceKind) -> Calls:
         "recommend": (recommend, schemas.RecommendedItems),
         "similar": (limited(schemas.SimilarRequest, k=k, exclude=candidates), schemas.SimilarItems),
         **of_kind[kind],
-        "events": (limited(schemas.EventsRequest, events=limits.max_events), schemas.InstancesReply),
+        "events": (posted_events(limits.max_events), EventsReply),
         "invalidate": (schemas.InvalidateRequest, schemas.InstancesReply),
     }
 
 
 def _writes(limits: Limits) -> Calls:
     return {
-        "events": (limited(schemas.EventsRequest, events=limits.events), schemas.EventsReply),
+        "events": (posted_events(limits.events), EventsReply),
         "invalidate": (schemas.InvalidateRequest, schemas.InvalidateReply),
     }
 
 
-def document(title: str, calls: Calls, schema: Schema) -> JsonSchema:
-    """Of an instance, whose events have the features of its log."""
-    return _document(title, calls, _REFUSALS, schema)
+def document(title: str, calls: Calls, schema: Schema, *, max_elements: int = _MOST) -> JsonSchema:
+    """Of an instance, whose events, items and users have the features of its log."""
+    return _document(title, calls, _REFUSALS, schema, max_elements)
 
 
 def _from_address(post: JsonSchema) -> JsonSchema:
@@ -194,10 +187,13 @@ def _required(schema: JsonSchema) -> JsonSchema:
 
 def gateway_document(kind: ServiceKind, limits: GatewayLimits | None = None) -> JsonSchema:
     """A gateway leaves the features of events to its instances, so its document does not name them."""
-    return _document("A gateway of nestpipe", gateway_calls(limits or GatewayLimits(), kind), _GATEWAY_REFUSALS, None)
+    limits = limits or GatewayLimits()
+    return _document("A gateway of nestpipe", gateway_calls(limits, kind), _GATEWAY_REFUSALS, None, limits.max_events)
 
 
-def _document(title: str, calls: Calls, refusals: Mapping[str, str], log: Schema | None) -> JsonSchema:
+def _document(
+    title: str, calls: Calls, refusals: Mapping[str, str], log: Schema | None, max_elements: int
+) -> JsonSchema:
     kinds = [
         *(kind for pair in calls.values() for kind in pair),
         schemas.HistoryEvent,
@@ -237,11 +233,13 @@ def _document(title: str, calls: Calls, refusals: Mapping[str, str], log: Schema
         responses = {"200": _response(text, {"type": "object"}), "503": _response("It does not.", {"type": "object"})}
         paths[f"/{name}"] = {"get": {"operationId": name, "summary": text, "responses": responses}}
     inlined = {named[kind] for pair in calls.values() for kind in pair}
+    components = {name: one for name, one in components.items() if name not in inlined}
+    add_state_paths(paths, components, log, refusals=refusals, max_elements=max_elements)
     return {
         "openapi": "3.1.0",
         "info": {"title": title, "version": "1", "description": "Times are seconds since 1970."},
         "paths": paths,
-        "components": {"schemas": {name: one for name, one in components.items() if name not in inlined}},
+        "components": {"schemas": components},
     }
 
 
@@ -255,9 +253,9 @@ def _add_features(event: JsonSchema, log: Schema | None) -> None:
         del event["properties"]["time"]
     for feature in log.of_scope("event"):
         is_named = feature.kind in {"id", "ids"} and feature.encoding != "int64"
-        event["properties"][feature.name] = (_NAMED if is_named else _KINDS)[feature.kind]
+        event["properties"][feature.name] = (NAMED if is_named else KINDS)[feature.kind]
         if feature.weights is not None:
-            event["properties"][f"{feature.name}.weights"] = _KINDS["vector"]
+            event["properties"][f"{feature.name}.weights"] = KINDS["vector"]
     event["additionalProperties"] = False
 
 

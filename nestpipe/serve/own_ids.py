@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from nestpipe.data.folder_merge import is_among
 from nestpipe.data.schema import Feature
 from nestpipe.data.sequences import Sequences
 from nestpipe.data.vocabulary import OwnId, Vocabulary
@@ -92,8 +93,12 @@ class ServiceIds:
                     numbers[place], known[place] = number, True
         places = np.minimum(np.searchsorted(catalogue, numbers), len(catalogue) - 1)
         has = catalogue[places] == numbers
-        known &= has if grown is None or not len(grown) else has | np.isin(numbers, grown)
+        known &= has if grown is None or not len(grown) else has | is_among(numbers, grown)
         return numbers[known], [one for one, is_known in zip(own, known.tolist(), strict=True) if not is_known]
+
+    def withdrawn(self) -> list[int]:
+        """Numbers of the items that must not be shown."""
+        return [] if self._living is None else self._living.catalogue.withdrawn().tolist()
 
     def own_users(self, numbers: Ints | Sequence[int]) -> list[OwnId]:
         """The own ids of users."""

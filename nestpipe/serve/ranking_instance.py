@@ -17,6 +17,7 @@ from typing import cast
 
 from msgspec.structs import replace
 
+from nestpipe.data.folder_merge import is_among
 from nestpipe.gateway.router import Ticket
 from nestpipe.serve.config import Limits, Stages
 from nestpipe.serve.known_items import CandidateSearch, RankingCandidates, ScoredItems
@@ -72,6 +73,9 @@ class RankingInstance(RecommendingInstance):
         arrived, ids, user = self._arrived(), self._ids, self._ids.user(request.user)
         ticket = self._ticket(request, user)
         items, unknown = ids.items(request.candidates)
+        is_known, withdrawn = self._known(user).has(items), self._withdrawn()
+        unknown, items = unknown + ids.own_items(items[~is_known]), items[is_known]
+        items = items[~is_among(items, withdrawn)]
         if not len(items):
             return RankedItems(items=[], scores=[], path="full", model=self._model_name(user), unknown=unknown)
         query_time = request.query_time
@@ -89,7 +93,8 @@ class RankingInstance(RecommendingInstance):
         )
         scorer = self._scorer(_as_recommendation(job)) if request.explain else None
         answer = await self._ranked(job)
-        ranked, because = cast(list[int], answer.items), None
+        found, because = self._shown(ScoredItems(cast(list[int], answer.items), answer.scores)), None
+        ranked, answer = found.items, replace(answer, scores=found.scores)
         if scorer is not None and self._num_events(job):
             because = await self._explained(_as_recommendation(job), scorer, ranked)
         return replace(answer, items=ids.own_items(ranked), unknown=unknown, because=because)

@@ -14,6 +14,7 @@ import uuid
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 
 from msgspec import UNSET
@@ -24,12 +25,12 @@ from torch import Tensor
 from nestpipe.data.sequences import Sequences
 from nestpipe.errors import DataError, NestPipeError
 from nestpipe.rules.compiled_rules import CompiledRules
-from nestpipe.rules.item_attributes import FolderSource
 from nestpipe.rules.rule_book import RuleBook
 from nestpipe.serve.admission import age_s
 from nestpipe.serve.config import Limits
 from nestpipe.serve.http_instance import HttpInstance
-from nestpipe.serve.known_items import KnownItems, ScoredItems
+from nestpipe.serve.known_items import Ints, KnownItems, ScoredItems
+from nestpipe.serve.live_attributes import LiveSource
 from nestpipe.serve.openapi import Calls
 from nestpipe.serve.prometheus import InstanceMetrics
 from nestpipe.serve.recommendation import (
@@ -72,7 +73,7 @@ class RecommendingInstance(HttpInstance):
     ):
         """`budget_ms` is the deadline of requests that name none."""
         super().__init__(worker, metrics, name=name, calls=calls, limits=limits, wall_clock=wall_clock)
-        self.rules = RuleBook(FolderSource(lambda: worker.histories.sequences))
+        self.rules = RuleBook(LiveSource(lambda: worker.histories.sequences, worker.histories.living))
         self._budget_ms, self._proven_at, self._problem = budget_ms, float("-inf"), ""
         # One at a time and outside the worker: an explanation takes up to 33 inferences.
         self._explaining = ThreadPoolExecutor(1, thread_name_prefix="explain")
@@ -125,6 +126,7 @@ class RecommendingInstance(HttpInstance):
         await self._steer(job, request)
         scorer = self._scorer(job) if request.explain else None
         answer = await self._find(job)
+        answer = replace(answer, found=self._shown(answer.found))
         because = None
         if scorer is not None and answer.path != "popular":
             because = await self._explained(job, scorer, answer.found.items)
@@ -163,6 +165,20 @@ class RecommendingInstance(HttpInstance):
         """The rules of a user without history."""
         return job.rules.on(known.items)
 
+    def _withdrawn(self) -> Ints:
+        """The items that must not be shown."""
+        return self._worker.histories.living.catalogue.withdrawn()
+
+    def _shown(self, found: ScoredItems) -> ScoredItems:
+        """Without what was withdrawn while the answer was made."""
+        is_shown = self._worker.histories.living.catalogue.shows
+        if all(map(is_shown, found.items)):
+            return found
+        kept = [place for place, item in enumerate(found.items) if is_shown(item)]
+        return replace(
+            found, items=[found.items[place] for place in kept], scores=[found.scores[place] for place in kept]
+        )
+
     def _num_events(self, job: RecommendationJob | RankingRequest) -> int:
         return self._worker.histories.num_events(job.user) if job.history is None else len(job.history.items)
 
@@ -200,11 +216,13 @@ class RecommendingInstance(HttpInstance):
         known, ids = self._known(), self._ids
         asked = request.item if isinstance(request.item, list) else [request.item]
         numbers, unknown = ids.items(asked)
+        is_known = known.has(numbers)
+        unknown, numbers = unknown + ids.own_items(numbers[~is_known]), numbers[is_known]
         if not len(numbers):
             raise DataError(f"item {asked[0]!r} is not in the catalogue, which has {len(known):,} items.")
         rules = requested_rules(self.rules, request)
         compiled = rules.on(known.items)
-        found: ScoredItems = await run_in_threadpool(known.similar, numbers, request.k, compiled)
+        found = self._shown(await run_in_threadpool(known.similar, numbers, request.k, compiled))
         return SimilarItems(
             items=ids.own_items(found.items),
             scores=found.scores,

@@ -13,6 +13,7 @@ import math
 import re
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -26,7 +27,7 @@ from starlette.types import Receive, Scope, Send
 from nestpipe.errors import NestPipeError
 from nestpipe.serve.admission import ARRIVAL, Arrival, age_s, note_arrival
 from nestpipe.serve.request_errors import BadRequestError, explained, wrong_field
-from nestpipe.serve.schemas import ErrorReply, HistoryEvent, PostedEvent, Problem, Request, members
+from nestpipe.serve.schemas import ErrorReply, HistoryEvent, Problem, Request, members
 
 _log = logging.getLogger("nestpipe.serve")
 Refuse = Callable[[NestPipeError], tuple[int, str] | None]
@@ -37,7 +38,6 @@ FORWARDED_HEADER = b"x-nestpipe-forwarded"
 """Of a gateway, which asks another instance as soon as it is refused."""
 _HOLD_S, _MAX_HELD = 0.1, 1024
 _JSON, _RETRY = (b"content-type", b"application/json"), (b"retry-after", b"1")
-_EVENT_LISTS: dict[str, Any] = {"history": list[HistoryEvent], "events": list[PostedEvent]}
 
 
 async def read_json(http: HttpRequest, *, max_bytes: int, timeout_s: float) -> dict[str, Any]:
@@ -116,24 +116,20 @@ _DEADLINE = msgspec.json.Decoder(_Deadline)
 
 
 def _checked(request: Request) -> Request:
-    _check_texts(request, "")
-    for name, elements in _EVENT_LISTS.items():
-        if events := getattr(request, name, None):
-            try:
-                checked = msgspec.convert(events, elements)
-            except msgspec.ValidationError as error:
-                raise explained(str(error), events, elements, name) from None
-            if name == "events":
-                for place, event in enumerate(checked):
-                    _check_texts(event, f"events[{place}].")
+    _check_texts(request)
+    if events := getattr(request, "history", None):  # posted events are read one by one, by `StateWriter`
+        try:
+            msgspec.convert(events, list[HistoryEvent])
+        except msgspec.ValidationError as error:
+            raise explained(str(error), events, list[HistoryEvent], "history") from None
     return request
 
 
-def _check_texts(request: msgspec.Struct, where: str) -> None:
+def _check_texts(request: msgspec.Struct) -> None:
     for name in _text_fields(type(request)):
         value = getattr(request, name)
         if isinstance(value, str) and not value.isprintable():
-            raise wrong_field(where + name, value, "a printable text")
+            raise wrong_field(name, value, "a printable text")
 
 
 @cache
@@ -159,14 +155,16 @@ class RequestGuard:
         refuse: Refuse,
         counted: Callable[[int], object],
         fields_of: Callable[[HttpRequest], Mapping[str, Any]] | None = None,
+        body_as: str = "",
         admit: Admit | None = None,
     ) -> CallEndpoint:
         """Answers requests of a kind with what `run` returns, or with its error, whose status and code `refuse` knows.
 
-        The fields are those of the body, or what `fields_of` finds in the address. `admit` raises an error for a request that
-        would wait too long; it is called before anything but the deadline is read.
+        The fields are those of the body, or what `fields_of` finds in the address; the whole body may be one more field.
+        `admit` raises an error for a request that would wait too long; it is called before anything but the deadline is read.
         """
-        return CallEndpoint(self, kind, run, refuse=refuse, counted=counted, fields_of=fields_of, admit=admit)
+        fields = AddressFields(fields_of, body_as) if fields_of is not None else None
+        return CallEndpoint(self, kind, run, refuse=refuse, counted=counted, address=fields, admit=admit)
 
     async def hold(self, scope: Scope, left_s: float) -> None:
         """Delays a refusal, never so long that the caller cannot ask another; only so many at a time."""
@@ -177,6 +175,18 @@ class RequestGuard:
                 await asyncio.sleep(min(_HOLD_S, left_s / 2))
             finally:
                 self.num_held -= 1
+
+
+@dataclass(frozen=True, slots=True)
+class AddressFields:
+    """Fields of a request in its address; the whole body, if it is named, is one more."""
+
+    fields_of: Callable[[HttpRequest], Mapping[str, Any]]
+    body_as: str = ""
+
+    def of(self, scope: Scope, body: bytes) -> dict[str, Any]:
+        more = {self.body_as: _json_object(body)} if self.body_as else {}
+        return {**self.fields_of(HttpRequest(scope)), **more}
 
 
 class CallEndpoint:
@@ -190,11 +200,11 @@ class CallEndpoint:
         *,
         refuse: Refuse,
         counted: Callable[[int], object],
-        fields_of: Callable[[HttpRequest], Mapping[str, Any]] | None,
+        address: AddressFields | None,
         admit: Admit | None,
     ):
         self._guard, self._kind, self._parse, self._run = guard, kind, body_parser(kind), run
-        self._refuse, self._counted, self._fields_of, self._admit = refuse, counted, fields_of, admit
+        self._refuse, self._counted, self._address, self._admit = refuse, counted, address, admit
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrival: Arrival | None = scope.get(ARRIVAL)
@@ -204,15 +214,14 @@ class CallEndpoint:
         try:
             self._enter()
             try:
-                if self._fields_of is None:
+                address, body = self._address, b""
+                if address is None or address.body_as:
                     body = await read_body(receive, max_bytes=self._guard.max_bytes, timeout_s=self._guard.body_s)
                     deadline_ms = _peek_deadline(body)
-                else:
-                    fields = self._fields_of(HttpRequest(scope))
                 note_arrival(began if arrival is None or arrival.at is None else arrival.at)
                 if self._admit is not None:
                     await self._admitted(self._admit, deadline_ms, scope)
-                request = self._parse(body) if self._fields_of is None else parse(fields, self._kind)
+                request = self._parse(body) if address is None else parse(address.of(scope, body), self._kind)
                 work = self._run(request)
                 content = await (work if arrival is not None else _unless_disconnected(receive, work))
                 status = 200

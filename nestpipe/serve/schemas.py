@@ -326,11 +326,6 @@ class ReleaseReply(Struct, frozen=True):
     released: bool
 
 
-class EventsReply(Struct, frozen=True, kw_only=True):
-    accepted: int
-    duplicates: int
-
-
 class InvalidateReply(Struct, frozen=True):
     entries: int
 

@@ -188,12 +188,13 @@ class UserHistories:
             return False
 
         self.refresh()
+        is_named = user in self.living.users or self.living.ids.text_of("user", user) is not None
         if user in self._new:
             self.state.events.rewrite(keep)
         with self.writing():
             last = {"of": "user", "number": user, "text": None}
             self.state.changes.append([last, {"forgotten": user, "ids": gone}])
-        if user in self.living.users or self.living.ids.text_of("user", user) is not None:
+        if is_named:
             named = ("user", user)
             self.state.changes.rewrite(
                 lambda one: one.get("user") != user and ((one.get("of"), one.get("number")) != named or not one["text"])
@@ -252,7 +253,11 @@ def of_user(own: Sequences, user: int, events: UserEvents, *, features: Mapping[
 
 def without_event(events: Sequences, place: int) -> Sequences:
     """A history without one of its events."""
-    kept = np.delete(np.arange(len(events.items)), place)
+    return only_events(events, np.delete(np.arange(len(events.items)), place))
+
+
+def only_events(events: Sequences, kept: Ints) -> Sequences:
+    """A history with some of its events."""
     left = UserEvents(events.items, events.times, events.event_features).take(kept)
     return replace(
         events,

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nestpipe.data.batch_builder import missing_values
+from nestpipe.data.folder_merge import is_among
 from nestpipe.data.item_content import ItemOverlay
 from nestpipe.data.schema import Feature
 from nestpipe.rng import mix64
@@ -78,14 +79,14 @@ class Catalogue:
         rows = np.full(len(items), -1, np.int64)
         if not len(self._changed):
             return ItemOverlay(rows, {one.name: missing_values(one, 0) for one in features})
-        own, places = np.unique(items[np.isin(items, self._changed)], return_inverse=True)
-        rows[np.isin(items, self._changed)] = places
+        is_own = is_among(items, self._changed)
+        own, rows[is_own] = np.unique(items[is_own], return_inverse=True)
         content = [self.records[one].content for one in own.tolist()]
         return ItemOverlay(rows, {one.name: parse_feature(one, content) for one in features})
 
     def revisions(self, items: Ints, names: Sequence[str]) -> Ints:
         found = np.zeros(len(items), np.int64)
-        for place in np.flatnonzero(np.isin(items, self._changed)).tolist():
+        for place in np.flatnonzero(is_among(items, self._changed)).tolist():
             digests, mixed = self._digests[int(items[place])], 0
             for name in names:
                 mixed = mix64(mixed ^ digests.get(name, 0))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from nestpipe.state.service_state import Entry
 
@@ -36,11 +36,9 @@ class GrownIds:
         """The first number that was not given out here."""
         return self._next.get(name, 0)
 
-    def tables(self) -> Mapping[str, Mapping[int, str]]:
-        """The texts by number of each name, for `data append`."""
-        return self._texts
+    def next_numbers(self) -> Mapping[str, int]:
+        return self._next
 
-    def __iter__(self) -> Iterator[Entry]:
-        """All of them as entries."""
-        for name, texts in self._texts.items():
-            yield from ({"of": name, "number": number, "text": text} for number, text in texts.items())
+    def tables(self) -> Mapping[str, Mapping[int, str]]:
+        """The texts by number of each name."""
+        return self._texts

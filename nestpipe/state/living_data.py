@@ -21,6 +21,7 @@ class LivingData:
         self.forgotten: set[int] = set()
         self.forgotten_ids: set[bytes] = set()  # digests of their events' ids, which still count as known
         self.num_removals = 0  # users that were forgotten, and entries that were removed
+        self.num_changes = 0  # reads that brought something
         self.refresh()
 
     def refresh(self) -> None:
@@ -43,6 +44,7 @@ class LivingData:
             self.catalogue.take([one for one in entries if "item" in one], anew=is_other)
             self.ids, self.users, self.forgotten = ids, users, forgotten
             self.num_removals += is_other
+            self.num_changes += 1
 
     def _forget(self, entry: Entry, users: dict[int, Mapping[str, Any]], forgotten: set[int]) -> None:
         users.pop(int(entry["forgotten"]), None)

@@ -32,7 +32,7 @@ except ModuleNotFoundError:
 _log = logging.getLogger("nestpipe.serve")
 _CHANNEL, _LOCK = "nestpipe_state", 0x6E657374  # "nest", of the advisory lock
 _POLL_S, _RETRY_S = 0.25, 0.2
-_CONNECT = {"connect_timeout": 3, "keepalives_idle": 5, "keepalives_interval": 2, "keepalives_count": 2}
+_CONNECT: dict[str, Any] = {"connect_timeout": 3, "keepalives_idle": 5, "keepalives_interval": 2, "keepalives_count": 2}
 _SETTINGS = "-c statement_timeout=8000 -c idle_in_transaction_session_timeout=15000 -c synchronous_commit=on"
 MIGRATIONS = (
     """
@@ -157,7 +157,7 @@ class PostgresState:
             self._read(self._held())
 
     def problem(self) -> str:
-        return f"the database of the state is away ({self._problem})" if self._problem else ""
+        return "the database of the state is away" if self._problem else ""
 
     def close(self) -> None:
         self._stopping.set()
@@ -237,7 +237,7 @@ def _migrate(connection: psycopg.Connection[Any]) -> None:
 def _key(entry: Entry) -> str | None:
     """What may stand in a stream once: an event id (in hex, because a text may have what PostgreSQL refuses), a number."""
     if "id" in entry:
-        return entry["id"].encode("utf-8", "surrogatepass").hex()
+        return str(entry["id"]).encode("utf-8", "surrogatepass").hex()
     return f"{entry['of']}/{entry['number']}" if entry.get("text") is not None and "of" in entry else None
 
 

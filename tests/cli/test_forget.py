@@ -19,11 +19,12 @@ from starlette.applications import Starlette
 from nestpipe import train
 from nestpipe.cli import forget as command
 from nestpipe.cli.forget import forget
-from nestpipe.cli.serve_fleet import fleet_histories, fleet_retriever, keep_fresh
+from nestpipe.cli.serve_fleet import fleet_retriever, keep_fresh
 from nestpipe.config import Config, DataConfig
 from nestpipe.data import array_files as folders
 from nestpipe.errors import DataError
 from nestpipe.serve.demo_page import DemoPage
+from nestpipe.serve.open_service import open_histories
 from nestpipe.serve.own_ids import ServiceIds
 from nestpipe.training.run_folder import Run
 from tests.eval.test_catalogue_predictor import named_log
@@ -121,7 +122,7 @@ def test_a_gateway_lets_go_of_a_forgotten_user_while_nobody_asks(runs, log, tmp_
     moved = replace(config, data=replace(config.data, path=str(tmp_path / "log")))
     (tmp_path / "run" / "config.json").write_text(moved.to_json())
     run = Run.open(tmp_path / "run")
-    histories = fleet_histories(run, tmp_path / "events.log")
+    histories = open_histories(run, tmp_path / "events.log")
     retriever = fleet_retriever(run, histories)
     del run
     demo = DemoPage(histories, ServiceIds(lambda: histories.sequences))
@@ -150,7 +151,7 @@ def test_a_gateway_with_a_retrieval_run_keeps_no_folder_of_before(tmp_path):
     small_log(tmp_path / "log")
     train(small_config(tmp_path / "log", epochs=1), tmp_path / "run", quiet=True)
     run = Run.open(tmp_path / "run")
-    histories = fleet_histories(run, tmp_path / "events.log")
+    histories = open_histories(run, tmp_path / "events.log")
     retriever = fleet_retriever(run, histories)
     del run
     past = retriever.past_of(3)

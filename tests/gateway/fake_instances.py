@@ -205,7 +205,9 @@ class FakeInstance:
         return refused or JSONResponse({})
 
     async def _events(self, request: Request) -> Response:
-        return (await self._begin(request, "events"))[1] or JSONResponse({})
+        return (await self._begin(request, "events"))[1] or JSONResponse(
+            {"results": [], "accepted": 0, "duplicates": 0}
+        )
 
     async def _invalidate(self, request: Request) -> Response:
         return (await self._begin(request, "invalidate"))[1] or JSONResponse({})

@@ -135,8 +135,10 @@ def test_cached_equals_full_through_http(open_world, backbone):
     assert second["items"] == full["items"][:5]
     assert same(first, full)
     posted = {"events": [{"id": "e1", "user": 7, "item": 3, "time": ASKED - 9, "click": 1, "device": "tablet"}]}
-    assert world.post("events", posted).json() == {"accepted": 1, "duplicates": 0}
-    assert world.post("events", posted).json() == {"accepted": 0, "duplicates": 1}
+    for result, accepted in (("stored", 1), ("duplicate", 0)):
+        said = world.post("events", posted).json()
+        assert said["results"] == [{"result": result, "error": None}]
+        assert (said["accepted"], said["duplicates"]) == (accepted, 1 - accepted)
     third = world.rank(7)
     assert third["path"] == "extend", "the next request sees the event"
     assert not same(third, full)
@@ -266,17 +268,10 @@ def test_candidates_that_the_catalogue_lacks_are_listed_and_the_rest_is_ranked(o
             "bad_history",
         ),
         ("prefill", {"user": 1, "request": "r", "candidates": 0}, 400, "bad_candidates"),
-        ("events", {"events": [{"user": 1, "item": 1, "time": 1}]}, 400, "bad_id"),
-        ("events", {"events": [{"id": "a", "user": 1, "item": 10**6, "time": 1}]}, 400, "bad_data"),
-        ("events", {"events": [{"id": "a", "user": 1, "item": 1, "time": 1, "click": "x"}]}, 400, "bad_data"),
-        ("events", {"events": [7]}, 400, "bad_events"),
+        ("events", {"events": [{}] * 21}, 413, "too_many"),
+        ("events", {"events": {}}, 400, "bad_events"),
         ("events", {}, 400, "bad_events"),
         ("invalidate", {"user": 1.5}, 400, "bad_user"),
-        ("events", {"events": [{"id": "a", "user": "one", "item": 1, "time": 1}]}, 400, "bad_data"),
-        ("events", {"events": [{"id": "a", "user": 1, "item": 1, "time": 1, "device": {}}]}, 400, "bad_data"),
-        ("events", {"events": [{"id": "a", "user": 1, "item": 1, "time": 1, "device": True}]}, 400, "bad_data"),
-        ("events", {"events": [{"id": "a", "user": 1, "item": 1, "time": 1, "device": ["tv"]}]}, 400, "bad_data"),
-        ("events", {"events": [{"id": "a", "user": 1, "item": 1, "time": 1, "device": "fax"}]}, 400, "bad_data"),
         ("release", {"ticket": ""}, 400, "bad_ticket"),
     ],
 )
@@ -284,6 +279,33 @@ def test_mistakes_are_refused_with_their_reason(shared, call, body, status, code
     found = shared.http.post(f"{shared.url}/v1/{call}", content=json.dumps(body))
     assert (found.status_code, found.json()["error"]["code"]) == (status, code), found.text
     assert len(found.json()["error"]["message"]) > 10
+
+
+def test_a_bad_event_has_an_error_of_its_own_and_spoils_no_other(shared):
+    good = {"id": "a", "user": 1, "item": 1, "time": 1}
+    changes = [
+        {"id": 5},
+        {"id": "\n"},
+        {"click": "x"},
+        {"user": "one"},
+        {"user": 2.5},
+        {"device": {}},
+        {"device": True},
+    ]
+    changes += [{"device": ["tv"]}, {"item": None}, {"time": -1}, {"colour": 1}]
+    sent = [7, {"id": "a"}, *({**good, "id": f"b{place}", **change} for place, change in enumerate(changes))]
+    sent += [{**good, "id": "new item", "item": 10**6}, {**good, "id": "new value", "device": "fax"}]
+    said = shared.http.post(f"{shared.url}/v1/events", json={"events": [*sent, good]}).json()
+    assert [one["result"] for one in said["results"]] == ["error"] * 13 + ["stored"] * 3
+    assert [one["error"]["code"] for one in said["results"][:5]] == [
+        "bad_data",
+        "bad_user",
+        "bad_id",
+        "bad_data",
+        "bad_data",
+    ]
+    assert all(len(one["error"]["message"]) > 10 for one in said["results"][:13])
+    assert (said["accepted"], said["duplicates"]) == (3, 0)
 
 
 @pytest.fixture(scope="module")
@@ -333,7 +355,9 @@ def test_health_metrics_and_the_document(shared):
     assert "user" not in text
     said = shared.http.get(f"{shared.url}/openapi.json").json()
     schema = shared.instance.engine.histories.sequences.schema
-    assert said == json.loads(json.dumps(document("An instance of nestpipe", instance_calls(LIMITS), schema)))
+    assert said == json.loads(
+        json.dumps(document("An instance of nestpipe", instance_calls(LIMITS), schema, max_elements=LIMITS.events))
+    )
     asked = said["paths"]["/v1/rank"]["post"]["requestBody"]["content"]["application/json"]["schema"]
     assert asked["properties"]["candidates"]["maxItems"] == 50
     answer = said["paths"]["/v1/rank"]["post"]["responses"]["200"]["content"]["application/json"]["schema"]

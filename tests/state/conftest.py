@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.state.postgres_process import PostgresProcess
+from tests.state.shop import make_shop
 
 
 @pytest.fixture(scope="session")
@@ -21,3 +22,9 @@ def own_server():
     process = PostgresProcess()
     yield process
     process.close()
+
+
+@pytest.fixture(scope="session")
+def shop(tmp_path_factory):
+    """A run whose users and items have texts as ids."""
+    return make_shop(tmp_path_factory.mktemp("shop"))

@@ -37,10 +37,10 @@ for number in range(10_000):
 
 
 @pytest.fixture(params=BACKENDS)
-def opened(request, tmp_path, server):
+def opened(request, tmp_path):
     """Opens the state of a test again and again, as processes do."""
     made = []
-    url = "" if request.param == "files" else server.empty()
+    url = "" if request.param == "files" else request.getfixturevalue("server").empty()
 
     def open_again():
         made.append(open_state(url, tmp_path / "events.log"))
