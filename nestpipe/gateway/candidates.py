@@ -209,8 +209,9 @@ class Retriever:
         return CandidateItems(self.items[places].tolist(), scores.tolist(), allowed=allowed, unknown=unknown, **about)
 
     def _known_places(self, items: Ints) -> Ints:
-        places: Ints = np.minimum(np.searchsorted(self.items, items), len(self.items) - 1)
-        return places[self.items[places] == items]
+        places = np.minimum(np.searchsorted(self.items, items), len(self.items) - 1)
+        known: Mask = self.items[places] == items
+        return places[known]
 
 
 def retriever_of(
