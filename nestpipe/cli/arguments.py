@@ -144,6 +144,12 @@ class RecommendArguments:
     """Trigger item that steers a generative run, by its own id."""
     instruction: str = ""
     """Text that steers a generative run that was trained on instructions, such as "a gift for a child"."""
+    filter: tuple[str, ...] = ()
+    """Show only items with these attributes: FIELD=VALUE, FIELD=VALUE,VALUE or FIELD=LOW..HIGH, all of them."""
+    rules: OptionalFile = None
+    """JSON file of named sets of rules; see docs/how-to/rules.md."""
+    rule_set: str = ""
+    """The set of --rules to use; a file with one set needs no name."""
     out: OptionalFile = None
     """Write a Parquet file with the columns user, rank, item, score, path instead of printing."""
     step: OptionalStep = None
@@ -165,6 +171,12 @@ class SimilarArguments:
     """Own ids of items, as they are in the log."""
     k: int = 10
     """Similar items for each of them."""
+    filter: tuple[str, ...] = ()
+    """Show only items with these attributes: FIELD=VALUE, FIELD=VALUE,VALUE or FIELD=LOW..HIGH, all of them."""
+    rules: OptionalFile = None
+    """JSON file of named sets of rules; see docs/how-to/rules.md."""
+    rule_set: str = ""
+    """The set of --rules to use; a file with one set needs no name."""
     step: OptionalStep = None
     """Checkpoint to use; by default the best one if the run validated, else the latest."""
     json: bool = False

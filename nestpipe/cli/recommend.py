@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import polars as pl
 from rich.console import Console
 from rich.progress import track
 
 from nestpipe.cli.arguments import RecommendArguments, SimilarArguments
+from nestpipe.cli.rule_flags import given_rules
 from nestpipe.data.vocabulary import OwnId
 from nestpipe.distributed.agreement import all_ranks_or_none
 from nestpipe.errors import ConfigError
 from nestpipe.eval.catalogue_predictor import CataloguePredictor, Recommendation
 from nestpipe.eval.eval_ranks import part_of
+from nestpipe.rules.rule_set import Rules
 from nestpipe.training.distributed_eval import EvalWorld, eval_world
 from nestpipe.training.request_steering import steering_of
 from nestpipe.training.run_folder import Run
@@ -34,6 +36,7 @@ def recommend(arguments: RecommendArguments) -> int:
     if arguments.all and arguments.out is None:
         raise ConfigError("--all needs a file: --out recommendations.parquet")
     run = Run.open(arguments.run)
+    rules = given_rules(arguments.filter, arguments.rules, arguments.rule_set, run.sequences)
     predictor = run.predictor(arguments.step)
     steering = {name: getattr(arguments, name) for name in ("scenario", "trigger", "instruction")}
     if any(steering.values()):
@@ -43,25 +46,37 @@ def recommend(arguments: RecommendArguments) -> int:
         if arguments.all:
             users = run.sequences.vocabulary("user").own_ids(run.sequences.users)
         with eval_world() as world:
-            num_rows = write_parquet(predictor, users, arguments.k, arguments.out, world, run.config.eval.batch_size)
+            asked = ListRequest(arguments.k, rules)
+            num_rows = write_parquet(predictor, users, asked, arguments.out, world, run.config.eval.batch_size)
         if world.leads:
             print(f"{arguments.out}: {num_rows:,} rows for {len(users):,} users")
         return 0
     for user in arguments.user:
-        _show(predictor.recommend(user, arguments.k), arguments.json, {"user": user}, f"user {user}")
+        found = predictor.recommend(user, arguments.k, rules=rules)
+        _show(found, arguments.k, arguments.json, {"user": user}, f"user {user}")
     return 0
 
 
 def similar(arguments: SimilarArguments) -> int:
     """`nestpipe similar`."""
-    predictor = Run.open(arguments.run).predictor(arguments.step)
+    run = Run.open(arguments.run)
+    rules = given_rules(arguments.filter, arguments.rules, arguments.rule_set, run.sequences)
+    predictor = run.predictor(arguments.step)
     for item in arguments.item:
-        _show(predictor.similar(item, arguments.k), arguments.json, {"item": item}, f"items like {item}")
+        found = predictor.similar(item, arguments.k, rules=rules)
+        _show(found, arguments.k, arguments.json, {"item": item}, f"items like {item}")
     return 0
 
 
+class ListRequest(NamedTuple):
+    """The length of lists and their rules."""
+
+    k: int
+    rules: Rules
+
+
 def write_parquet(
-    predictor: CataloguePredictor, users: list[OwnId], k: int, out: Path, world: EvalWorld, batch_size: int
+    predictor: CataloguePredictor, users: list[OwnId], asked: ListRequest, out: Path, world: EvalWorld, batch_size: int
 ) -> int:
     """Writes recommendations for users with bounded memory; says how many rows. The file appears whole or not at all.
 
@@ -73,7 +88,7 @@ def write_parquet(
     try:
         own = part_of(len(users), batch_size, world.ranks)
         num_rows = all_ranks_or_none(
-            channel, "recommended", lambda: _write_parts(predictor, users, own, k, parts, progress=world.leads)
+            channel, "recommended", lambda: _write_parts(predictor, users, own, asked, parts, progress=world.leads)
         )
         all_ranks_or_none(channel, "parts joined", lambda: _join(parts, out) if world.leads else None)
     finally:
@@ -88,12 +103,12 @@ def _new_folder(parts: Path) -> None:
 
 
 def _write_parts(
-    predictor: CataloguePredictor, users: list[OwnId], own: slice, k: int, parts: Path, *, progress: bool
+    predictor: CataloguePredictor, users: list[OwnId], own: slice, asked: ListRequest, parts: Path, *, progress: bool
 ) -> int:
     """Writes the recommendations for the users at some places, and says how many rows they have."""
-    num_rows, num_users = 0, max(_ROWS // k, 1)
+    num_rows, num_users = 0, max(_ROWS // asked.k, 1)
     shown = track(users[own], "recommending", console=Console(stderr=True), disable=not progress)
-    found = predictor.recommend_all(shown, k)
+    found = predictor.recommend_all(shown, asked.k, rules=asked.rules)
     for first in range(own.start, own.stop, num_users):
         frame = recommendation_frame(users[first : min(first + num_users, own.stop)], found)
         if frame.height:  # without rows the types are unknown
@@ -109,11 +124,14 @@ def _join(parts: Path, out: Path) -> None:
     (parts / "all").rename(out)
 
 
-def _show(found: Recommendation, as_json: bool, about: dict[str, Any], title: str) -> None:
+def _show(found: Recommendation, k: int, as_json: bool, about: dict[str, Any], title: str) -> None:
+    left = {} if found.allowed is None else {"allowed": found.allowed}
     if as_json:
-        print(json.dumps({**about, "items": found.items, "scores": found.scores, "path": found.path}))
+        print(json.dumps({**about, "items": found.items, "scores": found.scores, "path": found.path, **left}))
         return
     note = "" if found.path == "model" else "   (no history: the most popular items)"
+    if left and len(found.items) < k:
+        note += f"   (the rules left {found.allowed:,} items)"
     print(f"{title}{note}")
     for item, score in zip(found.items, found.scores, strict=True):
         print(f"  {item}\t{score:.4f}")

@@ -122,7 +122,8 @@ class CataloguePredictor(ABC):
         compiled = given.on(catalogue)
         request = RuledQuery(compiled, np.unique(np.append(compiled.excluded, place)), k)
         (found,) = top_lists(query, self._directions, [request], self._config.eval.max_bytes)
-        return replace(self._in_own_ids(found), **({"allowed": None} if given.is_empty else {}))
+        own = self._in_own_ids(found)
+        return replace(own, allowed=None) if given.is_empty else own
 
     @cached_property
     def _rules(self) -> RuleBook:

@@ -85,13 +85,10 @@ class FaissIndex:
     def _selecting(self, allowed: Mask) -> Any:
         """Search parameters that leave allowed vectors only."""
         selector = self._faiss.IDSelectorBitmap(np.packbits(allowed, bitorder="little"))
-        kinds = (
-            (self._faiss.IndexHNSW, lambda: self._faiss.SearchParametersHNSW(sel=selector)),
-            (self._faiss.IndexIVF, lambda: self._faiss.SearchParametersIVF(sel=selector, nprobe=self._index.nprobe)),
-        )
-        for kind, make in kinds:
-            if isinstance(self._index, kind):
-                return make()
+        if isinstance(self._index, self._faiss.IndexHNSW):
+            return self._faiss.SearchParametersHNSW(sel=selector)
+        if isinstance(self._index, self._faiss.IndexIVF):
+            return self._faiss.SearchParametersIVF(sel=selector, nprobe=self._index.nprobe)
         return self._faiss.SearchParameters(sel=selector)
 
 
@@ -213,7 +210,8 @@ class Retriever:
 
     def _known_places(self, items: Ints) -> Ints:
         places = np.minimum(np.searchsorted(self.items, items), len(self.items) - 1)
-        return places[self.items[places] == items]
+        known: Mask = self.items[places] == items
+        return places[known]
 
 
 def retriever_of(

@@ -51,7 +51,7 @@ def _field_mask(attributes: ItemAttributes, feature: Feature, wanted: FieldFilte
 
 
 def _in_range(column: StoredFeature, wanted: ValueRange) -> Mask:
-    mask = ~np.isnan(column.values)
+    mask: Mask = ~np.isnan(column.values)
     if wanted.gte is not None:
         mask &= column.values >= wanted.gte
     if wanted.lte is not None:

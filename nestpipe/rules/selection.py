@@ -89,7 +89,8 @@ def top_places(values: Scores, k: int) -> Ints:
     else:
         places = np.arange(len(values) if k > 0 else 0)
     places = places[values[places] > -np.inf]
-    return places[np.argsort(-values[places], kind="stable")]
+    ordered: Ints = places[np.argsort(-values[places], kind="stable")]
+    return ordered
 
 
 def _places(pins: Ints, positions: Ints | None) -> Ints:

@@ -93,11 +93,14 @@ class KnownItems:
         """A list under rules."""
         return ScoredItems(self.items[found.positions].tolist(), found.scores.tolist(), found.num_left)
 
-    def popular(self, k: int, rules: CompiledRules) -> ScoredItems:
-        """The items with most training events under the rules, for users without history; the counts are the scores."""
+    def popular(self, k: int, rules: CompiledRules, *, vectors: Floats | None) -> ScoredItems:
+        """The items with most training events under the rules, for users without history; the counts are the scores.
+
+        `vectors` are those that `diversity` compares.
+        """
         removed = rules.removed(np.empty(0, np.int64), keeps_seen=self.keeps_seen)
         counts = self.popularity.astype(np.float64)
-        return self.listed(select(counts, rules, k, removed=removed, vectors=self.vector_array))
+        return self.listed(select(counts, rules, k, removed=removed, vectors=vectors))
 
     def similar(self, items: Ints, k: int, rules: CompiledRules | None = None) -> ScoredItems:
         """The items whose vectors point most in the direction of the given ones' mean (cosine), without these."""

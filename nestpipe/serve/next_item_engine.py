@@ -104,7 +104,8 @@ class NextItemEngine(VersionedWorker[NextItemModel]):
 
     def _popular(self, one: _PreparedJob) -> None:
         try:
-            self._answer(one, one.served.known.popular(one.job.k, one.prepared.rules), "popular")
+            known = one.served.known
+            self._answer(one, known.popular(one.job.k, one.prepared.rules, vectors=known.vector_array), "popular")
         except Exception as error:
             settle(one.job.reply, public_error(error, "popular items could not be listed"))
 

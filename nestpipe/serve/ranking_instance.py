@@ -18,9 +18,10 @@ from typing import cast
 from msgspec.structs import replace
 
 from nestpipe.data.folder_merge import is_among
+from nestpipe.gateway.candidates import Floats
 from nestpipe.gateway.router import Ticket
 from nestpipe.serve.config import Limits, Stages
-from nestpipe.serve.known_items import CandidateSearch, RankingCandidates, ScoredItems
+from nestpipe.serve.known_items import CandidateSearch, KnownItems, RankingCandidates, ScoredItems
 from nestpipe.serve.openapi import Calls
 from nestpipe.serve.prometheus import RankingMetrics
 from nestpipe.serve.recommendation import RecommendationAnswer, RecommendationJob
@@ -140,6 +141,9 @@ class RankingInstance(RecommendingInstance):
     def _stage(self, began: float, ended: float, job: RecommendationJob, count: int) -> StageTime:
         left_ms = max((job.deadline - began) * 1e3, 0.0)
         return StageTime(ms=round((ended - began) * 1e3, 3), deadline_ms=round(left_ms, 3), count=count)
+
+    def _alike(self, known: KnownItems) -> Floats | None:
+        return super()._alike(known) if self._search is None else self._search.retriever.directions
 
     def _candidates(self, job: RecommendationJob) -> RankingCandidates:
         """Retrieval and pre-rank, in a thread of their own; raises FailedError if they fail."""

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from nestpipe.data.sequences import Sequences
 from nestpipe.errors import DataError, NestPipeError
+from nestpipe.gateway.candidates import Floats
 from nestpipe.rules.compiled_rules import CompiledRules
 from nestpipe.rules.rule_book import RuleBook
 from nestpipe.serve.admission import age_s
@@ -158,8 +159,12 @@ class RecommendingInstance(HttpInstance):
         if self._num_events(job):
             return None
         known = self._known(job.user)
-        found = known.popular(job.k, self._popular_rules(job, known))
+        found = known.popular(job.k, self._popular_rules(job, known), vectors=self._alike(known))
         return RecommendationAnswer(found=found, path="popular", model=model, times_ms={"total": 0.0})
+
+    def _alike(self, known: KnownItems) -> Floats | None:
+        """The item vectors that `diversity` compares."""
+        return known.vector_array
 
     def _popular_rules(self, job: RecommendationJob, known: KnownItems) -> CompiledRules:
         """The rules of a user without history."""

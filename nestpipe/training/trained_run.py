@@ -7,10 +7,11 @@ run.recommend(["alice", "bob"], k=10)      user, rank, item, score, path
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -23,6 +24,7 @@ from nestpipe.eval.eval_report import EvalReport
 from nestpipe.eval.label_report import LabelReport
 from nestpipe.eval.list_metrics import with_list_metrics
 from nestpipe.eval.predictor import Predictor
+from nestpipe.rules.rule_set import Rules
 from nestpipe.training.run_folder import Run
 
 DATA = "data"  # the sequence folder inside a saved run
@@ -55,14 +57,19 @@ class TrainedRun:
         """The catalogue."""
         return self.run.sequences.vocabulary("item").own_ids(self.run.sequences.catalogue)
 
-    def recommend(self, users: OwnId | Iterable[OwnId], k: int = 10) -> pl.DataFrame:
-        """The best k items that each user has not had: columns user, rank, item, score, path."""
-        asked = [users] if isinstance(users, str | int | np.integer) else list(users)
-        return recommendation_frame(asked, self.predictor.recommend_all(asked, k))
+    def recommend(
+        self, users: OwnId | Iterable[OwnId], k: int = 10, *, rules: Rules | Mapping[str, Any] | None = None
+    ) -> pl.DataFrame:
+        """The best k items that each user has not had: columns user, rank, item, score, path.
 
-    def similar(self, item: OwnId, k: int = 10) -> pl.DataFrame:
+        `rules` are those of a request, such as {"filter": {"category": "lamp"}, "max_per": {"brand": 2}}.
+        """
+        asked = [users] if isinstance(users, str | int | np.integer) else list(users)
+        return recommendation_frame(asked, self.predictor.recommend_all(asked, k, rules=rules))
+
+    def similar(self, item: OwnId, k: int = 10, *, rules: Rules | Mapping[str, Any] | None = None) -> pl.DataFrame:
         """The k items whose vectors point most in the direction of an item's: columns rank, item, score."""
-        found = self.predictor.similar(item, k)
+        found = self.predictor.similar(item, k, rules=rules)
         return recommendation_frame([item], iter([found])).select("rank", "item", "score")
 
     def evaluate(self) -> EvalReport | LabelReport:

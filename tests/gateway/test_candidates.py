@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import hypothesis.extra.numpy as hnp
 import hypothesis.strategies as st
@@ -17,13 +18,12 @@ from nestpipe.gateway.candidates import (
     PastEvents,
     PastReader,
     Retriever,
-    at_most,
     build_index,
     mean_encoder,
     past_from,
     retriever_of,
-    without,
 )
+from nestpipe.rules.compiled_rules import no_rules
 from nestpipe.training.loop import train
 from nestpipe.training.run_folder import Run
 from tests.small_runs import small_config, small_log
@@ -59,28 +59,46 @@ def test_without_faiss_one_line_says_so(monkeypatch, caplog):
     ]
 
 
-def test_prerank_scores_exactly_and_filters_in_order_of_score():
-    past = PastEvents(ITEMS[:4])
-    retriever = Retriever(
+PAST = PastEvents(ITEMS[:4])
+
+
+def retriever_with(index):
+    return Retriever(
         items=ITEMS,
         vectors=VECTORS,
-        index=ExactIndex(VECTORS),
+        index=index,
         encode=mean_encoder(ITEMS, VECTORS),
-        past_of=lambda user: past,
+        past_of=lambda user: PAST,
     )
-    query, places = retriever.retrieve(past, 100)
-    assert len(places) == 104
-    np.testing.assert_allclose(query, VECTORS[:4].mean(0), rtol=1e-6)
-    shuffled = np.random.default_rng(2).permutation(places)
-    rules = (without([int(ITEMS[places[10]])]), at_most(2, lambda items: items % 5))
-    found = retriever.prerank(query, shuffled, past, 8, filters=rules)
-    left: list[int] = []
-    for place in places.tolist():  # the same rules, one item after the other
-        item = int(ITEMS[place])
-        if item not in past.items and place != places[10] and sum(one % 5 == item % 5 for one in left) < 2:
-            left.append(item)
-    assert found.items == left[:8]
-    np.testing.assert_allclose(found.scores, [VECTORS[(item - 7) // 3] @ query for item in left[:8]], rtol=1e-5)
+
+
+def test_prerank_scores_what_was_retrieved_exactly():
+    retriever = retriever_with(ExactIndex(VECTORS))
+    found = retriever.retrieve(PAST, 100)
+    assert len(found.places) == 100
+    assert not set(found.places.tolist()) & set(range(4)), "what the user has had is not retrieved"
+    np.testing.assert_allclose(found.query, VECTORS[:4].mean(0), rtol=1e-6)
+    shuffled = replace(found, places=np.random.default_rng(2).permutation(found.places))
+    best = retriever.prerank(shuffled, 8)
+    assert best.items == ITEMS[found.places[:8]].tolist()
+    np.testing.assert_allclose(best.scores, VECTORS[found.places[:8]] @ found.query, rtol=1e-5)
+
+
+@pytest.mark.parametrize("spec", ["Flat", "HNSW16", "IVF8,Flat"])
+def test_an_approximate_index_scans_where_few_items_are_allowed(spec):
+    faiss = pytest.importorskip("faiss", reason="faiss is not installed")
+    exact, near = retriever_with(ExactIndex(VECTORS)), retriever_with(FaissIndex(VECTORS, spec, faiss))
+    draw = np.random.default_rng(3).random(500)
+    for share in (0.01, 0.04, 0.3, 0.9):
+        allowed = draw < share
+        rules = replace(no_rules(500), allowed=allowed, num_allowed=int(allowed.sum()))
+        wanted, found = exact.retrieve(PAST, 30, rules).places, near.retrieve(PAST, 30, rules).places
+        assert allowed[found].all()
+        assert len(found) == len(wanted) == min(30, rules.num_left(np.arange(4)))
+        if share < 0.05 or spec == "Flat":
+            assert found.tolist() == wanted.tolist()
+        else:
+            assert len(set(found) & set(wanted)) >= 10, "an approximate index finds many of them"
 
 
 def test_who_has_no_events_gets_the_mean_of_all_items():
@@ -98,14 +116,13 @@ def test_a_trained_run_retrieves_what_its_scorer_recommends(tmp_path):
     for user in (3, 17, 39):
         past = retriever.past_of(user)
         assert past.items.tolist() == sequences.items[sequences.offsets[user] : sequences.offsets[user + 1]].tolist()
-        query, places = retriever.retrieve(past, 10)
-        found, wanted = retriever.prerank(query, places, past, 10), scorer.recommend(user, 10)
+        found, wanted = retriever.prerank(retriever.retrieve(past, 10), 10), scorer.recommend(user, 10)
         assert found.items == wanted.items
         # The scorer multiplies a block of users, we one: float32 sums of eight products in another order.
         np.testing.assert_allclose(found.scores, wanted.scores, atol=1e-6)
     nobody = PastReader(sequences)(10**9)
     assert len(nobody.items) == 0
-    assert len(retriever.retrieve(nobody, 5)[1]) == 5
+    assert len(retriever.retrieve(nobody, 5).places) == 5
 
 
 def test_a_history_of_the_request_replaces_the_one_on_file():

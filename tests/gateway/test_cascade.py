@@ -85,6 +85,9 @@ class Watched:
             await self.before["prerank"]()
         return await self._local.prerank(request, found, count)
 
+    async def listed(self, request: RecommendRequest, found: Any, items: Any, scores: Any) -> CandidateItems:
+        return await self._local.listed(request, found, items, scores)
+
 
 def run(
     fleet: list[FakeInstance],
@@ -134,7 +137,7 @@ def test_all_stages_answer_with_their_times_and_the_prefix_is_used_and_released(
     assert (answer.path, answer.prefix_len, answer.model, answer.attempts) == ("hit_device", 7, "m1", 1)
     assert answer.instance == fleet[0].name
     assert [(name, took.count) for name, took in answer.stages.items()] == [
-        ("retrieval", 70),
+        ("retrieval", 60),
         ("prerank", 20),
         ("rank", 10),
     ]

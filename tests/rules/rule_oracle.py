@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -42,14 +43,7 @@ class Catalogue:
         self.names = [f"p{place}" for place in range(len(self.records))]
 
     def vocabulary(self, name: str) -> Vocabulary:
-        if name == "year":
-            return Vocabulary(name, "int64")
-        texts = {"item": self.names, "category": CATEGORIES, "tags": TAGS}[name]
-        numbers = self.items if name == "item" else np.arange(len(texts))
-        order = np.argsort(texts) if name == "item" else np.arange(len(texts))
-        if name == "item":  # a dictionary is sorted by text; a hash keeps texts in any order
-            return _Named(texts, numbers)  # type: ignore[return-value]
-        return Vocabulary(name, "dictionary", pl.DataFrame({"id": numbers[order], "text": texts}, schema=TABLE_SCHEMA))
+        return _Named(self.names, self.items) if name == "item" else _vocabulary(name)  # type: ignore[return-value]
 
     def column(self, name: str) -> StoredFeature:
         values = [record.get(name) for record in self.records]
@@ -59,6 +53,16 @@ class Catalogue:
         known = {"category": CATEGORIES, "tags": TAGS}.get(name)
         flat = [known.index(one) if known else one for own in lists for one in own]
         return StoredFeature(np.array(flat, np.int64), np.cumsum([0, *map(len, lists)]))
+
+
+@cache
+def _vocabulary(name: str) -> Vocabulary:
+    if name == "year":
+        return Vocabulary(name, "int64")
+    texts = {"category": CATEGORIES, "tags": TAGS}[name]
+    return Vocabulary(
+        name, "dictionary", pl.DataFrame({"id": np.arange(len(texts)), "text": texts}, schema=TABLE_SCHEMA)
+    )
 
 
 class _Named:

@@ -10,7 +10,7 @@ from nestpipe import recipes
 from nestpipe.cli.think import text_encoder
 from nestpipe.cli.think_training import write_for_training
 from nestpipe.data.ingest import SideTable, write_sequences
-from nestpipe.data.schema import Schema
+from nestpipe.data.schema import Feature, Schema
 from nestpipe.data.sequences import Sequences
 from nestpipe.generative.instruction_store import Instructions, SqliteStore
 from nestpipe.generative.item_vectors import text_vectors
@@ -40,7 +40,18 @@ def make_data(folder):
     log = pl.DataFrame(rows, schema=["user", "item", "time"], orient="row")
     items = list(range(NUM_ITEMS))
     texts = pl.DataFrame({"item": items, "title": [f"{KINDS[item % 5]} number{item}" for item in items]})
-    return write_sequences(folder / "log", schema=Schema(), log=log, texts=SideTable(source=texts, key="item"))
+    about = pl.DataFrame({"item": items, "kind": [KINDS[item % 5] for item in items], "shelf": [i % 7 for i in items]})
+    features = (
+        Feature(name="kind", kind="id", scope="item", encoding="dictionary"),
+        Feature(name="shelf", kind="number", scope="item"),
+    )
+    return write_sequences(
+        folder / "log",
+        schema=Schema(features=features),
+        log=log,
+        items=SideTable(source=about, key="item"),
+        texts=SideTable(source=texts, key="item"),
+    )
 
 
 def make_ids(sequences, folder, *, seed=0):

@@ -25,6 +25,7 @@ from nestpipe.data.erase_user import forget_user
 from nestpipe.data.sequences import Sequences
 from nestpipe.errors import DataError, PrefixError
 from nestpipe.generative import llm_provider
+from nestpipe.generative.allowed_pools import AllowedPools
 from nestpipe.generative.instruction_store import ANY, SqliteStore, StoredInstruction
 from nestpipe.generative.nearline_job import JobLedger, ledger_of
 from nestpipe.generative.prompt_builder import CoVisits
@@ -181,7 +182,7 @@ def test_the_scenario_file_decides_trigger_beam_and_pool(generator, served, monk
         answer(generator, USER, scenario="cart", trigger=3)
     allowed = torch.ones(2, len(served.trie.items), dtype=torch.bool)
     allowed[1, 1::2] = False
-    monkeypatch.setattr(served, "pools", served.trie.pool_of_items(allowed))
+    monkeypatch.setattr(served, "_pools", AllowedPools(served.trie, allowed))
     assert {item % 2 for item in answer(generator, USER, **asked).items} == {0}
     assert {item % 2 for item in by_rule.items} == {0, 1}
     assert answer(generator, USER, scenario="home", trigger=3, k=3).items
