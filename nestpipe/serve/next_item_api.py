@@ -77,7 +77,7 @@ class NextItemInstance(RecommendingInstance):
 
     def _check(self, events: Sequences) -> None:
         for served in self.engine.models:
-            served.prepare(events, 0)
+            served.check(events)
 
     def _forget_inputs(self, user: int) -> int:
         return 0  # nothing of a user is kept between requests

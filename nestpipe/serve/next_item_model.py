@@ -61,12 +61,18 @@ class NextItemModel:
         """Takes what the living catalogue has changed; True if there was something. From the engine's thread."""
         return self._items.follow(live)
 
+    def check(self, events: Sequences) -> None:
+        """Raises DataError for an event that says nothing to the model: on an item that it has neither row nor content of."""
+        if not self._items.reads_new_items:
+            self.known.positions(events.items)
+        self.prepare(events, 0)
+
     def prepare(self, events: Sequences, query_time: int, *, excluded: Ints | None = None) -> PreparedHistory:
-        """One user's events, for a request at a time in seconds; raises DataError for an item that the model cannot read."""
+        """One user's events, for a request at a time in seconds. An item that was not trained has its initial row."""
         known = self.known
         end = np.array([len(events.items)])
         start, asked = truncate(end, self.max_len, self._block), np.array([query_time * 1000])
-        had = known.places(events.items) if self._items.reads_new_items else known.positions(events.items)
+        had = known.places(events.items)
         batch = self._builder.over(events).history(torch.tensor([0]), start, end, request_ms=asked)
         seen = had[:0] if known.keeps_seen else had
         removed = seen if excluded is None else np.concatenate([seen, known.places(excluded)])

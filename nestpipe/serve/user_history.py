@@ -6,7 +6,6 @@ not truncated: each model truncates it as in training.
 
 from __future__ import annotations
 
-import hashlib
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from nestpipe.data.array_files import folder_version
+from nestpipe.data.array_files import FolderVersion, folder_version
+from nestpipe.data.event_ids import HeldEvents, event_digest
 from nestpipe.data.schema import Schema
 from nestpipe.data.sequences import Sequences, StoredFeature
 from nestpipe.jagged import ranges
@@ -58,7 +58,9 @@ class UserHistories:
         self._writers = threading.Lock()  # serialises writers; readers do not wait for it
         self._lock = threading.Lock()
         self._new: dict[int, UserEvents] = {}
+        self._names: dict[int, list[bytes]] = {}  # digests of the ids of these events, in their order
         self._ids: set[bytes] = set()
+        self._held = HeldEvents.of(sequences.path)  # events of the log that the folder has too
         self._folder = folder_version(sequences.path)
         self.num_removals = 0
         self.refresh()
@@ -93,7 +95,7 @@ class UserHistories:
             self.refresh()
             own, fresh = self.sequences, dict[bytes, Event]()
             for event in events:
-                if (name := id_of(event)) not in self._ids:
+                if (name := id_of(event)) not in self._ids and name not in self._held:
                     fresh.setdefault(name, event)
             for user, new in _parsed(own.schema, fresh.values()).items():
                 check(of_user(own, user, new))
@@ -111,14 +113,44 @@ class UserHistories:
             folder = folder_version(self.sequences.path) or self._folder
             has_moved = folder != self._folder
             own = Sequences.open(self.sequences.path) if has_moved else self.sequences
-            parsed, ids = _parsed(own.schema, events), {id_of(event) for event in events}
-            if is_other:
-                self._new, self._ids = {}, set()
-            self.sequences, self._folder = own, folder
+            self._take(own, folder, events, anew=is_other)
             self.num_removals += is_other + has_moved
-            self._ids |= ids
-            for user, new in parsed.items():
-                self._new[user] = self._new[user].then(new) if user in self._new else new
+
+    def move_to(self, sequences: Sequences) -> None:
+        """From now on the histories are those of another folder that has grown from this one, and of the same log."""
+        with self._lock:
+            self._take(sequences, folder_version(sequences.path), [], anew=False)
+            self.num_removals += 1
+
+    def _take(self, own: Sequences, folder: FolderVersion, events: Sequence[Event], *, anew: bool) -> None:
+        """Takes a folder and new events, without those that the folder has: each event counts once. Under the lock."""
+        is_other_folder = folder != self._folder or own is not self.sequences
+        held = HeldEvents.of(own.path) if is_other_folder else self._held
+        ids = {id_of(event) for event in events}
+        fresh = [event for event in events if id_of(event) not in held]
+        parsed = _parsed(own.schema, fresh)
+        names: dict[int, list[bytes]] = {}
+        for event in fresh:
+            names.setdefault(event["user"], []).append(id_of(event))
+        if anew:
+            self._new, self._names, self._ids = {}, {}, set()
+        elif is_other_folder:
+            self._drop(held)
+        self.sequences, self._folder, self._held = own, folder, held
+        self._ids |= ids
+        for user, new in parsed.items():
+            self._new[user] = self._new[user].then(new) if user in self._new else new
+            self._names.setdefault(user, []).extend(names[user])
+
+    def _drop(self, held: HeldEvents) -> None:
+        """Drops the logged events that the folder has now."""
+        for user, names in list(self._names.items()):
+            kept = [place for place, name in enumerate(names) if name not in held]
+            if not kept:
+                del self._new[user], self._names[user]
+            elif len(kept) < len(names):
+                self._new[user] = self._new[user].take(np.array(kept))
+                self._names[user] = [names[place] for place in kept]
 
 
 def stored(own: Sequences, rows: Ints) -> UserEvents:
@@ -181,7 +213,7 @@ def _parsed(schema: Schema, events: Collection[Event]) -> dict[int, UserEvents]:
 
 def id_of(event: Event) -> bytes:
     """Digest of an event's id."""
-    return hashlib.blake2b(event["id"].encode("utf-8", "surrogatepass"), digest_size=12).digest()
+    return event_digest(event["id"])
 
 
 def _take(stored: StoredFeature, rows: Ints) -> StoredFeature:

@@ -106,10 +106,11 @@ class Run:
         facts = read_facts(Path(folder))
         origin = facts.get("init_from")
         run = Run(Path(folder), config, Origin.from_json(origin) if origin else None)
-        if run.sequences.digest not in {facts["data_digest"], facts.get("next_digest")}:  # see cli/forget.py
+        started = facts["data_digest"]
+        if run.sequences.digest not in {started, facts.get("next_digest")} and not run.sequences.grew_from(started):
             raise CheckpointError(
                 f"{run.folder} was trained on other data: {run.config.data.path} now has digest "
-                f"{run.sequences.digest[:12]}, the run started with {facts['data_digest'][:12]}."
+                f"{run.sequences.digest[:12]}, the run started with {started[:12]}."
             )
         return run
 

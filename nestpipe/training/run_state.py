@@ -82,7 +82,7 @@ def warm_state(run: Run, channels: Channels | None = None) -> tuple[TrainState, 
     state = new_state(run, channels)
     folder = place_of(run.origin.checkpoint)
     manifest = run.origin.check(Manifest.read(folder))
-    lines = warm_start.compare(state, folder, manifest, settings=run.settings, data_digest=run.sequences.digest)
+    lines = warm_start.compare(state, folder, manifest, settings=run.settings, data=run.sequences)
     if isinstance(run.config.model, AlignedConfig):  # gradients of another loss have another scale
         lines = [replace(line, state="fresh") if line.what == "loaded" else line for line in lines]
     warm_start.check(lines, run.origin, run.folder)

@@ -120,7 +120,7 @@ def test_a_model_without_content_refuses_them(run, tmp_path):
     assert not engine.versions.main.follow(live)
     own = engine.histories.of(int(run.sequences.users[3]))
     with pytest.raises(DataError, match="is not in the catalogue"):
-        engine.versions.main.prepare(replace(own, items=np.array([NEW]), offsets=np.array([0, 1])), NOW)
+        engine.versions.main.check(replace(own, items=np.array([NEW]), offsets=np.array([0, 1])))
     live.gone.add(3)
     assert engine.versions.main.follow(live)
     assert 3 not in recommended(engine, int(run.sequences.users[0]))
