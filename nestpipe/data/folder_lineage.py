@@ -22,9 +22,10 @@ def why_no_extension(old: Sequences, new: Sequences) -> str:
     for name, own, other in (("users", old.users, new.users), ("items", old.catalogue, new.catalogue)):
         if num := int((~np.isin(own, other)).sum()):
             return f"lacks {num:,} {name}"
-    places = np.unique(np.linspace(0, len(old.users) - 1, _SAMPLE).astype(np.int64)) if len(old.users) else []
-    if num := sum(bool(_events(old, old.users[place]) - _events(new, old.users[place])) for place in places):
-        return f"lacks events of {num} of {len(places)} users"
+    places = np.unique(np.linspace(0, max(len(old.users) - 1, 0), min(len(old.users), _SAMPLE)).astype(np.int64))
+    users = old.users[places].tolist()
+    if num := sum(bool(_events(old, user) - _events(new, user)) for user in users):
+        return f"lacks events of {num} of {len(users)} users"
     return ""
 
 

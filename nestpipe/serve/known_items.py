@@ -59,7 +59,7 @@ class KnownItems:
     def places(self, items: Ints) -> Ints:
         """Catalogue positions of the items that are in the catalogue; others are left out."""
         places = np.minimum(np.searchsorted(self.items, items), len(self.items) - 1)
-        return places[self.items[places] == items]
+        return np.asarray(places[self.items[places] == items])
 
     def replaced(self, items: Ints, popularity: Ints, vectors: Tensor | None) -> KnownItems:
         """Another catalogue under the same rules."""

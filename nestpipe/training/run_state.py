@@ -18,7 +18,6 @@ from nestpipe.generative.config import AlignedConfig
 from nestpipe.generative.policy_model import build_policy_model
 from nestpipe.generative.scenario_pools import scenario_pools
 from nestpipe.generative.scenarios import Scenario
-from nestpipe.models.build_model import build_model
 from nestpipe.models.contract import Model
 from nestpipe.models.encdec import EncDec
 from nestpipe.pipeline.build_state import build_state
@@ -45,7 +44,7 @@ def _trained_model(run: Run) -> Model:
     """The model as it is trained; that of an aligned run has another loss than the one that is served."""
     config, ids = run.config, run.semantic_ids
     if not isinstance(config.model, AlignedConfig) or ids is None:
-        model = build_model(config, run.sequences, ids=ids, texts=run.text_vectors)
+        model = run.build_model()
         if isinstance(model, EncDec) and run.scenarios is not None:
             model.behaviour_weights = behaviour_table(run.scenario_records, config.model.behaviour_weights)
         return model

@@ -13,7 +13,7 @@ from nestpipe import train
 from nestpipe.cli import main
 from nestpipe.data.append import append_log
 from nestpipe.data.sequences import Sequences
-from nestpipe.errors import ConfigError
+from nestpipe.errors import CheckpointError, ConfigError
 from nestpipe.training.run_folder import Run
 from tests.serve.test_swap_kinds import World
 from tests.small_content import FEATURES, content_config, content_log
@@ -64,6 +64,7 @@ def events(prefix, *rows, start=NOW):
 
 def test_events_are_appended_trained_and_swapped_in_under_load(first, tmp_path, capsys):
     data, log = first.sequences.path, first.folder / "serve" / "events.log"
+    price = first.load_model().model.items.content.statistics["price"]
     before, tuesday = len(first.sequences.items), tmp_path / "tuesday"
     with World(first).start() as world, Load(str(world.http.base_url), [0, 7, NEW_USER]) as load:
         sent = events("a", (0, 3), (7, 11), (NEW_USER, 5), (NEW_USER, 9), (NEW_USER, 11))
@@ -106,7 +107,11 @@ def test_events_are_appended_trained_and_swapped_in_under_load(first, tmp_path, 
     grown = Sequences.open(data)
     assert len(grown.items) == before + 5
     assert NEW_USER in grown.users.tolist()
-    assert Run.open(first.folder).predictor().recommend(0, 3).items  # the run of yesterday still opens
+    yesterday = Run.open(first.folder)  # it still opens, and reads items as it was trained
+    assert yesterday.load_model().model.items.content.statistics["price"] == price
+    assert yesterday.predictor().recommend(0, 3).items
+    with pytest.raises(CheckpointError, match=r"has grown.*--init-from"):
+        train(first.config, first.folder, resume=True, quiet=True)
 
 
 def test_a_run_on_another_folder_is_swapped_in_if_the_folder_has_grown(first, tmp_path):
