@@ -54,7 +54,7 @@ class ExactIndex:
         self._vectors = vectors
 
     def search(self, query: Floats, k: int) -> Ints:
-        return _top(self._vectors @ query, k)
+        return best_places(self._vectors @ query, k)
 
 
 class FaissIndex:
@@ -150,7 +150,7 @@ class Retriever:
     ) -> CandidateItems:
         """The best `count` of some places by exact dot product, after the filters of the service and of the request."""
         scores = self.vectors[places] @ query
-        order = _top(scores, len(scores))
+        order = best_places(scores, len(scores))
         places, scores = places[order], scores[order]
         for keep in (*self.filters, *filters):
             kept = keep(self.items[places], past)
@@ -266,7 +266,7 @@ def _floats(tensor: torch.Tensor) -> Floats:
     return np.ascontiguousarray(tensor.detach().numpy(), dtype=np.float32)
 
 
-def _top(scores: Floats, k: int) -> Ints:
+def best_places(scores: Floats, k: int) -> Ints:
     """The places of the k highest scores, best first; equal scores in their order."""
     if k < len(scores):
         bar = np.partition(scores, len(scores) - k)[len(scores) - k]
