@@ -7,7 +7,7 @@ Tables and dense tensors are matched by name and shape. Every difference between
     reshaped    of another shape; initialised
     optimizer   of another optimizer; weights are loaded, optimizer state is initialised
     model       another kind of model or other model settings, which may give the same weights another meaning
-    data        the checkpoint was trained on other data
+    data        the checkpoint was trained on other data; not if the folder has only grown since (data append)
 
 Rows of exact Adam are caught up to the step of the checkpoint. A row keeps its optimizer state if both optimizers have the same state. The dense optimizer counts steps once for all tensors, so
 its state is kept only if every tensor is loaded. Admission counts and usage of rows are not loaded: rows count as used once,
@@ -30,6 +30,7 @@ from nestpipe.checkpoint.manifest import ROWS, STATE, Manifest
 from nestpipe.checkpoint.origin import Origin
 from nestpipe.checkpoint.places import Place
 from nestpipe.checkpoint.reader import current_rows, dense_shapes, read_dense, table_facts, table_sections
+from nestpipe.data.sequences import Sequences
 from nestpipe.embedding.row_optimizer import OPTIMIZERS
 from nestpipe.embedding.table import WEIGHTS, Table
 from nestpipe.errors import ConfigError
@@ -74,7 +75,7 @@ class WarmStartReport:
 
 
 def compare(
-    state: TrainState, folder: Place, manifest: Manifest, *, settings: Mapping[str, str], data_digest: str
+    state: TrainState, folder: Place, manifest: Manifest, *, settings: Mapping[str, str], data: Sequences
 ) -> list[WarmStartLine]:
     """Compares a new state with a checkpoint; reads file headers only."""
     lines = list(_compare_tables(state, folder, manifest))
@@ -85,8 +86,10 @@ def compare(
         if decides and key in before and before[key] != settings.get(key):  # a new setting has its default
             lines.append(WarmStartLine(key, before.get(key, ""), settings.get(key, ""), "differs", word="model"))
     digest = manifest.progress.get("data", "unknown")
-    if digest != data_digest:
-        lines.append(WarmStartLine("data", digest[:12], data_digest[:12], "differs", word="data"))
+    if digest != data.digest:  # known ids keep their rows if the folder only grew
+        word: Word | None = None if data.grew_from(digest) else "data"
+        what = "grew" if word is None else "differs"
+        lines.append(WarmStartLine("data", digest[:12], data.digest[:12], what, word=word))
     return lines
 
 

@@ -30,6 +30,7 @@ from nestpipe.cli.data_arguments import (
 from nestpipe.cli.data_describe import describe
 from nestpipe.data import public_datasets
 from nestpipe.data.append import append_log
+from nestpipe.data.append_events import append_events
 from nestpipe.data.ingest import BuildOptions, SideTable, write_sequences
 from nestpipe.data.log_reader import LogSource
 from nestpipe.data.schema import Feature, Label, Schema
@@ -39,6 +40,7 @@ from nestpipe.data.synthetic_clicks import ingest_clicks
 from nestpipe.data.synthetic_content import ingest_content
 from nestpipe.data.synthetic_sequences import ingest_synthetic
 from nestpipe.errors import ConfigError
+from nestpipe.serve.event_source import event_source, reads_folder
 
 _FEATURE_FORM = "name:kind:scope[:option=value]..."
 _LABEL_FORM = "name:kind:feature=NUMBER[:option=value]..."
@@ -85,12 +87,39 @@ def ingest(flags: Ingest) -> None:
 
 
 def append(flags: Append) -> None:
+    if any(event_source(one) is not None for one in flags.source):
+        _append_served(flags)
+        return
     schema = Sequences.open(flags.folder).schema
     items, users = _side_tables(flags, flags.source, item=schema.item, user=schema.user)
     with _building(flags) as options:
         log = _log_source(flags, flags.source)
         sequences = append_log(flags.folder, log=log, items=items, users=users, options=options, force=flags.force)
     describe(sequences)
+
+
+def _append_served(flags: Append) -> None:
+    """Appends what services have stored, each event once."""
+    schema = Sequences.open(flags.folder).schema
+    items, users = _side_tables(flags, flags.source, item=schema.item, user=schema.user)
+    for address in flags.source:
+        source = event_source(address)
+        if source is None:
+            raise ConfigError(
+                f"{address} is not the event log of a service, but other sources are. Append logs of both kinds by two commands."
+            )
+        is_read = reads_folder(Path(address), flags.folder)
+        with _building(flags) as options:
+            found = append_events(flags.folder, source, items=items, users=users, options=options, compact=is_read)
+        print(
+            f"{address}: {found.num_new:,} events appended, {found.num_held:,} were in the folder already, "
+            f"{found.num_removed:,} removed from the log"
+        )
+        if found.num_nameless:
+            print(f"{found.num_nameless:,} events stay in the log: their user or item has no own id")
+        if not is_read:
+            print(f"the log stays as it is: the run that it belongs to does not read {flags.folder}")
+    describe(found.sequences)
 
 
 def merge(flags: Merge) -> None:

@@ -123,6 +123,9 @@ class Append(LogFlags):
     folder was made. With int64 and hash ids the folder becomes that of one ingest of both logs. A file that is in the folder
     already is refused. Runs on the folder keep the old events until they are started again.
 
+    The event log of a service (RUN/serve/events.log) is such a log too. Each of its events is appended once, also after a crash,
+    and removed from the log when the folder holds it; the service goes on meanwhile.
+
     Example: nestpipe data append data/mine --from 'logs/2024-06-*.csv.gz'
 
     Next: nestpipe train ml1m_sasrec --data.path data/mine
@@ -131,7 +134,7 @@ class Append(LogFlags):
     folder: SequenceFolder
     """Sequence folder that 'nestpipe data' wrote."""
     source: Annotated[tuple[str, ...], tyro.conf.arg(name="from", metavar="LOG [LOG ...]")]
-    """Files or globs of the new log."""
+    """Files or globs of the new log, or the event log of a service."""
     force: bool = False
     """Append files that are in the folder already."""
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import shutil
 from collections import Counter
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from nestpipe.data.remote_files import is_url
 from nestpipe.data.schema import Feature, Scope
 from nestpipe.data.sequences import QUARANTINE, Sequences, StoredFeature, open_features
 from nestpipe.data.tie_order import FILE, NO_TIMES
+from nestpipe.data.vocabulary import Vocabulary
 from nestpipe.errors import ConfigError, DataError
 
 Ints = NDArray[np.int64]
@@ -49,11 +51,14 @@ def append_log(
     users: SideTable | None = None,
     options: BuildOptions | None = None,
     force: bool = False,
+    known: Mapping[str, Vocabulary] | None = None,
+    write: Callable[[Path], None] | None = None,
 ) -> Sequences:
     """Replaces the folder by one that has the events of the log too; on an error the folder stays as it was.
 
     Side tables give the attributes of new items and users, and of known ones that have none. A file that is in the folder
-    already is refused by name, unless `force` is set. Only one process may append at a time.
+    already is refused by name, unless `force` is set. Only one process may append at a time. `known` are the vocabularies with
+    own ids that a service has numbered since; `write` adds files to the new folder before it is published.
     """
     if is_url(folder):
         raise ConfigError(
@@ -69,7 +74,9 @@ def append_log(
     if not force:
         _refuse_repeats(sequences, log)
     with publish_folder(path, overwrite=True, inputs=input_files(log, items, users)) as draft:
-        known = {name: sequences.vocabulary(name) for name in sequences.meta["encodings"]}
+        known = known or {name: sequences.vocabulary(name) for name in sequences.meta["encodings"]}
+        if write is not None:
+            write(draft)
         own = draft / "part"
         own.mkdir()
         FolderBuild(own, sequences.schema, options, known=known).run_part(log, items, users)
@@ -204,6 +211,7 @@ class _Append:
             "tables": dict(old["tables"]),
             "notes": notes_of(self._schema, time_span_ms),
             "sources": [*old.get("sources", []), *new["sources"]],
+            "ancestors": [*old.get("ancestors", []), old["digest"]],
         }
 
     def _count_table(

@@ -130,7 +130,10 @@ def publish_folder(out: Path, *, overwrite: bool, inputs: Sequence[Path] = ()) -
         raise
 
 
-def folder_version(folder: Path) -> tuple[int, int] | None:
+FolderVersion = tuple[int, int] | None
+
+
+def folder_version(folder: Path) -> FolderVersion:
     """Changes when the folder is replaced; None during the replacement."""
     try:
         info = (folder / META).stat()

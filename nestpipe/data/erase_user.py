@@ -110,6 +110,7 @@ def _write_meta(sequences: Sequences, draft: Path, *, num_users: int, num_events
     for name in ("read", "kept", "events"):
         meta["counts"][name] -= num_events
     meta["counts"]["users"] -= num_users
+    meta.pop("ancestors", None)  # it holds less than they did
     meta["files"] = {name: file_entry(draft / name) for name in meta["files"]}
     meta["digest"] = folder_digest(meta)
     (draft / META).write_text(json.dumps(meta, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

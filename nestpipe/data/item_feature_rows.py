@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nestpipe.data.batch_builder import missing_values
-from nestpipe.data.features import apply_number, fit_number
+from nestpipe.data.features import NumberStats, apply_number, fit_number
 from nestpipe.data.item_content import ItemContent, ItemOverlay
 from nestpipe.data.item_texts import ITEM_TEXTS, read_item_texts
 from nestpipe.data.schema import Feature, Schema
@@ -44,6 +44,7 @@ class ItemFeatureRows:
         *,
         texts: Iterable[str] = (),
         embed: Embed | None = None,
+        statistics: Mapping[str, NumberStats] | None = None,
     ):
         """Items [I], ascending, and their features as stored; `texts` are those whose vectors `embed` made."""
         self.features = tuple(_lenient(feature) for feature in features)
@@ -51,8 +52,9 @@ class ItemFeatureRows:
         self._texts, self.embed = frozenset(texts), embed
         self._embedded: dict[str, NDArray[np.float32]] = {}
         self.live: ItemContent | None = None
+        known = statistics or {}
         self.statistics = {
-            feature.name: fit_number(feature, np.asarray(stored[feature.name].values))
+            feature.name: known.get(feature.name) or fit_number(feature, np.asarray(stored[feature.name].values))
             for feature in self.features
             if feature.kind == "number"
         }
@@ -131,6 +133,7 @@ def item_feature_rows(
     *,
     texts: Mapping[str, Tensor] | None = None,
     embed: Embed | None = None,
+    statistics: Mapping[str, NumberStats] | None = None,
 ) -> ItemFeatureRows:
     """The named item features of a folder; `texts` has vectors [I, D] of columns of its item texts. Raises ConfigError."""
     known = {feature.name: feature for feature in sequences.schema.of_scope("item")}
@@ -149,7 +152,7 @@ def item_feature_rows(
             features.append(Feature(name=name, kind="vector", scope="item", dim=texts[name].shape[1]))
             stored[name] = StoredFeature(texts[name].numpy())
     is_text = [name for name in names if name not in known]
-    return ItemFeatureRows(features, sequences.catalogue, stored, texts=is_text, embed=embed)
+    return ItemFeatureRows(features, sequences.catalogue, stored, texts=is_text, embed=embed, statistics=statistics)
 
 
 def text_columns(schema: Schema, names: Sequence[str]) -> list[str]:

@@ -89,6 +89,10 @@ class Sequences:
             digest=meta["digest"],
         )
 
+    def grew_from(self, digest: str) -> bool:
+        """Whether a folder with this digest became this one by appending."""
+        return digest in self.meta.get("ancestors", [])
+
     @property
     def ties(self) -> str:
         """The rule for equal times; folders of earlier versions keep the order of the log."""

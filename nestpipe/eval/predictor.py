@@ -153,6 +153,11 @@ class GenerativePredictor(CataloguePredictor):
 class RetrievalPredictor(CataloguePredictor):
     """Ranks the catalogue with a model and its embedding rows."""
 
+    @property
+    def parts(self) -> tuple[Model, RowReader]:
+        """The model and its rows."""
+        return self._model, self._rows
+
     def encode(self, batch: Batch) -> Tensor:
         """Query vectors [B, D]."""
         return self.encoder()(batch)

@@ -215,17 +215,25 @@ class Retriever:
 
 
 def retriever_of(
-    run: Run, *, spec: str = "Flat", step: int | None = None, past_of: Callable[[int], PastEvents] | None = None
+    run: Run,
+    *,
+    spec: str = "Flat",
+    step: int | None = None,
+    past_of: Callable[[int], PastEvents] | None = None,
+    scorer: RetrievalPredictor | None = None,
 ) -> Retriever:
-    """Retrieval with a trained run: its queries and item vectors; a ranking run uses means of its item rows."""
+    """Retrieval with a trained run: its queries and item vectors; a ranking run uses means of its item rows.
+
+    `scorer` is the run's predictor, if it is open already.
+    """
     items = np.array(run.sequences.catalogue)
     if isinstance(run.config.model, RankingConfig | DCNConfig):
         vectors = _floats(run.load_model(step).rows.peek("item", torch.from_numpy(items)))
         encode = mean_encoder(items, vectors)
     else:
-        scorer = run.predictor(step)
-        assert isinstance(scorer, RetrievalPredictor)
-        vectors, encode = _floats(scorer.item_vectors), _encoder(scorer.encoder(), run)
+        opened = scorer or run.predictor(step)
+        assert isinstance(opened, RetrievalPredictor)
+        vectors, encode = _floats(opened.item_vectors), _encoder(opened.encoder(), run)
     return Retriever(
         items=items,
         vectors=vectors,

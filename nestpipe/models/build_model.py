@@ -11,6 +11,7 @@ from torch import Tensor
 
 from nestpipe.config import Config
 from nestpipe.data.batch_builder import ModelInputs
+from nestpipe.data.features import NumberStats
 from nestpipe.data.item_feature_rows import Embed, ItemFeatureRows, item_feature_rows
 from nestpipe.data.schema import Feature, Schema
 from nestpipe.data.sequences import Sequences
@@ -35,13 +36,14 @@ def build_model(
     igr_text: Tensor | None = None,
     texts: Mapping[str, Tensor] | None = None,
     embed: Embed | None = None,
+    statistics: Mapping[str, NumberStats] | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Model:
     """The model of a run; its initial dense weights are a function of the seed. Raises ConfigError.
 
     A generative model needs the semantic ids of the catalogue; one that compares items with instructions also reads `igr_text`,
     vectors [I, W] of their texts. A next-item model that reads item texts needs their vectors [I, D] by column and, if new
-    items will come, how they are embedded.
+    items will come, how they are embedded. `statistics` of item numbers are those of an earlier fit [default: fitted].
     """
     schema, max_len = sequences.schema, config.data.max_len
     match config.model:
@@ -59,7 +61,9 @@ def build_model(
                 data = ModelData(catalogue=catalogue, max_len=max_len, schema=schema)
                 return _build_registered(config.model, data, seed=config.seed, dtype=dtype)
             names = getattr(config.model, "item_features", ())
-            content = item_feature_rows(sequences, names, texts=texts, embed=embed) if names else None
+            content = None
+            if names:
+                content = item_feature_rows(sequences, names, texts=texts, embed=embed, statistics=statistics)
             return _build_next_item(config, sequences, catalogue, content, dtype)
 
 

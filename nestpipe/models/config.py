@@ -35,6 +35,9 @@ class RankingConfig:
     """Number of buckets of the time bias."""
     features: tuple[str, ...] = ()
     """Input features: those of events and items in the history, those of items and users for candidates."""
+    id_dropout: float = 0.0
+    """Share of the items whose id row is left out of a step, so that an item without training events is scored from its features;
+    0: off. Ids without a trained row are zero then, instead of random."""
     labels: tuple[str, ...] = ()
     """Labels to predict [default: all labels of the log]. They are also the actions of the history."""
 
@@ -42,7 +45,9 @@ class RankingConfig:
         yield from _at_least_one(self, "dim", "num_blocks", "num_heads", "qk_dim", "v_dim", "ffn_dim", "head_dim")
         yield from _time_buckets(self)
         yield from _names(self)
-        yield from _probability(self, "dropout")
+        yield from _probability(self, "dropout", "id_dropout")
+        if self.id_dropout and not self.features:
+            yield f"id_dropout is {self.id_dropout}, but features is empty: nothing would be left of an item; name item features"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -93,6 +93,10 @@ class ItemEncoder(nn.Module):
         return total
 
     def _kept(self, items: Tensor, rng: Rng) -> Tensor:
-        """Whether the id row of each item is used in this step, [n]."""
-        drawn = lanes16(rng.keys("item ids", items), 1).flatten()
-        return drawn >= round(self._id_dropout * 65536) - 32768
+        return kept_ids(items, rng, self._id_dropout)
+
+
+def kept_ids(items: Tensor, rng: Rng, id_dropout: float) -> Tensor:
+    """Whether the id row of each item is used in this step, [n]."""
+    drawn = lanes16(rng.keys("item ids", items), 1).flatten()
+    return drawn >= round(id_dropout * 65536) - 32768

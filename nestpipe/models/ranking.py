@@ -33,6 +33,7 @@ from nestpipe.models.feature_encoder import FeatureEncoder, feature_tables
 from nestpipe.models.fuxi import FuXiRankingUnit
 from nestpipe.models.heads import LabelHeads
 from nestpipe.models.hstu import HSTUUnit
+from nestpipe.models.item_encoder import kept_ids
 from nestpipe.ops.attention import attention_layout
 from nestpipe.rng import Rng
 
@@ -63,7 +64,9 @@ class Ranking(nn.Module):
         self.units = nn.ModuleList(unit(config, max_len, num_positions=max_len + 1) for _ in range(config.num_blocks))
         self.tasks = LabelHeads(labels, dim=config.dim, hidden=config.head_dim)
         self.tables: tuple[TableSpec, ...] = (
-            TableSpec(name="item", dim=config.dim),
+            TableSpec(name="item", dim=config.dim, init_std=0.0)
+            if config.id_dropout
+            else TableSpec(name="item", dim=config.dim),
             TableSpec(name="action", dim=config.dim),
             *feature_tables(chosen, config.dim),
         )
@@ -95,8 +98,9 @@ class Ranking(nn.Module):
         )
         drop = TokenDropout(self.config.dropout, batch, rng)
         place, user = batch.items.positions(), batch.items.row_of_value()
-        events = drop(self.events(rows, batch, place), "input")
-        candidates = drop(self.candidates(rows, batch.target_features, batch.sample_features, place + 1, user), "asked")
+        events = drop(self.events(rows, batch, place, rng), "input")
+        asked = self.candidates(rows, batch.target_features, batch.sample_features, place + 1, user, rng)
+        candidates = drop(asked, "asked")
         for number, unit in enumerate(self.blocks()):
             event, candidate = unit.project(events), unit.project(candidates)
             attended = unit.attend_as_next(candidate, event.k, event.v, layout)
@@ -127,11 +131,11 @@ class Ranking(nn.Module):
             **self.user.lookups(user_features),
         }
 
-    def events(self, rows: Mapping[str, Rows], batch: Batch, place: Tensor) -> Tensor:
-        """Input vectors [T, D] of events at their positions."""
+    def events(self, rows: Mapping[str, Rows], batch: Batch, place: Tensor, rng: Rng | None = None) -> Tensor:
+        """Input vectors [T, D] of events at their positions; `rng` draws id dropout in training."""
         features = self.history.vectors(rows, batch.event_features)
         actions = self.actions.vectors(rows, batch.event_features)
-        return self._input([rows["history/item"].gather(), *features, *actions], place)
+        return self._input([self._id_rows(rows["history/item"], rng), *features, *actions], place)
 
     def candidates(
         self,
@@ -140,9 +144,10 @@ class Ranking(nn.Module):
         user_features: Mapping[str, Jagged],
         place: Tensor,
         user: Tensor,
+        rng: Rng | None = None,
     ) -> Tensor:
         """Input vectors [C, D] of candidates at their positions; `user` [C] is the row of each one's user."""
-        vectors = [rows["candidate/item"].gather(), *self.candidate.vectors(rows, features)]
+        vectors = [self._id_rows(rows["candidate/item"], rng), *self.candidate.vectors(rows, features)]
         vectors += [F.embedding(user, one) for one in self.user.vectors(rows, user_features)]
         return self._input(vectors, place)
 
@@ -158,6 +163,14 @@ class Ranking(nn.Module):
     def anchor(self, num_events: int) -> str:
         """What the prefix rows of an anchored model depend on in the request; part of the prefix key."""
         return ""
+
+    def _id_rows(self, rows: Rows, rng: Rng | None) -> Tensor:
+        """Rows of item ids [n, D]; those of items that this step drops are zero, in history and candidates alike."""
+        found = rows.gather()
+        if rng is None or not self.config.id_dropout:
+            return found
+        kept = kept_ids(rows.lookup.ids, rng, self.config.id_dropout)
+        return found * kept.unsqueeze(1).to(found.dtype)
 
     def _input(self, vectors: list[Tensor], place: Tensor) -> Tensor:
         total = vectors[0]

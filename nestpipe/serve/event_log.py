@@ -97,6 +97,13 @@ class EventLog:
         self._close = weakref.finalize(self, os.close, file)
 
 
+def is_event_log(path: Path) -> bool:
+    """Whether a file is an event log, by its first bytes; an empty one is if it has the name."""
+    with path.open("rb") as file:
+        first = file.read(len(_MAGIC))
+    return first == _MAGIC or (not first and path.suffix == ".log")
+
+
 def _record(events: list[Event]) -> bytes:
     payload = json.dumps({"events": events}, allow_nan=False, separators=(",", ":")).encode()
     return _HEAD.pack(_MAGIC, len(payload), zlib.crc32(payload)) + payload

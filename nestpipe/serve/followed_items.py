@@ -27,8 +27,8 @@ class FollowedItems:
         self._model, self._rows = model if isinstance(model, ContentRetrieval) else None, rows
         self._trained = self.known = known
         self._revisions: dict[int, int] = {}
-        self._later: dict[int, Tensor] = {}  # vectors by number
-        self._withdrawn: Ints = np.empty(0, np.int64)
+        self.later: dict[int, Tensor] = {}  # vectors of items by number that are not those of training
+        self.withdrawn: Ints = np.empty(0, np.int64)
 
     @property
     def reads_new_items(self) -> bool:
@@ -40,10 +40,10 @@ class FollowedItems:
         if live is None:
             return False
         withdrawn = live.withdrawn()
-        is_same = np.array_equal(withdrawn, self._withdrawn)
+        is_same = np.array_equal(withdrawn, self.withdrawn)
         if not self._take_vectors(live) and is_same:
             return False
-        self._withdrawn = withdrawn
+        self.withdrawn = withdrawn
         self.known = self._merged()
         return True
 
@@ -58,9 +58,9 @@ class FollowedItems:
         gone = self._revisions.keys() - revisions.keys()
         if new:
             items = torch.tensor(new)
-            self._later |= dict(zip(new, content_vectors(self._model, self._rows, items, size=_BLOCK), strict=True))
+            self.later |= dict(zip(new, content_vectors(self._model, self._rows, items, size=_BLOCK), strict=True))
         for item in gone:
-            del self._later[item]
+            del self.later[item]
         self._revisions = revisions
         return bool(new or gone)
 
@@ -68,18 +68,18 @@ class FollowedItems:
         """The trained items with later ones in their order, without withdrawn ones."""
         own, vectors = self._trained, self._trained.vectors
         items, popularity = own.items, own.popularity
-        if self._later:
+        if self.later:
             assert vectors is not None
-            later = np.array(sorted(self._later), np.int64)
+            later = np.array(sorted(self.later), np.int64)
             kept = ~np.isin(items, later)
             items = np.concatenate([items[kept], later])
             counts = np.zeros(len(later), popularity.dtype)
             is_old = np.isin(later, own.items)
             counts[is_old] = popularity[np.searchsorted(own.items, later[is_old])]
             popularity = np.concatenate([popularity[kept], counts])
-            rows = torch.stack([self._later[item] for item in later.tolist()])
+            rows = torch.stack([self.later[item] for item in later.tolist()])
             vectors = torch.cat([vectors[torch.from_numpy(kept)], rows.to(vectors.dtype)])
-        shown = np.flatnonzero(~np.isin(items, self._withdrawn))
+        shown = np.flatnonzero(~np.isin(items, self.withdrawn))
         order = shown[np.argsort(items[shown], kind="stable")]
         return own.replaced(
             items[order],

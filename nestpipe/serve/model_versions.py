@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from nestpipe.atomic_files import replace_file
+from nestpipe.data.folder_lineage import why_no_extension
 from nestpipe.errors import ConfigError, NestPipeError
 from nestpipe.serve.latency_model import measure_costs
 from nestpipe.serve.model import open_served
@@ -51,13 +52,18 @@ def load_version(
 
 
 def open_version(folder: Path, histories: UserHistories) -> Run:
-    """Another run on the same data; raises ConfigError."""
+    """Another run on the same data, or on a folder that has grown from it, whose histories are served then. Raises ConfigError."""
     run = Run.open(folder)
-    served_path, run_path = (Path(one).resolve() for one in (histories.sequences.path, run.sequences.path))
-    if served_path != run_path:
+    histories.refresh()
+    served, own = histories.sequences, run.sequences
+    if Path(served.path).resolve() == Path(own.path).resolve():
+        return run
+    if not (problem := why_no_extension(served, own)):
+        histories.move_to(own)
+    elif why_no_extension(own, served):  # else it is an earlier folder, whose events the present one has
         raise ConfigError(
-            f"{folder} was trained on the sequence folder {run_path}, but this instance serves histories of {served_path}. "
-            "Start another instance for it, or train it on the same folder."
+            f"{folder} was trained on the sequence folder {own.path}, which {problem}, so it cannot serve the histories of "
+            f"{served.path}. Start another instance for it, or train it on a folder that 'nestpipe data append' has grown."
         )
     return run
 

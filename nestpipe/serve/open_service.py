@@ -17,6 +17,7 @@ from nestpipe.generative.training_instructions import follows_instructions, untr
 from nestpipe.models.config import DCNConfig, EncDecConfig, RankingConfig
 from nestpipe.serve.config import EngineConfig, TriggerConfig
 from nestpipe.serve.engine import Engine
+from nestpipe.serve.followed_search import followed_search
 from nestpipe.serve.generation_engine import GenerativeVersion, Generator
 from nestpipe.serve.generation_model import open_generative
 from nestpipe.serve.known_items import CandidateSearch, no_past
@@ -100,8 +101,9 @@ def open_pointwise_engine(
 
 def open_search(folder: Path, ranker: Run) -> CandidateSearch:
     """Retrieval for a run that ranks, with the queries and item vectors of another run; raises ConfigError."""
-    run = open_retrieval(folder, ranker)
-    keeps_seen = ranker.config.eval.seen == "none"
+    run, keeps_seen = open_retrieval(folder, ranker), ranker.config.eval.seen == "none"
+    if getattr(run.config.model, "item_features", ()):
+        return followed_search(run, keeps_seen=keeps_seen)
     return CandidateSearch(replace(retriever_of(run, past_of=no_past), keeps_seen=keeps_seen))
 
 

@@ -6,7 +6,6 @@ not truncated: each model truncates it as in training.
 
 from __future__ import annotations
 
-import hashlib
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,7 +15,8 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import torch
 
-from nestpipe.data.array_files import folder_version
+from nestpipe.data.array_files import FolderVersion, folder_version
+from nestpipe.data.event_ids import HeldEvents, event_digest
 from nestpipe.data.schema import Schema
 from nestpipe.data.sequences import Sequences, StoredFeature
 from nestpipe.errors import DataError
@@ -78,7 +78,9 @@ class UserHistories:
         self._writers = threading.Lock()  # serialises writers; readers do not wait for it
         self._lock = threading.Lock()
         self._new: dict[int, UserEvents] = {}
+        self._names: dict[int, list[bytes]] = {}  # digests of the ids of these events, in their order
         self._ids: set[bytes] = set()
+        self._held = HeldEvents.of(sequences.path)  # events of the log that the folder has too
         self._folder = folder_version(sequences.path)
         self._num_removals = 0
         self.refresh()
@@ -136,7 +138,7 @@ class UserHistories:
             repeated = dict[int, int]()  # places with an id that stands before, and where
             for place, event in enumerate(events):
                 name = id_of(event)
-                if name in self._ids or name in self.living.forgotten_ids:
+                if name in self._ids or name in self._held or name in self.living.forgotten_ids:
                     continue
                 if name in first:
                     repeated[place] = first[name]
@@ -208,15 +210,45 @@ class UserHistories:
             folder = folder_version(self.sequences.path) or self._folder
             has_moved = folder != self._folder
             own = self._alive(Sequences.open(self.sequences.path)) if has_moved else self.sequences
-            parsed, ids = _parsed(own.schema, events), {id_of(event) for event in events}
-            if is_other:
-                self._new, self._ids = {}, set()
-            self.sequences, self._folder = own, folder
+            self._take(own, folder, events, anew=is_other)
             self._num_removals += is_other + has_moved
-            self._ids |= ids
-            for user, new in parsed.items():
-                self._new[user] = self._new[user].then(new) if user in self._new else new
         self.living.refresh()  # after the events: a number is stored before the event that uses it
+
+    def move_to(self, sequences: Sequences) -> None:
+        """From now on the histories are those of another folder that has grown from this one, and of the same log."""
+        with self._lock:
+            self._take(self._alive(sequences), folder_version(sequences.path), [], anew=False)
+            self._num_removals += 1
+
+    def _take(self, own: Sequences, folder: FolderVersion, events: Sequence[Event], *, anew: bool) -> None:
+        """Takes a folder and new events, without those that the folder has: each event counts once. Under the lock."""
+        is_other_folder = folder != self._folder or own is not self.sequences
+        held = HeldEvents.of(own.path) if is_other_folder else self._held
+        ids = {id_of(event) for event in events}
+        fresh = [event for event in events if id_of(event) not in held]
+        parsed = _parsed(own.schema, fresh)
+        names: dict[int, list[bytes]] = {}
+        for event in fresh:
+            names.setdefault(event["user"], []).append(id_of(event))
+        if anew:
+            self._new, self._names, self._ids = {}, {}, set()
+        elif is_other_folder:
+            self._drop(held)
+        self.sequences, self._folder, self._held = own, folder, held
+        self._ids |= ids
+        for user, new in parsed.items():
+            self._new[user] = self._new[user].then(new) if user in self._new else new
+            self._names.setdefault(user, []).extend(names[user])
+
+    def _drop(self, held: HeldEvents) -> None:
+        """Drops the logged events that the folder has now."""
+        for user, names in list(self._names.items()):
+            kept = [place for place, name in enumerate(names) if name not in held]
+            if not kept:
+                del self._new[user], self._names[user]
+            elif len(kept) < len(names):
+                self._new[user] = self._new[user].take(np.array(kept))
+                self._names[user] = [names[place] for place in kept]
 
     def _alive(self, sequences: Sequences) -> Sequences:
         return replace(sequences, live=self.living.catalogue)
@@ -290,7 +322,7 @@ def _parsed(schema: Schema, events: Collection[Event]) -> dict[int, UserEvents]:
 
 def id_of(event: Event) -> bytes:
     """Digest of an event's id."""
-    return hashlib.blake2b(event["id"].encode("utf-8", "surrogatepass"), digest_size=12).digest()
+    return event_digest(event["id"])
 
 
 def _take(stored: StoredFeature, rows: Ints) -> StoredFeature:

@@ -36,6 +36,7 @@ from nestpipe.eval.predictor import make_predictor
 from nestpipe.generative.config import AlignedConfig
 from nestpipe.jagged import Batch, Cursor
 from nestpipe.models.config import FuXiConfig, HSTUConfig, RankingConfig
+from nestpipe.models.content_retrieval import ContentRetrieval
 from nestpipe.models.contract import Selecting
 from nestpipe.pipeline.channels import Channels
 from nestpipe.pipeline.runner import BatchFeed
@@ -205,6 +206,9 @@ class _Loop:
         checkpoint_folders.remove_unfinished(self._run.checkpoints)
         facts: dict[str, Any] = {"recipe": recipe, "num_ranks": len(hosts), "hosts": sorted(set(hosts))}
         facts |= {"cpu_model": cpu_model(), "environment": environment(), **self._settled.chosen}
+        if isinstance(self._state.model, ContentRetrieval):
+            fitted = self._state.model.items.content.statistics
+            facts["item_statistics"] = {name: one.to_json() for name, one in fitted.items()}
         self._run.write(statistics=self._loader.statistics, facts=facts)
 
     def run_to_end(self, *, profile: bool) -> str:

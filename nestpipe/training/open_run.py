@@ -171,6 +171,7 @@ def check_shared(run: Run, control: Channel) -> None:
 def _reopen(config: Config, folder: Path, init_from: InitFrom | None) -> Run:
     """The run in a folder with its new limits; raises ConfigError if a setting differs that affects the results."""
     saved = Run.open(folder, data_path=config.data.path)
+    saved.check_same_data()
     if isinstance(saved.config.model, EncDecConfig) and isinstance(
         config.model, EncDecConfig
     ):  # the ids may have moved

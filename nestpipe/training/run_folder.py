@@ -107,12 +107,22 @@ class Run:
         facts = read_facts(Path(folder))
         origin = facts.get("init_from")
         run = Run(Path(folder), config, Origin.from_json(origin) if origin else None)
-        if run.sequences.digest not in {facts["data_digest"], facts.get("next_digest")}:  # see cli/forget.py
+        started = facts["data_digest"]
+        if run.sequences.digest not in {started, facts.get("next_digest")} and not run.sequences.grew_from(started):
             raise CheckpointError(
                 f"{run.folder} was trained on other data: {run.config.data.path} now has digest "
-                f"{run.sequences.digest[:12]}, the run started with {facts['data_digest'][:12]}."
+                f"{run.sequences.digest[:12]}, the run started with {started[:12]}."
             )
         return run
+
+    def check_same_data(self) -> None:
+        """Raises CheckpointError if the sequence folder has grown since the run started: resuming would mix two logs."""
+        started = read_facts(self.folder)["data_digest"]
+        if self.sequences.grew_from(started):
+            raise CheckpointError(
+                f"{self.config.data.path} has grown since {self.folder} was started (digest {started[:12]}, now "
+                f"{self.sequences.digest[:12]}), so it cannot be resumed. Start a new run with --init-from {self.folder}."
+            )
 
     def write(self, *, statistics: Mapping[str, NumberStats], facts: Mapping[str, Any]) -> None:
         """Writes config.json, and run.json: data digest, versions, feature statistics, and `facts` about this start."""
@@ -167,6 +177,13 @@ class Run:
         if not isinstance(model, EncDecConfig):
             return None
         return Registry.load(model.ids).trie_of(self.sequences)
+
+    def item_statistics(self) -> dict[str, NumberStats] | None:
+        """Statistics of the numbers among the item features, fitted when the run started; None before that."""
+        if not (self.folder / "run.json").exists():
+            return None
+        fitted = read_facts(self.folder).get("item_statistics")
+        return None if fitted is None else {name: NumberStats.from_json(one) for name, one in fitted.items()}
 
     @cached_property
     def item_texts(self) -> Tensor | None:
@@ -252,14 +269,7 @@ class Run:
         folder, manifest = self.checkpoint(step)
         if ids is None:
             self.check_settings(folder, manifest)
-        model = build_model(
-            self.config,
-            self.sequences,
-            ids=ids or self.semantic_ids,
-            igr_text=self.item_texts,
-            texts=self.text_vectors,
-            embed=self.embedded,
-        )
+        model = self.build_model(ids=ids)
         load_weights(cast(nn.Module, model), folder, manifest)
         own = self.config.embedding
         config = rows or EmbeddingConfig(
@@ -267,6 +277,18 @@ class Run:
         )  # sgd has no state to load
         tables = {spec.name: load_table(spec, config, self.config.seed, folder, manifest) for spec in model.tables}
         return LoadedModel(model, TableRows(tables), manifest)
+
+    def build_model(self, *, ids: Trie | None = None) -> Model:
+        """The model with its initial weights; item features are transformed as when the run started."""
+        return build_model(
+            self.config,
+            self.sequences,
+            ids=ids or self.semantic_ids,
+            igr_text=self.item_texts,
+            texts=self.text_vectors,
+            embed=self.embedded,
+            statistics=self.item_statistics(),
+        )
 
     def check_settings(self, folder: Place, manifest: Manifest) -> None:
         """Raises CheckpointError if a checkpoint was saved with other settings than those of this run."""

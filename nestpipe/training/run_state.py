@@ -18,7 +18,6 @@ from nestpipe.generative.config import AlignedConfig
 from nestpipe.generative.policy_model import build_policy_model
 from nestpipe.generative.scenario_pools import scenario_pools
 from nestpipe.generative.scenarios import Scenario
-from nestpipe.models.build_model import build_model
 from nestpipe.models.contract import Model
 from nestpipe.models.encdec import EncDec
 from nestpipe.pipeline.build_state import build_state
@@ -45,7 +44,7 @@ def _trained_model(run: Run) -> Model:
     """The model as it is trained; that of an aligned run has another loss than the one that is served."""
     config, ids = run.config, run.semantic_ids
     if not isinstance(config.model, AlignedConfig) or ids is None:
-        model = build_model(config, run.sequences, ids=ids, igr_text=run.item_texts, texts=run.text_vectors)
+        model = run.build_model()
         if isinstance(model, EncDec) and run.scenarios is not None:
             model.behaviour_weights = behaviour_table(run.scenario_records, config.model.behaviour_weights)
         return model
@@ -83,7 +82,7 @@ def warm_state(run: Run, channels: Channels | None = None) -> tuple[TrainState, 
     state = new_state(run, channels)
     folder = place_of(run.origin.checkpoint)
     manifest = run.origin.check(Manifest.read(folder))
-    lines = warm_start.compare(state, folder, manifest, settings=run.settings, data_digest=run.sequences.digest)
+    lines = warm_start.compare(state, folder, manifest, settings=run.settings, data=run.sequences)
     if isinstance(run.config.model, AlignedConfig):  # gradients of another loss have another scale
         lines = [replace(line, state="fresh") if line.what == "loaded" else line for line in lines]
     warm_start.check(lines, run.origin, run.folder)

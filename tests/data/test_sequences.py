@@ -68,7 +68,11 @@ def rich_frame(num_rows: int, seed: int = 0) -> pl.DataFrame:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    """All files; a folder that was appended to differs from one ingest in the digests that it had before."""
+    found = {path.name: path.read_bytes() for path in folder.iterdir()}
+    meta = json.loads(found["meta.json"])
+    meta.pop("ancestors", None)
+    return {**found, "meta.json": json.dumps(meta, indent=1, ensure_ascii=False).encode()}
 
 
 def rows_of(stored: StoredFeature) -> list[list[int]]:

@@ -14,6 +14,7 @@ from nestpipe.jagged import Jagged
 from nestpipe.models.config import DCNConfig, RankingConfig
 from nestpipe.models.dcn import build_dcn
 from nestpipe.models.heads import LabelHeads
+from nestpipe.models.item_encoder import kept_ids
 from nestpipe.models.ranking import build_ranking
 from nestpipe.rng import Rng
 from tests.models.small_ranking import CONFIG, MAX_LEN, SCHEMA, build, events, history, item_features, table_rows
@@ -179,3 +180,17 @@ def test_ordinal_cuts_start_evenly_around_zero():
     cuts = LabelHeads((Label(name="x", kind="ordinal", feature="y", num_levels=5),), dim=2, hidden=2).cuts["x"]
     steps = torch.cat([cuts[:1], F.softplus(cuts[1:])]).cumsum(0)
     assert torch.allclose(steps, torch.tensor([-1.5, -0.5, 0.5, 1.5]))
+
+
+def test_id_dropout_drops_an_item_in_history_and_candidates_alike():
+    config = replace(CONFIG, id_dropout=0.4, dropout=0.0)
+    model = build_ranking(config, SCHEMA, max_len=MAX_LEN, seed=1, dtype=torch.float64)
+    assert model.tables[0].init_std == 0.0
+    batch, rng, leaves = training([9, 12, 7]), Rng(0, 3), {}
+    found = model(table_rows(model.lookups(batch, rng), leaves=leaves), batch, rng)
+    found.loss_sum.backward()
+    ids = torch.cat([batch.items.values, batch.targets.values]).unique()
+    kept = kept_ids(ids, rng, 0.4)
+    assert 0 < int(kept.sum()) < len(ids)
+    assert (leaves["item"].grad.abs().sum(1) > 0).eq(kept).all()
+    assert any("features is empty" in problem for problem in replace(config, features=()).problems())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import threading
 import weakref
@@ -9,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import httpx
 import numpy as np
@@ -19,6 +21,8 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from nestpipe.cli import main
+from nestpipe.data.ingest import write_meta
+from nestpipe.data.sequences import Sequences
 from nestpipe.errors import ConfigError
 from nestpipe.serve import model_versions
 from nestpipe.serve.admin import Admin
@@ -157,15 +161,27 @@ def running(runs, tmp_path, load):
     engine.stop()
 
 
+def _with_other_events(source, target):
+    """Copies a sequence folder and gives its users the items of others; returns its digest."""
+    shutil.copytree(source, target)
+    np.save(target / "items.npy", np.roll(np.load(target / "items.npy"), 1))
+    meta = json.loads((target / "meta.json").read_text())
+    (target / "meta.json").unlink()
+    write_meta(target, {name: one for name, one in meta.items() if name not in {"files", "digest"}})
+    return Sequences.open(target).digest
+
+
 def test_what_cannot_be_served_is_refused_and_the_old_model_goes_on(runs, running, tmp_path, monkeypatch):
     engine, http, url, admin = running
     elsewhere = tmp_path / "elsewhere"
     shutil.copytree(runs("fuxi").folder, elsewhere)
     config = runs("fuxi").config
-    shutil.copytree(config.data.path, tmp_path / "log")
+    digest = _with_other_events(Path(config.data.path), tmp_path / "log")
     (elsewhere / "config.json").write_text(
         replace(config, data=replace(config.data, path=str(tmp_path / "log"))).to_json()
     )
+    facts = json.loads((elsewhere / "run.json").read_text())
+    (elsewhere / "run.json").write_text(json.dumps({**facts, "data_digest": digest}))
     fuxi, before = str(runs("fuxi").folder), engine.versions
     for call, body, status, code, message in (
         ("swap", {}, 400, "bad_run", "field 'run'"),

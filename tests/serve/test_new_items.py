@@ -10,9 +10,12 @@ import pytest
 from nestpipe import train
 from nestpipe.data.item_feature_rows import catalogue_texts
 from nestpipe.errors import DataError
-from nestpipe.serve.config import EngineConfig
+from nestpipe.serve.config import EngineConfig, Stages
+from nestpipe.serve.event_log import EventLog
+from nestpipe.serve.followed_search import followed_search
 from nestpipe.serve.open_service import open_next_item_engine
 from nestpipe.serve.recommendation import RecommendationJob
+from nestpipe.serve.user_history import UserHistories
 from tests.small_content import SmallCatalogue, content_config, content_log
 from tests.small_runs import small_config
 
@@ -120,7 +123,35 @@ def test_a_model_without_content_refuses_them(run, tmp_path):
     assert not engine.versions.main.follow(live)
     own = engine.histories.of(int(run.sequences.users[3]))
     with pytest.raises(DataError, match="is not in the catalogue"):
-        engine.versions.main.prepare(replace(own, items=np.array([NEW]), offsets=np.array([0, 1])), NOW)
+        engine.versions.main.check(replace(own, items=np.array([NEW]), offsets=np.array([0, 1])))
     live.gone.add(3)
     assert engine.versions.main.follow(live)
     assert 3 not in recommended(engine, int(run.sequences.users[0]))
+
+
+def test_retrieval_for_a_ranker_finds_new_items_and_not_withdrawn_ones(run):
+    ticks = iter(range(1000))
+    search = followed_search(run, keeps_seen=True)
+    search._clock = lambda: float(next(ticks))
+    own, live, like = histories_of(run, 3), SmallCatalogue(), cold_items(run)[0]
+
+    def found():
+        search.follow(live)
+        return search.find(own, NOW, 60, excluded=np.empty(0, np.int64), stages=Stages())
+
+    before = found()
+    live.put(NEW, **content_of(run, like))
+    assert abs(found().index(NEW) - found().index(like)) == 1
+    live.gone |= {NEW, like}
+    assert not {NEW, like} & set(found())
+    live.gone.discard(like)
+    live.records.pop(NEW)
+    live.gone.discard(NEW)
+    assert found() == before
+    live.put(NEW, **content_of(run, like))
+    assert set(found()) == {NEW, *before}
+
+
+def histories_of(run, place):
+    log = EventLog(run.folder / "serve" / "events.log")
+    return UserHistories(run.sequences, log).of(int(run.sequences.users[place]))
