@@ -135,7 +135,9 @@ class RankPool:
 def _fork_server() -> ForkServerContext:
     """Processes of this context are forked from one that has imported what tests need."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed", "pytest", "hypothesis", "nestpipe.training.loop"])
+    # torch imports dynamo at the first custom operator: 2 s of CPU, once here instead of in every rank.
+    modules = ["torch.distributed", "torch._dynamo", "pytest", "hypothesis", "nestpipe.training.loop", "s3fs"]
+    context.set_forkserver_preload(modules)
     return context
 
 

@@ -106,6 +106,7 @@ class RowBuffer:
         self._row_bytes = sum(map(row_bytes, columns.values())) + 1 + self._clock.position_bytes
         self._slot_bytes = self._clock.slot_bytes + below.slot_bytes
         self._capacity = self._planned_slots = 0
+        self._is_moving = False  # rows are between buffer and store; stays so if that fails
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.rows)
@@ -211,6 +212,7 @@ class RowBuffer:
 
     def _copy_rows(self, slots: Tensor, out: Mapping[str, Tensor]) -> None:
         with self._lock:
+            self._check_whole()
             positions = self._clock.find(slots)
             missing = (positions < 0).nonzero().flatten()
             if not len(missing):
@@ -223,6 +225,7 @@ class RowBuffer:
             self._below.read(slots.index_select(0, missing), out, missing)
 
     def _hold(self, slots: Tensor, *, is_read: bool = True) -> Tensor:
+        self._check_whole()
         positions, missing = self._clock.hold(slots)
         if (needed := self._clock.num_held + len(missing)) > self._capacity:
             self._clock.release(positions)
@@ -230,12 +233,14 @@ class RowBuffer:
         if len(missing):
             new = slots.index_select(0, missing)
             free = self._free_positions(len(missing))
+            self._is_moving = True
             leaving = self._leave(free)
             if is_read:
                 self._below.exchange(leaving, new, self.rows.columns, free)
             else:
                 self._write_back(leaving, free)
             self._clock.link(new, free)
+            self._is_moving = False
             positions.index_copy_(0, missing, free)
         return positions
 
@@ -252,7 +257,9 @@ class RowBuffer:
 
     def _evict(self, positions: Tensor) -> None:
         """Removes the rows at positions, writing dirty ones back."""
+        self._is_moving = True
         self._write_back(self._leave(positions), positions)
+        self._is_moving = False
 
     def _leave(self, positions: Tensor) -> Tensor:
         """Takes positions from their slots; returns the slots [n] of dirty rows, which must be written back, else -1."""
@@ -265,6 +272,13 @@ class RowBuffer:
     def _write_back(self, leaving: Tensor, positions: Tensor) -> None:
         dirty = (leaving >= 0).nonzero().flatten()
         self._below.write(leaving.index_select(0, dirty), self.rows.columns, positions.index_select(0, dirty))
+
+    def _check_whole(self) -> None:
+        if self._is_moving:
+            raise TrainError(
+                f"rows of table '{self._name}' were lost when they could not be moved between its buffer and its file, as "
+                "the first error says. Nothing is read from it any more; resume from the last checkpoint."
+            )
 
     def _rows_beside(self, num_slots: int) -> int:
         """Rows that fit into the bound beside so many slots."""

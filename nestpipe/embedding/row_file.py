@@ -19,7 +19,8 @@ from __future__ import annotations
 import os
 import tempfile
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from ctypes import byref, c_int64
 from pathlib import Path
 
@@ -34,6 +35,8 @@ SEGMENT_BYTES = 4 << 20
 _MAX_APPEND_BYTES = 2 << 20  # packed and written at a time
 _DEAD_PER_LIVE = 1.0  # records; less needs less disk, but copies more
 _HEADER_BYTES = 8  # the slot
+_ZEROS = bytes(1 << 16)
+_MAX_PARTS = 512  # written in one call
 _NONE = -1  # the record of a slot without one
 _MAX_RECORDS = 2**31 - 1
 EACH, RING, MAPPED = range(3)  # ways to read, as in records.cpp
@@ -167,6 +170,7 @@ class RowFile:
                 segment = len(self._live)
                 if (segment + 1) * self._segment_rows > _MAX_RECORDS:
                     raise OSError(f"a file of rows holds at most {_MAX_RECORDS:,} records; use more ranks")
+                self._fill(segment)
                 self._live = torch.cat([self._live, torch.zeros(1, dtype=torch.int64)])
             self._end = segment * self._segment_rows
             self._open_end = self._end + self._segment_rows
@@ -182,16 +186,30 @@ class RowFile:
             self._end += end - begin
             begin = end
 
+    def _fill(self, segment: int) -> None:
+        """Writes zeros to a new segment: the system caches what is written at once in huge pages, a third faster to read."""
+        begin, end = segment * self._segment_bytes, (segment + 1) * self._segment_bytes
+        while begin < end:
+            num_whole, rest = divmod(end - begin, len(_ZEROS))
+            parts = [_ZEROS] * min(num_whole, _MAX_PARTS) or [_ZEROS[:rest]]
+            with self._disk_errors(end - begin):
+                begin += os.pwritev(self._file, parts, begin)
+
     def _write_bytes(self, packed: Tensor) -> None:
         data, offset = _memory(packed), self._offset(self._end)
-        try:
-            while data:
+        while data:
+            with self._disk_errors(len(data)):
                 written = os.pwrite(self._file, data, offset)
-                data, offset = data[written:], offset + written
+            data, offset = data[written:], offset + written
+
+    @contextmanager
+    def _disk_errors(self, num_bytes: int) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
             raise OSError(
                 error.errno,
-                f"{self._folder} has no space for {len(data):,} bytes more of rows after {self.file_bytes:,} "
+                f"{self._folder} has no space for {num_bytes:,} bytes more of rows after {self.file_bytes:,} "
                 f"({error.strerror}); free some, or set embedding.files_folder to another disk",
             ) from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections import deque
 from contextlib import contextmanager
 from functools import cache
@@ -330,6 +331,22 @@ def test_a_batch_that_does_not_fit_is_refused_with_the_numbers(tmp_path):
         rows_where_they_are(table).take(torch.arange(1_000), 0)
     with pytest.raises(TrainError, match=r"the index of .* rows of table 'item' takes .* leaves no room for a row"):
         table.advance(torch.arange(30_000), 1)
+
+
+def test_no_row_is_read_after_one_was_lost(tmp_path, monkeypatch):
+    """A full disk while rows move: what the file has of them is old, and a save in flight must not take it."""
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    table = new_table(tmp_path)
+    trained(table, 6)
+    monkeypatch.setattr(row_file.os, "pwrite", full)
+    with pytest.raises(OSError, match="No space left"):
+        trained(table)
+    for read in (lambda: table.peek(torch.arange(NUM_IDS)), table.export, lambda: table.advance(torch.arange(50), 99)):
+        with pytest.raises(TrainError, match="rows of table 'item' were lost"):
+            read()
 
 
 def test_a_table_can_be_loaded_again(tmp_path):

@@ -65,9 +65,9 @@ def config_of(log, optimizer, mode, *, files=None, **settings):
     ],
 )
 def test_rows_in_files_train_and_resume_to_the_bits_of_rows_in_memory(log, tmp_path, world_size, optimizer, mode):
-    whole = config_of(log, optimizer, "sequential", epochs=0, steps=20, save_steps=20)
+    whole = config_of(log, optimizer, "sequential", epochs=0, steps=12, save_steps=12)
     run_ranks(world_size, train, whole, tmp_path / "memory")
-    for num_steps in (13, 20):
-        config = config_of(log, optimizer, mode, files=tmp_path, epochs=0, steps=num_steps, save_steps=20)
+    for num_steps in (7, 12):
+        config = config_of(log, optimizer, mode, files=tmp_path, epochs=0, steps=num_steps, save_steps=12)
         assert sum(run_ranks(world_size, train, config, tmp_path / "files")) > 5
     assert not differing_tensors(tmp_path / "memory", tmp_path / "files")
