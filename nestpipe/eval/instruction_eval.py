@@ -61,7 +61,7 @@ class InstructionMetrics:
         replace_file(folder / FILE, self.to_json().encode())
 
     def __rich__(self) -> Table:
-        title = f"instructions: {self.shown} of the same requests without one, with their own, with another's"
+        title = f"instructions: {self.shown} without one, with the own, with another request's"
         table = Table(title=title, box=None, pad_edge=False)  # fits into 80 columns
         table.add_column("scenario, source")
         for header in ("users", "none", "own - none [95 %]", "another's loses"):

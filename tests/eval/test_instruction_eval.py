@@ -84,7 +84,7 @@ def test_the_effect_is_shown_by_scenario_and_source_and_a_shuffled_instruction_l
     assert template["without"] == pytest.approx(shown["metrics"]["hr@10"]["mean"], abs=0.4)
     assert main(["eval", str(run.folder), "--baselines", "popularity"]) == 0
     table = capsys.readouterr().out
-    assert "instructions: ndcg@10 of the same requests" in table
+    assert "instructions: ndcg@10 without one, with the own, with another request's" in table
     (line,) = [one for one in table.splitlines() if one.startswith("all, wish")]
     assert re.fullmatch(r"all, wish +\d+ +0\.\d+ +\+0\.\d+ \[\+0\.\d+, \+0\.\d+\] +\d+% \[\d+%, \d+%\] *", line)
 
