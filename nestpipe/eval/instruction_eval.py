@@ -61,16 +61,17 @@ class InstructionMetrics:
         replace_file(folder / FILE, self.to_json().encode())
 
     def __rich__(self) -> Table:
-        table = Table(title=f"instructions: {self.shown} of the same requests", box=None, pad_edge=False)
-        for header in ("scenario", "source", "users", "none", "own", "other's", "own - none [95 %]", "other's loses"):
+        title = f"instructions: {self.shown} without one, with the own, with another request's"
+        table = Table(title=title, box=None, pad_edge=False)  # fits into 80 columns
+        table.add_column("scenario, source")
+        for header in ("users", "none", "own - none [95 %]", "another's loses"):
             table.add_column(header, no_wrap=True)
         for scenario, sources in self.effects.items():
-            for place, (source, metrics) in enumerate(sources.items()):
+            for source, metrics in sources.items():
                 one, lost = metrics[self.shown], metrics[self.shown].lost
-                figures = (f"{value:.4f}" for value in (one.without, one.own, one.shuffled))
                 share = "" if lost is None else f"{lost.mean:.0%} [{lost.low:.0%}, {lost.high:.0%}]"
                 users = f"{self.num_users[scenario][source]:,}"
-                table.add_row(scenario if not place else "", source, users, *figures, signed(one.effect), share)
+                table.add_row(f"{scenario}, {source}", users, f"{one.without:.4f}", signed(one.effect), share)
         return table
 
 

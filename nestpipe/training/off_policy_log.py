@@ -6,7 +6,8 @@ in a number column, or by naming the generative run that drew the items.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
@@ -52,8 +53,15 @@ class ShownBy:
                 f"--propensity {self.column} is no number of events in {sequences.path}; there are: "
                 f"{', '.join(numbers) or 'none'}. Ingest the log with --feature {self.column}:number:event."
             )
-        if self.run is not None and Run.open(self.run).semantic_ids is None:
+        if self.run is None:
+            return
+        if (shown := Run.open(self.run)).semantic_ids is None:
             raise ConfigError(f"--shown-by {self.run} is not a generative run, so it has no probabilities of items.")
+        if shown.sequences.digest != sequences.digest:
+            raise ConfigError(
+                f"--shown-by {self.run} was trained on {shown.sequences.path}, not on {sequences.path}: its numbers of users and "
+                "items are others. Log the probability of each shown item, and name the column with --propensity."
+            )
 
     @property
     def is_known(self) -> bool:
@@ -104,10 +112,10 @@ def off_policy(run: Run, shown_by: ShownBy, rewards: Rewards) -> OffPolicyReport
         return OffPolicyReport(reason=reason)
     start = ProbabilityModel.open(Run.open(run.config.model.start), run.origin.step)
     policies = (start, ProbabilityModel.open(run))
-    logger = None if shown_by.run is None else ProbabilityModel.open(Run.open(shown_by.run))
     pools = scenario_pools(run.scenario_records, run.sequences, trie)
     names = ("rewards", "modelled", "propensities", "p start", "direct start", "p aligned", "direct aligned")
     columns: dict[str, list[Array]] = {name: [] for name in names}
+    propensities = _propensities(run, shown_by)
     for sample in EvalBatches(
         run.instructed, run.split, run.config, "test", inputs=inputs_of(run.config, run.instructed)
     ):
@@ -120,13 +128,9 @@ def off_policy(run: Run, shown_by: ShownBy, rewards: Rewards) -> OffPolicyReport
         logged = Rollout(leaves, start.log_probs(batch, leaves))
         observed = observed_columns(run.sequences, rewards, events)
         found = [rewards.of(context, logged, observed=observed), rewards.of(context, logged)]
-        if logger is not None:
-            shown = logger.probabilities(batch, _same_leaves(logger.trie, sample.target_positions))
-        else:
-            shown = np.asarray(run.sequences.event_features[shown_by.column].values[events], np.float64)
         columns["rewards"].append(found[0].flatten().double().numpy())
         columns["modelled"].append(found[1].flatten().double().numpy())
-        columns["propensities"].append(np.nan_to_num(shown))
+        columns["propensities"].append(np.nan_to_num(next(propensities)))
         for name, policy in zip(("start", "aligned"), policies, strict=True):
             columns[f"p {name}"].append(policy.probabilities(batch, leaves, pool))
             drawn = policy.draw(batch, pool, run.config.seed)
@@ -169,6 +173,18 @@ def observed_columns(sequences: Sequences, rewards: Rewards, events: Ints) -> di
     return found
 
 
-def _same_leaves(trie: Trie, positions: Tensor) -> Tensor:
-    """Leaves [n, 1] of catalogue positions in the trie of another run on the same log."""
-    return trie.item_nodes[:, -1].index_select(0, positions).unsqueeze(1)
+def _propensities(run: Run, shown_by: ShownBy) -> Iterator[Array]:
+    """The probability that the logged item was shown, for each batch of held-out requests of a run."""
+    showed = run if shown_by.run is None else Run.open(shown_by.run)
+    # What the run that showed the items reads of a request, but the requests of this evaluation.
+    config = replace(showed.config, eval=run.config.eval)
+    samples = EvalBatches(showed.instructed, run.split, config, "test", inputs=inputs_of(config, showed.instructed))
+    drawn = None if shown_by.run is None else ProbabilityModel.open(showed)
+    for sample in samples:
+        if drawn is not None:
+            leaves = drawn.trie.item_nodes[:, -1].index_select(0, sample.target_positions).unsqueeze(1)
+            yield drawn.probabilities(sample.batch, leaves)
+            continue
+        users = sample.batch.sample_ids.numpy()
+        events = run.sequences.offsets[users] + run.split.test[users]
+        yield np.asarray(run.sequences.event_features[shown_by.column].values[events], np.float64)

@@ -110,10 +110,9 @@ def test_the_page_ends_the_same_after_kills_in_think_train_and_align(tmp_path, w
         assert not differing_tensors(calm / "runs" / name, killed / "runs" / name)
     reports = [json.loads((folder / "runs" / "shop-aligned" / "align.json").read_text()) for folder in (calm, killed)]
     assert reports[0] == reports[1]
-    for name in ("shop", "shop-aligned"):
-        found = json.loads(shell(f"nestpipe eval runs/{name} --json", killed, warm))
-        assert set(found["scenarios"]["metrics"]) == {"home", "cart"}
-        assert {"all", "home", "cart"} >= set(found["instructions"]["effects"]) >= {"all"}
+    found = json.loads(shell("nestpipe eval runs/shop-aligned --json", killed, warm))
+    assert set(found["scenarios"]["metrics"]) == {"home", "cart"}
+    assert set(found["instructions"]["effects"]) == {"all", "home", "cart"}
     shell("nestpipe think runs/shop-aligned", killed, warm)
     # The last block of the section on serving: requests by scenario, with what the page adds to them.
     (serve,) = [text for text in blocks if text.startswith("nestpipe serve")]

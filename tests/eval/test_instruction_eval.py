@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -83,12 +84,13 @@ def test_the_effect_is_shown_by_scenario_and_source_and_a_shuffled_instruction_l
     assert template["without"] == pytest.approx(shown["metrics"]["hr@10"]["mean"], abs=0.4)
     assert main(["eval", str(run.folder), "--baselines", "popularity"]) == 0
     table = capsys.readouterr().out
-    assert "instructions: ndcg@10 of the same requests" in table
+    assert "instructions: ndcg@10 without one, with the own, with another request's" in table
+    (line,) = [one for one in table.splitlines() if one.startswith("all, wish")]
+    assert re.fullmatch(r"all, wish +\d+ +0\.\d+ +\+0\.\d+ \[\+0\.\d+, \+0\.\d+\] +\d+% \[\d+%, \d+%\] *", line)
 
 
 def test_every_rank_has_the_effects_of_one_process(run):
-    alone, *_ = run_ranks(1, instructions_of, run.folder)
-    assert run_ranks(3, instructions_of, run.folder) == [alone] * 3
+    assert run_ranks(3, instructions_of, run.folder) == [instructions_of(None, run.folder)] * 3
 
 
 def test_the_control_keeps_an_effect_that_any_instruction_has(run):

@@ -40,7 +40,7 @@ def evaluated(world: World, folder: Path, settings: dict[str, Any]) -> dict[str,
     return {"report": json.loads(report.to_json()), **columns}
 
 
-def instructions_of(world: World, folder: Path) -> dict[str, Any]:
+def instructions_of(world: World | None, folder: Path) -> dict[str, Any]:
     """What the instructions of a run are worth, measured by all ranks."""
     with eval_world(world) as ranks:
         found = evaluate_run(Run.open(folder), world=ranks, stores=[]).instructions

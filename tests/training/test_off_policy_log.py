@@ -20,6 +20,7 @@ from nestpipe.training.loop import train_to_end
 from nestpipe.training.off_policy_log import ProbabilityModel, ShownBy
 from nestpipe.training.run_folder import Run
 from tests.generative.test_training import make_ids
+from tests.small_runs import small_log
 from tests.training.aligned_runs import NUM_ITEMS, start_config
 
 NUM_USERS, NUM_EVENTS = 240, 5
@@ -87,8 +88,8 @@ def test_estimates_cover_the_true_value_of_both_runs(shop, capsys):
     assert values["aligned"] > values["start"]
     for kind in ("snips", "doubly_robust"):
         for name, value in values.items():
+            # Rewards are scaled by the outer hundredths of the log, which are 0 and 1 here.
             assert found[name][kind]["low"] < value < found[name][kind]["high"]
-            # Rewards are scaled to the hundredths of the log, which here are 0 and 1.
         gain = values["aligned"] - values["start"]
         assert found[kind]["low"] < gain < found[kind]["high"]
     assert found["aligned"]["effective_requests"] < NUM_USERS
@@ -107,5 +108,8 @@ def test_without_propensities_the_reason_is_printed(shop, capsys):
     assert "no off-policy estimate: the log does not say with which probability" in capsys.readouterr().out
     with pytest.raises(ConfigError, match=r"--propensity odds is no number of events.*there are: margin, chance"):
         ShownBy("odds").check(Run.open(shop / "start").sequences)
+    other = small_log(shop / "other")
+    with pytest.raises(ConfigError, match=r"its numbers of users and items are others.*--propensity"):
+        ShownBy("", shop / "start").check(other)
     with pytest.raises(ConfigError, match="give one"):
         ShownBy("chance", shop / "start").check(Run.open(shop / "start").sequences)
