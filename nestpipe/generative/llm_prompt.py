@@ -7,6 +7,7 @@ model under an unbounded schema lists until its tokens are used up, and the JSON
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -122,7 +123,8 @@ def valid_texts(results: Sequence[Any], num_requests: int, max_chars: int, count
             counts["wrong_schema"] += 1
             continue
         seen[place] += 1
-        line = " ".join(text.split())
+        # A small model may go on with JSON inside of the text.
+        line = " ".join(re.split(r"[{}]", text)[0].split()).rstrip(" ,;:")
         if line.isprintable() and 0 < len(line) <= max_chars:
             found[place] = line
         else:

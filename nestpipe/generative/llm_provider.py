@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import itertools
+import logging
 import math
 import ssl
 import time
@@ -31,6 +32,7 @@ from nestpipe.generative.prompt_builder import InstructionRequest, InstructionRe
 if TYPE_CHECKING:
     from httpx import AsyncClient, Response  # an optional package
 
+_log = logging.getLogger(__name__)
 _BACKOFF_S = 0.5  # before the first retry; doubles with each further one
 _LONGEST_WAIT_S = 30.0  # between two attempts of a provider that waits
 _LONGEST_CALL_S = 3600.0  # deadline of a call of a provider that waits: doubles with each timeout
@@ -181,6 +183,8 @@ class OpenAICompatibleProvider:
             if number >= self._config.retries and not waits:
                 raise _RetryableError(problem)
             self.counts[problem] += 1
+            if waits and number == self._config.retries:
+                _log.warning("%s does not answer (%s); waiting for it.", self._config.url, problem)
             await asyncio.sleep(min(_BACKOFF_S * 2 ** min(number, 20), _LONGEST_WAIT_S if waits else timeout_s))
         raise AssertionError("unreachable: the last attempt returns or raises")
 

@@ -249,7 +249,7 @@ def test_a_cut_answer_is_counted_as_such(ask):
     assert provider.counts["truncated"] == 3
 
 
-def test_waiting_for_a_model_that_comes_back(ask, endpoint, monkeypatch):
+def test_waiting_for_a_model_that_comes_back(ask, endpoint, monkeypatch, caplog):
     """Failures beyond every bound of the default, then bad texts, then good ones: no template."""
     monkeypatch.setattr(llm_provider, "_LONGEST_WAIT_S", 0.001)
 
@@ -261,6 +261,7 @@ def test_waiting_for_a_model_that_comes_back(ask, endpoint, monkeypatch):
     provider = ask(waking, wait=True, max_failures=2, retries=2, concurrency=1, requests_per_call=5)
     assert {one.provenance for one in provider.generate(REQUESTS)} == {"model/m"}
     assert provider.counts["status_503"] == 11
+    assert caplog.text.count("does not answer (status_503); waiting for it") == 1
     assert provider.counts["invalid_json"] == 4
     assert [len(shoppers_of(call)) for call in endpoint.calls] == [5] * 12 + [1] * 8
     assert endpoint.calls[-1]["temperature"] > 0 == endpoint.calls[0]["temperature"]
@@ -342,6 +343,14 @@ def test_a_scenario_may_have_a_template(ask):
     )
     assert "is no template" in template_problem("{trigger")
     assert template_problem("for {season}") is None
+
+
+def test_json_inside_of_a_text_is_cut_off(ask):
+    texts = ["face cream 15}, {", "  a lamp:  warm,\n", "}", "size [M], red"]
+    provider = ask(lambda body: [{"id": place, "text": text} for place, text in enumerate(texts)], requests_per_call=5)
+    found = provider.generate(REQUESTS[:4])
+    assert [one.text for one in found] == ["face cream 15", "a lamp: warm", TEMPLATE.text(REQUESTS[2]), "size [M], red"]
+    assert provider.counts["bad_text"] == 1
 
 
 def test_an_endpoint_needs_a_place_and_a_model():
