@@ -28,18 +28,6 @@ _USERS = (
 )
 
 
-class Site(NamedTuple):
-    """A call of `used_here`: the function that it is in, and which of its calls, from the top."""
-
-    function: str
-    line: int
-
-    @staticmethod
-    def caller() -> Site:
-        code = sys._getframe(2)
-        return Site(code.f_code.co_qualname, code.f_lineno - code.f_code.co_firstlineno)
-
-
 class EdgeKind(NamedTuple):
     """A dependency of a schedule, by kinds and distance in batches."""
 
@@ -49,15 +37,15 @@ class EdgeKind(NamedTuple):
 
 
 @contextmanager
-def watched_sites(seen: set[Site], left_out: Site | None = None) -> Iterator[None]:
-    """Notes every call of `used_here`; leaves out those of one site."""
+def watched_sites(seen: set[str], left_out: Callable[[str], bool] = lambda site: False) -> Iterator[None]:
+    """Notes the functions that call `used_here`, its sites; leaves out the calls of some."""
     original = device_memory.used_here
 
     def noted(*tensors: torch.Tensor) -> None:
-        site = Site.caller()
+        site = sys._getframe(1).f_code.co_qualname
         if any(one.device.type != "cpu" and one.numel() for one in tensors):
             seen.add(site)
-        if site != left_out:
+        if not left_out(site):
             original(*tensors)
 
     with ExitStack() as patches:
@@ -110,9 +98,9 @@ def no_join() -> Iterator[None]:
 WAITS: dict[str, Callable[[], Any]] = {"start": no_start_wait, "join": no_join}
 
 
-def sites(world: World, case: DeviceCase) -> list[Site]:
+def sites(world: World, case: DeviceCase) -> list[str]:
     """All sites that a training reaches."""
-    seen: set[Site] = set()
+    seen: set[str] = set()
     with watched_sites(seen):
         train_toy(world, case)
     return sorted(seen)
@@ -126,8 +114,9 @@ def edges(world: World, case: DeviceCase) -> list[EdgeKind]:
     return sorted(seen)
 
 
-def train_without_site(world: World, case: DeviceCase, site: Site) -> None:
-    with watched_sites(set(), site):
+def train_without_sites(world: World, case: DeviceCase, *functions: str) -> None:
+    """Without the calls in these functions; without any if none is named."""
+    with watched_sites(set(), lambda site: not functions or site in functions):
         train_toy(world, case)
 
 
