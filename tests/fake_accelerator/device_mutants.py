@@ -57,11 +57,11 @@ def watched_sites(seen: set[str], left_out: Callable[[str], bool] = lambda site:
 @contextmanager
 def watched_edges(seen: set[EdgeKind], left_out: EdgeKind | None = None) -> Iterator[None]:
     """Notes every edge between two streams for which a device stream waits; leaves out those of one kind."""
-    begin, execute, own = DeviceStreams.begin, Runner._waits_for, threading.local()
+    begin, needs_of, own = DeviceStreams.begin, Runner._needs, threading.local()
 
     def noted_event(runner: Runner, event: Event) -> list[Event]:
         own.event = event
-        return execute(runner, event)
+        return needs_of(runner, event)
 
     def filtered(streams: DeviceStreams, name: str, needs: Sequence[Event]) -> None:
         kept = []
@@ -72,7 +72,7 @@ def watched_edges(seen: set[EdgeKind], left_out: EdgeKind | None = None) -> Iter
                 kept.append(need)
         begin(streams, name, kept)
 
-    with patch.object(Runner, "_waits_for", noted_event), patch.object(DeviceStreams, "begin", filtered):
+    with patch.object(Runner, "_needs", noted_event), patch.object(DeviceStreams, "begin", filtered):
         yield
 
 

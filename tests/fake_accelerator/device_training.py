@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -14,6 +16,7 @@ from torch import Tensor
 from nestpipe.distributed.process_group import World
 from nestpipe.embedding.buckets import Owners
 from nestpipe.embedding.config import Chunking, DenseConfig, EmbeddingConfig
+from nestpipe.embedding.row_buffer import RowBuffer
 from nestpipe.embedding.row_optimizer import OPTIMIZERS
 from nestpipe.embedding.sharding import ShardedTables
 from nestpipe.embedding.stale_rows import StaleRows
@@ -37,6 +40,7 @@ from tests.pipeline.toy_training import NO_CLIP, Toy, toy_batches
 
 NUM_BATCHES = 8
 _LATE_S = 0.003
+_HOLD = RowBuffer._hold
 Content = dict[str, Tensor]
 
 
@@ -56,6 +60,7 @@ class DeviceCase:
     num_batches: int = NUM_BATCHES
     barrier: int = 3  # training stops and continues after so many batches
     max_rows: int = 16
+    tight: bool = False  # the device has room for the rows of batches in flight and no other
     held_back: str = ""  # the stream whose thread is late for every event, so that others free memory early
 
     def rates(self, number: int) -> Rates:
@@ -90,7 +95,16 @@ def train_toy(world: World, case: DeviceCase) -> Content:
         micro_batching=MicroBatchConfig(micro_batches=2),
         skip_nonfinite=True,
     )
-    return trained(state, case, toy_batches(world.rank))
+    with patch.object(RowBuffer, "_hold", _hold_tightly) if case.tight else nullcontext():
+        return trained(state, case, toy_batches(world.rank))
+
+
+def _hold_tightly(buffer: RowBuffer, slots: Tensor, **more: bool) -> Tensor:
+    """Leaves no room for rows that no batch holds, so that they are downloaded at once."""
+    positions = buffer._clock.find(slots)
+    num_held = int(buffer._clock.is_held(positions[positions >= 0]).sum())
+    buffer._capacity = buffer._clock.num_held + len(slots) - num_held
+    return _HOLD(buffer, slots, **more)
 
 
 def train_retrieval(world: World, case: DeviceCase, backbone: str, loss: str) -> Content:

@@ -19,7 +19,7 @@ from tests.fake_accelerator.device_training import DeviceCase
 from tests.fake_accelerator.fake_ranks import run_on_fake, unordered_pairs
 
 NESTED = DeviceCase(mode="nested", num_batches=6)
-EVICTING = replace(NESTED, admit_after=1, max_rows=0, device_bytes=52 * 28)
+EVICTING = replace(NESTED, admit_after=1, max_rows=0, tight=True)
 
 # Edges between two streams that no other edge and no order of a stream implies.
 NOT_IMPLIED = {
