@@ -19,6 +19,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from nestpipe.ops.device_memory import address
 from nestpipe.ops.native_library import Native, library
 
 
@@ -123,22 +124,20 @@ class NativeIndex:
     def find(self, ids: Tensor) -> Tensor:
         ids = checked_ids(ids)
         slots = torch.empty_like(ids)
-        self._functions.find(self.handle, ids.data_ptr(), len(ids), slots.data_ptr(), self._num_threads)
+        self._functions.find(self.handle, address(ids), len(ids), address(slots), self._num_threads)
         return slots
 
     def find_or_add(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         ids = checked_ids(ids)
         slots, added = torch.empty_like(ids), torch.empty_like(ids)
-        num_added = self._functions.find_or_add(
-            self.handle, ids.data_ptr(), len(ids), slots.data_ptr(), added.data_ptr()
-        )
+        num_added = self._functions.find_or_add(self.handle, address(ids), len(ids), address(slots), address(added))
         self._check_memory(num_added, len(ids))
         return slots, added[:num_added]
 
     def remove(self, ids: Tensor) -> Tensor:
         ids = checked_ids(ids)
         slots = torch.empty_like(ids)
-        num_removed = self._functions.remove(self.handle, ids.data_ptr(), len(ids), slots.data_ptr())
+        num_removed = self._functions.remove(self.handle, address(ids), len(ids), address(slots))
         self._check_memory(num_removed, 0)
         if num_removed < len(ids):
             raise _cannot_remove(self, ids, num_removed)
@@ -146,14 +145,14 @@ class NativeIndex:
 
     def export(self) -> tuple[Tensor, Tensor]:
         ids, slots = torch.empty(2, len(self), dtype=torch.int64)
-        self._functions.export(self.handle, ids.data_ptr(), slots.data_ptr())
+        self._functions.export(self.handle, address(ids), address(slots))
         ids, order = ids.sort()
         return ids, slots.index_select(0, order)
 
     def load(self, ids: Tensor, slots: Tensor) -> None:
         ids, slots = checked_ids(ids), checked_ids(slots)
         free = _free_slots(ids.sort().values, slots)
-        pointers = ids.data_ptr(), slots.data_ptr(), len(ids), free.data_ptr(), len(free)
+        pointers = address(ids), address(slots), len(ids), address(free), len(free)
         self._check_memory(self._functions.load(self.handle, *pointers), len(ids))
 
     def reserve(self, num_ids: int) -> None:

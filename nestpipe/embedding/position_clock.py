@@ -20,6 +20,7 @@ from torch import Tensor
 
 from nestpipe.embedding.row_ops import gather_rows
 from nestpipe.embedding.row_store import HUGE_BYTES, RowStore
+from nestpipe.ops.device_memory import address
 from nestpipe.ops.native_library import Native, library
 
 _NONE = -1
@@ -99,8 +100,8 @@ class PositionClock:
         if self._functions is not None:
             slots = slots.contiguous()
             positions, missing, counts = torch.empty_like(slots), torch.empty_like(slots), torch.empty(2).long()
-            out = positions.data_ptr(), missing.data_ptr(), counts.data_ptr()
-            if self._functions.hold(byref(self._call()), slots.data_ptr(), len(slots), *out) < len(slots):
+            out = address(positions), address(missing), address(counts)
+            if self._functions.hold(byref(self._call()), address(slots), len(slots), *out) < len(slots):
                 raise IndexError(f"a slot is not among {self.num_slots:,} slots; nothing was changed")
             num_missing, num_new = counts.tolist()
             self.num_held += num_new
@@ -118,7 +119,7 @@ class PositionClock:
         """Ends a hold; positions of -1 are skipped."""
         if self._functions is not None:
             positions = positions.contiguous()
-            num_free = self._functions.release(byref(self._call()), positions.data_ptr(), len(positions))
+            num_free = self._functions.release(byref(self._call()), address(positions), len(positions))
             if num_free < 0:
                 raise IndexError(f"a position is not among {self.num_positions:,}; nothing was changed")
             self.num_held -= num_free
@@ -171,7 +172,7 @@ class PositionClock:
         begin, number = self._hand, len(taken)
         if self._functions is not None:
             following = c_int64()
-            out = taken.data_ptr(), byref(following)
+            out = address(taken), byref(following)
             found = int(self._functions.take(byref(self._call()), begin, end, most_uses, number, *out))
             self._hand = following.value
             return found
@@ -186,8 +187,8 @@ class PositionClock:
 
     def _call(self) -> _Clock:
         by_slot, by_position = self._by_slot, self._by_position
-        slots = by_slot["position"].data_ptr(), by_slot["uses"].data_ptr(), len(by_slot)
-        return _Clock(*slots, by_position["slot"].data_ptr(), by_position["holders"].data_ptr(), len(by_position))
+        slots = address(by_slot["position"]), address(by_slot["uses"]), len(by_slot)
+        return _Clock(*slots, address(by_position["slot"]), address(by_position["holders"]), len(by_position))
 
 
 class _Clock(Structure):

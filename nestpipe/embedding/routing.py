@@ -29,6 +29,7 @@ from torch import Tensor
 from nestpipe.embedding.buckets import FINE_CHUNKS, Owners
 from nestpipe.embedding.lookup import Lookup, Rows
 from nestpipe.embedding.unique_ids import check_memory, dedupe, group
+from nestpipe.ops.device_memory import address
 from nestpipe.ops.native_library import library
 
 Counts = list[list[int]]
@@ -154,8 +155,8 @@ def own_requests(ids: Tensor, last_use: Tensor, first_counts: Counts, *, native:
     unique, places, arrivals, starts = (torch.empty(n + extra, dtype=torch.int64) for extra in (0, 0, 0, 1))
     counts = torch.zeros(micro_batches, size, dtype=torch.int64)
     requests = _RequestsCall(
-        *(ids.data_ptr(), last_use.data_ptr(), ends.data_ptr(), n, micro_batches, size),
-        *(unique.data_ptr(), places.data_ptr(), counts.data_ptr(), starts.data_ptr(), arrivals.data_ptr()),
+        *(address(ids), address(last_use), address(ends), n, micro_batches, size),
+        *(address(unique), address(places), address(counts), address(starts), address(arrivals)),
     )
     num_unique = functions.own(byref(requests))
     check_memory(num_unique, n)
@@ -224,10 +225,10 @@ def _plan_natively(
     last_use, fine_chunks = torch.empty(2, n, dtype=torch.uint8)
     counts = torch.zeros(3, size, num_micro_batches, dtype=torch.int64)
     call = _PlanCall(
-        *(ids.data_ptr(), ends.data_ptr(), n, num_micro_batches, owners.num_buckets, size),
-        *(unique.data_ptr(), last_use.data_ptr(), fine_chunks.data_ptr(), index.data_ptr()),
-        *(repeated.data_ptr(), source.data_ptr(), ending.data_ptr()),
-        *(one.data_ptr() for one in counts),
+        *(address(ids), address(ends), n, num_micro_batches, owners.num_buckets, size),
+        *(address(unique), address(last_use), address(fine_chunks), address(index)),
+        *(address(repeated), address(source), address(ending)),
+        *(address(one) for one in counts),
     )
     num_unique = functions.plan(byref(call))
     check_memory(num_unique, n)

@@ -18,7 +18,7 @@ from torch import Tensor
 from nestpipe.embedding.config import OptimizerConfig
 from nestpipe.embedding.row_ops import exact_sqrt
 from nestpipe.embedding.skipped_steps import ORDER, MissedSteps, SkippedSteps
-from nestpipe.ops.device_memory import SharedTable
+from nestpipe.ops.device_memory import upload, used_here
 
 State = dict[str, Tensor]
 _BITS = {torch.float32: 26, torch.float64: 55}  # 1 - 2 ** -bits is 1
@@ -31,7 +31,7 @@ class LazyAdam:
     def __init__(self, config: OptimizerConfig):
         self.config = config
         self._corrections: dict[torch.dtype, Tensor] = {}
-        self._on_device: dict[tuple[torch.dtype, torch.device], SharedTable] = {}
+        self._on_device: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
     def new_state(self, num_rows: int, dim: int) -> State:
         zeros = torch.zeros(num_rows, dim)
@@ -53,8 +53,9 @@ class LazyAdam:
         if key not in self._on_device:
             beta, bits = max(self.config.beta1, self.config.beta2), _BITS[rows.dtype]
             num_steps = 2 + (math.ceil(-bits * math.log(2) / math.log(beta)) if beta else 0)
-            self._on_device[key] = SharedTable.of(self.corrections(num_steps, rows.dtype)[:num_steps], rows.device)
-        return self._on_device[key].here()
+            self._on_device[key] = upload(self.corrections(num_steps, rows.dtype)[:num_steps], rows.device)
+        used_here(self._on_device[key])  # streams between two barriers are others than before
+        return self._on_device[key]
 
     def corrections(self, num_steps: int, dtype: torch.dtype) -> Tensor:
         """1 - beta ** step [>= num_steps, 2] as a table: a vectorised pow rounds the tail of a tensor differently."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from nestpipe.embedding.config import OptimizerConfig
 from nestpipe.embedding.row_adam import SEEN, LazyAdam
 from nestpipe.embedding.skipped_steps import MissedSteps
+from nestpipe.ops.device_memory import address
 from nestpipe.ops.native_library import Native, library
 
 
@@ -84,10 +85,10 @@ class RowKernels:
         return int(self._sgd(byref(call)))
 
     def adagrad(self, call: OptimizerCall, sums: Tensor, eps: float) -> int:
-        return int(self._adagrad(byref(call), sums.data_ptr(), eps))
+        return int(self._adagrad(byref(call), address(sums), eps))
 
     def rowwise_adagrad(self, call: OptimizerCall, sums: Tensor, eps: float) -> int:
-        return int(self._rowwise(byref(call), sums.data_ptr(), eps))
+        return int(self._rowwise(byref(call), address(sums), eps))
 
     def lazy_adam(self, call: OptimizerCall, optimizer: LazyAdam, state: Mapping[str, Tensor]) -> int:
         needed = 1
@@ -106,15 +107,15 @@ class RowKernels:
     def adam_gather(self, call: OptimizerCall, missed: MissedSteps, state: Mapping[str, Tensor], out: Tensor) -> int:
         """Weights as of `missed.step` into `out`."""
         adam, steps = _adam_call(missed.config, state, state[SEEN], missed.corrections), _missed_call(missed)
-        return int(self._gather(byref(call), byref(adam), byref(steps), out.data_ptr()))
+        return int(self._gather(byref(call), byref(adam), byref(steps), address(out)))
 
 
 def _adam_call(config: OptimizerConfig, state: Mapping[str, Tensor], step: Tensor, corrections: Tensor) -> _AdamCall:
     return _AdamCall(
-        mean=state["mean"].data_ptr(),
-        square=state["square"].data_ptr(),
-        step=step.data_ptr(),
-        corrections=corrections.data_ptr(),
+        mean=address(state["mean"]),
+        square=address(state["square"]),
+        step=address(step),
+        corrections=address(corrections),
         num_corrections=len(corrections),
         beta1=config.beta1,
         rest1=1 - config.beta1,
@@ -127,14 +128,14 @@ def _adam_call(config: OptimizerConfig, state: Mapping[str, Tensor], step: Tenso
 def _missed_call(missed: MissedSteps) -> _MissedCall:
     return _MissedCall(
         step=missed.step,
-        settled=missed.settled.data_ptr(),
+        settled=address(missed.settled),
         num_settled=missed.num_settled,
-        recent=missed.recent.data_ptr(),
-        late=missed.late.data_ptr(),
+        recent=address(missed.recent),
+        late=address(missed.late),
         decays=bool(missed.config.weight_decay),
-        rates=missed.rates.data_ptr(),
-        keeps=missed.keeps.data_ptr(),
-        powers=missed.powers.data_ptr(),
+        rates=address(missed.rates),
+        keeps=address(missed.keeps),
+        powers=address(missed.powers),
         horizon=missed.horizon,
         first_series=missed.first_series,
     )

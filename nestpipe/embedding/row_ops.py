@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nestpipe.ops.device_memory import upload, used_here
+from nestpipe.ops.device_memory import address, upload, used_here
 from nestpipe.ops.native_library import Native, library
 
 _SQRT_CHUNK = 1 << 15  # values; stays in the cache
@@ -40,7 +40,7 @@ def gather_rows(
     slots = slots.contiguous()
     size = len(column), row_bytes(column)
     check_slots(
-        functions.gather(column.data_ptr(), *size, slots.data_ptr(), len(slots), out.data_ptr(), num_threads),
+        functions.gather(address(column), *size, address(slots), len(slots), address(out), num_threads),
         slots,
         len(column),
     )
@@ -57,7 +57,7 @@ def scatter_rows(column: Tensor, slots: Tensor, rows: Tensor, *, native: bool | 
     slots, rows = slots.contiguous(), rows.contiguous()
     size = len(column), row_bytes(column)
     check_slots(
-        functions.scatter(column.data_ptr(), *size, slots.data_ptr(), len(slots), rows.data_ptr()), slots, len(column)
+        functions.scatter(address(column), *size, address(slots), len(slots), address(rows)), slots, len(column)
     )
 
 
@@ -70,9 +70,7 @@ def add_rows(target: Tensor, places: Tensor, rows: Tensor, *, native: bool | Non
         return
     places, rows = places.contiguous(), rows.contiguous()
     size = len(target), row_bytes(target) // rows.itemsize
-    check_slots(
-        functions.add(target.data_ptr(), *size, places.data_ptr(), len(places), rows.data_ptr()), places, len(target)
-    )
+    check_slots(functions.add(address(target), *size, address(places), len(places), address(rows)), places, len(target))
 
 
 def copy_from(
@@ -102,7 +100,7 @@ def largest(values: Tensor, *, native: bool | None = None) -> float:
     """The largest |value|; nan if any value is, 0 without values."""
     functions = _functions_for(native, values) if values.dtype == torch.float32 else None
     if functions is not None:
-        bits = functions.largest(values.data_ptr(), values.numel())
+        bits = functions.largest(address(values), values.numel())
         return float(struct.unpack("<f", struct.pack("<I", bits))[0])
     return float(torch.linalg.vector_norm(values, math.inf)) if values.numel() else 0.0
 
@@ -139,7 +137,7 @@ class ArrivedGrads:
             return out.copy_(self._total())
         pointers, starts = self.pointers(), self.starts.contiguous()
         size = len(out), row_bytes(out) // out.itemsize
-        functions.sum(out.data_ptr(), *size, starts.data_ptr(), pointers.data_ptr())
+        functions.sum(address(out), *size, address(starts), address(pointers))
         return out
 
     def _total(self) -> Tensor:
@@ -164,7 +162,7 @@ class ArrivedGrads:
         """Addresses of the rows, in the order in which they are added; for native code."""
         if self.addresses is not None:
             return self.addresses
-        ends = [(one.data_ptr(), one.data_ptr() + one.nbytes, row_bytes(one)) for one in self.segments]
+        ends = [(address(one), address(one) + one.nbytes, row_bytes(one)) for one in self.segments]
         return torch.cat([torch.arange(*own) for own in ends]).index_select(0, self.order)
 
 
@@ -222,10 +220,10 @@ class _Moves(Structure):
 def _move(function: Any, target: Tensor, places: Tensor, sources: Tensor, columns: Sequence[Tensor]) -> None:
     if not len(places):
         return
-    bases = torch.tensor([column.data_ptr() for column in columns])
+    bases = torch.tensor([address(column) for column in columns])
     moves = _Moves(
-        *(target.data_ptr(), len(target), row_bytes(target)),
-        *(places.data_ptr(), sources.data_ptr(), len(places), bases.data_ptr()),
+        *(address(target), len(target), row_bytes(target)),
+        *(address(places), address(sources), len(places), address(bases)),
     )
     check_slots(function(byref(moves)), places, len(target))
 

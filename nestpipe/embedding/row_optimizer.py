@@ -20,7 +20,7 @@ from nestpipe.embedding.config import OptimizerConfig
 from nestpipe.embedding.row_adam import Adam, LazyAdam, State, caught_up
 from nestpipe.embedding.row_kernels import OptimizerCall, RowKernels, row_kernels
 from nestpipe.embedding.row_ops import ArrivedGrads, check_slots, exact_sqrt, gather_rows, scatter_rows
-from nestpipe.ops.device_memory import upload
+from nestpipe.ops.device_memory import address, upload
 
 
 class RowOptimizer(Protocol):
@@ -134,10 +134,10 @@ def update_slots(
     call.lr, call.keep = lr, 1 - lr * optimizer.config.weight_decay
     if isinstance(grads, Tensor):
         grads = grads.contiguous()
-        call.grads = grads.data_ptr()
+        call.grads = address(grads)
     else:
         pointers = grads.pointers()
-        call.starts, call.rows = grads.starts.data_ptr(), pointers.data_ptr()
+        call.starts, call.rows = address(grads.starts), address(pointers)
     match optimizer:
         case Sgd():
             done = kernels.sgd(call)
@@ -191,10 +191,10 @@ def _kernels_for(native: bool | None, columns: Sequence[Tensor], numbers: Sequen
 
 def _call(rows: Tensor, slots: Tensor, num_threads: int) -> OptimizerCall:
     return OptimizerCall(
-        weights=rows.data_ptr(),
+        weights=address(rows),
         num_slots=len(rows),
         dim=rows.shape[1],
-        slots=slots.data_ptr(),
+        slots=address(slots),
         n=len(slots),
         num_threads=num_threads,
     )

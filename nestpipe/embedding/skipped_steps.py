@@ -65,8 +65,16 @@ class MissedSteps:
         """The same on a device."""
         if device.type == self.settled.device.type:
             return self
-        names = ("settled", "recent", "late", "rates", "keeps", "powers", "corrections")
-        return replace(self, **{name: upload(getattr(self, name), device) for name in names})
+        return replace(
+            self,
+            settled=upload(self.settled, device),
+            recent=upload(self.recent, device),
+            late=upload(self.late, device),
+            rates=upload(self.rates, device),
+            keeps=upload(self.keeps, device),
+            powers=upload(self.powers, device),
+            corrections=upload(self.corrections, device),
+        )
 
 
 class SkippedSteps:

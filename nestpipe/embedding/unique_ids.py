@@ -11,6 +11,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from nestpipe.ops.device_memory import address
 from nestpipe.ops.native_library import Native, library
 from nestpipe.rng import mix64_, shift_right
 
@@ -24,7 +25,7 @@ def dedupe(ids: Tensor, *, native: bool | None = None) -> tuple[Tensor, Tensor]:
         return _dedupe_in_torch(ids)
     ids = ids.contiguous()
     unique, inverse = torch.empty_like(ids), torch.empty_like(ids)
-    num_unique = functions.dedupe(ids.data_ptr(), len(ids), unique.data_ptr(), inverse.data_ptr())
+    num_unique = functions.dedupe(address(ids), len(ids), address(unique), address(inverse))
     check_memory(num_unique, len(ids))
     # A copy frees the memory of the repeated ids.
     return unique[:num_unique].clone(), inverse
@@ -37,7 +38,7 @@ def group(groups: Tensor, num_groups: int, *, native: bool | None = None) -> tup
         return groups.argsort(stable=True), torch.bincount(groups, minlength=num_groups)
     groups = groups.contiguous()
     order, counts = torch.empty_like(groups), groups.new_empty(num_groups)
-    done = functions.group(groups.data_ptr(), len(groups), num_groups, order.data_ptr(), counts.data_ptr())
+    done = functions.group(address(groups), len(groups), num_groups, address(order), address(counts))
     check_memory(done, len(groups))
     if done < len(groups):
         raise IndexError(
@@ -55,7 +56,7 @@ def owner_of(ids: Tensor, num_buckets: int, world_size: int, *, native: bool | N
         return bucket.mul_(world_size).div_(num_buckets, rounding_mode="floor")
     ids = ids.contiguous()
     owner = torch.empty_like(ids)
-    functions.owner(ids.data_ptr(), ids.numel(), num_buckets, world_size, owner.data_ptr())
+    functions.owner(address(ids), ids.numel(), num_buckets, world_size, address(owner))
     return owner
 
 
@@ -66,7 +67,7 @@ def among(ids: Tensor, others: Tensor, *, native: bool | None = None) -> Tensor:
         return torch.isin(ids, others, assume_unique=True).to(torch.uint8)
     ids, others = ids.contiguous(), others.contiguous()
     found = torch.empty(len(ids), dtype=torch.uint8)
-    functions.among(ids.data_ptr(), len(ids), others.data_ptr(), len(others), found.data_ptr())
+    functions.among(address(ids), len(ids), address(others), len(others), address(found))
     return found
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from nestpipe.embedding.buckets import Owners
 from nestpipe.embedding.id_index import IdIndex, NativeIndex, TorchIndex, UnknownIdError, checked_ids
+from nestpipe.ops.device_memory import address
 from nestpipe.ops.native_library import Native, library
 
 Order = Literal["lru", "lfu"]
@@ -136,7 +137,7 @@ class NativeLedger:
         _check_step(step)
         ids = checked_ids(ids)
         slots = torch.empty_like(ids)
-        self._functions.touch(self._handle, ids.data_ptr(), len(ids), step, slots.data_ptr())
+        self._functions.touch(self._handle, address(ids), len(ids), step, address(slots))
         return slots
 
     def admit(
@@ -145,19 +146,19 @@ class NativeLedger:
         _check_step(step)
         ids, frequency = checked_ids(ids), checked_ids(frequency)
         slots = torch.empty_like(ids)
-        pointers = ids.data_ptr(), frequency.data_ptr(), len(ids), step, before
-        most = None if limits is None else limits.data_ptr()
-        num_evicted = self._functions.admit(self._handle, *pointers, most, slots.data_ptr())
+        pointers = address(ids), address(frequency), len(ids), step, before
+        most = None if limits is None else address(limits)
+        num_evicted = self._functions.admit(self._handle, *pointers, most, address(slots))
         self._check_memory(num_evicted, len(ids))
         return slots, self._evicted(num_evicted)
 
     def append(self, slots: Tensor) -> None:
         slots = checked_ids(slots)
-        self._check_memory(self._functions.append(self._handle, slots.data_ptr(), len(slots)), 0)
+        self._check_memory(self._functions.append(self._handle, address(slots), len(slots)), 0)
 
     def remove(self, ids: Tensor) -> None:
         ids = checked_ids(ids)
-        num_removed = self._functions.remove(self._handle, ids.data_ptr(), len(ids))
+        num_removed = self._functions.remove(self._handle, address(ids), len(ids))
         self._check_memory(num_removed, 0)
         if num_removed < len(ids):
             raise UnknownIdError(
@@ -167,14 +168,14 @@ class NativeLedger:
 
     def trim(self, ids: Tensor, limits: Tensor) -> Evicted:
         ids = checked_ids(ids)
-        num_evicted = self._functions.trim(self._handle, ids.data_ptr(), len(ids), limits.data_ptr())
+        num_evicted = self._functions.trim(self._handle, address(ids), len(ids), address(limits))
         self._check_memory(num_evicted, 0)
         return self._evicted(num_evicted)
 
     def state(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         slots = checked_ids(slots)
         last_step, frequency = torch.empty_like(slots), torch.empty_like(slots)
-        self._functions.state(self._handle, slots.data_ptr(), len(slots), last_step.data_ptr(), frequency.data_ptr())
+        self._functions.state(self._handle, address(slots), len(slots), address(last_step), address(frequency))
         return last_step, frequency
 
     def load(self, content: Mapping[str, Tensor]) -> None:
@@ -182,14 +183,14 @@ class NativeLedger:
         _check_state(ids, last_step, frequency)
         self._index.load(ids, torch.arange(len(ids)))
         order = _sorted_by(ids, last_step, *([frequency] if self._order == "lfu" else []), self._owners.bucket_of(ids))
-        pointers = (one.data_ptr() for one in (ids, last_step, frequency, order))
+        pointers = (address(one) for one in (ids, last_step, frequency, order))
         self._check_memory(self._functions.load(self._handle, *pointers, len(ids)), len(ids))
 
     def _evicted(self, num: int) -> Evicted:
         if not num:
             return Evicted()
         ids, slots = torch.empty(2, num, dtype=torch.int64)
-        self._functions.evicted(self._handle, ids.data_ptr(), slots.data_ptr())
+        self._functions.evicted(self._handle, address(ids), address(slots))
         return Evicted(ids, slots)
 
     def _check_memory(self, result: int, num_more: int) -> None:

@@ -202,7 +202,6 @@ class Window:
                 sends = [
                     rows if peer == rank else narrow.pack(rows, peer, micro_batch) for peer, rows in enumerate(sends)
                 ]
-            used_here(message.receive_buffers[rank])
             message.handle.launch(sends, num_rows=len(message.refs.ids) + len(message.own_refs.ids))
             # After the launch: no other rank waits for the rows that stay here.
             access.gather(message.own_refs, message.receive_buffers[rank])

@@ -76,7 +76,7 @@ class LabelHeads(nn.Module):
             case "binary":
                 return F.binary_cross_entropy_with_logits(scores, values, reduction="none")
             case "ordinal":
-                levels = torch.arange(label.num_levels - 1, dtype=values.dtype)
+                levels = torch.arange(label.num_levels - 1, dtype=values.dtype, device=values.device)
                 above = (values.unsqueeze(1) > levels).to(scores.dtype)
                 return F.binary_cross_entropy_with_logits(self._above(label, scores), above, reduction="none").sum(1)
             case "regression":

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nestpipe.ops.device_memory import address
 from nestpipe.ops.kernel_args import Gradients, KernelInputs, Layout, bucket_boundaries
 from nestpipe.ops.native_library import library
 
@@ -47,7 +48,7 @@ def plan(layout: Layout) -> list[Tensor]:
         num_sequences=len(layout.num_targets), **_pointers(("query_offsets", "key_offsets", "num_targets"), offsets)
     )
     _call("nestpipe_attention_starts", None, arguments, starts)
-    arguments.starts = starts.data_ptr()
+    arguments.starts = address(starts)
     num_pairs = int(starts[-1])
     boundaries = bucket_boundaries(num_buckets)
     buckets = torch.zeros(num_pairs if num_buckets else 0, dtype=torch.uint8)
@@ -124,7 +125,7 @@ class _AttentionCall:
 
 
 def _pointers(names: Any, tensors: Any) -> dict[str, int]:
-    return {name: one.data_ptr() for name, one in zip(names, tensors, strict=True)}
+    return {name: address(one) for name, one in zip(names, tensors, strict=True)}
 
 
 def _call(name: str, result: Any, arguments: _Attention, *more: Tensor | int | None) -> Any:
@@ -132,7 +133,7 @@ def _call(name: str, result: Any, arguments: _Attention, *more: Tensor | int | N
     if native is None:
         raise RuntimeError("the native attention was requested but cannot be built; 'nestpipe doctor' explains")
     kinds = [c_int64 if isinstance(one, int) else c_void_p for one in more]
-    values = [one.data_ptr() if isinstance(one, Tensor) else one for one in more]
+    values = [address(one) if isinstance(one, Tensor) else one for one in more]
     return native.function(name, result, ctypes.POINTER(_Attention), *kinds)(ctypes.byref(arguments), *values)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nestpipe.ops.device_memory import address
 from nestpipe.ops.native_library import library
 
 
@@ -51,7 +52,7 @@ def run(
     tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
     tensors |= {"before": before, "positions": positions, "scores": scores, "not_finite": not_finite}
     call = _Scan(
-        **{name: tensor.data_ptr() for name, tensor in tensors.items()},
+        **{name: address(tensor) for name, tensor in tensors.items()},
         num_queries=num_queries,
         num_items=len(items),
         width=queries.shape[1],
@@ -69,8 +70,8 @@ def scores(queries: Tensor, items: Tensor, rows: Tensor, places: Tensor, *, max_
     queries, items, places = queries[rows].contiguous(), items.contiguous(), places.contiguous()
     found = torch.empty(len(rows))
     function = _function("nestpipe_catalogue_scores", None, *[c_void_p] * 3, *[c_int64] * 2, c_void_p)
-    pointers = (queries.data_ptr(), items.data_ptr(), places.data_ptr())
-    function(*pointers, len(rows), queries.shape[1], found.data_ptr())
+    pointers = (address(queries), address(items), address(places))
+    function(*pointers, len(rows), queries.shape[1], address(found))
     return found
 
 

@@ -6,8 +6,6 @@ which waits, is called only where the host needs the values. On the CPU all of t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -40,19 +38,11 @@ def used_here(*tensors: Tensor) -> None:
             one.record_stream(torch.accelerator.current_stream())
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class SharedTable:
-    """A constant table on a device, uploaded by one stream and read by several."""
-
-    table: Tensor
-    event: torch.Event
-
-    @staticmethod
-    def of(tensor: Tensor, device: torch.device) -> SharedTable:
-        return SharedTable(upload(tensor, device), torch.accelerator.current_stream().record_event())
-
-    def here(self) -> Tensor:
-        """The table, for the current stream."""
-        torch.accelerator.current_stream().wait_event(self.event)
-        used_here(self.table)
-        return self.table
+def address(tensor: Tensor) -> int:
+    """The address of a tensor for native code, which runs on the host. Raises TypeError for a tensor on a device."""
+    if not tensor.is_cpu:
+        raise TypeError(
+            f"a tensor {list(tensor.shape)} on {tensor.device} was given to native code, which can only read host memory; "
+            "this operation has no version for devices. Train with --train.device cpu."
+        )
+    return tensor.data_ptr()

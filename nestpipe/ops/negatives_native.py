@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from nestpipe.embedding.unique_ids import group
 from nestpipe.jagged import offsets_of
+from nestpipe.ops.device_memory import address
 from nestpipe.ops.native_library import library
 from nestpipe.ops.negatives_torch import LossAndGrads, LossTask
 
@@ -61,7 +62,7 @@ def run(queries: Tensor, rows: Tensor, positive_rows: Tensor, task: LossTask) ->
         "losses": losses,
     }
     call = _Negatives(
-        **{name: tensor.data_ptr() for name, tensor in tensors.items()},
+        **{name: address(tensor) for name, tensor in tensors.items()},
         num_tokens=len(queries),
         num_rows=len(rows),
         num_blocks=len(task.negatives),

@@ -19,8 +19,8 @@ class Channels:
     rows: Channel
     dense: Channel
     saves: Channel
-    flags: Channel  # on the host, for the thread that sends rows; the same as `rows` on the CPU
     replicas: Replicas | None = None  # with replica groups; `keys` and `rows` are then those of this rank's group
+    flags: Channel | None = None  # on the host, for the thread that sends rows, if those are on a device
 
     @staticmethod
     def of(world: World) -> Channels:
@@ -28,8 +28,8 @@ class Channels:
         control, keys = world.channel("control"), world.channel("keys")
         rows, dense = world.channel("rows", on="device"), world.channel("dense", on="device")
         saves = world.channel("saves", deadline_s=max(_SAVE_S, world.deadline_s))
-        flags = rows if rows.device.type == "cpu" else world.channel("flags")
-        return Channels(control, keys, rows, dense, saves, flags)
+        flags = None if rows.device.type == "cpu" else world.channel("flags")
+        return Channels(control, keys, rows, dense, saves, flags=flags)
 
     def in_groups(self, num_groups: int) -> Channels:
         """The same channels with so many replica groups. Collective."""

@@ -137,7 +137,7 @@ class DenseParams:
     def own_square(self) -> float:
         """Squared norm of this rank's pieces of the sums, in fp64."""
         squares = [_summed(bucket).double().square().sum() for bucket in self.buckets]
-        return sum(download(torch.stack(squares)).tolist())
+        return sum(map(float, download(torch.stack(squares)).tolist()))
 
     def advance(self, bucket: DenseBucket, lr: float, factor: float = 1.0, *, staged: bool) -> None:
         """Updates this rank's piece with the sum times `factor`, and launches its all-gather. Collective."""

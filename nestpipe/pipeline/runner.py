@@ -170,8 +170,8 @@ class Runner:
         try:
             with backend.stream(stream):
                 for event in self.schedule.program(stream, lambda: board.num_batches):
-                    ready, needs = time.monotonic_ns(), self._waits_for(event)
-                    if not board.wait(stream, event, needs):
+                    ready, needs = time.monotonic_ns(), self._needs(event)
+                    if not board.wait(stream, event, needs + self.schedule.yields_to(event)):
                         continue
                     self.before(stream, event)
                     begin = time.monotonic_ns()
@@ -221,12 +221,12 @@ class Runner:
     def _hides_dense(self) -> bool:
         return self.schedule.stream_of("dense sum") != MAIN
 
-    def _waits_for(self, event: Event) -> list[Event]:
-        """The dense sum does not wait for the end of the last compute, but for each bucket of gradients inside it."""
-        waits = self.schedule.waits_for(event)
+    def _needs(self, event: Event) -> list[Event]:
+        """Dependencies. The dense sum does not need the end of the last compute, but each bucket of gradients inside it."""
+        needs = self.schedule.needs(event)
         if event.kind == "dense sum" and self._hides_dense:
-            return [Event("backward", event.batch) if one.kind == "compute" else one for one in waits]
-        return waits
+            return [Event("backward", event.batch) if one.kind == "compute" else one for one in needs]
+        return needs
 
     def _connect(self, work: BatchWork, batch: int, segment: _Segment) -> None:
         """Connects the backward, which marks complete buckets, with the dense sum, which waits for them."""

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from itertools import islice
+from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -12,12 +16,15 @@ from torch import Tensor
 from nestpipe.distributed.process_group import World
 from nestpipe.embedding.buckets import Owners
 from nestpipe.embedding.config import Chunking, DenseConfig, EmbeddingConfig
+from nestpipe.embedding.row_buffer import RowBuffer
 from nestpipe.embedding.row_optimizer import OPTIMIZERS
 from nestpipe.embedding.sharding import ShardedTables
 from nestpipe.embedding.stale_rows import StaleRows
 from nestpipe.embedding.table import Table
 from nestpipe.jagged import Batch, Cursor, Jagged
-from nestpipe.models.config import FuXiConfig, HSTUConfig, LossConfig, SASRecConfig
+from nestpipe.models.config import DCNConfig, FuXiConfig, HSTUConfig, LossConfig, SASRecConfig
+from nestpipe.models.dcn import build_dcn
+from nestpipe.models.ranking import build_ranking
 from nestpipe.models.retrieval import build_retrieval
 from nestpipe.pipeline import semi_async, sequential
 from nestpipe.pipeline.build_state import build_state
@@ -28,9 +35,12 @@ from nestpipe.pipeline.runner import BatchFeed, Runner
 from nestpipe.pipeline.schedule import Event, Mode, Schedule
 from nestpipe.pipeline.stages import BatchWork, Clip, Rates, TrainState
 from tests.fake_accelerator import accelerator
+from tests.models import small_ranking
 from tests.pipeline.toy_training import NO_CLIP, Toy, toy_batches
 
 NUM_BATCHES = 8
+_LATE_S = 0.003
+_HOLD = RowBuffer._hold
 Content = dict[str, Tensor]
 
 
@@ -49,6 +59,9 @@ class DeviceCase:
     admit_after: int = 2
     num_batches: int = NUM_BATCHES
     barrier: int = 3  # training stops and continues after so many batches
+    max_rows: int = 16
+    tight: bool = False  # the device has room for the rows of batches in flight and no other
+    held_back: str = ""  # the stream whose thread is late for every event, so that others free memory early
 
     def rates(self, number: int) -> Rates:
         return Rates(dense=0.02 / (number + 1), rows=0.05 / (number + 1), clip=self.clip)
@@ -58,7 +71,11 @@ def train_toy(world: World, case: DeviceCase) -> Content:
     """Trains the toy; returns the loss of each step, the dense part, and this rank's rows by id."""
     channels, model = Channels.of(world).in_groups(case.groups), Toy()
     config = EmbeddingConfig(
-        num_buckets=4, admit_after=case.admit_after, max_rows=16, protect_steps=4, device_bytes=case.device_bytes
+        num_buckets=4,
+        admit_after=case.admit_after,
+        max_rows=case.max_rows,
+        protect_steps=4,
+        device_bytes=case.device_bytes,
     )
     device = channels.rows.device
     table = Table(
@@ -78,7 +95,16 @@ def train_toy(world: World, case: DeviceCase) -> Content:
         micro_batching=MicroBatchConfig(micro_batches=2),
         skip_nonfinite=True,
     )
-    return trained(state, case, toy_batches(world.rank))
+    with patch.object(RowBuffer, "_hold", _hold_tightly) if case.tight else nullcontext():
+        return trained(state, case, toy_batches(world.rank))
+
+
+def _hold_tightly(buffer: RowBuffer, slots: Tensor, **more: bool) -> Tensor:
+    """Leaves no room for rows that no batch holds, so that they are downloaded at once."""
+    positions = buffer._clock.find(slots)
+    num_held = int(buffer._clock.is_held(positions[positions >= 0]).sum())
+    buffer._capacity = buffer._clock.num_held + len(slots) - num_held
+    return _HOLD(buffer, slots, **more)
 
 
 def train_retrieval(world: World, case: DeviceCase, backbone: str, loss: str) -> Content:
@@ -104,6 +130,29 @@ def train_retrieval(world: World, case: DeviceCase, backbone: str, loss: str) ->
         channels=Channels.of(world),
     )
     return trained(state, case, history_batches(world.rank))
+
+
+def train_ranking(world: World, case: DeviceCase, kind: str) -> Content:
+    """Trains a small ranking model, or a DCN, with features of every kind."""
+    if kind == "dcn":
+        config = DCNConfig(dim=4, hidden=(8,), num_cross=2, features=("item", "hour", "tags", "price", "age"))
+        model: Any = build_dcn(config, small_ranking.SCHEMA, seed=0)
+    else:
+        config = replace(small_ranking.CONFIG, num_blocks=1, backbone=kind)
+        model = build_ranking(config, small_ranking.SCHEMA, max_len=small_ranking.MAX_LEN, seed=0)
+    state = build_state(
+        model,
+        embedding=EmbeddingConfig(device_bytes=case.device_bytes),
+        pipeline=PipelineConfig(micro_batches=2),
+        channels=Channels.of(world),
+    )
+    return trained(state, case, _ranking_batches(world.rank))
+
+
+def _ranking_batches(rank: int) -> Iterator[Batch]:
+    for number in range(100):
+        batch = small_ranking.history([3, 5, 1, 4], seed=10 * number + rank)
+        yield replace(batch, cursor=Cursor(0, number), target_features=batch.event_features, targets=batch.items)
 
 
 def trained(state: TrainState, case: DeviceCase, batches: Iterator[Batch]) -> Content:
@@ -147,8 +196,14 @@ def _overlapped(
         groups=case.groups > 1,
         chunks=case.chunks,
     )
-    runner = Runner(state, schedule, before=_label if state.device.type != "cpu" else lambda stream, event: None)
-    runner.run(
+
+    def before(stream: str, event: Event) -> None:
+        if state.device.type != "cpu":
+            accelerator.label(f"{event} of '{stream}'")
+        if stream == case.held_back:
+            time.sleep(_LATE_S)
+
+    Runner(state, schedule, before=before).run(
         BatchFeed(
             batches=batches,
             rates=case.rates,
@@ -156,10 +211,6 @@ def _overlapped(
             on_step=lambda work: losses.append(work.means.get("loss", -1.0)),
         )
     )
-
-
-def _label(stream: str, event: Event) -> None:
-    accelerator.label(f"{event} of '{stream}'")
 
 
 def content_of(state: TrainState) -> Content:

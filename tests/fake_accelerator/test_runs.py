@@ -98,6 +98,12 @@ def test_a_device_that_is_not_there_is_refused(name: str, problem: str) -> None:
         resolve_device(name)
 
 
+def test_models_with_semantic_ids_train_on_the_cpu_only() -> None:
+    assert resolve_device("auto", host_only=True).type == "cpu"
+    with pytest.raises(ConfigError, match="semantic ids train on the CPU only"):
+        resolve_device("cuda", host_only=True)
+
+
 def test_auto_is_the_cpu_where_there_is_no_accelerator() -> None:
     assert resolve_device("auto").type == "cpu"
 

@@ -28,7 +28,7 @@ SCHEDULES = {
     "nested, all clipped": DeviceCase(mode="nested", clip=Clip(0.5, rows=True), optimizer="adagrad"),
     "nested, stale": DeviceCase(mode="nested", stale=True),
     "nested, exact adam": DeviceCase(mode="nested", optimizer="adam"),
-    "nested, evicting": DeviceCase(mode="nested", device_bytes=4000, admit_after=1),
+    "nested, evicting": DeviceCase(mode="nested", tight=True, admit_after=1, max_rows=0),
     "stale, in order": DeviceCase(stale=True),
     "nested, groups": DeviceCase(mode="nested", groups=2),
     "nested, groups and chunks": DeviceCase(mode="nested", groups=2, chunks=2),
