@@ -12,6 +12,7 @@ from msgspec import Meta
 from nestpipe.data.schema import Schema
 from nestpipe.serve import schemas
 from nestpipe.serve.config import MAX_TICKET_CHARS, GatewayLimits, Limits
+from nestpipe.serve.rule_schema import add_rule_fields
 from nestpipe.serve.schemas import limited
 from nestpipe.serve.state_openapi import KINDS, NAMED, add_state_paths
 from nestpipe.serve.state_schemas import EventsReply, posted_events
@@ -212,6 +213,8 @@ def _document(
     paths: JsonSchema = {}
     for name, (request, answer) in calls.items():
         taken, given = (components[named[kind]] for kind in (request, answer))
+        if log is not None:
+            add_rule_fields(taken, log)
         for field, event in events.items():
             if (own := taken["properties"].get(field)) is not None:
                 next(one for one in own.get("anyOf", [own]) if one.get("type") == "array")["items"] = event

@@ -10,6 +10,7 @@ import pytest
 from nestpipe import train
 from nestpipe.cli import main
 from tests.eval.test_catalogue_predictor import named_log
+from tests.serve import small_generative
 from tests.small_runs import small_config, write_log
 
 
@@ -67,6 +68,58 @@ def test_similar_items(run, capsys):
     assert found["items"] == run.predictor().similar("p7", 2).items
     assert main(["similar", str(run.folder), "--item", "lamp"]) == 2
     assert "no item 'lamp'" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def shelved(tmp_path_factory):
+    """Items with a kind and a shelf."""
+    folder = tmp_path_factory.mktemp("rules")
+    return train(small_config(small_generative.make_data(folder).path, "sasrec", epochs=1), folder / "run", quiet=True)
+
+
+def test_rules_are_those_of_the_predictor(shelved, tmp_path, capsys):
+    path = tmp_path / "rules.json"
+    path.write_text(json.dumps({"few": {"max_per": {"kind": 1}, "exclude": [2]}, "pins": {"pin": [4]}}))
+    command = ["recommend", str(shelved.folder), "--user", "7", "--k", "6", "--json"]
+    filters = ["--filter", "kind=oak chair,red lamp", "shelf=1..4"]
+    wanted = {"filter": {"kind": ["oak chair", "red lamp"], "shelf": {"gte": 1, "lte": 4}}}
+    named = ["--rules", str(path), "--rule-set", "few"]
+    for flags, rules in [
+        (filters, wanted),
+        ([*filters, *named], {**wanted, "max_per": {"kind": 1}, "exclude": [2]}),
+        (["--filter", "shelf=..3"], {"filter": {"shelf": {"lte": 3}}}),
+    ]:
+        assert main([*command, *flags]) == 0
+        found, offline = json.loads(capsys.readouterr().out), shelved.predictor().recommend(7, 6, rules=rules)
+        assert (found["items"], found["allowed"]) == (offline.items, offline.allowed)
+    assert main(["recommend", str(shelved.folder), "--user", "7", "--filter", "kind=oak chair"]) == 0
+    assert "(the rules left 4 items)" in capsys.readouterr().out
+    assert main(["similar", str(shelved.folder), "--item", "5", "--k", "3", "--json", *filters]) == 0
+    alike = shelved.predictor().similar(5, 3, rules=wanted)
+    assert json.loads(capsys.readouterr().out)["items"] == alike.items
+    out = tmp_path / "all.parquet"
+    assert main(["recommend", str(shelved.folder), "--all", "--out", str(out), "--k", "2", *named]) == 0
+    lines = pl.read_parquet(out).filter(pl.col("user") == 7)
+    assert (
+        lines["item"].to_list()
+        == shelved.predictor().recommend(7, 2, rules={"max_per": {"kind": 1}, "exclude": [2]}).items
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--filter", "kind"], "'kind' is no filter; write FIELD=VALUE"),
+        (["--filter", "shelf=low"], "'low' is no number"),
+        (["--filter", "colour=red"], "filter.colour is no field of items; there are: kind, shelf."),
+        (["--filter", "kind=lamp"], "is not among the 5 values of the log: oak chair"),
+        (["--rule-set", "a"], "name it with --rules FILE"),
+        (["--rules", "none.json"], "does not exist"),
+    ],
+)
+def test_rules_that_do_not_exist_are_refused(shelved, flags, message, capsys):
+    assert main(["recommend", str(shelved.folder), "--user", "7", *flags]) == 2
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from concurrent.futures import ThreadPoolExecutor
 
@@ -13,11 +14,13 @@ from nestpipe.cli.serve_fleet import fleet_retriever
 from nestpipe.errors import ConfigError
 from nestpipe.gateway.cascade import Cascade, LocalCandidateStages
 from nestpipe.gateway.gateway import Gateway
-from nestpipe.gateway.instance_client import InstanceClient
+from nestpipe.gateway.instance_client import InstanceClient, make_client
 from nestpipe.gateway.router import InstanceAddress, Members
+from nestpipe.rules.compiled_rules import RuleCompiler
 from nestpipe.rules.item_attributes import FolderSource
 from nestpipe.rules.rule_book import RuleBook
 from nestpipe.rules.rule_set import parse_rules
+from nestpipe.rules.selection import best_by_vector
 from nestpipe.serve.config import Stages
 from nestpipe.serve.own_ids import ServiceIds
 from nestpipe.serve.schemas import RecommendRequest
@@ -180,6 +183,31 @@ def test_a_file_of_named_sets_is_checked_when_a_service_starts(services, tmp_pat
         assert str(path) in str(error.value)
     with pytest.raises(ConfigError, match="does not exist"):
         RuleBook.open(source, tmp_path / "none.json")
+
+
+def test_the_order_of_retrieval_obeys_rules_too(services):
+    """No instance answers, so what was retrieved is the answer."""
+    histories = services("ranker").worker.histories
+    retriever, k = fleet_retriever(services("ranker").run, histories), 4
+    rules = {"filter": {"price": {"gte": 1}}, "max_per": {"category": 1}, "pin": [7]}
+
+    async def ask():
+        with ThreadPoolExecutor(1) as executor:
+            book = RuleBook(FolderSource(lambda: histories.sequences))
+            remote = InstanceClient(Members([InstanceAddress(name="a", url="http://127.0.0.1:9")]), make_client())
+            ids = ServiceIds(lambda: histories.sequences)
+            cascade = Cascade(remote, LocalCandidateStages(retriever, executor, ids, book))
+            try:
+                return await cascade.recommend(RecommendRequest(user=3, k=k, deadline_ms=SLOW_MS, **rules))
+            finally:
+                await remote.close()
+
+    answer, compiler = asyncio.run(ask()), RuleCompiler(FolderSource(lambda: histories.sequences))
+    compiled, past = compiler.compile(parse_rules(rules), retriever.items), retriever.past_of(3)
+    found = retriever.retrieve(past, 128, compiled)
+    best = best_by_vector(retriever.vectors, found.query, compiled, k, removed=found.removed)
+    assert (answer.path, answer.degraded, answer.allowed) == ("fallback", True, best.num_left)
+    assert answer.items == retriever.items[best.positions].tolist()
 
 
 @pytest.mark.parametrize("kind", ["ranker", "ranker with retrieval", "dcn"])
