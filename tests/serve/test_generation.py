@@ -659,7 +659,7 @@ def test_every_answer_is_as_documented(generator, scale):
     try:
         with Client(server.url, timeout_s=60) as client:
             before = client.generate(USER, 5)
-            check_answers(server.url, num_operations=8, num_examples=scale(10, 500))
+            check_answers(server.url, num_operations=15, num_examples=scale(10, 500))
             client.invalidate(USER)
             assert client.generate(USER, 5).log_probabilities == pytest.approx(before.log_probabilities, abs=EXACT)
     finally:
