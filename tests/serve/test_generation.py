@@ -538,7 +538,7 @@ def test_thinking_beside_serving_and_forgetting(service, run, capsys):
     assert main(["think", str(run.folder), "--think.min-interval-s", "0"]) == 0
     assert "0 written · 0 users unchanged · 0 pending" in capsys.readouterr().err
     events = [{"id": str(n), "user": user, "item": 7, "time": 2_000_000} for n, user in enumerate((USER, 555))]
-    assert post(service, "events", {"events": events}).json() == {"accepted": 2, "duplicates": 0}
+    assert post(service, "events", {"events": events}).json()["accepted"] == 2
     assert post(service, "events", {"events": [{**events[0], "id": "x", "item": 99}]}).status_code == 400
     assert main(["think", str(run.folder), "--think.min-interval-s", "0"]) == 0
     assert "2 written" in capsys.readouterr().err

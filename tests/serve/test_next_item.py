@@ -99,7 +99,8 @@ def test_a_history_in_the_request_replaces_the_stored_one(run, client):
 def test_events_change_the_next_answer(run, client):
     before = offline(run, "Zoë 5", 3).items
     event = {"id": "e1", "user": "Zoë 5", "item": before[0], "time": NOW - 60}
-    assert client.post("/v1/events", json={"events": [event, event]}).json() == {"accepted": 1, "duplicates": 1}
+    results = client.post("/v1/events", json={"events": [event, event]}).json()["results"]
+    assert [one["result"] for one in results] == ["stored", "duplicate"]
     after = client.post("/v1/recommend", json={"user": "Zoë 5", "k": 30}).json()["items"]
     assert before[0] not in after
     stranger = client.post("/v1/events", json={"events": [{**event, "id": "e2", "user": "nobody"}]})
