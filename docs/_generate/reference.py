@@ -36,6 +36,7 @@ FORMATS = {
     "Semantic ids": ("nestpipe.generative.semantic_ids", "FORMAT_VERSION"),
     "Instructions": ("nestpipe.generative.instruction_store", "_FORMAT"),
     "Event log": ("nestpipe.serve.event_log", ""),
+    "State of a service": ("nestpipe.state.service_state", ""),
 }
 PYTHON = {
     "From a log to recommendations": ("fit", "load", "TrainedRun"),

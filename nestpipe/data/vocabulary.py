@@ -5,7 +5,7 @@
 `int64` columns are their own numbers. `hash` columns take a stable hash of the text, `dictionary` columns a number from the table
 texts.NAME.parquet of the sequence folder. That table grows without renumbering: the first ingest numbers texts in sorted order,
 every extension numbers its new texts, sorted, from `next_id` on. So the table is a sequence of blocks, each sorted by text, and a
-text is found by one binary search per block. A number is never given out twice: `next_id` does not fall when a user is forgotten.
+text is found by one binary search per block. Texts that a service numbered as they came are sorted here, as one block. A number is never given out twice: `next_id` does not fall when a user is forgotten.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from nestpipe.errors import DataError
 from nestpipe.rng import hash_text
 
 OwnId = int | str
+_SHORT = 4096  # texts of a run that costs less to sort than to search on its own
 TABLE_SCHEMA = {"id": pl.Int64(), "text": pl.String()}
 
 
@@ -35,7 +36,7 @@ class Vocabulary:
         self._ids: NDArray[np.int64] = self.table["id"].to_numpy()
         used = int(self._ids[-1]) + 1 if encoding == "dictionary" and len(self._ids) else 0
         self.next_id = used if next_id is None else next_id
-        self._blocks = _sorted_blocks(self.table["text"]) if encoding == "dictionary" else []
+        self._blocks = _sorted_blocks(self._ids, self.table["text"]) if encoding == "dictionary" else []
 
     def number_of(self, own: OwnId) -> int | None:
         """The number of an own id; None for a text that the dictionary does not have. Raises DataError for no int64."""
@@ -44,10 +45,10 @@ class Vocabulary:
         if self.encoding == "hash":
             return hash_text(str(own))
         text = str(own)
-        for first, texts in self._blocks:
+        for ids, texts in self._blocks:
             place = int(texts.search_sorted(text))
             if place < len(texts) and texts[place] == text:
-                return int(self._ids[first + place])
+                return int(ids[place])
         return None
 
     def numbers_of(self, own: Sequence[OwnId]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
@@ -61,10 +62,10 @@ class Vocabulary:
             return np.array([hash_text(str(one)) for one in own], np.int64), np.ones(len(own), np.bool_)
         numbers, known = np.zeros(len(own), np.int64), np.zeros(len(own), np.bool_)
         wanted = pl.Series([str(one) for one in own], dtype=pl.String)
-        for first, texts in self._blocks:
+        for ids, texts in self._blocks:
             places = np.minimum(wanted_places := texts.search_sorted(wanted).to_numpy(), len(texts) - 1)
             found = (texts.gather(places) == wanted).to_numpy() & (wanted_places < len(texts))
-            numbers[found] = self._ids[first + places[found]]
+            numbers[found] = ids[places[found]]
             known |= found
         return numbers, known
 
@@ -109,10 +110,15 @@ def _whole(own: OwnId, name: str) -> int:
     return int(own)
 
 
-def _sorted_blocks(texts: pl.Series) -> list[tuple[int, pl.Series]]:
-    """Maximal runs of ascending texts, with the place of each one's first text."""
+def _sorted_blocks(ids: NDArray[np.int64], texts: pl.Series) -> list[tuple[NDArray[np.int64], pl.Series]]:
+    """Maximal runs of ascending texts with their ids; all short ones together are sorted into one."""
     if not len(texts):
         return []
     falls = (texts < texts.shift(1)).fill_null(False).to_numpy()
-    edges = [0, *np.flatnonzero(falls).tolist(), len(texts)]
-    return [(first, texts.slice(first, end - first)) for first, end in pairwise(edges)]
+    runs = list(pairwise([0, *np.flatnonzero(falls).tolist(), len(texts)]))
+    blocks = [(ids[first:end], texts.slice(first, end - first)) for first, end in runs if end - first >= _SHORT]
+    if rest := [np.arange(first, end) for first, end in runs if end - first < _SHORT]:
+        rows = np.concatenate(rest)
+        order = texts.gather(rows).arg_sort().to_numpy()
+        blocks.append((ids[rows[order]], texts.gather(rows[order])))
+    return blocks

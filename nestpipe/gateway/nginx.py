@@ -70,8 +70,9 @@ http {{
             }}
             proxy_pass http://nestpipe;
         }}
-        # Instances of one machine share their event log.
+        # Instances of one machine, or with one database, share their state.
         location ~ ^/v1/(similar|events)$ {{ proxy_pass http://nestpipe_any; }}
+        location ~ ^/v1/(items|users)(/|$) {{ proxy_pass http://nestpipe_any; }}
         location = /readyz {{ proxy_pass http://nestpipe_any; }}
         location = /openapi.json {{ proxy_pass http://nestpipe_any; }}
         # An invalidation concerns every instance, and a proxy sends to one: use the instances' own addresses.

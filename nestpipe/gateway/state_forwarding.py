@@ -7,7 +7,7 @@ of their own all get every write. All calls are idempotent, so after a failure t
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, TypeVar, cast
 from urllib.parse import quote, urlencode
 
 import msgspec
@@ -19,6 +19,8 @@ from nestpipe.serve.request_guard import Run
 from nestpipe.serve.schemas import EventsRequest
 from nestpipe.serve.state_routes import check_count
 from nestpipe.serve.state_schemas import STATE_CALLS, ElementsReply, EventsReply, StateCall
+
+Answer = TypeVar("Answer", bound=Struct)
 
 
 class StateForwarding:
@@ -48,12 +50,14 @@ class StateForwarding:
 
         return run
 
-    async def _ask(self, method: str, path: str, content: bytes | None, answer: type[Any]) -> Any:
+    async def _ask(self, method: str, path: str, content: bytes | None, answer: type[Answer]) -> Answer:
         asked = self._any if self._shared or method == "GET" else self._all
         names, found = await asked(method, path, content, answer)
-        return replace(found, instances=names) if isinstance(found, ElementsReply) else found
+        return cast(Answer, replace(found, instances=names)) if isinstance(found, ElementsReply) else found
 
-    async def _any(self, method: str, path: str, content: bytes | None, answer: type[Any]) -> tuple[list[str], Struct]:
+    async def _any(
+        self, method: str, path: str, content: bytes | None, answer: type[Answer]
+    ) -> tuple[list[str], Answer]:
         """The answer of the least busy instance that gives one; raises InstanceError."""
         problem = InstanceError("there are no instances")
         for instance in self._remote.least_busy():
@@ -68,17 +72,23 @@ class StateForwarding:
                 return [instance.name], found
         raise problem
 
-    async def _all(self, method: str, path: str, content: bytes | None, answer: type[Any]) -> tuple[list[str], Struct]:
+    async def _all(
+        self, method: str, path: str, content: bytes | None, answer: type[Answer]
+    ) -> tuple[list[str], Answer]:
         """The answer that every instance gives; raises InstanceError unless all did."""
         members = list(self._remote.members)
         calls = [self._remote.send(one, method, path, content, answer, timeout_s=self._timeout_s) for one in members]
-        found = await asyncio.gather(*calls, return_exceptions=True)
-        for one in found:
-            if isinstance(one, BaseException) and not isinstance(one, InstanceError):
+        found, failed = list[Answer](), list[InstanceError]()
+        for one in await asyncio.gather(*calls, return_exceptions=True):
+            if isinstance(one, InstanceError):
+                failed.append(one)
+            elif isinstance(one, BaseException):
                 raise one
-        if failed := [one for one in found if isinstance(one, InstanceError)]:
+            else:
+                found.append(one)
+        if failed:
             first = failed[0]
-            message = f"{len(failed)} of {len(found)} instances did not take it ({first}); send the same again."
+            message = f"{len(failed)} of {len(members)} instances did not take it ({first}); send the same again."
             raise InstanceError(message, status=first.status if first.is_final else 503, code=first.code)
         if not found:
             raise InstanceError("there are no instances")

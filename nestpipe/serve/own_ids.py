@@ -19,7 +19,7 @@ from nestpipe.data.folder_merge import is_among
 from nestpipe.data.schema import Feature
 from nestpipe.data.sequences import Sequences
 from nestpipe.data.vocabulary import OwnId, Vocabulary
-from nestpipe.errors import DataError
+from nestpipe.errors import ConfigError, DataError
 from nestpipe.rng import hash_text
 from nestpipe.state.living_data import LivingData
 
@@ -39,6 +39,7 @@ class ServiceIds:
         self._passing: OrderedDict[int, OwnId] = OrderedDict()
         for name in ("user", "item"):  # before the service says that it is ready
             self._vocabulary(name)
+        self._check_numbers()
 
     def user(self, own: OwnId) -> int:
         """The number of a user; one that no user of the log has for an unknown one."""
@@ -183,6 +184,18 @@ class ServiceIds:
     def _coded(self, *scopes: Any) -> list[Feature]:
         features = self._sequences().schema.of_scope(*scopes)
         return [one for one in features if one.kind in {"id", "ids"} and one.encoding != "int64"]
+
+    def _check_numbers(self) -> None:
+        """Raises ConfigError if a number stands for one text in the folder and for another in the state."""
+        for name, own in {} if self._living is None else self._living.ids.tables().items():
+            stored = self._vocabulary(name).texts_of(list(own))
+            for (number, text), other in zip(own.items(), stored, strict=True):
+                if other is not None and other != text:
+                    raise ConfigError(
+                        f"number {number} of '{name}' is {other[:40]!r} in {self._sequences().path}, but {text[:40]!r} in the state "
+                        "of the service: a log was appended before what the service has stored. Use the folder from before, "
+                        "append the state first, then the log."
+                    )
 
     def _vocabulary(self, name: str) -> Vocabulary:
         sequences = self._sequences()

@@ -106,8 +106,9 @@ class ServedModel:
         return HistoryInputs(cut_events(inputs.history, end - num_events, end), self)
 
     def candidates(self, items: Sequence[int], sequences: Sequences) -> CandidateBatch:
-        """Items with their features; raises DataError for one that the catalogue does not have."""
+        """Items with their features; raises DataError for one that the model does not know."""
         ids = np.array(items, np.int64)
+        self.known.positions(ids)
         features = self._builder.over(sequences).item_features(ids)
         return CandidateBatch(Jagged(torch.from_numpy(ids), torch.tensor([0, len(ids)]), len(ids)), features)
 

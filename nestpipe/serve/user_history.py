@@ -152,7 +152,7 @@ class UserHistories:
             for place in (kept := {one: numbered[one] for one in numbered if results[one] == "duplicate"}):
                 results[place] = "stored"
             for place, before in repeated.items():
-                results[place] = error if isinstance(error := results[before], DataError) else "duplicate"
+                results[place] = "duplicate" if results[before] == "stored" else results[before]
             if kept:
                 if ids is not None:
                     ids.store(kept)

@@ -15,7 +15,7 @@ from nestpipe.data.id_encoding import Encoder
 from nestpipe.data.ingest import BuildOptions, SideTable, write_sequences
 from nestpipe.data.schema import Feature, Schema
 from nestpipe.data.sequences import Sequences
-from nestpipe.data.vocabulary import Vocabulary
+from nestpipe.data.vocabulary import TABLE_SCHEMA, Vocabulary
 from nestpipe.errors import DataError
 from tests.small_runs import files_naming
 
@@ -138,3 +138,21 @@ def test_a_name_without_ids_is_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(DataError, match=r"no ids named 'town'; it has \['item', 'user'\]"):
         sequences.vocabulary("town")
+
+
+def test_texts_that_were_numbered_as_they_came_are_found_without_a_search_for_each(monkeypatch):
+    """A service numbers texts in the order of their arrival: then runs of ascending texts are one or two long."""
+    texts = [f"{(7919 * number) % 10_007:05}" for number in range(10_007)]
+    table = pl.DataFrame({"id": np.arange(10_007), "text": texts}, schema=TABLE_SCHEMA)
+    vocabulary = Vocabulary("item", "dictionary", table)
+    assert len(vocabulary._blocks) == 1
+    numbers, known = vocabulary.numbers_of([*texts[::7], "nobody"])
+    assert numbers[:-1].tolist() == list(range(0, 10_007, 7))
+    assert known.tolist() == [True] * (len(known) - 1) + [False]
+    assert vocabulary.number_of(texts[5003]) == 5003
+    monkeypatch.setattr("nestpipe.data.vocabulary._SHORT", 3)
+    mixed = Vocabulary(
+        "item", "dictionary", pl.DataFrame({"id": range(7), "text": list("acegdbf")}, schema=TABLE_SCHEMA)
+    )
+    assert [mixed.number_of(one) for one in "aceg"] == [0, 1, 2, 3]
+    assert [mixed.number_of(one) for one in "dbfx"] == [4, 5, 6, None]

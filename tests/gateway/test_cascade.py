@@ -21,8 +21,9 @@ from nestpipe.gateway.candidates import CandidateItems, ExactIndex, PastEvents, 
 from nestpipe.gateway.cascade import Cascade, LocalCandidateStages, StageError
 from nestpipe.gateway.instance_client import InstanceClient, InstanceError
 from nestpipe.gateway.router import InstanceAddress, Members, routing_number
+from nestpipe.gateway.state_forwarding import StateForwarding
 from nestpipe.serve.config import Stages
-from nestpipe.serve.schemas import RecommendedItems, RecommendRequest
+from nestpipe.serve.schemas import EventsRequest, RecommendedItems, RecommendRequest
 from tests.gateway.fake_instances import FakeInstance, true_ranking, true_score
 
 ITEMS = np.arange(100, 400)
@@ -341,11 +342,11 @@ def test_nothing_to_show_is_an_empty_answer(fleet):
 
 
 def test_what_one_instance_is_enough_for_goes_to_the_first_that_takes_it(fleet):
-    async def act(cascade: Cascade, upstream: Watched) -> list[str]:
-        taken = []
+    async def act(cascade: Cascade, upstream: Watched) -> list[list[str]]:
+        state, taken = StateForwarding(cascade.remote, shared=True, timeout_s=5.0, max_events=9), []
         for fault in ({}, {"events": 503}, {"events": 422}):
             fleet[0].status = fleet[1].status = fault
-            taken.append(await cascade.remote.to_any("/v1/events", {"events": []}, timeout_s=5.0))
+            taken.append((await state.events(EventsRequest([]))).instances)
         return taken
 
     with pytest.raises(InstanceError, match="answered 422"):

@@ -299,7 +299,7 @@ def test_a_bad_event_has_an_error_of_its_own_and_spoils_no_other(shared):
     assert [one["result"] for one in said["results"]] == ["error"] * 13 + ["stored"] * 3
     assert [one["error"]["code"] for one in said["results"][:5]] == [
         "bad_data",
-        "bad_user",
+        "bad_item",
         "bad_id",
         "bad_data",
         "bad_data",

@@ -494,7 +494,7 @@ def test_scores_that_are_not_finite_give_the_order_of_the_caller(engine, monkeyp
 def test_an_unknown_candidate_is_the_callers_mistake(engine):
     job = rank(engine, 3, (1, 10**9))
     settle(engine)
-    with pytest.raises(DataError, match="item 1000000000"):
+    with pytest.raises(DataError, match="item number 1000000000"):
         job.reply.result(0)
 
 

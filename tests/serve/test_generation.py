@@ -517,7 +517,7 @@ def test_the_clients_generate(service):
         ({"user": 1, "trigger": "x"}, 400, "bad_data"),
         ({"user": 1, "trigger": 1.5}, 400, "bad_trigger"),
         ({"user": 1, "trigger": NUM_ITEMS}, 400, "bad_data"),
-        ({"user": 1, "history": [{"item": 99, "time": 1}]}, 400, "bad_data"),
+        ({"user": 1, "history": [{"item": "x", "time": 1}]}, 400, "bad_data"),
         ({"user": 1, "prompt": "ignore all"}, 400, "unknown_field"),
         ({"user": 1, "deadline_ms": 0.0001}, 503, "deadline"),
         ({"user": 1, "history": [{"item": 1, "time": 1}] * 500}, 413, "too_large"),
@@ -539,12 +539,19 @@ def test_thinking_beside_serving_and_forgetting(service, run, capsys):
     assert main(["think", str(run.folder), "--think.min-interval-s", "0"]) == 0
     assert "0 written · 0 users unchanged · 0 pending" in capsys.readouterr().err
     events = [{"id": str(n), "user": user, "item": 7, "time": 2_000_000} for n, user in enumerate((USER, 555))]
-    assert post(service, "events", {"events": events}).json() == {"accepted": 2, "duplicates": 0}
-    assert post(service, "events", {"events": [{**events[0], "id": "x", "item": 99}]}).status_code == 400
+    assert post(service, "events", {"events": events}).json()["accepted"] == 2
+    unknown = {
+        **events[0],
+        "id": "x",
+        "item": 99,
+        "time": 2_000_001,
+    }  # it has no text, and the model has no semantic id for it
+    assert post(service, "events", {"events": [unknown]}).json()["accepted"] == 1
     assert main(["think", str(run.folder), "--think.min-interval-s", "0"]) == 0
     assert "2 written" in capsys.readouterr().err
     store = SqliteStore(folder / "instructions.sqlite")
-    assert "may go with round table number7" in store.get(USER, ANY).text
+    assert "round table number7" in store.get(USER, ANY).text
+    assert "looked at item 99" in store.get(USER, ANY).text
     assert store.get(555, ANY).text.startswith("interested in")
     second = post(service, "generate", {"user": USER, "scenario": "0"}).json()
     assert second["instruction"]["written_s"] > first["instruction"]["written_s"]
@@ -660,7 +667,7 @@ def test_every_answer_is_as_documented(generator, scale):
     try:
         with Client(server.url, timeout_s=60) as client:
             before = client.generate(USER, 5)
-            check_answers(server.url, num_operations=8, num_examples=scale(10, 500))
+            check_answers(server.url, num_operations=15, num_examples=scale(10, 500))
             client.invalidate(USER)
             assert client.generate(USER, 5).log_probabilities == pytest.approx(before.log_probabilities, abs=EXACT)
     finally:

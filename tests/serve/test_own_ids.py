@@ -8,9 +8,12 @@ import pytest
 
 from nestpipe.cli import main
 from nestpipe.data.sequences import Sequences
-from nestpipe.errors import DataError
+from nestpipe.errors import ConfigError, DataError
 from nestpipe.rng import hash_text
+from nestpipe.serve.new_ids import NewIds
 from nestpipe.serve.own_ids import ServiceIds
+from nestpipe.state.living_data import LivingData
+from nestpipe.state.service_state import FileState
 
 
 @pytest.fixture
@@ -24,6 +27,36 @@ def ids(tmp_path):
     assert main(["data", "ingest", str(tmp_path / "log.csv"), *encodings, *flags, "--out", str(tmp_path / "data")]) == 0
     sequences = Sequences.open(tmp_path / "data")
     return ServiceIds(lambda: sequences)
+
+
+def test_new_ids_get_lasting_numbers_and_only_those_that_are_used_are_stored(ids, tmp_path):
+    state = FileState(tmp_path / "state" / "events.log")
+    living = LivingData(state.changes)
+    own = ServiceIds(ids._sequences, living)
+    with state.writing():
+        living.refresh()
+        new = NewIds(own, state)
+        events = [
+            new.event(place, {"user": user, "item": "sofa", "time": 9, "colours": ["green", "red"], "scenario": page})
+            for place, (user, page) in enumerate([("bo", "cart"), ("cleo", "search"), ("dan", "start")])
+        ]
+        new.store([0, 1])  # the third was refused
+    assert [(one["user"], one["item"], one["scenario"]) for one in events[:2]] == [(1, 3, 0), (2, 3, 2)]
+    assert events[0]["colours"] == [hash_text("green"), hash_text("red")]
+    living.refresh()
+    tables = {
+        "item": {3: "sofa"},
+        "colours": {hash_text("green"): "green"},
+        "user": {2: "cleo"},
+        "scenario": {2: "search"},
+    }
+    assert living.ids.tables() == tables
+    assert own.own_users([2, 0]) == ["cleo", "anna"]
+    assert (own.user("dan") < 0, own.next_number("user"), own.next_number("item")) == (True, 3, 4)
+    assert own.event({"user": "cleo", "item": "sofa", "time": 9, "scenario": "search"})["scenario"] == 2
+    living.ids.add({"of": "item", "number": 1, "text": "not a lamp"})
+    with pytest.raises(ConfigError, match=r"number 1 of 'item' is 'lamp'.*'not a lamp' in the state"):
+        ServiceIds(ids._sequences, living)
 
 
 def test_an_event_is_read_as_ingest_reads_it(ids):

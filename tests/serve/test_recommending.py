@@ -138,7 +138,7 @@ def test_an_event_changes_the_next_answer(service):
     user = int(service.run.sequences.users[-1])  # no other test asks for
     best = service.recommend(user=user, k=1)["items"][0]
     event = {"id": f"{service.kind} 1", "user": user, "item": best, "time": NOW - 60}
-    assert service.http.post("/v1/events", json={"events": [event]}).json() == {"accepted": 1, "duplicates": 0}
+    assert service.http.post("/v1/events", json={"events": [event]}).json()["accepted"] == 1
     assert best not in service.recommend(user=user, k=30)["items"]
 
 

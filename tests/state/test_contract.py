@@ -13,6 +13,7 @@ import pytest
 
 from nestpipe.errors import ConfigError
 from nestpipe.state import postgres
+from nestpipe.state.erase_entries import erase_entries, number_in
 from nestpipe.state.living_data import LivingData
 from nestpipe.state.service_state import StateAwayError, open_state
 
@@ -165,6 +166,19 @@ def test_a_forgotten_text_is_gone_and_its_number_stays_taken(opened):
     living = LivingData(opened().changes)
     assert (living.ids.number_of("user", "anna"), living.ids.next_number("user")) == (None, 8)
     assert (living.users, living.forgotten, living.forgotten_ids) == ({}, {7}, {b"\0\xff"})
+
+
+def test_a_user_is_erased_by_a_process_that_does_not_serve(opened):
+    state, reader = opened(), Reader(opened())
+    numbers = [{"of": "user", "number": 7, "text": "anna"}, {"of": "user", "number": 8, "text": "bo"}]
+    write(state, [{"id": "a", "user": 7}, {"id": "b", "user": 8}], [*numbers, {"user": 7, "features": {"city": 1}}])
+    assert number_in(opened(), "anna") == 7
+    assert erase_entries(opened(), 7) == 1
+    events, changes = [{"id": "b", "user": 8}], [numbers[1], {"of": "user", "number": 7, "text": None}]
+    assert soon(reader.all, (events, changes)) == (events, changes)
+    assert "anna" not in "".join(path.read_text(errors="ignore") for path in opened.folder.glob("*.log"))
+    living = LivingData(opened().changes)
+    assert (living.users, living.ids.next_number("user"), number_in(opened(), "anna")) == ({}, 9, None)
 
 
 def test_every_acknowledged_record_survives_kills_of_its_writer_and_none_is_there_twice(opened, scale):
