@@ -21,6 +21,7 @@ from msgspec import Struct
 from nestpipe.errors import NestPipeError
 from nestpipe.gateway.router import InstanceAddress, Members, RouterError, peek_instance
 from nestpipe.serve.schemas import (
+    FORWARDED_HEADER,
     ErrorReply,
     GeneratedItems,
     GenerateRequest,
@@ -36,7 +37,7 @@ from nestpipe.serve.schemas import (
 )
 
 _MIN_ATTEMPT_S = 0.002  # less is not enough for an answer
-_JSON = {"content-type": "application/json"}
+_JSON = {"content-type": "application/json", FORWARDED_HEADER: "1"}
 _MAX_QUIET_S = 5.0  # limit on an instance's `quiet_s`
 _TIMEOUTS = 3  # consecutive timeouts that make an instance suspect; a slow one keeps its users
 

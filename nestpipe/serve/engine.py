@@ -51,7 +51,6 @@ _log = logging.getLogger("nestpipe.serve")
 _SWEEP_S = 0.5  # between two sweeps of expired entries
 _BREAKER_S = 5.0  # window of the latencies that open the breaker
 _PROBE_EVERY = 16  # prefill hints that an open breaker refuses; the last of them is admitted
-_LEAST_MS = 1e-3  # of a request whose cost is unknown
 _QUEUE_S = 30.0  # window of queueing times
 
 
@@ -93,18 +92,11 @@ class Engine(VersionedWorker[ServedModel]):
 
     def submit(self, job: RankingRequest | PrefillHint) -> None:
         """Queues a job, whose `reply` gets the answer; raises BusyError."""
-        with self.admitting(job.reply, work=self._work_of(job)):
+        work = job.work_ms(self.histories, self.versions.of(job.user))
+        with self.admitting(job.reply, work=work):
             if isinstance(job, RankingRequest):
                 job.arrived = self.clock()
             self._inbox.append(job)
-
-    def _work_of(self, job: RankingRequest | PrefillHint) -> float:
-        """Milliseconds of full inference; nothing for a hint, whose prefill waits for ranking requests."""
-        if isinstance(job, PrefillHint):
-            return 0.0
-        num_events = self.histories.num_events(job.user) if job.history is None else len(job.history.items)
-        served = self.versions.of(job.user)
-        return max(served.costs.expected("full", min(num_events, served.max_len), len(job.items)), _LEAST_MS)
 
     @property
     def num_waiting(self) -> int:
@@ -128,9 +120,8 @@ class Engine(VersionedWorker[ServedModel]):
             self._score(batch)  # 4 one call of each model with prefixes, one without; reply
         if plans and len(self._evictable) > self.config.max_batch:
             self._demote()  # under constant load too, prefixes must reach the host
-        return (
-            bool(plans) or self._demote() or self._prefills.run()
-        )  # 5 idle: one copy to the host, or one prefill chunk
+        # 5 idle: one copy to the host, or one prefill chunk
+        return bool(plans) or self._demote() or self._prefills.run()
 
     def _accept(self) -> None:
         num_new = len(self._inbox)  # not those that arrive meanwhile: queued requests must get their turn
@@ -155,7 +146,7 @@ class Engine(VersionedWorker[ServedModel]):
                     if not settle(job.reply, self._decide(job, served.prepare(events, job.query_time))):
                         self.release(job.request)
                 else:
-                    job.served = served
+                    job.served, job.since = served, self.cache.num_invalidations  # before the events are read
                     heapq.heappush(self._requests, job)
             except Exception as error:
                 if isinstance(job, RankingRequest):
@@ -165,7 +156,6 @@ class Engine(VersionedWorker[ServedModel]):
     def _prepare(self, job: RankingRequest, served: ServedModel) -> bool:
         """Reads history and candidates when it is a request's turn; False if that failed, and the error was answered."""
         try:
-            job.since = self.cache.num_invalidations  # before the events are read
             events = self.histories.of(job.user) if job.history is None else job.history
             job.inputs = served.prepare(events, job.query_time)
             job.candidates = served.candidates(job.items, self.histories.sequences)

@@ -27,6 +27,7 @@ from nestpipe.data.vocabulary import OwnId
 from nestpipe.errors import DataError, NestPipeError
 from nestpipe.serve.admission import age_s
 from nestpipe.serve.config import Limits
+from nestpipe.serve.disk_watch import DiskWatch
 from nestpipe.serve.openapi import Calls, document
 from nestpipe.serve.own_ids import ServiceIds
 from nestpipe.serve.prometheus import InstanceMetrics, status_counter
@@ -35,6 +36,7 @@ from nestpipe.serve.requests import refuse_busy
 from nestpipe.serve.schemas import Event, EventsReply, EventsRequest, InvalidateReply, InvalidateRequest
 from nestpipe.serve.worker_thread import WorkerThread
 
+_WRITES = frozenset({"events"})
 _FEW_EVENTS = 64  # of a history, which are read faster than handed to a thread
 _MAX_WRITES, _NUM_WRITERS = 64, 2  # posts of events in flight, and threads for them
 
@@ -63,6 +65,7 @@ class HttpInstance(ABC):
         # Writes wait for the disk, so they have their own limit and threads: other requests are not delayed.
         self._writes = self._limit(_MAX_WRITES)
         self._writers = ThreadPoolExecutor(_NUM_WRITERS, thread_name_prefix="events")
+        self.disk = DiskWatch(worker.histories.folder)
         self.is_draining = False
         self.broadcast: Callable[[OwnId], Awaitable[int]] | None = None  # invalidates a user at all instances
 
@@ -104,10 +107,11 @@ class HttpInstance(ABC):
     def _handler(
         self, name: str, run: Run, *, fields_of: Callable[[HttpRequest], Mapping[str, Any]] | None = None
     ) -> CallEndpoint:
-        guard, (kind, _) = self._writes if name == "events" else self._guard, self._calls[name]
+        is_write, (kind, _) = name in _WRITES, self._calls[name]
+        guard = self._writes if is_write else self._guard
         return guard.handler(
             kind,
-            run,
+            self.disk.guarding(run) if is_write else run,
             refuse=self._refuse,
             counted=status_counter(self._answers.answers, name),
             fields_of=fields_of,
@@ -154,7 +158,8 @@ class HttpInstance(ABC):
         return JSONResponse({"alive": True})
 
     async def _ready(self, http: HttpRequest) -> Response:
-        is_ready = not self.is_draining and not self._worker.is_stopping and await self._works()
+        is_ready = not self.is_draining and not self._worker.is_stopping
+        is_ready = is_ready and await run_in_threadpool(self.disk.check) and await self._works()
         return JSONResponse({"ready": is_ready}, 200 if is_ready else 503)
 
     async def _metrics(self, http: HttpRequest) -> Response:

@@ -10,6 +10,7 @@ import hashlib
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -62,6 +63,11 @@ class UserHistories:
         self._folder = folder_version(sequences.path)
         self.num_removals = 0
         self.refresh()
+
+    @property
+    def folder(self) -> Path:
+        """Where events are written."""
+        return self._log.path.parent
 
     def of(self, user: int) -> Sequences:
         """The history of a user; empty for an unknown one."""
