@@ -261,6 +261,19 @@ class InstanceClient:
         states = await asyncio.gather(*map(check, members))
         return {one.name: is_ready for one, is_ready in zip(members, states, strict=True)}
 
+    async def metric_texts(self, *, timeout_s: float) -> list[str]:
+        """The /metrics of the members that answer in time."""
+
+        async def read(instance: InstanceAddress) -> str:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    reply = await self._client.get(instance.url + "/metrics")
+            except (TimeoutError, httpx.HTTPError, httpx.InvalidURL):
+                return ""
+            return reply.text if reply.status_code == 200 else ""
+
+        return [text for text in await asyncio.gather(*map(read, list(self.members))) if text]
+
     async def watch(self, *, every_s: float = 0.5, timeout_s: float = 1.0) -> None:
         """Checks readiness until it is cancelled: members that start, hang or drain are tried last."""
         while True:

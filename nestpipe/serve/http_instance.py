@@ -29,6 +29,7 @@ from nestpipe.serve.admission import age_s
 from nestpipe.serve.config import Limits
 from nestpipe.serve.disk_watch import DiskWatch
 from nestpipe.serve.openapi import Calls, document
+from nestpipe.serve.operator_page import OperatorPage
 from nestpipe.serve.own_ids import ServiceIds
 from nestpipe.serve.prometheus import InstanceMetrics, status_counter
 from nestpipe.serve.request_guard import Admit, CallEndpoint, RequestGuard, Run, ServiceApp
@@ -67,6 +68,7 @@ class HttpInstance(ABC):
         self._writers = ThreadPoolExecutor(_NUM_WRITERS, thread_name_prefix="events")
         self.disk = DiskWatch(worker.histories.folder)
         self.is_draining = False
+        self.has_page = False  # set before `app`
         self.broadcast: Callable[[OwnId], Awaitable[int]] | None = None  # invalidates a user at all instances
 
     @abstractmethod
@@ -101,7 +103,8 @@ class HttpInstance(ABC):
         """The ASGI application."""
         calls: dict[str, Run] = {**self._handlers(), "events": self._events, "invalidate": self._invalidate}
         gets = {"healthz": self._alive, "readyz": self._ready, "metrics": self._metrics, "openapi.json": self._document}
-        routes = [*self._more_routes(), *(Route(f"/{name}", handler) for name, handler in gets.items())]
+        page = OperatorPage(self._worker.histories, self._ids, self._metric_texts).routes() if self.has_page else []
+        routes = [*self._more_routes(), *page, *(Route(f"/{name}", handler) for name, handler in gets.items())]
         return ServiceApp({name: self._handler(name, call) for name, call in calls.items()}, routes)
 
     def _handler(
@@ -133,6 +136,7 @@ class HttpInstance(ABC):
         events = [self._ids.event(event) for event in request.events]
         add = partial(self._worker.histories.add, events, self._check)
         accepted, duplicates = await asyncio.get_running_loop().run_in_executor(self._writers, add)
+        self._answers.events.inc(accepted)
         return EventsReply(accepted=accepted, duplicates=duplicates)
 
     async def _invalidate(self, request: InvalidateRequest) -> InvalidateReply:
@@ -164,6 +168,9 @@ class HttpInstance(ABC):
 
     async def _metrics(self, http: HttpRequest) -> Response:
         return Response(self._answers.text(), media_type="text/plain; version=0.0.4")
+
+    async def _metric_texts(self) -> list[str]:
+        return [self._answers.text().decode()]
 
     async def _document(self, http: HttpRequest) -> Response:
         return JSONResponse(document(self.title, self._calls, self._worker.histories.sequences.schema))

@@ -50,8 +50,10 @@ class ServeArguments:
     retrieval: Path | None = None
     """Folder of a trained next-item run that finds candidates for a ranker [default: means of its own item vectors]."""
     stages: Stages = field(default_factory=Stages)
+    page: bool = False
+    """Serve the operator's page at /, read-only; it shows the history of any user. See docs/how-to/operate.md."""
     demo: bool = False
-    """Serve a demo page at the gateway's address; it shows the history of any user."""
+    """A gateway with --instances (at least one) and --page."""
     print_nginx: bool = False
     """Print an nginx configuration that replaces the gateway, and exit."""
 
@@ -70,7 +72,7 @@ class ServeArguments:
             )
         if self.ray < 0:
             problems.append(f"ray is {self.ray}; it must be 0 (no Ray) or more")
-        others = [name for name in ("instances", "demo", "print_nginx", "notes") if getattr(self, name)]
+        others = [name for name in ("instances", "demo", "page", "print_nginx", "notes") if getattr(self, name)]
         if self.ray and others:
             problems.append(
                 f"ray is {self.ray}, but {others[0].replace('_', '-')} is for a gateway or a single instance"
