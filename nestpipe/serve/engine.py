@@ -124,21 +124,16 @@ class Engine(VersionedWorker[ServedModel]):
         return bool(plans) or self._demote() or self._prefills.run()
 
     def _accept(self) -> None:
-        num_new = len(self._inbox)  # not those that arrive meanwhile: queued requests must get their turn
-        problem: Exception | None = None
-        try:
-            if num_new:
-                self._refresh()
-        except Exception as error:
-            problem = error
-        for _ in range(num_new):
+        is_fresh = False
+        for _ in range(len(self._inbox)):  # not those that arrive meanwhile: queued requests must get their turn
             job = self._inbox.popleft()
             if job.reply.cancelled():
                 self.release(job.request)
                 continue
             try:
-                if problem is not None:
-                    raise problem
+                if not is_fresh:
+                    self._refresh()
+                    is_fresh = True
                 pinned = self._pinned.get(job.request)  # a request keeps the model of its hint
                 served = pinned[0] if pinned else self.versions.of(job.user)
                 if isinstance(job, PrefillHint):
@@ -153,8 +148,9 @@ class Engine(VersionedWorker[ServedModel]):
                     self.release(job.request)
                 settle(job.reply, error)
 
-    def _prepare(self, job: RankingRequest, served: ServedModel) -> bool:
+    def _prepare(self, job: RankingRequest) -> bool:
         """Reads history and candidates when it is a request's turn; False if that failed, and the error was answered."""
+        served = job.served or self.versions.of(job.user)
         try:
             events = self.histories.of(job.user) if job.history is None else job.history
             job.inputs = served.prepare(events, job.query_time)
@@ -230,8 +226,7 @@ class Engine(VersionedWorker[ServedModel]):
                 if settle(request.reply, LateError("the deadline passed before the request could be ranked.")):
                     self.latencies.note(1000 * (self.clock() - request.arrived))
                 continue
-            assert request.served is not None
-            if request.inputs is None and not self._prepare(request, request.served):
+            if request.inputs is None and not self._prepare(request):
                 continue
             plan = self._plan(request, slack_ms - total_ms)
             path, cost_ms = plan.choice.path, plan.choice.cost_ms
