@@ -149,7 +149,7 @@ def show_page(demo: DemoStage) -> str:
     service = demo.serve("page", str(folder / "ranker"), *flags, says="gateway with")
     page = httpx.get(service.url, timeout=30.0)
     check(page.status_code == 200 and "<html" in page.text, f"{service.url} shows no page: {page.status_code}")
-    users = httpx.get(f"{service.url}/demo/users", timeout=30.0).json()["users"]
+    users = httpx.get(f"{service.url}/page/users", timeout=30.0).json()["users"]
     log = pl.read_csv(folder / "log.csv")
     check(bool(users) and set(users) <= set(log["customer"]), f"the page offers {users[:5]}")
     with Client(service.url, timeout_s=120.0) as client:

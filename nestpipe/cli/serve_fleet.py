@@ -37,12 +37,12 @@ from nestpipe.gateway.router import InstanceAddress, Members
 from nestpipe.gateway.supervisor import Fleet, Worker
 from nestpipe.rules.rule_book import RuleBook
 from nestpipe.serve.config import Stages
-from nestpipe.serve.demo_page import DemoPage
 from nestpipe.serve.known_items import known_items
 from nestpipe.serve.live_attributes import LiveSource
 from nestpipe.serve.open_instance import check_flags
 from nestpipe.serve.open_service import kind_of, open_histories, open_retrieval, open_run
 from nestpipe.serve.openapi import ServiceKind
+from nestpipe.serve.operator_page import OperatorPage
 from nestpipe.serve.own_ids import ServiceIds
 from nestpipe.serve.schemas import RecommendRequest
 from nestpipe.serve.serve_flags import ServeArguments
@@ -180,7 +180,7 @@ def serve_fleet(arguments: ServeArguments) -> int:
         stages=arguments.stages,
         budget_ms=arguments.trigger.budget_ms,
         token=kept_secret(folder / "token"),
-        demo=arguments.demo,
+        page=arguments.page or arguments.demo,
     )
     del run  # whose sequences stay mapped, also those of users that are forgotten later
     return _run_fleet(plan)
@@ -217,7 +217,7 @@ class _FleetPlan:
     stages: Stages
     budget_ms: float
     token: str
-    demo: bool
+    page: bool
 
     def recommender(self, remote: InstanceClient, executor: Executor, ids: ServiceIds) -> FleetRecommender:
         if self.retriever is None:
@@ -243,9 +243,9 @@ def _run_fleet(plan: _FleetPlan) -> int:
                 probe=lambda: probe_of(histories, ids),
                 shared_log=True,
             )
-            page = DemoPage(histories, ids).routes() if plan.demo else []
+            page = OperatorPage(histories, ids, gateway.metric_texts).routes() if plan.page else []
             await fleet.start()
-            tasks = (remote.watch(), keep_fresh(histories), _say_ready(gateway, place, demo=plan.demo))
+            tasks = (remote.watch(), keep_fresh(histories), _say_ready(gateway, place, page=plan.page))
             watches = [asyncio.create_task(one) for one in tasks]
 
             def stopping() -> None:
@@ -298,11 +298,11 @@ async def keep_fresh(histories: UserHistories, *, every_s: float = 1.0) -> None:
         await asyncio.sleep(every_s)
 
 
-async def _say_ready(gateway: Gateway, place: FleetAddresses, *, demo: bool) -> None:
+async def _say_ready(gateway: Gateway, place: FleetAddresses, *, page: bool) -> None:
     while True:
         ready, problem = await gateway.readiness()
         if all(ready.values()) and not problem:
             break
         await asyncio.sleep(_READY_S)
-    page = f"; open http://{place.host}:{place.port}/ in a browser" if demo else ""
-    print(f"gateway with {place.num_instances} instances on http://{place.host}:{place.port}{page}", flush=True)
+    where = f"; open http://{place.host}:{place.port}/ in a browser" if page else ""
+    print(f"gateway with {place.num_instances} instances on http://{place.host}:{place.port}{where}", flush=True)

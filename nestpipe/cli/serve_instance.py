@@ -26,6 +26,7 @@ def serve_instance(arguments: ServeArguments) -> int:
         port, admin_port = (one.getsockname()[1] for one in (public, private))
         name = arguments.name or f"{socket.gethostname()}-{port}"
         engine, instance, load, file = open_instance(run, arguments, name=name)
+        instance.has_page = arguments.page
         token = kept_secret(run.folder / "serve" / "token")
         admin = Admin(instance, engine, token=token, load=load, file=file)
         del run  # whose sequences stay mapped, also those of users that are forgotten later
@@ -37,7 +38,8 @@ def serve_instance(arguments: ServeArguments) -> int:
 
         def started() -> None:
             where = f"http://{arguments.host}:{port}, admin on port {admin_port} of {arguments.admin_host}"
-            print(f"serving {engine.versions.main.name} as {name} on {where}", flush=True)
+            page = f"; open http://{arguments.host}:{port}/ in a browser" if arguments.page else ""
+            print(f"serving {engine.versions.main.name} as {name} on {where}{page}", flush=True)
 
         engine.start()
         try:

@@ -89,6 +89,9 @@ class BatchBuilder:
         batch = self._build(Cursor(0, 0), samples, samples.numpy(), start, end, with_targets=False)
         if batch.query_times is None or request_ms is None:
             return batch
+        if len(samples) == 1:  # a request; its query times are its own memory
+            batch.query_times.values[-1:] = int(request_ms[0]) // 1000
+            return batch
         last = batch.items.offsets[1:] - 1
         has_events = batch.items.lengths() > 0
         request_s = torch.from_numpy(request_ms // 1000)
@@ -129,11 +132,9 @@ class BatchBuilder:
     def _build(
         self, cursor: Cursor, samples: Tensor, users: Ints, start: Ints, end: Ints, *, with_targets: bool
     ) -> Batch:
-        first = torch.from_numpy(self._sequences.offsets[users] + start)
-        lengths = torch.from_numpy(end - start)
-        offsets, events = offsets_of(lengths), ranges(first, lengths).numpy()
+        offsets, events = _event_rows(self._sequences.offsets[users] + start, end - start)
         following = np.minimum(events + 1, len(self._sequences.items) - 1)
-        max_len = int(lengths.max()) if len(lengths) else 0
+        max_len = int((end - start).max()) if len(end) else 0
 
         def rows(column: NDArray[np.int64], places: NDArray[Any]) -> Jagged:
             return Jagged(torch.from_numpy(column[places]), offsets, max_len)
@@ -262,6 +263,15 @@ class BatchBuilder:
 def _lenient(feature: Feature) -> Feature:
     """The feature where a value may be missing, though ingest refuses such records."""
     return dataclasses.replace(feature, missing="zero") if feature.missing == "refuse" else feature
+
+
+def _event_rows(first: Ints, lengths: Ints) -> tuple[Tensor, NDArray[Any]]:
+    """Offsets [B + 1] of samples with these lengths, and the rows of their events; of one sample, a request, without kernels."""
+    if len(lengths) == 1:
+        num = int(lengths[0])
+        return torch.tensor([0, num]), np.arange(num) + first[0]
+    counts = torch.from_numpy(lengths)
+    return offsets_of(counts), ranges(torch.from_numpy(first), counts).numpy()
 
 
 def missing_values(feature: Feature, num_rows: int) -> StoredFeature:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import pairwise
 
 import numpy as np
@@ -54,6 +55,9 @@ class Vocabulary:
     def numbers_of(self, own: Sequence[OwnId]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """The numbers of many own ids at once, and which of them the vocabulary could have; 0 for others."""
         if self.encoding == "int64":
+            if all(type(one) is int for one in own):  # as requests have them, which are in range
+                with suppress(OverflowError):
+                    return np.array(own, np.int64), np.ones(len(own), np.bool_)
             known = np.array([_is_int64(one) for one in own], np.bool_)
             return np.array(
                 [int(one) if is_int else 0 for one, is_int in zip(own, known, strict=True)], np.int64

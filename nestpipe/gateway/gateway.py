@@ -267,6 +267,11 @@ class Gateway:
     async def _metrics(self, http: HttpRequest) -> Response:
         return Response(generate_latest(self.metrics.registry), media_type="text/plain; version=0.0.4")
 
+    async def metric_texts(self) -> list[str]:
+        """The metrics of the gateway and of the members that answer."""
+        own = generate_latest(self.metrics.registry).decode()
+        return [own, *await self._remote.metric_texts(timeout_s=1.0)]
+
     async def _document(self, http: HttpRequest) -> Response:
         return JSONResponse(gateway_document(self._kind, self._limits))
 

@@ -21,6 +21,7 @@ from msgspec import Struct
 from nestpipe.errors import NestPipeError
 from nestpipe.gateway.router import InstanceAddress, Members, RouterError, peek_instance
 from nestpipe.serve.schemas import (
+    FORWARDED_HEADER,
     ErrorReply,
     GeneratedItems,
     GenerateRequest,
@@ -36,7 +37,7 @@ from nestpipe.serve.schemas import (
 )
 
 _MIN_ATTEMPT_S = 0.002  # less is not enough for an answer
-_JSON = {"content-type": "application/json"}
+_JSON = {"content-type": "application/json", FORWARDED_HEADER: "1"}
 _MAX_QUIET_S = 5.0  # limit on an instance's `quiet_s`
 _TIMEOUTS = 3  # consecutive timeouts that make an instance suspect; a slow one keeps its users
 
@@ -259,6 +260,19 @@ class InstanceClient:
         members = list(self.members)
         states = await asyncio.gather(*map(check, members))
         return {one.name: is_ready for one, is_ready in zip(members, states, strict=True)}
+
+    async def metric_texts(self, *, timeout_s: float) -> list[str]:
+        """The /metrics of the members that answer in time."""
+
+        async def read(instance: InstanceAddress) -> str:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    reply = await self._client.get(instance.url + "/metrics")
+            except (TimeoutError, httpx.HTTPError, httpx.InvalidURL):
+                return ""
+            return reply.text if reply.status_code == 200 else ""
+
+        return [text for text in await asyncio.gather(*map(read, list(self.members))) if text]
 
     async def watch(self, *, every_s: float = 0.5, timeout_s: float = 1.0) -> None:
         """Checks readiness until it is cancelled: members that start, hang or drain are tried last."""

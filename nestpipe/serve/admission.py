@@ -21,7 +21,7 @@ _MARGIN = 0.65  # share of the time that is left which the predicted wait may ta
 _KEPT = 0.9  # weight of the steps before, with each new one
 _OUTLIER = 4.0  # times the expected time that a step counts at most
 _FRESH_S = 0.5  # after which a measurement loses half of its weight in each such time
-_SOON_S = 0.001  # a loop that polls so soon after its last callback did not sleep
+_SOON_S = 0.005  # a loop that reads so soon after its last work did not sleep
 
 ARRIVAL = "nestpipe.arrival"
 """The key of an ASGI scope that has the request's `Arrival`, if the server is ours."""
@@ -57,26 +57,30 @@ class Arrival:
 class ArrivalClock:
     """Estimates when bytes arrived that an event loop reads now.
 
-    A poll that follows the last callbacks at once found bytes that may have waited since the poll before. uvloop's time is that
-    of the poll, before Python's lock was waited for; that of asyncio is the current time.
+    Reads of one poll are a batch. A batch that follows work at once found bytes that may have waited since the batch before.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop):
-        self._loop = loop
-        self._poll, self._done = 0.0, 0.0  # the current poll, and when the callbacks of the last one were done
-        self._at = 0.0
+        self._loop, self._is_next = loop, True
+        self._began = self._at = 0.0  # of the current batch: its first read, and when its bytes arrived
+        self._worked_until = 0.0
 
     def read(self) -> float:
         """The time (monotonic) at which the bytes arrived, or somewhat earlier."""
-        poll = min(self._loop.time(), time.monotonic())
-        if poll != self._poll:
-            before, self._poll = self._poll, poll
-            self._at = before if poll - self._done < _SOON_S else poll
-            self._loop.call_soon(self._note_done)
+        if self._is_next:
+            before, self._began = self._began, time.monotonic()
+            self._at = before if self._began - self._worked_until < _SOON_S else self._began
+            self._is_next = False
+            self._loop.call_soon(self._end_batch)  # runs after this poll, and before the next
         return self._at
 
-    def _note_done(self) -> None:
-        self._done = time.monotonic()
+    def note_work(self) -> None:
+        """The loop has worked until now, so bytes may wait for it."""
+        self._worked_until = time.monotonic()
+
+    def _end_batch(self) -> None:
+        self._is_next = True
+        self.note_work()
 
 
 class WaitEstimate:
@@ -126,7 +130,7 @@ class WaitEstimate:
 
     def exceeds(self, left_s: float) -> bool:
         """Whether the predicted wait leaves no time to answer."""
-        return left_s <= 0 or self.wait_s() > _MARGIN * left_s
+        return self.wait_s() > _MARGIN * left_s
 
     def _unit_s(self) -> float:
         if not self._worked:

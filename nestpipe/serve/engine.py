@@ -51,7 +51,6 @@ _log = logging.getLogger("nestpipe.serve")
 _SWEEP_S = 0.5  # between two sweeps of expired entries
 _BREAKER_S = 5.0  # window of the latencies that open the breaker
 _PROBE_EVERY = 16  # prefill hints that an open breaker refuses; the last of them is admitted
-_LEAST_MS = 1e-3  # of a request whose cost is unknown
 _QUEUE_S = 30.0  # window of queueing times
 
 
@@ -93,18 +92,11 @@ class Engine(VersionedWorker[ServedModel]):
 
     def submit(self, job: RankingRequest | PrefillHint) -> None:
         """Queues a job, whose `reply` gets the answer; raises BusyError."""
-        with self.admitting(job.reply, work=self._work_of(job)):
+        work = job.work_ms(self.histories, self.versions.of(job.user))
+        with self.admitting(job.reply, work=work):
             if isinstance(job, RankingRequest):
                 job.arrived = self.clock()
             self._inbox.append(job)
-
-    def _work_of(self, job: RankingRequest | PrefillHint) -> float:
-        """Milliseconds of full inference; nothing for a hint, whose prefill waits for ranking requests."""
-        if isinstance(job, PrefillHint):
-            return 0.0
-        num_events = self.histories.num_events(job.user) if job.history is None else len(job.history.items)
-        served = self.versions.of(job.user)
-        return max(served.costs.expected("full", min(num_events, served.max_len), len(job.items)), _LEAST_MS)
 
     @property
     def num_waiting(self) -> int:
@@ -128,26 +120,20 @@ class Engine(VersionedWorker[ServedModel]):
             self._score(batch)  # 4 one call of each model with prefixes, one without; reply
         if plans and len(self._evictable) > self.config.max_batch:
             self._demote()  # under constant load too, prefixes must reach the host
-        return (
-            bool(plans) or self._demote() or self._prefills.run()
-        )  # 5 idle: one copy to the host, or one prefill chunk
+        # 5 idle: one copy to the host, or one prefill chunk
+        return bool(plans) or self._demote() or self._prefills.run()
 
     def _accept(self) -> None:
-        num_new = len(self._inbox)  # not those that arrive meanwhile: queued requests must get their turn
-        problem: Exception | None = None
-        try:
-            if num_new:
-                self._refresh()
-        except Exception as error:
-            problem = error
-        for _ in range(num_new):
+        is_fresh = False
+        for _ in range(len(self._inbox)):  # not those that arrive meanwhile: queued requests must get their turn
             job = self._inbox.popleft()
             if job.reply.cancelled():
                 self.release(job.request)
                 continue
             try:
-                if problem is not None:
-                    raise problem
+                if not is_fresh:
+                    self._refresh()
+                    is_fresh = True
                 pinned = self._pinned.get(job.request)  # a request keeps the model of its hint
                 served = pinned[0] if pinned else self.versions.of(job.user)
                 if isinstance(job, PrefillHint):
@@ -155,17 +141,17 @@ class Engine(VersionedWorker[ServedModel]):
                     if not settle(job.reply, self._decide(job, served.prepare(events, job.query_time))):
                         self.release(job.request)
                 else:
-                    job.served = served
+                    job.served, job.since = served, self.cache.num_invalidations  # before the events are read
                     heapq.heappush(self._requests, job)
             except Exception as error:
                 if isinstance(job, RankingRequest):
                     self.release(job.request)
                 settle(job.reply, error)
 
-    def _prepare(self, job: RankingRequest, served: ServedModel) -> bool:
+    def _prepare(self, job: RankingRequest) -> bool:
         """Reads history and candidates when it is a request's turn; False if that failed, and the error was answered."""
+        served = job.served or self.versions.of(job.user)
         try:
-            job.since = self.cache.num_invalidations  # before the events are read
             events = self.histories.of(job.user) if job.history is None else job.history
             job.inputs = served.prepare(events, job.query_time)
             job.candidates = served.candidates(job.items, self.histories.sequences)
@@ -240,8 +226,7 @@ class Engine(VersionedWorker[ServedModel]):
                 if settle(request.reply, LateError("the deadline passed before the request could be ranked.")):
                     self.latencies.note(1000 * (self.clock() - request.arrived))
                 continue
-            assert request.served is not None
-            if request.inputs is None and not self._prepare(request, request.served):
+            if request.inputs is None and not self._prepare(request):
                 continue
             plan = self._plan(request, slack_ms - total_ms)
             path, cost_ms = plan.choice.path, plan.choice.cost_ms

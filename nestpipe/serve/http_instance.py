@@ -27,7 +27,9 @@ from nestpipe.data.vocabulary import OwnId
 from nestpipe.errors import DataError, NestPipeError
 from nestpipe.serve.admission import age_s
 from nestpipe.serve.config import Limits
+from nestpipe.serve.disk_watch import DiskWatch
 from nestpipe.serve.openapi import Calls, document
+from nestpipe.serve.operator_page import OperatorPage
 from nestpipe.serve.own_ids import ServiceIds
 from nestpipe.serve.prometheus import InstanceMetrics, status_counter
 from nestpipe.serve.request_guard import Admit, CallEndpoint, RequestGuard, Run, ServiceApp
@@ -36,9 +38,11 @@ from nestpipe.serve.requests import refuse_busy
 from nestpipe.serve.schemas import Event, InvalidateReply, InvalidateRequest
 from nestpipe.serve.state_api import StateApi, refuse_away
 from nestpipe.serve.state_routes import state_routes
+from nestpipe.serve.state_schemas import STATE_CALLS
 from nestpipe.serve.state_writer import StateWriter
 from nestpipe.serve.worker_thread import WorkerThread
 
+_WRITES = frozenset({"events"})
 _FEW_EVENTS = 64  # of a history, which are read faster than handed to a thread
 _MAX_WRITES, _NUM_WRITERS = 64, 2  # writes in flight, and threads for them
 
@@ -72,9 +76,12 @@ class HttpInstance(ABC):
             threads,
             check=self._check,
             forgotten=self.invalidate,
+            stored=metrics.events.inc,
             max_events=limits.events,
         )
+        self.disk = DiskWatch(worker.histories.state.folder)
         self.is_draining = False
+        self.has_page = False  # set before `app`
         self.broadcast: Callable[[OwnId], Awaitable[int]] | None = None  # invalidates a user at all instances
 
     @abstractmethod
@@ -112,23 +119,25 @@ class HttpInstance(ABC):
         calls: dict[str, Run] = {**self._handlers(), "events": self._state.events, "invalidate": self._invalidate}
         gets = {"healthz": self._alive, "readyz": self._ready, "metrics": self._metrics, "openapi.json": self._document}
         routes = state_routes(
-            self._state.handlers(),
+            {name: self._guarding(name, run) for name, run in self._state.handlers().items()},
             reads=self._guard,
             writes=self._writes,
             refuse=self._refuse,
             counted=lambda name, status: self._answers.answers.labels(name, str(status)).inc(),
             max_elements=self._limits.events,
         )
-        routes += [*self._more_routes(), *(Route(f"/{name}", handler) for name, handler in gets.items())]
+        page = OperatorPage(self._worker.histories, self._ids, self._metric_texts).routes() if self.has_page else []
+        routes += [*self._more_routes(), *page, *(Route(f"/{name}", handler) for name, handler in gets.items())]
         return ServiceApp({name: self._handler(name, call) for name, call in calls.items()}, routes)
 
     def _handler(
         self, name: str, run: Run, *, fields_of: Callable[[HttpRequest], Mapping[str, Any]] | None = None
     ) -> CallEndpoint:
-        guard, (kind, _) = self._writes if name == "events" else self._guard, self._calls[name]
+        is_write, (kind, _) = name in _WRITES, self._calls[name]
+        guard = self._writes if is_write else self._guard
         return guard.handler(
             kind,
-            run,
+            self.disk.guarding(run) if is_write else run,
             refuse=self._refuse,
             counted=status_counter(self._answers.answers, name),
             fields_of=fields_of,
@@ -142,6 +151,10 @@ class HttpInstance(ABC):
     def _arrived(self) -> float:
         """When the current request arrived, by the worker's clock."""
         return self._worker.clock() - age_s()
+
+    def _guarding(self, name: str, run: Run) -> Run:
+        """A call of items or users, with an answer for a full disk if it writes."""
+        return run if STATE_CALLS[name].method == "GET" else self.disk.guarding(run)
 
     def _limit(self, max_in_flight: int) -> RequestGuard:
         return RequestGuard(max_in_flight=max_in_flight, max_bytes=self._limits.body_bytes, body_s=self._limits.body_s)
@@ -169,13 +182,17 @@ class HttpInstance(ABC):
         return JSONResponse({"alive": True})
 
     async def _ready(self, http: HttpRequest) -> Response:
-        is_ready = not self.is_draining and not self._worker.is_stopping and await self._works()
+        is_ready = not self.is_draining and not self._worker.is_stopping
+        is_ready = is_ready and await run_in_threadpool(self.disk.check) and await self._works()
         problem = self._worker.histories.state.problem()  # recommendations go on from what is known; writes do not
         answer = {"ready": is_ready and not problem, **({"problem": problem} if problem else {})}
         return JSONResponse(answer, 200 if answer["ready"] else 503)
 
     async def _metrics(self, http: HttpRequest) -> Response:
         return Response(self._answers.text(), media_type="text/plain; version=0.0.4")
+
+    async def _metric_texts(self) -> list[str]:
+        return [self._answers.text().decode()]
 
     async def _document(self, http: HttpRequest) -> Response:
         schema, most = self._worker.histories.sequences.schema, self._limits.events

@@ -34,6 +34,7 @@ class InstanceMetrics(Collector):
         own = self._registry = CollectorRegistry()
         own.register(self)
         self.answers = Counter("nestpipe_answers", "Answers by call and status", ["call", "status"], registry=own)
+        self.events = Counter("nestpipe_events", "Events that were stored", registry=own)
         self.recommended = Counter(
             "nestpipe_recommended", "Recommendations by model and path", ["model", "path"], registry=own
         )

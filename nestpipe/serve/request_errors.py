@@ -18,6 +18,14 @@ class BadRequestError(NestPipeError):
         self.status, self.code = status, code
 
 
+_SERVER_PATH = re.compile(r"(?<![\w/.:])/(?:[^\s/'\",;:()]+/)+([^\s/'\",;:()]*)")
+
+
+def without_paths(message: str) -> str:
+    """A message for callers: of folders and files of the server, whose addresses are none of their business, only the name."""
+    return _SERVER_PATH.sub(r"\1", message)
+
+
 def explained(problem: str, value: Any, kind: Any, name: str = "") -> BadRequestError:
     """msgspec names the place and the type; callers also need the value that was seen and what is wanted there."""
     text, _, place = problem.partition(" - at `$")

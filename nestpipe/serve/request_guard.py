@@ -26,16 +26,16 @@ from starlette.types import Receive, Scope, Send
 
 from nestpipe.errors import NestPipeError
 from nestpipe.serve.admission import ARRIVAL, Arrival, age_s, note_arrival
-from nestpipe.serve.request_errors import BadRequestError, explained, wrong_field
-from nestpipe.serve.schemas import ErrorReply, HistoryEvent, Problem, Request, members
+from nestpipe.serve.request_errors import BadRequestError, explained, without_paths, wrong_field
+from nestpipe.serve.requests import BusyError
+from nestpipe.serve.schemas import FORWARDED_HEADER, ErrorReply, HistoryEvent, Problem, Request, members
 
 _log = logging.getLogger("nestpipe.serve")
 Refuse = Callable[[NestPipeError], tuple[int, str] | None]
 Run = Callable[[Any], Awaitable[msgspec.Struct]]
 Admit = Callable[[float | None], None]
 """Raises an error for a request with this deadline (ms) that would wait too long."""
-FORWARDED_HEADER = b"x-nestpipe-forwarded"
-"""Of a gateway, which asks another instance as soon as it is refused."""
+_FORWARDED = FORWARDED_HEADER.lower().encode()
 _HOLD_S, _MAX_HELD = 0.1, 1024
 _JSON, _RETRY = (b"content-type", b"application/json"), (b"retry-after", b"1")
 
@@ -168,7 +168,7 @@ class RequestGuard:
 
     async def hold(self, scope: Scope, left_s: float) -> None:
         """Delays a refusal, never so long that the caller cannot ask another; only so many at a time."""
-        is_forwarded = any(name == FORWARDED_HEADER for name, _ in scope["headers"])
+        is_forwarded = any(name == _FORWARDED for name, _ in scope["headers"])
         if self.num_held < _MAX_HELD and left_s > 0 and not is_forwarded:
             self.num_held += 1
             try:
@@ -245,7 +245,7 @@ class CallEndpoint:
         """Raises the refusal of a request that would wait too long, also after it was held for a moment."""
         try:
             admit(deadline_ms)
-        except NestPipeError:
+        except BusyError:
             self._guard.num_in_flight -= 1
             try:
                 await self._guard.hold(scope, math.inf if deadline_ms is None else deadline_ms / 1e3 - age_s())
@@ -266,7 +266,7 @@ class CallEndpoint:
         if isinstance(error, BadRequestError):
             return refusal(error.status, error.code, str(error))
         if isinstance(error, NestPipeError) and (known := self._refuse(error)) is not None:
-            return refusal(*known, str(error))
+            return refusal(*known, without_paths(str(error)))
         _log.error("a call failed", exc_info=error)
         return refusal(503, "failed", "the call failed unexpectedly; the service's log has the traceback.")
 
@@ -304,9 +304,10 @@ def user_and_numbers(http: HttpRequest) -> dict[str, Any]:
 def _peek_deadline(body: bytes) -> float | None:
     """The deadline in a body, of which nothing else is read; None if there is none, or a wrong one, which parsing reports."""
     try:
-        return _DEADLINE.decode(body).deadline_ms
+        found = _DEADLINE.decode(body).deadline_ms
     except (ValueError, RecursionError):
         return None
+    return found if found is not None and found > 0 else None
 
 
 async def _unless_disconnected(receive: Receive, work: Awaitable[msgspec.Struct]) -> msgspec.Struct:

@@ -19,11 +19,13 @@ from nestpipe.serve.kv_cache import EntryState
 from nestpipe.serve.prefill import HistoryInputs, ServedModel
 from nestpipe.serve.prefill_policy import RankingCosts, Reason
 from nestpipe.serve.schemas import RankedItems
+from nestpipe.serve.user_history import UserHistories
 
 _log = logging.getLogger("nestpipe.serve")
 
 Path = Literal["hit_device", "join", "hit_host", "extend", "full", "shorter", "fallback"]
 HITS = frozenset({"hit_device", "join", "hit_host", "extend"})
+_LEAST_MS = 1e-3  # of a request whose cost is unknown
 DEGRADED = frozenset({"shorter", "fallback"})
 
 
@@ -88,6 +90,12 @@ class RankingRequest:
     def __lt__(self, other: RankingRequest) -> bool:
         return self.deadline < other.deadline
 
+    def work_ms(self, histories: UserHistories, served: ServedModel) -> float:
+        """The expected time of full inference; the history is not read."""
+        num_events = histories.num_events(self.user) if self.history is None else len(self.history.items)
+        found = served.costs.expected("full", min(num_events, served.max_len), len(self.items))
+        return max(found, _LEAST_MS)
+
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class PrefillHint:
@@ -100,6 +108,10 @@ class PrefillHint:
     until: float
     history: Sequences | None = None
     reply: Future[HintDecision] = field(default_factory=Future)
+
+    def work_ms(self, histories: UserHistories, served: ServedModel) -> float:
+        """Nothing that a ranking request waits for."""
+        return 0.0
 
 
 @dataclass(frozen=True, slots=True)

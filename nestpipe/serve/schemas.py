@@ -28,6 +28,8 @@ USER_HEADER = "X-Nestpipe-User"
 """For nginx, which hashes it."""
 SESSION_HEADER = "X-Session-Id"
 """For Ray Serve, whose name it is."""
+FORWARDED_HEADER = "X-Nestpipe-Forwarded"
+"""Of a gateway, which asks another instance as soon as one refuses: its refusals are not held."""
 _TICKET = re.compile(rf"[\w.-]{{1,{MAX_TICKET_CHARS}}}", re.ASCII)
 
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]

@@ -56,8 +56,10 @@ class ServeArguments:
     """Take instruction texts in requests of a generative run that was trained on instructions."""
     rules: Path | None = None
     """JSON file of named sets of rules, {"front_page": {"filter": {...}}}, which requests name; see docs/how-to/rules.md."""
+    page: bool = False
+    """Serve the operator's page at /, read-only; it shows the history of any user. See docs/how-to/operate.md."""
     demo: bool = False
-    """Serve a demo page at the gateway's address; it shows the history of any user."""
+    """A gateway with --instances (at least one) and --page."""
     print_nginx: bool = False
     """Print an nginx configuration that replaces the gateway, and exit."""
 
@@ -78,7 +80,7 @@ class ServeArguments:
             )
         if self.ray < 0:
             problems.append(f"ray is {self.ray}; it must be 0 (no Ray) or more")
-        others = [name for name in ("instances", "demo", "print_nginx", "notes") if getattr(self, name)]
+        others = [name for name in ("instances", "demo", "page", "print_nginx", "notes") if getattr(self, name)]
         if self.ray and others:
             problems.append(
                 f"ray is {self.ray}, but {others[0].replace('_', '-')} is for a gateway or a single instance"

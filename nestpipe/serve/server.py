@@ -28,7 +28,7 @@ _DRAIN_S = 10
 _OTHER_FILES = 128  # open files besides connections
 _MAX_HEAD_BYTES, _MAX_HEADERS = 16 << 10, 100
 _MAX_REQUESTS = 10_000  # on one connection; then it is closed, so that clients spread over new instances
-_BAD_HTTP = 400, "bad_http", "this is no HTTP/1.1 request."
+_BAD_HTTP = 400, "bad_http", "this is no HTTP request."
 _LARGE_HEAD = 431, "large_head", f"the request head has more than {_MAX_HEAD_BYTES:,} bytes or {_MAX_HEADERS} fields."
 _TWO_LENGTHS = 400, "two_lengths", "Content-Length and Transfer-Encoding are both there; send one of them."
 
@@ -88,6 +88,7 @@ class ServiceProtocol(HttpToolsProtocol):
         if self._in_head and self._num_head_bytes > _MAX_HEAD_BYTES and not self.transport.is_closing():
             self._refusal = _LARGE_HEAD
             self.send_400_response("")
+        self._clock.note_work()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -120,6 +121,7 @@ class ServiceProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         self._waits_since = time.monotonic()
         super().on_response_complete()
+        self._clock.note_work()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._late.cancel()
@@ -133,7 +135,7 @@ class ServiceProtocol(HttpToolsProtocol):
         status, code, message = self._refusal
         body = msgspec.json.encode(ErrorReply(Problem(code, message)))
         head = f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
-        if self.cycle is None or self.cycle.response_complete:  # otherwise it would be in the midst of another answer
+        if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
             self.transport.write(STATUS_LINE[status] + head.encode() + body)
         self.transport.close()
 

@@ -41,11 +41,12 @@ class StateApi:
         *,
         check: Callable[[Sequences], object],
         forgotten: Callable[[Any], object],
+        stored: Callable[[float], object],
         max_events: int,
     ):
-        """`check` refuses events that no model can read; `forgotten` drops what is cached of a user."""
+        """`check` refuses events that no model can read; `forgotten` drops what is cached of a user; `stored` counts events."""
         self._writer, self._threads, self._check = writer, threads, check
-        self._forgotten, self._max_events = forgotten, max_events
+        self._forgotten, self._stored, self._max_events = forgotten, stored, max_events
 
     def handlers(self) -> dict[str, Run]:
         """What answers each call of STATE_CALLS."""
@@ -61,7 +62,9 @@ class StateApi:
 
     async def events(self, request: EventsRequest) -> EventsReply:
         check_count(request.events, self._max_events)
-        return await self._run(self._writer.add_events, request.events, self._check)
+        reply = await self._run(self._writer.add_events, request.events, self._check)
+        self._stored(reply.accepted)
+        return reply
 
     async def _put_items(self, request: ItemsRequest) -> ElementsReply:
         return await self._run(self._writer.put_items, request.items)

@@ -12,10 +12,11 @@ from typing import Any
 
 from nestpipe.serve.admission import WaitEstimate, measured
 from nestpipe.serve.config import EngineConfig
-from nestpipe.serve.requests import BusyError, StoppingError
+from nestpipe.serve.requests import BusyError, LateError, StoppingError
 from nestpipe.serve.user_history import UserHistories
 
 _log = logging.getLogger("nestpipe.serve")
+_STOPPING = "the instance is stopping; try another."
 _PAUSE_S = 0.2  # of an idle thread
 
 
@@ -45,8 +46,12 @@ class WorkerThread(ABC):
 
     def admit(self, left_s: float) -> None:
         """Raises BusyError if a request would wait longer than it can, before anything is read or queued for it."""
+        if self.is_stopping:
+            raise StoppingError(_STOPPING)
+        if left_s <= 0:
+            raise LateError("the deadline passed before the request could be queued.")
         if self.waits.exceeds(left_s):
-            wait_ms, left_ms = 1000 * self.waits.wait_s(), max(1000 * left_s, 0.0)
+            wait_ms, left_ms = 1000 * self.waits.wait_s(), 1000 * left_s
             raise BusyError(
                 f"{self.num_waiting} requests wait, for about {wait_ms:.0f} ms, and {left_ms:.0f} ms of the deadline are left; "
                 "try again later, or another instance."
@@ -60,7 +65,7 @@ class WorkerThread(ABC):
         """
         with self._wakeup:
             if self.is_stopping:
-                raise StoppingError("the instance is stopping; try another.")
+                raise StoppingError(_STOPPING)
             if (num := self.num_waiting) >= self.config.max_queue:
                 raise BusyError(f"{num} requests wait already; try again later, or another instance.")
             yield

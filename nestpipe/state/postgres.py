@@ -17,6 +17,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 from nestpipe.errors import ConfigError
@@ -86,6 +87,8 @@ class PostgresLog:
 
 class PostgresState:
     """A connection that writes and a thread that follows. Raises ConfigError if the database cannot be used at the start."""
+
+    folder: Path | None = None
 
     def __init__(self, url: str):
         self._url = url

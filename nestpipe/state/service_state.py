@@ -59,6 +59,11 @@ class ServiceState(Protocol):
     @property
     def changes(self) -> EntryLog: ...
 
+    @property
+    def folder(self) -> Path | None:
+        """Where it writes on this machine; None: elsewhere."""
+        ...
+
     def writing(self) -> AbstractContextManager[None]:
         """Holds the writer lock; what was appended inside is durable after it. Raises StateAwayError."""
         ...
@@ -80,6 +85,7 @@ class FileState:
     def __init__(self, log: Path):
         self.events = EventLog(log)
         self.changes = EventLog(log.with_name(CHANGES), lock=self.events.lock)
+        self.folder: Path | None = log.parent
 
     def writing(self) -> AbstractContextManager[None]:
         return self.events.writing()

@@ -23,8 +23,8 @@ from nestpipe.cli.serve_fleet import fleet_retriever, keep_fresh
 from nestpipe.config import Config, DataConfig
 from nestpipe.data import array_files as folders
 from nestpipe.errors import DataError
-from nestpipe.serve.demo_page import DemoPage
 from nestpipe.serve.open_service import open_histories
+from nestpipe.serve.operator_page import OperatorPage
 from nestpipe.serve.own_ids import ServiceIds
 from nestpipe.training.run_folder import Run
 from tests.eval.test_catalogue_predictor import named_log
@@ -125,9 +125,9 @@ def test_a_gateway_lets_go_of_a_forgotten_user_while_nobody_asks(runs, log, tmp_
     histories = open_histories(run, tmp_path / "events.log")
     retriever = fleet_retriever(run, histories)
     del run
-    demo = DemoPage(histories, ServiceIds(lambda: histories.sequences))
-    server = Served(Starlette(routes=demo.routes()))
-    users = server.url + "/demo/users"
+    page = OperatorPage(histories, ServiceIds(lambda: histories.sequences), lambda: None)
+    server = Served(Starlette(routes=page.routes()))
+    users = server.url + "/page/users"
     longest = httpx.get(users).json()["users"][0]
 
     async def forget_meanwhile():

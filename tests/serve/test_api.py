@@ -446,7 +446,8 @@ def test_what_is_too_much_is_refused_before_its_history_is_read(open_world, monk
         raise DataError("enough")
 
     monkeypatch.setattr(engine.histories, "given", slow)
-    body = {"request": "a", "candidates": [1], "history": []}
+    many = [{"item": 5, "time": ASKED - 50}] * 100  # few are read without a thread
+    body = {"request": "a", "candidates": [1], "history": many}
     with ThreadPoolExecutor(2) as threads:
         first = [threads.submit(world.post, "rank", {"user": user, **body}) for user in (1, 2)]
         wait_until(lambda: len(parsed) == 2)

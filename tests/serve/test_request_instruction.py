@@ -19,9 +19,9 @@ from nestpipe.gateway.router import InstanceAddress, Members
 from nestpipe.generative.instruction_store import ANY, SqliteStore, StoredInstruction
 from nestpipe.generative.text_encoder import hashed_words
 from nestpipe.serve.config import EngineConfig
-from nestpipe.serve.demo_page import DemoPage
 from nestpipe.serve.generation_api import GenerativeInstance
 from nestpipe.serve.open_service import generative_version, open_generator
+from nestpipe.serve.operator_page import OperatorPage
 from nestpipe.serve.own_ids import ServiceIds
 from nestpipe.serve.request_errors import BadRequestError
 from nestpipe.serve.request_instruction import UNTRAINED, RequestTexts
@@ -29,7 +29,7 @@ from nestpipe.serve.schemas import RecommendRequest
 from tests.gateway.fake_instances import Served
 from tests.gateway.test_cascade import TLS
 from tests.serve.small_generative import make_run
-from tests.serve.test_demo_page import wait_for
+from tests.serve.test_operator_page import wait_for
 
 USER, TEXT = 11, "a round table for the kitchen"
 EXACT = 1e-5  # of log-probabilities of order one in 32 bits
@@ -63,13 +63,14 @@ def client(url):
 
 @pytest.fixture
 def gateway(url, generator):
-    """A gateway in front of the instance, with the demo page."""
+    """A gateway in front of the instance, with the operator's page."""
     remote = InstanceClient(
         Members([InstanceAddress(name="one", url=url)]), httpx.AsyncClient(timeout=None, verify=TLS)
     )
     probe = RecommendRequest(user=USER, request="probe")
-    page = DemoPage(generator.histories, ServiceIds(lambda: generator.histories.sequences))
     gateway = Gateway(Forwarding(remote, budget_ms=30_000), kind="generative", probe=lambda: probe, shared_log=True)
+    ids = ServiceIds(lambda: generator.histories.sequences)
+    page = OperatorPage(generator.histories, ids, gateway.metric_texts)
     server = Served(gateway.app(*page.routes()))
     yield server.url
     server.close()

@@ -1,8 +1,9 @@
-"""Connections that bring no request: closed in time, and never too many."""
+"""Connections: closed in time, never too many, and refused where a request is too large or has two lengths."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import threading
 import time
@@ -92,3 +93,71 @@ def test_a_connection_too_many_is_closed_at_once(port, monkeypatch):
     finally:
         for line in lines:
             line.close()
+
+
+def refused(port, request):
+    """The whole answer to bytes, after which the connection must be closed."""
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as line:
+        line.sendall(request)
+        said = b""
+        while piece := line.recv(65536):
+            said += piece
+    return said
+
+
+HEAD = b"POST / HTTP/1.1\r\nHost: x\r\n"
+CHUNKS = b"0\r\n\r\nGET / HTTP/1.1\r\nHost: x\r\n\r\n"  # a second request, if the length does not count
+
+
+@pytest.mark.parametrize(
+    "framing",
+    [
+        b"Content-Length: 5\r\nTransfer-Encoding: chunked",
+        b"Transfer-Encoding: chunked\r\nContent-Length: 41",
+        b"Transfer-Encoding: Chunked\r\ncontent-length: 0",
+        b"Content-Length: 5\r\nContent-Length: 41",
+        b"Transfer-Encoding: xchunked",
+        b"Content-Length: +5",
+    ],
+)
+def test_a_request_with_two_lengths_is_refused_and_its_rest_is_no_request(port, framing):
+    said = refused(port, HEAD + framing + b"\r\n\r\n" + CHUNKS)
+    assert said.startswith(b"HTTP/1.1 400 "), said
+    assert said.count(b"HTTP/1.1") == 1, "the rest would be another caller's request"
+    assert b"here" not in said
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        b"X: " + b"a" * 20_000 + b"\r\n\r\n",
+        b"X: " + b"a" * 20_000,  # a field that does not end
+        b"".join(b"X%d: a\r\n" % number for number in range(101)) + b"\r\n",
+        b"".join(b"X%d: %s\r\n" % (number, b"a" * 400) for number in range(50)) + b"\r\n",
+    ],
+)
+def test_large_heads_are_refused(port, lines):
+    said = refused(port, HEAD + lines)
+    assert said.startswith(b"HTTP/1.1 431 "), said
+    assert b"large_head" in said
+    assert httpx.get(f"http://127.0.0.1:{port}/").text == "here"
+
+
+def test_garbage_gets_one_answer_as_json(port):
+    said = refused(port, b"\x16\x03\x01 no http\r\n\r\n")
+    head, _, body = said.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 ")
+    assert json.loads(body)["error"]["code"] == "bad_http"
+
+
+def test_a_connection_ends_after_so_many_requests(port, monkeypatch):
+    monkeypatch.setattr(server, "_MAX_REQUESTS", 3)
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as line:
+        for _ in range(2):
+            ask(line)
+        line.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        said = b""
+        while piece := line.recv(4096):
+            said += piece
+    assert b"connection: close" in said.lower()
+    assert said.endswith(b"here")

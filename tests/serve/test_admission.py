@@ -1,0 +1,174 @@
+"""Admission: when bytes arrived, how long a request would wait, and what a full service answers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import httpx
+import pytest
+import uvloop
+
+from nestpipe.serve.admission import ArrivalClock, WaitEstimate, measured
+from nestpipe.serve.request_errors import BadRequestError
+from nestpipe.serve.request_guard import body_parser, parse
+from nestpipe.serve.requests import BusyError
+from nestpipe.serve.schemas import FORWARDED_HEADER, RankedItems, RankRequest, limited
+from tests.serve.small_rankers import Clock
+from tests.serve.small_services import KINDS, serving
+
+
+def answer(**fields):
+    return RankedItems(items=[], scores=[], path="full", model="m", **fields)
+
+
+def queued(estimate, works):
+    """Requests of these sizes; returns their replies."""
+    replies = [Future() for _ in works]
+    for reply, work in zip(replies, works, strict=True):
+        estimate.queue(reply, work)
+    return replies
+
+
+def test_the_wait_is_the_queued_work_at_the_measured_speed():
+    clock = Clock()
+    estimate = WaitEstimate(clock)
+    assert estimate.wait_s() == 0, "nothing is measured, so nothing is refused"
+    replies = queued(estimate, [1.0, 3.0])
+    assert estimate.wait_s() == 0
+    estimate.observe(2.0, 0.5, is_full=True)
+    assert estimate.wait_s() == pytest.approx(1.0)
+    assert estimate.exceeds(1.4)
+    assert not estimate.exceeds(1.6)
+    replies[1].set_result(answer())
+    assert estimate.wait_s() == pytest.approx(0.25)
+    replies[0].cancel()
+    assert estimate.wait_s() == 0, "an idle worker refuses nothing"
+
+
+def test_answers_that_are_late_or_degraded_promise_no_speed():
+    estimate = WaitEstimate(Clock())
+    replies = queued(estimate, [1.0] * 4)
+    replies[0].set_exception(BusyError("late"))
+    replies[1].set_result(answer(degraded=True))
+    replies[2].cancel()
+    assert (estimate.answered, estimate.num_answered) == (0, 0)
+    replies[3].set_result(answer())
+    assert (estimate.answered, estimate.num_answered) == (1, 1)
+
+
+def test_small_batches_do_not_make_a_service_look_slow():
+    """They cost more per request; believed, they would keep batches small for ever."""
+    clock = Clock()
+    estimate = WaitEstimate(clock)
+    estimate.observe(8.0, 0.8, is_full=True)
+    queued(estimate, [1.0])
+    for _ in range(50):
+        estimate.observe(1.0, 0.3, is_full=False)
+    assert estimate.wait_s() == pytest.approx(0.1)
+    estimate.observe(8.0, 80.0, is_full=True)  # the process did not run
+    assert estimate.wait_s() < 0.4
+    clock.now += 5.0
+    assert estimate.wait_s() < 0.01, "without measurements the estimate becomes optimistic"
+
+
+def test_a_step_is_full_if_it_took_a_batch_or_left_requests():
+    estimate, seen = WaitEstimate(Clock()), []
+    estimate.observe = lambda work, seconds, is_full: seen.append((work, is_full))
+
+    def step_of(num):
+        def step():
+            for reply in queued(estimate, [2.0] * num):
+                reply.set_result(answer())
+            return bool(num)
+
+        return step
+
+    for num, waiting in ((4, 4), (2, 3), (2, 2), (0, 1)):
+        assert measured(estimate, step_of(num), num_waiting=waiting, max_batch=4) == bool(num)
+    assert seen == [(8.0, True), (4.0, True), (4.0, False)]
+
+
+def test_bytes_that_waited_for_a_busy_loop_are_that_old():
+    ages = []
+
+    class Line(asyncio.Protocol):
+        def connection_made(self, transport):
+            self.clock = ArrivalClock(asyncio.get_running_loop())
+
+        def data_received(self, data):
+            ages.append(time.monotonic() - self.clock.read())
+            time.sleep(0.2 if data == b"busy" else 0)
+            self.clock.note_work()
+
+    async def body():
+        ours, theirs = socket.socketpair()
+        await asyncio.get_running_loop().connect_accepted_socket(Line, theirs)
+
+        def send():
+            for data, pause_s in ((b"busy", 0.02), (b"waits", 0.5), (b"idle", 0.1)):
+                ours.sendall(data)
+                time.sleep(pause_s)
+
+        await asyncio.to_thread(send)
+        ours.close()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(body())
+    assert len(ages) == 3
+    assert 0.18 <= ages[1] < 0.5, "it waited while the loop slept"
+    assert ages[2] < 0.1, "the loop was idle"
+
+
+def test_a_body_is_parsed_as_its_json_object_is():
+    """The fast way and the one that explains mistakes accept the same, and give the same."""
+    kind = limited(RankRequest, candidates=3, history=2)
+    whole = b'{"user": 1, "request": "r", "candidates": ["a", 2], "history": [{"item": 1, "x": 2.0}], "deadline_ms": 3}'
+    assert body_parser(kind)(whole) == parse(json.loads(whole), kind)
+    for wrong in (b"{", b"[]", b'{"user": 1}', whole.replace(b'"r"', b'"\\u0001"'), whole.replace(b"2]", b"2, 3, 4]")):
+        with pytest.raises(BadRequestError):
+            body_parser(kind)(wrong)
+    for wrong, reason in (
+        (whole.replace(b'"user"', b'"usr"'), "unknown field 'usr'"),
+        (whole.replace(b'"item"', b'"i"'), "item"),
+    ):
+        with pytest.raises(BadRequestError, match=reason):
+            body_parser(kind)(wrong)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_request_that_would_wait_too_long_is_refused_before_its_history_is_read(runs_of, tmp_path, kind):
+    """Of every kind of engine; with room again it is answered, and a gateway is refused at once."""
+    with serving(kind, runs_of, tmp_path) as service:
+        worker = service.worker
+        user = int(service.run.sequences.users[0])
+        usual = service.recommend(user=user, k=3, deadline_ms=60_000)
+        reply = Future()
+        worker.waits.queue(reply, 1.0)
+        worker.waits._busy_s, worker.waits._worked = 10.0, 1.0  # one request is queued, and takes ten seconds
+        read, of = [], worker.histories.of
+        worker.histories.of = lambda user: read.append(user) or of(user)
+
+        def ask(**headers):
+            body, began = {"user": user, "k": 3, "deadline_ms": 300}, time.monotonic()
+            found = httpx.post(f"{service.http.base_url}/v1/recommend", json=body, headers=headers, timeout=30)
+            return found, time.monotonic() - began
+
+        worker.waits._measured_at = worker.clock() + 3600  # stays fresh
+        found, took_s = ask()
+        assert (found.status_code, found.json()["error"]["code"]) == (429, "overloaded"), found.text
+        assert found.headers["retry-after"] == "1"
+        assert took_s >= 0.09, "held: a closed loop would ask again at once"
+        found, took_s = ask(**{FORWARDED_HEADER: "1"})
+        assert found.status_code == 429
+        assert not read, "no history is read for a refusal"
+        with ThreadPoolExecutor(1) as threads:
+            late = threads.submit(service.recommend, user=user, k=3, deadline_ms=12_000)
+            while not service.instance._guard.num_held and not late.done():
+                time.sleep(0.002)
+            reply.set_result(None)  # there is room while it is held
+            again = late.result()
+        assert again["items"] == usual["items"]
