@@ -56,7 +56,7 @@ class KnownItems:
             )
         return places
 
-    def places(self, items: Ints) -> Ints:
+    def known_positions(self, items: Ints) -> Ints:
         """Catalogue positions of the items that are in the catalogue; others are left out."""
         places = np.minimum(np.searchsorted(self.items, items), len(self.items) - 1)
         return np.asarray(places[self.items[places] == items])

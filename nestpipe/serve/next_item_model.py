@@ -72,10 +72,10 @@ class NextItemModel:
         known = self.known
         end = np.array([len(events.items)])
         start, asked = truncate(end, self.max_len, self._block), np.array([query_time * 1000])
-        had = known.places(events.items)
+        had = known.known_positions(events.items)
         batch = self._builder.over(events).history(torch.tensor([0]), start, end, request_ms=asked)
         seen = had[:0] if known.keeps_seen else had
-        removed = seen if excluded is None else np.concatenate([seen, known.places(excluded)])
+        removed = seen if excluded is None else np.concatenate([seen, known.known_positions(excluded)])
         return PreparedHistory(batch, torch.from_numpy(np.unique(removed)), known)
 
     def recommend(self, prepared: Sequence[PreparedHistory], ks: Sequence[int]) -> list[ScoredItems]:

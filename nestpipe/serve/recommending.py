@@ -136,7 +136,7 @@ class RecommendingInstance(HttpInstance):
         if self._num_events(job):
             return None
         known = self._known(job.user)
-        found = known.popular(job.k, removed=known.places(job.excluded))
+        found = known.popular(job.k, removed=known.known_positions(job.excluded))
         return RecommendationAnswer(found=found, path="popular", model=model, times_ms={"total": 0.0})
 
     def _num_events(self, job: RecommendationJob | RankingRequest) -> int:
