@@ -69,6 +69,7 @@ def rows() -> Iterator[Row]:
             reference = f"padded count {found['mfu_padded']:.2f} at fill {found['fill']:.2f}"
             yield f"mfu_effective of a training step, {recipe}", f"{found['mfu_effective']:.2f}", reference, "mfu.py"
     yield from _evaluation()
+    yield from _new_items()
     yield from _generative_training()
     yield from _checkpoints()
     yield from _serving()
@@ -107,6 +108,21 @@ def _evaluation() -> Iterator[Row]:
         yield f"full ranking over the bare sgemm, CPU: {where}", figure(found, "over_sgemm"), seconds, "evaluation.py"
         title = "the same by two ranks: CPU of the busier one over one process"
         yield title, figure(found, "busiest_of_two"), "limit 0.60x", "evaluation.py"
+
+
+def _new_items() -> Iterator[Row]:
+    for one in records("new_items")[-1:]:
+        found, command = one["figures"], "new_items.py"
+        cold, warm = found["cold_hr10"], found["warm_hr10"]
+        where = f"{found['num_cold']:,} targets without a training event, {found['num_items']:,} items"
+        mean, low, high = found["cold_over_knn"]
+        reference = f"{found['cold_over_chance']:.0f}x chance, limit 10x; content kNN {cold['content kNN']:.4f}, "
+        reference += f"model - it {mean:+.4f} [{low:+.4f}, {high:+.4f}]; without item features {cold['without']:.4f}"
+        yield f"HR@10 of new items with item features: {where}", f"{cold['with']:.4f}", reference, command
+        mean, low, high = found["warm_change"]
+        reference = f"without {warm['without']:.4f}, paired change {mean:+.1%} [{low:+.1%}, {high:+.1%}], limit -2%"
+        title = f"HR@10 of the other {found['num_warm']:,} targets with item features"
+        yield title, f"{warm['with']:.4f}", reference, command
 
 
 def _over_dense() -> Iterator[Row]:

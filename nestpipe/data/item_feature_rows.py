@@ -24,7 +24,7 @@ from nestpipe.data.item_content import ItemContent, ItemOverlay
 from nestpipe.data.item_texts import ITEM_TEXTS, read_item_texts
 from nestpipe.data.schema import Feature, Schema
 from nestpipe.data.sequences import Sequences, StoredFeature
-from nestpipe.errors import ConfigError
+from nestpipe.errors import ConfigError, DataError
 from nestpipe.jagged import Jagged, offsets_of, ranges
 
 Ints = NDArray[np.int64]
@@ -163,11 +163,16 @@ def text_columns(schema: Schema, names: Sequence[str]) -> list[str]:
 
 def catalogue_texts(sequences: Sequences, column: str) -> list[str]:
     """A text of each item of the catalogue, empty if it has none; raises ConfigError if the folder has no texts."""
-    texts = read_item_texts(sequences, column)
+    try:
+        texts = read_item_texts(sequences, column)
+        lacking = f"the folder has no {ITEM_TEXTS}"
+    except DataError as error:
+        texts, lacking = None, str(error).rstrip(".")
     if texts is None:
+        declared = sorted(feature.name for feature in sequences.schema.of_scope("item"))
         raise ConfigError(
-            f"--model.item-features names '{column}', which is no item feature of {sequences.path}, and the folder has no "
-            f"{ITEM_TEXTS} whose column it could be. Ingest the log with --texts FILE, or with a --feature {column}:KIND:item."
+            f"--model.item-features names '{column}', which is neither an item feature of {sequences.path} ({declared}) nor a "
+            f"column of its item texts: {lacking}. Ingest the log with --texts FILE, or with a --feature {column}:KIND:item."
         )
     return [texts.get(item, "") for item in sequences.catalogue.tolist()]
 

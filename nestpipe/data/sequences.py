@@ -6,6 +6,7 @@
     times.npy      ...                    milliseconds since 1970; absent for an order-only log
     catalogue.npy                         ascending ids of all items, of the log and of the item table
     event.NAME.values.npy, .offsets.npy, .weights.npy     likewise item.NAME and user.NAME
+    event_ids.npy                         of a folder with events of services: which of them it holds (event_ids.py)
     meta.json      schema, counts, encodings, size and SHA-256 of every file
 
 `nestpipe.data.ingest` writes such folders; their files never change.

@@ -23,6 +23,8 @@ from nestpipe.models.retrieval import Retrieval
 from nestpipe.registry import entry_of
 from nestpipe.rng import Rng
 
+_ID_DROPOUT = 0.2  # of a registered backbone whose config names item features and no share
+
 
 class ContentRetrieval(Retrieval):
     """A `Retrieval` whose item vectors come from an `ItemEncoder`; `catalogue` has the items with training events."""
@@ -70,7 +72,7 @@ def build_content_retrieval(
     """Like `build_retrieval`; `counts` [I] are the training events of each item of the catalogue."""
     with initial_weights(seed):
         backbone = entry_of(config).load()(config, max_len=max_len)
-        items = ItemEncoder(content, dim=config.dim, id_dropout=config.id_dropout)
+        items = ItemEncoder(content, dim=config.dim, id_dropout=getattr(config, "id_dropout", _ID_DROPOUT))
     trained = (counts > 0).nonzero().flatten()
     known, num_events = catalogue.index_select(0, trained), counts.index_select(0, trained)
     return ContentRetrieval(backbone, items, loss, known, dim=config.dim, counts=num_events).to(dtype)

@@ -197,12 +197,12 @@ class RankingCandidates:
 def known_items(run: Run, loaded: LoadedModel) -> KnownItems:
     """The catalogue of a run with the vectors of a checkpoint, which are those of `nestpipe similar`."""
     items, vectors = np.array(run.sequences.catalogue), None
-    if "item" in loaded.rows.tables:
+    if isinstance(loaded.model, ContentRetrieval):
+        size = block_items(run.config.eval.max_bytes)
+        vectors = content_vectors(loaded.model, loaded.rows, torch.from_numpy(items), size=size)
+    elif "item" in loaded.rows.tables:
         vectors = loaded.rows.peek("item", torch.from_numpy(items))
-        if isinstance(loaded.model, ContentRetrieval):
-            size = block_items(run.config.eval.max_bytes)
-            vectors = content_vectors(loaded.model, loaded.rows, torch.from_numpy(items), size=size)
-        elif (as_vectors := getattr(loaded.model, "item_vectors", None)) is not None:
+        if (as_vectors := getattr(loaded.model, "item_vectors", None)) is not None:
             with torch.no_grad():
                 vectors = as_vectors(vectors)
     return KnownItems(

@@ -48,6 +48,7 @@ class NextItemEngine(VersionedWorker[NextItemModel]):
         super().__init__("recommender", served, histories, config=config, clock=clock)
         self._queue: list[RecommendationJob] = []  # a heap by deadline
         self._follow_at = float("-inf")
+        self.follow(served)
 
     def submit(self, job: RecommendationJob) -> None:
         """Queues a job, whose `reply` will have the answer; raises BusyError. From any thread."""
@@ -77,7 +78,11 @@ class NextItemEngine(VersionedWorker[NextItemModel]):
         if self.clock() >= self._follow_at:
             self._follow_at = self.clock() + _FOLLOW_S
             for served in self.models:
-                served.follow(getattr(self.histories.sequences, "live", None))
+                self.follow(served)
+
+    def follow(self, served: NextItemModel) -> None:
+        """Brings a model up to date with the living catalogue; before its first request, else a withdrawn item could be shown."""
+        served.follow(getattr(self.histories.sequences, "live", None))
 
     def _next_jobs(self) -> list[RecommendationJob]:
         jobs: list[RecommendationJob] = []

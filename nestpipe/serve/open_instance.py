@@ -142,6 +142,7 @@ def _open_next_item(run: Run, arguments: ServeArguments) -> _Opened:
         last = 0 if events.times is None else int(events.times[-1] // 1000)
         scores = served.scores([events], served.known.items[:_SAMPLE].tolist(), query_time=last)
         _require_finite(served.name, scores.numpy())
+        engine.follow(served)
         return served
 
     def make(name: str) -> NextItemInstance:

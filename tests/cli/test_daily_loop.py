@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import threading
+import time
 
 import httpx
 import polars as pl
@@ -77,9 +78,9 @@ def test_events_are_appended_trained_and_swapped_in_under_load(first, tmp_path, 
         assert "5 events appended, 0 were in the folder already, 5 removed" in capsys.readouterr().out
         late = events("b", (0, 12), (NEW_USER, 13), start=NOW + 3600)
         assert world.http.post("/v1/events", json={"events": [*sent, *late]}).json() == {"accepted": 2, "duplicates": 5}
-        wait_for = world.engine.histories
-        wait_for.refresh()
-        assert wait_for.of(NEW_USER).items.tolist() == [5, 9, 11, 13]
+        histories = world.engine.histories
+        histories.refresh()
+        assert histories.of(NEW_USER).items.tolist() == [5, 9, 11, 13]
 
         flags = ["--data.path", str(data), "--model.item-features", *FEATURES, "--model.id-dropout", "0.3"]
         flags += ["--model.text-encoder", "words", "--train.epochs", "1", "--data.max-len", "8"]
@@ -97,11 +98,11 @@ def test_events_are_appended_trained_and_swapped_in_under_load(first, tmp_path, 
         assert main(["swap", str(first.folder), str(tuesday), "--admin-port", str(world.admin_port)]) == 0
         seen = len(load.models)
         while len(load.models) < seen + 6 and not load.failed:
-            pass
+            time.sleep(0.01)
         answer = world.http.post("/v1/recommend", json={"user": NEW_USER, "k": 40}).json()
         assert NEW_ITEM in answer["items"]
         assert answer["model"].startswith("tuesday/")
-        assert wait_for.of(NEW_USER).items.tolist() == [5, 9, 11, 13]  # each once
+        assert histories.of(NEW_USER).items.tolist() == [5, 9, 11, 13]  # each once
     assert not load.failed
     assert {model.split("/")[0] for model in load.models} == {"monday", "tuesday"}
     grown = Sequences.open(data)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from nestpipe.data.item_feature_rows import item_feature_rows
+from nestpipe.data.item_feature_rows import catalogue_texts, item_feature_rows
 from nestpipe.data.loader import Loader
 from nestpipe.data.splits import make_split, train_mask
 from nestpipe.embedding.lookup import Lookup, Rows
@@ -179,3 +179,7 @@ def test_an_unknown_item_has_the_base_vector_and_a_later_one_its_content(log):
 def test_a_feature_that_the_log_lacks_is_named(log):
     with pytest.raises(ConfigError, match=r"'colour'.*has only .*brand.*--model\.item-features"):
         item_feature_rows(log, ["brand", "colour"])
+    with pytest.raises(
+        ConfigError, match=r"neither an item feature of .*brand.* nor a column .* it has \['item', 'title'\]"
+    ):
+        catalogue_texts(log, "colour")

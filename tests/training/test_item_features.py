@@ -59,6 +59,7 @@ def test_new_items_have_no_row_and_read_as_zero(calm, log):
     assert (loaded.rows.peek("item", old).abs().sum(1) > 0).all()
 
 
-def test_two_ranks_evaluate_to_the_bits_of_one(calm):
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_ranks_evaluate_to_the_bits_of_one(calm, num_ranks):
     own = Run.open(calm).predictor(9).evaluate(progress=False).rank.tolist()
-    assert run_ranks(2, evaluated, calm) == [own, own]
+    assert run_ranks(num_ranks, evaluated, calm) == [own] * num_ranks
