@@ -40,7 +40,7 @@ from nestpipe.data.synthetic_clicks import ingest_clicks
 from nestpipe.data.synthetic_content import ingest_content
 from nestpipe.data.synthetic_sequences import ingest_synthetic
 from nestpipe.errors import ConfigError
-from nestpipe.serve.event_source import event_source, reads_folder
+from nestpipe.serve.event_source import event_source, is_stored, reads_folder
 
 _FEATURE_FORM = "name:kind:scope[:option=value]..."
 _LABEL_FORM = "name:kind:feature=NUMBER[:option=value]..."
@@ -87,7 +87,7 @@ def ingest(flags: Ingest) -> None:
 
 
 def append(flags: Append) -> None:
-    if any(event_source(one) is not None for one in flags.source):
+    if any(map(is_stored, flags.source)):
         _append_served(flags)
         return
     schema = Sequences.open(flags.folder).schema
@@ -103,12 +103,11 @@ def _append_served(flags: Append) -> None:
     schema = Sequences.open(flags.folder).schema
     items, users = _side_tables(flags, flags.source, item=schema.item, user=schema.user)
     for address in flags.source:
-        source = event_source(address)
-        if source is None:
+        if not is_stored(address):
             raise ConfigError(
                 f"{address} is not the event log of a service, but other sources are. Append logs of both kinds by two commands."
             )
-        is_read = reads_folder(Path(address), flags.folder)
+        source, is_read = event_source(address), reads_folder(address, flags.folder)
         with _building(flags) as options:
             found = append_events(flags.folder, source, items=items, users=users, options=options, compact=is_read)
         print(
@@ -118,7 +117,7 @@ def _append_served(flags: Append) -> None:
         if found.num_nameless:
             print(f"{found.num_nameless:,} events stay in the log: their user or item has no own id")
         if not is_read:
-            print(f"the log stays as it is: the run that it belongs to does not read {flags.folder}")
+            print(f"nothing is removed there: no run that it belongs to is known to read {flags.folder}")
     describe(found.sequences)
 
 

@@ -134,7 +134,7 @@ class Append(LogFlags):
     folder: SequenceFolder
     """Sequence folder that 'nestpipe data' wrote."""
     source: Annotated[tuple[str, ...], tyro.conf.arg(name="from", metavar="LOG [LOG ...]")]
-    """Files or globs of the new log, or the event log of a service."""
+    """Files or globs of the new log, or what a service has stored: RUN/serve/events.log, or postgresql://..."""
     force: bool = False
     """Append files that are in the folder already."""
 

@@ -38,6 +38,10 @@ class EventSource(Protocol):
         """Own ids that the service has numbered since ingestion, by column."""
         ...
 
+    def next_numbers(self) -> Mapping[str, int]:
+        """The first number of each column that was not given out, also not to a user who was forgotten."""
+        ...
+
     def items(self) -> Mapping[int, Mapping[str, Any]]:
         """The content of items that were stored since ingestion."""
         ...
@@ -76,7 +80,7 @@ def append_events(
     held, texts, content = HeldEvents.of(sequences.path), source.texts(), source.items()
     stored = source.events()
     new = {event_digest(event["id"]): event for event in stored if event_digest(event["id"]) not in held}
-    known = grown_vocabularies(sequences, texts)
+    known = grown_vocabularies(sequences, texts, source.next_numbers())
     names = _Names(sequences.schema, known)
     named = {digest: event for digest, event in new.items() if names.has(event)}
     if named:
@@ -97,17 +101,17 @@ def append_events(
     return AppendedEvents(sequences, len(named), len(stored) - len(new), len(new) - len(named), removed)
 
 
-def grown_vocabularies(sequences: Sequences, texts: Mapping[str, Mapping[int, str]]) -> dict[str, Vocabulary]:
+def grown_vocabularies(
+    sequences: Sequences, texts: Mapping[str, Mapping[int, str]], next_numbers: Mapping[str, int]
+) -> dict[str, Vocabulary]:
     """The vocabularies of a folder with the own ids that a service has numbered since."""
     found = {name: sequences.vocabulary(name) for name in sequences.meta["encodings"]}
-    for name, own in texts.items():
-        if not own or name not in found or found[name].encoding == "int64":
-            continue
-        before = found[name]
+    for name in [one for one in {**texts, **next_numbers} if one in found and found[one].encoding != "int64"]:
+        before, own = found[name], texts.get(name, {})
         later = pl.DataFrame({"id": list(own), "text": list(own.values())}, schema=before.table.schema)
         table = pl.concat([before.table, later]).unique("id", keep="last", maintain_order=True)
         is_counted = before.encoding == "dictionary"
-        next_id = max(before.next_id, max(own) + 1) if is_counted else before.next_id
+        next_id = max(before.next_id, next_numbers.get(name, 0)) if is_counted else before.next_id
         found[name] = Vocabulary(before.name, before.encoding, table, next_id=next_id)
     return found
 

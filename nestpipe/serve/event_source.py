@@ -1,43 +1,33 @@
-"""Where `data append` finds the events of a service: in the event log of a run."""
+"""Where `data append` finds what a service has stored: beside the event log of a run, or in a database."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from nestpipe.config import Config
 from nestpipe.data.append_events import EventSource
-from nestpipe.serve.event_log import Event, EventLog, is_event_log
+from nestpipe.serve.event_log import is_event_log
+from nestpipe.state.service_state import FileState, open_state
+from nestpipe.state.stored_events import StoredEvents
+
+_DATABASE = ("postgresql://", "postgres://")
 
 
-class EventLogSource:
-    """The event log of a run on this machine."""
+def reads_folder(address: str, folder: str | Path) -> bool:
+    """Whether the run that an event log belongs to reads a sequence folder; only then may the log be compacted behind it.
 
-    def __init__(self, path: Path):
-        self._path = path
-
-    def events(self) -> Sequence[Event]:
-        with EventLog(self._path).news() as (_, events):
-            return events
-
-    def texts(self) -> Mapping[str, Mapping[int, str]]:
-        return {}
-
-    def items(self) -> Mapping[int, Mapping[str, Any]]:
-        return {}
-
-    def remove(self, is_held: Callable[[Event], bool]) -> int:
-        return EventLog(self._path).rewrite(lambda event: not is_held(event))
-
-
-def reads_folder(log: Path, folder: str | Path) -> bool:
-    """Whether the run that an event log belongs to reads a sequence folder; only then may the log be compacted behind it."""
-    config = log.resolve().parent.parent / "config.json"
+    A database does not say which folders its services read.
+    """
+    config = Path(address).resolve().parent.parent / "config.json"
     return config.is_file() and Path(Config.load(config).data.path).resolve() == Path(folder).resolve()
 
 
-def event_source(address: str) -> EventSource | None:
-    """The state of a service at an address; None if it is the file of another log."""
+def is_stored(address: str) -> bool:
+    """Whether an address is that of what a service has stored, and not of another log."""
     path = Path(address)
-    return EventLogSource(path) if path.is_file() and is_event_log(path) else None
+    return address.startswith(_DATABASE) or (path.is_file() and is_event_log(path))
+
+
+def event_source(address: str) -> EventSource:
+    """The state of a service; raises ConfigError if the database cannot be used."""
+    return StoredEvents(open_state(address, Path()) if address.startswith(_DATABASE) else FileState(Path(address)))

@@ -16,12 +16,12 @@ class StoredEvents:
     """What a state holds. Opened for one append; `state` is of this process alone."""
 
     def __init__(self, state: ServiceState):
-        self._state, self.living = state, LivingData(state.changes)
-        with state.events.news() as (_, events):
-            self._events = events
+        self._state, self.living, self._events = state, LivingData(state.changes), list[Entry]()
 
     def events(self) -> Sequence[Entry]:
         """All stored events, in their order."""
+        with self._state.events.news() as (is_other, events):
+            self._events = [*events] if is_other else [*self._events, *events]
         return self._events
 
     def texts(self) -> Mapping[str, Mapping[int, str]]:

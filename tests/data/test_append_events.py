@@ -12,8 +12,9 @@ from nestpipe.data.ingest import SideTable, write_sequences
 from nestpipe.data.schema import Feature, Schema
 from nestpipe.data.sequences import Sequences
 from nestpipe.serve.event_log import EventLog
-from nestpipe.serve.event_source import EventLogSource
 from nestpipe.serve.user_history import UserHistories
+from nestpipe.state.service_state import FileState
+from nestpipe.state.stored_events import StoredEvents
 
 SCHEMA = Schema(
     user="who",
@@ -35,11 +36,14 @@ RECORDS = [
 ]
 
 
-class GrownSource(EventLogSource):
+class GrownSource(StoredEvents):
     """A log whose service has numbered new texts, and stored content."""
 
     def texts(self):
         return {"user": {7: "cleo"}, "item": {2: "new"}, "brand": {5: "acme"}}
+
+    def next_numbers(self):
+        return {"user": 8, "item": 3, "brand": 6}
 
     def items(self):
         return {2: {"brand": 5}}
@@ -79,7 +83,7 @@ def test_events_join_with_their_features_new_users_and_items(folder, log):
     tags = old.vocabulary("tags")
     first = event(1, 0, 1, 3000, device=1, tags=[tags.number_of("y")], seconds=9.0, place=[1.0, 2.0])
     write(log, {**first, "tags.weights": [0.5]}, event(2, 7, 2, 2500))
-    found = append_events(folder, GrownSource(log.path))
+    found = append_events(folder, GrownSource(FileState(log.path)))
     new = found.sequences
     assert (found.num_new, found.num_held, found.num_nameless, found.num_removed) == (2, 0, 0, 2)
     assert new.users.tolist() == [0, 1, 7]  # numbers as the service has given them
@@ -107,23 +111,23 @@ def test_an_event_is_counted_once_also_after_a_crash_and_when_it_comes_again(fol
     with monkeypatch.context() as patched:
         patched.setattr(EventLog, "rewrite", full)
         with pytest.raises(OSError, match="full"):
-            append_events(folder, EventLogSource(log.path))  # published, but not compacted
-    served = UserHistories(Sequences.open(folder), EventLog(log.path))
+            append_events(folder, StoredEvents(FileState(log.path)))  # published, but not compacted
+    served = UserHistories(Sequences.open(folder), FileState(log.path))
     assert [served.num_events(user) for user in (0, 1)] == [3, 2]
-    found = append_events(folder, EventLogSource(log.path))
+    found = append_events(folder, StoredEvents(FileState(log.path)))
     assert (found.num_new, found.num_held, found.num_removed) == (0, 2, 2)
     assert len(found.sequences.items) == 5
-    assert served.add([event(1, 0, 1, 3000), event(3, 0, 0, 4000)], lambda events: None) == (1, 1)
-    assert append_events(folder, EventLogSource(log.path)).num_new == 1
+    assert served.add([event(1, 0, 1, 3000), event(3, 0, 0, 4000)], lambda events: None) == ["duplicate", "stored"]
+    assert append_events(folder, StoredEvents(FileState(log.path))).num_new == 1
     assert len(Sequences.open(folder).items) == 6
     assert event_digest("e3") in HeldEvents.of(folder)
 
 
 def test_a_running_service_counts_each_event_once_while_the_folder_grows(folder, log):
-    served = UserHistories(Sequences.open(folder), EventLog(log.path))
+    served = UserHistories(Sequences.open(folder), FileState(log.path))
     served.add([event(1, 0, 1, 3000), event(2, 9, 0, 3000)], lambda events: None)
     assert [served.num_events(user) for user in (0, 9)] == [3, 1]
-    source = EventLogSource(log.path)
+    source = StoredEvents(FileState(log.path))
     append_events(folder, source, compact=False)  # user 9 has no text, so their event stays in the log
     served.refresh()
     assert served.of(0).items.tolist() == [0, 1, 1]
@@ -134,5 +138,5 @@ def test_a_running_service_counts_each_event_once_while_the_folder_grows(folder,
     assert (found.num_nameless, found.num_removed) == (1, 2)
     served.refresh()
     assert [served.num_events(user) for user in (0, 9)] == [4, 1]
-    again = UserHistories(Sequences.open(folder), EventLog(log.path))
+    again = UserHistories(Sequences.open(folder), FileState(log.path))
     assert [again.num_events(user) for user in (0, 9)] == [4, 1]
