@@ -84,6 +84,9 @@ def test_estimates_cover_the_true_value_of_both_runs(shop, capsys):
     found = align(shop, "--propensity", "chance")
     assert "difference " in capsys.readouterr().out
     assert (found["num_requests"], found["num_left_out"], found["reason"]) == (NUM_USERS, 0, "")
+    run = Run.open(shop / "start")
+    shown = run.sequences.event_features["margin"].values[run.sequences.offsets[:-1] + run.split.test]
+    assert found["logged"]["mean"] == pytest.approx(float(shown.mean()), abs=1e-6)  # what was logged, not a model of it
     values = {name: truth(Run.open(shop / name)) for name in ("start", "aligned")}
     assert values["aligned"] > values["start"]
     for kind in ("snips", "doubly_robust"):
