@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Literal
 
 import torch
 from rich.console import Console
@@ -210,24 +211,26 @@ def main(arguments: DoctorArguments) -> int:
 DEVICES = ("cpu", "cuda", "npu")
 
 
+Proof = Standing | Literal["fake accelerator"]
 _UNTRIED: Standing = "written, not run"
 
 
-def components() -> dict[str, dict[str, Standing]]:
-    """How far each component was tested on each device."""
-    found: dict[str, dict[str, Standing]] = {}
+def components() -> dict[str, dict[str, Proof]]:
+    """How each component was tested on each device; `fake accelerator`: tests/fake_accelerator, never on hardware."""
+    found: dict[str, dict[str, Proof]] = {}
     for name, entry in TABLE.items():
         found[f"attention: {name} ({entry.about})"] = {"cpu": entry.cpu, "cuda": entry.cuda, "npu": entry.npu}
     for device, library in BACKENDS.items():
         here: Standing = "tested here" if device == "cpu" else _UNTRIED
         found[f"exchange: {library}"] = {other: here if other == device else "absent" for other in DEVICES}
-    # Models, losses and dense optimizers are plain torch; indices and rows live in the memory of the host.
-    found["models, losses, dense optimizers (torch)"] = {"cpu": "tested here", "cuda": _UNTRIED, "npu": _UNTRIED}
-    found["id index, embedding rows, row optimizers (host memory)"] = {
-        "cpu": "tested here",
-        "cuda": "absent",
-        "npu": "absent",
-    }
+    on_fake: dict[str, Proof] = {"cpu": "tested here", "cuda": "fake accelerator", "npu": "fake accelerator"}
+    on_host: dict[str, Proof] = {"cpu": "tested here", "cuda": "absent", "npu": "absent"}
+    found["retrieval, ranking and DCN models, losses, dense optimizers (torch)"] = on_fake
+    found["models with semantic ids"] = on_host
+    found["schedules, streams, replica groups, staleness, checkpoints, resume"] = on_fake
+    found["id index, routing, flags (on the host)"] = dict.fromkeys(DEVICES, "tested here")
+    found["embedding rows and row optimizers in host memory"] = on_host
+    found["embedding rows and row optimizers in a device buffer (torch)"] = {**on_fake, "cpu": "absent"}
     return found
 
 

@@ -17,6 +17,7 @@ def test_the_page_shows_the_tables() -> None:
     assert markdown() in PAGE.read_text(), "docs/how-to/devices.md is stale; paste nestpipe.cli.doctor.markdown() there"
     assert {standing for row in components().values() for standing in row.values()} == {
         "tested here",
+        "fake accelerator",
         "written, not run",
         "absent",
     }
