@@ -173,11 +173,15 @@ def test_writers_at_the_same_time_wait_for_each_other(opened, scale):
                 first = state.take_numbers("item", at_least=living.ids.next_number("item"), count=1)
                 time.sleep(0.002)
                 state.changes.append([{"of": "item", "number": first, "text": f"{name}{number}"}])
-                time.sleep(0.002)
+            with state.writing():
+                read(state.events)
+                state.events.append([{"id": f"{name}{number}"}])
+                time.sleep(0.002)  # with its place in the order, not yet committed
 
     with ThreadPoolExecutor(3) as threads:
         list(threads.map(write_all, "abc"))
-    _, changes = Reader(opened()).all()
+    events, changes = Reader(opened()).all()
+    assert len({one["id"] for one in events}) == len(events) == 3 * num_writes
     assert [one["number"] for one in changes] == list(range(3 * num_writes)), "in the order of their commits"
     assert len({one["text"] for one in changes}) == 3 * num_writes
 
