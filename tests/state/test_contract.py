@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import psycopg
 import pytest
@@ -159,6 +160,32 @@ def test_numbers_are_given_out_once(opened):
     assert LivingData(opened().changes).ids.tables() == {"item": {5 + n: f"t{n}" for n in range(8)}}
 
 
+def test_writers_at_the_same_time_wait_for_each_other(opened, scale):
+    """Each gives out the next number and waits a little before it stores it."""
+    num_writes = scale(8, 300)
+
+    def write_all(name):
+        state = opened()
+        living = LivingData(state.changes)
+        for number in range(num_writes):
+            with state.writing():
+                living.refresh()
+                first = state.take_numbers("item", at_least=living.ids.next_number("item"), count=1)
+                time.sleep(0.002)
+                state.changes.append([{"of": "item", "number": first, "text": f"{name}{number}"}])
+            with state.writing():
+                read(state.events)
+                state.events.append([{"id": f"{name}{number}"}])
+                time.sleep(0.002)  # with its place in the order, not yet committed
+
+    with ThreadPoolExecutor(3) as threads:
+        list(threads.map(write_all, "abc"))
+    events, changes = Reader(opened()).all()
+    assert len({one["id"] for one in events}) == len(events) == 3 * num_writes
+    assert [one["number"] for one in changes] == list(range(3 * num_writes)), "in the order of their commits"
+    assert len({one["text"] for one in changes}) == 3 * num_writes
+
+
 def test_a_forgotten_text_is_gone_and_its_number_stays_taken(opened):
     state = opened()
     write(state, changes=[{"of": "user", "number": 7, "text": "anna"}, {"user": 7, "features": {}}])
@@ -195,7 +222,7 @@ def test_every_acknowledged_record_survives_kills_of_its_writer_and_none_is_ther
         }
         for process in writers.values():
             for _ in range(3 + turn % 3):
-                process.stdout.readline()
+                assert process.stdout.readline(), "a writer ended by itself"
         for name, process in writers.items():
             os.kill(process.pid, signal.SIGKILL)
             acknowledged[name] = 3 + turn % 3 + len(process.communicate()[0].splitlines())
