@@ -342,9 +342,8 @@ class Engine(VersionedWorker[ServedModel]):
         if plan.choice.path != "full" or inputs.served.ranker.model.anchored:
             return False
         pays = costs.halves(inputs.num_events, len(plan.request.items), inputs.num_bytes)
-        if pays and self.trigger.mode == "on":
-            return True
-        return bool(len(self._prefills)) and self._prefills.of(inputs.key) is not None
+        is_wanted = len(self._prefills) > 0 and self._prefills.of(inputs.key) is not None
+        return is_wanted or (pays and self.trigger.mode == "on")
 
     def _keep(self, plan: RankingPlan) -> None:
         """After the replies: finishes the prefill that was too late for its request, or copies the prefix to the host."""

@@ -17,17 +17,17 @@ from nestpipe.serve.requests import HITS
 _WINDOW_S, _EVERY_S = 30.0, 1.0
 _DEGRADED = frozenset({"shorter", "fallback", "narrow"})
 _STAGES = {
-    "nestpipe_gateway_stage_seconds_bucket": "",  # its label names the stage
-    "nestpipe_recommend_seconds_bucket": "recommend",
-    "nestpipe_rank_seconds_bucket": "rank",
-    "nestpipe_generate_seconds_bucket": "generate",
+    "gateway_stage_seconds_bucket": "",  # its label names the stage
+    "recommend_seconds_bucket": "recommend",
+    "rank_seconds_bucket": "rank",
+    "generate_seconds_bucket": "generate",
 }
-_PATHS = ("nestpipe_path_total", "nestpipe_generated_total", "nestpipe_recommended_total")  # the first that counts
-_ANSWERS = ("nestpipe_gateway_answers_total", "nestpipe_answers_total")
+_PATHS = ("path_total", "generated_total", "recommended_total")  # the first that counts
+_ANSWERS = ("gateway_answers_total", "answers_total")
 
 
 class Sample(NamedTuple):
-    """One series of a metric."""
+    """One series of a metric, whose name is without 'nestpipe_'."""
 
     name: str
     labels: tuple[tuple[str, str], ...]
@@ -42,7 +42,7 @@ def samples_of(texts: Iterable[str]) -> Samples:
     for text in texts:
         for family in text_string_to_metric_families(text):
             for one in family.samples:
-                found[Sample(one.name, tuple(sorted(one.labels.items())))] += one.value
+                found[Sample(one.name.removeprefix("nestpipe_"), tuple(sorted(one.labels.items())))] += one.value
     return found
 
 
@@ -71,18 +71,18 @@ def figures(before: Samples, now: Samples, *, seconds: float, is_first: bool = F
     answers = next((found for name in _ANSWERS if (found := _by(changed, name, "status"))), {})
     paths = next((found for name in _PATHS if sum((found := _by(changed, name, "path")).values())), {})
     num_paths = sum(paths.values())
-    models = _by(changed, "nestpipe_ranked_total", "model") or _by(changed, "nestpipe_recommended_total", "model")
+    models = _by(changed, "ranked_total", "model") or _by(changed, "recommended_total", "model")
     models = {name: count for name, count in models.items() if count}
     return {
         "requests_per_s": round(sum(answers.values()) * per_s, 2),
         "refused_per_s": round(answers.get("429", 0.0) * per_s, 2),
         "failed_per_s": round(sum(n for status, n in answers.items() if status.startswith("5")) * per_s, 2),
-        "events_per_s": round(sum(_by(changed, "nestpipe_events_total", "").values()) * per_s, 2),
+        "events_per_s": round(sum(_by(changed, "events_total", "").values()) * per_s, 2),
         "stages": _stages(changed),
         "paths": {path: count / num_paths for path, count in sorted(paths.items()) if count},
         "degraded": _share(paths, _DEGRADED),
-        "cache_hits": _share(paths, HITS) if any(name.name == "nestpipe_path_total" for name in now) else None,
-        "cache_bytes": _by(now, "nestpipe_cache_used_bytes", "tier"),
+        "cache_hits": _share(paths, HITS) if any(name.name == "path_total" for name in now) else None,
+        "cache_bytes": _by(now, "cache_used_bytes", "tier"),
         "models": {name: count / sum(models.values()) for name, count in sorted(models.items())},
     }
 
