@@ -34,12 +34,13 @@ from torch import Tensor
 from nestpipe.embedding.device_rows import DeviceColumns
 from nestpipe.embedding.position_clock import PositionClock
 from nestpipe.embedding.row_ops import row_bytes, scatter_rows
-from nestpipe.embedding.row_store import HUGE_BYTES, RowStore
+from nestpipe.embedding.row_store import RowStore
 from nestpipe.errors import TrainError
 
 _NONE = -1
 _WRITE_ROWS = 1 << 16  # written through the buffer at a time
 _HUGE_PAGE = 2 << 20
+_LARGE_BYTES = 64 << 20  # a buffer of this size has room for the last huge page of each column
 
 
 class SlowerStore(Protocol):
@@ -94,7 +95,7 @@ class RowBuffer:
         """
         self._name, self._below, self._num_bytes = name, below, num_bytes
         self._lock = threading.RLock()
-        self._is_large = num_bytes >= HUGE_BYTES
+        self._is_large = num_bytes >= _LARGE_BYTES
         huge_bytes = 0 if self._is_large else num_bytes + 1  # from the first row on, or never
         self._on_device = on_device
         self.rows: RowStore | DeviceColumns = (  # by position

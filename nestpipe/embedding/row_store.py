@@ -22,7 +22,7 @@ from nestpipe.errors import TrainError
 # MAP_NORESERVE, which Python 3.11 does not export: only written pages use memory.
 _NORESERVE = 0x4000 if sys.platform == "linux" else 0
 _MOST_BYTES = 256 << 30  # of address space per column, so that hundreds of columns fit into 47 bits
-HUGE_BYTES = 64 << 20  # columns of this size use huge pages, or TLB misses cost as much as reading a row
+HUGE_BYTES = 4 << 20  # columns of this size use huge pages, or TLB misses cost as much as reading a row
 
 
 class RowStore:
