@@ -9,13 +9,13 @@ import pytest
 
 from nestpipe import train
 from nestpipe.data.item_feature_rows import catalogue_texts
-from nestpipe.errors import DataError
+from nestpipe.rules.rule_book import RequestRules
 from nestpipe.serve.config import EngineConfig, Stages
-from nestpipe.serve.event_log import EventLog
 from nestpipe.serve.followed_search import followed_search
 from nestpipe.serve.open_service import open_next_item_engine
 from nestpipe.serve.recommendation import RecommendationJob
 from nestpipe.serve.user_history import UserHistories
+from nestpipe.state.service_state import FileState
 from tests.small_content import SmallCatalogue, content_config, content_log
 from tests.small_runs import small_config
 
@@ -115,15 +115,15 @@ def test_events_on_new_items_count_by_their_content(run, engine):
     assert unknown != pytest.approx(new, abs=1e-4)
 
 
-def test_a_model_without_content_refuses_them(run, tmp_path):
+def test_a_model_without_content_reads_them_as_nothing_and_never_shows_them(run, tmp_path):
     plain = train(small_config(run.sequences.path, epochs=1), tmp_path / "plain", quiet=True)
     engine = open_next_item_engine(plain, tmp_path / "events.log", config=EngineConfig())
     live = SmallCatalogue()
     live.put(NEW, **content_of(run, 3))
     assert not engine.versions.main.follow(live)
     own = engine.histories.of(int(run.sequences.users[3]))
-    with pytest.raises(DataError, match="is not in the catalogue"):
-        engine.versions.main.check(replace(own, items=np.array([NEW]), offsets=np.array([0, 1])))
+    engine.versions.main.prepare(replace(own, items=np.array([NEW]), offsets=np.array([0, 1])), NOW)
+    assert NEW not in recommended(engine, int(run.sequences.users[0]))
     live.gone.add(3)
     assert engine.versions.main.follow(live)
     assert 3 not in recommended(engine, int(run.sequences.users[0]))
@@ -137,7 +137,7 @@ def test_retrieval_for_a_ranker_finds_new_items_and_not_withdrawn_ones(run):
 
     def found():
         search.follow(live)
-        return search.find(own, NOW, 60, excluded=np.empty(0, np.int64), stages=Stages())
+        return search.find(own, NOW, 60, rules=RequestRules(), stages=Stages()).items
 
     before = found()
     live.put(NEW, **content_of(run, like))
@@ -153,5 +153,5 @@ def test_retrieval_for_a_ranker_finds_new_items_and_not_withdrawn_ones(run):
 
 
 def histories_of(run, place):
-    log = EventLog(run.folder / "serve" / "events.log")
-    return UserHistories(run.sequences, log).of(int(run.sequences.users[place]))
+    state = FileState(run.folder / "serve" / "events.log")
+    return replace(UserHistories(run.sequences, state).of(int(run.sequences.users[place])), live=None)

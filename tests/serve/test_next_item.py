@@ -154,7 +154,7 @@ def test_similar_items(run, client):
         ({"user": [1]}, "bad_user"),
         ({"user": "a", "k": 0}, "bad_k"),
         ({"user": "a", "k": 1001}, "bad_k"),
-        ({"user": "a", "filter": {}}, "unknown_field"),
+        ({"user": "a", "colour": "red"}, "unknown_field"),
         ({"user": "a", "history": [{"time": 1}]}, "bad_item"),
         ({"user": "a", "deadline_ms": 0}, "bad_deadline_ms"),
         ({"user": "a", "exclude": ["p1", 1.5]}, "bad_exclude"),

@@ -119,7 +119,9 @@ def test_excluded_and_seen_items_are_never_shown(service):
         assert left == service.run.predictor().recommend(user, 30, rules={"exclude": excluded}).items
     else:
         assert left == every[2:]
-    assert service.recommend(user=user, k=3, exclude=every)["items"] == []
+    rest = service.recommend(user=user, k=3, exclude=every)["items"]
+    assert not set(rest) & set(every)
+    assert rest == [] or service.kind == "generative"  # a beam lists some of the catalogue, so others are left
 
 
 def test_answers_do_not_depend_on_who_else_asks(service):
