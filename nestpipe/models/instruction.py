@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -104,3 +104,9 @@ def queries_of(batch: Batch, which: Literal["all", "last"]) -> Queries:
     samples = batch.sample_ids.index_select(0, rows.row_of_value())
     targets = batch.targets.values.index_select(0, events)
     return Queries(rows, events, targets, given, samples, torch.zeros_like(samples))
+
+
+def present_rows(values: Sequence[int | None]) -> Jagged:
+    """One row per value, empty for None."""
+    counts = torch.tensor([int(one is not None) for one in values])
+    return Jagged(torch.tensor([one for one in values if one is not None], dtype=torch.int64), offsets_of(counts), 1)

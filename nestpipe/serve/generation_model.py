@@ -30,6 +30,7 @@ from nestpipe.jagged import Batch, Cursor, Jagged, offsets_of
 from nestpipe.models.build_model import inputs_of
 from nestpipe.models.config import EncDecConfig
 from nestpipe.models.encdec import EncDec
+from nestpipe.models.instruction import present_rows
 from nestpipe.models.kv_prefix import InputDigest, PrefixKey, digest_of
 from nestpipe.models.prefix_inference import cut_events
 from nestpipe.rules.compiled_rules import CompiledRules
@@ -37,7 +38,6 @@ from nestpipe.rules.rule_book import RequestRules
 from nestpipe.serve.known_items import Ints, KnownItems, known_items
 from nestpipe.serve.model import rows_in_files, without_events
 from nestpipe.serve.user_history import only_events
-from nestpipe.training.request_steering import present_rows
 from nestpipe.training.run_folder import Run
 
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-
-import torch
 
 from nestpipe.errors import ConfigError, DataError
 from nestpipe.generative.instruction_encoder import instruction_encoder
 from nestpipe.generative.scenarios import scenario_numbers
 from nestpipe.generative.semantic_ids import Registry
 from nestpipe.generative.training_instructions import follows_instructions, untrained_message
-from nestpipe.jagged import Batch, Jagged, offsets_of
+from nestpipe.jagged import Batch, Jagged
 from nestpipe.models.config import EncDecConfig
+from nestpipe.models.instruction import present_rows
 from nestpipe.training.run_folder import Run
 
 
@@ -65,9 +64,3 @@ def _item(run: Run, trigger: str) -> int | None:
     if number is None or number not in run.sequences.catalogue:
         raise DataError(f"{run.sequences.path} has no item {trigger!r}, so it cannot be the trigger.")
     return number
-
-
-def present_rows(values: Sequence[int | None]) -> Jagged:
-    """One row per value, empty for None."""
-    counts = torch.tensor([int(one is not None) for one in values])
-    return Jagged(torch.tensor([one for one in values if one is not None], dtype=torch.int64), offsets_of(counts), 1)
