@@ -31,6 +31,11 @@ class ServiceIds:
         for name in ("user", "item"):  # before the service says that it is ready
             self._vocabulary(name)
 
+    @property
+    def sequences(self) -> Sequences:
+        """The folder as it is now."""
+        return self._sequences()
+
     def user(self, own: OwnId) -> int:
         """The number of a user; one that no user of the log has for an unknown one."""
         numbers, known = self._vocabulary("user").numbers_of([own])
