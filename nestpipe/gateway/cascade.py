@@ -30,7 +30,7 @@ from nestpipe.errors import DataError, NestPipeError
 from nestpipe.gateway.candidates import CandidateItems, RetrievedItems, Retriever, past_from
 from nestpipe.gateway.instance_client import InstanceClient, InstanceError, PrefillOutcome
 from nestpipe.gateway.router import InstanceAddress
-from nestpipe.rules.item_attributes import BareItems
+from nestpipe.rules.item_attributes import BareItems, FolderSource
 from nestpipe.rules.rule_book import RuleBook
 from nestpipe.rules.rule_set import RuleError
 from nestpipe.serve.config import Stages
@@ -80,9 +80,10 @@ class LocalCandidateStages:
         ids: ServiceIds | None = None,
         rules: RuleBook | None = None,
     ):
-        """Without `ids`, users and items are the numbers themselves; without `rules` no item has attributes."""
+        """Without `ids`, users and items are the numbers themselves, and items have no attributes."""
         self._retriever, self._executor, self._ids = retriever, executor, ids
-        self._rules = rules or RuleBook(lambda: BareItems(retriever.items))
+        bare = BareItems(retriever.items)
+        self._rules = rules or RuleBook((lambda: bare) if ids is None else FolderSource(lambda: ids.sequences))
 
     async def retrieve(self, request: RecommendRequest, count: int) -> RetrievedItems:
         return await self._run(partial(self._retrieve, request, count))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from functools import cached_property
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Protocol
 
@@ -53,29 +53,49 @@ AttributeSource = Callable[[], ItemAttributes]
 
 
 class FolderAttributes:
-    """The item features of a sequence folder; no item is withdrawn."""
+    """The item features of a sequence folder but vectors, in memory: a mapped file that stays open could not be forgotten.
+
+    No item is withdrawn.
+    """
 
     withdrawn: Mask | None = None
 
     def __init__(self, sequences: Sequences):
-        self._sequences, self.version = sequences, sequences.digest
-        self._vocabularies: dict[str, Vocabulary] = {}
-
-    @property
-    def items(self) -> Ints:
-        return self._sequences.catalogue
-
-    @cached_property
-    def fields(self) -> Mapping[str, Feature]:
-        return {feature.name: feature for feature in self._sequences.schema.of_scope("item")}
+        self.version, self.items = sequences.digest, np.array(sequences.catalogue)
+        self.fields: Mapping[str, Feature] = {one.name: one for one in sequences.schema.of_scope("item")}
+        self._columns = {
+            name: _copied(sequences.item_features[name]) for name, one in self.fields.items() if one.kind != "vector"
+        }
+        self._folder, self._vocabularies = without_arrays(sequences), dict[str, Vocabulary]()
 
     def column(self, field: str) -> StoredFeature:
-        return self._sequences.item_features[field]
+        return self._columns[field]
 
     def vocabulary(self, name: str) -> Vocabulary:
         if name not in self._vocabularies:
-            self._vocabularies[name] = self._sequences.vocabulary(name)
+            self._vocabularies[name] = self._folder.vocabulary(name)
         return self._vocabularies[name]
+
+
+def without_arrays(sequences: Sequences) -> Sequences:
+    """The schema and encodings of a folder."""
+    nothing = np.empty(0, np.int64)
+    return replace(
+        sequences,
+        users=nothing,
+        offsets=np.zeros(1, np.int64),
+        items=nothing,
+        times=None if sequences.times is None else nothing,
+        catalogue=nothing,
+        event_features={},
+        item_features={},
+        user_features={},
+    )
+
+
+def _copied(column: StoredFeature) -> StoredFeature:
+    """Without weights, which no rule reads."""
+    return StoredFeature(np.array(column.values), None if column.offsets is None else np.array(column.offsets))
 
 
 class BareItems:

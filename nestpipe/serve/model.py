@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import cast
-
-import numpy as np
 
 from nestpipe.data.batch_builder import BatchBuilder
 from nestpipe.data.sequences import Sequences
@@ -17,6 +14,7 @@ from nestpipe.models.config import RankingConfig
 from nestpipe.models.kv_prefix import describe_statistics
 from nestpipe.models.prefix_inference import Ranker
 from nestpipe.models.ranking import Ranking
+from nestpipe.rules.item_attributes import without_arrays
 from nestpipe.serve.known_items import known_items
 from nestpipe.serve.known_rows import KnownRows
 from nestpipe.serve.prefill import ServedModel
@@ -55,15 +53,4 @@ def rows_in_files(folder: Path, memory_bytes: int) -> EmbeddingConfig:
 
 def without_events(sequences: Sequences) -> Sequences:
     """The schema and encodings without events: a mapped file that stays open could not be forgotten."""
-    nothing = np.empty(0, np.int64)
-    return replace(
-        sequences,
-        users=nothing,
-        offsets=np.zeros(1, np.int64),
-        items=nothing,
-        times=None if sequences.times is None else nothing,
-        catalogue=nothing,
-        event_features={},
-        item_features={},
-        user_features={},
-    )
+    return without_arrays(sequences)

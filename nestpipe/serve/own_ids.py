@@ -41,6 +41,11 @@ class ServiceIds:
             self._vocabulary(name)
         self._check_numbers()
 
+    @property
+    def sequences(self) -> Sequences:
+        """The folder as it is now."""
+        return self._sequences()
+
     def user(self, own: OwnId) -> int:
         """The number of a user; one that no user of the log has for an unknown one."""
         number = self.number_of("user", own, lenient=True)

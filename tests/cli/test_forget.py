@@ -155,10 +155,10 @@ def test_a_gateway_with_a_retrieval_run_keeps_no_folder_of_before(tmp_path):
     retriever = fleet_retriever(run, histories)
     del run
     past = retriever.past_of(3)
-    before = retriever.retrieve(past, 5)[1]
+    before = retriever.retrieve(past, 5).places
     forget([tmp_path / "run"], 3)
     assert not len(retriever.past_of(3).items)
-    assert (retriever.retrieve(past, 5)[1] == before).all(), "it retrieves as before"
+    assert (retriever.retrieve(past, 5).places == before).all(), "it retrieves as before"
     gc.collect()
     mapped = Path("/proc/self/maps")
     assert not mapped.exists() or str(tmp_path / ".log.old") not in mapped.read_text()

@@ -22,6 +22,7 @@ from nestpipe.errors import ConfigError, DataError
 from nestpipe.eval.catalogue_predictor import Recommendation
 from nestpipe.eval.predictor import RetrievalPredictor, make_predictor
 from nestpipe.eval.ranking_eval import RankingPredictor
+from nestpipe.generative.trie import Trie
 from nestpipe.models.encdec import EncDec
 from nestpipe.training.run_folder import Run
 from tests.eval.ranking_ranks import ranking_config
@@ -152,7 +153,8 @@ def test_a_generative_run_recommends_what_it_generates(tmp_path: Path, item_rows
     read = model._item_vectors(rows if item_rows else None, items)  # as the encoder reads a history
     torch.testing.assert_close(predictor.item_vectors, read.detach())
     request = predictor.request_of(np.array([4]))
-    wanted = predictor.generate(request.batch, 5, seen=request.seen)
+    unseen = ~torch.isin(torch.arange(len(items)), torch.from_numpy(request.removed[0]))
+    wanted = predictor.generate(request.batch, 5, pool=cast(Trie, model.ids).pool_of_items(unseen))
     found = predictor.recommend(int(run.sequences.users[4]), 5)
     assert found.items == run.sequences.catalogue[wanted.positions[0].numpy()].tolist()
     assert found.scores == wanted.scores[0].tolist()

@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 
 from nestpipe.rules.compiled_rules import RuleCompiler
+from nestpipe.rules.item_attributes import FolderSource
 from nestpipe.rules.rule_set import RuleError, Rules, parse_rules
 from nestpipe.rules.selection import best_by_vector, select
 from tests.rules.rule_oracle import Catalogue
+from tests.serve.small_generative import make_data
 
 RECORDS = [
     {"category": "lamp", "price": 3.0, "tags": ["red", "red", "oak"], "year": 2020},
@@ -123,3 +125,16 @@ def test_zero_vectors_are_near_nothing():
 def test_what_is_not_understood_is_named(content, message):
     with pytest.raises(RuleError, match=message):
         compiled(Catalogue(RECORDS), content)
+
+
+def test_attributes_of_a_folder_keep_no_file_open(tmp_path):
+    """A mapped file that stays open could not be forgotten."""
+    sequences = make_data(tmp_path)
+    attributes = FolderSource(lambda: sequences)()
+    column = attributes.column("kind")
+    for array in (attributes.items, column.values, column.offsets, attributes.column("shelf").values):
+        assert not isinstance(array, np.memmap)
+        assert array.base is None or not isinstance(array.base, np.memmap)
+    assert attributes.items.tolist() == sequences.catalogue.tolist()
+    assert attributes.vocabulary("kind").own_ids(column.values[:2]) == ["red lamp", "oak chair"]
+    assert not len(attributes._folder.items)
