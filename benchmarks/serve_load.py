@@ -243,7 +243,7 @@ def block(one: Serving, seconds: float) -> dict[str, float]:
         "open": arrivals.useful(DEADLINE_MS) / arrivals.seconds / capacity,
         "open_p99_ms": arrivals.p99_ms(),
         "open_lag_p99_ms": arrivals.lag_p99_ms(),
-        "refusal_ms": 1e3 * hopeless["cpu_s"] / hopeless["refused"],
+        "refusal_ms": 1e3 * hopeless["cpu_s"] / max(hopeless["refused"], 1),
         "intake_ms": intake_ms,
         "answer_ms": answer_ms,
     }
