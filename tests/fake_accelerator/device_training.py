@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any
+from typing import Any, Literal
 from unittest.mock import patch
 
 import torch
@@ -60,6 +60,7 @@ class DeviceCase:
     num_batches: int = NUM_BATCHES
     barrier: int = 3  # training stops and continues after so many batches
     max_rows: int = 16
+    tier: Literal["memory", "files"] = "memory"
     tight: bool = False  # the device has room for the rows of batches in flight and no other
     held_back: str = ""  # the stream whose thread is late for every event, so that others free memory early
 
@@ -76,6 +77,7 @@ def train_toy(world: World, case: DeviceCase) -> Content:
         max_rows=case.max_rows,
         protect_steps=4,
         device_bytes=case.device_bytes,
+        tier=case.tier,
     )
     device = channels.rows.device
     table = Table(

@@ -44,6 +44,13 @@ def test_a_nested_run_that_is_resumed_ends_as_a_sequential_one(log: Path, tmp_pa
     assert not differing_tensors(tmp_path / "sequential", tmp_path / "nested")
 
 
+def test_a_run_of_the_cpu_is_resumed_on_a_device(log: Path, tmp_path: Path) -> None:
+    train(World.single(), config_of(log, "sequential", steps=2), tmp_path / "run")
+    run_on_fake(1, train, config_of(log, "nested", steps=3), tmp_path / "run")
+    steps = [one["step"] for one in read_jsonl(tmp_path / "run" / "metrics.jsonl") if "loss" in one]
+    assert steps == [1, 2, 3]
+
+
 def validated(folder: Path) -> list[float]:
     return [one["validation/ndcg@10"] for one in read_jsonl(folder / "metrics.jsonl") if "validation/ndcg@10" in one]
 

@@ -29,6 +29,7 @@ SCHEDULES = {
     "nested, stale": DeviceCase(mode="nested", stale=True),
     "nested, exact adam": DeviceCase(mode="nested", optimizer="adam"),
     "nested, evicting": DeviceCase(mode="nested", tight=True, admit_after=1, max_rows=0),
+    "nested, evicting into files": DeviceCase(mode="nested", tight=True, admit_after=1, max_rows=0, tier="files"),
     "stale, in order": DeviceCase(stale=True),
     "nested, groups": DeviceCase(mode="nested", groups=2),
     "nested, groups and chunks": DeviceCase(mode="nested", groups=2, chunks=2),
