@@ -241,8 +241,7 @@ def flag(state: TrainState, work: BatchWork) -> None:
                 what = f"{kinds[int(code) - 1]} is {seen} at {work.where} on rank {rank}"
                 raise TrainError(f"{what}; no parameter was updated.")
     if work.window.weight:
-        # In rank order.
-        totals = [sum(column) for column in zip(*(values[_FLAGS:] for values in gathered), strict=True)]
+        totals = [sum(column) for column in zip(*(one[_FLAGS:] for one in gathered), strict=True)]  # in rank order
         named = dict(zip(work.sums, totals, strict=False))
         num_stale, num_rows = named.pop(_STALE, 0.0), named.pop(_HELD, 0.0)
         work.means = {name: total / work.window.weight for name, total in named.items()}
@@ -339,8 +338,8 @@ def _posted(work: BatchWork) -> Handle:
 
 def _flag_values(state: TrainState, work: BatchWork) -> list[float]:
     """A code and a value of what is not finite, and the logs. From a device, all with one wait."""
-    tables, largest_rows = state.embedding.tables, work.window.largest
-    values = [work.largest_dense, *(largest_rows.get(name, 0.0) for name in tables), *work.sums.values()]
+    tables, window = state.embedding.tables, work.window
+    values = [work.largest_dense, *(window.largest.get(name, 0.0) for name in tables), *work.sums.values()]
     if on_device := [one for one in values if isinstance(one, Tensor)]:
         used_here(*on_device)
         copies = iter(download(torch.stack([one.double() for one in on_device])).tolist())
