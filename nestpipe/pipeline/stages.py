@@ -91,7 +91,7 @@ class TrainState:
 
     @property
     def flag_channel(self) -> Channel:
-        """The channel of all ranks, on the host, that belongs to the thread that sends rows."""
+        """The channel of all ranks, on the host, of the thread that sends rows."""
         return self.flags or self.embedding.all_ranks
 
 
@@ -195,9 +195,8 @@ def compute(state: TrainState, work: BatchWork, micro_batch: int) -> None:
         state.dense.zero_grads()
     local_rows = work.window.local_rows(micro_batch)
     batch, rows_of = work.micro_batches[micro_batch], work.plan.rows(micro_batch, local_rows)
-    if state.device.type != "cpu":
-        batch = batch.moved(partial(upload, device=state.device))
-        rows_of = {name: one.moved(state.device) for name, one in rows_of.items()}
+    if (device := state.device).type != "cpu":
+        batch, rows_of = batch.moved(partial(upload, device=device)), {k: v.moved(device) for k, v in rows_of.items()}
     output = cast(nn.Module, state.model)(rows_of, batch, work.rng)
     is_last = micro_batch == work.plan.num_micro_batches - 1
     with state.dense.last_backward(work.mark_bucket) if is_last and work.mark_bucket else nullcontext():
@@ -242,8 +241,7 @@ def flag(state: TrainState, work: BatchWork) -> None:
                 what = f"{kinds[int(code) - 1]} is {seen} at {work.where} on rank {rank}"
                 raise TrainError(f"{what}; no parameter was updated.")
     if work.window.weight:
-        # In rank order.
-        totals = [sum(column) for column in zip(*(values[_FLAGS:] for values in gathered), strict=True)]
+        totals = [sum(column) for column in zip(*(one[_FLAGS:] for one in gathered), strict=True)]  # in rank order
         named = dict(zip(work.sums, totals, strict=False))
         num_stale, num_rows = named.pop(_STALE, 0.0), named.pop(_HELD, 0.0)
         work.means = {name: total / work.window.weight for name, total in named.items()}
@@ -334,25 +332,20 @@ def _add(sums: dict[str, float | Tensor], output: Output) -> None:
 
 def _posted(work: BatchWork) -> Handle:
     if work._flags is None:
-        raise TrainError(
-            f"flags of {work.where} used before their receives were posted: the schedule lacks a dependency."
-        )
+        raise TrainError(f"flags of {work.where} used before they were posted: the schedule lacks a dependency.")
     return work._flags
 
 
 def _flag_values(state: TrainState, work: BatchWork) -> list[float]:
     """A code and a value of what is not finite, and the logs. From a device, all with one wait."""
-    tables = state.embedding.tables
-    values = [work.largest_dense, *(work.window.largest.get(name, 0.0) for name in tables), *work.sums.values()]
-    on_device = [one for one in values if isinstance(one, Tensor)]
-    if on_device:
+    tables, window = state.embedding.tables, work.window
+    values = [work.largest_dense, *(window.largest.get(name, 0.0) for name in tables), *work.sums.values()]
+    if on_device := [one for one in values if isinstance(one, Tensor)]:
         used_here(*on_device)
         copies = iter(download(torch.stack([one.double() for one in on_device])).tolist())
         values = [next(copies) if isinstance(one, Tensor) else one for one in values]
-    known = [cast(float, one) for one in values]
-    largest, logs = known[: 1 + len(tables)], known[1 + len(tables) :]
-    loss = logs[list(work.sums).index("loss")]
-    return [*_not_finite(state, [abs(loss), *largest]), *logs]
+    largest, logs = (cast(list[float], one) for one in (values[: 1 + len(tables)], values[1 + len(tables) :]))
+    return [*_not_finite(state, [abs(logs[list(work.sums).index("loss")]), *largest]), *logs]
 
 
 def _not_finite(state: TrainState, magnitudes: list[float]) -> tuple[float, float]:

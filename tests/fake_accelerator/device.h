@@ -4,6 +4,7 @@
 //     streams.cpp   queues with a thread and random delays each, events, and torch's device guard
 //     memory.cpp    addresses that the host cannot read, an allocator that poisons freed blocks, pinned memory
 //     kernels.cpp   every torch operator: queued on the current stream, computed by the CPU's kernels
+//     views.cpp     operators that launch nothing: new tensors and views
 //
 // What real devices forgive by luck fails here always: an access that no event, stream or synchronisation orders after
 // another one of the same bytes is reported, whatever the threads did this time.
