@@ -22,9 +22,8 @@ import msgspec
 from msgspec import Struct
 
 from nestpipe.errors import NestPipeError
+from nestpipe.serve.route_headers import SESSION_HEADER, USER_HEADER, session_of, user_key
 from nestpipe.serve.schemas import (
-    SESSION_HEADER,
-    USER_HEADER,
     ErrorReply,
     Event,
     EventsRequest,
@@ -41,8 +40,6 @@ from nestpipe.serve.schemas import (
     SimilarItems,
     SimilarRequest,
     SteeredRecommendRequest,
-    session_of,
-    user_key,
 )
 from nestpipe.serve.state_schemas import (
     ElementsReply,

@@ -20,8 +20,8 @@ from msgspec import Struct
 
 from nestpipe.errors import NestPipeError
 from nestpipe.gateway.router import InstanceAddress, Members, RouterError, peek_instance
+from nestpipe.serve.route_headers import FORWARDED_HEADER
 from nestpipe.serve.schemas import (
-    FORWARDED_HEADER,
     ErrorReply,
     GeneratedItems,
     GenerateRequest,

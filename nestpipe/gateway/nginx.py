@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 from nestpipe.errors import ConfigError
-from nestpipe.serve.schemas import USER_HEADER as HEADER
+from nestpipe.serve.route_headers import USER_HEADER as HEADER
 
 
 def nginx_config(urls: Sequence[str], *, listen: str = "127.0.0.1:8700", timeout_ms: int = 200) -> str:

@@ -28,7 +28,14 @@ from nestpipe.errors import NestPipeError
 from nestpipe.serve.admission import ARRIVAL, Arrival, age_s, note_arrival
 from nestpipe.serve.request_errors import BadRequestError, explained, without_paths, wrong_field
 from nestpipe.serve.requests import BusyError
-from nestpipe.serve.schemas import FORWARDED_HEADER, ErrorReply, HistoryEvent, Problem, Request, members
+from nestpipe.serve.route_headers import FORWARDED_HEADER
+from nestpipe.serve.schemas import (
+    ErrorReply,
+    HistoryEvent,
+    Problem,
+    Request,
+    members,
+)
 
 _log = logging.getLogger("nestpipe.serve")
 Refuse = Callable[[NestPipeError], tuple[int, str] | None]

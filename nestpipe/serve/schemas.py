@@ -10,27 +10,17 @@ this file, so it must need neither torch nor starlette.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import reduce
 from operator import or_
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin
-from urllib.parse import quote
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from nestpipe.serve.config import MAX_TICKET_CHARS
 from nestpipe.serve.rule_schema import Boosts, Filter, MaxPer, Share
-
-USER_HEADER = "X-Nestpipe-User"
-"""For nginx, which hashes it."""
-SESSION_HEADER = "X-Session-Id"
-"""For Ray Serve, whose name it is."""
-FORWARDED_HEADER = "X-Nestpipe-Forwarded"
-"""Of a gateway, which asks another instance as soon as one refuses: its refusals are not held."""
-_TICKET = re.compile(rf"[\w.-]{{1,{MAX_TICKET_CHARS}}}", re.ASCII)
 
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 OwnId = Int64 | Annotated[str, Meta(min_length=1, max_length=512)]
@@ -372,20 +362,6 @@ def limited(kind: type[Request], **limits: Any) -> type[Request]:
     return cast(
         type[Request], msgspec.defstruct(kind.__name__, fields, bases=(kind,), namespace=namespace, kw_only=True)
     )
-
-
-def session_of(user: int | str | None, ticket: str | None = None) -> str:
-    """Routing key for proxies that route by a header: 'USER', 'USER/TICKET' or '/TICKET'.
-
-    A text that is no ticket is left out: a header could not carry every text.
-    """
-    is_ticket = _TICKET.fullmatch(ticket or "") is not None
-    return f"{'' if user is None else user_key(user)}{f'/{ticket}' if is_ticket else ''}"
-
-
-def user_key(user: int | str) -> str:
-    """A user as a header can carry it: percent-encoded, so that it has no slash and is ASCII."""
-    return quote(str(user), safe="")
 
 
 def members(hint: Any) -> Iterator[Any]:

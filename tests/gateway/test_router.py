@@ -25,7 +25,7 @@ from nestpipe.gateway.router import (
     verify,
 )
 from nestpipe.serve.config import MAX_TICKET_CHARS, MAX_TICKET_S, EngineConfig
-from nestpipe.serve.schemas import session_of
+from nestpipe.serve.route_headers import session_of
 
 SECRET = b"sixteen bytes or more"
 NOW = 1_700_000_000.0

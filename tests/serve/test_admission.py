@@ -16,7 +16,12 @@ from nestpipe.serve.admission import ArrivalClock, WaitEstimate, measured
 from nestpipe.serve.request_errors import BadRequestError
 from nestpipe.serve.request_guard import body_parser, parse
 from nestpipe.serve.requests import BusyError
-from nestpipe.serve.schemas import FORWARDED_HEADER, RankedItems, RankRequest, limited
+from nestpipe.serve.route_headers import FORWARDED_HEADER
+from nestpipe.serve.schemas import (
+    RankedItems,
+    RankRequest,
+    limited,
+)
 from tests.serve.small_rankers import Clock
 from tests.serve.small_services import KINDS, serving
 
