@@ -15,11 +15,8 @@ STUDENT_T = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # 97.5 %, by the number o
 Record = dict[str, Any]
 # Keys of old records, and their names today. Records are never edited.
 _STORAGE = {"num_buckets", "tier", "files_folder", "buffer_bytes"}
-_ADDED = {
-    "scenarios": "",
-    "instructions": "",
-    "igr_texts": True,
-}  # settings that old records of a model lack, and what they meant
+# Settings that old records of a model lack, and what they meant.
+_ADDED = {"scenarios": "", "instructions": "", "igr_texts": True, "past_scenarios": False}
 RENAMED = {"q2i_spread": "q2i_variance", "q2i_apart": "q2i_orthogonality"}
 
 

@@ -171,7 +171,7 @@ def flag_of_own_rank(case: Case) -> AbstractContextManager[object]:
 
     def flag(state, work):
         stages.flag(state, work)
-        work.skipped = bool(stages._not_finite(state, work)[0])
+        work.skipped = bool(stages._flag_values(state, work)[0])
 
     return patch.dict(stages.BATCH_STAGES, {"flag": flag})
 

@@ -8,9 +8,9 @@ import subprocess
 import httpx
 import pytest
 
-from nestpipe.serve.event_log import EventLog
 from nestpipe.serve.request_errors import without_paths
 from nestpipe.serve.user_history import UserHistories
+from nestpipe.state.service_state import FileState
 from tests.serve.small_services import NOW, serving
 
 
@@ -63,7 +63,7 @@ def test_a_full_disk_refuses_writes_loses_nothing_and_recovers(runs_of, small_di
         ballast.unlink()
         assert httpx.get(f"{url}/readyz").status_code == 200
         assert post(0, 503).status_code == 200
-        known = UserHistories(own, EventLog(small_disk / "events.log"))
+        known = UserHistories(own, FileState(small_disk / "events.log"))
         assert known.num_events(user) == len(own.items[slice(*own.offsets[:2].tolist())]) + 503
 
 

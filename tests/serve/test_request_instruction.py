@@ -174,7 +174,9 @@ def test_the_page_takes_an_instruction_and_shows_who_wrote_it(client, gateway, d
     driver.execute_script("document.getElementById('ask').requestSubmit()")
     wait_for(lambda: get("document.getElementById('text').textContent") == TEXT)
     assert get("document.getElementById('provenance').textContent").startswith("request · ")
-    shown = get("[...document.querySelectorAll('#items tbody tr')].map(row => Number(row.cells[1].textContent))")
+    shown = get(
+        "[...document.querySelectorAll('#items tbody tr')].map(row => Number(row.cells[1].querySelector('button').textContent))"
+    )
     assert shown == client.recommend(USER, 10, scenario="1", instruction=TEXT).items
 
 

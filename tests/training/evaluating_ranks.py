@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from nestpipe.cli.eval import evaluate_run
-from nestpipe.cli.recommend import write_parquet
+from nestpipe.cli.recommend import ListRequest, write_parquet
 from nestpipe.config import Config
 from nestpipe.distributed.process_group import World
 from nestpipe.errors import NestPipeError
@@ -19,6 +19,7 @@ from nestpipe.eval.eval_ranks import part_of
 from nestpipe.eval.label_report import LabelReport
 from nestpipe.jagged import Jagged
 from nestpipe.ops.catalogue_scan import CataloguePart, block_items
+from nestpipe.rules.rule_set import Rules
 from nestpipe.training.distributed_eval import ChannelRanks, eval_world
 from nestpipe.training.loop import train_to_end
 from nestpipe.training.run_folder import Run
@@ -91,4 +92,4 @@ def recommended(world: World, folder: Path, out: Path, num_users: int) -> int:
     run = Run.open(folder)
     users = run.sequences.vocabulary("user").own_ids(run.sequences.users[:num_users])
     with eval_world(world) as ranks:
-        return write_parquet(run.predictor(), users, 3, out, ranks, run.config.eval.batch_size)
+        return write_parquet(run.predictor(), users, ListRequest(3, Rules()), out, ranks, run.config.eval.batch_size)
