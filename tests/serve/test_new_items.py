@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from nestpipe import train
+from nestpipe.client import Client
 from nestpipe.data.item_feature_rows import catalogue_texts
 from nestpipe.rules.rule_book import RequestRules
-from nestpipe.serve.config import EngineConfig, Stages
+from nestpipe.serve.config import EngineConfig, Limits, Stages
 from nestpipe.serve.followed_search import followed_search
+from nestpipe.serve.next_item_api import NextItemInstance
 from nestpipe.serve.open_service import open_next_item_engine
 from nestpipe.serve.recommendation import RecommendationJob
 from nestpipe.serve.user_history import UserHistories
 from nestpipe.state.service_state import FileState
+from tests.gateway.fake_instances import Served
 from tests.small_content import SmallCatalogue, content_config, content_log
 from tests.small_runs import small_config
 
@@ -113,6 +117,41 @@ def test_events_on_new_items_count_by_their_content(run, engine):
     assert [new[item] for item in shared] == pytest.approx([known[item] for item in shared], abs=1e-6)
     assert unknown.keys()
     assert unknown != pytest.approx(new, abs=1e-4)
+
+
+def test_an_item_posted_over_http_is_found_by_its_content_its_events_count_and_it_is_withdrawn(run, tmp_path):
+    engine = open_next_item_engine(run, tmp_path / "events.log", config=EngineConfig())
+    engine.start()
+    instance = NextItemInstance(engine, name="a", budget_ms=60_000, limits=Limits(), wall_clock=lambda: NOW)
+    server = Served(instance.app())
+    like, user = cold_items(run)[0], int(run.sequences.users[0])
+    try:
+        with Client(server.url, timeout_s=60) as client:
+
+            def scores():
+                found = client.recommend(user, 41)
+                return dict(zip(found.items, found.scores, strict=True))
+
+            assert like in scores()
+            (stored,) = client.put_items([{"id": NEW, **content_of(run, like)}]).results
+            assert stored.result == "created"
+            end = time.monotonic() + 20
+            while NEW not in (found := scores()):
+                assert time.monotonic() < end
+                time.sleep(0.05)
+            assert found[NEW] == pytest.approx(found[like], abs=1e-6)
+            event = {"id": "e1", "user": user, "item": NEW, "time": NOW - 60}
+            assert client.send_events([event]).accepted == 1
+            after = scores()
+            assert NEW not in after, "it was had"
+            assert after[like] != pytest.approx(found[like], abs=1e-6), "and it changed what comes next"
+            other = int(run.sequences.users[5])
+            assert NEW in client.recommend(other, 41).items
+            client.withdraw_item(NEW)
+            assert NEW not in client.recommend(other, 41).items
+    finally:
+        server.stop()
+        engine.stop()
 
 
 def test_a_model_without_content_reads_them_as_nothing_and_never_shows_them(run, tmp_path):
