@@ -70,11 +70,9 @@ def test_events_are_appended_trained_and_swapped_in_under_load(first, tmp_path, 
     with World(first).start() as world, Load(str(world.http.base_url), [0, 7, NEW_USER]) as load:
         sent = events("a", (0, 3), (7, 11), (NEW_USER, 5), (NEW_USER, 9), (NEW_USER, 11))
         assert world.http.post("/v1/events", json={"events": sent}).json()["accepted"] == 5
-        items = tmp_path / "items.csv"
-        pl.DataFrame({"item": [NEW_ITEM], "brand": [2], "category": [0], "tags": ["1|2"], "price": [3.5]}).with_columns(
-            look=pl.lit("|".join(["0.5"] * 8))
-        ).write_csv(items)
-        assert main(["data", "append", str(data), "--from", str(log), "--items-table", str(items)]) == 0
+        item = {"id": NEW_ITEM, "brand": 2, "category": 0, "tags": [1, 2], "price": 3.5, "look": [0.5] * 8}
+        assert world.http.put("/v1/items", json={"items": [item]}).json()["results"][0]["result"] == "created"
+        assert main(["data", "append", str(data), "--from", str(log)]) == 0
         assert "5 events appended, 0 were in the folder already, 5 removed" in capsys.readouterr().out
         late = events("b", (0, 12), (NEW_USER, 13), start=NOW + 3600)
         reply = world.http.post("/v1/events", json={"events": [*sent, *late]}).json()
