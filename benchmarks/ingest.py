@@ -15,7 +15,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from io import StringIO
 from pathlib import Path
 
@@ -45,7 +45,8 @@ def read_typed(path: Path) -> int:
     return sum(chunk.height for chunk in reader.log(LogSource(paths=(str(path),))))
 
 
-def write_logs(folder: Path, num_events: int) -> None:
+def write_logs(folder: Path, num_events: int, pairs: Collection[str]) -> None:
+    """The files that the ratios need."""
     random = np.random.default_rng(SEED)
     columns = {
         "user": random.integers(0, num_events // 30, num_events),
@@ -54,10 +55,12 @@ def write_logs(folder: Path, num_events: int) -> None:
     }
     log, cut = pl.DataFrame(columns), num_events - num_events // 100
     log.write_csv(folder / "plain.csv")
-    log.write_csv(folder / "quoted.csv", quote_style="always")
     log.write_parquet(folder / "log.parquet")
-    log[:cut].write_csv(folder / "old.csv")
-    log[cut:].write_csv(folder / "new.csv")
+    if "quoted" in pairs:
+        log.write_csv(folder / "quoted.csv", quote_style="always")
+    if "append" in pairs:
+        log[:cut].write_csv(folder / "old.csv")
+        log[cut:].write_csv(folder / "new.csv")
 
 
 def ingest(folder: Path, log: str, out: str) -> float:
@@ -71,29 +74,41 @@ def append(folder: Path) -> float:
     return cpu_s(lambda: append_log(folder / "grown", log=LogSource(paths=(str(folder / "new.csv"),))))
 
 
+PAIRS = {
+    "plain": ("typed plain", "polars plain"),
+    "quoted": ("typed quoted", "polars quoted"),
+    "csv_over_parquet": ("ingest csv", "ingest parquet"),
+    "append": ("append", "ingest csv"),
+}
+
+
+def arms_of(folder: Path) -> dict[str, Callable[[], float]]:
+    """What is measured, by name."""
+    arms: dict[str, Callable[[], float]] = {}
+    for kind in ("plain", "quoted"):
+        path = folder / f"{kind}.csv"
+        arms[f"polars {kind}"] = lambda path=path: cpu_s(lambda: pl.read_csv(path))  # type: ignore[misc]
+        arms[f"typed {kind}"] = lambda path=path: cpu_s(lambda: read_typed(path))  # type: ignore[misc]
+    arms["ingest csv"] = lambda: ingest(folder, "plain.csv", "whole")
+    arms["ingest parquet"] = lambda: ingest(folder, "log.parquet", "whole")
+    arms["append"] = lambda: append(folder)
+    return arms
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--events", type=int, default=3_000_000)
+    parser.add_argument("--pairs", nargs="+", choices=list(PAIRS), default=list(PAIRS), help="ratios to measure")
     options = parser.parse_args()
+    pairs = {key: PAIRS[key] for key in options.pairs}
     with tempfile.TemporaryDirectory(dir=os.environ.get("TMPDIR")) as name:
         folder = Path(name)
-        write_logs(folder, options.events)
-        ingest(folder, "old.csv", "old")
-        arms: dict[str, Callable[[], float]] = {}
-        for kind in ("plain", "quoted"):
-            path = folder / f"{kind}.csv"
-            arms[f"polars {kind}"] = lambda path=path: cpu_s(lambda: pl.read_csv(path))  # type: ignore[misc]
-            arms[f"typed {kind}"] = lambda path=path: cpu_s(lambda: read_typed(path))  # type: ignore[misc]
-        arms["ingest csv"] = lambda: ingest(folder, "plain.csv", "whole")
-        arms["ingest parquet"] = lambda: ingest(folder, "log.parquet", "whole")
-        arms["append"] = lambda: append(folder)
+        write_logs(folder, options.events, pairs)
+        if "append" in pairs:
+            ingest(folder, "old.csv", "old")
+        used = {arm for pair in pairs.values() for arm in pair}
+        arms = {arm: run for arm, run in arms_of(folder).items() if arm in used}
         times = measure.alternate(arms)
-    pairs = {
-        "plain": ("typed plain", "polars plain"),
-        "quoted": ("typed quoted", "polars quoted"),
-        "csv_over_parquet": ("ingest csv", "ingest parquet"),
-        "append": ("append", "ingest csv"),
-    }
     figures: dict[str, object] = {}
     rows = []
     for key, (ours, theirs) in pairs.items():
