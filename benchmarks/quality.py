@@ -25,7 +25,8 @@ def done(name: str, settings: Mapping[str, Any]) -> list[Record]:
     path = measure.RESULTS / f"{name}.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
     wanted = _compared(settings)
-    return [one for one in map(json.loads, lines) if _compared(_today(one["settings"], settings)) == wanted]
+    alike = [one for one in map(json.loads, lines) if ("config" in one["settings"]) == ("config" in settings)]
+    return [one for one in alike if _compared(_today(one["settings"], settings)) == wanted]
 
 
 def settings_of(config: Config, model: str) -> dict[str, object]:
