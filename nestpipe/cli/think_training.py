@@ -38,14 +38,7 @@ def write_for_training(
     quiet: bool = False,
 ) -> None:
     """Writes or completes the store of a log."""
-    if not 0 <= share <= 1:
-        raise ConfigError(f"--share is {share}; it must be in 0 .. 1.")
-    check_column(sequences, column)
-    if sequences.times is None:
-        raise ConfigError(
-            f"{sequences.path} is an order-only log: nothing says which events of other users came before a target. "
-            "Ingest the log with its times."
-        )
+    _check(sequences, share=share, column=column)
     encode, version = encoder
     builder = RequestBuilder(
         texts=read_item_texts(sequences) or {},
@@ -89,6 +82,18 @@ def write_for_training(
         opened.close()
     if not quiet:
         print(f"Next: nestpipe train scenarios --instructions {shlex.quote(str(store))} --data.path {sequences.path}")
+
+
+def _check(sequences: Sequences, *, share: float, column: str) -> None:
+    """Raises ConfigError for what cannot be written."""
+    if not 0 <= share <= 1:
+        raise ConfigError(f"--share is {share}; it must be in 0 .. 1.")
+    check_column(sequences, column)
+    if sequences.times is None:
+        raise ConfigError(
+            f"{sequences.path} is an order-only log: nothing says which events of other users came before a target. "
+            "Ingest the log with its times."
+        )
 
 
 def check_trained(run: Run) -> None:

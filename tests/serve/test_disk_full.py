@@ -70,7 +70,7 @@ def test_a_full_disk_refuses_writes_loses_nothing_and_recovers(runs_of, small_di
 @pytest.mark.parametrize(
     ("message", "shown"),
     [
-        ("the catalogue of /work/data/shop (12 items) lacks it", "the catalogue of shop (12 items) lacks it"),
+        ("the catalogue of /srv/data/shop (12 items) lacks it", "the catalogue of shop (12 items) lacks it"),
         ("'/srv/runs/x/events.log' is damaged at byte 7", "'events.log' is damaged at byte 7"),
         (
             "ask http://127.0.0.1:8700/v1/rank or and/or 3/4 of it",
