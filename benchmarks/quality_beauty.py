@@ -161,9 +161,11 @@ def run_arm(arm: str, seed: int, options: argparse.Namespace) -> Figures:
     if arm == "generative":
         options.runs.mkdir(parents=True, exist_ok=True)
         ids = options.runs / "ids"
-        made = {"arm": "ids", **asdict(SID), "behaviour": BEHAVIOUR}
         make_ids(options.data, ids)
-        more["ids"] = recorded("ids", SID.seed, made, lambda: figures_of_ids(options.data, ids))["version"]
+        # Ids of another text encoder or release are other ids: their runs are another result, not another seed.
+        more["ids"] = Registry.load(ids).version
+        made = {"arm": "ids", **asdict(SID), "behaviour": BEHAVIOUR, "version": more["ids"]}
+        recorded("ids", SID.seed, made, lambda: figures_of_ids(options.data, ids))
     folder = options.runs / f"{arm}-{seed}"
     return recorded(arm, seed, settings_of(arm, config, **more), lambda: run_model(config, folder))
 
