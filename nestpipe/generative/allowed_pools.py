@@ -1,4 +1,4 @@
-"""Pools of requests under rules: beam search inside one equals the same search on a trie of the allowed items alone.
+"""Pools of requests under rules: beam search inside one follows only paths that lead to an allowed item.
 
     mask over items [I]  --once-->  allowed items below each node  --minus what a request removes-->  live nodes
 

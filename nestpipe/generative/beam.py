@@ -4,8 +4,9 @@
     level 1      W beams ─ live children of each ───┴ the best W of all ─ ...
 
 Beams are extended by live codes only, so every result is a live path. Its log-probability is the sum over levels of a
-log-softmax: over the live codes (`legal`, leaf probabilities sum to 1), or over all codes (`full`, dead codes are dropped
-afterwards). The top W are taken over all beams and codes together. If W is at least the number of live leaves, no path is
+log-softmax: over the codes of the trie (`legal`, leaf probabilities sum to 1), or over all codes (`full`). A pool removes paths
+and leaves the probabilities of the others as they are: renormalised at each node, the last item of a thin branch would inherit
+all of it. The top W are taken over all beams and codes together. If W is at least the number of live leaves, no path is
 pruned and the result is the exhaustive ranking. Ties go to the lower code sequence: beams are sorted by node number.
 
 The decoder stores the encoder's memory once per request; only the decoded prefixes exist per beam.
@@ -110,11 +111,11 @@ def _children(
     place = torch.arange(int(count.max()))
     live = place < count.unsqueeze(2)
     children = (start.unsqueeze(2) + place).masked_fill_(~live, 0)
-    if pool is not None:
-        live &= pool.at(level, children)
     codes = trie.codes[level].index_select(0, children.flatten()).view_as(children)
     picked = logits.gather(2, codes).masked_fill_(~live, -torch.inf)
     log_probs = picked.log_softmax(2) if softmax == "legal" else picked - logits.logsumexp(2, keepdim=True)
+    if pool is not None:
+        live &= pool.at(level, children)
     # The softmax of a beam without live children is nan.
     return children.masked_fill_(~live, -1), log_probs.masked_fill_(~live, -torch.inf)
 

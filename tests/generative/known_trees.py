@@ -65,7 +65,7 @@ class TableDecoder:
 def exhaustive(
     trie: Trie, decoder: TableDecoder, request: int, live: torch.Tensor, softmax: str
 ) -> list[tuple[int, float]]:
-    """All live leaves with their log-probabilities, by definition: best first, ties by lower code sequence."""
+    """All live leaves with the log-probabilities of draws among them, by definition: best first, ties by lower code sequence."""
     paths = {tuple(trie.leaf_codes(torch.tensor([leaf]))[0].tolist()): leaf for leaf in range(trie.num_leaves)}
     alive = {path for path, leaf in paths.items() if live[leaf]}
     found = []
@@ -81,6 +81,27 @@ def exhaustive(
         found.append((path, total))
     found.sort(key=lambda one: (-one[1], one[0]))
     return [(paths[path], total) for path, total in found]
+
+
+def plain_search(
+    trie: Trie, decoder: TableDecoder, request: int, live: torch.Tensor, width: int, softmax: str = "legal"
+) -> list[tuple[int, float]]:
+    """Leaves and log-probabilities of a beam search that grows live paths only; probabilities are those of the whole trie."""
+    leaf_of = {tuple(trie.leaf_codes(torch.tensor([leaf]))[0].tolist()): leaf for leaf in range(trie.num_leaves)}
+    beams: list[tuple[tuple[int, ...], float]] = [((), 0.0)]
+    for level in range(trie.num_levels):
+        grown = []
+        for path, score in beams:
+            below = [one for one in leaf_of if one[:level] == path]
+            scores = decoder.logits(request, path)
+            codes = sorted({one[level] for one in below}) if softmax == "legal" else list(range(len(scores)))
+            total = scores[codes].logsumexp(0)
+            grown += [
+                ((*path, code), score + float(scores[code] - total))
+                for code in {one[level] for one in below if live[leaf_of[one]]}
+            ]
+        beams = sorted(grown, key=lambda one: (-one[1], one[0]))[:width]
+    return [(leaf_of[path], score) for path, score in beams]
 
 
 def state_of(model, *, cut: MicroBatchConfig | None = None, seed: int = 0) -> TrainState:

@@ -6,21 +6,23 @@ Each check can fail: mutants that break one sentence of the specification are ca
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
 
 from nestpipe.gateway.candidates import ExactIndex, PastEvents, Retriever
+from nestpipe.generative import beam
 from nestpipe.generative.allowed_pools import AllowedPools
-from nestpipe.generative.beam import expand, path_scores, search
+from nestpipe.generative.beam import path_scores
 from nestpipe.generative.ruled_decoding import RuledRequest, decode_lists
 from nestpipe.generative.trie import Trie
 from nestpipe.rules import selection
 from nestpipe.rules.compiled_rules import CompiledRules, RuleCompiler, no_rules
 from nestpipe.rules.rule_set import parse_rules
 from nestpipe.rules.selection import SelectedItems, best_by_vector
-from tests.generative.known_trees import TableDecoder
+from tests.generative.known_trees import TableDecoder, plain_search
 from tests.rules.rule_oracle import (
     allowed_items,
     listed,
@@ -140,18 +142,18 @@ def check_decoding(seed):
         case.rules = rules
         scores, among = {}, []
         if allowed:
-            kept = torch.tensor([case.catalogue.names.index(name) for name in allowed])
-            alone = Trie(items[kept], codes[kept], SIZES, version="v1")
-            beams = search(OneRequest(row), alone, width=width, softmax=softmax)
-            places, own = (one[0] for one in expand(alone, beams, len(kept)))
-            among = [allowed[place] for place in places.tolist() if place >= 0]
-            scores = dict(zip(among, own.tolist(), strict=False))
+            kept = {case.catalogue.names.index(name) for name in allowed}
+            of_leaf = [set(trie.leaf_items[start:end].tolist()) & kept for start, end in pairwise(trie.first[-1])]
+            live = torch.tensor([bool(one) for one in of_leaf])
+            best = plain_search(trie, OneRequest(row), 0, live, width, softmax)
+            scores = {case.catalogue.names[place]: score for leaf, score in best for place in sorted(of_leaf[leaf])}
+            among = list(scores)
         for name in pinned_items(case.catalogue, rules, len(case.catalogue.names)):
             place = torch.tensor([case.catalogue.names.index(name)])
             scores[name] = float(path_scores(OneRequest(row), trie, place, softmax=softmax))
         wanted = case.listed(scores, among)
         assert case.names(made.positions) == [name for name, _ in wanted], (seed, row, rules)
-        # A log-softmax over fewer codes adds in another order.
+        # A log-softmax adds in another order.
         np.testing.assert_allclose(made.scores, [score for _, score in wanted], atol=1e-12)
         assert made.num_left == len(allowed)
 
@@ -165,7 +167,7 @@ def test_lists_are_those_of_the_oracle(check, scale):
         CHECKS[check](seed)
 
 
-SELECT, POOL = selection.select, AllowedPools.pool
+SELECT, POOL, CHILDREN = selection.select, AllowedPools.pool, beam._children
 
 
 def filter_after_the_top(scores, rules, k, *, removed, positions=None, vectors=None):
@@ -202,6 +204,12 @@ def live_everywhere(self, requests):
     return replace(pool, live=tuple(torch.ones_like(one) for one in pool.live))
 
 
+def renormalised(trie, level, pool, *given):
+    """What is left of a branch inherits the probability of what was removed."""
+    children, log_probs = CHILDREN(trie, level, pool, *given)
+    return children, (log_probs - log_probs.logsumexp(2, keepdim=True)).masked_fill(children < 0, -torch.inf)
+
+
 def searched_then_filtered(self, query, k, rules, removed):
     found = self.index.search(query, k)
     allowed = np.ones(len(self.items), bool) if rules.allowed is None else rules.allowed
@@ -217,6 +225,7 @@ MUTANTS = [
     ("cascade", Retriever, "_search", searched_then_filtered),
     ("cascade", CompiledRules, "removed", lambda self, seen, *, keeps_seen: np.unique(self.excluded)),
     ("decoding", AllowedPools, "pool", live_everywhere),
+    ("decoding", beam, "_children", renormalised),
     ("decoding", CompiledRules, "removed", lambda self, seen, *, keeps_seen: np.unique(self.excluded)),
 ]
 
