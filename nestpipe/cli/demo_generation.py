@@ -33,7 +33,7 @@ def generate(demo: DemoStage) -> str:
     features = [word for one in _FEATURES for word in ("--feature", one)]
     demo.command("data", "ingest", str(log), *_COLUMNS, *_ENCODINGS, *features, "--texts", str(titles), "--out", data)
     demo.command("sid", "build", data, "--out", ids, "--encoder", "words", "--sid.levels", "2", "--sid.codes", "16")
-    epochs = ["--train.epochs", "1" if demo.quick else "25"]
+    epochs = ["--train.epochs", "1" if demo.quick else "15"]
     demo.command("train", "scenarios", "--run", str(run), "--data.path", data, "--model.ids", ids, *epochs)
     demo.command("think", str(run))
     demo.serve("generator", str(run), says="serving")
