@@ -32,12 +32,30 @@ class Tile:
         return {**sizes, "num_stages": 1, "enable_fp_fusion": False}
 
 
-def tile(kernel: Any, width: int) -> Tile:
-    """How rows of a width are divided among programs."""
+MAX_COLUMNS = 128  # of a program, for kernels that go through the columns of a row block by block
+MAX_REGISTERS = 80  # of a thread: 24 warps of a multiprocessor stay resident, to hide the latency of memory
+MAX_ELEMENTS = 1024  # of a program: two vectors of 16 bytes for each thread
+# Numbers in the tile of a kernel, for widths up to MAX_COLUMNS and above: the most that these limits allow without spills.
+# tests/ops/test_rows_compiled.py compiles all of them.
+ELEMENTS = {
+    "copy_kernel": (1024, 1024),
+    "sum_kernel": (1024, 1024),
+    "sgd_kernel": (1024, 1024),
+    "adagrad_kernel": (1024, 1024),
+    "rowwise_adagrad_kernel": (512, 1024),
+    "lazy_adam_kernel": (1024, 512),
+    "adam_kernel": (512, 512),
+    "adam_gather_kernel": (512, 512),
+}
+
+
+def tile(kernel: str, width: int, num_elements: int = 0) -> Tile:
+    """How a kernel divides rows of a width among programs [default: numbers of a program as in `ELEMENTS`]."""
     columns = triton.next_power_of_2(width)
-    if kernel is not kernels.rowwise_adagrad_kernel:  # which has whole rows
-        columns = min(columns, 128)
-    return Tile(max(512 // columns, 1), columns)
+    num_elements = num_elements or ELEMENTS[kernel][width > MAX_COLUMNS]
+    if kernel != "rowwise_adagrad_kernel":  # which has whole rows
+        columns = min(columns, MAX_COLUMNS)
+    return Tile(max(num_elements // columns, 1), columns)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -151,6 +169,6 @@ def _sum(target: Tensor, places: Tensor | None, starts: Tensor, rows: Scattered,
 
 def _launch(kernel: Any, num_rows: int, width: int, arguments: list[Any], **constants: Any) -> None:
     """One program for each tile of rows and columns."""
-    own = tile(kernel, width)
+    own = tile(kernel.__name__, width)
     grid = (triton.cdiv(num_rows, own.rows), triton.cdiv(width, own.columns))
     kernel[grid](*arguments, D=width, **constants, **own.launch())

@@ -89,5 +89,5 @@ def _gradient(grads: Tensor | ArrivedGrads, rows: Tensor) -> tuple[list[Tensor],
 
 def _launch(kernel: Any, num_rows: int, arguments: list[Any], constants: dict[str, Any]) -> None:
     """One program for each tile of rows."""
-    own = tile(kernel, constants["D"])
+    own = tile(kernel.__name__, constants["D"])
     kernel[(triton.cdiv(num_rows, own.rows),)](*arguments, **constants, **own.launch())
