@@ -66,12 +66,13 @@ def test_kernels_are_within_their_budgets(scale: Scale) -> None:
 
 def test_tiles_are_the_largest_within_the_budgets(scale: Scale) -> None:
     """Compiles larger tiles with --soak only."""
-    from nestpipe.embedding.triton_rows import ELEMENTS, MAX_COLUMNS, MAX_ELEMENTS, tile
+    from nestpipe.embedding.triton_rows import ELEMENTS, MAX_COLUMNS, MAX_ELEMENTS, MAX_ROWS, tile
 
     for number, (name, sizes) in enumerate(ELEMENTS.items()):
         for is_wide, size in enumerate(sizes):
             widths = [width for width in WIDTHS if (width > MAX_COLUMNS) == is_wide]
-            assert {tile(name, one).rows * tile(name, one).columns for one in widths} == {size}
+            tiles = [tile(name, one) for one in widths]
+            assert all(one.rows == MAX_ROWS or one.rows * one.columns == size for one in tiles)
             if size < MAX_ELEMENTS and number < scale(0, 100):
                 larger = [fits(compiled(name, one, "sm_90", 2 * size), "sm_90") for one in widths]
                 assert not all(larger), f"{name} fits {2 * size} numbers too"
