@@ -44,7 +44,7 @@ ELEMENTS = {
     "sgd_kernel": (1024, 1024),
     "adagrad_kernel": (1024, 1024),
     "rowwise_adagrad_kernel": (512, 1024),
-    "lazy_adam_kernel": (1024, 512),
+    "lazy_adam_kernel": (512, 512),
     "adam_kernel": (512, 512),
     "adam_gather_kernel": (512, 512),
 }

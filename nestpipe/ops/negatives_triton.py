@@ -20,7 +20,7 @@ from torch import Tensor
 
 from nestpipe.ops.negatives_torch import LossAndGrads, LossTask
 
-_OPTIONS = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
+OPTIONS = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
 TILE = 2048  # numbers of negatives that a program holds at a time
 SPREAD_TILE = 512  # numbers of row gradients
 
@@ -113,7 +113,7 @@ def run(queries: Tensor, rows: Tensor, positive_rows: Tensor, task: LossTask) ->
         per_token = (one[tokens] for one in (largest, totals, coefficients, losses, d_queries))
         own = (queries[tokens], rows, positive_rows, task.positives[tokens], negatives, scores)
         score_kernel[(len(negatives),)](
-            *own, *per_token, negatives.shape[1], width, **score_constants(width), **_OPTIONS
+            *own, *per_token, negatives.shape[1], width, **score_constants(width), **OPTIONS
         )
         _spread(queries[tokens], scores, (largest[tokens], totals[tokens]), negatives, ends, d_rows)
     _spread(queries, coefficients.unsqueeze(1), None, task.positives.unsqueeze(1), ends, d_positive_rows)
@@ -143,5 +143,5 @@ def _spread(
     grid = (triton.cdiv(len(d_rows), constants["ROWS"]), triton.cdiv(queries.shape[1], constants["COLUMNS"]))
     sizes = (len(d_rows), numbers.shape[1], queries.shape[1])
     spread_kernel[grid](
-        queries, weights, *(scale or (weights, weights)), order, starts, d_rows, *sizes, **constants, **_OPTIONS
+        queries, weights, *(scale or (weights, weights)), order, starts, d_rows, *sizes, **constants, **OPTIONS
     )

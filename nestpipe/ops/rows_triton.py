@@ -167,8 +167,7 @@ def fold_order(D: tl.constexpr, COLUMNS: tl.constexpr):
 def fold(values, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Row sums [ROWS, 1] of values in the order of `fold_order`."""
     for level in tl.static_range(levels(COLUMNS)):
-        even, odd = tl.split(tl.reshape(values, (ROWS, COLUMNS >> (level + 1), 2)))
-        values = even + odd
+        values = tl.sum(tl.reshape(values, (ROWS, COLUMNS >> (level + 1), 2)), 2)
     return values
 
 

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_kernels_have_the_bits_of_native_code_in_the_interpreter() -> None:
     """TRITON_INTERPRET counts when Triton is imported, so the checks are a process of their own."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.embedding.interpreted_rows"],
+        [sys.executable, "-m", "tests.embedding.interpreted_kernels"],
         cwd=ROOT,
         env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -32,7 +32,7 @@ def test_kernels_have_the_bits_of_native_code_in_the_interpreter() -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     found = dict(json.loads(line) for line in done.stdout.splitlines())
-    assert len(found) == 8
+    assert len(found) == 10
     assert not [f"{name}: {error}" for name, error in found.items() if error]
 
 

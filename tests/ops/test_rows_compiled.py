@@ -21,6 +21,7 @@ SIGNATURE = {
     **dict.fromkeys(("n", "step", "num_settled", "horizon", "first_series", "num_corrections"), "i32"),
     **dict.fromkeys(("lr", "keep", "eps", "beta1", "rest1", "beta2", "rest2"), "fp32"),
 }
+WIDE_SPILL_BYTES = 16  # of rows wider than a block of columns: ptxas spills an address to keep 1,152 threads resident
 MOST = {"FROM": "offsets", "TO": "slots", "ADDS": True, "ARRIVED": True, "DECAYS": True}  # what needs most registers
 REPRESENTATIVES = (
     ("sum_kernel", 64, "sm_80"),
@@ -43,10 +44,11 @@ def compiled(name: str, width: int, target: str, num_elements: int = 0, **more: 
     return compile_kernel(kernel, SIGNATURE, constants, target, {**options, **more})
 
 
-def fits(report: CompiledReport, target: str) -> bool:
-    from nestpipe.embedding.triton_rows import MAX_REGISTERS
+def fits(report: CompiledReport, width: int, target: str) -> bool:
+    from nestpipe.embedding.triton_rows import MAX_COLUMNS, MAX_REGISTERS
 
-    return report.spill_bytes == 0 and (target == "gfx942" or report.registers <= MAX_REGISTERS)
+    spills = report.spill_bytes > (WIDE_SPILL_BYTES if width > MAX_COLUMNS else 0)
+    return not spills and (target == "gfx942" or report.registers <= MAX_REGISTERS)
 
 
 def test_kernels_are_within_their_budgets(scale: Scale) -> None:
@@ -74,8 +76,9 @@ def test_tiles_are_the_largest_within_the_budgets(scale: Scale) -> None:
             tiles = [tile(name, one) for one in widths]
             assert all(one.rows == MAX_ROWS or one.rows * one.columns == size for one in tiles)
             if size < MAX_ELEMENTS and number < scale(0, 100):
-                larger = [fits(compiled(name, one, "sm_90", 2 * size), "sm_90") for one in widths]
-                assert not all(larger), f"{name} fits {2 * size} numbers too"
+                larger = itertools.product(widths, ("sm_80", "sm_90"))
+                fit = all(fits(compiled(name, one, target, 2 * size), one, target) for one, target in larger)
+                assert not fit, f"{name} fits {2 * size} numbers too"
 
 
 def test_inexact_operations_are_found_in_assembly() -> None:

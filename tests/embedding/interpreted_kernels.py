@@ -1,6 +1,6 @@
-"""Row kernels in Triton's interpreter against C++, bit for bit: a program, because TRITON_INTERPRET counts at import.
+"""Row kernels in Triton's interpreter against C++, bit for bit, and the kernels of negatives against their definition.
 
-`python -m tests.embedding.interpreted_rows` prints a line of JSON for each check: its name and its error, or null. Device
+A program, because TRITON_INTERPRET counts at import: `python -m tests.embedding.interpreted_kernels` prints a line of JSON for each check: its name and its error, or null. Device
 "cpu" stands for a GPU, so the calls below go the way that they go there: through row_ops.py and row_optimizer.py.
 """
 
@@ -11,6 +11,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -30,9 +31,12 @@ from nestpipe.embedding.row_ops import (
     scatter_rows,
 )
 from nestpipe.embedding.row_optimizer import OPTIMIZERS, gather_slots, update_slots
+from nestpipe.ops import negatives
+from nestpipe.ops.negatives import plain_sampled_softmax, sampled_softmax
 from tests.embedding import test_row_adam as adam
 from tests.embedding.test_row_ops import numbers, places, same_bits
 from tests.fake_accelerator.device_training import DeviceCase, train_retrieval, train_toy
+from tests.ops.test_negatives import make
 
 WIDTHS = (1, 3, 8, 64, 100, 128, 200, 512)
 NUM_SLOTS = 60
@@ -186,11 +190,51 @@ def check_training() -> None:
     both(lambda: train_retrieval(World.single(), DeviceCase(num_batches=4), "sasrec", "sampled"))
 
 
+def check_negatives() -> None:
+    """Loss and gradients of the definition; no bit depends on the segment size, and bf16 inputs are added in fp32."""
+    for source, dim, num, rounded in (("token", 1, 7, False), ("token", 50, 40, True), ("4", 136, 9, False)):
+        case = make(source, dtype=torch.float32, rounded=rounded, dim=dim, num=num, scale=dim**-0.5)
+        found = case.run(sampled_softmax, segment=4, backend="triton")
+        # fp32 sums of at most a few hundred terms of order ten: 2e-5 is some tens of roundings of the largest value.
+        assert_close(found, case.run(plain_sampled_softmax), 2e-5)
+        assert all(map(torch.equal, case.run(sampled_softmax, segment=100, backend="triton"), found))
+    values = [case.queries.detach().bfloat16(), case.rows.detach().bfloat16()]
+    narrow = replace(case, queries=values[0].requires_grad_(), rows=values[1].requires_grad_())
+    wide = replace(
+        case, queries=values[0].detach().float().requires_grad_(), rows=values[1].detach().float().requires_grad_()
+    )
+    found = narrow.run(sampled_softmax, segment=4, backend="triton")
+    assert [one.dtype for one in found] == [torch.bfloat16] * 3
+    assert_close(found, wide.run(plain_sampled_softmax), 2**-8)  # the results are rounded to bf16, their sums are not
+
+
+def assert_close(found: list[Tensor], expected: list[Tensor], tolerance: float) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert float((one - other).abs().max()) <= tolerance * max(float(other.abs().max()), 1.0)
+
+
+def check_choice_of_negatives() -> None:
+    """A GPU takes the kernels where every token has its own negatives, and a GEMM where they are shared."""
+    negatives.triton_runs = lambda device_type: True  # type: ignore[assignment]
+    for source, backend in (("token", "triton"), ("2", "triton"), ("sample", "native"), ("pool", "product")):
+        case = make(source, dtype=torch.float32)
+        assert negatives.choose(case.rows, case.negatives, case.blocks, device=case.rows.device) == backend
+    launched.discard("score_kernel")
+    case = make("token", dtype=torch.float32)
+    case.run(sampled_softmax, segment=4)
+    assert "score_kernel" in launched
+
+
 def check_launched() -> None:
     """Every kernel was launched by the checks before."""
-    from nestpipe.ops import adam_triton, rows_triton
+    from nestpipe.ops import adam_triton, negatives_triton, rows_triton
 
-    kernels = {name for module in (adam_triton, rows_triton) for name in vars(module) if name.endswith("_kernel")}
+    kernels = {
+        name
+        for module in (adam_triton, rows_triton, negatives_triton)
+        for name in vars(module)
+        if name.endswith("_kernel")
+    }
     assert launched == kernels, launched ^ kernels
 
 
