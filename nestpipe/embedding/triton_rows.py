@@ -35,7 +35,7 @@ class Tile:
 MAX_COLUMNS = 128  # of a program, for kernels that go through the columns of a row block by block
 MAX_REGISTERS = 80  # of a thread: 24 warps of a multiprocessor stay resident, to hide the latency of memory
 MAX_ELEMENTS = 1024  # of a program: two vectors of 16 bytes for each thread
-MAX_ROWS = 128  # of a program: one for each thread, which has their places and sizes in registers
+MAX_ROWS = 32  # of a program: their places, sizes and counts take registers too
 # Numbers in the tile of a kernel, for widths up to MAX_COLUMNS and above: the most that these limits allow without spills.
 # tests/ops/test_rows_compiled.py compiles all of them.
 ELEMENTS = {
