@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from nestpipe.embedding.row_ops import row_bytes
+from nestpipe.embedding.row_ops import gather_rows, row_bytes, scatter_rows
 from nestpipe.errors import ConfigError
 from nestpipe.ops.device_memory import download_all, upload
 
@@ -136,8 +136,8 @@ def device_capacity(
 
 
 def _rows_at(column: Tensor, places: Tensor) -> Tensor:
-    return column.index_select(0, upload(places, column.device))
+    return gather_rows(column, places)
 
 
 def _put(column: Tensor, places: Tensor, rows: Tensor) -> None:
-    column.index_copy_(0, upload(places, column.device), upload(rows, column.device))
+    scatter_rows(column, places, upload(rows, column.device))

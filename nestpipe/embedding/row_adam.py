@@ -43,11 +43,11 @@ class LazyAdam:
         if rows.device.type == "cpu":
             table = self.corrections(int(step.max()) + 1 if len(step) else 1, rows.dtype)
         else:
-            table = self._shared_corrections(rows)
+            table = self.shared_corrections(rows)
             step = step.clamp(max=len(table) - 1)
         _step(self.config, rows, state, grads, lr, table.index_select(0, step))
 
-    def _shared_corrections(self, rows: Tensor) -> Tensor:
+    def shared_corrections(self, rows: Tensor) -> Tensor:
         """The corrections on the rows' device, up to the step from which on they are exactly 1."""
         key = rows.dtype, rows.device
         if key not in self._on_device:

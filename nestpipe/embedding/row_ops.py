@@ -2,7 +2,7 @@
 
 A column [S, ...] holds one row per slot. Sums are added in the order of the places, one after the
 other, in every implementation. Native functions release the GIL; they take contiguous columns on
-the CPU, and fp32 for sums.
+the CPU, and fp32 for sums. On a GPU the kernels of triton_rows.py do the same.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ from collections.abc import Iterator, Sequence
 from ctypes import POINTER, Structure, byref, c_int64, c_uint32, c_void_p
 from dataclasses import dataclass, replace
 from functools import cache
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from nestpipe.ops.backends import triton_runs
 from nestpipe.ops.device_memory import address, upload, used_here
 from nestpipe.ops.native_library import Native, library
 
@@ -33,6 +35,9 @@ def gather_rows(
         raise ValueError(
             f"{len(slots):,} rows of a column {list(column.shape)} do not fit into a buffer {list(out.shape)}"
         )
+    if (device := triton_for(native, column, out)) is not None and out.dtype == column.dtype:
+        device.gather(column, slots, out)
+        return out
     functions = _functions_for(native, column, out)
     if functions is None:
         torch.index_select(column, 0, upload(slots, column.device), out=out)
@@ -50,6 +55,9 @@ def gather_rows(
 def scatter_rows(column: Tensor, slots: Tensor, rows: Tensor, *, native: bool | None = None) -> None:
     """Overwrites the rows at distinct slots with rows [n, ...] of the column's type."""
     _check_shape(column, slots, rows)
+    if (device := triton_for(native, column)) is not None and rows.dtype == column.dtype:
+        device.scatter(column, slots, rows)
+        return
     functions = _functions_for(native, column) if rows.dtype == column.dtype else None
     if functions is None:
         column.index_copy_(0, upload(slots, column.device), rows)
@@ -64,6 +72,9 @@ def scatter_rows(column: Tensor, slots: Tensor, rows: Tensor, *, native: bool | 
 def add_rows(target: Tensor, places: Tensor, rows: Tensor, *, native: bool | None = None) -> None:
     """target[places[i]] += rows[i], in the order of i; places may repeat."""
     _check_shape(target, places, rows)
+    if (device := triton_for(native, target)) is not None and target.dtype == rows.dtype == torch.float32:
+        device.add(target, places, rows)
+        return
     functions = _functions_for(native, target) if target.dtype == rows.dtype == torch.float32 else None
     if functions is None:
         target.index_add_(0, upload(places, target.device), rows)
@@ -77,6 +88,9 @@ def copy_from(
     target: Tensor, places: Tensor, sources: Tensor, columns: Sequence[Tensor], *, native: bool | None = None
 ) -> None:
     """target[places[i]] = row `sources[i] & 0xffffffff` of column `sources[i] >> 32`; places are distinct."""
+    if (device := triton_for(native, target, *columns)) is not None:
+        device.copy_from(target, places, sources, columns)
+        return
     if (functions := _functions_for(native, target, *columns)) is not None:
         _move(functions.copy_from, target, places, sources, columns)
         return
@@ -88,6 +102,9 @@ def add_from(
     target: Tensor, places: Tensor, sources: Tensor, columns: Sequence[Tensor], *, native: bool | None = None
 ) -> None:
     """target[places[i]] += row `sources[i] & 0xffffffff` of column `sources[i] >> 32`; places are distinct."""
+    if (device := triton_for(native, target, *columns)) is not None and target.dtype == torch.float32:
+        device.add_from(target, places, sources, columns)
+        return
     functions = _functions_for(native, target, *columns) if target.dtype == torch.float32 else None
     if functions is not None:
         _move(functions.add_from, target, places, sources, columns)
@@ -132,6 +149,9 @@ class ArrivedGrads:
         """The sums [K, D]; in `out` if given."""
         first = self.segments[0]
         out = first.new_empty(len(self.starts) - 1, *first.shape[1:]) if out is None else out
+        if (device := triton_for(native, out, *self.segments)) is not None and first.dtype == torch.float32:
+            device.sum_arrived(out, self.starts, self.sources(), self.segments)
+            return out
         functions = _functions_for(native, out, *self.segments) if first.dtype == torch.float32 else None
         if functions is None:
             return out.copy_(self._total())
@@ -146,12 +166,12 @@ class ArrivedGrads:
         # Only the rows of these sums: on a device others may still be in flight.
         first = self.segments[0]
         rows = first.new_empty(len(self.order), *first.shape[1:])
-        copy_from(rows, torch.arange(len(rows)), self._sources(), self.segments, native=False)
+        copy_from(rows, torch.arange(len(rows)), self.sources(), self.segments, native=False)
         # -0.0 is the neutral element: 0.0 would turn a sum of -0.0 into 0.0.
         sums = rows.new_full((len(self.starts) - 1, *rows.shape[1:]), -0.0)
         return sums.index_add_(0, upload(number, rows.device), rows)
 
-    def _sources(self) -> Tensor:
+    def sources(self) -> Tensor:
         """The segment and the row in it of each row, as `copy_from` takes them."""
         ends = torch.tensor([len(one) for one in self.segments]).cumsum(0)
         segment = torch.searchsorted(ends, self.order, right=True)
@@ -168,7 +188,8 @@ class ArrivedGrads:
 
 def gather_each(unique: Tensor, index: Tensor, *, native: bool | None = None) -> Tensor:
     """unique[index] [*index.shape, D]; its gradient sums the occurrences of a row in their order."""
-    if _functions_for(native, unique) is None or unique.dtype != torch.float32:
+    fits = (_functions_for(native, unique) or triton_for(native, unique)) is not None
+    if not fits or unique.dtype != torch.float32:
         # Not unique[index]: the backward of advanced indexing is not deterministic.
         return torch.nn.functional.embedding(index, unique)
     rows: Tensor = _Gather.apply(unique, index.reshape(-1))  # type: ignore[no-untyped-call]
@@ -264,6 +285,16 @@ def _functions_for(native: bool | None, *columns: Tensor) -> _RowFunctions | Non
     """The native functions if they are enabled, built, and support these columns."""
     fits = all(column.is_contiguous() and column.device.type == "cpu" for column in columns)
     return _functions() if fits and (native is None or native) else None
+
+
+def triton_for(native: bool | None, *columns: Tensor) -> ModuleType | None:
+    """triton_rows.py if its kernels are enabled, run on the columns' device, and support these columns."""
+    fits = (native is None or native) and triton_runs(columns[0].device.type)
+    if not fits or not all(column.is_contiguous() for column in columns):
+        return None
+    from nestpipe.embedding import triton_rows  # Triton is there where a device is
+
+    return triton_rows
 
 
 def _check_shape(column: Tensor, slots: Tensor, rows: Tensor) -> None:

@@ -11,6 +11,7 @@ of six cases.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Protocol
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 from nestpipe.embedding.config import OptimizerConfig
 from nestpipe.embedding.row_adam import Adam, LazyAdam, State, caught_up
 from nestpipe.embedding.row_kernels import OptimizerCall, RowKernels, row_kernels
-from nestpipe.embedding.row_ops import ArrivedGrads, check_slots, exact_sqrt, gather_rows, scatter_rows
+from nestpipe.embedding.row_ops import ArrivedGrads, check_slots, exact_sqrt, gather_rows, scatter_rows, triton_for
 from nestpipe.ops.device_memory import address, upload
 
 
@@ -120,11 +121,15 @@ def update_slots(
     Slots of -1 are skipped. The number of threads does not change the result.
     """
     segments = [grads] if isinstance(grads, Tensor) else grads.segments
+    on_device = _triton_for(native, [rows, *state.values(), *segments], [rows, *segments])
     kernels = _kernels_for(native, [rows, *state.values()], [rows, *segments])
-    if kernels is None and isinstance(grads, ArrivedGrads):
+    if kernels is None and on_device is None and isinstance(grads, ArrivedGrads):
         grads = grads.total()
     if isinstance(grads, Tensor) and grads.shape != (len(slots), *rows.shape[1:]):
         raise ValueError(f"gradients {list(grads.shape)} for {len(slots):,} slots do not fit rows {list(rows.shape)}")
+    if on_device is not None:
+        on_device.update(optimizer, rows, state, slots, grads, lr, batch)
+        return
     if kernels is None:
         assert isinstance(grads, Tensor)
         _update_copies(optimizer, rows, state, slots, grads, lr, batch)
@@ -170,13 +175,17 @@ def gather_slots(
         return gather_rows(rows, slots, out, native=native)
     out = rows.new_empty(len(slots), *rows.shape[1:]) if out is None else out
     missed = optimizer.missed(batch, rows.dtype)
+    on_device = _triton_for(native, [rows, out, *state.values()], [rows, out])
     kernels = _kernels_for(native, [rows, out, *state.values()], [rows])
-    if kernels is None:
+    if kernels is None and on_device is None:
         slots = upload(slots, rows.device)
         own = {name: gather_rows(column, slots) for name, column in state.items()}
         return out.copy_(caught_up(missed, gather_rows(rows, slots), own))
     if out.shape != (len(slots), *rows.shape[1:]):
         raise ValueError(f"{len(slots):,} rows of {list(rows.shape)} do not fit into a buffer {list(out.shape)}")
+    if on_device is not None:
+        on_device.adam_gather(missed, rows, state, slots, out)
+        return out
     slots = slots.contiguous()
     check_slots(kernels.adam_gather(_call(rows, slots, 1), missed, state, out), slots, len(rows))
     return out
@@ -187,6 +196,15 @@ def _kernels_for(native: bool | None, columns: Sequence[Tensor], numbers: Sequen
     fits = all(column.device.type == "cpu" and column.is_contiguous() for column in columns)
     fits = fits and all(one.dtype == torch.float32 for one in numbers)
     return row_kernels() if fits and (native is None or native) else None
+
+
+def _triton_for(native: bool | None, columns: Sequence[Tensor], numbers: Sequence[Tensor]) -> ModuleType | None:
+    """triton_updates.py if its kernels are enabled, run on the columns' device, and support these columns."""
+    if triton_for(native, *columns) is None or not all(one.dtype == torch.float32 for one in numbers):
+        return None
+    from nestpipe.embedding import triton_updates
+
+    return triton_updates
 
 
 def _call(rows: Tensor, slots: Tensor, num_threads: int) -> OptimizerCall:

@@ -110,5 +110,16 @@ def _triton_problem(request: BackendRequest) -> str | None:
 
 
 @cache
+def triton_runs(device_type: str) -> bool:
+    """Whether row kernels in Triton run on a kind of device: a GPU of NVIDIA or AMD; logged once."""
+    if device_type != "cuda":
+        return False
+    is_installed = importlib.util.find_spec("triton") is not None
+    reason = "triton (a GPU)" if is_installed else "torch (triton is not installed). Expect a slower row path"
+    log.info("row kernels: %s", reason)
+    return is_installed
+
+
+@cache
 def _log_once(backend: str, reason: str) -> None:
     log.info("attention backend: %s (%s)", backend, reason)

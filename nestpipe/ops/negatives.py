@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal, Protocol
 
 import torch
@@ -29,15 +29,17 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from nestpipe.jagged import ranges
-from nestpipe.ops import negatives_native, negatives_torch
-from nestpipe.ops.device_memory import upload
+from nestpipe.ops import negatives_native, negatives_offload, negatives_torch
+from nestpipe.ops.backends import triton_runs
+from nestpipe.ops.device_memory import download, upload
 from nestpipe.ops.native_library import Native, load
 
 log = logging.getLogger("nestpipe")
 
-LossBackend = Literal["native", "gather", "product", "gemm"]
+LossBackend = Literal["native", "gather", "product", "gemm", "triton"]
 # Measured: up to this U / (k·R), scoring all U rows by one GEMM beats gathering the negatives (torch) or the native kernel.
 _GEMM_RATIO, _GEMM_RATIO_NATIVE = 48, 2
+_TRITON: tuple[LossBackend, str] = ("triton", "a GPU")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -109,7 +111,8 @@ def sampled_softmax(
 
     queries [T, D]; rows [U, D]; positives [T] and negatives [G, R] index `rows`. Positives index `positive_rows` [U, D]
     if given: the same rows before they were rounded for the wire. Without `blocks` each token has its own block.
-    `backend` None chooses the fastest that supports the call.
+    `backend` None chooses the fastest that supports the call. With queries on a device, `rows` (with positives, negatives
+    and `positive_rows`) may be on the host: then the device holds the rows of two segments at a time.
     """
     blocks = blocks or Blocks.own(len(queries))
     if (int(blocks.unit_blocks[-1]), len(blocks.of_token), len(positives)) != (
@@ -121,11 +124,16 @@ def sampled_softmax(
             f"{len(queries)} queries with {len(positives)} positives and {len(negatives)} blocks of negatives do not match "
             f"{len(blocks.of_token)} tokens with {int(blocks.unit_blocks[-1])} blocks"
         )
-    backend = backend or choose(rows, negatives, blocks)
+    is_offloaded = rows.device.type != queries.device.type
+    backend = backend or choose(rows, negatives, blocks, device=queries.device, is_offloaded=is_offloaded)
     of_token = upload(blocks.of_token, rows.device)  # the other sizes are for the host, which decides about launches
     task = negatives_torch.LossTask(positives, negatives, of_token, blocks.unit_tokens, blocks.unit_blocks, segment)
     same = rows if positive_rows is None else positive_rows
-    loss: Tensor = _SampledSoftmax.apply(queries, rows, same, task, BACKENDS[backend])  # type: ignore[no-untyped-call]
+    run = _backend(backend)
+    if is_offloaded:
+        _check_host(queries, rows=rows, positive_rows=same, positives=positives, negatives=negatives)
+        run = partial(negatives_offload.run, run)
+    loss: Tensor = _SampledSoftmax.apply(queries, rows, same, task, run)  # type: ignore[no-untyped-call]
     return loss
 
 
@@ -151,15 +159,20 @@ def plain_sampled_softmax(
     return F.cross_entropy(torch.cat([own, scores], dim=1), torch.zeros_like(positives), reduction="sum")
 
 
-def choose(rows: Tensor, negatives: Tensor, blocks: Blocks) -> LossBackend:
-    """The fastest backend that supports the call; logged once with the reason."""
+def choose(
+    rows: Tensor, negatives: Tensor, blocks: Blocks, *, device: torch.device, is_offloaded: bool = False
+) -> LossBackend:
+    """The fastest backend on a device that supports the call; logged once with the reason."""
     per_token = negatives.shape[1] * blocks.of_token.shape[1]
-    backend, reason = _decide(
-        rows.device.type == "cpu" and rows.dtype == torch.float32,
-        blocks.is_pool,
-        blocks.one_per_unit and not blocks.is_pool and len(negatives) != len(blocks.of_token),
-        len(rows) / max(per_token, 1),
-    )
+    is_single = blocks.one_per_unit and len(negatives) != len(blocks.of_token)  # of a sample, or a pool
+    if rows.dtype != torch.float64 and triton_runs(device.type) and (is_offloaded or not is_single):
+        backend, reason = _TRITON
+    elif is_offloaded:
+        backend, reason = "gather", f"rows on the host, segments on {device.type}"
+    else:
+        fits = device.type == "cpu" and rows.dtype == torch.float32
+        is_pool = blocks.is_pool
+        backend, reason = _decide(fits, is_pool, is_single and not is_pool, len(rows) / max(per_token, 1))
     _log_once(backend, reason)
     return backend
 
@@ -177,6 +190,16 @@ def _decide(fits: bool, is_pool: bool, is_sample: bool, rows_per_negative: float
     return "gather", f"{native}. Expect about 8x slower"
 
 
+def _check_host(queries: Tensor, **tensors: Tensor) -> None:
+    """Rows are on the host, so all that refers to them must be."""
+    for name, one in tensors.items():
+        if not one.is_cpu:
+            raise ValueError(
+                f"'{name}' is on {one.device}, but 'rows' is on the host and queries on {queries.device}. Rows that are "
+                "uploaded by segments need their positives, negatives and positive_rows on the host too."
+            )
+
+
 @cache
 def _log_once(backend: str, reason: str) -> None:
     log.info("negatives: %s (%s)", backend, reason)
@@ -188,6 +211,14 @@ class _Run(Protocol):
     def __call__(
         self, queries: Tensor, rows: Tensor, positive_rows: Tensor, task: negatives_torch.LossTask
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...
+
+
+def _backend(name: LossBackend) -> _Run:
+    if name == "triton":
+        from nestpipe.ops import negatives_triton  # Triton is there where a device is
+
+        return negatives_triton.run
+    return BACKENDS[name]
 
 
 BACKENDS: dict[LossBackend, _Run] = {
@@ -218,5 +249,6 @@ class _SampledSoftmax(torch.autograd.Function):
             )
         grad_queries, grad_rows, grad_positive_rows = grads
         grad_queries.mul_(grad)
-        grad_rows.mul_(grad)
-        return grad_queries, grad_rows, None if ctx.same else grad_positive_rows.mul_(grad), None, None
+        of_rows = download(grad) if grad_rows.is_cpu else grad  # rows may be on the host
+        grad_rows.mul_(of_rows)
+        return grad_queries, grad_rows, None if ctx.same else grad_positive_rows.mul_(of_rows), None, None
