@@ -35,7 +35,7 @@ from nestpipe.embedding.buckets import fewer_buckets
 from nestpipe.eval.predictor import make_predictor
 from nestpipe.generative.config import AlignedConfig
 from nestpipe.jagged import Batch, Cursor
-from nestpipe.models.config import EncDecConfig, FuXiConfig, HSTUConfig, RankingConfig
+from nestpipe.models.config import FuXiConfig, HSTUConfig, RankingConfig
 from nestpipe.models.content_retrieval import ContentRetrieval
 from nestpipe.models.contract import Selecting
 from nestpipe.pipeline.channels import Channels
@@ -112,8 +112,7 @@ def train_to_end(
     config = Config.from_json(config.to_json())  # as a resumed run reads it: 1 in a float field is 1.0
     keep_freed_memory()
     config = with_log_sizes(with_absolute_paths(config))
-    host_only = isinstance(config.model, EncDecConfig)
-    device = world.device if world else resolve_device(config.train.device, host_only=host_only)
+    device = world.device if world else resolve_device(config.train.device)
     with (
         exact_device(device),
         contextlib.closing(world or World.from_environment(device=device, stacks=Path(folder))) as open_world,

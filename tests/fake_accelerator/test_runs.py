@@ -15,8 +15,10 @@ from nestpipe.errors import ConfigError
 from nestpipe.training.device import resolve_device
 from nestpipe.training.loop import train_to_end
 from tests.fake_accelerator.fake_ranks import run_on_fake
+from tests.generative.test_training import make_ids
 from tests.rank_pool import exit_code_of
 from tests.small_runs import small_config, small_log
+from tests.training.aligned_runs import align, start_config, write_scenarios, write_shop
 
 STEPS = 9
 
@@ -64,6 +66,35 @@ def test_validation_reads_the_rows_and_weights_of_the_device(log: Path, tmp_path
     assert device == pytest.approx(host, abs=0.02)  # other kernels round differently, and one rank may move
 
 
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("shop")
+    write_shop(folder)
+    make_ids(folder / "ids")
+    write_scenarios(folder)
+    return folder
+
+
+def test_models_with_semantic_ids_train_and_validate(shop: Path, tmp_path: Path) -> None:
+    config = start_config(shop, scenarios=str(shop / "scenarios.json"))
+    data, epochs = replace(config.data, validation=True, batch_size=20), replace(config.train, epochs=1)
+    config = replace(config, data=data, train=epochs)
+    run_on_fake(1, train, config, tmp_path / "device")
+    train_to_end(config, tmp_path / "host", quiet=True, world=World.single())
+    (device,), (host,) = validated(tmp_path / "device"), validated(tmp_path / "host")
+    assert device == pytest.approx(host, abs=0.02)  # as above
+
+
+def test_a_run_is_aligned_on_devices(shop: Path, tmp_path: Path) -> None:
+    train_to_end(start_config(shop, num_scenarios=2), tmp_path / "start", quiet=True, world=World.single())
+    flags = {"scenarios": shop / "scenarios.json", "passes": 1, "group_size": 2, "mode": "nested"}
+    assert run_on_fake(2, _align, tmp_path / "start", tmp_path / "run", flags) == ["1 epochs done"] * 2
+
+
+def _align(world: World, start: Path, folder: Path, flags: dict[str, object]) -> str:
+    return align(world, start, folder, **flags)  # type: ignore[arg-type]
+
+
 COMMAND = """
 import os, signal, sys
 from tests.fake_accelerator import accelerator
@@ -103,12 +134,6 @@ def test_a_run_killed_by_the_system_resumes_bitwise(log: Path, tmp_path: Path) -
 def test_a_device_that_is_not_there_is_refused(name: str, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         resolve_device(name)
-
-
-def test_models_with_semantic_ids_train_on_the_cpu_only() -> None:
-    assert resolve_device("auto", host_only=True).type == "cpu"
-    with pytest.raises(ConfigError, match="semantic ids train on the CPU only"):
-        resolve_device("cuda", host_only=True)
 
 
 def test_auto_is_the_cpu_where_there_is_no_accelerator() -> None:
