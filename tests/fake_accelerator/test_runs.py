@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -11,6 +13,8 @@ from nestpipe.atomic_files import read_jsonl
 from nestpipe.cli.demo import differing_tensors
 from nestpipe.config import Config
 from nestpipe.distributed.process_group import World
+from nestpipe.embedding import device_budget
+from nestpipe.embedding.device_budget import DeviceBuffers
 from nestpipe.errors import ConfigError
 from nestpipe.training.device import resolve_device
 from nestpipe.training.loop import train_to_end
@@ -51,6 +55,35 @@ def test_a_run_of_the_cpu_is_resumed_on_a_device(log: Path, tmp_path: Path) -> N
     run_on_fake(1, train, config_of(log, "nested", steps=3), tmp_path / "run")
     steps = [one["step"] for one in read_jsonl(tmp_path / "run" / "metrics.jsonl") if "loss" in one]
     assert steps == [1, 2, 3]
+
+
+def _resized(world: World, config: Config, folder: Path) -> list[str]:
+    """Trains with buffers that are resized after two steps and later; returns what was said."""
+    said, resize = list[str](), DeviceBuffers.resize
+
+    def noted(buffers: DeviceBuffers) -> str:
+        said.append(resize(buffers))
+        return said[-1]
+
+    with (
+        patch.object(device_budget, "_FIRST_STEPS", 2),
+        patch.object(device_budget, "_FLOOR_BYTES", 0),
+        patch.object(DeviceBuffers, "resize", noted),
+    ):
+        train(world, config, folder)
+    return said
+
+
+def test_buffers_are_resized_at_barriers_and_nothing_else_changes(log: Path, tmp_path: Path) -> None:
+    fixed = config_of(log, "nested", steps=STEPS, save_steps=3)
+    run_on_fake(1, train, fixed, tmp_path / "fixed")
+    chosen = replace(fixed, embedding=replace(fixed.embedding, device_bytes=0))
+    ((first, *later),) = run_on_fake(1, _resized, chosen, tmp_path / "chosen", delay_us=50)
+    assert re.search(
+        r"table 'item': room for \d+ rows on fake instead of [\d,]{5,}, [\d,]+ bytes \(\d+ rows here", first
+    )
+    assert later  # at the barrier of a save
+    assert not differing_tensors(tmp_path / "fixed", tmp_path / "chosen")
 
 
 def validated(folder: Path) -> list[float]:
