@@ -56,7 +56,10 @@ def _started_copies(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def used_here(*tensors: Tensor) -> None:
-    """Declares that the current stream uses tensors of other streams: freed memory is not reused before it is done."""
+    """Declares that the current stream uses tensors of other streams: freed memory is not reused before it is done.
+
+    Only where a tensor may be freed before its own stream waits for this one; a test leaves out each call and sees it.
+    """
     for one in tensors:
         if one.device.type != "cpu" and one.numel():
             one.record_stream(torch.accelerator.current_stream())

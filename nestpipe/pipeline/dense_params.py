@@ -129,7 +129,6 @@ class DenseParams:
         assert bucket.received is not None
         (handle, (bucket.total, *others)), bucket.received = bucket.received, None
         handle.wait()
-        used_here(bucket.total, *others)
         for other in others:  # in rank order, not in order of arrival
             bucket.total.add_(other)
         return bucket
@@ -163,7 +162,6 @@ class DenseParams:
 
     def commit(self, lr: float, *, staged: bool) -> None:
         """Takes over what `advance` staged, after `wait_gathers`."""
-        used_here(*([] if self._staged is None else [self._staged]))
         if not self._is_sharded and self._staged is not None:  # the sums
             self._update(self.weights, self._state, self._staged, lr)
         elif staged and self._staged is not None:
