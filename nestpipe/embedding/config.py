@@ -68,7 +68,7 @@ class EmbeddingConfig(OptimizerConfig):
 
     device_bytes: int = 0
     """On an accelerator: its memory for the rows of a table that a rank uses, and used recently; all rows are in host memory.
-    0: an equal share of half the free memory, chosen at the start and logged."""
+    0: an equal share of half the free memory at first, then chosen from the batches seen and the free memory, and said."""
 
     @property
     def has_limits(self) -> bool:

@@ -5,7 +5,13 @@
     host      RowStore, or RowBuffer over a file
 
 Slots, positions and what is dirty are decided on the host (row_buffer.py), so no launch waits for the device. Only a
-download waits, in the thread that retrieves rows.
+download waits, in the thread that retrieves rows. Uploads are on the stream of that thread, downloads on one of their own:
+
+    stream of `retrieve`    gather rows that leave ─ upload rows that arrive, into the same positions ─ ...
+    stream of downloads                         └──▶ copy to the host           the host waits and stores them
+
+A position is only taken from a row that no batch in flight holds, so its last update is complete: `write` of the last batch
+that held it, which `retrieve` needs, needs its `update` (pipeline/dependencies.py).
 """
 
 from __future__ import annotations
@@ -19,7 +25,7 @@ from torch import Tensor
 
 from nestpipe.embedding.row_ops import gather_rows, row_bytes, scatter_rows
 from nestpipe.errors import ConfigError
-from nestpipe.ops.device_memory import download_all, upload
+from nestpipe.ops.device_memory import Download, download_all, upload
 
 log = logging.getLogger("nestpipe")
 _SHARE = 0.5  # of the free memory that all tables together take; the rest is for activations and messages
@@ -30,12 +36,10 @@ class DeviceColumns:
 
     def __init__(self, columns: Mapping[str, Tensor], device: torch.device, capacity: int):
         """Room for `capacity` rows with the type and shape of the given tensors' rows."""
-        self.capacity = capacity
         self.pinned = True
-        self._columns = {
-            name: torch.empty(capacity, *one.shape[1:], dtype=one.dtype, device=device) for name, one in columns.items()
-        }
-        self._num_rows = 0
+        self._device = device
+        self._columns = {name: one[:0] for name, one in columns.items()}
+        self.resize(capacity)
 
     def __len__(self) -> int:
         return self._num_rows
@@ -61,6 +65,14 @@ class DeviceColumns:
         for name, values in rows.items():
             _put(self._columns[name], positions, values)
 
+    def resize(self, capacity: int) -> None:
+        """Makes room for another number of rows, without their values; when no stream uses any."""
+        shapes = {name: (one.shape[1:], one.dtype) for name, one in self._columns.items()}
+        self._columns.clear()  # freed first: old and new together may not fit
+        for name, (shape, dtype) in shapes.items():
+            self._columns[name] = torch.empty(capacity, *shape, dtype=dtype, device=self._device)
+        self.capacity, self._num_rows = capacity, 0
+
     def grow(self, num_rows: int) -> None:
         """Uses so many of the rows that there is room for."""
         if num_rows > self.capacity:
@@ -78,8 +90,9 @@ class HostBelow:
     slot_bytes = 0
     memory_bytes = 0
 
-    def __init__(self, rows: HostRows):
+    def __init__(self, rows: HostRows, device: torch.device):
         self._rows = rows
+        self._downloads = torch.Stream(device)
 
     def grow(self, num_slots: int) -> None:
         self._rows.grow(num_slots)
@@ -97,10 +110,15 @@ class HostBelow:
             self._rows.write(slots, dict(zip(columns, rows, strict=True)))
 
     def exchange(self, leaving: Tensor, arriving: Tensor, columns: Mapping[str, Tensor], places: Tensor) -> None:
-        """`write` of the rows that leave, but for slots of -1, then `read` of those that arrive."""
+        """`write` of the rows that leave, but for slots of -1, then `read` of those that arrive; waits for the download."""
         changed = (leaving >= 0).nonzero().flatten()
-        self.write(leaving.index_select(0, changed), columns, places.index_select(0, changed))
-        self.read(arriving, columns, places)
+        if not len(changed):
+            self.read(arriving, columns, places)
+            return
+        gone, left = leaving.index_select(0, changed), places.index_select(0, changed)
+        download = Download([_rows_at(column, left) for column in columns.values()], self._downloads)
+        self.read(arriving, columns, places)  # into positions whose rows have been gathered
+        self._rows.write(gone, dict(zip(columns, download.wait(), strict=True)))
 
     def drop(self, slots: Tensor) -> None:
         self._rows.drop(slots)

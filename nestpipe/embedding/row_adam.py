@@ -18,7 +18,7 @@ from torch import Tensor
 from nestpipe.embedding.config import OptimizerConfig
 from nestpipe.embedding.row_ops import exact_sqrt
 from nestpipe.embedding.skipped_steps import ORDER, MissedSteps, SkippedSteps
-from nestpipe.ops.device_memory import upload, used_here
+from nestpipe.ops.device_memory import upload
 
 State = dict[str, Tensor]
 _BITS = {torch.float32: 26, torch.float64: 55}  # 1 - 2 ** -bits is 1
@@ -54,7 +54,6 @@ class LazyAdam:
             beta, bits = max(self.config.beta1, self.config.beta2), _BITS[rows.dtype]
             num_steps = 2 + (math.ceil(-bits * math.log(2) / math.log(beta)) if beta else 0)
             self._on_device[key] = upload(self.corrections(num_steps, rows.dtype)[:num_steps], rows.device)
-        used_here(self._on_device[key])  # streams between two barriers are others than before
         return self._on_device[key]
 
     def corrections(self, num_steps: int, dtype: torch.dtype) -> Tensor:

@@ -107,6 +107,7 @@ class RowBuffer:
         self._row_bytes = sum(map(row_bytes, columns.values())) + 1 + self._clock.position_bytes
         self._slot_bytes = self._clock.slot_bytes + below.slot_bytes
         self._capacity = self._planned_slots = 0
+        self.most_held = 0  # rows at once, by batches in flight
         self._is_moving = False  # rows are between buffer and store; stays so if that fails
 
     def __iter__(self) -> Iterator[str]:
@@ -147,13 +148,31 @@ class RowBuffer:
             self._clock.grow(num_slots)
             self._below.grow(num_slots)
 
+    @property
+    def capacity(self) -> int:
+        """Rows that there is room for."""
+        return self._capacity if self._on_device is None else self._on_device.capacity
+
+    def resize_on_device(self, num_rows: int) -> None:
+        """Makes room for so many rows on the device; no batch is in flight. All rows are then in the store below."""
+        assert self._on_device is not None
+        with self._lock:
+            if self._clock.num_held:
+                raise RuntimeError(
+                    f"table '{self._name}' is resized while {self._clock.num_held:,} of its rows are held"
+                )
+            self._capacity = 0
+            self._trim()
+            self._on_device.resize(num_rows)
+            self._capacity = num_rows
+
     def hold(self, slots: Tensor) -> Tensor:
         """Brings the rows of distinct slots into the buffer until `release`; returns their positions, -1 for slots of -1."""
         with self._lock:
-            if not len(slots) or int(slots.min()) >= 0:
-                return self._hold(slots)
-            known = (slots >= 0).nonzero().flatten()
-            return torch.full_like(slots, _NONE).index_copy_(0, known, self._hold(slots.index_select(0, known)))
+            known = None if not len(slots) or int(slots.min()) >= 0 else (slots >= 0).nonzero().flatten()
+            positions = self._hold(slots if known is None else slots.index_select(0, known))
+            self.most_held = max(self.most_held, self._clock.num_held)
+            return positions if known is None else torch.full_like(slots, _NONE).index_copy_(0, known, positions)
 
     def mark_dirty(self, positions: Tensor) -> None:
         """Tells that the rows at held positions were changed; positions of -1 are skipped."""
@@ -296,9 +315,9 @@ class RowBuffer:
         if self._on_device is not None:
             each = sum(map(row_bytes, self.rows.columns.values()))
             return TrainError(
-                f"the batches in flight use {needed:,} rows of table '{self._name}' at once, but there is room for "
-                f"{self._capacity:,} on the device. Set --embedding.device-bytes {needed * each} or more, or use a smaller "
-                "--data.batch-size."
+                f"the batches in flight use {needed:,} rows of table '{self._name}' at once, {needed * each:,} bytes, but there is "
+                f"room for {self._capacity:,} on the device, {self._capacity * each:,} bytes. Set --embedding.device-bytes "
+                f"{needed * each} or more, or use a smaller --data.batch-size."
             )
         least = self._num_bytes + (needed - self._capacity) * self._row_bytes
         return TrainError(

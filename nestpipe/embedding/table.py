@@ -75,7 +75,7 @@ class Table:
         self._rows: RowStore | RowBuffer = RowStore(columns) if self.buffer is None else self.buffer
         if device.type != "cpu":
             capacity = device_capacity(spec.name, columns, device, config.device_bytes, num_tables=num_tables)
-            on_device, below = DeviceColumns(columns, device, capacity), HostBelow(self._rows)
+            on_device, below = DeviceColumns(columns, device, capacity), HostBelow(self._rows, device)
             self._rows = self.buffer = RowBuffer(spec.name, columns, below, 0, native=native, on_device=on_device)
         self._changed: ChangedRows | None = None
         self._snapshot: RowSnapshot | None = None  # that reads the rows while they change
@@ -199,6 +199,11 @@ class Table:
         if isinstance(self._rows, RowStore):
             self._rows.pinned = True
 
+    def resize_on_device(self, num_rows: int) -> None:
+        """Makes room for so many rows on the device, at a barrier."""
+        assert self.buffer is not None
+        self.buffer.resize_on_device(num_rows)
+
     def peek(self, ids: Tensor) -> Tensor:
         """A copy of the rows [n, D] of any ids; those without a row show their initial value and get none."""
         slots = self._index.find(ids)
@@ -261,7 +266,7 @@ class Table:
             self._changed.reset(ids, usage)
         content.update(extra)
         del ids, slots  # so that `by_section` can free them
-        rows_per_section = max(self._section_bytes(len(content["ids"])) // self._row_bytes, 1)
+        rows_per_section = max(self._section_bytes(len(content["ids"])) // self.row_bytes, 1)
         sections = by_section(content, owners, buckets, rows_per_section=rows_per_section)
         slots = torch.cat([torch.empty(0, dtype=torch.int64), *(index.pop("slots") for _, index in sections)])
         rows = RowSnapshot(self._rows, slots, concurrent=concurrent)
@@ -271,14 +276,15 @@ class Table:
 
     def changed_bytes(self) -> int:
         """Size of the rows that have changed since the last snapshot."""
-        return self._changed.num_rows * self._row_bytes if self._changed else 0
+        return self._changed.num_rows * self.row_bytes if self._changed else 0
 
     def _section_bytes(self, num_rows: int) -> int:
         """Size of the sections of a snapshot: a small part of the table, so that saving needs little memory."""
-        return min(max(num_rows * self._row_bytes // _MIN_SECTIONS, _MIN_SECTION_BYTES), _SECTION_BYTES)
+        return min(max(num_rows * self.row_bytes // _MIN_SECTIONS, _MIN_SECTION_BYTES), _SECTION_BYTES)
 
     @property
-    def _row_bytes(self) -> int:
+    def row_bytes(self) -> int:
+        """Bytes of a row with its optimizer state."""
         return sum(row_bytes(column) for column in self._columns.columns.values())
 
     @property

@@ -53,16 +53,18 @@ class PolicyModel(EncDec):
         return super().select(batch, None)  # as in a request: nothing of the instruction is dropped
 
     def forward(self, rows: Mapping[str, Rows], batch: Batch, rng: Rng) -> Output:
-        request, trie = request_of(batch), cast(Trie, self.ids)
-        leaves, old, gains = group_of(batch, trie.num_levels)
+        host, trie = batch.on_host, cast(Trie, self.ids)
+        request = request_of(host)
+        leaves, (_, old, gains) = group_of(host, trie.num_levels)[0], group_of(batch, trie.num_levels)
         pool = pools_of(self.pools, request)
-        logged = trie.item_nodes[:, -1].index_select(0, trie.positions(last_targets(batch))).unsqueeze(1)
+        logged = trie.item_nodes[:, -1].index_select(0, trie.positions(last_targets(host))).unsqueeze(1)
         can_follow = torch.ones(len(logged)) if pool is None else pool.at(-1, logged).flatten().float()
         # One decoding for both: the logged item is one more path, if its scenario may show it.
         paths = torch.cat([leaves, torch.where(can_follow.unsqueeze(1) > 0, logged, leaves[:, :1])], 1)
-        new = path_log_probs(self.decoding(rows, request), trie, paths, pool=pool, softmax=self.config.softmax)
+        asked = request if batch.host is None else dataclasses.replace(batch, host=request)
+        new = path_log_probs(self.decoding(rows, asked), trie, paths, pool=pool, softmax=self.config.softmax)
         objective = self.policy.objective(new[:, :-1], old, gains).mean(1).sum()
-        supervised = -(new[:, -1].sum(1) * can_follow).sum()
+        supervised = -(new[:, -1].sum(1) * self.put(can_follow)).sum()
         with torch.no_grad():
             moved = (
                 (old - new[:, :-1]).sum(2).mean(1).sum()

@@ -28,6 +28,7 @@ from nestpipe.errors import ConfigError
 from nestpipe.generative.beam import Decoder, Softmax
 from nestpipe.generative.config import PolicyConfig
 from nestpipe.generative.trie import ItemPool, Trie, check_pool, check_version
+from nestpipe.ops.device_memory import upload
 from nestpipe.rng import Rng, bits, shift_right
 
 
@@ -69,7 +70,7 @@ def draw_paths(
 def path_log_probs(
     decoder: Decoder, trie: Trie, leaves: Tensor, *, pool: ItemPool | None = None, softmax: Softmax = "legal"
 ) -> Tensor:
-    """Log-probabilities [R, G, L] of the codes of leaves [R, G]; differentiable if the decoder is."""
+    """Log-probabilities [R, G, L] of the codes of leaves [R, G] on the host; differentiable if the decoder is."""
     check_version("the model", decoder.version, trie.version)
     check_pool(pool, trie)
     items = trie.leaf_items.index_select(0, trie.first[-1].index_select(0, leaves.flatten()))
@@ -79,8 +80,9 @@ def path_log_probs(
     for level in range(trie.num_levels):
         before = path[:, :, level - 1] if level else torch.zeros_like(leaves)
         logits = _logits(decoder, level, every[:, :, level - 1], before)
-        live = _live_nodes(trie, level, before, pool) >= 0
-        logs.append(_log_softmax(logits, live, softmax).gather(2, every[:, :, level : level + 1]))
+        live = upload(_live_nodes(trie, level, before, pool) >= 0, logits.device)
+        codes = upload(every[:, :, level : level + 1], logits.device)
+        logs.append(_log_softmax(logits, live, softmax).gather(2, codes))
     return torch.cat(logs, 2)
 
 

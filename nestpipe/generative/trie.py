@@ -72,6 +72,9 @@ class Trie:
         # The node of each item at each level, by catalogue position.
         self.item_nodes = torch.empty_like(codes).index_copy_(0, order, torch.stack(nodes, 1))
 
+    def __deepcopy__(self, memo: dict[int, object]) -> Trie:
+        return self  # never changed, and large: copies of a model share it
+
     @property
     def num_levels(self) -> int:
         return len(self.sizes)

@@ -89,7 +89,8 @@ class Selecting(Protocol):
     """A model that reads only some events of each history and selects them before their rows are looked up.
 
     Selection uses a snapshot of the weights, which the training loop refreshes between batches. So the selection for a batch
-    depends on the batch's number and never on how batches overlap.
+    depends on the batch's number and never on how batches overlap. A module that holds the snapshot as saved buffers sets
+    `buffers_on_host = True`: selection runs on the host, also if the weights are on a device.
     """
 
     refresh_steps: int  # a snapshot is taken before batches 0, n, 2n ...; 0: never

@@ -19,17 +19,19 @@ from torch.nn import functional as F
 
 from nestpipe.jagged import Jagged
 from nestpipe.ops.attention import Bias, Layout, jagged_attention
+from nestpipe.ops.device_memory import upload
 from nestpipe.rng import Rng, dropout
 
 
 class TargetDropout:
     """Dropout whose mask is a function of (sample, event, token); the identity if `rng` is None."""
 
-    def __init__(self, probability: float, samples: Tensor, positions: Tensor, num_tokens: int, rng: Rng | None):
+    def __init__(self, probability: float, samples: Tensor, positions: Tensor, *, num_tokens: int, rng: Rng | None):
         self._probability = probability
         self._rng = rng if probability > 0 else None
         self._sample = samples.repeat_interleave(num_tokens)
-        self._position = (positions.unsqueeze(1) * num_tokens + torch.arange(num_tokens)).flatten()
+        numbers = torch.arange(num_tokens, device=positions.device)
+        self._position = (positions.unsqueeze(1) * num_tokens + numbers).flatten()
 
     def __call__(self, values: Tensor, site: str) -> Tensor:
         if self._rng is None:
@@ -96,7 +98,7 @@ class CrossAttentionMemory:
     def of(block: DecoderBlock, memory: Tensor, rows: Jagged) -> CrossAttentionMemory:
         """From the encoder's output [M, D], one row of `rows` per request; padded once for all beams."""
         lengths = rows.lengths()
-        position = torch.arange(rows.max_len)
+        position = torch.arange(rows.max_len, device=lengths.device)
         inside = position < lengths.unsqueeze(1)
         index = (rows.offsets[:-1].unsqueeze(1) + position).masked_fill(~inside, 0).flatten()
 
@@ -122,11 +124,11 @@ class DecoderCache:
         self._tokens: list[tuple[Tensor, Tensor]] = []
 
     def reorder(self, parents: Tensor) -> None:
-        """Beam w continues beam parents[r, w]."""
+        """Beam w continues beam parents[r, w]; given on the host."""
         for number, cached in enumerate(self._tokens):
             width = cached[0].shape[1]
             index = (torch.arange(len(parents)).unsqueeze(1) * width + parents).flatten()
-            keys, values = (one.flatten(0, 1).index_select(0, index) for one in cached)
+            keys, values = (one.flatten(0, 1).index_select(0, upload(index, one.device)) for one in cached)
             self._tokens[number] = (keys.unflatten(0, parents.shape), values.unflatten(0, parents.shape))
 
     def token(self, x: Tensor) -> Tensor:

@@ -10,6 +10,8 @@ and `trigger` are ids, `reasoning` is rows of floats. An empty row means "none",
 With `igr` a history is reduced to its newest events and those most related to the instruction (igr.py), and only its last
 event is a query. Earlier events must not see a selection that was made for a later instruction.
 
+What is decided from ids (queries, codes, children in the trie) is decided on the host and uploaded: weights may be on a device.
+
 BOS also carries the hidden state of the last event. Code vectors are dense parameters: sharding them would cost an exchange
 per decoded code. Rows of users and items are sharded. Losses are sums over targets, weighted by the target's behaviour.
 """
@@ -30,12 +32,14 @@ from nestpipe.models.backbone import initial_weights
 from nestpipe.models.config import EncDecConfig, SASRecConfig
 from nestpipe.models.contract import Coupling, Output
 from nestpipe.models.decoder import DecoderBlock, DecoderCache, Layouts, TargetDropout
+from nestpipe.models.decoding import Decoding
 from nestpipe.models.igr import Igr, same_instructions
-from nestpipe.models.instruction import InstructionEncoder, Queries, queries_of
+from nestpipe.models.instruction import FIELDS, InstructionEncoder, Queries, queries_of
 from nestpipe.models.losses import query_to_item
 from nestpipe.models.negative_sampling import group_runs
 from nestpipe.models.sasrec import SASRec
 from nestpipe.ops.attention import attention_layout
+from nestpipe.ops.device_memory import upload
 from nestpipe.rng import Rng, mix64_
 
 
@@ -119,8 +123,8 @@ class EncDec(nn.Module):
         return float(weights.sum(dtype=torch.float64))  # float64: the same for any division over ranks
 
     def forward(self, rows: Mapping[str, Rows], batch: Batch, rng: Rng) -> Output:
-        queries = queries_of(batch, self.config.queries)
-        weights = self._weights(queries)
+        queries = queries_of(batch.on_host, self.config.queries)
+        weights = self.put(self._weights(queries))
         losses = self.target_losses(rows, batch, rng) * weights.unsqueeze(1)
         logs = {f"code{level}": one for level, one in enumerate(losses.detach().sum(0).unbind())}
         total = losses.sum()
@@ -150,20 +154,22 @@ class EncDec(nn.Module):
 
     def target_losses(self, rows: Mapping[str, Rows], batch: Batch, rng: Rng | None) -> Tensor:
         """Loss per target and code, [T, levels]; without label smoothing the sum over levels is -log p(item)."""
-        queries = queries_of(batch, self.config.queries)
+        queries = queries_of(batch.on_host, self.config.queries)
         positions = self.ids.positions(queries.targets)
-        codes = self.ids.item_codes.index_select(0, positions)
+        codes = self.put(self.ids.item_codes.index_select(0, positions))
         memory, keys = self._memory(rows, batch, rng)
-        states = memory if keys is batch.items else memory.index_select(0, _without_first(keys))
+        states = memory if keys is batch.items else memory.index_select(0, self.put(_without_first(keys)))
         if self.config.queries == "last":
-            states = states.index_select(0, queries.events)
-        drop = TargetDropout(self.config.dropout, queries.samples, queries.places, self.num_tokens, rng)
+            states = states.index_select(0, self.put(queries.events))
+        places = (self.put(one) for one in (queries.samples, queries.places))
+        drop = TargetDropout(self.config.dropout, *places, num_tokens=self.num_tokens, rng=rng)
         token = self._instruction(rows, queries.instructions(self.config.reasoning_dropout, rng), len(codes))
         x = drop(self._tokens(states, token, codes), "decoder")
         num = torch.full((len(codes),), self.num_tokens, dtype=torch.int64)
         tokens = Jagged(torch.empty(len(codes) * self.num_tokens), F.pad(num.cumsum(0), (1, 0)), self.num_tokens)
         layouts = Layouts(
-            attention_layout(tokens, num_buckets=0), attention_layout(queries.rows, keys=keys, num_buckets=0)
+            attention_layout(self._placed(tokens), num_buckets=0),
+            attention_layout(self._placed(queries.rows), keys=keys, num_buckets=0),
         )
         for number, block in enumerate(self.blocks):
             x = block(x, memory, layouts, drop, f"decoder{number}")
@@ -176,13 +182,14 @@ class EncDec(nn.Module):
         scores = self.heads[level](hidden)
         if self.config.softmax == "legal":
             before = nodes[:, level - 1] if level else torch.zeros(len(codes), dtype=torch.int64)
-            children, places = self.ids.children(level, before)
+            children, flat = self.ids.children(level, before)
+            places = self.put(flat)
             scores = self.with_prefixes(scores, hidden, level, children, places)
-            mask = torch.zeros(scores.numel(), dtype=torch.bool).index_fill_(0, places, True).view_as(scores)
+            mask = torch.zeros_like(scores, dtype=torch.bool).view(-1).index_fill_(0, places, True).view_as(scores)
             logs = scores.masked_fill(~mask, -torch.inf).log_softmax(1)
-            count = mask.sum(1)
+            count: Tensor | int = mask.sum(1)
         else:
-            mask, logs, count = None, scores.log_softmax(1), torch.tensor(scores.shape[1])
+            mask, logs, count = None, scores.log_softmax(1), scores.shape[1]
         loss: Tensor = -logs.gather(1, codes[:, level : level + 1]).squeeze(1)
         smooth = self.config.label_smoothing
         if smooth:
@@ -191,12 +198,12 @@ class EncDec(nn.Module):
         return loss
 
     def with_prefixes(self, scores: Tensor, hidden: Tensor, level: int, children: Tensor, places: Tensor) -> Tensor:
-        """Scores [n, codes] plus those of the prefix vectors; `places` are the flat indices of the children."""
+        """Scores [n, codes] plus those of the prefix vectors; `children` on the host, `places` are their flat indices."""
         if not (self.config.prefix_vectors and level):  # at level 0 the code is the whole prefix
             return scores
         query = hidden.index_select(0, places // scores.shape[1])
         vectors = self.prefixes[level - 1]
-        rows = mix64_(self.ids.prefixes(level, children)).remainder_(len(vectors))
+        rows = self.put(mix64_(self.ids.prefixes(level, children)).remainder_(len(vectors)))
         added = (query * F.embedding(rows, vectors)).sum(1)
         return scores.flatten().index_add(0, places, added).view_as(scores)
 
@@ -214,10 +221,22 @@ class EncDec(nn.Module):
         last = (keys.offsets[1:] - 1).clamp(min=0)
         padded = torch.cat([memory, memory.new_zeros(1, memory.shape[1])])
         state = padded.index_select(0, torch.where(keys.lengths() > 0, last, len(memory)))
-        token = self._instruction(rows, batch.sample_features, batch.num_samples)
+        token = self._instruction(rows, batch.on_host.sample_features, batch.num_samples)
         return Decoding(self, DecoderCache(self.blocks, memory, keys), self._tokens(state, token, None), token)
 
     # Shared by training and generation
+
+    def put(self, tensor: Tensor) -> Tensor:
+        """A tensor of the host where the weights are."""
+        return upload(tensor, self.begin.device)
+
+    def _placed(self, rows: Jagged) -> Jagged:
+        """Rows of the host where the weights are."""
+        return rows if self.begin.is_cpu else rows.moved(self.put)
+
+    def _steering(self, given: Mapping[str, Jagged]) -> dict[str, Jagged]:
+        """The instructions of the host where the weights are."""
+        return {name: self._placed(one) for name, one in given.items() if name in FIELDS}
 
     def _lookups(self, batch: Batch, instructions: Mapping[str, Jagged]) -> dict[str, Lookup]:
         lookups = {}
@@ -233,7 +252,7 @@ class EncDec(nn.Module):
         """Unit vectors [n, E] of instructions, which Q2I compares with items."""
         assert self.igr is not None
         triggers = self.ids.positions(given["trigger"].values if "trigger" in given else torch.tensor([]).long())
-        vectors: Tensor = self.igr.ask(given, self.igr_vectors(triggers).detach(), num_rows)
+        vectors: Tensor = self.igr.ask(self._steering(given), self.igr_vectors(triggers).detach(), num_rows)
         return vectors
 
     def igr_vectors(self, positions: Tensor) -> Tensor:
@@ -251,15 +270,15 @@ class EncDec(nn.Module):
             self.query_vectors(given, len(positions)),
             self.igr_vectors(positions),
             weights,
-            same_instructions(given, len(positions)),
+            self.put(same_instructions(given, len(positions))),
             group_runs(batch, queries.rows)[0],
             variance_weight=self.config.q2i_variance,
             orthogonality_weight=self.config.q2i_orthogonality,
         )
 
     def _code_vectors(self, positions: Tensor) -> Tensor:
-        """Sums [n, D] of the code vectors of items."""
-        codes = self.ids.item_codes.index_select(0, positions)
+        """Sums [n, D] of the code vectors of items, by catalogue position."""
+        codes = self.put(self.ids.item_codes.index_select(0, positions))
         return torch.stack([F.embedding(codes[:, level], one) for level, one in enumerate(self.codes)]).sum(0)
 
     def _item_vectors(self, rows: Rows | None, ids: Tensor) -> Tensor:
@@ -278,7 +297,7 @@ class EncDec(nn.Module):
 
     def _memory(self, rows: Mapping[str, Rows], batch: Batch, rng: Rng | None) -> tuple[Tensor, Jagged]:
         """Encoder output [M, D], and the encoder's tokens as rows."""
-        vectors = self._item_vectors(rows.get("history"), batch.items.values)
+        vectors = self._item_vectors(rows.get("history"), batch.on_host.items.values)
         if self.related is not None:
             distance_from_end = (
                 batch.items.lengths().index_select(0, batch.items.row_of_value()) - batch.items.positions()
@@ -290,9 +309,9 @@ class EncDec(nn.Module):
             vectors = vectors + self.instruction.scenario_vectors(batch.event_features, len(vectors))
         if not self.config.user_rows:
             return self.encoder(vectors, batch, rng), batch.items
-        keys = _with_first(batch.items)
+        keys = self._placed(_with_first(batch.on_host.items))
         joined = vectors.new_zeros(len(keys.values), vectors.shape[1])
-        joined = joined.index_copy(0, _without_first(keys), vectors)
+        joined = joined.index_copy(0, self.put(_without_first(keys)), vectors)
         joined = joined.index_copy(0, keys.offsets[:-1], rows["user"].gather())
         return self.encoder(joined, dataclasses.replace(batch, items=keys), rng), keys
 
@@ -302,7 +321,7 @@ class EncDec(nn.Module):
         triggers = self.place.new_zeros(0, self.config.dim)
         if "trigger" in given:
             triggers = self._item_vectors(rows.get("trigger"), given["trigger"].values)
-        token: Tensor = self.instruction(given, triggers, num_rows)
+        token: Tensor = self.instruction(self._steering(given), triggers, num_rows)
         return token
 
     def _tokens(self, states: Tensor, token: Tensor | None, codes: Tensor | None) -> Tensor:
@@ -338,42 +357,6 @@ class EncDec(nn.Module):
         return behaviour.values.nan_to_num(0.0).to(torch.int64)
 
 
-class Decoding:
-    """Decoder state of requests; the `Decoder` of generative/beam.py."""
-
-    def __init__(self, model: EncDec, cache: DecoderCache, prefix: Tensor, token: Tensor | None):
-        self._model, self._cache, self._prefix, self._token = model, cache, prefix, token
-        self._level = 0
-
-    @property
-    def version(self) -> str:
-        return self._model.ids.version
-
-    def first(self) -> Tensor:
-        for x in self._prefix.unbind(1):
-            hidden = self._cache.token(x.unsqueeze(1))
-        return self._logits(hidden)
-
-    def next(self, parents: Tensor, codes: Tensor, nodes: Tensor) -> Tensor:
-        model, level = self._model, self._level
-        self._cache.reorder(parents)
-        self._level += 1
-        token = None if self._token is None else self._token.repeat_interleave(codes.shape[1], 0)
-        vectors = model.code_token(level, codes.flatten(), token)
-        place = model.place[self._prefix.shape[1] + level]
-        return self._logits(self._cache.token((vectors + place).unflatten(0, codes.shape)), nodes)
-
-    def _logits(self, hidden: Tensor, nodes: Tensor | None = None) -> Tensor:
-        model, level = self._model, self._level
-        hidden = model.norm(hidden)
-        logits: Tensor = model.heads[level](hidden)
-        if nodes is None:
-            return logits
-        flat = logits.flatten(0, 1)
-        children, places = model.ids.children(level, nodes.clamp(min=0).flatten())
-        return model.with_prefixes(flat, hidden.flatten(0, 1), level, children, places).view_as(logits)
-
-
 def _with_first(rows: Jagged) -> Jagged:
     """Rows with one value more at the front."""
     offsets = rows.offsets + torch.arange(len(rows.offsets))
@@ -381,8 +364,8 @@ def _with_first(rows: Jagged) -> Jagged:
 
 
 def _without_first(rows: Jagged) -> Tensor:
-    """Indices of all values but the first of each row."""
-    return (rows.positions() > 0).nonzero().flatten()
+    """Indices, on the host, of all values but the first of each row."""
+    return ((rows.host or rows).positions() > 0).nonzero().flatten()
 
 
 def build_encdec(

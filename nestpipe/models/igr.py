@@ -24,6 +24,8 @@ from torch.nn import functional as F
 
 from nestpipe.jagged import Batch, Jagged, offsets_of
 from nestpipe.models.config import EncDecConfig
+from nestpipe.models.instruction import FIELDS
+from nestpipe.ops.device_memory import upload
 from nestpipe.rng import Rng, lanes16
 
 _FROZEN = "frozen_"
@@ -55,7 +57,7 @@ def instruction_vectors(
     weights: Mapping[str, Tensor], given: Mapping[str, Jagged], triggers: Tensor, num_rows: int
 ) -> Tensor:
     """psi_q as a function of its weights: the thread that selects must not read a module that another thread trains."""
-    numbers = torch.zeros(num_rows, dtype=torch.int64)
+    numbers = torch.zeros(num_rows, dtype=torch.int64, device=weights["scenario"].device)
     if "scenario" in given:
         numbers = numbers.index_copy(0, given["scenario"].row_of_value(), given["scenario"].values + 1)
     scenario = F.embedding(numbers, weights["scenario"])
@@ -74,6 +76,8 @@ def instruction_vectors(
 
 class Igr(nn.Module):
     """Instructions and items as unit vectors of one space, and the selection of events by their dot product."""
+
+    buffers_on_host = True  # they decide which rows are looked up
 
     items: Tensor  # the snapshot's h [I, E] by catalogue position
     version: Tensor  # [1] the step of the snapshot
@@ -96,7 +100,7 @@ class Igr(nn.Module):
 
     def vectors(self, positions: Tensor, codes: Tensor) -> Tensor:
         """h [n, E] of items, from catalogue positions and sums of code vectors [n, D], which get no gradient."""
-        text = self.text.index_select(0, positions).to(codes.dtype)
+        text = upload(self.text.index_select(0, positions), codes.device).to(codes.dtype)
         return F.normalize(self.item(torch.cat([codes.detach(), text], 1)), dim=1, eps=1e-6)
 
     @torch.no_grad()
@@ -155,7 +159,7 @@ def top_of_rows(scores: Tensor, rows: Tensor, num: int) -> Tensor:
 def same_instructions(given: Mapping[str, Jagged], num_rows: int) -> Tensor:
     """Numbers [n] that are equal exactly where scenario, trigger and reasoning are equal."""
     columns = []
-    for name in ("scenario", "trigger", "reasoning"):
+    for name in FIELDS:
         if name in given:
             rows, values = given[name].row_of_value(), given[name].values.unsqueeze(1).flatten(1)
             bits = values if values.dtype == torch.int64 else values.float().view(torch.int32).to(torch.int64)

@@ -14,6 +14,8 @@ from nestpipe.jagged import Batch, Jagged, offsets_of
 from nestpipe.models.config import EncDecConfig
 from nestpipe.rng import Rng, lanes16
 
+FIELDS = ("scenario", "trigger", "reasoning")
+
 
 class InstructionEncoder(nn.Module):
     """Encodes instructions (scenario, trigger item, reasoning vector) as one token each."""
@@ -44,7 +46,7 @@ class InstructionEncoder(nn.Module):
 
     def scenario_vectors(self, given: Mapping[str, Jagged], num_rows: int) -> Tensor:
         """Vectors [n, D] of the scenarios of some rows; no scenario, and one that was not trained, is row 0."""
-        numbers = torch.zeros(num_rows, dtype=torch.int64)
+        numbers = torch.zeros(num_rows, dtype=torch.int64, device=self.scenario.device)
         if "scenario" in given:
             rows = given["scenario"]
             is_known = (rows.values >= 0) & (rows.values < len(self.scenario) - 1)

@@ -31,6 +31,10 @@ class Channels:
         flags = None if rows.device.type == "cpu" else world.channel("flags")
         return Channels(control, keys, rows, dense, saves, flags=flags)
 
+    def on_host(self) -> Channels:
+        """The same ranks with rows and weights on the host, for what is read before training."""
+        return self if self.flags is None else replace(self, rows=self.keys, dense=self.control, flags=None)
+
     def in_groups(self, num_groups: int) -> Channels:
         """The same channels with so many replica groups. Collective."""
         if num_groups == 1:

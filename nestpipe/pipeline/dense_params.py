@@ -129,7 +129,6 @@ class DenseParams:
         assert bucket.received is not None
         (handle, (bucket.total, *others)), bucket.received = bucket.received, None
         handle.wait()
-        used_here(bucket.total, *others)
         for other in others:  # in rank order, not in order of arrival
             bucket.total.add_(other)
         return bucket
@@ -163,7 +162,6 @@ class DenseParams:
 
     def commit(self, lr: float, *, staged: bool) -> None:
         """Takes over what `advance` staged, after `wait_gathers`."""
-        used_here(*([] if self._staged is None else [self._staged]))
         if not self._is_sharded and self._staged is not None:  # the sums
             self._update(self.weights, self._state, self._staged, lr)
         elif staged and self._staged is not None:
@@ -247,10 +245,14 @@ def _layout(named: Mapping[str, nn.Parameter]) -> list[tuple[list[str], slice]]:
 def _move(module: nn.Module, device: torch.device) -> None:
     """Moves parameters and saved buffers to a device; they stay the same objects, shared ones too.
 
-    Other buffers belong to what a model decides on the host, such as its lookups.
+    Other buffers, and those of a module with `buffers_on_host`, belong to what a model decides on the host: lookups, selection.
     """
-    saved = module.state_dict(keep_vars=True).values()
-    for one in {id(one): one for one in (*module.parameters(), *saved)}.values() if device.type != "cpu" else ():
+    if device.type == "cpu":
+        return
+    parts = [part for part in module.modules() if getattr(part, "buffers_on_host", False)]
+    kept = {id(one) for part in parts for one in part.buffers(recurse=False)}
+    used = (*module.parameters(), *module.state_dict(keep_vars=True).values())
+    for one in {id(one): one for one in used if id(one) not in kept}.values():
         moved = one.detach().to(device)
         torch.utils.swap_tensors(
             one, nn.Parameter(moved, one.requires_grad) if isinstance(one, nn.Parameter) else moved

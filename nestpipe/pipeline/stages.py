@@ -33,7 +33,7 @@ from nestpipe.embedding.window import Window, larger
 from nestpipe.errors import ConfigError, TrainError
 from nestpipe.jagged import Batch
 from nestpipe.models.contract import Model, Output, Selecting
-from nestpipe.ops.device_memory import download, upload, used_here
+from nestpipe.ops.device_memory import download, upload
 from nestpipe.pipeline.config import MicroBatchConfig
 from nestpipe.pipeline.dense_params import DenseBucket, DenseParams
 from nestpipe.pipeline.micro_batch import cut_batch
@@ -341,7 +341,6 @@ def _flag_values(state: TrainState, work: BatchWork) -> list[float]:
     tables, window = state.embedding.tables, work.window
     values = [work.largest_dense, *(window.largest.get(name, 0.0) for name in tables), *work.sums.values()]
     if on_device := [one for one in values if isinstance(one, Tensor)]:
-        used_here(*on_device)
         copies = iter(download(torch.stack([one.double() for one in on_device])).tolist())
         values = [next(copies) if isinstance(one, Tensor) else one for one in values]
     largest, logs = (cast(list[float], one) for one in (values[: 1 + len(tables)], values[1 + len(tables) :]))

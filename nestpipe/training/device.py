@@ -13,18 +13,11 @@ from nestpipe.distributed.process_group import backend_of
 from nestpipe.errors import ConfigError
 
 
-def resolve_device(name: str, *, host_only: bool = False) -> torch.device:
+def resolve_device(name: str) -> torch.device:
     """The device of this rank: `auto` is the accelerator if there is one, else the CPU. Raises ConfigError.
 
-    An accelerator without an index is that of the rank on its machine (LOCAL_RANK). `host_only`: the model cannot be
-    trained on a device.
+    An accelerator without an index is that of the rank on its machine (LOCAL_RANK).
     """
-    if host_only and name not in ("auto", "cpu"):
-        raise ConfigError(
-            f"train.device is {name!r}, but models with semantic ids train on the CPU only; use --train.device cpu."
-        )
-    if host_only:
-        return torch.device("cpu")
     if name == "auto":
         found = torch.accelerator.current_accelerator(check_available=True)
         name = "cpu" if found is None or backend_of(found) is None else found.type

@@ -32,10 +32,11 @@ from nestpipe.data.loader import closing_batches
 from nestpipe.distributed.agreement import all_ranks_or_none
 from nestpipe.distributed.process_group import World
 from nestpipe.embedding.buckets import fewer_buckets
+from nestpipe.embedding.device_budget import DeviceBuffers
 from nestpipe.eval.predictor import make_predictor
 from nestpipe.generative.config import AlignedConfig
 from nestpipe.jagged import Batch, Cursor
-from nestpipe.models.config import EncDecConfig, FuXiConfig, HSTUConfig, RankingConfig
+from nestpipe.models.config import FuXiConfig, HSTUConfig, RankingConfig
 from nestpipe.models.content_retrieval import ContentRetrieval
 from nestpipe.models.contract import Selecting
 from nestpipe.pipeline.channels import Channels
@@ -48,14 +49,7 @@ from nestpipe.training.device import exact_device, resolve_device
 from nestpipe.training.distributed_eval import ChannelRanks
 from nestpipe.training.environment import environment
 from nestpipe.training.mfu import Utilisation
-from nestpipe.training.open_run import (
-    agree,
-    check_shared,
-    open_run,
-    share_run,
-    with_absolute_paths,
-    with_log_sizes,
-)
+from nestpipe.training.open_run import agree, check_shared, open_run, share_run, with_absolute_paths, with_log_sizes
 from nestpipe.training.process import exact_arithmetic, keep_freed_memory, lock_run, peak_memory_bytes, stop_signals
 from nestpipe.training.rollouts import training_loader
 from nestpipe.training.run_folder import Run
@@ -112,8 +106,7 @@ def train_to_end(
     config = Config.from_json(config.to_json())  # as a resumed run reads it: 1 in a float field is 1.0
     keep_freed_memory()
     config = with_log_sizes(with_absolute_paths(config))
-    host_only = isinstance(config.model, EncDecConfig)
-    device = world.device if world else resolve_device(config.train.device, host_only=host_only)
+    device = world.device if world else resolve_device(config.train.device)
     with (
         exact_device(device),
         contextlib.closing(world or World.from_environment(device=device, stacks=Path(folder))) as open_world,
@@ -181,13 +174,14 @@ class _Loop:
             undo.callback(self._close_saver)
             self._exit = undo.pop_all()
         self._steps = StepRunner.of(run, self._state)
+        self._buffers = DeviceBuffers(self._state.embedding.tables, self._state.num_steps)
         self._utilisation = Utilisation(run.config.model) if self._leads else None
         self._clock = clock
         self._since = clock()
         if self._leads:
             self._say(start_line(run, earlier, hosts, step=self._state.num_steps, checkpoint=self._restored))
-        self._say(self._settled.why)
-        self._say(fewer_buckets(run.config.embedding))
+        for text in (self._settled.why, fewer_buckets(run.config.embedding), self._buffers.describe()):
+            self._say(text)
         if run.sequences.times is None and isinstance(run.config.model, HSTUConfig | FuXiConfig | RankingConfig):
             self._progress.say(f"{run.sequences.path} is an order-only log: the time biases are off.")
 
@@ -252,6 +246,7 @@ class _Loop:
         Returns whether a rank requested to stop earlier.
         """
         start = self._cursor
+        self._say(self._buffers.at_barrier(self._state.num_steps))
         if (every := self._refresh_steps) and self._state.num_steps % every == 0:
             cast(Selecting, self._state.model).refresh(self._state.num_steps)
         early = False
@@ -287,7 +282,8 @@ class _Loop:
         """How many batches may overlap from now on."""
         done, every = self._state.num_steps, self._refresh_steps
         others = [self._config.pipeline.steps_to_switch(done), every - done % every if every else 0]
-        return self._limits.steps_to_barrier(done, self._cursor, [steps for steps in others if steps])
+        others = [steps for steps in (*others, self._buffers.steps_to_barrier(done)) if steps]
+        return self._limits.steps_to_barrier(done, self._cursor, others)
 
     @property
     def _refresh_steps(self) -> int:

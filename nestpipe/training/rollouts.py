@@ -358,7 +358,7 @@ def reader_of(run: Run, step: int, channels: Channels) -> tuple[Any, RowReader]:
     if channels.control.world.size == 1:
         loaded = run.load_model(step)
         return loaded.model, loaded.rows
-    state, _ = all_ranks_or_none(channels.saves, "loaded", lambda: load_state(run, step, channels))
+    state, _ = all_ranks_or_none(channels.saves, "loaded", lambda: load_state(run, step, channels.on_host()))
     return state.model, state.embedding
 
 

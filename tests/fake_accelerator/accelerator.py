@@ -56,6 +56,7 @@ def _register() -> None:
         "set_device": lambda device: None,
         "synchronize": lambda device=None: torch.accelerator.synchronize(),
         "mem_get_info": lambda device=None: memory(),
+        "empty_cache": lambda: None,
         "manual_seed_all": lambda seed: None,
         "_is_in_bad_fork": lambda: False,
         "get_amp_supported_dtype": lambda: [torch.bfloat16],

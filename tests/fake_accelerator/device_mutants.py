@@ -8,32 +8,26 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch import Tensor
 
+from nestpipe.distributed.exchange import Handle
 from nestpipe.distributed.process_group import World
+from nestpipe.embedding.device_rows import HostBelow
 from nestpipe.ops import device_memory
+from nestpipe.ops.device_memory import Download
 from nestpipe.pipeline.runner import Runner
 from nestpipe.pipeline.schedule import Event
 from nestpipe.pipeline.streams import DeviceStreams
-from tests.fake_accelerator.device_training import DeviceCase, train_toy
+from tests.fake_accelerator.device_edges import EdgeKind
+from tests.fake_accelerator.device_training import Content, DeviceCase, train_toy
 
 # The modules that declare tensors of other streams as used.
-_USERS = (
-    *("distributed.exchange", "embedding.row_adam", "embedding.row_ops", "embedding.window"),
-    *("pipeline.dense_params", "pipeline.stages"),
-)
-
-
-class EdgeKind(NamedTuple):
-    """A dependency of a schedule, by kinds and distance in batches."""
-
-    event: str
-    need: str
-    back: int
+_USERS = ("distributed.exchange", "embedding.row_ops", "embedding.window", "pipeline.dense_params")
 
 
 @contextmanager
@@ -41,7 +35,7 @@ def watched_sites(seen: set[str], left_out: Callable[[str], bool] = lambda site:
     """Notes the functions that call `used_here`, its sites; leaves out the calls of some."""
     original = device_memory.used_here
 
-    def noted(*tensors: torch.Tensor) -> None:
+    def noted(*tensors: Tensor) -> None:
         site = sys._getframe(1).f_code.co_qualname
         if any(one.device.type != "cpu" and one.numel() for one in tensors):
             seen.add(site)
@@ -55,8 +49,8 @@ def watched_sites(seen: set[str], left_out: Callable[[str], bool] = lambda site:
 
 
 @contextmanager
-def watched_edges(seen: set[EdgeKind], left_out: EdgeKind | None = None) -> Iterator[None]:
-    """Notes every edge between two streams for which a device stream waits; leaves out those of one kind."""
+def without_edge(left_out: EdgeKind) -> Iterator[None]:
+    """No device stream waits for dependencies of one kind."""
     begin, needs_of, own = DeviceStreams.begin, Runner._needs, threading.local()
 
     def noted_event(runner: Runner, event: Event) -> list[Event]:
@@ -64,13 +58,8 @@ def watched_edges(seen: set[EdgeKind], left_out: EdgeKind | None = None) -> Iter
         return needs_of(runner, event)
 
     def filtered(streams: DeviceStreams, name: str, needs: Sequence[Event]) -> None:
-        kept = []
-        for need in needs:
-            edge = EdgeKind(own.event.kind, need.kind, own.event.batch - need.batch)
-            seen.add(edge)
-            if edge != left_out:
-                kept.append(need)
-        begin(streams, name, kept)
+        kinds = [EdgeKind(own.event.kind, need.kind, own.event.batch - need.batch) for need in needs]
+        begin(streams, name, [need for need, kind in zip(needs, kinds, strict=True) if kind != left_out])
 
     with patch.object(Runner, "_needs", noted_event), patch.object(DeviceStreams, "begin", filtered):
         yield
@@ -88,14 +77,54 @@ def no_start_wait() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def no_join() -> Iterator[None]:
+def no_join() -> AbstractContextManager[Any]:
     """The caller does not wait for the streams."""
-    with patch.object(DeviceStreams, "join", lambda streams: None):
-        yield
+    return patch.object(DeviceStreams, "join", lambda streams: None)
 
 
-WAITS: dict[str, Callable[[], Any]] = {"start": no_start_wait, "join": no_join}
+def no_collective_wait() -> AbstractContextManager[Any]:
+    """Who needs what a collective receives does not wait for it."""
+    wait = Handle._wait_for_works
+
+    def on_host_only(handle: Handle, end: int) -> None:
+        if handle._is_host:
+            wait(handle, end)
+
+    return patch.object(Handle, "_wait_for_works", on_host_only)
+
+
+def no_wait_of_downloads() -> AbstractContextManager[Any]:
+    """The stream of downloads does not wait for the rows to be gathered."""
+
+    def started(download: Download, tensors: list[Tensor], stream: torch.Stream) -> None:
+        download._sources = tensors
+        with stream:
+            download._copies = device_memory._started_copies(tensors)
+            download._done = stream.record_event()
+
+    return patch.object(Download, "__init__", started)
+
+
+def upload_before_download() -> AbstractContextManager[Any]:
+    """Rows are uploaded on another stream, into positions whose rows may not have been gathered yet."""
+    read = HostBelow.read
+
+    def early(below: HostBelow, slots: Tensor, columns: Any, places: Tensor) -> None:
+        caller, stream = torch.accelerator.current_stream(), torch.Stream(below._downloads.device)
+        with stream:
+            read(below, slots, columns, places)
+        caller.wait_event(stream.record_event())  # later stages are not mutants
+
+    return patch.object(HostBelow, "read", early)
+
+
+WAITS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "start": no_start_wait,
+    "join": no_join,
+    "collective": no_collective_wait,
+    "download": no_wait_of_downloads,
+    "upload": upload_before_download,
+}
 
 
 def sites(world: World, case: DeviceCase) -> list[str]:
@@ -106,25 +135,17 @@ def sites(world: World, case: DeviceCase) -> list[str]:
     return sorted(seen)
 
 
-def edges(world: World, case: DeviceCase) -> list[EdgeKind]:
-    """All edges for which a training waits on the device."""
-    seen: set[EdgeKind] = set()
-    with watched_edges(seen):
-        train_toy(world, case)
-    return sorted(seen)
-
-
-def train_without_sites(world: World, case: DeviceCase, *functions: str) -> None:
+def train_without_sites(world: World, case: DeviceCase, *functions: str) -> Content:
     """Without the calls in these functions; without any if none is named."""
     with watched_sites(set(), lambda site: not functions or site in functions):
-        train_toy(world, case)
+        return train_toy(world, case)
 
 
-def train_without_edge(world: World, case: DeviceCase, edge: EdgeKind) -> None:
-    with watched_edges(set(), edge):
-        train_toy(world, case)
+def train_without_edge(world: World, case: DeviceCase, edge: EdgeKind) -> Content:
+    with without_edge(edge):
+        return train_toy(world, case)
 
 
-def train_without_wait(world: World, case: DeviceCase, name: str) -> None:
+def train_without_wait(world: World, case: DeviceCase, name: str) -> Content:
     with WAITS[name]():
-        train_toy(world, case)
+        return train_toy(world, case)

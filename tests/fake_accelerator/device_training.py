@@ -23,6 +23,7 @@ from nestpipe.embedding.stale_rows import StaleRows
 from nestpipe.embedding.table import Table
 from nestpipe.jagged import Batch, Cursor, Jagged
 from nestpipe.models.config import DCNConfig, FuXiConfig, HSTUConfig, LossConfig, SASRecConfig
+from nestpipe.models.contract import Selecting
 from nestpipe.models.dcn import build_dcn
 from nestpipe.models.ranking import build_ranking
 from nestpipe.models.retrieval import build_retrieval
@@ -161,6 +162,8 @@ def trained(state: TrainState, case: DeviceCase, batches: Iterator[Batch]) -> Co
     """Trains up to a barrier and from there to the end, as a run does at a checkpoint."""
     losses: list[float] = []
     for num_batches in (case.barrier, case.num_batches - case.barrier):
+        if isinstance(state.model, Selecting):
+            state.model.refresh(state.num_steps)
         if case.mode is None:
             losses += _in_order(state, case, islice(batches, num_batches))
         else:

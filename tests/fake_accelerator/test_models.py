@@ -12,6 +12,7 @@ from nestpipe.distributed.process_group import World
 from nestpipe.embedding.row_ops import ArrivedGrads
 from nestpipe.ops.device_memory import address
 from tests.fake_accelerator import accelerator
+from tests.fake_accelerator.device_generation import train_generation
 from tests.fake_accelerator.device_training import Content, DeviceCase, train_ranking, train_retrieval, train_toy
 from tests.fake_accelerator.fake_ranks import run_on_fake
 from tests.fake_accelerator.test_schedules import assert_equal
@@ -25,6 +26,9 @@ CASES: list[tuple[Any, ...]] = [
     (train_retrieval, "fuxi", "in_batch"),
     (train_ranking, "hstu"),
     (train_ranking, "dcn"),
+    (train_generation, "codes"),
+    (train_generation, "selected"),
+    (train_generation, "aligned"),
 ]
 MAX_SYNCS = 2  # of the host per step, in the thread that computes
 
@@ -36,9 +40,11 @@ def name_of(case: tuple[Any, ...]) -> str:
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_nested_is_bitwise_sequential_and_close_to_the_cpu(case: tuple[Any, ...]) -> None:
     train, *arguments = case
-    sequential = run_on_fake(2, train, SEQUENTIAL, *arguments)
-    assert_equal(run_on_fake(2, train, NESTED, *arguments, delay_us=50), sequential)
-    (host, _) = run_ranks(2, train, SEQUENTIAL, *arguments)
+    num_ranks, num_batches = (1, 2) if train is train_generation else (2, 3)
+    in_order, nested = (replace(one, num_batches=num_batches) for one in (SEQUENTIAL, NESTED))
+    sequential = run_on_fake(num_ranks, train, in_order, *arguments)
+    assert_equal(run_on_fake(num_ranks, train, nested, *arguments, delay_us=50), sequential)
+    (host, *_) = run_ranks(num_ranks, train, in_order, *arguments)
     # Attention is another implementation, and sums of a few hundred terms are in another order.
     torch.testing.assert_close(sequential[0]["loss"], host["loss"], rtol=1e-5, atol=0)
 
@@ -46,16 +52,19 @@ def test_nested_is_bitwise_sequential_and_close_to_the_cpu(case: tuple[Any, ...]
 def _syncs_per_step(world: World, mode: str | None, train: Any, *arguments: str) -> float:
     """By the difference of a longer and a shorter training: the start, barriers and exports do not count."""
     counts = []
-    for num_batches in (3, 8):
+    for num_batches in (2, 5):
         case = replace(SEQUENTIAL, mode=mode, num_batches=num_batches)  # type: ignore[arg-type]
         accelerator.take_syncs(0)
         train(World.single(device=world.device), case, *arguments)
         counts.append(sum(accelerator.take_syncs(0 if mode is None else None).values()))
-    return (counts[1] - counts[0]) / 5
+    return (counts[1] - counts[0]) / 3
 
 
-@pytest.mark.parametrize("mode", [None, "nested"])
-@pytest.mark.parametrize("case", [CASES[0], CASES[3]], ids=name_of)
+@pytest.mark.parametrize(
+    ("case", "mode"),
+    [(CASES[0], None), (CASES[0], "nested"), (CASES[3], None), (CASES[3], "nested"), (CASES[6], None)],
+    ids=lambda one: name_of(one) if isinstance(one, tuple) else str(one),
+)
 def test_the_host_waits_at_most_twice_per_step(case: tuple[Any, ...], mode: str | None) -> None:
     train, *arguments = case
     (found,) = run_on_fake(1, _syncs_per_step, mode, train, *arguments)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -11,12 +13,16 @@ from nestpipe.atomic_files import read_jsonl
 from nestpipe.cli.demo import differing_tensors
 from nestpipe.config import Config
 from nestpipe.distributed.process_group import World
+from nestpipe.embedding import device_budget
+from nestpipe.embedding.device_budget import DeviceBuffers
 from nestpipe.errors import ConfigError
 from nestpipe.training.device import resolve_device
 from nestpipe.training.loop import train_to_end
 from tests.fake_accelerator.fake_ranks import run_on_fake
+from tests.generative.test_training import make_ids
 from tests.rank_pool import exit_code_of
 from tests.small_runs import small_config, small_log
+from tests.training.aligned_runs import align, start_config, write_scenarios, write_shop
 
 STEPS = 9
 
@@ -51,6 +57,35 @@ def test_a_run_of_the_cpu_is_resumed_on_a_device(log: Path, tmp_path: Path) -> N
     assert steps == [1, 2, 3]
 
 
+def _resized(world: World, config: Config, folder: Path) -> list[str]:
+    """Trains with buffers that are resized after two steps and later; returns what was said."""
+    said, resize = list[str](), DeviceBuffers.resize
+
+    def noted(buffers: DeviceBuffers) -> str:
+        said.append(resize(buffers))
+        return said[-1]
+
+    with (
+        patch.object(device_budget, "_FIRST_STEPS", 2),
+        patch.object(device_budget, "_FLOOR_BYTES", 0),
+        patch.object(DeviceBuffers, "resize", noted),
+    ):
+        train(world, config, folder)
+    return said
+
+
+def test_buffers_are_resized_at_barriers_and_nothing_else_changes(log: Path, tmp_path: Path) -> None:
+    fixed = config_of(log, "nested", steps=STEPS, save_steps=3)
+    run_on_fake(1, train, fixed, tmp_path / "fixed")
+    chosen = replace(fixed, embedding=replace(fixed.embedding, device_bytes=0))
+    ((first, *later),) = run_on_fake(1, _resized, chosen, tmp_path / "chosen", delay_us=50)
+    assert re.search(
+        r"table 'item': room for \d+ rows on fake instead of [\d,]{5,}, [\d,]+ bytes \(\d+ rows here", first
+    )
+    assert later  # at the barrier of a save
+    assert not differing_tensors(tmp_path / "fixed", tmp_path / "chosen")
+
+
 def validated(folder: Path) -> list[float]:
     return [one["validation/ndcg@10"] for one in read_jsonl(folder / "metrics.jsonl") if "validation/ndcg@10" in one]
 
@@ -62,6 +97,35 @@ def test_validation_reads_the_rows_and_weights_of_the_device(log: Path, tmp_path
     train_to_end(config, tmp_path / "host", quiet=True, world=World.single())
     (device,), (host,) = validated(tmp_path / "device"), validated(tmp_path / "host")
     assert device == pytest.approx(host, abs=0.02)  # other kernels round differently, and one rank may move
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("shop")
+    write_shop(folder)
+    make_ids(folder / "ids")
+    write_scenarios(folder)
+    return folder
+
+
+def test_models_with_semantic_ids_train_and_validate(shop: Path, tmp_path: Path) -> None:
+    config = start_config(shop, scenarios=str(shop / "scenarios.json"))
+    data, epochs = replace(config.data, validation=True, batch_size=20), replace(config.train, epochs=1)
+    config = replace(config, data=data, train=epochs)
+    run_on_fake(1, train, config, tmp_path / "device")
+    train_to_end(config, tmp_path / "host", quiet=True, world=World.single())
+    (device,), (host,) = validated(tmp_path / "device"), validated(tmp_path / "host")
+    assert device == pytest.approx(host, abs=0.02)  # as above
+
+
+def test_a_run_is_aligned_on_devices(shop: Path, tmp_path: Path) -> None:
+    train_to_end(start_config(shop, num_scenarios=2), tmp_path / "start", quiet=True, world=World.single())
+    flags = {"scenarios": shop / "scenarios.json", "passes": 1, "group_size": 2, "mode": "nested"}
+    assert run_on_fake(2, _align, tmp_path / "start", tmp_path / "run", flags) == ["1 epochs done"] * 2
+
+
+def _align(world: World, start: Path, folder: Path, flags: dict[str, object]) -> str:
+    return align(world, start, folder, **flags)  # type: ignore[arg-type]
 
 
 COMMAND = """
@@ -103,12 +167,6 @@ def test_a_run_killed_by_the_system_resumes_bitwise(log: Path, tmp_path: Path) -
 def test_a_device_that_is_not_there_is_refused(name: str, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         resolve_device(name)
-
-
-def test_models_with_semantic_ids_train_on_the_cpu_only() -> None:
-    assert resolve_device("auto", host_only=True).type == "cpu"
-    with pytest.raises(ConfigError, match="semantic ids train on the CPU only"):
-        resolve_device("cuda", host_only=True)
 
 
 def test_auto_is_the_cpu_where_there_is_no_accelerator() -> None:
