@@ -36,8 +36,7 @@ class PointwiseModel:
 
         Nothing of the history is read but the user and their features.
         """
-        nothing = np.zeros(1, np.int64)
-        user = self._builder.over(events).history(torch.tensor([0]), nothing, nothing, request_ms=None)
+        user = self._builder.request(events, len(events.items), query_s=None)
         return self._builder.over(sequences).candidate_events(user, np.array(items, np.int64))
 
     @torch.no_grad()

@@ -93,12 +93,8 @@ class ServedModel:
 
     def prepare(self, events: Sequences, query_time: int) -> HistoryInputs:
         """The inputs of one user at a query time in seconds; raises DataError for events that the model cannot read."""
-        end = np.array([len(events.items)])
-        start = truncate(end, self.max_len, self.block)
-        batch = self._builder.over(events).history(
-            torch.tensor([0]), start, end, request_ms=np.array([query_time * 1000])
-        )
-        return HistoryInputs(replace(batch, sample_ids=torch.from_numpy(events.users)), self)
+        first = truncate(len(events.items), self.max_len, self.block)
+        return HistoryInputs(self._builder.request(events, first, query_s=query_time), self)
 
     def shorter(self, inputs: HistoryInputs, num_events: int) -> HistoryInputs:
         """The inputs of the last events alone."""
