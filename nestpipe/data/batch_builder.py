@@ -99,7 +99,7 @@ class BatchBuilder:
     def request(self, events: Sequences, first: int, *, query_s: int | None) -> Batch:
         """The events of one user from the first on: the batch that `history` builds, by slices in the place of gathers.
 
-        `query_s` is the time of the request.
+        `query_s` is the time of the request. Items and features may share memory with `events`.
         """
         own, num = self.over(events), len(events.items) - first
         rows = slice(first, first + num)
@@ -112,7 +112,7 @@ class BatchBuilder:
         return Batch(
             cursor=Cursor(0, 0),
             sample_ids=torch.from_numpy(events.users),
-            items=Jagged(torch.from_numpy(events.items[rows].copy()), offsets, num),
+            items=Jagged(torch.from_numpy(events.items[rows]), offsets, num),
             times=times,
             query_times=None if query_times is None else Jagged(query_times, offsets, num),
             event_features=own._features_of_events(rows),
@@ -290,9 +290,9 @@ def _picked(name: str, stored: StoredFeature) -> dict[str, Jagged]:
     assert stored.offsets is not None
     offsets, lengths = torch.from_numpy(stored.offsets), np.diff(stored.offsets)
     max_len = int(lengths.max()) if len(lengths) else 0
-    picked = {name: Jagged(torch.from_numpy(stored.values.copy()), offsets, max_len)}
+    picked = {name: Jagged(torch.from_numpy(stored.values), offsets, max_len)}
     if stored.weights is not None:
-        picked[f"{name}.weights"] = Jagged(torch.from_numpy(stored.weights.copy()), offsets, max_len)
+        picked[f"{name}.weights"] = Jagged(torch.from_numpy(stored.weights), offsets, max_len)
     return picked
 
 

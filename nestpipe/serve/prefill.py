@@ -18,7 +18,7 @@ from nestpipe.data.sequences import Sequences, truncate
 from nestpipe.jagged import Batch, Jagged
 from nestpipe.models.kv_prefix import KVPrefix, PrefixKey
 from nestpipe.models.prefix_inference import CandidateBatch, Ranker, Suffix, cut_events
-from nestpipe.serve.known_items import KnownItems
+from nestpipe.serve.known_items import Ints, KnownItems
 from nestpipe.serve.kv_cache import CacheEntry, KVCache
 from nestpipe.serve.prefill_policy import RankingCosts
 
@@ -101,12 +101,14 @@ class ServedModel:
         end = torch.tensor([inputs.num_events])
         return HistoryInputs(cut_events(inputs.history, end - num_events, end), self)
 
-    def candidates(self, items: Sequence[int], sequences: Sequences) -> CandidateBatch:
+    def candidates(self, items: Sequence[int] | Ints, sequences: Sequences) -> CandidateBatch:
         """Items with their features; raises DataError for one that the model does not know."""
-        ids = np.array(items, np.int64)
+        ids = np.asarray(items, np.int64)
         self.known.positions(ids)
         features = self._builder.over(sequences).item_features(ids)
-        return CandidateBatch(Jagged(torch.from_numpy(ids), torch.tensor([0, len(ids)]), len(ids)), features)
+        return CandidateBatch(
+            Jagged(torch.from_numpy(ids), torch.from_numpy(np.array([0, len(ids)])), len(ids)), features
+        )
 
     def fill(self, inputs: HistoryInputs, kept: KVPrefix | None, *, chunk: int) -> KVPrefix:
         """The prefix, one chunk longer than `kept`; all of it if its rows depend on the request (anchored models)."""

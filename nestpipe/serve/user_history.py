@@ -58,9 +58,10 @@ class UserEvents:
         return UserEvents(self.items[rows], times, {name: _take(one, rows) for name, one in self.features.items()})
 
     def between(self, first: int, last: int) -> UserEvents:
-        """Events first .. last - 1, without copying."""
-        features = {name: one.between(first, last) for name, one in self.features.items()}
-        return UserEvents(self.items[first:last], None if self.times is None else self.times[first:last], features)
+        """Events first .. last - 1, in their own memory: a tensor must not share that of a mapped file."""
+        features = {name: one.between(first, last).copied() for name, one in self.features.items()}
+        times = None if self.times is None else self.times[first:last].copy()
+        return UserEvents(self.items[first:last].copy(), times, features)
 
     def then(self, other: UserEvents) -> UserEvents:
         times = None if self.times is None or other.times is None else np.concatenate([self.times, other.times])
