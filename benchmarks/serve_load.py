@@ -183,7 +183,7 @@ def serving(tree: Path, folder: Path) -> Iterator[Serving]:
     command = [sys.executable, "-c", _CHILD, str(model_s), "serve", str(folder / "run"), *flags]
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(pinned(command, 0), env=environment, cwd=folder, stdout=log, stderr=log)
-    url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 120
+    url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 300
     try:
         while not is_ready(url):
             if process.poll() is not None or time.monotonic() > deadline:
