@@ -73,6 +73,7 @@ def rows() -> Iterator[Row]:
     yield from _generative_training()
     yield from _checkpoints()
     yield from _scale()
+    yield from _overload()
     yield from _serving()
     yield from _quality()
 
@@ -267,6 +268,25 @@ def _scale() -> Iterator[Row]:
             reference = f"{costs[sizes[0]]:,g} ns at {int(sizes[0]):,}, {costs[sizes[-1]]:,g} ns at {int(sizes[-1]):,}; limit 2x"
             title = f"{key.replace('_', ' ')}: cost per unit at the largest size over a tenth of it"
             yield title, figure(found, f"{key}_growth"), reference, "scale.py"
+
+
+def _overload() -> Iterator[Row]:
+    for one in records("serve_load")[-1:]:
+        found, command, base = one["figures"], "serve_load.py", one["settings"]["before"]
+        loads = {"closed": "200 connections with a deadline of 300 ms", "open": "arrivals at three times the capacity"}
+        for key, load in loads.items():
+            reference = (
+                f"limit 0.70x, {base} {found[f'{key}_before']:.2f}x; P99 {found[f'{key}_p99_ms']:.0f} ms, limit 300 ms"
+            )
+            yield f"useful answers over the capacity at 8 connections, {load}", figure(found, key), reference, command
+        low, high = found["refusal_ms_range"]
+        reference = f"limit 0.1 ms; {base} {found['refusal_ms_before']:.2f} ms"
+        yield "CPU of a refusal", f"{found['refusal_ms']:.3f} ms ({low:.3f}-{high:.3f})", reference, command
+        reference = f"{found['intake_ms']:.2f} ms after {found['intake_ms_before']:.2f} ms; limit 0.50x"
+        title = f"CPU of a ranking request outside the model, 128 candidates, short history, over {base}"
+        yield title, figure(found, "intake_ratio"), reference, command
+        reference = f"{found['answers_per_cpu_s']:.0f} after {found['answers_per_cpu_s_before']:.0f}; aim 2x"
+        yield f"answers per CPU second, the same over {base}", figure(found, "answers_ratio"), reference, command
 
 
 def _serving() -> Iterator[Row]:

@@ -136,7 +136,7 @@ FolderVersion = tuple[int, int] | None
 def folder_version(folder: Path) -> FolderVersion:
     """Changes when the folder is replaced; None during the replacement."""
     try:
-        info = (folder / META).stat()
+        info = os.stat(f"{folder}/{META}")  # noqa: PTH116  (for each request: a new Path costs more than the call)
     except FileNotFoundError:
         return None
     return info.st_ino, info.st_mtime_ns
@@ -266,7 +266,10 @@ def save_array(path: Path, values: NDArray[Any]) -> None:
 
 
 def load_array(path: Path) -> NDArray[Any]:
-    """Memory-maps an array read-only (an empty one is loaded); raises DataError if it is damaged."""
+    """Memory-maps an array read-only (an empty one is loaded); raises DataError if it is damaged.
+
+    It is no `np.memmap`, whose every slice costs calls in Python.
+    """
     try:
         with path.open("rb") as file:
             np.lib.format.read_magic(file)
@@ -276,4 +279,4 @@ def load_array(path: Path) -> NDArray[Any]:
         raise DataError(
             f"{path} is no readable .npy file ({error}): the folder is damaged. Ingest the log again."
         ) from None
-    return mapped
+    return mapped.view(np.ndarray)

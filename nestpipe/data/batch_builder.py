@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,8 @@ from nestpipe.data.sequences import Sequences, StoredFeature
 from nestpipe.data.splits import Ints, Split, Windows, train_mask
 from nestpipe.errors import ConfigError, DataError
 from nestpipe.jagged import Batch, Cursor, Jagged, offsets_of, ranges
+
+Rows = NDArray[Any] | slice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,8 +65,8 @@ class BatchBuilder:
 
     def over(self, sequences: Sequences) -> BatchBuilder:
         """The same inputs and statistics over other events of the same schema."""
-        other = copy.copy(self)
-        other._sequences = sequences
+        other = object.__new__(BatchBuilder)
+        other.__dict__.update(self.__dict__, _sequences=sequences)
         return other
 
     def training(self, cursor: Cursor, samples: Tensor, windows: Windows) -> Batch:
@@ -89,14 +90,34 @@ class BatchBuilder:
         batch = self._build(Cursor(0, 0), samples, samples.numpy(), start, end, with_targets=False)
         if batch.query_times is None or request_ms is None:
             return batch
-        if len(samples) == 1:  # a request; its query times are its own memory
-            batch.query_times.values[-1:] = int(request_ms[0]) // 1000
-            return batch
         last = batch.items.offsets[1:] - 1
         has_events = batch.items.lengths() > 0
         request_s = torch.from_numpy(request_ms // 1000)
         values = batch.query_times.values.index_copy(0, last[has_events], request_s[has_events])
         return dataclasses.replace(batch, query_times=batch.query_times.with_values(values))
+
+    def request(self, events: Sequences, first: int, *, query_s: int | None) -> Batch:
+        """The events of one user from the first on: the batch that `history` builds, by slices in the place of gathers.
+
+        `query_s` is the time of the request. Items and features may share memory with `events`.
+        """
+        own, num = self.over(events), len(events.items) - first
+        rows = slice(first, first + num)
+        offsets, times, query_times = torch.from_numpy(np.array([0, num])), None, None
+        if events.times is not None:
+            seconds = events.times[rows] // 1000
+            asked = np.empty_like(seconds)
+            asked[:-1], asked[-1:] = seconds[1:], seconds[-1:] if query_s is None else query_s
+            times, query_times = Jagged(torch.from_numpy(seconds), offsets, num), torch.from_numpy(asked)
+        return Batch(
+            cursor=Cursor(0, 0),
+            sample_ids=torch.from_numpy(events.users),
+            items=Jagged(torch.from_numpy(events.items[rows]), offsets, num),
+            times=times,
+            query_times=None if query_times is None else Jagged(query_times, offsets, num),
+            event_features=own._features_of_events(rows),
+            sample_features=own._features_of_users(slice(0, 1)),
+        )
 
     def item_features(self, items: NDArray[np.int64]) -> dict[str, Jagged]:
         """The item features of candidates [n]; raises DataError for an item that is not in the catalogue."""
@@ -132,7 +153,9 @@ class BatchBuilder:
     def _build(
         self, cursor: Cursor, samples: Tensor, users: Ints, start: Ints, end: Ints, *, with_targets: bool
     ) -> Batch:
-        offsets, events = _event_rows(self._sequences.offsets[users] + start, end - start)
+        counts = torch.from_numpy(end - start)
+        first = torch.from_numpy(self._sequences.offsets[users] + start)
+        offsets, events = offsets_of(counts), ranges(first, counts).numpy()
         following = np.minimum(events + 1, len(self._sequences.items) - 1)
         max_len = int((end - start).max()) if len(end) else 0
 
@@ -155,7 +178,7 @@ class BatchBuilder:
             target_features=self._features_of_targets(following) if with_targets else {},
         )
 
-    def _features_of_events(self, events: NDArray[Any]) -> dict[str, Jagged]:
+    def _features_of_events(self, events: Rows) -> dict[str, Jagged]:
         """Features of past events: their own, those of their items, and their labels."""
         found = self._features_of_items(self._sequences.items[events])
         found |= self._revisions(self._sequences.items[events])
@@ -206,7 +229,7 @@ class BatchBuilder:
             return {}
         return {REVISION: Jagged.singles(torch.from_numpy(self._sequences.live.revisions(items, names)))}
 
-    def _features_of_users(self, users: NDArray[Any]) -> dict[str, Jagged]:
+    def _features_of_users(self, users: Rows) -> dict[str, Jagged]:
         found: dict[str, Jagged] = {}
         if self._with_user:
             found["user"] = Jagged.singles(torch.from_numpy(self._sequences.users[users]))
@@ -215,7 +238,7 @@ class BatchBuilder:
                 found |= self._pick(feature, self._stored(feature), users)
         return found
 
-    def _label_rows(self, events: NDArray[Any]) -> dict[str, Jagged]:
+    def _label_rows(self, events: Rows) -> dict[str, Jagged]:
         """Labels by name, and 'name.weights' if events have weights."""
         found = {}
         for label in self._labels:
@@ -225,7 +248,7 @@ class BatchBuilder:
                 found[f"{label.name}.weights"] = Jagged.singles(torch.from_numpy(weights))
         return found
 
-    def _pick(self, feature: Feature, stored: StoredFeature, rows: NDArray[Any]) -> dict[str, Jagged]:
+    def _pick(self, feature: Feature, stored: StoredFeature, rows: Rows) -> dict[str, Jagged]:
         """The feature's values at some rows, and its weights as 'name.weights' if it has any."""
         if stored.offsets is None:
             values = stored.values[rows]
@@ -234,6 +257,8 @@ class BatchBuilder:
             else:
                 values = np.nan_to_num(values)  # a missing vector is zero
             return {feature.name: Jagged.singles(torch.from_numpy(np.ascontiguousarray(values)))}
+        if isinstance(rows, slice):
+            return _picked(feature.name, stored.between(rows.start, rows.stop))
         first = torch.from_numpy(stored.offsets[rows])
         lengths = torch.from_numpy(stored.offsets[rows + 1]) - first
         offsets, places = offsets_of(lengths), ranges(first, lengths).numpy()
@@ -260,18 +285,20 @@ class BatchBuilder:
         return statistics
 
 
+def _picked(name: str, stored: StoredFeature) -> dict[str, Jagged]:
+    """All rows of an id feature."""
+    assert stored.offsets is not None
+    offsets, lengths = torch.from_numpy(stored.offsets), np.diff(stored.offsets)
+    max_len = int(lengths.max()) if len(lengths) else 0
+    picked = {name: Jagged(torch.from_numpy(stored.values), offsets, max_len)}
+    if stored.weights is not None:
+        picked[f"{name}.weights"] = Jagged(torch.from_numpy(stored.weights), offsets, max_len)
+    return picked
+
+
 def _lenient(feature: Feature) -> Feature:
     """The feature where a value may be missing, though ingest refuses such records."""
     return dataclasses.replace(feature, missing="zero") if feature.missing == "refuse" else feature
-
-
-def _event_rows(first: Ints, lengths: Ints) -> tuple[Tensor, NDArray[Any]]:
-    """Offsets [B + 1] of samples with these lengths, and the rows of their events; of one sample, a request, without kernels."""
-    if len(lengths) == 1:
-        num = int(lengths[0])
-        return torch.tensor([0, num]), np.arange(num) + first[0]
-    counts = torch.from_numpy(lengths)
-    return offsets_of(counts), ranges(torch.from_numpy(first), counts).numpy()
 
 
 def missing_values(feature: Feature, num_rows: int) -> StoredFeature:

@@ -17,7 +17,7 @@ from nestpipe.errors import DataError
 Floats = NDArray[np.float32]
 
 
-def label_values(label: Label, stored: Mapping[str, StoredFeature], events: NDArray[Any]) -> Floats:
+def label_values(label: Label, stored: Mapping[str, StoredFeature], events: NDArray[Any] | slice) -> Floats:
     """One value per event: 0 or 1, a level from 0, or a number; NaN if unobserved."""
     numbers = stored[label.feature].values[events].astype(np.float64)
     observed = ~np.isnan(numbers)
@@ -34,15 +34,17 @@ def label_values(label: Label, stored: Mapping[str, StoredFeature], events: NDAr
     return np.where(observed, values, np.nan).astype(np.float32)
 
 
-def label_weights(label: Label, stored: Mapping[str, StoredFeature], events: NDArray[Any]) -> Floats | None:
+def label_weights(label: Label, stored: Mapping[str, StoredFeature], events: NDArray[Any] | slice) -> Floats | None:
     """The weight of each event, or None without weights; raises DataError for a negative one."""
     if label.weights is None:
         return None
     weights: Floats = np.nan_to_num(stored[label.weights].values[events].astype(np.float32))
     if len(weights) and weights.min() < 0:
+        place = weights.argmin()
+        row = int(events.start + place if isinstance(events, slice) else events[place])
         raise DataError(
             f"label '{label.name}' has the weight {weights.min()} (feature '{label.weights}', event "
-            f"{int(np.asarray(events)[weights.argmin()]):,}); a negative weight would reward errors. Correct the log, or use another weights feature."
+            f"{row:,}); a negative weight would reward errors. Correct the log, or use another weights feature."
         )
     return weights
 

@@ -10,7 +10,7 @@ them. Only their places are searched; all other rows are copied, one range of us
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,8 @@ class EventPart:
         rows = slice(int(self.offsets[low]), int(self.offsets[high]))
         features = {}
         for name, stored in self.features.items():
-            features[name] = _rows_of(stored, rows, self.numbers.get(name))
+            own = stored.between(rows.start, rows.stop)
+            features[name] = replace(own, values=_renumbered(own.values, self.numbers.get(name)))
         return EventPart(
             users=self.users[low:high],
             offsets=self.offsets[low : high + 1] - self.offsets[low],
@@ -57,15 +58,6 @@ class EventPart:
 
 def _renumbered(values: NDArray[Any], numbers: Ints | None) -> NDArray[Any]:
     return values if numbers is None else numbers[values]
-
-
-def _rows_of(stored: StoredFeature, rows: slice, numbers: Ints | None) -> StoredFeature:
-    if stored.offsets is None:
-        return StoredFeature(stored.values[rows])
-    offsets = stored.offsets[rows.start : rows.stop + 1]
-    inner = slice(int(offsets[0]), int(offsets[-1]))
-    weights = None if stored.weights is None else stored.weights[inner]
-    return StoredFeature(_renumbered(stored.values[inner], numbers), offsets - offsets[0], weights)
 
 
 @dataclass(slots=True)

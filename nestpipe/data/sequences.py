@@ -49,6 +49,19 @@ class StoredFeature:
     offsets: NDArray[np.int64] | None = None
     weights: NDArray[np.float32] | None = None
 
+    def between(self, first: int, last: int) -> StoredFeature:
+        """Rows first .. last - 1, without copying values."""
+        if self.offsets is None:
+            return StoredFeature(self.values[first:last])
+        cuts = self.offsets[first : last + 1]
+        inner = slice(int(cuts[0]), int(cuts[-1]))
+        return StoredFeature(self.values[inner], cuts - cuts[0], None if self.weights is None else self.weights[inner])
+
+    def copied(self) -> StoredFeature:
+        """The same rows in their own memory."""
+        weights = None if self.weights is None else self.weights.copy()
+        return StoredFeature(self.values.copy(), self.offsets, weights)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sequences:

@@ -55,7 +55,7 @@ class Vocabulary:
     def numbers_of(self, own: Sequence[OwnId]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """The numbers of many own ids at once, and which of them the vocabulary could have; 0 for others."""
         if self.encoding == "int64":
-            if all(type(one) is int for one in own):  # as requests have them, which are in range
+            if {*map(type, own)} == {int}:  # as requests have them, which are in range
                 with suppress(OverflowError):
                     return np.array(own, np.int64), np.ones(len(own), np.bool_)
             known = np.array([_is_int64(one) for one in own], np.bool_)
@@ -77,7 +77,7 @@ class Vocabulary:
         """The own ids of numbers, in their order; raises DataError for a number that has none."""
         wanted = np.asarray(numbers, dtype=np.int64)
         if self.encoding == "int64":
-            return [int(number) for number in wanted]
+            return wanted.tolist()
         places = np.searchsorted(self._ids, wanted)
         inside = np.minimum(places, max(len(self._ids) - 1, 0))
         if len(wanted) and (not len(self._ids) or (self._ids[inside] != wanted).any()):

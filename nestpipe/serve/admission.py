@@ -53,6 +53,14 @@ class Arrival:
     connection: CancellableConnection
     at: float | None = None
 
+    def take_body(self) -> bytes | None:
+        """The whole body, without waiting; None if it must be received."""
+        return None
+
+    def answer(self, status: int, body: bytes) -> bool:
+        """Writes the whole answer, a JSON body, at once; False if it must be sent."""
+        return False
+
 
 class ArrivalClock:
     """Estimates when bytes arrived that an event loop reads now.

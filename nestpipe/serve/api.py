@@ -8,7 +8,6 @@ A ticket that is forged, expired, or of another process is counted and not used;
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import time
 import uuid
@@ -41,6 +40,7 @@ from nestpipe.serve.schemas import (
     ReleaseReply,
     ReleaseRequest,
 )
+from nestpipe.serve.worker_thread import replied
 
 _QUIET_S = 1.0  # without prefill hints, while none would be admitted
 
@@ -108,7 +108,7 @@ class Instance(RankingInstance):
             history=await self._history(user, hint.history),
         )
         engine.submit(job)
-        decision = await asyncio.wrap_future(job.reply)
+        decision = await replied(job.reply)
         ticket = Ticket(
             request=job.request,
             instance=self.name,

@@ -249,9 +249,9 @@ class Engine(VersionedWorker[ServedModel]):
 
     def _plan(self, request: RankingRequest, slack_ms: float) -> RankingPlan:
         assert request.inputs is not None
-        inputs, begun = request.inputs, None
-        state = self.cache.peek_state(inputs.key) if self.cache.knows_user(request.user) else None
-        if state is None:
+        inputs, begun, knows_user = request.inputs, None, self.cache.knows_user(request.user)
+        state = self.cache.peek_state(inputs.key) if knows_user else None
+        if state is None and knows_user:
             begun = inputs.longest_begun(self.cache.peek_user(request.user))
         elif state in {EntryState.RESERVED, EntryState.COMPUTING}:
             task = self._prefills.of(inputs.key)
@@ -389,7 +389,7 @@ class Engine(VersionedWorker[ServedModel]):
         served.counts[path] += 1
         order = np.argsort(-scores, kind="stable")[: request.k]
         answer = RankedItems(
-            items=[int(request.items[place]) for place in order],
+            items=np.asarray(request.items)[order].tolist(),
             scores=scores[order].tolist(),
             path=path,
             prefix_len=length_of(plan.prefix),

@@ -40,13 +40,18 @@ class EventLog:
         self._hold(os.open(path, os.O_RDONLY))
         self._end = 0  # of the records that were read
 
+    def has_news(self) -> bool:
+        """Whether `news` may return something, for one call of the system."""
+        info = self.path.stat()
+        return info.st_size != self._end or info.st_ino != self._inode
+
     @contextmanager
     def news(self) -> Iterator[tuple[bool, list[Event]]]:
         """Whether the file was replaced, and the events since the last call, or all events of a replaced file.
 
         They count as read only if the body succeeds; otherwise the next call returns them again.
         """
-        is_other = os.fstat(self._file).st_ino != self.path.stat().st_ino
+        is_other = self.path.stat().st_ino != self._inode
         file, begin = (os.open(self.path, os.O_RDONLY), 0) if is_other else (self._file, self._end)
         try:
             size = os.fstat(file).st_size - begin
@@ -93,7 +98,7 @@ class EventLog:
 
     def _hold(self, file: int) -> None:
         """Keeps the file open, so that its inode is not reused."""
-        self._file = file
+        self._file, self._inode = file, os.fstat(file).st_ino
         self._close = weakref.finalize(self, os.close, file)
 
 

@@ -7,7 +7,6 @@ admin, on its own port with a token:  GET /state, POST /drain
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, cast
@@ -30,6 +29,7 @@ from nestpipe.serve.request_guard import Run
 from nestpipe.serve.request_instruction import RequestInstruction
 from nestpipe.serve.request_rules import requested_rules
 from nestpipe.serve.schemas import GeneratedItems, GenerateRequest, InstanceRecommendRequest, SteeredRecommendRequest
+from nestpipe.serve.worker_thread import replied
 
 
 class GenerativeInstance(RecommendingInstance):
@@ -96,7 +96,7 @@ class GenerativeInstance(RecommendingInstance):
 
     async def _generated(self, job: GenerationRequest) -> GeneratedItems:
         self.generator.submit(job)
-        answer = await asyncio.wrap_future(job.reply)
+        answer = await replied(job.reply)
         self.metrics.generate_seconds.observe(answer.times_ms["total"] / 1e3)
         return answer
 

@@ -182,7 +182,7 @@ class Generator(VersionedWorker[GenerativeVersion]):
         plans: list[_GenerationPlan] = []
         total_ms = 0.0
         while self._queue and len(plans) < self.config.max_batch:
-            with self._wakeup:
+            with self._queueing:
                 job = heapq.heappop(self._queue)
             if job.reply.cancelled():
                 continue
@@ -207,7 +207,7 @@ class Generator(VersionedWorker[GenerativeVersion]):
         return plans
 
     def _put_back(self, job: GenerationRequest) -> None:
-        with self._wakeup:
+        with self._queueing:
             heapq.heappush(self._queue, job)
 
     def _plan(self, job: GenerationRequest, before_ms: float) -> _GenerationPlan:

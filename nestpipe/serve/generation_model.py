@@ -116,11 +116,10 @@ class GenerativeModel:
         is_known = self.known.has(events.items)  # others have no semantic id, so the model cannot read them
         events = events if is_known.all() else only_events(events, np.flatnonzero(is_known))
         compiled = (rules or RequestRules()).on(self.known.items)
-        end = np.array([len(events.items)])
-        start = truncate(end, self.max_len, self._block)
-        batch = self._builder.over(events).history(torch.tensor([0]), start, end, request_ms=None)
+        first = truncate(len(events.items), self.max_len, self._block)
+        batch = self._builder.request(events, first, query_s=None)
         # The encoder knows the order of events alone.
-        read = replace(batch, sample_ids=torch.from_numpy(events.users), times=None, query_times=None)
+        read = replace(batch, times=None, query_times=None)
         given = {**read.sample_features, **_instructions([steering or Steering()])}
         read = self.model.select(replace(read, sample_features=given), None)
         had = self.known.positions(events.items[np.isin(events.items, self.known.items)])

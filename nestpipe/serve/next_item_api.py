@@ -6,7 +6,6 @@ GET  /healthz /readyz /metrics /openapi.json                  admin, with a toke
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable
 from functools import partial
@@ -20,6 +19,7 @@ from nestpipe.serve.openapi import next_item_calls
 from nestpipe.serve.prometheus import InstanceMetrics
 from nestpipe.serve.recommendation import RecommendationAnswer, RecommendationJob
 from nestpipe.serve.recommending import HistoryScores, RecommendingInstance
+from nestpipe.serve.worker_thread import replied
 
 
 class NextItemInstance(RecommendingInstance):
@@ -60,7 +60,7 @@ class NextItemInstance(RecommendingInstance):
 
     async def _find(self, job: RecommendationJob) -> RecommendationAnswer:
         self.engine.submit(job)
-        return await asyncio.wrap_future(job.reply)
+        return await replied(job.reply)
 
     def _scorer(self, job: RecommendationJob) -> HistoryScores:
         job.served = self.engine.versions.of(job.user)

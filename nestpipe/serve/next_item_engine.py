@@ -86,7 +86,7 @@ class NextItemEngine(VersionedWorker[NextItemModel]):
 
     def _next_jobs(self) -> list[RecommendationJob]:
         jobs: list[RecommendationJob] = []
-        with self._wakeup:
+        with self._queueing:
             while self._queue and len(jobs) < self.config.max_batch:
                 job = heapq.heappop(self._queue)
                 if job.reply.cancelled():

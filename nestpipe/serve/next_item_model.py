@@ -69,10 +69,9 @@ class NextItemModel:
         """One user's events, for a request at a time in seconds; raises DataError for an item that the model cannot read."""
         known = self.known
         compiled = (rules or RequestRules()).on(known.items)
-        end = np.array([len(events.items)])
-        start, asked = truncate(end, self.max_len, self._block), np.array([query_time * 1000])
+        first = truncate(len(events.items), self.max_len, self._block)
         had = known.known_positions(events.items)
-        batch = self._builder.over(events).history(torch.tensor([0]), start, end, request_ms=asked)
+        batch = self._builder.request(events, first, query_s=query_time)
         return PreparedHistory(batch, compiled, compiled.removed(had, keeps_seen=known.keeps_seen), known)
 
     def recommend(self, prepared: Sequence[PreparedHistory], ks: Sequence[int]) -> list[ScoredItems]:

@@ -90,16 +90,19 @@ class ServiceIds:
 
     def items(self, own: Sequence[OwnId]) -> tuple[Ints, list[OwnId]]:
         """The numbers of the items that the catalogue has, also as it grew, in their order, and the others."""
-        numbers, known = self._vocabulary("item").numbers_of(own)
+        vocabulary = self._vocabulary("item")
+        numbers, known = vocabulary.numbers_of(own)
         catalogue = self._sequences().catalogue
         grown = None if self._living is None else self._living.catalogue.changed()
-        if self._living is not None and self._vocabulary("item").encoding == "dictionary":
+        if self._living is not None and vocabulary.encoding == "dictionary":
             for place in np.flatnonzero(~known).tolist():
                 if (number := self._living.ids.number_of("item", str(own[place]))) is not None:
                     numbers[place], known[place] = number, True
         places = np.minimum(np.searchsorted(catalogue, numbers), len(catalogue) - 1)
         has = catalogue[places] == numbers
         known &= has if grown is None or not len(grown) else has | is_among(numbers, grown)
+        if known.all():
+            return numbers, []
         return numbers[known], [one for one, is_known in zip(own, known.tolist(), strict=True) if not is_known]
 
     def withdrawn(self) -> list[int]:

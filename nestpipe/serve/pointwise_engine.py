@@ -73,7 +73,7 @@ class PointwiseEngine(VersionedWorker[PointwiseModel]):
 
     def _next_jobs(self) -> list[RankingRequest]:
         jobs: list[RankingRequest] = []
-        with self._wakeup:
+        with self._queueing:
             while self._queue and len(jobs) < self.config.max_batch:
                 job = heapq.heappop(self._queue)
                 if job.reply.cancelled():
@@ -119,7 +119,7 @@ class PointwiseEngine(VersionedWorker[PointwiseModel]):
         self.counts["full"] += 1
         order = np.argsort(-scores, kind="stable")[: job.k]
         answer = RankedItems(
-            items=[int(job.items[place]) for place in order],
+            items=np.asarray(job.items)[order].tolist(),
             scores=scores[order].tolist(),
             path="full",
             model=one.served.name,

@@ -16,7 +16,7 @@ from nestpipe.errors import ConfigError
 from nestpipe.jagged import Batch
 from nestpipe.models.build_model import inputs_of
 from nestpipe.models.dcn import DCN
-from nestpipe.serve.known_items import KnownItems, known_items
+from nestpipe.serve.known_items import Ints, KnownItems, known_items
 from nestpipe.serve.model import rows_in_files, without_events
 from nestpipe.training.run_folder import Run
 
@@ -31,14 +31,13 @@ class PointwiseModel:
         self.known, self.name = known, name
         self._column = [one.name for one in model.tasks.labels].index(label) if label else 0
 
-    def prepare(self, events: Sequences, items: Sequence[int], sequences: Sequences) -> Batch:
+    def prepare(self, events: Sequences, items: Sequence[int] | Ints, sequences: Sequences) -> Batch:
         """Items as events of a user that have not happened, with the features of the catalogue; raises DataError.
 
         Nothing of the history is read but the user and their features.
         """
-        nothing = np.zeros(1, np.int64)
-        user = self._builder.over(events).history(torch.tensor([0]), nothing, nothing, request_ms=None)
-        return self._builder.over(sequences).candidate_events(user, np.array(items, np.int64))
+        user = self._builder.request(events, len(events.items), query_s=None)
+        return self._builder.over(sequences).candidate_events(user, np.asarray(items, np.int64))
 
     @torch.no_grad()
     def scores(self, batches: Sequence[Batch]) -> list[Tensor]:

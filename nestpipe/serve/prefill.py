@@ -18,7 +18,7 @@ from nestpipe.data.sequences import Sequences, truncate
 from nestpipe.jagged import Batch, Jagged
 from nestpipe.models.kv_prefix import KVPrefix, PrefixKey
 from nestpipe.models.prefix_inference import CandidateBatch, Ranker, Suffix, cut_events
-from nestpipe.serve.known_items import KnownItems
+from nestpipe.serve.known_items import Ints, KnownItems
 from nestpipe.serve.kv_cache import CacheEntry, KVCache
 from nestpipe.serve.prefill_policy import RankingCosts
 
@@ -93,24 +93,22 @@ class ServedModel:
 
     def prepare(self, events: Sequences, query_time: int) -> HistoryInputs:
         """The inputs of one user at a query time in seconds; raises DataError for events that the model cannot read."""
-        end = np.array([len(events.items)])
-        start = truncate(end, self.max_len, self.block)
-        batch = self._builder.over(events).history(
-            torch.tensor([0]), start, end, request_ms=np.array([query_time * 1000])
-        )
-        return HistoryInputs(replace(batch, sample_ids=torch.from_numpy(events.users)), self)
+        first = truncate(len(events.items), self.max_len, self.block)
+        return HistoryInputs(self._builder.request(events, first, query_s=query_time), self)
 
     def shorter(self, inputs: HistoryInputs, num_events: int) -> HistoryInputs:
         """The inputs of the last events alone."""
         end = torch.tensor([inputs.num_events])
         return HistoryInputs(cut_events(inputs.history, end - num_events, end), self)
 
-    def candidates(self, items: Sequence[int], sequences: Sequences) -> CandidateBatch:
+    def candidates(self, items: Sequence[int] | Ints, sequences: Sequences) -> CandidateBatch:
         """Items with their features; raises DataError for one that the model does not know."""
-        ids = np.array(items, np.int64)
+        ids = np.asarray(items, np.int64)
         self.known.positions(ids)
         features = self._builder.over(sequences).item_features(ids)
-        return CandidateBatch(Jagged(torch.from_numpy(ids), torch.tensor([0, len(ids)]), len(ids)), features)
+        return CandidateBatch(
+            Jagged(torch.from_numpy(ids), torch.from_numpy(np.array([0, len(ids)])), len(ids)), features
+        )
 
     def fill(self, inputs: HistoryInputs, kept: KVPrefix | None, *, chunk: int) -> KVPrefix:
         """The prefix, one chunk longer than `kept`; all of it if its rows depend on the request (anchored models)."""

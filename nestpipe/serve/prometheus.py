@@ -61,6 +61,12 @@ class RankingMetrics(InstanceMetrics):
             buckets=BUCKETS_S,
             registry=self._registry,
         )
+        self._of_model: dict[str, Histogram] = {}  # the series, which are looked up once
+
+    def observe_rank(self, model: str, seconds: float) -> None:
+        if (own := self._of_model.get(model)) is None:
+            own = self._of_model[model] = self.rank_seconds.labels(model)
+        own.observe(seconds)
 
 
 class EngineMetrics(RankingMetrics):

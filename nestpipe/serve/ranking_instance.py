@@ -29,7 +29,7 @@ from nestpipe.serve.recommending import RecommendingInstance
 from nestpipe.serve.request_guard import Run
 from nestpipe.serve.requests import RankingRequest, public_error
 from nestpipe.serve.schemas import RankedItems, RankRequest, StageTime
-from nestpipe.serve.worker_thread import WorkerThread
+from nestpipe.serve.worker_thread import WorkerThread, replied
 
 _NUM_SEARCHES = 2  # at a time
 
@@ -75,8 +75,10 @@ class RankingInstance(RecommendingInstance):
         ticket = self._ticket(request, user)
         items, unknown = ids.items(request.candidates)
         is_known, withdrawn = self._known(user).has(items), self._withdrawn()
-        unknown, items = unknown + ids.own_items(items[~is_known]), items[is_known]
-        items = items[~is_among(items, withdrawn)]
+        if not is_known.all():
+            unknown, items = unknown + ids.own_items(items[~is_known]), items[is_known]
+        if len(withdrawn):
+            items = items[~is_among(items, withdrawn)]
         if not len(items):
             return RankedItems(items=[], scores=[], path="full", model=self._model_name(user), unknown=unknown)
         query_time = request.query_time
@@ -85,7 +87,7 @@ class RankingInstance(RecommendingInstance):
         deadline_ms = self._budget_ms if request.deadline_ms is None else request.deadline_ms
         job = RankingRequest(
             user=user,
-            items=items.tolist(),
+            items=items,
             k=request.k,
             query_time=query_time,
             deadline=arrived + deadline_ms / 1000,
@@ -95,15 +97,15 @@ class RankingInstance(RecommendingInstance):
         scorer = self._scorer(_as_recommendation(job)) if request.explain else None
         answer = await self._ranked(job)
         found, because = self._shown(ScoredItems(cast(list[int], answer.items), answer.scores)), None
-        ranked, answer = found.items, replace(answer, scores=found.scores)
         if scorer is not None and self._num_events(job):
-            because = await self._explained(_as_recommendation(job), scorer, ranked)
-        return replace(answer, items=ids.own_items(ranked), unknown=unknown, because=because)
+            because = await self._explained(_as_recommendation(job), scorer, found.items)
+        own = ids.own_items(found.items)
+        return replace(answer, items=own, scores=found.scores, unknown=unknown, because=because)
 
     async def _ranked(self, job: RankingRequest) -> RankedItems:
         self._submit(job)
-        answer = await asyncio.wrap_future(job.reply)
-        self.metrics.rank_seconds.labels(answer.model).observe(answer.times_ms["total"] / 1e3)
+        answer = await replied(job.reply)
+        self.metrics.observe_rank(answer.model, answer.times_ms["total"] / 1e3)
         return answer
 
     async def _find(self, job: RecommendationJob) -> RecommendationAnswer:

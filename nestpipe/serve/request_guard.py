@@ -28,7 +28,7 @@ from nestpipe.errors import NestPipeError
 from nestpipe.serve.admission import ARRIVAL, Arrival, age_s, note_arrival
 from nestpipe.serve.request_errors import BadRequestError, explained, without_paths, wrong_field
 from nestpipe.serve.requests import BusyError
-from nestpipe.serve.route_headers import FORWARDED_HEADER
+from nestpipe.serve.route_headers import FORWARDED_HEADER, RETRY_LATER
 from nestpipe.serve.schemas import (
     ErrorReply,
     HistoryEvent,
@@ -64,14 +64,18 @@ async def read_body(receive: Receive, *, max_bytes: int, timeout_s: float) -> by
                     raise BadRequestError(text, code="disconnected")
                 size += len(chunk := message.get("body", b""))
                 if size > max_bytes:
-                    text = f"the body has more than {max_bytes:,} bytes; send fewer events or items."
-                    raise BadRequestError(text, status=413, code="too_large")
+                    raise _too_large(max_bytes)
                 chunks.append(chunk)
                 has_more = message.get("more_body", False)
     except TimeoutError:
         text = f"the body was not complete after {timeout_s:g} s."
         raise BadRequestError(text, status=408, code="too_slow") from None
     return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+
+def _too_large(max_bytes: int) -> BadRequestError:
+    text = f"the body has more than {max_bytes:,} bytes; send fewer events or items."
+    return BadRequestError(text, status=413, code="too_large")
 
 
 def _json_object(body: bytes) -> dict[str, Any]:
@@ -223,7 +227,7 @@ class CallEndpoint:
             try:
                 address, body = self._address, b""
                 if address is None or address.body_as:
-                    body = await read_body(receive, max_bytes=self._guard.max_bytes, timeout_s=self._guard.body_s)
+                    body = await self._body(arrival, receive)
                     deadline_ms = _peek_deadline(body)
                 note_arrival(began if arrival is None or arrival.at is None else arrival.at)
                 if self._admit is not None:
@@ -246,7 +250,18 @@ class CallEndpoint:
         self._counted(status)
         if status == 429 and self._admit is None:
             await self._guard.hold(scope, math.inf)
-        await _send(send, content, status)
+        encoded = msgspec.json.encode(content)
+        if arrival is None or not arrival.answer(status, encoded):
+            await _send(send, encoded, status)
+
+    async def _body(self, arrival: Arrival | None, receive: Receive) -> bytes:
+        guard = self._guard
+        body = None if arrival is None else arrival.take_body()
+        if body is None:
+            return await read_body(receive, max_bytes=guard.max_bytes, timeout_s=guard.body_s)
+        if len(body) > guard.max_bytes:
+            raise _too_large(guard.max_bytes)
+        return body
 
     async def _admitted(self, admit: Admit, deadline_ms: float | None, scope: Scope) -> None:
         """Raises the refusal of a request that would wait too long, also after it was held for a moment."""
@@ -361,15 +376,14 @@ def refusal(status: int, code: str, message: str) -> tuple[int, ErrorReply]:
 
 
 def json_response(content: Any, status: int = 200) -> Response:
-    headers = {"retry-after": "1"} if status in (429, 503) else None
+    headers = {"retry-after": "1"} if status in RETRY_LATER else None
     return Response(msgspec.json.encode(content), status, headers, media_type="application/json")
 
 
-async def _send(send: Send, content: msgspec.Struct, status: int) -> None:
+async def _send(send: Send, body: bytes, status: int) -> None:
     """`json_response`, without its cost."""
-    body = msgspec.json.encode(content)
     headers = [_JSON, (b"content-length", str(len(body)).encode())]
-    if status in (429, 503):
+    if status in RETRY_LATER:
         headers.append(_RETRY)
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

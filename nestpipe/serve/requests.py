@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from nestpipe.data.sequences import Sequences
 from nestpipe.errors import NestPipeError
@@ -17,7 +18,7 @@ from nestpipe.models.kv_prefix import KVPrefix, PrefixKey
 from nestpipe.models.prefix_inference import CandidateBatch
 from nestpipe.serve.kv_cache import EntryState
 from nestpipe.serve.prefill import HistoryInputs, ServedModel
-from nestpipe.serve.prefill_policy import RankingCosts, Reason
+from nestpipe.serve.prefill_policy import RankingCosts, Reason, quantile
 from nestpipe.serve.schemas import RankedItems
 from nestpipe.serve.user_history import UserHistories
 
@@ -72,7 +73,7 @@ class RankingRequest:
     """Rank items before a deadline. `request` is the holder of the prefix that was prefilled for it."""
 
     user: int
-    items: Sequence[int]
+    items: Sequence[int] | NDArray[np.int64]
     query_time: int
     deadline: float
     request: str = ""
@@ -146,8 +147,10 @@ def choose(
     `begun` is the number of events that a prefix in work has done, or that the longest shorter prefix has. A prefill that has
     not started is not joined: full inference computes the same prefix, and completes the prefill.
     """
-    hit_ms = costs.usual_ms("hit", num_events, num_candidates)
     full_ms = costs.usual_ms("full", num_events, num_candidates)
+    if state is None and not begun and full_ms <= slack_ms:  # as of most users
+        return RankingPath("full", full_ms)
+    hit_ms = costs.usual_ms("hit", num_events, num_candidates)
     rest_ms, copy_ms = costs.rest_ms(num_events, num_candidates, before=begun), costs.copy_ms(num_bytes)
     in_work = state in {EntryState.RESERVED, EntryState.COMPUTING}
     paths: tuple[tuple[Path, bool, float], ...] = (
@@ -193,5 +196,5 @@ class RecentTimes:
     def p99(self) -> float:
         """0 if there are too few measurements. From any thread."""
         since = self._clock() - self._window_s
-        recent = [ms for at, ms in list(self._measured) if at > since]
-        return float(np.percentile(recent, 99)) if len(recent) >= self._FEW else 0.0
+        recent = sorted(ms for at, ms in list(self._measured) if at > since)
+        return quantile(recent, 0.99) if len(recent) >= self._FEW else 0.0

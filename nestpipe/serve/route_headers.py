@@ -1,4 +1,4 @@
-"""Headers by which proxies route requests and instances know who forwarded them."""
+"""Headers by which proxies route requests, instances know who forwarded them, and callers when to ask again."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ SESSION_HEADER = "X-Session-Id"
 """For Ray Serve, whose name it is."""
 FORWARDED_HEADER = "X-Nestpipe-Forwarded"
 """Of a gateway, which asks another instance as soon as one refuses: its refusals are not held."""
+RETRY_LATER = frozenset({429, 503})
+"""Statuses whose answers have `Retry-After`."""
 _TICKET = re.compile(rf"[\w.-]{{1,{MAX_TICKET_CHARS}}}", re.ASCII)
 
 

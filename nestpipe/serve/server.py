@@ -11,6 +11,7 @@ import socket
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -18,10 +19,11 @@ import msgspec
 import uvicorn
 import uvloop
 from starlette.applications import Starlette
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from nestpipe.errors import NestPipeError
 from nestpipe.serve.admission import ARRIVAL, Arrival, ArrivalClock
+from nestpipe.serve.route_headers import RETRY_LATER
 from nestpipe.serve.schemas import ErrorReply, Problem
 
 _DRAIN_S = 10
@@ -59,6 +61,37 @@ def bind(host: str, port: int) -> socket.socket:
     return bound
 
 
+@dataclass(slots=True)
+class HttpArrival(Arrival):
+    """A request whose body is read, and whose answer is written, without the messages of ASGI, which cost 0.05 ms."""
+
+    cycle: RequestResponseCycle | None = None
+
+    def take_body(self) -> bytes | None:
+        return None if self.cycle is None or self.cycle.more_body else bytes(self.cycle.body)
+
+    def answer(self, status: int, body: bytes) -> bool:
+        cycle = self.cycle
+        if cycle is None or cycle.response_started or cycle.flow.write_paused or cycle.scope["method"] == "HEAD":
+            return False
+        cycle.response_started = True
+        if cycle.disconnected:
+            return True
+        head = [STATUS_LINE[status], *(b"%b: %b\r\n" % one for one in cycle.default_headers)]
+        head.append(b"content-type: application/json\r\ncontent-length: %d\r\n" % len(body))
+        if status in RETRY_LATER:
+            head.append(b"retry-after: 1\r\n")
+        if not cycle.keep_alive:
+            head.append(b"connection: close\r\n")
+        cycle.transport.write(b"".join([*head, b"\r\n", body]))
+        cycle.response_complete = True
+        cycle.message_event.set()
+        if not cycle.keep_alive:
+            cycle.transport.close()
+        cycle.on_response()
+        return True
+
+
 class ServiceProtocol(HttpToolsProtocol):
     """HTTP on one connection: notes when requests arrive, and refuses what is too large, too slow, or framed in two ways.
 
@@ -94,7 +127,7 @@ class ServiceProtocol(HttpToolsProtocol):
         super().on_message_begin()
         self._num_requests += 1
         self._is_chunked = self._has_length = False
-        cast(dict[str, Any], self.scope)[ARRIVAL] = self.arrival = Arrival(self)
+        cast(dict[str, Any], self.scope)[ARRIVAL] = self.arrival = HttpArrival(self)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         super().on_header(name, value)
@@ -111,6 +144,7 @@ class ServiceProtocol(HttpToolsProtocol):
             self._refuse(_LARGE_HEAD)
         self._in_head, self._num_head_bytes = False, 0
         super().on_headers_complete()
+        self.arrival.cycle = self.cycle
         if self._num_requests >= _MAX_REQUESTS:
             self.cycle.keep_alive = False
 
@@ -212,6 +246,7 @@ async def run_apps(
                 log_level="warning",
                 access_log=False,
                 ws="none",
+                proxy_headers=False,  # nothing reads the address of a caller
                 lifespan="off",
                 timeout_keep_alive=head_s,
                 timeout_graceful_shutdown=_DRAIN_S,

@@ -57,6 +57,12 @@ class UserEvents:
         times = None if self.times is None else self.times[rows]
         return UserEvents(self.items[rows], times, {name: _take(one, rows) for name, one in self.features.items()})
 
+    def between(self, first: int, last: int) -> UserEvents:
+        """Events first .. last - 1, in their own memory: a tensor must not share that of a mapped file."""
+        features = {name: one.between(first, last).copied() for name, one in self.features.items()}
+        times = None if self.times is None else self.times[first:last].copy()
+        return UserEvents(self.items[first:last].copy(), times, features)
+
     def then(self, other: UserEvents) -> UserEvents:
         times = None if self.times is None or other.times is None else np.concatenate([self.times, other.times])
         features = {name: _join(one, other.features[name]) for name, one in self.features.items()}
@@ -95,7 +101,7 @@ class UserHistories:
         with self._lock:
             own, new = self.sequences, self._new.get(user)
         old = self._rows(own, user)
-        events = stored(own, np.arange(old.start, old.stop))
+        events = UserEvents(own.items, own.times, own.event_features).between(old.start, old.stop)
         events = events if new is None else events.then(new).in_time_order()
         return of_user(own, user, events, features=self.living.users.get(user))
 
@@ -206,12 +212,13 @@ class UserHistories:
 
     def refresh(self) -> None:
         """Reads new events and changes. Atomic: what fails is tried again by the next call."""
-        with self._lock, self.state.events.news() as (is_other, events):
-            folder = folder_version(self.sequences.path) or self._folder
-            has_moved = folder != self._folder
-            own = self._alive(Sequences.open(self.sequences.path)) if has_moved else self.sequences
-            self._take(own, folder, events, anew=is_other)
-            self._num_removals += is_other + has_moved
+        if self.state.events.has_news() or folder_version(self.sequences.path) not in {None, self._folder}:
+            with self._lock, self.state.events.news() as (is_other, events):
+                folder = folder_version(self.sequences.path) or self._folder
+                has_moved = folder != self._folder
+                own = self._alive(Sequences.open(self.sequences.path)) if has_moved else self.sequences
+                self._take(own, folder, events, anew=is_other)
+                self._num_removals += is_other + has_moved
         self.living.refresh()  # after the events: a number is stored before the event that uses it
 
     def move_to(self, sequences: Sequences) -> None:

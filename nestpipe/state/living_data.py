@@ -26,6 +26,8 @@ class LivingData:
 
     def refresh(self) -> None:
         """Reads new changes; what fails is tried again by the next call."""
+        if not self._changes.has_news():
+            return
         with self._lock, self._changes.news() as (is_other, entries):
             if not is_other and not entries:
                 return

@@ -67,6 +67,9 @@ class PostgresLog:
         self.arrived: list[Entry] = []
         self.is_other = False
 
+    def has_news(self) -> bool:
+        return self._state.is_writing() or self.is_other or bool(self.arrived)
+
     @contextmanager
     def news(self) -> Iterator[tuple[bool, list[Entry]]]:
         self._state.catch_up()
@@ -156,8 +159,12 @@ class PostgresState:
 
     def catch_up(self) -> None:
         """Reads everything that is committed, if this thread holds the writer lock; the follower does it otherwise."""
-        if getattr(self._is_writing, "now", False):
+        if self.is_writing():
             self._read(self._held())
+
+    def is_writing(self) -> bool:
+        """Whether this thread holds the writer lock."""
+        return bool(getattr(self._is_writing, "now", False))
 
     def problem(self) -> str:
         return "the database of the state is away" if self._problem else ""

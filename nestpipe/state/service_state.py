@@ -34,6 +34,10 @@ class StateAwayError(NestPipeError):
 class EntryLog(Protocol):
     """One of the two sequences, with the position of a reader."""
 
+    def has_news(self) -> bool:
+        """Whether `news` may return something; cheap, because every request asks."""
+        ...
+
     def news(self) -> AbstractContextManager[tuple[bool, list[Entry]]]:
         """Whether entries were removed, and the entries since the last call, or all of them after a removal.
 

@@ -9,15 +9,34 @@ import threading
 import time
 
 import httpx
+import msgspec
 import pytest
-from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from nestpipe.serve import server
-from nestpipe.serve.server import bind, run_apps
+from nestpipe.serve.admission import Arrival
+from nestpipe.serve.request_errors import BadRequestError
+from nestpipe.serve.request_guard import RequestGuard, ServiceApp
+from nestpipe.serve.server import HttpArrival, bind, run_apps
 
 HEAD_S = 1
+
+
+class Echo(msgspec.Struct, forbid_unknown_fields=True):
+    text: str
+    times: int = 1
+
+
+class Said(msgspec.Struct):
+    text: str
+
+
+async def say(request):
+    await asyncio.sleep(0.01 if request.text == "slow" else 0)
+    if request.text == "busy":
+        raise BadRequestError("busy", status=503, code="busy")
+    return Said(request.text * request.times)
 
 
 @pytest.fixture
@@ -25,7 +44,14 @@ def port(monkeypatch):
     """An app behind `run_apps`, which runs in a thread of its own and so without signals."""
     monkeypatch.setattr(asyncio.SelectorEventLoop, "add_signal_handler", lambda *_: None)
     loops, ready = [], threading.Event()
-    app = Starlette(routes=[Route("/", lambda request: PlainTextResponse("here"))])
+    guard = RequestGuard(max_in_flight=8, max_bytes=1 << 20, body_s=5.0)
+    counts = {"refuse": lambda error: None, "counted": lambda status: None}
+    fields_of = lambda http: {"text": http.path_params["text"]}  # noqa: E731
+    routes = [
+        Route("/", lambda request: PlainTextResponse("here")),
+        Route("/v1/echo/{text}", guard.handler(Echo, say, fields_of=fields_of, **counts), methods=["GET"]),
+    ]
+    app = ServiceApp({"echo": guard.handler(Echo, say, **counts)}, routes)
 
     async def body(listening):
         loops.append((asyncio.get_running_loop(), asyncio.current_task()))
@@ -161,3 +187,82 @@ def test_a_connection_ends_after_so_many_requests(port, monkeypatch):
             said += piece
     assert b"connection: close" in said.lower()
     assert said.endswith(b"here")
+
+
+def posted(text, times=1, *, more=""):
+    body = json.dumps({"text": text, "times": times})
+    return f"POST /v1/echo HTTP/1.1\r\nHost: x\r\n{more}Content-Length: {len(body)}\r\n\r\n{body}".encode()
+
+
+def answers(line, num, *, is_head=False):
+    """Status, headers and body of some answers on a connection."""
+    found, stream = [], line.makefile("rb")
+    for _ in range(num):
+        status = stream.readline().decode().strip()
+        fields = dict(one.split(": ", 1) for one in iter(lambda: stream.readline().decode().strip(), ""))
+        assert fields.pop("date")
+        assert fields.pop("server")
+        body = b"" if is_head else stream.read(int(fields["content-length"]))
+        found.append((status, fields, msgspec.json.decode(body) if body else None))
+    return found
+
+
+@pytest.fixture(params=["directly", "by messages"])
+def answered(request, monkeypatch):
+    """Both ways of reading a body and writing an answer: without the messages of ASGI, and with them."""
+    if request.param == "by messages":
+        monkeypatch.setattr(HttpArrival, "take_body", Arrival.take_body)
+        monkeypatch.setattr(HttpArrival, "answer", Arrival.answer)
+    return request.param
+
+
+def said(text, **fields):
+    body = {"text": text}
+    size = len(msgspec.json.encode(body))
+    return "HTTP/1.1 200 OK", {"content-type": "application/json", "content-length": str(size), **fields}, body
+
+
+def test_answers_are_the_same_directly_and_by_messages(port, answered):
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as line:
+        line.sendall(posted("slow") + posted("a", 2) + posted("b", 3))  # at once: answered one after the other
+        assert answers(line, 3) == [said("slow"), said("aa"), said("bbb")]
+        whole = posted("late")
+        for part in (whole[:-5], whole[-5:]):  # the head, and later the rest of the body
+            line.sendall(part)
+            time.sleep(0.05)
+        assert answers(line, 1) == [said("late")]
+        line.sendall(posted("busy"))
+        ((status, fields, body),) = answers(line, 1)
+        assert (status, fields["retry-after"]) == ("HTTP/1.1 503 Service Unavailable", "1")
+        assert body["error"]["code"] == "busy"
+        line.sendall(posted("x" * (1 << 20)))
+        assert answers(line, 1)[0][0].startswith("HTTP/1.1 413")
+        line.sendall(b"HEAD /v1/echo/me HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert answers(line, 1, is_head=True) == [(*said("me")[:2], None)]
+        line.sendall(posted("end", more="Connection: close\r\n"))
+        assert answers(line, 1) == [said("end", connection="close")]
+        assert line.recv(1) == b""
+
+
+def test_a_caller_that_reads_late_gets_all_of_many_answers(port, answered):
+    num, text = 24, "x" * 1000
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as line:
+        line.sendall(b"".join(posted(text, 500) for _ in range(num)))
+        time.sleep(0.3)  # more than the buffers of both sides hold waits to be written
+        assert answers(line, num) == [said(text * 500)] * num
+        line.sendall(posted("on"))
+        assert answers(line, 1) == [said("on")]
+
+
+def test_an_answer_is_written_at_once(port, monkeypatch):
+    """One call of the system, and one wake-up of the caller, for each answer."""
+    written, write = [], asyncio.selector_events._SelectorSocketTransport.write
+    monkeypatch.setattr(
+        asyncio.selector_events._SelectorSocketTransport,
+        "write",
+        lambda self, data: written.append(len(data)) or write(self, data),
+    )
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as line:
+        line.sendall(posted("a"))
+        assert answers(line, 1) == [said("a")]
+    assert len(written) == 1

@@ -84,8 +84,9 @@ class Reader:
 
     def all(self):
         for log, found in ((self.state.events, self.events), (self.state.changes, self.changes)):
-            is_other, entries = read(log)
-            found[:] = entries if is_other else found + entries
+            if log.has_news():
+                is_other, entries = read(log)
+                found[:] = entries if is_other else found + entries
         return self.events, self.changes
 
 
@@ -100,6 +101,9 @@ def test_readers_see_what_was_written_in_one_order_within_a_second(opened):
     assert soon(reader.all, (events, changes)) == (events, changes)
     assert Reader(opened()).all() == (events, changes), "a new process reads the same"
     assert read(reader.state.events) == (False, [])
+    assert not reader.state.events.has_news()
+    with reader.state.writing():
+        assert reader.state.events.has_news() == bool(opened.url), "a writer asks the database"
 
 
 def test_news_that_could_not_be_used_come_again(opened):

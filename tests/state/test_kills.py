@@ -115,14 +115,15 @@ class Asker(threading.Thread):
         self.join()
 
 
-def wait_until(holds, *, seconds=60):
+def wait_until(holds, *, seconds=240):
+    """A process that starts on a busy machine takes minutes."""
     end = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < end
         time.sleep(0.02)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(3600)  # 20 kills in a soak; each wait has its own limit
 def test_nothing_acknowledged_is_lost_or_there_twice_though_instances_are_killed(pair, scale):
     instances, open_again = pair
     writers = [Writer(instances, name) for name in "xy"]
