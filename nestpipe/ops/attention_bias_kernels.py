@@ -26,7 +26,9 @@ from nestpipe.ops.attention_tiles import (
     products,
     score_grads,
     sequence_of,
+    source_of,
     time_gaps,
+    times_of,
     visible,
 )
 
@@ -52,51 +54,44 @@ def _add_buckets(total, grads, buckets, seen, T: tl.constexpr):
 
 @triton.jit
 def bias_grads(
-    q, k, v, grad, saved, row_dots, d_position, d_time, d_decay, bands, query_offsets, key_offsets, num_targets,
-    query_times, key_times, boundaries, position, time, decay, heads, channels, qk_width, v_width, q_stride, k_stride,
-    v_stride, num_position, num_buckets, scale, inverse_norm, SOFTMAX: tl.constexpr, CHANNEL: tl.constexpr,
-    D: tl.constexpr, V: tl.constexpr, T: tl.constexpr, B: tl.constexpr, CHUNK: tl.constexpr
+    q, k, v, grad, saved, row_dots, d_position, d_time, d_decay, blocks, query_offsets, key_offsets, num_targets,
+    query_times, key_times, boundaries, position, time, decay, heads, channels, num_position, num_buckets, scale,
+    inverse_norm, qk_width: tl.constexpr, v_width: tl.constexpr, q_stride: tl.constexpr, k_stride: tl.constexpr,
+    v_stride: tl.constexpr, SOFTMAX: tl.constexpr, CHANNEL: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
+    T: tl.constexpr, B: tl.constexpr, CHUNK: tl.constexpr
 ):  # fmt: skip
-    number, band, head = (
-        tl.load(bands + 2 * tl.program_id(0)),
-        tl.load(bands + 2 * tl.program_id(0) + 1),
-        tl.program_id(1),
-    )
-    q0, k0, num_keys, prefix, history = sequence_of(number, query_offsets, key_offsets, num_targets)
-    tables, times = (position, num_position, time, decay, boundaries, num_buckets), (query_times, key_times)
-    q_source, k_source, v_source = (
-        (q + head * qk_width, q_stride),
-        (k + head * qk_width, k_stride),
-        (v + head * v_width, v_stride),
-    )
-    grad += head * v_width
+    q0, k0, num_keys, prefix, history, band = sequence_of(blocks, query_offsets, key_offsets, num_targets)
+    tables = (position, num_position, time, decay, boundaries, num_buckets)
+    times = times_of(query_times, key_times, q0, k0)
+    q_source, k_source = source_of(q, q0, q_stride, qk_width), source_of(k, k0, k_stride, qk_width)
+    v_source = source_of(v, k0, v_stride, v_width)
     channel = heads * v_width
+    g_source = source_of(grad, q0, channels * channel, v_width)
     upper, lower, by_bucket = tl.zeros((B,), tl.float32), tl.zeros((B,), tl.float32), tl.zeros((T,), tl.float32)
     by_alpha, by_rate, by_beta = upper, upper, upper
     own = band < 0
     # From the first block of queries with a key in the band.
     begin = tl.where(own, tl.maximum(history - prefix, 0) // B, tl.cdiv(tl.maximum((band - 1) * B + 1 - prefix, 0), B))
-    for first in range(begin * B, num_keys - prefix, B):
-        queries = block_of(prefix + first + tl.arange(0, B), q0 - prefix, num_keys)
+    for first in range(prefix + begin * B, num_keys, B):
+        queries = block_of(first, num_keys, B)
         placed = tl.where(own, queries[0], tl.minimum(queries[0], history))
-        start = tl.where(own, prefix + first, tl.minimum(prefix + first, history))
-        keys = block_of(start - tl.maximum(band, 0) * B + tl.arange(0, B), k0, num_keys)
+        start = tl.where(own, first, tl.minimum(first, history))
+        keys = block_of(start - tl.maximum(band, 0) * B, num_keys, B)
         seen = visible(queries, keys, history) & (own == (keys[0] >= history))[None, :]
         if CHANNEL:
             if position is not None:
-                source = (grad + channel, channels * channel)
+                source = (g_source[0] + channel, g_source[1])
                 for_position = products(source, queries, None, v_source, keys, None, v_width, V, CHUNK, B)
                 for_position = tl.where(seen, for_position, 0.0)
             if query_times is not None:
-                source = (grad + (channels - 1) * channel, channels * channel)
+                source = (g_source[0] + (channels - 1) * channel, g_source[1])
                 for_time = products(source, queries, None, v_source, keys, None, v_width, V, CHUNK, B)
                 for_time = tl.where(seen, for_time, 0.0)
         else:
             x = products(q_source, queries, None, k_source, keys, None, qk_width, D, CHUNK, B) * scale
             x = add_biases(x, tables, times, queries, keys, history)
-            source = (grad, channels * channel)
-            d_weights = products(source, queries, None, v_source, keys, None, v_width, V, CHUNK, B)
-            sums, dots = load_sums(saved, row_dots, queries, heads, head, SOFTMAX)
+            d_weights = products(g_source, queries, None, v_source, keys, None, v_width, V, CHUNK, B)
+            sums, dots = load_sums(saved, row_dots, q0, queries, heads, SOFTMAX)
             for_position = score_grads(x, d_weights, seen, sums, dots, inverse_norm)
             for_time = for_position
         if position is not None:
@@ -113,7 +108,7 @@ def bias_grads(
                 by_power = faded * power * -tl.load(decay)
                 by_alpha, by_rate = by_alpha + tl.sum(faded, 0), by_rate + tl.sum(by_power, 0)
                 by_beta += tl.sum(by_power * log_gaps, 0) * tl.load(decay + 1)
-    row = tl.program_id(0) * heads + head
+    row = tl.program_id(0) * heads + tl.program_id(1)
     if position is not None:
         tl.store(d_position + row * 2 * B + tl.arange(0, B), upper)
         tl.store(d_position + row * 2 * B + B + tl.arange(0, B), lower)

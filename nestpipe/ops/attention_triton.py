@@ -38,7 +38,9 @@ class LaunchOptions(NamedTuple):
 
 _EXACT = {width: LaunchOptions(16, min(width, 32), 4, 1) for width in (16, 32, 64, 128, 256)}
 LAUNCH = {
-    (kernel, dtype): _EXACT for kernel in ("forward", "query_grads", "key_grads", "bias_grads") for dtype in _DTYPES
+    (kernel, dtype): _EXACT
+    for kernel in ("forward", "bias_channels", "query_grads", "key_grads", "value_grads", "bias_grads")
+    for dtype in _DTYPES
 }
 BLOCKS = sorted({one.block for table in LAUNCH.values() for one in table.values()})
 
@@ -68,6 +70,8 @@ def forward(inputs: KernelInputs) -> tuple[Tensor, Tensor]:
     out = inputs.new_output()
     saved = inputs.q.new_empty(inputs.q.shape[:2] if inputs.kind == "softmax" else 0, dtype=torch.float32)
     call.launch(attention_kernels.forward, "queries", out=out, saved=saved)
+    if inputs.mode == "channel" and (inputs.position is not None or inputs.uses_time):
+        call.launch(attention_kernels.bias_channels, "queries", out=out)
     return out, saved
 
 
@@ -80,7 +84,8 @@ def backward(inputs: KernelInputs, grad: Tensor, out: Tensor, saved: Tensor) -> 
     )
     given = {"grad": grad, "saved": saved, "row_dots": row_dots}
     call.launch(attention_kernels.query_grads, "queries", **given, d_q=d_q)
-    call.launch(attention_kernels.key_grads, "keys", **given, d_k=d_k, d_v=d_v)
+    call.launch(attention_kernels.key_grads, "keys", **given, d_k=d_k)
+    call.launch(attention_kernels.value_grads, "keys", **given, d_v=d_v)
     return Gradients(d_q, d_k, d_v, *call.bias_grads(**given))
 
 
@@ -120,12 +125,10 @@ class _Call:
         programs = getattr(self.tile_plan(options.block), per)
         if not len(programs) or not self.arguments["heads"]:
             return
+        chunk = min(options.chunk, self.arguments["D"], self.arguments["V"])
+        arguments = {**self.arguments, **given, "blocks": programs, "B": options.block, "CHUNK": chunk}
         kernel[(len(programs), self.arguments["heads"])](
-            **self.arguments,
-            **given,
-            **{"bands" if per == "bands" else "blocks": programs},
-            B=options.block,
-            CHUNK=min(options.chunk, self.arguments["D"], self.arguments["V"]),
+            **{name: arguments[name] for name in kernel.arg_names},
             num_warps=options.num_warps,
             num_stages=options.num_stages,
             enable_fp_fusion=True,
