@@ -1,240 +1,233 @@
-"""The attention op in Triton: silu with added position and time tables, forward and backward, float32.
+"""The attention op in Triton, for GPUs: all kinds, modes and biases, forward and backward, float32 and bfloat16.
 
-One program per block of queries and head; the gradients of keys and values take one per block of keys and head. Backward
-recomputes the scores. The kernels follow the rules of kernel_args.py, prefixes and targets included. Gradients of the bias
-tables are added atomically into a private row per program, then summed in order: repeated runs agree to rounding. All
-other gradients are bitwise reproducible.
+    plan       blocks of queries and of keys, bands of tiles: made on the host, once per batch
+    forward    attention_kernels.forward
+    backward   attention_kernels.query_grads, key_grads; attention_bias_kernels.bias_grads, then sum_groups per bias
 
-Tests run it in Triton's interpreter (TRITON_INTERPRET=1). It has not been run on a GPU.
+Scores, biases and all sums are float32. With bfloat16 the weights are rounded to bfloat16 before they are multiplied by
+values, and results are rounded once. Equal calls give equal bits: no sum is atomic.
+
+Tests run the kernels in Triton's interpreter and compile them for sm_80, sm_90 and gfx942. They have not run on a GPU.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
-from nestpipe.ops.kernel_args import BUCKET_WIDTH, Gradients, KernelInputs, Layout, bucket_boundaries
+from nestpipe.ops import attention_bias_kernels, attention_kernels
+from nestpipe.ops.device_memory import upload
+from nestpipe.ops.kernel_args import Gradients, KernelInputs, Layout, bucket_boundaries
+from nestpipe.ops.limits import MAX_KERNEL_WIDTH
 
-_BLOCK = 32
-_INVERSE_WIDTH = tl.constexpr(1.0 / BUCKET_WIDTH)
-
-
-@triton.jit
-def _scores(
-    q, k, query_places, key_places, history, query_times, key_times, boundaries, position, time, scale,
-    num_position, num_buckets, HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr
-):  # fmt: skip
-    """Scores with biases, the mask, and the indices of the biases."""
-    x = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-    own = key_places[None, :] == query_places[:, None]
-    seen = (key_places[None, :] <= query_places[:, None]) & ((key_places[None, :] < history) | own)
-    distance = tl.minimum(query_places, history)[:, None] - tl.minimum(key_places, history)[None, :]
-    distance = tl.minimum(tl.maximum(distance, 0), num_position - 1)
-    bucket = distance * 0
-    if HAS_POSITION:
-        x += tl.load(position + distance)
-    if HAS_TIME:
-        gap = tl.maximum(tl.abs(query_times[:, None] - key_times[None, :]), 1)
-        bucket = tl.minimum((tl.log(gap.to(tl.float32)) * _INVERSE_WIDTH).to(tl.int32), num_buckets)
-        # The logarithm may be off by one bucket at a boundary; the integer boundaries decide.
-        below = tl.load(boundaries + tl.maximum(bucket - 1, 0))
-        bucket = tl.where((bucket > 0) & (gap < below), bucket - 1, bucket)
-        above = tl.load(boundaries + tl.minimum(bucket, num_buckets - 1))
-        bucket = tl.where((bucket < num_buckets) & (gap >= above), bucket + 1, bucket)
-        x += tl.load(time + bucket)
-    return x, seen, distance, bucket
+_DTYPES = (torch.float32, torch.bfloat16)
+_SUMMED_ROWS = 16  # that a program of sum_groups loads at once
 
 
-@triton.jit
-def _sequence(map_, query_offsets, key_offsets, num_targets):
-    """The program's sequence: first query, number of queries, first key, number of keys, history, first of its block."""
-    number = tl.load(map_ + 2 * tl.program_id(0))
-    first = tl.load(map_ + 2 * tl.program_id(0) + 1)
-    q0, k0 = tl.load(query_offsets + number), tl.load(key_offsets + number)
-    num_queries, num_keys = tl.load(query_offsets + number + 1) - q0, tl.load(key_offsets + number + 1) - k0
-    return q0, num_queries, k0, num_keys, num_keys - tl.load(num_targets + number), first
+class LaunchOptions(NamedTuple):
+    """How a kernel is compiled: B, CHUNK and the options of Triton."""
+
+    block: int
+    chunk: int
+    num_warps: int
+    num_stages: int
 
 
-@triton.jit
-def _rows(start, rows, limit, head, heads, width, W: tl.constexpr):
-    """Addresses of rows of [n, heads, width], and which of them exist."""
-    columns = tl.arange(0, W)
-    places = ((start + rows)[:, None] * heads + head) * width + columns[None, :]
-    return places, (rows < limit)[:, None] & (columns < width)[None, :]
+_EXACT = {width: LaunchOptions(16, min(width, 32), 4, 1) for width in (16, 32, 64, 128, 256)}
+LAUNCH = {
+    (kernel, dtype): _EXACT
+    for kernel in ("forward", "bias_channels", "query_grads", "key_grads", "value_grads", "bias_grads")
+    for dtype in _DTYPES
+}
+BLOCKS = sorted({one.block for table in LAUNCH.values() for one in table.values()})
 
 
-@triton.jit
-def _forward_kernel(
-    q, k, v, out, map_, query_offsets, key_offsets, num_targets, query_times, key_times, boundaries, position, time,
-    heads, qk_width, v_width, num_position, num_buckets, scale, inverse_norm,
-    HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr, D: tl.constexpr, V: tl.constexpr, B: tl.constexpr
-):  # fmt: skip
-    q0, num_queries, k0, num_keys, history, first = _sequence(map_, query_offsets, key_offsets, num_targets)
-    head = tl.program_id(1)
-    rows = first + tl.arange(0, B)
-    query_places = num_keys - num_queries + rows
-    at, real = _rows(q0, rows, num_queries, head, heads, qk_width, D)
-    q_block = tl.load(q + at, mask=real, other=0.0)
-    t_query = tl.load(query_times + q0 + rows, mask=(rows < num_queries) & HAS_TIME, other=0)
-    total = tl.zeros((B, V), dtype=tl.float32)
-    for start in range(0, tl.minimum(num_keys, num_keys - num_queries + first + B), B):
-        keys = start + tl.arange(0, B)
-        at, real = _rows(k0, keys, num_keys, head, heads, qk_width, D)
-        k_block = tl.load(k + at, mask=real, other=0.0)
-        at, real = _rows(k0, keys, num_keys, head, heads, v_width, V)
-        v_block = tl.load(v + at, mask=real, other=0.0)
-        t_key = tl.load(key_times + k0 + keys, mask=(keys < num_keys) & HAS_TIME, other=0)
-        x, seen, _, _ = _scores(
-            q_block, k_block, query_places, keys, history, t_query, t_key, boundaries, position, time, scale,
-            num_position, num_buckets, HAS_POSITION, HAS_TIME
-        )  # fmt: skip
-        weights = tl.where(seen, x * inverse_norm / (1.0 + tl.exp(-x)), 0.0)
-        total += tl.dot(weights, v_block, input_precision="ieee")
-    at, real = _rows(q0, rows, num_queries, head, heads, v_width, V)
-    tl.store(out + at, total, mask=real)
+class _TilePlan(NamedTuple):
+    """For a block size: (sequence, first row) of blocks, (sequence, band) by band, and the first row of each band."""
 
-
-@triton.jit
-def _query_grads_kernel(
-    q, k, v, grad, d_q, d_position, d_time, map_, query_offsets, key_offsets, num_targets, query_times, key_times,
-    boundaries, position, time, heads, qk_width, v_width, num_position, num_buckets, scale, inverse_norm,
-    HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr, D: tl.constexpr, V: tl.constexpr, B: tl.constexpr
-):  # fmt: skip
-    q0, num_queries, k0, num_keys, history, first = _sequence(map_, query_offsets, key_offsets, num_targets)
-    head = tl.program_id(1)
-    private = tl.program_id(0) * heads + head
-    rows = first + tl.arange(0, B)
-    query_places = num_keys - num_queries + rows
-    at, real = _rows(q0, rows, num_queries, head, heads, qk_width, D)
-    q_block = tl.load(q + at, mask=real, other=0.0)
-    at, real = _rows(q0, rows, num_queries, head, heads, v_width, V)
-    grad_block = tl.load(grad + at, mask=real, other=0.0)
-    t_query = tl.load(query_times + q0 + rows, mask=(rows < num_queries) & HAS_TIME, other=0)
-    total = tl.zeros((B, D), dtype=tl.float32)
-    for start in range(0, tl.minimum(num_keys, num_keys - num_queries + first + B), B):
-        keys = start + tl.arange(0, B)
-        at, real = _rows(k0, keys, num_keys, head, heads, qk_width, D)
-        k_block = tl.load(k + at, mask=real, other=0.0)
-        at, real = _rows(k0, keys, num_keys, head, heads, v_width, V)
-        v_block = tl.load(v + at, mask=real, other=0.0)
-        t_key = tl.load(key_times + k0 + keys, mask=(keys < num_keys) & HAS_TIME, other=0)
-        x, seen, distance, bucket = _scores(
-            q_block, k_block, query_places, keys, history, t_query, t_key, boundaries, position, time, scale,
-            num_position, num_buckets, HAS_POSITION, HAS_TIME
-        )  # fmt: skip
-        gate = 1.0 / (1.0 + tl.exp(-x))
-        d_weights = tl.dot(grad_block, tl.trans(v_block), input_precision="ieee")
-        d_scores = tl.where(seen, d_weights * inverse_norm * gate * (1.0 + x * (1.0 - gate)), 0.0)
-        total += tl.dot(d_scores, k_block, input_precision="ieee") * scale
-        wanted = seen & (rows < num_queries)[:, None]
-        if HAS_POSITION:
-            tl.atomic_add(d_position + private * num_position + distance, d_scores, mask=wanted)
-        if HAS_TIME:
-            tl.atomic_add(d_time + private * (num_buckets + 1) + bucket, d_scores, mask=wanted)
-    at, real = _rows(q0, rows, num_queries, head, heads, qk_width, D)
-    tl.store(d_q + at, total, mask=real)
-
-
-@triton.jit
-def _key_grads_kernel(
-    q, k, v, grad, d_k, d_v, map_, query_offsets, key_offsets, num_targets, query_times, key_times, boundaries,
-    position, time, heads, qk_width, v_width, num_position, num_buckets, scale, inverse_norm,
-    HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr, D: tl.constexpr, V: tl.constexpr, B: tl.constexpr
-):  # fmt: skip
-    q0, num_queries, k0, num_keys, history, first = _sequence(map_, query_offsets, key_offsets, num_targets)
-    head = tl.program_id(1)
-    keys = first + tl.arange(0, B)
-    at_k, real_k = _rows(k0, keys, num_keys, head, heads, qk_width, D)
-    at_v, real_v = _rows(k0, keys, num_keys, head, heads, v_width, V)
-    k_block, v_block = tl.load(k + at_k, mask=real_k, other=0.0), tl.load(v + at_v, mask=real_v, other=0.0)
-    t_key = tl.load(key_times + k0 + keys, mask=(keys < num_keys) & HAS_TIME, other=0)
-    total_k, total_v = tl.zeros((B, D), dtype=tl.float32), tl.zeros((B, V), dtype=tl.float32)
-    for start in range(tl.maximum(first - (num_keys - num_queries), 0) // B * B, num_queries, B):
-        rows = start + tl.arange(0, B)
-        at, real = _rows(q0, rows, num_queries, head, heads, qk_width, D)
-        q_block = tl.load(q + at, mask=real, other=0.0)
-        at, real = _rows(q0, rows, num_queries, head, heads, v_width, V)
-        grad_block = tl.load(grad + at, mask=real, other=0.0)
-        t_query = tl.load(query_times + q0 + rows, mask=(rows < num_queries) & HAS_TIME, other=0)
-        x, seen, _, _ = _scores(
-            q_block, k_block, num_keys - num_queries + rows, keys, history, t_query, t_key, boundaries, position, time,
-            scale, num_position, num_buckets, HAS_POSITION, HAS_TIME
-        )  # fmt: skip
-        gate = 1.0 / (1.0 + tl.exp(-x))
-        total_v += tl.dot(tl.trans(tl.where(seen, x * gate * inverse_norm, 0.0)), grad_block, input_precision="ieee")
-        d_weights = tl.dot(grad_block, tl.trans(v_block), input_precision="ieee")
-        d_scores = tl.where(seen, d_weights * inverse_norm * gate * (1.0 + x * (1.0 - gate)), 0.0)
-        total_k += tl.dot(tl.trans(d_scores), q_block, input_precision="ieee") * scale
-    tl.store(d_k + at_k, total_k, mask=real_k)
-    tl.store(d_v + at_v, total_v, mask=real_v)
+    queries: Tensor  # [n, 2]
+    keys: Tensor  # [n, 2]
+    bands: Tensor  # [n, 2]
+    band_starts: Tensor  # [bands + 2]; the first is band -1
 
 
 def plan(layout: Layout) -> list[Tensor]:
-    """(sequence, first row) for every block of queries and of keys, and the boundaries of time buckets."""
-    boundaries = bucket_boundaries(max(layout.num_buckets, 1)).to(layout.query_offsets.device)
-    return [_blocks(layout.query_offsets), _blocks(layout.key_offsets), boundaries]
+    """The boundaries of time buckets, then a `_TilePlan` for each block size."""
+    device, layout = layout.key_offsets.device, layout.host or layout
+    tensors = [one for block in BLOCKS for one in _tile_plan(layout, block)]
+    packed = upload(torch.cat([one.flatten() for one in tensors]).to(torch.int32), device)
+    parts = packed.split([one.numel() for one in tensors])
+    boundaries = upload(bucket_boundaries(max(layout.num_buckets, 1)), device)
+    return [boundaries, *(part.reshape(one.shape) for part, one in zip(parts, tensors, strict=True))]
 
 
 def forward(inputs: KernelInputs) -> tuple[Tensor, Tensor]:
-    _check(inputs)
+    """The output [Q, channels, H, V], and for softmax the logsumexp of each row [Q, H] in float32."""
+    call = _Call(inputs)
     out = inputs.new_output()
-    q, k, v = (one.contiguous() for one in (inputs.q, inputs.k, inputs.v))
-    blocks = inputs.plan[0]
-    if len(blocks):
-        _forward_kernel[(len(blocks), q.shape[1])](q, k, v, out, blocks, *_shared(inputs), **_constants(inputs))
-    return out, q.new_empty(0)
+    saved = inputs.q.new_empty(inputs.q.shape[:2] if inputs.kind == "softmax" else 0, dtype=torch.float32)
+    call.launch(attention_kernels.forward, "queries", out=out, saved=saved)
+    if inputs.mode == "channel" and (inputs.position is not None or inputs.uses_time):
+        call.launch(attention_kernels.bias_channels, "queries", out=out)
+    return out, saved
 
 
 def backward(inputs: KernelInputs, grad: Tensor, out: Tensor, saved: Tensor) -> Gradients:
-    q, k, v = (one.contiguous() for one in (inputs.q, inputs.k, inputs.v))
-    d_q, d_k, d_v = (torch.zeros_like(one) for one in (q, k, v))
-    queries, keys, _ = inputs.plan
-    shape = (len(queries) * q.shape[1],)
-    private = [None if one is None else one.new_zeros(*shape, len(one)) for one in (inputs.position, inputs.time)]
-    table_grads = [q if one is None else one for one in private]
-    if len(queries):
-        shared, constants = _shared(inputs), _constants(inputs)
-        _query_grads_kernel[(len(queries), q.shape[1])](q, k, v, grad, d_q, *table_grads, queries, *shared, **constants)
-        _key_grads_kernel[(len(keys), q.shape[1])](q, k, v, grad, d_k, d_v, keys, *shared, **constants)
-    position, time = (None if one is None else one.sum(0) for one in private)
-    return Gradients(d_q, d_k, d_v, position, time)
+    """All gradients; recomputes the scores."""
+    call = _Call(inputs)
+    row_dots = (grad[:, 0].float() * out[:, 0].float()).sum(2) if inputs.kind == "softmax" else None
+    d_q, d_k, d_v = (
+        torch.zeros_like(one, memory_format=torch.contiguous_format) for one in (inputs.q, inputs.k, inputs.v)
+    )
+    given = {"grad": grad, "saved": saved, "row_dots": row_dots}
+    call.launch(attention_kernels.query_grads, "queries", **given, d_q=d_q)
+    call.launch(attention_kernels.key_grads, "keys", **given, d_k=d_k)
+    call.launch(attention_kernels.value_grads, "keys", **given, d_v=d_v)
+    return Gradients(d_q, d_k, d_v, *call.bias_grads(**given))
 
 
-def _check(inputs: KernelInputs) -> None:
-    if (inputs.kind, inputs.mode, inputs.decay, inputs.q.dtype) != ("silu", "add", None, torch.float32):
-        raise ValueError("the triton kernel supports only silu with added tables in float32.")
+class _Call:
+    """The arguments that all kernels of a call share."""
+
+    def __init__(self, inputs: KernelInputs):
+        if problem := _problem(inputs):
+            raise ValueError(f"attention backend triton: {problem}.")
+        self.inputs = inputs
+        q, k, v = (_with_plain_rows(one) for one in (inputs.q, inputs.k, inputs.v))
+        tables = {"position": inputs.position, "time": inputs.time, "decay": inputs.decay}
+        self.tables = {name: None if one is None else one.detach().float().contiguous() for name, one in tables.items()}
+        both = (inputs.query_times, inputs.key_times) if inputs.uses_time else (None, None)
+        self.arguments: dict[str, Any] = {
+            "q": q, "k": k, "v": v, "q_stride": q.stride(0), "k_stride": k.stride(0), "v_stride": v.stride(0),
+            "query_offsets": inputs.query_offsets, "key_offsets": inputs.key_offsets, "num_targets": inputs.num_targets,
+            "query_times": both[0], "key_times": both[1], "boundaries": inputs.plan[0], **self.tables,
+            "heads": q.shape[1], "channels": inputs.num_channels, "qk_width": q.shape[2], "v_width": v.shape[2],
+            "num_position": 1 if inputs.position is None else len(inputs.position),
+            "num_buckets": 1 if inputs.time is None else len(inputs.time) - 1,
+            "scale": inputs.scale, "inverse_norm": 1.0 / inputs.norm,
+            "SOFTMAX": inputs.kind == "softmax", "CHANNEL": inputs.mode == "channel",
+            "D": padded_width(q.shape[2]), "V": padded_width(v.shape[2]),
+        }  # fmt: skip
+
+    def options(self, kernel: str) -> LaunchOptions:
+        return LAUNCH[kernel, self.inputs.q.dtype][max(self.arguments["D"], self.arguments["V"])]
+
+    def tile_plan(self, block: int) -> _TilePlan:
+        first = 1 + 4 * BLOCKS.index(block)
+        return _TilePlan(*self.inputs.plan[first : first + 4])
+
+    def launch(self, kernel: Any, per: str, **given: Any) -> None:
+        """Starts a kernel with a program for each of the plan's `queries`, `keys` or `bands`, and each head."""
+        options = self.options(kernel.__name__)
+        programs = getattr(self.tile_plan(options.block), per)
+        if not len(programs) or not self.arguments["heads"]:
+            return
+        chunk = min(options.chunk, self.arguments["D"], self.arguments["V"])
+        arguments = {**self.arguments, **given, "blocks": programs, "B": options.block, "CHUNK": chunk}
+        kernel[(len(programs), self.arguments["heads"])](
+            **{name: arguments[name] for name in kernel.arg_names},
+            num_warps=options.num_warps,
+            num_stages=options.num_stages,
+            enable_fp_fusion=True,
+        )
+
+    def bias_grads(self, **given: Any) -> list[Tensor | None]:
+        """Gradients of position, time and decay: one row per band, sequence and head, then sums in order."""
+        inputs, heads = self.inputs, self.arguments["heads"]
+        block = self.options("bias_grads").block
+        plan = self.tile_plan(block)
+        num_buckets = triton.next_power_of_2(self.arguments["num_buckets"] + 1)
+        widths = {"position": 2 * block, "time": num_buckets, "decay": 4}
+        applied = [
+            name for name, one in self.tables.items() if one is not None and (name == "position" or inputs.uses_time)
+        ]
+        rows = {
+            f"d_{name}": inputs.q.new_zeros(len(plan.bands) * heads, width, dtype=torch.float32)
+            if name in applied
+            else None
+            for name, width in widths.items()
+        }
+        if applied:
+            self.launch(attention_bias_kernels.bias_grads, "bands", **given, **rows, T=num_buckets)
+        found: list[Tensor | None] = []
+        for name, table in (("position", inputs.position), ("time", inputs.time), ("decay", inputs.decay)):
+            if table is None or name not in applied:
+                found.append(None if table is None else torch.zeros_like(table))
+                continue
+            sums = self._sum_groups(rows[f"d_{name}"], plan.band_starts)
+            total = _by_distance(sums, len(table)) if name == "position" else sums.sum(0)[: len(table)]
+            found.append(total.to(table.dtype))
+        return found
+
+    def _sum_groups(self, rows: Tensor, starts: Tensor) -> Tensor:
+        sums = rows.new_empty(len(starts) - 1, rows.shape[1])
+        attention_bias_kernels.sum_groups[(len(sums),)](
+            rows, starts, sums, self.arguments["heads"], W=rows.shape[1], R=_SUMMED_ROWS
+        )
+        return sums
 
 
-def _shared(inputs: KernelInputs) -> list[Any]:
-    """Arguments of all kernels; an absent tensor is replaced by one that is not read."""
-    absent = inputs.query_offsets
-    times = [absent if one is None else one for one in (inputs.query_times, inputs.key_times)]
-    tables = [inputs.q if one is None else one.contiguous() for one in (inputs.position, inputs.time)]
-    num_position = 1 if inputs.position is None else len(inputs.position)
-    num_buckets = 1 if inputs.time is None else len(inputs.time) - 1
-    return [
-        *(inputs.query_offsets, inputs.key_offsets, inputs.num_targets, *times, inputs.plan[2], *tables),
-        *(inputs.q.shape[1], inputs.q.shape[2], inputs.v.shape[2], num_position, num_buckets),
-        *(inputs.scale, 1.0 / inputs.norm),
-    ]
+def padded_width(width: int) -> int:
+    """The width of a head in kernels: a power of two, at least 16."""
+    return max(16, int(triton.next_power_of_2(width)))
 
 
-def _constants(inputs: KernelInputs) -> dict[str, Any]:
-    return {
-        "HAS_POSITION": inputs.position is not None,
-        "HAS_TIME": inputs.uses_time,
-        "D": max(16, triton.next_power_of_2(inputs.q.shape[2])),
-        "V": max(16, triton.next_power_of_2(inputs.v.shape[2])),
-        "B": _BLOCK,
-    }
+def _by_distance(sums: Tensor, num_position: int) -> Tensor:
+    """The gradient of the position table from the sums [bands + 1, 2 B] of diagonals; the first row is band -1."""
+    upper, lower = sums.chunk(2, dim=1)
+    distances = upper[1:].clone()
+    distances[:-1] += lower[2:]
+    distances[0] += upper[0]  # targets and themselves: zero but for distance 0
+    distances = distances.flatten()
+    grad = sums.new_zeros(num_position)
+    last = num_position - 1
+    grad[: min(last, len(distances))] = distances[:last]
+    grad[last] = distances[last:].sum()
+    return grad
 
 
-def _blocks(offsets: Tensor) -> Tensor:
-    counts = (offsets.diff() + _BLOCK - 1) // _BLOCK
-    number = torch.arange(len(counts), device=offsets.device).repeat_interleave(counts)
-    first = torch.arange(len(number), device=offsets.device) - (counts.cumsum(0) - counts).index_select(0, number)
-    return torch.stack([number, first * _BLOCK], dim=1)
+def _with_plain_rows(tensor: Tensor) -> Tensor:
+    """Heads of a row must lie back to back; rows may have anything between them."""
+    plain = tensor.stride(2) == 1 and tensor.stride(1) == tensor.shape[2]
+    return tensor if plain else tensor.contiguous()
+
+
+def _problem(inputs: KernelInputs) -> str | None:
+    """What the kernels cannot do, or None."""
+    dtypes = {one.dtype for one in (inputs.q, inputs.k, inputs.v)}
+    if len(dtypes) > 1 or inputs.q.dtype not in _DTYPES:
+        return f"q, k and v are {', '.join(sorted(map(str, dtypes)))}; supported are float32 and bfloat16, the same for all"
+    width = max(inputs.q.shape[2], inputs.v.shape[2])
+    if width > MAX_KERNEL_WIDTH:
+        return f"a head has {width} values; supported are {MAX_KERNEL_WIDTH}"
+    return None
+
+
+def _tile_plan(layout: Layout, block: int) -> _TilePlan:
+    num_queries, num_keys = layout.query_offsets.diff(), layout.key_offsets.diff()
+    num_bands = torch.where(num_queries > 0, (num_keys + block - 2) // block + 1, 0)
+    sequences, bands = _numbered(torch.where(num_bands > 0, num_bands + 1, 0))
+    wanted = (bands > 0) | (layout.num_targets > 0).index_select(0, sequences)  # without targets no band -1
+    bands, order = bands[wanted].sort(stable=True)
+    starts = torch.bincount(bands, minlength=2).cumsum(0)
+    return _TilePlan(
+        queries=_blocks(num_queries, block),
+        keys=_blocks(num_keys, block),
+        bands=torch.stack([sequences[wanted][order], bands - 1], dim=1),
+        band_starts=torch.cat([starts.new_zeros(1), starts]),
+    )
+
+
+def _blocks(lengths: Tensor, block: int) -> Tensor:
+    sequences, numbers = _numbered((lengths + block - 1) // block)
+    return torch.stack([sequences, numbers * block], dim=1)
+
+
+def _numbered(counts: Tensor) -> tuple[Tensor, Tensor]:
+    """For each of the counted things: whose it is, and its number there."""
+    owners = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
+    firsts = (counts.cumsum(0) - counts).index_select(0, owners)
+    return owners, torch.arange(len(owners), device=counts.device) - firsts
