@@ -381,7 +381,6 @@ WRONG = [
     Wrong(rows_not_caught_up, replace(IN_PLACE, optimizer="adam")),
     Wrong(caught_up_one_batch_short, replace(IN_PLACE, optimizer="adam")),
     Wrong(skipped_batch_not_counted, replace(IN_PLACE, optimizer="adam")),
-    Wrong(skipped_batch_not_counted, replace(BUFFERED, optimizer="adam")),
     Wrong(ranks_backwards, IN_PLACE, min_ranks=3),
     Wrong(rank_by_rank, replace(IN_PLACE, num_micro_batches=3, admit_after=1), min_ranks=3),
     Wrong(micro_batches_backwards, replace(IN_PLACE, num_micro_batches=3, admit_after=1)),
